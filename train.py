@@ -24,6 +24,7 @@ from torch import Tensor
 from tmoe import warmup
 from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.config.axes import Axes
 from tmoe.config.check import require
 from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Dataset, Loader, require_alike
@@ -45,7 +46,8 @@ from tmoe.parallel.collectives import sum_over_all
 from tmoe.post import task_of
 from tmoe.post.task import NothingToLearn
 from tmoe.run import process as runtime
-from tmoe.run.cli import flags_of, parse
+from tmoe.run.cli import flags_of, parse, planned_world
+from tmoe.run.defaults import plan_of, samples_a_step, with_length
 from tmoe.run.fitting import require_room
 from tmoe.run.metrics import Metrics
 from tmoe.run.process import OnItsWay, Runtime, all_finite
@@ -62,9 +64,7 @@ def main(argv: list[str]) -> None:
     rank, world = runtime.launched()
     cfg = parse(argv, __doc__ or "", rank=rank, world=world)
     if cfg.dry_run:
-        from tmoe.run.dry_run import dry_run  # its fake process group is of no use to a run
-
-        return dry_run(cfg)
+        return plan(cfg)
     if cfg.compile and not runtime.has_compiler():
         cfg = replace(cfg, compile=False)
         if rank == 0:
@@ -77,6 +77,21 @@ def main(argv: list[str]) -> None:
             trainer.train()
     run.close()
     trainer.say_end()
+
+
+def plan(cfg: Config) -> None:
+    """The dry run. The data are read only where the number of steps follows from them (--epochs)."""
+    from tmoe.run.dry_run import dry_run, fake_world  # its fake process group is of no use to a run
+
+    axes = Axes.of(cfg.parallel, planned_world(cfg, 1))
+    a_step = samples_a_step(cfg, axes.readers)
+    samples, trained = 0, 0.0
+    if cfg.epochs is not None:
+        with runtime.one_error(), fake_world(axes, 0) as mesh:
+            data = task_of(cfg, mesh).open("train", carried_by_start(cfg))
+            samples, trained = data.samples, data.trained_a_sample()
+            cfg = with_length(cfg, samples, a_step)
+    dry_run(cfg, plan_of(cfg, a_step, samples, trained))
 
 
 class Trainer:
@@ -102,6 +117,8 @@ class Trainer:
         self.data, self.val_data = opened
         run.together(lambda: require_alike(self.data, self.val_data))
         run.alike(self.data.extent("training") | self.val_data.extent("validation"))
+        self.a_step = samples_a_step(cfg, self.mesh.axes.readers)
+        cfg = self.with_length(cfg)
         self.test_data: Dataset | None = None
         if cfg.data.held_out[1]:
             self.test_data = run.together(lambda: self.task.open("test", self.carried))
@@ -140,6 +157,7 @@ class Trainer:
         # Before restore: another run that still holds the folder may save one more step.
         held = None if cfg.eval_only else run.claim(cfg.out)
         self.restore()
+        cfg = self.cfg
 
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
         facts = dict(data=self.data.describe(), **self.facts)
@@ -159,6 +177,14 @@ class Trainer:
             )
         )
         self.announce()
+
+    def with_length(self, cfg: Config) -> Config:
+        """The settings with the number of steps that the data and --epochs give, here and in the task."""
+        data, ahead = self.data, self.data.ahead
+        self.cfg = self.task.cfg = self.run.together(
+            lambda: with_length(cfg, data.samples, self.a_step, ahead)
+        )
+        return self.cfg
 
     def prepare(self) -> None:
         """What comes before the first step: graphs are compiled, and the task learns what it must know."""
@@ -444,6 +470,8 @@ class Trainer:
         self.task.load_state(state.get("task", {}))
         self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init says now
         self.data.go_on(self.step, self.tokens, **self.shape())
+        if self.data.ahead:  # steps were of another size: others are left
+            self.checkpoints.info["config"]["steps"] = self.with_length(cfg).steps
         if rng is not None:  # None with another number of ranks, which draws other numbers, or not wanted
             runtime.set_rng_states(rng, run.device)
 
@@ -476,6 +504,9 @@ class Trainer:
             note(f"--init={cfg.init}: {unknown}")
         for line in self.task.notes(self.facts):
             note(line)
+        if not cfg.eval_only:
+            for line in plan_of(cfg, self.a_step, self.data.samples, self.data.trained_a_sample()):
+                note(line)
         if self.step:
             note("; ".join([f"resumed after step {self.step}", *self.changes]))
 

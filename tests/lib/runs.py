@@ -10,6 +10,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 
 import train
@@ -83,6 +84,14 @@ def whole(trainer: train.Trainer) -> dict[str, torch.Tensor]:
     return {
         n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in trainer.tensors().items()
     }
+
+
+def refusal(words, capsys) -> str:
+    """What a command line that is refused with code 2 writes to stderr."""
+    with pytest.raises(SystemExit) as ended:
+        parse([str(word) for word in words], "")
+    assert ended.value.code == 2
+    return capsys.readouterr().err
 
 
 # ---- what runs wrote ----

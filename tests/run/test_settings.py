@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hf_tiny import saved
-from runs import SMALL, run
+from runs import SMALL, refusal, run
 
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.presets import presets
@@ -39,13 +39,6 @@ lr = 1
 """
 
 
-def refusal(words, capsys) -> str:
-    with pytest.raises(SystemExit) as ended:
-        parse(words, "")
-    assert ended.value.code == 2
-    return capsys.readouterr().err
-
-
 def test_a_file_lies_between_preset_and_flags(tmp_path, capsys):
     """TOML and the same in JSON; keys with - or _; a whole number where a float is meant."""
     (tmp_path / "a.toml").write_text(TOML)
@@ -53,7 +46,7 @@ def test_a_file_lies_between_preset_and_flags(tmp_path, capsys):
     tiny = presets()["tiny"]
     assert (cfg.out, cfg.steps, cfg.train.batch, cfg.train.eval_every) == ("here", 7, 5, 2)
     assert (cfg.model.windowed, cfg.model.moe.top_k, cfg.model.moe.renormalize) == ((1, 0), 1, False)
-    assert cfg.optim == replace(tiny.optim, lr=1) and cfg.train.seq == tiny.train.seq
+    assert cfg.optim == replace(tiny.optim, lr=1, warmup=0) and cfg.train.seq == tiny.train.seq
     assert f"note: settings of {tmp_path / 'a.toml'}\n" in capsys.readouterr().err
 
     told = dict(out="here", steps=7, train=dict(batch=5, eval_every=2), optim=dict(lr=1))

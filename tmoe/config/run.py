@@ -163,17 +163,20 @@ class OptimConfig:
     """AdamW (Loshchilov & Hutter 2017), its schedule, clipping and the average of the weights."""
 
     lr: float = 3e-4
-    """peak learning rate"""
+    """peak learning rate; where --init gives the weights, by default 2e-5 for --task sft, and 1e-6 for
+    preference and grpo"""
     betas: tuple[float, float] = (0.9, 0.95)
     """decay of the first and second moment"""
     eps: float = 1e-8
     """added to the root of the second moment"""
     weight_decay: float = 0.1
-    """decoupled decay; norms and biases get none"""
+    """decoupled decay; norms and biases get none. By default 0 where --init gives the weights of sft,
+    preference or grpo"""
     clip: float = 1.0
     """largest global gradient norm; 0: no clipping"""
-    warmup: int = 0
-    """steps of linear warm-up"""
+    warmup: int | None = 0
+    """steps of linear warm-up; by default the preset's number, and at most a tenth of the steps.
+    None: a tenth of the steps, and at most 100"""
     warmup_fraction: float = 0.0
     """instead of warmup: share of the steps up to the decay's end that are warm-up"""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -208,7 +211,7 @@ class OptimConfig:
         require(either, f"{both}: give one of them")
         end = self.decay_steps
         valid = f"must be 0, or more than --optim.warmup={self.warmup}"
-        require(not end or end > self.warmup, f"--optim.decay-steps={end}: {valid}")
+        require(not end or end > (self.warmup or 0), f"--optim.decay-steps={end}: {valid}")
         ok = all(0 <= b <= FLOATS[2] for b in self.betas)
         require(ok, f"--optim.betas={self.betas}: each at least 0 and below 1 in float32")
         require(self.clip >= 0, f"--optim.clip={self.clip}: must be 0 (off) or more")
@@ -517,6 +520,9 @@ class Config:
     """run folder: config.json, metrics.jsonl, checkpoints/, report.png"""
     steps: int = 1000
     """optimizer steps"""
+    epochs: float | None = None
+    """instead of steps: passes over the training data, over prompts with --task grpo; 0.5 is half a pass.
+    The steps follow from the data, its packing and the sequences of a step, and are rounded up"""
     seed: int = 0
     """seed of weights, dropout and jitter"""
     compile: bool = True
@@ -554,15 +560,9 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        check(self, "--", one="world", zero="steps seed")
-        steps = 0 if self.eval_only else self.steps
-        valid = (
-            f"must be numbers of steps, from 1 to --steps={steps}"
-            if steps
-            else "a run without steps has none"
-        )
-        for flag, named in (("profile", self.profile), ("log.routes", self.log.routes)):
-            require(all(1 <= step <= steps for step in named), f"--{flag}={named}: {valid}")
+        check(self, "--", one="world", zero="steps seed", positive="epochs")
+        if self.epochs is None:
+            require_steps(self)
 
         seq, longest = self.train.seq, self.model.rope.max_seq
         require(
@@ -589,6 +589,16 @@ class Config:
         require_layout(self)
         away = f"--grpo.offload: --task={self.task} makes no answers; valid with --task grpo"
         require(self.task == "grpo" or not self.grpo.offload, away)
+
+
+def require_steps(cfg: Config) -> None:
+    """ConfigError unless the run has the steps that settings name by number."""
+    steps = 0 if cfg.eval_only else cfg.steps
+    valid = (
+        f"must be numbers of steps, from 1 to --steps={steps}" if steps else "a run without steps has none"
+    )
+    for flag, named in (("profile", cfg.profile), ("log.routes", cfg.log.routes)):
+        require(all(1 <= step <= steps for step in named), f"--{flag}={named}: {valid}")
 
 
 def require_grpo(cfg: Config) -> None:

@@ -162,11 +162,12 @@ class ChatSource:
         trained = kept["counts"][mine].sum()
         if cut.any():
             trained = sum(int(self.sequence(i)[1][1:].sum()) for i in mine)
+        self.predicted = int(trained)
         self.counts = Counts(
             facts["rows"],
             len(mine),
             self.tokens,
-            int(trained),
+            self.predicted,
             int(cut[mine].sum()),
             dropped,
             facts["skipped"],

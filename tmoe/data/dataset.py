@@ -129,6 +129,8 @@ class Source:
         self.starts = [0, *itertools.accumulate(len(run.tokens) for run in corpus.runs)]
         self.tokens = self.starts.pop()
         self.samples = (self.tokens - 1) // seq
+        self.predicted = self.samples * seq
+        """tokens of an epoch that are trained, those behind a document's end counted too"""
         if self.samples < 1:
             raise DataError(
                 f"{self.name}: {self.tokens} tokens in its {split} split, one sample needs {seq + 1}; "
@@ -227,6 +229,11 @@ class Dataset:
         tokens = windows[..., :-1].contiguous()
         ends = tokens == self.eos
         return Batch(tokens, windows[..., 1:].masked_fill(ends, IGNORE), ends.cumsum(-1) - ends.long())
+
+    def trained_a_sample(self) -> float:
+        """Tokens of a sample that are trained, the mean over the mixture; 0 where that is not known."""
+        weighted = zip(self.sources, self.weights, strict=True)
+        return sum(weight * s.predicted / s.samples for s, weight in weighted) / sum(self.weights)
 
     def facts(self) -> dict[str, Any]:
         """What a step records of the data that it was trained on, as values that JSON can hold."""

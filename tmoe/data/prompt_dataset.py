@@ -56,6 +56,7 @@ class PromptSource:
         self.seq, self.vocab = cfg.train.seq, cfg.model.vocab
         self.samples = len(prompts)
         self.tokens = sum(len(prompt.ids) for prompt in prompts)
+        self.predicted = 0  # answers are made in the step
 
 
 class PromptDataset(Dataset):

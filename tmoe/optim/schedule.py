@@ -8,6 +8,20 @@ import torch
 
 from tmoe.config.run import OptimConfig
 
+MOST_WARMUP = 100  # steps of a warm-up that no setting gives
+
+
+def warmup_of(steps: int, cfg: OptimConfig) -> int:
+    """Steps of warm-up in a run of `steps`.
+
+    They are `warmup`, or the share `warmup_fraction` of the steps up to the decay's end. Where `warmup` is
+    None they are a tenth of these steps, and at most MOST_WARMUP.
+    """
+    end = cfg.decay_steps or steps
+    if cfg.warmup is None and not cfg.warmup_fraction:
+        return min(MOST_WARMUP, min(steps, end) // 10)
+    return cfg.warmup or round(cfg.warmup_fraction * end)
+
 
 def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
     """Share of the peak learning rate in step 0 ... steps-1 of a run.
@@ -20,7 +34,7 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
         linear, wsd    1 - (1 - m) x; wsd from step (1 - decay_fraction) end on
     """
     end = cfg.decay_steps or steps
-    warmup = cfg.warmup or round(cfg.warmup_fraction * end)
+    warmup = warmup_of(steps, cfg)
     if step < warmup:
         return (step + 1) / warmup
     if cfg.schedule == "constant":

@@ -174,7 +174,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         )
     if cfg.gpu is not None and not cfg.dry_run:
         raise ConfigError(f"--gpu={cfg.gpu}: only for --dry-run; a run has the GPUs that it finds")
-    if not (cfg.steps or cfg.eval_only or cfg.dry_run):
+    if not (cfg.steps or cfg.epochs or cfg.eval_only or cfg.dry_run):
         raise ConfigError("--steps=0: nothing to do; valid: 1 or more, or --eval-only to validate alone")
     experts = cfg.model.moe.experts if trains_routers(replace(cfg, eval_only=False)) else 0
     axes = Axes.of(cfg.parallel, planned_world(cfg, world), experts)

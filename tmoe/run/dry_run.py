@@ -5,7 +5,7 @@ stage by stage, so placements and local shapes are the real ones; only activatio
 (run/memory.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import NamedTuple
@@ -60,8 +60,11 @@ class Kind(NamedTuple):
     local: tuple[int, ...]
 
 
-def dry_run(cfg: Config) -> None:
-    """Prints counts of parameters, where each group lies, and bytes on the fullest of `cfg.world` ranks."""
+def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
+    """Prints counts of parameters, where each group lies, and bytes on the fullest of `cfg.world` ranks.
+
+    schedule: lines on the steps, printed above the tables.
+    """
     axes = Axes.of(cfg.parallel, planned_world(cfg, 1))
     with one_error():
         require_matches(cfg)
@@ -77,7 +80,7 @@ def dry_run(cfg: Config) -> None:
     fullest = peaks.index(max(peaks))
     console = Console(width=150)
     console.print(f"{counted(axes.world, 'rank')}: {axes}")
-    console.print("\n".join(meaning(cfg, axes)))
+    console.print("\n".join([*meaning(cfg, axes), *schedule]))
     console.print(
         f"parameters: {counts.total:,} total, {counts.active:,} active a token; "
         f"{flops_per_token(cfg.model, cfg.train.seq) / 1e9:.3f} GFLOP a token, forward and backward"

@@ -27,8 +27,8 @@ SYNONYMS = {
     "--train.dtype": "precision bf16 fp16 mixed-precision amp",
     "--train.eval-every": "eval-steps eval-interval eval-freq val-every val-interval",
     "--train.eval-batches": "eval-iters eval-batch",
-    "--steps": "max-steps train-iters train-steps num-steps iters iterations max-iters epochs "
-    "num-train-epochs",
+    "--steps": "max-steps train-iters train-steps num-steps iters iterations max-iters",
+    "--epochs": "num-train-epochs num-epochs max-epochs train-epochs n-epochs",
     "--out": "output output-dir out-dir save-dir run-dir",
     "--checkpoint.every": "save-every save-steps save-interval checkpoint-interval checkpoint-every",
     "--checkpoint.keep": "save-total-limit",

@@ -9,6 +9,7 @@ import json
 import tomllib
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -16,6 +17,7 @@ from tmoe.checkpoint.manifest import CheckpointError, is_step
 from tmoe.config.check import ConfigError, fits, require, spell
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.run import Config
+from tmoe.run.defaults import with_defaults
 
 # Settings that say what one start does, not what the run is: who goes on with a run does not mean them.
 OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")
@@ -46,11 +48,11 @@ def read_settings(words: list[str]) -> Source:
     init = _value(rest, "--init") or told.get("init")
     notes = []
 
-    known = presets()
+    known, run = presets(), None
     if first in known:
         cfg = known[first]
     elif first:
-        cfg = of_run(first)
+        cfg = run = of_run(first)
         notes.append(f"settings of {Path(first, 'config.json')}")
     elif isinstance(init, str) and init:
         weights = "--dry-run" not in rest
@@ -64,7 +66,23 @@ def read_settings(words: list[str]) -> Source:
     if file is not None:
         cfg = with_settings(cfg, told, file)
         notes.append(f"settings of {file}")
-    return Source(first, cfg, rest, notes)
+    flags, of_file = _values(rest), _names(told)
+    cfg = _with_one_length(cfg, flags, told, file)
+    return Source(first, with_defaults(cfg, flags, of_file, run), rest, notes)
+
+
+def _with_one_length(cfg: Config, flags: dict[str, str], told: dict[str, Any], file: str | None) -> Config:
+    """The settings without --epochs where a place above it says --steps.
+
+    ConfigError where one place says both.
+    """
+    says = "the steps follow from the epochs and the data; leave one of them out"
+    both = {"steps", "epochs"} <= flags.keys()
+    require(not both, f"--epochs={flags.get('epochs')}: not with --steps={flags.get('steps')}: {says}")
+    epochs, steps = told.get("epochs"), told.get("steps")
+    require(None in (epochs, steps), f"{file}: epochs={epochs}: not with steps={steps}: {says}")
+    by_steps = "steps" in flags or (steps is not None and "epochs" not in flags)
+    return replace(cfg, epochs=None) if by_steps else cfg
 
 
 def of_run(word: str) -> Config:
@@ -129,6 +147,8 @@ def _settings_of(told: dict[str, Any]) -> dict[str, Any]:
     if isinstance(train, dict) and train.get("global_batch"):
         # accumulate followed from it and from the number of ranks, which may be another now
         settings["train"] = {name: value for name, value in train.items() if name != "accumulate"}
+    if settings.get("epochs") is not None:
+        settings.pop("steps", None)  # they followed from it, the data and the sequences of a step
     return settings
 
 
@@ -191,6 +211,25 @@ def _of_start(init: Path, weights: bool) -> Config:
 
 def _names_a_model(words: list[str]) -> bool:
     return any(word.startswith("--model.") for word in words)
+
+
+def _names(told: dict[str, Any], section: str = "") -> set[str]:
+    """The dotted names of a file's nested settings."""
+    found: set[str] = set()
+    for key, value in told.items():
+        name = section + key.replace("-", "_")
+        found |= _names(value, f"{name}.") if isinstance(value, dict) else {name}
+    return found
+
+
+def _values(words: list[str]) -> dict[str, str]:
+    """The flags of a command line by dotted names, each with the word after it; the last one counts."""
+    found = {}
+    for word, after in zip_longest(words, words[1:], fillvalue=""):
+        head, equals, value = word.partition("=")
+        if head.startswith("--"):
+            found[head[2:].replace("-", "_")] = value if equals else after
+    return found
 
 
 def _value(words: list[str], flag: str) -> str | None:

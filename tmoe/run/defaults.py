@@ -1,0 +1,148 @@
+"""Defaults that follow from other settings: a finetune's rate, the warm-up, the steps of --epochs.
+
+A finetune here is a run of --task sft, preference or grpo whose weights --init gives.
+
+next: run/settings.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tmoe.checkpoint.manifest import NAME, CheckpointError, read_manifest
+from tmoe.config.check import ConfigError, fits
+from tmoe.config.run import Config, require_steps
+from tmoe.listing import counted
+from tmoe.optim.schedule import MOST_WARMUP, lr_factor, warmup_of
+
+# Peak learning rates of finetunes: the defaults of TRL's SFTConfig (2e-5), DPOConfig and GRPOConfig (1e-6).
+RATES = dict(sft=2e-5, preference=1e-6, grpo=1e-6)
+# Settings of OptimConfig that this file sets where the user gave none.
+WARMUPS = "warmup", "warmup_fraction"
+OURS = "lr", "weight_decay", *WARMUPS
+
+
+def with_defaults(cfg: Config, flags: Mapping[str, str], of_file: Set[str], run: Config | None) -> Config:
+    """The settings with the defaults that follow from the task, the start and the number of steps.
+
+    cfg: settings of a preset or a run folder, with those of a file above them.
+    flags: values of flags as text, by dotted names; they replace settings of `cfg` later.
+    of_file: dotted names of the file's settings.
+    run: settings of the run folder, if the command names one.
+
+    Flags and the file's settings always count. A run that continues from a checkpoint keeps its rate, weight
+    decay and warm-up, and so does a new run of a run's settings, unless it is a finetune of another task.
+    A finetune has the rate of RATES and no weight decay. The warm-up is the preset's, and at most a tenth of
+    the steps. It is None where the number of steps follows from --epochs: `with_length` then works it out.
+    """
+    optim = cfg.optim
+    task, init = flags.get("task", cfg.task), flags.get("init", cfg.init)
+    own = {name for name in OURS if f"optim.{name}" in of_file | flags.keys()}
+    warmups = {name for name in WARMUPS if f"optim.{name}" in flags} or own & {*WARMUPS}
+    found: dict[str, Any] = {name: 0 for name in WARMUPS if len(warmups) == 1 and name not in warmups}
+
+    another = run is not None and "init" in of_file | flags.keys() and task != run.task
+    if run is not None and not another:
+        return replace(cfg, optim=replace(optim, **found))
+    if kept := of_the_run(flags.get("out", cfg.out), flags.get("resume", cfg.resume)):
+        held = own | ({*WARMUPS} if warmups else set())
+        found |= {name: value for name, value in kept.items() if name not in held}
+        return replace(cfg, optim=replace(optim, **found))
+    if init and task in RATES:
+        usual = dict(lr=RATES[task], weight_decay=0.0)
+        found |= {name: value for name, value in usual.items() if name not in own}
+    if not warmups:
+        steps = _whole(flags.get("steps"), cfg.steps)
+        end = _whole(flags.get("optim.decay_steps"), optim.decay_steps) or steps
+        by_epochs = "epochs" in flags or (cfg.epochs is not None and "steps" not in flags)
+        most = MOST_WARMUP if optim.warmup is None else optim.warmup
+        found["warmup"] = None if by_epochs else min(most, min(steps, end) // 10)
+    return replace(cfg, optim=replace(optim, **found))
+
+
+def _whole(text: str | None, default: int) -> int:
+    """A whole number of a flag; `default` without the flag, or where its value is refused later."""
+    try:
+        return default if text is None else max(int(text), 0)
+    except ValueError:
+        return default
+
+
+def of_the_run(out: str, resume: str) -> dict[str, Any]:
+    """OURS as the run has them that --resume continues; empty where no run is continued, or none is readable.
+
+    With "auto" they are those of the folder's config.json, if it has a step; else those of the step folder.
+    """
+    config: Any = None
+    try:
+        if resume == "auto" and any(path.is_file() for path in Path(out).glob(f"checkpoints/step-*/{NAME}")):
+            config = json.loads(Path(out, "config.json").read_text()).get("config")
+        elif resume not in ("auto", "none"):
+            config = read_manifest(Path(resume)).info.get("config")
+        optim = config["optim"] if config else {}
+        values = {name: optim[name] for name in OURS if name in optim}
+        kinds = dict(lr=float, weight_decay=float, warmup=int, warmup_fraction=float)
+        return {name: value for name, value in values.items() if fits(value, kinds[name])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError, RecursionError):
+        return {}  # the resume itself says what is wrong
+
+
+def with_length(cfg: Config, samples: int, a_step: int, ahead: int = 0) -> Config:
+    """The settings with the number of steps that --epochs takes, and with the warm-up that follows from it.
+
+    samples: of one epoch: packed rows, windows or prompts. a_step: samples of all ranks in one step.
+    ahead: by how many samples the data is ahead of the step number, where earlier steps were larger.
+    The last step is whole: the number is rounded up. ConfigError for a setting that needs more steps.
+    """
+    if cfg.eval_only:
+        return cfg
+    if cfg.epochs is not None:
+        steps = max(1, math.ceil((cfg.epochs * samples - ahead) / a_step - 1e-9))
+        try:
+            cfg = replace(cfg, steps=steps)
+            require_steps(cfg)
+        except ConfigError as error:
+            raise ConfigError(f"--epochs={cfg.epochs:g} of {samples:,} samples: {error}") from None
+    if cfg.optim.warmup is None and not cfg.optim.warmup_fraction:
+        cfg = replace(cfg, optim=replace(cfg.optim, warmup=warmup_of(cfg.steps, cfg.optim)))
+    return cfg
+
+
+def plan_of(cfg: Config, a_step: int, samples: int = 0, trained: float = 0.0) -> list[str]:
+    """What a start says of its rate and length: one line, and a warning where the full rate is never reached.
+
+    a_step: samples of all ranks in one step. samples: of one epoch; 0: not known. trained: tokens of a sample
+    that are trained, in the mean; 0: not known.
+    """
+    optim, steps = cfg.optim, cfg.steps
+    warmup = warmup_of(steps, optim)
+    parts = [f"learning rate {optim.lr:g}", f"warm-up {warmup:,} of {counted(steps, 'step')}"]
+    if samples:
+        parts.append(f"{steps * a_step / samples:.3g} epochs")
+    if cfg.task == "grpo":
+        parts.append(f"{counted(a_step, 'prompt')} x {cfg.grpo.group} answers a step")
+    elif trained:
+        parts.append(f"about {trained * a_step:,.0f} trained tokens a step")
+    lines = [", ".join(parts)]
+    if warmup > steps > 0:
+        highest = optim.lr * lr_factor(steps - 1, steps, optim)
+        share = f"--optim.warmup-fraction={optim.warmup_fraction} is {warmup:,} steps"
+        flag = f"--optim.warmup={warmup}" if optim.warmup else share
+        end = f"more than --steps={steps}, so the full rate {optim.lr:g} is never reached"
+        lines.append(f"warning: {flag}: {end}; the highest is {highest:.3g}")
+    return lines
+
+
+def samples_a_step(cfg: Config, readers: int) -> int:
+    """Samples of all ranks in one step: rows, or for --task grpo prompts.
+
+    readers: `Axes.readers` of the run.
+    """
+    if cfg.task == "grpo":
+        return cfg.grpo.prompts
+    return cfg.train.batch * cfg.train.accumulate * readers
