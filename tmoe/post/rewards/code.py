@@ -2,7 +2,7 @@
 
 The program is the answer's last block between ```, or all of it. The row's "tests" is a list, or one of
 
-    "assert add(1, 2) == 3"                     Python, run behind the program; passed if nothing is raised
+    "assert add(1, 2) == 3"                     Python that uses the program; passed if nothing is raised
     {"input": "1 2\\n", "output": "3"}           the program as a script: what it prints for this input
 
 next: post/rewards/sandbox.py
@@ -57,8 +57,8 @@ def tests_of(sample: RewardSample) -> list[Any]:
 
 def passes(program: str, test: str | dict[str, Any], seconds: float) -> bool:
     if isinstance(test, str):
-        return sandbox.run(program, test, "", seconds).whole
-    done = sandbox.run(program, None, str(test["input"]), seconds)
+        return sandbox.passes(program, test, seconds)
+    done = sandbox.script(program, str(test["input"]), seconds)
     return done.whole and _lines(done.said) == _lines(str(test["output"]))
 
 

@@ -1,27 +1,30 @@
-"""Runs a Python program that nobody has read: no network, no files but Python's own, bounded in every way.
+"""Runs Python programs that nobody has read: no network, no files but Python's own, bounded in every way.
 
 The worker starts this file as a program of its own, without torch or tmoe. It leads a process group, and
 makes user, mount, process, network and IPC namespaces: inside are Python and the system's libraries, read
-only, and 64 MB of memory to write to. Root becomes somebody else there, as the kernel holds root to no number
+only, and 64 MB of memory to write to. Root becomes another user there, as the kernel holds root to no number
 of processes. Whatever the program starts ends with it. It gets no environment variable of ours.
 
-A program that passes has reached its end: what it would have to print to say so is told to the runner alone.
-A program that looks for that in the frames of its caller can still cheat, but exit(0) cannot.
+A script is judged by what it prints. A test runs in a second sandbox, and asks the program for values over a
+socket (judge.py): no verdict is made where the program is.
 
-next: post/rewards/pool.py
+next: post/rewards/wire.py
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,81 +45,129 @@ LIMITS = {
     resource.RLIMIT_CORE: 0,
 }
 COULD_NOT = 97  # exit code where no program was run
+PASSED = 43  # of a judge (judge.py): the test reached its end
 
-# What runs inside. The job is read and its file closed before the program begins.
+# What runs inside: it reads the job, closes its file, and runs the last of the job's modules.
 RUNNER = """
-import json, os, sys
+import json, sys
+from types import ModuleType
 with open(int(sys.argv[1])) as file:
     job = json.load(file)
-def run():
-    script = job["test"] is None
-    names = {"__name__": "__main__" if script else "program", "__builtins__": __builtins__}
-    try:
-        exec(compile(job["program"], "program.py", "exec"), names)
-    except SystemExit as end:
-        if not script or end.code not in (None, 0):
-            raise
-    if not script:
-        exec(compile(job["test"], "test.py", "exec"), names)
-    sys.stdout.flush()
-    os.write(int(sys.argv[2]), job["mark"].encode())
-run()
+for name, source in job["modules"]:
+    module = sys.modules[name] = ModuleType(name)
+    module.__path__ = []
+    exec(compile(source, name, "exec"), module.__dict__)
+module.main(job, int(sys.argv[2]))
 """
+PACKAGES = "tmoe", "tmoe.post", "tmoe.post.rewards"  # empty ones, for the modules' own imports
 
 
 class Done(NamedTuple):
     whole: bool
-    """whether the program, and the test behind it, reached their end"""
+    """whether the script ended by itself, with exit code 0"""
     said: str
     """on stdout"""
 
 
-def run(program: str, test: str | None, given: str, seconds: float) -> Done:
-    """A program, and a test behind it or none, with `given` on stdin.
+class Box:
+    """One sandboxed process. `role`: program or judge, the module that it runs.
 
-    Raises OSError, which says what failed, where there can be no sandbox.
+    link: this process's end of the socket between them; -1 for none. OSError, which says what failed, from
+    `require` where there can be no sandbox.
     """
-    mark, failed = os.urandom(16).hex(), os.urandom(16).hex()  # neither can be guessed by a program
-    job = json.dumps(dict(program=program, test=test, mark=mark))
-    with contextlib.ExitStack() as files:
-        job_file, stdin, stdout, told = (files.enter_context(_memory()) for _ in range(4))
-        for file, text in ((job_file, job), (stdin, given)):
-            file.write(text.encode(errors="replace"))
-            file.seek(0)
-        numbers = job_file.fileno(), told.fileno(), round(seconds), os.getpid()
-        words = [sys.executable, "-I", "-S", __file__, *map(str, numbers), failed, *_folders_of_python()]
-        process = subprocess.Popen(
-            words,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(job_file.fileno(), told.fileno()),
-            start_new_session=True,
-            env={},
-        )
+
+    def __init__(self, role: str, text: str, given: str, seconds: float, link: int = -1) -> None:
+        self.failed = os.urandom(16).hex()  # no program can guess it
+        sources = {name: "" for name in PACKAGES}
+        sources |= {f"{PACKAGES[-1]}.{name}": _source(name) for name in ("wire", role)}
+        job = json.dumps({"modules": list(sources.items()), _TEXT[role]: text})
+        with contextlib.ExitStack() as files:
+            job_file, stdin = (files.enter_context(_memory()) for _ in range(2))
+            self.stdout, self.told = _memory(), _memory()
+            for file, words in ((job_file, job), (stdin, given)):
+                file.write(words.encode(errors="replace"))
+                file.seek(0)
+            numbers = job_file.fileno(), self.told.fileno(), link, round(seconds), os.getpid()
+            words = [sys.executable, "-I", "-S", __file__, *map(str, numbers)]
+            passed = job_file.fileno(), self.told.fileno(), *([link] if link >= 0 else [])
+            self.process = subprocess.Popen(
+                [*words, self.failed, *_folders_of_python()],
+                stdin=stdin,
+                stdout=self.stdout,
+                stderr=subprocess.DEVNULL,
+                pass_fds=passed,
+                start_new_session=True,
+                env={},
+            )
+
+    def __enter__(self) -> Box:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends it, with all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.stdout.close()
+        self.told.close()
+
+    def code(self, seconds: float) -> int | None:
+        """Its exit code; None if it has not ended after these seconds."""
         try:
-            process.wait(seconds)
+            return self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
-            return Done(False, "")
+            return None
+
+    def require(self) -> None:
+        answer = _read(self.told)
+        if answer.startswith(self.failed):
+            raise OSError(answer.removeprefix(self.failed))
+
+
+_TEXT = dict(program="program", judge="test")  # what a job calls the text that a role runs
+
+
+def script(program: str, given: str, seconds: float) -> Done:
+    """A program by itself, with `given` on stdin. OSError where there can be no sandbox."""
+    with Box("program", program, given, seconds) as box:
+        code = box.code(seconds)
+        box.require()
+        return Done(code == 0, "" if code is None else _read(box.stdout))
+
+
+def passes(program: str, test: str, seconds: float) -> bool:
+    """Whether a test reaches its end, its values asked of the program. OSError as `script`."""
+    deadline = time.monotonic() + seconds
+    ends = socket.socketpair()
+    with contextlib.ExitStack() as stack:
+        try:
+            boxes = [
+                stack.enter_context(Box(role, text, "", seconds, end.fileno()))
+                for role, text, end in (("program", program, ends[0]), ("judge", test, ends[1]))
+            ]
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        answer = _read(told)
-        if answer.startswith(failed):
-            raise OSError(answer.removeprefix(failed))
-        return Done(answer == mark, _read(stdout))
+            for end in ends:
+                end.close()
+        code = boxes[1].code(deadline - time.monotonic())
+        for box in boxes:
+            box.require()
+        return code == PASSED
 
 
 def check() -> None:
     """Runs a program with a child of its own. OSError, with the reason, where that cannot be."""
     child = "import os\nif (child := os.fork()) == 0: os._exit(0)\nassert os.waitpid(child, 0)[1] == 0"
     try:
-        whole = run(child, "", "", 60.0).whole
+        whole = script(child, "", 60.0).whole
     except OSError as error:
         raise OSError(f"a sandbox cannot be made here: {error}") from error
     if not whole:
         raise OSError("a sandbox cannot be made here: Python does not run in it")
+
+
+@functools.cache
+def _source(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.py").read_text()
 
 
 def _memory() -> Any:
@@ -131,10 +182,10 @@ def _read(file: Any) -> str:
 
 
 def _folders_of_python() -> list[str]:
-    """What Python needs of the file system, beside the system's own folders."""
+    """What Python needs of the file system, in addition to the system's own folders. Outer ones first."""
     executable = Path(os.path.realpath(sys.executable))
-    folders = [sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), str(executable.parents[1])]
-    return [folder for folder in dict.fromkeys(folders) if folder != "/"]
+    folders = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), str(executable.parents[1])}
+    return sorted(folders - {"/"}, key=lambda folder: (folder.count("/"), folder))
 
 
 # ---- inside the program that this file is ----
@@ -163,8 +214,8 @@ def end_with(parent: int) -> None:
 
 def main() -> None:
     """Makes the namespaces and waits for the program. A parent may name users in them, so there are two."""
-    job, told, seconds, parent = (int(word) for word in sys.argv[1:5])
-    failed, *folders = sys.argv[5:]
+    job, told, link, seconds, parent = (int(word) for word in sys.argv[1:6])
+    failed, *folders = sys.argv[6:]
     end_with(parent)
     asked, answered = os.pipe(), os.pipe()
     outer = os.getpid()
@@ -176,7 +227,7 @@ def main() -> None:
             end_with(outer)
             os.write(asked[1], b"1")
             if os.read(answered[0], 1) == b"1":
-                inside(job, told, seconds, folders, failed)
+                inside((job, link), told, seconds, folders, failed)
         os._exit(COULD_NOT)
     with reporting(told, failed):
         os.close(asked[1])
@@ -209,7 +260,7 @@ def name_users(child: int) -> None:
     (place / "gid_map").write_text(f"1 {group} 1")
 
 
-def inside(job: int, told: int, seconds: int, folders: list[str], failed: str) -> None:
+def inside(given: tuple[int, int], told: int, seconds: int, folders: list[str], failed: str) -> None:
     """In the new namespaces, but for that of processes, which begins with a child."""
     is_root = os.getuid() == 0
     alive, held = os.pipe()
@@ -234,7 +285,8 @@ def inside(job: int, told: int, seconds: int, folders: list[str], failed: str) -
         os.chdir("/tmp")
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         env = dict(PATH="/usr/bin:/bin", HOME="/tmp", LANG="C.UTF-8", PYTHONHASHSEED="0") | threads
-        words = [sys.executable, "-s", "-P", "-B", "-c", RUNNER, str(job), str(told)]
+        words = [sys.executable, "-s", "-P", "-B", "-c", RUNNER, *map(str, given)]
+        os.set_inheritable(told, False)
         os.execve(sys.executable, words, env)
     os._exit(COULD_NOT)
 
@@ -257,7 +309,7 @@ def make_root(folders: list[str]) -> None:
             show(source, folder)
     call("umount2", b"/old", MNT_DETACH)
     os.rmdir("/old")
-    os.mkdir("/tmp")
+    os.makedirs("/tmp", exist_ok=True)  # Python's own folder may lie in it
     os.chmod("/tmp", 0o777)
 
 

@@ -52,7 +52,7 @@ def main() -> None:
         try:
             functions.append(load(term, told["timeout_s"], names))
         except BaseException as error:
-            reply(replies, dict(refused=[i, said_of(error)]))
+            reply(replies, dict(refused=[i, said_of(error, term["file"])]))
             return
     reply(replies, dict(ready=True))
     make_sample = names["sample"].RewardSample
@@ -140,10 +140,10 @@ def usable(function: Any, name: str) -> Callable[..., Any]:
     return function
 
 
-def said_of(error: BaseException) -> str:
-    """One line on what was raised while a reward was loaded, with file and line if the reward's file raised.
+def said_of(error: BaseException, file: str | None) -> str:
+    """One line on what was raised while a reward was loaded, with the line of its file, or of one next to it.
 
-    This file's own frames, and those of Python's imports, say nothing to a user.
+    The frames of this file and of Python's library say nothing to a user. file: None for one of tmoe's own.
     """
     try:
         if isinstance(error, Refused):
@@ -152,8 +152,9 @@ def said_of(error: BaseException) -> str:
         said = " ".join(f"{type(error).__name__}: {text}".split())
         if isinstance(error, SyntaxError) and error.filename:
             return f"{error.filename}:{error.lineno}: {said}"
+        folder = f"{Path(file).parent}/" if file else "no folder"
         frames = traceback.extract_tb(error.__traceback__)
-        own = [one for one in frames if one.filename != __file__ and not one.filename.startswith("<frozen")]
+        own = [one for one in frames if one.filename.startswith(folder) and one.filename != __file__]
         return f"{own[-1].filename}:{own[-1].lineno}: {said}" if own else said
     except BaseException:  # an error whose text raises
         return type(error).__name__

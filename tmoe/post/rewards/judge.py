@@ -1,0 +1,167 @@
+"""Runs a test in a sandbox where the program that it judges is not: values of the program come as data.
+
+The test's names are its own, then Python's, then the program's. A function of the program is called where the
+program is; what it returns is compared here, by this Python's own `==`. The program never has the test, nor
+the values that the test expects, so it cannot give them back, and nothing that it does to its own Python is
+seen here.
+
+An object of a class of the program's own stays there, and an Away stands for it. Two of them are compared, or
+added, by their class; but one and data are not, for `f(2) == 3` and `abs(f(2) - 3)` would be whatever the
+program says: there the object is the data that it is an instance of, or nothing.
+
+next: post/rewards/code.py
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import operator
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tmoe.post.rewards.wire import Gone, Wire
+
+PASSED = 43  # exit code
+MODULES = frozenset(
+    (
+        *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq"),
+        *("itertools", "json", "math", "numpy", "operator", "random", "re", "statistics", "string"),
+    )
+)  # that a test may use without an import, as many in the wild do
+SHORT = dict(np="numpy")
+SAID = "__name__", "__dict__"  # names with two underscores that are asked for; others steer Python's own code
+BINARY = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("and_", "or_", "xor", "lshift", "rshift"),
+)
+ORDERS = dict(eq=False, ne=True, lt=NotImplemented, le=NotImplemented, gt=NotImplemented, ge=NotImplemented)
+OF_ONE = (
+    *("len", "iter", "next", "str", "repr", "bool", "int", "float", "complex", "index", "round"),
+    *("abs", "neg", "pos", "invert", "getitem", "setitem", "delitem"),
+)
+
+
+class Away:
+    """An object that is in the program's sandbox."""
+
+    __slots__ = ("_number",)
+    wire: Wire
+
+    def __init__(self, number: int) -> None:
+        object.__setattr__(self, "_number", number)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in SAID:
+            raise AttributeError(name)
+        return self.wire.ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.wire.ask("setattr", self, name, value)
+
+    def __call__(self, *words: Any, **named: Any) -> Any:
+        return self.wire.ask("call", self, words, named)
+
+    def __hash__(self) -> int:
+        return hash(("away", self._number))
+
+    def __instancecheck__(self, one: Any) -> bool:
+        return isinstance(one, Away) and self.wire.ask("isinstance", one, self) is True
+
+    def __contains__(self, one: Any) -> bool:
+        plain = self.wire.ask("view", self)
+        return any(one is other or one == other for other in (plain[0] if plain else self))
+
+    def __enter__(self) -> Any:
+        return self.wire.ask("call", self.wire.ask("getattr", self, "__enter__"), (), {})
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> Any:
+        return self.wire.ask("call", self.wire.ask("getattr", self, "__exit__"), (kind, None, None), {})
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+def _asked(op: str) -> Callable[..., Any]:
+    def method(self: Away, *more: Any) -> Any:
+        return self.wire.ask(op, self, *more)
+
+    return method
+
+
+def _both(op: str, swapped: bool = False, missing: Any = NotImplemented) -> Callable[..., Any]:
+    """An operation of two: by the program of its own objects, here of what it has as data."""
+
+    def method(self: Away, other: Any) -> Any:
+        if isinstance(other, Away):
+            return self.wire.ask(op, *((other, self) if swapped else (self, other)))
+        plain = self.wire.ask("view", self)
+        if not plain:
+            return missing
+        return getattr(operator, op)(*((other, plain[0]) if swapped else (plain[0], other)))
+
+    return method
+
+
+for _op in OF_ONE:
+    setattr(Away, f"__{_op}__", _asked(_op))
+for _op in BINARY:
+    setattr(Away, f"__{_op.strip('_')}__", _both(_op))
+    setattr(Away, f"__r{_op.strip('_')}__", _both(_op, swapped=True))
+for _op, _missing in ORDERS.items():
+    setattr(Away, f"__{_op}__", _both(_op, missing=_missing))
+
+
+class OfJudge(Wire):
+    """The judge's side: the program may call the functions that a test has given it, and nothing else."""
+
+    def __init__(self, link: int) -> None:
+        self.away: dict[int, Away] = {}
+        super().__init__(link, self.stand_in, lambda one: one._number if type(one) is Away else None)
+
+    def stand_in(self, number: int) -> Away:
+        return self.away.setdefault(number, Away(number))
+
+    def _write_other(self, value: Any) -> Any:
+        told = super()._write_other(value)
+        if "mine" in told and not callable(value):
+            raise TypeError(f"the program cannot be given a {type(value).__name__} of the test")
+        return told
+
+    def serve(self, op: str, given: list[Any]) -> Any:
+        function, words, named = given if op == "call" and len(given) == 3 else (None, (), {})
+        if not any(function is one for one in self.own):
+            raise Gone
+        return function(*words, **named)
+
+
+class Names(dict):
+    """The globals of a test. What it does not define is Python's, a module of MODULES, or the program's."""
+
+    def __init__(self, wire: Wire, test: str) -> None:
+        super().__init__(__name__="test")
+        self.wire = wire
+        nodes = [node.func for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+        self.called = {node.id for node in nodes if isinstance(node, ast.Name)}
+
+    def __missing__(self, name: str) -> Any:
+        if name.startswith("__") or hasattr(builtins, name):
+            raise KeyError(name)
+        module = SHORT.get(name, name)
+        if module in MODULES and name not in self.called:
+            return importlib.import_module(module)
+        return self.wire.ask("name", name)
+
+
+def main(job: dict[str, Any], link: int) -> None:
+    """Ends with PASSED where the program has loaded and the test reached its end."""
+    code = compile(job["test"], "test.py", "exec")
+    wire = Away.wire = OfJudge(link)
+    try:
+        wire.take(wire.receive(), [])
+        exec(code, Names(wire, job["test"]))
+    except BaseException:
+        os._exit(1)
+    os._exit(PASSED)

@@ -1,0 +1,104 @@
+"""Runs a program in its sandbox: as a script, or as a module of which a judge elsewhere asks values.
+
+Everything here is in the program's hands, and nothing here decides: what it says is what the program says.
+
+next: post/rewards/judge.py
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import CodeType, ModuleType
+from typing import Any
+
+from tmoe.post.rewards.wire import Gone, Wire
+
+BASES: tuple[Any, ...] = (
+    *(bool, int, float, complex, str, bytes, bytearray),
+    *(tuple, list, dict, set, frozenset, deque),
+)
+OPERATORS = (
+    *("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("and_", "or_", "xor", "lshift", "rshift", "getitem", "setitem", "delitem", "neg", "pos", "invert"),
+    "index",
+)
+
+
+def view(value: Any) -> tuple[Any, ...]:
+    """What an instance of a program's own class is as plain data, where it is any: (data,), or ()."""
+    for kind in BASES:
+        if isinstance(value, kind):
+            return (kind(value),)
+    return ()
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in OPERATORS},
+    **{one.__name__: one for one in (getattr, setattr, isinstance, len, iter, next, str, repr, bool, int)},
+    **{one.__name__: one for one in (float, complex, round, abs, view)},
+    "call": lambda function, words, named: function(*words, **named),
+}
+
+
+class Callback:
+    """A function of the judge's test, which the program was given."""
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        self.wire, self.number = wire, number
+
+    def __call__(self, *words: Any, **named: Any) -> Any:
+        return self.wire.ask("call", self, words, named)
+
+
+class OfProgram(Wire):
+    def __init__(self, link: int, code: CodeType, names: dict[str, Any]) -> None:
+        self.callbacks: dict[int, Callback] = {}
+        self.code, self.names = code, names
+        self.screen = io.TextIOWrapper(io.BytesIO(), "utf-8", "replace", write_through=True)
+        sys.stdout = self.screen
+        super().__init__(link, self.callback, lambda one: one.number if type(one) is Callback else None)
+
+    def callback(self, number: int) -> Callback:
+        return self.callbacks.setdefault(number, Callback(self, number))
+
+    def serve(self, op: str, given: list[Any]) -> Any:
+        if op == "load":
+            return exec(self.code, self.names)
+        if op == "name":
+            if given[0] not in self.names:
+                raise NameError(f"name {given[0]!r} is not defined")
+            return self.names[given[0]]
+        return OPS[op](*given)
+
+    def printed(self) -> str:
+        memory = self.screen.buffer
+        assert isinstance(memory, io.BytesIO)
+        said = memory.getvalue()
+        memory.seek(0)
+        memory.truncate()
+        return said.decode("utf-8", "replace")
+
+
+def main(job: dict[str, Any], link: int) -> None:
+    """A script ends as Python does. A module answers until the judge is gone."""
+    name = "__main__" if link < 0 else "program"
+    module = sys.modules[name] = ModuleType(name)
+    if link < 0:
+        exec(compile(job["program"], "program.py", "exec"), module.__dict__)
+        return
+    try:
+        code = compile(job["program"], "program.py", "exec")
+    except BaseException as error:  # no Python: the judge is told so when it asks for the first name
+        code = compile(f"raise SyntaxError({str(error)!r})", "program.py", "exec")
+    wire = OfProgram(link, code, module.__dict__)
+    try:
+        wire.answer(dict(ask="load"))
+        while True:
+            wire.answer(wire.receive())
+    except Gone:
+        os._exit(0)

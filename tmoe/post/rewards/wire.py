@@ -1,0 +1,305 @@
+"""What a judge and the program that it judges say to each other: values as data, over one socket.
+
+Each side runs this file in a sandbox of its own (sandbox.py). A message is four bytes of length and JSON of a
+fixed set of kinds. Nothing in it is code, and no class of the other side is made of it: what is no data is
+called by a number, and stays where it is. A container that is sent with a request and changed by the call is
+changed on the side that sent it as well, as in Python.
+
+next: post/rewards/program.py, post/rewards/judge.py
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+MOST_BYTES = 2**24  # of a message
+HELD = (
+    list,
+    set,
+    bytearray,
+    deque,
+    dict,
+    Counter,
+    OrderedDict,
+    defaultdict,
+)  # containers that a call may change
+PAIRS = dict, Counter, OrderedDict, defaultdict
+AS_TEXT = Fraction, Decimal
+AS_NUMBERS: dict[str, tuple[type, Callable[[Any], Iterable[int]]]] = dict(
+    range=(range, lambda v: (v.start, v.stop, v.step)),
+    timedelta=(timedelta, lambda v: (v.days, v.seconds, v.microseconds)),
+    date=(date, lambda v: (v.year, v.month, v.day)),
+    datetime=(datetime, lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond)),
+)
+NUMBERS = bool, int, float, complex
+TYPES = *NUMBERS, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object, type(None)
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*HELD, *AS_TEXT, *TYPES)}
+ARRAYS = "biufc"  # kinds of numpy's dtypes that are numbers
+
+
+class Gone(BaseException):
+    """The other side has ended, or says what this protocol does not have."""
+
+
+def exception_of(names: list[str], known: dict[str, type[BaseException]]) -> type[BaseException]:
+    """The class of an exception by the names of its bases, its own first.
+
+    One of Python's own is that class. Others are made here, below the first base that is Python's, and kept
+    in `known`.
+    """
+    own: list[str] = []
+    found: Any = Exception
+    for name in names:
+        one = getattr(builtins, name, None)
+        if isinstance(one, type) and issubclass(one, BaseException):
+            found = one
+            break
+        own.append(name)
+    for name in reversed(own):
+        found = known.setdefault(name, type(name, (found,), {}))
+    return found
+
+
+def names_of(kind: type) -> list[str]:
+    return [one.__name__ for one in kind.__mro__]
+
+
+class Wire:
+    """One side. `far` makes what stands here for an object of the other side, from its number."""
+
+    def __init__(self, link: int, far: Callable[[int], Any], number_of: Callable[[Any], int | None]) -> None:
+        self.link, self.far, self.number_of = link, far, number_of
+        self.own: list[Any] = []  # objects that the other side knows by number
+        self.numbers: dict[int, int] = {}
+        self.known: dict[str, type[BaseException]] = {}
+
+    # ---- messages ----
+
+    def send(self, message: dict[str, Any]) -> None:
+        text = json.dumps(message).encode()
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"a value of {len(text)} bytes; valid: up to {MOST_BYTES}")
+        frame = memoryview(len(text).to_bytes(4, "big") + text)
+        while frame:
+            try:
+                frame = frame[os.write(self.link, frame) :]
+            except OSError as error:
+                raise Gone from error
+
+    def receive(self) -> dict[str, Any]:
+        length = int.from_bytes(self._exactly(4), "big")
+        if length > MOST_BYTES:
+            raise Gone
+        try:
+            message = json.loads(self._exactly(length))
+        except (ValueError, RecursionError) as error:
+            raise Gone from error
+        if not isinstance(message, dict):
+            raise Gone
+        return message
+
+    def _exactly(self, length: int) -> bytes:
+        found = bytearray()
+        while len(found) < length:
+            try:
+                some = os.read(self.link, length - len(found))
+            except OSError as error:
+                raise Gone from error
+            if not some:
+                raise Gone
+            found += some
+        return bytes(found)
+
+    # ---- values ----
+
+    def write(self, value: Any, table: list[Any], places: dict[int, int]) -> Any:
+        """A value as JSON. `table`: the containers of this exchange, whose numbers `places` has by id."""
+        kind = type(value)
+        if value is None or kind in (bool, str, float):
+            return value
+        if kind is int:
+            return value if -(2**63) < value < 2**63 else {"int": hex(value)}
+        if kind in HELD:
+            return self._write_held(value, table, places)
+        if kind in (tuple, frozenset):
+            return {kind.__name__: [self.write(one, table, places) for one in value]}
+        if kind is bytes:
+            return {"bytes": value.decode("latin1")}
+        if kind is complex:
+            return {"complex": [value.real, value.imag]}
+        if kind is slice:
+            ends = value.start, value.stop, value.step
+            return {"slice": [self.write(one, table, places) for one in ends]}
+        if kind in AS_TEXT:
+            return {kind.__name__: str(value)}
+        for name, (one, numbers) in AS_NUMBERS.items():
+            if kind is one and getattr(value, "tzinfo", None) is None:
+                return {name: list(numbers(value))}
+        return self._write_other(value)
+
+    def _write_held(self, value: Any, table: list[Any], places: dict[int, int]) -> Any:
+        if (n := places.get(id(value))) is not None:
+            return {"held": n}
+        places[id(value)] = len(table)
+        table.append(value)
+        return {type(value).__name__: self.contents(value, table, places)}
+
+    def contents(self, value: Any, table: list[Any], places: dict[int, int]) -> Any:
+        """What is in a container, as JSON."""
+        if isinstance(value, bytearray):
+            return value.decode("latin1")
+        items = [one for pair in value.items() for one in pair] if isinstance(value, dict) else list(value)
+        return [self.write(one, table, places) for one in items]
+
+    def _write_other(self, value: Any) -> Any:
+        if isinstance(value, type):
+            if issubclass(value, BaseException):
+                return {"exception": names_of(value)}
+            if value in TYPES:
+                return {"type": value.__name__}
+        numpy = sys.modules.get("numpy")
+        arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
+        if isinstance(value, arrays) and value.dtype.kind in ARRAYS:
+            return {"array": [value.dtype.str, list(value.shape), value.tobytes().decode("latin1")]}
+        if (n := self.number_of(value)) is not None:
+            return {"yours": n}
+        if (n := self.numbers.get(id(value))) is None:
+            n = self.numbers[id(value)] = len(self.own)
+            self.own.append(value)
+        return {"mine": n}
+
+    def read(self, told: Any, table: list[Any]) -> Any:
+        """A value of JSON. Gone for what no `write` makes."""
+        if told is None or isinstance(told, bool | int | float | str):
+            return told
+        try:
+            ((name, what),) = told.items()
+            return self._read(name, what, table)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+            raise Gone from error
+
+    def _read(self, name: str, what: Any, table: list[Any]) -> Any:
+        if name == "int":
+            return int(what, 16)
+        if name == "held":
+            return table[what]
+        if name in ("tuple", "frozenset"):
+            return KINDS[name](self.read(one, table) for one in what)
+        if name == "bytes":
+            return what.encode("latin1")
+        if name == "complex":
+            return complex(*map(float, what))
+        if name == "slice":
+            return slice(*(self.read(one, table) for one in what))
+        if name in AS_NUMBERS:
+            return AS_NUMBERS[name][0](*map(int, what))
+        if name == "exception":
+            return exception_of([str(one) for one in what], self.known)
+        if name == "array":
+            return self._read_array(*what)
+        if name == "type":
+            return {kind.__name__: kind for kind in TYPES}[what]
+        if name == "yours":
+            return self.own[what]
+        if name == "mine":
+            return self.far(int(what))
+        kind = KINDS[name]
+        if kind in AS_TEXT:
+            return kind(what)
+        if kind not in HELD:
+            raise KeyError(name)
+        held: Any = kind()
+        table.append(held)
+        self.fill(held, what, table)
+        return held
+
+    @staticmethod
+    def _read_array(kind: str, shape: list[int], text: str) -> Any:
+        import numpy
+
+        dtype = numpy.dtype(kind)
+        if dtype.kind not in ARRAYS:
+            raise ValueError(kind)
+        found = numpy.empty(0, dtype) if 0 in shape else numpy.frombuffer(text.encode("latin1"), dtype)
+        found = found.reshape(shape).copy()
+        return found if shape else found[()]
+
+    def fill(self, held: Any, what: Any, table: list[Any]) -> None:
+        """Gives a container the contents that JSON says."""
+        if isinstance(held, bytearray):
+            held[:] = what.encode("latin1")
+            return
+        items = [self.read(one, table) for one in what]
+        held.clear()
+        if isinstance(held, PAIRS):
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                held[key] = value
+        else:
+            (held.update if isinstance(held, set) else held.extend)(items)
+
+    # ---- an exchange ----
+
+    def ask(self, op: str, *given: Any) -> Any:
+        """What the other side finds for a request; its exception is raised here."""
+        table: list[Any] = []
+        places: dict[int, int] = {}
+        self.send(dict(ask=op, given=[self.write(one, table, places) for one in given]))
+        while "ask" in (reply := self.receive()):  # it asks back before it answers
+            self.answer(reply)
+        return self.take(reply, table)
+
+    def take(self, reply: dict[str, Any], table: list[Any]) -> Any:
+        """Of a reply: what it prints, changes and returns."""
+        sys.stdout.write(str(reply.get("said", "")))
+        value = self.read(reply.get("value"), table)
+        try:
+            for n, what in reply.get("changed", ()):
+                self.fill(table[n], what, table)
+            raised, arguments = None, []
+            if (told := reply.get("raised")) is not None:
+                raised = exception_of([str(one) for one in told[0]], self.known)
+                arguments = [self.read(one, table) for one in told[1]]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise Gone from error
+        if raised is not None:
+            raise raised.__new__(raised, *arguments)
+        return value
+
+    def answer(self, message: dict[str, Any]) -> None:
+        """Serves one request of the other side."""
+        table: list[Any] = []
+        given = [self.read(one, table) for one in message.get("given", ())]
+        places = {id(held): n for n, held in enumerate(table)}
+        before = [self.contents(held, table, places) for held in table]
+        try:
+            reply = dict(value=self.write(self.serve(str(message["ask"]), given), table, places))
+        except Gone:
+            raise
+        except BaseException as error:  # SystemExit too: whose request it was decides what it means
+            reply = dict(raised=[names_of(type(error)), self._arguments(error)])
+        changed = [[n, self.contents(table[n], table, places)] for n in range(len(before))]
+        reply |= dict(changed=[one for one in changed if one[1] != before[one[0]]], said=self.printed())
+        self.send(reply)
+
+    def _arguments(self, error: BaseException) -> list[Any]:
+        try:
+            return [one if type(one) in (int, float, str, bool) else str(one) for one in error.args]
+        except BaseException:
+            return []
+
+    def serve(self, op: str, given: list[Any]) -> Any:
+        """Does what is asked for. Each side has its own."""
+        raise NotImplementedError
+
+    def printed(self) -> str:
+        """What was printed since the last reply."""
+        return ""
