@@ -18,7 +18,7 @@ FLOORS = [
     ("stack", "lazy", "listing", "onlookers", "disk", "activations"),
     ("versions",),
     ("ops", "config"),
-    ("parallel",),
+    ("parallel", "front"),
     ("init", "checkpoint", "optim", "data"),
     ("moe",),
     ("model",),

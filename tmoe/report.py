@@ -3,13 +3,13 @@
 next: run/report.py
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from tmoe.disk import expand_home
+from tmoe.front import call, one_message
 from tmoe.run.report import draw, readable
 
 
@@ -23,7 +23,5 @@ def main(run: Annotated[Path, tyro.conf.Positional]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main, prog="python -m tmoe.report", args=expand_home())
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    with one_message():
+        call(main, "python -m tmoe.report", expand_home())

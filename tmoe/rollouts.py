@@ -20,6 +20,7 @@ from unicodedata import category
 import tyro
 
 from tmoe.disk import expand_home
+from tmoe.front import call, one_message
 from tmoe.post.rollouts import Rollout, rank, read_rollouts
 
 TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # text from left to right and back
@@ -135,7 +136,5 @@ def show(parts: Iterator[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main, prog="python -m tmoe.rollouts", args=expand_home())
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    with one_message():
+        call(main, "python -m tmoe.rollouts", expand_home())

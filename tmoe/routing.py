@@ -3,13 +3,13 @@
 next: run/history.py
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from tmoe.disk import expand_home
+from tmoe.front import call, one_message
 from tmoe.run.history import compare, describe, read_history
 from tmoe.run.report import readable
 from tmoe.run.routing_report import paint, paint_beside, save
@@ -38,7 +38,5 @@ def main(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path | No
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main, prog="python -m tmoe.routing", args=expand_home())
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    with one_message():
+        call(main, "python -m tmoe.routing", expand_home())

@@ -43,12 +43,11 @@ import torch
 import tyro
 from torch import Tensor
 
-from tmoe import disk
 from tmoe.checkpoint import folders
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
-from tmoe.checkpoint.tools import carry_out, check_sizes, one_message, origin_of, with_history
+from tmoe.checkpoint.tools import carry_out, check_sizes, commands, origin_of, with_history
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import require
 from tmoe.config.model import ModelConfig, MoEConfig
@@ -305,13 +304,7 @@ def _sources(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line. An error ends the process with one message."""
-    with one_message():
-        tyro.cli(
-            upcycle,
-            prog="python -m tmoe.upcycle",
-            description=(__doc__ or "").partition("\nnext:")[0],
-            args=disk.expand_home(argv),
-        )
+    commands(upcycle, "python -m tmoe.upcycle", __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
+from tmoe.front import end
 from tmoe.generate.cache import layer_widths
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import AT_ONCE
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("preset", nargs="*", help=f"any of {', '.join(presets())}; default: all")
     parser.add_argument("--arch", help="cuda:90, cuda:80, hip:gfx942, ...; default: the GPU of this machine")
     parser.add_argument("--processes", type=int, default=0, help="default: one a core, at most 8")
+    parser.error = lambda message: end(message)
     args = parser.parse_args()
     if unknown := [name for name in args.preset if name not in presets()]:
         parser.error(f"preset {unknown[0]!r}: valid are {', '.join(presets())}")

@@ -342,7 +342,7 @@ def test_the_command_line(step):
 
     assert tool("verify", step) == (0, f"whole    {step}\n", [])
     code, _, errors = tool("reshard", step, step / "x", "--world", 4, "--ep", 3)
-    assert code == 1 and errors == ["error: --world=4 --ep=3: both at least 1, and ep must divide the world"]
+    assert code == 2 and errors == ["error: --world=4 --ep=3: both at least 1, and ep must divide the world"]
     with pytest.raises(SystemExit) as end:
         run("reshard", step)
     assert end.value.code == 2

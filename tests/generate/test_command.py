@@ -237,4 +237,4 @@ def test_what_cannot_be_done_is_one_message(run, tmp_path, capsys, monkeypatch):
     ):
         with pytest.raises(SystemExit) as end:
             command.main(words)
-        assert names in str(end.value.code) and str(end.value.code).startswith("error: ")
+        assert names in str(end.value) and str(end.value).startswith("error: ")

@@ -21,7 +21,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from torch import Tensor
 
-from tmoe import disk
+from tmoe import disk, front
 from tmoe.checkpoint import folders
 from tmoe.checkpoint import inspect as inspection
 from tmoe.checkpoint import manifest as files
@@ -53,6 +53,7 @@ from tmoe.checkpoint.rewrite import (
 )
 from tmoe.config.axes import Axes
 from tmoe.config.model import STEPS_READ
+from tmoe.front import call
 from tmoe.listing import counted, listed
 from tmoe.parallel.layout import BUFFERS, Box, Layout, axes_of_flags, lay_out
 
@@ -410,23 +411,21 @@ def carry_out(plan: Plan, sources: Sequence[Path], dst: Path, dry_run: bool) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line. An error ends the process with one message."""
-    commands: dict[str, Any] = dict(inspect=inspect, verify=verify, reshard=reshard, average=average)
+    names: dict[str, Any] = dict(inspect=inspect, verify=verify, reshard=reshard, average=average)
+    commands(names, "python -m tmoe.checkpoint", __doc__, argv, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def commands(what: Any, prog: str, text: str | None, argv: Sequence[str] | None, **more: Any) -> None:
+    """Run a command line. An error ends the process with one message.
+
+    what: a function, or functions by subcommand. text: the module's docstring, which --help shows.
+    """
     with one_message():
-        tyro.extras.subcommand_cli_from_dict(
-            commands,
-            prog="python -m tmoe.checkpoint",
-            description=(__doc__ or "").partition("\nnext:")[0],
-            args=disk.expand_home(argv),
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+        description = (text or "").partition("\nnext:")[0]
+        call(what, prog, disk.expand_home(argv), description=description, **more)
 
 
-@contextmanager
-def one_message() -> Iterator[None]:
-    """Around a command line: an expected error ends the process with code 1 and one message."""
-    try:
-        yield
-    except (CheckpointError, OSError, ValueError, RecursionError) as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit("error: interrupted; the same command goes on with what was finished") from None
+def one_message() -> AbstractContextManager[None]:
+    """Around a command that works on checkpoints: an error ends the process with one message."""
+    stopped = "interrupted; the same command goes on with what was finished"
+    return front.one_message(CheckpointError, RecursionError, interrupted=stopped)

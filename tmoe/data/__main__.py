@@ -1,12 +1,8 @@
 """python -m tmoe.data: text and JSONL to token shards; --show shows chat rows, --facts makes some."""
 
-import sys
-
-import tyro
-
 from tmoe.data.convert import convert
-from tmoe.data.tokenizer import DataError
 from tmoe.disk import expand_home
+from tmoe.front import call, one_message
 
 
 def main(words: list[str]) -> None:
@@ -16,12 +12,8 @@ def main(words: list[str]) -> None:
         from tmoe.data.show import show as command
     elif "--facts" in flags:
         from tmoe.data.small_facts import write_facts as command
-    tyro.cli(command, prog="python -m tmoe.data", args=words)
+    call(command, "python -m tmoe.data", words)
 
 
-try:
+with one_message(interrupted="interrupted; nothing was written"):
     main(expand_home())
-except (DataError, OSError) as error:
-    sys.exit(f"error: {error}")
-except KeyboardInterrupt:
-    sys.exit("error: interrupted; nothing was written")

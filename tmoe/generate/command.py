@@ -30,6 +30,7 @@ from tmoe.data.chat import chat_prompt, turn_end
 from tmoe.data.chat_rows import parse_given
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.disk import expand_home
+from tmoe.front import call, one_message
 from tmoe.generate.engine import Engine, Piece
 from tmoe.generate.load import Loaded, load
 from tmoe.generate.prompts import is_chat, read_prompts, write_answers
@@ -288,16 +289,6 @@ def user(text: str) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line. An error ends the process with one message."""
     description = (__doc__ or "").partition("\nnext:")[0]
-    try:
-        flags = tyro.cli(
-            Flags,
-            prog="python -m tmoe.generate",
-            description=description,
-            args=expand_home(argv),
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-        run(flags)
-    except (CheckpointError, OSError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit("error: interrupted") from None
+    shape = dict(description=description, config=(tyro.conf.FlagCreatePairsOff,))
+    with one_message(CheckpointError):
+        run(call(Flags, "python -m tmoe.generate", expand_home(argv), **shape))

@@ -35,14 +35,13 @@ import tyro
 from rich.filesize import decimal
 from torch import Tensor
 
+from tmoe.checkpoint import tools
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import Manifest
 from tmoe.checkpoint.resume import require_same_run
 from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
-from tmoe.checkpoint.tools import one_message
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.same import build_config
-from tmoe.disk import expand_home
 from tmoe.hf.export import export_hf
 from tmoe.hf.families import print_families
 from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, untied
@@ -198,11 +197,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line. An error ends the process with one message."""
     commands: dict[str, Any] = {"import": import_hf, "export": export_hf, "recover": recover}
     commands["families"] = print_families
-    with one_message():
-        tyro.extras.subcommand_cli_from_dict(
-            commands,
-            prog="python -m tmoe.hf",
-            description=(__doc__ or "").partition("\nnext:")[0],
-            args=expand_home(argv),
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+    tools.commands(commands, "python -m tmoe.hf", __doc__, argv, config=(tyro.conf.FlagCreatePairsOff,))

@@ -53,12 +53,11 @@ def flags(config: type = Config, before: str = "--") -> set[str]:
 def refusal(words: tuple[str, ...]) -> str:
     """Why this version's parser refuses a command of train.py; "" where it takes it."""
     said: list[str] = []
-    write, sys.stderr = sys.stderr, _Into(said)  # tyro and parse print there
+    write, sys.stderr = sys.stderr, _Into(said)  # parse prints there
     try:
         parse([*words, "--dry-run"], "")
     except (SystemExit, ConfigError) as error:
-        said_words = re.sub("[│╭╰─╮╯\\s]+", " ", "".join(said) or str(error))
-        return re.split("For full helptext|Arguments similar", said_words)[0].strip()
+        return "".join(said).strip() or str(error)
     finally:
         sys.stderr = write
     return ""
@@ -84,4 +83,4 @@ def lacking(words: Sequence[str]) -> str:
     A combination that it refuses is not among these.
     """
     said = refusal(tuple(words))
-    return said if re.match("Unrecognized|Invalid choice", said) else ""
+    return said if re.search(": (no such flag|must be one of) ", said) else ""

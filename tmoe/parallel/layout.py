@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch.distributed.tensor import Shard
 
 from tmoe.config.axes import Axes
-from tmoe.config.check import MOST
+from tmoe.config.check import MOST, ConfigError
 from tmoe.parallel.mesh import shard_dim
 
 # parameters of tmoe.moe.experts.Experts, or of somebody's own, and what the optimizer keeps for them
@@ -45,12 +45,12 @@ class Layout(NamedTuple):
 def axes_of_flags(world: int, ep: int) -> Axes:
     """Axes of the ranks that will load files, from the flags --world and --ep of an offline tool.
 
-    Raises ValueError where the world is too large or ep does not divide it.
+    Raises ConfigError where the world is too large or ep does not divide it.
     """
     if world < 1 or ep < 1 or world % ep:
-        raise ValueError(f"--world={world} --ep={ep}: both at least 1, and ep must divide the world")
+        raise ConfigError(f"--world={world} --ep={ep}: both at least 1, and ep must divide the world")
     if world > MOST["world"]:
-        raise ValueError(f"--world={world}: must be at most {MOST['world']}")
+        raise ConfigError(f"--world={world}: must be at most {MOST['world']}")
     return Axes(dp=world // ep, ep=ep)
 
 
@@ -59,14 +59,14 @@ def lay_out(shapes: dict[str, tuple[int, ...]], axes: Axes) -> dict[str, Layout]
 
     Experts [E, ...] are cut along E over ep, then over dp; everything else along its first axis over all
     ranks. Buffers and what has no first axis (step counts) or no elements lie with rank 0.
-    Raises ValueError where ep does not divide a tensor's experts.
+    Raises ConfigError where ep does not divide a tensor's experts.
     """
     ep = axes.ep
     modules: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         if EXPERTS.fullmatch(name) and shape:
             if shape[0] % ep:
-                raise ValueError(f"--ep={ep}: must divide the {shape[0]} experts of {name}")
+                raise ConfigError(f"--ep={ep}: must divide the {shape[0]} experts of {name}")
             modules.setdefault(name.rpartition(".")[0], []).append((shape[0] // ep, *shape[1:]))
     dims = {module: shard_dim(local, axes.dp) for module, local in modules.items()}
     found = {name: _layout(shape, axes, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()}

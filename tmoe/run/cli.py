@@ -5,20 +5,19 @@ next: config/run.py
 
 import importlib.util
 import io
-import itertools
 import math
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, is_dataclass, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any, TextIO, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
-import tyro
-
+from tmoe import front
 from tmoe.checkpoint.manifest import is_step
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, divisors
@@ -28,7 +27,7 @@ from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run import last_line
-from tmoe.run.flags import require_known
+from tmoe.run.flags import flags_of_settings, require_known
 from tmoe.run.memory import padding
 from tmoe.run.settings import commit_in_cache, read_settings, start_of
 
@@ -47,61 +46,40 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     that cannot work, alone or with the others, or for a world of processes that is not dp x ep.
     """
     ConfigError.shows_flags = True
-    silent = io.StringIO()  # tyro prints a refused value on every rank, whatever console_outputs says
-    heard = Heard(None if rank else sys.stderr)
+    front.remember({})
+    silent = io.StringIO()  # --help is shown by rank 0 alone
     try:
-        with redirect_stdout(silent) if rank else nullcontext(), redirect_stderr(heard):
+        with redirect_stdout(silent) if rank else nullcontext():
             cfg, read = _parse(list(argv), description, rank, world)
-    except (ValueError, SystemExit) as error:
-        code = error.code if isinstance(error, SystemExit) else 2
-        # The first rank of each node speaks too: rank 0 does not see what is wrong on another node alone.
-        launch = launcher_world()
-        if rank == 0 and isinstance(error, SystemExit) and (hint := misplaced(heard.in_short(), argv)):
-            print(hint, file=sys.stderr)
-        if code:
-            last_line.leave(f"error: {error if isinstance(error, ValueError) else heard.in_short()}")
-        if (rank == 0 or launch.local_rank == 0) and isinstance(error, ValueError):
-            print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr)
-        if rank and code and launch.launcher not in ("", "environment"):
-            # A launcher ends all ranks when one has ended: rank 0, still importing, would never say why.
-            time.sleep(LAG_S)
-        raise SystemExit(code) from None
+    except ValueError as error:
+        refuse(front.spelt(error), rank)
     for note in (*read, *notes(cfg, world)) if rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
     return cfg
 
 
-class Heard(io.StringIO):
-    """A stderr that keeps what goes through it to another one, or to nowhere."""
+def refuse(text: str, rank: int) -> NoReturn:
+    """End the process with code 2. The first rank of each node prints the error, after `rank N:` where N > 0.
 
-    def __init__(self, to: TextIO | None):
-        super().__init__()
-        self.to = to
-
-    def write(self, text: str) -> int:
-        if self.to is not None:
-            self.to.write(text)
-        return super().write(text)
-
-    def isatty(self) -> bool:
-        return self.to is not None and self.to.isatty()
-
-    def in_short(self) -> str:
-        """What tyro has said, without its frame and its help: in one line."""
-        plain = re.sub(r"\x1b\[[0-9;]*m", "", self.getvalue())
-        rows = [row.strip(" │") for row in plain.splitlines() if not row.startswith(("╭", "╰"))]
-        return " ".join(itertools.takewhile(lambda row: row.strip("─"), rows))
+    Rank 0 does not see what is wrong on another node alone.
+    """
+    launch = launcher_world()
+    last_line.leave(f"error: {text}")
+    if rank == 0 or launch.local_rank == 0:
+        print(f"rank {rank}: error: {text}" if rank else f"error: {text}", file=sys.stderr)
+    if rank and launch.launcher not in ("", "environment"):
+        # A launcher ends all ranks when one has ended: rank 0, still importing, would never say why.
+        time.sleep(LAG_S)
+    raise SystemExit(2) from None
 
 
-def misplaced(said: str, argv: Sequence[str]) -> str:
-    """What to type where tyro did not know a preset or a run folder behind the flags; "" elsewhere."""
-    found = re.search(r"Unrecognized options: (\S+)", said)
-    word = found[1] if found else ""
-    if not word or (word not in presets() and not Path(word).is_dir()):
+def misplaced(word: str, argv: Sequence[str]) -> str:
+    """What to type in place of a preset or a run folder that is not the first word; "" for another word."""
+    if word not in presets() and not Path(word).is_dir():
         return ""
     if argv[0] == word or not argv[0].startswith("-"):
-        return f"error: {word}: one preset or run folder at most, and {argv[0]} is the first"
-    return f"error: {word}: a preset or a run folder is the first word: train.py {word} {argv[0]} ..."
+        return f"{word}: one preset or run folder at most, and {argv[0]} is the first"
+    return f"{word}: a preset or a run folder is the first word: train.py {word} {argv[0]} ..."
 
 
 def notes(cfg: Config, world: int) -> Iterator[str]:
@@ -160,12 +138,18 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
     shown = f"{name or ' and '.join(source.notes)}"
     text = f"{description}\n\n{SOURCES.format(presets=', '.join(presets()))} Defaults below: {shown}."
     require_known(source.rest, Config)
-    cfg = tyro.cli(
+    words = spell_booleans(source.rest)
+    typed = flags_in(words)
+    untyped = {name: place for name, place in source.places.items() if flag_of(name) not in typed}
+    front.remember({flag_of(name): (value_at(source.cfg, name), place) for name, place in untyped.items()})
+    cfg = front.call(
         Config,
-        prog=f"train.py {name}".rstrip(),
+        f"train.py {name}".rstrip(),
+        words,
+        known=[flag for flag, _ in flags_of_settings(Config)],
+        hint=lambda word: misplaced(word, argv),
         description=text,
         default=source.cfg,
-        args=spell_booleans(source.rest),
         console_outputs=rank == 0,
     )
     if cfg.world is not None and not cfg.dry_run:
@@ -282,6 +266,24 @@ def spell_booleans(argv: list[str]) -> list[str]:
         section, dot, last = flag[2:].rpartition(".")
         out.append(flag if value.lower() == "true" else f"--{section}{dot}no-{last}")
     return out
+
+
+def flags_in(words: Sequence[str]) -> set[str]:
+    """The flags among words, a switch's without its no-."""
+    switches = set(switches_of(Config))
+    flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    on = {flag: re.sub(r"(--|\.)no-(?=[^.]*$)", r"\1", flag) for flag in flags}
+    return {on[flag] if on[flag] in switches else flag for flag in flags}
+
+
+def flag_of(name: str) -> str:
+    """The flag of a dotted setting: --model.moe.top-k of "model.moe.top_k"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def value_at(cfg: Any, name: str) -> Any:
+    """The value of a dotted setting."""
+    return reduce(getattr, name.split("."), cfg)
 
 
 def switches_of(config: type, section: str = "--") -> Iterator[str]:

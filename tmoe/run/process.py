@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tmoe import front
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.listing import listed
@@ -123,7 +124,7 @@ class Runtime:
         If it raises ValueError or OSError on any rank, all ranks end with code 2. The first rank of each node
         prints each different message once, with the ranks that met it.
         """
-        result, _, failures = attempt(work, self.control, (ValueError, OSError), str)
+        result, _, failures = attempt(work, self.control, (ValueError, OSError), front.spelt)
         reasons = sorted(by_reason(failures).items())
         self._refuse([m if len(ranks) == self.world else f"rank {ranks}: {m}" for m, ranks in reasons])
         return cast(T, result)
@@ -157,9 +158,10 @@ class Runtime:
         try:
             yield
         except kinds as error:
+            line = f"error: {front.spelt(error)}"
             if self.speaks:
-                say(f"error: {error}", sys.stderr)
-            last_line.leave(f"error: {error}")
+                say(line, sys.stderr)
+            last_line.leave(line)
             raise SystemExit(2) from None
 
     def claim(self, out: str) -> BinaryIO | None:

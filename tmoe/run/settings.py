@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
@@ -33,6 +33,10 @@ class Source(NamedTuple):
     """the flags"""
     notes: list[str]
     """what was read from where, a line each"""
+    given: dict[str, str]
+    """dotted settings that a user's own --config file gives -> that file"""
+    places: dict[str, str]
+    """dotted settings that a file gives, a run's record and the model of --init included -> that file"""
 
 
 def read_settings(words: list[str]) -> Source:
@@ -46,14 +50,18 @@ def read_settings(words: list[str]) -> Source:
     rest = words[1:] if first else words
     told = read_file(Path(file)) if file is not None else {}
     init = _value(rest, "--init") or told.get("init")
-    notes = []
+    notes: list[str] = []
+    given: dict[str, str] = {}
+    places: dict[str, str] = {}
 
     known, run = presets(), None
     if first in known:
         cfg = known[first]
     elif first:
         cfg = run = of_run(first)
-        notes.append(f"settings of {Path(first, 'config.json')}")
+        record = str(Path(first, "config.json"))
+        notes.append(f"settings of {record}")
+        places = dict.fromkeys(_names(asdict(cfg)), record)
     elif isinstance(init, str) and init:
         weights = "--dry-run" not in rest
         start = start_of(init, weights)
@@ -61,14 +69,20 @@ def read_settings(words: list[str]) -> Source:
         cfg = known["tiny"] if gone else _of_start(start, weights)
         if not gone:
             notes.append(f"the model's settings are those of {init}")
+            said = Path(start, "config.json")
+            place = str(said) if said.is_file() else init
+            places = dict.fromkeys(_names(dict(model=asdict(cfg.model))), place)
     else:
         cfg = known["tiny"]
     if file is not None:
         cfg = with_settings(cfg, told, file)
         notes.append(f"settings of {file}")
+        named = dict.fromkeys(_names(told), file)
+        places |= named
+        given = {} if is_record(Path(file)) else named
     flags, of_file = _values(rest), _names(told)
     cfg = _with_one_length(cfg, flags, told, file)
-    return Source(first, with_defaults(cfg, flags, of_file, run), rest, notes)
+    return Source(first, with_defaults(cfg, flags, of_file, run), rest, notes, given, places)
 
 
 def _with_one_length(cfg: Config, flags: dict[str, str], told: dict[str, Any], file: str | None) -> Config:
@@ -135,6 +149,11 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     require(isinstance(told, dict), f"{path}: must be an object of settings")
     return told
+
+
+def is_record(path: Path) -> bool:
+    """Whether a file of settings is the record of a run, which holds every setting."""
+    return isinstance(_parsed(path).get("config"), dict)
 
 
 def _settings_of(told: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,217 @@
+"""The front of every command: its words become values, and an error is one line on stderr and an exit code.
+
+    error: --parallel.ep=3 (from runs/a/config.json): must divide --model.moe.experts=8; valid: [1, 2, 4, 8]
+
+Exit code 2: the command line is wrong (ConfigError). Exit code 1: the work was refused or failed: data,
+a checkpoint, the disk.
+
+next: tmoe/config/check.py, tmoe/run/cli.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, NoReturn, get_args
+
+import tyro
+
+from tmoe.config.check import ConfigError, spell
+from tmoe.stack import find
+
+# tyro's hook for refused words. A tyro without the hook prints a box and ends with code 2.
+_on_parse_error = find("tyro._errors.on_parse_error")
+# Settings of this process that no flag gave: --flag to (value, the file with the value).
+_places: dict[str, tuple[Any, str]] = {}
+
+
+class Ended(SystemExit):
+    """The end of a command by wrong words. str: the line, which stderr has already. code: 2."""
+
+    code = 2
+
+
+def remember(places: Mapping[str, tuple[Any, str]]) -> None:
+    """Record where the settings of this process are from: --flag to (value, the file with the value)."""
+    _places.clear()
+    _places.update(places)
+
+
+def spelt(error: BaseException) -> str:
+    """An error in the words of a command line, with the file of each value that no flag gave."""
+    text = str(error)
+    for flag, (value, place) in _places.items():
+        for shown in dict.fromkeys((repr(value), str(value))):
+            mention = f"{flag}={shown}"
+            at = text.find(mention) + len(mention)
+            if at >= len(mention) and re.match(r"[\s:;,)]|$", text[at:]):
+                text = f"{text[:at]} (from {place}){text[at:]}"
+                break
+    return text
+
+
+@contextmanager
+def one_message(*kinds: type[Exception], interrupted: str = "interrupted") -> Iterator[None]:
+    """Around a command: an expected error ends the process with its line on stderr.
+
+    ConfigError: exit code 2. OSError, another ValueError and `kinds`: exit code 1.
+
+    interrupted: the answer to a Ctrl-C.
+    """
+    ConfigError.shows_flags = True
+    try:
+        yield
+    except ConfigError as error:
+        end(spelt(error))
+    except (OSError, ValueError, *kinds) as error:
+        raise SystemExit(f"error: {error}") from None  # Python prints the line, and the exit code is 1
+    except KeyboardInterrupt:
+        raise SystemExit(f"error: {interrupted}") from None
+
+
+def end(text: str) -> NoReturn:
+    """End the process with `error: text` on stderr and exit code 2."""
+    line = f"error: {text}"
+    print(line, file=sys.stderr)
+    raise Ended(line) from None
+
+
+def call(
+    what: Any,
+    prog: str,
+    words: Sequence[str],
+    known: Sequence[str] | None = None,
+    hint: Callable[[str], str] | None = None,
+    **more: Any,
+) -> Any:
+    """The value of a class or function that a command line's words are the arguments of.
+
+    Raises ConfigError for words that are refused, SystemExit(0) after --help.
+
+    what: a class, a function, or a dict of them by subcommand. known: the flags; None: those of `what`.
+    hint: what an unexpected word is answered with, "" for the usual answer. more: as of tyro.cli.
+    """
+    words = list(words)
+    commands = what if isinstance(what, dict) else {}
+    if commands and words and not words[0].startswith("-") and words[0] not in commands:
+        near = get_close_matches(words[0], commands, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{words[0]}: no such command; valid: {', '.join(commands)}{meant}")
+    if commands and not words:
+        raise ConfigError(f"{prog}: needs a command; valid: {', '.join(commands)}")
+    inner = [commands[words[0]]] if commands and words[0] in commands else commands.values() or [what]
+    flags = list(known or (flag for one in inner for flag in flags_of(one)))
+
+    def refuse(event: Any) -> None:
+        raise _refusal(event, words, flags, hint)
+
+    run = tyro.extras.subcommand_cli_from_dict if commands else tyro.cli
+    with _on_parse_error(refuse) if _on_parse_error else nullcontext():
+        return run(what, prog=prog, args=words, **more)
+
+
+def flags_of(what: Any) -> Iterator[str]:
+    """The flags of a function or of a flat dataclass, as one types them."""
+    if is_dataclass(what):
+        names = [one.name for one in fields(what)]
+    else:
+        names = [
+            name
+            for name, one in inspect.signature(what).parameters.items()
+            if one.kind != one.POSITIONAL_ONLY
+        ]
+    yield from (f"--{name.replace('_', '-')}" for name in names)
+
+
+def value_of(words: Sequence[str], flag: str) -> str:
+    """The words that a flag was given, the last time that it was; "" where there are none."""
+    found = ""
+    for i, word in enumerate(words):
+        head, equals, value = word.partition("=")
+        if head.replace("_", "-") != flag:
+            continue
+        if not equals:
+            rest = words[i + 1 :]
+            last = next((j for j, one in enumerate(rest) if re.match(r"--?[a-zA-Z]", one)), len(rest))
+            value = " ".join(rest[:last])
+        found = value
+    return found
+
+
+def _refusal(
+    event: Any, words: list[str], flags: list[str], hint: Callable[[str], str] | None
+) -> ConfigError:
+    """The error of an event of tyro's: which word is wrong, and what is valid."""
+    kind = type(event).__name__
+    shows = f"{event.prog} --help shows all"
+    if kind == "UnrecognizedArgs":
+        return ConfigError(unexpected(event.tokens, flags, shows, hint))
+    if kind == "MissingArgs":
+        names = ", ".join(named(one.arg) for one in event.missing_arguments)
+        if event.unrecognized_tokens:
+            return ConfigError(unexpected(event.unrecognized_tokens, flags, shows, hint))
+        return ConfigError(f"{names}: missing; {shows}")
+    if kind == "MissingSubcommand":
+        valid = ", ".join(event.subcommand_spec.parser_from_name)
+        return ConfigError(f"{event.prog}: needs a command; valid: {valid}")
+    argument = getattr(event, "argument", None)
+    if kind == "InstantiationFailure" and argument is None:
+        error: BaseException | None = sys.exc_info()[1]
+        while error is not None and not isinstance(error, ConfigError):
+            error = error.__cause__ or error.__context__
+        return error if isinstance(error, ConfigError) else ConfigError(event.message)
+    if argument is None:
+        return ConfigError(f"{' '.join(words)}: {kind}; {shows}")
+    return ConfigError(_wrong_value(event, argument, words))
+
+
+def _wrong_value(event: Any, argument: Any, words: list[str]) -> str:
+    """What is wrong with the value of one argument."""
+    name = named(argument)
+    given = value_of(words, name)
+    if argument.is_positional():
+        return f"{name}: must be {in_words(argument.field.type)}"
+    count = argument.lowered.nargs
+    must = in_words(argument.field.type)
+    if not given:
+        return f"{name}: needs a value; must be {must}"
+    if isinstance(count, int) and count > 1 and len(given.split()) < count:
+        return f"{name}={given}: needs {count} values; must be {must}"
+    return f"{name}={given}: must be {must}"
+
+
+def named(argument: Any) -> str:
+    """The name of an argument: its flag, or the word in capitals that --help has for it."""
+    if argument.is_positional():
+        return argument.lowered.metavar.strip("[]").split()[0].rstrip("}").lstrip("{")
+    return argument.display_name().split("/")[0]
+
+
+def in_words(kind: Any) -> str:
+    """A type of an argument in words."""
+    if get_args(kind) and hasattr(kind, "__metadata__"):
+        return in_words(get_args(kind)[0])
+    return spell(kind)
+
+
+def unexpected(
+    tokens: list[str],
+    flags: list[str],
+    shows: str,
+    hint: Callable[[str], str] | None = None,
+) -> str:
+    """What is wrong with the first word that is neither a flag nor a flag's value."""
+    flag = next((one for one in tokens if re.match(r"--?[a-zA-Z]", one)), "")
+    if flag:
+        name = flag.partition("=")[0]
+        near = get_close_matches(name.replace("_", "-"), flags, 1, 0.7)
+        return f"{name}: no such flag; " + (f"did you mean {near[0]}?" if near else shows)
+    word = tokens[0]
+    if hint and (said := hint(word)):
+        return said
+    return f"{word}: one word too many: no flag, and no flag's value; {shows}"
