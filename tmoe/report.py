@@ -13,7 +13,7 @@ from tmoe.front import call, one_message
 from tmoe.run.report import draw, readable
 
 
-def main(run: Annotated[Path, tyro.conf.Positional]) -> None:
+def main(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]) -> None:
     """Draws RUN/report.png from RUN/metrics.jsonl.
 
     Args:

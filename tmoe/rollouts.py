@@ -27,7 +27,7 @@ TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # text from le
 
 
 def main(
-    run: Annotated[Path, tyro.conf.Positional],
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     step: int | None = None,
     best: int | None = None,
     worst: int | None = None,

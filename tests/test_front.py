@@ -1,0 +1,203 @@
+"""Errors of every command: one line on stderr that begins with `error: `, without a frame, and an exit code.
+
+next: tmoe/front.py
+"""
+
+import json
+import re
+import runpy
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from tmoe import front, rollouts, routing, upcycle, warmup
+from tmoe import report as report_command
+from tmoe.checkpoint import tools
+from tmoe.config.check import ConfigError
+from tmoe.disk import expand_home
+from tmoe.generate import command as generate
+from tmoe.hf import importer
+from tmoe.migrate import command as migrate
+from tmoe.run.cli import parse
+
+
+def function(main, prog):
+    """A command that is a function, as its file starts it."""
+
+    def run(words):
+        with front.one_message():
+            front.call(main, prog, expand_home(words))
+
+    return run
+
+
+def data(words):
+    sys.argv = ["tmoe.data", *words]
+    runpy.run_module("tmoe.data", run_name="__main__", alter_sys=True)
+
+
+def warm(words):
+    sys.argv = ["tmoe.warmup", *words]
+    warmup.main()
+
+
+COMMANDS = {
+    "train": lambda words: parse(words, ""),
+    "generate": generate.main,
+    "data": data,
+    "checkpoint": tools.main,
+    "hf": importer.main,
+    "upcycle": upcycle.main,
+    "migrate": migrate.main,
+    "report": function(report_command.main, "python -m tmoe.report"),
+    "routing": function(routing.main, "python -m tmoe.routing"),
+    "rollouts": function(rollouts.main, "python -m tmoe.rollouts"),
+    "warmup": warm,
+}
+# command and words -> what the line names; exit code 2 unless the line says otherwise
+WRONG = [
+    # a flag that there is not
+    ("train", "tiny --nosuch 3", "--nosuch: no such flag"),
+    ("train", "tiny -x 3", "-x: no such flag"),
+    ("generate", "RUN --temprature 1", "--temprature: no such flag; did you mean --temperature"),
+    ("data", "a --out b --tokeniser x", "--tokeniser: no such flag; did you mean --tokenizer"),
+    ("checkpoint", "inspect STEP --tensr x", "--tensr: no such flag; did you mean --tensor"),
+    ("hf", "export A B --lik C", "--lik: no such flag; did you mean --like"),
+    ("upcycle", "A B --expert 4 --top-k 2", "--expert: no such flag; did you mean --experts"),
+    ("report", "RUN --dpi 3", "--dpi: no such flag"),
+    ("routing", "RUN --outt 3", "--outt: no such flag; did you mean --out"),
+    ("rollouts", "RUN --bset 3", "--bset: no such flag; did you mean --best"),
+    ("warmup", "--nosuch", "--nosuch"),
+    # a value of another type
+    ("train", "tiny --train.batch x", "--train.batch=x: must be a whole number"),
+    ("train", "tiny --model.heads 3.5", "--model.heads=3.5: must be a whole number"),
+    ("train", "tiny --optim.betas a b", "--optim.betas=a b: must be a list of 2, each a number"),
+    ("train", "tiny --compile maybe", "--compile=maybe: must be true or false"),
+    ("train", "tiny --world x", "--world=x: must be a whole number or none"),
+    ("generate", "RUN --temperature warm", "--temperature=warm: must be a number or none"),
+    ("generate", "RUN -n x", "-n=x: must be a whole number"),
+    ("data", "a --out b --shard-tokens x", "--shard-tokens=x: must be a whole number"),
+    ("checkpoint", "reshard A B --world x", "--world=x: must be a whole number"),
+    ("hf", "import A B --world x", "--world=x: must be a whole number"),
+    ("upcycle", "A B --experts x --top-k 2", "--experts=x: must be a whole number"),
+    ("rollouts", "RUN --step x", "--step=x: must be a whole number or none"),
+    ("warmup", "--processes x", "--processes"),
+    # a value that is none of the choices
+    ("train", "tiny --train.dtype fp8", "--train.dtype=fp8: must be one of bf16, fp32"),
+    ("train", "tiny --task dpo", "--task=dpo: must be one of pretrain, sft"),
+    ("train", "tinny", "'tinny': must be one of tiny"),
+    ("train", "tiny --grpo.loss ppo", "--grpo.loss=ppo: must be one of dapo"),
+    ("generate", "RUN --dtype fp8", "--dtype=fp8: must be one of bf16, fp32 or none"),
+    ("checkpoint", "reshard A B --world 1 --dtype x", "--dtype=x: must be one of"),
+    ("hf", "export A B --dtype x", "--dtype=x: must be one of bf16, fp32"),
+    ("migrate", "gshard", "gshard: must be one of megatron"),
+    ("warmup", "tinny", "'tinny': valid are tiny"),
+    # a value out of range
+    ("train", "tiny --train.batch 0", "--train.batch=0: must be at least 1"),
+    ("train", "tiny --steps=-1", "--steps=-1: must be at least 0"),
+    ("train", "tiny --parallel.ep 3", "--parallel.ep=3: must divide --model.moe.experts=8; valid: [1, 2, 4"),
+    ("generate", "RUN -n 0", "-n=0: must be at least 1"),
+    ("checkpoint", "reshard A B --world 4 --ep 3", "--world=4 --ep=3: both at least 1"),
+    ("hf", "import A B --world 4 --ep 3", "--world=4 --ep=3: both at least 1"),
+    ("warmup", "--processes -3", "--processes"),
+    # no value
+    ("train", "tiny --train.batch", "--train.batch: needs a value; must be a whole number"),
+    ("train", "--config", "--config: needs a file"),
+    ("train", "tiny --optim.betas 1", "--optim.betas=1: needs 2 values"),
+    ("generate", "RUN --top-k", "--top-k: needs a value"),
+    ("generate", "", "RUN|STEP|HF_DIR: missing"),
+    ("data", "a", "--out: missing"),
+    ("checkpoint", "", "needs a command; valid: inspect, verify, reshard, average"),
+    ("checkpoint", "inspect", "STEP: missing"),
+    ("hf", "export A", "HF_DIR: missing"),
+    ("upcycle", "A", "MOE_STEP, --experts, --top-k: missing"),
+    ("report", "", "RUN: missing"),
+    ("rollouts", "RUN --best", "--best: needs a value"),
+    ("warmup", "--arch", "--arch"),
+    # a word too many, a command that there is not
+    ("train", "tiny foo", "foo: one word too many"),
+    ("train", "--steps 3 tiny", "tiny: a preset or a run folder is the first word"),
+    ("generate", "A B C", "C: one word too many"),
+    ("checkpoint", "inspct A", "inspct: no such command; valid: inspect, verify, reshard, average"),
+    ("hf", "exprt A", "exprt: no such command"),
+    ("report", "A B", "B: one word too many"),
+    # what is not there
+    ("train", "NONE/run", "NONE/run: no such run folder"),
+    ("train", "--config NONE.toml", "--config=NONE.toml: no such file"),
+    ("train", "--init NONE/step-3", "NONE/step-3: no such folder"),
+    ("generate", "NONE/step-3 x", "NONE/step-3"),
+    ("generate", "RUN --file NONE.jsonl", "--file=NONE.jsonl: no such file"),
+    ("data", "NONE.txt --out b", "1 NONE.txt: no such file or folder"),
+    ("checkpoint", "inspect NONE", "1 NONE"),
+    ("hf", "export NONE B", "1 NONE"),
+    ("upcycle", "NONE B --experts 4 --top-k 2", "1 NONE"),
+    ("report", "NONE", "1 NONE/metrics.jsonl: missing"),
+    ("routing", "NONE", "1 NONE"),
+    ("rollouts", "NONE", "1 NONE"),
+    # what does not go together
+    ("train", "tiny --data.val-path a --data.split 8 1 1", "--data.val-path=('a',): not with --data.split"),
+    (
+        "train",
+        "tiny --optim.warmup 3 --optim.warmup-fraction .1",
+        "--optim.warmup=3, --optim.warmup-fraction=",
+    ),
+    ("generate", "RUN x --out a", "--out=a: needs --file"),
+    ("generate", "RUN x --system a", "--system='a': needs --chat"),
+    ("hf", "export A B --private", "--private: needs --push"),
+    ("rollouts", "RUN --best 1 --worst 1", "1 --best=1, --worst=1: give one of them"),
+]
+
+
+def error_of(command, words, capsys) -> tuple[str, int]:
+    """The line that a command ends with, and its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        COMMANDS[command](words)
+    code = ended.value.code
+    said = capsys.readouterr().err
+    return (
+        (f"{code}\n", 1) if isinstance(code, str) else (said, code)
+    )  # Python prints a text, and ends with 1
+
+
+@pytest.mark.parametrize(("command", "words", "says"), WRONG)
+def test_an_error_is_one_line(command, words, says, capsys, monkeypatch, tmp_path):
+    """No frame, no wrap at 80 columns: one line, as a grep finds it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tmoe"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    line, code = error_of(command, words.split(), capsys)
+    wanted, _, rest = says.partition(" ")
+    says, wanted = (rest, 1) if wanted == "1" else (says, 2)
+    assert line.startswith("error: ") and line.count("\n") == 1 and says in line, line
+    assert code == wanted and not re.search(r"[│╭╰─╮╯]|Traceback", line)
+
+
+def test_a_value_of_a_file_names_the_file(tmp_path, capsys):
+    """Resumed on one process, a run of two is refused by the file that holds the 2; a typed 2 has no file."""
+    cfg = asdict(parse(["tiny", "--out", str(tmp_path)], ""))
+    cfg["parallel"]["ep"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(dict(config=cfg)))
+    line, _ = error_of("train", [str(tmp_path)], capsys)
+    place = tmp_path / "config.json"
+    assert f"error: --parallel.ep=2 (from {place}): must divide the world of 1 processes; valid: [1]" in line
+    line, _ = error_of("train", [str(tmp_path), "--parallel.ep", "2"], capsys)
+    assert "error: --parallel.ep=2: must divide the world" in line
+    line, _ = error_of("train", [str(tmp_path), "--parallel.ep", "1", "--parallel.tp", "5"], capsys)
+    assert f"--parallel.tp=5: must divide --model.heads=6 (from {place}) and fit" in line
+
+    own = tmp_path / "own.toml"
+    own.write_text("[parallel]\nep = 2\n")
+    line, _ = error_of("train", ["tiny", "--config", str(own)], capsys)
+    assert f"error: --parallel.ep=2 (from {own}): must divide the world" in line
+
+
+def test_errors_in_a_run_name_the_file_as_well(monkeypatch):
+    """What ranks refuse together, after the command line was read, is spelt at the same front."""
+    front.remember({"--train.batch": (8, "a/config.json")})
+    assert (
+        front.spelt(ConfigError("--train.batch=8: too much"))
+        == "--train.batch=8 (from a/config.json): too much"
+    )
+    assert front.spelt(ConfigError("--train.batch=80: too much")) == "--train.batch=80: too much"
+    front.remember({})
