@@ -34,7 +34,9 @@ parser.add_argument("--l_aux_wt", type=float, default=0.0, help="weight of the l
 parser.add_argument("--num_steps", type=int, default=100)
 parser.add_argument("--lr", type=float, default=1e-5)
 parser.add_argument("--eval", action="store_true", help="forward alone")
+parser.add_argument("--use_tensorcore", action="store_true", help="fp32 products in TF32")
 args = parser.parse_args()
+torch.backends.cuda.matmul.fp32_precision = "tf32" if args.use_tensorcore else "ieee"
 
 
 class Model(nn.Module):

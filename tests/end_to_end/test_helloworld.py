@@ -11,7 +11,7 @@ from tiers import slow_but
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--batch_size 2 --num_tokens 12 --model_dim 16 --hidden_size 8".split()
-WORDS = [*SIZES, *"--num_steps 3 --l_aux_wt 0.5 --lr 30".split()]
+WORDS = [*SIZES, *"--num_steps 3 --l_aux_wt 0.5 --lr 30 --use_tensorcore".split()]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_COMPILE_DISABLE": "1"}
 NAMES = ("helloworld", "helloworld_ddp", "helloworld_fsdp2")
 

@@ -14,6 +14,7 @@ import pytest
 import runs
 
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.presets import presets
 from tmoe.config.same import flattened
 from tmoe.migrate import names
 from tmoe.migrate.command import FRAMEWORKS, main, translate
@@ -103,17 +104,12 @@ def test_the_page_shows_the_tables():
         assert made in text, f"python -m tmoe.migrate page {framework} prints it"
 
 
-# Flags of tmoe that rows name: each is one of this version's, or one that names.py says is to come.
-NEW = {getattr(names, name) for name in dir(names) if str(getattr(names, name)).startswith("--")}
-
-
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_every_flag_of_tmoe_exists(framework):
-    known = names.flags()
-    later = {"--model.moe.cosine-dim", "--model.moe.cosine-temperature"}
+    known = names.kinds()
     for row in FRAMEWORKS[framework][0]:
         if row.kind == "same":
-            assert row.becomes in known | NEW | later, row
+            assert row.becomes in known, row
 
 
 def test_mixtral(capsys):
@@ -288,8 +284,8 @@ def test_megatron_refusals(capsys):
     assert end.value.code == 1 and said.out == ""
     assert "--fp8-format=hybrid: tmoe has no fp8 products" in said.err
     assert "--squared-relu: tmoe's dense feed-forwards are SwiGLU" in said.err
-    assert "--not-a-flag: not in the table" in said.err
-    assert "without these it is:\n  python train.py tiny" in said.err
+    assert "error: --not-a-flag: not in the table" in said.err
+    assert "note: without these flags it is: python train.py tiny" in said.err
     bare = [word for word in SMALL if word not in ("--swiglu", "--disable-bias-linear")]
     refused = translate("megatron", bare).refused
     assert [text.split(" is left out")[0] for text in refused] == ["--disable-bias-linear", "--swiglu"]
@@ -325,7 +321,7 @@ def test_small_parts():
 
 def test_launchers_and_variables_before_the_flags_are_left_out():
     words = "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 pretrain_gpt.py".split()
-    assert translate("megatron", [*words, *SMALL]).words == translate("megatron", SMALL).words
+    assert translate("megatron", [*words, *SMALL]).words == translate("megatron", SMALL, 8).words
 
 
 HELLO = """--expert_type=llama_ffn --model_dim=32 --hidden_size=32 --num_tokens=32 --batch_size=2
@@ -455,7 +451,7 @@ def test_fms_runs(gloo, tmp_path, granite):
     gloo(1, runs.run, [*outcome.words, "--no-compile", "--log.no-progress", "--data.val-fraction", "0.3"])
     (tmp_path / "moe.yaml").write_text(YAML)
     assert translate("fms", words, 4).flags["--parallel.ep"] == ["2"]
-    assert translate("fms", words, 4).command().startswith("torchrun --nproc-per-node 4 train.py tiny")
+    assert translate("fms", words, 4).command().startswith("torchrun --nproc-per-node 4 train.py --")
 
 
 @pytest.mark.parametrize(
@@ -491,3 +487,173 @@ def test_what_is_no_command_line(argv, capsys):
     with pytest.raises(SystemExit) as end:
         main(argv)
     assert end.value.code == 2 and not capsys.readouterr().out.startswith("python train")
+
+
+def test_all_faults_at_once(capsys):
+    """An unknown flag, two wrong values, a refusal and all that is missing: a line each, in one start."""
+    words = "--nosuch 3 --num-layers two --moe-router-score-function softmx --fp16 --split 1,x"
+    words += " --num-experts 8 --moe-aux-loss-coef 1"
+    with pytest.raises(SystemExit) as end:
+        main(["megatron", "--", *words.split()])
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert end.value.code == 1 and not said.out
+    assert all(line.startswith("error: --") for line in lines), said.err
+    starts = """--nosuch: not in the table
+--num-layers=two: must be a number
+--moe-router-score-function=softmx: must be one of softmax, sigmoid
+--fp16: no loss scaling
+--split=1,x: must be three numbers
+--moe-aux-loss-coef: not in the table of this framework's flags; did you mean --moe-aux-loss-coeff?
+--hidden-size: missing
+--num-attention-heads: missing
+--seq-length: missing
+--lr: missing
+--train-iters: missing
+--data-path: missing
+--swiglu is left out"""
+    for start in starts.splitlines():
+        assert sum(line.startswith(f"error: {start}") for line in lines) == 1, start
+
+
+def test_an_import_names_the_checkpoint_and_the_flags_at_once(tmp_path):
+    with pytest.raises(SystemExit) as end:
+        main(["import", "megatron", f"{tmp_path}/CKPT", f"{tmp_path}/step", "--", *SMALL, "--nosuch", "3"])
+    lines = str(end.value).splitlines()
+    assert lines[0] == f"error: {tmp_path}/CKPT: no such folder"
+    assert lines[1].startswith("error: --nosuch: not in the table") and len(lines) == 2
+
+
+def test_what_train_py_would_refuse_is_not_printed(capsys):
+    """9 of 4 experts cannot be chosen."""
+    more = "--moe-router-topk 9".split()
+    with pytest.raises(SystemExit):
+        main(["megatron", "--", *SMALL, *more])
+    said = capsys.readouterr()
+    assert not said.out and "error: --moe-router-topk=9: becomes --model.moe.top-k=9: " in said.err
+
+
+DEEPSEEK_V3 = """
+--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --kv-channels 128
+--max-position-embeddings 163840 --rotary-base 10000 --rotary-percent 1.0 --rotary-scaling-factor 40
+--mscale 1.0 --mscale-all-dim 1.0 --vocab-size 129280 --make-vocab-size-divisible-by 3232 --norm-epsilon 1e-6
+--multi-latent-attention --qk-layernorm --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128
+--qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-layer-freq ([0]*3+[1]*58)
+--moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 --moe-router-topk 8
+--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-group-topk 4
+--moe-router-num-groups 8 --moe-router-pre-softmax --moe-router-topk-scaling-factor 2.5 --moe-grouped-gemm
+--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
+--moe-router-dtype fp32 --moe-permute-fusion --moe-token-dispatcher-type flex --te-rng-tracker --manual-gc
+--enable-experimental --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess
+--log-num-zeros-in-grad --dist-ckpt-strictness log_all --no-check-for-nan-in-loss-and-grad
+--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 --exit-duration-in-mins 220
+"""
+QWEN3 = """
+--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --num-query-groups 4
+--group-query-attention --qk-layernorm --kv-channels 128 --norm-epsilon 1e-6 --vocab-size 151936
+--make-vocab-size-divisible-by 16 --rotary-base 1000000 --rotary-percent 1.0 --max-position-embeddings 40960
+--num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8 --moe-router-score-function softmax
+--moe-router-topk-scaling-factor 1.0 --moe-layer-freq ([1]*48) --moe-token-drop-policy probs
+--moe-router-dtype fp32 --moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type seq_aux_loss
+--moe-z-loss-coeff 1e-3 --moe-grouped-gemm
+"""
+RECIPE = """--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --mock-data
+--attention-dropout 0.0 --hidden-dropout 0.0 --untie-embeddings-and-output-weights --micro-batch-size 1
+--global-batch-size 512 --lr 1e-4 --train-iters 10 --bf16 --seq-length 4096 --save X"""
+
+
+@pytest.mark.parametrize(
+    ("preset", "words", "refused", "same_function"),
+    [
+        # latent attention has no head dim and no key heads of its own
+        (
+            "deepseek-v3",
+            DEEPSEEK_V3,
+            ["--mtp-num-layers=1", "--exit-duration-in-mins=220"],
+            {"kv_heads", "head_dim"},
+        ),
+        # no dense block; softmax of the chosen is the chosen of softmax, divided by their sum
+        ("qwen3-30b-a3b", QWEN3, [], {"ffn_dim", "moe.softmax"}),
+    ],
+)
+def test_published_models_are_the_presets(preset, words, refused, same_function):
+    """Scripts of Megatron's model zoo are the presets, which are of the models' own config.json."""
+    out = translate("megatron", f"torchrun --nproc_per_node 8 pretrain_gpt.py {RECIPE} {words}".split())
+    assert [line.split(":")[0] for line in out.refused] == refused and out.world == 8
+    ours, theirs = (
+        flattened(cfg) for cfg in (parse([*out.words, "--dry-run"], "").model, presets()[preset].model)
+    )
+    assert {name for name in ours if ours[name] != theirs[name]} == same_function
+
+
+def test_dropping_beside_a_capacity_factor_is_a_note():
+    out = translate("megatron", [*SMALL, "--moe-expert-capacity-factor", "1.5", "--moe-token-dropping"])
+    assert not out.refused and any("--moe-token-dropping" in note for note in out.notes)
+    (refused,) = translate("megatron", [*SMALL, "--moe-token-dropping"]).refused
+    assert refused.startswith("--moe-token-dropping: ")
+
+
+FMS = """--model_name_or_path org/model --training_data_path rows.json --output_dir out --learning_rate 1e-5
+--per_device_train_batch_size 4 --gradient_accumulation_steps 4""".split()
+
+
+def test_fms_readme_lines():
+    """fms-hf-tuning's own example: a hub name, epochs, no dtype; text rows are refused with the way out."""
+    front = (
+        "accelerate launch --config_file x.yaml --num_processes=8 --main_process_port=1 tuning/sft_trainer.py"
+    )
+    out = translate("fms", [*front.split(), *FMS, "--num_train_epochs", "5", "--max_seq_len", "1024"])
+    assert not out.refused and out.world == 8
+    assert out.words[:1] != ["tiny"] and out.flags["--init"] == ["org/model"]
+    assert (out.flags["--epochs"], out.flags["--train.dtype"]) == (["5"], ["bf16"])
+    assert out.flags["--train.seq"] == ["1024"], "argparse takes the start of a flag"
+    text = translate(
+        "fms", [*FMS, "--response_template", "\n### Response:", "--dataset_text_field", "output"]
+    )
+    (refused,) = text.refused
+    assert refused.startswith("--response_template=\n### Response:: cut each row") and "--task sft" in refused
+    chat = translate("fms", [*FMS, "--response_template", "<|a|>", "--instruction_template", "<|u|>"])
+    assert not chat.refused and chat.flags["--task"] == ["sft"]
+
+
+def test_fms_rows_of_messages_need_no_template(tmp_path):
+    (tmp_path / "rows.json").write_text('[{"id": 1, "messages": [{"role": "user", "content": "a"}]}]')
+    words = [*FMS, "--training_data_path", str(tmp_path / "rows.json"), "--response_template", "<|a|>"]
+    out = translate("fms", words)
+    assert not out.refused and out.flags["--task"] == ["sft"]
+
+
+def test_fms_finds_the_plugins_of_the_variable_in_front(tmp_path):
+    pytest.importorskip("yaml")
+    (tmp_path / "moe.yaml").write_text(YAML)
+    front = f"ACCELERATION_FRAMEWORK_CONFIG_FILE={tmp_path / 'moe.yaml'} python -m tuning.sft_trainer"
+    assert translate("fms", [*front.split(), *FMS]).flags["--parallel.ep"] == ["2"]
+
+
+def test_a_shells_variable_stays_one():
+    out = translate("fms", [*FMS, "--model_name_or_path", "$MODEL_PATH", "--output_dir", "a b"])
+    assert '--init "$MODEL_PATH"' in out.command() and "--out 'a b'" in out.command()
+
+
+TUTEL_README = """
+python3 -m tutel.examples.helloworld --dtype=float32 --use_tensorcore
+python3 -m tutel.examples.helloworld_ddp_tutel --batch_size=16
+torchrun --nproc_per_node=8 -m tutel.examples.helloworld_switch --batch_size=16
+torchrun --nproc_per_node=8 -m tutel.examples.helloworld --batch_size=16 --use_2dh
+python3 ./tutel/examples/helloworld.py --batch_size=16
+python3 -m tutel.examples.helloworld --megablocks_size=2 --num_tokens=32 --top=1 --capacity_factor=0
+mpiexec -x LOCAL_SIZE=8 python3 -m tutel.launcher.run -m tutel.examples.helloworld --device cpu
+mpiexec -x LOCAL_SIZE=8 python3 -m tutel.launcher.run -m tutel.examples.helloworld --num_local_experts=-2
+"""
+
+
+@pytest.mark.parametrize("line", TUTEL_README.strip().splitlines())
+def test_tutels_readme_lines(line):
+    assert translate("tutel", line.split()).refused == []
+
+
+def test_values_are_of_their_settings_types():
+    with pytest.raises(ValueError, match=r"^--batch_size=many: must be a whole number"):
+        translate("tutel", ["--batch_size=many"])
+    with pytest.raises(ValueError, match=r"--learning_rate=fast: must be a number"):
+        translate("fms", [*FMS, "--learning_rate", "fast"])

@@ -7,8 +7,9 @@
     python -m tmoe.migrate import megatron CKPT STEP -- --num-layers 32 ...
     python -m tmoe.migrate import tutel 'c/{rank}-of-{size}.ckpt' OUT.safetensors -- --size 8
 
-The command goes to stdout, notes go to stderr. Exit code 0: the command does the same; 1: a flag has no
-counterpart, named with the reason on stderr, and nothing is on stdout; 2: not a command line.
+The whole command may be given, launchers and variables in front included. The command of tmoe is printed on
+stdout, notes on stderr. Exit code 0: the command does the same; 1: stderr has a line for each flag without a
+counterpart, with a wrong value or that is missing, and stdout is empty; 2: not a command line.
 docs/migrate.md has every flag.
 
 next: tables.py
@@ -21,25 +22,55 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.tools import carry_out, one_message
 from tmoe.config.check import ConfigError
-from tmoe.migrate import fms, megatron, tutel
+from tmoe.migrate import fms, megatron, names, tutel
+from tmoe.migrate import launch as launcher
+from tmoe.migrate.launch import Launch
 from tmoe.migrate.megatron_weights import plan_import
-from tmoe.migrate.tables import Outcome, Row
+from tmoe.migrate.tables import Outcome, Row, misfits
 from tmoe.migrate.tutel_weights import write
 from tmoe.run.cli import parse
 
-FRAMEWORKS: dict[str, tuple[tuple[Row, ...], Callable[[list[str], int | None], Outcome]]] = {
+Translation = Callable[[Launch, int | None], Outcome]
+FRAMEWORKS: dict[str, tuple[tuple[Row, ...], Translation]] = {
     "megatron": (megatron.ROWS, megatron.translate),
     "tutel": (tutel.ROWS, tutel.translate),
     "fms": (fms.ROWS, fms.translate),
 }
+# Variables that need no word: the launcher's own, and those that a translation has read.
+SILENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "LOCAL_SIZE",
+    "PYTHONPATH",
+}
 
 
 def translate(framework: str, words: Sequence[str], world: int | None = None) -> Outcome:
-    """The outcome of a command of a framework. ConfigError where the command itself cannot be."""
-    return FRAMEWORKS[framework][1](list(words), world)
+    """The outcome of a command of a framework.
+
+    words: the command, with or without launchers in front. world: number of ranks; None: as many as the
+    launcher says, else the fewest over which the layout folds.
+
+    Raises ConfigError for a command that cannot be. Its message has a line for each fault of the command,
+    flags without a counterpart included.
+    """
+    launch = launcher.read(words)
+    out = FRAMEWORKS[framework][1](launch, world or launch.world)
+    if world and launch.world and world != launch.world:
+        out.notes.append(f"--world={world}: is taken; the launcher in the command starts {launch.world}")
+    if launch.each and out.world % launch.each == 0:
+        out.per_node = launch.each
+    if left := sorted(launch.variables.keys() - SILENT - out.read):
+        shown = " ".join(f"{name}={launch.variables[name]}" for name in left)
+        out.notes.append(f"{shown}: variables are left out; set in front of this command what still matters")
+    misfits(out, names.kinds())
+    if out.wrong:
+        raise ConfigError("\n".join([*out.wrong, *out.refused]))
+    return out
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not words or words[0] in ("-h", "--help"):
         print((__doc__ or "").partition("\nnext:")[0])
         sys.exit(0 if words else 2)
+    ConfigError.shows_flags = True
     if words[0] == "import":
         return _import(words[1:])
     framework, *rest = words
@@ -62,12 +94,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     for note in outcome.notes:
         print(f"note: {note}", file=sys.stderr)
     if outcome.refused:
-        rest_of_it = outcome.command()
-        _end(
-            1,
-            "no counterpart:\n  " + "\n  ".join(outcome.refused) + f"\nwithout these it is:\n  {rest_of_it}",
-        )
+        print(f"note: without these flags it is: {outcome.command()}", file=sys.stderr)
+        _end(1, "\n".join(outcome.refused))
+    if why := _untrainable(outcome):
+        _end(1, why)
     print(outcome.command())
+
+
+def _untrainable(out: Outcome) -> str:
+    """Why train.py would refuse the command, by their flag where one became the setting; else "".
+
+    The model that --init names is not looked at: it may lie elsewhere.
+    """
+    if not out.preset:
+        return ""
+    planned = {flag: values for flag, values in out.flags.items() if flag not in ("--init", "--world")}
+    words = Outcome(flags=planned, preset=out.preset).words
+    said = names.refusal((*words, "--world", str(out.world))).removeprefix("error: ")
+    values = out.flags.get(said.partition("=")[0], [""])
+    theirs = out.given.get(values[0], "")
+    return f"{theirs}={values[0]}: becomes {said}" if theirs else said
 
 
 def _import(words: list[str]) -> None:
@@ -77,21 +123,33 @@ def _import(words: list[str]) -> None:
     if len(ours) != 3 or ours[0] not in ("megatron", "tutel"):
         _end(2, f"import {' '.join(ours)}: must be import megatron|tutel FROM TO -- FLAGS")
     framework, source, out = ours
+    if framework == "megatron":
+        return _import_megatron(Path(source), Path(out), theirs)
     with one_message():
-        if framework == "megatron":
-            outcome = translate("megatron", theirs)
-            refuse(
-                "no counterpart, and so perhaps another model; leave out what is not of it", outcome.refused
-            )
-            cfg = parse([*outcome.words, "--dry-run"], "")
-            carry_out(plan_import(Path(source), cfg.model), [Path(source)], Path(out), False)
-        else:
-            flags = dict(_pairs(theirs))
-            size = flags.get("--size", "1")
-            if flags.keys() - {"--size", "--namespace"} or not size.isdigit() or int(size) < 1:
-                _end(2, f"{' '.join(theirs)}: must be --size RANKS and, where needed, --namespace KEY/KEY")
-            count = write(source, int(size), Path(out), flags.get("--namespace", ""))
-            print(f"{out}: {count} tensors")
+        flags = dict(_pairs(theirs))
+        size = flags.get("--size", "1")
+        if flags.keys() - {"--size", "--namespace"} or not size.isdigit() or int(size) < 1:
+            _end(2, f"{' '.join(theirs)}: must be --size RANKS and, where needed, --namespace KEY/KEY")
+        count = write(source, int(size), Path(out), flags.get("--namespace", ""))
+        print(f"{out}: {count} tensors")
+
+
+def _import_megatron(source: Path, out: Path, theirs: list[str]) -> None:
+    """Makes a step of a torch_dist folder. Names a missing folder and every fault of the flags at once."""
+    outcome = Outcome()
+    faults = [] if source.exists() else [f"{source}: no such folder"]
+    try:
+        outcome = translate("megatron", theirs)
+        faults += outcome.refused
+    except ConfigError as error:
+        faults += str(error).splitlines()
+    if outcome.refused:
+        print("note: flags that do not change the model may be left out", file=sys.stderr)
+    if faults:
+        raise SystemExit("\n".join(f"error: {fault}" for fault in faults))
+    with one_message():
+        cfg = parse([*outcome.words, "--dry-run"], "")
+        carry_out(plan_import(source, cfg.model), [source], out, False)
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
@@ -106,10 +164,12 @@ def _world(ours: list[str]) -> int | None:
         return None
     words = [part for word in ours for part in word.split("=", 1)]
     if len(words) != 2 or words[0] != "--world" or not words[1].isdigit() or int(words[1]) < 1:
-        _end(2, f"{' '.join(ours)}: must be --world N, and their flags must stand behind a --")
+        _end(2, f"{' '.join(ours)}: must be --world N, and their flags must follow a --")
     return int(words[1])
 
 
 def _end(code: int, text: str) -> NoReturn:
-    print(f"error: {text}", file=sys.stderr)
+    """Ends the process; text: a line for each fault."""
+    for line in text.splitlines():
+        print(f"error: {line}", file=sys.stderr)
     sys.exit(code)

@@ -1,6 +1,6 @@
 """fms-acceleration's plugin YAML and the flags of its trainer as tmoe's.
 
-The model is read from the config.json of --model_name_or_path, so that the command says all of it.
+--init says what the model is. Its config.json, where it is here, says whether there is a balancing loss.
 
 next: command.py
 """
@@ -8,21 +8,24 @@ next: command.py
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
-from tmoe.config.model import STEPS_READ, ModelConfig
-from tmoe.config.presets import presets
-from tmoe.config.same import differences, flattened
 from tmoe.hf.config import read_config
 from tmoe.hf.files import CONFIG
+from tmoe.hf.hub import NAME
+from tmoe.migrate.launch import Launch
 from tmoe.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked
 
 ALWAYS = "tmoe always does"
-LORA = "adapters are flags of --lora, not of a plugin"
+LORA = "tmoe has no adapters yet: it trains all parameters, or those that --optim.freeze leaves"
+QUANTISED = "tmoe does not train on quantised weights"
+CHAT = "messages", "conversations"
 
 ROWS: tuple[Row, ...] = (
     # the plugins' YAML, by dotted keys
@@ -41,10 +44,10 @@ ROWS: tuple[Row, ...] = (
     refused("training.odm.odm.reward_type", "tmoe mixes sources by fixed weights"),
     refused("training.odm.odm.gamma", "tmoe mixes sources by fixed weights"),
     refused("training.odm.odm.eta", "tmoe mixes sources by fixed weights"),
-    refused("peft.quantization.auto_gptq.kernel", "tmoe does not train on quantised weights"),
-    refused("peft.quantization.auto_gptq.from_quantized", "tmoe does not train on quantised weights"),
+    refused("peft.quantization.auto_gptq.kernel", QUANTISED),
+    refused("peft.quantization.auto_gptq.from_quantized", QUANTISED),
     nothing("peft.quantization.auto_gptq.use_external_lib", "of auto_gptq"),
-    refused("peft.quantization.bitsandbytes.quant_type", "tmoe does not train on quantised weights"),
+    refused("peft.quantization.bitsandbytes.quant_type", QUANTISED),
     nothing("peft.quantization.bitsandbytes.no_peft_model", "of bitsandbytes"),
     nothing("peft.quantization.fused_ops_and_kernels.base_layer", "of quantised weights"),
     nothing("peft.quantization.fused_ops_and_kernels.fused_lora", "of quantised weights"),
@@ -55,7 +58,7 @@ ROWS: tuple[Row, ...] = (
     # the trainer's flags
     worked("--acceleration_framework_config_file", "the YAML, as above"),
     worked("--fast_moe", "`--parallel.ep`"),
-    worked("--model_name_or_path", "`--init`, and every setting of its config.json"),
+    worked("--model_name_or_path", "`--init`, which says what the model is"),
     nothing("--tokenizer_name_or_path", "the tokenizer of `--init`; another one by --data.tokenizer"),
     worked("--training_data_path", "`--data.path`", "some"),
     refused(
@@ -64,12 +67,75 @@ ROWS: tuple[Row, ...] = (
         "some",
     ),
     same("--dataset_text_field", "--data.text-field"),
-    refused("--response_template", "python train.py --task sft trains answers alone, of chat rows"),
-    refused("--data_formatter_template", "make a text field of it beforehand"),
+    worked(
+        "--response_template", "`--task sft` of rows of messages; text rows are cut into two fields first"
+    ),
+    worked("--instruction_template", "`--task sft`: the turns of messages say what is trained"),
+    nothing("--dataset_conversation_field", "`--task sft` finds messages and conversations", "one", *CHAT),
+    refused("--chat_template", "save it into a file: --data.chat-template FILE, with --task sft"),
+    refused("--data_formatter_template", "make a text field, or a prompt and a completion, of it beforehand"),
+    refused(
+        "--data_config", "name the sources: --training_data_path A B; weights by --data.path A:0.3 B:0.7"
+    ),
+    refused("--add_special_tokens", "add them to tokenizer.json and to the model first", "some"),
+    refused("--multimodal", "tmoe trains on text", "nothing"),
+    refused("--dataset_image_field", "tmoe trains on text"),
+    nothing("--logging_strategy", "`--log.every`"),
+    nothing("--evaluation_strategy", "`--train.eval-every`"),
+    nothing("--skip_memory_metrics", "metrics.jsonl has the memory", "one"),
+    nothing("--log_level", "metrics.jsonl is the record"),
+    nothing("--logging_dir", "`--log.tensorboard` writes into the run's folder"),
+    nothing("--tracker", "`--log.tensorboard`, `--log.wandb`"),
+    nothing("--trackers", "`--log.tensorboard`, `--log.wandb`", "some"),
+    nothing("--experiment", "a run is called as its folder, `--out`"),
+    nothing("--run_name", "a run is called as its folder, `--out`"),
+    nothing("--gradient_checkpointing_kwargs", "how transformers recomputes"),
+    nothing("--dataloader_num_workers", "one thread makes the next batch"),
+    nothing("--dataloader_drop_last", "each step is whole"),
+    nothing("--dataloader_pin_memory", ALWAYS),
+    nothing("--remove_unused_columns", "fields that are not read are left alone"),
+    nothing("--ddp_find_unused_parameters", "experts without a token are no fault"),
+    nothing("--fsdp", "FSDP2 always shards; `--parallel.shard`", "some"),
+    nothing("--fsdp_config", "FSDP2 always shards; `--parallel.shard`"),
+    nothing("--deepspeed", "FSDP2 shards; `--parallel.shard`"),
+    nothing("--tf32", "fp32 runs with TF32 as torch is set"),
+    nothing("--use_reentrant", "how transformers recomputes"),
+    nothing("--attn_implementation", "tmoe chooses attention's kernels"),
+    nothing("--flash_attn_implementation", "tmoe chooses attention's kernels"),
+    nothing("--group_by_length", "windows are full: there is no padding"),
+    nothing("--padding_free", "rows are packed", "some"),
+    nothing("--multipack", "windows are full: there is nothing to balance", "some"),
+    nothing("--fast_kernels", "tmoe has fused kernels", "some"),
+    nothing("--fused_lora", "of adapters", "some"),
+    nothing("--use_cpu", "a GPU where there is one"),
+    nothing("--full_determinism", "one layout repeats its own numbers on a CPU; no promise on GPUs"),
+    nothing("--save_model_dir", "python -m tmoe.hf export RUN DIR writes it"),
+    nothing("--save_safetensors", "an export is safetensors"),
+    nothing("--overwrite_output_dir", "`--resume none`"),
+    nothing("--do_train", "it trains", "one", "true"),
+    nothing("--do_eval", "`--train.eval-every`"),
+    nothing("--embedding_size_multiple_of", "of a vocabulary that grows"),
+    nothing("--push_to_hub", "python -m tmoe.hf export --push-to NAME", "one", "false"),
+    worked("--resume_from_checkpoint", "False: `--resume none`; a step: `--resume STEP`"),
+    nothing("--load_best_model_at_end", "metrics.jsonl says which step validated best", "one", "false"),
+    refused("--metric_for_best_model", "metrics.jsonl says which step validated best"),
+    refused("--trainer_controller_config_file", "a run ends by --steps or by a signal"),
+    refused("--neftune_noise_alpha", "--sft.neftune ALPHA, with --task sft"),
+    refused("--quantization_method", QUANTISED),
+    nothing("--dequantize", "`--init` reads quantised weights as 16 bits", "one", "true"),
+    refused("--auto_gptq", QUANTISED, "some"),
+    refused("--bnb_qlora", QUANTISED, "some"),
+    worked("--lr_scheduler_kwargs", "min_lr_rate of cosine_with_min_lr: `--optim.min-lr`"),
+    refused("--num_virtual_tokens", LORA),
+    refused("--prompt_tuning_init", LORA),
+    refused("--prompt_tuning_init_text", LORA),
+    refused("--lora_r", LORA),
+    refused("--bias", LORA),
+    refused("--modules_to_save", LORA, "some"),
     same("--output_dir", "--out"),
     same("--max_seq_length", "--train.seq"),
     same("--max_steps", "--steps"),
-    refused("--num_train_epochs", "tmoe counts steps: --max_steps"),
+    worked("--num_train_epochs", "`--epochs`, unless `--max_steps` is above 0; 3 where both are left out"),
     same("--per_device_train_batch_size", "--train.batch"),
     nothing("--per_device_eval_batch_size", "a validation's batches are as large as a step's"),
     same("--gradient_accumulation_steps", "--train.accumulate"),
@@ -84,7 +150,7 @@ ROWS: tuple[Row, ...] = (
     same("--adam_epsilon", "--optim.eps"),
     same("--max_grad_norm", "--optim.clip"),
     nothing("--optim", "AdamW", "one", "adamw_torch", "adamw_torch_fused"),
-    worked("--torch_dtype", "`--train.dtype` bf16 or fp32; others are refused"),
+    worked("--torch_dtype", "`--train.dtype` bf16, where left out, or fp32; others are refused"),
     switch("--bf16", "`--train.dtype bf16`"),
     refused("--fp16", "no loss scaling; use --bf16", "nothing"),
     nothing("--use_flash_attn", "tmoe chooses attention's kernels", "one"),
@@ -110,21 +176,40 @@ ROWS: tuple[Row, ...] = (
 SCHEDULES = dict(linear="linear", cosine="cosine", constant="constant", constant_with_warmup="constant")
 
 
-def translate(words: list[str], world: int | None = None) -> Outcome:
-    """The command of train.py for the trainer's flags; the plugins' YAML by its flag or as the first word."""
-    out = Outcome()
+FILE = "ACCELERATION_FRAMEWORK_CONFIG_FILE"
+RECIPE = (
+    "cut each row at this text into a prompt, which ends with it, and a completion; then --task sft "
+    "(docs/migrate.md has the lines); rows of messages need no template"
+)
+
+
+def translate(launch: Launch, world: int | None = None) -> Outcome:
+    """The command of train.py for the trainer's flags.
+
+    The plugins' YAML is named by its flag, by the variable in front, or as the first word.
+    """
+    out = Outcome(preset="")
+    words = launch.words
     files = [word for word in words[:1] if word.endswith((".yaml", ".yml"))]
-    given = Given(ROWS, words[len(files) :], out)
+    given = Given(ROWS, words[len(files) :], out, abbreviated=True)
     files += given.list("--acceleration_framework_config_file")
-    settings = [f"--{key}={value}" for file in files for key, value in read_yaml(Path(file))]
+    files = files or [name for name in [launch.variables.get(FILE, os.environ.get(FILE, ""))] if name]
+    out.read.add(FILE)
+    settings = []
+    for file in files:
+        try:
+            settings += [f"--{key}={value}" for key, value in read_yaml(Path(file))]
+        except ConfigError as error:
+            out.wrong.append(str(error))
     plugins = Given(ROWS, settings, out)
-    ep = plugins.whole("training.moe.scattermoe.ep_degree", given.whole("--fast_moe", 1))
+    ep = plugins.whole("training.moe.scattermoe.ep_degree", given.whole("--fast_moe", 1, 1), 1)
     out.world = world or ep
-    if out.world % max(ep, 1):
-        raise ConfigError(f"--world={out.world}: must be a multiple of ep_degree {ep}")
+    if out.world % ep:
+        out.reject(f"--world={out.world}", f"must be a multiple of ep_degree {ep}")
     out.set("--parallel.ep", ep)
     _model(given, out)
     _data(given, plugins, out)
+    _length(given, out)
     _train(given, out)
     return out
 
@@ -136,21 +221,21 @@ def read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
     except ImportError:
         raise ConfigError(f"{path}: reading YAML needs the package PyYAML: pip install pyyaml") from None
     try:
-        told = yaml.safe_load(path.read_text())
+        read = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: no plugin file: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(read, dict):
         raise ConfigError(
             f"{path}: no plugin file: must hold keys, as training: moe: scattermoe: ep_degree: 2"
         )
-    plugins = told.get("plugins", told)
+    plugins = read.get("plugins", read)
     yield from _flat(plugins if isinstance(plugins, dict) else {"plugins": plugins}, "", 0)
 
 
-def _flat(told: dict, before: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _flat(read: dict, before: str, depth: int) -> Iterator[tuple[str, Any]]:
     if depth > 20:
         raise ConfigError(f"{before}: nested too deeply for a plugin file")
-    for key, value in told.items():
+    for key, value in read.items():
         name = f"{before}.{key}" if before else str(key)
         if isinstance(value, dict):
             yield from _flat(value, name, depth + 1)
@@ -159,28 +244,28 @@ def _flat(told: dict, before: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _model(given: Given, out: Outcome) -> None:
-    name = given.text("--model_name_or_path")
+    """--init says what the model is; transformers adds its balancing loss only by output_router_logits."""
+    flag = "--model_name_or_path"
+    name = given.text(flag)
     if not name:
-        raise ConfigError("--model_name_or_path: give the folder of the model")
-    try:
-        config = json.loads(Path(name, CONFIG).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"--model_name_or_path={name}: must be a folder with {CONFIG} and safetensors "
-            f"(huggingface-cli download {name} --local-dir DIR): {error}"
-        ) from None
-    try:
-        model = read_config(config)
-    except CheckpointError as error:
-        raise ConfigError(f"--model_name_or_path={name}: {error}") from error
-    out.preset, flags = flags_of(model)
-    for flag, values in flags.items():
-        out.set(flag, *values)
+        return out.reject(flag, "missing; it names the folder of the model")
     out.set("--init", name)
     out.set("--model.moe.z-coeff", 0)
-    if not config.get("output_router_logits", False):
-        out.set("--model.moe.balance", "none")
-        return
+    elsewhere = "$" in name or (NAME.fullmatch(name) and not Path(name).exists())
+    config, model = {}, None
+    if elsewhere:
+        out.notes.append(f"{flag}={name}: not read here; no balancing loss, as output_router_logits is off")
+    else:
+        try:
+            config = json.loads(Path(name, CONFIG).read_text())
+            model = read_config(config)
+        except CheckpointError as error:
+            return out.reject(f"{flag}={name}", str(error))
+        except (OSError, ValueError, RecursionError) as error:
+            why = f"must be a name on the hub, or a folder with {CONFIG} and safetensors: {error}"
+            return out.reject(f"{flag}={name}", why)
+    if model is None or not config.get("output_router_logits", False):
+        return out.set("--model.moe.balance", "none")
     # transformers' loss is not divided by K, and its means are over the tokens of all layers together.
     layers = sum(map(model.is_moe, range(model.layers)))
     coeff = config.get("router_aux_loss_coef", 0.001) * model.moe.top_k / max(layers, 1)
@@ -189,46 +274,67 @@ def _model(given: Given, out: Outcome) -> None:
     out.notes.append(
         "the balancing loss is each layer's own; transformers' takes the tokens of all layers together"
     )
-
-
-def flags_of(model: ModelConfig) -> tuple[str, dict[str, list[Any]]]:
-    """The preset that is this model, or tiny with every setting that differs."""
-    for name, preset in presets().items():
-        if not differences(preset.model, model):
-            return name, {}
-    base = flattened(presets()["tiny"].model)
-    found: dict[str, list[Any]] = {}
-    for name, value in flattened(model).items():
-        if value == base[name] or name in STEPS_READ or (value is None):
-            continue
-        found[f"--model.{name.replace('_', '-')}"] = list(value) if isinstance(value, tuple) else [value]
-    return "tiny", found
+    return None
 
 
 def _data(given: Given, plugins: Given, out: Outcome) -> None:
-    if given.has("--training_data_path"):
-        out.set("--data.path", *given.list("--training_data_path"))
-    free = plugins.has("training.attention.padding_free.method")
+    paths = given.list("--training_data_path")
+    if paths:
+        out.set("--data.path", *paths)
+    elif not given.has("--data_config"):
+        out.notes.append("--training_data_path: missing; tmoe would train on Python's own sources, stdlib")
+    if _is_chat(given, paths):
+        out.set("--task", "sft")
+        out.flags.pop("--data.text-field", None)
+        out.notes.append("rows of messages: --task sft trains what the assistant says, wherever it is marked")
+    elif given.has("--response_template"):
+        out.refuse(f"--response_template={given.text('--response_template')}", RECIPE)
+    free = plugins.has("training.attention.padding_free.method") or given.has("--padding_free")
     out.set("--train.isolate-documents", True)
     if given.text("--packing", "true").lower() == "false" and not free:
         why = "tmoe fills its windows with documents that do not see each other, as padding_free does"
         out.notes.append(f"--packing=False: {why}; padding would compute the same and more")
 
 
+def _is_chat(given: Given, paths: list[str]) -> bool:
+    """Whether the rows are conversations, by flags that go with them or by the first row of a file."""
+    flags = "--instruction_template", "--dataset_conversation_field", "--chat_template"
+    if any(map(given.has, flags)):
+        return True
+    try:
+        with Path(paths[0]).open() as file:
+            text = file.read(2**16)
+    except (OSError, UnicodeDecodeError, IndexError):
+        return False
+    return bool(re.match(r"\s*(\[\s*)?\{[^{}\[\]]*\"(messages|conversations)\"\s*:\s*\[", text))
+
+
+def _length(given: Given, out: Outcome) -> None:
+    """--steps, or --epochs: transformers counts 3 epochs where nothing is said."""
+    steps = given.whole("--max_steps", -1, -1)
+    if steps > 0:
+        return out.set("--steps", steps)
+    out.flags.pop("--steps", None)
+    return out.set("--epochs", given.number("--num_train_epochs", 3.0, 0))
+
+
 def _train(given: Given, out: Outcome) -> None:
-    kind = given.text("--lr_scheduler_type", "linear")
+    kind, least = given.text("--lr_scheduler_type", "linear"), 0.0
+    if kind == "cosine_with_min_lr":
+        found = re.search(r"min_lr_rate\W+(\d[\d.e-]*)", given.text("--lr_scheduler_kwargs"))
+        kind, least = "cosine", float(found[1]) if found else 0.0
+    elif given.has("--lr_scheduler_kwargs"):
+        out.refuse("--lr_scheduler_kwargs", "of cosine_with_min_lr alone, its min_lr_rate")
     if kind not in SCHEDULES:
-        out.refuse(f"--lr_scheduler_type={kind}", f"tmoe has {', '.join(SCHEDULES)}")
+        out.refuse(f"--lr_scheduler_type={kind}", f"tmoe has {', '.join(SCHEDULES)}, cosine_with_min_lr")
     out.set("--optim.schedule", SCHEDULES.get(kind, "linear"))
-    out.set("--optim.min-lr", 0)
+    out.set("--optim.min-lr", least)
     if given.has("--warmup_steps"):
         out.set("--optim.warmup", given.whole("--warmup_steps", 0))
     elif given.has("--warmup_ratio"):
         out.set("--optim.warmup-fraction", given.number("--warmup_ratio", 0.0))
     out.set("--optim.weight-decay", given.number("--weight_decay", 0.0))
     out.set("--optim.betas", given.number("--adam_beta1", 0.9), given.number("--adam_beta2", 0.999))
-    if not given.has("--max_steps"):
-        raise ConfigError("--max_steps: give it; tmoe counts steps, not epochs")
     for flag, ours, default in (
         ("--learning_rate", "--optim.lr", 5e-5),
         ("--per_device_train_batch_size", "--train.batch", 8),
@@ -239,13 +345,16 @@ def _train(given: Given, out: Outcome) -> None:
         if not given.has(flag):
             out.set(ours, default)
     kinds = dict(bfloat16="bf16", float32="fp32")
-    dtype = given.text("--torch_dtype", "bfloat16" if given.has("--bf16") else "float32")
+    dtype = given.text("--torch_dtype", "bfloat16").removeprefix("torch.")
     if dtype not in kinds:
         out.refuse(f"--torch_dtype={dtype}", f"tmoe trains in {' or '.join(kinds)}")
-    out.set("--train.dtype", kinds.get(dtype, "fp32"))
+    out.set("--train.dtype", kinds.get(dtype, "bf16"))
     if given.has("--gradient_checkpointing"):
         out.set("--parallel.checkpoint", "block")
     if given.text("--save_strategy") == "no":
         out.set("--checkpoint.mode", "off")
     if given.has("--save_total_limit"):
         out.set("--checkpoint.keep", given.whole("--save_total_limit", 0))
+    again = given.text("--resume_from_checkpoint", "true")
+    if again.lower() != "true":
+        out.set("--resume", "none" if again.lower() == "false" else again)

@@ -15,13 +15,14 @@ from pathlib import Path
 from tmoe.config.check import ConfigError
 from tmoe.data.tokenizer import DataError, load_tokenizer
 from tmoe.migrate import names
+from tmoe.migrate.launch import Launch
 from tmoe.migrate.megatron_flags import ROTARY, ROWS
 from tmoe.migrate.tables import Given, Outcome
 
 VOCABULARIES = {"Llama2Tokenizer": 32000}  # for a file that is not there
 READ = "Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer"
 MOE_PARTS = {"moe", "moe_act", "mlp", "shared_experts"}
-# What must be said there for tmoe to compute the same.
+# Flags without which Megatron computes another function than tmoe.
 NEEDED = {
     "--disable-bias-linear": "without it Megatron's linear layers have biases, tmoe's have none",
     "--swiglu": "without it Megatron's feed-forwards are GELU, tmoe's are SwiGLU",
@@ -31,13 +32,27 @@ NEEDED = {
 }
 
 
-def translate(words: list[str], world: int | None = None) -> Outcome:
+# Parts of names of Megatron's programs that train no decoder of text.
+PROGRAMS = "bert", "t5", "ict", "retro", "mamba", "hybrid", "vision", "vlm", "mimo", "multimodal", "inpaint"
+AXES = tuple(
+    f"--{name}-parallel-size"
+    for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+)
+REQUIRED = "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--lr"
+
+
+def translate(launch: Launch, world: int | None = None) -> Outcome:
     """The command of train.py that does what a command of pretrain_gpt.py does.
 
     world: ranks of the run; None: the fewest over which the layout folds.
     """
     out = Outcome()
-    given = Given(ROWS, words, out)
+    if any(part in launch.program.rpartition("/")[2] for part in PROGRAMS):
+        out.refuse(launch.program, "tmoe trains decoders of text, as pretrain_gpt.py does")
+    given = Given(ROWS, launch.words, out)
+    for flag in REQUIRED:
+        if not given.has(flag):
+            out.reject(flag, "missing; Megatron needs it as well")
     for flag, why in NEEDED.items():
         if not given.has(flag) and not (flag == "--position-embedding-type" and given.has("--rotary-base")):
             out.refuse(f"{flag} is left out", why)
@@ -51,10 +66,7 @@ def translate(words: list[str], world: int | None = None) -> Outcome:
 
 
 def _model(given: Given, out: Outcome) -> None:
-    dim, heads = given.whole("--hidden-size", 0), given.whole("--num-attention-heads", 0)
-    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
-        if not given.has(flag):
-            raise ConfigError(f"{flag}: Megatron needs it as well; give it")
+    dim, heads = given.whole("--hidden-size", 1, 1), given.whole("--num-attention-heads", 1, 1)
     width = given.whole("--ffn-hidden-size", _default_width(dim))
     out.set("--model.ffn-dim", width)
     groups = given.whole("--num-query-groups", 1) if given.has("--group-query-attention") else heads
@@ -72,15 +84,35 @@ def _model(given: Given, out: Outcome) -> None:
     out.set("--model.dropout", given.number("--hidden-dropout", 0.1))
     if not given.has("--norm-epsilon") and not given.has("--layernorm-epsilon"):
         out.set("--model.norm-eps", 1e-5)
-    out.set("--model.qk-norm", "head" if given.has("--qk-layernorm") else "none")
+    latent = given.has("--multi-latent-attention")
+    out.set("--model.qk-norm", "head" if given.has("--qk-layernorm") and not latent else "none")
     if given.has("--add-qkv-bias"):
         out.set("--model.qkv-bias", True)
-    if given.has("--multi-latent-attention"):
+    if latent:
         out.set("--model.attention", "mla")
+        if not given.has("--qk-layernorm"):
+            out.refuse("--qk-layernorm is left out", "tmoe's latent attention always normalizes its latents")
+    _stretch(given, out, latent)
+    percent = given.number("--rotary-percent", 1.0, 0)
+    if percent != 1.0 and not latent:
+        out.set("--model.rope.dim", int(given.whole("--kv-channels", dim // heads, 1) * percent))
+
+
+def _stretch(given: Given, out: Outcome, latent: bool) -> None:
+    """YaRN, which Megatron has for latent attention unless --rope-type is rope."""
+    factor = given.number("--rotary-scaling-factor", 1.0, 1)
+    kind = given.text("--rope-type", "yarn" if latent else "rope")
+    if kind == "rope" or factor == 1:
+        return
+    out.set("--model.rope.scaling", "yarn")
+    out.set("--model.rope.factor", factor)
+    out.set("--model.rope.original-max-seq", given.whole("--original-max-position-embeddings", 4096, 1))
+    out.set("--model.rope.mscale", given.number("--mscale", 1.0))
+    out.set("--model.rope.mscale-all-dim", given.number("--mscale-all-dim", 0.0))
 
 
 def _default_width(dim: int) -> int:
-    """Of the feed-forward: 4 x hidden size, two thirds of it for SwiGLU, as Megatron rounds it."""
+    """Width of the feed-forward: 4 x hidden size, two thirds of it for SwiGLU, as Megatron rounds it."""
     return int((4 * dim * 2 / 3) / 64) * 64
 
 
@@ -107,14 +139,18 @@ def _frequency(text: str, layers: int, out: Outcome) -> None:
     if text.isdigit():
         out.set("--model.moe-every", text)
         return
-    pattern = read_pattern(text)
+    try:
+        pattern = read_pattern(text)
+    except ConfigError as error:
+        return out.wrong.append(str(error))
     if len(pattern) != layers or not {*pattern} <= {0, 1}:
-        raise ConfigError(f"--moe-layer-freq={text}: must be {layers} numbers, each 0 or 1, or one number")
+        return out.reject(f"--moe-layer-freq={text}", f"must be {layers} numbers, each 0 or 1, or one number")
     dense = [i for i, moe in enumerate(pattern) if not moe]
     if dense == list(range(len(dense))):
         out.set("--model.dense-layers", len(dense))
     else:
         out.set("--model.dense-blocks", *dense)
+    return None
 
 
 def read_pattern(text: str) -> list[int]:
@@ -185,7 +221,10 @@ def _balance(given: Given, out: Outcome) -> None:
     coeffs = [c for word in given.list("--moe-aux-loss-coeff") for c in word.strip("[]").split(",")] or ["0"]
     coeffs = coeffs * len(types) if len(coeffs) == 1 else coeffs
     if len(coeffs) != len(types):
-        raise ConfigError(f"--moe-aux-loss-coeff: {len(coeffs)} numbers for {len(types)} kinds of balancing")
+        why = f"{len(coeffs)} numbers for {len(types)} kinds of balancing"
+        return out.reject(f"--moe-aux-loss-coeff={' '.join(coeffs)}", why)
+    if bad := [c for c in coeffs if not _is_number(c)]:
+        return out.reject(f"--moe-aux-loss-coeff={bad[0]}", "must be a number, at least 0")
     for kind in types:
         if kind in names.SELECTIONS:
             out.set(names.SELECTION, names.SELECTIONS[kind])
@@ -199,6 +238,7 @@ def _balance(given: Given, out: Outcome) -> None:
         out.set(names.BALANCE, losses[0][0] if losses else "none")
         if losses:
             out.set(names.BALANCE_COEFF, losses[0][1])
+    return None
 
 
 def _capacity(given: Given, out: Outcome) -> None:
@@ -208,18 +248,21 @@ def _capacity(given: Given, out: Outcome) -> None:
         out.set(names.ROUNDING, "megatron")
         policy = given.text("--moe-token-drop-policy", "probs")
         if policy not in ("probs", "position"):
-            raise ConfigError(f"--moe-token-drop-policy={policy}: must be probs or position")
-        out.set(names.DROP, names.DROPS[policy])
+            out.reject(f"--moe-token-drop-policy={policy}", "must be probs or position")
+        out.set(names.DROP, names.DROPS.get(policy, policy))
         if given.has("--moe-pad-expert-input-to-capacity"):
             out.set(names.PAD, True)
+    if given.has("--moe-token-dropping") and factor >= 0:
+        out.notes.append("--moe-token-dropping: --moe-expert-capacity-factor alone makes tokens drop")
+    elif given.has("--moe-token-dropping"):
+        why = "Megatron calls it unsupported; --moe-expert-capacity-factor drops tokens"
+        out.refuse("--moe-token-dropping", why)
     if given.has("--moe-apply-probs-on-input"):
         out.set(names.WEIGH, "before")
 
 
 def _lay_out(given: Given, out: Outcome, world: int | None) -> None:
-    tp, pp = given.whole("--tensor-model-parallel-size", 1), given.whole("--pipeline-model-parallel-size", 1)
-    cp, ep = given.whole("--context-parallel-size", 1), given.whole("--expert-model-parallel-size", 1)
-    etp = given.whole("--expert-tensor-parallel-size", 1)
+    tp, pp, cp, ep, etp = (given.whole(flag, 1, 1) for flag in AXES)
     out.set("--parallel.tp", tp)
     if given.has("--expert-tensor-parallel-size"):
         out.set("--parallel.etp", etp)
@@ -231,14 +274,12 @@ def _lay_out(given: Given, out: Outcome, world: int | None) -> None:
     stage = math.lcm(tp * cp, ep * etp)
     out.world = world or pp * stage
     if out.world % (pp * stage):
-        raise ConfigError(
-            f"--world={out.world}: must be a multiple of {pp * stage}, over which pp {pp}, tp {tp}, cp {cp}, "
-            f"ep {ep} and etp {etp} fold"
-        )
-    chunks = given.whole("--num-virtual-stages-per-pipeline-rank", 1)
+        layout = f"pp {pp}, tp {tp}, cp {cp}, ep {ep} and etp {etp}"
+        out.reject(f"--world={out.world}", f"must be a multiple of {pp * stage}, over which {layout} fold")
+    chunks = given.whole("--num-virtual-stages-per-pipeline-rank", 1, 1)
     if given.has("--num-layers-per-virtual-pipeline-stage"):
-        each = given.whole("--num-layers-per-virtual-pipeline-stage", 1)
-        chunks = given.whole("--num-layers", 1) // (pp * each)
+        each = given.whole("--num-layers-per-virtual-pipeline-stage", 1, 1)
+        chunks = given.whole("--num-layers", 1, 1) // (pp * each)
     if chunks > 1:
         out.set("--parallel.schedule", "interleaved")
         out.set("--parallel.chunks", chunks)
@@ -259,7 +300,7 @@ def _lay_out(given: Given, out: Outcome, world: int | None) -> None:
     if given.has("--optimizer-cpu-offload"):
         out.set("--optim.offload", True)
     if given.has("--distributed-timeout-minutes"):
-        out.set("--train.collective-timeout", 60 * given.number("--distributed-timeout-minutes", 10))
+        out.set("--train.collective-timeout", 60 * given.number("--distributed-timeout-minutes", 10, 1))
 
 
 def _recompute(given: Given, out: Outcome) -> None:
@@ -274,35 +315,38 @@ def _recompute(given: Given, out: Outcome) -> None:
 
 def _data(given: Given, out: Outcome) -> None:
     if given.has("--data-path"):
-        out.set("--data.path", *blend(given.list("--data-path")))
+        try:
+            out.set("--data.path", *blend(given.list("--data-path")))
+        except ConfigError as error:
+            out.wrong.append(str(error))
     elif not given.has("--mock-data"):
-        raise ConfigError("--data-path: give it, or --mock-data")
-    out.set("--data.split", *_split(given.text("--split", "969,30,1")))
+        out.reject("--data-path", "missing; give it, or --mock-data")
+    out.set("--data.split", *_split(given.text("--split", "969,30,1"), out))
     out.set("--train.isolate-documents", given.has("--reset-attention-mask"))
     size = _vocabulary(given, out)
-    tp = given.whole("--tensor-model-parallel-size", 1)
-    multiple = given.whole("--make-vocab-size-divisible-by", 128) * tp
+    tp = given.whole("--tensor-model-parallel-size", 1, 1)
+    multiple = given.whole("--make-vocab-size-divisible-by", 128, 1) * tp
     out.set("--model.vocab", math.ceil(size / multiple) * multiple)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return float(word) >= 0
+    except ValueError:
+        return False
 
 
 def blend(words: list[str]) -> list[str]:
     """Sources of `--data.path`: `0.3 a 0.7 b` gives weights, `a b` does not. ConfigError for a mixture."""
-
-    def is_number(word: str) -> bool:
-        try:
-            return float(word) >= 0
-        except ValueError:
-            return False
-
     weights, paths = words[::2], words[1::2]
-    if len(words) > 1 and len(weights) == len(paths) and all(map(is_number, weights)):
+    if len(words) > 1 and len(weights) == len(paths) and all(map(_is_number, weights)):
         return [f"{path}:{weight}" for weight, path in zip(weights, paths, strict=True)]
-    if any(map(is_number, words)):
+    if any(map(_is_number, words)):
         raise ConfigError(f"--data-path={' '.join(words)}: must be paths, or a weight before every path")
     return words
 
 
-def _split(text: str) -> list[str]:
+def _split(text: str, out: Outcome) -> list[str]:
     shares = [share.strip() for share in text.replace("/", ",").split(",")]
     shares += ["0"] * (3 - len(shares))
     try:
@@ -310,28 +354,30 @@ def _split(text: str) -> list[str]:
     except ValueError:
         numbers = []
     if len(numbers) != 3 or numbers[0] <= 0:
-        raise ConfigError(f"--split={text}: must be three numbers, as 949,50,1")
+        out.reject(f"--split={text}", "must be three numbers, as 949,50,1")
+        return []
     if numbers[1] == 0:
-        raise ConfigError(f"--split={text}: tmoe needs some validation data: a second number above 0")
+        out.reject(f"--split={text}", "tmoe needs some validation data: a second number above 0")
     return shares
 
 
 def _vocabulary(given: Given, out: Outcome) -> int:
     """Size of the vocabulary before it is made a multiple; sets --data.tokenizer."""
     kind, path = given.text("--tokenizer-type"), given.text("--tokenizer-model")
-    size = given.whole("--vocab-size", 0)
+    size = given.whole("--vocab-size", 0, 1)
     if kind == "NullTokenizer":
         if not size:
-            raise ConfigError("--vocab-size: NullTokenizer needs it")
+            out.reject("--vocab-size", "missing; NullTokenizer needs it")
         return size + 1  # the end of a document
     if kind not in READ:
         if given.has("--mock-data") and not kind:
             return size or 256
         why = "tmoe reads tokenizer.json and sentencepiece models: save it as one of these"
-        out.refuse(f"--tokenizer-type={kind}", why)
+        out.refuse(f"--tokenizer-type={kind}" if kind else "--tokenizer-type is left out", why)
         return size or 256
     if not path:
-        raise ConfigError(f"--tokenizer-model: {kind} needs it")
+        out.reject("--tokenizer-model", f"missing; {kind} needs it")
+        return size or 256
     out.set("--data.tokenizer", path)
     if size:
         return size
@@ -339,30 +385,30 @@ def _vocabulary(given: Given, out: Outcome) -> int:
         try:
             return load_tokenizer(path).vocab
         except DataError as error:
-            raise ConfigError(f"--tokenizer-model: {error}") from error
+            out.reject(f"--tokenizer-model={path}", f"{error}")
+            return 256
     known = VOCABULARIES.get(kind, 0)
     if not known:
-        raise ConfigError(
-            f"--tokenizer-model={path}: no such file here; give --vocab-size, or run where it is"
-        )
+        out.reject(f"--tokenizer-model={path}", "no such file here; give --vocab-size, or run where it is")
+        return 256
     out.notes.append(f"--tokenizer-model={path}: no such file here; taken to be Llama 2's, of {known} ids")
     return known
 
 
 def _train(given: Given, out: Outcome) -> None:
-    readers = out.world // (
-        given.whole("--pipeline-model-parallel-size", 1)
-        * given.whole("--tensor-model-parallel-size", 1)
-        * given.whole("--context-parallel-size", 1)
-    )
-    batch = given.whole("--global-batch-size", given.whole("--micro-batch-size", 1) * readers)
-    out.set("--train.batch", given.whole("--micro-batch-size", 1))
+    readers = max(out.world // math.prod(given.whole(flag, 1, 1) for flag in AXES[:3]), 1)
+    micro = given.whole("--micro-batch-size", 1, 1)
+    batch = given.whole("--global-batch-size", micro * readers, 1)
+    if batch % (micro * readers):
+        why = f"must be a multiple of --micro-batch-size={micro} x {readers} ranks that read"
+        out.reject(f"--global-batch-size={batch}", why)
+    out.set("--train.batch", micro)
     out.set("--train.global-batch", batch)
     steps = given.whole("--train-iters", given.whole("--train-samples", 0) // batch)
+    if not (given.has("--train-iters") or given.has("--train-samples") or given.has("--skip-train")):
+        out.reject("--train-iters", "missing; Megatron needs it or --train-samples")
     out.set("--steps", steps)
-    lr = given.number("--lr", 0.0)
-    if lr <= 0:
-        raise ConfigError("--lr: give it")
+    lr = given.number("--lr", 1.0, 1e-30)
     out.set("--optim.min-lr", given.number("--min-lr", 0.0) / lr)
     _schedule(given, out, steps, batch)
     out.set("--optim.weight-decay", given.number("--weight-decay", 0.01))

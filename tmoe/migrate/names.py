@@ -1,4 +1,4 @@
-"""What the tables of tmoe/migrate call settings of tmoe, and which of them this version has.
+"""Names of tmoe's settings in the tables of tmoe/migrate, and what train.py says of a command.
 
 next: tables.py
 """
@@ -9,12 +9,12 @@ import functools
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import is_dataclass
-from typing import get_type_hints
+from typing import Any
 
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
 from tmoe.run.cli import parse
+from tmoe.run.flags import flags_of_settings
 
 # Routing
 SCORE = "--model.moe.score"
@@ -40,13 +40,10 @@ LATENT = "--model.moe.latent-dim"
 WEIGH = "--model.moe.weigh"
 
 
-def flags(config: type = Config, before: str = "--") -> set[str]:
-    """All flags of this version's train.py."""
-    found = set()
-    for name, kind in get_type_hints(config).items():
-        flag = before + name.replace("_", "-")
-        found |= flags(kind, f"{flag}.") if is_dataclass(kind) else {flag}
-    return found
+@functools.cache
+def kinds() -> dict[str, Any]:
+    """Every flag of this version's train.py, and the type of its value."""
+    return dict(flags_of_settings(Config))
 
 
 @functools.cache

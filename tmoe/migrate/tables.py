@@ -12,10 +12,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from difflib import get_close_matches
+from math import inf, isfinite, nan
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from tmoe.config.check import ConfigError
+from tmoe.config.check import fits
+from tmoe.config.check import spell as spell_kind
 
 Kind = Literal["same", "worked", "nothing", "refused"]
 
@@ -26,9 +30,9 @@ class Row(NamedTuple):
     flag: str
     kind: Kind
     becomes: str
-    """the flag of tmoe; of `worked` what becomes of it in words, of the others why nothing does"""
+    """same: the flag of tmoe; worked: the result in words; nothing, refused: the reason"""
     takes: Literal["nothing", "one", "some"] = "one"
-    """values behind it"""
+    """values after it"""
     only: tuple[str, ...] = ()
     """the values for which this holds; with others the flag is refused"""
     shown: str = ""
@@ -36,7 +40,7 @@ class Row(NamedTuple):
 
     @property
     def page(self) -> str:
-        """What the page's second column says."""
+        """The text of the page's second column."""
         values = f" where it is {' or '.join(self.only)}, else refused" if self.only else ""
         return {
             "same": f"`{self.becomes}`",
@@ -68,7 +72,7 @@ def refused(flag: str, why: str, takes: Literal["nothing", "one", "some"] = "one
 
 @dataclass
 class Outcome:
-    """The command that is made, and what is said beside it."""
+    """The command that is made, and what is said about it. All faults are collected."""
 
     flags: dict[str, list[str]] = field(default_factory=dict)
     """flags of train.py with their values"""
@@ -76,8 +80,17 @@ class Outcome:
     """what the command does otherwise, or leaves out for a reason"""
     refused: list[str] = field(default_factory=list)
     """a line for each flag without a counterpart"""
+    wrong: list[str] = field(default_factory=list)
+    """a line for each flag with a value that cannot be, and for each that is missing"""
+    given: dict[str, str] = field(default_factory=dict)
+    """each flag of theirs by its value, for messages on a value that tmoe refuses"""
     world: int = 1
+    per_node: int = 8
+    """the most processes on a node"""
+    read: set[str] = field(default_factory=set)
+    """variables in front of their command that the translation has read"""
     preset: str = "tiny"
+    """"" where --init says what the model is"""
 
     def set(self, flag: str, *values: object) -> None:
         self.flags[flag] = [_word(value) for value in values]
@@ -85,69 +98,87 @@ class Outcome:
     def refuse(self, flag: str, why: str) -> None:
         self.refused.append(f"{flag}: {why}")
 
+    def reject(self, flag: str, why: str) -> None:
+        """flag: with its value, as `--lr=x`; of one that is missing its name alone."""
+        self.wrong.append(f"{flag}: {why}")
+
     @property
     def words(self) -> list[str]:
         """The arguments of train.py."""
-        return [self.preset, *(word for flag, values in self.flags.items() for word in (flag, *values))]
+        preset = [self.preset] if self.preset else []
+        return [*preset, *(word for flag, values in self.flags.items() for word in (flag, *values))]
 
-    def command(self, nodes_of: int = 8) -> str:
-        """The whole command; nodes_of: the most processes on a node."""
-        if self.world == 1:
-            return shlex.join(["python", "train.py", *self.words])
-        local = min(self.world, nodes_of)
+    def command(self) -> str:
+        """The whole command, for a shell. A variable of a shell in a value stays one."""
+        local = min(self.world, self.per_node)
         several = ["--nnodes", str(self.world // local)] if self.world > local else []
-        start = ["torchrun", *several, "--nproc-per-node", str(local)]
-        return shlex.join([*start, "train.py", *self.words])
+        start = ["torchrun", *several, "--nproc-per-node", str(local)] if self.world > 1 else ["python"]
+        return " ".join(map(_quoted, [*start, "train.py", *self.words]))
 
 
 def _word(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _quoted(word: str) -> str:
+    return f'"{word}"' if re.fullmatch(r"[\w/.:-]*\$\{?\w+\}?[\w/.:-]*", word) else shlex.quote(word)
+
+
 class Given:
     """The flags of a command, by the names of a table."""
 
-    def __init__(self, rows: Sequence[Row], words: Sequence[str], outcome: Outcome) -> None:
-        """Reads a command. What is refused, or not in the table, goes to the outcome.
+    def __init__(
+        self, rows: Sequence[Row], words: Sequence[str], outcome: Outcome, abbreviated: bool = False
+    ) -> None:
+        """Reads a command. Flags that are refused, wrong, or not in the table are lines of the outcome.
 
-        Whatever stands before the first flag is left out, up to a script's name: launchers and variables.
+        abbreviated: whether the start of a flag that starts no other stands for it, as in argparse.
         """
         self.values: dict[str, list[str]] = {}
         self.outcome = outcome
-        table = {spell(row.flag): row for row in rows}
-        scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
-        words = list(words[scripts[0] + 1 :] if scripts else words)
+        self.abbreviated = abbreviated
+        self.table = {spell(row.flag): row for row in rows}
+        words = list(words)
         while words:
             word = words.pop(0)
             flag, equals, value = word.partition("=")
             if not flag.startswith("--"):
-                if self.values or not re.match(r"\w+=", word):
-                    outcome.refuse(word, "no flag stands before this value")
+                outcome.refuse(word, "no flag stands before this value")
                 continue
             values = [value] if equals else []
             while words and not re.match(r"--\w", words[0]) and not equals:
                 values.append(words.pop(0))
-            row = table.get(spell(flag))
+            row = self._row(flag)
             if row is None:
-                outcome.refuse(flag, "not in the table of this framework's flags")
+                near = get_close_matches(spell(flag), self.table, 1, 0.75)
+                hint = f"; did you mean {self.table[near[0]].flag}?" if near else ""
+                outcome.refuse(flag, f"not in the table of this framework's flags{hint}")
                 continue
             self._take(row, values)
 
+    def _row(self, flag: str) -> Row | None:
+        name = spell(flag)
+        if name in self.table or not self.abbreviated:
+            return self.table.get(name)
+        longer = [row for one, row in self.table.items() if one.startswith(name) and row.flag[0] == "-"]
+        return longer[0] if len(longer) == 1 else None
+
     def _take(self, row: Row, values: list[str]) -> None:
-        self.values[spell(row.flag)] = values
         if row.takes == "one" and len(values) != 1 and (row.kind != "nothing" or row.only):
-            raise ConfigError(f"{row.flag}={' '.join(values)!r}: takes one value")
+            return self.outcome.reject(_shown(row.flag, values), "takes one value")
         if row.takes == "nothing" and [v.lower() for v in values] not in ([], ["true"], ["false"]):
-            raise ConfigError(f"{row.flag}={' '.join(values)!r}: takes no value")
+            return self.outcome.reject(_shown(row.flag, values), "takes no value")
         if [v.lower() for v in values] == ["false"] and row.takes == "nothing":
-            del self.values[spell(row.flag)]
-            return
+            self.values.pop(spell(row.flag), None)
+            return None
+        self.values[spell(row.flag)] = values
+        self.outcome.given |= dict.fromkeys(values, row.flag)
         other = bool(row.only) and values[0].lower() not in [text.lower() for text in row.only]
         if row.kind == "refused" or other:
-            said = f"={' '.join(values)}" if values else ""
-            self.outcome.refuse(f"{row.flag}{said}", row.becomes)
+            self.outcome.refuse(_shown(row.flag, values), row.becomes)
         elif row.kind == "same":
             self.outcome.set(row.becomes, *values)
+        return None
 
     def has(self, flag: str) -> bool:
         return spell(flag) in self.values
@@ -158,20 +189,69 @@ class Given:
     def text(self, flag: str, default: str = "") -> str:
         return (self.list(flag) or [default])[0]
 
-    def number(self, flag: str, default: float) -> float:
-        """A number. ConfigError for what is none."""
-        text = self.text(flag, str(default))
+    def number(self, flag: str, default: float, least: float = -inf) -> float:
+        """A number of at least `least`; the default for any other value, which becomes a fault."""
+        if not self.has(flag):
+            return default
+        text = self.text(flag)
         try:
-            return float(text)
+            value = float(text)
         except ValueError:
-            raise ConfigError(f"{flag}={text}: must be a number") from None
+            value = nan
+        if isfinite(value) and value >= least:
+            return value
+        bound = f", at least {least:g}" if isfinite(least) else ""
+        self._reject(flag, f"must be a number{bound}")
+        return default
 
-    def whole(self, flag: str, default: int) -> int:
-        """A whole number. ConfigError for what is none."""
-        value = self.number(flag, default)
-        if value != value or value in (float("inf"), -float("inf")) or value != int(value):
-            raise ConfigError(f"{flag}={self.text(flag)}: must be a whole number")
-        return int(value)
+    def whole(self, flag: str, default: int, least: int = 0) -> int:
+        """A whole number of at least `least`; the default for any other value, which becomes a fault."""
+        if not self.has(flag):
+            return default
+        value = self.number(flag, nan)
+        if isfinite(value) and value == int(value) and value >= least:
+            return int(value)
+        if isfinite(value):
+            self._reject(flag, f"must be a whole number, at least {least}")
+        return default
+
+    def _reject(self, flag: str, why: str) -> None:
+        line = f"{self.table[spell(flag)].flag}={self.text(flag)}: {why}"
+        if line not in self.outcome.wrong:
+            self.outcome.wrong.append(line)
+
+
+def _shown(flag: str, values: Sequence[str]) -> str:
+    """A flag as messages name it: `--flag=value`."""
+    return f"{flag}={' '.join(values)}" if values else flag
+
+
+def misfits(out: Outcome, kinds: dict[str, Any]) -> None:
+    """Says of every value that is not of its setting's type, what the type is.
+
+    kinds: the type of each flag of train.py.
+    """
+    for flag, values in out.flags.items():
+        if flag not in kinds or not values:
+            continue
+        kind = kinds[flag]
+        listed = get_origin(kind) is tuple
+        one = get_args(kind)[0] if listed else kind
+        bad = [value for value in values if not any(fits(reading, one) for reading in _readings(value))]
+        for value in bad[:1]:
+            theirs = out.given.get(value)
+            line = f"{theirs or flag}={value}: "
+            if not any(said.startswith(line) for said in out.wrong):
+                out.wrong.append(f"{line}must be {spell_kind(one)}" + (f" ({flag})" if theirs else ""))
+
+
+def _readings(text: str) -> list[Any]:
+    """All values that a word of a command line may be."""
+    found: list[Any] = [text, *{"true": [True], "false": [False]}.get(text.lower(), [])]
+    for kind in (int, float):
+        with suppress(ValueError):
+            found.append(kind(text))
+    return found
 
 
 def spell(flag: str) -> str:

@@ -8,10 +8,13 @@ next: fms.py
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 
-from tmoe.config.check import ConfigError, divisors
+from tmoe.config.check import divisors
 from tmoe.migrate import names
+from tmoe.migrate.launch import Launch
 from tmoe.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked
 
 LIBRARY = "a call of the library: `tmoe.MoE(...)(x, padding, top_k=, capacity_factor=, adaptive_r=)`"
@@ -55,7 +58,7 @@ ROWS: tuple[Row, ...] = (
     worked("gate_noise", f"`{names.NOISE}`"),
     worked(
         "capacity_factor",
-        f"`{names.CAPACITY}` with `{names.ROUNDING} tutel`, of the same meaning; 1 where left out",
+        f"`{names.CAPACITY}`, without its sign, with `{names.ROUNDING} tutel`; 1 where left out",
     ),
     same("proj_dim", "--model.moe.cosine-dim"),
     same("init_t", "--model.moe.cosine-temperature"),
@@ -88,9 +91,11 @@ ROWS: tuple[Row, ...] = (
     worked("--checkpoint_path", "`--init`, of an imported checkpoint"),
     worked("--checkpoint", "`--init`, of an imported checkpoint"),
     nothing("--device", "a GPU where there is one"),
-    switch("--eval", "`--eval-only True`"),
+    switch("--eval", "`--eval-only True` of a `--checkpoint`; without one refused"),
     nothing(
-        "--use_tensorcore", "fp32 runs with TF32 as torch is set; bf16 is the type of tensor cores", "nothing"
+        "--use_tensorcore",
+        "TF32 for fp32 is torch's setting (examples/helloworld.py takes the flag)",
+        "nothing",
     ),
     worked(
         "--expert_type",
@@ -106,19 +111,38 @@ TYPES = dict(float32="fp32", bfloat16="bf16")
 ACTIVATIONS = dict(ffn=dict(relu="relu", gelu="gelu"), llama_ffn=dict(silu="swiglu", swish="swiglu"))
 
 
-def translate(words: list[str], world: int | None = None) -> Outcome:
+# Programs of Tutel that are not helloworld, and helloworlds that differ from it: what tmoe has instead.
+PROGRAMS = {
+    "helloworld_deepspeed": "DeepSpeed's MoE layer, not Tutel's",
+    "helloworld_megatron": "a dense feed-forward over all ranks; --num_local_experts=-WORLD shares an expert",
+    "helloworld_custom": "its gate or experts are code; tmoe.MoE(..., experts=...) takes experts of your own",
+    "helloworld_from_scratch": "an MoE written without Tutel; examples/own_loop.py is a whole loop of tmoe",
+    "moe_mnist": "images; give tmoe.MoE to a loop of your own, as examples/own_loop.py",
+    "moe_cifar10": "images; give tmoe.MoE to a loop of your own, as examples/own_loop.py",
+    "bandwidth_test": "a benchmark of the network; python -m benchmarks.exchange is tmoe's",
+    "nccl_all_": "a test of a collective, not of a layer",
+    "tutel.checkpoint": "python -m tmoe.migrate import tutel FILES OUT reads the files of all ranks",
+}
+TIMEOUT = "TUTEL_GLOBAL_TIMEOUT_SEC"
+YEAR = 365 * 86400  # the most of --train.collective-timeout
+
+
+def translate(launch: Launch, world: int | None = None) -> Outcome:
     """The command of train.py for a command of helloworld, or arguments of moe_layer as `name=value`.
 
     world: ranks of the run; None: the fewest that num_local_experts allows.
     """
     out = Outcome()
-    given = Given(ROWS, [word if word.startswith("-") else f"--{word}" for word in words], out)
-    each = _shared(given)
+    _program(launch.program, out)
+    words = [f"--{word}" if re.match(r"[a-z]\w*=", word) else word for word in launch.words]
+    given = Given(ROWS, words, out, abbreviated=True)
+    _wait(launch.variables, out)
+    each = _shared(given, out)
     out.world = world or max(-each, 1)
     _lay_out(given, out, each)
-    dim = given.whole("model_dim", 2048)
+    dim = given.whole("model_dim", 2048, 1)
     if dim % 2:
-        raise ConfigError(f"model_dim={dim}: must be even, as in Tutel")
+        out.reject(f"model_dim={dim}", "must be even, as in Tutel")
     out.set("--model.dim", dim)
     for flag, ours, default in (
         ("hidden_size", "--model.moe.ffn-dim", 2048),
@@ -146,12 +170,41 @@ def translate(words: list[str], world: int | None = None) -> Outcome:
     if start:
         out.set("--init", start)
         out.notes.append(f"--init {start}: {NO_IMPORT}")
-    if given.has("--eval"):
+    if given.has("--eval") and start:
         out.set("--eval-only", True)
+    elif given.has("--eval"):
+        why = "without --checkpoint there are no weights to validate; benchmarks.moe_layer times a forward"
+        out.refuse("--eval", why)
     out.notes.append(
         "the data and AdamW are tmoe's: Tutel is a layer, and its examples train it on random numbers"
     )
     return out
+
+
+def _program(program: str, out: Outcome) -> None:
+    """Refuses a program of Tutel that is not its helloworld, and says how another helloworld differs."""
+    name = program.removesuffix(".py").replace("/", ".")
+    for part, why in PROGRAMS.items():
+        if part in name:
+            return out.refuse(program, why)
+    if name.endswith("helloworld_amp"):
+        out.notes.append(f"{program}: --train.dtype bf16 is tmoe's automatic mixed precision; --dtype stays")
+    if name.endswith("helloworld_switch"):
+        out.notes.append(f"{program}: switches between calls are arguments of a call: {LIBRARY}")
+    return None
+
+
+def _wait(variables: Mapping[str, str], out: Outcome) -> None:
+    """TUTEL_GLOBAL_TIMEOUT_SEC, in front of the command or in the environment."""
+    text = variables.get(TIMEOUT, os.environ.get(TIMEOUT, ""))
+    out.read.add(TIMEOUT)
+    if not text:
+        return
+    if not text.isdigit() or int(text) < 1:
+        return out.reject(f"{TIMEOUT}={text}", "must be a whole number of seconds, at least 1")
+    if int(text) > YEAR:
+        out.notes.append(f"{TIMEOUT}={text}: tmoe waits a year at most")
+    out.set("--train.collective-timeout", min(int(text), YEAR))
 
 
 NO_IMPORT = (
@@ -160,24 +213,24 @@ NO_IMPORT = (
 )
 
 
-def _shared(given: Given) -> int:
+def _shared(given: Given, out: Outcome) -> int:
     """num_local_experts as a whole number: N experts a rank, or -N ranks an expert."""
     flags = "--num_local_experts", "num_experts_per_device", "count_per_node"
     flag = next((flag for flag in flags if given.has(flag)), flags[0])
-    each = given.whole(flag, 2)  # Tutel takes a share as well, and makes one rank of 0.5: 1 / (0.5 + 1e-5)
+    each = given.whole(flag, 2, -(2**16))  # Tutel takes a share as well, and makes one rank of 0.5
     if each == 0:
-        raise ConfigError(f"{flag}={given.text(flag)}: must not be 0")
-    return each
+        out.reject(f"{flag}={given.text(flag)}", "must not be 0")
+    return each or 2
 
 
 def _lay_out(given: Given, out: Outcome, each: int) -> None:
     world, shared = out.world, max(-each, 1)
     if world % shared:
-        raise ConfigError(f"--num_local_experts={each}: {shared} ranks share an expert; --world={world}")
-    experts = each * world if each > 0 else world // shared
-    degree = _degree(given, shared)
+        out.reject(f"--num_local_experts={each}", f"{shared} ranks share an expert; --world={world}")
+    experts = each * world if each > 0 else max(world // shared, 1)
+    degree = _degree(given, out, shared)
     out.set("--model.moe.experts", experts)
-    out.set("--parallel.ep", world // shared)
+    out.set("--parallel.ep", max(world // shared, 1))
     if degree > 1:
         out.set("--parallel.etp", shared)
     if degree == 0 and not _is_true(given, "is_postscore", True):
@@ -187,7 +240,7 @@ def _lay_out(given: Given, out: Outcome, each: int) -> None:
         out.set("--parallel.adaptive-r", degree)
 
 
-def _degree(given: Given, shared: int) -> int:
+def _degree(given: Given, out: Outcome, shared: int) -> int:
     """adaptive_r: 0, or among how many of the ranks that share an expert its width is divided."""
     text = given.text("adaptive_r") or given.text("parallel_type", "adaptive:1")
     kind, _, number = text.partition(":")
@@ -197,11 +250,12 @@ def _degree(given: Given, shared: int) -> int:
         return shared
     digits = number if kind == "adaptive" else text
     if not digits.isdigit():
-        raise ConfigError(f"parallel_type={text}: must be data, model, auto or adaptive:R")
+        out.reject(f"parallel_type={text}", "must be data, model, auto or adaptive:R")
+        return 1
     degree = min(int(digits), shared)
     valid = [0, *divisors(shared)]
     if degree not in valid:
-        raise ConfigError(f"parallel_type={text}: R must be one of {valid}")
+        out.reject(f"parallel_type={text}", f"R must be one of {valid}")
     return degree
 
 
@@ -230,14 +284,14 @@ def _router(given: Given, out: Outcome) -> None:
         return
     gshard = _is_true(given, "is_gshard_loss", True)
     if not gshard and not noise:
-        raise ConfigError("is_gshard_loss=False: needs gate_noise above 0, as in Tutel")
+        out.reject("is_gshard_loss=False", "needs gate_noise above 0, as in Tutel")
     out.set(names.BALANCE, f"{names.GSHARD if gshard else names.IMPORTANCE}:{weight:g}")
 
 
 def _capacity(given: Given, out: Outcome) -> None:
     factor = given.number("capacity_factor", 1.0)
     if factor:  # 0 is what tmoe does by default: nothing is dropped
-        out.set(names.CAPACITY, factor)
+        out.set(names.CAPACITY, abs(factor))  # below 0 Tutel drops as many and pads less, as tmoe does
         out.set(names.ROUNDING, "tutel")
         first = _is_true(given, "batch_prioritized_routing", False)
         out.set(names.DROP, names.DROPS["prioritized" if first else "first_choices"])
@@ -270,5 +324,6 @@ def _experts(given: Given, out: Outcome) -> None:
 def _is_true(given: Given, flag: str, default: bool) -> bool:
     text = given.text(flag, str(default)).lower()
     if text not in ("true", "false", "1", "0"):
-        raise ConfigError(f"{flag}={text}: must be True or False")
+        given.outcome.reject(f"{flag}={given.text(flag)}", "must be True or False")
+        return default
     return text in ("true", "1")

@@ -1,0 +1,253 @@
+"""Takes variables, launchers and the program off the front of another framework's command, and reads them.
+
+`read` takes a launcher's words off and keeps the number of processes, which the translation needs.
+Known are torchrun and `python -m torch.distributed.run`, accelerate, deepspeed, mpiexec and mpirun
+(with the options of Open MPI and Hydra), srun, jsrun, aprun, flux, Tutel's launcher, and any wrapper
+in front of these (env, ssh, numactl, nsys, docker, apptainer, uv run, ...).
+
+next: tables.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SET = re.compile(r"[A-Z_][A-Z0-9_]*=", re.S)  # of the environment; lower case is an argument of moe_layer
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
+# Modules that start another program, as the launcher that each of them is.
+MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate",
+    "accelerate.commands.accelerate_cli": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed",
+    "tutel.launcher.run": "tutel",
+    "tutel.launcher.execl": "tutel",
+}
+LAUNCHERS = (
+    "torchrun accelerate accelerate-launch deepspeed mpiexec mpirun mpiexec.hydra orterun prterun srun"
+)
+LAUNCHERS = {*LAUNCHERS.split(), "jsrun", "aprun", "flux", "horovodrun", "ibrun"}
+TAKES_MODULE = {"python", "torchrun", "accelerate", "deepspeed", "tutel"}
+SHELLS = {"bash", "sh", "zsh"}
+# Options that set a variable, `-x NAME=VALUE` or `-genv NAME VALUE`, by the launcher that has them.
+SETS = {"-x", "-genv", "-env", "--env", "-e", "--export", "-export"}
+# Options of mpiexec, srun and the like that say how many processes there are, each one's name here.
+COUNTS = {
+    "-n": "all", "-np": "all", "--n": "all", "--np": "all", "-c": "all", "--ntasks": "all",
+    "--num-proc": "all", "-N": "nodes", "--nodes": "nodes", "--ntasks-per-node": "each", "-ppn": "each",
+    "--ppn": "each", "-npernode": "each", "--npernode": "each", "--map-by": "map", "-a": "each",
+    "-host": "hosts", "--host": "hosts", "-H": "hosts", "-hosts": "hosts", "--hosts": "hosts",
+    "-w": "hosts", "--nodelist": "hosts",
+}  # fmt: skip
+MPI = {"mpiexec", "mpirun", "mpiexec.hydra", "orterun", "prterun"}
+
+
+@dataclass
+class Launch:
+    """The front of a command, read."""
+
+    words: list[str]
+    """the command without it: the framework's own flags"""
+    program: str = ""
+    """the script or module that they are of; "" where none is named"""
+    world: int | None = None
+    """processes that the launchers start; None where they do not say it"""
+    each: int | None = None
+    """of them on a node"""
+    variables: dict[str, str] = field(default_factory=dict)
+    """set in front, or by a launcher's option"""
+    launchers: list[str] = field(default_factory=list)
+    said: dict[str, list[str]] = field(default_factory=dict)
+    """each launcher's own words"""
+
+
+def read(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launch:
+    """Takes the front off a command. A command of flags alone has none.
+
+    environ: where the value of a variable is looked up that a launcher hands on by its name (`-x NAME`).
+    """
+    words = _unwrapped(list(words))
+    found = Launch(words)
+    end = _program(words)
+    if not end:
+        return found
+    *front, found.program = words[:end]
+    found.words = words[end:]
+    launcher = "env"
+    found.said[launcher] = []
+    for i, word in enumerate(front):
+        base = word.rpartition("/")[2]
+        name = _module(front, i) or ("python" if PYTHON.fullmatch(base) else base)
+        if name in LAUNCHERS or name in ("python", "tutel"):
+            launcher = name
+            found.launchers.append(name)
+            found.said[name] = []
+        elif launcher == "env" and re.match(r"[A-Za-z_]\w*=", word):
+            name, _, found.variables[name] = word.partition("=")
+        else:
+            found.said[launcher].append(word)
+    for words_of in found.said.values():
+        found.variables |= _set_by(words_of, environ)
+    _count(found, environ)
+    return found
+
+
+def _unwrapped(words: list[str]) -> list[str]:
+    """`bash -c 'COMMAND'`, and a command that is one word, as the words that they hold."""
+    if len(words) == 1 and _program(split := _split(words[0])):
+        return split
+    for i, word in enumerate(words[:-1]):
+        if word.startswith("--") and "=" not in word:
+            continue
+        if word in ("-c", "-lc") and words[i - 1].rpartition("/")[2] in SHELLS:
+            return [*words[: i - 1], *_split(words[i + 1]), *words[i + 2 :]]
+    return words
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # a quote that is not closed
+        return text.split()
+
+
+def _program(words: list[str]) -> int:
+    """Where the framework's flags begin: after the script or module; 0 where there is no front."""
+    if not words or words[0].startswith("-") or re.match(r"[a-z]\w*=", words[0]):
+        return 0
+    takes = module = False  # whether the launcher at hand takes -m; whether -m stands alone, before options
+    for i, word in enumerate(words):
+        base, before = word.rpartition("/")[2], words[i - 1] if i else ""
+        if PYTHON.fullmatch(base) or base in LAUNCHERS:
+            takes, module = bool(PYTHON.fullmatch(base)) or base in TAKES_MODULE, False
+        elif _module(words, i):
+            takes = True
+        elif takes and before in ("-m", "--module") and not word.startswith("-"):
+            return i + 1
+        elif takes and word.startswith("--module="):
+            words[i : i + 1] = [word.partition("=")[2]]
+            return i + 1
+        elif takes and before in ("-m", "--module"):
+            module = True
+        elif (word.endswith(".py") and word[0] != "-") or (module and DOTTED.fullmatch(word)):
+            return i + 1
+    return 0
+
+
+def _module(words: list[str], at: int) -> str:
+    """The launcher that the module at this place, after -m, is; "" for none."""
+    return MODULES.get(words[at], "") if at and words[at - 1] in ("-m", "--module") else ""
+
+
+def _set_by(words: list[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that a launcher's options set or hand on."""
+    found = {}
+    for i, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option not in SETS:
+            continue
+        given = value if equals else "".join(words[i + 1 : i + 2])
+        for one in given.split(","):
+            name, equals, value = one.partition("=")
+            if not equals and option in ("-genv", "-env"):
+                value, equals = "".join(words[i + 2 : i + 3]), "="
+            if equals or name in environ:
+                found[name] = value if equals else environ[name]
+    return found
+
+
+def _count(found: Launch, environ: Mapping[str, str]) -> None:
+    """Sets how many processes there are: the innermost launcher that says it counts."""
+    for name in found.launchers:
+        options = _options(found.said[name])
+        if name == "torchrun":
+            found.each = _number(options, "--nproc-per-node")
+            found.world = _times(found.each, _number(options, "--nnodes", 1))
+        elif name in ("accelerate", "accelerate-launch"):
+            found.world = _number(options, "--num-processes", _number(options, "-n", None))
+            found.world = found.world or _of_file(options.get("--config-file", ""))
+            machines = _number(options, "--num-machines", 1) or 1
+            found.each = found.world and found.world // machines
+        elif name == "deepspeed":
+            included = options.get("--include", options.get("-i", ""))
+            each, nodes = _number(options, "--num-gpus"), _number(options, "--num-nodes", 1)
+            slots = sum(len(host.partition(":")[2].split(",")) for host in included.split("@") if host)
+            found.each, found.world = each, slots or _times(each, nodes) or found.world
+        elif name == "tutel":  # starts LOCAL_SIZE processes for each of mpiexec's
+            local = {**environ, **found.variables}.get("LOCAL_SIZE", "1")
+            if local.isdigit():
+                found.world, found.each = (found.world or 1) * int(local), int(local)
+        elif name != "python":
+            found.world, found.each = _of_mpi(name, options)
+    if found.world is None and found.variables.get("WORLD_SIZE", "").isdigit():
+        found.world = int(found.variables["WORLD_SIZE"])
+
+
+def _times(each: int | None, nodes: int | None) -> int | None:
+    return None if each is None or nodes is None else each * nodes
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    """Options by name, dashes in place of underscores, with the word after each."""
+    found = {}
+    for i, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option.startswith("-"):
+            after = "".join(words[i + 1 : i + 2])
+            found[option.replace("_", "-")] = value if equals else after
+            if glued := re.fullmatch(r"-([nN])(\d+)", option):  # srun -N2 -n16
+                found[f"-{glued[1]}"] = glued[2]
+    if "-nproc-per-node" in found:
+        found["--nproc-per-node"] = found["-nproc-per-node"]
+    return found
+
+
+def _number(options: Mapping[str, str], name: str, default: int | None = None) -> int | None:
+    """The value of an option; None for one that is no number, as `auto`, or a range as 1:4."""
+    if name not in options:
+        return default
+    low, _, high = options[name].partition(":")  # --nnodes 2:2
+    return int(low) if low.isdigit() and high in ("", low) else None
+
+
+def _of_mpi(name: str, options: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """(processes, of them on a node) that mpiexec, srun or the like starts."""
+    said: dict[str, str] = {}
+    for option, value in options.items():
+        kind = COUNTS.get(option, "")
+        if (kind == "nodes" and name in MPI) or (kind == "each" and name == "aprun"):
+            kind = "each"  # Open MPI's -N is npernode
+        if option == "-c" and name not in MPI:  # cores
+            continue
+        if kind == "map" and (found := re.match(r"ppr:(\d+):node", value)):
+            kind, value = "each", found[1]
+        said.setdefault(kind, value)
+    each = int(said["each"]) if said.get("each", "").isdigit() else None
+    total = int(said["all"]) if said.get("all", "").isdigit() else None
+    hosts = [host for host in said.get("hosts", "").split(",") if host not in ("", "..", "...")]
+    if total:
+        return (total * (each or 1), each) if name == "jsrun" else (total, each)
+    if name not in MPI:
+        nodes = int(said["nodes"]) if said.get("nodes", "").isdigit() else 1
+        return (nodes * each, each) if each else ((nodes, 1) if "nodes" in said else (None, None))
+    if "hosts" not in said or ".." in said["hosts"]:  # a list that is left open
+        return None, None
+    slots = [host.partition(":")[2] for host in hosts]
+    return (each or 1) * len(hosts) if each else sum(int(n) if n.isdigit() else 1 for n in slots), each
+
+
+def _of_file(path: str) -> int | None:
+    """num_processes of accelerate's YAML file, where it is here."""
+    try:
+        text = Path(path).read_text() if path else ""
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = re.search(r"^num_processes:\s*(\d+)", text, re.M)
+    return int(found[1]) if found else None
