@@ -97,6 +97,22 @@ class HashedFile:
         return FileEntry(self.size, self._sha.hexdigest())
 
 
+POINTER = b"version https://git-lfs"
+POINTER_WORDS = (
+    "is a Git LFS pointer, not the file itself: run git lfs pull in its folder, or download the file again "
+    "(hf download)"
+)
+BOM = b"\xef\xbb\xbf"
+
+
+def text_of(path: Path) -> str:
+    """A file's text, of UTF-8, without a byte order mark. ValueError for a Git LFS pointer."""
+    raw = path.read_bytes()
+    if raw.startswith(POINTER):
+        raise ValueError(POINTER_WORDS)
+    return raw.decode("utf-8-sig")
+
+
 def expand_home(words: Iterable[str] | None = None) -> list[str]:
     """The words of a command line (None: this process's), with `~` read as the home folder.
 

@@ -53,7 +53,7 @@ from tmoe.data.sources import (
     require_rows,
     survey,
 )
-from tmoe.data.tokenizer import Carried, DataError, Tokenizer
+from tmoe.data.tokenizer import Carried, DataError, Tokenizer, require_ids, require_vocab
 
 ChatTask = Literal["sft", "preference"]
 CHUNK = 256  # rows that are encoded together
@@ -334,16 +334,14 @@ def open_chat(
     flag, names, weights = sources_of(cfg, split)
     carried = None if cfg.new_tokenizer else carried
     tokenizer = _choose_tokenizer(cfg.tokenizer, carried)
-    if tokenizer.vocab > vocab:
-        raise DataError(
-            f"--data.tokenizer: gives ids up to {tokenizer.vocab - 1}: --model.vocab={vocab} is too small; "
-            f"valid: {tokenizer.vocab} or more"
-        )
+    require_vocab(tokenizer, vocab, "--data.tokenizer:")
     if carried:
         carried.require("--data.tokenizer", tokenizer.fingerprint)
     template = load_template(tokenizer, cfg.chat_template)
     try:
         sources = [_Rows(survey(name), task, tokenizer, template, cfg).open(seq, part) for name in names]
+        for source in sources:
+            require_ids(source.ids, tokenizer, vocab, source.name)
     except DataError as error:
         raise DataError(f"{flag}: {error}") from None
     weights = weights or [source.samples for source in sources]

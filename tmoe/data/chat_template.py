@@ -197,7 +197,7 @@ def load_template(
 
 def _text(raw: bytes, source: str) -> str:
     try:
-        return raw.decode()
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{source}: not UTF-8 at byte {error.start}") from error
 

@@ -26,7 +26,7 @@ from tmoe.data.corpus import HeldOut, Split
 from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, sources_of
 from tmoe.data.rows import read_rows
 from tmoe.data.sources import NAMED, Skips, Splitter, _hash, none_in_split, require_rows, survey
-from tmoe.data.tokenizer import Carried, DataError, Tokenizer
+from tmoe.data.tokenizer import Carried, DataError, Tokenizer, require_ids, require_vocab
 
 Judge = Callable[[str, dict[str, Any]], None]  # of a prompt's text and its row
 ROW = '{"prompt": a text or a list of messages, and what rewards read, as "answer"}'
@@ -133,9 +133,7 @@ def open_prompts(
     part: Split = "train" if cfg.data.val_path else split  # of sources, where validation has its own
     carried = None if cfg.data.new_tokenizer else carried
     tokenizer = _choose_tokenizer(cfg.data.tokenizer, carried)
-    if tokenizer.vocab > cfg.model.vocab:
-        vocab = f"--model.vocab={cfg.model.vocab} is too small; valid: {tokenizer.vocab} or more"
-        raise DataError(f"--data.tokenizer: gives ids up to {tokenizer.vocab - 1}: {vocab}")
+    require_vocab(tokenizer, cfg.model.vocab, "--data.tokenizer:")
     template = load_template(tokenizer, cfg.data.chat_template)
     try:
         sources = [_open(cfg, name, part, tokenizer, template, judge) for name in names]
@@ -182,6 +180,7 @@ def _open(
     encoded = marker.encode([text for *_, text in mine])
     prompts, long = [], []
     for (where, row, text), one in zip(mine, encoded, strict=True):
+        require_ids(one.ids, tokenizer, cfg.model.vocab, where)
         if len(one.ids) > most:
             long.append(where)
         else:

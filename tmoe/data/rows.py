@@ -13,6 +13,7 @@ import importlib.util
 import io
 import json
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -23,14 +24,19 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from tmoe.data.chat_rows import kind_of
 from tmoe.data.indexed import MAGIC, is_indexed
 from tmoe.data.tokenizer import DataError
-from tmoe.disk import naming
+from tmoe.disk import BOM, POINTER, POINTER_WORDS, naming
 
 Form = Literal["token shards", "Megatron data sets", "JSON lines", "JSON", "parquet", "plain text", "nothing"]
 
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz"}
+# Bytes 1 to 3 of a frame of other data, which a reader of zstd skips; byte 0 is 0x50 to 0x5f
+# (RFC 8878, section 3.1.2), bytes 4 to 7 are its size.
+SKIPPABLE = b"\x2a\x4d\x18"
+WINDOW = 1 << 31  # bytes: zstd's largest, of files made with --long=31; memory is taken as a file needs it
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 ROWS_SUFFIXES = (".jsonl", ".ndjson", ".json")
 REFUSED = {
+    POINTER: POINTER_WORDS,
     MAGIC: "the index of a Megatron data set, whose .bin is not beside it",
     b"PK\x03\x04": "a zip archive; unpack it",
     b"Rar!": "a rar archive; unpack it",
@@ -90,6 +96,8 @@ def no_text(where: str, row: Any, field: str) -> DataError:
         return DataError(
             f'{where}: needs an object with a string field "{field}"; here is {type(row).__name__}'
         )
+    if isinstance(row.get(field), bytes):
+        return DataError(f'{where}: the binary field "{field}" is not UTF-8, and so no text')
     shown = ", ".join(list(map(str, row))[:12]) or "none"
     if kind := kind_of(row):
         name, task = CHAT[kind]
@@ -125,7 +133,7 @@ def look(path: Path) -> Found:
         return Found("parquet", packed)
     refuse_others(path, head)
     named = suffix in ROWS_SUFFIXES[:2]
-    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    start = head.removeprefix(BOM).lstrip()[:1]
     if start == b"{" or named:
         lines = first_lines(path, packed)
         if lines or (named and start != b"["):
@@ -174,6 +182,13 @@ def packing(path: Path) -> str:
         raise DataError(f"{path}: no regular file, or a link to nothing")
     with naming(path), path.open("rb") as file:
         head = file.read(8)
+        skipped = False
+        while head[1:4] == SKIPPABLE and head[0] >> 4 == 5 and len(head) == 8:
+            skipped = True
+            file.seek(int.from_bytes(head[4:], "little"), os.SEEK_CUR)
+            head = file.read(8)
+    if skipped and not head:
+        return "zstd"
     return next((name for magic, name in PACKED.items() if head.startswith(magic)), "")
 
 
@@ -209,7 +224,7 @@ def _unpacked(path: Path, file: BinaryIO, packed: str) -> BinaryIO:
         require_package(path, "compressed by zstd", "zstandard", "'tmoe[zstd]', or pip install zstandard")
         import zstandard  # pyrefly: ignore[missing-import]
 
-        unpacked = _ZstdFrames(file, zstandard.ZstdDecompressor().decompressobj)
+        unpacked = _ZstdFrames(file, zstandard.ZstdDecompressor(max_window_size=WINDOW).decompressobj)
         return cast(BinaryIO, io.BufferedReader(cast(Any, unpacked), PIECE))
     return file
 
@@ -367,12 +382,24 @@ def _parquet_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, A
     try:
         file = pyarrow.parquet.ParquetFile(path)
         columns = [field] if field in file.schema_arrow.names else None
+        binary = "binary" in str(file.schema_arrow)
         number = 0
         size = -(-path.stat().st_size // max(file.metadata.num_rows, 1))
         for table in file.iter_batches(batch_size=256, columns=columns):
             for row in table.to_pylist():
                 number += 1
-                yield f"{path}: row {number}", row, None, size
+                yield f"{path}: row {number}", _as_text(row) if binary else row, None, size
     # Errors raised by the code that consumes these rows do not come here.
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: damaged parquet: {error}") from error
+
+
+def _as_text(value: Any) -> Any:
+    """A row of parquet whose text is in binary columns, as some writers leave it: UTF-8 read as text."""
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
+        return value
+    if isinstance(value, dict):
+        return {name: _as_text(one) for name, one in value.items()}
+    return [_as_text(one) for one in value] if isinstance(value, list) else value

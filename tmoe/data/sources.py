@@ -48,7 +48,8 @@ from tmoe.data.corpus import Corpus, HeldOut, Run, Split, cut
 from tmoe.data.indexed import eos_of, is_indexed, open_indexed
 from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
 from tmoe.data.shards import _publish, _write_shard, open_shard
-from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, Carried, DataError, Tokenizer
+from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, Carried, DataError, Tokenizer, require_vocab
+from tmoe.disk import BOM
 from tmoe.listing import counted
 
 IN_MEMORY = 16_000_000  # bytes of a source's files
@@ -117,11 +118,7 @@ def open_corpus(
         return found
     if carried:
         carried.require(name, tokenizer.fingerprint)
-    if tokenizer.vocab > vocab:
-        raise DataError(
-            f"{name}: the tokenizer gives ids up to {tokenizer.vocab - 1}: --model.vocab={vocab} is too "
-            f"small; valid: {tokenizer.vocab} or more"
-        )
+    require_vocab(tokenizer, vocab, f"{name}: the tokenizer")
     texts = _Texts(source, tokenizer, shares, field, Skips(malformed))
     if sum(path.stat().st_size for path, _ in source.files) > IN_MEMORY:
         run, whole, facts = texts.cached(split)
@@ -342,6 +339,10 @@ def stdlib_files() -> list[Path]:
     return [kept[key] for key in sorted(kept) if not STDLIB_SKIPPED_FILES.fullmatch(key)]
 
 
+# What Spark, Hadoop, Hive and dask write next to parts of a table: summaries of parquet, marks and checksums.
+NO_ROWS = re.compile(r"_metadata|_common_metadata|_SUCCESS|_started_.*|_committed_.*|.*\.crc")
+
+
 def _below(path: Path) -> Iterator[Path]:
     """Everything below a folder.
 
@@ -378,6 +379,12 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
         )
     found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
     visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
+    if table := next((key for key in sorted(found) if key.endswith("_delta_log")), ""):
+        raise DataError(
+            f"{name}: {table}: is the log of a Delta table, whose files may hold rows that are deleted; "
+            "write the table as parquet or JSON lines first"
+        )
+    visible = [entry for entry in visible if not NO_ROWS.fullmatch(entry.name)]
     files = [entry for entry in visible if entry.is_file()]
     for entry in sorted(set(visible).difference(files)):
         if entry.suffix == ".bin" and not entry.is_dir():
@@ -395,7 +402,8 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
 def _matching(pattern: str) -> tuple[Path, list[Path]]:
     """As text_files, for the files that a pattern names: 'folder/*.jsonl', 'folder/**/*.py'."""
     root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
-    files = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
+    matching = map(Path, glob.glob(pattern, recursive=True))
+    files = sorted(path for path in matching if path.is_file() and not NO_ROWS.fullmatch(path.name))
     if not files:
         raise DataError(f"{pattern}: no file of such a name")
     return root, files
@@ -500,7 +508,7 @@ def read_documents(
             raise DataError(f"{path}: token ids, which are no text; train on them as they are (--data.path)")
         if found.form == "plain text":
             with opened(path, found.packed) as (stream, _):
-                raw = stream.read()
+                raw = stream.read().removeprefix(BOM)
             if raw:
                 yield Document(raw, str(path), path.relative_to(source.root).as_posix(), path.stat().st_size)
             continue

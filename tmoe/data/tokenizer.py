@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import tokenizers
 
+from tmoe.disk import BOM, POINTER, POINTER_WORDS
+
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 
@@ -31,6 +33,8 @@ class Tokenizer(Protocol):
     """ids are below this"""
     eos: int
     """id that ends a document; `encode` never gives it for ordinary text"""
+    ordinary: int
+    """ids are below this where no special token is meant: ids of texts and `eos`"""
     fingerprint: str
     """equal for two tokenizers that give the same ids"""
     named: bool
@@ -53,7 +57,7 @@ class ByteTokenizer:
     Bytes that are not UTF-8 decode to lone surrogates ("surrogateescape"), so decode and encode lose nothing.
     """
 
-    vocab = 256
+    vocab = ordinary = 256
     eos = 0
     fingerprint = "bytes"
 
@@ -159,7 +163,7 @@ class JsonTokenizer:
 
     def __init__(self, files: TokenizerFiles) -> None:
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(files.raw)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files.raw.removeprefix(BOM))
         except Exception as error:  # the Rust side raises bare Exception
             raise DataError(f"{files.name}: not a Hugging Face tokenizer.json: {error}") from error
         self.files = files
@@ -172,6 +176,9 @@ class JsonTokenizer:
         self.eos = ids[self.eos_text]
         self.fingerprint = files.fingerprint
         self._dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
+        special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        # A padding token that was added behind the model's vocabulary is special, and no text has it.
+        self.ordinary = max({*ids.values()} - special | {self.eos}) + 1
         added = self._tokenizer.get_added_tokens_decoder().get(self.eos)
         # A token that is not special would be recognised in a text, as any added word is.
         if added is not None and not added.special:
@@ -185,7 +192,7 @@ class JsonTokenizer:
 
     def marked(self) -> tokenizers.Tokenizer:
         """Another one that takes the names of special tokens in a text for these tokens."""
-        marked = tokenizers.Tokenizer.from_buffer(self.files.raw)
+        marked = tokenizers.Tokenizer.from_buffer(self.files.raw.removeprefix(BOM))
         marked.no_truncation()
         marked.no_padding()
         marked.add_special_tokens([tokenizers.AddedToken(self.eos_text, special=True, normalized=False)])
@@ -339,7 +346,7 @@ class SentencePieceTokenizer:
         self._pieces = sentencepiece.SentencePieceProcessor()
         try:
             self._pieces.LoadFromSerializedProto(files.raw)
-            self.vocab = self._pieces.vocab_size()
+            self.vocab = self.ordinary = self._pieces.vocab_size()
         except RuntimeError as error:
             raise DataError(f"{files.name}: no sentencepiece model: {error}") from error
         known = {self._pieces.id_to_piece(i): i for i in range(self.vocab)}
@@ -363,12 +370,34 @@ class SentencePieceTokenizer:
         return self._pieces.decode([int(i) for i in ids])
 
 
+def require_vocab(tokenizer: Tokenizer, vocab: int, what: str) -> None:
+    """DataError unless a model of `vocab` ids has all that a text can be; `what` begins the message."""
+    if tokenizer.ordinary > vocab:
+        raise DataError(
+            f"{what} gives ids up to {tokenizer.ordinary - 1}: --model.vocab={vocab} is too small; "
+            f"valid: {tokenizer.ordinary} or more"
+        )
+
+
+def require_ids(ids: np.ndarray | Sequence[int], tokenizer: Tokenizer, vocab: int, what: str) -> None:
+    """DataError where ids of rendered rows hold a special token that a model of `vocab` ids has not."""
+    if tokenizer.vocab > vocab and (largest := int(np.max(ids, initial=0))) >= vocab:
+        raise DataError(
+            f"{what}: holds the id {largest} ({tokenizer.decode([largest])!r}), but --model.vocab={vocab}; "
+            f"valid: ids below it, or --model.vocab {tokenizer.vocab} or more"
+        )
+
+
 NAMES = "tokenizer.json", "tokenizer.model"
 
 
 def of_files(files: TokenizerFiles) -> Tokenizer:
     """The tokenizer that the files are of: a sentencepiece model is no text that begins with a brace."""
-    is_json = files.raw.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"["))
+    parts = (files.name, files.raw), (files.settings_name, files.settings), (TEMPLATE, files.template)
+    for name, raw in parts:
+        if raw is not None and raw.startswith(POINTER):
+            raise DataError(f"{name}: {POINTER_WORDS}")
+    is_json = files.raw.removeprefix(BOM).lstrip().startswith((b"{", b"["))
     named = files.name.endswith(".model")
     return (
         SentencePieceTokenizer(files)

@@ -259,7 +259,7 @@ class Engine:
         valid = "needs a tokenizer: Engine(model, tokenizer)"
         require(not sampling.stop or self.tokenizer is not None, f"stop={sampling.stop}: {valid}")
         stops = ids_in(sampling.stop_ids, "stop_ids", self.model.cfg.vocab)
-        known = self.model.cfg.vocab if self.tokenizer is None else self.tokenizer.vocab
+        known = self.known
         goes_on = sampling.min_tokens == 0 or not set(range(known)) <= {*self.eos, *stops}
         ends = "eos and stop_ids hold every token that has a text"
         require(goes_on, f"min_tokens={sampling.min_tokens}: {ends}, so every answer ends at once; valid: 0")
@@ -312,7 +312,7 @@ class Engine:
             for sample in range(n)
         )
         ends = {*self.eos, *sampling.stop_ids}
-        known = self.model.cfg.vocab if self.tokenizer is None else self.tokenizer.vocab
+        known = self.known
         with gathered(self.model, rows_of(self.model, min(self.slots, len(queue))), told) as ranks:
             graphs = self.graphs and ranks.free and can_be_graphs(self.model)
             room = self.on_all(lambda: self.room(queue, n))._replace(graphs=graphs)
@@ -323,6 +323,12 @@ class Engine:
                     done = self.sample_of(request, slots.prompt_routes) if request.finish else None
                     if text or done or self.tokenizer is None:
                         yield Piece(request.prompt, request.sample, text, done)
+
+    @property
+    def known(self) -> int:
+        """Ids that may be drawn are below this: those of the model that the tokenizer has, too."""
+        vocab = self.model.cfg.vocab
+        return vocab if self.tokenizer is None else min(vocab, self.tokenizer.vocab)
 
     def ids_of(self, number: int, prompt: Prompt) -> list[int]:
         """A prompt's tokens, checked."""

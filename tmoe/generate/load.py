@@ -22,6 +22,7 @@ from tmoe.config.check import require
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import build_config
 from tmoe.data.tokenizer import NAMES, ByteTokenizer, DataError, Tokenizer, load_tokenizer
+from tmoe.disk import BOM
 from tmoe.generate.engine import Engine
 from tmoe.hf.files import CONFIG, FILE, MODEL, Folder, is_folder
 from tmoe.hf.hub import folder_of
@@ -95,8 +96,8 @@ def load(
         published = "hf" in manifest.info
         seq = run.get("train", {}).get("seq")
     require(
-        found.vocab <= model.cfg.vocab,
-        f"{path}: its tokenizer has {found.vocab} ids, but model.vocab={model.cfg.vocab}",
+        found.ordinary <= model.cfg.vocab,
+        f"{path}: its tokenizer has {found.ordinary} ids, but model.vocab={model.cfg.vocab}",
     )
     ends, sampling = told(files)
     ends = [i for i in ends if i < model.cfg.vocab]  # no other can be drawn
@@ -211,7 +212,7 @@ def opening(path: Path) -> tuple[int, ...]:
     carried = carried_by(path)
     if carried is None or carried.files is None:
         return ()
-    tokenizer = tokenizers.Tokenizer.from_buffer(carried.files.raw)
+    tokenizer = tokenizers.Tokenizer.from_buffer(carried.files.raw.removeprefix(BOM))
     whole = tokenizer.encode("a").ids
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]

@@ -23,7 +23,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     """
     require(path.is_file(), f"--file={path}: no such file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--file={path}: not UTF-8 at byte {error.start}") from None
     if path.suffix == ".json":

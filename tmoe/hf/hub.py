@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
+from tmoe.hf.files import require_no_adapter
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What tmoe reads and what an export carries. Folders in a repository hold the weights once more (original/,
@@ -64,6 +65,7 @@ def _download(name: str, weights: bool) -> Path:
                 name, allow_patterns=patterns, ignore_patterns=list(LEFT_OUT)
             )
     folder = Path(found)
+    require_no_adapter(folder)
     if lacks := _lacks(folder) if weights else []:
         raise ConfigError(
             f"{name}: {folder} in the cache lacks {lacks[0]}"
