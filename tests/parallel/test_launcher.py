@@ -22,6 +22,7 @@ from tmoe.run.cli import parse
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI", "MPI_", "SLURM")
+NAMES += ("MV2_", "JSM_", "FLUX_", "PALS_", "ALPS_")
 
 TORCHRUN = dict(
     RANK="3",
@@ -42,6 +43,10 @@ OPEN_MPI = dict(
     PMIX_NAMESPACE="77",
 )
 MPICH = dict(PMI_RANK="1", PMI_SIZE="2", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2")
+MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items() if "WORLD" in name}
+JSRUN = {name.replace("OMPI_COMM_WORLD", "JSM_NAMESPACE"): value for name, value in OPEN_MPI.items()}
+PALS = dict(PALS_RANKID="5", PALS_SIZE="8", PALS_LOCAL_RANKID="1", PALS_LOCAL_SIZE="4")
+FLUX = dict(FLUX_TASK_RANK="3", FLUX_JOB_SIZE="4", FLUX_TASK_LOCAL_ID="3", FLUX_JOB_NNODES="1")
 SRUN = dict(  # the sixth of nine tasks on nodes of 4, 4 and 1
     SLURM_PROCID="5",
     SLURM_NTASKS="9",
@@ -117,6 +122,22 @@ def environment(monkeypatch):
         (SRUN | dict(SLURM_PROCID="0", SLURM_STEP_ID="4294967291"), (0, 1), (None, None), (None, None), ""),
         (BATCH | TORCHRUN, (3, 4), (1, 2), ("1", 2), "torchrun"),
         (BATCH | OPEN_MPI, (1, 2), (1, 2), (None, None), "mpiexec"),
+        (MVAPICH, (1, 2), (1, 2), (None, None), "mpiexec"),
+        (PALS, (5, 8), (1, 4), (None, None), "mpiexec"),
+        (PALS | dict(PMI_RANK="5", PMI_SIZE="8"), (5, 8), (1, 4), (None, None), "mpiexec"),
+        (FLUX, (3, 4), (3, 4), (None, None), "flux"),
+        (
+            FLUX | dict(FLUX_JOB_NNODES="2", PMI_RANK="3", PMI_SIZE="4"),
+            (3, 4),
+            (3, None),
+            (None, None),
+            "flux",
+        ),
+        (JSRUN, (1, 2), (1, 2), (None, None), "jsrun"),
+        (FLUX | TORCHRUN, (3, 4), (1, 2), ("1", 2), "torchrun"),
+        (OPEN_MPI | dict(PMIX_RANK="1"), (1, 2), (1, 2), (None, None), "mpiexec"),
+        (SRUN | dict(PMIX_RANK="5"), (5, 9), (1, 4), ("1", 3), "srun"),
+        (dict(PMIX_RANK="1", RANK="1", WORLD_SIZE="2"), (1, 2), (None, None), (None, None), "environment"),
     ],
 )
 def test_the_world_of_an_environment(environment, set_, place, local, nodes, by):
@@ -132,6 +153,25 @@ def test_the_world_of_an_environment(environment, set_, place, local, nodes, by)
         (
             dict(OMPI_COMM_WORLD_RANK="0"),
             "OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE= in the environment",
+        ),
+        (
+            dict(PMIX_RANK="0"),
+            "PMIX_RANK=0 in the environment without the number of ranks, which",
+        ),
+        (
+            dict(PMIX_RANK="3"),
+            "PMIX_RANK=3 in the environment without the number of ranks, which",
+        ),
+        (
+            dict(ALPS_APP_PE="3"),
+            "ALPS_APP_PE=3 in the environment without the number of ranks, which aprun",
+        ),
+        (dict(FLUX_TASK_RANK="1"), "FLUX_TASK_RANK=1 and FLUX_JOB_SIZE= in the environment: flux sets both"),
+        (dict(PALS_RANKID="1"), "PALS_RANKID=1 and PALS_SIZE= in the environment: mpiexec sets both"),
+        (dict(MV2_COMM_WORLD_RANK="1"), "MV2_COMM_WORLD_RANK=1 and MV2_COMM_WORLD_SIZE= in the environment"),
+        (
+            FLUX | dict(FLUX_JOB_NNODES="2", FLUX_TASK_LOCAL_ID="1"),
+            "FLUX_TASK_RANK=3 and FLUX_JOB_SIZE=4 in the environment, on more than one node as far as flux says",
         ),
         (dict(PMI_SIZE="2"), "PMI_RANK= and PMI_SIZE=2 in the environment: mpiexec sets both"),
         (

@@ -14,6 +14,10 @@ Where a process learns its place, by launcher:
         rank, world             PMI_RANK, PMI_SIZE
         on this node            MPI_LOCALRANKID, MPI_LOCALNRANKS
         where the ranks meet    as with Open MPI
+    mpiexec of MVAPICH or of Cray's PALS, jsrun, flux run
+        rank, world             RANKS (below) has their variables
+        on this node            RANKS; a launcher that does not say it must name MASTER_ADDR
+        where the ranks meet    as with Open MPI
     srun
         rank, world             SLURM_PROCID, SLURM_STEP_NUM_TASKS
         on this node            SLURM_LOCALID, SLURM_NODEID
@@ -49,19 +53,29 @@ STEP_MARKS = (
     "SLURM_STEP_NODELIST",
     "SLURM_LAUNCH_NODE_IPADDR",
 )
-# of mpiexec: rank, size, local rank, local size; each the first of its names that is set
-OPEN_MPI = (
-    ("OMPI_COMM_WORLD_RANK",),
-    ("OMPI_COMM_WORLD_SIZE",),
-    ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+PARTS = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
+Names = tuple[tuple[str, ...], ...]
+# By launcher, the variables of PARTS; each is the first of its names that is set. PMIx and ALPS say no size.
+RANKS: tuple[tuple[str, Names], ...] = (
+    ("mpiexec", tuple((f"OMPI_COMM_WORLD_{part}",) for part in PARTS)),
+    ("mpiexec", tuple((f"MV2_COMM_WORLD_{part}",) for part in PARTS)),
+    ("mpiexec", tuple((f"MVP_COMM_WORLD_{part}",) for part in PARTS)),
+    ("jsrun", tuple((f"JSM_NAMESPACE_{part}",) for part in PARTS)),
+    ("flux", (("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",), ())),
+    (
+        "mpiexec",
+        (
+            ("PMI_RANK",),
+            ("PMI_SIZE",),
+            ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+            ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+        ),
+    ),
+    ("mpiexec", (("PALS_RANKID",), ("PALS_SIZE",), ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE",))),
+    ("mpiexec", (("PMIX_RANK",), (), (), ())),
+    ("aprun", (("ALPS_APP_PE",), (), (), ())),
 )
-PMI = (
-    ("PMI_RANK",),
-    ("PMI_SIZE",),
-    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-)
+TOLD_WHOLE = ("", "torchrun", "environment")  # launchers that say where the ranks meet, or that are none
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +84,8 @@ class World:
     """This process's place. None: the launcher does not say.
 
     node: equal on ranks that share a node.
-    launcher: "torchrun", "mpiexec" or "srun"; "environment": RANK and WORLD_SIZE of unknown origin; "": none.
+    launcher: "torchrun", "srun" or one of RANKS; "": none.
+        "environment": RANK and WORLD_SIZE of unknown origin.
     told: the variables that rank and size come from, with their values.
     """
 
@@ -101,7 +116,13 @@ def launcher_world() -> World:
             dist.get_rank(), dist.get_world_size(), launcher="environment" if rank is not None else launcher
         )
         return with_places(world, other)
-    other = world_of_mpiexec_or_srun()
+    told = rank is not None and size is not None
+    try:
+        other = world_of_mpiexec_or_srun()
+    except ValueError:
+        if not told:
+            raise
+        other = None
     if rank is not None and size is not None:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "environment"
         world = World(rank, size, launcher=launcher, told=f"RANK={rank} and WORLD_SIZE={size}")
@@ -162,7 +183,7 @@ def world_of_mpiexec_or_srun() -> World | None:
     ValueError where they contradict each other, or one of them itself.
     """
     srun = world_of_srun()
-    mpi = world_of_mpiexec(OPEN_MPI, srun) or world_of_mpiexec(PMI, srun)
+    mpi = world_of_ranks(srun)
     if mpi is None or srun is None:
         return mpi or srun
     if (mpi.rank, mpi.size) == (srun.rank, srun.size):  # srun itself speaks PMI to MPI programs
@@ -177,22 +198,36 @@ def world_of_mpiexec_or_srun() -> World | None:
     return mpi  # mpiexec starts its daemons with srun: the tasks of this step are not the ranks
 
 
-def world_of_mpiexec(names: tuple[tuple[str, ...], ...], srun: World | None) -> World | None:
-    """The world by Open MPI's or PMI's variables, None without them.
+def world_of_ranks(srun: World | None) -> World | None:
+    """The world by RANKS, of the first launcher that sets both rank and size; None without such variables.
 
-    ValueError for half of them, unless srun is there, which sets some for programs of its own.
+    ValueError for one of the two alone, with which each rank would train alone. Inside srun it is none: srun
+    sets some of these variables for programs of its own.
     """
-    rank = first_number(names[0])
-    size = first_number(names[1], least=1)
-    if rank is None and size is None:
-        return None
-    said = " and ".join(f"{name}={os.environ.get(name, '')}" for (name,) in names[:2])
-    if rank is None or size is None:
-        if srun is not None:
-            return None
-        raise ValueError(f"{said} in the environment: mpiexec sets both; start with it, or unset both")
-    local_size = first_number(names[3], least=1)
-    return World(rank, size, first_number(names[2]), local_size, launcher="mpiexec", told=said)
+    half = ""
+    for launcher, names in RANKS:
+        rank = first_number(names[0], sets=launcher)
+        size = first_number(names[1], least=1, sets=launcher)
+        said = " and ".join(
+            f"{name}={os.environ.get(name, '')}" for name in [group[0] for group in names[:2] if group]
+        )
+        if rank is not None and size is not None:
+            one_node = launcher == "flux" and os.environ.get("FLUX_JOB_NNODES") == "1"
+            local_size = size if one_node else first_number(names[3], least=1, sets=launcher)
+            return World(
+                rank, size, first_number(names[2], sets=launcher), local_size, None, None, launcher, said
+            )
+        if not half and (rank is not None or (size is not None and launcher == "mpiexec")):
+            half = f"{said} in the environment: {launcher} sets both; start with it, or unset both"
+            if not names[1]:
+                half = (
+                    f"{said} in the environment without the number of ranks, which {launcher} does not set: "
+                    f"start with torchrun, set RANK=${names[0][0]} and WORLD_SIZE for each rank, or unset it"
+                )
+    shell = any(os.environ.get(name) for name in STEP_MARKS)  # of srun --pty, which sets PMIx's rank, too
+    if half and srun is None and not (shell and "PMIX_RANK=0 " in half):
+        raise ValueError(half)
+    return None
 
 
 def world_of_srun() -> World | None:
@@ -309,7 +344,7 @@ def meeting_place(world: World) -> tuple[str, int]:
     """
     address = os.environ.get("MASTER_ADDR")
     port = env_number("MASTER_PORT", least=1)
-    if world.launcher not in ("mpiexec", "srun"):
+    if world.launcher in TOLD_WHOLE:
         if not address or port is None:
             missing = "MASTER_PORT" if address else "MASTER_ADDR"
             raise ValueError(
@@ -329,6 +364,8 @@ def meeting_place(world: World) -> tuple[str, int]:
         how = f"mpiexec -genv MASTER_ADDR NODE -genv MASTER_PORT {PORT} ..."
         if world.launcher == "srun":
             how = f"MASTER_ADDR=NODE MASTER_PORT={PORT} srun ..."
+        elif world.launcher != "mpiexec" or world.told.startswith(("MV", "PALS")):
+            how = f"MASTER_ADDR=NODE MASTER_PORT={PORT} in the environment of every rank"
         elif "OMPI_COMM_WORLD_RANK" in os.environ:
             how = f"mpiexec -x MASTER_ADDR=NODE -x MASTER_PORT={PORT} ..."
         raise ValueError(
@@ -340,7 +377,7 @@ def meeting_place(world: World) -> tuple[str, int]:
 
 def job_port(world: World) -> int:
     """A port that is the same for all ranks of this job, and that two jobs on a host seldom share."""
-    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "FLUX_JOB_ID", "PALS_APID")
     if world.launcher == "srun":
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
     job = ".".join(os.environ[name] for name in names if os.environ.get(name))

@@ -31,7 +31,14 @@ from tmoe.config.check import ConfigError
 from tmoe.listing import listed
 from tmoe.onlookers import say, settle_output
 from tmoe.parallel.agree import attempt, by_reason, gathered, unlike
-from tmoe.parallel.launcher import PATIENCE, join, launcher_world, meeting_place, require_a_gpu_each
+from tmoe.parallel.launcher import (
+    PATIENCE,
+    TOLD_WHOLE,
+    join,
+    launcher_world,
+    meeting_place,
+    require_a_gpu_each,
+)
 from tmoe.parallel.mesh import default_store, patience
 from tmoe.run import last_line
 from tmoe.run.watch import Watch
@@ -258,7 +265,7 @@ def launched() -> tuple[int, int]:
         world = launcher_world()
         if not dist.is_initialized():
             require_a_gpu_each(world)
-            if world.launcher in ("mpiexec", "srun") and world.size > 1:
+            if world.launcher not in TOLD_WHOLE and world.size > 1:
                 meeting_place(world)
     return world.rank, world.size
 
