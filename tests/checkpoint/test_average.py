@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import forked
 import numpy as np
@@ -283,6 +283,26 @@ def test_inspect_shows_the_run_and_folds_equal_blocks(tmp_path, capsys):
         told["tensors"]["model.blocks.2.w"]["shape"] == [4, 3]
         and told["tensors"]["model.blocks.2.w"]["bytes"] == 48
     )
+
+
+def test_inspect_in_brief_shows_what_is_not_the_default(tmp_path, capsys):
+    """A line for each section that has such a setting, and no other; the data in a line."""
+    cfg = Config()
+    cfg = replace(cfg, steps=77, optim=replace(cfg.optim, lr=0.5), data=replace(cfg.data, path=("a", "b")))
+    info = dict(config=asdict(cfg), versions={"torch": "2"}, data=dict(tokenizer="bytes", eos=0))
+    step = save(tmp_path, 1, {"model.w": torch.zeros(3, 4)}, info, dict(step=1, tokens=5000))
+    run("inspect", step, "--brief")
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{step}: step 1, 5,000 tokens, 1 rank, ") and first.endswith(
+        "12 numbers of the model"
+    )
+    assert [line for line in lines if not line.startswith("model")] == [
+        "run  steps=77",
+        "optim  lr=0.5",
+        "data  path=['a', 'b']",
+        "data  tokenizer=bytes  eos=0",
+    ]
+    assert "--brief: not with --json or --tensor" in refused("inspect", step, "--brief", "--json")
 
 
 def test_verify_names_every_problem_of_every_step(tmp_path, capsys):

@@ -171,7 +171,7 @@ def test_the_world_of_an_environment(environment, set_, place, local, nodes, by)
         (dict(MV2_COMM_WORLD_RANK="1"), "MV2_COMM_WORLD_RANK=1 and MV2_COMM_WORLD_SIZE= in the environment"),
         (
             FLUX | dict(FLUX_JOB_NNODES="2", FLUX_TASK_LOCAL_ID="1"),
-            "FLUX_TASK_RANK=3 and FLUX_JOB_SIZE=4 in the environment, on more than one node as far as flux says",
+            "FLUX_TASK_RANK=3 and FLUX_JOB_SIZE=4 in the environment, on more than one node as far as flux",
         ),
         (dict(PMI_SIZE="2"), "PMI_RANK= and PMI_SIZE=2 in the environment: mpiexec sets both"),
         (

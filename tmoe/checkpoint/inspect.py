@@ -8,12 +8,13 @@ next: checkpoint/manifest.py
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -30,6 +31,7 @@ from tmoe.checkpoint.manifest import (
     read_chunk,
     read_manifest,
 )
+from tmoe.config.run import Config
 from tmoe.listing import counted
 from tmoe.parallel.layout import EXPERTS
 
@@ -72,6 +74,57 @@ def show(path: Path, manifest: Manifest, console: Console) -> None:
     for name, entry in manifest.tensors.items():
         root.insert(name.split("."), entry)
     console.print(_tree(root, Tree(Text(f"tensors  {decimal(root.nbytes())}", style="bold"))))
+
+
+def show_brief(path: Path, manifest: Manifest, console: Console) -> None:
+    """Print a step folder in a few lines: sizes, the settings that are not the defaults, the data."""
+    tensors = manifest.tensors.values()
+    weights = sum(math.prod(t.shape) for name, t in manifest.tensors.items() if name.startswith("model."))
+    tokens = "unknown" if manifest.tokens is None else f"{manifest.tokens:,}"
+    size = decimal(sum(entry.size for entry in manifest.files.values()))
+    lines = [
+        f"{path}: step {manifest.step}, {tokens} tokens, {counted(manifest.world, 'rank')}, {size}, "
+        f"{counted(len(tensors), 'tensor')}, {weights:,} numbers of the model"
+    ]
+    config = manifest.info.get("config")
+    lines += changed_settings(config) if isinstance(config, dict) else ["settings: the step does not say"]
+    data = manifest.info.get("data")
+    if isinstance(data, dict):
+        lines.append("data  " + _flat(data))
+    for line in lines:
+        console.print(Text(_printable(line)), soft_wrap=True)
+
+
+def changed_settings(config: dict[str, Any]) -> list[str]:
+    """Settings of a run that differ from the defaults of `Config`: a line for each section that has any."""
+    usual = json.loads(json.dumps(dict(_defaults(Config)), default=str))
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in _dotted(json.loads(json.dumps(config, default=str))):
+        if name not in usual or usual[name] != value:
+            section, _, last = name.rpartition(".")
+            sections.setdefault(section, {})[last] = value
+    return [f"{section or 'run'}  {_flat(settings)}" for section, settings in sections.items()]
+
+
+def _defaults(kind: type, section: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and default of every setting that has one."""
+    hints = get_type_hints(kind)
+    for one in fields(kind):
+        inner = hints[one.name]
+        if is_dataclass(inner):
+            yield from _defaults(cast(type, inner), f"{section}{one.name}.")
+        elif one.default is not MISSING:
+            yield section + one.name, one.default
+        elif one.default_factory is not MISSING:
+            yield section + one.name, one.default_factory()
+
+
+def _dotted(settings: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted(value, f"{section}{name}.")
+        else:
+            yield section + name, value
 
 
 def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
     python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000                  what it holds
     python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --tensor NAME    statistics of one tensor
+    python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --brief          what differs from the defaults
     python -m tmoe.checkpoint verify runs/a/checkpoints                             every byte of every step
     python -m tmoe.checkpoint reshard STEP DST --world 64 --ep 8                    files for another world
     python -m tmoe.checkpoint reshard STEP DST --world 1 --only model --dtype bf16  weights alone, in bf16
@@ -67,7 +68,11 @@ CAST = ("model.", "ema.")  # what --dtype casts; moments and step counts keep th
 
 
 def inspect(
-    path: Annotated[Path, tyro.conf.arg(metavar="STEP")], /, tensor: str | None = None, json: bool = False
+    path: Annotated[Path, tyro.conf.arg(metavar="STEP")],
+    /,
+    tensor: str | None = None,
+    json: bool = False,
+    brief: bool = False,
 ) -> None:
     """Show the run, settings and tensors of a step folder.
 
@@ -75,7 +80,10 @@ def inspect(
         path: a step folder
         tensor: statistics of this tensor instead; its bytes are checked
         json: print JSON
+        brief: a few lines, with those settings alone that are not the defaults
     """
+    if brief and (json or tensor):
+        raise CheckpointError("--brief: not with --json or --tensor")
     path = folders.resolve(path)
     if problems := files.verify(path, share=(0, 1) if _size(path) <= HASHED else None):
         print(
@@ -86,6 +94,8 @@ def inspect(
         console.width = WIDTH
     if tensor is None:
         manifest = read_manifest(path)
+        if brief:
+            return inspection.show_brief(path, manifest, console)
         return _print_json(inspection.as_json(manifest)) if json else inspection.show(path, manifest, console)
     entry, found = inspection.statistics(path, tensor)
     if not json:
