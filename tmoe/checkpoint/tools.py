@@ -2,7 +2,7 @@
 
     python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000                  what it holds
     python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --tensor NAME    statistics of one tensor
-    python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --brief          what differs from the defaults
+    python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --brief          its changed settings
     python -m tmoe.checkpoint verify runs/a/checkpoints                             every byte of every step
     python -m tmoe.checkpoint reshard STEP DST --world 64 --ep 8                    files for another world
     python -m tmoe.checkpoint reshard STEP DST --world 1 --only model --dtype bf16  weights alone, in bf16
