@@ -27,6 +27,7 @@ def thinking(thought: str) -> dict:
 
 CALL = dict(type="function", function=dict(name="look", arguments=dict(at="Paris")))
 TEXT_CALL = dict(type="function", function=dict(name="look", arguments='{"at": "Paris"}'))
+NO_ARGUMENTS = dict(type="function", function=dict(name="look", arguments={}))
 LOOK = dict(type="function", function=dict(name="look", description="Looks.", parameters={}))
 
 CHAT = [
@@ -339,7 +340,8 @@ def test_an_end_that_depends_on_what_follows():
     tokenizer = special_too(chat_tokenizer("chatml", GLM), *marks)
     assert [tokenizer.decode([one]) for one in turn_ends(tokenizer)] == ["<|user|>", "<|observation|>"]
     assert turn_end(tokenizer) == turn_ends(tokenizer)[0]
-    ((sequence,),) = encode([Conversation(TOOLS[:1] + TOOLS[1:])], special_too(tokenizer))
+    chat = [TOOLS[0], said("assistant", "", tool_calls=[NO_ARGUMENTS]), TOOLS[2], said("assistant", "Paris.")]
+    ((sequence,),) = encode([Conversation(chat)], tokenizer)
     spans = re.findall("⟦(.*?)⟧", shown(sequence, tokenizer))
     assert spans == ["<tool_call>look</tool_call><|observation|>", "Paris.<|user|>"]
 
@@ -350,6 +352,12 @@ def test_an_end_is_special():
     broken = stock.replace("message.content + '<|im_end|>' -}}", "message.content + '<|im_end|>\n' -}}")
     tokenizer = chat_tokenizer("chatml_generation", broken)
     assert turn_ends(tokenizer) == (tokenizer.eos,)
+    outside = stock.replace(" + '<|im_end|>' -}}\n{%- endgeneration", " -}}\n{%- endgeneration")
+    outside = outside.replace("{{- '\\n' -}}", "{{- '<|im_end|>\\n' -}}")
+    with pytest.raises(
+        DataError, match=r"generation %} .*leaves out the token that ends the turn.*'Paris\.'"
+    ):
+        encode([Conversation(CHAT)], chat_tokenizer("chatml_generation", outside))
 
 
 def test_characters_of_several_bytes():
@@ -442,14 +450,10 @@ def test_one_bad_row_does_not_spoil_its_neighbours():
 
 
 def test_a_template_whose_prompt_is_not_its_turn_is_refused():
-    """DeepSeek-R1's generation prompt opens a thought that its turns do not show."""
-    stock = (TEMPLATES / "deepseek.jinja").read_text()
-    changed = stock.rpartition("'<｜Assistant｜>'")
-    with pytest.raises(DataError, match=r"generation prompt, ending in '.*<think>.*chat-template"):
-        encode(
-            [Conversation(CHAT)],
-            chat_tokenizer("deepseek", changed[0] + "'<｜Assistant｜><think>\\n'" + changed[2]),
-        )
+    before, mark, after = (TEMPLATES / "deepseek.jinja").read_text().rpartition("'<｜Assistant｜>'")
+    changed = before + mark.replace("｜>", "｜>Sure: ") + after
+    with pytest.raises(DataError, match=r"generation prompt, ending in '.*Sure: .*chat-template"):
+        encode([Conversation(CHAT)], chat_tokenizer("deepseek", changed))
 
 
 def test_a_generation_tag_that_marks_nothing_is_refused():

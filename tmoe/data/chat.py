@@ -25,15 +25,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tmoe.data.chat_calls import objects
+from tmoe.data.chat_held import CALLS, THOUGHTS, as_python, holds, require_asked, shadow, squeezed, walk
+from tmoe.data.chat_marks import Encoded, Marker
+from tmoe.data.chat_pieces import Piece, Pieces
 from tmoe.data.chat_rows import Conversation, Plain, Sample, parse_messages
-from tmoe.data.chat_template import CLOSE, OPEN, ChatTemplate, load_template
-from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
+from tmoe.data.chat_spelling import Speller
+from tmoe.data.chat_template import ChatTemplate, load_template
+from tmoe.data.tokenizer import DataError, Tokenizer
 
 
 class Tokens(NamedTuple):
@@ -45,92 +50,31 @@ class Tokens(NamedTuple):
     """[n] bool: whether this token is to be predicted"""
 
 
-class Encoded(NamedTuple):
-    """Ids of a text, and from which to which character each goes."""
-
-    ids: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-
-
-class Marker:
-    """Encodes what a template rendered, in which special tokens are written out by name."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.plain = tokenizer
-        if isinstance(tokenizer, JsonTokenizer):
-            self._tokenizer = tokenizer.marked()
-            added = self._tokenizer.get_added_tokens_decoder().items()
-            self.special = {token.content: number for number, token in added if token.special}
-            self.opening = tokenizer.opening
-        else:
-            self._tokenizer = None
-            self.special = {tokenizer.decode([tokenizer.eos]): tokenizer.eos}
-            self.opening = ""
-        longest_first = sorted((text for text in self.special if text), key=len, reverse=True)
-        self.names = re.compile("|".join(map(re.escape, [*longest_first, OPEN, CLOSE])))
-        closing = [
-            text for text in self.special if text.replace("</", "<", 1) in self.special.keys() - {text}
-        ]
-        self.closers = set(closing) - {tokenizer.decode([tokenizer.eos])}
-        """special tokens that end a part of a turn, as </tool_call>, which <tool_call> begins"""
-
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """Each text's tokens. UnicodeError for a lone surrogate."""
-        raw = [text.encode() for text in texts]
-        if self._tokenizer is None:
-            return [_of_bytes(one) for one in raw]
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        dtype = np.uint16 if self.plain.vocab <= 1 << 16 else np.uint32
-        found = []
-        for encoding in encodings:
-            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            found.append(Encoded(np.array(encoding.ids, dtype), offsets[:, 0], offsets[:, 1]))
-        return found
-
-    def require_text(self, messages: Sequence[dict[str, Any]]) -> None:
-        """DataError where a message holds a special token, which would end its turn or begin another."""
-        for i, message in enumerate(messages):
-            for name in ("content", "reasoning_content"):
-                found = self.names.search(message.get(name) or "")
-                if found:
-                    raise DataError(
-                        f"messages[{i}]: {name} holds {found.group()!r}, which the tokenizer would take for "
-                        "a mark of its own"
-                    )
-
-
-def _of_bytes(raw: bytes) -> Encoded:
-    ids = np.frombuffer(raw, np.uint8)
-    characters = np.cumsum((ids & 0xC0) != 0x80) - 1
-    return Encoded(ids, characters, characters + 1)
-
-
-class _Piece(NamedTuple):
-    """A text that becomes one sequence, and the spans of it that are trained."""
-
-    text: str
-    spans: list[tuple[int, int]]
-    edges: list[tuple[int, int]] = []  # noqa: RUF012
-    """where a prompt ends, and where its last special token begins: a model answers behind the tokens of the
-    prompt alone, and tokens never reach over a special one"""
-
-
 class Encoder:
     """Encodes samples with one tokenizer and one template. `encode` of this file is the short way."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        self.marker = Marker(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, strict: bool = False) -> None:
+        """strict: whether thoughts, calls and tools that the template leaves out are an error.
+
+        Else `left` has them. What leaves nothing of a turn, or nothing of a message to answer, always is one.
+        """
+        self.marker = Marker(tokenizer, template)
         self.template = template
-        self.rendered: set[str] = set()  # roles that the template is known to render
+        self.strict = strict
+        self.left: list[set[str]] = []
+        """fields that the template leaves out, of each sample of the last call of `encode`"""
+        self._pieces = Pieces(self.marker, template)
+        self._shadows: dict[str, tuple[set[int], list[Counter[str]] | None]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[Tokens] | DataError]:
         """The sequences of each sample, or why it cannot be trained on."""
-        planned: list[list[_Piece] | DataError] = []
-        for sample in samples:
+        planned: list[list[Piece] | DataError] = []
+        self.left = [set() for _ in samples]
+        for sample, left in zip(samples, self.left, strict=True):
             try:
-                plan = self._plain if isinstance(sample, Plain) else self._conversation
-                planned.append(plan(sample))  # pyrefly: ignore[bad-argument-type]
+                planned.append(
+                    self._plain(sample) if isinstance(sample, Plain) else self._conversation(sample, left)
+                )
             except DataError as error:
                 planned.append(error)
         pieces = [piece for plan in planned if not isinstance(plan, DataError) for piece in plan]
@@ -140,7 +84,10 @@ class Encoder:
         except UnicodeEncodeError as error:
             if len(samples) == 1:
                 return [DataError(f"not Unicode text: {error.reason} in {error.object[:40]!r}")]
-            return [self.encode([sample])[0] for sample in samples]
+            left = self.left
+            found = [self.encode([sample])[0] for sample in samples]
+            self.left = left
+            return found
         return [
             plan
             if isinstance(plan, DataError)
@@ -150,127 +97,92 @@ class Encoder:
 
     # ---- texts ----
 
-    def _plain(self, sample: Plain) -> list[_Piece]:
-        """The two texts, the tokenizer's opening token in front, and its separator at the end."""
-        eos = self.template.special["eos_token"]
-        prompt = self.marker.opening + sample.prompt
-        text = prompt + sample.completion + eos
-        return [_Piece(text, [(len(prompt), len(text))], [self._edge(prompt)])]
+    def _plain(self, sample: Plain) -> list[Piece]:
+        """The two texts, the tokenizer's opening token in front, and its separator at the end, each once."""
+        opening, eos = self.marker.opening, self.template.special["eos_token"]
+        prompt = sample.prompt if opening and sample.prompt.startswith(opening) else opening + sample.prompt
+        said = sample.completion.rstrip()
+        text = prompt + (said if eos and said.endswith(eos) else sample.completion + eos)
+        return [Piece(text, [(len(prompt), len(text))], [0], [self._pieces.edge(prompt)])]
 
-    def _conversation(self, sample: Conversation) -> list[_Piece]:
-        messages, _, tools, more = sample
-        self.marker.require_text(messages)
+    def _conversation(self, sample: Conversation, left: set[str]) -> list[Piece]:
+        """left: gets the fields that the template leaves out."""
         if not sample.turns:
             raise DataError("no turn of the assistant to learn")
-        if self.template.marks:
-            last = sample.turns[-1] + 1
-            text, spans = self._render(messages[:last], tools, more)
-            before = len(self._render(messages[: sample.first], tools, more)[0]) if sample.first else 0
-            spans = [(low, high) for low, high in spans if low >= before and low < high]
-            pieces = [_Piece(text, spans)]
-        else:
-            pieces = self._by_prefixes(sample)
-        self._require_rendered(messages[: sample.turns[-1] + 1], tools, more)
+        last = sample.turns[-1] + 1
+        sample = sample._replace(messages=objects(sample.messages[:last]))
+        self.marker.require_text(sample.messages, sample.tools, sample.more)
+        pieces = self._pieces(sample)
+        self._require_held(sample, pieces, left)
         return pieces
 
-    def _by_prefixes(self, sample: Conversation) -> list[_Piece]:
-        """One piece, or several where the template renders earlier turns in another way than the last."""
-        messages, _, tools, more = sample
-        prompts = {}
-        texts = {}
+    def _require_held(self, sample: Conversation, pieces: list[Piece], left: set[str]) -> None:
+        """DataError where the texts lack what they must hold; `left` gets what else they lack."""
+        messages, _, tools, _ = sample
+        items = walk(messages, tools)[2]
+        shapes, marks = self._shadow(sample)
+        whole, turns = _shown(pieces)
+        lacks = [
+            n in shapes or not holds(turns.get(one.message, whole), one.text) for n, one in enumerate(items)
+        ]
+        learned = set(sample.turns)
+        source = f"the chat template ({self.template.source})"
         for i in sample.turns:
-            texts[i] = self._closed(messages[: i + 1], tools, more)
-            # The longest of what a generation prompt may supply: without thinking, an empty thought.
-            offered = [
-                self._render(messages[:i], tools, more | variant, prompt=True)[0]
-                for variant in self.template.variants
-            ]
-            fitting = [prompt for prompt in offered if texts[i].startswith(prompt)]
-            if not fitting and i and (moved := _moved(offered, texts[i], messages[i - 1])):
-                fitting = [moved[0]]
-                texts[i] = moved[0] + moved[1]
-            if not fitting:
-                begins = texts[i][_common(texts[i], offered[0]) :][:40]
+            said = [n for n, item in enumerate(items) if item.message == i and item.content]
+            if said and all(lacks[n] for n in said):
+                fields = ", ".join(sorted({items[n].field for n in said}))
                 raise DataError(
-                    f"messages[{i}]: the template's generation prompt, ending in {offered[0][-40:]!r}, is "
-                    f"not how it begins this turn, {begins!r}; name a template that "
-                    "does so with --data.chat-template, or one with {% generation %}"
+                    f"messages[{i}]: {source} leaves out {fields}, and so all of the turn; name a template "
+                    "that shows it with --data.chat-template"
                 )
-            prompts[i] = max(fitting, key=len)
-        pieces = []
-        left = list(sample.turns)
-        while left:
-            whole = texts[left[-1]]
-            here = {i: self._end(len(prompts[i]), texts[i], whole) for i in left}
-            spans = [(len(prompts[i]), end) for i, end in here.items() if end]
-            pieces.append(_Piece(whole, spans, [self._edge(prompts[i]) for i, end in here.items() if end]))
-            left = [i for i, end in here.items() if not end]
-        return pieces[::-1]
+        for item in itertools.compress(items, lacks):
+            if item.field == THOUGHTS and item.message not in learned:
+                continue  # many templates leave out earlier thoughts, and so does what a model reads
+            require_asked(item, messages, source)
+            if self.strict and item.content:
+                where = f"messages[{item.message}]: " if item.message >= 0 else ""
+                raise DataError(f"{where}{source} leaves out {item.field}: {item.text[:40]!r}")
+            left.add(item.field)
+        self._require_no_new_mark(pieces, marks)
+        for i in sample.turns:
+            for call in messages[i].get(CALLS) or []:
+                if (value := as_python(call["function"]["arguments"], turns[i])) is not None:
+                    raise DataError(
+                        f"messages[{i}]: {source} writes {value!r:.60} of a call's arguments as Python does, "
+                        "not as JSON; name another with --data.chat-template"
+                    )
 
-    def _edge(self, prompt: str) -> tuple[int, int]:
-        """Where a prompt ends, and where its last special token begins."""
-        starts = [found.start() for found in self.marker.names.finditer(prompt)]
-        return len(prompt), starts[-1] if starts else 0
-
-    def _closed(self, messages: list[dict], tools: list | None, more: dict[str, Any]) -> str:
-        """The text of messages whose last is the assistant's, with a token that ends its turn.
-
-        Where the template writes none, as GLM's, it is the one that begins the next message, a call's result
-        or the user's turn: generation meets that. Where there is none either, it is the tokenizer's
-        separator.
-        """
-        text = self._render(messages, tools, more)[0]
-        shown = text.rstrip()
-        ends = [found for found in self.marker.names.finditer(text) if found.end() == len(shown)]
-        if ends and ends[-1].group() not in self.marker.closers:
-            return text
-        answer = dict(role="user", content="?")
-        called = messages[-1].get("tool_calls")
-        if called:
-            answer = dict(role="tool", content="?", name="?", tool_call_id=called[0].get("id"))
-        try:
-            longer = self._render([*messages, answer], tools, more)[0]
-        except DataError:  # a template without such a role
-            longer = ""
-        begins = self.marker.names.match(longer, len(text)) if longer.startswith(text) else None
-        return text + (begins.group() if begins else self.template.special["eos_token"])
-
-    def _end(self, start: int, text: str, whole: str) -> int:
-        """Where the turn that begins at `start` and ends `text` ends in `whole`; 0 where it is not there.
-
-        That is behind its last special token, if only blanks follow: no model says the line break after it. A
-        special token that ends conversations (Phi-3's) follows the last turn only.
-        """
-        same = len(text) if whole.startswith(text) else _common(text, whole)
-        ends = [found.end() for found in self.marker.names.finditer(text, start)]
-        end = max((end for end in ends if end <= same), default=0)
-        rest = text[end:] if same == len(text) else self.marker.names.sub("", text[end:])
-        if end and not rest.strip():
-            return end
-        return len(text) if same == len(text) else 0
-
-    def _render(
-        self, messages: list[dict], tools: list | None, more: dict[str, Any], *, prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        return self.template.render_marked(messages, tools, prompt=prompt, **more)
-
-    def _require_rendered(self, messages: list[dict], tools: list | None, more: dict[str, Any]) -> None:
-        """DataError for a role that the template leaves out in silence; looks once for each role."""
-        for role in {message["role"] for message in messages} - self.rendered:
-            shown = [m | dict(content="a\ufffdb") if m["role"] == role else m for m in messages]
+    def _shadow(self, sample: Conversation) -> tuple[set[int], list[Counter[str]] | None]:
+        """Numbers of the strings that conversations of this shape lack, and their texts' marks."""
+        messages, tools, items = shadow(sample.messages, sample.tools)
+        key = json.dumps([messages, sample.turns, tools, sample.more], sort_keys=True, default=str)
+        if key not in self._shadows:
             try:
-                text = self._render(shown, tools, more)[0]
-            except DataError:
-                text = "a\ufffdb"  # what it refuses it does not leave out
-            if "a\ufffdb" not in text and "a\\ufffdb" not in text:
+                pieces = self._pieces(sample._replace(messages=messages, tools=tools))
+            except DataError:  # it takes some words only; the strings themselves are looked for
+                self._shadows[key] = set(), None
+            else:
+                whole, turns = _shown(pieces)
+                lacks = {n for n, item in enumerate(items) if item.text not in turns.get(item.message, whole)}
+                self._shadows[key] = lacks, [self._marks(piece) for piece in pieces]
+        return self._shadows[key]
+
+    def _marks(self, piece: Piece) -> Counter[str]:
+        return Counter(self.marker.names.findall(piece.text))
+
+    def _require_no_new_mark(self, pieces: list[Piece], marks: list[Counter[str]] | None) -> None:
+        """DataError for a special token that the same conversation in other words does not have."""
+        if marks is None or len(marks) != len(pieces):
+            return
+        for piece, known in zip(pieces, marks, strict=True):
+            if new := self._marks(piece) - known:
                 raise DataError(
-                    f"messages: the chat template ({self.template.source}) leaves out the role {role!r}"
+                    f"its texts make {next(iter(new))!r}, which is a mark, and no text of the row"
                 )
-            self.rendered.add(role)
 
     # ---- tokens ----
 
-    def _cut(self, plan: list[_Piece], encoded: list[list[Encoded]]) -> list[Tokens] | DataError:
+    def _cut(self, plan: list[Piece], encoded: list[list[Encoded]]) -> list[Tokens] | DataError:
         """Each piece's tokens up to the last trained one."""
         found = []
         for piece, (whole, *ends) in zip(plan, encoded, strict=True):
@@ -292,7 +204,7 @@ class Encoder:
             found.append(Tokens(whole.ids[:last], trained[:last]))
         return found
 
-    def _in_parts(self, piece: _Piece) -> Encoded | None:
+    def _in_parts(self, piece: Piece) -> Encoded | None:
         """The tokens where each trained span begins a text of its own, as it does for a model that answers.
 
         None where these tokens are not the same text: some tokenizers put a blank before every text.
@@ -306,7 +218,7 @@ class Encoder:
         return Encoded(joined[0], joined[1] + shifts, joined[2] + shifts) if same else None
 
 
-def _texts(piece: _Piece) -> list[str]:
+def _texts(piece: Piece) -> list[str]:
     """What is to be encoded of a piece: all of it, and the ends of its prompts."""
     return [piece.text, *(piece.text[special:end] for end, special in piece.edges)]
 
@@ -319,39 +231,24 @@ def _begins(whole: Encoded, part: Encoded, end: int, start: int) -> bool:
     return bool(at_edge) and np.array_equal(whole.ids[first:last], part.ids)
 
 
-def _moved(prompts: list[str], text: str, before: dict[str, Any]) -> tuple[str, str] | None:
-    """A prompt and the turn that `text` ends with, where what stands before the turn is not the prompt.
-
-    gpt-oss drops thoughts before tool calls as soon as there is an answer. The turn is what follows the
-    longest end of the prompt in the text. None where that does not reach back over the message before.
-    """
-    content = before.get("content") or ""
-    found = []
-    for prompt in prompts:
-        low, high = 0, len(prompt)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if prompt[-middle:] in text else (low, middle - 1)
-        shared = prompt[len(prompt) - low :]
-        if low and any(one in shared for one in (content.strip(), json.dumps(content)[1:-1])):
-            found.append((low, prompt, text[text.rindex(shared) + low :]))
-    return max(found)[1:] if found else None
-
-
-def _common(a: str, b: str) -> int:
-    """How many characters both begin with."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low
+def _shown(pieces: list[Piece]) -> tuple[str, dict[int, str]]:
+    """Without blanks: all texts, and what is said in each turn, with what opens its thought."""
+    turns: dict[int, str] = {}
+    for piece in pieces:
+        for (low, high), i in zip(piece.spans, piece.turns, strict=True):
+            turns[i] = turns.get(i, "") + squeezed(piece.text[low:high])
+    return "".join(squeezed(piece.text) for piece in pieces), turns
 
 
 def encode(
     samples: Iterable[Sample], tokenizer: Tokenizer, template: ChatTemplate | None = None
 ) -> list[list[Tokens]]:
-    """The sequences of each sample. DataError for the first one that cannot be trained on."""
-    found = Encoder(tokenizer, template or load_template(tokenizer)).encode(list(samples))
+    """The sequences of each sample.
+
+    DataError for the first one that cannot be trained on, or of which the template leaves out a thought, a
+    call, a tool or a text.
+    """
+    found = Encoder(tokenizer, template or load_template(tokenizer), strict=True).encode(list(samples))
     for one in found:
         if isinstance(one, DataError):
             raise one
@@ -371,10 +268,31 @@ def chat_prompt(
     DataError for messages that are none, that the template refuses, or that hold a special token.
     """
     template = template or load_template(tokenizer, now=True)
-    marker = Marker(tokenizer)
-    parsed = parse_messages(list(messages), "messages")
-    marker.require_text(parsed)
-    return marker.encode([template.render(parsed, tools, prompt=True, **more)])[0].ids
+    marker = Marker(tokenizer, template)
+    text = prompt_text(parse_messages(list(messages), "messages"), marker, template, tools, more)[0]
+    return marker.encode([text])[0].ids
+
+
+def prompt_text(
+    messages: list[dict[str, Any]],
+    marker: Marker,
+    template: ChatTemplate,
+    tools: list | None = None,
+    more: dict[str, Any] | None = None,
+) -> tuple[str, set[str]]:
+    """The text of parsed messages up to where the next turn begins, and fields that the template leaves out.
+
+    DataError as `chat_prompt` has it.
+    """
+    more = more or {}
+    marker.require_text(messages, tools, more)
+    text = template.render(Speller(template)(messages, tools), tools, prompt=True, **more)
+    shown = squeezed(text)
+    missing = [item for item in walk(messages, tools)[2] if not holds(shown, item.text)]
+    asked = any(message["role"] == "user" for message in messages)
+    for item in missing if asked else ():  # some templates show a system's text in the first question
+        require_asked(item, messages, f"the chat template ({template.source})")
+    return text, {item.field for item in missing if item.field != THOUGHTS}
 
 
 def turn_ends(
@@ -394,15 +312,16 @@ def turn_ends(
         name="b", description="b", parameters=dict(type="object", properties=dict(c=dict(type="string")))
     )
     given = [tools, tools or [dict(type="function", function=tool)]]
-    special = Marker(tokenizer).special.values()
+    encoder = Encoder(tokenizer, template or load_template(tokenizer))
+    special = encoder.marker.special.values()
     found: list[int] = []
     for answer, offered in zip(answers, given, strict=True):
-        try:
-            ((*_, sequence),) = encode([Conversation([asked, answer], tools=offered)], tokenizer, template)
-        except DataError:
+        (sequences,) = encoder.encode([Conversation([asked, answer], tools=offered)])
+        if isinstance(sequences, DataError):
             if not found:
-                raise
+                raise sequences
             continue
+        sequence = sequences[-1]
         # A line break that {% generation %} holds behind the end is trained, but it ends nothing.
         found += [one for one in sequence.ids[sequence.trained].tolist() if one in special][-1:]
     if not found:

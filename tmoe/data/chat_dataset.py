@@ -21,6 +21,7 @@ import hashlib
 import json
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,10 +36,12 @@ from safetensors.numpy import load_file, save_file
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
 from tmoe.data.chat import Encoder, Tokens
+from tmoe.data.chat_batch import ChatBatch
+from tmoe.data.chat_held import NULLS, tell
 from tmoe.data.chat_rows import KINDS, Kind, Row, kind_of, parse_row
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.corpus import HeldOut, Split
-from tmoe.data.dataset import Dataset, Micro, _choose_tokenizer, sources_of
+from tmoe.data.dataset import Dataset, _choose_tokenizer, sources_of
 from tmoe.data.packing import plan
 from tmoe.data.rows import read_rows
 from tmoe.data.shards import _publish
@@ -58,52 +61,8 @@ from tmoe.data.tokenizer import Carried, DataError, Tokenizer, require_ids, requ
 ChatTask = Literal["sft", "preference"]
 CHUNK = 256  # rows that are encoded together
 TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
-VERSION = 2  # of what is kept
+VERSION = 3  # of what is kept
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
-
-
-class ChatBatch(NamedTuple):
-    """What one rank consumes in one step: A micro-batches of B rows of S tokens, each of several sequences.
-
-    A preference's two sequences lie in one row: 2p of a micro-batch is the chosen answer of its pair p, and
-    2p + 1 the rejected one.
-    """
-
-    tokens_ABS: torch.Tensor
-    """int64; 0 behind a row's last sequence"""
-    targets_ABS: torch.Tensor
-    """int64: next token where that is trained, IGNORE elsewhere and at a sequence's last token"""
-    documents_ABS: torch.Tensor
-    """int64: number of the sequence within the row, from 0; what is left of the row is one more"""
-    positions_ABS: torch.Tensor
-    """int64: place of the token in its sequence, from 0"""
-    sequences_ABS: torch.Tensor
-    """int64: number of the sequence within the micro-batch, from 0; -1 for what is left of a row"""
-    numbers_AN: torch.Tensor
-    """int64: which of the data set's sequences each of a micro-batch's is (ChatDataset.sequences); -1 where
-    another micro-batch has more"""
-
-    def micros(self, device: torch.device, documents: bool) -> Iterator[Micro]:
-        """As Batch.micros; given: `sequences` [B, S], each token's, and `numbers` [n], each sequence's.
-
-        Without documents, sequences would read each other.
-        """
-        for *micro, numbers_N in zip(*self, strict=True):
-            numbers_N = numbers_N[numbers_N >= 0]
-            moved = (t.to(device, non_blocking=True) for t in (*micro, numbers_N))
-            tokens_BS, targets_BS, documents_BS, positions_BS, sequences_BS, numbers_N = moved
-            yield Micro(
-                tokens_BS,
-                targets_BS,
-                documents_BS if documents else None,
-                padding_BS=sequences_BS < 0,
-                positions_BS=positions_BS,
-                given=dict(sequences=sequences_BS, numbers=numbers_N),
-            )
-
-    def count(self) -> int:
-        """Tokens, without padding."""
-        return int((self.sequences_ABS >= 0).sum())
 
 
 class Counts(NamedTuple):
@@ -129,7 +88,14 @@ class ChatSource:
     """One split of one source: its sequences, mapped, and how they are packed into rows."""
 
     def __init__(
-        self, name: str, made: Path, seq: int, split: Split, overlong: str, told: str, pairs: bool
+        self,
+        name: str,
+        made: Path,
+        seq: int,
+        split: Split,
+        cfg: DataConfig,
+        told: str,
+        pairs: bool,
     ) -> None:
         self.name = name
         self.seq = seq
@@ -149,7 +115,9 @@ class ChatSource:
         units = np.flatnonzero((kept["splits"] == SPLITS.index(split))[:: self.of_unit])
         if not len(units):
             raise DataError(none_in_split(name, "rows", split))
-        self.units, cut, dropped = self._fit(units, kept["firsts"], overlong)
+        self.units, cut, dropped = self._fit(
+            units, kept["firsts"], cfg.overlong, cfg.skip_malformed - facts["skipped"]
+        )
         if not len(self.units):
             raise DataError(
                 f"{name}: no row of its {split} split is left to train on, of {len(units)}; raise "
@@ -179,16 +147,16 @@ class ChatSource:
         return values.reshape(-1, self.of_unit)
 
     def _fit(
-        self, units: np.ndarray, firsts: np.ndarray, overlong: str
+        self, units: np.ndarray, firsts: np.ndarray, overlong: str, skip: int
     ) -> tuple[np.ndarray, np.ndarray, int]:
         """The units that fit into a row, which sequences are cut for it, and how many units are left out.
 
-        Cut lengths are set in `lengths`.
+        Cut lengths are set in `lengths`. skip: how many pairs may be left out as equal once they are cut.
         """
         lengths = self._of_units(self.lengths)
         long = units[lengths[units].sum(1) > self.seq]
         cut = np.zeros(len(self.lengths), bool)
-        self.examples = ", ".join(self.where(int(unit) * self.of_unit) for unit in long[:NAMED])
+        self.examples = self._examples(long)
         if overlong == "error" and long.size:
             raise DataError(
                 f"{self.name}: {len(long)} rows are longer than --train.seq={self.seq}: {self.examples}; "
@@ -205,8 +173,23 @@ class ChatSource:
                     cut[i] = self.lengths[i] > most
                     self.lengths[i] = min(int(self.lengths[i]), most)
         lost = (lengths[long].sum(1) > self.seq) | (self._of_units(firsts)[long] >= lengths[long]).any(1)
-        left = np.setdiff1d(units, long[lost], assume_unique=True)
+        equal = long[self._equal_cut(long) & ~lost]
+        if len(equal) > skip:
+            raise DataError(
+                f"{self.name}: {len(equal)} pairs are equal once cut to --train.seq={self.seq}, so no answer "
+                f"is preferred: {self._examples(equal)}; raise it, say --data.overlong drop, or leave them "
+                f"out by --data.skip-malformed {len(equal)}"
+            )
+        self.equal = self._examples(equal)
+        left = np.setdiff1d(units, [*long[lost], *equal], assume_unique=True)
         return left, cut, int(lost.sum())
+
+    def _equal_cut(self, long: np.ndarray) -> np.ndarray:
+        """[long] bool: whether the two sequences of a pair are equal in their cut lengths."""
+        if self.of_unit == 1:
+            return np.zeros(len(long), bool)
+        both = ([Tokens(*self.sequence(2 * int(unit) + i)) for i in range(2)] for unit in long)
+        return np.array([_equal(*pair) for pair in both], bool)
 
     def _tell(self, told: str, facts: dict[str, Any]) -> str:
         """What the source was taken for, and what became of its rows."""
@@ -224,7 +207,12 @@ class ChatSource:
             parts.append(f"{c.dropped:,} rows {long} left out ({self.examples})")
         if c.truncated:
             parts.append(f"{c.truncated:,} sequences {long} cut")
-        return ", ".join([*parts, *([facts["malformed"]] if facts["malformed"] else [])])
+        if self.equal:
+            parts.append(f"pairs that are equal once cut left out: {self.equal}")
+        return ", ".join([*parts, *filter(None, [facts["malformed"], facts["left"]])])
+
+    def _examples(self, units: np.ndarray) -> str:
+        return ", ".join(self.where(int(unit) * self.of_unit) for unit in units[:NAMED])
 
     def where(self, sequence: int) -> str:
         """File and line, or row, of a sequence."""
@@ -367,6 +355,10 @@ def first_row(source: Survey) -> tuple[Kind, dict]:
     return kind, first
 
 
+def _equal(one: Tokens, other: Tokens) -> bool:
+    return np.array_equal(one.ids, other.ids) and np.array_equal(one.trained, other.trained)
+
+
 class _Rows:
     """One source of chat rows, about to be tokenised."""
 
@@ -393,7 +385,7 @@ class _Rows:
         made = made_once(f"chat-{self._key()}", self._make)
         told = f"{self.source.form} of {self.kind}, {self.template.source}"
         pairs = self.kind == "preference"
-        return ChatSource(self.source.name, made, seq, split, self.cfg.overlong, told, pairs)
+        return ChatSource(self.source.name, made, seq, split, self.cfg, told, pairs)
 
     def _key(self) -> str:
         """Changes when a file, tokenizer, template or a setting changes that decides about tokens."""
@@ -416,10 +408,12 @@ class _Rows:
         encoder = Encoder(self.tokenizer, self.template)
         starts, firsts, counts, rows, places = (array("q", [0] * (i == 0)) for i in range(5))
         hashes = array("Q")
+        left: Counter[str] = Counter()
         dtype = np.min_scalar_type(self.tokenizer.vocab - 1)
         with _publish(made) as folder:
             with (folder / "ids.bin").open("wb") as ids, (folder / "trained.bin").open("wb") as trained:
-                for place, row, sequences in self._encoded(encoder, skips):
+                for place, row, sequences, lacks in self._encoded(encoder, skips):
+                    left.update(lacks)
                     for one in sequences:
                         ids.write(one.ids.astype(dtype).tobytes())
                         trained.write(one.trained.tobytes())
@@ -448,17 +442,24 @@ class _Rows:
                 rows=len(hashes),
                 skipped=len(skips.found),
                 malformed=skips.tell(),
+                left=tell(left, self.template.source),
                 files=[(str(path), found.form == "JSON lines") for path, found in self.source.files],
             )
             (folder / "facts.json").write_text(json.dumps(facts))
 
-    def _encoded(self, encoder: Encoder, skips: Skips) -> Iterator[tuple[tuple[int, int], Row, list[Tokens]]]:
-        """File and line, row and sequences of every row that can be trained on; `skips` takes the others."""
+    def _encoded(
+        self, encoder: Encoder, skips: Skips
+    ) -> Iterator[tuple[tuple[int, int], Row, list[Tokens], set[str]]]:
+        """Of every row that can be trained on: file and line, row, sequences, and fields that it loses.
+
+        `skips` takes the others.
+        """
         for chunk in self._chunks(skips):
             samples = [sample for _, _, row in chunk for sample in row.samples]
-            encoded = iter(encoder.encode(samples))
+            encoded = iter(zip(encoder.encode(samples), encoder.left, strict=True))
             for where, place, row in chunk:
-                found = [next(encoded) for _ in row.samples]
+                found, lost = zip(*(next(encoded) for _ in row.samples), strict=True)
+                lacks = set().union(*lost) | ({NULLS} if row.nulls else set())
                 failed = next((one for one in found if isinstance(one, DataError)), None)
                 sequences = [s for one in found if not isinstance(one, DataError) for s in one]
                 if failed is None and self.kind == "preference" and len(sequences) != 2:
@@ -466,10 +467,14 @@ class _Rows:
                         "an answer of several turns, of which the template renders earlier ones in "
                         "another way than the last; only the last can be learned: split it"
                     )
+                if failed is None and self.kind == "preference" and _equal(*sequences):
+                    failed = DataError(
+                        "chosen and rejected are equal as the template shows them, so neither is preferred"
+                    )
                 if failed is not None:
                     skips.add(where, DataError(f"{where}: {failed}"))
                 else:
-                    yield place, row, sequences
+                    yield place, row, sequences, lacks
 
     def _chunks(self, skips: Skips) -> Iterator[list[tuple[str, tuple[int, int], Row]]]:
         """Parsed rows, CHUNK at a time, each with where it is."""

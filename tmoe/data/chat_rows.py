@@ -13,16 +13,38 @@ next: data/chat.py
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
+from tmoe.data.chat_calls import json_object, one_call
 from tmoe.data.tokenizer import DataError
 
 Kind = Literal["messages", "conversations", "prompt/completion", "preference"]
 KINDS = "messages, prompt and completion, or (prompt,) chosen and rejected"
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # names that other collections have for the same
-SAME_ROLE = dict(human="user", gpt="assistant", model="assistant", bot="assistant", observation="tool")
+SAME_ROLE = dict(
+    human="user",
+    gpt="assistant",
+    model="assistant",
+    bot="assistant",
+    chatgpt="assistant",
+    observation="tool",
+    function="tool",
+    tool_response="tool",
+    function_response="tool",
+    ipython="tool",
+)
+# roles of turns that are JSON of one call or of several
+CALLS = ("function_call", "tool_call", "tool_calls")
+# fields by which a message says whether it is trained, and those that do not say it clearly
+TRAINS = ("weight", "train", "training", "trainable", "loss")
+UNCLEAR = ("mask", "masked", "loss_mask", "train_mask", "loss_weight", "label", "train_detail")
+# fields of a row that change what it means, or that no text holds
+TURNS_ROUND = (*TRAINS, *UNCLEAR, "labels", "weights", "sample_weight")
+NO_TEXT = ("images", "image", "videos", "audios", "history")
 # what a template is given of the row and by who renders it, and so not by chat_template_kwargs
 TAKEN = "messages", "tools", "documents", "prompt", "add_generation_prompt", "self"
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -61,6 +83,8 @@ class Row(NamedTuple):
     samples: tuple[Sample, ...]
     key: str
     """of the prompt: decides whether the row is held out"""
+    nulls: int = 0
+    """fields of calls and tools that are null, and so left out, where a file may hold them on purpose"""
 
 
 def kind_of(row: dict) -> Kind | None:
@@ -83,7 +107,9 @@ def _answer(row: dict) -> Any:
 def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
     """A row of this kind. DataError that names `where` and the field, for one that is not.
 
-    sparse: whether a missing field reads as null, as in parquet.
+    Fields that are null are not there: a data set of Arrow gives every object the fields of all others, and
+    keeps them in whatever file it is written to. sparse: whether that is so for sure, as in parquet; else
+    the nulls of calls and tools are counted.
     """
     if not isinstance(row, dict):
         raise DataError(f"{where}: needs an object with fields for {KINDS}; here is {type(row).__name__}")
@@ -93,30 +119,35 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         raise DataError(
             f"{where}: the source's first row has {kind}, this one has not; its fields are: {fields}"
         )
-    row = _without_nulls(row) if sparse else row
+    nulls = 0 if sparse else sum(map(_nulls, _calls_and_tools(row)))
+    row = _without_nulls(row)
+    _require_meaning(row, where, kind)
     tools, more = parse_given(row, where)
 
     def conversation(messages: list[dict], first: int) -> Conversation:
         return Conversation(messages, first, tools, more)
 
     if kind in ("messages", "conversations"):
-        messages = parse_messages(row[kind], f"{where}: {kind}")
+        messages = parse_messages(row.get(kind), f"{where}: {kind}")
+        messages = _with_system(row, messages, where)
         sample = conversation(messages, 0)
         if not sample.turns:
             raise DataError(f"{where}: {kind}: no turn of the assistant to learn")
-        return Row((sample,), _key(messages[: sample.turns[0]], messages))
+        return Row((sample,), _key(messages[: sample.turns[0]], messages), nulls)
     if kind == "prompt/completion":
         field = "completion" if "completion" in row else "response"
         answers = (field,)
     else:
         answers = ("chosen", "rejected")
-        if row["chosen"] == row["rejected"]:
+        if row.get("chosen") == row.get("rejected"):
             raise DataError(f"{where}: chosen and rejected are equal, so neither is preferred")
-    given = [row.get("prompt"), *(row[field] for field in answers)]
+    given = [row.get("prompt"), *(row.get(field) for field in answers)]
     if kind == "prompt/completion" or row.get("prompt") is not None:
         texts = [one for one in given if isinstance(one, str)]
         if len(texts) == len(given):
             prompt, *texts = texts
+            if row.get("system"):
+                raise DataError(f"{where}: system: a prompt that is text has no place for it; give messages")
             for field, text in zip(answers, texts, strict=True):
                 if not text:
                     raise DataError(f"{where}: {field}: is empty, so there is nothing to learn")
@@ -124,18 +155,72 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         prompt = _turns(row["prompt"], f"{where}: prompt", "user")
     else:
         prompt = None
-    parsed = [_turns(row[field], f"{where}: {field}", "assistant") for field in answers]
+    parsed = [_turns(row.get(field), f"{where}: {field}", "assistant") for field in answers]
+    if prompt is not None:
+        prompt = _with_system(row, prompt, where)
+    elif row.get("system"):
+        parsed = [_with_system(row, one, where) for one in parsed]
     samples = _after(prompt, parsed, where)
-    return Row(tuple(conversation(*one) for one in samples), _key(samples[0][0][: samples[0][1]], given))
+    key = _key(samples[0][0][: samples[0][1]], given)
+    return Row(tuple(conversation(*one) for one in samples), key, nulls)
+
+
+def _require_meaning(row: dict, where: str, kind: Kind) -> None:
+    """DataError for a field that turns a row's meaning round, or holds what is no text."""
+    if kind == "prompt/completion" and "label" in row:
+        raise DataError(
+            f"{where}: label={row['label']!r}: rows of prompt, completion and label say whether an answer is "
+            "good, and all would be trained as good ones; valid: the rows whose label is true, without it"
+        )
+    for name in TURNS_ROUND:
+        value = row.get(name)
+        if value is None or value is True or (name in TRAINS and value == 1):
+            continue
+        if name == "label" and not isinstance(value, bool | list):
+            continue  # a class, as many data sets have it
+        do = "leave out the rows that are not to be trained, and the field"
+        raise DataError(f"{where}: {name}={value!r:.40}: a row is trained as it is; {do}")
+    if found := next((name for name in NO_TEXT if row.get(name)), None):
+        raise DataError(f"{where}: {found}: only messages and texts can be trained on; leave the field out")
+
+
+def _with_system(row: dict, messages: list[dict], where: str) -> list[dict]:
+    """Messages behind the row's own "system", which LLaMA-Factory's and ToolACE's rows have."""
+    told = row.get("system")
+    if not told:
+        return messages
+    if not isinstance(told, str):
+        raise DataError(f"{where}: system: {type(told).__name__}; must be text")
+    if messages[0]["role"] == "system":
+        if messages[0]["content"] == told:
+            return messages
+        raise DataError(f"{where}: system: there is another system message; keep one of them")
+    return [dict(role="system", content=told), *messages]
 
 
 def parse_given(row: dict, where: str) -> tuple[list | None, dict[str, Any]]:
-    """What a row gives a template beside messages: tools and chat_template_kwargs. DataError for others."""
-    tools = _json(row.get("tools"), f"{where}: tools", list)
+    """What a row gives a template beside messages: tools and chat_template_kwargs. DataError for others.
+
+    Tools are as OpenAI has them, {"type": "function", "function": {...}}, whatever the row leaves out of it.
+    """
+    field = "tools" if row.get("tools") is not None else "functions"
+    tools = _json(_without_nulls(row.get(field)), f"{where}: {field}", list) or []
+    tools = [_tool(one, f"{where}: {field}[{i}]") for i, one in enumerate(tools)]
     more = _json(row.get("chat_template_kwargs"), f"{where}: chat_template_kwargs", dict) or {}
     if taken := [name for name in TAKEN if name in more]:
         raise DataError(f"{where}: chat_template_kwargs: {', '.join(taken)}: not from there; leave it out")
     return tools or None, more
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    tool = _json(tool, where, dict) or {}
+    if "function" not in tool and "name" in tool:
+        tool = dict(type="function", function={name: one for name, one in tool.items() if name != "type"})
+    function = tool.get("function")
+    if isinstance(function, dict) and isinstance(function.get("parameters"), str):
+        parameters = json_object(function["parameters"], f"{where}: parameters")
+        tool = tool | dict(function=function | dict(parameters=parameters))
+    return tool
 
 
 def _turns(value: Any, where: str, role: str) -> list[dict]:
@@ -179,44 +264,90 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     """One message as templates read it. DataError for what a template would leave out in silence."""
     if not isinstance(value, dict):
         raise DataError(f'{where}: needs {{"role": ..., "content": ...}}; here is {type(value).__name__}')
-    # A field that is null is not there: templates ask `"tool_calls" in message`. Some ask whether content is.
-    message = {name: one for name, one in value.items() if one is not None or name == "content"}
+    # A field that is null is not there: templates ask `"tool_calls" in message`.
+    message = {name: _without_nulls(one) for name, one in value.items() if one is not None}
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
         message["content"] = message.pop("value", None)
     role = message.get("role")
+    if role in CALLS:
+        role = "assistant"
+        message["tool_calls"] = _said_calls(message.pop("content", None), where)
     role = SAME_ROLE.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise DataError(f"{where}: role {role!r}; valid: {', '.join((*ROLES, *SAME_ROLE))}")
+        raise DataError(f"{where}: role {role!r}; valid: {', '.join((*ROLES, *SAME_ROLE, *CALLS))}")
     message["role"] = role
-    calls = message.get("tool_calls")
-    if calls is not None:
-        message["tool_calls"] = calls = _json(calls, f"{where}: tool_calls", list)
-        for call in calls:
-            called = call.get("function", call) if isinstance(call, dict) else None
-            if not (isinstance(called, dict) and isinstance(called.get("name"), str)):
-                valid = 'must be {"function": {"name": ..., "arguments": ...}}'
-                raise DataError(f"{where}: tool_calls: {valid}; here is {call!r:.80}")
-        if not calls:
-            del message["tool_calls"]
+    if "function_call" in message:
+        message["tool_calls"] = [message.pop("function_call")]
+    calls = _calls(message.pop("tool_calls", None), where)
+    if role == "assistant" and isinstance(message.get("content"), list):
+        _take_thoughts(message)
     content = _content(message.get("content"), where)
-    if "content" in message:
-        message["content"] = content
     if content is None and not calls:
         raise DataError(f"{where}: no content" + (" and no tool_calls" if role == "assistant" else ""))
-    if message.get("weight", 1) not in (0, 1):
-        raise DataError(f"{where}: weight {message['weight']!r}: must be 0 or 1")
+    message["content"] = content or ""
+    if calls:
+        message["tool_calls"] = calls
+    if not _learned(message, where):
+        message["weight"] = 0
     if reasoning := next((message[name] for name in REASONING if message.get(name)), None):
         if not isinstance(reasoning, str):
             raise DataError(f"{where}: {type(reasoning).__name__} as reasoning; must be text")
-        message |= dict(reasoning_content=reasoning, thinking=reasoning)
+        message |= dict.fromkeys(REASONING[:2], reasoning)
+        message.pop(REASONING[2], None)
     return message
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls as OpenAI writes them, but with their arguments as objects. DataError for what is none."""
+    calls = _json(calls, f"{where}: tool_calls", list) or []
+    for call in calls:
+        called = call.get("function", call) if isinstance(call, dict) else None
+        if not (isinstance(called, dict) and isinstance(called.get("name"), str)):
+            valid = 'must be {"function": {"name": ..., "arguments": ...}}'
+            raise DataError(f"{where}: tool_calls: {valid}; here is {call!r:.80}")
+    return [one_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
+
+
+def _said_calls(said: Any, where: str) -> list[dict[str, Any]]:
+    """The calls of a turn whose text is JSON of one or of several, as ShareGPT's function_call has it."""
+    found = said
+    if isinstance(said, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(said)
+    found = [found] if isinstance(found, dict) else found
+    if not isinstance(found, list) or not found:
+        raise DataError(f'{where}: a call must be JSON of {{"name", "arguments"}}; here is {said!r:.80}')
+    return found
+
+
+def _learned(message: dict[str, Any], where: str) -> bool:
+    """Whether the message is trained, where it is the assistant's; takes the fields that say so away."""
+    told = {name: message.pop(name) for name in (*TRAINS, *UNCLEAR) if name in message}
+    if unclear := [name for name in told if name in UNCLEAR]:
+        raise DataError(f'{where}: {unclear[0]}: not known here; "weight": 0 leaves a turn out, 1 trains it')
+    for name, value in told.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise DataError(f"{where}: {name} {value!r}: must be 0 or 1")
+        if value and message["role"] != "assistant":
+            raise DataError(f"{where}: {name} {value!r}: only turns of the assistant are trained")
+    if len({bool(value) for value in told.values()}) > 1:
+        raise DataError(f"{where}: {', '.join(told)}: one says that it is trained, another that it is not")
+    return all(told.values())
+
+
+def _take_thoughts(message: dict[str, Any]) -> None:
+    """Parts of content that are thoughts become its reasoning."""
+    thoughts = [one for one in message["content"] if isinstance(one, dict) and one.get("type") == "thinking"]
+    if thoughts and all(isinstance(one.get("thinking"), str) for one in thoughts):
+        message["reasoning_content"] = "".join(one["thinking"] for one in thoughts)
+        message["content"] = [one for one in message["content"] if one not in thoughts]
 
 
 def _content(content: Any, where: str) -> str | None:
     """Text of a message; a list of text parts as one text, which many templates would leave out."""
     if isinstance(content, list):
-        parts = [one.get("text") if isinstance(one, dict) else None for one in content]
+        parts = [one.get("text") if isinstance(one, dict) else one for one in content]
         if not all(isinstance(part, str) for part in parts):
             kinds = sorted({str(one.get("type")) if isinstance(one, dict) else "?" for one in content})
             raise DataError(f"{where}: content of parts {', '.join(kinds)}; only text can be trained on")
@@ -240,11 +371,27 @@ def _json(value: Any, where: str, kind: type) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without fields that are null: parquet gives every object the fields of all others."""
+    """Without fields that are null; items of lists stay, for Arrow adds none."""
     if isinstance(value, dict):
-        kept = (name for name, one in value.items() if one is not None or name == "content")
-        return {name: _without_nulls(value[name]) for name in kept}
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _calls_and_tools(row: dict) -> Iterator[Any]:
+    """The parts of a row in which a null may be meant."""
+    yield row.get("tools")
+    for name in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
+        for message in row[name] if isinstance(row.get(name), list) else ():
+            for call in (message.get("tool_calls") if isinstance(message, dict) else None) or ():
+                called = call.get("function") if isinstance(call, dict) else None
+                yield called.get("arguments") if isinstance(called, dict) else None
+
+
+def _nulls(value: Any) -> int:
+    """How many fields within a value are null."""
+    if isinstance(value, dict):
+        return sum(1 if one is None else _nulls(one) for one in value.values())
+    return sum(map(_nulls, value)) if isinstance(value, list) else 0
 
 
 def _key(prompt: Any, whole: Any) -> str:

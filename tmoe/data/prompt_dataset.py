@@ -12,6 +12,7 @@ next: post/grpo.py
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ import numpy as np
 import torch
 
 from tmoe.config.run import Config
-from tmoe.data.chat import Marker, turn_end
+from tmoe.data.chat import Marker, prompt_text, turn_end
+from tmoe.data.chat_held import tell
 from tmoe.data.chat_rows import parse_given, parse_messages
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.corpus import HeldOut, Split
@@ -154,19 +156,21 @@ def _open(
     source = survey(name)
     require_rows(source, f"of {ROW}")
     skips = Skips(cfg.data.skip_malformed)
-    marker = Marker(tokenizer)
+    marker = Marker(tokenizer, template)
+    left: Counter[str] = Counter()
     rows: list[tuple[str, dict[str, Any], str]] = []
     for path, found in source.files:
         for where, row, error, _ in read_rows(path, found, ""):
             try:
                 if error is not None:
                     raise error
-                text = _text(row, where, marker, template)
+                text, lacks = _text(row, where, marker, template)
                 try:
                     judge(text, row)
                 except ValueError as wrong:
                     raise DataError(f"{where}: {wrong}") from None
                 rows.append((where, row, text))
+                left.update(lacks)
             except DataError as wrong:
                 skips.add(where, wrong)
     if not rows:
@@ -196,20 +200,24 @@ def _open(
     parts = [f"{source.form}, {len(rows):,} prompts, {len(prompts):,} to {split}"]
     if long:
         parts.append(f"{len(long):,} longer than {sizes} left out ({shown})")
-    return PromptSource(name, prompts, cfg, ", ".join([*parts, *filter(None, [skips.tell()])]))
+    parts += filter(None, [skips.tell(), tell(left, template.source)])
+    return PromptSource(name, prompts, cfg, ", ".join(parts))
 
 
-def _text(row: Any, where: str, marker: Marker, template: ChatTemplate) -> str:
-    """What the model is given of a row. DataError that names `where` for a row that asks nothing."""
+def _text(row: Any, where: str, marker: Marker, template: ChatTemplate) -> tuple[str, set[str]]:
+    """What the model is given of a row, and fields that the template leaves out.
+
+    DataError that names `where` for a row that asks nothing.
+    """
+    lacks: set[str] = set()
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if isinstance(prompt, str) and prompt:
-        text = marker.opening + prompt
+        text = prompt if prompt.startswith(marker.opening) else marker.opening + prompt
     elif isinstance(prompt, list) and prompt:
         messages = parse_messages(prompt, f"{where}: prompt")
         tools, more = parse_given(row, where)
         try:
-            marker.require_text(messages)
-            text = template.render(messages, tools, prompt=True, **more)
+            text, lacks = prompt_text(messages, marker, template, tools, more)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
     else:
@@ -221,4 +229,4 @@ def _text(row: Any, where: str, marker: Marker, template: ChatTemplate) -> str:
     except UnicodeEncodeError as error:
         bad = f"{text[error.start]!r} at {error.start}"
         raise DataError(f"{where}: prompt: is no Unicode text: {bad}, {error.reason}") from None
-    return text
+    return text, lacks

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tmoe.data.chat import Encoder, Tokens
 from tmoe.data.chat_dataset import first_row
+from tmoe.data.chat_held import NULLS
 from tmoe.data.chat_rows import parse_row
 from tmoe.data.chat_template import load_template
 from tmoe.data.rows import read_rows
@@ -43,10 +44,8 @@ def show(show: str, *, tokenizer: str = "bytes", chat_template: str | None = Non
             "trained tokens are ", ("green", TRAINED) if coloured else "in ⟦ ⟧", "; what is not, plain"
         )
     )
-    found = (
-        one for path, file in source.files for one in ((file, *row) for row in read_rows(path, file, ""))
-    )
-    for file, where, value, error, _ in itertools.islice(found, max(rows, 0)):
+    read = (one for path, file in source.files for one in ((file, *row) for row in read_rows(path, file, "")))
+    for file, where, value, error, _ in itertools.islice(read, max(rows, 0)):
         try:
             if error is not None:
                 raise error
@@ -55,7 +54,9 @@ def show(show: str, *, tokenizer: str = "bytes", chat_template: str | None = Non
             console.print(Text(f"\n{wrong}", "red"))
             continue
         parts = ("chosen", "rejected") if kind == "preference" else ("",)
-        for part, sequences in zip(parts, encoder.encode(row.samples), strict=True):
+        found = encoder.encode(row.samples)
+        lacks = set().union(*encoder.left) | ({NULLS} if row.nulls else set())
+        for part, sequences in zip(parts, found, strict=True):
             if isinstance(sequences, DataError):
                 console.print(Text(f"\n{where}: {sequences}", "red"))
                 continue
@@ -65,6 +66,8 @@ def show(show: str, *, tokenizer: str = "bytes", chat_template: str | None = Non
                 head = f"{where}{f' {part}' if part else ''}{of}: {len(one.ids)} tokens, {trained} trained"
                 console.print(Text(f"\n{head}", "bold"))
                 console.print(coloured_text(one, chosen, coloured))
+        if lacks:
+            console.print(Text(f"{where}: left out by the template: {', '.join(sorted(lacks))}", "yellow"))
 
 
 TRAINED = "bold green"

@@ -1,0 +1,57 @@
+"""A step's packed conversations or preferences, as tensors.
+
+next: data/chat_dataset.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from tmoe.data.dataset import Micro
+
+
+class ChatBatch(NamedTuple):
+    """What one rank consumes in one step: A micro-batches of B rows of S tokens, each of several sequences.
+
+    A preference's two sequences lie in one row: 2p of a micro-batch is the chosen answer of its pair p, and
+    2p + 1 the rejected one.
+    """
+
+    tokens_ABS: torch.Tensor
+    """int64; 0 behind a row's last sequence"""
+    targets_ABS: torch.Tensor
+    """int64: next token where that is trained, IGNORE elsewhere and at a sequence's last token"""
+    documents_ABS: torch.Tensor
+    """int64: number of the sequence within the row, from 0; what is left of the row is one more"""
+    positions_ABS: torch.Tensor
+    """int64: place of the token in its sequence, from 0"""
+    sequences_ABS: torch.Tensor
+    """int64: number of the sequence within the micro-batch, from 0; -1 for what is left of a row"""
+    numbers_AN: torch.Tensor
+    """int64: which of the data set's sequences each of a micro-batch's is (ChatDataset.sequences); -1 where
+    another micro-batch has more"""
+
+    def micros(self, device: torch.device, documents: bool) -> Iterator[Micro]:
+        """As Batch.micros; given: `sequences` [B, S], each token's, and `numbers` [n], each sequence's.
+
+        Without documents, sequences would read each other.
+        """
+        for *micro, numbers_N in zip(*self, strict=True):
+            numbers_N = numbers_N[numbers_N >= 0]
+            moved = (t.to(device, non_blocking=True) for t in (*micro, numbers_N))
+            tokens_BS, targets_BS, documents_BS, positions_BS, sequences_BS, numbers_N = moved
+            yield Micro(
+                tokens_BS,
+                targets_BS,
+                documents_BS if documents else None,
+                padding_BS=sequences_BS < 0,
+                positions_BS=positions_BS,
+                given=dict(sequences=sequences_BS, numbers=numbers_N),
+            )
+
+    def count(self) -> int:
+        """Tokens, without padding."""
+        return int((self.sequences_ABS >= 0).sum())

@@ -1,0 +1,191 @@
+"""Which strings of a conversation its rendered text holds: what a template leaves out, and marks it adds.
+
+Two looks find what is missing. A shadow of the conversation, with a nonce for every string, is rendered as
+the conversation is: it shows which fields a template writes. Then every string of the row is looked for, as
+it is, or as JSON escapes it, without regard to blanks, which templates strip: it shows what a template cuts
+out of a text. The first look is for short strings, which other words may hold. Shadows are few: rows have
+few shapes.
+
+next: data/chat.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tmoe.data.tokenizer import DataError
+
+# A thought within the text of an answer, as many rows have it: <think>, its text, </think> and the answer.
+INLINE = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
+THOUGHTS, CALLS, TOOLS = "reasoning_content", "tool_calls", "tools"
+NULLS = "arguments and tools that are null"
+SAME_THOUGHT = ("thinking", "reasoning")
+PASSED = ("role", "weight", *SAME_THOUGHT)
+NUMBER = 7070707
+Replace = Callable[[str], str]
+
+
+class Item(NamedTuple):
+    """A string of a conversation."""
+
+    message: int
+    """-1: of the tools"""
+    field: str
+    text: str
+
+    @property
+    def content(self) -> bool:
+        """Whether it is what the conversation says, and no name or id."""
+        return self.field in ("content", THOUGHTS, CALLS, TOOLS)
+
+
+def walk(
+    messages: list[dict[str, Any]], tools: list | None, replace: Replace = str
+) -> tuple[list[dict[str, Any]], list | None, list[Item]]:
+    """A copy with every string replaced, and the new strings. Calls are as `objects` gives them."""
+    items: list[Item] = []
+    copies = []
+    for i, message in enumerate(messages):
+        copy = {}
+        for name, value in message.items():
+            if name in PASSED:
+                copy[name] = value
+            elif name == "content" and message["role"] == "assistant" and isinstance(value, str):
+                copy[name] = _answer(i, value, replace, items)
+            elif name == CALLS:
+                copy[name] = [_call(i, call, replace, items) for call in value]
+            else:
+                copy[name] = _leaves(value, i, name, replace, items)
+        for name in (name for name in SAME_THOUGHT if name in message and THOUGHTS in copy):
+            copy[name] = copy[THOUGHTS]
+        copies.append(copy)
+    if tools:
+        tools = [_tool(tool, replace, items) for tool in tools]
+    return copies, tools, items
+
+
+def _answer(i: int, text: str, replace: Replace, items: list[Item]) -> str:
+    found = INLINE.fullmatch(text)
+    if not found:
+        return _leaves(text, i, "content", replace, items)
+    begins, thought, ends, answer = found.groups()
+    thought = _leaves(thought, i, THOUGHTS, replace, items)
+    return begins + thought + ends + _leaves(answer, i, "content", replace, items)
+
+
+def _call(i: int, call: dict[str, Any], replace: Replace, items: list[Item]) -> dict[str, Any]:
+    copy = {
+        name: value if name == "type" else _leaves(value, i, f"{CALLS}: {name}", replace, items)
+        for name, value in call.items()
+        if name != "function"
+    }
+    function = {
+        name: _leaves(
+            value, i, CALLS if name in ("name", "arguments") else f"{CALLS}: {name}", replace, items
+        )
+        for name, value in call["function"].items()
+    }
+    return copy | dict(function=function)
+
+
+def _tool(tool: Any, replace: Replace, items: list[Item]) -> Any:
+    """Names and descriptions: templates write types in words of their own."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    copy = dict(function)
+    for name, field in (("name", TOOLS), ("description", f"{TOOLS}: description")):
+        if isinstance(copy.get(name), str):
+            copy[name] = _leaves(copy[name], -1, field, replace, items)
+    parameters = copy.get("parameters")
+    if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
+        shown = {
+            _leaves(name, -1, f"{TOOLS}: parameters", replace, items): _described(one, replace, items)
+            for name, one in parameters["properties"].items()
+        }
+        copy["parameters"] = parameters | dict(properties=shown)
+    return tool | dict(function=copy) if "function" in tool else copy
+
+
+def _described(one: Any, replace: Replace, items: list[Item]) -> Any:
+    if isinstance(one, dict) and isinstance(one.get("description"), str):
+        text = _leaves(one["description"], -1, f"{TOOLS}: description", replace, items)
+        return one | dict(description=text)
+    return one
+
+
+def _leaves(value: Any, i: int, field: str, replace: Replace, items: list[Item]) -> Any:
+    """A copy of a nested value, whose strings and keys are replaced and listed."""
+    if isinstance(value, str):
+        new = replace(value) if value.strip() else value
+        if new.strip():
+            items.append(Item(i, field, new))
+        return new
+    if isinstance(value, dict):
+        return {
+            _leaves(str(key), i, field, replace, items): _leaves(one, i, field, replace, items)
+            for key, one in value.items()
+        }
+    if isinstance(value, list):
+        return [_leaves(one, i, field, replace, items) for one in value]
+    if isinstance(value, int | float) and not isinstance(value, bool) and replace is not str:
+        return type(value)(NUMBER)
+    return value
+
+
+def shadow(
+    messages: list[dict[str, Any]], tools: list | None
+) -> tuple[list[dict[str, Any]], list | None, list[Item]]:
+    """The conversation with a nonce for every string: nine letters and digits, as Mistral wants ids."""
+    numbers: dict[str, str] = {}
+    ids = {call.get("id") for message in messages for call in message.get(CALLS) or []} - {None}
+
+    def nonce(text: str) -> str:
+        if text in ids and text in numbers:  # a result names its call
+            return numbers[text]
+        return numbers.setdefault(text if text in ids else f"{len(numbers)} {text}", f"z{len(numbers):07}z")
+
+    return walk(messages, tools, nonce)
+
+
+def require_asked(item: Item, messages: list[dict[str, Any]], source: str) -> None:
+    """DataError where the string that `source` lacks is a text to answer, of whatever role."""
+    if item.message >= 0 and item.field == "content" and messages[item.message]["role"] != "assistant":
+        role, text = messages[item.message]["role"], item.text[:40]
+        where = f"messages[{item.message}]"
+        raise DataError(f"{where}: {source} leaves out the role {role!r}, or a part of its text: {text!r}")
+
+
+def squeezed(text: str) -> str:
+    """Without blanks, which templates strip and add."""
+    return "".join(text.split())
+
+
+def holds(text: str, string: str) -> bool:
+    """Whether a squeezed text holds a string, as it is or as JSON escapes it."""
+    if squeezed(string) in text:
+        return True
+    escaped = (json.dumps(string.strip(), ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
+    return any(squeezed(one) in text for one in escaped)
+
+
+def as_python(value: Any, text: str) -> Any:
+    """An object or list within a call's arguments that a squeezed text shows in Python's form; else None."""
+    if isinstance(value, dict | list) and value:
+        for one in value.values() if isinstance(value, dict) else value:
+            if (found := as_python(one, text)) is not None:
+                return found
+        forms = (json.dumps(value, ensure_ascii=ascii_only) for ascii_only in (False, True))
+        if squeezed(repr(value)) in text and not any(squeezed(form) in text for form in forms):
+            return value
+    return None
+
+
+def tell(left: Counter[str], source: str) -> str:
+    """What a template leaves out, of how many rows; "" for nothing. left: rows by field."""
+    parts = [f"{field} in {count:,} row{'s' * (count > 1)}" for field, count in sorted(left.items())]
+    return f"left out by the chat template ({source}): {', '.join(parts)}" if parts else ""

@@ -1,0 +1,114 @@
+"""Ids of a text in which special tokens are written out by name, and the check that no row forges one.
+
+next: data/chat_pieces.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tmoe.data.chat_template import CLOSE, OPEN, ChatTemplate
+from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
+
+
+class Encoded(NamedTuple):
+    """Ids of a text, and from which to which character each goes."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+class Marker:
+    """Encodes what a template rendered, in which special tokens are written out by name."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
+        """template: its marks of turns may be words of the vocabulary that are not special, as DeepSeek's."""
+        self.plain = tokenizer
+        words: list[str] = []
+        if isinstance(tokenizer, JsonTokenizer):
+            self._tokenizer = tokenizer.marked()
+            added = self._tokenizer.get_added_tokens_decoder().items()
+            self.special = {token.content: number for number, token in added if token.special}
+            words = [token.content for _, token in added if not token.special and token.content.strip()]
+            self.opening = tokenizer.opening
+        else:
+            self._tokenizer = None
+            self.special = {tokenizer.decode([tokenizer.eos]): tokenizer.eos}
+            self.opening = ""
+        longest_first = sorted((text for text in self.special if text), key=len, reverse=True)
+        self.names = re.compile("|".join(map(re.escape, [*longest_first, OPEN, CLOSE])))
+        known = {*self.special, *words}
+        paired = {text for text in known if text.replace("</", "<", 1) in known - {text}}
+        self.closers = paired - {tokenizer.decode([tokenizer.eos])}
+        """special tokens that end a part of a turn, as </tool_call>, which <tool_call> begins"""
+
+        shown = _turns(template) if template and words else ""
+        openers = {text.replace("</", "<", 1) for text in paired}
+        turns = [text for text in words if text in shown and text not in paired | openers]
+        forged = sorted((text for text in [*self.special, *turns] if text), key=len, reverse=True)
+        self.forged = re.compile("|".join(map(re.escape, [*forged, OPEN, CLOSE])))
+        """what no string of a row may hold: special tokens, and the words by which turns begin"""
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Each text's tokens. UnicodeError for a lone surrogate."""
+        raw = [text.encode() for text in texts]
+        if self._tokenizer is None:
+            return [_of_bytes(one) for one in raw]
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        dtype = np.uint16 if self.plain.vocab <= 1 << 16 else np.uint32
+        found = []
+        for encoding in encodings:
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            found.append(Encoded(np.array(encoding.ids, dtype), offsets[:, 0], offsets[:, 1]))
+        return found
+
+    def require_text(
+        self, messages: Sequence[dict[str, Any]], tools: list | None = None, more: dict | None = None
+    ) -> None:
+        """DataError where a string of a row holds a special token, which would end a turn or begin another.
+
+        Every string: contents, thoughts, calls with keys and nested values, names, ids, tools, and more,
+        what else the row gives the template.
+        """
+        given = [(f"messages[{i}]: ", message) for i, message in enumerate(messages)]
+        for start, value in (*given, ("tools", tools), ("chat_template_kwargs", more)):
+            for place, text in _strings(value, ""):
+                if found := self.forged.search(text):
+                    shown = start + (place.removeprefix(".") if start.endswith(" ") else place)
+                    mark = f"{found.group()!r}, which the tokenizer would take for a mark of its own"
+                    raise DataError(f"{shown} holds {mark}")
+
+
+def _turns(template: ChatTemplate) -> str:
+    """Two turns as the template writes them, and the beginning of a third, as far as it takes these."""
+    asked, said = dict(role="user", content="a"), dict(role="assistant", content="b")
+    found = []
+    for messages in ([asked], [asked, said, asked], [dict(role="system", content="c"), asked]):
+        with suppress(DataError):
+            found.append(template.render(messages))
+    return "".join(found)
+
+
+def _strings(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Every string within a value, keys among them, with where it is."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield f"{place}: a key", str(name)
+            yield from _strings(one, f"{place}.{name}")
+    elif isinstance(value, list):
+        for i, one in enumerate(value):
+            yield from _strings(one, f"{place}[{i}]")
+
+
+def _of_bytes(raw: bytes) -> Encoded:
+    ids = np.frombuffer(raw, np.uint8)
+    characters = np.cumsum((ids & 0xC0) != 0x80) - 1
+    return Encoded(ids, characters, characters + 1)

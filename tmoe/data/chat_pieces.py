@@ -1,0 +1,239 @@
+"""Which texts a conversation becomes, and which parts of these are trained.
+
+next: data/chat.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from tmoe.data.chat_held import CALLS, INLINE, THOUGHTS, holds, squeezed
+from tmoe.data.chat_marks import Marker
+from tmoe.data.chat_rows import Conversation
+from tmoe.data.chat_spelling import Speller
+from tmoe.data.chat_template import ChatTemplate
+from tmoe.data.tokenizer import DataError
+
+# What ends a generation prompt that opens a thought: <think>, <seed:think>, [THINK].
+OPENED = re.compile(r"(<(\w[\w:]*)>|\[([A-Z]+)\])(\n*)\Z")
+
+
+class Piece(NamedTuple):
+    """A text that becomes one sequence, and the spans of it that are trained."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    turns: list[int] = []  # noqa: RUF012
+    """the message that each span is of"""
+    edges: list[tuple[int, int]] = []  # noqa: RUF012
+    """where a prompt ends, and where its last special token begins: a model answers behind the tokens of the
+    prompt alone, and tokens never reach over a special one"""
+
+
+class Pieces:
+    """Renders conversations, whose calls are as `objects` gives them."""
+
+    def __init__(self, marker: Marker, template: ChatTemplate) -> None:
+        self.marker = marker
+        self.template = template
+        self.spell = Speller(template)
+
+    def __call__(self, sample: Conversation) -> list[Piece]:
+        """Its texts: one, or several where earlier turns are shown in another way than the last.
+
+        DataError for what the template refuses, and for turns that no model could say.
+        """
+        return self._by_tags(sample) if self.template.marks else self._by_prefixes(sample)
+
+    def _by_tags(self, sample: Conversation) -> list[Piece]:
+        """What {% generation %} says of each turn as it is when it is last."""
+        messages, _, tools, more = sample
+        texts: dict[int, str] = {}
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for i in sample.turns:
+            texts[i], found = self._render(messages[: i + 1], tools, more)
+            before, earlier = self._render(messages[:i], tools, more) if i else ("", [])
+            behind = len(before) if texts[i].startswith(before) else 0
+            found = found[0 if behind else len(earlier) :]
+            spans[i] = [(low, high) for low, high in found if low >= behind and low < high]
+            self._require_end(texts[i], spans[i], i)
+        pieces = []
+        left = list(sample.turns)
+        while left:
+            whole = texts[left[-1]]
+            here = [i for i in left if not spans[i] or whole.startswith(texts[i][: spans[i][-1][1]])]
+            here = here or left[-1:]
+            of_turns = [(span, i) for i in here for span in spans[i]]
+            pieces.append(Piece(whole, [span for span, _ in of_turns], [i for _, i in of_turns]))
+            left = [i for i in left if i not in here]
+        return pieces[::-1]
+
+    def _require_end(self, text: str, spans: list[tuple[int, int]], i: int) -> None:
+        """DataError where what is trained of a turn does not end in a special token."""
+        if not spans:
+            return  # the error is that nothing of it is trained
+        low, high = spans[-1]
+        shown = text[low:high].rstrip()
+        ends = [found.group() for found in self.marker.names.finditer(shown) if found.end() == len(shown)]
+        if not ends or ends[-1] in self.marker.closers:
+            raise DataError(
+                f"messages[{i}]: {{% generation %}} of the chat template ({self.template.source}) "
+                f"leaves out the token that ends the turn, so no answer would ever end: {shown[-30:]!r}; put "
+                "it in front of {% endgeneration %}, or name another template with --data.chat-template"
+            )
+
+    def _by_prefixes(self, sample: Conversation) -> list[Piece]:
+        """A turn is what follows its generation prompt."""
+        messages, _, tools, more = sample
+        prompts = {}
+        texts = {}
+        for i in sample.turns:
+            texts[i] = self._closed(messages[: i + 1], tools, more)
+            # The longest of what a generation prompt may supply: without thinking, an empty thought.
+            offered = [
+                self._render(messages[:i], tools, more | variant, prompt=True)[0]
+                for variant in self.template.variants
+            ]
+            prompts[i], texts[i] = self._behind(offered, texts[i], messages, i)
+        pieces = []
+        left = list(sample.turns)
+        while left:
+            whole = texts[left[-1]]
+            here = {i: self._end(len(prompts[i]), texts[i], whole) for i in left}
+            mine = [i for i, end in here.items() if end]
+            spans = [(len(prompts[i]), here[i]) for i in mine]
+            pieces.append(Piece(whole, spans, mine, [self.edge(prompts[i]) for i in mine]))
+            left = [i for i, end in here.items() if not end]
+        return pieces[::-1]
+
+    def _behind(self, offered: list[str], text: str, messages: list[dict], i: int) -> tuple[str, str]:
+        """The prompt that message i is learned after, and the text that ends with it. DataError for none."""
+        fitting = [prompt for prompt in offered if text.startswith(prompt)]
+        if not fitting and i and (moved := _moved(offered, text, messages[i - 1])):
+            fitting = [moved[0]]
+            text = moved[0] + moved[1]
+        thought = thought_of(messages[i])
+        if (not fitting or not holds(squeezed(text), thought)) and (
+            opened := _opened(offered, text, thought)
+        ):
+            return opened
+        if not fitting:
+            begins = text[_common(text, offered[0]) :][:40]
+            raise DataError(
+                f"messages[{i}]: the template's generation prompt, ending in {offered[0][-40:]!r}, is "
+                f"not how it begins this turn, {begins!r}; name a template that "
+                "does so with --data.chat-template, or one with {% generation %}"
+            )
+        return max(fitting, key=len), text
+
+    def edge(self, prompt: str) -> tuple[int, int]:
+        """Where a prompt ends, and where its last special token begins."""
+        starts = [found.start() for found in self.marker.names.finditer(prompt)]
+        return len(prompt), starts[-1] if starts else 0
+
+    def _closed(self, messages: list[dict], tools: list | None, more: dict[str, Any]) -> str:
+        """The text of messages whose last is the assistant's, with a token that ends its turn.
+
+        Where the template writes none, as GLM's, it is the one that begins the next message, a call's result
+        or the user's turn: generation meets that. Where there is none either, it is the tokenizer's
+        separator.
+        """
+        text = self._render(messages, tools, more)[0]
+        shown = text.rstrip()
+        ends = [found for found in self.marker.names.finditer(text) if found.end() == len(shown)]
+        if ends and ends[-1].group() not in self.marker.closers:
+            return text
+        begins = self._following(messages, text, tools, more)
+        if begins is None:  # a thought is shown in another way once there is an answer
+            call = {name: one for name, one in messages[-1].items() if name == CALLS}
+            short = [dict(role="user", content="?"), dict(role="assistant", content="?") | call]
+            begins = self._following(short, self._render(short, tools, more)[0], tools, more)
+        return text + (begins or self.template.special["eos_token"])
+
+    def _following(
+        self, messages: list[dict], text: str, tools: list | None, more: dict[str, Any]
+    ) -> str | None:
+        """The special token that begins what follows messages, whose text this is; None where none does."""
+        answer = dict(role="user", content="?")
+        if called := messages[-1].get(CALLS):
+            answer = dict(role="tool", content="?", name="?", tool_call_id=called[0].get("id"))
+        try:
+            longer = self._render([*messages, answer], tools, more)[0]
+        except DataError:  # a template without such a role
+            return None
+        begins = self.marker.names.match(longer, len(text)) if longer.startswith(text) else None
+        return begins.group() if begins else None
+
+    def _end(self, start: int, text: str, whole: str) -> int:
+        """Where the turn that begins at `start` and ends `text` ends in `whole`; 0 where it is not there.
+
+        That is behind its last special token, if only blanks follow: no model says the line break after it. A
+        special token that ends conversations (Phi-3's) follows the last turn only.
+        """
+        same = len(text) if whole.startswith(text) else _common(text, whole)
+        ends = [found.end() for found in self.marker.names.finditer(text, start)]
+        end = max((end for end in ends if end <= same), default=0)
+        rest = text[end:] if same == len(text) else self.marker.names.sub("", text[end:])
+        if end and not rest.strip():
+            return end
+        return len(text) if same == len(text) else 0
+
+    def _render(
+        self, messages: list[dict], tools: list | None, more: dict[str, Any], *, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        return self.template.render_marked(self.spell(messages, tools), tools, prompt=prompt, **more)
+
+
+def _opened(prompts: list[str], text: str, thought: str) -> tuple[str, str] | None:
+    """A prompt that opens a thought, and the text with the thought in it, where the template shows none.
+
+    DeepSeek-R1's prompt ends in <think> and a line break, and its turns are shown without their thoughts. A
+    model that answers behind it closes the thought first: so does the turn, with an empty one where the row
+    has none. None where no prompt does so.
+    """
+    for prompt in prompts:
+        found = OPENED.search(prompt)
+        if not found or text.startswith(prompt) or not text.startswith(base := prompt[: found.start()]):
+            continue
+        _, name, bracketed, blank = found.groups()
+        closer = f"</{name}>" if name else f"[/{bracketed}]"
+        rest = text[len(base) :].lstrip("\n").removeprefix(closer).lstrip("\n")
+        gap = "\n\n" if blank else ""
+        return prompt, f"{prompt}{thought.strip()}{blank}{closer}{gap}{rest}"
+    return None
+
+
+def thought_of(message: dict[str, Any]) -> str:
+    """A turn's thought, its own or the one within its text; "" for none."""
+    inline = INLINE.fullmatch(message.get("content") or "")
+    return message.get(THOUGHTS) or (inline.group(2) if inline else "")
+
+
+def _moved(prompts: list[str], text: str, before: dict[str, Any]) -> tuple[str, str] | None:
+    """A prompt and the turn that `text` ends with, where what stands before the turn is not the prompt.
+
+    gpt-oss drops thoughts before tool calls as soon as there is an answer. The turn is what follows the
+    longest end of the prompt in the text. None where that does not reach back over the message before.
+    """
+    content = before.get("content") or ""
+    found = []
+    for prompt in prompts:
+        low, high = 0, len(prompt)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if prompt[-middle:] in text else (low, middle - 1)
+        shared = prompt[len(prompt) - low :]
+        if low and any(one in shared for one in (content.strip(), json.dumps(content)[1:-1])):
+            found.append((low, prompt, text[text.rindex(shared) + low :]))
+    return max(found)[1:] if found else None
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters both begin with."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
