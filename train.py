@@ -25,7 +25,6 @@ from tmoe import warmup
 from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.axes import Axes
-from tmoe.config.check import require
 from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Dataset, Loader, require_alike
 from tmoe.hf.start import load_weights
@@ -46,7 +45,7 @@ from tmoe.parallel.collectives import sum_over_all
 from tmoe.post import task_of
 from tmoe.post.task import NothingToLearn
 from tmoe.run import process as runtime
-from tmoe.run.cli import flags_of, parse, planned_world
+from tmoe.run.cli import flags_of, parse, planned_world, require_weights
 from tmoe.run.defaults import plan_of, samples_a_step, with_length
 from tmoe.run.fitting import require_room
 from tmoe.run.metrics import Metrics
@@ -107,6 +106,7 @@ class Trainer:
         axes = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes))
         run.watch.kinds = [self.mesh.axes.place(rank).pp for rank in range(run.world)]
+        run.together(lambda: require_weights(cfg))
         run.together(lambda: require_matches(cfg))
         run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
 
@@ -446,11 +446,8 @@ class Trainer:
                 self.began += " on rank 0" if cfg.parallel.pp > 1 else ""
                 if self.ema:
                     self.ema.restart()
-            elif cfg.eval_only:
-                require(
-                    cfg.resume != "auto",
-                    f"--eval-only: no checkpoint in --out={cfg.out}; name --init, or --resume none",
-                )
+            else:
+                require_weights(cfg, found=False)
         run.together(lambda: require_finite(self.tensors(("model",))))
 
     def go_on_from(self, path: Path) -> None:

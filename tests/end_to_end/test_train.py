@@ -286,7 +286,7 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
     assert all(name.startswith("model.") for name in gloo(1, load, [*flags, "--eval-only"])[0]), "no moments"
     code, said = gloo(1, begin, [*flags, "--out", str(tmp_path / "none"), "--eval-only"])[0]
     assert code == 2 and re.search(
-        r"--eval-only: no checkpoint in --out=.*none; name --init, or --resume none", said
+        r"--eval-only: no checkpoint in --out=.*none; name --init, a run folder or --resume STEP", said
     )
 
 

@@ -323,7 +323,8 @@ class PreferenceConfig:
     beta: float | None = None
     """how far the model may go from the reference; None: 0.1, for simpo 2"""
     smoothing: float = 0.0
-    """sigmoid and robust: probability that a pair's label is wrong, at least 0 and below 0.5"""
+    """sigmoid and robust: probability that a pair's label is wrong, at least 0 and below 0.5;
+    robust with 0: 0.1"""
     gamma: float = 1.0
     """simpo: margin between the answers"""
     ratio: float = 0.1

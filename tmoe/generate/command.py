@@ -99,6 +99,11 @@ class Flags:
         require(not exists, f"--out={self.out}: is there already; name a new file")
         chat = self.chat or self.file is not None
         require(not self.system or chat, f"--system={self.system!r}: needs --chat")
+        if self.temperature == 0:
+            for name in ("top_k", "top_p", "min_p"):
+                value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+                unused = "unused with --temperature=0, the most probable token; valid: leave it out"
+                require(value is None, f"{flag}={value}: {unused}")
         file = self.chat_template
         require(file is None or chat, f"--chat-template={file}: needs --chat")
 

@@ -57,6 +57,7 @@ class Preference(Task):
         self.beta = p.beta or (2.0 if p.loss == "simpo" else 0.1)
         self.needs_reference = LOSSES[p.loss].needs_reference
         given = dict(beta=self.beta, smoothing=p.smoothing, gamma=p.gamma, weight=p.ratio)
+        given["noise"] = p.smoothing or 0.1  # robust's name for it, and the usual value of Chowdhury et al.
         options = {name: value for name, value in given.items() if name in LOSSES[p.loss].options}
         self.loss = partial(LOSSES[p.loss].formula, **options)
 

@@ -29,7 +29,8 @@ from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run import last_line
 from tmoe.run.flags import flags_of_settings, require_known
 from tmoe.run.memory import padding
-from tmoe.run.settings import commit_in_cache, read_settings, start_of
+from tmoe.run.settings import Source, commit_in_cache, read_settings, start_of
+from tmoe.run.unread import require_read, unread
 
 SOURCES = """The first word: a preset ({presets}; without one tiny), or a run folder, whose run then goes on.
 Without it --init DIR says what the model is. --config FILE: settings from a .toml or .json file, as a run's
@@ -152,6 +153,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         default=source.cfg,
         console_outputs=rank == 0,
     )
+    source.notes.extend(_require_read(cfg, source, words, typed))
     if cfg.world is not None and not cfg.dry_run:
         raise ConfigError(
             f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one"
@@ -177,6 +179,40 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         cfg = replace(cfg, compile=False)
         source.notes.append("TORCH_COMPILE_DISABLE=1 in the environment: running eager (--no-compile)")
     return cfg, source.notes
+
+
+def _require_read(cfg: Config, source: Source, words: list[str], typed: dict[str, str]) -> Iterator[str]:
+    """Raise ConfigError for settings that the user gave and this run does not read.
+
+    Yields notes on settings that are unused and do no harm, and on those of a run's record.
+    """
+    given = {}
+    for flag, spelling in sorted(typed.items()):
+        value = front.value_of(words, flag)
+        given[flag[2:].replace("-", "_")] = f"{spelling}={value}" if value else spelling
+    yield from require_read(cfg, given)
+    of_file = {name: f"{flag_of(name)}={value_at(cfg, name)}" for name in source.given if name not in given}
+    yield from require_read(replace(cfg, eval_only=False), of_file)
+    if source.record:
+        usual = Config()
+        for name, place in source.places.items():
+            value = value_at(cfg, name)
+            differs = name not in given and value != value_at(usual, name)
+            if differs and (now := unread(replace(cfg, eval_only=False), name)):
+                yield f"{flag_of(name)}={value} (from {place}): unused with {now}"
+
+
+def require_weights(cfg: Config, found: bool = True) -> None:
+    """Raise ConfigError for a validation alone without weights: those of a checkpoint or of --init.
+
+    found: False where the run folder's checkpoints were read already, and none can be used.
+    """
+    name = "name --init, a run folder or --resume STEP"
+    if not cfg.eval_only or (found and not begins_anew(cfg)):
+        return
+    if cfg.resume == "none":
+        raise ConfigError(f"--eval-only: no weights with --resume=none and no --init; {name}")
+    raise ConfigError(f"--eval-only: no checkpoint in --out={cfg.out}; {name}")
 
 
 def require_places(cfg: Config) -> None:
@@ -268,12 +304,12 @@ def spell_booleans(argv: list[str]) -> list[str]:
     return out
 
 
-def flags_in(words: Sequence[str]) -> set[str]:
-    """The flags among words, a switch's without its no-."""
+def flags_in(words: Sequence[str]) -> dict[str, str]:
+    """The flags among words, a switch's without its no-, each with its spelling among the words."""
     switches = set(switches_of(Config))
-    flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     on = {flag: re.sub(r"(--|\.)no-(?=[^.]*$)", r"\1", flag) for flag in flags}
-    return {on[flag] if on[flag] in switches else flag for flag in flags}
+    return {on[flag] if on[flag] in switches else flag: flag for flag in flags}
 
 
 def flag_of(name: str) -> str:

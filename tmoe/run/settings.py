@@ -35,6 +35,8 @@ class Source(NamedTuple):
     """what was read from where, a line each"""
     given: dict[str, str]
     """dotted settings that a user's own --config file gives -> that file"""
+    record: bool
+    """whether the --config file is the record of a run, which holds every setting"""
     places: dict[str, str]
     """dotted settings that a file gives, a run's record and the model of --init included -> that file"""
 
@@ -52,6 +54,7 @@ def read_settings(words: list[str]) -> Source:
     init = _value(rest, "--init") or told.get("init")
     notes: list[str] = []
     given: dict[str, str] = {}
+    record = False
     places: dict[str, str] = {}
 
     known, run = presets(), None
@@ -59,9 +62,9 @@ def read_settings(words: list[str]) -> Source:
         cfg = known[first]
     elif first:
         cfg = run = of_run(first)
-        record = str(Path(first, "config.json"))
-        notes.append(f"settings of {record}")
-        places = dict.fromkeys(_names(asdict(cfg)), record)
+        origin = str(Path(first, "config.json"))
+        notes.append(f"settings of {origin}")
+        places = dict.fromkeys(_names(asdict(cfg)), origin)
     elif isinstance(init, str) and init:
         weights = "--dry-run" not in rest
         start = start_of(init, weights)
@@ -79,10 +82,11 @@ def read_settings(words: list[str]) -> Source:
         notes.append(f"settings of {file}")
         named = dict.fromkeys(_names(told), file)
         places |= named
-        given = {} if is_record(Path(file)) else named
+        record = is_record(Path(file))
+        given = {} if record else named
     flags, of_file = _values(rest), _names(told)
     cfg = _with_one_length(cfg, flags, told, file)
-    return Source(first, with_defaults(cfg, flags, of_file, run), rest, notes, given, places)
+    return Source(first, with_defaults(cfg, flags, of_file, run), rest, notes, given, record, places)
 
 
 def _with_one_length(cfg: Config, flags: dict[str, str], told: dict[str, Any], file: str | None) -> Config:

@@ -1,0 +1,177 @@
+"""Refuses settings that another task, loss or start would read.
+
+`RULES` says which settings are read where. A setting that is in no rule is read everywhere.
+
+next: run/cli.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import NamedTuple
+
+from tmoe.config.check import ConfigError
+from tmoe.config.run import Config, OptimConfig
+
+# Losses that read a setting of --task preference; a test compares the table with the formulas' own options.
+PREFERENCE = dict(
+    beta=("sigmoid", "robust", "hinge", "ipo", "simpo", "kto"),
+    smoothing=("sigmoid", "robust"),
+    gamma=("simpo",),
+    ratio=("orpo",),
+)
+# Losses whose advantages are not normalised unless --grpo.advantage says so.
+OTHER_ADVANTAGE = ("dr_grpo", "rloo")
+WHOLE_ANSWERS = ("gspo", "rloo")  # losses without a mismatch correction unless --grpo.mismatch says so
+OF_UPDATES = """loss clip_low clip_high dual_clip ratio_cap pull entropy normaliser advantage advantage_eps
+updates kl kl_in kl_estimator overlong tries mismatch mismatch_cap replay allow_empty"""
+# Settings of OptimConfig that a validation does not read: all but the average and what is frozen.
+OF_OPTIM = tuple(f"optim.{one.name}" for one in fields(OptimConfig) if one.name not in ("ema", "freeze"))
+
+
+class Rule(NamedTuple):
+    """Settings that only some runs read."""
+
+    names: tuple[str, ...]
+    """dotted settings; a section ends with a point and stands for all its settings"""
+    read: Callable[[Config], bool]
+    """whether the run reads them"""
+    now: Callable[[Config], str]
+    """the flag of this run because of which they are not read"""
+    valid: str
+    """with what they are read"""
+    refuses: bool = True
+    """False: a note names them: the same command with --eval-only, or with another schedule, works"""
+
+
+def of_task(names: str, *tasks: str) -> Rule:
+    """Settings that some tasks read."""
+    return Rule(
+        tuple(names.split()),
+        lambda cfg: cfg.task in tasks,
+        lambda cfg: f"--task={cfg.task}",
+        f"with --task {' or '.join(tasks)}",
+    )
+
+
+def of_preference(name: str, losses: tuple[str, ...]) -> Rule:
+    """A setting that some losses of --task preference read."""
+    return Rule(
+        (f"preference.{name}",),
+        lambda cfg: cfg.task != "preference" or cfg.preference.loss in losses,
+        lambda cfg: f"--preference.loss={cfg.preference.loss}",
+        f"with --preference.loss {' or '.join(losses)}",
+    )
+
+
+def of_grpo(name: str, read: Callable[[Config], bool], now: Callable[[Config], str], valid: str) -> Rule:
+    """A setting of --task grpo that depends on another one."""
+    return Rule((f"grpo.{name}",), lambda cfg: cfg.task != "grpo" or read(cfg), now, valid)
+
+
+def normalises(cfg: Config) -> bool:
+    """Whether rewards are divided by their deviation."""
+    usual = "other" if cfg.grpo.loss in OTHER_ADVANTAGE else "normalised"
+    return (cfg.grpo.advantage or usual) == "normalised"
+
+
+def corrects(cfg: Config) -> bool:
+    """Whether the loss corrects the sampler's probabilities."""
+    usual = "off" if cfg.grpo.loss in WHOLE_ANSWERS else "truncate"
+    return (cfg.grpo.mismatch or usual) != "off"
+
+
+RULES = (
+    of_task("sft.", "sft"),
+    of_task("preference.", "preference"),
+    of_task("grpo.", "grpo"),
+    of_task("data.chat_template data.overlong", "sft", "preference", "grpo"),
+    of_task("data.text_field train.isolate_documents", "pretrain"),
+    *(of_preference(name, losses) for name, losses in PREFERENCE.items()),
+    of_grpo(
+        "advantage_eps",
+        normalises,
+        lambda cfg: f"--grpo.loss={cfg.grpo.loss}, --grpo.advantage={cfg.grpo.advantage}",
+        "with --grpo.advantage normalised",
+    ),
+    of_grpo(
+        "mismatch_cap",
+        corrects,
+        lambda cfg: f"--grpo.loss={cfg.grpo.loss}, --grpo.mismatch={cfg.grpo.mismatch}",
+        "with --grpo.mismatch truncate or mask",
+    ),
+    of_grpo("kl_in", lambda cfg: cfg.grpo.kl > 0, lambda cfg: "--grpo.kl=0", "with --grpo.kl above 0"),
+    Rule(
+        ("optim.decay_fraction",),
+        lambda cfg: cfg.optim.schedule == "wsd",
+        lambda cfg: f"--optim.schedule={cfg.optim.schedule}",
+        "with --optim.schedule wsd",
+        refuses=False,
+    ),
+    Rule(
+        ("optim.min_lr", "optim.decay_steps"),
+        lambda cfg: cfg.optim.schedule != "constant",
+        lambda cfg: "--optim.schedule=constant",
+        "with --optim.schedule cosine, linear or wsd",
+        refuses=False,
+    ),
+    Rule(
+        ("data.val_fraction",),
+        lambda cfg: not (cfg.data.val_path or cfg.data.split),
+        lambda cfg: "--data.val-path" if cfg.data.val_path else "--data.split",
+        "without --data.val-path and --data.split",
+        refuses=False,
+    ),
+    Rule(
+        ("data.new_tokenizer",),
+        lambda cfg: cfg.init is not None or cfg.resume not in ("auto", "none"),
+        lambda cfg: "a model that is drawn: its weights are of no tokenizer",
+        "with --init",
+    ),
+    Rule(
+        ("load_optim", "load_rng"),
+        lambda cfg: cfg.resume != "none",
+        lambda cfg: "--resume=none",
+        "with --resume auto or a step folder",
+    ),
+    Rule(
+        ("steps", "epochs", "checkpoint.", "train.eval_every", "load_optim", "load_rng", "sft.", *OF_OPTIM)
+        + tuple(f"grpo.{name}" for name in OF_UPDATES.split()),
+        lambda cfg: not cfg.eval_only or cfg.dry_run,
+        lambda cfg: "--eval-only",
+        "without --eval-only",
+        refuses=False,
+    ),
+)
+
+
+def require_read(cfg: Config, given: Mapping[str, str]) -> list[str]:
+    """Raise ConfigError for the settings that this run does not read, all of one reason in one message.
+
+    given: dotted settings that the user gave -> the flag with its value, as an error names it.
+    Returns notes on unused settings that are not refused.
+    """
+    notes = []
+    for rule in RULES:
+        if rule.read(cfg):
+            continue
+        named = [shown for name, shown in given.items() if applies(rule, name)]
+        if named and not rule.refuses:
+            notes.append(f"{', '.join(named)}: unused with {rule.now(cfg)}")
+        elif named:
+            leave = "leave it out" if len(named) == 1 else "leave them out"
+            raise ConfigError(
+                f"{', '.join(named)}: unused with {rule.now(cfg)}; valid: {rule.valid}, or {leave}"
+            )
+    return notes
+
+
+def applies(rule: Rule, name: str) -> bool:
+    """Whether a rule is about this dotted setting."""
+    return any(name.startswith(one) if one.endswith(".") else name == one for one in rule.names)
+
+
+def unread(cfg: Config, name: str) -> str:
+    """The flag because of which a run does not read a dotted setting; "" where it does."""
+    return next((rule.now(cfg) for rule in RULES if applies(rule, name) and not rule.read(cfg)), "")
