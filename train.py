@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ class Trainer:
             Path(cfg.out) / "checkpoints",
             keep=cfg.checkpoint.keep,
             mode="sync" if cfg.checkpoint.mode == "sync" else "async",
-            info=dict(config=asdict(cfg), versions=known, data=self.data.facts()),
+            info=dict(config=asdict(cfg), versions=known, data=self.data.facts()) | chat_of(self.data),
         )
         # Before restore: another run that still holds the folder may save one more step.
         held = None if cfg.eval_only else run.claim(cfg.out)
@@ -496,7 +497,9 @@ class Trainer:
             note(f"{held.name}: {held.taken}; {held.tokens:,} tokens to validate with")
         if self.began:
             note(self.began)
-        if cfg.init and not self.carried:
+        for line in self.data.notes:
+            note(line)
+        if cfg.init and not (self.carried and self.carried.fingerprint):
             unknown = "its tokenizer is not known, so nothing tells whether the data are of it"
             note(f"--init={cfg.init}: {unknown}")
         for line in self.task.notes(self.facts):
@@ -528,6 +531,11 @@ class Trainer:
         """Whether this rank counts the sequences that it reads, for all ranks that share them."""
         place = self.mesh.place
         return place.cp == place.tp == place.pp == 0
+
+
+def chat_of(data: Dataset) -> dict[str, Any]:
+    """What a step's manifest keeps of how conversations are written: {} or {"chat": ...}."""
+    return {} if data.chat is None else {"chat": data.chat.as_json()}
 
 
 def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer | Stages:

@@ -177,7 +177,8 @@ def plan_upcycle(
     options = dict(experts=experts, top_k=top_k, granularity=granularity, renormalize=renormalize, seed=seed)
     history = origin_of("upcycle", [dense], **options)
     config = dict(config=dict(model=asdict(after)), versions=versions())
-    return with_history(outputs, produce, blank, history, info=config)
+    chat = {name: value for name, value in manifest.info.items() if name == "chat"}
+    return with_history(outputs, produce, blank, history, info=config | chat)
 
 
 def _dense_config(dense: Path, manifest: Manifest) -> ModelConfig:

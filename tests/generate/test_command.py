@@ -17,6 +17,7 @@ from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.data.chat import chat_prompt
 from tmoe.data.tokenizer import ByteTokenizer, JsonTokenizer, tokenizer_files
 from tmoe.generate import Engine, Sampling, command
+from tmoe.generate.generation_config import sampling_of
 from tmoe.generate.load import find, load
 from tmoe.hf import import_hf
 from tmoe.model.transformer import Transformer
@@ -183,7 +184,7 @@ def test_a_hugging_face_folder_and_its_import(tmp_path, bpe, monkeypatch):  # no
     for path in (folder, tmp_path / "step"):
         loaded = load(path, device="cpu")
         assert loaded.begin == (0,) and set(loaded.eos) == {0, 2, 5} and loaded.seq is None
-        assert loaded.sampling == dict(temperature=0.6, top_k=7)
+        assert sampling_of(loaded.generation) == dict(temperature=0.6, top_k=7)
         engine = loaded.engine()
         ids = [0, *tokenizer.encode("router token").tolist()]
         assert engine.ids_of(0, "router token") == ids

@@ -77,11 +77,19 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
         f"for which ids mean other text{other}",
     )
 
+    # Conversations must be written as before.
+    wrote = manifest.info.get("chat") is not None and "template" in before
+    require(
+        not wrote or data.get("template") == before["template"],
+        f"--data.chat-template={cfg.data.chat_template}: writes conversations in another way than {step_dir} "
+        f"was trained on; valid: leave it out, or its run's own template{other}",
+    )
+
     # Settings that may change, by name.
     was = manifest.info.get("config", {})
     now = json.loads(json.dumps(asdict(cfg), default=str))
     goes_on = not cfg.eval_only and step < cfg.steps
-    by_hash = ("data.tokenizer", "data.new_tokenizer")  # compared above
+    by_hash = ("data.tokenizer", "data.new_tokenizer", "data.chat_template")  # compared above
     names = [f"{group}.{name}" for group in ("data", "optim", "grpo") for name in now[group]]
     names = [name for name in names if name not in by_hash]
     names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]

@@ -37,9 +37,10 @@ from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
 from tmoe.data.chat import Encoder, Tokens
 from tmoe.data.chat_batch import ChatBatch
+from tmoe.data.chat_choice import Chosen, choose_template, format_of
 from tmoe.data.chat_held import NULLS, tell
-from tmoe.data.chat_rows import KINDS, Kind, Row, kind_of, parse_row
-from tmoe.data.chat_template import ChatTemplate, load_template
+from tmoe.data.chat_rows import KINDS, Kind, Plain, Row, kind_of, parse_row
+from tmoe.data.chat_template import ChatTemplate
 from tmoe.data.corpus import HeldOut, Split
 from tmoe.data.dataset import Dataset, _choose_tokenizer, sources_of
 from tmoe.data.packing import plan
@@ -107,6 +108,8 @@ class ChatSource:
         self.starts = kept["starts"]
         self.lengths = np.diff(self.starts)
         self._files = facts["files"]
+        self.forms: set[str] = set(facts["forms"])
+        """of its rows: "conversation", "text" """
         self._places = kept["places"]
         self.rows = kept["rows"]
         self.of_unit = 2 if pairs else 1
@@ -243,14 +246,16 @@ class ChatDataset(Dataset):
         tokenizer: Tokenizer,
         vocab: int,
         seed: int,
-        template: ChatTemplate,
+        chosen: Chosen,
     ) -> None:
         for source in sources:
             source.vocab = vocab
         eos, fingerprint = tokenizer.eos, tokenizer.fingerprint
         super().__init__(sources, weights, eos=eos, fingerprint=fingerprint, seed=seed)  # pyrefly: ignore
         self.tokenizer = tokenizer
-        self.template = template
+        self.template, self.notes = chosen
+        forms = set().union(*(source.forms for source in sources))
+        self.chat = format_of(tokenizer, self.template, forms, vocab)
         bases = np.cumsum([0, *(len(source.lengths) for source in sources)]).tolist()
         self.sequences: int = bases.pop()
         """of all sources and both splits: numbers in ChatBatch.numbers_AN are below it"""
@@ -325,7 +330,8 @@ def open_chat(
     require_vocab(tokenizer, vocab, "--data.tokenizer:")
     if carried:
         carried.require("--data.tokenizer", tokenizer.fingerprint)
-    template = load_template(tokenizer, cfg.chat_template)
+    chosen = choose_template(cfg, tokenizer, carried)
+    template = chosen.template
     try:
         sources = [_Rows(survey(name), task, tokenizer, template, cfg).open(seq, part) for name in names]
         for source in sources:
@@ -333,7 +339,7 @@ def open_chat(
     except DataError as error:
         raise DataError(f"{flag}: {error}") from None
     weights = weights or [source.samples for source in sources]
-    return ChatDataset(sources, weights, tokenizer, vocab, cfg.seed, template)
+    return ChatDataset(sources, weights, tokenizer, vocab, cfg.seed, chosen)
 
 
 def first_row(source: Survey) -> tuple[Kind, dict]:
@@ -409,6 +415,7 @@ class _Rows:
         starts, firsts, counts, rows, places = (array("q", [0] * (i == 0)) for i in range(5))
         hashes = array("Q")
         left: Counter[str] = Counter()
+        forms: set[str] = set()
         dtype = np.min_scalar_type(self.tokenizer.vocab - 1)
         with _publish(made) as folder:
             with (folder / "ids.bin").open("wb") as ids, (folder / "trained.bin").open("wb") as trained:
@@ -422,6 +429,7 @@ class _Rows:
                         counts.append(int(one.trained[1:].sum()))
                         rows.append(len(hashes))
                     hashes.append(_hash(row.key))
+                    forms |= {"text" if isinstance(one, Plain) else "conversation" for one in row.samples}
                     places.extend(place)
             if not hashes:
                 raise DataError(f"{self.source.name}: holds no rows to train on")
@@ -439,6 +447,7 @@ class _Rows:
             save_file(kept, folder / "sequences.safetensors")
             facts = dict(
                 dtype=str(dtype),
+                forms=sorted(forms),
                 rows=len(hashes),
                 skipped=len(skips.found),
                 malformed=skips.tell(),

@@ -30,7 +30,6 @@ from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
 # For a tokenizer whose model has no template. Every turn is the role, its text and the tokenizer's own end of
 # a document, which no text can forge: a row that holds it is refused.
 PLAIN = """\
-{{- bos_token if opens_with_bos else '' -}}
 {%- if tools -%}
 {{- 'tools\\n' + (tools | tojson) + eos_token + '\\n' -}}
 {%- endif -%}
@@ -47,6 +46,7 @@ PLAIN = """\
 {%- endfor -%}
 {{- 'assistant\\n' if add_generation_prompt else '' -}}
 """
+BUILT_IN = "plain built-in template: the model has none"
 # What `strftime_now` says in training: ids must not change with the day on which a run goes on.
 TRAINING_DAY = datetime.datetime(2025, 1, 1)
 # Around what a {% generation %} block renders. Unicode assigns these two to no character.
@@ -69,15 +69,18 @@ class ChatTemplate:
         """
         self.source = source
         self.text = text
+        self.tools = tools
         self.special = special
         clock = datetime.datetime.now if now else lambda: TRAINING_DAY
         environment = _environment(clock)
         try:
             self._template = environment.from_string(text)
             self._with_tools = environment.from_string(tools) if tools else self._template
-            read = jinja2.meta.find_undeclared_variables(environment.parse(text))
+            read = jinja2.meta.find_undeclared_variables(environment.parse(text + (tools or "")))
         except jinja2.TemplateError as error:
             raise DataError(f"{source}: not a chat template: {_first_line(error)}") from error
+        self.reads = read
+        """names of what it may read, of the conversation or not"""
         self.marks = GENERATION.search(text) is not None
         """whether it says itself, by {% generation %}, what is to be trained"""
         self.variants: list[dict[str, Any]] = [{}]
@@ -175,12 +178,17 @@ def _first_line(error: Exception) -> str:
 def load_template(
     tokenizer: Tokenizer, path: str | None = None, *, now: bool = False, flag: str = "--data.chat-template"
 ) -> ChatTemplate:
-    """The template of `path`, which `flag` names, else the tokenizer's own, else the plain built-in one."""
+    """The template of `path`, which `flag` names, else of the weights, of its files, or built in.
+
+    The weights' is `tokenizer.chat`.
+    """
     special = special_tokens(tokenizer)
     if path is not None:
         if not Path(path).is_file():
             raise DataError(f"{flag}={path}: no such file; valid: a jinja file")
         return ChatTemplate(_text(Path(path).read_bytes(), path), path, special, now=now)
+    if (chat := tokenizer.chat) is not None and chat.template is not None:
+        return ChatTemplate(chat.template, chat.source, special, tools=chat.tools, now=now)
     if isinstance(tokenizer, JsonTokenizer):
         files = tokenizer.files
         if files.template is not None:
@@ -192,7 +200,8 @@ def load_template(
             return ChatTemplate(found, source, special, now=now)
         if found:
             return _named(found, source, special, now)
-    return ChatTemplate(PLAIN, "plain built-in template: the model has none", special, now=now)
+    opening = "{{- bos_token -}}\n" if special["opens_with_bos"] else ""
+    return ChatTemplate(opening + PLAIN, BUILT_IN, special, now=now)
 
 
 def _text(raw: bytes, source: str) -> str:
@@ -219,6 +228,8 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
 
     opens_with_bos: whether the tokenizer begins every text with bos_token, as some models want.
     """
+    if tokenizer.chat is not None and tokenizer.chat.special:
+        return dict(tokenizer.chat.special)
     if not isinstance(tokenizer, JsonTokenizer):
         eos = tokenizer.decode([tokenizer.eos])
         return dict(eos_token=eos, bos_token="", opens_with_bos=False)

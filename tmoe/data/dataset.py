@@ -29,6 +29,7 @@ import torch
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
+from tmoe.data.chat_format import ChatFormat
 from tmoe.data.corpus import Corpus, HeldOut, Run, Split
 from tmoe.data.sources import open_corpus
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
@@ -172,6 +173,11 @@ class Source:
 class Dataset:
     """An endless, randomly accessible sequence of samples, mixed from sources; make one with `open_data`."""
 
+    chat: ChatFormat | None = None
+    """how conversations of the weights are written once they are trained on this; a step keeps it"""
+    notes: tuple[str, ...] = ()
+    """lines for the start of a run"""
+
     def __init__(
         self, sources: list[Source], weights: list[int], *, eos: int, fingerprint: str, seed: int
     ) -> None:
@@ -304,7 +310,9 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
                 "if given, must be of one tokenizer and end documents alike"
             )
     weights = weights or [source.samples for source in sources]
-    return Dataset(sources, weights, eos=first.eos, fingerprint=first.fingerprint, seed=cfg.seed)
+    data = Dataset(sources, weights, eos=first.eos, fingerprint=first.fingerprint, seed=cfg.seed)
+    data.chat = carried.chat if carried else None
+    return data
 
 
 def sources_of(cfg: DataConfig, split: Split) -> tuple[str, list[str], list[int]]:
@@ -324,13 +332,18 @@ def require_alike(data: Dataset, val_data: Dataset) -> None:
 
 
 def _choose_tokenizer(spec: str, carried: Carried | None) -> Tokenizer:
-    """The one of `--data.tokenizer`; for 'auto' the one that the start carries, else bytes."""
-    if spec != "auto":
-        chosen = load_tokenizer(spec)
-        if carried:
+    """The one of `--data.tokenizer`; for 'auto' the one that the start carries, else bytes.
+
+    Conversations are written as the start says.
+    """
+    if spec == "auto" and carried and carried.files:
+        return carried.load()
+    chosen = ByteTokenizer(named=False) if spec == "auto" else load_tokenizer(spec)
+    if carried:
+        if spec != "auto":
             carried.require(f"--data.tokenizer={spec}", chosen.fingerprint)
-        return chosen
-    return carried.load() if carried and carried.files else ByteTokenizer(named=False)
+        chosen.chat = carried.chat
+    return chosen
 
 
 def parse_sources(specs: Iterable[str], flag: str = "--data.path") -> tuple[list[str], list[int]]:

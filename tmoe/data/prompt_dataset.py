@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from tmoe.config.run import Config
-from tmoe.data.chat import Marker, prompt_text, turn_end
+from tmoe.data.chat import Marker, prompt_text
+from tmoe.data.chat_choice import Chosen, choose_template, format_of
 from tmoe.data.chat_held import tell
 from tmoe.data.chat_rows import parse_given, parse_messages
-from tmoe.data.chat_template import ChatTemplate, load_template
+from tmoe.data.chat_template import ChatTemplate
 from tmoe.data.corpus import HeldOut, Split
 from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, sources_of
 from tmoe.data.rows import read_rows
@@ -72,16 +73,18 @@ class PromptDataset(Dataset):
         sources: list[PromptSource],
         weights: list[int],
         tokenizer: Tokenizer,
-        template: str,
+        chosen: Chosen,
     ) -> None:
         eos, fingerprint = tokenizer.eos, tokenizer.fingerprint
         seed = cfg.data.seed
         super().__init__(sources, weights, eos=eos, fingerprint=fingerprint, seed=seed)  # pyrefly: ignore
         self.tokenizer = tokenizer
         self.prompts, self.draws = cfg.grpo.prompts, cfg.grpo.tries + 1
-        self.template = template
-        self.ends: tuple[int, ...] = ()
-        """tokens at which answers end, beside the tokenizer's own"""
+        self.template, self.notes = chosen.template.digest, chosen.notes
+        prompts = (prompt for source in sources for prompt in source.prompts)
+        forms = {"text" if isinstance(prompt.row["prompt"], str) else "conversation" for prompt in prompts}
+        self.chat = format_of(tokenizer, chosen.template, forms, cfg.model.vocab)
+        tokenizer.chat = self.chat  # an engine ends answers at its ids
 
     def prompt(self, number: int) -> Prompt:
         """One of the endless sequence, from 0."""
@@ -136,17 +139,13 @@ def open_prompts(
     carried = None if cfg.data.new_tokenizer else carried
     tokenizer = _choose_tokenizer(cfg.data.tokenizer, carried)
     require_vocab(tokenizer, cfg.model.vocab, "--data.tokenizer:")
-    template = load_template(tokenizer, cfg.data.chat_template)
+    chosen = choose_template(cfg.data, tokenizer, carried)
     try:
-        sources = [_open(cfg, name, part, tokenizer, template, judge) for name in names]
+        sources = [_open(cfg, name, part, tokenizer, chosen.template, judge) for name in names]
     except DataError as error:
         raise DataError(f"{flag}: {error}") from None
     weights = weights or [source.samples for source in sources]
-    data = PromptDataset(cfg, sources, weights, tokenizer, template.digest)
-    prompts = (prompt for source in sources for prompt in source.prompts)
-    if any(not isinstance(prompt.row["prompt"], str) for prompt in prompts):
-        data.ends = (turn_end(tokenizer, template),)
-    return data
+    return PromptDataset(cfg, sources, weights, tokenizer, chosen)
 
 
 def _open(

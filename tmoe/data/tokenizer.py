@@ -11,15 +11,13 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tokenizers
 
+from tmoe.data.chat_format import SETTINGS, TEMPLATE, ChatFormat
 from tmoe.disk import BOM, POINTER, POINTER_WORDS
-
-TEMPLATE = "chat_template.jinja"
-SETTINGS = "tokenizer_config.json"
 
 
 class DataError(ValueError):
@@ -39,6 +37,8 @@ class Tokenizer(Protocol):
     """equal for two tokenizers that give the same ids"""
     named: bool
     """whether the settings or the weights say that it is this one"""
+    chat: ChatFormat | None
+    """how conversations of the weights are written, where they say it; counts before the tokenizer's files"""
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids [n] of a text, without a separator. UnicodeError where the text cannot be represented."""
@@ -60,6 +60,7 @@ class ByteTokenizer:
     vocab = ordinary = 256
     eos = 0
     fingerprint = "bytes"
+    chat: ChatFormat | None = None
 
     def __init__(self, named: bool = True) -> None:
         """named: False where it is only the default, and ids may be of a tokenizer that nobody named."""
@@ -104,27 +105,34 @@ def own_files(tokenizer: object) -> dict[str, bytes]:
 
 
 class Carried(NamedTuple):
-    """The tokenizer that belongs to the weights a run starts from."""
+    """What weights say of text: their tokenizer, how conversations are written, and where answers end."""
 
     where: str
     """the folder from which that is known"""
     fingerprint: str
+    """of the tokenizer; "" where it is not known"""
     files: TokenizerFiles | None
     """None: only its fingerprint is known"""
     others: tuple[str, ...] = ()
     """fingerprints of the same tokenizer in other formats: tokenizer.model beside tokenizer.json"""
+    chat: ChatFormat | None = None
+    """how their conversations are written, and where answers end"""
+    generation: dict[str, Any] = {}  # noqa: RUF012
+    """generation_config.json of the published folder that the weights began with"""
 
     def load(self) -> Tokenizer:
-        """The tokenizer; `files` must be there. DataError where it cannot be used."""
+        """The tokenizer, with the weights' `chat`; `files` must be there. DataError where it is none."""
         assert self.files
         try:
-            return of_files(self.files)
+            found = of_files(self.files)
         except DataError as error:
             raise DataError(f"{error}; or name another copy of it with --data.tokenizer") from error
+        found.chat = self.chat
+        return found
 
     def require(self, what: str, fingerprint: str) -> None:
         """DataError unless ids of `what` have the meaning that these weights know."""
-        if fingerprint in (self.fingerprint, *self.others):
+        if not self.fingerprint or fingerprint in (self.fingerprint, *self.others):
             return
         do = (
             "name that tokenizer with --data.tokenizer"
@@ -160,6 +168,7 @@ class JsonTokenizer:
     AROUND = 128  # tokens
     AT_ONCE = 8  # windows, encoded in parallel
     named = True
+    chat: ChatFormat | None = None
 
     def __init__(self, files: TokenizerFiles) -> None:
         try:
@@ -333,6 +342,7 @@ class SentencePieceTokenizer:
     """
 
     named = True
+    chat: ChatFormat | None = None
 
     def __init__(self, files: TokenizerFiles) -> None:
         if importlib.util.find_spec("sentencepiece") is None:

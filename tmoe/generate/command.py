@@ -13,11 +13,10 @@ next: generate/load.py, generate/engine.py
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,19 +24,23 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from tmoe.checkpoint.manifest import CheckpointError
-from tmoe.config.check import require
+from tmoe.config.check import ConfigError, require
 from tmoe.data.chat import chat_prompt, turn_end
+from tmoe.data.chat_choice import another
 from tmoe.data.chat_rows import parse_given
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.disk import expand_home
 from tmoe.front import call, one_message
 from tmoe.generate.engine import Engine, Piece
+from tmoe.generate.generation_config import DRAWN, not_followed, sampling_of
 from tmoe.generate.load import Loaded, load
 from tmoe.generate.prompts import is_chat, read_prompts, write_answers
 from tmoe.generate.sampler import Sampling
 
 TOKENS = 256  # of an answer, at most, where no flag says
 TEMPERATURE = 0.8  # where neither the flag nor generation_config.json says
+COMMANDS = "/new", "/help", "/quit"  # of a conversation
+HELP = "/new begins a conversation, /help shows this, /quit or Ctrl-D ends it, Ctrl-C ends an answer"
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,15 @@ class Flags:
         require(file is None or chat, f"--chat-template={file}: needs --chat")
 
     def sampling(self, loaded: Loaded) -> Sampling:
-        """Flags, else what the folder says, else the defaults."""
-        named = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        given = {name: value for name, value in named.items() if value is not None}
-        settings: dict[str, Any] = dict(temperature=TEMPERATURE) | loaded.sampling | given
-        stop = tuple(text.replace("\\n", "\n") for text in self.stop)
+        """Flags, else what the folder says, else the defaults. ConfigError says whence a wrong value is."""
+        given = {name: value for name in DRAWN if (value := getattr(self, name)) is not None}
+        asked = sampling_of(loaded.generation)
+        try:
+            Sampling(**asked)
+        except ConfigError as error:
+            raise ConfigError(f"{loaded.path}: generation_config.json: {error}") from None
+        stop = tuple(text.replace("\\n", "\n") for text in self.stop) + asked.pop("stop", ())
+        settings: dict[str, Any] = dict(temperature=TEMPERATURE) | asked | given
         most = TOKENS if self.max_tokens is None else self.max_tokens
         lengths = dict(max_tokens=most, min_tokens=self.min_tokens)
         return Sampling(**settings, **lengths, stop=stop, seed=self.seed)
@@ -148,7 +155,9 @@ def run(flags: Flags) -> None:
     flags.check()
     rows = read_prompts(flags.file) if flags.file else None
     prompt = flags.prompt
-    talks = flags.chat and not prompt and rows is None and sys.stdin.isatty()
+    talks = flags.chat and not prompt and rows is None
+    one = "a conversation has one answer to each message; valid: 1, or a prompt or --file"
+    require(not talks or flags.n == 1, f"-n={flags.n}: {one}")
     if not prompt and rows is None and not talks:
         require(not sys.stdin.isatty(), 'give a prompt ("..."), --file PROMPTS or --chat')
         prompt = sys.stdin.read()
@@ -159,9 +168,13 @@ def run(flags: Flags) -> None:
     took = time.perf_counter() - begun
     device = engine.model.head_weight.device
     note(f"{loaded.path} on {device}, {took:.1f} s to load; temperature {sampling.temperature:g}")
+    if left := not_followed(loaded.generation):
+        note(f"generation_config.json: not followed here: {', '.join(left)}")
     speaker = Speaker(engine, sampling, flags, loaded.seq)
+    if flags.chat or (rows is not None and is_chat(rows[0])):
+        speaker.say_template()
     if talks:
-        speaker.converse()
+        speaker.converse(sys.stdin.isatty())
     elif rows is not None:
         speaker.work_through(rows)
     else:
@@ -215,6 +228,15 @@ class Speaker:
         file = self.flags.chat_template
         return load_template(self.engine.tokenizer, file, now=True, flag="--chat-template")
 
+    def say_template(self) -> None:
+        """A line on how conversations are written, and one where the weights know another template."""
+        assert self.engine.tokenizer
+        template = self.template()
+        note(f"conversations are written by {template.source}")
+        file = self.flags.chat_template
+        if file and (line := another(f"--chat-template={file}", template, self.engine.tokenizer.chat)):
+            note(line)
+
     def answer(self, prompt: str) -> None:
         """One prompt: its answer as it comes, or several, one behind the other."""
         chat = self.flags.chat
@@ -259,18 +281,23 @@ class Speaker:
                 file.flush()
         note(f"{len(rows)} prompts, {clock.tell()}")
 
-    def converse(self) -> None:
-        """Turns in the terminal, until it is closed (Ctrl-D). Ctrl-C ends an answer."""
-        note("/new begins anew, Ctrl-C ends an answer, Ctrl-D the conversation")
+    def converse(self, terminal: bool) -> None:
+        """Turns of a conversation: typed, or the lines of a pipe, each a message.
+
+        terminal: Ctrl-D ends it, Ctrl-C an answer, and a message that cannot be answered is passed over. Of a
+        pipe such a message is a ValueError that says which line it is.
+        """
+        note(HELP if terminal else "each line of stdin is a message; /new begins a conversation")
         messages: list[dict[str, Any]] = []
-        for turn in itertools.count():
-            try:
-                text = input("> ").strip()
-            except (EOFError, KeyboardInterrupt):
-                return say("\n")
+        for turn, line in enumerate(typed() if terminal else sys.stdin):
+            text = line.strip()
+            if text == "/quit":
+                break
+            if text == "/help":
+                note(HELP)
             if text == "/new":
                 messages = []
-            if not text or text == "/new":
+            if text in ("", *COMMANDS):
                 continue
             clock = Clock()
             said = ""
@@ -278,13 +305,30 @@ class Speaker:
                 for piece in clock.over(self.stream([self.ids_of([*messages, user(text)])], True, turn)):
                     say(piece.text)
                     said += piece.text
-                note(f"\n{clock.tell()}")
+                if terminal:
+                    note("")
+                else:
+                    say("\n")
+                note(clock.tell())
             except KeyboardInterrupt:
+                if not terminal:
+                    raise
                 note("\nended")
             except ValueError as error:  # longer than the model's range of positions: /new
+                if not terminal:
+                    raise ValueError(f"stdin: line {turn + 1}: {error}") from None
                 note(f"error: {error}")
                 continue
             messages += [user(text), dict(role="assistant", content=said)]
+        if terminal:
+            say("\n")
+
+
+def typed() -> Iterator[str]:
+    """What is typed, line by line, until Ctrl-D or Ctrl-C."""
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input("> ")
 
 
 def user(text: str) -> dict[str, Any]:

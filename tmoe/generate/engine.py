@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tmoe.config.check import FLOATS, ConfigError, fits, require
 from tmoe.config.model import no_bits
+from tmoe.data.chat_format import ends_of
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import Span, alone, most_needed
 from tmoe.generate.sampler import Sampling
@@ -140,7 +141,7 @@ class Engine:
     model: a Transformer, on one device or laid out by `parallelize`. It computes as in evaluation: no
         dropout, no jitter, no token dropped. Its weights are read anew in every call.
     tokenizer: for prompts and stop texts given as text, and for the texts of answers.
-    eos: tokens that end an answer; None: the tokenizer's `eos`.
+    eos: tokens that end an answer; None: the tokenizer's `eos`, and the ends of its weights (`ends_of`).
     begin: tokens in front of every prompt given as text.
     slots: answers that are made at the same time, at most.
     pool_gib: room for their keys and values, taken for a call and given back after. Answers wait where it
@@ -172,7 +173,7 @@ class Engine:
         require(tokenizer is None or known, f"tokenizer: got {kind}, valid is one of tmoe.data, or None")
         self.model = model
         self.tokenizer = tokenizer
-        own = () if tokenizer is None else (tokenizer.eos,)
+        own = () if tokenizer is None else ends_of(tokenizer, model.cfg.vocab)
         self.eos = tuple(own if eos is None else ids_in(eos, "eos", model.cfg.vocab))
         self.begin = tuple(ids_in(begin, "begin", model.cfg.vocab))
         self.slots = slots

@@ -5,7 +5,6 @@ next: generate/command.py
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -21,20 +20,19 @@ from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.check import require
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import build_config
-from tmoe.data.tokenizer import NAMES, ByteTokenizer, DataError, Tokenizer, load_tokenizer
+from tmoe.data.chat_format import ends_of
+from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 from tmoe.disk import BOM
 from tmoe.generate.engine import Engine
-from tmoe.hf.files import CONFIG, FILE, MODEL, Folder, is_folder
+from tmoe.hf.files import MODEL, Folder, is_folder
 from tmoe.hf.hub import folder_of
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.start import load_hf
-from tmoe.hf.tokenizer import beside_data, carried_by
+from tmoe.hf.tokenizer import carried_by
 from tmoe.model.transformer import Transformer
 
-GENERATION = "generation_config.json"
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
 KINDS = "a run folder, a step folder or a Hugging Face folder"
-CHOSEN = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json that Sampling has
 
 
 class Loaded(NamedTuple):
@@ -47,8 +45,8 @@ class Loaded(NamedTuple):
     eos: tuple[int, ...]
     begin: tuple[int, ...]
     """tokens that the tokenizer puts in front of every text, where the weights were trained so"""
-    sampling: dict[str, float]
-    """settings of Sampling that generation_config.json names"""
+    generation: dict[str, Any]
+    """generation_config.json of the folder, or of the one that its run started from"""
     seq: int | None
     """tokens of the sequences that a run trained it on"""
 
@@ -78,31 +76,31 @@ def load(
     seq = None
     if is_folder(path):
         cfg = plan_folder(Folder(path)).cfg
-        found = tokenizer_of(path, None, tokenizer)
+        carried = carried_by(path)
+        found = tokenizer_of(path, carried, tokenizer)
         model = empty(cfg, where, kind)
         load_hf(path, model.state_dict(), cfg)
-        files = {name: (path / name).read_bytes() for name in (GENERATION, CONFIG) if (path / name).is_file()}
         published = True
     else:
         manifest = read_manifest(path)
         run: Any = manifest.info.get("config")
         settings: Any = run.get("model") if isinstance(run, dict) else None
         require(isinstance(settings, dict), f"{path}: its manifest does not say what the model is")
-        found = tokenizer_of(path, manifest, tokenizer)
+        carried = carried_by(path)
+        found = tokenizer_of(path, carried, tokenizer)
         model = empty(build_config(settings), where, kind)
         fill(model, path, manifest)
-        entries = {name: manifest.tensors.get(FILE + name) for name in (GENERATION, CONFIG)}
-        files = {n: read_whole(path, entry).numpy().tobytes() for n, entry in entries.items() if entry}
         published = "hf" in manifest.info
         seq = run.get("train", {}).get("seq")
     require(
         found.ordinary <= model.cfg.vocab,
         f"{path}: its tokenizer has {found.ordinary} ids, but model.vocab={model.cfg.vocab}",
     )
-    ends, sampling = told(files)
-    ends = [i for i in ends if i < model.cfg.vocab]  # no other can be drawn
-    begin = opening(path) if published and tokenizer is None else ()
-    return Loaded(path, model.eval(), found, tuple({*ends, found.eos}), begin, sampling, seq)
+    begin = opening(carried) if published and tokenizer is None else ()
+    if found.chat is not None and found.chat.opening is not None:
+        begin = found.chat.opening
+    generation = carried.generation if carried else {}
+    return Loaded(path, model.eval(), found, ends_of(found, model.cfg.vocab), begin, generation, seq)
 
 
 def device_of(name: str | None) -> torch.device:
@@ -157,60 +155,34 @@ def fill(model: Transformer, step: Path, manifest: Manifest) -> None:
         tensor.copy_(read_whole(step, entries[name]))
 
 
-def tokenizer_of(path: Path, manifest: Manifest | None, spec: str | None) -> Tokenizer:
-    """The tokenizer that --tokenizer names, else the folder's. DataError for none, or for another than it."""
-    carried = carried_by(path)
+def tokenizer_of(path: Path, carried: Carried | None, spec: str | None) -> Tokenizer:
+    """The tokenizer that --tokenizer names, else the folder's, with how conversations are written.
+
+    carried: what the folder says. DataError for none, or for another than it.
+    """
     if spec is not None:
         found = load_tokenizer(spec, "--tokenizer")
-        if carried is not None and carried.fingerprint != found.fingerprint:
+        if carried is not None and carried.fingerprint not in ("", found.fingerprint):
             raise DataError(
                 f"--tokenizer={spec}: is {found.fingerprint}; the weights of {path} are of "
                 f"{carried.fingerprint}, for which ids mean other text; name that one, or none"
             )
+        found.chat = carried.chat if carried else None
         return found
     if carried is not None and carried.files is not None:
         return carried.load()
     if carried is not None and carried.fingerprint == ByteTokenizer.fingerprint:
-        return ByteTokenizer()
-    config: Any = manifest.info.get("config", {}) if manifest else {}
-    named = config.get("data", {}).get("tokenizer") if isinstance(config, dict) else None
-    places = [named] if isinstance(named, str) and Path(named).exists() else []
-    if manifest is not None:  # the shards' folder
-        places += [str(path) for name, path in beside_data(manifest).items() if name in NAMES]
-    for place in places if carried is not None else ():
-        found = load_tokenizer(place)
-        if found.fingerprint == carried.fingerprint:
-            return found
-    which = (
-        f"tokenizer {carried.fingerprint}, which is not there" if carried else "no tokenizer that is known"
-    )
+        found = ByteTokenizer()
+        found.chat = carried.chat
+        return found
+    known = carried.fingerprint if carried else ""
+    which = f"tokenizer {known}, which is not there" if known else "no tokenizer that is known"
     raise DataError(f"{path}: has {which}; name it with --tokenizer, 'bytes' or a tokenizer.json")
 
 
-def told(files: dict[str, bytes]) -> tuple[list[int], dict[str, float]]:
-    """Ids that end an answer, and settings of Sampling, of generation_config.json and config.json."""
-    config, generation = (_object(files.get(name)) for name in (CONFIG, GENERATION))
-    ends = generation.get("eos_token_id", config.get("eos_token_id"))
-    ends = ends if isinstance(ends, list) else [ends]
-    sampling = {}
-    if generation.get("do_sample") is True:
-        given = {name: generation.get(name) for name in CHOSEN}
-        sampling = {name: value for name, value in given.items() if isinstance(value, int | float)}
-    return [i for i in ends if isinstance(i, int) and i >= 0], sampling
-
-
-def _object(raw: bytes | None) -> dict[str, Any]:
-    try:
-        value = json.loads(raw) if raw else {}
-    except ValueError:
-        return {}  # a file that transformers could not read either
-    return value if isinstance(value, dict) else {}
-
-
-def opening(path: Path) -> tuple[int, ...]:
+def opening(carried: Carried | None) -> tuple[int, ...]:
     """Tokens that a folder's tokenizer puts in front of a text by itself."""
-    carried = carried_by(path)
-    if carried is None or carried.files is None:
+    if carried is None or carried.files is None or carried.files.name.endswith(".model"):
         return ()
     tokenizer = tokenizers.Tokenizer.from_buffer(carried.files.raw.removeprefix(BOM))
     whole = tokenizer.encode("a").ids

@@ -31,6 +31,7 @@ from tmoe.config.check import require
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import build_config, differences
 from tmoe.hf.card import README, card
+from tmoe.hf.chat import with_chat
 from tmoe.hf.config import architecture, write_config
 from tmoe.hf.files import (
     CONFIG,
@@ -120,6 +121,8 @@ def export_hf(
         config, files = of_run(step, manifest, origin.config, origin.files)
         origin = _with_files(origin._replace(config=config, files=files))
     require_tokenizer_of_run(step, manifest, origin.files)
+    files, chat_notes = with_chat(step, manifest, origin.files, hf_dir)
+    origin = origin._replace(files=files)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
     plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names, origin.held)
     arch = plan.arch
@@ -145,6 +148,8 @@ def export_hf(
         f"{hf_dir}: {len(names)} tensors, {decimal(needed)} of {decimal(free)} free, "
         f"{arch.class_name}; {done}"
     )
+    for line in chat_notes:
+        print(line)
     if origin.packed:
         print(f"{hf_dir}: {unpacked(origin.packed)}")
     if origin.folder and origin.folder.own_head:

@@ -151,9 +151,11 @@ def plan_import(hf_dir: Path, axes: Axes = ALONE) -> Plan:
         files={},
         tensors={},
     )
-    # `reshard --only model` drops the files. This fingerprint still says which tokenizer the weights use.
-    if tokenizer := carried_by(folder.path):
-        manifest.info["data"] = dict(tokenizer=tokenizer.fingerprint)
+    # `reshard --only model` drops the files. These still say which tokenizer and template the weights use.
+    if (known := carried_by(folder.path)) and known.fingerprint:
+        manifest.info["data"] = dict(tokenizer=known.fingerprint)
+    if known and known.chat:
+        manifest.info["chat"] = known.chat.as_json()
     read = sorted({*folder.stored_in.values(), *folder.others()})
     stats = ((name, (folder.path / name).stat()) for name in read)
     stamps = tuple(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)

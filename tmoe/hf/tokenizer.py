@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.run import Config
-from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, Carried, TokenizerFiles
-from tmoe.hf.files import FILE, is_folder
+from tmoe.data.chat_format import SETTINGS, TEMPLATE, ChatFormat, ends_in, json_object, templates_in
+from tmoe.data.tokenizer import NAMES, Carried, TokenizerFiles
+from tmoe.hf.chat import GENERATION, format_of_step
+from tmoe.hf.files import CONFIG, FILE, is_folder
 
 TOKENIZER, MODEL = NAMES
-GENERATION = "generation_config.json"
 
 
 def carried_by_start(cfg: Config) -> Carried | None:
@@ -42,36 +44,78 @@ def _newest(steps: Path) -> Path | None:
         return None  # the resume itself reports what is wrong
 
 
-def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
-    """The tokenizer of a Hugging Face folder or of a step folder: its own, else of what its run started from.
+class Level(NamedTuple):
+    """One folder of those that weights passed through."""
 
-    A step of a run names the tokenizer that made its data. A file of another hash is not the step's.
-    later: the steps that began from this one, so that a circle ends.
+    where: Path
+    content: dict[str, bytes]
+    """small files of the published folder that it is, or that a step carries"""
+    manifest: Manifest | None
+    """of a step folder"""
+
+
+def lineage(path: Path) -> list[Level]:
+    """What a folder says of its weights, after what their run started from: the oldest first.
+
+    Empty where a folder cannot be read: loading it reports what is wrong. Follows no circle.
     """
-    if is_folder(path):
-        names = (*NAMES, SETTINGS, TEMPLATE)
-        present = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
-        return _of_files(path, present)
-    try:
-        step = folders.resolve(path)
-        manifest = read_manifest(step)
-        names = (*NAMES, SETTINGS, TEMPLATE)
-        entries = {name: manifest.tensors.get(FILE + name) for name in names}
-        content = {
-            name: read_whole(step, entry).numpy().tobytes() for name, entry in entries.items() if entry
-        }
-    except CheckpointError:
-        return None  # loading it reports what is wrong
-    found = _of_files(step, content)
-    later = (*later, step.resolve())
-    config = manifest.info.get("config")
-    start = Path(str(config.get("init") or "")) if isinstance(config, dict) else Path()
-    if found is None and start.name and start.resolve() not in later:
-        found = carried_by(start, later)
-    trained_on = of_data(manifest)
-    if trained_on is None or (found and trained_on in (found.fingerprint, *found.others)):
-        return found and found._replace(where=str(path))
-    return Carried(str(path), trained_on, None)
+    names = (*NAMES, SETTINGS, TEMPLATE, GENERATION, CONFIG)
+    found: list[Level] = []
+    seen: list[Path] = []
+    while True:
+        if is_folder(path):
+            content = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
+            found.append(Level(path, content, None))
+            break
+        try:
+            step = folders.resolve(path)
+            manifest = read_manifest(step)
+            entries = {name: manifest.tensors.get(FILE + name) for name in names}
+            content = {n: read_whole(step, entry).numpy().tobytes() for n, entry in entries.items() if entry}
+        except CheckpointError:
+            break
+        found.append(Level(path, content, manifest))
+        seen.append(step.resolve())
+        config = manifest.info.get("config")
+        path = Path(str(config.get("init") or "")) if isinstance(config, dict) else Path()
+        if not path.name or path.resolve() in seen:
+            break
+    return found[::-1]
+
+
+def carried_by(path: Path) -> Carried | None:
+    """The tokenizer of a Hugging Face folder or of a step folder, and how its conversations are written.
+
+    A folder's own, else of what its run started from. A step of a run names the tokenizer that made its data.
+    A file of another hash is not the step's. CheckpointError for a step whose "chat" is malformed.
+    """
+    found: Carried | None = None
+    for level in lineage(path):
+        found = _after(level, found)
+    return found
+
+
+def _after(level: Level, before: Carried | None) -> Carried | None:
+    """What is known of weights with one more folder, after those before it."""
+    where, content, manifest = level
+    found = _of_files(where, content) or before
+    chat, generation = (before.chat, before.generation) if before else (None, {})
+    if content or manifest is None:
+        generation = json_object(content.get(GENERATION))
+        template, tools = templates_in(content)
+        named = where / TEMPLATE if TEMPLATE in content else f"chat_template of {where / SETTINGS}"
+        ends = ends_in(generation, json_object(content.get(CONFIG)))
+        chat = ChatFormat(template, tools, ends=ends, source=str(named))
+        found = found or Carried(str(where), "", None)
+    trained_on = of_data(manifest) if manifest else None
+    if trained_on is not None and (found is None or trained_on not in (found.fingerprint, *found.others)):
+        if found is not None and found.fingerprint:  # ids have another meaning now
+            chat, generation = None, {}
+        beside = _of_files(where, beside_data(manifest)) if manifest else None
+        found = Carried(str(where), trained_on, beside.files if beside else None)
+    if manifest is not None:
+        chat = format_of_step(where, manifest) or chat
+    return found and found._replace(where=str(where), chat=chat, generation=generation)
 
 
 def of_data(manifest: Manifest) -> str | None:
@@ -102,7 +146,7 @@ def of_run(
         print(f"{step}: trained on bytes: there is no tokenizer file, an id is a byte and 0 ends a text")
         return config, files
     if beside := beside_data(manifest):
-        return config, files | {name: path.read_bytes for name, path in beside.items()}
+        return config, files | {name: partial(bytes, raw) for name, raw in beside.items()}
     print(
         f"{step}: no tokenizer is written: it was trained on data of {trained_on}, whose {TOKENIZER} is not "
         f"where the run found it; copy it into the folder"
@@ -110,26 +154,36 @@ def of_run(
     return config, files
 
 
-def beside_data(manifest: Manifest) -> dict[str, Path]:
-    """Files of the tokenizer of a run's data, by name, where they still lie where the run found them."""
+def beside_data(manifest: Manifest) -> dict[str, bytes]:
+    """Files of the tokenizer of a run's data, by the names that Hugging Face gives them.
+
+    Read from where the run found them: --data.tokenizer, or the folder of the shards. {} where none there has
+    the hash that the data are of.
+    """
     trained_on = of_data(manifest)
     for place in _places(manifest):
-        found = {name: place / name for name in (*NAMES, SETTINGS, TEMPLATE) if (place / name).is_file()}
-        carried = _of_files(place, {name: path.read_bytes() for name, path in found.items()})
+        folder = place if place.is_dir() else place.parent
+        beside = [folder / name for name in (*NAMES, SETTINGS, TEMPLATE)]
+        found = {path.name: path.read_bytes() for path in beside if path.is_file()}
+        if place.is_file() and place.name not in NAMES:
+            raw = place.read_bytes()
+            is_json = raw.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+            found = {TOKENIZER if is_json else MODEL: raw} | {n: found[n] for n in found if n not in NAMES}
+        carried = _of_files(folder, found)
         if carried and trained_on in (carried.fingerprint, *carried.others):
             return found
     return {}
 
 
 def _places(manifest: Manifest) -> list[Path]:
-    """Folders in which the tokenizer of a run's data may lie."""
+    """Files and folders that may be the tokenizer of a run's data, or have it."""
     config = manifest.info.get("config")
     told = config.get("data") if isinstance(config, dict) else None
     told = told if isinstance(told, dict) else {}
     paths = told.get("path")
-    names = [told.get("tokenizer"), *(paths if isinstance(paths, list | tuple) else ())]
-    found = []
-    for name in [str(name) for name in names if name]:
+    named = Path(str(told.get("tokenizer") or ""))
+    found = [named] if named.name and named.exists() else []
+    for name in map(str, paths if isinstance(paths, list | tuple) else ()):
         path = Path(name) if Path(name).exists() else Path(name.rpartition(":")[0] or name)
         found += [path if path.is_dir() else path.parent]
     return found

@@ -210,7 +210,6 @@ class Grpo(Task):
             temperature=g.temperature,
             top_p=g.top_p,
             max_tokens=g.max_tokens,
-            stop_ids=data.ends,
             seed=self.cfg.seed,
         )
         replays = g.replay == "rollout" and base != HELD_OUT

@@ -1,0 +1,80 @@
+"""Which template a run's conversations are written by, and what its steps keep of it.
+
+next: data/chat_dataset.py
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from typing import NamedTuple
+
+from tmoe.config.run import DataConfig
+from tmoe.data.chat import Marker, turn_end
+from tmoe.data.chat_format import ChatFormat
+from tmoe.data.chat_template import BUILT_IN, ChatTemplate, load_template
+from tmoe.data.tokenizer import Carried, DataError, Tokenizer
+
+
+class Chosen(NamedTuple):
+    """The template of a run."""
+
+    template: ChatTemplate
+    notes: tuple[str, ...]
+    """lines for the start: a named template differs from the weights' own, or a folder's own is not used"""
+
+
+def choose_template(cfg: DataConfig, tokenizer: Tokenizer, carried: Carried | None) -> Chosen:
+    """The template of --data.chat-template, else of the weights, of the tokenizer's files, or built in.
+
+    tokenizer: its `chat` is the weights'. A line names a template of the weights that is not used, and one of
+    --data.tokenizer's folder. Neither is an error, because no template changes what ids mean. DataError for a
+    template that cannot be read.
+    """
+    template = load_template(tokenizer, cfg.chat_template)
+    notes: list[str] = []
+    theirs = carried.chat if carried else None
+    if carried is None or theirs is None or theirs.template is None:
+        return Chosen(template, ())
+    if cfg.chat_template is not None:
+        if note := another(f"--data.chat-template={cfg.chat_template}", template, theirs):
+            notes.append(note)
+    elif cfg.tokenizer != "auto":
+        alone = copy.copy(tokenizer)
+        alone.chat = None
+        own = load_template(alone)
+        if own.source != BUILT_IN and (own.text, own.tools) != (theirs.template, theirs.tools):
+            notes.append(
+                f"--data.tokenizer={cfg.tokenizer}: the template there is not used; conversations are "
+                f"written by {theirs.source}; --data.chat-template FILE names another"
+            )
+    return Chosen(template, tuple(notes))
+
+
+def another(flag: str, template: ChatTemplate, theirs: ChatFormat | None) -> str:
+    """A line where `flag` names another template than the weights know; "" where it does not."""
+    if theirs is None or theirs.template is None:
+        return ""
+    if (template.text, template.tools) == (theirs.template, theirs.tools):
+        return ""
+    return f"{flag}: is used; the weights know another template, {theirs.source}"
+
+
+def format_of(tokenizer: Tokenizer, template: ChatTemplate, forms: set[str], vocab: int) -> ChatFormat:
+    """What a run's steps keep of how its answers are written, after what its weights knew before.
+
+    forms: "conversation" where the template rendered rows, "text" where rows are texts, or both.
+    vocab: ids from here on are none of the model's, and are left out.
+    """
+    before = tokenizer.chat or ChatFormat(None)
+    marker = Marker(tokenizer)
+    ends: list[int] = []
+    if "conversation" in forms:
+        with suppress(DataError):  # of a template that refuses a bare question with its answer
+            ends.append(turn_end(tokenizer, template))
+        before = before._replace(template=template.text, tools=template.tools, special=template.special)
+    if "text" in forms:
+        ends.append(tokenizer.eos)
+    opening = marker.encode([marker.opening])[0].ids.tolist() if marker.opening else []
+    kept = (i for i in dict.fromkeys([*ends, *before.ends]) if i < vocab)
+    return before._replace(ends=tuple(kept), opening=tuple(opening), source=template.source)

@@ -1,0 +1,107 @@
+"""How conversations of a model are written: template, special tokens, ends of answers and opening tokens.
+
+A step of a chat finetune keeps it in its manifest, under "chat". A published folder says it by
+chat_template.jinja, tokenizer_config.json and generation_config.json.
+
+next: data/tokenizer.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+TEMPLATE = "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
+TOOLS = "tool_use"  # name of the template for conversations with tools
+
+
+class ChatFormat(NamedTuple):
+    """What made the ids of a model's conversations, beside its tokenizer."""
+
+    template: str | None
+    """text of the jinja template; None: no conversation was rendered, and no folder has one"""
+    tools: str | None = None
+    """another template, for conversations with tools"""
+    special: dict[str, Any] = {}  # noqa: RUF012
+    """what the template reads besides the conversation (eos_token, ...); empty: as the tokenizer says"""
+    ends: tuple[int, ...] = ()
+    """ids that end an answer, beside the tokenizer's `eos`"""
+    opening: tuple[int, ...] | None = None
+    """ids in front of a prompt that is a text; None: not known"""
+    source: str = ""
+    """where it was found, for messages"""
+
+    def as_json(self) -> dict[str, Any]:
+        """All but `source`, as a manifest holds it."""
+        opening = None if self.opening is None else list(self.opening)
+        return self._asdict() | dict(ends=list(self.ends), opening=opening, source="")
+
+    @classmethod
+    def parse(cls, told: Any, source: str) -> ChatFormat:
+        """The format that `as_json` gave. ValueError names the field that is none."""
+        told = told if isinstance(told, dict) else {}
+        opening = told.get("opening")
+        checks = dict(
+            template=isinstance(told.get("template"), str | None),
+            tools=isinstance(told.get("tools"), str | None),
+            special=isinstance(told.get("special"), dict),
+            ends=_are_ids(told.get("ends")),
+            opening=opening is None or _are_ids(opening),
+        )
+        if wrong := [name for name, right in checks.items() if not right]:
+            raise ValueError(f"chat: malformed: {', '.join(wrong)}")
+        return cls(
+            told.get("template"),
+            told.get("tools"),
+            told["special"],
+            tuple(told["ends"]),
+            None if opening is None else tuple(opening),
+            source,
+        )
+
+
+def ends_of(tokenizer: Any, vocab: int) -> tuple[int, ...]:
+    """Every id below `vocab` that ends an answer: a tokenizer's `eos`, and the ends of its weights."""
+    chat = getattr(tokenizer, "chat", None)
+    found = dict.fromkeys([tokenizer.eos, *(chat.ends if chat else ())])
+    return tuple(i for i in found if i < vocab)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
+
+
+def templates_in(content: Mapping[str, bytes]) -> tuple[str | None, str | None]:
+    """The chat template among the files of a published folder, and the one for tools; None where none is.
+
+    As transformers has it, chat_template.jinja counts before the key of tokenizer_config.json. What cannot be
+    read is None here; the tokenizer's own reader names it.
+    """
+    try:
+        if TEMPLATE in content:
+            return content[TEMPLATE].decode(), None
+        found = json_object(content.get(SETTINGS)).get("chat_template")
+        if isinstance(found, str):
+            return found, None
+        by_name = {one["name"]: one["template"] for one in found or ()}
+        return by_name.get("default"), by_name.get(TOOLS)
+    except (ValueError, KeyError, TypeError):
+        return None, None
+
+
+def json_object(raw: bytes | None) -> dict[str, Any]:
+    """The object in a JSON file; {} for no file, another value, or what transformers could not read."""
+    try:
+        value = json.loads(raw) if raw else {}
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def ends_in(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end an answer by generation_config.json, else by config.json."""
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    ends = ends if isinstance(ends, list) else [ends]
+    return tuple(dict.fromkeys(i for i in ends if type(i) is int and i >= 0))

@@ -1,0 +1,83 @@
+"""What generation_config.json asks of drawing: settings of `Sampling`, or a word on what is not followed.
+
+next: generate/sampler.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Keys that `Sampling` has under the same name.
+DRAWN = ("temperature", "top_k", "top_p", "min_p")
+# Keys that change no token of an answer, or that other places read (the ends: data/chat_format.py).
+SILENT = {
+    *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "do_sample", "use_cache"),
+    *("cache_implementation", "cache_config", "max_cache_len", "output_attentions", "output_hidden_states"),
+    *("output_scores", "output_logits", "return_dict_in_generate", "compile_config", "disable_compile"),
+    *("low_memory", "prefill_chunk_size", "continuous_batching_config", "use_mtp", "is_assistant"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
+    *("speculation_type", "max_matching_ngram_size", "transformers_version", "chat_format"),
+}
+# Values by which a key asks for nothing.
+NEUTRAL = dict(
+    temperature=1,
+    top_k=0,
+    top_p=1,
+    min_p=0,
+    max_length=20,
+    num_beams=1,
+    num_beam_groups=1,
+    num_return_sequences=1,
+    typical_p=1,
+    repetition_penalty=1,
+    encoder_repetition_penalty=1,
+    length_penalty=1,
+    guidance_scale=1,
+)
+
+
+def sampling_of(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `Sampling` that generation_config.json asks for.
+
+    With do_sample true those of DRAWN that it names, with do_sample false temperature 0, as in transformers
+    (Hugging Face, 2026). Texts of stop_strings end an answer.
+    """
+    found: dict[str, Any] = {}
+    if generation.get("do_sample") is True:
+        found = {name: generation[name] for name in DRAWN if _is_number(generation.get(name))}
+    elif generation.get("do_sample") is False:
+        found = dict(temperature=0)
+    if stops := _texts(generation.get("stop_strings")):
+        found["stop"] = stops
+    return found
+
+
+def not_followed(generation: Mapping[str, Any], followed: bool = True) -> list[str]:
+    """Keys of generation_config.json that change tokens and that no answer follows, each as name=value.
+
+    followed: whether `sampling_of` holds for the answers. Where it does not, its keys are listed, too.
+    """
+    unread = SILENT
+    if followed:
+        unread = unread | {"stop_strings"} | (set(DRAWN) if "do_sample" in generation else set())
+    shown = []
+    for name, value in generation.items():
+        empty = value is None or value is False or value in ([], {}, "")
+        neutral = _is_number(value) and value == NEUTRAL.get(name, 0)
+        if name not in unread and not name.startswith("_") and not empty and not neutral:
+            text = repr(value)
+            shown.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
+    if not followed and generation.get("do_sample") is False:
+        shown.append("do_sample=False")
+    return shown
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    return tuple(text for text in values if isinstance(text, str) and text)

@@ -1,0 +1,108 @@
+"""What an export says of conversations: the run's template, its special tokens, and the ids that end answers.
+
+next: hf/tokenizer.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest
+from tmoe.data.chat_format import SETTINGS, TEMPLATE, TOOLS, ChatFormat, ends_in, json_object, templates_in
+from tmoe.data.chat_template import ChatTemplate
+from tmoe.data.tokenizer import NAMES
+from tmoe.hf.files import CONFIG
+
+GENERATION = "generation_config.json"
+Files = dict[str, Callable[[], bytes]]
+
+
+class Written(NamedTuple):
+    """The files of an export, and what is said of those that differ from the original's."""
+
+    files: Files
+    notes: list[str]
+
+
+def format_of_step(step: Path, manifest: Manifest) -> ChatFormat | None:
+    """How a step's conversations are written; None where it does not say. CheckpointError where malformed."""
+    told = manifest.info.get("chat")
+    try:
+        return None if told is None else ChatFormat.parse(told, f"the chat template of {step}")
+    except ValueError as error:
+        raise CheckpointError(f"{step / NAME}: {error}") from None
+
+
+def with_chat(step: Path, manifest: Manifest, files: Files, folder: Path) -> Written:
+    """An export's files with what the step knows of conversations.
+
+    files: of the original, or made from settings. folder: the export, for the notes.
+
+    transformers reads chat_template.jinja, or the list in tokenizer_config.json where there is a template for
+    tools, so a key there never contradicts the file. A token that the template reads is named in
+    tokenizer_config.json as it was in training. generation_config.json keeps the original's ends behind the
+    run's.
+    """
+    chat = format_of_step(step, manifest)
+    if chat is None:
+        return Written(files, [])
+    notes: list[str] = []
+    content = {n: files[n]() for n in (TEMPLATE, SETTINGS, GENERATION, CONFIG) if n in files}
+    settings = json_object(content.get(SETTINGS))
+    changed: dict[str, bytes] = {}
+    if chat.template is not None:
+        before = templates_in(content)
+        if before != (chat.template, chat.tools):
+            files = {name: read for name, read in files.items() if name != TEMPLATE}
+            settings.pop("chat_template", None)
+            if chat.tools is None:
+                changed[TEMPLATE] = chat.template.encode()
+            else:
+                both = dict(default=chat.template) | {TOOLS: chat.tools}
+                settings["chat_template"] = [dict(name=n, template=text) for n, text in both.items()]
+            replaced = "" if before[0] is None else "; the original's is replaced"
+            where = folder / (TEMPLATE if chat.tools is None else SETTINGS)
+            notes.append(f"{where}: the chat template that {step} was trained with{replaced}")
+        if any(name in files for name in NAMES):
+            tokens = _tokens_of(chat, settings)
+            settings |= tokens
+            if tokens:
+                shown = ", ".join(f"{name} {text!r}" for name, text in tokens.items())
+                notes.append(f"{folder / SETTINGS}: {shown}, as the template was given in training")
+        if settings != json_object(content.get(SETTINGS)):
+            changed[SETTINGS] = _json(settings)
+    generation, config = json_object(content.get(GENERATION)), json_object(content.get(CONFIG))
+    ends = ends_in(generation, config)
+    if not {*chat.ends} <= {*ends}:
+        both = list(dict.fromkeys([*chat.ends, *ends]))
+        named = {
+            name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None
+        }
+        generation = (generation or named) | dict(eos_token_id=both if len(both) > 1 else both[0])
+        changed[GENERATION] = _json(generation)
+        notes.append(
+            f"{folder / GENERATION}: eos_token_id is {both}, at which answers of {step} end; "
+            f"the original's: {list(ends) or 'none'}"
+        )
+    return Written(files | {name: partial(bytes, raw) for name, raw in changed.items()}, notes)
+
+
+def _tokens_of(chat: ChatFormat, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens that the template reads and that tokenizer_config.json names otherwise, or not."""
+    assert chat.template is not None
+    read = ChatTemplate(chat.template, chat.source, chat.special, tools=chat.tools).reads
+    found = {}
+    for name, text in chat.special.items():
+        told = settings.get(name)
+        told = told.get("content") if isinstance(told, dict) else told
+        if name in read and isinstance(text, str) and text and told != text:
+            found[name] = text
+    return found
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
