@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from tmoe.config.run import DataConfig
-from tmoe.data.chat import Marker, turn_end
+from tmoe.data.chat import Marker, turn_ends
 from tmoe.data.chat_format import ChatFormat
 from tmoe.data.chat_template import BUILT_IN, ChatTemplate, load_template
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
@@ -70,8 +70,8 @@ def format_of(tokenizer: Tokenizer, template: ChatTemplate, forms: set[str], voc
     marker = Marker(tokenizer)
     ends: list[int] = []
     if "conversation" in forms:
-        with suppress(DataError):  # of a template that refuses a bare question with its answer
-            ends.append(turn_end(tokenizer, template))
+        with suppress(DataError):  # of a template that refuses a bare question, or ends no turn
+            ends += turn_ends(tokenizer, template)
         before = before._replace(template=template.text, tools=template.tools, special=template.special)
     if "text" in forms:
         ends.append(tokenizer.eos)

@@ -81,7 +81,7 @@ def templates_in(content: Mapping[str, bytes]) -> tuple[str | None, str | None]:
     """
     try:
         if TEMPLATE in content:
-            return content[TEMPLATE].decode(), None
+            return content[TEMPLATE].decode("utf-8-sig"), None
         found = json_object(content.get(SETTINGS)).get("chat_template")
         if isinstance(found, str):
             return found, None
@@ -94,7 +94,7 @@ def templates_in(content: Mapping[str, bytes]) -> tuple[str | None, str | None]:
 def json_object(raw: bytes | None) -> dict[str, Any]:
     """The object in a JSON file; {} for no file, another value, or what transformers could not read."""
     try:
-        value = json.loads(raw) if raw else {}
+        value = json.loads(raw.decode("utf-8-sig")) if raw else {}
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -25,10 +25,11 @@ import tyro
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError, require
-from tmoe.data.chat import chat_prompt, turn_end
+from tmoe.data.chat import chat_prompt, turn_ends
 from tmoe.data.chat_choice import another
 from tmoe.data.chat_rows import parse_given
 from tmoe.data.chat_template import ChatTemplate, load_template
+from tmoe.data.tokenizer import DataError
 from tmoe.disk import expand_home
 from tmoe.front import call, one_message
 from tmoe.generate.engine import Engine, Piece
@@ -204,7 +205,8 @@ class Speaker:
         sampling = self.sampling
         if chat:
             assert self.engine.tokenizer
-            sampling = replace(sampling, stop_ids=(turn_end(self.engine.tokenizer, self.template()),))
+            with suppress(DataError):  # `say_template` has said it
+                sampling = replace(sampling, stop_ids=turn_ends(self.engine.tokenizer, self.template()))
         if self.seq is not None and self.flags.max_tokens is None:
             room = max(self.seq - max(map(len, prompts)), self.sampling.min_tokens, 1)
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
@@ -233,6 +235,10 @@ class Speaker:
         assert self.engine.tokenizer
         template = self.template()
         note(f"conversations are written by {template.source}")
+        try:
+            turn_ends(self.engine.tokenizer, template)
+        except DataError as error:
+            note(f"{error}: answers end at {list(self.engine.eos)} or --max-tokens alone")
         file = self.flags.chat_template
         if file and (line := another(f"--chat-template={file}", template, self.engine.tokenizer.chat)):
             note(line)

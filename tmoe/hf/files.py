@@ -23,7 +23,7 @@ from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.disk import POINTER, POINTER_WORDS, text_of
-from tmoe.hf.config import ties_unsaid
+from tmoe.hf.config import architecture, ties_unsaid
 from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, Piece
 
@@ -61,6 +61,8 @@ class Folder:
         require_no_adapter(path)
         require_no_pointers(path)
         self.config: HF = self._json(CONFIG)
+        if not any((path / name).is_file() for name in (SINGLE, INDEX)):
+            architecture(self.config)  # of a family that is none here, say that before a file is missing
         # Where both lie, transformers reads the single file: a save over a folder of many files removes those
         # and leaves their index.
         self.indexed = (path / INDEX).is_file() and not (path / SINGLE).is_file()

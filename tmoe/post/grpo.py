@@ -33,6 +33,7 @@ from tmoe.data.prompt_dataset import Asked, PromptDataset, open_prompts, share
 from tmoe.data.tokenizer import Carried
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.engine import Engine, Sample, Samples, require_pool
+from tmoe.generate.generation_config import not_followed
 from tmoe.generate.pages import Span
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import Stopped
@@ -105,6 +106,7 @@ class Grpo(Task):
 
     def open(self, split: Split, carried: Carried | None) -> PromptDataset:
         g = self.g
+        self.generation = carried.generation if carried else {}
         if split == "train":
             self.rewards = Rewards(
                 g.rewards, workers=g.reward_workers, timeout_s=g.reward_timeout, code=g.code
@@ -135,7 +137,11 @@ class Grpo(Task):
 
     def notes(self, facts: dict[str, Any]) -> list[str]:
         g = self.g
-        return [f"{g.prompts} prompts a step, {g.group} answers each, rewards {', '.join(g.rewards)}"]
+        told = [f"{g.prompts} prompts a step, {g.group} answers each, rewards {', '.join(g.rewards)}"]
+        if left := not_followed(self.generation, followed=False):
+            why = f"rollouts sample the policy itself, at --grpo.temperature={g.temperature}"
+            told.append(f"generation_config.json: not followed: {', '.join(left)}: {why}")
+        return told
 
     def prepare(self, model: Transformer, data: Sequence[PromptDataset], run: Runtime, step: int) -> None:
         self.data, self.model = data[0], model
