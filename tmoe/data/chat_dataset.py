@@ -62,7 +62,7 @@ from tmoe.data.tokenizer import Carried, DataError, Tokenizer, require_ids, requ
 ChatTask = Literal["sft", "preference"]
 CHUNK = 256  # rows that are encoded together
 TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
-VERSION = 3  # of what is kept
+VERSION = 4  # of what is kept
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
