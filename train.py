@@ -106,7 +106,6 @@ class Trainer:
         p = cfg.parallel
         axes = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes))
-        run.watch.kinds = [self.mesh.axes.place(rank).pp for rank in range(run.world)]
         run.together(lambda: require_weights(cfg))
         run.together(lambda: require_matches(cfg))
         run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
@@ -343,9 +342,8 @@ class Trainer:
 
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
         """Counts of the whole step, and whether any rank was told to stop: one small sum between CPUs."""
-        own = (self.task.divisor(batch), batch.count()) if self.counts else (0, 0)
-        targets, tokens, stops = self.run.sums(*own, self.run.stop)
-        sequences = batch.tokens_ABS[..., 0].numel() * self.mesh.axes.readers
+        own = (self.task.divisor(batch), batch.count(), batch.count_sequences()) if self.counts else (0, 0, 0)
+        targets, tokens, sequences, stops = self.run.sums(*own, self.run.stop)
         totals = [max(targets, 1.0), tokens, sequences]
         return Totals(*self.run.put(torch.tensor(totals))), stops > 0
 

@@ -22,7 +22,7 @@ CFG = replace(
     MODEL,
     vocab=256,
     rope=replace(MODEL.rope, max_seq=SEQ),
-    # balancing losses are of whole rows, and not of sequences
+    # of a sequence's last token too, which `single` leaves out
     moe=replace(MODEL.moe, balance_coeff=0.0, z_coeff=0.0),
 )
 
@@ -80,6 +80,25 @@ def test_loss_and_gradients_are_those_of_single_sequences(dataset: ChatDataset, 
     assert mine.keys() == theirs.keys()
     for name, grad in theirs.items():
         torch.testing.assert_close(mine[name], grad, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_the_sequence_balance_is_that_of_single_sequences(dataset: ChatDataset):
+    """The mean over sequences, however many share a row: each alone in a row of its own length."""
+    model = built(replace(CFG, moe=replace(CFG.moe, balance=("sequence:0.5",))))
+    batch = dataset.batch(0, batch=2)
+    (micro,) = batch.micros(torch.device("cpu"), True)
+    nothing = micro._replace(targets_BS=torch.full_like(micro.targets_BS, IGNORE))
+    loss = model(**nothing._asdict())
+    loss.backward()
+    mine = gradients(model)
+    rows = [one for index in dataset.indices(0, batch=2) for one in dataset.row(index)]
+    assert len(rows) == batch.count_sequences() >= 5
+    tokens = [torch.tensor(ids.tolist())[None] for _, ids, _ in rows]
+    want = sum(model(one, torch.full_like(one, IGNORE)) for one in tokens) / len(rows)
+    want.backward()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6) and want.item() > 0.4
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(mine[name], grad, atol=1e-7, rtol=1e-4, msg=name)
 
 
 def test_neighbours_change_nothing(dataset: ChatDataset):

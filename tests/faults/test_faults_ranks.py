@@ -160,7 +160,8 @@ LOSS = "RuntimeError: [../gloo/tcp/pair.cc:534] Connection closed by peer [127.0
     ],
 )
 def test_25_what_is_said_of_the_others(now, says, not_says, short):
-    text = watch_module._explain(0, now, now, [0, 0], "rank 0 ended in step 3")
+    text = watch_module._explain(0, 2, now, now, 12.1, "rank 0 ended in step 3")
+    assert "silent" not in text[0] or "rank 1 is silent for 3.2 s" in text[0]
     assert text[-1] == f"in short: {short}"
     assert all(any(words in line for line in text[:-1]) for words in says), text
     assert not any(words in line for line in text for words in not_says), text

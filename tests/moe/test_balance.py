@@ -296,20 +296,27 @@ def test_what_is_of_a_micro_batch_weighs_them_by_tokens(name):
     torch.testing.assert_close(got, (alone * tokens).sum() / tokens.sum())
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_ranks_that_divide_a_sequence_add_up_to_it(name):
+def test_ranks_that_divide_a_sequence_add_up_to_it(name, packed):
     """As under tp and cp: values and gradients of the parts add up to those of whole sequences."""
     cfg = config(f"{name}:1", z_coeff=0.1)
+    documents = torch.tensor([[0, 0, 0, 0, 1, 2], [0, 0, 1, 1, 1, 1]])  # the third sequence is one of padding
+    members = (documents[..., None] == torch.arange(3)).float() if packed else None
     logits = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
     padding = torch.arange(12) % 5 == 1
     routing = routed(logits, cfg, padding)
-    whole = measure(routing, 2, padding, cfg=cfg)
+    if members is not None:
+        members *= ~padding.view(2, 6, 1)
+    whole = measure(routing, 2, padding, cfg=cfg, members_BSN=members)
     halves = [torch.arange(12).view(2, 6)[:, half].flatten() for half in (slice(0, 3), slice(3, 6))]
+    shared = [None if members is None else members.flatten(0, 1)[own].view(2, 3, 3) for own in halves]
     loads = [
-        stack([measure(Routing(*(t[own] for t in routing[:4])), 2, padding[own], cfg=cfg)]) for own in halves
+        stack([measure(Routing(*(t[own] for t in routing[:4])), 2, padding[own], cfg=cfg, members_BSN=part)])
+        for own, part in zip(halves, shared, strict=True)
     ]
     tokens = whole.tokens_B.sum()
-    totals = Totals(tokens, tokens, torch.tensor(2.0))
+    totals = Totals(tokens, tokens, torch.tensor(5.0 if packed else 2.0))
 
     def summed(sent: list[Tensor]) -> Tensor:
         return sum(sent)
@@ -331,6 +338,17 @@ def test_ranks_that_divide_a_sequence_add_up_to_it(name):
         balancer.over_parts = over_parts
         shares.append(balancer.loss(load, totals))
     want = loss_of(cfg, routing, 2, padding)
+    if packed and name == "sequence":  # each sequence alone, and the z loss of all
+        parts = [
+            (documents[row] == i).nonzero()[:, 0] + 6 * row
+            for row, some in enumerate((range(3), range(2)))
+            for i in some
+        ]
+        alone = [
+            loss_of(config("sequence:1"), Routing(*(t[at] for t in routing[:4])), 1, padding[at])
+            for at in parts
+        ]
+        want = want - loss_of(config("sequence:1"), routing, 2, padding) + sum(alone) / 5
     torch.testing.assert_close(sum(shares), want)
     grads = [torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (sum(shares), want)]
     torch.testing.assert_close(*grads)

@@ -37,10 +37,13 @@ class ChatBatch(NamedTuple):
     def micros(self, device: torch.device, documents: bool) -> Iterator[Micro]:
         """As Batch.micros; given: `sequences` [B, S], each token's, and `numbers` [n], each sequence's.
 
-        Without documents, sequences would read each other.
+        And `members`, bool [B, S, at least 2]: whether a token is of the n-th sequence of its row. Without
+        documents, sequences would read each other.
         """
         for *micro, numbers_N in zip(*self, strict=True):
             numbers_N = numbers_N[numbers_N >= 0]
+            most = int(micro[2].where(micro[4] >= 0, -1).max()) + 1
+            places_M = torch.arange(max(most, 2), device=device)
             moved = (t.to(device, non_blocking=True) for t in (*micro, numbers_N))
             tokens_BS, targets_BS, documents_BS, positions_BS, sequences_BS, numbers_N = moved
             yield Micro(
@@ -49,9 +52,17 @@ class ChatBatch(NamedTuple):
                 documents_BS if documents else None,
                 padding_BS=sequences_BS < 0,
                 positions_BS=positions_BS,
-                given=dict(sequences=sequences_BS, numbers=numbers_N),
+                given=dict(
+                    sequences=sequences_BS,
+                    numbers=numbers_N,
+                    members=(documents_BS[..., None] == places_M) & (sequences_BS >= 0)[..., None],
+                ),
             )
 
     def count(self) -> int:
         """Tokens, without padding."""
         return int((self.sequences_ABS >= 0).sum())
+
+    def count_sequences(self) -> int:
+        """Sequences, over which the balancing loss `sequence` is a mean: conversations or answers."""
+        return int((self.numbers_AN >= 0).sum())

@@ -69,6 +69,10 @@ class Batch(NamedTuple):
         """Tokens, without padding."""
         return self.tokens_ABS.numel()
 
+    def count_sequences(self) -> int:
+        """Sequences, over which the `sequence` balancing loss is a mean: rows."""
+        return self.tokens_ABS[..., 0].numel()
+
 
 def permute(index: int, n: int, key: str) -> int:
     """Image of `index` under a pseudo-random permutation of range(n) that `key` chooses.

@@ -75,7 +75,8 @@ def compile_ahead(
 
 def compile_part(part: Transformer, mesh: Mesh, dtype: torch.dtype, micro: Micro, kind: Pass) -> None:
     """Of one kind of forward, the blocks of a model or of a pipeline's chunk."""
-    context = part.context(micro.tokens_BS, micro.documents_BS, micro.padding_BS, micro.positions_BS)
+    rows = micro.tokens_BS, micro.documents_BS, micro.padding_BS, micro.positions_BS
+    context = part.context(*rows, micro.given)
     B, S = part.own(micro.tokens_BS).shape
     x = torch.zeros(B, S, part.cfg.dim, dtype=dtype, device=micro.tokens_BS.device)
     # hidden states that come from another chunk always want a gradient
@@ -90,7 +91,7 @@ def compile_part(part: Transformer, mesh: Mesh, dtype: torch.dtype, micro: Micro
 
 def compile_block(block: Block, x: Tensor, context: Context) -> None:
     """As Block.forward calls its `compute`, past the hooks of FSDP2, which gather."""
-    inputs = x, *context.turns[block.rope], context.masks[block.window], context.padding_BS
+    inputs = x, *context.turns[block.rope], context.masks[block.window], *context.of_tokens
     try:
         if block.moe is None:
             block.compute(*inputs)

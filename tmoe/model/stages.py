@@ -268,7 +268,8 @@ class Stages(nn.Module):
         self.totals = totals
         self.objective = objective
         self.contexts = [
-            self.part.context(m.tokens_BS, m.documents_BS, m.padding_BS, m.positions_BS) for m in self.micros
+            self.part.context(m.tokens_BS, m.documents_BS, m.padding_BS, m.positions_BS, m.given)
+            for m in self.micros
         ]
         self.loss = torch.zeros((), device=self.micros[0].tokens_BS.device)
 

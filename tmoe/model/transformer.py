@@ -24,6 +24,11 @@ from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_untrained
 from tmoe.moe.router import Router
+from tmoe.stack import take
+
+# says of a tensor's dimension that compiled graphs are to take any size
+let_vary = take("torch._dynamo.mark_dynamic", "blocks are compiled for each number of sequences in a row")
+let_vary = let_vary or (lambda tensor, dim: None)
 
 
 class Block(nn.Module):
@@ -69,17 +74,19 @@ class Block(nn.Module):
         sin_SC: Tensor,
         mask: Mask,
         padding: Tensor | None,
+        members: Tensor | None,
         experts: LocalExperts | None = None,
     ) -> tuple[Tensor, Load | None]:
         """The block's output [B, S, D], and its router's load (None without an MoE).
 
         cos_SC, sin_SC, mask: see Attention. padding: bool [B, S], True at tokens to leave out of the MoE.
+        members: see `Context`.
         """
         # traced once, so it costs nothing when compiled
         if self.must_compile and not torch.compiler.is_compiling():
             raise RuntimeError("a block that should be compiled ran eager; --no-compile allows that")
         x = self.attend(x, cos_SC, sin_SC, mask)
-        return self.feed_forward(x, padding, experts)
+        return self.feed_forward(x, padding, members, experts)
 
     def attend(self, x: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
         """The first half: x + attention(norm(x))."""
@@ -87,13 +94,13 @@ class Block(nn.Module):
         return x + self.branch(self.attention_post_norm(y))
 
     def feed_forward(
-        self, x: Tensor, padding: Tensor | None, experts: LocalExperts | None
+        self, x: Tensor, padding: Tensor | None, members: Tensor | None, experts: LocalExperts | None
     ) -> tuple[Tensor, Load | None]:
         """The second half: x + feed_forward(norm(x)), and the router's load."""
         if self.ffn is not None:
             return x + self.branch(self.ffn_post_norm(self.ffn(self.ffn_norm(x)))), None
         assert self.moe is not None and experts is not None
-        y_TD, load = self.moe.route(self.ffn_norm(x), padding, experts)
+        y_TD, load = self.moe.route(self.ffn_norm(x), padding, experts, members=members)
         return x + self.branch(self.ffn_post_norm(y_TD.view_as(x))), load
 
     def branch(self, y: Tensor) -> Tensor:
@@ -128,6 +135,14 @@ class Context(NamedTuple):
     # [B, S, C] where rows have positions of their own
     masks: dict[int, Mask]  # by window
     padding_BS: Tensor | None  # of this rank's tokens
+    # fp32 [B, S, sequences of a row], 1 where a token is of a sequence; None where rows are sequences, or no
+    # loss wants to know
+    members_BSN: Tensor | None
+
+    @property
+    def of_tokens(self) -> tuple[Tensor | None, Tensor | None]:
+        """What the MoE layers are given of each token."""
+        return self.padding_BS, self.members_BSN
 
 
 class Transformer(nn.Module):
@@ -231,7 +246,10 @@ class Transformer(nn.Module):
                 of it; the losses of the parts then add up. None: this call is all.
             objective: what is trained for; None: cross-entropy.
             given: what the objective is given beside the targets, by name: a value for each token [B, S],
-                or for whatever else it counts [M]. The name "noise" is the model's own: see `embed`.
+                or for whatever else it counts [M]. Two names are the model's own: "noise", see
+                `embed`, and "members", bool [B, S, n], True where a token is of the n-th sequence that is
+                packed into its row. The balancing loss `sequence` is then a mean over these sequences.
+                Without it, a row is one sequence.
 
         Raises ValueError for tensors of another shape, dtype or device, or longer sequences than RoPE's
         range.
@@ -239,7 +257,8 @@ class Transformer(nn.Module):
         if targets_BS is not None and isinstance(tokens_BS, Tensor):  # `context` names what is none
             check_marks("targets", targets_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         given = given or {}
-        h_BSD, load = self.hidden(tokens_BS, documents_BS, padding_BS, positions_BS, given.get("noise"))
+        rows = tokens_BS, documents_BS, padding_BS, positions_BS
+        h_BSD, load = self.hidden(*rows, given)
         if targets_BS is None:
             return F.linear(self.scaled(h_BSD), self.head_weight)
         if padding_BS is not None:
@@ -287,14 +306,14 @@ class Transformer(nn.Module):
         documents_BS: Tensor | None = None,
         padding_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
-        noise_BS: Tensor | None = None,
+        given: Given | None = None,
     ) -> tuple[Tensor, Load | None]:
         """Final hidden states [B, S, D], and the routers' load stacked over MoE layers; see `forward`.
 
-        The load is None where there is no such layer. noise_BS: see `embed`.
+        The load is None where there is no such layer. Of `given`, the model's own names are read.
         """
-        context = self.context(tokens_BS, documents_BS, padding_BS, positions_BS)
-        x, load = self.run_blocks(self.embed(tokens_BS, noise_BS), context)
+        context = self.context(tokens_BS, documents_BS, padding_BS, positions_BS, given)
+        x, load = self.run_blocks(self.embed(tokens_BS, (given or {}).get("noise")), context)
         return self.norm(x), load
 
     def context(
@@ -303,6 +322,7 @@ class Transformer(nn.Module):
         documents_BS: Tensor | None = None,
         padding_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
+        given: Given | None = None,
     ) -> Context:
         """Rotations, and a mask for each window; of whole rows. Raises ValueError as `forward` does."""
         if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2:
@@ -318,6 +338,17 @@ class Transformer(nn.Module):
             check_marks("positions", positions_BS, tokens_BS, tokens_BS.shape, torch.int64)
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
+        members_BSN = (given or {}).get("members") if "sequence" in self.cfg.moe.losses else None
+        if members_BSN is not None:
+            shape = (*tokens_BS.shape, members_BSN.shape[-1])
+            check_marks("members", members_BSN, tokens_BS, torch.Size(shape), torch.bool)
+            if padding_BS is not None:
+                members_BSN = members_BSN & ~padding_BS[..., None]
+            members_BSN = self.own(members_BSN).float()
+            if members_BSN.shape[-1] == 1:  # compilers make a constant of it
+                members_BSN = torch.cat([members_BSN, torch.zeros_like(members_BSN)], -1)
+            if not torch.compiler.is_compiling():
+                let_vary(members_BSN, 2)
         self.spread.tokens(S, tokens_BS.device)  # each stage of a pipeline hears of what cannot be divided
         if padding_BS is not None:
             if documents_BS is None:
@@ -343,7 +374,7 @@ class Transformer(nn.Module):
             )
             for window in {self.cfg.window_of(i) for i in range(self.cfg.layers)}
         }
-        return Context(turns, masks, padding_BS)
+        return Context(turns, masks, padding_BS, members_BSN)
 
     def embed(self, tokens_BS: Tensor, noise_BS: Tensor | None = None) -> Tensor:
         """What the first block takes, of this rank's own tokens of whole rows.
@@ -358,11 +389,11 @@ class Transformer(nn.Module):
 
     def run_blocks(self, x: Tensor, context: Context) -> tuple[Tensor, Load | None]:
         """All blocks one after the other, and their load, which is recorded for the log in training."""
-        turns, masks, padding_BS = context
+        turns, masks = context.turns, context.masks
         loads = []
         for block in self.blocks:
             assert isinstance(block, Block)
-            x, load = block(x, *turns[block.rope], masks[block.window], padding_BS)
+            x, load = block(x, *turns[block.rope], masks[block.window], *context.of_tokens)
             if load is not None:
                 loads.append(load)
         load = stack(loads) if loads else None

@@ -33,6 +33,7 @@ def measure(
     score: str = "softmax",
     taken: Routing | None = None,
     cfg: MoEConfig | None = None,
+    members_BSN: Tensor | None = None,
 ) -> Load:
     """A layer's sums for the losses, from its routing of T tokens: `sequences` rows of equal length.
 
@@ -42,6 +43,7 @@ def measure(
     taken: the same routing without the pairs that full experts dropped; None: none were. Losses and the
     choice bias count before that: behind it the counts of full experts are all the same.
     cfg: whose losses want more than the sums of sequence, batch and global; None: none does.
+    members_BSN: fp32, 1 where a token is of the n-th sequence that its row holds; None: rows are sequences.
     """
     z_T = routing.logits_TE.logsumexp(-1)
     logits_TE = SCORES[score].log(routing.logits_TE)
@@ -82,6 +84,16 @@ def measure(
         per_sequence(dropped_TE),
         noted_BX=per_sequence(noted_TX * keep_T[:, None]),
     )
+
+    if members_BSN is not None:
+        # A product: it adds up in one order, and takes any number of sequences.
+        with torch.autocast(members_BSN.device.type, enabled=False):
+            by_row = [t_TX.unflatten(0, members_BSN.shape[:2]) for t_TX in (probs_TE, chosen_TE)]
+            of_BNS = members_BSN.transpose(1, 2).to(probs_TE.dtype)
+            probs_NE, counts_NE = ((of_BNS @ t_BSX).flatten(0, 1) for t_BSX in by_row)
+        load = with_fields(
+            load, probs_NE=probs_NE, counts_NE=counts_NE, tokens_N=members_BSN.sum(1).flatten().to(z_T.dtype)
+        )
 
     names = [] if cfg is None else cfg.losses
     if "gshard" in names:
@@ -170,11 +182,10 @@ class Balancer:
         if terms.keys() - {"global"} or totals is None:
             load, parts = self._of_whole_sequences(load)
         if totals is None:
-            totals = Totals(
-                load.tokens_B[0].sum(),
-                load.tokens_B[0].sum(),
-                load.tokens_B.new_full((), load.tokens_B.shape[1]),
-            )
+            tokens, sequences = load.tokens_B[0].sum(), load.tokens_B.new_full((), load.tokens_B.shape[1])
+            if load.tokens_N is not None:
+                sequences = (load.tokens_N[0] > 0).sum()
+            totals = Totals(tokens, tokens, sequences)
         scope = Scope(totals, step_YE, parts)
         z_Y = load.z_B.sum(1) / totals.tokens.clamp(min=1)
         shares_XY = [*(LOSSES[name](load, scope) for name in terms), z_Y]
@@ -210,16 +221,15 @@ class Balancer:
         """
         if self.over_parts is None:
             return load, 1.0
-        names = ["counts_BE", "first_BE", "clean_BE", "smooth_BE"]
-        names = [name for name in names if getattr(load, name) is not None]
-        own = [getattr(load, name) for name in names]
-        tokens_YB1 = load.tokens_B[..., None]
-        sums = torch.cat([*own, tokens_YB1, torch.ones_like(tokens_YB1)], -1).detach()
-        widths = [*(v.shape[-1] for v in own), 1, 1]
-        *whole, tokens_YB1, parts_YB1 = self.over_parts(sums).split(widths, -1)
-        sums = {name: b + (a - a.detach()) for name, a, b in zip(names, own, whole, strict=True)}
-        parts = parts_YB1.amax() if parts_YB1.numel() else 1.0
-        return load._replace(**sums, tokens_B=tokens_YB1[..., 0]), parts
+        names = ["counts_BE", "first_BE", "clean_BE", "smooth_BE", "tokens_B", "counts_NE", "tokens_N"]
+        own = {name: t for name in names if (t := getattr(load, name)) is not None}
+        one = torch.ones_like(load.tokens_B[:1, :1])
+        sums = torch.cat([t.detach().flatten() for t in (*own.values(), one)])
+        *whole, parts = self.over_parts(sums).split([*(t.numel() for t in own.values()), one.numel()])
+        found = {
+            name: b.view_as(a) + (a - a.detach()) for (name, a), b in zip(own.items(), whole, strict=True)
+        }
+        return load._replace(**found), parts[0] if parts.numel() else 1.0
 
     @torch.no_grad()
     def _note(self, losses_YX: Tensor, part: bool) -> None:

@@ -285,14 +285,22 @@ class MoE(nn.Module):
         return str(adaptive_r) if str(adaptive_r) in self.ways else "1"
 
     def route(
-        self, x: Tensor, padding: Tensor | None, experts: LocalExperts | OwnLocal, call: Call | None = None
+        self,
+        x: Tensor,
+        padding: Tensor | None,
+        experts: LocalExperts | OwnLocal,
+        call: Call | None = None,
+        members: Tensor | None = None,
     ) -> tuple[Tensor, Load]:
-        """The layer's computation, given this rank's experts: y [T, D], and the load per sequence."""
+        """The layer's computation, given this rank's experts: y [T, D], and the load of each row.
+
+        members: fp32 [B, S, n], 1 where a token is of a sequence: where rows hold several.
+        """
         cfg = self.router.cfg
         y_TD, chosen, taken = self.mix(x, padding, experts, call)
         padding_T = None if padding is None else padding.flatten()
         sequences = x.shape[0] if x.dim() == 3 else 1
-        load = measure(chosen, sequences, padding_T, cfg.score, taken, cfg)
+        load = measure(chosen, sequences, padding_T, cfg.score, taken, cfg, members)
         if cfg.selection == "quantile":
             assert chosen.noted_TX is not None
             given = call is not None and call.ids_TK is not None

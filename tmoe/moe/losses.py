@@ -42,6 +42,10 @@ class Load(NamedTuple):
     # sums of what the selection notes: Sinkhorn's residual over tokens [B, 1], quantiles [B, E], else [B, 0]
     noted_BX: Tensor | None = None
     ids_TK: Tensor | None = None  # the choices themselves, where a trace of them is kept
+    # where rows hold several sequences each: the first three sums, of each of N sequences
+    probs_NE: Tensor | None = None
+    counts_NE: Tensor | None = None
+    tokens_N: Tensor | None = None
 
 
 def with_fields(load: Load, **given: Tensor | None) -> Load:
@@ -71,11 +75,15 @@ class Scope(NamedTuple):
 def sequence(load: Load, scope: Scope) -> Tensor:
     """E sum_e f_e P_e of each sequence (Switch, Fedus et al. 2021, eq. 4): the mean over sequences.
 
-    f_e: the expert's share of the sequence's routed pairs; P_e: its mean share of the scores.
+    f_e: the expert's share of the sequence's routed pairs; P_e: its mean share of the scores. A sequence is a
+    row, or, of rows that are packed, what was packed into them.
     """
-    share_YBE = load.counts_BE / load.counts_BE.sum(-1, keepdim=True).clamp(min=1)
-    mean_YBE = load.probs_BE / load.tokens_B.clamp(min=1)[..., None]
-    return _experts(load) * (share_YBE * mean_YBE).sum((-2, -1)) / scope.totals.sequences.clamp(min=1)
+    probs_YNE, counts_YNE, tokens_YN = load.probs_NE, load.counts_NE, load.tokens_N
+    if probs_YNE is None or counts_YNE is None or tokens_YN is None:
+        probs_YNE, counts_YNE, tokens_YN = load.probs_BE, load.counts_BE, load.tokens_B
+    share_YNE = counts_YNE / counts_YNE.sum(-1, keepdim=True).clamp(min=1)
+    mean_YNE = probs_YNE / tokens_YN.clamp(min=1)[..., None]
+    return _experts(load) * (share_YNE * mean_YNE).sum((-2, -1)) / scope.totals.sequences.clamp(min=1)
 
 
 def batch(load: Load, scope: Scope) -> Tensor:

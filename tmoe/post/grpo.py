@@ -344,6 +344,7 @@ class Grpo(Task):
                 advantages=advantages_N[segments_BS],
                 drawn=self.packed.drawn_ABS[self.micro].to(device),
                 of_answers=torch.stack([advantages_N, lengths_N]).flatten(),
+                members=given["members"],
             )
             with self.replayed(device):
                 yield micro._replace(given=more)

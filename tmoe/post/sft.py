@@ -50,7 +50,8 @@ class Sft(Task):
     def micros(self, batch: ChatBatch, device: torch.device) -> Iterator[Micro]:
         alpha = self.cfg.sft.neftune
         for micro in batch.micros(device, True):
-            given = {"noise": self.noise(micro, alpha)} if alpha else None
+            given = {"members": (micro.given or {})["members"]}
+            given |= {"noise": self.noise(micro, alpha)} if alpha else {}
             yield micro._replace(given=given)
 
     def noise(self, micro: Micro, alpha: float) -> Tensor:

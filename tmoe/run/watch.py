@@ -4,8 +4,8 @@
                   silent
     standstill    a step in which nothing moves for --train.timeout ends the process, wherever its main
                   thread waits
-    journal       each collective's name, size, type and call site, chained into one checksum a step
-    vote          once a step, before the weights change: count and checksum are equal on all ranks, or all
+    journal       each collective's name, size, type and call site, chained into a checksum for each group
+    vote          once a step, before the weights change: the ranks of each group have called the same, or all
                   ranks raise
     note          an exception that ends the run gets a note: which ranks are silent, which failed first,
                   where the paths parted; its last line says it in short, and torchrun's report has that line
@@ -17,6 +17,9 @@ more than it asked for, so the store hears of a collective of CPU tensors before
 The journal stands at the process group's own methods, below every function of torch.distributed and whatever
 was wrapped around one. It costs about 15 us a collective, the vote 0.3 ms a step on two gloo ranks. (torch's
 flight recorder works on gloo too, but dumping its records costs 9 us each and its stacks a second.)
+
+Times are of the monotonic clock, from a moment that all ranks share: a wall clock jumps, and those of two
+hosts differ.
 """
 
 from __future__ import annotations
@@ -31,22 +34,19 @@ import sys
 import threading
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, wraps
-from pathlib import Path
-from types import CodeType, TracebackType
+from functools import wraps
+from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import c10d_logger, distributed_c10d
 
 from tmoe.parallel import agree
 from tmoe.parallel.mesh import patience
 from tmoe.run import last_line
+from tmoe.run.journal import METHODS, Journal, parting
 
 BEAT_S = 0.2
 GRACE_S = 0.8  # how long a failing rank listens for the others before it says what it knows
@@ -58,43 +58,15 @@ LEAVES = "_tmoe_leaves"  # marks an exception that, if nothing catches it, ends 
 GONE = (RuntimeError, dist.DistStoreError)  # what a store raises when its host is gone
 # What faulthandler raises for a notebook's stderr, a closed one, none.
 NO_FILE = (OSError, AttributeError, RuntimeError, ValueError)
-# Methods of a process group, and the names by which people call them.
-METHODS = dict(
-    allreduce="all_reduce",
-    allreduce_coalesced="all_reduce_coalesced",
-    allgather="all_gather",
-    allgather_coalesced="all_gather_coalesced",
-    _allgather_base="all_gather_into_tensor",  # torch 2.11
-    all_gather_single="all_gather_into_tensor",  # torch 2.13
-    all_gather_single_coalesced="all_gather_into_tensor_coalesced",
-    allgather_into_tensor_coalesced="all_gather_into_tensor_coalesced",
-    reduce_scatter="reduce_scatter",
-    _reduce_scatter_base="reduce_scatter_tensor",
-    reduce_scatter_single="reduce_scatter_tensor",
-    reduce_scatter_single_coalesced="reduce_scatter_tensor_coalesced",
-    reduce_scatter_tensor_coalesced="reduce_scatter_tensor_coalesced",
-    alltoall="all_to_all",
-    alltoall_base="all_to_all_single",
-    all_to_all_single="all_to_all_single",
-    broadcast="broadcast",
-    reduce="reduce",
-    gather="gather",
-    scatter="scatter",
-    barrier="barrier",
-)
 # Words of errors that a lost peer causes: gloo's, NCCL's and the store's.
 LOST = re.compile(
     r"gloo|NCCL|nccl|[Cc]onnection|[Ss]ocket|Broken pipe|[Tt]imed? ?out|remote process|DistStore"
 )
-UNEVEN = {"all_to_all_single", "all_to_all", "gather", "scatter"}  # sizes may differ between ranks
-DTYPES = {t: str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)}
-# Files whose frames lie between a call site and the process group.
-INSIDE = {distributed_c10d.__file__, c10d_logger.__file__, agree.__file__}
 STRAYED = "DivergenceError: "
 
 
 class DivergenceError(RuntimeError):
-    """Ranks did not call the same collectives in one step, so its sums are wrong. Raised on every rank."""
+    """Ranks of a group called different collectives in one step: sums are wrong. Raised on every rank."""
 
 
 class Watch:
@@ -102,7 +74,8 @@ class Watch:
 
     Journalled are the collectives of the thread that entered. A world of one rank watches nothing.
 
-    store: reachable by all ranks. control: the group of the votes; calls on it are not journalled.
+    store: reachable by all ranks. control: the group of the votes; calls on it are not journalled. All ranks
+    make their Watch together, and their times count from there.
     """
 
     def __init__(self, rank: int, world: int, store: dist.Store, control: dist.ProcessGroup):
@@ -112,13 +85,10 @@ class Watch:
         self.connection = store.clone() if world > 1 else store  # a connection of its own
         self.step = 0
         self.votes = 0
-        self.sites: list[str] = []  # since the last vote
-        self.checksum = 0
+        self.journal = Journal(rank, world)
+        self.began = time.monotonic()
         self.timeout = 0.0
         self.saving: Callable[[], bool] = lambda: False
-        self.kinds = [
-            0
-        ] * world  # of each rank: ranks of one kind call the same collectives (pipeline stages)
         self._aside = False  # whether collectives are left out of the journal
         self._moved: float | None = None  # when anything last moved in this step
         self._saved = False  # whether a save was under way at the last beat
@@ -206,21 +176,17 @@ class Watch:
                     raise RuntimeError(f"connection lost: rank {r} is silent before the first step")
 
     def vote(self) -> None:
-        """Raises DivergenceError on all ranks unless those of a kind agree on this step's collectives so far.
+        """Raises DivergenceError on all ranks unless the ranks of each group called the same in this step.
 
-        It is a collective of all ranks itself.
+        A collective of all ranks.
         """
         if not self._originals:
             return
-        mine = torch.tensor([len(self.sites), self.checksum])
-        votes = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(votes, mine, group=self.control)
-        first = {kind: votes[self.kinds.index(kind)] for kind in self.kinds}
-        parted = [k for k, vote in zip(self.kinds, votes, strict=True) if not torch.equal(vote, first[k])]
-        if parted:
-            journals = agree.gathered(self.sites, self.control)
-            theirs = {r: sites for r, sites in enumerate(journals) if self.kinds[r] == parted[0]}
-            raise DivergenceError(f"step {self.step}: {_parting(theirs)}")
+        shares = torch.tensor([self.journal.share()])
+        dist.all_reduce(shares, group=self.control)
+        if shares.item():
+            journals = dict(enumerate(agree.gathered(self.journal.lines, self.control)))
+            raise DivergenceError(f"step {self.step}: {parting(journals)}")
         self.votes += 1
         self._begin_journal()
 
@@ -233,36 +199,27 @@ class Watch:
             # Autograd's threads are not Python's: Python calls them "Dummy-N".
             thread = threading.current_thread()
             if group is not self.control and (thread is self._thread or thread.name.startswith("Dummy")):
-                self._note(name, args, sys._getframe(1))
+                self._note(name, group, args, sys._getframe(1))
             return call(group, *args, **kwargs)
 
         return collective
 
-    def _note(self, name: str, args: tuple, frame: Any) -> None:
-        if self._aside:
-            return self.moved()
-        tensors = _first_tensors(args)
-        options = args[-1] if args else None
-        words = f"{name} {_operands(name, tensors, options)}at {_call_site(frame)}"
-        self.sites.append(words)
-        self.checksum = zlib.crc32(words.encode(), self.checksum)
-        self.moved()
-        if not tensors or tensors[0].is_cpu:
+    def _note(self, name: str, group: dist.ProcessGroup, args: tuple, frame: Any) -> None:
+        if not self._aside and self.journal.note(name, group, args, frame):
             # At once, as gloo may abort this process. Where NCCL hangs, the heartbeat tells later.
             self._tell()
-        return None
+        self.moved()
 
     def _begin_journal(self) -> None:
         with self._telling:
-            self.sites = []
-            self.checksum = 0
+            self.journal.begin()
             self._told = 0
             self.store.set(f"{self.rank}.journal", f"{self.votes}\n")
 
     def _tell(self) -> None:
         """Sends the store what it has not heard of the journal; there is no answer to wait for."""
         with self._telling, suppress(*GONE):  # if the store is gone, collectives will say so
-            new = self.sites[self._told :]
+            new = self.journal.lines[self._told :]
             self._told += len(new)
             if new:
                 self.store.append(f"{self.rank}.journal", "\n".join([*new, ""]))
@@ -392,12 +349,16 @@ class Watch:
         return heard[0] if heard else silence
 
     def _own_end(self) -> str:
-        return f"rank {self.rank} ended in step {self.step}, {_after(self.sites)}"
+        return f"rank {self.rank} ended in step {self.step}, {_after(self.journal.lines)}"
+
+    def _now(self) -> float:
+        """Seconds since the ranks made their watches; comparable between ranks, whatever wall clocks say."""
+        return time.monotonic() - self.began
 
     def _publish(self, failure: str | None = None, stands: bool = False) -> None:
         self._tell()
         self._beats += 1
-        words = dict(beat=self._beats, step=self.step, failure=failure, stands=stands, at=time.time())
+        words = dict(beat=self._beats, step=self.step, failure=failure, stands=stands, at=self._now())
         self.store.set(str(self.rank), json.dumps(words))
 
     def _last_words(self, error: BaseException | None) -> str:
@@ -406,7 +367,8 @@ class Watch:
             self._publish(_cause(error) if error else None, stands=not error)
             before = self._hear()
             time.sleep(GRACE_S)
-            lines = _explain(self.rank, before, self._hear(), self.kinds, self._own_end())
+            now = self._hear()
+            lines = _explain(self.rank, self.world, before, now, self._now(), self._own_end())
         except GONE as lost:
             lines = [self._own_end(), f"nothing is known of the other ranks, the store is gone: {lost}"]
         return "\n".join(lines)
@@ -474,58 +436,29 @@ def _leave() -> None:
         os._exit(1)
 
 
-def _first_tensors(args: tuple) -> list[Tensor]:
-    """The tensors of a collective's first argument: outputs, or what is reduced in place."""
-    found = args[0] if args else []
-    while isinstance(found, list) and found and isinstance(found[0], list):
-        found = found[0]
-    return [found] if isinstance(found, Tensor) else found
-
-
-def _operands(name: str, tensors: list[Tensor], options: Any) -> str:
-    """In words, what must be equal on all ranks: number of elements, type, operation, root."""
-    words = ""
-    if tensors and name not in UNEVEN:
-        words = f"of {sum([t.numel() for t in tensors])} {DTYPES[tensors[0].dtype]} "
-    if (operation := getattr(options, "reduceOp", None)) is not None:
-        words += f"{operation.op.name.lower()} "
-    if (root := getattr(options, "rootRank", None)) is not None:
-        words += f"root {root} "
-    return words
-
-
-def _call_site(frame: Any) -> str:
-    """From where torch.distributed was called: file, line and function."""
-    while frame.f_code.co_filename in INSIDE:
-        frame = frame.f_back
-    return _place(frame.f_code, frame.f_lineno)
-
-
-@cache
-def _place(code: CodeType, line: int) -> str:
-    return f"{Path(code.co_filename).name}:{line} {code.co_name}"
-
-
 def _explain(
-    rank: int, before: dict[int, dict], now: dict[int, dict], kinds: list[int], own_end: str
+    rank: int, world: int, before: dict[int, dict], now: dict[int, dict], clock: float, own_end: str
 ) -> list[str]:
     """What became of the ranks: the cause first, then the others, last all of it in one line.
 
-    own_end: the line of this rank. A rank that is dead or stopped is the cause before any error, as far as
-    these are of a kind that a lost peer gives; an error of another kind is a cause too.
+    A rank that is dead or stopped is the cause before any error, as far as these are of a kind that a lost
+    peer gives; an error of another kind is a cause too.
+
+    before, now: what was heard of each rank, at two moments. clock: the second moment, in seconds as `Watch`
+    counts them. own_end: the line of this rank.
     """
     failed = {r: words for r, words in now.items() if words["failure"]}
     stood = {r: words for r, words in now.items() if words["stands"]}
     quiet = [r for r in now if r != rank and r not in failed and r not in stood]
     silent = {r: now[r] for r in quiet if now[r]["beat"] == before.get(r, {}).get("beat")}
-    never = [r for r in range(len(kinds)) if r not in now]
+    never = [r for r in range(world) if r not in now]
     lost = {r: words for r, words in failed.items() if LOST.search(words["failure"].split(", then ")[0])}
     causes = {r: words for r, words in failed.items() if r not in lost} or ({} if silent or never else failed)
 
     # The causes, and this rank's own end.
     lines = [f"rank {r} was never heard of" for r in never]
     for r, words in silent.items():
-        silence = time.time() - words["at"]
+        silence = clock - words["at"]
         lines.append(
             f"rank {r} is silent for {silence:.1f} s, stopped or dead; "
             f"last heard of in step {words['step']}, {_after(words['sites'])}"
@@ -555,15 +488,11 @@ def _explain(
             lines.append(f"rank {r} lives, in step {now[r]['step']}, {_after(now[r]['sites'])}")
 
     # Where their journals part. A rank that is gone has not come as far as the others: that is no parting.
-    alike = {r: words for r, words in now.items() if kinds[r] == kinds[rank]}
-    journals = {r: words["sites"] for r, words in alike.items() if words["votes"] == now[rank]["votes"]}
-    if silent or never or (first is not None and first not in lost):
-        common = min(map(len, journals.values()))
-        journals = {r: sites[:common] for r, sites in journals.items()}
-    parted = len(set(map(tuple, journals.values()))) > 1
-    if parted:
-        lines.append(_parting(journals))
-    return [*lines, _in_short(rank, now, sorted([*silent, *never]), first, sorted(lost), parted)]
+    journals = {r: words["sites"] for r, words in now.items() if words["votes"] == now[rank]["votes"]}
+    gone = silent or never or (first is not None and first not in lost)
+    parted = parting(journals, skipped=not gone)
+    lines += [parted] if parted else []
+    return [*lines, _in_short(rank, now, sorted([*silent, *never]), first, sorted(lost), bool(parted))]
 
 
 def _in_short(
@@ -586,16 +515,3 @@ def _in_short(
 
 def _after(sites: list[str]) -> str:
     return f"in or after {sites[-1]}" if sites else "before its first collective"
-
-
-def _parting(journals: dict[int, list[str]]) -> str:
-    """Where the ranks' collectives begin to differ."""
-    longest = max(map(len, journals.values()))
-    padded = {rank: [*sites, *["nothing yet"] * (longest - len(sites))] for rank, sites in journals.items()}
-    numbered = enumerate(zip(*padded.values(), strict=True))
-    at = next((i for i, together in numbered if len(set(together)) > 1), longest)
-    calls: dict[str, list[str]] = {}
-    for rank, sites in padded.items():
-        calls.setdefault(sites[at] if at < longest else "nothing yet", []).append(str(rank))
-    which = "; ".join(f"rank {', '.join(ranks)}: {site}" for site, ranks in calls.items())
-    return f"the ranks' collectives part at number {at + 1}: {which}"

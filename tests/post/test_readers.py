@@ -1,0 +1,175 @@
+"""Every task and loss with several readers, each of two ranks or more, gives the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+import train
+from tmoe.parallel import clip_grad_norm_
+from tmoe.post import task_of
+from tmoe.post.grpo import Grpo
+from tmoe.run import process as runtime
+from tmoe.run.cli import parse
+
+# One step: four rows, whatever the layout.
+SMALL = """tiny --no-compile --log.no-progress --train.dtype fp32 --model.layers 1 --model.dim 16
+    --model.heads 2 --model.kv-heads 2 --model.head-dim 8 --model.moe.experts 4 --model.moe.ffn-dim 16
+    --train.seq 64 --steps 1 --optim.warmup 0 --optim.lr 1e-3 --optim.eps 1e-4 --train.eval-every 0
+    --train.eval-batches 1 --checkpoint.mode off --log.every 1 --resume none
+    --model.moe.balance sequence:0.02 global:0.02""".split()
+PREFERENCE = [["--preference.loss", name] for name in "sigmoid robust hinge ipo simpo orpo".split()]
+GRPO = [f"--grpo.loss {name}".split() for name in "dapo grpo dr_grpo gspo cispo dppo rloo".split()]
+GRPO += [f"--grpo.advantage {name} --grpo.loss gspo".split() for name in ("mean", "leave-one-out")]
+GRPO += [f"--grpo.kl 0.1 --grpo.kl-in {where} --grpo.loss rloo".split() for where in ("loss", "reward")]
+GRPO += ["--grpo.overlong drop --grpo.tries 1 --grpo.replay rollout --grpo.normaliser constant".split()]
+GRPO += ["--grpo.kl 0.1 --grpo.entropy 0.01 --grpo.updates 2 --grpo.replay old".split()]
+TASKS = dict(pretrain=[[]], sft=[[], ["--sft.dft"]], preference=PREFERENCE, grpo=GRPO)
+# The layouts of four ranks in which two of them read the same rows.
+DIVIDED = [
+    "--parallel.tp 2 --parallel.ep 2",
+    "--parallel.cp 2 --parallel.cp-by keys",
+    "--parallel.cp 2 --parallel.cp-by heads --parallel.ep 4",
+]
+REWARD = 'def some(sample):\n    return sum(sample.answer.encode("utf-8", "surrogateescape")) % 7 / 7\n'
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Sums, whose lengths differ, as text and as rows of each task."""
+    folder, draw = tmp_path_factory.mktemp("sums"), random.Random(0)
+    rows: dict[str, list[dict]] = dict(sft=[], preference=[], grpo=[])
+    for _ in range(60):
+        a, b = draw.randrange(10 ** draw.randrange(1, 6)), draw.randrange(10)
+        asked, right = f"{a}+{b}?", str(a + b)
+        turns = [dict(role="user", content=asked), dict(role="assistant", content=right)]
+        rows["sft"].append(dict(messages=turns))
+        rows["preference"].append(
+            dict(prompt=asked, chosen=right, rejected=str(a + b + draw.randrange(1, 9)))
+        )
+        rows["grpo"].append(dict(prompt=asked, answer=right))
+    for name, found in rows.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)))
+    (folder / "pretrain.txt").write_text("\n".join(row["prompt"] + row["answer"] for row in rows["grpo"]) * 9)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def words(data: Path, task: str, more: list[str], *layout: str) -> list[str]:
+    path = data / ("pretrain.txt" if task == "pretrain" else f"{task}.jsonl")
+    made = [*SMALL, "--task", task, "--data.path", str(path), "--data.val-fraction", "0.2"]
+    if task == "grpo":
+        made += f"--grpo.rewards {data / 'reward.py'}:some --grpo.prompts 4 --grpo.group 3".split()
+        made += "--grpo.max-tokens 5 --grpo.reward-workers 1".split()
+    return [*made, *more, *layout]
+
+
+class Asked(Grpo):
+    """GRPO whose answers are kept for the next loss, while the weights are the same."""
+
+    kept: dict
+
+    def ask(self, model, data, numbers, base, run):
+        key = self.g.replay, *numbers
+        if key not in self.kept:
+            self.kept[key] = super().ask(model, data, numbers, base, run)
+        return self.kept[key]
+
+
+def several(rank: int, world: int, out: str, runs: list[tuple[str, list[list[str]]]]) -> list[list[float]]:
+    """Loss and gradient norm of each loss of several runs, one after another in one process group.
+
+    runs: a folder, and the flags of each loss that shares folder, model and, in GRPO, the answers. Only the
+    last of a run may move the weights.
+    """
+    found = []
+    for name, losses in runs:
+        cfgs = [parse([*argv, "--out", f"{out}/{name}"], "", rank=rank, world=world) for argv in losses]
+        trainer = train.Trainer(cfgs[0], runtime.start(cfgs[0].seed))
+        first = trainer.task
+        kept: dict = {}
+        with trainer.metrics, trainer.run.watch:
+            for cfg in cfgs:
+                trainer.cfg, trainer.task = cfg, task_of(cfg, trainer.mesh)
+                if isinstance(first, Grpo):
+                    trainer.task = Asked(cfg, trainer.mesh)
+                    trainer.task.kept, trainer.task.rewards = kept, first.rewards
+                found.append(one_step(trainer))
+    return found
+
+
+def one_step(trainer: train.Trainer) -> list[float]:
+    """Loss and gradient norm of each update of a step, as Trainer.train has them."""
+    task, model, run, numbers = trainer.task, trainer.model, trainer.run, []
+    task.prepare(model, (trainer.data, trainer.val_data), run, 0)
+    batch = task.rollout(model, trainer.data.batch(0, **trainer.shape()), run, 0)
+    totals, _ = trainer.agree(batch)
+    for _ in range(task.updates):
+        loss = trainer.forward_backward(batch, totals)
+        numbers += [loss.item(), clip_grad_norm_(model.counted(), math.inf).item()]
+        run.watch.vote()
+        if task.updates > 1:
+            trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    return numbers
+
+
+def assert_as_alone(gloo, data: Path, out: Path, world: int, layouts: list[str], tasks=tuple(TASKS)) -> None:
+    """layouts: flags, with --train.batch and --train.accumulate for four rows a step."""
+    cases = [(task, more) for task in tasks for more in TASKS[task]]
+
+    def runs(name: str, flags: str) -> list[tuple[str, list[list[str]]]]:
+        made = {task: [words(data, task, more, *flags.split()) for more in TASKS[task]] for task in tasks}
+        return [(f"{name}-{task}", losses) for task, losses in made.items()]
+
+    (want,) = gloo(1, several, str(out), runs("alone", "--train.batch 4"))
+    made = [run for n, flags in enumerate(layouts) for run in runs(str(n), flags)]
+    for found in gloo(world, several, str(out), made):
+        for i, got in enumerate(found):
+            at = i % len(cases)
+            assert got == pytest.approx(want[at], rel=1e-5, abs=1e-6), (layouts[i // len(cases)], cases[at])
+
+
+def test_two_readers_of_two_ranks_each(data, tmp_path, gloo):
+    assert_as_alone(gloo, data, tmp_path, 4, [f"{flags} --train.batch 2" for flags in DIVIDED])
+
+
+def test_neither_packing_nor_micro_batches_change_what_grpo_learns(data, tmp_path, gloo):
+    """With rows of one to four answers, and one to twelve rows in a micro-batch."""
+    sizes = [(seq, batch) for seq in (16, 32, 64) for batch in (1, 4, 12)]
+    more = ["--model.moe.balance", "sequence:0.5", "--model.moe.z-coeff", "0.1"]
+    runs = [
+        (f"{seq}-{batch}", [words(data, "grpo", more, "--train.seq", str(seq), "--train.batch", str(batch))])
+        for seq, batch in sizes
+    ]
+    (found,) = gloo(1, several, str(tmp_path), runs)
+    for size, got in zip(sizes, found, strict=True):
+        assert got == pytest.approx(found[0], rel=1e-5, abs=1e-6), size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (4, "--train.batch 1"),  # dp
+        (4, "--parallel.ep 4 --train.batch 1"),
+        (4, "--parallel.replicate 2 --parallel.tp 2 --train.batch 2"),
+        (4, "--parallel.replicate 2 --train.batch 1"),
+        (4, "--parallel.etp 2 --parallel.ep 2 --train.batch 1"),
+        (4, "--parallel.etp 2 --parallel.cp 2 --train.batch 2"),
+        (8, "--parallel.tp 2 --parallel.cp 2 --parallel.ep 2 --train.batch 1 --train.accumulate 2"),
+        (8, "--parallel.replicate 2 --parallel.ep 2 --parallel.tp 2 --train.batch 1"),
+    ],
+)
+def test_every_axis(data, tmp_path, gloo, world, flags):
+    assert_as_alone(gloo, data, tmp_path, world, [flags])
+
+
+@pytest.mark.slow
+def test_stages_of_two_readers_of_two_ranks_each(data, tmp_path, gloo):
+    layouts = [f"--parallel.pp 2 {flags} --train.batch 1 --train.accumulate 2" for flags in DIVIDED[:2]]
+    assert_as_alone(gloo, data, tmp_path, 8, layouts, ("pretrain", "sft", "preference"))
