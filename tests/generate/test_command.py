@@ -163,6 +163,31 @@ def test_a_conversation_in_the_terminal(run, capsys, monkeypatch):
     assert said.err.count("tokens/s") == 3 and "model.rope.max_seq=96" in said.err
 
 
+def test_lines_of_a_pipe_are_messages(run, capsys, monkeypatch):
+    """Each with the conversation before it, as one by one; /new begins another, /quit ends all."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nmore\n/help\n/new\nhi\n/quit\nnever\n"))
+    command.main([str(run), "--chat", *GREEDY, "--max-tokens", "4"])
+    said = capsys.readouterr()
+    model = load_step(run / "checkpoints" / "step-2")
+    messages: list = []
+    want = []
+    for text in ("hi", "more"):
+        messages.append(dict(role="user", content=text))
+        prompt = [int(i) for i in chat_prompt(messages, ByteTokenizer())]
+        want += answers(model, [prompt], temperature=0, max_tokens=4)
+        messages.append(dict(role="assistant", content=want[-1]))
+    assert said.out == f"{want[0]}\n{want[1]}\n{want[0]}\n"
+    assert said.err.count("tokens/s") == 3 and said.err.count(command.HELP) == 1
+    assert "conversations are written by plain built-in template" in said.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n" + "x" * 99))
+    with pytest.raises(SystemExit) as end:
+        command.main([str(run), "--chat", *GREEDY, "--max-tokens", "4"])
+    assert str(end.value).startswith("error: stdin: line 2: ")
+    with pytest.raises(SystemExit) as end:
+        command.main([str(run), "--chat", "-n", "2"])
+    assert "-n=2: a conversation has one answer" in str(end.value)
+
+
 @pytest.mark.filterwarnings("ignore:.*script")
 def test_a_hugging_face_folder_and_its_import(tmp_path, bpe, monkeypatch):  # noqa: F811
     """Its tokenizer, the tokens it begins texts with, the ids that end answers, its own sampling."""
