@@ -61,7 +61,7 @@ def another(flag: str, template: ChatTemplate, theirs: ChatFormat | None) -> str
 
 
 def format_of(tokenizer: Tokenizer, template: ChatTemplate, forms: set[str], vocab: int) -> ChatFormat:
-    """What a run's steps keep of how its answers are written, after what its weights knew before.
+    """The format that a run's steps keep: of its rows, and of what its weights knew before.
 
     forms: "conversation" where the template rendered rows, "text" where rows are texts, or both.
     vocab: ids from here on are none of the model's, and are left out.

@@ -18,7 +18,7 @@ TOOLS = "tool_use"  # name of the template for conversations with tools
 
 
 class ChatFormat(NamedTuple):
-    """What made the ids of a model's conversations, beside its tokenizer."""
+    """All that made the ids of a model's conversations and is no part of the tokenizer."""
 
     template: str | None
     """text of the jinja template; None: no conversation was rendered, and no folder has one"""
@@ -27,7 +27,7 @@ class ChatFormat(NamedTuple):
     special: dict[str, Any] = {}  # noqa: RUF012
     """what the template reads besides the conversation (eos_token, ...); empty: as the tokenizer says"""
     ends: tuple[int, ...] = ()
-    """ids that end an answer, beside the tokenizer's `eos`"""
+    """ids that end an answer, in addition to the tokenizer's `eos`"""
     opening: tuple[int, ...] | None = None
     """ids in front of a prompt that is a text; None: not known"""
     source: str = ""
@@ -76,8 +76,8 @@ def _are_ids(value: Any) -> bool:
 def templates_in(content: Mapping[str, bytes]) -> tuple[str | None, str | None]:
     """The chat template among the files of a published folder, and the one for tools; None where none is.
 
-    As transformers has it, chat_template.jinja counts before the key of tokenizer_config.json. What cannot be
-    read is None here; the tokenizer's own reader names it.
+    chat_template.jinja counts before the key of tokenizer_config.json, as in transformers. A template that
+    cannot be read is None here; the tokenizer's own reader names it.
     """
     try:
         if TEMPLATE in content:

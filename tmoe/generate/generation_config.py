@@ -1,4 +1,4 @@
-"""What generation_config.json asks of drawing: settings of `Sampling`, or a word on what is not followed.
+"""The keys of generation_config.json: which become settings of `Sampling`, and which are not followed.
 
 next: generate/sampler.py
 """

@@ -1,4 +1,4 @@
-"""What an export says of conversations: the run's template, its special tokens, and the ids that end answers.
+"""The files by which an export describes conversations: the run's template, its special tokens, and the ids that end answers.
 
 next: hf/tokenizer.py
 """
@@ -44,8 +44,8 @@ def with_chat(step: Path, manifest: Manifest, files: Files, folder: Path) -> Wri
 
     transformers reads chat_template.jinja, or the list in tokenizer_config.json where there is a template for
     tools, so a key there never contradicts the file. A token that the template reads is named in
-    tokenizer_config.json as it was in training. generation_config.json keeps the original's ends behind the
-    run's.
+    tokenizer_config.json as it was in training. generation_config.json lists the run's ends, then
+    the original's.
     """
     chat = format_of_step(step, manifest)
     if chat is None:
