@@ -1,4 +1,4 @@
-"""The files by which an export describes conversations: the run's template, its special tokens, and the ids that end answers.
+"""The files of an export that describe conversations: chat template, special tokens, ends of answers.
 
 next: hf/tokenizer.py
 """
