@@ -195,7 +195,8 @@ class Trainer:
             passes = [one for one in self.task.passes if not (one.grad and cfg.eval_only)]
             compile_ahead(self.model, self.mesh, cfg.train.dtype, example, passes)
             run.watch.meet()
-        self.task.prepare(self.model, (self.data, self.val_data), run, self.step)
+        test = () if self.test_data is None else (self.test_data,)
+        self.task.prepare(self.model, (self.data, self.val_data, *test), run, self.step)
 
     def train(self) -> None:
         cfg, model, optimizer, run = self.cfg, self.model, self.optimizer, self.run

@@ -31,7 +31,7 @@ LAYOUTS = [
     (4, dict(batch=1, accumulate=2), dict(dp=4)),
     (4, dict(batch=2, accumulate=4), dict(tp=2, cp=2, ep=2)),
 ]
-LOSSES = "sigmoid robust hinge ipo simpo orpo".split()
+LOSSES = "sigmoid robust hinge ipo simpo orpo kto".split()
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +101,12 @@ def test_every_layout_gives_the_same_numbers(data, tmp_path, gloo, task, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["sft", "preference"])
-def test_a_resumed_run_goes_on_bit_for_bit(data, tmp_path, gloo, task):
-    more = ["--sft.neftune", "5"] if task == "sft" else []
+@pytest.mark.parametrize(
+    ("task", "more"),
+    [("sft", ["--sft.neftune", "5"]), ("preference", []), ("preference", ["--preference.loss", "kto"])],
+    ids=str,
+)
+def test_a_resumed_run_goes_on_bit_for_bit(data, tmp_path, gloo, task, more):
     flags = words(data, tmp_path / "whole", task, dict(batch=2), dict(ep=2), *more)
     want = gloo(2, runs.run, flags)[0]
     flags = words(data, tmp_path / "parts", task, dict(batch=2), dict(ep=2), *more, "--resume", "auto")
@@ -111,6 +114,20 @@ def test_a_resumed_run_goes_on_bit_for_bit(data, tmp_path, gloo, task):
     got = gloo(2, runs.run, flags)[0]
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+@pytest.mark.parametrize("held", ["--data.val-path", "--data.split"])
+def test_every_held_out_row_has_its_reference(data, tmp_path, gloo, loss, held):
+    """Rows of a validation's own files, and those of a test: a model that has not moved is its reference."""
+    (tmp_path / "own.jsonl").write_text("\n".join((data / "preference.jsonl").read_text().splitlines()[::-1]))
+    more = [held, str(tmp_path / "own.jsonl")] if held == "--data.val-path" else [held, "7", "2", "1"]
+    more += ["--preference.loss", loss, "--optim.lr", "1e-30", "--optim.warmup", "0", "--steps", "1"]
+    gloo(1, runs.run, words(data, tmp_path / "run", "preference", dict(batch=4), {}, *more))
+    ((_, line),) = read_steps(tmp_path / "run/metrics.jsonl")
+    losses = [line[name] for name in ("loss", "val_loss", "test_loss") if name in line]
+    assert len(losses) == 2 + (held == "--data.split")
+    assert losses == pytest.approx([math.log(2) if loss == "sigmoid" else 0.5] * len(losses), abs=1e-6)
 
 
 def test_what_cannot_be_meant_is_one_error(data):

@@ -316,10 +316,12 @@ class SftConfig:
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """Learning from pairs of answers, of which the first is preferred (--task preference)."""
+    """Learning from pairs of answers, of which the first is preferred, or from answers with a label (--task
+    preference)."""
 
-    loss: Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo"] = "sigmoid"
-    """which one: sigmoid is DPO's; simpo and orpo need no reference model"""
+    loss: Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo", "kto"] = "sigmoid"
+    """which one: sigmoid is DPO's; simpo and orpo need no reference model; kto takes single answers with a
+    label"""
     beta: float | None = None
     """how far the model may go from the reference; None: 0.1, for simpo 2"""
     smoothing: float = 0.0
@@ -329,9 +331,14 @@ class PreferenceConfig:
     """simpo: margin between the answers"""
     ratio: float = 0.1
     """orpo: weight of the odds ratio beside the loss of the preferred answer"""
+    desirable_weight: float = 1.0
+    """kto: weight of an answer whose label is true"""
+    undesirable_weight: float = 1.0
+    """kto: weight of an answer whose label is false"""
 
     def __post_init__(self) -> None:
-        check(self, "--preference.", zero="gamma ratio", positive="beta")
+        positive = "beta desirable_weight undesirable_weight"
+        check(self, "--preference.", zero="gamma ratio", positive=positive)
         right = 0 <= self.smoothing < 0.5
         require(right, f"--preference.smoothing={self.smoothing}: must be at least 0 and below 0.5")
 

@@ -66,3 +66,31 @@ class ChatBatch(NamedTuple):
     def count_sequences(self) -> int:
         """Sequences, over which the balancing loss `sequence` is a mean: conversations or answers."""
         return int((self.numbers_AN >= 0).sum())
+
+
+def batch_of(rows: list[list[tuple[int, np.ndarray, np.ndarray]]], shape: tuple[int, int, int]) -> ChatBatch:
+    """Rows of sequences as A micro-batches of B rows of S tokens, the last of which may be empty.
+
+    A sequence is its number, its ids and which of them are trained.
+    """
+    A, B, S = shape
+    tokens, documents, positions = (np.zeros((A * B, S), np.int64) for _ in range(3))
+    targets, sequences = np.full((A * B, S), IGNORE), np.full((A * B, S), -1)
+    numbers: list[list[int]] = [[] for _ in range(A)]
+    for r, row in enumerate(rows):
+        mine = numbers[r // B]
+        at = 0
+        for document, (number, ids, trained) in enumerate(row):
+            end = at + len(ids)
+            tokens[r, at:end] = ids
+            targets[r, at : end - 1] = np.where(trained[1:], tokens[r, at + 1 : end], IGNORE)
+            documents[r, at:end] = document
+            documents[r, end:] = document + 1
+            positions[r, at:end] = np.arange(len(ids))
+            sequences[r, at:end] = len(mine)
+            mine.append(number)
+            at = end
+    most = max(map(len, numbers))
+    padded = np.array([mine + [-1] * (most - len(mine)) for mine in numbers], np.int64).reshape(A, most)
+    five = (torch.from_numpy(t).view(A, B, S) for t in (tokens, targets, documents, positions, sequences))
+    return ChatBatch(*five, numbers_AN=torch.from_numpy(padded))

@@ -8,7 +8,7 @@
 A ChatDataset is a Dataset: indices, batch(step, ...), go_on, facts, extent, describe, sources, fingerprint.
 Its samples are packed rows. So the position in the data is the step and the tokens of the steps before it,
 and a step has the same rows in every layout. `counts` has numbers for the log, and each source's `taken` says
-what it was taken for. "preference" instead of "sft" gives pairs: see ChatBatch.
+what it was taken for. "preference" instead of "sft" gives pairs: see ChatBatch. "kto" gives single answers.
 
 What text becomes is kept, under hashes, where tokens of large sources are kept (data/sources.py).
 
@@ -29,14 +29,12 @@ from typing import Any, Literal, NamedTuple
 import jinja2
 import numpy as np
 import tokenizers
-import torch
 from rich.filesize import decimal
 from safetensors.numpy import load_file, save_file
 
-from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
 from tmoe.data.chat import Encoder, Tokens
-from tmoe.data.chat_batch import ChatBatch
+from tmoe.data.chat_batch import ChatBatch, batch_of
 from tmoe.data.chat_choice import Chosen, choose_template, format_of
 from tmoe.data.chat_held import NULLS, tell
 from tmoe.data.chat_rows import KINDS, Kind, Plain, Row, kind_of, parse_row
@@ -58,8 +56,15 @@ from tmoe.data.sources import (
     survey,
 )
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer, require_ids, require_vocab
+from tmoe.data.unpaired import without_label
 
-ChatTask = Literal["sft", "preference"]
+ChatTask = Literal["sft", "preference", "kto"]
+# Kinds of rows that each task trains on; others are named with the task that does.
+TRAINS_ON: dict[ChatTask, tuple[Kind, ...]] = dict(
+    sft=("messages", "conversations", "prompt/completion"),
+    preference=("preference",),
+    kto=("prompt/completion", "preference"),
+)
 CHUNK = 256  # rows that are encoded together
 TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
 VERSION = 4  # of what is kept
@@ -107,6 +112,10 @@ class ChatSource:
         kept = load_file(made / "sequences.safetensors")
         self.starts = kept["starts"]
         self.lengths = np.diff(self.starts)
+        self.firsts = kept["firsts"]
+        """of each sequence: its first trained token"""
+        self.desirable = kept.get("desirable", np.zeros(0, np.bool_))
+        """of --preference.loss kto: whether each sequence's answer is a good one"""
         self._files = facts["files"]
         self.forms: set[str] = set(facts["forms"])
         """of its rows: "conversation", "text" """
@@ -259,7 +268,7 @@ class ChatDataset(Dataset):
         bases = np.cumsum([0, *(len(source.lengths) for source in sources)]).tolist()
         self.sequences: int = bases.pop()
         """of all sources and both splits: numbers in ChatBatch.numbers_AN are below it"""
-        self._bases = bases
+        self.bases = bases
 
     @property
     def counts(self) -> Counts:
@@ -271,36 +280,14 @@ class ChatDataset(Dataset):
         number, epoch, position = self.place(index)
         source = self.sources[number]
         sequences = source.row(position, epoch, f"{self.seed}/{number}")
-        return [(self._bases[number] + i, *source.sequence(i)) for i in sequences]
+        return [(self.bases[number] + i, *source.sequence(i)) for i in sequences]
 
     def batch(
         self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
     ) -> ChatBatch:
         """The packed rows of `indices`, in their order."""
         wanted = self.indices(step, batch=batch, accumulate=accumulate, rank=rank, world=world)
-        shape = len(wanted), self.seq
-        tokens, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        targets, sequences = np.full(shape, IGNORE), np.full(shape, -1)
-        positions = np.zeros(shape, np.int64)
-        numbers: list[list[int]] = [[] for _ in range(accumulate)]
-        for r, index in enumerate(wanted):
-            mine = numbers[r // batch]
-            at = 0
-            for document, (number, ids, trained) in enumerate(self.row(index)):
-                end = at + len(ids)
-                tokens[r, at:end] = ids
-                targets[r, at : end - 1] = np.where(trained[1:], tokens[r, at + 1 : end], IGNORE)
-                documents[r, at:end] = document
-                documents[r, end:] = document + 1
-                positions[r, at:end] = np.arange(len(ids))
-                sequences[r, at:end] = len(mine)
-                mine.append(number)
-                at = end
-        most = max(map(len, numbers))
-        padded = [mine + [-1] * (most - len(mine)) for mine in numbers]
-        rows = tokens, targets, documents, positions, sequences
-        five = (torch.from_numpy(t).view(accumulate, batch, -1) for t in rows)
-        return ChatBatch(*five, numbers_AN=torch.from_numpy(np.array(padded)))
+        return batch_of([self.row(index) for index in wanted], (accumulate, batch, self.seq))
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"template": self.template.digest}
@@ -320,7 +307,8 @@ def open_chat(
     """Opens the sources of `--data.path` as chat data for rows of seq tokens.
 
     Each has rows of one kind (data/chat_rows.py): for "sft" conversations or prompts with answers, for
-    "preference" preferences. Weights as in `open_data`, in packed rows. carried: as there.
+    "preference" preferences, for "kto" prompts with answers and labels, or preferences taken apart.
+    Weights as in `open_data`, in packed rows. carried: as there.
     DataError for anything that cannot be trained on, the same on every rank.
     """
     part: Split = "train" if cfg.val_path else split  # of sources, where validation has its own
@@ -382,22 +370,23 @@ class _Rows:
         """What the source's rows are, by the first one. DataError where the task does not train on such."""
         name = self.source.name
         kind, _ = first_row(self.source)
-        if (kind == "preference") != (self.task == "preference"):
+        if kind not in TRAINS_ON[self.task]:
             other = "preference" if kind == "preference" else "sft"
-            raise DataError(f"{name}: rows of {kind}, which --task {other} trains on, not --task {self.task}")
+            flags = "preference --preference.loss kto" if self.task == "kto" else self.task
+            raise DataError(f"{name}: rows of {kind}, which --task {other} trains on, not --task {flags}")
         return kind
 
     def open(self, seq: int, split: Split) -> ChatSource:
         made = made_once(f"chat-{self._key()}", self._make)
         told = f"{self.source.form} of {self.kind}, {self.template.source}"
-        pairs = self.kind == "preference"
+        pairs = self.kind == "preference" and self.task == "preference"
         return ChatSource(self.source.name, made, seq, split, self.cfg, told, pairs)
 
     def _key(self) -> str:
         """Changes when a file, tokenizer, template or a setting changes that decides about tokens."""
         stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
         told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-        settings = [self.kind, self.cfg.held_out, self.cfg.skip_malformed]
+        settings = [self.kind, self.task == "kto", self.cfg.held_out, self.cfg.skip_malformed]
         model = [self.tokenizer.fingerprint, self.tokenizer.eos, self.template.digest]
         libraries = [VERSION, tokenizers.__version__, jinja2.__version__]
         return hashlib.sha256(json.dumps([*libraries, *model, *settings, told]).encode()).hexdigest()[:32]
@@ -413,7 +402,7 @@ class _Rows:
         skips = Skips(self.cfg.skip_malformed)
         encoder = Encoder(self.tokenizer, self.template)
         starts, firsts, counts, rows, places = (array("q", [0] * (i == 0)) for i in range(5))
-        hashes = array("Q")
+        hashes, desirable = array("Q"), array("b")
         left: Counter[str] = Counter()
         forms: set[str] = set()
         dtype = np.min_scalar_type(self.tokenizer.vocab - 1)
@@ -421,13 +410,15 @@ class _Rows:
             with (folder / "ids.bin").open("wb") as ids, (folder / "trained.bin").open("wb") as trained:
                 for place, row, sequences, lacks in self._encoded(encoder, skips):
                     left.update(lacks)
-                    for one in sequences:
+                    for number, one in enumerate(sequences):
                         ids.write(one.ids.astype(dtype).tobytes())
                         trained.write(one.trained.tobytes())
                         starts.append(starts[-1] + len(one.ids))
                         firsts.append(int(np.flatnonzero(one.trained[1:])[0]) + 1)
                         counts.append(int(one.trained[1:].sum()))
                         rows.append(len(hashes))
+                        # a pair is taken apart: its first answer is the good one
+                        desirable.append(number == 0 if row.desirable is None else row.desirable)
                     hashes.append(_hash(row.key))
                     forms |= {"text" if isinstance(one, Plain) else "conversation" for one in row.samples}
                     places.extend(place)
@@ -444,6 +435,8 @@ class _Rows:
                 places=np.array(places).reshape(-1, 2),
                 splits=splits[np.array(rows)],
             )
+            if self.task == "kto":
+                kept["desirable"] = np.array(desirable, np.bool_)
             save_file(kept, folder / "sequences.safetensors")
             facts = dict(
                 dtype=str(dtype),
@@ -471,7 +464,8 @@ class _Rows:
                 lacks = set().union(*lost) | ({NULLS} if row.nulls else set())
                 failed = next((one for one in found if isinstance(one, DataError)), None)
                 sequences = [s for one in found if not isinstance(one, DataError) for s in one]
-                if failed is None and self.kind == "preference" and len(sequences) != 2:
+                whole = len(sequences) == len(row.samples) or self.task == "sft"
+                if failed is None and not whole:
                     failed = DataError(
                         "an answer of several turns, of which the template renders earlier ones in "
                         "another way than the last; only the last can be learned: split it"
@@ -493,7 +487,11 @@ class _Rows:
                 try:
                     if error is not None:
                         raise error
+                    desirable = None
+                    if self.task == "kto" and self.kind == "prompt/completion":
+                        value, desirable = without_label(value, where)
                     row = parse_row(value, where, self.kind, found.form == "parquet")
+                    row = row._replace(desirable=desirable)
                 except DataError as wrong:
                     skips.add(where, wrong)
                     continue

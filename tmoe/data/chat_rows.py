@@ -85,6 +85,8 @@ class Row(NamedTuple):
     """of the prompt: decides whether the row is held out"""
     nulls: int = 0
     """fields of calls and tools that are null, and so left out, where a file may hold them on purpose"""
+    desirable: bool | None = None
+    """of rows with a label (data/unpaired.py); None: the row has none"""
 
 
 def kind_of(row: dict) -> Kind | None:
@@ -170,7 +172,8 @@ def _require_meaning(row: dict, where: str, kind: Kind) -> None:
     if kind == "prompt/completion" and "label" in row:
         raise DataError(
             f"{where}: label={row['label']!r}: rows of prompt, completion and label say whether an answer is "
-            "good, and all would be trained as good ones; valid: the rows whose label is true, without it"
+            "good, and all would be trained as good ones; valid: --task preference --preference.loss kto, which "
+            "learns from both, or the rows whose label is true, without it"
         )
     for name in TURNS_ROUND:
         value = row.get(name)

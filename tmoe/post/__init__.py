@@ -6,6 +6,8 @@ next: post/task.py
 from tmoe.config.run import Config
 from tmoe.parallel.mesh import Mesh
 from tmoe.post.grpo import Grpo
+from tmoe.post.kto import Kto
+from tmoe.post.losses import LOSSES
 from tmoe.post.preference import Preference
 from tmoe.post.sft import Sft
 from tmoe.post.task import Task
@@ -15,4 +17,5 @@ TASKS: dict[str, type[Task]] = dict(pretrain=Task, sft=Sft, preference=Preferenc
 
 def task_of(cfg: Config, mesh: Mesh) -> Task:
     """That of --task."""
-    return TASKS[cfg.task](cfg, mesh)
+    single = cfg.task == "preference" and LOSSES[cfg.preference.loss].of == "completions"
+    return (Kto if single else TASKS[cfg.task])(cfg, mesh)

@@ -46,6 +46,8 @@ class Preference(Task):
     """
 
     measures = "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"
+    copies = 1
+    """log-probs of the reference that are kept of each sequence"""
 
     def __init__(self, cfg: Config, mesh: Mesh):
         super().__init__(cfg, mesh)
@@ -93,13 +95,14 @@ class Preference(Task):
         trained_T = targets_T != IGNORE
         place_T = given["sequences"].clamp(min=0)
         count = given["numbers"].numel()
-        logp_N = sequence_sums(logp_T.where(trained_T, 0.0), place_T, count)
-        tokens_N = trained_tokens(trained_T, place_T, count).double()
+        room = max(count, 1)  # for tokens of no sequence, in a micro-batch without any
+        logp_N = sequence_sums(logp_T.where(trained_T, 0.0), place_T, room)
+        tokens_N = trained_tokens(trained_T, place_T, room).double()
         if self.mesh.axes.parts > 1:
             both = torch.stack([logp_N.detach(), tokens_N])
             dist.all_reduce(both, group=self.mesh.groups["parts"])
             logp_N, tokens_N = logp_N + (both[0] - logp_N.detach()), both[1]
-        return logp_N, tokens_N
+        return logp_N[:count], tokens_N[:count]
 
     def objective(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
         logp_N, tokens_N = self.sums(h_TD, weight_VD, targets_T, given)
@@ -123,22 +126,34 @@ class Preference(Task):
         """Takes the reference's log-probs of all sequences, or finds those that the run has taken already."""
         if not self.needs_reference:
             return
+        self.total = self._number(data)
         store = run.together(lambda: self._store(data, run))
         if gathered(store.missing() and "some", run.control)[0]:
             gone = f"{store.folder}: lacks the reference's log-probs, and weights have moved for {step} steps"
             again = "bring the folder back, or start anew with --resume none"
             run.together(lambda: require(step == 0, f"{gone}; {again}"))
-            self.reference_N = torch.full((data[0].sequences,), -math.inf, dtype=torch.float64)
+            found = torch.full((self.copies * self.total,), -math.inf, dtype=torch.float64)
             model.eval()
             for part in data:
-                self._pass(model, part, run)
+                self._pass(model, part, run, found)
             model.train()
             # Ranks without the last blocks have found nothing; the last rows of a pass are some of its first.
-            dist.all_reduce(self.reference_N, dist.ReduceOp.MAX, group=run.control)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=run.control)
             for piece in store.pieces() if run.rank == 0 else ():
-                store.write(piece, self.reference_N[piece.start : piece.stop])
+                store.write(piece, found[piece.start : piece.stop])
             run.sums(0.0)  # the files are there
         self.reference_N = run.together(store.read).to(run.device)
+
+    def _number(self, data: Sequence[ChatDataset]) -> int:
+        """How many sequences there are. Those of sources that validation alone has get the last numbers."""
+        sets = self._sets(data)
+        if len(sets) > 1 and sets[1].bases[0] == 0:
+            sets[1].bases = [base + sets[0].sequences for base in sets[1].bases]
+        return sum(one.sequences for one in sets)
+
+    def _sets(self, data: Sequence[ChatDataset]) -> Sequence[ChatDataset]:
+        """Of training, validation (and test) those with sources of their own."""
+        return data[:2] if self.cfg.data.val_path else data[:1]
 
     def _store(self, data: Sequence[ChatDataset], run: Runtime) -> ReferenceStore:
         """Where the run keeps the reference's log-probs, under what they depend on; rank 0 hashes it."""
@@ -146,34 +161,53 @@ class Preference(Task):
         if run.rank == 0:
             start = f"drawn from --seed={cfg.seed}"
             weights = weights_hash(cfg.init) if cfg.init else start
-            rows = (source.sequence(i) for source in data[0].sources for i in range(len(source.lengths)))
+            sources = [source for one in self._sets(data) for source in one.sources]
+            rows = (source.sequence(i) for source in sources for i in range(len(source.lengths)))
             told = weights, tokens_hash([torch.tensor(t) for t in row] for row in rows)
         weights, tokens = gathered(told, run.control)[0]
         settings = dict(data=data[0].facts(), dtype=cfg.train.dtype, seq=cfg.train.seq)
+        settings |= dict(copies=self.copies) if self.copies > 1 else {}
         folder = Path(cfg.out) / "reference"
-        return ReferenceStore.open(folder, data[0].sequences, weights, tokens, settings)
+        return ReferenceStore.open(folder, self.copies * self.total, weights, tokens, settings)
 
     @torch.no_grad()
-    def _pass(self, model: Transformer | Stages, data: ChatDataset, run: Runtime) -> None:
-        """Every row of a data set once, in the shapes of the training."""
+    def _pass(self, model: Transformer | Stages, data: ChatDataset, run: Runtime, found: Tensor) -> None:
+        """Every row of a data set once, in the shapes of the training: into `found`, by number."""
         once = copy.copy(data)
         once.weights, once.ahead = [source.samples for source in data.sources], 0
         train, axes = self.cfg.train, self.mesh.axes
         shape = dict(batch=train.batch, accumulate=train.accumulate)
         shape |= dict(rank=self.mesh.place.reader, world=axes.readers)
+        for step in range(-(-data.samples // (train.batch * train.accumulate * axes.readers))):
+            batch = once.batch(step, **shape)
+            for n, one in enumerate([batch, *self.others([batch], data, run)]):
+                for numbers_N, logp_N in self.sums_of(model, one, run):
+                    found[numbers_N.cpu() + n * self.total] = logp_N.cpu()
+        model.reshard()
+
+    def others(self, batches: Sequence[ChatBatch], data: ChatDataset, run: Runtime) -> list[ChatBatch]:
+        """What else the reference is asked about the sequences of batches, under the same numbers."""
+        return []
+
+    @torch.no_grad()
+    def sums_of(
+        self, model: Transformer | Stages, batch: ChatBatch, run: Runtime
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Numbers and log-probs of a batch's sequences, for each micro-batch whose head is on this rank."""
+        self.collected: list[tuple[Tensor, Tensor]] = []
+        micros = list(batch.micros(run.device, True))
         one = torch.ones((), device=run.device)
         totals = Totals(one, one, one)
-        for step in range(-(-data.samples // (train.batch * train.accumulate * axes.readers))):
-            micros = list(once.batch(step, **shape).micros(run.device, True))
-            if isinstance(model, Stages):
-                model.evaluate(micros, totals, self._collect)
-                continue
+        size = self.cfg.train.accumulate
+        if isinstance(model, Stages):
+            for first in range(0, len(micros), size):
+                model.evaluate(micros[first : first + size], totals, self._collect)
+        else:
             for micro in micros:
                 model(**micro._asdict(), totals=totals, objective=self._collect)
-        model.reshard()
+        return self.collected
 
     def _collect(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
         logp_N, _ = self.sums(h_TD, weight_VD, targets_T, given)
-        assert self.reference_N is not None
-        self.reference_N[given["numbers"].cpu()] = logp_N.cpu()
+        self.collected.append((given["numbers"], logp_N))
         return logp_N.new_zeros((), dtype=torch.float32)

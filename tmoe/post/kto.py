@@ -1,0 +1,180 @@
+"""Learning from single answers marked as good or bad (KTO), beside a baseline that is the whole step's.
+
+The baseline z estimates how far the policy has moved: the mean of its log-probs less the reference's over
+the step's completions, each under the prompt of another row. It is taken before the step's first micro-batch,
+over all ranks, so that no layout and no size of micro-batches changes it.
+
+next: post/losses/kto.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tmoe.config.run import Config
+from tmoe.data.chat_batch import ChatBatch, batch_of
+from tmoe.data.chat_dataset import ChatDataset, open_chat
+from tmoe.data.corpus import Split
+from tmoe.data.dataset import Micro
+from tmoe.data.tokenizer import Carried
+from tmoe.data.unpaired import Mismatched
+from tmoe.model.loss import Given
+from tmoe.model.stages import Stages
+from tmoe.model.transformer import Transformer
+from tmoe.moe.balance import Totals
+from tmoe.parallel.agree import gathered
+from tmoe.parallel.collectives import sum_over_all
+from tmoe.parallel.mesh import Mesh
+from tmoe.post.losses.kto import Completions, baseline_of, kto
+from tmoe.post.preference import Preference
+from tmoe.run.process import Runtime
+
+BALANCED = 1.0, 4 / 3  # of w_D n_D / (w_U n_U), which the paper's section 4.2 has them between
+
+
+class Kto(Preference):
+    """KTO's loss of each completion, divided by how many completions the step has."""
+
+    measures = "rewards/desirable", "rewards/undesirable", "rewards/margin", "rewards/accuracy", "kl"
+    copies = 2  # log-probs of the reference: under a completion's own prompt, then under another
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        super().__init__(cfg, mesh)
+        p = cfg.preference
+        self.kinds = dict(desirable_weight=p.desirable_weight, undesirable_weight=p.undesirable_weight)
+        self.evaluate = self._evaluate
+        self.mismatched: dict[int, Mismatched] = {}  # by id of the data set
+
+    def open(self, split: Split, carried: Carried | None) -> ChatDataset:
+        cfg = self.cfg
+        data = open_chat(cfg.data, cfg.train.seq, cfg.model.vocab, split, "kto", carried)
+        self.mismatched[id(data)] = Mismatched(data)
+        if split == "train":
+            good = sum(int(source.desirable[source.units].sum()) for source in data.sources)
+            self.labels = good, sum(len(source.units) for source in data.sources) - good
+        return data
+
+    def notes(self, facts: dict[str, Any]) -> list[str]:
+        good, bad = self.labels
+        ratio = self.kinds["desirable_weight"] * good / max(self.kinds["undesirable_weight"] * bad, 1e-30)
+        note = f"kto: {good:,} desirable completions, {bad:,} others; weight x number is {ratio:.3g} to 1"
+        low, high = BALANCED
+        if not low * 0.999 <= ratio <= high * 1.001:
+            flags = "--preference.desirable-weight or --preference.undesirable-weight"
+            note += f"; the paper has 1 to 4/3, by {flags}"
+        return [note]
+
+    def divisor(self, batch: ChatBatch) -> float:
+        """Completions."""
+        return (batch.numbers_AN >= 0).sum().item()
+
+    def prepare(
+        self, model: Transformer | Stages, data: Sequence[ChatDataset], run: Runtime, step: int
+    ) -> None:
+        super().prepare(model, data, run, step)
+        self.data = data[0]
+        labels = [source.desirable for one in self._sets(data) for source in one.sources]
+        self.desirable_N = torch.from_numpy(np.concatenate(labels)).to(run.device)
+
+    def others(self, batches: Sequence[ChatBatch], data: ChatDataset, run: Runtime) -> list[ChatBatch]:
+        """The completions of batches under other prompts, equally many micro-batches a rank. A collective."""
+        train = self.cfg.train
+        numbers = [n for batch in batches for n in batch.numbers_AN.flatten().tolist() if n >= 0]
+        rows = self.mismatched[id(data)].rows(numbers)
+        most = max(1, *gathered(-(-len(rows) // train.batch), run.control))
+        micros = -(-most // train.accumulate) * train.accumulate
+        return [batch_of(rows, (micros, train.batch, train.seq))]
+
+    def rollout(
+        self, model: Transformer | Stages, batch: ChatBatch, run: Runtime, step: int
+    ) -> ChatBatch | None:
+        """Takes the step's baseline, by the weights before the step. A collective."""
+        model.eval()
+        self.baseline(model, [batch], self.data, run)
+        model.train()
+        return batch
+
+    def baseline(
+        self, model: Transformer | Stages, batches: Sequence[ChatBatch], data: ChatDataset, run: Runtime
+    ) -> float:
+        """Takes z of all ranks' batches, and the numbers of both kinds; how many they are. A collective."""
+        assert self.reference_N is not None
+        gains, count = torch.zeros((), dtype=torch.float64, device=run.device), 0
+        for batch in self.others(batches, data, run):
+            for numbers_N, logp_N in self.sums_of(model, batch, run):
+                gains += (logp_N - self.reference_N[numbers_N + self.total]).sum()
+                count += len(numbers_N)
+        model.reshard()
+        place, parts = self.mesh.place, self.mesh.axes.parts
+        good = whole = 0.0
+        if place.cp == place.tp == place.pp == 0:  # of ranks that share sequences, one counts them
+            for batch in batches:
+                numbers = batch.numbers_AN[batch.numbers_AN >= 0]
+                whole += len(numbers)
+                good += self.desirable_N[numbers.to(run.device)].sum().item()
+        gained, counted, good, whole = run.sums(gains.item() / parts, count / parts, good, whole)
+        self.z = baseline_of(*run.put(torch.tensor([gained, counted], dtype=torch.float64)))
+        # A sum over completions of a kind is divided by all of them: this makes it the kind's own mean.
+        self.shares = [whole / kind if kind else math.nan for kind in (good, whole - good)]
+        return whole
+
+    def micros(self, batch: ChatBatch, device: torch.device) -> Iterator[Micro]:
+        for micro in super().micros(batch, device):
+            given = micro.given or {}
+            if self.reference_N is not None:
+                given = given | {"desirable": self.desirable_N[given["numbers"]]}
+            yield micro._replace(given=given)
+
+    def objective(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
+        logp_N, _ = self.sums(h_TD, weight_VD, targets_T, given)
+        good_N = given["desirable"]
+        completions = Completions(logp_N, given["reference"], good_N)
+        loss = kto(completions, self.z, self.beta, **self.kinds).sum()
+
+        parts = self.mesh.axes.parts
+        with torch.no_grad():
+            gains_N = logp_N - given["reference"]
+            desirable, other = (
+                self.beta * gains_N.where(kind_N, 0.0).sum() * share
+                for kind_N, share in zip((good_N, ~good_N), self.shares, strict=True)
+            )
+            right = torch.where(good_N, gains_N > self.z, gains_N < self.z).sum()
+            numbers = desirable, other, desirable - other, right, self.z * len(gains_N)
+            self.measure(torch.stack([n.double() for n in numbers]).float() / parts)
+        # Each of the ranks that divide rows has the whole loss: its share of the value, all of the gradient.
+        return (loss - loss.detach() * (1 - 1 / parts)).float()
+
+    def _evaluate(
+        self, model: Transformer | Stages, data: ChatDataset, run: Runtime
+    ) -> tuple[float, dict[str, float]] | None:
+        """The mean loss of held-out completions, whose baseline is taken over all of them."""
+        train, device = self.cfg.train, run.device
+        shape = dict(batch=train.batch, accumulate=train.accumulate)
+        shape |= dict(rank=self.mesh.place.reader, world=self.mesh.axes.readers)
+        batches = [data.batch(i, **shape) for i in range(train.eval_batches)]
+        if run.sums(run.stop)[0]:
+            return None
+        whole = self.baseline(model, batches, data, run)
+        total, one = torch.zeros((), device=device), torch.ones((), device=device)
+        totals = Totals(one, one, one)
+        for batch in batches:
+            if run.sums(run.stop)[0]:
+                self.read_measured(total)
+                return None
+            micros = list(self.micros(batch, device))
+            if isinstance(model, Stages):
+                total += model.evaluate(micros, totals, self.objective)
+                continue
+            for micro in micros:
+                model(**micro._asdict(), totals=totals, objective=self.objective)
+                total += model.task_loss
+        model.reshard()
+        sums = sum_over_all(torch.cat([total[None], self.read_measured(total)]))
+        loss, *measured = (sums / max(whole, 1)).tolist()
+        return loss, dict(zip(self.measures, measured, strict=True))
