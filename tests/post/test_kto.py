@@ -17,8 +17,8 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config, DataConfig, PreferenceConfig, TrainConfig
 from tmoe.data.chat_dataset import open_chat
+from tmoe.data.mismatched import Mismatched
 from tmoe.data.tokenizer import DataError
-from tmoe.data.unpaired import Mismatched
 from tmoe.moe.balance import Totals
 from tmoe.post.kto import Kto
 from tmoe.run import process as runtime

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from tmoe.config.model import IGNORE
 from tmoe.data.dataset import Micro
 
 

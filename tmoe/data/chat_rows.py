@@ -172,8 +172,8 @@ def _require_meaning(row: dict, where: str, kind: Kind) -> None:
     if kind == "prompt/completion" and "label" in row:
         raise DataError(
             f"{where}: label={row['label']!r}: rows of prompt, completion and label say whether an answer is "
-            "good, and all would be trained as good ones; valid: --task preference --preference.loss kto, which "
-            "learns from both, or the rows whose label is true, without it"
+            "good, and all would be trained as good ones; valid: --task preference --preference.loss kto, or "
+            "the rows whose label is true, without it"
         )
     for name in TURNS_ROUND:
         value = row.get(name)

@@ -22,8 +22,8 @@ from tmoe.data.chat_batch import ChatBatch, batch_of
 from tmoe.data.chat_dataset import ChatDataset, open_chat
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
+from tmoe.data.mismatched import Mismatched
 from tmoe.data.tokenizer import Carried
-from tmoe.data.unpaired import Mismatched
 from tmoe.model.loss import Given
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer

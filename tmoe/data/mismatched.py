@@ -1,0 +1,72 @@
+"""Completions under the prompts of other rows, of which KTO takes its baseline.
+
+next: post/kto.py
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+
+from tmoe.data.chat_dataset import ChatDataset, ChatSource
+from tmoe.data.packing import plan
+from tmoe.data.tokenizer import DataError
+
+Sequence = tuple[int, np.ndarray, np.ndarray]  # its number, ids, and which of them are trained
+
+
+class Mismatched:
+    """Each completion of a data set under the prompt of another row, which no layout and no step changes.
+
+    The other row is the next one of the same source and split, in the order of the file, whose prompt is
+    another; the first row follows the last. What is longer than a row is cut at its end.
+
+    Raises DataError for a split with one row.
+    """
+
+    def __init__(self, data: ChatDataset) -> None:
+        self.data = data
+        self.partners = [_partners(source) for source in data.sources]
+
+    def sequence(self, number: int) -> Sequence:
+        """Completion `number` under its other prompt."""
+        place = bisect_right(self.data.bases, number) - 1
+        source, i = self.data.sources[place], number - self.data.bases[place]
+        other = int(self.partners[place][i])
+        prompt, _ = source.sequence(other)
+        ids, trained = source.sequence(i)
+        prompt = prompt[: source.firsts[other]]
+        answer = slice(int(source.firsts[i]), None)
+        whole = np.concatenate([prompt, ids[answer]])[: source.seq]
+        learned = np.concatenate([np.zeros(len(prompt), np.bool_), trained[answer]])[: source.seq]
+        return number, whole, learned
+
+    def rows(self, numbers: list[int]) -> list[list[Sequence]]:
+        """These completions, packed into rows."""
+        if not numbers:
+            return []
+        found = [self.sequence(number) for number in numbers]
+        packed = plan(np.array([len(ids) for _, ids, _ in found]), self.data.seq)
+        order, starts = packed.order[packed.places].tolist(), packed.starts.tolist()
+        return [[found[i] for i in order[starts[r] : starts[r + 1]]] for r in range(packed.rows)]
+
+
+def _partners(source: ChatSource) -> np.ndarray:
+    """For each sequence of the split, the one whose prompt its completion is put under; -1 for others."""
+    units = source.units.tolist()
+    count = len(units)
+    if count < 2:
+        raise DataError(
+            f"{source.name}: one row in a split: --preference.loss kto takes completions under the prompts "
+            "of other rows, and needs two or more in each; change --data.val-fraction, or give more data"
+        )
+    prompts = [source.sequence(i)[0][: source.firsts[i]].tobytes() for i in units]
+    following = [(n + 1) % count for n in range(count)]
+    for n in reversed(range(2 * count)):  # twice, for the first rows follow the last
+        at, after = n % count, (n + 1) % count
+        if prompts[after] == prompts[at]:
+            following[at] = following[after]
+    found = np.full(len(source.lengths), -1)
+    found[units] = np.array(units)[following]
+    return found
