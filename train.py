@@ -52,6 +52,7 @@ from tmoe.run.fitting import require_room
 from tmoe.run.metrics import Metrics
 from tmoe.run.process import OnItsWay, Runtime, all_finite
 from tmoe.run.profile import Graphs, Profiler, collecting, profiler
+from tmoe.run.progress import validation
 from tmoe.run.routes import Routes
 from tmoe.versions import versions
 
@@ -205,7 +206,7 @@ class Trainer:
             val_loss = self.validate()
             result = "stopped"
             if val_loss is not None:
-                result = f"validation loss {val_loss:.4f} after step {self.step}"
+                result = validation("validation", val_loss, self.val_measured, self.step)
             self.metrics.note(result)
             return self.test()
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
@@ -393,7 +394,7 @@ class Trainer:
             return
         if not self.cfg.eval_only:
             self.metrics.validated(loss, self.val_measured, "test")
-        self.metrics.note(f"test loss {loss:.4f} after step {self.step}")
+        self.metrics.note(validation("test", loss, self.val_measured, self.step))
 
     def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
         """Guards a step and writes it down. Waits until its numbers are on the host."""

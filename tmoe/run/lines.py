@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,12 +71,17 @@ def append(file: BinaryIO, rest: bytes) -> None:
         raise
 
 
-def rewind(path: Path, done: int, keep: Path | None = None) -> tuple[float, int]:
+def rewind(
+    path: Path,
+    done: int,
+    keep: Path | None = None,
+    seen: Callable[[dict[str, Any]], object] = lambda line: None,
+) -> tuple[float, int]:
     """Leaves only whole lines of the first `done` steps in `path`, atomically, as this version writes them.
 
     If any line goes, `keep` gets a copy of all of them first. Returns `seconds` of the last line that stays
     (0 without any), and the number of lines dropped. Works line by line: a long run's file may be larger than
-    memory.
+    memory. seen: called with each line that stays.
     """
     seconds = 0.0
     dropped = 0
@@ -89,6 +94,7 @@ def rewind(path: Path, done: int, keep: Path | None = None) -> tuple[float, int]
                 continue
             if isinstance(spent := line.get("seconds"), float | int):
                 seconds = spent or seconds
+            seen(line)
             file.write(json.dumps(line | COUNTED, separators=COMPACT) + "\n")
         if dropped and keep:
             shutil.copyfile(path, keep)

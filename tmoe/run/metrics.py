@@ -32,6 +32,7 @@ from tmoe.disk import written_whole
 from tmoe.model.count import count_parameters, mfu
 from tmoe.onlookers import Onlooker, reason
 from tmoe.run import routing_log
+from tmoe.run.idle import IdleExperts
 from tmoe.run.lines import COMPACT, COUNTED, append, rewind
 from tmoe.run.progress import Display
 
@@ -143,7 +144,10 @@ class Metrics:
         copies = (self.run / f"metrics.before-{n}.jsonl" for n in itertools.count(1))
         goes_on = self.cfg.resume == "auto" and self.start_step > 0
         keep = None if goes_on else next(path for path in copies if not path.exists())
-        self.seconds_before, dropped = rewind(self.path, self.start_step, keep)
+        model = self.cfg.model
+        self.idle = IdleExperts([i for i in range(model.layers) if model.is_moe(i)], model.moe.experts)
+        self.seconds_before, dropped = rewind(self.path, self.start_step, keep, self.seen)
+        self.idle.begin(self.start_step)
         if dropped:
             kept = f"; {keep.name} has all" if keep else ""
             what = f"torn or of steps behind {self.start_step}"
@@ -154,6 +158,12 @@ class Metrics:
         self.lines = open(self.path, "ab", buffering=0)  # noqa: SIM115
         if any(map(self.cfg.model.is_moe, range(self.cfg.model.layers))):
             self.records = open(self.routing, "ab", buffering=0)  # noqa: SIM115
+
+    def seen(self, line: dict[str, Any]) -> None:
+        """Takes a line of the run's earlier steps, whose idle experts were named then."""
+        with contextlib.suppress(TypeError, ValueError, IndexError):  # no line of a run: others say so
+            if line.get("expert_counts"):
+                self.idle.see(line["step"], line["expert_counts"])
 
     def due(self, step: int) -> bool:
         """Whether `step`, counted from 0 as in the loop, gets a line; the same on every rank.
@@ -219,6 +229,8 @@ class Metrics:
             line["dropped"] = [round(count) for count in line["dropped"]]
             line["max_violation"] = [max_violation(counts_E) for counts_E in counts_LE]
             self.record(line)
+            if idle := self.idle.see(step + 1, counts_LE):
+                self.note(idle)
         line = finite(line)
         self.write(line)
         self.line = line | {"val_loss": None}

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from tmoe.config.run import Config
+from tmoe.listing import counted
 from tmoe.onlookers import Onlooker, say
 
 BAR_SECONDS = 0.5  # between two pictures of the bar
@@ -27,19 +30,22 @@ class Bar:
     """
 
     def __init__(self, cfg: Config, start_step: int) -> None:
+        # on a narrow terminal the numbers are cut, from their end, and nothing else
+        whole = Column(no_wrap=True, min_width=len(f"step {cfg.steps}/{cfg.steps}"))
         columns = (
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
+            TextColumn("step {task.completed}/{task.total}", table_column=whole),
+            BarColumn(40 if cfg.task == "pretrain" else 20),
             TextColumn("{task.fields[numbers]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("left", table_column=Column(no_wrap=True, min_width=4)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
         )
         # the estimate starts at the first finished step, so compilation is not in it
         self.bar = Progress(*columns, auto_refresh=False, speed_estimate_period=300)
-        self.task = self.bar.add_task(
-            "", total=cfg.steps, completed=start_step, numbers="first step: compiling"
-        )
+        first = "first step: compiling" if cfg.compile else "first step"
+        self.task = self.bar.add_task("", total=cfg.steps, completed=start_step, numbers=first)
         self.drawn = time.perf_counter()
+        self.steps = cfg.steps
+        self.validated = start_step  # step of the last validation
 
     def begin(self) -> None:
         self.bar.start()
@@ -48,7 +54,12 @@ class Bar:
         self.move(completed=step + 1)
 
     def show(self, line: dict[str, Any]) -> None:
-        self.move(completed=line["step"], numbers=summary(line))
+        """Moves the bar; a validation gets a line above the bar, which stays."""
+        step = line["step"]
+        if line["val_loss"] is not None and step > self.validated:
+            self.note(f"step {step}/{self.steps}  {summary(line)}")
+            self.validated = step
+        self.move(completed=step, numbers=summary(line | {"val_loss": None}))
 
     def move(self, **values: Any) -> None:
         now = time.perf_counter()
@@ -153,20 +164,61 @@ class Display:
         self.look(lambda: self.shown.close())
 
 
-def summary(line: dict[str, Any]) -> str:
-    """What a person watches: loss, validation loss, tokens/s, MFU.
+# What a person watches besides rewards and loss: the name in a line of metrics.jsonl, and its words.
+WATCHED = (
+    ("answers/tokens", "answers of {:.0f} tokens"),
+    ("answers/truncated", "{:.0%} truncated"),
+    ("pass@1", "pass@1 {:.0%}"),
+    ("rewards/margin", "margin {:.3f}"),
+    ("rewards/accuracy", "accuracy {:.0%}"),
+)
 
-    What is not known is left out. A loss that is not finite is shown as that.
+
+def summary(line: dict[str, Any]) -> str:
+    """What a person watches of a step: numbers of the task, of a validation, tokens/s, MFU.
+
+    Unknown numbers are left out. A loss that is not finite, and a step without a reward, are shown as such.
     """
-    parts = [f"loss {line['loss']:.4f}" if line["loss"] is not None else "loss not finite"]
-    for name, text in (
-        ("val_loss", "val {:.4f}"),
-        ("tokens_per_s", "{:,.0f} tokens/s"),
-        ("mfu", "MFU {:.1%}"),
-    ):
+    rewarded = "reward/mean" in line
+    loss = f"loss {line['loss']:.4f}" if line["loss"] is not None else "loss not finite"
+    # The loss of --task grpo says little, so it stands behind the rewards.
+    parts = [*rewards_of(line), loss] if rewarded else [loss, *numbers_of(line)]
+    if line["val_loss"] is not None:
+        found = {name.removeprefix("val_"): line[name] for name in line if name.startswith("val_")}
+        first = rewards_of(found) if rewarded else [f"{found['loss']:.4f}", *numbers_of(found)]
+        parts.append(f"val {', '.join(first)}")
+    for name, text in (("tokens_per_s", "{:,.0f} tokens/s"), ("mfu", "MFU {:.1%}")):
         if line[name] is not None:
             parts.append(text.format(line[name]))
-    for name in ("", "val_"):
-        if (known := line.get(f"{name}reward/known")) is not None:
-            parts.append(f"{name.replace('_', ' ')}rewarded {known:.0f}/{line[f'{name}answers/count']:.0f}")
     return "  ".join(parts)
+
+
+def validation(name: str, loss: float, measured: Mapping[str, float], step: int) -> str:
+    """The outcome of a validation, or of the test, as a line. name: which of them.
+
+    measured: what the task measures besides the loss. The loss of --task grpo is minus the mean reward.
+    """
+    if "reward/mean" in measured:
+        first, *more = rewards_of(measured)
+    else:
+        first, more = f"loss {loss:.4f}", numbers_of(measured)
+    line = f"{name} {first} after step {step}"
+    return f"{line}; {', '.join(more)}" if more else line
+
+
+def rewards_of(found: Mapping[str, Any]) -> list[str]:
+    """The mean reward in words, how many answers had one, and the numbers of the answers."""
+    reward, known = found.get("reward/mean"), found.get("reward/known")
+    none = reward is None or math.isnan(reward)
+    parts = ["no reward" if none else f"reward {reward:.4f}"]
+    if known is not None:
+        parts.append(f"rewarded {known:.0f}/{found['answers/count']:.0f}")
+    if faults := round(found.get("reward/faults") or 0):
+        parts.append(counted(faults, "fault"))
+    return [*parts, *numbers_of(found)]
+
+
+def numbers_of(found: Mapping[str, Any]) -> list[str]:
+    """The numbers of WATCHED that are known, in words."""
+    known = [(text, found.get(name)) for name, text in WATCHED]
+    return [text.format(value) for text, value in known if value is not None]

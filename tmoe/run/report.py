@@ -2,8 +2,9 @@
 
     python -m tmoe.report RUN
 
-It shows loss, gradient norm, learning rate, throughput, and how evenly the experts were used. A run that is
-still going can be drawn too.
+It shows loss, gradient norm, learning rate, throughput, and how evenly the experts were used; with --task
+preference margin and accuracy, with --task grpo rewards, answers, the policy and where the time went. A run
+that is still going can be drawn too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,8 +55,17 @@ with any_backend():
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 WINDOW = 50  # lines whose counts the heat map adds up
-SERIES = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "mfu", "reward/mean", "val_reward/mean")
+SERIES = (
+    *("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "mfu"),
+    *("reward/mean", "reward/std", "reward/equal", "reward/faults", "val_reward/mean"),
+    *("answers/tokens", "answers/truncated"),
+    *("policy/entropy", "policy/kl", "policy/clipped", "time/rollout", "time/rewards", "time/update"),
+    *("rewards/margin", "rewards/accuracy", "val_rewards/margin", "val_rewards/accuracy"),
+)
+LEGEND_ROW, LEGEND_EDGE = 0.1, 0.05  # heights of a legend's rows and of its edges, in a picture's height
 BLUE, RED, GREY, PALE = "#1f5fa8", "#c8442c", "#666666", "#b9cfe6"
+GREEN, GOLD = "#3a8a4d", "#c28f1d"
+COLOURS = BLUE, GREEN, GOLD
 
 
 @dataclass
@@ -68,6 +78,18 @@ class Run:
     series: dict[str, np.ndarray]  # of SERIES, [lines]
     violation: np.ndarray  # [lines, layers], no columns without MoE layers
     counts: np.ndarray  # [layers, E], summed over the last WINDOW lines
+
+
+class Curves(NamedTuple):
+    """A picture of curves alone."""
+
+    heading: str
+    names: dict[str, str]
+    """series, each with its label"""
+    validation: str = ""
+    """series of a validation"""
+    top: float | None = None
+    """end of the scale, which then begins at 0; None: as the values are"""
 
 
 def load(path: Path) -> Run:
@@ -146,29 +168,44 @@ def draw(path: Path) -> Path:
 
 def paint(run: Run) -> Figure:
     """The picture: curves above, and below them, if the model has MoE layers, the load of the experts."""
-    rows: list[Any] = [["loss", "loss", "norm"], ["speed", "rate", "violation"], ["load"] * 3]
-    if not run.counts.size:
-        rows = [rows[0], ["speed", "rate", "rate"]]
-    if rewarded(run):
-        rows[0] = ["reward", "loss", "norm"]
+    rows = layout(kind(run), bool(run.counts.size))
     figure = Figure(figsize=(15, 2.9 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title(run), fontsize=13, x=0.012, ha="left", parse_math=False)
-    painters = {
-        "loss": draw_loss,
-        "reward": draw_reward,
-        "norm": draw_norm,
-        "speed": draw_speed,
-        "rate": draw_rate,
-        "violation": draw_violation,
-    }
     for name, axis in figure.subplot_mosaic(rows).items():
         if name == "load":
             draw_load(axis, run)
+            continue
+        if name in PAINTERS:
+            PAINTERS[name](axis, run)
         else:
-            painters[name](axis, run)
-            dress(axis, run)
+            draw_curves(axis, run, PICTURES[name])
+        dress(axis, run)
     return figure
+
+
+def kind(run: Run) -> str:
+    """The run's --task, by its config.json, or without one by what its lines measure."""
+    measured = {name for name, values in run.series.items() if np.isfinite(values).any()}
+    guess = "preference" if "rewards/margin" in measured else "grpo" if "reward/mean" in measured else ""
+    return str(run.config.get("config", {}).get("task") or guess)
+
+
+def layout(task: str, moe: bool) -> list[Any]:
+    """The rows of pictures, three to a row."""
+    if task == "grpo":
+        rows = [["reward", "answers", "shares"], ["entropy", "kl", "faults"], ["loss", "norm", "rate"]]
+        return (
+            [*rows, ["speed", "time", "violation"], ["load"] * 3]
+            if moe
+            else [*rows, ["speed", "time", "time"]]
+        )
+    if task == "preference":
+        rows = [["loss", "margin", "accuracy"], ["norm", "speed", "rate"]]
+        return [*rows, ["violation", "load", "load"]] if moe else rows
+    rows = [["loss", "loss", "norm"]]
+    last = [["speed", "rate", "violation"], ["load"] * 3]
+    return [*rows, *last] if moe else [*rows, ["speed", "rate", "rate"]]
 
 
 def title(run: Run) -> str:
@@ -235,37 +272,72 @@ def curve(
 def draw_loss(axis: Axes, run: Run) -> None:
     loss, val = run.series["loss"], run.series["val_loss"]
     curve(axis, run.steps, loss, label=f"training, smoothed{last_value(loss)}")
-    seen = np.isfinite(val)
-    if seen.any() and not rewarded(run):  # of rewards, a validation's number is minus their mean
-        label = f"validation{last_value(val)}"
-        axis.plot(run.steps[seen], val[seen], "o-", color=RED, markersize=4, linewidth=0.8, label=label)
+    if kind(run) != "grpo":  # there a validation's number is minus the mean reward
+        draw_validation(axis, run.steps, val)
     entropy = run.config.get("facts", {}).get("unigram_entropy")
     if entropy is not None:
         label = f"unigram entropy ({entropy:.2f})"
         axis.axhline(entropy, color=GREY, linewidth=1, linestyle="--", label=label)
-    axis.set_title("Loss, nats a token", loc="left")
-    axis.legend(frameon=False, loc="upper right")
+    axis.set_title(title_of_loss(run), loc="left")
+    legend(axis)
 
 
-def rewarded(run: Run) -> bool:
-    """Whether the run is one of --task grpo."""
-    return bool(np.isfinite(run.series["reward/mean"]).any())
+def title_of_loss(run: Run) -> str:
+    """Name and unit of the loss that the task minimises."""
+    config, task = run.config.get("config", {}), kind(run)
+    name = config.get(task, {}).get("loss") if task in ("preference", "grpo") else None
+    if task == "grpo":
+        return f"Loss of the policy{f', {name}' if name else ''}"
+    if task == "preference":
+        return f"Loss, {'DPO (sigmoid)' if name == 'sigmoid' else name or 'of preferences'}"
+    if task == "sft":
+        weighed = config.get("sft", {}).get("dft")
+        return "Loss, weighed by probability (dft)" if weighed else "Loss, nats a trained token"
+    return "Loss, nats a token" if task == "pretrain" else "Loss"
 
 
-def draw_reward(axis: Axes, run: Run) -> None:
-    reward, val = run.series["reward/mean"], run.series["val_reward/mean"]
-    curve(axis, run.steps, reward, label=f"training, smoothed{last_value(reward)}")
-    seen = np.isfinite(val)
+def draw_validation(axis: Axes, steps: np.ndarray, values: np.ndarray, name: str = "validation") -> None:
+    seen = np.isfinite(values)
     if seen.any():
-        label = f"validation{last_value(val)}"
-        axis.plot(run.steps[seen], val[seen], "o-", color=RED, markersize=4, linewidth=0.8, label=label)
-    axis.set_title("Mean reward", loc="left")
-    axis.legend(frameon=False, loc="lower right")
+        label = f"{name}{last_value(values)}"
+        axis.plot(steps[seen], values[seen], "o-", color=RED, markersize=4, linewidth=0.8, label=label)
+
+
+def draw_curves(axis: Axes, run: Run, picture: Curves) -> None:
+    """Smoothed series over the steps, and the validation's numbers as dots."""
+    heading, curves, validation, top = picture
+    for (name, label), color in zip(curves.items(), COLOURS, strict=False):
+        values = run.series[name]
+        if np.isfinite(values).any():
+            known = f"{label}{last_value(values)}"
+            curve(axis, run.steps, values, color, raw=len(curves) == 1, label=known)
+    if validation:
+        draw_validation(axis, run.steps, run.series[validation])
+    if top is not None:
+        axis.set_ylim(0, top)
+        axis.set_yticks(np.linspace(0, top, 5))
+    axis.set_title(heading, loc="left")
+    legend(axis)
+
+
+def legend(axis: Axes) -> None:
+    """A legend in a band of its own above the curves: the scale is made longer by its height."""
+    handles, labels = axis.get_legend_handles_labels()
+    if not labels:
+        return
+    axis.legend(
+        handles, labels, frameon=False, loc="upper right", fontsize=9, labelspacing=0.3, borderpad=0.2
+    )
+    share = LEGEND_ROW * len(labels) + LEGEND_EDGE
+    scale = axis.yaxis.get_transform()
+    low, high = scale.transform(axis.get_ylim())
+    top = scale.inverted().transform([low + (high - low) / (1 - share)])[0]
+    axis.set_ylim(top=top)
 
 
 def last_value(values: np.ndarray) -> str:
     known = values[np.isfinite(values)]
-    return f" (last {known[-1]:.3f})" if known.size else ""
+    return f" (last {known[-1]:.4g})" if known.size else ""
 
 
 def draw_norm(axis: Axes, run: Run) -> None:
@@ -282,7 +354,7 @@ def draw_norm(axis: Axes, run: Run) -> None:
     clip = run.config.get("config", {}).get("optim", {}).get("clip")
     if clip:
         axis.axhline(clip, color=GREY, linewidth=1, linestyle="--", label=f"clipped at {clip:g}")
-        axis.legend(frameon=False, loc="upper right")
+        legend(axis)
 
 
 def draw_speed(axis: Axes, run: Run) -> None:
@@ -322,7 +394,7 @@ def draw_violation(axis: Axes, run: Run) -> None:
         curve(axis, steps, layers.max(1), RED, raw=False, label="worst layer")
         curve(axis, steps, layers.mean(1), label="mean of layers")
         axis.set_ylim(0, 1.1 * layers.max() + 1e-3)
-        axis.legend(frameon=False, loc="upper right")
+        legend(axis)
     axis.set_title("Max violation: fullest expert over the mean, −1", loc="left")
 
 
@@ -353,3 +425,43 @@ def moe_layers(run: Run, layers: int) -> list[int]:
     model = run.config.get("config", {}).get("model", {})
     numbers = count(model.get("dense_layers", 0), model.get("moe_every", 1))
     return list(islice((i for i in numbers if i not in model.get("dense_blocks", ())), layers))
+
+
+# Pictures that need more than curves, and those of curves alone: title, curves, validation, end of the scale.
+PAINTERS = dict(loss=draw_loss, norm=draw_norm, speed=draw_speed, rate=draw_rate, violation=draw_violation)
+PICTURES = dict(
+    reward=Curves(
+        "Reward",
+        {"reward/mean": "mean, smoothed", "reward/std": "deviation, smoothed"},
+        validation="val_reward/mean",
+    ),
+    answers=Curves("Answers, tokens", {"answers/tokens": "mean length, smoothed"}),
+    shares=Curves(
+        "Shares of answers, prompts and tokens",
+        {
+            "answers/truncated": "answers truncated",
+            "reward/equal": "prompts rewarded equally",
+            "policy/clipped": "tokens that the loss bounds",
+        },
+        top=1.0,
+    ),
+    entropy=Curves("Entropy of the policy, nats a token", {"policy/entropy": "smoothed"}),
+    kl=Curves("Divergence from the sampler (k3), nats a token", {"policy/kl": "smoothed"}),
+    faults=Curves("Faults of rewards in a step", {"reward/faults": "smoothed"}),
+    time=Curves(
+        "Shares of a step's time",
+        {"time/rollout": "rollout", "time/rewards": "rewards", "time/update": "update"},
+        top=1.0,
+    ),
+    margin=Curves(
+        "Margin of rewards, chosen less rejected",
+        {"rewards/margin": "training, smoothed"},
+        validation="val_rewards/margin",
+    ),
+    accuracy=Curves(
+        "Accuracy: share of pairs with a margin above 0",
+        {"rewards/accuracy": "training, smoothed"},
+        validation="val_rewards/accuracy",
+        top=1.0,
+    ),
+)
