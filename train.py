@@ -25,7 +25,6 @@ from torch import Tensor
 from tmoe import warmup
 from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
-from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Dataset, Loader, require_alike
 from tmoe.hf.start import load_weights
@@ -44,9 +43,10 @@ from tmoe.optim.schedule import lr_factor, set_lr
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize, pipeline
 from tmoe.parallel.collectives import sum_over_all
 from tmoe.post import task_of
+from tmoe.post.plan import plan
 from tmoe.post.task import NothingToLearn
 from tmoe.run import process as runtime
-from tmoe.run.cli import flags_of, parse, planned_world, require_weights
+from tmoe.run.cli import flags_of, parse, require_weights
 from tmoe.run.defaults import plan_of, samples_a_step, with_length
 from tmoe.run.fitting import require_room
 from tmoe.run.metrics import Metrics
@@ -78,21 +78,6 @@ def main(argv: list[str]) -> None:
             trainer.train()
     run.close()
     trainer.say_end()
-
-
-def plan(cfg: Config) -> None:
-    """The dry run. The data are read only where the number of steps follows from them (--epochs)."""
-    from tmoe.run.dry_run import dry_run, fake_world  # its fake process group is of no use to a run
-
-    axes = Axes.of(cfg.parallel, planned_world(cfg, 1))
-    a_step = samples_a_step(cfg, axes.readers)
-    samples, trained = 0, 0.0
-    if cfg.epochs is not None:
-        with runtime.one_error(), fake_world(axes, 0) as mesh:
-            data = task_of(cfg, mesh).open("train", carried_by_start(cfg))
-            samples, trained = data.samples, data.trained_a_sample()
-            cfg = with_length(cfg, samples, a_step)
-    dry_run(cfg, plan_of(cfg, a_step, samples, trained))
 
 
 class Trainer:
@@ -152,12 +137,15 @@ class Trainer:
         self.checkpoints = Checkpoints(
             Path(cfg.out) / "checkpoints",
             keep=cfg.checkpoint.keep,
+            keep_best=cfg.checkpoint.keep_best,
             mode="sync" if cfg.checkpoint.mode == "sync" else "async",
             info=dict(config=asdict(cfg), versions=known, data=self.data.facts()) | chat_of(self.data),
         )
         # Before restore: another run that still holds the folder may save one more step.
         held = None if cfg.eval_only else run.claim(cfg.out)
         self.restore()
+        if not cfg.eval_only:
+            self.checkpoints.begin(self.step)
         cfg = self.cfg
 
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
@@ -280,6 +268,9 @@ class Trainer:
             self.checkpoints.finish()
         if validate and (val_loss := self.validate()) is not None:
             self.metrics.validated(val_loss, self.val_measured)
+            self.checkpoints.validated(self.step, val_loss)
+            if last:
+                self.checkpoints.retain()
         if last and not stop:
             self.test()
         if profile:
@@ -288,6 +279,10 @@ class Trainer:
         self.checkpoints.poll()
         for path in self.checkpoints.take_published():
             self.metrics.note(f"saved {path}")
+        if (path := self.checkpoints.take_best()) is not None:
+            self.metrics.note(f"{path} stays: its validation is the best")
+        if last and len(self.checkpoints.losses) > 1 and self.checkpoints.best:
+            self.metrics.note(f"the best validation of a saved step: {self.checkpoints.best}")
 
     def leave(self) -> None:
         """Told to stop before the step's batch was there: saves the state of the steps that are done."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,6 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.checkpoint import folders
 from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint.best import best_of, read_losses, write_losses
 from tmoe.checkpoint.dcp import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
@@ -69,13 +71,23 @@ class Checkpoints:
 
     folder: shared by all ranks.
     keep: how many verified steps stay (0: all).
+    keep_best: whether the step with the lowest validation loss stays as well.
     mode: "async" writes in a background thread while training goes on.
     info: facts about the run that JSON can hold, kept in every manifest (config, versions).
     """
 
-    def __init__(self, folder: Path, *, keep: int, mode: Literal["sync", "async"], info: dict[str, Any]):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        mode: Literal["sync", "async"],
+        info: dict[str, Any],
+        keep_best: bool = False,
+    ):
         self.folder = Path(folder)
         self.keep = keep
+        self.keep_best = keep_best
         self.mode = mode
         self.info = info
         # A group of its own: the background thread's collectives must not pair with training's. It is gloo,
@@ -90,6 +102,11 @@ class Checkpoints:
         self._whole: dict[Path, tuple] = {}  # steps found whole -> their stamp then
         self._published: list[Path] = []  # by this process, in order
         self._told = 0  # of these, by take_published
+        self.losses: dict[int, float] = {}  # of validations of saved steps, the same on every rank
+        self.best: Path | None = None  # the step with the lowest of them, when old steps were removed last
+        self._saved: int | None = None  # the step saved last
+        self._stays: Path | None = None  # the step that stays for its validation alone
+        self._said: Path | None = None  # of these, by take_best
 
     # ---- saving ----
 
@@ -108,6 +125,8 @@ class Checkpoints:
         Raises CheckpointError on every rank when any of them fails. The temporary folder is then removed.
         """
         self.finish()
+        self._saved = step
+        self.losses.pop(step, None)  # of a step that is now replaced
         named = tensors | {f"{RNG}{self._rank}.{name}": value for name, value in rng.items()}
         local: dict[str, Tensor] = {}
 
@@ -124,10 +143,12 @@ class Checkpoints:
             raise CheckpointError(
                 f"saving step {step}: rank 0's state differs from that of ranks {differing}: {states[0]}"
             )
+        # A copy: a later validation must not reach one rank's background and miss another's.
+        what = step, named, local, states[0], dict(self.losses)
         if self.mode == "async":
-            self._pending = self._thread.submit(self._write, step, named, local, states[0])
+            self._pending = self._thread.submit(self._write, *what)
         else:
-            self._write(step, named, local, states[0])
+            self._write(*what)
 
     def saving(self) -> bool:
         """Whether a background save is under way here."""
@@ -183,7 +204,14 @@ class Checkpoints:
         return self._staging
 
     @torch.no_grad()
-    def _write(self, step: int, tensors: dict[str, Tensor], local: dict[str, Tensor], state: str) -> None:
+    def _write(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        local: dict[str, Tensor],
+        state: str,
+        losses: dict[int, float],
+    ) -> None:
         """Write the staged parts `local` of `tensors` as one step, all ranks together; remove old steps."""
         final = self.folder / f"step-{step}"
         temporary = Path(self._together(f"saving {final}", lambda: self._make_temporary(final))[0])
@@ -200,7 +228,7 @@ class Checkpoints:
         if stamp := files.stamp(final):
             self._whole[final] = stamp
         self._published.append(final)
-        self._retain()
+        self._retain(losses)
 
     def _make_temporary(self, final: Path) -> str:
         """Rank 0 clears what killed saves left and makes the folder that all ranks write into."""
@@ -234,16 +262,21 @@ class Checkpoints:
             )
         folders.publish(temporary, final)
 
-    def _retain(self) -> None:
-        """Remove the steps saved before the newest `keep` whole ones.
+    def _retain(self, losses: dict[int, float]) -> None:
+        """Remove the steps saved before the newest `keep` whole ones, but for the one of the lowest loss.
 
         Damaged steps do not count, and they stay while they are newer than those.
         """
         steps, _ = self._steps()
         whole = 0
+        self.best = best_of(losses, steps)
+        best = self.best if self.keep_best else None
         for path in steps if 0 < self.keep < len(steps) else ():
             if whole == self.keep:
-                self._remove(path)
+                if path == best:
+                    self._stays = path
+                else:
+                    self._remove(path)
             elif problems := self._problems(path):
                 self._warn(problems)
             else:
@@ -255,6 +288,32 @@ class Checkpoints:
                 folders.remove(path)
         except OSError as error:  # the new step is safe, so the run need not stop
             log.warning("an old checkpoint could not be removed: %s", error)
+
+    # ---- the best step ----
+
+    def begin(self, step: int) -> None:
+        """Read the validation losses of the run's steps up to the one that it continues from. Collective."""
+        losses = self._together("reading validations", lambda: read_losses(self.folder))[0]
+        self.losses = {done: loss for done, loss in losses.items() if done <= step}
+        if self._rank == 0 and self.losses != losses:
+            write_losses(self.folder, self.losses)
+
+    def validated(self, step: int, loss: float) -> None:
+        """Record the validation loss of a step, if it was saved. Every rank passes the same."""
+        if step == self._saved and math.isfinite(loss):
+            self.losses[step] = loss
+            if self._rank == 0:
+                write_losses(self.folder, self.losses)
+
+    def retain(self) -> None:
+        """Remove the steps that need not stay by all validations so far. Collective; no save is under way."""
+        if self._saved is not None:
+            self._retain(self.losses)
+
+    def take_best(self) -> Path | None:
+        """The step that stays for its validation alone, if it is a new one. Not collective."""
+        before, self._said = self._said, self._stays
+        return None if before == self._said else self._said
 
     # ---- loading ----
 

@@ -23,6 +23,7 @@ from rich.text import Text
 from rich.tree import Tree
 from torch import Tensor
 
+from tmoe.checkpoint.best import best_of, number_of, read_losses
 from tmoe.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -127,12 +128,33 @@ def _dotted(settings: dict[str, Any], section: str = "") -> Iterator[tuple[str, 
             yield section + name, value
 
 
+def show_steps(steps: list[Path]) -> None:
+    """Print a line for each step of a run, the one saved last first: tokens, time, validation, the best.
+
+    A step of --task grpo has the mean reward of its validation, which is minus the loss.
+    """
+    losses = read_losses(steps[0].parent)
+    best = best_of(losses, steps)
+    for path in steps:
+        manifest = read_manifest(path)
+        config = manifest.info.get("config")
+        rewarded = isinstance(config, dict) and config.get("task") == "grpo"
+        parts = [
+            str(path),
+            "" if manifest.tokens is None else f"{manifest.tokens:,} tokens",
+            _saved(manifest),
+        ]
+        if (loss := losses.get(number_of(path))) is not None:
+            parts.append(f"validation reward {-loss:.4f}" if rewarded else f"validation loss {loss:.4f}")
+        print("  ".join([*filter(None, parts), *(["best"] if path == best else [])]))
+
+
 def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "path", str(path)
     yield "step", f"{manifest.step}"
     yield "tokens", "unknown" if manifest.tokens is None else f"{manifest.tokens:,}"
     yield "world", counted(manifest.world, "rank")
-    yield "saved", datetime.fromtimestamp(manifest.saved_ns / 1e9).astimezone().isoformat(" ", "seconds")
+    yield "saved", _saved(manifest)
     sizes = [entry.size for entry in manifest.files.values()]
     yield "files", f"{len(sizes)}, {decimal(sum(sizes))} ({sum(sizes)} bytes)"
     for title, value in {**manifest.info, "state": manifest.state}.items():
@@ -143,6 +165,10 @@ def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
             yield title, _flat(rest)
         for key, section in sections.items():  # each section of the settings has its own line
             yield f"{title}.{key}", _flat(section)
+
+
+def _saved(manifest: Manifest) -> str:
+    return datetime.fromtimestamp(manifest.saved_ns / 1e9).astimezone().isoformat(" ", "seconds")
 
 
 def _flat(value: Any, name: str = "") -> str:

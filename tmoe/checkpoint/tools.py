@@ -3,6 +3,7 @@
     python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000                  what it holds
     python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --tensor NAME    statistics of one tensor
     python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --brief          its changed settings
+    python -m tmoe.checkpoint inspect runs/a                                        its steps, and the best
     python -m tmoe.checkpoint verify runs/a/checkpoints                             every byte of every step
     python -m tmoe.checkpoint reshard STEP DST --world 64 --ep 8                    files for another world
     python -m tmoe.checkpoint reshard STEP DST --world 1 --only model --dtype bf16  weights alone, in bf16
@@ -77,13 +78,15 @@ def inspect(
     """Show the run, settings and tensors of a step folder.
 
     Args:
-        path: a step folder
+        path: a step folder; of a run folder its steps are listed, with their validations
         tensor: statistics of this tensor instead; its bytes are checked
         json: print JSON
         brief: a few lines, with those settings alone that are not the defaults
     """
     if brief and (json or tensor):
         raise CheckpointError("--brief: not with --json or --tensor")
+    if not (tensor or brief or json) and (steps := steps_of(path)):
+        return inspection.show_steps(steps)
     path = folders.resolve(path)
     if problems := files.verify(path, share=(0, 1) if _size(path) <= HASHED else None):
         print(
@@ -102,6 +105,17 @@ def inspect(
         return inspection.show_statistics(tensor, entry, found, console)
     whole, *experts = (one.as_json() for one in found)
     _print_json(dict(name=tensor, shape=entry.shape, dtype=entry.dtype) | whole | dict(experts=experts))
+
+
+def steps_of(path: Path) -> list[Path]:
+    """The steps of a run folder or of a checkpoints folder, newest first; none of a step folder."""
+    if (path / files.NAME).exists():
+        return []
+    return next((found for at in (path, path / "checkpoints") if (found := _published(at))), [])
+
+
+def _published(folder: Path) -> list[Path]:
+    return [step for _, step in folders.published(folder)[0]]
 
 
 def _size(path: Path) -> int:

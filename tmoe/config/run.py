@@ -490,6 +490,8 @@ class CheckpointConfig:
     """steps between checkpoints; 0: only after the last step (and at a signal that ends the run)"""
     keep: int = 3
     """verified checkpoints that stay; older ones are removed; 0: all stay"""
+    keep_best: bool = True
+    """the checkpoint with the best validation stays as well"""
     mode: Literal["sync", "async", "off"] = "async"
     """async: training goes on while a copy of the state is written;
     off: nothing is written, not even at the end"""

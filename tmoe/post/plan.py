@@ -1,0 +1,27 @@
+"""The dry run of a task: the steps that --epochs and the data give, then what each rank will hold.
+
+next: run/dry_run.py
+"""
+
+from tmoe.config.axes import Axes
+from tmoe.config.run import Config
+from tmoe.hf.tokenizer import carried_by_start
+from tmoe.post import task_of
+from tmoe.run.cli import planned_world
+from tmoe.run.defaults import plan_of, samples_a_step, with_length
+from tmoe.run.process import one_error
+
+
+def plan(cfg: Config) -> None:
+    """Prints it. The data are read only where the number of steps follows from them (--epochs)."""
+    from tmoe.run.dry_run import dry_run, fake_world  # its fake process group is of no use to a run
+
+    axes = Axes.of(cfg.parallel, planned_world(cfg, 1))
+    a_step = samples_a_step(cfg, axes.readers)
+    samples, trained = 0, 0.0
+    if cfg.epochs is not None:
+        with one_error(), fake_world(axes, 0) as mesh:
+            data = task_of(cfg, mesh).open("train", carried_by_start(cfg))
+            samples, trained = data.samples, data.trained_a_sample()
+            cfg = with_length(cfg, samples, a_step)
+    dry_run(cfg, plan_of(cfg, a_step, samples, trained))
