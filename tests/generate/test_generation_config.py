@@ -1,11 +1,12 @@
 """generation_config.json: what answers follow, and what a line names because they do not."""
 
 import pytest
+from corpora import bpe  # noqa: F401
 from transformers import GenerationConfig
 
 from tmoe.config.presets import presets
 from tmoe.data.chat_format import ChatFormat, ends_in, ends_of
-from tmoe.data.tokenizer import ByteTokenizer
+from tmoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from tmoe.generate import Engine
 from tmoe.generate.generation_config import DRAWN, SILENT, not_followed, sampling_of
 from tmoe.model.transformer import Transformer
@@ -59,11 +60,15 @@ def test_every_key_of_transformers_is_known_or_named():
         assert found == [f"{name}=7"] or name in {*SILENT, *DRAWN, "stop_strings"} or name[0] == "_", name
 
 
-def test_an_engine_ends_answers_at_all_ends_of_its_tokenizer():
+def test_an_engine_ends_answers_at_all_ends_of_its_tokenizer(bpe):  # noqa: F811
     tokenizer = ByteTokenizer()
     tokenizer.chat = ChatFormat(None, ends=(65, 66, 999))
     assert ends_of(tokenizer, 256) == (0, 65, 66)
     assert Engine(Transformer(presets()["tiny"].model), tokenizer).eos == (0, 65, 66)
     assert Engine(Transformer(presets()["tiny"].model), tokenizer, eos=[7]).eos == (7,)
+    folder = bpe.parent
+    assert ends_of(load_tokenizer(str(folder)), 300) == (0,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 0, 400]}')
+    assert ends_of(load_tokenizer(str(folder)), 300) == ends_of(load_tokenizer(str(bpe)), 300) == (0, 5)
     assert ends_in(dict(eos_token_id=[3, "x", 3, -1, True]), dict(eos_token_id=9)) == (3,)
     assert ends_in({}, dict(eos_token_id=9)) == (9,)

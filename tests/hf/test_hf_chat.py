@@ -27,10 +27,10 @@ from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, write_manifest
 from tmoe.data.chat import chat_prompt
 from tmoe.data.chat_choice import format_of
-from tmoe.data.chat_format import ChatFormat
+from tmoe.data.chat_format import TOOLS_FILE, ChatFormat, templates_in
 from tmoe.data.chat_template import BUILT_IN, load_template
 from tmoe.data.convert import convert
-from tmoe.data.tokenizer import JsonTokenizer, TokenizerFiles
+from tmoe.data.tokenizer import JsonTokenizer, TokenizerFiles, load_tokenizer
 from tmoe.generate.load import load
 from tmoe.hf.chat import with_chat
 from tmoe.hf.tokenizer import carried_by
@@ -233,13 +233,14 @@ def test_a_template_for_tools_is_exported_beside_the_other(tmp_path: Path):
     assert "chat_template.jinja" not in found and "the original's is replaced" in notes[0]
     assert text_by_transformers(tmp_path / "x") == "plain"
     assert text_by_transformers(tmp_path / "x", tools=[dict(type="function")]) == "with tools"
-    assert carried_by_files(found).tools == "with tools"
-
-
-def carried_by_files(found: dict) -> ChatFormat:
-    from tmoe.data.chat_format import templates_in
-
-    return ChatFormat(*templates_in({name: read() for name, read in found.items()}))
+    assert templates_in({name: read() for name, read in found.items()}) == ("plain", "with tools")
+    # and it is read where transformers 5 saves it
+    AutoTokenizer.from_pretrained(tmp_path / "x").save_pretrained(tmp_path / "y")
+    assert (tmp_path / "y" / TOOLS_FILE).read_text() == "with tools"
+    template = load_template(load_tokenizer(str(tmp_path / "y")))
+    assert (template.text, template.tools) == ("plain", "with tools")
+    (tmp_path / "y" / "config.json").write_text('{"model_type": "llama"}')
+    assert carried_by(tmp_path / "y").chat[:2] == ("plain", "with tools")
 
 
 def test_a_malformed_format_is_named(tmp_path: Path):

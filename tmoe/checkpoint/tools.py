@@ -257,6 +257,11 @@ def average(
     *steps, dst = paths
     steps = [folders.resolve(step) for step in steps]
     carry_out(plan_average(steps, ema), steps, dst, dry_run)
+    chats = [read_manifest(step).info.get("chat") for step in steps]
+    if others := [str(step) for step, chat in zip(steps, chats, strict=True) if chat != chats[0]]:
+        print(
+            f"{dst}: conversations are written as in {steps[0]}; another way is that of {', '.join(others)}"
+        )
 
 
 def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from tmoe.config.run import DataConfig
@@ -31,9 +32,14 @@ def choose_template(cfg: DataConfig, tokenizer: Tokenizer, carried: Carried | No
     --data.tokenizer's folder. Neither is an error, because no template changes what ids mean. DataError for a
     template that cannot be read.
     """
+    theirs = carried.chat if carried else None
+    if cfg.chat_template is not None and not Path(cfg.chat_template).is_file() and theirs and theirs.template:
+        raise DataError(
+            f"--data.chat-template={cfg.chat_template}: no such file; valid: a jinja file, or None for "
+            f"{theirs.source}"
+        )
     template = load_template(tokenizer, cfg.chat_template)
     notes: list[str] = []
-    theirs = carried.chat if carried else None
     if carried is None or theirs is None or theirs.template is None:
         return Chosen(template, ())
     if cfg.chat_template is not None:

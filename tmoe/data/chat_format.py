@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 TOOLS = "tool_use"  # name of the template for conversations with tools
+TOOLS_FILE = f"additional_chat_templates/{TOOLS}.jinja"  # as transformers 5 saves it
 
 
 class ChatFormat(NamedTuple):
@@ -81,7 +82,8 @@ def templates_in(content: Mapping[str, bytes]) -> tuple[str | None, str | None]:
     """
     try:
         if TEMPLATE in content:
-            return content[TEMPLATE].decode("utf-8-sig"), None
+            tools = content.get(TOOLS_FILE)
+            return content[TEMPLATE].decode("utf-8-sig"), tools.decode("utf-8-sig") if tools else None
         found = json_object(content.get(SETTINGS)).get("chat_template")
         if isinstance(found, str):
             return found, None

@@ -25,6 +25,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from tmoe.data.chat_format import TOOLS_FILE
 from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
 
 # For a tokenizer whose model has no template. Every turn is the role, its text and the tokenizer's own end of
@@ -193,7 +194,8 @@ def load_template(
         files = tokenizer.files
         if files.template is not None:
             source = "the tokenizer's chat_template.jinja"
-            return ChatTemplate(_text(files.template, source), source, special, now=now)
+            tools = _text(files.tools, TOOLS_FILE) if files.tools else None
+            return ChatTemplate(_text(files.template, source), source, special, tools=tools, now=now)
         source = f"chat_template of {files.settings_name}"
         found = _settings(tokenizer).get("chat_template")
         if isinstance(found, str):

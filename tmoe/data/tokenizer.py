@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tokenizers
 
-from tmoe.data.chat_format import SETTINGS, TEMPLATE, ChatFormat
+from tmoe.data.chat_format import SETTINGS, TEMPLATE, TOOLS_FILE, ChatFormat, ends_in, json_object
 from tmoe.disk import BOM, POINTER, POINTER_WORDS
 
 
@@ -87,6 +87,8 @@ class TokenizerFiles(NamedTuple):
     settings_name: str = "tokenizer_config.json"
     template: bytes | None = None
     """a chat_template.jinja beside it; older folders have the template in the settings"""
+    tools: bytes | None = None
+    """another template, for conversations with tools (additional_chat_templates/tool_use.jinja)"""
 
     @property
     def fingerprint(self) -> str:
@@ -427,16 +429,26 @@ def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles
             "sentencepiece model, or of a folder that holds one"
         )
     settings = path.with_name("tokenizer_config.json")
-    template = path.with_name(TEMPLATE)
+    template, tools = path.with_name(TEMPLATE), path.parent / TOOLS_FILE
     return TokenizerFiles(
         f"{flag}={path}",
         path.read_bytes(),
         settings.read_bytes() if settings.exists() else None,
         str(settings),
         template.read_bytes() if template.exists() else None,
+        tools.read_bytes() if tools.exists() else None,
     )
 
 
 def load_tokenizer(spec: str, flag: str = "--data.tokenizer") -> Tokenizer:
-    """The tokenizer named by `flag`: 'bytes', or the path of its file or folder."""
-    return ByteTokenizer() if spec == "bytes" else of_files(tokenizer_files(spec, flag))
+    """The tokenizer named by `flag`: 'bytes', or the path of its file or folder.
+
+    Answers end at the ids of a generation_config.json in its folder, too.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    found = of_files(tokenizer_files(spec, flag))
+    generation = (Path(spec) if Path(spec).is_dir() else Path(spec).parent) / "generation_config.json"
+    if generation.is_file() and (ends := ends_in(json_object(generation.read_bytes()), {})):
+        found.chat = ChatFormat(None, ends=ends, source=str(generation))
+    return found

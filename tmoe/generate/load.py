@@ -167,7 +167,7 @@ def tokenizer_of(path: Path, carried: Carried | None, spec: str | None) -> Token
                 f"--tokenizer={spec}: is {found.fingerprint}; the weights of {path} are of "
                 f"{carried.fingerprint}, for which ids mean other text; name that one, or none"
             )
-        found.chat = carried.chat if carried else None
+        found.chat = carried.chat if carried and carried.chat else found.chat
         return found
     if carried is not None and carried.files is not None:
         return carried.load()

@@ -15,7 +15,15 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.run import Config
-from tmoe.data.chat_format import SETTINGS, TEMPLATE, ChatFormat, ends_in, json_object, templates_in
+from tmoe.data.chat_format import (
+    SETTINGS,
+    TEMPLATE,
+    TOOLS_FILE,
+    ChatFormat,
+    ends_in,
+    json_object,
+    templates_in,
+)
 from tmoe.data.tokenizer import NAMES, Carried, TokenizerFiles
 from tmoe.hf.chat import GENERATION, format_of_step
 from tmoe.hf.files import CONFIG, FILE, is_folder
@@ -59,7 +67,7 @@ def lineage(path: Path) -> list[Level]:
 
     Empty where a folder cannot be read: loading it reports what is wrong. Follows no circle.
     """
-    names = (*NAMES, SETTINGS, TEMPLATE, GENERATION, CONFIG)
+    names = (*NAMES, SETTINGS, TEMPLATE, TOOLS_FILE, GENERATION, CONFIG)
     found: list[Level] = []
     seen: list[Path] = []
     while True:
@@ -202,6 +210,7 @@ def _of_files(where: Path, content: dict[str, bytes]) -> Carried | None:
             content.get(SETTINGS),
             f"{where / SETTINGS}",
             content.get(TEMPLATE),
+            content.get(TOOLS_FILE),
         )
         for name in NAMES
         if name in content and (name == MODEL or _is_tokenizer(content[name]))
