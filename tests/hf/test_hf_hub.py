@@ -3,17 +3,12 @@
 next: tmoe/hf/hub.py
 """
 
-import hashlib
-import json
-import re
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from hf_tiny import assert_bits, files_of, load_step, saved, tensors_of, train_and_save
+from hub_server import COMMIT, serving
 from huggingface_hub import ModelCard, constants
 
 from tmoe.checkpoint.manifest import CheckpointError
@@ -23,76 +18,7 @@ from tmoe.hf import export_hf, hub, import_hf
 from tmoe.hf.start import model_of
 from tmoe.run.cli import flags_of, parse
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "owner/tiny.moe-1b"
-
-
-class Hub(ThreadingHTTPServer):
-    """Answers for one repository what huggingface_hub asks for a snapshot; counts what it gave."""
-
-    def __init__(self, files: dict[str, bytes]):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.files = files
-        self.given: list[str] = []
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = self.path.partition("?")[0]
-        files = self.server.files
-        listed = re.fullmatch(rf"/api/models/{NAME}/(revision|tree)/[^/]+", path)
-        file = path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
-        if listed and listed[1] == "revision":
-            siblings = [dict(rfilename=name) for name in files]
-            self.say(json.dumps(dict(id=NAME, sha=COMMIT, siblings=siblings)).encode())
-        elif listed:
-            tree = [dict(type="file", path=n, size=len(b), oid=etag(b)) for n, b in files.items()]
-            self.say(json.dumps(tree).encode())
-        elif file in files:
-            if self.command == "GET":
-                self.server.given.append(file)
-            self.say(files[file], ETag=f'"{etag(files[file])}"')
-        else:
-            self.say(b"{}", 404, **{"X-Error-Code": "RepoNotFound"})
-
-    def say(self, content: bytes, status: int = 200, **headers: str):
-        self.send_response(status)
-        for name, value in (headers | {"X-Repo-Commit": COMMIT, "Content-Length": str(len(content))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *words):
-        pass
-
-
-def etag(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()
-
-
-@contextmanager
-def serving(files: dict[str, bytes], monkeypatch, cache: Path):
-    server = Hub(files)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    hub._download.cache_clear()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        hub._download.cache_clear()
 
 
 def test_a_name_is_downloaded_once_and_then_a_folder(tmp_path, monkeypatch, capsys):
@@ -103,7 +29,7 @@ def test_a_name_is_downloaded_once_and_then_a_folder(tmp_path, monkeypatch, caps
     (original / "empty.txt").unlink()  # of which no byte is asked for
     needed = files_of(original)
     files = needed | {"original/model.safetensors": b"x", "pytorch_model.bin": b"x", "consolidated.pth": b"x"}
-    with serving(files, monkeypatch, tmp_path / "cache") as server:
+    with serving(NAME, files, monkeypatch, tmp_path / "cache") as server:
         cfg = parse(["--init", NAME, "--dry-run"], "")
         assert not any(name.endswith(".safetensors") for name in server.given) and server.given
         assert cfg.model == model_of(original)
@@ -122,7 +48,7 @@ def test_a_name_is_downloaded_once_and_then_a_folder(tmp_path, monkeypatch, caps
     export_hf(tmp_path / "step", tmp_path / "back", like=Path(NAME))
     assert files_of(tmp_path / "back") == needed
 
-    with serving({}, monkeypatch, tmp_path / "empty"):
+    with serving(NAME, {}, monkeypatch, tmp_path / "empty"):
         with pytest.raises(
             ConfigError, match=r"^owner/other: no such folder here, and no such model"
         ) as error:

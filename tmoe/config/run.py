@@ -242,6 +242,14 @@ def require_pattern(name: str, pattern: str) -> None:
         require(False, f"--optim.{name}={pattern}: must be a regular expression: {error}")
 
 
+def require_columns(columns: tuple[str, ...], flag: str) -> None:
+    """ConfigError unless each is OURS=THEIRS, no OURS twice."""
+    parts = [one.partition("=") for one in columns]
+    valid = "must be OURS=THEIRS, as messages=conversations, each OURS once"
+    whole = all(ours and theirs for ours, _, theirs in parts) and len({p[0] for p in parts}) == len(parts)
+    require(whole, f"{flag}={' '.join(columns)}: {valid}")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where tokens come from; their order is a pure function of (seed, epoch, global sample)."""
@@ -250,9 +258,13 @@ class DataConfig:
     """sources, each PATH or PATH:WEIGHT:
     'stdlib' (the interpreter's own library),
     a file of text, JSON lines, a JSON array or parquet (.gz, .zst, .bz2 and .xz as well),
-    a folder of files of one such kind or of shards, or a pattern in quotes, 'set/*.jsonl'"""
+    a folder of files of one such kind or of shards, a pattern in quotes, 'set/*.jsonl',
+    or a data set of the Hugging Face hub, hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT]"""
     text_field: str = "text"
     """name of the string field that holds a row's text, in JSON and parquet"""
+    columns: tuple[str, ...] = ()
+    """other names of columns, OURS=THEIRS: messages=conversations, or prompt=question completion=answer;
+    a row's column THEIRS is read as OURS, before the kind of the rows is told"""
     skip_malformed: int = 0
     """documents of a source that may be left out because they are malformed; the first are named"""
     tokenizer: str = "auto"
@@ -282,6 +294,7 @@ class DataConfig:
         check(self, "--data.", zero="seed skip_malformed")
         sources = len(self.path) > 0 and all(self.path)
         require(sources, f"--data.path={self.path}: needs at least one source, and no empty one")
+        require_columns(self.columns, "--data.columns")
         require(0 < self.val_fraction < 1, f"--data.val-fraction={self.val_fraction}: above 0 and below 1")
         require(not (self.val_path and self.split), f"--data.val-path={self.val_path}: not with --data.split")
         require(all(self.val_path), f"--data.val-path={self.val_path}: must name no empty source")

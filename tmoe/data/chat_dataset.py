@@ -321,7 +321,9 @@ def open_chat(
     chosen = choose_template(cfg, tokenizer, carried)
     template = chosen.template
     try:
-        sources = [_Rows(survey(name), task, tokenizer, template, cfg).open(seq, part) for name in names]
+        sources = [
+            _Rows(survey(name, cfg.columns), task, tokenizer, template, cfg).open(seq, part) for name in names
+        ]
         for source in sources:
             require_ids(source.ids, tokenizer, vocab, source.name)
     except DataError as error:
@@ -386,7 +388,8 @@ class _Rows:
         """Changes when a file, tokenizer, template or a setting changes that decides about tokens."""
         stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
         told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-        settings = [self.kind, self.task == "kto", self.cfg.held_out, self.cfg.skip_malformed]
+        task = self.task == "kto"
+        settings = [self.kind, task, self.cfg.held_out, self.cfg.skip_malformed, self.source.columns]
         model = [self.tokenizer.fingerprint, self.tokenizer.eos, self.template.digest]
         libraries = [VERSION, tokenizers.__version__, jinja2.__version__]
         return hashlib.sha256(json.dumps([*libraries, *model, *settings, told]).encode()).hexdigest()[:32]

@@ -17,6 +17,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from tmoe.config.run import require_columns
 from tmoe.data.shards import write_shards
 from tmoe.data.sources import (
     Document,
@@ -39,6 +40,7 @@ def convert(
     shard_tokens: int = 100_000_000,
     text_field: str = "text",
     skip_malformed: int = 0,
+    columns: tuple[str, ...] = (),
 ) -> None:
     """Turns texts and rows (JSON lines, a JSON array, parquet; compressed or not) into a folder of
     memory-mapped token shards.
@@ -47,22 +49,25 @@ def convert(
     python -m tmoe.data --show --help and --facts --help tell more.
 
     Args:
-        sources: 'stdlib', files, folders of files of one kind, or patterns in quotes: 'set/*.jsonl.gz'
+        sources: 'stdlib', files, folders of files of one kind, patterns in quotes: 'set/*.jsonl.gz',
+            or sets of the Hugging Face hub: hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT]
         out: folder to make; must not exist
         tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json, of a sentencepiece model, or of a
             folder that holds one
         shard_tokens: most tokens in a shard, unless one document is longer
         text_field: name of the string field that holds a row's text
         skip_malformed: documents that may be left out because they are malformed; the first are named
+        columns: other names of columns, OURS=THEIRS: text=content
     """
     if not sources or shard_tokens < 1 or skip_malformed < 0:
         raise DataError(
             "needs at least one source, --shard-tokens of at least 1 and --skip-malformed of at least 0"
         )
-    surveyed = [survey(name) for name in sources]
+    require_columns(columns, "--columns")
+    surveyed = [survey(name, columns) for name in sources]
     skips = Skips(skip_malformed)
     size = sum(path.stat().st_size for source in surveyed for path, _ in source.files)
-    columns = (
+    bar = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
@@ -73,7 +78,7 @@ def convert(
     counts = [Counts() for _ in surveyed]
 
     # Documents are read, encoded and written one after another: these are generators.
-    with Progress(*columns) as progress:
+    with Progress(*bar) as progress:
         task = progress.add_task("tokenizing", total=size)
         read = (
             _track(source, text_field, skips, count, progress, task)

@@ -31,7 +31,8 @@ from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
 from tmoe.data.chat_format import ChatFormat
 from tmoe.data.corpus import Corpus, HeldOut, Run, Split
-from tmoe.data.sources import open_corpus
+from tmoe.data.hub import PREFIX
+from tmoe.data.sources import open_corpus, survey
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 
 # A weight's digits are limited: 1e99999999 would be computed, digit by digit.
@@ -299,8 +300,8 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
     shares = HeldOut(*cfg.held_out)
     try:
         corpora = [
-            open_corpus(name, tokenizer, vocab, shares, part, cfg.text_field, cfg.skip_malformed, carried)
-            for name in names
+            open_corpus(source, tokenizer, vocab, shares, part, cfg.text_field, cfg.skip_malformed, carried)
+            for source in (survey(name, cfg.columns) for name in names)
         ]
         sources = [Source(corpus, seq, vocab, split) for corpus in corpora]
     except DataError as error:
@@ -369,6 +370,8 @@ def _parse_source(spec: str, flag: str) -> tuple[str, Fraction | None]:
     """Name and weight of one PATH or PATH:WEIGHT; None for no weight."""
     name, colon, weight = spec.rpartition(":")
     if not colon or Path(spec).exists():
+        return spec, None
+    if spec.startswith(PREFIX) and not WEIGHT.fullmatch(weight):  # a split, or the name itself
         return spec, None
     try:
         # Exact: 0.3 is 3/10, so that proportions hold at any sample number.

@@ -152,7 +152,7 @@ def _open(
     cfg: Config, name: str, split: Split, tokenizer: Tokenizer, template: ChatTemplate, judge: Judge
 ) -> PromptSource:
     """One source's prompts of a split, those left out that are too long."""
-    source = survey(name)
+    source = survey(name, cfg.data.columns)
     require_rows(source, f"of {ROW}")
     skips = Skips(cfg.data.skip_malformed)
     marker = Marker(tokenizer, template)

@@ -64,6 +64,8 @@ class Found(NamedTuple):
     """whether its name says rows as well"""
     rows: tuple[dict, ...] = ()
     """the first two at most"""
+    columns: tuple[str, ...] = ()
+    """other names of columns, OURS=THEIRS"""
 
     @property
     def sure(self) -> bool:
@@ -149,6 +151,13 @@ def look(path: Path) -> Found:
     if suffix in ROWS_SUFFIXES:
         return Found("JSON lines" if start == b"{" else "JSON", packed, named)
     return Found("plain text", packed)
+
+
+def named(found: Found, columns: tuple[str, ...]) -> Found:
+    """What a file was taken for, its columns under these names."""
+    if not columns:
+        return found
+    return found._replace(columns=columns, rows=tuple(renamed(row, columns) for row in found.rows))
 
 
 def refuse_others(path: Path, head: bytes) -> None:
@@ -276,7 +285,37 @@ def require_package(path: Path, what: str, package: str, install: str) -> None:
 
 
 def read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
-    """For each row of a file: where it is, the row, why it cannot be read (or None), its bytes in it."""
+    """For each row of a file: where it is, the row, why it cannot be read (or None), its bytes in it.
+
+    Columns have the names that `found.columns` gives them. DataError where the first row lacks one of them.
+    """
+    first = True
+    for where, row, error, size in _read_rows(path, found, field):
+        if found.columns and isinstance(row, dict):
+            if first:
+                require_columns_in(row, found.columns, where)
+            row, first = renamed(row, found.columns), False
+        yield where, row, error, size
+
+
+def require_columns_in(row: dict, columns: tuple[str, ...], where: str) -> None:
+    """DataError where a row has neither name of a column, OURS=THEIRS."""
+    for one in columns:
+        ours, _, theirs = one.partition("=")
+        if ours not in row and theirs not in row:
+            there = ", ".join(list(map(str, row))[:20]) or "none"
+            raise DataError(f"{where}: --data.columns={one}: no column {theirs!r}; valid: {there}")
+
+
+def renamed(row: dict, columns: tuple[str, ...]) -> dict:
+    """A row whose columns THEIRS have the names OURS; a column of that name before is left out."""
+    pairs = [one.partition("=")[::2] for one in columns]
+    mine = {ours: row[theirs] for ours, theirs in pairs if theirs in row}
+    taken = {theirs for _, theirs in pairs}
+    return {name: value for name, value in row.items() if name not in taken and name not in mine} | mine
+
+
+def _read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
     if found.form == "parquet":
         yield from _parquet_rows(path, found, field)
     elif found.form == "JSON":
@@ -381,7 +420,7 @@ def _parquet_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, A
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        columns = [field] if field in file.schema_arrow.names else None
+        columns = [field] if field in file.schema_arrow.names and not found.columns else None
         binary = "binary" in str(file.schema_arrow)
         number = 0
         size = -(-path.stat().st_size // max(file.metadata.num_rows, 1))

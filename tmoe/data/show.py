@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from tmoe.config.run import require_columns
 from tmoe.data.chat import Encoder, Tokens
 from tmoe.data.chat_dataset import first_row
 from tmoe.data.chat_held import NULLS
@@ -22,17 +23,26 @@ from tmoe.data.sources import survey
 from tmoe.data.tokenizer import DataError, Tokenizer, load_tokenizer
 
 
-def show(show: str, *, tokenizer: str = "bytes", chat_template: str | None = None, rows: int = 3) -> None:
+def show(
+    show: str,
+    *,
+    tokenizer: str = "bytes",
+    chat_template: str | None = None,
+    rows: int = 3,
+    columns: tuple[str, ...] = (),
+) -> None:
     """Prints the first rows of chat data as they are trained on.
 
     Args:
-        show: a file, folder or pattern of chat rows
+        show: a file, folder or pattern of chat rows, or a set of the hub: hub:ORG/NAME:SPLIT
         tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one
         chat_template: a jinja file in place of the tokenizer's own chat template
         rows: how many rows
+        columns: other names of columns, OURS=THEIRS: messages=conversations
     """
+    require_columns(columns, "--columns")
     console = Console(highlight=False, soft_wrap=True)
-    source = survey(show)
+    source = survey(show, columns)
     chosen = load_tokenizer(tokenizer, "--tokenizer")
     template = load_template(chosen, chat_template, flag="--chat-template")
     kind, _ = first_row(source)

@@ -44,9 +44,20 @@ import tokenizers
 from filelock import FileLock
 from rich.filesize import decimal
 
+from tmoe.data import hub
 from tmoe.data.corpus import Corpus, HeldOut, Run, Split, cut
 from tmoe.data.indexed import eos_of, is_indexed, open_indexed
-from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
+from tmoe.data.rows import (
+    PACKED_SUFFIXES,
+    Form,
+    Found,
+    kind_of_row,
+    look,
+    named,
+    no_text,
+    opened,
+    read_rows,
+)
 from tmoe.data.shards import _publish, _write_shard, open_shard
 from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, Carried, DataError, Tokenizer, require_vocab
 from tmoe.disk import BOM
@@ -90,7 +101,7 @@ class Skips:
 
 
 def open_corpus(
-    name: str,
+    source: str | Survey,
     tokenizer: Tokenizer,
     vocab: int,
     shares: HeldOut,
@@ -99,13 +110,15 @@ def open_corpus(
     malformed: int = 0,
     carried: Carried | None = None,
 ) -> Corpus:
-    """Opens 'stdlib', a file, a folder or a pattern of files. Shards are mapped, texts and rows tokenised.
+    """Opens 'stdlib', a file, a folder, a pattern of files or a set of the hub.
 
+    Shards are mapped, texts and rows tokenised.
     field: the string field that holds a row's text.
     malformed: how many documents that cannot be read may be left out.
     carried: the tokenizer of the model to train; DataError for data of another, before anything is tokenised.
     """
-    source = survey(name)
+    source = survey(source) if isinstance(source, str) else source
+    name = source.name
     if source.form == "token shards":
         found = _open_shards(source, tokenizer, vocab, shares, split)
         if carried:
@@ -192,6 +205,7 @@ class _Texts:
             self.tokenizer.eos,
             self.held_out,
             self.field,
+            self.source.columns,
             self.skips.limit,
         ]
         facts = ["2", tokenizers.__version__, self.source.form, str(self.source.root), *settings, told]
@@ -363,6 +377,8 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
     """Root and files of a source in reading order: sorted by relative path, hidden ones left out."""
     if name == "stdlib":
         return Path(sysconfig.get_path("stdlib")), stdlib_files()
+    if name.startswith(hub.PREFIX):
+        return hub.files_of(name)
     path = Path(name)
     if path.suffix == ".idx" and path.with_suffix(".bin").is_file():
         path = path.with_suffix(".bin")
@@ -375,7 +391,8 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
             return _matching(name)
         raise DataError(
             f"{name}: no such file or folder; valid: 'stdlib', a file of text, JSON lines or parquet, a "
-            "shard, a Megatron data set, a folder of these, or a pattern of files"
+            "shard, a Megatron data set, a folder of these, a pattern of files, or a set of the hub, "
+            "hub:ORG/NAME"
         )
     found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
     visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
@@ -416,6 +433,8 @@ class Survey(NamedTuple):
     form: Form
     root: Path
     files: list[tuple[Path, Found]]
+    columns: tuple[str, ...] = ()
+    """other names of columns, OURS=THEIRS"""
 
     def tell(self, facts: Facts) -> str:
         """The source in words: its kind, files, documents, how the first begins, what was left out."""
@@ -435,12 +454,15 @@ class Survey(NamedTuple):
 BESIDE = (*NAMES, SETTINGS, TEMPLATE)  # of a tokenizer
 
 
-def survey(name: str) -> Survey:
-    """Looks at the first bytes of every file of a source. DataError where the files are of several kinds."""
+def survey(name: str, columns: tuple[str, ...] = ()) -> Survey:
+    """Looks at the first bytes of every file of a source. DataError where the files are of several kinds.
+
+    columns: other names of columns of rows, OURS=THEIRS.
+    """
     root, files = text_files(name)
     if name == "stdlib":
         return Survey(name, "plain text", root, [(path, Found("plain text")) for path in files])
-    looked = [(path, look(path)) for path in files]
+    looked = [(path, named(look(path), columns)) for path in files]
     if any(found.form == "plain text" for _, found in looked):
         looked = [(path, found if found.sure else _as_text(found)) for path, found in looked]
     looked = [(path, found) for path, found in looked if found.form != "nothing"]
@@ -449,7 +471,10 @@ def survey(name: str) -> Survey:
     forms = Counter(found.form for _, found in looked)
     if len(forms) > 1:
         raise _several_kinds(name, root, looked, forms)
-    return Survey(name, next(iter(forms), "plain text"), root, looked)
+    form: Form = next(iter(forms), "plain text")
+    if columns and form not in ("JSON lines", "JSON", "parquet"):
+        raise DataError(f"{name}: is {form}, which has no columns; leave --data.columns out")
+    return Survey(name, form, root, looked, columns)
 
 
 def none_in_split(name: str, rows: str, split: Split) -> str:

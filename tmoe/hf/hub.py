@@ -1,27 +1,20 @@
 """A name on the Hugging Face hub where a folder is meant, and an export uploaded to the hub.
 
-huggingface_hub does both, with its own cache, login and progress bars; it is there because tokenizers needs
-it, and imported late. Without a connection its cache is read, and what lacks is said in one line.
-
-next: hf/files.py
+next: hub.py, hf/files.py
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-
-from filelock import FileLock
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.hf.files import require_no_adapter
+from tmoe.hub import NAME, download, fetch
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What tmoe reads and what an export carries. Folders in a repository hold the weights once more (original/,
 # onnx/), as do Mistral's consolidated files.
 SETTINGS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py", "README.md", "LICENSE*", "NOTICE*")
@@ -53,23 +46,12 @@ def commit_of(folder: str) -> str | None:
 
 @cache
 def _download(name: str, weights: bool) -> Path:
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    places = Path(constants.HF_HUB_CACHE)
-    patterns = list(NEEDED if weights else SETTINGS)
-    with _one_line(name):
-        places.mkdir(parents=True, exist_ok=True)
-        with FileLock(places / f".tmoe--{name.replace('/', '--')}.lock"):
-            found = huggingface_hub.snapshot_download(
-                name, allow_patterns=patterns, ignore_patterns=list(LEFT_OUT)
-            )
-    folder = Path(found)
+    folder = download(name, NEEDED if weights else SETTINGS, LEFT_OUT)
     require_no_adapter(folder)
     if lacks := _lacks(folder) if weights else []:
         raise ConfigError(
             f"{name}: {folder} in the cache lacks {lacks[0]}"
-            f"{f' and {len(lacks) - 1} more files' if lacks[1:] else ''}; {_fetch(name)}"
+            f"{f' and {len(lacks) - 1} more files' if lacks[1:] else ''}; {fetch(name)}"
         )
     return folder
 
@@ -83,35 +65,6 @@ def _lacks(folder: Path) -> list[str]:
     else:
         wanted.append("model.safetensors")
     return [file for file in wanted if not (folder / file).is_file()]
-
-
-def _fetch(name: str) -> str:
-    return (
-        f"where the hub can be reached: hf download {name}, or hf download {name} --local-dir {name} "
-        f"for a folder to bring here"
-    )
-
-
-@contextmanager
-def _one_line(name: str) -> Iterator[None]:
-    """Errors of the hub as ConfigError, in one line that says what to do."""
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except errors.GatedRepoError:
-        raise ConfigError(
-            f"{name}: the hub gives it to those alone who asked for it on its page; then: hf auth login"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ConfigError(
-            f"{name}: no such folder here, and no such model on the hub for this login (hf auth whoami)"
-        ) from None
-    except (errors.HFValidationError, errors.HTTPError, OSError) as error:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(
-            f"{name}: no such folder here, and the hub does not give it ({why}); {_fetch(name)}"
-        ) from None
 
 
 # ---- upload ----

@@ -29,7 +29,7 @@ from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run import last_line
 from tmoe.run.flags import flags_of_settings, require_known
 from tmoe.run.memory import padding
-from tmoe.run.settings import Source, commit_in_cache, read_settings, start_of
+from tmoe.run.settings import Source, commit_in_cache, pinned, read_settings, start_of
 from tmoe.run.unread import require_read, unread
 
 SOURCES = """The first word: a preset ({presets}; without one tiny), or a run folder, whose run then goes on.
@@ -173,6 +173,8 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
     if cfg.init:
         # Absolute: an export, which may run in another folder, reads from a step what it began from.
         cfg = replace(cfg, init=str(start_of(cfg.init, weights=not cfg.dry_run).absolute()))
+    if not cfg.dry_run:
+        cfg = replace(cfg, data=pinned(cfg.data))
     if not (cfg.dry_run or cfg.eval_only):  # those write nothing
         require_places(cfg)
     if cfg.compile and not cfg.dry_run and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
@@ -238,7 +240,8 @@ def flags_of(cfg: Config) -> dict[str, str]:
     Paths and the presence of a compiler are left out: they may differ between nodes.
     """
     told: dict[str, Any] = asdict(cfg)
-    told["data"]["path"] = told["out"] = told["compile"] = None
+    told["data"]["path"] = [name for name in cfg.data.path if name.startswith("hub:")] or None
+    told["out"] = told["compile"] = None
     told["init"] = bool(cfg.init) and (commit_in_cache(cfg.init) or True)
     return dict(_flags("--", told))
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_type_hints
 from tmoe.checkpoint.manifest import CheckpointError, is_step
 from tmoe.config.check import ConfigError, fits, require, spell
 from tmoe.config.presets import presets, pretrain
-from tmoe.config.run import Config
+from tmoe.config.run import Config, DataConfig
 from tmoe.run.defaults import with_defaults
 
 # Settings that say what one start does, not what the run is: who goes on with a run does not mean them.
@@ -209,6 +209,22 @@ def start_of(init: str, weights: bool) -> Path:
         return folder_of(init, weights)
     except ConfigError as error:
         raise ConfigError(f"--init={error}") from None
+
+
+def pinned(data: DataConfig) -> DataConfig:
+    """The settings with the commit of each set of the hub, so that a resumed run reads the same rows."""
+    if not any(name.startswith("hub:") for name in (*data.path, *data.val_path)):
+        return data
+    from tmoe.data import hub  # seldom needed
+
+    found: dict[str, Any] = {}
+    for name, flag in dict(path="--data.path", val_path="--data.val-path").items():
+        sources = getattr(data, name)
+        try:
+            found[name] = tuple(map(hub.pinned, sources))
+        except ValueError as error:
+            raise ConfigError(f"{flag}={' '.join(sources)}: {error}") from None
+    return replace(data, **found)
 
 
 def commit_in_cache(init: str) -> str | None:

@@ -1,0 +1,306 @@
+"""A data set of the Hugging Face hub as a source: hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT].
+
+    hub:HuggingFaceH4/ultrachat_200k:train_sft      a split
+    hub:openai/gsm8k:main:train                     a config (a subset) and a split
+    hub:ORG/NAME                                    the split "train", or the only one
+    hub:ORG/NAME@refs/convert/parquet:default:train the hub's own parquet of a set in other formats
+
+Configs and splits are those of the set's card (README.md, `configs:`). Without them file names decide, as in
+Hugging Face's datasets: SPLIT-00000-of-00003.parquet, or "train", "validation" or "test" (and other words of
+KEYWORDS) in a file's or folder's name. The files of the chosen split alone are downloaded.
+
+A listing of the files is kept in the cache for each commit. So a run whose revision is pinned needs no
+connection once its files are there.
+
+next: hub.py, data/sources.py
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock
+
+from tmoe import hub
+from tmoe.config.check import ConfigError
+from tmoe.data.tokenizer import DataError
+from tmoe.disk import written_whole
+
+PREFIX = "hub:"
+SHAPE = "hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT]"
+CARD = "README.md"
+READ = re.compile(r".*\.(parquet|jsonl|ndjson|json|txt)(\.(gz|zst|bz2|xz))?", re.IGNORECASE)
+OTHERS = re.compile(r".*\.(csv|tsv|arrow|zip|tar|tar\.gz|tgz|py|xml|h5)(\.(gz|zst|bz2|xz))?", re.IGNORECASE)
+NO_DATA = (
+    "dataset_infos.json",
+    "dataset_info.json",
+    "dataset_dict.json",
+    "state.json",
+    "config.json",
+    "LICENSE.txt",
+)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+Configs = dict[str, dict[str, list[str]]]  # config -> split -> files
+
+
+class Wanted(NamedTuple):
+    """What a source of the hub names."""
+
+    name: str
+    revision: str | None
+    rest: tuple[str, ...]
+    """config and split, or one of the two"""
+
+
+def parse(spec: str) -> Wanted:
+    """The parts of `hub:...`. DataError for another shape."""
+    first, *rest = spec.removeprefix(PREFIX).split(":")
+    name, at, revision = first.partition("@")
+    if not hub.NAME.fullmatch(name) or len(rest) > 2 or not all(rest) or bool(at) != bool(revision):
+        raise DataError(f"{spec}: must be {SHAPE}")
+    return Wanted(name, revision or None, tuple(rest))
+
+
+def pinned(spec: str) -> str:
+    """The source with the commit that the hub has now in place of a branch, a tag or nothing.
+
+    A weight behind it stays. Other sources stay as they are. DataError where the hub does not say.
+    """
+    if not spec.startswith(PREFIX):
+        return spec
+    first, *rest = spec.removeprefix(PREFIX).split(":")
+    wanted = parse(PREFIX + first)
+    commit, _ = listing(wanted.name, wanted.revision)
+    return ":".join([f"{PREFIX}{wanted.name}@{commit}", *rest])
+
+
+def files_of(spec: str) -> tuple[Path, list[Path]]:
+    """Root and files, in their order, of a source `hub:...`; downloads those that the cache lacks.
+
+    DataError, in one line, where there is no such set, config or split, and where the hub does not give it.
+    """
+    wanted = parse(spec)
+    commit, names = listing(wanted.name, wanted.revision)
+    card = _downloaded(wanted.name, commit, (CARD,)) / CARD if CARD in names else None
+    chosen = choose(spec, *configs_of(names, card), wanted.rest)
+    unread = [name for name in chosen if not READ.fullmatch(name)]
+    if unread or not chosen:
+        raise _no_files(spec, wanted, unread or names)
+    folder = _downloaded(wanted.name, commit, chosen)
+    if missing := [name for name in chosen if not (folder / name).is_file()]:
+        raise DataError(f"{spec}: {folder} lacks {missing[0]}; {hub.fetch(wanted.name, 'dataset')}")
+    return folder, [folder / name for name in sorted(chosen)]
+
+
+# ---- what is there ----
+
+
+@cache
+def listing(name: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
+    """Commit and file names of a data set's revision (None: its main branch).
+
+    The hub is asked unless the revision is a commit that was listed before. Without a connection the newest
+    listing of the revision counts, or what the cache holds of it.
+    """
+    from huggingface_hub import HfApi, errors
+
+    where = PREFIX + name
+    try:
+        lock = f".tmoe{hub.folder_name(name, 'dataset')}.listing.lock"
+        with hub.one_line(where, "dataset"), FileLock(hub.cache() / lock):
+            if revision and COMMIT.fullmatch(revision) and (found := _kept(name, revision)):
+                return found
+            try:
+                info = HfApi().dataset_info(name, revision=revision)
+            except (errors.HTTPError, OSError):
+                if found := _kept(name, revision or "main") or _cached(name, revision or "main"):
+                    return found
+                raise
+            found = str(info.sha), tuple(sorted(one.rfilename for one in info.siblings or ()))
+            for label in {revision or "main", found[0]}:
+                path = _kept_path(name, label)
+                path.parent.mkdir(exist_ok=True)
+                with written_whole(path) as file:
+                    json.dump(found, file)
+            return found
+    except ConfigError as error:
+        raise DataError(str(error)) from None
+
+
+def _kept_path(name: str, revision: str) -> Path:
+    return hub.cache() / f".tmoe{hub.folder_name(name, 'dataset')}" / f"{revision.replace('/', '--')}.json"
+
+
+def _kept(name: str, revision: str) -> tuple[str, tuple[str, ...]] | None:
+    path = _kept_path(name, revision)
+    if not path.is_file():
+        return None
+    commit, names = json.loads(path.read_text())
+    return commit, tuple(names)
+
+
+def _cached(name: str, revision: str) -> tuple[str, tuple[str, ...]] | None:
+    """What huggingface_hub's cache holds of a revision that another program downloaded."""
+    place = hub.cache() / f"datasets--{name.replace('/', '--')}"
+    ref = place / "refs" / revision
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    folder = place / "snapshots" / commit
+    if not folder.is_dir():
+        return None
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return commit, tuple(sorted(path.relative_to(folder).as_posix() for path in found))
+
+
+@cache
+def _downloaded(name: str, commit: str, files: tuple[str, ...]) -> Path:
+    try:
+        with hub.one_line(PREFIX + name, "dataset"):
+            return hub.download(name, [glob.escape(file) for file in files], (), "dataset", commit)
+    except ConfigError as error:
+        said = str(error)
+        raise DataError(said if said.startswith(PREFIX) else PREFIX + said) from None
+
+
+# ---- which of it ----
+
+
+def configs_of(names: Iterable[str], card: Path | None) -> tuple[Configs, str]:
+    """Files of each split of each config, and the config that is meant where none is named ("": none is).
+
+    The card says it, else the files' names.
+    """
+    names = list(names)
+    told = _metadata(card).get("configs") if card else None
+    if isinstance(told, list) and told:
+        found, usual = _of_card([one for one in told if isinstance(one, dict)], names)
+    else:
+        groups: dict[str, list[str]] = {}
+        for name in filter(_is_data, names):
+            top, slash, _ = name.partition("/")
+            own = slash and top != "data" and split_of(f"{top}/") is None
+            groups.setdefault(top if own else "default", []).append(name)
+        found = {config: _by_split(group) for config, group in groups.items()}
+        usual = "default"
+    return found, next(iter(found)) if len(found) == 1 else usual if usual in found else ""
+
+
+def _metadata(card: Path) -> dict[str, Any]:
+    from huggingface_hub.repocard import metadata_load
+
+    try:
+        return metadata_load(card) or {}
+    except Exception as error:  # of the YAML parser; the files' names still say much
+        raise DataError(f"{card}: its front matter is no YAML: {error}".replace("\n", " ")) from None
+
+
+def _of_card(told: list[dict[str, Any]], names: list[str]) -> tuple[Configs, str]:
+    """Configs as the front matter has them, and the usual one: config_name, data_files, data_dir, default."""
+    found: Configs = {}
+    usual = "default"
+    for one in told:
+        config = str(one.get("config_name", "default"))
+        usual = config if one.get("default") is True else usual
+        base = str(one.get("data_dir") or "").strip("/")
+        inside = [name for name in names if not base or name.startswith(f"{base}/")]
+        files = one.get("data_files")
+        if files is None:
+            found[config] = _by_split([name for name in inside if _is_data(name)])
+            continue
+        splits = found.setdefault(config, {})
+        for entry in [files] if isinstance(files, str | dict) else files:
+            of = entry if isinstance(entry, dict) else dict(split="train", path=entry)
+            paths = of.get("path", ())
+            for path in [paths] if isinstance(paths, str) else paths:
+                pattern = _pattern(f"{base}/{path}" if base else path)
+                mine = splits.setdefault(str(of.get("split", "train")), [])
+                mine += [name for name in names if pattern.fullmatch(name) and name not in mine]
+    return found, usual
+
+
+def _pattern(path: str) -> re.Pattern:
+    """A card's glob: ** over folders, * and ? inside a name, [...] as in fnmatch."""
+    parts = re.split(r"(\*\*/?|\*|\?|\[[^\]]+\])", path.removeprefix("./"))
+    spelled = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(spelled.get(p, p if p.startswith("[") else re.escape(p)) for p in parts))
+
+
+def _is_data(name: str) -> bool:
+    known = READ.fullmatch(name) or OTHERS.fullmatch(name)
+    return bool(known) and name.rpartition("/")[2] not in NO_DATA and not re.search(r"(^|/)[._]", name)
+
+
+def _by_split(names: list[str]) -> dict[str, list[str]]:
+    """Files by the split that their names say; all are "train" where none says one."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if split := split_of(name):
+            found.setdefault(split, []).append(name)
+    return found or ({"train": names} if names else {})
+
+
+def split_of(path: str) -> str | None:
+    """The split that a path names; None for none."""
+    folder, _, file = path.rpartition("/")
+    if found := re.match(r"(.+?)-\d{5}-of-\d{5}", file):
+        return found[1]
+    if folder and re.fullmatch(r"\d+\.parquet", file):  # the hub's own parquet: CONFIG/SPLIT/0000.parquet
+        return folder.rpartition("/")[2].removeprefix("partial-")
+    for part in reversed(path.split("/")):
+        words = re.split(r"[-._ 0-9]+", part.lower())
+        for split, keywords in KEYWORDS.items():
+            if set(words) & {*keywords}:
+                return split
+    return None
+
+
+def choose(spec: str, configs: Configs, usual: str, rest: tuple[str, ...]) -> tuple[str, ...]:
+    """The files that a source means. DataError that names what there is instead.
+
+    rest: config and split, or one of them: a split of the usual config comes before a config of that name.
+    """
+    known = ", ".join(list(configs)[:20]) or "none"
+    config, split = usual, None
+    if len(rest) == 2 or (rest and rest[0] not in configs.get(usual, {}) and rest[0] in configs):
+        config, *more = rest
+        split = more[0] if more else None
+    elif rest:
+        split = rest[0]
+    if config and config not in configs:
+        raise DataError(f"{spec}: no config {config!r}; valid: {known}")
+    if not config and configs:
+        named = f"no config {split!r}; valid" if split else f"name a config, {SHAPE}; there are"
+        raise DataError(f"{spec}: {named}: {known}")
+    splits = configs.get(config, {})
+    if split is None:
+        split = _usual_split(spec, splits)
+    if split not in splits and splits:
+        more = f"; configs: {known}" if len(configs) > 1 else ""
+        raise DataError(f"{spec}: no split {split!r}; valid: {', '.join(splits)}{more}")
+    return tuple(splits.get(split, ()))
+
+
+def _usual_split(spec: str, splits: dict[str, list[str]]) -> str:
+    if "train" in splits or not splits:
+        return "train"
+    if len(splits) > 1:
+        raise DataError(f"{spec}: has no split 'train'; name one: {', '.join(splits)}")
+    return next(iter(splits))
+
+
+def _no_files(spec: str, wanted: Wanted, there: Iterable[str]) -> DataError:
+    shown = ", ".join(list(there)[:3]) or "none"
+    return DataError(
+        f"{spec}: its files ({shown}) are not parquet, JSON lines, JSON or text; the hub keeps parquet "
+        f"of many such sets: {PREFIX}{wanted.name}@refs/convert/parquet:CONFIG:SPLIT"
+    )

@@ -1,0 +1,98 @@
+"""Files of repositories on the Hugging Face hub: downloaded once for a machine, then read from its cache.
+
+huggingface_hub does it, with its own cache, login and progress bars. It is there because tokenizers needs it,
+and is imported late. Without a connection the cache is read; what is missing there is said in one line.
+
+next: hf/hub.py for models, data/hub.py for data sets
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock
+
+from tmoe.config.check import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+Kind = Literal["model", "dataset"]
+
+
+def download(
+    name: str,
+    patterns: Sequence[str],
+    ignored: Sequence[str] = (),
+    kind: Kind = "model",
+    revision: str | None = None,
+) -> Path:
+    """The folder in the cache that holds a repository's files of these patterns.
+
+    Downloads what the cache lacks, with a progress bar: one process of a machine at a time. The others wait
+    for its files.
+    ConfigError, in one line, where the hub has no such repository or does not answer and the cache lacks it.
+    """
+    import huggingface_hub
+
+    with one_line(name, kind), FileLock(cache() / f".tmoe{folder_name(name, kind)}.lock"):
+        return Path(
+            huggingface_hub.snapshot_download(
+                name,
+                repo_type=kind,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ignored),
+            )
+        )
+
+
+def cache() -> Path:
+    """The folder of huggingface_hub's cache, made where it is missing."""
+    from huggingface_hub import constants
+
+    place = Path(constants.HF_HUB_CACHE)
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def folder_name(name: str, kind: Kind) -> str:
+    """A file's or folder's name that no other repository has."""
+    return f"{'' if kind == 'model' else '--datasets'}--{name.replace('/', '--')}"
+
+
+def fetch(name: str, kind: Kind = "model") -> str:
+    """What to type where the hub can be reached."""
+    what = name if kind == "model" else f"{name} --repo-type dataset"
+    return (
+        f"where the hub can be reached: hf download {what}, or hf download {what} --local-dir {name} "
+        f"for a folder to bring here"
+    )
+
+
+@contextmanager
+def one_line(name: str, kind: Kind = "model") -> Iterator[None]:
+    """Errors of the hub as ConfigError, in one line that says what to do. name: also as hub:ORG/NAME."""
+    from huggingface_hub import errors
+
+    here = "no such folder here, and " if kind == "model" else ""
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"{name}: the hub gives it to those alone who asked for it on its page; then: hf auth login"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        what = "model" if kind == "model" else "data set"
+        raise ConfigError(
+            f"{name}: {here}no such {what} on the hub for this login (hf auth whoami)"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(f"{name}: the hub has no such revision of it (branch, tag or commit)") from None
+    except (errors.HFValidationError, errors.HTTPError, OSError) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"{name}: {here}the hub does not give it ({why}); {fetch(name.removeprefix('hub:'), kind)}"
+        ) from None
