@@ -18,7 +18,7 @@ FLOORS = [
     ("stack", "lazy", "listing", "onlookers", "disk", "activations"),
     ("versions",),
     ("ops", "config"),
-    ("parallel", "front"),
+    ("parallel", "front", "hub"),
     ("init", "checkpoint", "optim", "data"),
     ("moe",),
     ("model",),
