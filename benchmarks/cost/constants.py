@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tmoe.config.gpus import DRIVER, GPUS
+from tmoe.config.gpus import GPUS, room
 
 GIB = 2**30
 FLOPS = ("peak", "product_rate", "attention_rate", "isolated_attention_rate")  # in proportion to these
@@ -44,7 +44,7 @@ def check_constant(name: str, value: Any, like: Any) -> None:
     if kinds[0] != kinds[1]:
         raise ValueError(f"{name}: {value} must be of the kind of {like}")
     if isinstance(value, (int, float)):
-        divides = name.endswith("_rate") or name in ("peak", "memory", "memory_factor", "node")
+        divides = name.endswith("_rate") or name in ("peak", "memory", "node")
         least = 1 if name in ("node", "skew") else 0
         if not (math.isfinite(value) and value >= least and (value > 0 or not divides)):
             range_ = "above 0" if divides and not least else f"{least} or more"
@@ -72,18 +72,18 @@ def of_gpu(constants: dict[str, dict], name: str) -> dict[str, dict]:
     for how in made["exchange"]["value"].values():
         if isinstance(how, dict):
             how["curve"] = [[x, y * slower] for x, y in how["curve"]]
-    made["memory"] |= {"value": gpu.memory - DRIVER, "source": "less 3 GiB for CUDA and NCCL"}
+    made["memory"] |= {"value": gpu.memory, "source": "the data sheet's, as the driver shows it"}
     return made
 
 
 def title(name: str, m: SimpleNamespace, own: bool) -> str:
     """Which GPU a page is of, and what its numbers stand on. own: the user's file of constants."""
-    gib = f"{m.memory / GIB:.0f} GiB"
+    room_ = f"room of {m.room / GIB:.1f} GiB"
     if own:
-        return f"{gib} a GPU, by the constants given"
+        return f"{room_} a GPU, by the constants given"
     if name == "h200":
-        return f"H200 ({gib} each): measured on one to four GPUs; ~: network between nodes assumed"
-    return f"{GPUS[name].title} ({gib} each): the H200's, scaled by data sheets; ~: network assumed as well"
+        return f"H200 ({room_} each): measured on one to four GPUs; ~: network between nodes assumed"
+    return f"{GPUS[name].title} ({room_} each): the H200's, scaled by data sheets; ~: network assumed as well"
 
 
 def standing(constants: dict[str, dict]) -> dict[str, str]:
@@ -97,4 +97,7 @@ def standing(constants: dict[str, dict]) -> dict[str, str]:
 
 
 def values(constants: dict[str, dict]) -> SimpleNamespace:
-    return SimpleNamespace(**{name: c["value"] for name, c in constants.items()})
+    """The constants by name, and `room`: bytes of the GPU's memory that tensors may take."""
+    m = SimpleNamespace(**{name: c["value"] for name, c in constants.items()})
+    m.room = room(m.memory)
+    return m

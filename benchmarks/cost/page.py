@@ -15,7 +15,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import divisors
 from tmoe.config.run import Config
 from tmoe.run.fitting import smallest_change
-from tmoe.run.memory import memory_per_rank, peak_bytes
+from tmoe.run.memory import held_at_most
 
 
 def layouts(cfg: Config, gpus: int, node: int) -> list[Axes]:
@@ -74,10 +74,10 @@ def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, of: st
         table.add_column(name, justify="right")
     for world in gpus:
         found = {axes: predict(cfg, axes, m) for axes in layouts(cfg, world, m.node)}
-        fit = [axes for axes, p in found.items() if p.peak_bytes <= m.memory]
+        fit = [axes for axes, p in found.items() if p.peak_bytes <= m.room]
         best = max(fit, key=lambda axes: found[axes].tokens_per_s_gpu, default=None)
         if found and not fit:
-            change = smallest_change(cfg, found, lambda c, axes: held(c, axes, m) <= m.memory)
+            change = smallest_change(cfg, found, lambda c, axes: held_at_most(c, axes) <= m.room)
             would.append(
                 f"{world} GPUs: no layout fits; the smallest change that does: {change or 'not found'}"
             )
@@ -105,11 +105,6 @@ def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, of: st
     return table
 
 
-def held(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
-    """Bytes that a rank takes at most, as `predict` counts them."""
-    return m.memory_factor * peak_bytes(memory_per_rank(cfg, axes))
-
-
 def parts_table(p: Prediction) -> Table:
     """A line for every part of one step, the longest first."""
     table = Table("part", "ms", "share", title=f"{p.gpus} GPUs, {p.seconds * 1e3:.1f} ms")
@@ -123,7 +118,8 @@ def parts_table(p: Prediction) -> Table:
 def best_table(found: list[Choice], gpus: int, batch_tokens: int) -> Table:
     """A line for each of the fastest layouts of all axes: its step, and where the time goes."""
     table = Table(
-        title=f"the fastest on {gpus} GPUs, all axes, at most {batch_tokens / 1e6:.2f} M tokens a step",
+        title=f"the fastest that fit on {gpus} GPUs, all axes, "
+        f"at most {batch_tokens / 1e6:.2f} M tokens a step (--batch-tokens)",
         title_justify="left",
         box=SIMPLE_HEAD,
         caption="" if found else "no layout fits into memory: recompute (--parallel.checkpoint) or offload",

@@ -33,7 +33,7 @@ from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, count_parameters, numel
 from tmoe.parallel.schedule import homes
 from tmoe.run.block_memory import FP32
-from tmoe.run.memory import blocks_bytes, chunk_spans, memory_per_rank, peak_bytes
+from tmoe.run.memory import blocks_bytes, chunk_spans, held_at_most
 
 divisors = functools.cache(check.divisors)
 LEAST = 256  # tokens of a sequence that a rank works on at least
@@ -118,7 +118,7 @@ class Search:
                 continue
             work, flow, micros, axes = what
             cfg = self.settings(work, flow, micros)
-            if cfg is None or (held := self._held(cfg, axes)) > self.m.memory:
+            if cfg is None or (held := held_at_most(steady(cfg, axes), axes)) > self.m.room:
                 continue
             self.predicted += 1
             choice = Choice(cfg, axes, predict(cfg, axes, self.m, held=held))
@@ -187,7 +187,7 @@ class Search:
             held = FP32 * own * (1 if self.cfg.optim.offload else 3)
             whole = (self.dense + self.experts / work.ep) / flow.pp
             held += max(FP32 * own, self.kept(work) + FP32 * whole * (micros > 1))
-            if m.memory_factor * held > m.memory:
+            if held > m.room:
                 continue
             degrees = dict(pp=flow.pp, replicate=replicate, ep=work.ep, etp=work.etp)
             axes = Axes(dp=shard // (work.ep * work.etp), tp=work.tp, cp=work.cp, **degrees)
@@ -287,10 +287,6 @@ class Search:
                 kinds[kind] = sum(forward.values()) + sum(backward.values()) + again
         last = range(model.layers - 1, model.layers)
         return kinds, passes(cfg, axes, last, self.m, busiest)[0]["loss"]
-
-    def _held(self, cfg: Config, axes: Axes) -> float:
-        """Bytes of the fullest rank."""
-        return self.m.memory_factor * peak_bytes(memory_per_rank(steady(cfg, axes), axes))
 
 
 def work_axes(work: Work) -> Axes:

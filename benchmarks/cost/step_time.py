@@ -61,7 +61,7 @@ from tmoe.model.count import block_shapes, flops_per_token, mfu, numel
 from tmoe.parallel.gathered_copies import WAVES
 from tmoe.parallel.schedule import Cost
 from tmoe.run.block_memory import FP32, compute_bytes, local_tokens
-from tmoe.run.memory import chunk_root, chunk_spans, kept_whole, memory_per_rank, peak_bytes, plan
+from tmoe.run.memory import chunk_root, chunk_spans, held_at_most, kept_whole, plan
 
 EXCHANGES = ("exchange", "tp exchange", "cp exchange", "etp exchange")
 RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint
@@ -160,7 +160,7 @@ def predict(
     rate = tokens / axes.world / sum(parts.values())
     used = mfu(flops_per_token(cfg.model, cfg.train.seq), rate, m.peak if cfg.train.dtype == "bf16" else None)
     if held is None:
-        held = m.memory_factor * peak_bytes(memory_per_rank(short, axes))
+        held = held_at_most(short, axes)
     return Prediction(parts, tokens, axes.world, used, held)
 
 

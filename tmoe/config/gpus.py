@@ -15,6 +15,14 @@ DRIVER = 3 * 2**30  # bytes that CUDA, its context and NCCL take beside torch
 FRAGMENTS = 1.05  # how much more the allocator takes than tensors need (benchmarks/cost/h200.json)
 
 
+def room(memory: float) -> float:
+    """Bytes that tensors may take of a GPU's memory, both in bytes: without CUDA's part and fragments.
+
+    The one bound of the dry run and of `python -m benchmarks.model`.
+    """
+    return (memory - DRIVER) / FRAGMENTS
+
+
 class Gpu(NamedTuple):
     """One GPU of an eight-GPU node, from the vendor's data sheet of the SXM or OAM module."""
 
@@ -31,7 +39,7 @@ class Gpu(NamedTuple):
     @property
     def room(self) -> float:
         """Bytes that tensors may take."""
-        return (self.memory - DRIVER) / FRAGMENTS
+        return room(self.memory)
 
 
 GPUS: dict[str, Gpu] = {

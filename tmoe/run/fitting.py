@@ -17,7 +17,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.gpus import GPUS
 from tmoe.config.run import Config
-from tmoe.run.memory import memory_per_rank, peak_bytes
+from tmoe.run.memory import held_at_most, memory_per_rank, peak_bytes
 
 Recompute = Literal["moe", "attention", "block"]
 MOST_TIMES = 64  # as many ranks are looked at
@@ -136,7 +136,7 @@ def verdict(cfg: Config, axes: Axes, gpu: str | None) -> list[str]:
 
     By what tensors need at most at one time, the allocator's fragments and CUDA's own memory.
     """
-    need = peak_bytes(memory_per_rank(cfg, axes))
+    need = held_at_most(cfg, axes)
     if gpu is None:
         fit = [name for name, one in GPUS.items() if need <= one.room]
         others = [name for name in GPUS if name not in fit]
@@ -145,7 +145,7 @@ def verdict(cfg: Config, axes: Axes, gpu: str | None) -> list[str]:
     has = f"{one.title} has {one.room / 2**30:.1f} GiB for tensors (data sheet, less CUDA's and fragments)"
     if need <= one.room:
         return [f"verdict: fits. {need / 2**30:.1f} GiB at most at one time; {has}"]
-    change = smallest_change(cfg, [axes], lambda c, a: peak_bytes(memory_per_rank(c, a)) <= one.room)
+    change = smallest_change(cfg, [axes], lambda c, a: held_at_most(c, a) <= one.room)
     lines = [f"verdict: does not fit. {need / 2**30:.1f} GiB at most at one time; {has}"]
     lines.append(
         f"the smallest change that fits: {change or 'none of recomputing, batch, offload and ranks'}"

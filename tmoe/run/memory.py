@@ -63,6 +63,11 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
     return max(memory_of_stages(cfg, axes), key=peak_bytes)
 
 
+def held_at_most(cfg: Config, axes: Axes) -> int:
+    """Bytes that tensors of the fullest rank take at one time: what a GPU's room must hold."""
+    return peak_bytes(memory_per_rank(cfg, axes))
+
+
 def memory_of_stages(cfg: Config, axes: Axes) -> list[dict[str, int]]:
     """`memory_per_rank`'s bytes of a rank of each pipeline stage, by stage."""
     model = cfg.model

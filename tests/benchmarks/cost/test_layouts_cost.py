@@ -187,9 +187,9 @@ def test_the_search_keeps_to_tokens_and_memory():
         best = found.best(gpus)
         assert len(best) == 10 and len({c.axes for c in best}) == 10
         for cfg, axes, step in best:
-            assert axes.world == gpus and step.tokens <= 2**22 and step.peak_bytes <= M.memory
+            assert axes.world == gpus and step.tokens <= 2**22 and step.peak_bytes <= M.room
             assert step == step_time.predict(cfg, axes, M)
-    roomy = search.Search(QWEN3, free(**{**vars(M), "memory": 1e9}), 2**22)
+    roomy = search.Search(QWEN3, free(**{**vars(M), "room": 1e9}), 2**22)
     assert roomy.best(8) == []
 
 
@@ -197,7 +197,7 @@ def test_the_command_names_the_best(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", "model --batch-tokens 4e6 --gpus 16 olmoe-1b-7b".split())
     command.main()
     said = capsys.readouterr().out
-    assert "the fastest on 16 GPUs, all axes, at most 4.00 M tokens a step" in said
+    assert "the fastest that fit on 16 GPUs, all axes, at most 4.00 M tokens a step (--batch-tokens)" in said
     assert "experts" in said.split("where the time goes")[1]
     monkeypatch.setattr(sys, "argv", "model --gpus 16 -- olmoe-1b-7b --parallel.pp 2".split())
     with pytest.raises(SystemExit):

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import model
 from benchmarks.cost import compare, constants, points, step_time
 from tmoe.config.axes import ALONE, Axes
+from tmoe.config.gpus import FRAGMENTS
 from tmoe.parallel import mesh
 from tmoe.run.cli import parse
 from tmoe.run.memory import memory_per_rank, peak_bytes
@@ -219,8 +220,8 @@ def test_the_dry_run_is_as_near_to_torchs_peaks_as_the_constants_say():
     said += "{} to {}% with dp 2, {} and {}% where one GPU recomputes, {} to {}% elsewhere"
     everywhere = [f"{edge(ratio for *_, ratio in ratios) * 100:.0f}" for edge in (min, max)]
     spans = everywhere + span(2, False) + span(1, True) + span(1, False)
-    assert said.format(*spans) in CONSTANTS["memory_factor"]["source"]
-    assert max(ratio for *_, ratio in ratios) <= CONSTANTS["memory_factor"]["value"]
+    assert said.format(*spans) in CONSTANTS["memory"]["source"]
+    assert max(ratio for *_, ratio in ratios) <= FRAGMENTS
 
 
 @pytest.mark.parametrize("page", ["steps-2xH200", "steps-4xH200"])

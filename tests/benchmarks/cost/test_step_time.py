@@ -28,6 +28,7 @@ from benchmarks.cost.block_time import (
 )
 from benchmarks.moe_layer import ALL
 from tmoe.config.axes import ALONE, Axes
+from tmoe.config.gpus import GPUS
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
@@ -37,6 +38,7 @@ from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh
 from tmoe.run.block_memory import rows_received
 from tmoe.run.cli import parse
+from tmoe.run.fitting import verdict
 from tmoe.run.memory import memory_per_rank, peak_bytes
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
@@ -578,7 +580,7 @@ def test_the_page(capsys, monkeypatch):
         assert hours == pytest.approx(2e12 / rate / 3600, rel=1e-3)
         assert float(row[8].replace(",", "")) == pytest.approx(hours / int(row[0]) / 24, abs=0.06)
         assert row[4].startswith("~") == (int(row[0]) > 8)  # the network between nodes is assumed
-    assert "too much" in page and "H200 (137 GiB each): measured" in page
+    assert "too much" in page and "H200 (room of 130.9 GiB each): measured" in page
 
 
 def test_a_page_on_which_nothing_fits_says_what_would(capsys, monkeypatch):
@@ -586,7 +588,7 @@ def test_a_page_on_which_nothing_fits_says_what_would(capsys, monkeypatch):
     monkeypatch.setattr(command, "Search", lambda *_: SimpleNamespace(best=lambda _: [], batch_tokens=1))
     command.main()
     said = capsys.readouterr().out
-    assert "H100 SXM 80 GB (77 GiB each): the H200's, scaled by data sheets" in said
+    assert "H100 SXM 80 GB (room of 73.0 GiB each): the H200's, scaled by data sheets" in said
     assert re.search(r"64 GPUs: no layout fits; the smallest change that does: (--|\d+ ranks)", said), said
 
 
@@ -604,3 +606,21 @@ def test_constants_of_another_gpu():
     assert step == sorted(step) and constants.values(constants.of_gpu(shipped, "h200")) == constants.values(
         shipped
     )
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_one_bound_and_one_sum(name):
+    """The page takes a GPU's room and a rank's bytes from where the dry run's verdict takes them.
+
+    H100: (81,559 MiB - 3 GiB) / 1.05 = 73.0 GiB.
+    """
+    m = constants.values(constants.of_gpu(json.loads(constants.CONSTANTS.read_text()), name))
+    assert m.room == GPUS[name].room
+    assert name != "h100" or m.room / 2**30 == pytest.approx((81_559 / 1024 - 3) / 1.05)
+    for words in ("qwen3-30b-a3b", "olmoe-1b-7b --parallel.checkpoint moe", "tiny"):
+        cfg = parse([*words.split(), "--dry-run", "--world", "8"], "")
+        for axes in page.layouts(cfg, 8, 8):
+            (said, *_) = verdict(cfg, axes, name)
+            step = step_time.predict(cfg, axes, m)
+            assert (step.peak_bytes <= m.room) == said.startswith("verdict: fits."), (words, axes)
+            assert f" {step.peak_bytes / 2**30:.1f} GiB at most" in said
