@@ -152,20 +152,27 @@ def _kept(name: str, revision: str) -> tuple[str, tuple[str, ...]] | None:
 
 def _cached(name: str, revision: str) -> tuple[str, tuple[str, ...]] | None:
     """What huggingface_hub's cache holds of a revision that another program downloaded."""
-    place = hub.cache() / f"datasets--{name.replace('/', '--')}"
-    ref = place / "refs" / revision
+    ref = _snapshot(name, "").parent / "refs" / revision
     commit = ref.read_text().strip() if ref.is_file() else revision
-    folder = place / "snapshots" / commit
+    folder = _snapshot(name, commit)
     if not folder.is_dir():
         return None
     found = (path for path in folder.rglob("*") if path.is_file())
     return commit, tuple(sorted(path.relative_to(folder).as_posix() for path in found))
 
 
+def _snapshot(name: str, commit: str) -> Path:
+    """Where huggingface_hub's cache has the files of a commit."""
+    return hub.cache() / f"datasets--{name.replace('/', '--')}" / "snapshots" / commit
+
+
 @cache
 def _downloaded(name: str, commit: str, files: tuple[str, ...]) -> Path:
     try:
         with hub.one_line(PREFIX + name, "dataset"):
+            there = _snapshot(name, commit)
+            if all((there / file).is_file() for file in files):  # huggingface_hub names whole files alone
+                return there
             return hub.download(name, [glob.escape(file) for file in files], (), "dataset", commit)
     except ConfigError as error:
         said = str(error)
