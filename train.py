@@ -46,7 +46,7 @@ from tmoe.post import task_of
 from tmoe.post.plan import plan
 from tmoe.post.task import NothingToLearn
 from tmoe.run import process as runtime
-from tmoe.run.cli import flags_of, parse, require_weights
+from tmoe.run.cli import check_start, flags_of, parse, require_weights
 from tmoe.run.defaults import plan_of, samples_a_step, with_length
 from tmoe.run.fitting import require_room
 from tmoe.run.metrics import Metrics
@@ -64,6 +64,7 @@ Unread = tuple[
 def main(argv: list[str]) -> None:
     rank, world = runtime.launched()
     cfg = parse(argv, __doc__ or "", rank=rank, world=world)
+    check_start(argv, cfg, rank)
     if cfg.dry_run:
         return plan(cfg)
     if cfg.compile and not runtime.has_compiler():
@@ -92,7 +93,6 @@ class Trainer:
         p = cfg.parallel
         axes = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes))
-        run.together(lambda: require_weights(cfg))
         run.together(lambda: require_matches(cfg))
         run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
 
@@ -442,7 +442,7 @@ class Trainer:
                 self.began += " on rank 0" if cfg.parallel.pp > 1 else ""
                 if self.ema:
                     self.ema.restart()
-            else:
+            elif cfg.eval_only and cfg.resume == "auto":
                 require_weights(cfg, found=False)
         run.together(lambda: require_finite(self.tensors(("model",))))
 

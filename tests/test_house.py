@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Floors from the ground up. A room is a folder of tmoe/, or a file directly in it; it may import from
 # floors below its own, never from beside or above.
 FLOORS = [
-    ("stack", "lazy", "listing", "onlookers", "disk", "activations"),
+    ("stack", "lazy", "listing", "onlookers", "disk", "activations", "wishes"),
     ("versions",),
     ("ops", "config"),
     ("parallel", "front", "hub"),

@@ -23,6 +23,7 @@ import tyro
 
 from tmoe.config.check import ConfigError, spell
 from tmoe.stack import find
+from tmoe.wishes import wish
 
 # tyro's hook for refused words. A tyro without the hook prints a box and ends with code 2.
 _on_parse_error = find("tyro._errors.on_parse_error")
@@ -209,6 +210,8 @@ def unexpected(
     flag = next((one for one in tokens if re.match(r"--?[a-zA-Z]", one)), "")
     if flag:
         name = flag.partition("=")[0]
+        if answer := wish(name):
+            return f"{name}: no such flag; {answer}"
         near = get_close_matches(name.replace("_", "-"), flags, 1, 0.7)
         return f"{name}: no such flag; " + (f"did you mean {near[0]}?" if near else shows)
     word = tokens[0]

@@ -11,10 +11,11 @@ import pytest
 import tmoe
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, as_names
-from tmoe.config.run import Config, TrainConfig
+from tmoe.config.run import Config, GrpoConfig, TrainConfig
 from tmoe.run.cli import parse
-from tmoe.run.flags import SYNONYMS, flags_of_settings, meant_by
+from tmoe.run.flags import SYNONYMS, TASKS, flags_of_settings, meant_by, require_known
 from tmoe.run.process import Runtime, signed
+from tmoe.wishes import wish
 
 KNOWN = [flag for flag, _ in flags_of_settings(Config)]
 
@@ -84,6 +85,62 @@ def test_which_flag_was_meant(word, meant, capsys):
         parse(["tiny", word, "3"], "")
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: {word}: no such flag; did you mean {meant}?\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("--lora-r", "low-rank adapters are not there yet; valid: all weights are trained"),
+        ("--lora.rank", "low-rank adapters are not there yet"),
+        ("--use_peft", "low-rank adapters are not there yet"),
+        ("--load-in-4bit", "weights of 8 bits and fewer are not there yet; valid: bf16"),
+        ("--quantize", "weights of 8 bits and fewer are not there yet"),
+        ("--train.fp8", "products in fp8 are not there yet; valid: --train.dtype bf16"),
+        ("--use-vllm", "another engine for rollouts is not there yet"),
+        ("--optimizer", "another optimizer is not there yet; valid: AdamW"),
+        ("--deepspeed", "tmoe divides weights by itself; valid: --parallel.shard"),
+        ("--sft.packing", "tmoe always packs rows"),
+    ],
+)
+def test_a_wish_is_answered_as_such(word, says):
+    """What is not there is no typing error: the answer names it, and what to do instead."""
+    with pytest.raises(ConfigError) as refused:
+        require_known([word, "8"], Config)
+    assert str(refused.value).startswith(f"{word}: no such flag; {says}")
+
+
+def test_no_setting_is_a_wish():
+    """Near misses of our own flags are typing errors."""
+    assert [flag for flag in KNOWN if wish(flag)] == ["--load-optim"]
+    require_known(["--load-optim", "--no-load-optim"], Config)
+    with pytest.raises(ConfigError, match=r"did you mean --model.moe.quantile-ema\?"):
+        require_known(["--quantile-emaa"], Config)
+
+
+def test_another_trainers_name_of_a_task(capsys):
+    assert all(meant.split()[0] in ("pretrain", "sft", "preference", "grpo") for meant in TASKS.values())
+    with pytest.raises(SystemExit):
+        parse(["tiny", "--task", "SimPO"], "")
+    meant = "did you mean --task preference --preference.loss simpo?"
+    said = capsys.readouterr().err
+    assert said.startswith("error: --task=SimPO: no such task; valid: pretrain, sft") and meant in said
+
+
+def test_answers_fit_into_the_row(capsys):
+    """Half of a short row, 256 of a long one; a number that was typed is used or refused."""
+    words = ["tiny", "--task", "grpo", "--grpo.rewards", "exact"]
+    assert parse(words, "").answer_tokens == 64
+    assert parse([*words, "--train.seq", "1024"], "").answer_tokens == 256
+    assert parse([*words, "--grpo.max-tokens", "127"], "").answer_tokens == 127
+    with pytest.raises(SystemExit):
+        parse([*words, "--grpo.max-tokens", "128"], "")
+    assert "error: --grpo.max-tokens=128: must be below --train.seq=128" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse([*words[:-1], "none.py:f:2", "--grpo.max-tokens", "128"], "")
+    assert "error: --grpo.rewards=none.py:f:2: none.py: no such file" in capsys.readouterr().err
+    with pytest.raises(ConfigError) as refused:
+        GrpoConfig(rewards=("exact",), loss="cispo", clip_low=0.1)
+    assert str(refused.value).startswith("--grpo.clip-low=0.1: --grpo.loss=cispo has neither")
 
 
 def test_every_synonym_is_of_one_flag_of_its_section():

@@ -20,7 +20,7 @@ from tmoe.config.same import as_flags, differences
 from tmoe.hf import import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
-from tmoe.run.cli import parse
+from tmoe.run.cli import check_start, parse
 from tmoe.run.settings import with_settings
 
 TOML = """
@@ -152,6 +152,26 @@ def test_the_folder_to_start_from_says_the_model(tmp_path, capsys, name):
     flags = re.search(r"\nthe same model by flags: (.*)$", str(refused.value))
     cfg = parse(["tiny", "--train.seq", "8", *shlex.split(flags[1])], "")
     assert not differences(cfg.model, theirs)
+
+
+def test_a_preset_beside_another_model_is_the_word_at_fault(tmp_path, capsys):
+    """The answer is no larger --model.vocab, which the tokenizer would ask for."""
+    hf_dir = saved(tmp_path / "hf", "mixtral")
+    capsys.readouterr()
+    words = ["tiny", "--init", str(hf_dir)]
+    cfg = parse(words, "")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        check_start(words, cfg, 0)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert said.startswith(f"error: tiny: this preset is another model than --init={hf_dir} (model.vocab: ")
+    assert "; valid: no preset, for --init says the model, or the same model by flags: --model.vocab" in said
+    flags = re.search(r"the same model by flags: (.*)$", said)[1]
+    words = ["tiny", "--init", str(hf_dir), "--train.seq", "8", *shlex.split(flags)]
+    cfg = parse(words, "")
+    check_start(words, cfg, 0)
+    assert not differences(cfg.model, read_config(Folder(hf_dir).config))
 
 
 @pytest.mark.parametrize("name", list(presets()))

@@ -367,8 +367,9 @@ class GrpoConfig:
     """prompts of all ranks in one step, which no layout changes"""
     group: int = 8
     """answers to each prompt, whose rewards are compared"""
-    max_tokens: int = 256
-    """most tokens of an answer; a prompt and an answer together fit into --train.seq"""
+    max_tokens: int | None = None
+    """most tokens of an answer; a prompt and an answer together fit into --train.seq;
+    None: 256, or half of --train.seq where that is less"""
     temperature: float = 1.0
     """of sampling and of the loss"""
     top_p: float = 1.0
@@ -453,9 +454,10 @@ class GrpoConfig:
         require(0 < self.top_p <= 1, f"--grpo.top-p={self.top_p}: must be above 0 and at most 1")
         low = self.clip_low
         require(low is None or 0 < low < 1, f"--grpo.clip-low={low}: must be above 0 and below 1")
-        bounds = f"--grpo.clip-low={low}, --grpo.clip-high={self.clip_high}"
-        none = low is None and self.clip_high is None
-        require(none or self.loss != "cispo", f"{bounds}: --grpo.loss=cispo has neither; leave them out")
+        both = dict(low=low, high=self.clip_high)
+        bounds = ", ".join(f"--grpo.clip-{name}={value}" for name, value in both.items() if value is not None)
+        has = "--grpo.loss=cispo has neither; valid: leave it out, or --grpo.ratio-cap"
+        require(not bounds or self.loss != "cispo", f"{bounds}: {has}")
         require_bounds(self)
         cap = self.mismatch_cap
         require(cap > 1, f"--grpo.mismatch-cap={cap}: must be above 1")
@@ -613,6 +615,12 @@ class Config:
         away = f"--grpo.offload: --task={self.task} makes no answers; valid with --task grpo"
         require(self.task == "grpo" or not self.grpo.offload, away)
 
+    @property
+    def answer_tokens(self) -> int:
+        """Most tokens of an answer of --task grpo."""
+        most = self.grpo.max_tokens
+        return min(256, max(self.train.seq // 2, 1)) if most is None else most
+
 
 def require_steps(cfg: Config) -> None:
     """ConfigError unless the run has the steps that settings name by number."""
@@ -648,8 +656,8 @@ def require_grpo(cfg: Config) -> None:
     require(not drops, f"{flags}: {drops} changes log-probs; --task grpo needs 0")
     if g.bits:
         require_bits(cfg)
-    most = f"--grpo.max-tokens={g.max_tokens}"
-    require(g.max_tokens < t.seq, f"{most}: must be below --train.seq={t.seq}, which prompts share")
+    most, tokens = f"--grpo.max-tokens={g.max_tokens}", cfg.answer_tokens
+    require(tokens < t.seq, f"{most}: must be below --train.seq={t.seq}, which prompts share")
     routes = f"--log.routes={cfg.log.routes}"
     require(
         not cfg.log.routes, f"{routes}: answers are no samples of the data; leave it out with --task grpo"

@@ -179,7 +179,7 @@ def _open(
     mine = [row for row, found in zip(rows, hashes, strict=True) if split_of(found) == split]
     if not mine:
         raise DataError(none_in_split(name, f"{len(rows):,} prompts", split))
-    most = cfg.train.seq - cfg.grpo.max_tokens + 1  # an answer's last token is predicted, not read
+    most = cfg.train.seq - cfg.answer_tokens + 1  # an answer's last token is predicted, not read
     encoded = marker.encode([text for *_, text in mine])
     prompts, long = [], []
     for (where, row, text), one in zip(mine, encoded, strict=True):
@@ -188,7 +188,7 @@ def _open(
             long.append(where)
         else:
             prompts.append(Prompt(np.asarray(one.ids, np.int64).tolist(), text, row))
-    sizes = f"--train.seq={cfg.train.seq} leaves beside --grpo.max-tokens={cfg.grpo.max_tokens}"
+    sizes = f"--train.seq={cfg.train.seq} leaves beside --grpo.max-tokens={cfg.answer_tokens}"
     shown = ", ".join(long[:NAMED])
     if long and cfg.data.overlong == "error":
         raise DataError(f"{name}: {len(long)} prompts are longer than {sizes}: {shown}")

@@ -109,10 +109,10 @@ def parallelize(
         for name in ("tp", "cp", "pp"):
             valid = f"1 for a {type(model).__name__}: only a tmoe.Transformer can be divided so"
             size = getattr(mesh.axes, name)
-            require(size == 1, f"parallelize: --parallel.{name}", f"{size}", valid)
+            require(size == 1, f"parallelize: mesh.axes.{name}", f"{size}", valid)
     elif mesh.axes.pp > 1 and model.first and model.last:
         valid = "1 for a whole Transformer; tmoe.parallel.pipeline(cfg, mesh) makes the parts of one"
-        require(False, "parallelize: --parallel.pp", f"{mesh.axes.pp}", valid)
+        require(False, "parallelize: mesh.axes.pp", f"{mesh.axes.pp}", valid)
     require_untied(model)
     require_whole(model, mesh)
     for moe in layers:

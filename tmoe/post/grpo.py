@@ -94,7 +94,7 @@ class Grpo(Task):
             g.loss,
             kl=self.kl,
             entropy=g.entropy,
-            max_tokens=g.max_tokens,
+            max_tokens=cfg.answer_tokens,
             estimator=g.kl_estimator or "k2",
             per=g.normaliser,
             **bounds,
@@ -114,7 +114,7 @@ class Grpo(Task):
         data = open_prompts(self.cfg, split, carried, self.rewards.require_row)
         if g.pool_gib is not None:
             lengths = {len(prompt.ids) - 1 for source in data.sources for prompt in source.prompts}
-            spans = [Span(0, length, length + g.max_tokens) for length in lengths]
+            spans = [Span(0, length, length + self.cfg.answer_tokens) for length in lengths]
             dtype = torch.bfloat16 if self.cfg.train.dtype == "bf16" else torch.float32
             a_page = PAGE * bytes_a_token(self.cfg.model, dtype)
             require_pool(g.pool_gib * 2**30, spans, g.group, a_page, "--grpo.pool-gib")
@@ -215,7 +215,7 @@ class Grpo(Task):
         sampling = Sampling(
             temperature=g.temperature,
             top_p=g.top_p,
-            max_tokens=g.max_tokens,
+            max_tokens=self.cfg.answer_tokens,
             seed=self.cfg.seed,
         )
         replays = g.replay == "rollout" and base != HELD_OUT

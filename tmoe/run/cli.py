@@ -23,13 +23,14 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, divisors
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, with_global_batch
+from tmoe.config.same import as_flags, differences
 from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run import last_line
-from tmoe.run.flags import flags_of_settings, require_known
+from tmoe.run.flags import flags_of_settings, require_known, require_task
 from tmoe.run.memory import padding
-from tmoe.run.settings import Source, commit_in_cache, pinned, read_settings, start_of
+from tmoe.run.settings import Source, commit_in_cache, model_at, pinned, read_settings, start_of
 from tmoe.run.unread import require_read, unread
 
 SOURCES = """The first word: a preset ({presets}; without one tiny), or a run folder, whose run then goes on.
@@ -57,6 +58,20 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     for note in (*read, *notes(cfg, world)) if rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
     return cfg
+
+
+def check_start(argv: Sequence[str], cfg: Config, rank: int) -> None:
+    """End the process as `parse` does where the weights to start from are of another model, or none.
+
+    argv: the words that `parse` made cfg from.
+    """
+    try:
+        if argv and argv[0] in presets() and cfg.init:
+            require_preset_of(argv[0], cfg)
+        if not cfg.dry_run:
+            require_weights(cfg)
+    except ValueError as error:
+        refuse(front.spelt(error), rank)
 
 
 def refuse(text: str, rank: int) -> NoReturn:
@@ -143,6 +158,9 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
     typed = flags_in(words)
     untyped = {name: place for name, place in source.places.items() if flag_of(name) not in typed}
     front.remember({flag_of(name): (value_at(source.cfg, name), place) for name, place in untyped.items()})
+    require_task(front.value_of(words, "--task"))
+    if "--dry-run" not in typed:
+        require_reward_files(front.value_of(words, "--grpo.rewards").split() or source.cfg.grpo.rewards)
     cfg = front.call(
         Config,
         f"train.py {name}".rstrip(),
@@ -181,6 +199,28 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         cfg = replace(cfg, compile=False)
         source.notes.append("TORCH_COMPILE_DISABLE=1 in the environment: running eager (--no-compile)")
     return cfg, source.notes
+
+
+def require_reward_files(rewards: Sequence[str]) -> None:
+    """Raise ConfigError for a reward FILE.py:FUNCTION whose file is missing."""
+    for word in rewards:
+        file, named, _ = word.partition(".py:")
+        if named and not Path(f"{file}.py").is_file():
+            valid = "valid: FILE.py:FUNCTION or FILE.py:FUNCTION:WEIGHT"
+            raise ConfigError(f"--grpo.rewards={word}: {file}.py: no such file; {valid}")
+
+
+def require_preset_of(name: str, cfg: Config) -> None:
+    """Raise ConfigError for a preset, the first word, that is another model than that of --init's folder."""
+    theirs = model_at(cfg.init or "")
+    if theirs is None or not (found := differences(cfg.model, theirs)):
+        return
+    more = f" and {len(found) - 2} more" if len(found) > 2 else ""
+    flags = as_flags(cfg.model, theirs)
+    raise ConfigError(
+        f"{name}: this preset is another model than --init={cfg.init} ({'; '.join(found[:2])}{more}); valid: "
+        f"no preset, for --init says the model{flags and ', or '}{flags}"
+    )
 
 
 def _require_read(cfg: Config, source: Source, words: list[str], typed: dict[str, str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import get_type_hints
 
 from tmoe.config.check import ConfigError
+from tmoe.wishes import wish
 
 # What other trainers call a setting, the last part of the flag as one types it.
 SYNONYMS = {
@@ -25,17 +26,18 @@ SYNONYMS = {
     "context-length block-size context max-prompt-length",
     "--train.accumulate": "gradient-accumulation-steps grad-accum grad-accumulation accumulation-steps",
     "--train.dtype": "precision bf16 fp16 mixed-precision amp",
-    "--train.eval-every": "eval-steps eval-interval eval-freq val-every val-interval",
+    "--train.eval-every": "eval-steps eval-interval eval-freq val-every val-interval eval-strategy",
     "--train.eval-batches": "eval-iters eval-batch",
     "--steps": "max-steps train-iters train-steps num-steps iters iterations max-iters",
     "--epochs": "num-train-epochs num-epochs max-epochs train-epochs n-epochs",
     "--out": "output output-dir out-dir save-dir run-dir",
-    "--checkpoint.every": "save-every save-steps save-interval checkpoint-interval checkpoint-every",
+    "--checkpoint.every": "save-every save-steps save-interval "
+    "checkpoint-interval checkpoint-every save-strategy",
     "--checkpoint.keep": "save-total-limit",
     "--resume": "resume-from resume-from-checkpoint",
     "--init": "model-name model-name-or-path pretrained load init-from from-pretrained checkpoint",
     "--log.every": "logging-steps log-interval log-every",
-    "--log.wandb": "wandb-project use-wandb",
+    "--log.wandb": "wandb-project use-wandb report-to",
     "--log.progress": "progress-bar disable-tqdm",
     "--data.path": "dataset data-path train-data data-dir train-file",
     "--data.tokenizer": "tokenizer-path tokenizer-name tokenizer-model",
@@ -57,6 +59,14 @@ SYNONYMS = {
     "--parallel.checkpoint": "recompute activation-checkpointing gradient-checkpointing "
     "recompute-granularity",
     "--compile": "torch-compile",
+    "--optim.schedule": "lr-scheduler-type lr-scheduler lr-decay-style scheduler",
+    "--optim.betas": "adam-beta1 adam-beta2 beta1 beta2 adam-betas",
+    "--optim.eps": "adam-epsilon adam-eps",
+    "--optim.warmup-fraction": "warmup-ratio lr-warmup-fraction",
+    "--data.val-path": "eval-dataset eval-file validation-file val-data valid-data-path",
+    "--data.chat-template": "chat-template-path template",
+    "--eval-only": "do-eval evaluate eval",
+    "--model.moe.balance-coeff": "router-aux-loss-coef aux-loss-coef moe-aux-loss-coeff",
     "--preference.beta": "dpo-beta",
     "--preference.loss": "loss-type dpo-loss pref-loss",
     "--preference.smoothing": "label-smoothing",
@@ -87,6 +97,35 @@ SYNONYMS = {
 }
 
 
+# What other trainers call a task -> the flags of the task.
+TASKS = {
+    "dpo": "preference",
+    "simpo": "preference --preference.loss simpo",
+    "orpo": "preference --preference.loss orpo",
+    "ipo": "preference --preference.loss ipo",
+    "kto": "preference --preference.loss kto",
+    "rlhf": "grpo",
+    "ppo": "grpo",
+    "rl": "grpo",
+    "gspo": "grpo --grpo.loss gspo",
+    "dapo": "grpo --grpo.loss dapo",
+    "rloo": "grpo --grpo.loss rloo",
+    "finetune": "sft",
+    "chat": "sft",
+    "instruct": "sft",
+    "train": "pretrain",
+    "pt": "pretrain",
+    "lm": "pretrain",
+}
+
+
+def require_task(value: str) -> None:
+    """ConfigError for another trainer's name of a task, with the flags of the task."""
+    if meant := TASKS.get(value.lower()):
+        valid = "valid: pretrain, sft, preference, grpo"
+        raise ConfigError(f"--task={value}: no such task; {valid}; did you mean --task {meant}?")
+
+
 def flags_of_settings(config: type, section: str = "--") -> Iterator[tuple[str, type]]:
     """Every flag of a dataclass of settings, and the type of its value."""
     for name, kind in get_type_hints(config).items():
@@ -107,8 +146,16 @@ def require_known(words: list[str], config: type) -> None:
         section, dot, last = flag[2:].rpartition(".")
         if flag not in known and f"--{section}{dot}{last.removeprefix('no-')}" not in known:
             meant = meant_by(flag, known)
+            exact = any(one.rpartition(".")[2].removeprefix("--") == last for one in meant)
+            if (answer := wish(flag)) and not (exact or is_synonym(last)):
+                raise ConfigError(f"{word.partition('=')[0]}: no such flag; {answer}")
             hint = f"did you mean {' or '.join(meant)}?" if meant else "train.py --help shows all"
             raise ConfigError(f"{word.partition('=')[0]}: no such flag; {hint}")
+
+
+def is_synonym(last: str) -> bool:
+    """Whether the last part of a flag is another trainer's name of a setting."""
+    return any(last in words.split() for words in SYNONYMS.values())
 
 
 def meant_by(flag: str, known: list[str]) -> list[str]:

@@ -34,7 +34,7 @@ def answers_at_once(cfg: Config, axes: Axes) -> list[Span]:
     g, seq = cfg.grpo, cfg.train.seq
     own = ceil(ceil(g.prompts / axes.readers) / axes.parts)
     prompts = min(own, max(1, 2 * g.slots // g.group))
-    return [Span(p, seq - g.max_tokens, seq) for p in range(prompts) for _ in range(g.group)]
+    return [Span(p, seq - cfg.answer_tokens, seq) for p in range(prompts) for _ in range(g.group)]
 
 
 def pool_bytes(cfg: Config, axes: Axes) -> int:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from tmoe.checkpoint.manifest import CheckpointError, is_step
 from tmoe.config.check import ConfigError, fits, require, spell
+from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.run import Config, DataConfig
 from tmoe.run.defaults import with_defaults
@@ -232,6 +233,16 @@ def commit_in_cache(init: str) -> str | None:
     from tmoe.hf.hub import commit_of
 
     return commit_of(init)
+
+
+def model_at(init: str) -> ModelConfig | None:
+    """The model of --init's folder; None where the folder says none, which a later check refuses."""
+    from tmoe.hf.start import model_of
+
+    try:
+        return model_of(start_of(init, False), False)
+    except (CheckpointError, ConfigError, OSError):
+        return None
 
 
 def _of_start(init: Path, weights: bool) -> Config:

@@ -1,0 +1,81 @@
+"""What other trainers have and tmoe has not yet: a flag for it is answered with what to do instead.
+
+next: tmoe/front.py
+"""
+
+from __future__ import annotations
+
+import re
+
+# A pattern that is found in a flag, and the answer. The first one counts.
+WISHES = (
+    (
+        r"lora|peft|adapter|\bdora\b|galore|bitfit",
+        "low-rank adapters are not there yet; valid: all weights are trained, or with --optim.freeze PATTERN "
+        "a part of them; --optim.offload and --parallel.checkpoint block save memory",
+    ),
+    (
+        r"adam.?8.?bit|8.?bit.?adam|paged.?adam|optim.?bits",
+        "an optimizer state of 8 bits is not there yet; valid: --optim.offload keeps the moments in the "
+        "host's memory",
+    ),
+    (
+        r"quant(?!il)|load.?in.?[48].?bit|\b[48].?bit\b|int[48]|nf4|gptq|\bawq|bnb|bitsandbytes|gguf|hqq",
+        "weights of 8 bits and fewer are not there yet; valid: bf16 or fp32; `tmoe hf export` writes a "
+        "folder that tools for quantizing read",
+    ),
+    (
+        r"fp8|float8|fp4|transformer.?engine",
+        "products in fp8 are not there yet; valid: --train.dtype bf16; --parallel.wire fp8 sends rows in fp8",
+    ),
+    (
+        r"vllm|sglang|tensorrt|trt.?llm",
+        "another engine for rollouts is not there yet; valid: tmoe's own, which --task grpo starts by "
+        "itself; `tmoe hf export` writes a folder that such engines serve",
+    ),
+    (
+        r"\bserve\b|\bport\b|openai.?api|api.?server",
+        "a server is not there yet; valid: `tmoe hf export STEP DIR`, then a server of Hugging Face folders",
+    ),
+    (
+        r"lm.?eval|mmlu|gsm8k|\bbenchmarks?\b|eval.?tasks?",
+        "evaluation on tasks is not there yet; valid: `tmoe hf export STEP DIR`, then a tool that evaluates "
+        "Hugging Face folders",
+    ),
+    (
+        r"early.?stop|patience",
+        "early stopping is not there yet; valid: --train.eval-every, and Ctrl-C, which saves",
+    ),
+    (
+        r"muon|adafactor|\blion\b|shampoo|\bsgd\b|sophia|optimizer.?(name|type)|\b(optimizer|optim)$",
+        "another optimizer is not there yet; valid: AdamW, with the settings of --optim",
+    ),
+    (
+        r"critic|value.?model|value.?head|\bppo\b|\bgae\b|vf.?coef",
+        "PPO with a value model is not there yet; valid: --task grpo, whose --grpo.advantage needs none",
+    ),
+    (
+        r"deepspeed|zero.?stage|fsdp",
+        "tmoe divides weights by itself; valid: --parallel.shard 1, 2 or 3 (as ZeRO's stages)",
+    ),
+    (
+        r"flash.?att|attn.?impl|use.?flash|sdpa|xformers|torch.?backend",
+        "tmoe chooses its attention by itself; valid: leave it out",
+    ),
+    (
+        r"\b(sample.?)?packing\b|group.?by.?length|padding.?free",
+        "tmoe always packs rows, and no row sees another; valid: leave it out",
+    ),
+    (
+        r"push.?to.?hub|\bhub.?(model|token)",
+        "training uploads nothing; valid: `tmoe hf export STEP DIR --push OWNER/NAME`",
+    ),
+    (r"trust.?remote", "tmoe runs no code of a folder; valid: leave it out"),
+    (r"dataloader|num.?workers|pin.?memory", "tmoe reads data by itself; valid: leave it out"),
+)
+
+
+def wish(flag: str) -> str:
+    """The answer to a flag for something that is not there; "" for another flag."""
+    text = flag.lstrip("-").replace("_", "-").lower()
+    return next((answer for pattern, answer in WISHES if re.search(pattern, text)), "")
