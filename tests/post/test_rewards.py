@@ -156,12 +156,33 @@ def test_programs():
 def test_long_answers_take_linear_time():
     """What models repeat without end; quadratic code would take hours. No clock: pytest's limit is one."""
     n = 5_000
-    repeated = ["\\boxed{", "\\frac{", "answer is ", "(", "1,", "1 x 10 ", "{", "-", "\\frac{1}{2}", "```\n"]
+    repeated = [
+        "\\sqrt{2}",
+        "2 ",
+        "2 cm^",
+        "\\text{a} ",
+        " square aa",
+        "\\frac12",
+        "(1,",
+        "\\cup",
+        "\\boxed{",
+        "\\frac{",
+        "answer is ",
+        "(",
+        "1,",
+        "1 x 10 ",
+        "{",
+        "-",
+        "\\frac{1}{2}",
+        "```\n",
+    ]
     for text in (*(one * n for one in repeated), " " * 10 * n, "answer:" + " " * 10 * n, "9" * 10 * n):
         sample = of(text, answer="A")
         assert choice(sample) in (0.0, 1.0) and boxed(sample) == 0.0
         assert read_number(text) is None and program_of(text) is not None
         number_of(text)
+        boxed(of(f"\\boxed{{{text}}}", answer=f"{text}2"))
+        number_of(f"\\boxed{{{text}}}")
 
 
 # ---- words ----

@@ -1,13 +1,24 @@
-r"""boxed: 1 for an answer whose last \boxed{...} holds the right answer, as text or as a number.
+r"""boxed: 1 for an answer whose last \boxed{...} holds the right answer.
 
-next: post/rewards/number.py
+Two answers are equal as numbers (number.py), as values of TeX (expression.py), or as text without what
+changes only the look. Tuples and intervals are so element by element between equal brackets, sets and unions
+in any order.
+
+next: post/rewards/expression.py
 """
 
 import re
 
+from tmoe.post.rewards.expression import same_value, value_of
 from tmoe.post.rewards.number import read_number, same_number
 from tmoe.post.rewards.sample import RewardSample, truth_of
-from tmoe.post.rewards.tex import last_boxed
+from tmoe.post.rewards.tex import group_at, last_boxed, without_looks
+
+MOST = 1000  # characters of a box that is read
+DEPTH = 4  # of brackets in brackets, and of fractions in fractions
+ASSIGNED = re.compile(r"^(?:[a-zA-Z]|\\theta|[a-zA-Z]\([a-z]\))(?:=|\\in(?![a-zA-Z]))(?=.)")
+LETTER = re.compile(r"^\(([A-Z])\)$")
+WORDS = re.compile(r"[a-zA-Z]{2,}(?:\s+[a-zA-Z]+)*")
 
 
 def boxed(sample: RewardSample) -> float:
@@ -16,16 +27,102 @@ def boxed(sample: RewardSample) -> float:
     if found is None:
         return 0.0
     wanted = last_boxed(truth)
-    wanted = truth if wanted is None else wanted
-    if plain(found) == plain(wanted):
-        return 1.0
-    numbers = [number for number in map(read_number, (found, wanted)) if number is not None]
-    return float(len(numbers) == 2 and same_number(*numbers))
+    return float(same(found, truth if wanted is None else wanted))
+
+
+def same(a: str, b: str, depth: int = DEPTH) -> bool:
+    """Whether two answers are one, as a reader takes them."""
+    if max(len(a), len(b)) > MOST:
+        return a.split() == b.split()
+    looks = a, b
+    a, b = (ASSIGNED.sub("", LETTER.sub(r"\1", without_looks(text)), count=1) for text in looks)
+    for pair in (looks, (a, b)):
+        numbers = [number for number in map(read_number, pair) if number is not None]
+        if len(numbers) == 2:
+            return same_number(*numbers)
+    if plain(a) == plain(b):
+        return True
+    values = [value for value in map(value_of, (a, b)) if value is not None]
+    if len(values) == 2:
+        return same_value(*values)
+    return depth > 0 and _by_parts(a, b, depth - 1)
+
+
+def _by_parts(a: str, b: str, depth: int) -> bool:
+    """Unions and sets in any order, tuples and intervals between equal brackets, lists in their order."""
+    some, others = (_split(text, "\\cup") for text in (a, b))
+    if len(some) > 1 or len(others) > 1:
+        return _in_any_order(some, others, depth)
+    if all(text.startswith("\\{") and text.endswith("\\}") for text in (a, b)):
+        return _in_any_order(_split(a[2:-2], ","), _split(b[2:-2], ","), depth)
+    (around, inner_a), (around_b, inner_b) = map(_inside, (a, b))
+    lists = _split(inner_a, ","), _split(inner_b, ",")
+    if around != around_b or len(lists[0]) != len(lists[1]) or (len(lists[0]) == 1 and not around):
+        return False
+    return all(same(one, other, depth) for one, other in zip(*lists, strict=True))
+
+
+def _in_any_order(some: list[str], others: list[str], depth: int) -> bool:
+    left = list(others)
+    for one in some:
+        found = next((other for other in left if same(one, other, depth)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return not left
+
+
+def _inside(text: str) -> tuple[str, str]:
+    """The brackets around a whole text, "" for none, and what is between them."""
+    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
+        return "", text
+    depth = 0
+    for i, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth == 0 and i < len(text) - 1:
+            return "", text
+    return text[0] + text[-1], text[1:-1]
+
+
+def _split(text: str, at: str) -> list[str]:
+    """The parts of a text between separators that are in no brackets."""
+    parts, depth, first, i = [], 0, 0, 0
+    while i < len(text):
+        if depth == 0 and text.startswith(at, i):
+            parts.append(text[first:i])
+            i = first = i + len(at)
+            continue
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        i += 1
+    return [*parts, text[first:]]
 
 
 def plain(text: str) -> str:
-    r"""Without what changes only the look: spaces, \left, \right, \text{...}, \dfrac's d, a full stop."""
-    text = re.sub(r"\\(?:left|right|displaystyle|[,;:! ])", "", text)
-    text = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    return re.sub(r"\s|\$", "", text).removesuffix(".")
+    r"""A text of `without_looks` with one spelling of braces, fractions, products and words."""
+    words = WORDS.fullmatch(text)
+    text = re.sub(r"\\(?:cdot|times)(?![a-zA-Z])|\*", "", text)
+    text = re.sub(r"\s", "", _fractions(text, DEPTH))
+    text = re.sub(r"([_^])\{(\w)\}", r"\1\2", text)
+    return text.lower() if words else text
+
+
+def _fractions(text: str, depth: int) -> str:
+    r"""\frac{a}{b} and \frac ab as (a)/(b), and inside of them; brackets around one word are left out."""
+    parts, at = [], 0
+    for found in re.finditer(r"\\frac(?![a-zA-Z])", text):
+        arguments, end = [], found.end()
+        while found.start() >= at and depth and len(arguments) < 2 and (one := _argument(text, end)):
+            arguments.append(_fractions(one[0], depth - 1))
+            end = one[1]
+        if len(arguments) == 2:
+            a, b = (one if re.fullmatch(r"\w+", one) else f"({one})" for one in arguments)
+            parts += [text[at : found.start()], a, "/", b]
+            at = end
+    return "".join([*parts, text[at:]])
+
+
+def _argument(text: str, at: int) -> tuple[str, int] | None:
+    """A group in braces, or one sign."""
+    while text[at : at + 1].isspace():
+        at += 1
+    return group_at(text, at) or ((text[at], at + 1) if text[at : at + 1].isalnum() else None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from tmoe.post.rewards.sample import RewardSample, truth_of
-from tmoe.post.rewards.tex import last_boxed
+from tmoe.post.rewards.tex import OF_WORDS, last_boxed
 
 LETTERS = "ABCDE"
 ALONE = re.compile(r"[\s(\[*\"'.]*([A-Ea-e])[\s)\]*\"'.:]*")
@@ -42,9 +42,10 @@ def letter_of_row(sample: RewardSample) -> str:
 def letter_of(text: str) -> str | None:
     box = last_boxed(text)
     if box is not None:
-        box = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r"\1", box)
+        box = OF_WORDS.sub(r"\1", box)
         found = ALONE.fullmatch(box) or BRACKETS.search(box) or BEGINS.match(box)
         return found[1].upper() if found else None
+    text = OF_WORDS.sub(r"\1", text)
     said = [one[1] or one[2] for one in SAID.finditer(text)]
     if said:
         return said[-1].upper()

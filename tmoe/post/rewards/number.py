@@ -13,8 +13,9 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from tmoe.post.rewards.expression import CLOSE, value_of
 from tmoe.post.rewards.sample import RewardSample, truth_of
-from tmoe.post.rewards.tex import group_at, last_boxed
+from tmoe.post.rewards.tex import RAISED_UNIT, SIGNS, group_at, last_boxed, without_looks
 
 MOST_DIGITS = 1000  # of a number: Python's own arithmetic with more of them takes long
 MOST_EXPONENT = 400
@@ -35,10 +36,16 @@ NUMBER = re.compile(
 )
 
 
+EXPRESSION = re.compile(r"\\(?:sqrt|pi)(?![a-zA-Z])|[√π]")
+HALVES = {sign: word for sign, word in SIGNS.items() if "frac" in word}
+
+
 class Number(NamedTuple):
     value: Fraction
     percent: bool
     """whether it was written with a sign of per cent, which `value` leaves out"""
+    exact: bool = True
+    """whether `value` is all of it, and not the first digits of a root"""
 
 
 def number(sample: RewardSample) -> float:
@@ -66,6 +73,8 @@ def number_of(text: str) -> Number | None:
 
 def same_number(a: Number, b: Number) -> bool:
     """50% is 0.5, and 50 as well: where one of both has no sign, it may have been left out."""
+    if not (a.exact and b.exact):
+        return abs(a.value - b.value) <= Fraction(CLOSE) * max(abs(a.value), 1)
     if a.percent == b.percent:
         return a.value == b.value
     signed, other = (a, b) if a.percent else (b, a)
@@ -80,9 +89,12 @@ def read_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
+    r"""The number that a text is, also as an expression with roots or \pi; else the last one in it."""
     whole = read_number(text)
     if whole is not None:
         return whole
+    if EXPRESSION.search(text) and (value := value_of(without_looks(text))) is not None:
+        return Number(Fraction(value), False, isinstance(value, Fraction))
     found = list(NUMBER.finditer(_readable(text)))
     return _value(found[-1]) if found else None
 
@@ -90,6 +102,9 @@ def last_number(text: str) -> Number | None:
 def _readable(text: str) -> str:
     r"""A text with plain signs, and with marks of our own around the parts of \frac{a}{b}."""
     text = re.sub(f"[{TOP}{BOTTOM}{END}]", "", text)
+    text = RAISED_UNIT.sub(r"\1", text)
+    for sign, word in HALVES.items():
+        text = text.replace(sign, word)
     text = text.replace("−", "-").replace("{,}", ",").replace("\\%", "%").replace("％", "%")
     text = re.sub(r"\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\^\s*\{?\\circ\}?|\\?\$", "", text)
     parts = []

@@ -41,3 +41,70 @@ def group_at(text: str, at: int, most: int | None = None) -> tuple[str, int] | N
             return text[at + 1 : i], i + 1
         i += 1
     return None
+
+
+UNITS = (
+    r"degrees?|(?:square|sq\.?|cubic)\s*[a-z]+|units?|[ckm]m|kg|ft|(?:centi|kilo|milli)?meters?|miles?|inch(?:es)?"
+    r"|feet|foot|yards?|seconds?|minutes?|hours?|days?|weeks?|months?|years?|dollars?|cents?|mph|lit(?:er|re)s?"
+    r"|pounds?|points?|ways|people|students?"
+)
+RAISED = r"\s*\^\s*(?:\{\s*[23]\s*\}|[23])"
+WORDS = r"\\(?:text|textrm|textnormal|textit|textbf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
+NOON = r"(?!\s*[aApP]\.?\s*[mM]\b)"  # of a time, which is no unit
+# Behind a number or a command, at the end: "5\text{ cm}^2", "5 cm", "5 square inches".
+OF_UNITS = re.compile(
+    rf"(?<=[\d}})%.\s])(?:{WORDS}\s*\{{{NOON}[\s,]*[a-zA-Z][^{{}}]*\}}|\b(?:{UNITS})\b\.?)(?:{RAISED})?\s*$"
+)
+RAISED_UNIT = re.compile(rf"((?<=[\d\s}})]){WORDS}\s*\{{[^{{}}]*\}}|(?<=[\d\s])(?:m|in|{UNITS})){RAISED}")
+SIGNS = {
+    **{"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty "},
+    **{"√": r"\sqrt ", "∪": r"\cup ", "≤": r"\le ", "≥": r"\ge ", "°": "", "％": "%", r"\%": "%"},
+    **{"½": r"\frac12", "¼": r"\frac14", "¾": r"\frac34", "⅓": r"\frac13", "⅔": r"\frac23"},
+    **{
+        r"\lbrace": r"\{",
+        r"\rbrace": r"\}",
+        r"\lbrack": "[",
+        r"\rbrack": "]",
+        r"\!": "",
+        r"\varnothing": r"\emptyset",
+    },
+}
+OF_WORDS = re.compile(rf"{WORDS}\s*\{{([^{{}}]*)\}}")
+LOOKS = tuple(
+    (re.compile(pattern), to)
+    for pattern, to in (
+        (r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|textstyle)(?![a-zA-Z])", ""),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\?\$", ""),
+        (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " "),
+        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])", ""),
+    )
+)
+SPELLINGS = tuple(
+    (re.compile(pattern), to)
+    for pattern, to in (
+        (r"(?<=[\s\d)}\]])(?:and|or)(?=[\s\\(\[-])", ","),
+        (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
+        (r"(?<=\d)\{,\}(?=\d)", ","),
+        (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+        (r"\s*(\\cup|\\in(?![a-zA-Z])|[=,()\[\]{}])\s*", r"\1"),
+        (r"(^|[(\[,])\+", r"\1"),
+    )
+)
+
+
+def without_looks(text: str) -> str:
+    r"""TeX without what changes only the look of an answer, and without the unit at its end.
+
+    Spaces of TeX, \left and \right, \displaystyle, dollar signs, degrees, \text around words, a full stop.
+    \dfrac, \tfrac and \cfrac are \frac; signs of Unicode are those of TeX; "and" and "or" are commas.
+    """
+    for sign, word in SIGNS.items():
+        text = text.replace(sign, word)
+    for pattern, to in LOOKS:
+        text = pattern.sub(to, text)
+    text = OF_UNITS.sub("", text.strip().removesuffix(".").strip())
+    text = OF_WORDS.sub(r"\1", text)
+    for pattern, to in SPELLINGS:
+        text = pattern.sub(to, text.strip())
+    return text.removesuffix(".").strip()
