@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tempfile
 from collections import Counter
@@ -13,10 +14,11 @@ import torch
 from chat_tokenizers import chat_tokenizer
 
 from tmoe.config.model import IGNORE
-from tmoe.config.run import DataConfig
+from tmoe.config.run import Config, DataConfig, GrpoConfig, TrainConfig
 from tmoe.data import chat_dataset
 from tmoe.data.chat_dataset import ChatDataset, open_chat
 from tmoe.data.dataset import Loader
+from tmoe.data.prompt_dataset import open_prompts
 from tmoe.data.small_facts import chat_rows, preference_rows, small_facts, write_facts
 from tmoe.data.tokenizer import DataError
 from tmoe.hf.tokenizer import carried_by
@@ -139,6 +141,98 @@ def test_parquet(tmp_path: Path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     found = texts(chat(tmp_path / "rows.parquet")) + texts(chat(tmp_path / "rows.parquet", split="val"))
     assert sorted(found) == sorted(tuple(part.format(n, n) for part in SAME) for n in range(20))
+
+
+def test_nulls_of_arrow_in_any_file(tmp_path: Path):
+    """Calls of two tools share one struct: each has the other's arguments as null, and so has a JSON file."""
+
+    def row(n: int, **given: object) -> dict:
+        function = dict(name="look", arguments=given)
+        return dict(messages=[user(f"q{n}"), dict(role="assistant", tool_calls=[dict(function=function)])])
+
+    def union(n: int, **given: object) -> dict:
+        made = row(n, **dict(city=None, days=None, deep=None) | given)
+        for message in made["messages"]:
+            message |= dict.fromkeys(("content", "tool_calls", "name", "weight"), None) | message
+        return made
+
+    each = [dict(city="Paris") if n % 2 else dict(days=n, deep=dict(a=[1])) for n in range(20)]
+    rows, filled = ([made(n, **one) for n, one in enumerate(each)] for made in (row, union))
+    paths = [write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", filled)]
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+        paths.append(tmp_path / "c.parquet")
+    found = []
+    for path in paths:
+        both = [chat(path, split=split) for split in ("train", "val")]
+        found.append(sorted(texts(both[0]) + texts(both[1])))
+        told = "arguments and tools that are null in 20 rows" in both[0].sources[0].taken
+        assert told == (path.name == "b.jsonl"), both[0].sources[0].taken
+    assert all(one == found[0] for one in found)
+    assert not any("null" in text or "None" in text for text, _ in found[0])
+    assert any('"arguments": {"days": 2, "deep": {"a": [1]}}' in trained for _, trained in found[0])
+
+
+def test_what_the_template_leaves_out_is_told(tmp_path: Path):
+    """By row at the start; a row of which nothing is left is refused."""
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ':' + (m.content or '') + eos_token }}{% endfor %}"
+        "{{ 'assistant:' if add_generation_prompt }}"
+    )
+    call = dict(id="c1", function=dict(name="look", arguments=dict(a=1)))
+    rows = [dict(messages=[user(f"q{n}"), answer(f"a{n}") | dict(reasoning_content="hm")]) for n in range(3)]
+    rows += [dict(messages=[user("r"), answer("b") | dict(tool_calls=[call])], tools=[dict(name="look")])]
+    path = write(tmp_path / "rows.jsonl", rows)
+    dataset = chat(path, chat_template=str(template), val_fraction=1e-9)
+    assert dataset.sources[0].taken.endswith(
+        f"left out by the chat template ({template}): reasoning_content in 3 rows, tool_calls in 1 row, "
+        "tool_calls: id in 1 row, tools in 1 row"
+    )
+    path = write(
+        tmp_path / "more.jsonl", [*rows, dict(messages=[user("s"), answer("") | dict(tool_calls=[call])])]
+    )
+    with pytest.raises(DataError, match=r"more.jsonl:5: messages\[1\]: .*leaves out tool_calls, and so all"):
+        chat(path, chat_template=str(template))
+    prompts = write(
+        tmp_path / "prompts.jsonl", [dict(prompt=[user(f"q{n}")], tools=rows[3]["tools"]) for n in range(9)]
+    )
+    cfg = Config(
+        data=DataConfig(path=(str(prompts),), chat_template=str(template)),
+        train=TrainConfig(seq=64),
+        grpo=GrpoConfig(max_tokens=8),
+    )
+    assert (
+        f"left out by the chat template ({template}): tools in 9 rows"
+        in open_prompts(cfg, "train").sources[0].taken
+    )
+
+
+def test_pairs_that_become_equal(tmp_path: Path):
+    """By the template, or once they are cut to a row."""
+    same = dict(prompt="q", chosen=[answer("a ")], rejected=[answer("a")])
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ':' + m.content | trim + eos_token }}{% endfor %}"
+        "{{ 'assistant:' if add_generation_prompt }}"
+    )
+    good = [dict(prompt=f"q{n}", chosen=[answer("a")], rejected=[answer("b")]) for n in range(5)]
+    path = write(tmp_path / "pairs.jsonl", [*good, same])
+    with pytest.raises(DataError, match=r":6: chosen and rejected are equal as the template shows them"):
+        chat(path, task="preference", chat_template=str(template))
+    assert chat(path, task="preference", chat_template=str(template), skip_malformed=1).counts.skipped == 1
+    long = dict(prompt="q", chosen=[answer("a" * 90 + "b")], rejected=[answer("a" * 90 + "c")])
+    path = write(tmp_path / "long.jsonl", [*good, long])
+    how = dict(task="preference", overlong="truncate", val_fraction=1e-9)
+    with pytest.raises(DataError, match=r"1 pairs are equal once cut to --train.seq=128.*long.jsonl:6"):
+        chat(path, **how)
+    left = chat(path, skip_malformed=1, **how)
+    assert left.counts.sequences == 8 and f"equal once cut left out: {path}:6" in left.sources[0].taken
+    assert chat(path, **how | dict(overlong="drop")).counts.dropped == 1
+    assert chat(path, seq=512, **how).counts.sequences == 10
 
 
 def test_splits_share_no_prompt(tmp_path: Path):

@@ -41,6 +41,12 @@ def test_colours_tokenizer_and_errors(tmp_path: Path):
     assert "chat_template.jinja" in done.stdout and "sequence 2 of 2" in done.stdout
     assert done.stdout.count("\x1b[1;32mb<|im_end|>\x1b[0m") == 2, "one turn in each sequence"
     assert "⟦" not in done.stdout and "role 'critic'" in done.stdout and ":3" not in done.stdout
+    call = dict(
+        role="assistant", content="b", name="Ann", tool_calls=[dict(function=dict(name="f", arguments="{}"))]
+    )
+    path.write_text(json.dumps(dict(messages=[turns[0], call])) + "\n")
+    done = forked.run(command)
+    assert f"{path}:1: left out by the template: name\n" in done.stdout and '{"name": "f"' in done.stdout
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps(dict(prompt="p", chosen="c", rejected="r")) + "\n")
     done = forked.run(["-m", "tmoe.data", "--show", pairs])

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tmoe.data.chat_calls import objects
-from tmoe.data.chat_held import CALLS, THOUGHTS, as_python, holds, require_asked, shadow, squeezed, walk
+from tmoe.data.chat_held import CALLS, THOUGHTS, Item, as_python, holds, require_asked, shadow, squeezed, walk
 from tmoe.data.chat_marks import Encoded, Marker
 from tmoe.data.chat_pieces import Piece, Pieces
 from tmoe.data.chat_rows import Conversation, Plain, Sample, parse_messages
@@ -56,7 +56,8 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, strict: bool = False) -> None:
         """strict: whether thoughts, calls and tools that the template leaves out are an error.
 
-        Else `left` has them. What leaves nothing of a turn, or nothing of a message to answer, always is one.
+        Else `left` has them. A turn of which nothing is left, or a message to answer that is left out, always
+        is one.
         """
         self.marker = Marker(tokenizer, template)
         self.template = template
@@ -154,18 +155,24 @@ class Encoder:
 
     def _shadow(self, sample: Conversation) -> tuple[set[int], list[Counter[str]] | None]:
         """Numbers of the strings that conversations of this shape lack, and their texts' marks."""
-        messages, tools, items = shadow(sample.messages, sample.tools)
-        key = json.dumps([messages, sample.turns, tools, sample.more], sort_keys=True, default=str)
+        found = shadow(sample.messages, sample.tools)
+        key = json.dumps([found[:2], sample.turns, sample.more], sort_keys=True, default=str)
         if key not in self._shadows:
-            try:
-                pieces = self._pieces(sample._replace(messages=messages, tools=tools))
-            except DataError:  # it takes some words only; the strings themselves are looked for
-                self._shadows[key] = set(), None
-            else:
-                whole, turns = _shown(pieces)
-                lacks = {n for n, item in enumerate(items) if item.text not in turns.get(item.message, whole)}
-                self._shadows[key] = lacks, [self._marks(piece) for piece in pieces]
+            self._shadows[key] = self._look(sample, found)
         return self._shadows[key]
+
+    def _look(
+        self, sample: Conversation, found: tuple[list[dict], list | None, list[Item]]
+    ) -> tuple[set[int], list[Counter[str]] | None]:
+        """`_shadow` of a shadow that is not known yet."""
+        messages, tools, items = found
+        try:
+            pieces = self._pieces(sample._replace(messages=messages, tools=tools))
+        except DataError:  # it takes some words only; the strings themselves are looked for
+            return set(), None
+        whole, turns = _shown(pieces)
+        lacks = {n for n, item in enumerate(items) if item.text not in turns.get(item.message, whole)}
+        return lacks, [self._marks(piece) for piece in pieces]
 
     def _marks(self, piece: Piece) -> Counter[str]:
         return Counter(self.marker.names.findall(piece.text))
@@ -322,7 +329,7 @@ def turn_ends(
                 raise sequences
             continue
         sequence = sequences[-1]
-        # A line break that {% generation %} holds behind the end is trained, but it ends nothing.
+        # A line break after the end, within {% generation %}, is trained, but it ends nothing.
         found += [one for one in sequence.ids[sequence.trained].tolist() if one in special][-1:]
     if not found:
         raise DataError("the chat template ends no turn with a special token, so no answer would ever end")

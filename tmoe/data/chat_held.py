@@ -93,7 +93,7 @@ def _call(i: int, call: dict[str, Any], replace: Replace, items: list[Item]) -> 
 
 
 def _tool(tool: Any, replace: Replace, items: list[Item]) -> Any:
-    """Names and descriptions: templates write types in words of their own."""
+    """A copy, and names and descriptions: each template has other words for types."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict):
         return tool
@@ -186,6 +186,6 @@ def as_python(value: Any, text: str) -> Any:
 
 
 def tell(left: Counter[str], source: str) -> str:
-    """What a template leaves out, of how many rows; "" for nothing. left: rows by field."""
+    """The sentence on what a template leaves out; "" for nothing. left: number of rows by field."""
     parts = [f"{field} in {count:,} row{'s' * (count > 1)}" for field, count in sorted(left.items())]
     return f"left out by the chat template ({source}): {', '.join(parts)}" if parts else ""

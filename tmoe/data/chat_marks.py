@@ -44,13 +44,12 @@ class Marker:
         longest_first = sorted((text for text in self.special if text), key=len, reverse=True)
         self.names = re.compile("|".join(map(re.escape, [*longest_first, OPEN, CLOSE])))
         known = {*self.special, *words}
-        paired = {text for text in known if text.replace("</", "<", 1) in known - {text}}
-        self.closers = paired - {tokenizer.decode([tokenizer.eos])}
-        """special tokens that end a part of a turn, as </tool_call>, which <tool_call> begins"""
-
+        tags = {text for text in known if text.replace("</", "<", 1) in known - {text}}
+        self.closers = {text for text in known if any(one in known - {text} for one in _openers(text))}
+        """tokens that end a part of a turn, as </tool_call>, which <tool_call> begins, or the turn itself"""
         shown = _turns(template) if template and words else ""
-        openers = {text.replace("</", "<", 1) for text in paired}
-        turns = [text for text in words if text in shown and text not in paired | openers]
+        tags |= {text.replace("</", "<", 1) for text in tags}
+        turns = [text for text in words if text in shown and text not in tags]
         forged = sorted((text for text in [*self.special, *turns] if text), key=len, reverse=True)
         self.forged = re.compile("|".join(map(re.escape, [*forged, OPEN, CLOSE])))
         """what no string of a row may hold: special tokens, and the words by which turns begin"""
@@ -83,6 +82,13 @@ class Marker:
                     shown = start + (place.removeprefix(".") if start.endswith(" ") else place)
                     mark = f"{found.group()!r}, which the tokenizer would take for a mark of its own"
                     raise DataError(f"{shown} holds {mark}")
+
+
+def _openers(closer: str) -> list[str]:
+    """Tokens that may begin the part that this one ends: <x> for </x>, <|x> for <x|>, x_begin for x_end."""
+    bar = re.fullmatch(r"<([^|]+)\|>", closer)
+    found = [closer.replace("</", "<", 1), closer.replace("end", "begin")]
+    return found + ([f"<|{bar.group(1)}>"] if bar else [])
 
 
 def _turns(template: ChatTemplate) -> str:

@@ -16,8 +16,11 @@ from tmoe.data.chat_spelling import Speller
 from tmoe.data.chat_template import ChatTemplate
 from tmoe.data.tokenizer import DataError
 
-# What ends a generation prompt that opens a thought: <think>, <seed:think>, [THINK].
+# The end of a generation prompt that opens a thought: <think>, <seed:think>, [THINK].
 OPENED = re.compile(r"(<(\w[\w:]*)>|\[([A-Z]+)\])(\n*)\Z")
+
+
+SHORT = [dict(role="user", content="?"), dict(role="assistant", content="?")]
 
 
 class Piece(NamedTuple):
@@ -48,7 +51,7 @@ class Pieces:
         return self._by_tags(sample) if self.template.marks else self._by_prefixes(sample)
 
     def _by_tags(self, sample: Conversation) -> list[Piece]:
-        """What {% generation %} says of each turn as it is when it is last."""
+        """The parts of each turn, shown as the last one, that {% generation %} names."""
         messages, _, tools, more = sample
         texts: dict[int, str] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
@@ -58,7 +61,7 @@ class Pieces:
             behind = len(before) if texts[i].startswith(before) else 0
             found = found[0 if behind else len(earlier) :]
             spans[i] = [(low, high) for low, high in found if low >= behind and low < high]
-            self._require_end(texts[i], spans[i], i)
+            self._require_end(texts[i], spans[i], i, tools, more)
         pieces = []
         left = list(sample.turns)
         while left:
@@ -70,17 +73,19 @@ class Pieces:
             left = [i for i in left if i not in here]
         return pieces[::-1]
 
-    def _require_end(self, text: str, spans: list[tuple[int, int]], i: int) -> None:
+    def _require_end(
+        self, text: str, spans: list[tuple[int, int]], i: int, tools: list | None, more: dict[str, Any]
+    ) -> None:
         """DataError where what is trained of a turn does not end in a special token."""
         if not spans:
             return  # the error is that nothing of it is trained
         low, high = spans[-1]
-        shown = text[low:high].rstrip()
-        ends = [found.group() for found in self.marker.names.finditer(shown) if found.end() == len(shown)]
-        if not ends or ends[-1] in self.marker.closers:
+        end = self._last_mark(text[low:high])
+        if not end or (end in self.marker.closers and end != self._answer_end(tools, more)):
+            shown = text[low:high].rstrip()[-30:]
             raise DataError(
                 f"messages[{i}]: {{% generation %}} of the chat template ({self.template.source}) "
-                f"leaves out the token that ends the turn, so no answer would ever end: {shown[-30:]!r}; put "
+                f"leaves out the token that ends the turn, so no answer would ever end: {shown!r}; put "
                 "it in front of {% endgeneration %}, or name another template with --data.chat-template"
             )
 
@@ -111,14 +116,13 @@ class Pieces:
     def _behind(self, offered: list[str], text: str, messages: list[dict], i: int) -> tuple[str, str]:
         """The prompt that message i is learned after, and the text that ends with it. DataError for none."""
         fitting = [prompt for prompt in offered if text.startswith(prompt)]
-        if not fitting and i and (moved := _moved(offered, text, messages[i - 1])):
-            fitting = [moved[0]]
-            text = moved[0] + moved[1]
         thought = thought_of(messages[i])
         if (not fitting or not holds(squeezed(text), thought)) and (
             opened := _opened(offered, text, thought)
         ):
             return opened
+        if not fitting and i and (moved := self._moved(offered, text, messages[i - 1])):
+            return moved[0], moved[0] + moved[1]
         if not fitting:
             begins = text[_common(text, offered[0]) :][:40]
             raise DataError(
@@ -127,6 +131,27 @@ class Pieces:
                 "does so with --data.chat-template, or one with {% generation %}"
             )
         return max(fitting, key=len), text
+
+    def _moved(self, prompts: list[str], text: str, before: dict[str, Any]) -> tuple[str, str] | None:
+        """A prompt and the turn that `text` ends with, where what stands before the turn is not the prompt.
+
+        gpt-oss drops thoughts before tool calls as soon as there is an answer. The turn is what follows the
+        longest end of the prompt in the text. None where that does not reach back over the message before.
+        """
+        content = before.get("content") or ""
+        found = []
+        for prompt in prompts:
+            low, high = 0, len(prompt)
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if prompt[-middle:] in text else (low, middle - 1)
+            shared = prompt[len(prompt) - low :]
+            message = shared[
+                : max(self.edge(prompt)[1] - len(prompt) + low, 0)
+            ]  # what precedes the last mark
+            if message and any(one in message for one in (content.strip(), json.dumps(content)[1:-1])):
+                found.append((low, prompt, text[text.rindex(shared) + low :]))
+        return max(found)[1:] if found else None
 
     def edge(self, prompt: str) -> tuple[int, int]:
         """Where a prompt ends, and where its last special token begins."""
@@ -141,16 +166,28 @@ class Pieces:
         separator.
         """
         text = self._render(messages, tools, more)[0]
-        shown = text.rstrip()
-        ends = [found for found in self.marker.names.finditer(text) if found.end() == len(shown)]
-        if ends and ends[-1].group() not in self.marker.closers:
+        end = self._last_mark(text)
+        if end and (end not in self.marker.closers or end == self._answer_end(tools, more)):
             return text
         begins = self._following(messages, text, tools, more)
         if begins is None:  # a thought is shown in another way once there is an answer
             call = {name: one for name, one in messages[-1].items() if name == CALLS}
-            short = [dict(role="user", content="?"), dict(role="assistant", content="?") | call]
+            short = [*SHORT[:1], SHORT[1] | call]
             begins = self._following(short, self._render(short, tools, more)[0], tools, more)
         return text + (begins or self.template.special["eos_token"])
+
+    def _last_mark(self, text: str) -> str | None:
+        """The special token that ends a text, but for blanks."""
+        shown = text.rstrip()
+        ends = [found.group() for found in self.marker.names.finditer(shown) if found.end() == len(shown)]
+        return ends[-1] if ends else None
+
+    def _answer_end(self, tools: list | None, more: dict[str, Any]) -> str | None:
+        """The special token that ends a short answer; None where the template writes none."""
+        try:
+            return self._last_mark(self._render(SHORT, tools, more)[0])
+        except DataError:
+            return None
 
     def _following(
         self, messages: list[dict], text: str, tools: list | None, more: dict[str, Any]
@@ -190,7 +227,7 @@ def _opened(prompts: list[str], text: str, thought: str) -> tuple[str, str] | No
     """A prompt that opens a thought, and the text with the thought in it, where the template shows none.
 
     DeepSeek-R1's prompt ends in <think> and a line break, and its turns are shown without their thoughts. A
-    model that answers behind it closes the thought first: so does the turn, with an empty one where the row
+    model that answers it closes the thought first: so does the turn, with an empty one where the row
     has none. None where no prompt does so.
     """
     for prompt in prompts:
@@ -209,25 +246,6 @@ def thought_of(message: dict[str, Any]) -> str:
     """A turn's thought, its own or the one within its text; "" for none."""
     inline = INLINE.fullmatch(message.get("content") or "")
     return message.get(THOUGHTS) or (inline.group(2) if inline else "")
-
-
-def _moved(prompts: list[str], text: str, before: dict[str, Any]) -> tuple[str, str] | None:
-    """A prompt and the turn that `text` ends with, where what stands before the turn is not the prompt.
-
-    gpt-oss drops thoughts before tool calls as soon as there is an answer. The turn is what follows the
-    longest end of the prompt in the text. None where that does not reach back over the message before.
-    """
-    content = before.get("content") or ""
-    found = []
-    for prompt in prompts:
-        low, high = 0, len(prompt)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if prompt[-middle:] in text else (low, middle - 1)
-        shared = prompt[len(prompt) - low :]
-        if low and any(one in shared for one in (content.strip(), json.dumps(content)[1:-1])):
-            found.append((low, prompt, text[text.rindex(shared) + low :]))
-    return max(found)[1:] if found else None
 
 
 def _common(a: str, b: str) -> int:

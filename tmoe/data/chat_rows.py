@@ -168,7 +168,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
 
 
 def _require_meaning(row: dict, where: str, kind: Kind) -> None:
-    """DataError for a field that turns a row's meaning round, or holds what is no text."""
+    """DataError for a field that turns a row's meaning round, or holds anything but text."""
     if kind == "prompt/completion" and "label" in row:
         raise DataError(
             f"{where}: label={row['label']!r}: rows of prompt, completion and label say whether an answer is "
@@ -188,7 +188,7 @@ def _require_meaning(row: dict, where: str, kind: Kind) -> None:
 
 
 def _with_system(row: dict, messages: list[dict], where: str) -> list[dict]:
-    """Messages behind the row's own "system", which LLaMA-Factory's and ToolACE's rows have."""
+    """Messages after the row's own "system", which LLaMA-Factory's and ToolACE's rows have."""
     told = row.get("system")
     if not told:
         return messages

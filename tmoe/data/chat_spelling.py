@@ -1,9 +1,9 @@
 """How a row's messages are spelled for one template: found by rendering a probe in each spelling.
 
 A call's arguments are an object in some rows and JSON in a text in others, as OpenAI writes them; a call's
-missing content is null, "" or absent. Templates read one of these, and turn the others into a text in a text,
-the word None, or nothing. So one call is rendered in every spelling. Of those that show all of it, and not in
-Python's form, an object comes before a text, and of contents the one with the fewest characters around it.
+missing content is null, "" or absent. A template reads one of these. The others become a text in a text, the
+word None, or nothing. So one call is rendered in every spelling. A spelling must show all of it, and not in
+Python's form. An object is preferred to a text, and the content with the fewest characters around it to others.
 
     spell = Speller(template)
     messages = spell(objects(messages), tools)
@@ -22,17 +22,13 @@ from tmoe.data.tokenizer import DataError
 
 ABSENT = object()
 # Letters and digits, nine of them: Mistral's templates refuse other ids.
-ASKED, NAME, ID, KEY, VALUE, ANSWER = (f"z{n:07}z" for n in range(6))
-TOOL = dict(
-    type="function",
-    function=dict(
-        name=NAME, description="z", parameters=dict(type="object", properties={KEY: dict(type="string")})
-    ),
-)
+ASKED, NAME, ID, KEY, VALUE, ANSWER, OTHER = (f"z{n:07}z" for n in range(7))
+PARAMETERS = dict(type="object", properties={OTHER: dict(type="string", description="z")})
+TOOL = dict(type="function", function=dict(name=OTHER, description="z", parameters=PARAMETERS))
 
 
 class Spelling(NamedTuple):
-    """What a template reads."""
+    """The spelling that a template reads."""
 
     text_arguments: bool = False
     """a call's arguments as JSON in a text, not as an object"""
