@@ -3,7 +3,7 @@
 A call's arguments are an object in some rows and JSON in a text in others, as OpenAI writes them; a call's
 missing content is null, "" or absent. A template reads one of these. The others become a text in a text, the
 word None, or nothing. So one call is rendered in every spelling. A spelling must show all of it, and not in
-Python's form. An object is preferred to a text, and the content with the fewest characters around it to others.
+Python's form. An object is preferred to a text, and the content with the fewest characters around it.
 
     spell = Speller(template)
     messages = spell(objects(messages), tools)
