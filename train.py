@@ -28,7 +28,7 @@ from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Dataset, Loader, require_alike
 from tmoe.hf.start import load_weights
-from tmoe.hf.tokenizer import carried_by_start
+from tmoe.hf.tokenizer import carried_by_start, unknown_of
 from tmoe.model.ahead import compile_ahead
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
 from tmoe.model.freeze import freeze, require_matches
@@ -495,8 +495,7 @@ class Trainer:
         for line in self.data.notes:
             note(line)
         if cfg.init and not (self.carried and self.carried.fingerprint):
-            unknown = "its tokenizer is not known, so nothing tells whether the data are of it"
-            note(f"--init={cfg.init}: {unknown}")
+            note(unknown_of(cfg.init))
         for line in self.task.notes(self.facts):
             note(line)
         if not cfg.eval_only:

@@ -17,6 +17,7 @@ from tmoe.generate.load import find
 from tmoe.hf import export_hf, hub, import_hf
 from tmoe.hf.files import INDEX, SINGLE, Folder, is_folder, settings_of
 from tmoe.hf.start import model_of
+from tmoe.hf.tokenizer import unknown_of
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 ADAPTER = dict(peft_type="LORA", base_model_name_or_path="Qwen/Qwen2.5-7B")
@@ -138,3 +139,12 @@ def test_a_cache_of_links_and_a_config_of_few_words(folder, tmp_path):
     export_hf(tmp_path / "step", tmp_path / "back")
     assert files_of(tmp_path / "back") == files_of(folder)
     assert Folder(links).config["torch_dtype"] == "auto"
+
+
+def test_a_tokenizer_in_files_that_are_not_read_is_named(tmp_path):
+    said = unknown_of(str(tmp_path))
+    assert said.endswith("its tokenizer is not known, so nothing tells whether the data are of it")
+    for name in ("merges.txt", "vocab.json", "qwen.tiktoken"):
+        (tmp_path / name).write_text("{}")
+    said = unknown_of(str(tmp_path))
+    assert "of merges.txt, qwen.tiktoken, vocab.json none is read; transformers' AutoTokenizer" in said

@@ -29,6 +29,7 @@ from tmoe.hf.chat import GENERATION, format_of_step
 from tmoe.hf.files import CONFIG, FILE, is_folder
 
 TOKENIZER, MODEL = NAMES
+UNREAD = ("vocab.json", "merges.txt", "vocab.txt", "*.tiktoken", "tiktoken.model", "spiece.model")
 
 
 def carried_by_start(cfg: Config) -> Carried | None:
@@ -50,6 +51,18 @@ def _newest(steps: Path) -> Path | None:
         return next((path for _, path in folders.published(steps)[0]), None)
     except CheckpointError:
         return None  # the resume itself reports what is wrong
+
+
+def unknown_of(init: str) -> str:
+    """What a start says where nothing tells the tokenizer of --init; names its files that are not read."""
+    there = sorted({path.name for name in UNREAD for path in Path(init).glob(name)})
+    said = f"--init={init}: its tokenizer is not known, so nothing tells whether the data are of it"
+    if not there:
+        return said
+    return (
+        f"{said}: of {', '.join(there)} none is read; transformers' AutoTokenizer.from_pretrained(DIR)"
+        f".save_pretrained(DIR) writes {TOKENIZER}, for --data.tokenizer or next to the weights"
+    )
 
 
 class Level(NamedTuple):
