@@ -623,6 +623,13 @@ def test_fms_rows_of_messages_need_no_template(tmp_path):
     assert not out.refused and out.flags["--task"] == ["sft"]
 
 
+def test_fms_rows_of_input_and_output(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"input": "### Input: a", "output": "b"}\n{"input": 1}\n')
+    out = translate("fms", [*FMS, "--training_data_path", str(tmp_path / "rows.jsonl")])
+    assert out.flags["--task"] == ["sft"]
+    assert out.flags["--data.columns"] == ["prompt=input", "completion=output"]
+
+
 def test_fms_finds_the_plugins_of_the_variable_in_front(tmp_path):
     pytest.importorskip("yaml")
     (tmp_path / "moe.yaml").write_text(YAML)

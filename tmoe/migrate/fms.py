@@ -287,6 +287,9 @@ def _data(given: Given, plugins: Given, out: Outcome) -> None:
         out.set("--task", "sft")
         out.flags.pop("--data.text-field", None)
         out.notes.append("rows of messages: --task sft trains what the assistant says, wherever it is marked")
+    elif _holds(paths, "input", "output") and not given.has("--dataset_text_field"):
+        out.set("--task", "sft")
+        out.set("--data.columns", "prompt=input", "completion=output")
     elif given.has("--response_template"):
         out.refuse(f"--response_template={given.text('--response_template')}", RECIPE)
     free = plugins.has("training.attention.padding_free.method") or given.has("--padding_free")
@@ -297,16 +300,26 @@ def _data(given: Given, plugins: Given, out: Outcome) -> None:
 
 
 def _is_chat(given: Given, paths: list[str]) -> bool:
-    """Whether the rows are conversations, by flags that go with them or by the first row of a file."""
+    """Whether the rows are conversations, by flags that go with them or by the first row."""
     flags = "--instruction_template", "--dataset_conversation_field", "--chat_template"
     if any(map(given.has, flags)):
         return True
+    return any(_holds(paths, field) for field in CHAT)
+
+
+def _holds(paths: list[str], *fields: str) -> bool:
+    """Whether the first row of the first file, where it is here, has these fields."""
     try:
         with Path(paths[0]).open() as file:
             text = file.read(2**16)
     except (OSError, UnicodeDecodeError, IndexError):
         return False
-    return bool(re.match(r"\s*(\[\s*)?\{[^{}\[\]]*\"(messages|conversations)\"\s*:\s*\[", text))
+    row = re.match(r"\s*(?:\[\s*)?(\{.*)", text, re.S)
+    try:
+        found, _ = json.JSONDecoder().raw_decode(row[1]) if row else ({}, 0)
+    except ValueError:
+        return False
+    return all(field in found for field in fields)
 
 
 def _length(given: Given, out: Outcome) -> None:
