@@ -16,8 +16,10 @@ from tmoe.checkpoint.checkpoints import Checkpoints
 
 
 def store(folder, keep=2, begin=0, mode="sync", keep_best=True, **config) -> Checkpoints:
-    """The checkpoints of a process that continues after the step `begin`."""
-    made = Checkpoints(folder, keep=keep, mode=mode, keep_best=keep_best, info=dict(config=config))
+    """The checkpoints of a process of the run `folder` that continues after the step `begin`."""
+    made = Checkpoints(
+        folder / "checkpoints", keep=keep, mode=mode, keep_best=keep_best, info=dict(config=config)
+    )
     made.begin(begin)
     return made
 
@@ -33,6 +35,7 @@ def save(made, losses: dict[int, float | None]) -> list[int]:
 
 
 def there(folder) -> list[int]:
+    """The steps of a checkpoints folder."""
     names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
     return sorted(int(name) for name in names if name.isdigit())
 
@@ -41,12 +44,12 @@ def there(folder) -> list[int]:
 def test_the_best_step_stays_beside_the_newest(tmp_path, mode):
     made = store(tmp_path, mode=mode)
     assert save(made, {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0}) == [2, 3, 4]
-    assert made.take_best() == tmp_path / "step-2" and made.take_best() is None
+    assert made.take_best() == tmp_path / "checkpoints/step-2" and made.take_best() is None
     assert save(made, {5: None, 6: float("nan")}) == [2, 5, 6]
     # a better one takes the place of step 2 with the next save, or with `retain`
     assert save(made, {7: 0.5}) == [2, 6, 7]
     made.retain()
-    assert there(tmp_path) == [6, 7] and made.best == tmp_path / "step-7"
+    assert there(made.folder) == [6, 7] and made.best == made.folder / "step-7"
     assert save(made, {8: 0.5, 9: 0.5, 10: 0.5}) == [7, 9, 10], "of equals the first"
 
 
@@ -81,23 +84,22 @@ def test_a_resumed_run_knows_its_best_step(tmp_path):
 def test_what_a_user_put_beside_the_steps_stays(tmp_path):
     made = store(tmp_path, keep=1)
     save(made, {1: 1.0})
-    shutil.copytree(tmp_path / "step-1", tmp_path / "mine")
-    shutil.copytree(tmp_path / "step-1", tmp_path / "step-1-good")
+    steps = made.folder
+    shutil.copytree(steps / "step-1", steps / "mine")
+    shutil.copytree(steps / "step-1", steps / "step-1-good")
     save(made, {2: 0.5, 3: 2.0, 4: 2.0})
-    assert there(tmp_path / "none") == [] and {path.name for path in tmp_path.iterdir()} == {
-        *("mine", "step-1-good", "step-2", "step-4", "validations.json")
-    }
+    assert {path.name for path in steps.iterdir()} == {"mine", "step-1-good", "step-2", "step-4"}
 
 
 def test_inspect_lists_a_runs_steps(tmp_path, capsys):
-    save(store(tmp_path / "checkpoints", keep=0, task="sft"), {1: 1.0, 2: 0.25, 3: None})
+    save(store(tmp_path, keep=0, task="sft"), {1: 1.0, 2: 0.25, 3: None})
     tools.main(["inspect", str(tmp_path)])
     newest, best, first = capsys.readouterr().out.splitlines()
     assert newest.startswith(f"{tmp_path / 'checkpoints/step-3'}  24 tokens  20") and "valid" not in newest
     assert best.startswith(f"{tmp_path / 'checkpoints/step-2'}  16 tokens  20")
     assert best.endswith("  validation loss 0.2500  best") and first.endswith("  validation loss 1.0000")
     # minus the loss is the mean reward
-    save(store(tmp_path / "g/checkpoints", keep=0, task="grpo"), {1: -0.5, 2: -0.75})
+    save(store(tmp_path / "g", keep=0, task="grpo"), {1: -0.5, 2: -0.75})
     tools.main(["inspect", str(tmp_path / "g/checkpoints")])
     best, first = capsys.readouterr().out.splitlines()
     assert best.endswith("  validation reward 0.7500  best") and first.endswith("  validation reward 0.5000")
@@ -112,7 +114,7 @@ def steps_of_ranks(rank, world, folder):
 def test_a_run_of_two_ranks_keeps_its_best_step(tmp_path, gloo):
     """A rate that is far too high: a later validation is worse than the best."""
     assert gloo(2, steps_of_ranks, tmp_path / "steps") == [{1: 2.0, 2: 1.0, 3: 3.0, 4: 3.0}] * 2
-    assert there(tmp_path / "steps") == [2, 4]
+    assert there(tmp_path / "steps/checkpoints") == [2, 4]
     out = tmp_path / "run"
     flags = [
         *SMALL,

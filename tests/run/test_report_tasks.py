@@ -106,6 +106,13 @@ def test_preferences_show_margin_and_accuracy(tmp_path):
     assert list(lines_of(found["Loss, DPO (sigmoid)"])) == ["training, smoothed", "validation"]
 
 
+def test_kto_has_completions_in_place_of_pairs(tmp_path):
+    settings = dict(task="preference", preference=PreferenceConfig(loss="kto"))
+    found = pictures(drawn(tmp_path, OF_PAIRS, **settings))
+    titles = "Loss, kto", "Margin of rewards, desirable less undesirable"
+    assert found.keys() >= {*titles, "Accuracy: share of completions on their side of the baseline"}
+
+
 @pytest.mark.parametrize("task", ["pretrain", "preference", "grpo"])
 def test_no_legend_covers_a_line(tmp_path, task):
     """In the picture's own pixels: every value of every line lies below its legend."""

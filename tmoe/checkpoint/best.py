@@ -1,4 +1,4 @@
-"""The validation losses of saved steps, in checkpoints/validations.json, and which step has the lowest.
+"""The validation losses of saved steps, in a run folder's validations.json, and which step has the lowest.
 
 A step's own manifest cannot hold its loss: it is written before the validation.
 
@@ -31,20 +31,26 @@ def best_of(losses: Mapping[int, float], steps: Iterable[Path]) -> Path | None:
 
 
 def read_losses(folder: Path) -> dict[int, float]:
-    """Step to validation loss of a checkpoints folder; empty where no such file is, or none is readable."""
+    """Step to validation loss of a checkpoints folder; empty without a file that can be read."""
     try:
-        told = json.loads((folder / NAME).read_text())["val_loss"]
+        told = json.loads(_file(folder).read_text())["val_loss"]
         return {int(step): float(loss) for step, loss in told.items() if fits(loss, float)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 
 def write_losses(folder: Path, losses: Mapping[int, float]) -> None:
-    """Replaces the file, also before the folder has a step. A failure is a warning: no step is lost."""
+    """Replaces the file of a checkpoints folder. A failure is a warning: no step is lost by it."""
+    path = _file(folder)
     told = {str(step): loss for step, loss in sorted(losses.items())}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(folder / NAME) as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as file:
             file.write(json.dumps(dict(val_loss=told), indent=2) + "\n")
     except OSError as error:
-        log.warning("%s could not be written: %s", folder / NAME, error)
+        log.warning("%s could not be written: %s", path, error)
+
+
+def _file(folder: Path) -> Path:
+    """The file next to a checkpoints folder, which itself holds steps alone."""
+    return folder.absolute().parent / NAME

@@ -180,6 +180,8 @@ def paint(run: Run) -> Figure:
             PAINTERS[name](axis, run)
         else:
             draw_curves(axis, run, PICTURES[name])
+            if name in OF_KTO and loss_of(run) == "kto":
+                axis.set_title(OF_KTO[name], loc="left")
         dress(axis, run)
     return figure
 
@@ -282,10 +284,15 @@ def draw_loss(axis: Axes, run: Run) -> None:
     legend(axis)
 
 
+def loss_of(run: Run) -> str | None:
+    """The name of a preference's or a policy's loss."""
+    task = kind(run)
+    return run.config.get("config", {}).get(task, {}).get("loss") if task in ("preference", "grpo") else None
+
+
 def title_of_loss(run: Run) -> str:
     """Name and unit of the loss that the task minimises."""
-    config, task = run.config.get("config", {}), kind(run)
-    name = config.get(task, {}).get("loss") if task in ("preference", "grpo") else None
+    config, task, name = run.config.get("config", {}), kind(run), loss_of(run)
     if task == "grpo":
         return f"Loss of the policy{f', {name}' if name else ''}"
     if task == "preference":
@@ -464,4 +471,8 @@ PICTURES = dict(
         validation="val_rewards/accuracy",
         top=1.0,
     ),
+)
+OF_KTO = dict(
+    margin="Margin of rewards, desirable less undesirable",
+    accuracy="Accuracy: share of completions on their side of the baseline",
 )
