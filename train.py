@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 train.py qwen3-30b-a3b --parallel.ep 8 --data.path shards/
     python train.py qwen3-30b-a3b --dry-run --world 64 --parallel.ep 8    what each of 64 GPUs would hold
     python train.py runs/tiny --steps 400                                 a run goes on with its settings
-    python train.py --help                                                every field
+    python train.py --task sft --help                                     the usual settings of a task
 
 next: tmoe/data/dataset.py, tmoe/model/transformer.py
 """

@@ -64,6 +64,25 @@ def test_train_is_that_of_the_folder(monkeypatch, tmp_path, ran):
     assert len(ran) == 1
 
 
+def test_help_has_a_line_for_each_command(monkeypatch, capsys):
+    assert call(monkeypatch, "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, line in zip(("train", *command.MODULES), lines[2:], strict=True):
+        assert line.startswith(f"  tmoe {name} ") and len(line.split()) > 5
+
+
+@pytest.mark.parametrize("name", command.MODULES)
+def test_each_command_has_help(monkeypatch, capsys, name):
+    assert call(monkeypatch, name, "--help") in (0, None)
+    assert len(capsys.readouterr().out.splitlines()) > 3
+
+
+def test_train_has_help_where_no_train_py_is(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "train", "--task", "sft", "--help") == 0
+    assert "The settings most used with --task sft" in capsys.readouterr().out
+
+
 def test_other_words(monkeypatch, capsys):
     assert call(monkeypatch) == 2 and call(monkeypatch, "--help") == 0
     assert capsys.readouterr().out.count("usage: tmoe {train,checkpoint,") == 2

@@ -13,18 +13,22 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 
-MODULES = (
-    "checkpoint",
-    "data",
-    "generate",
-    "hf",
-    "migrate",
-    "report",
-    "rollouts",
-    "routing",
-    "upcycle",
-    "warmup",
-)
+from tmoe.front import end
+
+# A command, and what it does.
+MODULES = {
+    "checkpoint": "shows, verifies, reshards and averages step folders",
+    "data": "turns text into token shards, and shows chat rows as they are trained on",
+    "generate": "continues a text, answers in a chat, or works through a file of prompts",
+    "hf": "imports and exports Hugging Face folders",
+    "migrate": "turns a command of Megatron-LM, Tutel or fms-acceleration into one of tmoe",
+    "report": "draws a run's report.png from its metrics",
+    "rollouts": "shows the answers of a run with --task grpo",
+    "routing": "draws and compares how evenly the experts of runs are used",
+    "upcycle": "makes a Mixture-of-Experts model of a dense one",
+    "warmup": "compiles the kernels of presets beforehand",
+}
+TRAIN = "trains, finetunes and evaluates: train.py of this folder"
 
 
 def main() -> None:
@@ -38,12 +42,12 @@ def main() -> None:
         train()
     usage = f"usage: tmoe {{{','.join(('train', *MODULES))}}} ...  (each has --help)"
     if name in ("", "-h", "--help"):
-        print(usage)
+        lines = [f"  tmoe {command:<11} {does}" for command, does in (("train", TRAIN), *MODULES.items())]
+        print("\n".join([usage, "", *lines]))
         sys.exit(0 if name else 2)
     near = get_close_matches(name, ("train", *MODULES), 1)
-    hint = f"did you mean tmoe {near[0]}?\n" if near else ""
-    print(f"error: tmoe {name}: no such command; {hint}{usage}", file=sys.stderr)
-    sys.exit(2)
+    hint = f"did you mean tmoe {near[0]}?" if near else f"valid: {', '.join(('train', *MODULES))}"
+    end(f"tmoe {name}: no such command; {hint}")
 
 
 def train() -> None:
@@ -53,6 +57,10 @@ def train() -> None:
         ours = "from tmoe" in entry.read_text()
     except (OSError, ValueError):
         ours = False
+    if not ours and {"-h", "--help", "--help-all"} & set(sys.argv[2:]):
+        from tmoe.run.cli import parse  # 1 s, which no other command needs
+
+        parse(sys.argv[2:], "")
     if not ours:
         where = "it is a file of tmoe's checkout, to read and to change: go there, or copy it here"
         sys.exit(f"error: tmoe train: no train.py of tmoe in {Path.cwd()}; {where}")

@@ -149,7 +149,7 @@ def _refusal(
 ) -> ConfigError:
     """The error of an event of tyro's: which word is wrong, and what is valid."""
     kind = type(event).__name__
-    shows = f"{event.prog} --help shows all"
+    shows = f"{event.prog} {'--help-all' if '--help-all' in flags else '--help'} shows all"
     if kind == "UnrecognizedArgs":
         return ConfigError(unexpected(event.tokens, flags, shows, hint))
     if kind == "MissingArgs":

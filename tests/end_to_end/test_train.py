@@ -491,7 +491,7 @@ def runtime_compiler_cache_clear() -> None:
 
 def test_help_documents_every_field(capsys):
     with pytest.raises(SystemExit):
-        parse(["--help"], train.__doc__)
+        parse(["--help-all"], train.__doc__)
     text = capsys.readouterr().out
     flags = re.findall(r"--[a-z][a-z.-]+", text)
     always = "--out --steps --train.batch --train.seq --train.accumulate --parallel.dp --parallel.ep"

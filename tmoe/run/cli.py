@@ -29,6 +29,7 @@ from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run import last_line
 from tmoe.run.flags import flags_of_settings, require_known, require_task
+from tmoe.run.help import PAGES, page
 from tmoe.run.memory import padding
 from tmoe.run.settings import Source, commit_in_cache, model_at, pinned, read_settings, start_of
 from tmoe.run.unread import require_read, unread
@@ -156,6 +157,13 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
     require_known(source.rest, Config)
     words = spell_booleans(source.rest)
     typed = flags_in(words)
+    if "--help" in typed or "-h" in words:
+        task = front.value_of(words, "--task") or source.cfg.task
+        require_task(task)
+        print(page(source.cfg, task if task in PAGES else "pretrain", name or "--init's model"))
+        raise SystemExit(0)
+    if "--help-all" in typed:
+        words = ["--help"]
     untyped = {name: place for name, place in source.places.items() if flag_of(name) not in typed}
     front.remember({flag_of(name): (value_at(source.cfg, name), place) for name, place in untyped.items()})
     require_task(front.value_of(words, "--task"))
@@ -165,7 +173,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         Config,
         f"train.py {name}".rstrip(),
         words,
-        known=[flag for flag, _ in flags_of_settings(Config)],
+        known=[*(flag for flag, _ in flags_of_settings(Config)), "--help-all"],
         hint=lambda word: misplaced(word, argv),
         description=text,
         default=source.cfg,

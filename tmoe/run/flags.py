@@ -141,7 +141,7 @@ def require_known(words: list[str], config: type) -> None:
     known = [flag for flag, _ in flags_of_settings(config)]
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
-        if not flag.startswith("--") or flag in ("--", "--help") or flag.startswith("--tyro-"):
+        if not flag.startswith("--") or flag in ("--", "--help", "--help-all") or flag.startswith("--tyro-"):
             continue
         section, dot, last = flag[2:].rpartition(".")
         if flag not in known and f"--{section}{dot}{last.removeprefix('no-')}" not in known:
@@ -149,7 +149,7 @@ def require_known(words: list[str], config: type) -> None:
             exact = any(one.rpartition(".")[2].removeprefix("--") == last for one in meant)
             if (answer := wish(flag)) and not (exact or is_synonym(last)):
                 raise ConfigError(f"{word.partition('=')[0]}: no such flag; {answer}")
-            hint = f"did you mean {' or '.join(meant)}?" if meant else "train.py --help shows all"
+            hint = f"did you mean {' or '.join(meant)}?" if meant else "train.py --help-all shows all"
             raise ConfigError(f"{word.partition('=')[0]}: no such flag; {hint}")
 
 
