@@ -119,17 +119,27 @@ def one_step(trainer: train.Trainer) -> list[float]:
 
 
 def assert_as_alone(
-    gloo, data: Path, out: Path, world: int, layouts: list[str], tasks=tuple(TASKS), layers: str = "1"
+    gloo,
+    data: Path,
+    out: Path,
+    world: int,
+    layouts: list[str],
+    tasks=tuple(TASKS),
+    both: str = "",
+    alone: str = "--train.batch 4",
 ) -> None:
-    """layouts: flags, with --train.batch and --train.accumulate for four rows a step."""
+    """layouts: flags, with --train.batch and --train.accumulate for four rows a step.
+
+    both: further flags. alone: those of one process, as many micro-batches: the loss `global` counts them.
+    """
     cases = [(task, more) for task in tasks for more in TASKS[task]]
 
     def runs(name: str, flags: str) -> list[tuple[str, list[list[str]]]]:
-        more = [*flags.split(), "--model.layers", layers]
+        more = [*flags.split(), *both.split()]
         made = {task: [words(data, task, loss, *more) for loss in TASKS[task]] for task in tasks}
         return [(f"{name}-{task}", losses) for task, losses in made.items()]
 
-    (want,) = gloo(1, several, str(out), runs("alone", "--train.batch 4"))
+    (want,) = gloo(1, several, str(out), runs("alone", alone))
     made = [run for n, flags in enumerate(layouts) for run in runs(str(n), flags)]
     for found in gloo(world, several, str(out), made):
         for i, got in enumerate(found):
@@ -175,4 +185,5 @@ def test_every_axis(data, tmp_path, gloo, world, flags):
 @pytest.mark.slow
 def test_stages_of_two_readers_of_two_ranks_each(data, tmp_path, gloo):
     layouts = [f"--parallel.pp 2 {flags} --train.batch 1 --train.accumulate 2" for flags in DIVIDED[:2]]
-    assert_as_alone(gloo, data, tmp_path, 8, layouts, ("pretrain", "sft", "preference"), "2")
+    tasks, two = ("pretrain", "sft", "preference"), "--train.batch 2 --train.accumulate 2"
+    assert_as_alone(gloo, data, tmp_path, 8, layouts, tasks, "--model.layers 2", two)
