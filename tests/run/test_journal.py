@@ -62,8 +62,6 @@ def halves(rank: int, world: int, how: str) -> str:
                 dist.all_reduce(torch.ones(2), group=mine)
             if how == "skips" and rank == 3:
                 pass
-            elif how == "sizes" and rank == 2:
-                dist.all_to_all_single(torch.ones(2), torch.ones(2), group=mine)
             elif how == "kinds" and rank == 0 and step:
                 dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX, group=mine)
             else:
