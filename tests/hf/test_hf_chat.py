@@ -25,12 +25,14 @@ import train
 from tmoe import hf
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, write_manifest
+from tmoe.config.run import DataConfig
 from tmoe.data.chat import chat_prompt
-from tmoe.data.chat_choice import format_of
+from tmoe.data.chat_choice import choose_template, format_of
 from tmoe.data.chat_format import TOOLS_FILE, ChatFormat, templates_in
 from tmoe.data.chat_template import BUILT_IN, load_template
 from tmoe.data.convert import convert
-from tmoe.data.tokenizer import JsonTokenizer, TokenizerFiles, load_tokenizer
+from tmoe.data.dataset import _choose_tokenizer
+from tmoe.data.tokenizer import DataError, JsonTokenizer, TokenizerFiles, load_tokenizer
 from tmoe.generate.load import load
 from tmoe.hf.chat import with_chat
 from tmoe.hf.tokenizer import carried_by
@@ -97,7 +99,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_template_of_a_run_goes_where_its_weights_go(gloo, base: Path, tmp_path: Path):
+def test_the_template_of_a_run_goes_where_its_weights_go(gloo, base: Path, tmp_path: Path, capsys):
     at = tmp_path
     sft = [*SHORT, "--task", "sft", "--data.path", str(at / "chat.jsonl")]
     pairs = [*SHORT, "--task", "preference", "--data.path", str(at / "pairs.jsonl")]
@@ -143,6 +145,9 @@ def test_the_template_of_a_run_goes_where_its_weights_go(gloo, base: Path, tmp_p
     # what is written of it: resharded weights, a preference run
     offline.main(["reshard", str(step), str(at / "weights"), "--world", "2", "--only", "model"])
     offline.main(["average", str(step), str(at / "b/checkpoints/step-1"), str(at / "mean")])
+    assert "conversations are written" not in capsys.readouterr().out
+    offline.main(["average", str(step), str(at / "e/checkpoints/step-1"), str(at / "both")])
+    assert f"conversations are written as in {step}; another way" in capsys.readouterr().out
     for name, one in dict(x=step, y=at / "c/checkpoints/step-1", z=at / "weights", m=at / "mean").items():
         hf.export_hf(one, at / name)
         assert text_by_transformers(at / name) == BY_MINE, name
@@ -153,6 +158,23 @@ def test_the_template_of_a_run_goes_where_its_weights_go(gloo, base: Path, tmp_p
     hf.import_hf(at / "x", at / "import")
     hf.export_hf(at / "import", at / "back")
     assert others_of(at / "back") == again
+
+
+def test_a_tokenizer_of_another_folder_brings_no_template(base: Path, tmp_path: Path):
+    """The weights' own holds, and a line says so; a named file that is gone is an error that names theirs."""
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(base / "tokenizer.json", other)
+    shutil.copy(base / "tokenizer_config.json", other)  # whose template is another
+    carried = carried_by(base)
+    theirs = (base / "chat_template.jinja").read_text()
+    for cfg, notes in ((DataConfig(tokenizer=str(other)), 1), (DataConfig(), 0)):
+        chosen = choose_template(cfg, _choose_tokenizer(cfg.tokenizer, carried), carried)
+        assert chosen.template.text == theirs and len(chosen.notes) == notes
+        assert not notes or f"--data.tokenizer={other}: the template there is not used" in chosen.notes[0]
+    cfg = DataConfig(chat_template=str(tmp_path / "none.jinja"))
+    with pytest.raises(DataError, match=r"none\.jinja: no such file; valid: .*base/chat_template\.jinja"):
+        choose_template(cfg, _choose_tokenizer("auto", carried), carried)
 
 
 def test_an_import_comes_back_as_it_was_and_keeps_its_template_without_files(base: Path, tmp_path: Path):
