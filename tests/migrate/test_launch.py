@@ -35,6 +35,8 @@ LINES = [
     ("torchrun --nproc-per-node gpu pretrain_gpt.py --x", GPT, None, None),
     ("torchrun --nnodes 1:4 --nproc-per-node 8 pretrain_gpt.py --x", GPT, None, 8),
     ("WORLD_SIZE=4 python pretrain_gpt.py --x", GPT, 4, None),
+    ("cd a && export B=1; torchrun --nproc_per_node 4 pretrain_gpt.py --x 2>&1 | tee log", GPT, 4, 4),
+    ("nohup torchrun \\\n --nproc_per_node 4 pretrain_gpt.py \\\n --x > log &", GPT, 4, 4),
     ("--x", "", None, None),
 ]  # fmt: skip
 

@@ -35,6 +35,8 @@ LAUNCHERS = (
 )
 LAUNCHERS = {*LAUNCHERS.split(), "jsrun", "aprun", "flux", "horovodrun", "ibrun"}
 TAKES_MODULE = {"python", "torchrun", "accelerate", "deepspeed", "tutel"}
+ENDS = {";", "&&", "||"}  # of a command, in a line of a shell
+PIPED = re.compile(r"\|&?$|&$|[012&]?>")
 SHELLS = {"bash", "sh", "zsh"}
 # Options that set a variable, `-x NAME=VALUE` or `-genv NAME VALUE`, by the launcher that has them.
 SETS = {"-x", "-genv", "-env", "--env", "-e", "--export", "-export"}
@@ -73,7 +75,7 @@ def read(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launc
 
     environ: where the value of a variable is looked up that a launcher hands on by its name (`-x NAME`).
     """
-    words = _unwrapped(list(words))
+    words = _command(_unwrapped([word for word in words if word.strip(" \t\n\\")]))
     found = Launch(words)
     end = _program(words)
     if not end:
@@ -109,6 +111,26 @@ def _unwrapped(words: list[str]) -> list[str]:
         if word in ("-c", "-lc") and words[i - 1].rpartition("/")[2] in SHELLS:
             return [*words[: i - 1], *_split(words[i + 1]), *words[i + 2 :]]
     return words
+
+
+def _command(words: list[str]) -> list[str]:
+    """The one command of a shell's line that starts a program, without pipes and redirections after it.
+
+    Variables that commands in front of it export are put in front of it.
+    """
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word in ENDS or word.endswith(";"):
+            parts[-1] += [word[:-1]] if word.endswith(";") and word != ";" else []
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    at = next((i for i, part in enumerate(parts) if _program(part)), None)
+    if at is None:
+        return words
+    exported = [word for part in parts[:at] if part[:1] == ["export"] for word in part[1:]]
+    own = parts[at]
+    return [*exported, *own[: next((i for i, word in enumerate(own) if PIPED.match(word)), len(own))]]
 
 
 def _split(text: str) -> list[str]:

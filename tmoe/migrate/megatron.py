@@ -408,7 +408,10 @@ def _train(given: Given, out: Outcome) -> None:
     if not (given.has("--train-iters") or given.has("--train-samples") or given.has("--skip-train")):
         out.reject("--train-iters", "missing; Megatron needs it or --train-samples")
     out.set("--steps", steps)
-    lr = given.number("--lr", 1.0, 1e-30)
+    lr = given.number("--lr", 1.0)
+    if lr <= 0:
+        out.reject(f"--lr={given.text('--lr')}", "must be above 0")
+        lr = 1.0
     out.set("--optim.min-lr", given.number("--min-lr", 0.0) / lr)
     _schedule(given, out, steps, batch)
     out.set("--optim.weight-decay", given.number("--weight-decay", 0.01))
