@@ -31,8 +31,8 @@ def download(
 ) -> Path:
     """The folder in the cache that holds a repository's files of these patterns.
 
-    Downloads what the cache lacks, with a progress bar: one process of a machine at a time. The others wait
-    for its files.
+    Missing files are downloaded with a progress bar, by one process of a machine. Other processes wait for
+    its files.
     ConfigError, in one line, where the hub has no such repository or does not answer and the cache lacks it.
     """
     import huggingface_hub
@@ -64,7 +64,7 @@ def folder_name(name: str, kind: Kind) -> str:
 
 
 def fetch(name: str, kind: Kind = "model") -> str:
-    """What to type where the hub can be reached."""
+    """The command to type where the hub can be reached."""
     what = name if kind == "model" else f"{name} --repo-type dataset"
     return (
         f"where the hub can be reached: hf download {what}, or hf download {what} --local-dir {name} "

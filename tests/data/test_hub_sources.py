@@ -221,8 +221,9 @@ def test_columns_that_are_not_there_are_named(tmp_path: Path, jsonl: Path):
         list(data(path, columns=("text=boyd",), skip_malformed=99).sources)
     assert next(iter(read_documents(str(jsonl)))).text  # which has the column that is asked for
     (tmp_path / "b.txt").write_text("text")
-    with pytest.raises(DataError, match=r"b\.txt: is plain text, which has no columns"):
-        data(tmp_path / "b.txt", columns=("text=body",))
+    for source in (tmp_path / "b.txt", "stdlib"):
+        with pytest.raises(DataError, match=f"{source}: is plain text, which has no columns"):
+            data(source, columns=("text=body",))
     for wrong in (("text",), ("text=",), ("=body",), ("text=a", "text=b")):
         with pytest.raises(ConfigError, match=r"--data.columns=.*: must be OURS=THEIRS"):
             DataConfig(columns=wrong)

@@ -99,7 +99,7 @@ def test_a_tokenizer_that_is_a_pointer(tmp_path, name):
 
 
 def test_byte_order_marks_are_skipped(folder, tmp_path):
-    """As some editors write them; an export brings the bytes back."""
+    """Some editors write them; an export brings the bytes back."""
     for name in ("config.json", INDEX, "generation_config.json"):
         (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
     assert is_folder(folder) and settings_of(folder)["model_type"] == "qwen2"

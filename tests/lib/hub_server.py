@@ -83,7 +83,7 @@ def etag(content: bytes) -> str:
 
 
 def forget():
-    """What this process remembers of the hub."""
+    """Empties what this process remembers of the hub."""
     hub._download.cache_clear()
     data_hub.listing.cache_clear()
     data_hub._downloaded.cache_clear()

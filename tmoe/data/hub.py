@@ -55,7 +55,7 @@ Configs = dict[str, dict[str, list[str]]]  # config -> split -> files
 
 
 class Wanted(NamedTuple):
-    """What a source of the hub names."""
+    """The parts of a source of the hub."""
 
     name: str
     revision: str | None
@@ -75,7 +75,7 @@ def parse(spec: str) -> Wanted:
 def pinned(spec: str) -> str:
     """The source with the commit that the hub has now in place of a branch, a tag or nothing.
 
-    A weight behind it stays. Other sources stay as they are. DataError where the hub does not say.
+    A weight at its end stays. Other sources stay as they are. DataError where the hub does not say.
     """
     if not spec.startswith(PREFIX):
         return spec
@@ -151,7 +151,7 @@ def _kept(name: str, revision: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def _cached(name: str, revision: str) -> tuple[str, tuple[str, ...]] | None:
-    """What huggingface_hub's cache holds of a revision that another program downloaded."""
+    """A listing by huggingface_hub's cache, of a revision that another program downloaded."""
     ref = _snapshot(name, "").parent / "refs" / revision
     commit = ref.read_text().strip() if ref.is_file() else revision
     folder = _snapshot(name, commit)

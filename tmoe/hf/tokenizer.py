@@ -54,7 +54,7 @@ def _newest(steps: Path) -> Path | None:
 
 
 def unknown_of(init: str) -> str:
-    """What a start says where nothing tells the tokenizer of --init; names its files that are not read."""
+    """The note of a start whose --init has no known tokenizer; names tokenizer files that are not read."""
     there = sorted({path.name for name in UNREAD for path in Path(init).glob(name)})
     said = f"--init={init}: its tokenizer is not known, so nothing tells whether the data are of it"
     if not there:
