@@ -260,8 +260,10 @@ TRAINED = dict(
     phi3="4.<|end|>\n<|im_end|>",
     phi3_5="4.<|end|>\n<|im_end|>",
     qwen3_8="\n</think>\n\n4.<|im_end|>",
+    deepseekv3="\n</think>\n\n4.<｜end▁of▁sentence｜>",
+    deepseek_r1_distill="\n</think>\n\n4.<｜end▁of▁sentence｜>",
 )
-REFUSED = {"deepseekv3", "deepseek_r1_distill", "llava_next", "idefics3", "smolvlm"}
+REFUSED = {"llava_next", "idefics3", "smolvlm"}
 
 
 def test_published_templates_are_trained_or_refused():
