@@ -20,6 +20,8 @@ PREFERENCE = dict(
     smoothing=("sigmoid", "robust"),
     gamma=("simpo",),
     ratio=("orpo",),
+    desirable_weight=("kto",),
+    undesirable_weight=("kto",),
 )
 # Losses whose advantages are not normalised unless --grpo.advantage says so.
 OTHER_ADVANTAGE = ("dr_grpo", "rloo")
