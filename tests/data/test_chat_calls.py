@@ -180,6 +180,27 @@ def test_kimis_ids_count_through_the_conversation():
     assert "## Return of functions.look:1\ndry" in text
 
 
+def test_ids_that_a_template_refuses():
+    """Mistral wants nine letters and digits; a result has its call's. A name within an id is no name."""
+    row = asked(
+        answer("", tool_calls=[call(CITY) | dict(id="call_b"), call(CITY) | dict(id="abcdefgh2")]),
+        result("dry", 2),
+        result("wet") | dict(tool_call_id="call_b"),
+        answer("So."),
+    )
+    tokenizer = call_tokenizer("mistral_v7")
+    samples = parse_row(row, "row", "messages").samples
+    text = tokenizer.decode(encode(samples, tokenizer)[0][0].ids)
+    ids = ["000000000", "abcdefgh2", "abcdefgh2", "000000000"]
+    assert re.findall(r'"(?:call_)?id": "(\w+)"', text) == ids
+    absent = {name: one for name, one in result("wet").items() if name != "tool_call_id"}
+    bare = dict(name="look", arguments=CITY)
+    samples = parse_row(asked(answer("", tool_calls=[bare]), absent, answer("a")), "row", "messages").samples
+    assert '"call_id": "000000000"' in tokenizer.decode(encode(samples, tokenizer)[0][0].ids)
+    row = asked(answer("", tool_calls=[call(CITY, name="f")]))
+    assert "functions.f:0" in trained(row, "kimi_k2")[0]
+
+
 # ---- thoughts ----
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any, NamedTuple
 
 from tmoe.data.chat_template import ChatTemplate
@@ -34,8 +35,9 @@ class Spelling(NamedTuple):
     """a call's arguments as JSON in a text, not as an object"""
     content: Any = ""
     """of a call without text: "", None or ABSENT"""
-    named_ids: bool = False
-    """a call is named by its id alone, functions.NAME:NUMBER, as Kimi's are"""
+    ids: str = ""
+    """"named": a call is named by its id alone, functions.NAME:NUMBER, as Kimi's; "nine": nine letters and
+    digits, as Mistral's; else any"""
 
 
 class Speller:
@@ -59,17 +61,21 @@ class Speller:
         called = [asked, dict(role="assistant", content="", tool_calls=[call])]
         answer = dict(role="tool", content=ANSWER, name=NAME, tool_call_id=ID)
         best: tuple[Any, Spelling] | None = None
-        choices = itertools.product((False, True), (False, True), ("", None, ABSENT))
-        for order, (named_ids, text_arguments, content) in enumerate(choices):
-            how = Spelling(text_arguments, content, named_ids)
+        choices = itertools.product(("", "named"), (False, True), ("", None, ABSENT))
+        for order, (ids, text_arguments, content) in enumerate(choices):
+            how = Spelling(text_arguments, content, ids)
             text = self._rendered(called, how, tools) or self._rendered([*called, answer], how, tools)
             if not all(one in text for one in (NAME, KEY, VALUE)):
                 continue
             foreign = f"'{KEY}':" in text or f'\\"{KEY}' in text  # Python's form, or a text in a text
-            cost = foreign, named_ids, text_arguments, len("".join(text.split())), order
+            cost = foreign, ids, text_arguments, len("".join(text.split())), order
             if best is None or cost < best[0]:
                 best = cost, how
-        return best[1] if best else Spelling()
+        how = best[1] if best else Spelling()
+        other = [dict(message, tool_calls=[call | dict(id="call_1")]) for message in called[1:]]
+        answered = [asked, *other, answer | dict(tool_call_id="call_1")]
+        text = self._rendered([asked, *other], how, tools) or self._rendered(answered, how, tools)
+        return how if text or not best else how._replace(ids="nine")
 
     def _rendered(self, messages: list[dict[str, Any]], how: Spelling, tools: list | None) -> str:
         """The text; "" where the template refuses this spelling."""
@@ -82,8 +88,8 @@ class Speller:
 def spelled(messages: list[dict[str, Any]], how: Spelling) -> list[dict[str, Any]]:
     """Copies of messages, whose calls' arguments are objects, in one spelling; without "weight"."""
     found = [{name: one for name, one in message.items() if name != "weight"} for message in messages]
-    if how.named_ids:
-        _name_ids(found)
+    if how.ids:
+        _name_ids(found, how.ids)
     for message in found:
         if calls := message.get("tool_calls"):
             if how.text_arguments:
@@ -100,26 +106,33 @@ def _as_text(call: dict[str, Any]) -> dict[str, Any]:
     return call | dict(function=call["function"] | dict(arguments=arguments))
 
 
-def _name_ids(messages: list[dict[str, Any]]) -> None:
-    """Kimi's ids: functions.NAME:NUMBER, numbers from 0 through the conversation; results follow theirs."""
+def _name_ids(messages: list[dict[str, Any]], form: str) -> None:
+    """Gives calls ids of a form, numbered from 0 through the conversation; a result has its call's."""
     renamed: dict[Any, str] = {}
-    open_calls: list[str] = []
+    unanswered: list[str] = []
     number = 0
     for message in messages:
         if calls := message.get("tool_calls"):
-            open_calls = []
+            unanswered = []
             for j, call in enumerate(calls):
-                name = call["function"]["name"]
-                told = call.get("id")
-                new = told if told and name in told else f"functions.{name}:{number}"
-                renamed[told] = new
-                open_calls.append(new)
+                new = _id_of(call, number, form)
+                renamed[call.get("id")] = new
+                unanswered.append(new)
                 number += 1
                 calls = [*calls[:j], call | dict(id=new), *calls[j + 1 :]]
             message["tool_calls"] = calls
         elif message["role"] == "tool":
             told = message.get("tool_call_id")
-            following = open_calls.pop(0) if open_calls else None
+            following = unanswered.pop(0) if unanswered else None
             new = renamed.get(told, told) if told is not None else following
             if new is not None:
                 message["tool_call_id"] = new
+
+
+def _id_of(call: dict[str, Any], number: int, form: str) -> str:
+    """A call's own id, if it has the form, else one made of its number."""
+    name, own = call["function"]["name"], str(call.get("id"))
+    if form == "named":
+        kept = re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", own)
+        return own if kept else f"functions.{name}:{number}"
+    return own if re.fullmatch(r"[A-Za-z0-9]{9}", own) else f"{number:09}"
