@@ -623,6 +623,15 @@ def test_fms_rows_of_messages_need_no_template(tmp_path):
     assert not out.refused and out.flags["--task"] == ["sft"]
 
 
+def test_fms_settings_are_checked_with_the_folder(granite, capsys):
+    """The tiny model has 4 experts, which 3 ranks cannot divide."""
+    words = [*FMS, "--model_name_or_path", str(granite), "--fast_moe", "3", "--max_seq_length", "64"]
+    with pytest.raises(SystemExit):
+        main(["fms", "--", *words])
+    said = capsys.readouterr()
+    assert not said.out and "--parallel.ep=3: must divide --model.moe.experts=" in said.err
+
+
 def test_fms_rows_of_input_and_output(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"input": "### Input: a", "output": "b"}\n{"input": 1}\n')
     out = translate("fms", [*FMS, "--training_data_path", str(tmp_path / "rows.jsonl")])

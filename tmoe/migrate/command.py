@@ -104,11 +104,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _untrainable(out: Outcome) -> str:
     """Why train.py would refuse the command, by their flag where one became the setting; else "".
 
-    The model that --init names is not looked at: it may lie elsewhere.
+    A model that --init names is looked at only where its folder is here.
     """
-    if not out.preset:
+    here = Path(out.flags.get("--init", [""])[0], "config.json").is_file()
+    if not (out.preset or here):
         return ""
-    planned = {flag: values for flag, values in out.flags.items() if flag not in ("--init", "--world")}
+    left_out = {"--world"} if here else {"--world", "--init"}
+    planned = {flag: values for flag, values in out.flags.items() if flag not in left_out}
     words = Outcome(flags=planned, preset=out.preset).words
     said = names.refusal((*words, "--world", str(out.world))).removeprefix("error: ")
     values = out.flags.get(said.partition("=")[0], [""])
