@@ -74,7 +74,7 @@ def test_a_resumed_run_knows_its_best_step(tmp_path):
     assert back.losses == {1: 1.0, 2: 2.0, 3: 3.0}
     assert json.loads((tmp_path / "b/validations.json").read_text())["val_loss"] == {"1": 1, "2": 2, "3": 3}
     assert save(back, {4: 9.0, 5: 9.0, 6: 9.0}) == [1, 5, 6]
-    # a run that begins anew, and a file that no run wrote
+    # a run from new weights, and a file that no run wrote
     assert store(tmp_path / "b").losses == {}
     for text in ("", "[]", '{"val_loss": 3}', '{"val_loss": {"x": 1}}', '{"val_loss": {"1": "x"}}'):
         (tmp_path / "b/validations.json").write_text(text)

@@ -49,7 +49,7 @@ def weights(tmp_path) -> str:
     [("pretrain", 5e-3, 0.1), ("sft", 2e-5, 0.0), ("preference", 1e-6, 0.0), ("grpo", 1e-6, 0.0)],
 )
 def test_a_finetune_has_the_rate_of_its_task(task, lr, decay, weights, tmp_path):
-    """With a preset beside --init, and without. From scratch, and for more text, the preset's."""
+    """A preset next to --init changes nothing. From scratch, and for more text, the rate is the preset's."""
     words = ["--task", task, *(GRPO if task == "grpo" else ()), "--out", tmp_path / "new"]
     assert optim(["tiny", *words]) == (5e-3, 0.1, 20), "no weights are given"
     assert optim(["tiny", *words, "--init", weights]) == (lr, decay, 20)

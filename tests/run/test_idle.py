@@ -57,7 +57,7 @@ def test_an_expert_is_named_once(tmp_path, every):
     said = run(tmp_path / "a", range(69), counts, every, total=69)
     assert said == []  # 49 steps
     said = run(tmp_path / "b", range(300), counts, every)
-    assert said == ["1 expert has had no token for 50 steps: block 1: expert 5 (docs/routers.md)"]
+    assert said == ["1 expert has had no token for 50 steps: block 1: expert 5 (docs/balance.md)"]
     # resumed after it was named; and after 30 of the 50 steps
     assert run(tmp_path / "b", range(300, 360), counts, every) == []
     assert run(tmp_path / "c", range(50), counts, every) == []
@@ -73,7 +73,7 @@ def test_many_experts_are_one_note():
     assert idle.see(49, counts) is None
     assert idle.see(50, counts) == (
         "21 experts have had no token for 50 steps: block 1: experts 1, 2, 3, 4, 5, 6, 7, 8 and 11 more; "
-        "block 4: experts 0, 2 (docs/routers.md)"
+        "block 4: experts 0, 2 (docs/balance.md)"
     )
     assert idle.see(120, counts) is None
     many = IdleExperts(range(12), 2)

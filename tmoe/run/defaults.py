@@ -114,7 +114,7 @@ def with_length(cfg: Config, samples: int, a_step: int, ahead: int = 0) -> Confi
 
 
 def plan_of(cfg: Config, a_step: int, samples: int = 0, trained: float = 0.0) -> list[str]:
-    """What a start says of its rate and length: one line, and a warning where the full rate is never reached.
+    """A start's rate and length in one line, and a warning where the full rate is never reached.
 
     a_step: samples of all ranks in one step. samples: of one epoch; 0: not known. trained: tokens of a sample
     that are trained, in the mean; 0: not known.

@@ -49,7 +49,7 @@ class IdleExperts:
         more = f"; and {len(parts) - SHOWN} more blocks" if len(parts) > SHOWN else ""
         count = int(found_LE.sum())
         what = "1 expert has" if count == 1 else f"{count} experts have"
-        return f"{what} had no token for {IDLE} steps: {'; '.join(parts[:SHOWN])}{more} (docs/routers.md)"
+        return f"{what} had no token for {IDLE} steps: {'; '.join(parts[:SHOWN])}{more} (docs/balance.md)"
 
 
 def _some(numbers: list[int]) -> str:

@@ -164,7 +164,7 @@ class Display:
         self.look(lambda: self.shown.close())
 
 
-# What a person watches besides rewards and loss: the name in a line of metrics.jsonl, and its words.
+# Numbers that the screen shows besides rewards and loss: the name in a line of metrics.jsonl, and its words.
 WATCHED = (
     ("answers/tokens", "answers of {:.0f} tokens"),
     ("answers/truncated", "{:.0%} truncated"),
@@ -175,13 +175,13 @@ WATCHED = (
 
 
 def summary(line: dict[str, Any]) -> str:
-    """What a person watches of a step: numbers of the task, of a validation, tokens/s, MFU.
+    """A step in one line: numbers of the task, of a validation, tokens/s, MFU.
 
     Unknown numbers are left out. A loss that is not finite, and a step without a reward, are shown as such.
     """
     rewarded = "reward/mean" in line
     loss = f"loss {line['loss']:.4f}" if line["loss"] is not None else "loss not finite"
-    # The loss of --task grpo says little, so it stands behind the rewards.
+    # The loss of --task grpo says little, so the rewards are first.
     parts = [*rewards_of(line), loss] if rewarded else [loss, *numbers_of(line)]
     if line["val_loss"] is not None:
         found = {name.removeprefix("val_"): line[name] for name in line if name.startswith("val_")}

@@ -328,7 +328,7 @@ def draw_curves(axis: Axes, run: Run, picture: Curves) -> None:
 
 
 def legend(axis: Axes) -> None:
-    """A legend in a band of its own above the curves: the scale is made longer by its height."""
+    """A legend in a band above all curves: the scale is made longer by the height of the legend."""
     handles, labels = axis.get_legend_handles_labels()
     if not labels:
         return
