@@ -199,6 +199,8 @@ def test_a_run_of_epochs(tmp_path):
     assert f"\nlearning rate 0.005, warm-up {steps // 10} of {steps} steps, 2 epochs, about " in said
     dry = start(*flags, "--epochs", "2", "--dry-run")
     assert f"learning rate 0.005, warm-up {steps // 10} of {steps} steps, 2 epochs, about " in dry
-    start(str(tmp_path / "run"), "--epochs", "2.5")
+    # two epochs are done; two more in steps that are twice as large are half as many
+    start(str(tmp_path / "run"), "--epochs", "4", "--train.batch", "4")
     config = json.loads((tmp_path / "run/config.json").read_text())["config"]
-    assert (config["steps"], config["optim"]["warmup"]) == (-(-5 * samples // 4), steps // 10)
+    assert (config["steps"], config["optim"]["warmup"]) == (-(-3 * samples // 2), steps // 10)
+    assert lines(tmp_path / "run")[-1]["step"] == config["steps"]
