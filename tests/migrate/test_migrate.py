@@ -624,12 +624,13 @@ def test_fms_rows_of_messages_need_no_template(tmp_path):
 
 
 def test_fms_settings_are_checked_with_the_folder(granite, capsys):
-    """The tiny model has 4 experts, which 3 ranks cannot divide."""
-    words = [*FMS, "--model_name_or_path", str(granite), "--fast_moe", "3", "--max_seq_length", "64"]
+    """The tiny model sees 128 tokens at most."""
+    words = [*FMS, "--model_name_or_path", str(granite), "--max_seq_length", "4096"]
     with pytest.raises(SystemExit):
         main(["fms", "--", *words])
     said = capsys.readouterr()
-    assert not said.out and "--parallel.ep=3: must divide --model.moe.experts=" in said.err
+    assert not said.out
+    assert "error: --max_seq_length=4096: becomes --train.seq=4096: must be at most" in said.err
 
 
 def test_fms_rows_of_input_and_output(tmp_path):
