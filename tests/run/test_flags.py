@@ -2,6 +2,7 @@
 
 import io
 import os
+import pickle
 import re
 import socket
 from types import SimpleNamespace
@@ -39,6 +40,26 @@ KNOWN = [flag for flag, _ in flags_of_settings(Config)]
 )
 def test_a_message_in_names(text, names):
     assert as_names(text) == names
+
+
+def test_an_error_holds_its_fields_and_each_front_spells_it():
+    """Made of fields or of a text, an error is the same, and the file of the value is named behind it."""
+    made = ConfigError.of("model.moe.top_k", 9, "must be 1 to --model.moe.experts=8", "1, 2", "a.toml")
+    read = ConfigError("--model.moe.top-k=9: must be 1 to --model.moe.experts=8; valid: 1, 2", "a.toml")
+    for error in (made, read):
+        found = (error.setting, error.value, error.wrong, error.valid, error.whence)
+        assert found == ("model.moe.top_k", "9", "must be 1 to --model.moe.experts=8", "1, 2", "a.toml")
+        line = "--model.moe.top-k=9 (from a.toml): must be 1 to --model.moe.experts=8; valid: 1, 2"
+        assert error.spelt("flag") == line
+        assert error.spelt("name") == "top_k=9 (from a.toml): must be 1 to experts=8; valid: 1, 2"
+        key = "model.moe.top_k=9 (from a.toml): must be 1 to model.moe.experts=8; valid: 1, 2"
+        assert error.spelt("key") == key
+    assert pickle.loads(pickle.dumps(read)).setting == "model.moe.top_k"
+    with pytest.raises(ConfigError) as refused:
+        TrainConfig(batch=0)
+    assert (refused.value.setting, refused.value.value) == ("train.batch", "0")
+    plain = ConfigError("no model here")
+    assert (plain.setting, plain.value, plain.wrong) == ("", "", "no model here")
 
 
 def test_errors_are_of_the_front_that_asked(monkeypatch):

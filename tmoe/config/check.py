@@ -10,23 +10,54 @@ import sys
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 FLAG = re.compile(r"--([a-z][a-z0-9_-]*(?:\.[a-z][a-z0-9_-]*)*)")
+HEAD = re.compile(
+    r"--(?P<setting>[a-z][a-z0-9_.-]*)(?:=(?P<value>.*?))?: (?P<wrong>.*?)(?:; valid: (?P<valid>.*))?", re.S
+)
 TOP: set[str] = set()  # settings outside of any section; run.py fills it
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work, and what would be valid.
+    """A setting that cannot work: which one, its value, what is wrong, what is valid, whence the value is.
 
-    Messages are written with flags, the paths of settings. A command line shows them so; to who called from
-    Python they are names: `--model.moe.top-k=9: must be 1 to --model.moe.experts=8` reads
-    `top_k=9: must be 1 to experts=8`.
+    Made of these fields (`of`), or of a text that begins with a flag and is taken apart here. Each front spells
+    it: `spelt("flag")` for a command line, `spelt("name")` for Python, `spelt("key")` for a file of settings.
+    str() is the spelling of the process's front: `--model.moe.top-k=9: must be 1 to --model.moe.experts=8`
+    of a command, `top_k=9: must be 1 to experts=8` of Python.
     """
 
     shows_flags = False
-    """whether this process is a command line's; run/cli.py says so"""
+    """whether this process is a command's; the front says so"""
+
+    def __init__(self, text: str, whence: str = ""):
+        super().__init__(text)
+        head = HEAD.fullmatch(text)
+        self.setting = head["setting"].replace("-", "_") if head else ""
+        """dotted name: "model.moe.top_k"; "" where the text begins with no setting"""
+        self.value = (head["value"] or "") if head else ""
+        """as text; "" for a switch"""
+        self.wrong = head["wrong"] if head else text
+        self.valid = (head["valid"] or "") if head else ""
+        self.whence = whence
+        """the file with the value; "" where a flag or a program gave it"""
+
+    @classmethod
+    def of(cls, setting: str, value: Any, wrong: str, valid: str = "", whence: str = "") -> ConfigError:
+        """The error of a setting by its fields. setting: a dotted name."""
+        flag = f"--{setting.replace('_', '-')}={value}"
+        return cls(f"{flag}: {wrong}{'; valid: ' if valid else ''}{valid}", whence)
+
+    def spelt(self, front: Literal["flag", "name", "key"]) -> str:
+        """The line of this error for a front."""
+        text = str(self.args[0])
+        if self.setting and self.whence:
+            flag = f"--{self.setting.replace('_', '-')}={self.value}"
+            text = text.replace(flag, f"{flag} (from {self.whence})", 1)
+        if front == "flag":
+            return text
+        return as_names(text) if front == "name" else FLAG.sub(lambda found: found[1].replace("-", "_"), text)
 
     def __str__(self) -> str:
-        text = super().__str__()
-        return text if self.shows_flags else as_names(text)
+        return self.spelt("flag" if self.shows_flags else "name")
 
 
 def as_names(text: str) -> str:
@@ -109,24 +140,27 @@ def check(
     one, zero, positive, share: names of settings ("batch seq") that must be from 1 to MOST, from 0 to MOST,
     above 0 and finite in float32, at least 0 and below 1.
     """
+    section = flags.removeprefix("--").replace("-", "_")
     for name, kind in _kinds(type(cfg)).items():
         value = getattr(cfg, name)
-        flag = flags + name.replace("_", "-")
-        shown = value if get_origin(kind) is Literal else repr(value)
-        require(fits(value, kind), f"{flag}={shown}: must be {spell(kind)}")
-        require(value != "", f"{flag}='': must not be empty")
+
+        def must(ok: bool, wrong: str, shown: Any = value, setting: str = section + name) -> None:
+            if not ok:
+                raise ConfigError.of(setting, shown, wrong)
+
+        must(
+            fits(value, kind), f"must be {spell(kind)}", value if get_origin(kind) is Literal else repr(value)
+        )
+        must(value != "", "must not be empty", "''")
 
         most = MOST.get(name, 2**31 - 1) if isinstance(value, int) else FLOATS[1]
         end = f"at most {most}" if isinstance(value, int) else "finite in float32"
         for low, names in enumerate((zero, one)):
             ok = value is None or name not in names.split() or low <= value <= most
-            require(ok, f"{flag}={value}: must be at least {low} and {end}")
+            must(ok, f"must be at least {low} and {end}")
         ok = value is None or name not in positive.split() or FLOATS[0] <= value <= most
-        require(ok, f"{flag}={value}: must be positive and finite in float32")
-        require(
-            name not in share.split() or 0 <= value <= FLOATS[2],
-            f"{flag}={value}: must be at least 0 and below 1",
-        )
+        must(ok, "must be positive and finite in float32")
+        must(name not in share.split() or 0 <= value <= FLOATS[2], "must be at least 0 and below 1")
 
 
 _kinds = functools.cache(get_type_hints)  # of a class's settings
