@@ -85,7 +85,8 @@ WRONG = [
     ("warmup", "--processes x", "--processes"),
     # a value that is none of the choices
     ("train", "tiny --train.dtype fp8", "--train.dtype=fp8: must be one of bf16, fp32"),
-    ("train", "tiny --task dpo", "--task=dpo: must be one of pretrain, sft"),
+    ("train", "tiny --task dpo", "--task=dpo: no such task; valid: pretrain, sft, preference, grpo; did"),
+    ("train", "tiny --task sftt", "--task=sftt: must be one of pretrain, sft"),
     ("train", "tinny", "'tinny': must be one of tiny"),
     ("train", "tiny --grpo.loss ppo", "--grpo.loss=ppo: must be one of dapo"),
     ("generate", "RUN --dtype fp8", "--dtype=fp8: must be one of bf16, fp32 or none"),
