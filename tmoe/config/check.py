@@ -19,8 +19,8 @@ TOP: set[str] = set()  # settings outside of any section; run.py fills it
 class ConfigError(ValueError):
     """A setting that cannot work: its name and value, what is wrong, what is valid, whence the value is.
 
-    Made of these fields (`of`), or of a text that begins with a flag, which is taken apart. Each front spells
-    the error: `spelt("flag")` for a command line, `spelt("name")` for Python, `spelt("key")` for a file of settings.
+    It is made of these fields (`of`), or of a text that begins with a flag, which is taken apart. `spelt`
+    writes it for a front: "flag" for a command line, "name" for Python, "key" for a file of settings.
     str() is the spelling of the process's front: `--model.moe.top-k=9: must be 1 to --model.moe.experts=8`
     of a command, `top_k=9: must be 1 to experts=8` of Python.
     """
