@@ -139,6 +139,7 @@ CHEATS = [
     "import threading, os\ndef add(a, b): threading.Thread(target=os._exit, args=(43,)).start()",
     "def add(a, b):\n    raise type('Own', (BaseException,), {})",
     "__builtins__ = None",
+    "def add(a, b):\n    return add.__class__",
     # what it says is code for a judge that ran what it is given
     "add = eval",
 ]
@@ -228,6 +229,11 @@ def hello(n): print("hi", n)
 @contextmanager
 def five(): yield 5
 def plus(): return lambda x: x + 1
+def reverse(node):
+    before = None
+    while node:
+        node.next, node, before = before, node.next, node
+    return before
 def odd(): return (1, [2, {3}], frozenset([4]), b"x\\xff", 1j, range(3), None, True, "\\ud800", 10**5000)
 def array():
     import numpy as np
@@ -295,6 +301,13 @@ assert v == 5 and said.getvalue() == "hi 3\\n"
 def check(candidate):
     assert candidate(1) == 1
 check(same)
+class Node:
+    def __init__(self, value, next=None): self.value, self.next = value, next
+    def double(self): return 2 * self.value
+last = Node(3)
+found = reverse(Node(1, Node(2, last)))
+assert found is last and (found.next.value, found.next.next.value, found.next.next.next) == (2, 1, None)
+assert apply(Node.double, [Node(4)]) == [8]
 """,
 ]
 

@@ -25,6 +25,7 @@ from typing import Any
 from tmoe.post.rewards.wire import Gone, Wire
 
 PASSED = 43  # exit code
+TEST = "test"  # module of a test's classes
 MODULES = frozenset(
     (
         *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq"),
@@ -114,8 +115,17 @@ for _op, _missing in ORDERS.items():
     setattr(Away, f"__{_op}__", _both(_op, missing=_missing))
 
 
+def of_test(value: Any) -> bool:
+    """Whether this is an object of a class that the test defines."""
+    return type(value).__module__ == TEST
+
+
 class OfJudge(Wire):
-    """The judge's side: the program may call the functions that a test has given it, and nothing else."""
+    """The judge's side. The program may call functions that a test has given it.
+
+    It may read and set attributes of objects of the test's classes, if no underscore begins the name. It may do
+    nothing else here.
+    """
 
     def __init__(self, link: int) -> None:
         self.away: dict[int, Away] = {}
@@ -126,22 +136,29 @@ class OfJudge(Wire):
 
     def _write_other(self, value: Any) -> Any:
         told = super()._write_other(value)
-        if "mine" in told and not callable(value):
+        if "mine" in told and not (callable(value) or of_test(value)):
             raise TypeError(f"the program cannot be given a {type(value).__name__} of the test")
         return told
 
     def serve(self, op: str, given: list[Any]) -> Any:
-        function, words, named = given if op == "call" and len(given) == 3 else (None, (), {})
-        if not any(function is one for one in self.own):
+        one, *rest = given or [None]
+        if not any(one is other for other in self.own):
             raise Gone
-        return function(*words, **named)
+        if op == "call" and len(rest) == 2:
+            return one(*rest[0], **rest[1])
+        if op not in ("getattr", "setattr") or len(rest) != 1 + (op == "setattr"):
+            raise Gone
+        name = str(rest[0])
+        if name.startswith("_") or not of_test(one):
+            raise AttributeError(name)
+        return getattr(one, name) if op == "getattr" else setattr(one, name, rest[1])
 
 
 class Names(dict):
     """The globals of a test. What it does not define is Python's, a module of MODULES, or the program's."""
 
     def __init__(self, wire: Wire, test: str) -> None:
-        super().__init__(__name__="test")
+        super().__init__(__name__=TEST)
         self.wire = wire
         nodes = [node.func for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
         self.called = {node.id for node in nodes if isinstance(node, ast.Name)}

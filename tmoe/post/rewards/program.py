@@ -45,26 +45,35 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Callback:
-    """A function of the judge's test, which the program was given."""
+class Given:
+    """A function of the judge's test, or an object of one of its classes, which the program was given."""
 
     def __init__(self, wire: Wire, number: int) -> None:
-        self.wire, self.number = wire, number
+        object.__setattr__(self, "_wire", wire)
+        object.__setattr__(self, "_number", number)
 
     def __call__(self, *words: Any, **named: Any) -> Any:
-        return self.wire.ask("call", self, words, named)
+        return self._wire.ask("call", self, words, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._wire.ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._wire.ask("setattr", self, name, value)
 
 
 class OfProgram(Wire):
     def __init__(self, link: int, code: CodeType, names: dict[str, Any]) -> None:
-        self.callbacks: dict[int, Callback] = {}
+        self.given: dict[int, Given] = {}
         self.code, self.names = code, names
         self.screen = io.TextIOWrapper(io.BytesIO(), "utf-8", "replace", write_through=True)
         sys.stdout = self.screen
-        super().__init__(link, self.callback, lambda one: one.number if type(one) is Callback else None)
+        super().__init__(link, self.stand_in, lambda one: one._number if type(one) is Given else None)
 
-    def callback(self, number: int) -> Callback:
-        return self.callbacks.setdefault(number, Callback(self, number))
+    def stand_in(self, number: int) -> Given:
+        return self.given.setdefault(number, Given(self, number))
 
     def serve(self, op: str, given: list[Any]) -> Any:
         if op == "load":
