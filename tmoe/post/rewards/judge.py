@@ -123,8 +123,8 @@ def of_test(value: Any) -> bool:
 class OfJudge(Wire):
     """The judge's side. The program may call functions that a test has given it.
 
-    It may read and set attributes of objects of the test's classes, if no underscore begins the name. It may do
-    nothing else here.
+    It may read and set attributes of objects of the test's classes, if no underscore begins the name.
+    It may do nothing else here.
     """
 
     def __init__(self, link: int) -> None:
