@@ -50,6 +50,7 @@ def test_the_best_step_stays_beside_the_newest(tmp_path, mode):
     assert save(made, {7: 0.5}) == [2, 6, 7]
     made.retain()
     assert there(made.folder) == [6, 7] and made.best == made.folder / "step-7"
+    assert made.take_best() is None, "step 2 does not stay"
     assert save(made, {8: 0.5, 9: 0.5, 10: 0.5}) == [7, 9, 10], "of equals the first"
 
 

@@ -271,16 +271,18 @@ class Checkpoints:
         whole = 0
         self.best = best_of(losses, steps)
         best = self.best if self.keep_best else None
+        stays = None
         for path in steps if 0 < self.keep < len(steps) else ():
             if whole == self.keep:
                 if path == best:
-                    self._stays = path
+                    stays = path
                 else:
                     self._remove(path)
             elif problems := self._problems(path):
                 self._warn(problems)
             else:
                 whole += 1
+        self._stays = stays
 
     def _remove(self, path: Path) -> None:
         try:
