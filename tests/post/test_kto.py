@@ -40,7 +40,7 @@ KEPT = (
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Sums, right and wrong ones, of several lengths; each prompt once or twice, one behind the other."""
+    """Sums, right and wrong ones, of several lengths; each prompt once or twice in a row."""
     folder = tmp_path_factory.mktemp("kto")
     draw = random.Random(0)
     rows = []

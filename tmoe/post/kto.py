@@ -1,4 +1,4 @@
-"""Learning from single answers marked as good or bad (KTO), beside a baseline that is the whole step's.
+"""Learning from single answers marked as good or bad (KTO), with one baseline for the whole step.
 
 The baseline z estimates how far the policy has moved: the mean of its log-probs less the reference's over
 the step's completions, each under the prompt of another row. It is taken before the step's first micro-batch,

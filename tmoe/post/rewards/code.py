@@ -21,7 +21,7 @@ BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILI
 
 
 def code(sample: RewardSample, seconds: float) -> float:
-    """A test that has not ended after the answer's `seconds` is not passed, nor are those behind it."""
+    """A test that has not ended after the answer's `seconds` is not passed, nor are those after it."""
     tests = tests_of(sample)
     program = program_of(sample.answer)
     deadline = time.monotonic() + seconds

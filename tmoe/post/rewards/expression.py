@@ -127,7 +127,7 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self.tokens = [found[1] for found in TOKEN.finditer(text)]
-        # where a digit follows a digit behind white space: 1 1/2
+        # tokens that white space follows: 1 1/2
         self.apart = {n for n, found in enumerate(TOKEN.finditer(text)) if found[0] != found[0].rstrip()}
         self.at = self.depth = 0
 

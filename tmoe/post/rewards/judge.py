@@ -93,7 +93,7 @@ def _asked(op: str) -> Callable[..., Any]:
 
 
 def _both(op: str, swapped: bool = False, missing: Any = NotImplemented) -> Callable[..., Any]:
-    """An operation of two: by the program of its own objects, here of what it has as data."""
+    """An operation of two: by the program for two of its objects, here for one that is data as well."""
 
     def method(self: Away, other: Any) -> Any:
         if isinstance(other, Away):

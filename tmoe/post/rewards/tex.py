@@ -51,7 +51,7 @@ UNITS = (
 RAISED = r"\s*\^\s*(?:\{\s*[23]\s*\}|[23])"
 WORDS = r"\\(?:text|textrm|textnormal|textit|textbf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
 NOON = r"(?!\s*[aApP]\.?\s*[mM]\b)"  # of a time, which is no unit
-# Behind a number or a command, at the end: "5\text{ cm}^2", "5 cm", "5 square inches".
+# At the end, after a number or a command: "5\text{ cm}^2", "5 cm", "5 square inches".
 OF_UNITS = re.compile(
     rf"(?<=[\d}})%.\s])(?:{WORDS}\s*\{{{NOON}[\s,]*[a-zA-Z][^{{}}]*\}}|\b(?:{UNITS})\b\.?)(?:{RAISED})?\s*$"
 )

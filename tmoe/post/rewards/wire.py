@@ -1,6 +1,6 @@
 """What a judge and the program that it judges say to each other: values as data, over one socket.
 
-Each side runs this file in a sandbox of its own (sandbox.py). A message is four bytes of length and JSON of a
+Each side runs this file in its own sandbox (sandbox.py). A message is four bytes of length and JSON of a
 fixed set of kinds. Nothing in it is code, and no class of the other side is made of it: what is no data is
 called by a number, and stays where it is. A container that is sent with a request and changed by the call is
 changed on the side that sent it as well, as in Python.
