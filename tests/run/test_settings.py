@@ -20,7 +20,7 @@ from tmoe.config.same import as_flags, differences
 from tmoe.hf import import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
-from tmoe.run.cli import check_start, parse
+from tmoe.run.cli import check_start, flags_of, parse
 from tmoe.run.settings import with_settings
 
 TOML = """
@@ -154,6 +154,54 @@ def test_the_folder_to_start_from_says_the_model(tmp_path, capsys, name):
     assert not differences(cfg.model, theirs)
 
 
+def test_a_run_folder_to_start_from_means_its_newest_whole_step(tmp_path, capsys):
+    """A newer step without all its bytes is named and left; the model is that of the step taken."""
+    steps = tmp_path / "a/checkpoints"
+    import_hf(saved(tmp_path / "old", "mixtral"), steps / "step-2")
+    import_hf(saved(tmp_path / "new", "qwen3_moe"), steps / "step-1")  # saved last: a run that went back
+    theirs = {name: read_config(Folder(tmp_path / name).config) for name in ("old", "new")}
+    capsys.readouterr()
+
+    def start(init: Path) -> tuple[str, str]:
+        cfg = parse(["--init", str(init), "--train.seq", "8"], "")
+        assert not differences(cfg.model, theirs["new" if cfg.init.endswith("step-1") else "old"])
+        return cfg.init, capsys.readouterr().err
+
+    for init in (tmp_path / "a", steps):
+        init_of_run, said = start(init)
+        assert init_of_run == str(steps / "step-1")
+        assert said.endswith(f"note: --init={init}: its newest whole step is {steps / 'step-1'}\n")
+
+    # The newest has lost a byte, and then the other one its manifest.
+    shard = next((steps / "step-1").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    init_of_run, said = start(tmp_path / "a")
+    assert init_of_run == str(steps / "step-2")
+    assert f"note: skipped a damaged checkpoint: {shard}: damaged: " in said
+    (steps / "step-2/manifest.json").write_text("{")
+    said = refusal(["--init", str(tmp_path / "a")], capsys)
+    assert said.count("\n") == 1 and f"--init={tmp_path / 'a'}: {steps}: no whole checkpoint: {steps}" in said
+
+    # A run without a step, and one whose disk is not mounted.
+    (tmp_path / "b").mkdir()
+    said = refusal(["--init", str(tmp_path / "b")], capsys)
+    assert said.count("\n") == 1 and "; valid: a run folder, a step folder or a Hugging Face folder" in said
+    (tmp_path / "b/checkpoints").symlink_to(tmp_path / "c")
+    said = refusal(["--init", str(tmp_path / "b")], capsys)
+    assert f"--init={tmp_path / 'b'}: {tmp_path / 'b/checkpoints'}: a link to nothing" in said
+
+
+def test_ranks_compare_the_weights_that_they_start_from(tmp_path):
+    """A run that still saves may show a newer step to another node; a node may have a copy of its own."""
+
+    def told(step: str, hf_dir: Path) -> str:
+        import_hf(hf_dir, tmp_path / step)
+        return flags_of(replace(presets()["tiny"], init=str(tmp_path / step)))["--init"]
+
+    mixtral, qwen = saved(tmp_path / "a", "mixtral"), saved(tmp_path / "b", "qwen3_moe")
+    assert told("step-1", mixtral) == told("copy", mixtral) != told("step-2", qwen)
+
+
 def test_a_preset_beside_another_model_is_the_word_at_fault(tmp_path, capsys):
     """The answer is no larger --model.vocab, which the tokenizer would ask for."""
     hf_dir = saved(tmp_path / "hf", "mixtral")
@@ -196,7 +244,7 @@ def test_empty_lists_and_none_are_flags():
 
 def test_no_folder_to_start_from(capsys, monkeypatch):
     said = refusal(["--init", "runs/a/checkpoints/step-9"], capsys)
-    assert "step-9: no such folder; valid: a step folder or a Hugging Face folder" in said
+    assert "step-9: no such folder; valid: a run folder, a step folder or a Hugging Face folder" in said
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refusal(["--init", "Qwen/Qwen3-30B-A3B"], capsys)
     assert "--init=Qwen/Qwen3-30B-A3B: no such folder here, and the hub does not give it" in said

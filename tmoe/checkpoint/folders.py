@@ -16,7 +16,7 @@ import time
 import uuid
 from pathlib import Path
 
-from tmoe.checkpoint.manifest import NAME, CheckpointError, read_saved_ns
+from tmoe.checkpoint.manifest import NAME, CheckpointError, read_saved_ns, verify
 from tmoe.disk import sync_folder
 
 _STEP = re.compile(r"(step-\d+)(?:\.(tmp|old)-[0-9a-f]{32})?")
@@ -63,6 +63,31 @@ def resolve(path: Path) -> Path:
             if steps := published(folder)[0]:
                 raise CheckpointError(f"{path}: no step folder; did you mean {steps[0][1]}?")
     return path if path.exists() else next(iter(path.parent.glob(f"{path.name}.old-*")), path)
+
+
+def steps_in(path: Path) -> Path | None:
+    """The folder that has the steps of `path`, a run folder or a folder of steps; None without any step.
+
+    CheckpointError for a run whose checkpoints/ is a link to nothing.
+    """
+    for folder in (path / "checkpoints", path):
+        if (folder.is_dir() or folder.is_symlink()) and entries(folder, published=True):
+            return folder
+    return None
+
+
+def newest_in(steps: Path) -> tuple[Path, list[str]]:
+    """The step of a folder that was saved last and has all its files, and the problems of newer ones.
+
+    Compares sizes and hashes no shard: reading the weights does. CheckpointError where no step has its files.
+    """
+    found, problems = published(steps)
+    for _, step in found:
+        if not (wrong := verify(step, share=None)):
+            return step, problems
+        problems += wrong
+    more = f", and {len(problems) - 1} more problems" if problems[1:] else ""
+    raise CheckpointError(f"{steps}: no whole checkpoint: {problems[0]}{more}")
 
 
 def beside(path: Path, kind: str) -> Path:

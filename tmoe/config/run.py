@@ -556,7 +556,7 @@ class Config:
     resume: str = "auto"
     """'auto': newest whole checkpoint of the run folder, if any; 'none'; or the path of a step folder"""
     init: str | None = None
-    """start from the weights of this step folder, Hugging Face folder or name on the hub
+    """start from the weights of this step, run (its newest step), Hugging Face folder or name on the hub
     (optimizer, schedule and data start anew)"""
     load_optim: bool = True
     """resume with the optimizer's state;

@@ -118,11 +118,10 @@ def find(path: Path) -> Path:
     require(path.is_dir(), f"{path}: no such folder; valid: {KINDS}")
     if is_folder(path):
         return path
-    for steps in (path / "checkpoints", path):
-        if steps.is_dir() and folders.entries(steps, published=True):
-            step = Checkpoints(steps, keep=0, mode="sync", info={}).find("auto")
-            assert step is not None
-            return step
+    if steps := folders.steps_in(path):
+        step = Checkpoints(steps, keep=0, mode="sync", info={}).find("auto")
+        assert step is not None
+        return step
     step = folders.resolve(path)
     try:
         read_manifest(step)

@@ -112,14 +112,14 @@ def model_of(path: Path, weights: bool = True) -> ModelConfig:
 
 def _find_step(path: Path) -> tuple[Path, Manifest]:
     """Where --init's step lies, and its manifest. An error says what else there is, or how to get it."""
-    require(path.is_dir(), f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder")
+    valid = "valid: a run folder, a step folder or a Hugging Face folder"
+    wrong = "a file, and no folder" if path.is_file() else "no such folder"
     try:
         step_dir = resolve(path)
+        require(step_dir.is_dir(), f"--init={path}: {wrong}; {valid}")
         return step_dir, read_manifest(step_dir)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"--init={path}: must be a step folder or a Hugging Face folder\n{error}"
-        ) from None
+        raise CheckpointError(f"--init={path}: {error}; {valid}") from None
 
 
 def _plan_load(

@@ -31,7 +31,7 @@ from tmoe.run import last_line
 from tmoe.run.flags import flags_of_settings, require_known, require_task
 from tmoe.run.help import PAGES, page
 from tmoe.run.memory import padding
-from tmoe.run.settings import Source, commit_in_cache, model_at, pinned, read_settings, start_of
+from tmoe.run.settings import Source, chosen_step, model_at, pinned, read_settings, start_of, state_of
 from tmoe.run.unread import require_read, unread
 
 SOURCES = """The first word: a preset ({presets}; without one tiny), or a run folder, whose run then goes on.
@@ -198,7 +198,9 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         cfg.model.moe.require_trained()
     if cfg.init:
         # Absolute: an export, which may run in another folder, reads from a step what it began from.
-        cfg = replace(cfg, init=str(start_of(cfg.init, weights=not cfg.dry_run).absolute()))
+        start = start_of(cfg.init, weights=not cfg.dry_run)
+        source.notes.extend(chosen_step(cfg.init, start))
+        cfg = replace(cfg, init=str(start.absolute()))
     if not cfg.dry_run:
         cfg = replace(cfg, data=pinned(cfg.data))
     if not (cfg.dry_run or cfg.eval_only):  # those write nothing
@@ -290,7 +292,7 @@ def flags_of(cfg: Config) -> dict[str, str]:
     told: dict[str, Any] = asdict(cfg)
     told["data"]["path"] = [name for name in cfg.data.path if name.startswith("hub:")] or None
     told["out"] = told["compile"] = None
-    told["init"] = bool(cfg.init) and (commit_in_cache(cfg.init) or True)
+    told["init"] = bool(cfg.init) and (state_of(cfg.init) or True)
     return dict(_flags("--", told))
 
 

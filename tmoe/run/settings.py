@@ -5,6 +5,7 @@ next: run/cli.py
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
 from dataclasses import asdict, is_dataclass, replace
@@ -13,7 +14,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from tmoe.checkpoint.manifest import CheckpointError, is_step
+from tmoe.checkpoint.folders import newest_in, steps_in
+from tmoe.checkpoint.manifest import CheckpointError, is_step, read_manifest
 from tmoe.config.check import ConfigError, fits, require, spell
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
@@ -203,13 +205,29 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
 
 
 def start_of(init: str, weights: bool) -> Path:
-    """The folder that --init means: a path, or what the hub has under a name (hf/hub.py)."""
-    from tmoe.hf.hub import folder_of  # tmoe.hf takes most of a second, and is seldom needed
+    """The folder that --init means: a path, or what the hub has under a name (hf/hub.py).
+
+    For a run folder, or a folder of steps, it is the step saved last that has all its files.
+    """
+    from tmoe.hf.files import is_folder  # tmoe.hf takes most of a second, and is seldom needed
+    from tmoe.hf.hub import folder_of
 
     try:
-        return folder_of(init, weights)
-    except ConfigError as error:
-        raise ConfigError(f"--init={error}") from None
+        folder = folder_of(init, weights)
+        steps = None if is_folder(folder) else steps_in(folder)
+        return newest_in(steps)[0] if steps else folder
+    except (ConfigError, CheckpointError) as error:
+        text = str(error)
+        text = text if text.startswith(f"{init}:") else f"{init}: {text}"
+        raise ConfigError(f"--init={text}") from None
+
+
+def chosen_step(init: str, start: Path) -> list[str]:
+    """Notes on the step that `start_of` took of a run folder: which one, and why none of the newer ones."""
+    if Path(init) not in (start.parent, start.parent.parent):
+        return []
+    skipped = [f"skipped a damaged checkpoint: {problem}" for problem in newest_in(start.parent)[1]]
+    return [*skipped, f"--init={init}: its newest whole step is {start}"]
 
 
 def pinned(data: DataConfig) -> DataConfig:
@@ -228,11 +246,22 @@ def pinned(data: DataConfig) -> DataConfig:
     return replace(data, **found)
 
 
-def commit_in_cache(init: str) -> str | None:
-    """The commit of a folder in the hub's cache, so that ranks on several machines can compare theirs."""
+def state_of(init: str) -> str | None:
+    """What ranks on several machines compare of --init's folder; None where nothing is known.
+
+    That is the commit of a folder in the hub's cache, and a hash of a step's weights: a run that still saves
+    may show a newer step to another node, and two nodes may have a copy each.
+    """
     from tmoe.hf.hub import commit_of
 
-    return commit_of(init)
+    if not is_step(Path(init)):
+        return commit_of(init)
+    try:
+        tensors = read_manifest(init).tensors
+    except CheckpointError:
+        return None  # reading the weights says what is wrong
+    hashes = "".join(tensors[name].sha256 for name in sorted(tensors) if name.startswith("model."))
+    return hashlib.sha256(hashes.encode()).hexdigest()
 
 
 def model_at(init: str) -> ModelConfig | None:
