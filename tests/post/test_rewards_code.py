@@ -93,7 +93,7 @@ def test_a_program_sees_and_reaches_nothing(tmp_path, monkeypatch):
     done = sandbox.script(head + LOOKS, "", 60.0)
     assert done.whole
     assert eval(done.said, dict(true=True, false=False)) == {
-        **dict(user=1, process=1, secret=False, files=[], memory=True, large="File too large"),
+        **dict(user=1, process=2, secret=False, files=[], memory=True, large="File too large"),
         **dict(here="Network is unreachable", self="Network is unreachable", python="Read-only file system"),
     }
 
@@ -376,6 +376,21 @@ def test_processes_are_counted_and_end_with_the_program():
     """A bomb gets no further than the limit, and nothing of it is left behind."""
     done = sandbox.script(BOMB, "", 60.0)
     assert done == sandbox.Done(True, "True\n")
+    assert none_is_left()
+
+
+LEAVES = """
+import ctypes, os, time
+os.setsid()
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # PR_SET_PDEATHSIG: no signal where the parent ends
+os.kill(1, 9)
+os._exit = lambda *_: time.sleep(1000)
+def add(a, b): return a + b
+"""
+
+
+def test_a_program_that_leaves_its_group_ends_with_its_sandbox():
+    assert sandbox.passes(LEAVES, "assert add(1, 2) == 3", 60.0)
     assert none_is_left()
 
 

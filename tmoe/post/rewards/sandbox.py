@@ -36,7 +36,7 @@ DEVICES = "/dev/null", "/dev/zero", "/dev/urandom"
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 2**17, 2**27, 2**28, 2**29, 2**30
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 2**12, 2**14, 2**18, 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY_NO_SUID = 442, -100, 2**15, 3
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 NOBODY = 65534
 LIMITS = {
     resource.RLIMIT_AS: MEMORY_MIB * MIB,
@@ -283,12 +283,25 @@ def inside(given: tuple[int, int], told: int, seconds: int, folders: list[str], 
         resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds + 1, seconds + 1))
         os.chdir("/tmp")
+        keep_init()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         env = dict(PATH="/usr/bin:/bin", HOME="/tmp", LANG="C.UTF-8", PYTHONHASHSEED="0") | threads
         words = [sys.executable, "-s", "-P", "-B", "-c", RUNNER, *map(str, given)]
         os.set_inheritable(told, False)
         os.execve(sys.executable, words, env)
     os._exit(COULD_NOT)
+
+
+def keep_init() -> None:
+    """Forks the program from process 1, which waits for it: with process 1 all of the namespace ends.
+
+    Process 1 is killed with its parent. A program can take back that wish of its own process, but it can
+    neither signal process 1 nor, as that is not dumpable, trace it.
+    """
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+    child = os.fork()
+    if child:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
 
 
 def make_root(folders: list[str]) -> None:
