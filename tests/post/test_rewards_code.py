@@ -14,6 +14,7 @@ import pytest
 
 from tmoe.config.check import ConfigError
 from tmoe.post.rewards import Rewards, RewardSample, pool, sandbox
+from tmoe.post.rewards import code as code_reward
 
 
 def why_not() -> str:
@@ -96,6 +97,32 @@ def test_a_program_sees_and_reaches_nothing(tmp_path, monkeypatch):
         **dict(user=1, process=2, secret=False, files=[], memory=True, large="File too large"),
         **dict(here="Network is unreachable", self="Network is unreachable", python="Read-only file system"),
     }
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        *[("def check(f):\n    assert f(1)", "asserts nothing"), ("", "asserts nothing")],
+        ("class T:\n    def test(self): f()\nif __name__ == '__main__': main()", "asserts nothing"),
+        *[
+            (["assert add(1) = 1"], "no Python"),
+            ('{"inputs": ["1"], "outputs": ["2"]}', "must be Python text"),
+        ],
+        *[({"input": [1], "output": "2"}, "must be"), ({"input": "1", "output": None}, "must be")],
+        *[({"input": "1", "output": "2", "testtype": "functional"}, "must be"), ("[]", "must be")],
+        ({"input": "1", "output": "2", "fn_name": "f"}, "must be Python text"),
+    ],
+)
+def test_tests_that_each_program_or_none_would_pass_are_refused(tests, why):
+    with pytest.raises(ValueError, match=why):
+        code_reward.tests_of(of("", tests))
+
+
+def test_objects_as_json_text_are_objects():
+    """As the sets of DeepCoder and PRIME write them; as Python it is a list, which each program passes."""
+    text = '[{"type": "stdin_stdout", "input": "1", "output": "2"}]'
+    assert code_reward.tests_of(of("", text)) == [{"type": "stdin_stdout", "input": "1", "output": "2"}]
+    assert code_reward.tests_of(of("", "[f(x) for x in (1,)]")) == ["[f(x) for x in (1,)]"]
 
 
 SHADOWS = (
@@ -320,6 +347,13 @@ def test_a_judge_elsewhere_sees_what_python_sees(test):
     exec(test, names)
 
 
+def test_a_program_cannot_end_the_loop_of_a_test():
+    """A StopIteration ends map and zip in Python itself: nothing would be compared."""
+    test = "for one, other in zip(map(add, [1], [2]), [3]): assert one == other"
+    assert not sandbox.passes("def add(a, b): raise StopIteration", test, 60.0)
+    assert sandbox.passes(ADD, f"{test}\nassert next(iter([]), 1) == 1", 60.0)
+
+
 def test_tests_see_no_program_that_did_not_load():
     for program in ("def add(: no", "1 / 0", "exit(0)"):
         assert not sandbox.passes(program, "", 60.0)
@@ -354,7 +388,7 @@ def test_programs_that_do_not_end_are_no_fault_of_the_reward():
     """They fail within the sample's time, and the worker lives on."""
     with Rewards(["code"], workers=1, code=True, timeout_s=5.0) as rewards:
         worker = rewards.pool.workers[0]
-        scores = rewards.score([of("import time\ntime.sleep(1000)", ["pass", "pass"])])
+        scores = rewards.score([of("import time\ntime.sleep(1000)", ["assert 1", "assert 1"])])
         assert rewards.pool.workers == [worker]
     assert scores.rewards == [0.0] and scores.faults == {}
 

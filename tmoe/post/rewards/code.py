@@ -5,11 +5,16 @@ The program is the answer's last block between ```, or all of it. The row's "tes
     "assert add(1, 2) == 3"                     Python that uses the program; passed if nothing is raised
     {"input": "1 2\\n", "output": "3"}           the program as a script: what it prints for this input
 
+Such a list or object may be JSON text.
+
 next: post/rewards/sandbox.py
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import json
 import re
 import time
 from typing import Any
@@ -18,6 +23,9 @@ from tmoe.post.rewards import sandbox
 from tmoe.post.rewards.sample import RewardSample
 
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+
+
+DEFINED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda  # what runs only if it is called
 
 
 def code(sample: RewardSample, seconds: float) -> float:
@@ -40,19 +48,55 @@ def program_of(answer: str) -> str:
 
 
 def tests_of(sample: RewardSample) -> list[Any]:
-    """The row's tests. ValueError for what cannot be one."""
+    """The row's tests; JSON text of objects is read. ValueError for what cannot be one, or cannot fail."""
     told = sample.row.get("tests")
+    if isinstance(told, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            read = json.loads(told)
+            told = read if isinstance(read, list | dict) else told
     tests = told if isinstance(told, list) else [told]
-    fit = [
-        isinstance(test, str) or (isinstance(test, dict) and {"input", "output"} <= test.keys())
-        for test in tests
-    ]
-    if not tests or not all(fit):
+    if not tests or not all(_may_judge(test) for test in tests):
         raise ValueError(
-            'the row\'s "tests" must be Python text, an object with input and output, or a list of these; '
-            f"it is {str(told)[:80]}"
+            'the row\'s "tests" must be Python text, an object with input and output as text, or a list of '
+            f"these; it is {str(told)[:80]}"
         )
+    for test in tests:
+        if isinstance(test, str):
+            _refuse_what_cannot_fail(test)
     return tests
+
+
+def _may_judge(test: Any) -> bool:
+    """Python text, or what a script reads and prints, as text or numbers; no call of a function."""
+    if not isinstance(test, dict):
+        return isinstance(test, str)
+    kind = test.get("type") or test.get("testtype") or ""
+    called = test.get("fn_name") or test.get("func_name") or "func" in str(kind)
+    return not called and all(type(test.get(end)) in (str, int, float) for end in ("input", "output"))
+
+
+def _refuse_what_cannot_fail(test: str) -> None:
+    """ValueError for text that is no Python, or that checks nothing: each program passes it, or none."""
+    try:
+        nodes: list[ast.AST] = list(ast.parse(test).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(
+            f'the row\'s "tests" has text that is no Python: {error}; it is {test[:80]}'
+        ) from error
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Assert | ast.Call | ast.Raise):
+            return
+        if not isinstance(node, DEFINED) and not (isinstance(node, ast.If) and _asks_for_main(node)):
+            nodes += ast.iter_child_nodes(node)
+    raise ValueError(
+        'the row\'s "tests" has text that asserts nothing and calls nothing, so each program passes it; '
+        f"call the functions that the text defines, as check(NAME), without `if __name__`; it is {test[:80]}"
+    )
+
+
+def _asks_for_main(node: ast.If) -> bool:
+    return any(isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(node.test))
 
 
 def passes(program: str, test: str | dict[str, Any], seconds: float) -> bool:
