@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -309,6 +309,7 @@ def turn_ends(
 
     First the end of an answer, then that of a call, where the template shows calls and ends these with
     another token: gpt-oss has <|return|> and <|call|>, GLM the mark of the user and that of an observation.
+    An earlier answer may end otherwise than the last: Phi-3 has <|end|>, and after the last <|endoftext|>.
     tools: as a prompt has them; None where it has none.
     DataError for a template that no answer can be learned in.
     """
@@ -323,17 +324,30 @@ def turn_ends(
     special = encoder.marker.special.values()
     found: list[int] = []
     for answer, offered in zip(answers, given, strict=True):
-        (sequences,) = encoder.encode([Conversation([asked, answer], tools=offered)])
-        if isinstance(sequences, DataError):
+        once, twice = [asked, answer], [asked, answer, asked, answer]
+        both = [Conversation(messages, tools=offered) for messages in (once, twice)]
+        last, earlier = encoder.encode(both if answer is answers[0] else both[:1] * 2)
+        if isinstance(last, DataError):
             if not found:
-                raise sequences
+                raise last
             continue
-        sequence = sequences[-1]
-        # A line break after the end, within {% generation %}, is trained, but it ends nothing.
-        found += [one for one in sequence.ids[sequence.trained].tolist() if one in special][-1:]
+        for sequence in last if isinstance(earlier, DataError) else [*last, *earlier]:
+            found += _ends(sequence, special)
     if not found:
         raise DataError("the chat template ends no turn with a special token, so no answer would ever end")
     return tuple(dict.fromkeys(found))
+
+
+def _ends(sequence: Tokens, special: Collection[int]) -> list[int]:
+    """The special token that ends each trained part of a sequence.
+
+    A line break after the end, within {% generation %}, is trained, but it ends nothing.
+    """
+    ids, trained = sequence.ids.tolist(), sequence.trained.tolist()
+    found = []
+    for on, part in itertools.groupby(zip(ids, trained, strict=True), key=lambda token: token[1]):
+        found += [one for one, _ in part if on and one in special][-1:]
+    return found
 
 
 def turn_end(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> int:

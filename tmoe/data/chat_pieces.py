@@ -121,7 +121,10 @@ class Pieces:
             opened := _opened(offered, text, thought)
         ):
             return opened
-        if not fitting and i and (moved := self._moved(offered, text, messages[i - 1])):
+        moved = None
+        if not fitting and i:
+            moved = self._but_for_blanks(offered, text) or self._moved(offered, text, messages[i - 1])
+        if moved:
             return moved[0], moved[0] + moved[1]
         if not fitting:
             begins = text[_common(text, offered[0]) :][:40]
@@ -131,6 +134,22 @@ class Pieces:
                 "does so with --data.chat-template, or one with {% generation %}"
             )
         return max(fitting, key=len), text
+
+    def _but_for_blanks(self, prompts: list[str], text: str) -> tuple[str, str] | None:
+        """A prompt and the turn that `text` ends with, where the text before the turn has other blanks.
+
+        Hermes writes a line break after a tool's result only if a turn follows it. Text and prompt are equal
+        from the prompt's last special token on.
+        """
+        for prompt in sorted(prompts, key=len, reverse=True):
+            mark = self.edge(prompt)[1]
+            before, header = squeezed(prompt[:mark]), prompt[mark:]
+            place = text.find(header) if mark else -1
+            while place >= 0:
+                if squeezed(text[:place]) == before:
+                    return prompt, text[place + len(header) :]
+                place = text.find(header, place + 1)
+        return None
 
     def _moved(self, prompts: list[str], text: str, before: dict[str, Any]) -> tuple[str, str] | None:
         """A prompt and the turn that `text` ends with, where what stands before the turn is not the prompt.
@@ -166,6 +185,8 @@ class Pieces:
         separator.
         """
         text = self._render(messages, tools, more)[0]
+        if self._runs_on(tools, more):
+            text = self._without_next(messages, text, tools, more)
         end = self._last_mark(text)
         if end and (end not in self.marker.closers or end == self._answer_end(tools, more)):
             return text
@@ -175,6 +196,30 @@ class Pieces:
             short = [*SHORT[:1], SHORT[1] | call]
             begins = self._following(short, self._render(short, tools, more)[0], tools, more)
         return text + (begins or self.template.special["eos_token"])
+
+    def _runs_on(self, tools: list | None, more: dict[str, Any]) -> bool:
+        """Whether the template writes the header of the next turn though none is asked for (Command R7B)."""
+        try:
+            text, prompt, longer = (
+                self._render(messages, tools, more, prompt=prompt)[0]
+                for messages, prompt in ((SHORT, False), (SHORT, True), ([*SHORT, *SHORT], False))
+            )
+        except DataError:
+            return False
+        ended = text.rstrip().endswith(self.template.special["eos_token"])
+        return text == prompt and not ended and not longer.startswith(text)
+
+    def _without_next(self, messages: list[dict], text: str, tools: list | None, more: dict[str, Any]) -> str:
+        """A text up to the separator that ends its last turn, without the next turn's beginning."""
+        longer = self._render([*messages, _next_of(messages)], tools, more)[0]
+        eos = self.template.special["eos_token"]
+        end = text.rfind(eos, 0, _common(text, longer)) if eos else -1
+        if end < 0:
+            raise DataError(
+                f"the chat template ({self.template.source}) begins another turn of the assistant where none "
+                "is asked for; name another with --data.chat-template"
+            )
+        return text[: end + len(eos)]
 
     def _last_mark(self, text: str) -> str | None:
         """The special token that ends a text, but for blanks."""
@@ -193,11 +238,8 @@ class Pieces:
         self, messages: list[dict], text: str, tools: list | None, more: dict[str, Any]
     ) -> str | None:
         """The special token that begins what follows messages, whose text this is; None where none does."""
-        answer = dict(role="user", content="?")
-        if called := messages[-1].get(CALLS):
-            answer = dict(role="tool", content="?", name="?", tool_call_id=called[0].get("id"))
         try:
-            longer = self._render([*messages, answer], tools, more)[0]
+            longer = self._render([*messages, _next_of(messages)], tools, more)[0]
         except DataError:  # a template without such a role
             return None
         begins = self.marker.names.match(longer, len(text)) if longer.startswith(text) else None
@@ -221,6 +263,13 @@ class Pieces:
         self, messages: list[dict], tools: list | None, more: dict[str, Any], *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         return self.template.render_marked(self.spell(messages, tools), tools, prompt=prompt, **more)
+
+
+def _next_of(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """A message that may follow these: the result of their last call, or a question."""
+    if called := messages[-1].get(CALLS):
+        return dict(role="tool", content="?", name="?", tool_call_id=called[0].get("id"))
+    return dict(role="user", content="?")
 
 
 def _opened(prompts: list[str], text: str, thought: str) -> tuple[str, str] | None:

@@ -1,0 +1,87 @@
+"""Where turns begin and end in templates that write them in odd ways."""
+
+from __future__ import annotations
+
+import re
+
+from call_templates import byte_tokenizer
+from chat_tokenizers import shown
+
+from tmoe.data.chat import chat_prompt, encode, turn_ends
+from tmoe.data.chat_rows import Conversation
+from tmoe.data.tokenizer import JsonTokenizer
+
+CALL = dict(id="abcdefgh1", type="function", function=dict(name="look", arguments=dict(city="Paris")))
+CHAT = [
+    dict(role="user", content="Weather?"),
+    dict(role="assistant", content="", tool_calls=[CALL]),
+    dict(role="tool", name="look", tool_call_id="abcdefgh1", content="wet"),
+    dict(role="assistant", content="Rain."),
+]
+
+
+def trained(messages: list[dict], tokenizer: JsonTokenizer) -> list[str]:
+    (sequences,) = encode([Conversation(messages)], tokenizer)
+    return [span for one in sequences for span in re.findall("⟦(.*?)⟧", shown(one, tokenizer), re.S)]
+
+
+# Command R7B's way: the header of the next turn is always written.
+OPENS = """\
+{%- for m in messages -%}
+<|turn|><|{{ m.role }}|>
+{%- if m.tool_calls %}<|action|>{{ m.tool_calls[0].id }}{{ m.tool_calls[0].function | tojson }}
+{%- else %}{{ m.get('name', '') }}{{ m.get('tool_call_id', '') }}{{ m.content }}{% endif -%}
+<|end|>
+{%- endfor -%}
+<|turn|><|assistant|>{% if not enable_thinking %}<|think|><|thought|>{% endif %}"""
+
+
+def test_the_next_turn_is_no_part_of_a_turn():
+    """A turn ends in the separator, not in the header of the next turn."""
+    marks = ("<|end|>", "<|turn|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|action|>", "<|think|>")
+    tokenizer = byte_tokenizer(OPENS, (*marks, "<|thought|>"))
+    called = '<|action|>abcdefgh1{"name": "look", "arguments": {"city": "Paris"}}<|end|>'
+    assert trained(CHAT, tokenizer) == [called, "Rain.<|end|>"]
+    assert trained(CHAT[:2], tokenizer) == [called]
+    assert turn_ends(tokenizer) == (tokenizer.eos,)
+
+
+# The way of Hermes 2 and 3: a line break follows a result only in front of another message.
+HERMES = """\
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{{- '<|im_start|>tool\n<tool_response>\n' + m.name + m.tool_call_id + m.content -}}
+{{- '\n</tool_response>' if loop.last else '\n</tool_response>\n' }}{{ '<|im_end|>' -}}
+{%- elif m.tool_calls is defined -%}
+{%- set call = m.tool_calls[0] -%}
+{{- '<|im_start|>assistant\n<tool_call>\n' + call.id + (call.function | tojson) -}}
+{{- '\n</tool_call><|im_end|>\n' -}}
+{%- else -%}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
+
+
+def test_other_blanks_before_a_turn():
+    """The turn is learned behind the prompt that generation has, blank by blank."""
+    tokenizer = byte_tokenizer(HERMES)
+    called = '<tool_call>\nabcdefgh1{"name": "look", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>'
+    assert trained(CHAT, tokenizer) == [called, "Rain.<|im_end|>"]
+    (sequences,) = encode([Conversation(CHAT)], tokenizer)
+    prompt = chat_prompt(CHAT[:3], tokenizer)
+    assert sequences[-1].ids[: len(prompt)].tolist() == prompt.tolist()
+    assert tokenizer.decode(prompt).endswith("wet\n</tool_response><|im_end|><|im_start|>assistant\n")
+
+
+PHI = """\
+{%- for m in messages -%}
+{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' -}}
+{%- endfor -%}
+{{- '<|assistant|>\n' if add_generation_prompt else eos_token -}}"""
+
+
+def test_the_end_of_an_earlier_turn_ends_answers():
+    """Phi-3: generation meets <|end|> first, and <|endoftext|> only after it."""
+    tokenizer = byte_tokenizer(PHI, ("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"))
+    assert [tokenizer.decode([one]) for one in turn_ends(tokenizer)] == ["<|endoftext|>", "<|end|>"]
