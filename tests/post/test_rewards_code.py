@@ -216,6 +216,7 @@ class Empty(LookupError): pass
 class Emptier(Empty): pass
 class Color(Enum): RED = 1
 class Number(IntEnum): ONE = 1
+class Word(str, Enum): A = "a"
 class Last(list):
     def last(self): return self[-1]
 class Stack:
@@ -237,6 +238,8 @@ class Pair:
 class Solution:
     def two(self, nums: List[int], target: int) -> List[int]: return [0, 1]
 def same(x): return x
+def keys(x): return x.keys()
+def items(x): return x.items()
 def put(xs): xs.sort(); xs.append(9)
 def nest(d): d["k"].append(2); d["new"] = {"z": d["k"]}
 def squares(n):
@@ -276,6 +279,7 @@ assert Pair(3).x == 3 and same([Pair(1)])[0] == Pair(1) and {Pair: 1}[Pair] == 1
 assert Point(1, 2) == (1, 2) and Point(1, 2).x == 1 and tuple(Point(1, 2)) == (1, 2) and Point(1, 2)[1] == 2
 assert same(Last([1])) == [1] and Last([1, 2]).last() == 2 and sorted(Last([2, 1])) == [1, 2]
 assert Color.RED is Color.RED and Color.RED.value == 1 and Number.ONE == 1 and 3 - Number.ONE == 2
+assert Word.A == "a" and keys({3: 4}) == {3} and {(3, 4)} == items({3: 4})
 assert Solution().two([2, 7], target=9) == [0, 1]
 """,
     """

@@ -12,14 +12,14 @@ import operator
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, KeysView
 from types import CodeType, ModuleType
 from typing import Any
 
 from tmoe.post.rewards.wire import Gone, Wire
 
 BASES: tuple[Any, ...] = (
-    *(bool, int, float, complex, str, bytes, bytearray),
+    *(bool, int, float, complex, bytes, bytearray),
     *(tuple, list, dict, set, frozenset, deque),
 )
 OPERATORS = (
@@ -31,9 +31,13 @@ OPERATORS = (
 
 def view(value: Any) -> tuple[Any, ...]:
     """What an instance of a program's own class is as plain data, where it is any: (data,), or ()."""
+    if isinstance(value, str):
+        return (str.__str__(value),)  # a member of an Enum prints its name
     for kind in BASES:
         if isinstance(value, kind):
             return (kind(value),)
+    if isinstance(value, KeysView | ItemsView):
+        return (set(value),)
     return ()
 
 
