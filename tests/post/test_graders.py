@@ -59,6 +59,10 @@ $18$                         | 18
 \frac xy                     | \frac{x}{y}
 11\text{ \%}                 | 11
 \sqrt[3]{27}                 | 3
+\frac{-\pi}{4}               | -\frac{\pi}{4}             | signs of what is not rational
+\frac{-1-\sqrt5}{2}          | -\frac{1+\sqrt5}{2}
+16\pi\text{ cm}^2            | 16\pi
+5 percent                    | 5\%
 2\cdot\sqrt{5}               | 2\sqrt{5}
 8^{1/3}                      | 2                          | powers
 2^{10}                       | 1024
@@ -159,7 +163,7 @@ def test_spellings_of_one_answer(swapped):
     wrong = [
         pair for pair in rows(EQUAL) if not boxed(of(f"so \\boxed{{{pair[swapped]}}}", pair[not swapped]))
     ]
-    assert len(rows(EQUAL)) == 80 and wrong == []
+    assert len(rows(EQUAL)) == 84 and wrong == []
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -194,13 +198,16 @@ x = \frac{3}{4}                                | 0.75      | 1
 2 \times 10^{3}                                | 2000      | 1
 0.333                                          | 1/3       | 0
 no number                                      | 3         | 0
+it is 2 1/3                                    | 7/3       | 1
+\boxed{-2 1/3}                                 | -7/3      | 1
+12 of 12 1/3                                   | 1/3       | 0
 """
 
 
 def test_numbers():
     found = [[part.strip() for part in line.split("|")] for line in NUMBERS.strip().splitlines()]
     wrong = [line for line in found if number(of(line[0], line[1])) != float(line[2])]
-    assert len(found) == 25 and wrong == []
+    assert len(found) == 28 and wrong == []
 
 
 @pytest.mark.parametrize(
@@ -215,6 +222,8 @@ def test_numbers():
         *[(r"\boxed{\textbf{(D) } 12}", "D"), (r"\boxed{\text{D. } x}", "D"), (r"$\boxed{\mathbf{E}}$", "E")],
         *[("The final answer is (A).", "A"), ("**Answer:** C", "C"), ("The answer is $\\text{C}$.", "C")],
         *[("So the correct option is B", "B"), ("Answer: D) 7", "D"), (r"\boxed{12}", None)],
+        *[("<think>(A)?</think><answer>B</answer>", "B"), ("(A) or so\n#### C", "C"), ("Answer: “D”", "D")],
+        *[("The answer is (J).", "J"), ("The answer is I.", "I"), ("The answer is I think (B)", "B")],
         *[("A good idea", None), (r"\boxed{\text{Be}}", None), ("Because of this, E is wrong", None)],
     ],
 )

@@ -1,7 +1,8 @@
-r"""choice: 1 for an answer that ends in the right letter of A to E.
+r"""choice: 1 for an answer that ends in the right letter of A to J.
 
-The letter is that of the last \boxed{...}; or behind the last "answer is" or "answer:"; or the whole answer;
-or the last one in brackets; or what the last line begins with, "B." or "B)".
+The letter is that of the last \boxed{...}, or of the last <answer>; or, behind the last ####, that behind the
+last "answer is" or "answer:"; or the whole answer; or the last one in brackets; or what the last line begins
+with, "B." or "B)".
 
 next: post/rewards/tex.py
 """
@@ -13,14 +14,15 @@ import re
 from tmoe.post.rewards.sample import RewardSample, truth_of
 from tmoe.post.rewards.tex import OF_WORDS, last_boxed
 
-LETTERS = "ABCDE"
-ALONE = re.compile(r"[\s(\[*\"'.]*([A-Ea-e])[\s)\]*\"'.:]*")
+LETTERS = "ABCDEFGHIJ"  # MMLU-Pro has ten
+ALONE = re.compile(r"[\s(\[*\"'“.]*([A-Ja-j])[\s)\]*\"'”.:]*")
 SAID = re.compile(
     r"\b(?i:answer|choice|option)(?i:\s{1,9}is|\s{0,9}[:=])[\s:*$]{1,20}(?i:option\s{1,9}|choice\s{1,9})?"
-    r"(?:[(\[*\"']{1,4}([A-Ea-e])(?![\w'])|([A-E])(?![\w']))"
+    r"(?:[(\[*\"'“]{1,4}([A-Ja-j])(?![\w'])|([A-HJ]|I(?!\s+[a-z]))(?![\w']))"
 )
-BRACKETS = re.compile(r"[(\[]\s{0,9}([A-E])\s{0,9}[)\]]")
-BEGINS = re.compile(r"\W*([A-E])\s*[.):]")
+BRACKETS = re.compile(r"[(\[]\s{0,9}([A-J])\s{0,9}[)\]]")
+BEGINS = re.compile(r"\W*([A-J])\s*[.):]")
+TAG = re.compile(r"<answer>([^<]*)</answer>")
 
 
 def choice(sample: RewardSample) -> float:
@@ -31,21 +33,23 @@ def choice(sample: RewardSample) -> float:
 
 def letter_of_row(sample: RewardSample) -> str:
     truth = truth_of(sample).strip()
-    letter = LETTERS[int(truth)] if truth in ("0", "1", "2", "3", "4") else letter_of(truth)
+    letter = LETTERS[int(truth)] if truth in tuple("0123456789") else letter_of(truth)
     if letter is None:
         raise ValueError(
-            f"the row's answer {truth[:80]!r} is no letter of {LETTERS}, nor a number from 0 to 4"
+            f"the row's answer {truth[:80]!r} is no letter of {LETTERS}, nor a number from 0 to 9"
         )
     return letter
 
 
 def letter_of(text: str) -> str | None:
     box = last_boxed(text)
+    if box is None and (tags := TAG.findall(text)):
+        box = tags[-1]
     if box is not None:
         box = OF_WORDS.sub(r"\1", box)
         found = ALONE.fullmatch(box) or BRACKETS.search(box) or BEGINS.match(box)
         return found[1].upper() if found else None
-    text = OF_WORDS.sub(r"\1", text)
+    text = OF_WORDS.sub(r"\1", text.rpartition("####")[2])
     said = [one[1] or one[2] for one in SAID.finditer(text)]
     if said:
         return said[-1].upper()

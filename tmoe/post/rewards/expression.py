@@ -84,12 +84,17 @@ def _plus(a: Value, b: Value) -> Value:
     return CONTEXT.add(_decimal(a), _decimal(b))
 
 
+def _minus(value: Value) -> Value:
+    """Python's own minus would round a Decimal to 28 digits."""
+    return -value if isinstance(value, Fraction) else CONTEXT.minus(value)
+
+
 def _root(value: Value, n: int) -> Value:
     """The real n-th root: exact where it is rational."""
     if n < 1 or n > MOST_EXPONENT or (value < 0 and n % 2 == 0):
         raise NoValue
     if value < 0:
-        return -_root(-value, n)
+        return _minus(_root(_minus(value), n))
     if isinstance(value, Fraction):
         parts = [_whole_root(part, n) for part in (value.numerator, value.denominator)]
         if parts[0] is not None and parts[1] is not None:
@@ -149,7 +154,7 @@ class _Parser:
             sign = self.next
             self.at += 1
             more = self.product()
-            value = _plus(value, more if sign == "+" else -more)
+            value = _plus(value, more if sign == "+" else _minus(more))
         self.depth -= 1
         return value
 
@@ -158,7 +163,7 @@ class _Parser:
             negative = self.next == "-"
             self.at += 1
             value = self.product()
-            return -value if negative else value
+            return _minus(value) if negative else value
         value = self.mixed()
         while True:
             if self.next in TIMES:
@@ -175,7 +180,7 @@ class _Parser:
     def signed(self) -> Value:
         if self.next == "-":
             self.at += 1
-            return -self.signed()
+            return _minus(self.signed())
         return self.factor()
 
     def mixed(self) -> Value:
@@ -214,7 +219,7 @@ class _Parser:
         self.at += 1
         if self.next == "-":
             self.at += 1
-            return _power(value, -self.argument())
+            return _power(value, _minus(self.argument()))
         return _power(value, self.argument())
 
     def atom(self) -> Value:

@@ -27,7 +27,8 @@ NUMBER = re.compile(
     rf"""(?:(?P<sign>(?<![\w)}}{END}])[-+])\s*)?
     (?:(?:(?P<whole>\d+)\s*(?={TOP}))?                                          # of a mixed number
        {TOP}(?P<top>[-+]?(?:{DECIMAL})){BOTTOM}(?P<bottom>[-+]?(?:{DECIMAL})){END}
-      |(?P<value>{DECIMAL})
+      |(?:(?P<ones>\d{{1,9}})\ {{1,3}}(?=\d{{1,9}}/\d))?                                  # 3 1/2
+       (?P<value>{DECIMAL})
        (?:[eE](?P<e>[-+]?\d+)|\s*(?:\\times|\\cdot|[x*×])\s*10\s*\^\s*\{{?\s*(?P<power>[-+]?\d+)\s*\}}?
          |\s*\^\s*\{{?\s*(?P<raised>[-+]?\d+)\s*\}}?)?
        (?:\s*/\s*(?P<below>{DECIMAL}))?)
@@ -141,5 +142,5 @@ def _value(found: re.Match[str]) -> Number | None:
     below = Fraction(part["bottom"] or part["below"] or "1")
     if below == 0:
         return None
-    value = int(part["whole"] or "0") + value / below
+    value = int(part["whole"] or part["ones"] or "0") + value / below
     return Number(-value if part["sign"] == "-" else value, bool(part["percent"]))

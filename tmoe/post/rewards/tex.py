@@ -46,14 +46,15 @@ def group_at(text: str, at: int, most: int | None = None) -> tuple[str, int] | N
 UNITS = (
     r"degrees?|(?:square|sq\.?|cubic)\s*[a-z]+|units?|[ckm]m|kg|ft|(?:centi|kilo|milli)?meters?|miles?|inch(?:es)?"
     r"|feet|foot|yards?|seconds?|minutes?|hours?|days?|weeks?|months?|years?|dollars?|cents?|mph|lit(?:er|re)s?"
-    r"|pounds?|points?|ways|people|students?"
+    r"|pounds?|points?|percent|ways|people|students?"
 )
 RAISED = r"\s*\^\s*(?:\{\s*[23]\s*\}|[23])"
 WORDS = r"\\(?:text|textrm|textnormal|textit|textbf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
 NOON = r"(?!\s*[aApP]\.?\s*[mM]\b)"  # of a time, which is no unit
 # At the end, after a number or a command: "5\text{ cm}^2", "5 cm", "5 square inches".
 OF_UNITS = re.compile(
-    rf"(?<=[\d}})%.\s])(?:{WORDS}\s*\{{{NOON}[\s,]*[a-zA-Z][^{{}}]*\}}|\b(?:{UNITS})\b\.?)(?:{RAISED})?\s*$"
+    rf"(?:(?<=[\d}})%.\s])|(?<=\\pi))"
+    rf"(?:{WORDS}\s*\{{{NOON}[\s,]*[a-zA-Z][^{{}}]*\}}|\b(?:{UNITS})\b\.?)(?:{RAISED})?\s*$"
 )
 RAISED_UNIT = re.compile(rf"((?<=[\d\s}})]){WORDS}\s*\{{[^{{}}]*\}}|(?<=[\d\s])(?:m|in|{UNITS})){RAISED}")
 SIGNS = {
