@@ -70,6 +70,25 @@ WISHES = (
         r"push.?to.?hub|\bhub.?(model|token)",
         "training uploads nothing; valid: `tmoe hf export STEP DIR --push OWNER/NAME`",
     ),
+    (
+        r"\bref(erence)?.?(model|policy)",
+        "the reference is the model that the run begins with; valid: leave it out; --init names that model",
+    ),
+    (
+        r"precompute.?ref",
+        "tmoe always computes the reference's log-probs once, before the first step; valid: leave it out",
+    ),
+    (
+        r"(assistant|completion|response).?only|train.?on.?(inputs|responses)|mask.?(inputs|prompt)",
+        "tmoe trains the assistant's tokens and completions alone; valid: leave it out",
+    ),
+    (r"liger|unsloth", "tmoe has kernels of its own; valid: leave it out"),
+    (r"\b(run|exp|experiment).?name\b", "a run has the name of its folder; valid: --out DIR"),
+    (
+        r"^(local.?rank|nproc.?per.?node|num.?gpus|n.?gpus|devices|nnodes|num.?nodes|world.?size)$",
+        "the launcher sets the number of processes; valid: torchrun --nproc-per-node N, and --world N with "
+        "--dry-run",
+    ),
     (r"trust.?remote", "tmoe runs no code of a folder; valid: leave it out"),
     (r"dataloader|num.?workers|pin.?memory", "tmoe reads data by itself; valid: leave it out"),
 )

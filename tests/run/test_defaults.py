@@ -97,6 +97,11 @@ def test_a_run_that_continues_keeps_its_own_values(weights, tmp_path):
     other = [tmp_path / "run", "--init", step, "--task", "preference", "--out", tmp_path / "new"]
     assert optim(other) == (1e-6, 0, 6)
     assert optim([tmp_path / "run", "--out", tmp_path / "new"]) == (3e-4, 0.1, 100)
+    # a run's record as --config is the same; nobody chose the values that it holds
+    record = ["--config", tmp_path / "run/config.json", "--out", tmp_path / "new"]
+    assert optim(record) == (3e-4, 0.1, 100)
+    assert optim([*record, "--init", step, "--task", "preference"]) == (1e-6, 0, 6)
+    assert optim([*record, "--init", step, "--task", "preference", "--optim.lr=3"], flags=True)[0] == 3
 
 
 def test_steps_and_epochs(weights, tmp_path, capsys):

@@ -99,6 +99,9 @@ def test_a_command_line_is_told_flags(monkeypatch, capsys):
         ("--train.bacth", "--train.batch"),
         ("--moe.num-experts", "--model.moe.experts"),
         ("--ep", "--parallel.ep"),
+        ("--wd", "--optim.weight-decay"),
+        ("--load_best_model_at_end", "--checkpoint.keep-best"),
+        ("--ddp-timeout", "--train.collective-timeout"),
     ],
 )
 def test_which_flag_was_meant(word, meant, capsys):
@@ -121,6 +124,12 @@ def test_which_flag_was_meant(word, meant, capsys):
         ("--optimizer", "another optimizer is not there yet; valid: AdamW"),
         ("--deepspeed", "tmoe divides weights by itself; valid: --parallel.shard"),
         ("--sft.packing", "tmoe always packs rows"),
+        ("--assistant-only-loss", "tmoe trains the assistant's tokens and completions alone"),
+        ("--ref_model", "the reference is the model that the run begins with"),
+        ("--local-rank", "the launcher sets the number of processes"),
+        ("--model", "a section of settings, as --model.vocab; did you mean --init DIR?"),
+        ("--model.moe", "a section of settings, as --model.moe.experts"),
+        ("--sft", "a section of settings, as --sft.neftune; did you mean --task sft?"),
     ],
 )
 def test_a_wish_is_answered_as_such(word, says):

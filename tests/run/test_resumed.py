@@ -5,9 +5,11 @@ next: tests/checkpoint/test_checkpoint.py
 
 import json
 import os
+from dataclasses import asdict
 
 import numpy as np
 import pytest
+import torch
 from starts import FLAGS, train_two_steps
 
 from tmoe.checkpoint import resume
@@ -55,6 +57,28 @@ def test_tokens_of_another_tokenizer_are_refused(gloo, tmp_path):
         ConfigError, match=r"made with tokenizer other, eos 1; .*step-2 was trained on that of bytes, eos 0"
     ):
         resume.require_same_run(step, cfg, facts(source, cfg.train.seq), 1)
+
+
+def test_another_task_is_another_run(tmp_path):
+    """Steps of another task are refused before config.json changes; a validation may ask any task."""
+    words = ["tiny", "--task", "preference", "--out", str(tmp_path)]
+    info = dict(config=json.loads(json.dumps(asdict(parse(words, "")))))
+    state = dict(step=4, tokens=8, guard={})
+    steps = Checkpoints(tmp_path / "checkpoints", keep=0, mode="sync", info=info)
+    steps.save(4, {"optim.x": torch.zeros(1)}, state, {})
+    data = dict(tokenizer="bytes", eos=0)
+
+    def said(*more: str) -> list[str]:
+        return resume.require_same_run(tmp_path / "checkpoints/step-4", parse([*words, *more], ""), data, 1)
+
+    with pytest.raises(ConfigError) as refused:
+        said("--task", "sft")
+    meant = "was trained with --task preference; valid: --task preference, or a new run from these weights: "
+    assert meant in str(refused.value)
+    assert str(refused.value).startswith("--task=sft: ")
+    assert not [line for line in said("--task", "sft", "--eval-only") if "task" in line]
+    # settings of the task itself may change, by name
+    assert said("--preference.loss", "ipo")[0] == "--preference.loss=ipo (was sigmoid)"
 
 
 @pytest.mark.parametrize("content", [{"model_type": "qwen3_moe"}, {"starts": []}])

@@ -70,6 +70,11 @@ def test_a_word_is_a_list_of_one(tmp_path):
         ("a.toml", "steps", "a.toml: cannot be read: "),
         ("a.toml", "a-b = 1\n", "a.toml: a-b: no such setting; there are: task, out"),
         ("a.toml", "eval_only = true\neval-only = true", "a.toml: eval-only: is there twice"),
+        ("a.toml", "task = 'DPO'", "a.toml: --task=DPO: no such task; .* did you mean --task preference"),
+        ("a.toml", "lora_r = 8", "a.toml: lora_r: no such setting; low-rank adapters are not there yet"),
+        ("a.toml", "learning-rate = 1", r"no such setting; did you mean optim.lr\?"),
+        ("a.toml", "[optim]\nlearning_rate = 1", r"no such setting; did you mean optim.lr\?"),
+        ("a.json", '{"optim": {"lr": 1, "lr": 2}}', "a.json: cannot be read: lr is there twice"),
         ("a.json", "[]", "a.json: must be an object of settings"),
         ("a.json", '{"data": {"path": 3}}', "a.json: data.path=3: must be a list, each text"),
         ("a.yaml", "", "a.yaml: must be a .toml or .json file"),
@@ -84,6 +89,8 @@ def test_a_file_that_is_not_there(tmp_path, capsys):
     said = refusal(["--config", str(tmp_path / "a.toml")], capsys)
     assert f"--config={tmp_path / 'a.toml'}: no such file" in said
     assert "--config: needs a file" in refusal(["--config"], capsys)
+    said = refusal(["--config=a.toml", "--config", "b.toml"], capsys)
+    assert "--config=b.toml: one file at most, and --config=a.toml is the first" in said
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ from tmoe.config.model import STEPS_READ, ModelConfig
 from tmoe.config.run import Config
 from tmoe.config.same import as_flags, build_config, differences
 
+GROUPS = ("data", "optim", "sft", "preference", "grpo")  # sections whose changes a resumed run names
+
 
 def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
     """MismatchError with every setting by which a step's model computes something else than `model_cfg`.
@@ -56,6 +58,12 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     whole = whole and isinstance(manifest.state.get("guard"), dict)
     require(whole, f"--resume={cfg.resume}: {step_dir} has no state of a run (step, tokens, guard){other}")
     step, tokens = counts
+    task = _setting(manifest.info.get("config"), "task") or cfg.task
+    require(
+        cfg.eval_only or task == cfg.task,
+        f"--task={cfg.task}: {step_dir} was trained with --task {task}; valid: --task {task}, or a new run "
+        f"from these weights: --init {step_dir} --out NEW",
+    )
     ema = f"--optim.ema={cfg.optim.ema}: {step_dir} holds"
     require(
         cfg.optim.ema > 0 or "ema" not in held,
@@ -90,7 +98,7 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     now = json.loads(json.dumps(asdict(cfg), default=str))
     goes_on = not cfg.eval_only and step < cfg.steps
     by_hash = ("data.tokenizer", "data.new_tokenizer", "data.chat_template")  # compared above
-    names = [f"{group}.{name}" for group in ("data", "optim", "grpo") for name in now[group]]
+    names = [f"{group}.{name}" for group in GROUPS for name in now[group]]
     names = [name for name in names if name not in by_hash]
     names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
     names += ["train.seq", "train.dtype", "seed"]

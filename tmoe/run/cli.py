@@ -28,7 +28,7 @@ from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run import last_line
-from tmoe.run.flags import flags_of_settings, require_known, require_task
+from tmoe.run.flags import flag_of, flags_of_settings, require_known, require_task
 from tmoe.run.help import PAGES, page
 from tmoe.run.memory import padding
 from tmoe.run.settings import Source, chosen_step, model_at, pinned, read_settings, start_of, state_of
@@ -366,11 +366,6 @@ def flags_in(words: Sequence[str]) -> dict[str, str]:
     flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     on = {flag: re.sub(r"(--|\.)no-(?=[^.]*$)", r"\1", flag) for flag in flags}
     return {on[flag] if on[flag] in switches else flag: flag for flag in flags}
-
-
-def flag_of(name: str) -> str:
-    """The flag of a dotted setting: --model.moe.top-k of "model.moe.top_k"."""
-    return f"--{name.replace('_', '-')}"
 
 
 def value_at(cfg: Any, name: str) -> Any:

@@ -33,7 +33,7 @@ def with_defaults(cfg: Config, flags: Mapping[str, str], of_file: Set[str], run:
     cfg: settings of a preset or a run folder, with those of a file above them.
     flags: values of flags as text, by dotted names; they replace settings of `cfg` later.
     of_file: dotted names of the file's settings.
-    run: settings of the run folder, if the command names one.
+    run: settings of the run folder or of a run's config.json, if the command names one.
 
     Flags and the file's settings always count. A run that continues from a checkpoint keeps its rate, weight
     decay and warm-up, and so does a new run of a run's settings, unless it is a finetune of another task.
@@ -46,7 +46,7 @@ def with_defaults(cfg: Config, flags: Mapping[str, str], of_file: Set[str], run:
     warmups = {name for name in WARMUPS if f"optim.{name}" in flags} or own & {*WARMUPS}
     found: dict[str, Any] = {name: 0 for name in WARMUPS if len(warmups) == 1 and name not in warmups}
 
-    another = run is not None and "init" in of_file | flags.keys() and task != run.task
+    another = run is not None and bool(init) and task != run.task
     if run is not None and not another:
         return replace(cfg, optim=replace(optim, **found))
     if kept := of_the_run(flags.get("out", cfg.out), flags.get("resume", cfg.resume)):

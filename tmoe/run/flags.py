@@ -25,7 +25,7 @@ SYNONYMS = {
     "--train.seq": "seqlen seq-len seq-length sequence-length max-seq-len max-length max-seq-length "
     "context-length block-size context max-prompt-length",
     "--train.accumulate": "gradient-accumulation-steps grad-accum grad-accumulation accumulation-steps",
-    "--train.dtype": "precision bf16 fp16 mixed-precision amp",
+    "--train.dtype": "precision bf16 fp16 mixed-precision amp torch-dtype",
     "--train.eval-every": "eval-steps eval-interval eval-freq val-every val-interval eval-strategy",
     "--train.eval-batches": "eval-iters eval-batch",
     "--steps": "max-steps train-iters train-steps num-steps iters iterations max-iters",
@@ -34,12 +34,13 @@ SYNONYMS = {
     "--checkpoint.every": "save-every save-steps save-interval "
     "checkpoint-interval checkpoint-every save-strategy",
     "--checkpoint.keep": "save-total-limit",
+    "--checkpoint.keep-best": "save-best save-best-only load-best-model-at-end metric-for-best-model",
     "--resume": "resume-from resume-from-checkpoint",
     "--init": "model-name model-name-or-path pretrained load init-from from-pretrained checkpoint",
     "--log.every": "logging-steps log-interval log-every",
     "--log.wandb": "wandb-project use-wandb report-to",
     "--log.progress": "progress-bar disable-tqdm",
-    "--data.path": "dataset data-path train-data data-dir train-file",
+    "--data.path": "dataset data-path train-data data-dir train-file dataset-name dataset-path",
     "--data.tokenizer": "tokenizer-path tokenizer-name tokenizer-model",
     "--data.val-fraction": "val-split validation-split",
     "--model.dim": "hidden-size d-model n-embd embed-dim width",
@@ -62,6 +63,8 @@ SYNONYMS = {
     "--optim.schedule": "lr-scheduler-type lr-scheduler lr-decay-style scheduler",
     "--optim.betas": "adam-beta1 adam-beta2 beta1 beta2 adam-betas",
     "--optim.eps": "adam-epsilon adam-eps",
+    "--optim.weight-decay": "wd",
+    "--train.collective-timeout": "ddp-timeout nccl-timeout distributed-timeout",
     "--optim.warmup-fraction": "warmup-ratio lr-warmup-fraction",
     "--data.val-path": "eval-dataset eval-file validation-file val-data valid-data-path",
     "--data.chat-template": "chat-template-path template",
@@ -94,6 +97,17 @@ SYNONYMS = {
     "--grpo.tries": "dynamic-sampling filter-groups max-num-gen-batches",
     "--grpo.entropy": "entropy-coef entropy-coeff",
     "--grpo.slots": "max-num-seqs",
+}
+
+
+# What is meant by the name of a section without a setting.
+SECTIONS = {
+    "--model": "--init DIR",
+    "--data": "--data.path SOURCE",
+    "--checkpoint": "--init STEP",
+    "--sft": "--task sft",
+    "--preference": "--task preference",
+    "--grpo": "--task grpo",
 }
 
 
@@ -136,6 +150,11 @@ def flags_of_settings(config: type, section: str = "--") -> Iterator[tuple[str, 
             yield flag, kind
 
 
+def flag_of(name: str) -> str:
+    """The flag of a dotted setting: --model.moe.top-k of "model.moe.top_k"."""
+    return f"--{name.replace('_', '-')}"
+
+
 def require_known(words: list[str], config: type) -> None:
     """ConfigError for the first flag that is none, with the one that is meant, as far as one can tell."""
     known = [flag for flag, _ in flags_of_settings(config)]
@@ -145,12 +164,21 @@ def require_known(words: list[str], config: type) -> None:
             continue
         section, dot, last = flag[2:].rpartition(".")
         if flag not in known and f"--{section}{dot}{last.removeprefix('no-')}" not in known:
-            meant = meant_by(flag, known)
-            exact = any(one.rpartition(".")[2].removeprefix("--") == last for one in meant)
-            if (answer := wish(flag)) and not (exact or is_synonym(last)):
-                raise ConfigError(f"{word.partition('=')[0]}: no such flag; {answer}")
-            hint = f"did you mean {' or '.join(meant)}?" if meant else "train.py --help-all shows all"
+            hint = answer(flag, known) or "train.py --help-all shows all"
             raise ConfigError(f"{word.partition('=')[0]}: no such flag; {hint}")
+
+
+def answer(flag: str, known: list[str]) -> str:
+    """What to use in place of a flag that is none; "" where nobody knows."""
+    last = flag[2:].rpartition(".")[2]
+    meant = meant_by(flag, known)
+    exact = any(one.rpartition(".")[2].removeprefix("--") == last for one in meant)
+    if (text := wish(flag)) and not (exact or is_synonym(last)):
+        return text
+    if inside := [one for one in known if one.startswith(f"{flag}.")]:
+        usual = SECTIONS.get(flag, "")
+        return f"a section of settings, as {inside[0]}" + (f"; did you mean {usual}?" if usual else "")
+    return f"did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def is_synonym(last: str) -> bool:
@@ -159,7 +187,7 @@ def is_synonym(last: str) -> bool:
 
 
 def meant_by(flag: str, known: list[str]) -> list[str]:
-    """The flags that a word may mean: of the same last part, of another trainer's name, or nearly alike.
+    """The flags that a word may mean: of the same last part, of another trainer's name, or nearly the same.
 
     Another trainer's name is first looked up in the word's own section: --grpo.beta is --grpo.kl, and not
     --preference.beta.

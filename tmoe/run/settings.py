@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, get_type_hints
 
 from tmoe.checkpoint.folders import newest_in, steps_in
 from tmoe.checkpoint.manifest import CheckpointError, is_step, read_manifest
-from tmoe.config.check import ConfigError, fits, require, spell
+from tmoe.config.check import FLAG, ConfigError, fits, require, spell
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.run import Config, DataConfig
 from tmoe.run.defaults import with_defaults
+from tmoe.run.flags import answer, flag_of, flags_of_settings, require_task
 
 # Settings that say what one start does, not what the run is: who goes on with a run does not mean them.
 OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")
@@ -87,7 +88,8 @@ def read_settings(words: list[str]) -> Source:
         places |= named
         record = is_record(Path(file))
         given = {} if record else named
-    flags, of_file = _values(rest), _names(told)
+        run = cfg if record else run
+    flags, of_file = _values(rest), set(given)
     cfg = _with_one_length(cfg, flags, told, file)
     return Source(first, with_defaults(cfg, flags, of_file, run), rest, notes, given, record, places)
 
@@ -151,11 +153,20 @@ def read_file(path: Path) -> dict[str, Any]:
 def _parsed(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
-        told = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        told = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     require(isinstance(told, dict), f"{path}: must be an object of settings")
     return told
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. ValueError for a key that it has twice, of which json would drop the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return found
 
 
 def is_record(path: Path) -> bool:
@@ -185,11 +196,15 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
     for key, value in told.items():
         name, shown = key.replace("-", "_"), f"{where}: {section}{key}"
         if name not in kinds:
-            near = get_close_matches(name, kinds, 1)
-            hint = f"; did you mean {section}{near[0]}?" if near else f"; there are: {', '.join(kinds)}"
-            raise ConfigError(f"{shown}: no such setting{hint}")
+            hint = answer(flag_of(section + name), [flag for flag, _ in flags_of_settings(Config)])
+            meant = (
+                FLAG.sub(lambda found: found[1].replace("-", "_"), hint) if "did you mean" in hint else hint
+            )
+            raise ConfigError(f"{shown}: no such setting; {meant or 'there are: ' + ', '.join(kinds)}")
         require(name not in found, f"{shown}: is there twice, with - and with _")
         kind = kinds[name]
+        if f"{section}{name}" == "task" and isinstance(value, str):
+            _require_task_in(where, value)
         if is_dataclass(kind):
             require(isinstance(value, dict), f"{shown}={value!r}: must be settings of its own, as {key}.NAME")
             found[name] = with_settings(getattr(cfg, name), value, where, f"{section}{key}.")
@@ -200,6 +215,14 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
         found[name] = tuple(value) if isinstance(value, list) else value
     try:
         return replace(cfg, **found)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _require_task_in(where: str, value: str) -> None:
+    """ConfigError for another trainer's name of a task in a file, with what it is here."""
+    try:
+        require_task(value)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -326,6 +349,8 @@ def _without(words: list[str], flag: str) -> tuple[list[str], str | None]:
         if head != flag:
             left.append(word)
             continue
-        found = value if equals else next(rest, "")
+        before, found = found, value if equals else next(rest, "")
+        once = flag != "--config" or before is None
+        require(once, f"--config={found}: one file at most, and --config={before} is the first")
         require(found != "" or flag != "--config", "--config: needs a file, .toml or .json")
     return left, found
