@@ -128,6 +128,14 @@ def test_files_by_their_names(monkeypatch, tmp_path):
     found, usual = hub.configs_of(converted, None)
     assert not usual and found["main"] == {"train_sft": converted[:1], "test": converted[1:2]}
     assert hub.configs_of(["a.jsonl", "b.jsonl"], None)[0] == {"default": {"train": ["a.jsonl", "b.jsonl"]}}
+    shards = ["data/train-00000-of-00001-b.parquet", "data/validation-00000-of-00001-c.parquet"]
+    stories = ["Stories-train.txt", "Stories-valid.txt", "StoriesV2-train.txt", *shards]  # the set thrice
+    both = {"train": shards[:1], "validation": shards[1:]}
+    assert hub.configs_of(stories, None)[0] == {"default": both}
+    twice = ["train.jsonl.gz", "train.parquet", "test.parquet", "README.txt"]
+    assert hub.configs_of(twice, None)[0]["default"] == {"train": twice[1:2], "test": twice[2:3]}
+    few = ["README.txt", "data.jsonl", "metadata.json"]
+    assert hub.configs_of(few, None)[0]["default"] == {"train": ["data.jsonl"]}
     other = pytest.raises(DataError, match=r"\(train.csv\) are not parquet.*@refs/convert/parquet:CONFIG")
     with serving(NAME, {"train.csv": b"a,b\n"}, monkeypatch, tmp_path / "cache"), other:
         names(f"hub:{NAME}")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import glob
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,8 @@ NO_DATA = (
     "config.json",
     "LICENSE.txt",
 )
+FORMATS = "parquet", "jsonl", "ndjson", "json", "txt"  # of as many files the first counts
+SHARDED = re.compile(r"data/.+?-\d{5}-of-\d{5}[^/]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 KEYWORDS = {
     "train": ("train", "training"),
@@ -248,12 +251,26 @@ def _is_data(name: str) -> bool:
 
 
 def _by_split(names: list[str]) -> dict[str, list[str]]:
-    """Files by the split that their names say; all are "train" where none says one."""
+    """Files by the split that their names say; all are "train" where none says one.
+
+    As in Hugging Face's datasets: where there are data/SPLIT-00000-of-00003 and the like, those alone; and
+    files of one format, the commonest, so that a set that is there twice is read once.
+    """
+    names = [name for name in names if SHARDED.fullmatch(name)] or names
     found: dict[str, list[str]] = {}
     for name in names:
         if split := split_of(name):
             found.setdefault(split, []).append(name)
-    return found or ({"train": names} if names else {})
+    found = found or ({"train": names} if names else {})
+    kinds = Counter(_format_of(name) for group in found.values() for name in group)
+    kind = max(kinds, key=lambda one: (kinds[one], -(*FORMATS, one).index(one)), default="")
+    one_kind = {split: [n for n in group if _format_of(n) == kind] for split, group in found.items()}
+    return {split: group for split, group in one_kind.items() if group}
+
+
+def _format_of(name: str) -> str:
+    found = READ.fullmatch(name) or OTHERS.fullmatch(name)
+    return found[1].lower() if found else ""
 
 
 def split_of(path: str) -> str | None:
