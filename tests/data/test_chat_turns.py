@@ -1,15 +1,16 @@
-"""Where turns begin and end in templates that write them in odd ways."""
+"""Turns of templates that write them in odd ways, and rows in other collections' words."""
 
 from __future__ import annotations
 
 import re
 
+import pytest
 from call_templates import byte_tokenizer
 from chat_tokenizers import shown
 
 from tmoe.data.chat import chat_prompt, encode, turn_ends
-from tmoe.data.chat_rows import Conversation
-from tmoe.data.tokenizer import JsonTokenizer
+from tmoe.data.chat_rows import Conversation, kind_of, parse_row
+from tmoe.data.tokenizer import DataError, JsonTokenizer
 
 CALL = dict(id="abcdefgh1", type="function", function=dict(name="look", arguments=dict(city="Paris")))
 CHAT = [
@@ -85,3 +86,60 @@ def test_the_end_of_an_earlier_turn_ends_answers():
     """Phi-3: generation meets <|end|> first, and <|endoftext|> only after it."""
     tokenizer = byte_tokenizer(PHI, ("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"))
     assert [tokenizer.decode([one]) for one in turn_ends(tokenizer)] == ["<|endoftext|>", "<|end|>"]
+
+
+# ---- rows in other collections' words ----
+
+
+def test_other_names_of_arguments_and_parameters():
+    """Llama's `parameters` and Anthropic's `input` of a call, `input_schema` of a tool."""
+    schema = dict(type="object", properties=dict(city=dict(type="string")))
+    function = dict(name="look", description="Looks.")
+    plain = dict(messages=[CHAT[0], CHAT[1], *CHAT[2:]], tools=[dict(type="function", function=function)])
+    plain["tools"][0]["function"]["parameters"] = schema
+    wanted = parse_row(plain, "row", "messages").samples
+    for name in ("parameters", "input", "args"):
+        bare = {"id": "abcdefgh1", "name": "look", name: dict(city="Paris")}
+        row = dict(
+            messages=[CHAT[0], CHAT[1] | dict(tool_calls=[bare]), *CHAT[2:]],
+            tools=[dict(name="look", description="Looks.", input_schema=schema)],
+        )
+        assert parse_row(row, "row", "messages").samples == wanted
+
+
+def test_texts_and_fields_that_hold_nothing_are_not_there():
+    said = dict(role="assistant", content="Rain.")
+    row = dict(messages=[CHAT[0], said | dict(tool_calls="")], tools="", prompt=None, id=7, score=None)
+    parsed = parse_row(row, "row", "messages")
+    assert parsed.samples == parse_row(dict(messages=[CHAT[0], said]), "row", "messages").samples
+    assert parsed.unread == ("id",)
+    assert kind_of(dict(messages=None, prompt="a", completion=None, response="b")) == "prompt/completion"
+    thought = dict(role="assistant", content=None, reasoning_content="Hm.")
+    (sample,) = parse_row(dict(messages=[CHAT[0], thought]), "row", "messages").samples
+    assert sample.messages[1]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    "row, match",
+    [
+        (
+            dict(prompt=None, completion="Rain."),
+            "row: prompt: must be text .*; here is null",
+        ),
+        (dict(messages=CHAT, kto_tag=False), "row: kto_tag=False: a bad answer"),
+        (dict(messages=CHAT, label=0), "row: label=0: a row is trained as it is"),
+        (dict(messages=CHAT, tools=[None]), r"row: tools\[0\]: must be .* here is nothing"),
+        (
+            dict(
+                messages=[
+                    CHAT[0],
+                    dict(role="assistant", tool_calls=[dict(name="f", arguments='{"a": NaN}')]),
+                ]
+            ),
+            r"tool_calls\[0\]: arguments: text that is no JSON object: NaN is no number of JSON",
+        ),
+    ],
+)
+def test_rows_that_are_refused(row: dict, match: str):
+    with pytest.raises(DataError, match=match):
+        parse_row(row, "row", kind_of(row))

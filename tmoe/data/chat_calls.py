@@ -11,6 +11,7 @@ from typing import Any
 from tmoe.data.tokenizer import DataError
 
 OUTER = ("id", "type", "index")  # fields of a call around its function
+SAME_ARGUMENTS = ("parameters", "input", "args")  # other collections' names for them
 
 
 def objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -32,6 +33,9 @@ def one_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     bare = "function" not in call  # the name and the arguments alone, as in Hermes' rows
     function = {k: v for k, v in call.items() if k not in OUTER} if bare else call["function"]
     outer = {k: v for k, v in call.items() if k in OUTER} if bare else call
+    if "arguments" not in function:
+        same = next((name for name in SAME_ARGUMENTS if name in function), None)
+        function = {"arguments" if name == same else name: one for name, one in function.items()}
     arguments = json_object(function.get("arguments"), f"{where}: arguments")
     return dict(type="function") | outer | dict(function=function | dict(arguments=arguments))
 
@@ -43,7 +47,7 @@ def json_object(value: Any, where: str) -> dict[str, Any]:
     """
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value, object_pairs_hook=_unique)
+            value = json.loads(value, object_pairs_hook=_unique, parse_constant=_finite)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: text that is no JSON object: {error}") from error
     if value in (None, "") or (isinstance(value, str) and not value.strip()):
@@ -53,6 +57,10 @@ def json_object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{where}: {type(value).__name__}; must be an object, or JSON of one in a text")
     return value
+
+
+def _finite(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -408,6 +408,7 @@ class _Rows:
         hashes, desirable = array("Q"), array("b")
         left: Counter[str] = Counter()
         forms: set[str] = set()
+        unread: set[str] = set()
         dtype = np.min_scalar_type(self.tokenizer.vocab - 1)
         with _publish(made) as folder:
             with (folder / "ids.bin").open("wb") as ids, (folder / "trained.bin").open("wb") as trained:
@@ -423,6 +424,7 @@ class _Rows:
                         # a pair is taken apart: its first answer is the good one
                         desirable.append(number == 0 if row.desirable is None else row.desirable)
                     hashes.append(_hash(row.key))
+                    unread |= {*row.unread}
                     forms |= {"text" if isinstance(one, Plain) else "conversation" for one in row.samples}
                     places.extend(place)
             if not hashes:
@@ -447,7 +449,7 @@ class _Rows:
                 rows=len(hashes),
                 skipped=len(skips.found),
                 malformed=skips.tell(),
-                left=tell(left, self.template.source),
+                left=tell(left, self.template.source, unread),
                 files=[(str(path), found.form == "JSON lines") for path, found in self.source.files],
             )
             (folder / "facts.json").write_text(json.dumps(facts))

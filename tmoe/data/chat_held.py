@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from tmoe.data.tokenizer import DataError
@@ -26,6 +26,7 @@ NULLS = "arguments and tools that are null"
 SAME_THOUGHT = ("thinking", "reasoning")
 PASSED = ("role", "weight", *SAME_THOUGHT)
 NUMBER = 7070707
+NAMED = 10  # fields, at most, that one sentence names
 Replace = Callable[[str], str]
 
 
@@ -185,7 +186,14 @@ def as_python(value: Any, text: str) -> Any:
     return None
 
 
-def tell(left: Counter[str], source: str) -> str:
-    """The sentence on what a template leaves out; "" for nothing. left: number of rows by field."""
+def tell(left: Counter[str], source: str, unread: Iterable[str] = ()) -> str:
+    """The sentence on what a template leaves out; "" for nothing. left: number of rows by field.
+
+    unread: fields of rows that are no part of a conversation.
+    """
     parts = [f"{field} in {count:,} row{'s' * (count > 1)}" for field, count in sorted(left.items())]
-    return f"left out by the chat template ({source}): {', '.join(parts)}" if parts else ""
+    told = f"left out by the chat template ({source}): {', '.join(parts)}" if parts else ""
+    fields = sorted(unread)
+    more = f" and {len(fields) - NAMED} more" if len(fields) > NAMED else ""
+    said = f"fields of rows that are not read: {', '.join(fields[:NAMED])}{more}" if fields else ""
+    return ", ".join(filter(None, (told, said)))

@@ -44,9 +44,12 @@ TRAINS = ("weight", "train", "training", "trainable", "loss")
 UNCLEAR = ("mask", "masked", "loss_mask", "train_mask", "loss_weight", "label", "train_detail")
 # fields of a row that change what it means, or that no text holds
 TURNS_ROUND = (*TRAINS, *UNCLEAR, "labels", "weights", "sample_weight")
+# fields that turn a row's meaning round if they are false; KTO's rows have such in other collections
+GOOD = ("kto_tag", "desirable", "preferred", "accepted", "correct", "is_correct")
 NO_TEXT = ("images", "image", "videos", "audios", "history")
 # what a template is given of the row and by who renders it, and so not by chat_template_kwargs
 TAKEN = "messages", "tools", "documents", "prompt", "add_generation_prompt", "self"
+SAME_PARAMETERS = ("input_schema", "inputSchema")  # of a tool, as Anthropic's rows and MCP have them
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -87,15 +90,17 @@ class Row(NamedTuple):
     """fields of calls and tools that are null, and so left out, where a file may hold them on purpose"""
     desirable: bool | None = None
     """of rows with a label (data/unpaired.py); None: the row has none"""
+    unread: tuple[str, ...] = ()
+    """fields that nothing reads: ids, sources, scores"""
 
 
 def kind_of(row: dict) -> Kind | None:
     """What a row is, by its fields."""
     if "chosen" in row and "rejected" in row:
         return "preference"
-    if "messages" in row:
+    if row.get("messages") is not None:
         return "messages"
-    if "conversations" in row:
+    if row.get("conversations") is not None:
         return "conversations"
     if "prompt" in row and _answer(row) is not None:
         return "prompt/completion"
@@ -103,7 +108,7 @@ def kind_of(row: dict) -> Kind | None:
 
 
 def _answer(row: dict) -> Any:
-    return row.get("completion", row.get("response"))
+    return row.get("response") if row.get("completion") is None else row["completion"]
 
 
 def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
@@ -125,6 +130,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
     row = _without_nulls(row)
     _require_meaning(row, where, kind)
     tools, more = parse_given(row, where)
+    unread = _unread(row, kind)
 
     def conversation(messages: list[dict], first: int) -> Conversation:
         return Conversation(messages, first, tools, more)
@@ -135,7 +141,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         sample = conversation(messages, 0)
         if not sample.turns:
             raise DataError(f"{where}: {kind}: no turn of the assistant to learn")
-        return Row((sample,), _key(messages[: sample.turns[0]], messages), nulls)
+        return Row((sample,), _key(messages[: sample.turns[0]], messages), nulls, unread=unread)
     if kind == "prompt/completion":
         field = "completion" if "completion" in row else "response"
         answers = (field,)
@@ -153,8 +159,8 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
             for field, text in zip(answers, texts, strict=True):
                 if not text:
                     raise DataError(f"{where}: {field}: is empty, so there is nothing to learn")
-            return Row(tuple(Plain(prompt, text) for text in texts), _key(prompt, given))
-        prompt = _turns(row["prompt"], f"{where}: prompt", "user")
+            return Row(tuple(Plain(prompt, text) for text in texts), _key(prompt, given), unread=unread)
+        prompt = _turns(row.get("prompt"), f"{where}: prompt", "user")
     else:
         prompt = None
     parsed = [_turns(row.get(field), f"{where}: {field}", "assistant") for field in answers]
@@ -164,7 +170,18 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         parsed = [_with_system(row, one, where) for one in parsed]
     samples = _after(prompt, parsed, where)
     key = _key(samples[0][0][: samples[0][1]], given)
-    return Row(tuple(conversation(*one) for one in samples), key, nulls)
+    return Row(tuple(conversation(*one) for one in samples), key, nulls, unread=unread)
+
+
+def _unread(row: dict, kind: Kind) -> tuple[str, ...]:
+    """Fields that rows of this kind do not have: ids, sources and scores, or a part that has another name."""
+    if kind == "prompt/completion":
+        own = ("prompt", "completion" if "completion" in row else "response")
+    else:
+        own = ("prompt", "chosen", "rejected") if kind == "preference" else (kind,)
+    tools = "tools" if "tools" in row else "functions"
+    known = {*own, tools, "system", "chat_template_kwargs"}
+    return tuple(sorted(str(name) for name in row if name not in known))
 
 
 def _require_meaning(row: dict, where: str, kind: Kind) -> None:
@@ -179,10 +196,16 @@ def _require_meaning(row: dict, where: str, kind: Kind) -> None:
         value = row.get(name)
         if value is None or value is True or (name in TRAINS and value == 1):
             continue
-        if name == "label" and not isinstance(value, bool | list):
+        if name == "label" and (isinstance(value, str) or (isinstance(value, int | float) and value > 0)):
             continue  # a class, as many data sets have it
         do = "leave out the rows that are not to be trained, and the field"
         raise DataError(f"{where}: {name}={value!r:.40}: a row is trained as it is; {do}")
+    for name in GOOD:
+        if row.get(name) is False:
+            raise DataError(
+                f"{where}: {name}={row[name]!r}: a bad answer would be trained as a good one; "
+                "leave out such rows, or train on prompt, completion and label with --preference.loss kto"
+            )
     if found := next((name for name in NO_TEXT if row.get(name)), None):
         raise DataError(f"{where}: {found}: only messages and texts can be trained on; leave the field out")
 
@@ -216,10 +239,18 @@ def parse_given(row: dict, where: str) -> tuple[list | None, dict[str, Any]]:
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
-    tool = _json(tool, where, dict) or {}
+    tool = _json(tool, where, dict)
+    if not tool:
+        raise DataError(
+            f'{where}: must be {{"type": "function", "function": {{"name": ...}}}}; here is nothing'
+        )
     if "function" not in tool and "name" in tool:
         tool = dict(type="function", function={name: one for name, one in tool.items() if name != "type"})
     function = tool.get("function")
+    if isinstance(function, dict) and "parameters" not in function:
+        same = next((name for name in SAME_PARAMETERS if name in function), None)
+        function = {"parameters" if name == same else name: one for name, one in function.items()}
+        tool = tool | dict(function=function)
     if isinstance(function, dict) and isinstance(function.get("parameters"), str):
         parameters = json_object(function["parameters"], f"{where}: parameters")
         tool = tool | dict(function=function | dict(parameters=parameters))
@@ -286,7 +317,8 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if role == "assistant" and isinstance(message.get("content"), list):
         _take_thoughts(message)
     content = _content(message.get("content"), where)
-    if content is None and not calls:
+    thinks = role == "assistant" and any(message.get(name) for name in REASONING)
+    if content is None and not calls and not thinks:
         raise DataError(f"{where}: no content" + (" and no tool_calls" if role == "assistant" else ""))
     message["content"] = content or ""
     if calls:
@@ -361,7 +393,12 @@ def _content(content: Any, where: str) -> str | None:
 
 
 def _json(value: Any, where: str, kind: type) -> Any:
-    """A value of this kind, which some files hold as JSON in a text. DataError for another kind."""
+    """A value of this kind, which some files hold as JSON in a text; None for a blank one.
+
+    DataError for another kind.
+    """
+    if isinstance(value, str) and not value.strip():
+        return None
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -78,6 +78,8 @@ def show(
                 console.print(coloured_text(one, chosen, coloured))
         if lacks:
             console.print(Text(f"{where}: left out by the template: {', '.join(sorted(lacks))}", "yellow"))
+        if row.unread:
+            console.print(Text(f"{where}: fields that are not read: {', '.join(row.unread)}", "yellow"))
 
 
 TRAINED = "bold green"
