@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -86,6 +87,18 @@ def test_the_end_of_an_earlier_turn_ends_answers():
     """Phi-3: generation meets <|end|> first, and <|endoftext|> only after it."""
     tokenizer = byte_tokenizer(PHI, ("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"))
     assert [tokenizer.decode([one]) for one in turn_ends(tokenizer)] == ["<|endoftext|>", "<|end|>"]
+
+
+def test_a_header_that_takes_blanks_is_not_trained():
+    """Special tokens of Phi-3 take the blanks behind them, and so those that an answer begins with."""
+    plain = byte_tokenizer(PHI, ("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"))
+    told = json.loads(plain.files.raw)
+    for token in told["added_tokens"]:
+        token["rstrip"] = True
+    tokenizer = JsonTokenizer(plain.files._replace(raw=json.dumps(told).encode()))
+    for text in ("Rain.", "\n Rain."):
+        chat = [CHAT[0], dict(role="assistant", content=text)]
+        assert trained(chat, tokenizer) == ["Rain.<|end|><|endoftext|>"]
 
 
 # ---- rows in other collections' words ----

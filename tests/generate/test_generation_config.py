@@ -36,6 +36,7 @@ def test_what_is_followed(told, want):
         (dict(do_sample=True, temperature=0.6, repetition_penalty=1.0), [], ["temperature=0.6"]),
         (dict(do_sample=False), [], ["do_sample=False"]),
         (dict(temperature=0.6), ["temperature=0.6"], ["temperature=0.6"]),
+        (dict(temperature=0.6, do_sample=None), ["temperature=0.6"], ["temperature=0.6"]),
         (dict(repetition_penalty=1.05, typical_p=1.0), *[["repetition_penalty=1.05"]] * 2),
         (
             dict(bad_words_ids=[[3]], suppress_tokens=[], begin_suppress_tokens=None),

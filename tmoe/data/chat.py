@@ -65,6 +65,7 @@ class Encoder:
         self.left: list[set[str]] = []
         """fields that the template leaves out, of each sample of the last call of `encode`"""
         self._pieces = Pieces(self.marker, template)
+        self._special = np.array([*self.marker.special.values()])
         self._shadows: dict[str, tuple[set[int], list[Counter[str]] | None]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[Tokens] | DataError]:
@@ -204,6 +205,9 @@ class Encoder:
             trained = np.zeros(len(whole.ids), bool)
             for low, high in piece.spans:
                 trained |= (whole.starts < high) & (whole.ends > low)
+                # A header of Phi-3 takes the blanks that its answer begins with; it is not trained.
+                over = np.flatnonzero((whole.starts < low) & (whole.ends > low))
+                trained[over[np.isin(whole.ids[over], self._special)]] = False
             places = np.flatnonzero(trained)
             if not places[1:].size and not (places.size and places[0] > 0):
                 return DataError("no token of it is trained: is its answer empty?")

@@ -22,7 +22,7 @@ class Mismatched:
     The other row is the next one of the same source and split, in the order of the file, whose prompt is
     another; the first row follows the last. What is longer than a row is cut at its end.
 
-    Raises DataError for a split with one row.
+    Raises DataError for a split with one prompt.
     """
 
     def __init__(self, data: ChatDataset) -> None:
@@ -56,12 +56,12 @@ def _partners(source: ChatSource) -> np.ndarray:
     """For each sequence of the split, the one whose prompt its completion is put under; -1 for others."""
     units = source.units.tolist()
     count = len(units)
-    if count < 2:
-        raise DataError(
-            f"{source.name}: one row in a split: --preference.loss kto takes completions under the prompts "
-            "of other rows, and needs two or more in each; change --data.val-fraction, or give more data"
-        )
     prompts = [source.sequence(i)[0][: source.firsts[i]].tobytes() for i in units]
+    if len(set(prompts)) < 2:
+        raise DataError(
+            f"{source.name}: one prompt in a split: --preference.loss kto takes completions under other "
+            "prompts, and needs two or more in each; change --data.val-fraction, or give more data"
+        )
     following = [(n + 1) % count for n in range(count)]
     for n in reversed(range(2 * count)):  # twice, for the first rows follow the last
         at, after = n % count, (n + 1) % count

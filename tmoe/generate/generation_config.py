@@ -61,7 +61,9 @@ def not_followed(generation: Mapping[str, Any], followed: bool = True) -> list[s
     """
     unread = SILENT
     if followed:
-        unread = unread | {"stop_strings"} | (set(DRAWN) if "do_sample" in generation else set())
+        unread = (
+            unread | {"stop_strings"} | (set(DRAWN) if generation.get("do_sample") is not None else set())
+        )
     shown = []
     for name, value in generation.items():
         empty = value is None or value is False or value in ([], {}, "")
