@@ -131,12 +131,12 @@ def test_messages_are_a_conversation(run, tmp_path, capsys):
         "{% for one in messages %}{{ one.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}{{ mood }}{% if tools %}{{ tools | length }}{% endif %}{% endif %}"
     )
-    given = dict(tools=[dict(name="f")] * 2, chat_template_kwargs=dict(mood="calm"))
+    given = dict(tools=[dict(name="f")] * 2, chat_template_kwargs=dict(mood="calm"), system="be")
     (tmp_path / "p.jsonl").write_text(json.dumps(dict(messages=messages) | given))
     template = ["--chat-template", str(tmp_path / "mood.jinja")]
     command.main([str(run), "--file", str(tmp_path / "p.jsonl"), *template, *GREEDY, "--max-tokens", "4"])
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [row["text"]] == answers(model, [list(b"hi\0calm2")], temperature=0, max_tokens=4)
+    assert [row["text"]] == answers(model, [list(b"be\0hi\0calm2")], temperature=0, max_tokens=4)
 
 
 def test_a_conversation_in_the_terminal(run, capsys, monkeypatch):

@@ -182,6 +182,7 @@ def test_the_template_has_what_the_row_gives_it(tmp_path):
         "{% if add_generation_prompt %}{{ mood }}{% if tools %} {{ tools | length }}{% endif %}{% endif %}"
     )
     given = dict(tools=json.dumps([dict(name="f")] * 2), chat_template_kwargs=dict(mood="calm"))
+    given |= dict(system="be kind")
     rows = [dict(prompt=[dict(role="user", content=f"hello {i}")]) | given for i in range(9)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = DataConfig(path=(str(tmp_path / "rows.jsonl"),), chat_template=str(tmp_path / "plain.jinja"))
@@ -189,6 +190,15 @@ def test_the_template_has_what_the_row_gives_it(tmp_path):
     cfg = Config(task="grpo", grpo=grpo, train=TrainConfig(seq=40), model=ModelConfig(vocab=256), data=data)
     texts = [prompt.text for prompt in open_prompts(cfg, "train").sources[0].prompts]
     assert texts and all(text.endswith("calm 2") for text in texts)
+    assert all(text.startswith("system be kind\0user hello") for text in texts)
+    ended = dict(prompt=[dict(role="user", content="a"), dict(role="assistant", content="b")])
+    for row, match in (
+        (ended, "ends with a turn of the assistant"),
+        (dict(prompt="a", system="b"), "system"),
+    ):
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [*rows, row])))
+        with pytest.raises(DataError, match=rf"rows.jsonl:10: .*{match}"):
+            open_prompts(cfg, "train")
 
 
 # ---- packing, and the loss by hand ----

@@ -137,7 +137,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
 
     if kind in ("messages", "conversations"):
         messages = parse_messages(row.get(kind), f"{where}: {kind}")
-        messages = _with_system(row, messages, where)
+        messages = with_system(row, messages, where)
         sample = conversation(messages, 0)
         if not sample.turns:
             raise DataError(f"{where}: {kind}: no turn of the assistant to learn")
@@ -165,9 +165,9 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         prompt = None
     parsed = [_turns(row.get(field), f"{where}: {field}", "assistant") for field in answers]
     if prompt is not None:
-        prompt = _with_system(row, prompt, where)
+        prompt = with_system(row, prompt, where)
     elif row.get("system"):
-        parsed = [_with_system(row, one, where) for one in parsed]
+        parsed = [with_system(row, one, where) for one in parsed]
     samples = _after(prompt, parsed, where)
     key = _key(samples[0][0][: samples[0][1]], given)
     return Row(tuple(conversation(*one) for one in samples), key, nulls, unread=unread)
@@ -210,7 +210,7 @@ def _require_meaning(row: dict, where: str, kind: Kind) -> None:
         raise DataError(f"{where}: {found}: only messages and texts can be trained on; leave the field out")
 
 
-def _with_system(row: dict, messages: list[dict], where: str) -> list[dict]:
+def with_system(row: dict, messages: list[dict], where: str) -> list[dict]:
     """Messages after the row's own "system", which LLaMA-Factory's and ToolACE's rows have."""
     told = row.get("system")
     if not told:

@@ -23,7 +23,7 @@ from tmoe.config.run import Config
 from tmoe.data.chat import Marker, prompt_text
 from tmoe.data.chat_choice import Chosen, choose_template, format_of
 from tmoe.data.chat_held import tell
-from tmoe.data.chat_rows import parse_given, parse_messages
+from tmoe.data.chat_rows import parse_given, parse_messages, with_system
 from tmoe.data.chat_template import ChatTemplate
 from tmoe.data.corpus import HeldOut, Split
 from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, sources_of
@@ -211,9 +211,13 @@ def _text(row: Any, where: str, marker: Marker, template: ChatTemplate) -> tuple
     lacks: set[str] = set()
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if isinstance(prompt, str) and prompt:
+        if row.get("system"):
+            raise DataError(f"{where}: system: a prompt that is text has no place for it; give messages")
         text = prompt if prompt.startswith(marker.opening) else marker.opening + prompt
     elif isinstance(prompt, list) and prompt:
-        messages = parse_messages(prompt, f"{where}: prompt")
+        messages = with_system(row, parse_messages(prompt, f"{where}: prompt"), where)
+        if messages[-1]["role"] == "assistant":
+            raise DataError(f"{where}: prompt: ends with a turn of the assistant, so it asks nothing")
         tools, more = parse_given(row, where)
         try:
             text, lacks = prompt_text(messages, marker, template, tools, more)

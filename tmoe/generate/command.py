@@ -27,7 +27,7 @@ from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError, require
 from tmoe.data.chat import chat_prompt, turn_ends
 from tmoe.data.chat_choice import another
-from tmoe.data.chat_rows import parse_given
+from tmoe.data.chat_rows import parse_given, parse_messages, with_system
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.tokenizer import DataError
 from tmoe.disk import expand_home
@@ -276,6 +276,7 @@ class Speaker:
             try:
                 if chat:
                     messages = row["messages"] if is_chat(row) else [user(row["prompt"])]
+                    messages = with_system(row, parse_messages(messages, "messages"), "row")
                     prompts.append(self.ids_of(messages, *parse_given(row, "row")))
                 else:
                     prompts.append(self.engine.ids_of(number, row["prompt"]))

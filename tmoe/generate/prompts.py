@@ -61,7 +61,7 @@ def is_chat(row: dict[str, Any]) -> bool:
     return (
         isinstance(messages, list)
         and len(messages) > 0
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+        and all(isinstance(m, dict) and "role" in m for m in messages)
     )
 
 
