@@ -3,7 +3,9 @@
 next: tmoe/hf/architectures/__init__.py
 """
 
+import importlib
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -166,10 +168,12 @@ def test_every_wrong_setting_is_listed(tmp_path):
         "hidden_act='gelu'",
         "quantization_config={'quant_method': 'awq'}",
         "rope_type='longrope': valid are default, dynamic, linear, llama3, yarn; longrope changes with",
-        "tmoe.swap_experts trains the experts of such a model in transformers",
+        "tmoe.hf.swap_experts trains the experts of such a model in transformers",
         "num_experts_per_tok: missing",
     ):
         assert word in str(error.value)
+    said = re.search(r"(tmoe[.\w]*)\.(\w+) trains the experts", str(error.value))
+    assert callable(getattr(importlib.import_module(said[1]), said[2]))  # it can be imported by that name
     kinds = dict(full_attention=dict(rope_theta=1e4), sliding_attention=dict(rope_theta=1e6))
     (hf_dir / "config.json").write_text(json.dumps(config | dict(rope_parameters=kinds)))
     with pytest.raises(ConfigError, match="RoPE of its own for each of full_attention, sliding_attention"):

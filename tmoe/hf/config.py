@@ -267,7 +267,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
 ROPE_NULLS = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 
 
-IN_TRANSFORMERS = "tmoe.swap_experts trains the experts of such a model in transformers"
+IN_TRANSFORMERS = "tmoe.hf.swap_experts trains the experts of such a model in transformers"
 NO_LONGROPE = (
     f"; longrope changes with the length of an input, which tmoe does not compute; {IN_TRANSFORMERS}"
 )
@@ -326,7 +326,7 @@ def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]
     # Dynamic scaling (NTK) raises the base beyond max_position_embeddings, where tmoe refuses an input.
     scaling = "none" if kind in ("default", "dynamic") else kind
     if not isinstance(scaling, str) or scaling not in ROPE:
-        why = NO_LONGROPE if kind == "longrope" else ""
+        why = NO_LONGROPE if kind in ("longrope", "su") else ""
         return [f"rope_type={kind!r}: valid are default, dynamic, linear, llama3, yarn{why}"]
 
     problems = [] if hf.get("max_position_embeddings") else ["max_position_embeddings: missing"]
