@@ -30,6 +30,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -39,6 +40,7 @@ from benchmarks.cost.page import best_table, page, parts_table, refused
 from benchmarks.cost.points import fitted_layouts, held, read_points, summary
 from benchmarks.cost.search import Search
 from benchmarks.cost.step_time import predict
+from tmoe import front
 from tmoe.config.axes import Axes
 from tmoe.config.check import MOST
 from tmoe.config.gpus import GPUS
@@ -54,10 +56,15 @@ OURS = {"--gpus", "--tokens", "--batch-tokens", "--parts", "--check", "--fit", "
 WORLDS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as those of every command."""
+
+    def error(self, message: str) -> NoReturn:
+        front.end(message.removeprefix("argument "))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
     parser.add_argument(

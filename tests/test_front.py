@@ -102,6 +102,9 @@ WRONG = [
     ("checkpoint", "reshard A B --world 4 --ep 3", "--world=4 --ep=3: both at least 1"),
     ("hf", "import A B --world 4 --ep 3", "--world=4 --ep=3: both at least 1"),
     ("warmup", "--processes -3", "--processes"),
+    # a word that looks like a flag, in front of the positional ones
+    ("hf", "export --lora A B", "--lora: no such flag; low-rank adapters are not there yet"),
+    ("checkpoint", "verify --nosuch A", "--nosuch: no such flag"),
     # no value
     ("train", "tiny --train.batch", "--train.batch: needs a value; must be a whole number"),
     ("train", "--config", "--config: needs a file"),
@@ -109,6 +112,7 @@ WRONG = [
     ("generate", "RUN --top-k", "--top-k: needs a value"),
     ("generate", "", "RUN|STEP|HF_DIR: missing"),
     ("data", "a", "--out: missing"),
+    ("data", "--facts", "--facts: needs a value; must be a path"),
     ("checkpoint", "", "needs a command; valid: inspect, verify, reshard, average"),
     ("checkpoint", "inspect", "STEP: missing"),
     ("hf", "export A", "HF_DIR: missing"),
@@ -130,7 +134,8 @@ WRONG = [
     ("generate", "NONE/step-3 x", "NONE/step-3"),
     ("generate", "RUN --file NONE.jsonl", "--file=NONE.jsonl: no such file"),
     ("data", "NONE.txt --out b", "1 NONE.txt: no such file or folder"),
-    ("checkpoint", "inspect NONE", "1 NONE"),
+    ("checkpoint", "inspect NONE", "1 NONE: no such folder; valid: a step folder or a run folder"),
+    ("generate", "RUN --file a --out NONE/b", "--out=NONE/b: its folder is not there"),
     ("hf", "export NONE B", "1 NONE"),
     ("upcycle", "NONE B --experts 4 --top-k 2", "1 NONE"),
     ("report", "NONE", "1 NONE/metrics.jsonl: missing"),

@@ -168,7 +168,21 @@ def _refusal(
         return error if isinstance(error, ConfigError) else ConfigError(event.message)
     if argument is None:
         return ConfigError(f"{' '.join(words)}: {kind}; {shows}")
+    if argument.is_positional() and (unknown := unknown_flags(words, flags)):
+        return ConfigError(unexpected(unknown, flags, shows, hint))
     return ConfigError(_wrong_value(event, argument, words))
+
+
+def unknown_flags(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Words that look like flags and are none. tyro takes such a word for a positional argument's value."""
+    heads = {
+        word: word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--[a-zA-Z]", word)
+    }
+    return [
+        word
+        for word, head in heads.items()
+        if head not in flags and f"--{head[2:].removeprefix('no-')}" not in flags
+    ]
 
 
 def _wrong_value(event: Any, argument: Any, words: list[str]) -> str:

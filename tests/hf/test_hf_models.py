@@ -183,6 +183,11 @@ def test_every_wrong_setting_is_listed(tmp_path):
         ConfigError, match="'gemma' has no table entry; there are: llama, qwen3, qwen2, mistral, "
     ):
         import_hf(hf_dir, tmp_path / "step")
+    (hf_dir / "config.json").write_text(json.dumps(dict(config={}, starts=[])))
+    with pytest.raises(
+        ConfigError, match=r"no model_type, so this is no Hugging Face folder; .*tmoe.hf export STEP"
+    ):
+        import_hf(hf_dir, tmp_path / "step")
     assert {p.name for p in tmp_path.iterdir()} == {"hf"}
 
 

@@ -88,6 +88,8 @@ def inspect(
     if not (tensor or brief or json) and (steps := steps_of(path)):
         return inspection.show_steps(steps)
     path = folders.resolve(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such folder; valid: a step folder or a run folder")
     if problems := files.verify(path, share=(0, 1) if _size(path) <= HASHED else None):
         print(
             listed("warning: this step is not whole, and a run would not use it:", problems), file=sys.stderr

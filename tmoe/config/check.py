@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 FLAG = re.compile(r"--([a-z][a-z0-9_-]*(?:\.[a-z][a-z0-9_-]*)*)")
@@ -87,6 +88,7 @@ def require(ok: bool, message: str) -> None:
 
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object"}
+KINDS |= {Path: "a path"}
 # The largest whole number of some settings: far above any model, and small enough that no product of them,
 # in bytes, overflows 63 bits.
 MOST = dict(layers=4096, chunks=4096, sinkhorn_iterations=4096)

@@ -101,6 +101,8 @@ class Flags:
         require(self.out is None or self.file is not None, f"--out={self.out}: needs --file")
         exists = self.out is not None and self.out.exists()
         require(not exists, f"--out={self.out}: is there already; name a new file")
+        folder = self.out is None or self.out.parent.is_dir()
+        require(folder, f"--out={self.out}: its folder is not there; valid: a new file in a folder that is")
         chat = self.chat or self.file is not None
         require(not self.system or chat, f"--system={self.system!r}: needs --chat")
         if self.temperature == 0:

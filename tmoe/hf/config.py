@@ -53,6 +53,11 @@ TENSORS = 2**20
 def architecture(hf: HF) -> Architecture:
     """The entry of a config.json's model_type. ConfigError names the types that have one."""
     found = [a for a in ARCHITECTURES if a.model_type == hf.get("model_type")]
+    if not found and "model_type" not in hf:
+        raise ConfigError(
+            "config.json: no model_type, so this is no Hugging Face folder; the weights of a run of tmoe are "
+            "exported with: python -m tmoe.hf export STEP HF_DIR"
+        )
     if not found:
         known = ", ".join(a.model_type for a in ARCHITECTURES)
         raise ConfigError(
