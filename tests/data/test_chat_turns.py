@@ -7,10 +7,11 @@ import re
 
 import pytest
 from call_templates import byte_tokenizer
-from chat_tokenizers import shown
+from chat_tokenizers import chat_tokenizer, shown
 
-from tmoe.data.chat import chat_prompt, encode, turn_ends
+from tmoe.data.chat import chat_prompt, encode, spoken, turn_ends
 from tmoe.data.chat_rows import Conversation, kind_of, parse_row
+from tmoe.data.chat_template import load_template
 from tmoe.data.tokenizer import DataError, JsonTokenizer
 
 CALL = dict(id="abcdefgh1", type="function", function=dict(name="look", arguments=dict(city="Paris")))
@@ -99,6 +100,16 @@ def test_a_header_that_takes_blanks_is_not_trained():
     for text in ("Rain.", "\n Rain."):
         chat = [CHAT[0], dict(role="assistant", content=text)]
         assert trained(chat, tokenizer) == ["Rain.<|end|><|endoftext|>"]
+
+
+def test_what_the_next_prompt_has_of_an_answer():
+    tokenizer = chat_tokenizer("gpt_oss")
+    template = load_template(tokenizer)
+    said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Rain."
+    assert spoken(said, tokenizer, template) == spoken("Rain.", tokenizer, template) == "Rain."
+    assert spoken("<|channel|>", tokenizer, template) == spoken("", tokenizer, template) == ""
+    chat = [CHAT[0], dict(role="assistant", content="Rain."), CHAT[0]]
+    assert "<|message|>Rain.<|end|>" in tokenizer.decode(chat_prompt(chat, tokenizer))
 
 
 # ---- rows in other collections' words ----

@@ -306,6 +306,16 @@ def prompt_text(
     return text, {item.field for item in missing if item.field != THOUGHTS}
 
 
+def spoken(text: str, tokenizer: Tokenizer, template: ChatTemplate) -> str:
+    """The part of a generated answer that the next prompt has: the last text between special tokens.
+
+    gpt-oss writes its thought and its answer between special tokens, which no message may hold, and its
+    template shows the answer alone.
+    """
+    parts = [part for part in Marker(tokenizer, template).forged.split(text) if part.strip()]
+    return parts[-1] if parts else ""
+
+
 def turn_ends(
     tokenizer: Tokenizer, template: ChatTemplate | None = None, tools: list | None = None
 ) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ import tyro
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError, require
-from tmoe.data.chat import chat_prompt, turn_ends
+from tmoe.data.chat import chat_prompt, spoken, turn_ends
 from tmoe.data.chat_choice import another
 from tmoe.data.chat_rows import parse_given, parse_messages, with_system
 from tmoe.data.chat_template import ChatTemplate, load_template
@@ -328,7 +328,9 @@ class Speaker:
                     raise ValueError(f"stdin: line {turn + 1}: {error}") from None
                 note(f"error: {error}")
                 continue
-            messages += [user(text), dict(role="assistant", content=said)]
+            assert self.engine.tokenizer
+            answer = spoken(said, self.engine.tokenizer, self.template())
+            messages += [user(text), dict(role="assistant", content=answer)]
         if terminal:
             say("\n")
 
