@@ -42,6 +42,7 @@ class Pieces:
         self.marker = marker
         self.template = template
         self.spell = Speller(template)
+        self._running: dict[str, bool] = {}
 
     def __call__(self, sample: Conversation) -> list[Piece]:
         """Its texts: one, or several where earlier turns are shown in another way than the last.
@@ -199,6 +200,13 @@ class Pieces:
 
     def _runs_on(self, tools: list | None, more: dict[str, Any]) -> bool:
         """Whether the template writes the header of the next turn though none is asked for (Command R7B)."""
+        key = json.dumps([bool(tools), more], sort_keys=True, default=str)
+        if key not in self._running:
+            self._running[key] = self._writes_next(tools, more)
+        return self._running[key]
+
+    def _writes_next(self, tools: list | None, more: dict[str, Any]) -> bool:
+        """`_runs_on`, looked for in a short conversation."""
         try:
             text, prompt, longer = (
                 self._render(messages, tools, more, prompt=prompt)[0]
