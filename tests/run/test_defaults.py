@@ -184,6 +184,23 @@ def test_a_full_rate_that_is_never_reached_is_named(optim, steps, says):
     assert line.endswith(" epochs, about 400 trained tokens a step")
 
 
+@pytest.mark.parametrize(
+    ("save", "validate", "says"),
+    [
+        *[(20, 20, ""), (20, 60, ""), (40, 20, ""), (0, 30, ""), (30, 0, "")],
+        *[(20, 30, "every 60 steps"), (70, 30, "at the last step alone")],
+    ],
+)
+def test_steps_that_are_seldom_saved_and_validated_are_named(save, validate, says):
+    """The best validation that is kept is one of a saved step."""
+    cfg = replace(TINY, steps=200, optim=OptimConfig(warmup=0))
+    kept = replace(cfg.checkpoint, every=save, keep=3)
+    cfg = replace(cfg, checkpoint=kept, train=replace(cfg.train, eval_every=validate))
+    _, *notes = plan_of(cfg, 8)
+    assert [says in note for note in notes] == [True] * bool(says)
+    assert not plan_of(replace(cfg, checkpoint=replace(kept, keep_best=False)), 8)[1:]
+
+
 def test_a_run_of_epochs(tmp_path):
     """The data say how many steps there are, in a start, in a dry run, and with more epochs later."""
     rows = [dict(prompt=f"{i}+1=", completion=f"{i + 1}") for i in range(40)]

@@ -114,7 +114,7 @@ def with_length(cfg: Config, samples: int, a_step: int, ahead: int = 0) -> Confi
 
 
 def plan_of(cfg: Config, a_step: int, samples: int = 0, trained: float = 0.0) -> list[str]:
-    """A start's rate and length in one line, and a warning where the full rate is never reached.
+    """A start's rate and length in one line; warnings of a rate never reached, of few steps to be the best.
 
     a_step: samples of all ranks in one step. samples: of one epoch; 0: not known. trained: tokens of a sample
     that are trained, in the mean; 0: not known.
@@ -135,6 +135,15 @@ def plan_of(cfg: Config, a_step: int, samples: int = 0, trained: float = 0.0) ->
         flag = f"--optim.warmup={warmup}" if optim.warmup else share
         end = f"more than --steps={steps}, so the full rate {optim.lr:g} is never reached"
         lines.append(f"warning: {flag}: {end}; the highest is {highest:.3g}")
+    save, validate = cfg.checkpoint.every, cfg.train.eval_every
+    if cfg.checkpoint.keep_best and cfg.checkpoint.keep and save and validate:
+        both = math.lcm(save, validate)
+        if both > save and both > validate:
+            when = f"every {both:,} steps" if both < steps else "at the last step alone"
+            lines.append(
+                f"--checkpoint.every={save}, --train.eval-every={validate}: a step is saved and validated "
+                f"{when}, and only such a step can be the best that stays; give both the same number"
+            )
     return lines
 
 
