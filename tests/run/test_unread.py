@@ -6,6 +6,7 @@ next: tmoe/run/unread.py
 import json
 import re
 from dataclasses import asdict, fields, replace
+from functools import reduce
 from typing import get_args, get_type_hints
 
 import pytest
@@ -108,6 +109,20 @@ def test_what_is_read_is_not_named(words, capsys):
             "--optim.min-lr=0: unused with --optim.schedule=c",
         ),
         (
+            "tiny --checkpoint.mode off --checkpoint.every 5 --checkpoint.no-keep-best",
+            "--checkpoint.every=5, --checkpoint.no-keep-best: unused with --checkpoint.mode=off",
+        ),
+        ("tiny --parallel.cp-by heads", "--parallel.cp-by=heads: unused with --parallel.cp=1"),
+        ("tiny --parallel.schedule v", "--parallel.schedule=v: unused with --parallel.pp=1"),
+        (
+            "tiny --model.moe.balance none --model.moe.balance-coeff 1",
+            "--model.moe.balance-coeff=1: unused with --model.moe.balance=none",
+        ),
+        (
+            "tiny --model.moe.drop choice",
+            "--model.moe.drop=choice: unused with --model.moe.capacity-factor=None",
+        ),
+        (
             "tiny --data.split 8 1 1 --data.val-fraction .1",
             "--data.val-fraction=.1: unused with --data.split",
         ),
@@ -156,7 +171,7 @@ def test_every_name_of_the_rules_is_a_setting():
     for rule in RULES:
         for name in rule.names:
             section, _, last = name.rpartition(".")
-            part = cfg[section] if section else cfg
+            part = reduce(dict.__getitem__, section.split("."), cfg) if section else cfg
             assert not last or last in part, name
     names = [f"grpo.{one.name}" for one in fields(GrpoConfig)]
     assert all(any(applies(rule, name) for rule in RULES) for name in names)

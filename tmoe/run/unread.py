@@ -125,6 +125,41 @@ RULES = (
         "without --data.val-path and --data.split",
         refuses=False,
     ),
+    *(
+        Rule(tuple(names.split()), read, lambda cfg, now=now: now, valid, refuses=False)
+        for names, read, now, valid in (
+            (
+                "checkpoint.every checkpoint.keep checkpoint.keep_best",
+                lambda cfg: cfg.checkpoint.mode != "off",
+                "--checkpoint.mode=off",
+                "with --checkpoint.mode async or sync",
+            ),
+            (
+                "parallel.schedule",
+                lambda cfg: cfg.parallel.pp > 1,
+                "--parallel.pp=1",
+                "with --parallel.pp above 1",
+            ),
+            (
+                "parallel.cp_by",
+                lambda cfg: cfg.parallel.cp > 1,
+                "--parallel.cp=1",
+                "with --parallel.cp above 1",
+            ),
+            (
+                "model.moe.balance_coeff",
+                lambda cfg: cfg.model.moe.balance != "none",
+                "--model.moe.balance=none",
+                "with a balancing loss",
+            ),
+            (
+                "model.moe.drop model.moe.rounding",
+                lambda cfg: cfg.model.moe.capacity_factor is not None,
+                "--model.moe.capacity-factor=None",
+                "with --model.moe.capacity-factor",
+            ),
+        )
+    ),
     Rule(
         ("data.new_tokenizer",),
         lambda cfg: cfg.init is not None or cfg.resume not in ("auto", "none"),
