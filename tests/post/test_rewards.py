@@ -125,6 +125,12 @@ def test_regex():
             regex(of("a", **row), None)
 
 
+def test_a_byte_order_mark_of_a_file_is_left_out(tmp_path):
+    (tmp_path / "mine.py").write_bytes(b"\xef\xbb\xbfdef f(sample): return 1\n")
+    (term,) = words.parse([f"{tmp_path}/mine.py:f"], code=False)
+    assert term.source == "def f(sample): return 1\n"
+
+
 @pytest.mark.parametrize(
     ("word", "row", "said"),
     [

@@ -60,6 +60,12 @@ def test_a_word_is_a_list_of_one(tmp_path):
     assert parse(["--config", str(tmp_path / "a.toml")], "").data.path == ("x",)
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.toml", "steps = 3\r\n"), ("a.json", '{"steps": 3}')])
+def test_a_byte_order_mark_is_left_out(tmp_path, name, text):
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert parse(["--config", str(tmp_path / name)], "").steps == 3
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [

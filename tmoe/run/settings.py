@@ -20,6 +20,7 @@ from tmoe.config.check import FLAG, ConfigError, fits, require, spell
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.run import Config, DataConfig
+from tmoe.disk import text_of
 from tmoe.run.defaults import with_defaults
 from tmoe.run.flags import answer, flag_of, flags_of_settings, require_task
 
@@ -152,7 +153,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        text = text_of(path)
         told = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None

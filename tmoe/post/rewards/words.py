@@ -85,7 +85,7 @@ def _weight(word: str, text: str | None) -> float:
 
 def _from_file(term: Term, file: Path) -> Term:
     try:
-        source = file.read_text()
+        source = file.read_text("utf-8-sig")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise term.refuse(f"{file} cannot be read: {why}") from error
