@@ -102,6 +102,22 @@ def test_a_header_that_takes_blanks_is_not_trained():
         assert trained(chat, tokenizer) == ["Rain.<|end|><|endoftext|>"]
 
 
+EMPTY = """\
+{%- for m in messages -%}
+{{- '<|' + m.role + '|>' + ('<think></think>' if m.role == 'assistant' else '') + m.content + eos_token -}}
+{%- endfor -%}
+{{- '<|assistant|><think>' + ('' if thinking else '</think>') if add_generation_prompt else '' -}}"""
+
+
+def test_an_empty_thought_gets_the_rows_own():
+    """DeepSeek-V3.1 as llama.cpp has it: each turn is shown with an empty thought."""
+    tokenizer = byte_tokenizer(EMPTY, ("<|end|>", "<|user|>", "<|assistant|>"))
+    said = dict(role="assistant", content="Rain.")
+    assert trained([CHAT[0], said], tokenizer) == ["Rain.<|end|>"]
+    thought = said | dict(reasoning_content="Hm.")
+    assert trained([CHAT[0], thought], tokenizer) == ["Hm.</think>Rain.<|end|>"]
+
+
 def test_what_the_next_prompt_has_of_an_answer():
     tokenizer = chat_tokenizer("gpt_oss")
     template = load_template(tokenizer)

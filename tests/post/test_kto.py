@@ -259,3 +259,6 @@ def test_a_start_says_how_labels_and_weights_are_balanced():
     task.labels = 100, 160
     (note,) = task.notes({})
     assert note.endswith("weight x number is 1.25 to 1")
+    task.labels = 160, 0
+    (note,) = task.notes({})
+    assert note.startswith("kto: 160 desirable completions, 0 others: one kind alone")

@@ -285,16 +285,21 @@ def _opened(prompts: list[str], text: str, thought: str) -> tuple[str, str] | No
 
     DeepSeek-R1's prompt ends in <think> and a line break, and its turns are shown without their thoughts. A
     model that answers it closes the thought first: so does the turn, with an empty one where the row
-    has none. None where no prompt does so.
+    has none. A turn that is shown with an empty thought gets the row's. None where no prompt does so.
     """
     for prompt in prompts:
         found = OPENED.search(prompt)
-        if not found or text.startswith(prompt) or not text.startswith(base := prompt[: found.start()]):
+        if not found or not text.startswith(base := prompt[: found.start()]):
             continue
         _, name, bracketed, blank = found.groups()
         closer = f"</{name}>" if name else f"[/{bracketed}]"
-        rest = text[len(base) :].lstrip("\n").removeprefix(closer).lstrip("\n")
+        rest = text[len(base) :].lstrip("\n")
+        if text.startswith(prompt):
+            rest = text[len(prompt) :].lstrip("\n")
+            if not thought or not rest.startswith(closer):
+                continue
         gap = "\n\n" if blank else ""
+        rest = rest.removeprefix(closer).lstrip("\n")
         return prompt, f"{prompt}{thought.strip()}{blank}{closer}{gap}{rest}"
     return None
 

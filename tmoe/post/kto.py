@@ -62,8 +62,11 @@ class Kto(Preference):
 
     def notes(self, facts: dict[str, Any]) -> list[str]:
         good, bad = self.labels
-        ratio = self.kinds["desirable_weight"] * good / max(self.kinds["undesirable_weight"] * bad, 1e-30)
-        note = f"kto: {good:,} desirable completions, {bad:,} others; weight x number is {ratio:.3g} to 1"
+        told = f"kto: {good:,} desirable completions, {bad:,} others"
+        if not good or not bad:
+            return [f"{told}: one kind alone; the loss weighs both against each other"]
+        ratio = self.kinds["desirable_weight"] * good / (self.kinds["undesirable_weight"] * bad)
+        note = f"{told}; weight x number is {ratio:.3g} to 1"
         low, high = BALANCED
         if not low * 0.999 <= ratio <= high * 1.001:
             flags = "--preference.desirable-weight or --preference.undesirable-weight"
