@@ -114,8 +114,9 @@ def test_a_program_sees_and_reaches_nothing(tmp_path, monkeypatch):
     ],
 )
 def test_tests_that_each_program_or_none_would_pass_are_refused(tests, why):
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=why) as error:
         code_reward.tests_of(of("", tests))
+    assert "\n" not in str(error.value)
 
 
 def test_objects_as_json_text_are_objects():

@@ -81,7 +81,7 @@ def _refuse_what_cannot_fail(test: str) -> None:
         nodes: list[ast.AST] = list(ast.parse(test).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f'the row\'s "tests" has text that is no Python: {error}; it is {test[:80]}'
+            f'the row\'s "tests" has text that is no Python: {error}; it is {test[:80]!r}'
         ) from error
     while nodes:
         node = nodes.pop()
@@ -91,7 +91,7 @@ def _refuse_what_cannot_fail(test: str) -> None:
             nodes += ast.iter_child_nodes(node)
     raise ValueError(
         'the row\'s "tests" has text that asserts nothing and calls nothing, so each program passes it; '
-        f"call the functions that the text defines, as check(NAME), without `if __name__`; it is {test[:80]}"
+        f"call the functions that the text defines, as check(NAME), not in `if __name__`; it is {test[:80]!r}"
     )
 
 
