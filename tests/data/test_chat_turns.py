@@ -183,3 +183,22 @@ def test_texts_and_fields_that_hold_nothing_are_not_there():
 def test_rows_that_are_refused(row: dict, match: str):
     with pytest.raises(DataError, match=match):
         parse_row(row, "row", kind_of(row))
+
+
+def test_a_prompt_that_answers_repeat_is_there_once():
+    """Whole conversations next to a prompt: its system message stays, another question is refused."""
+    be, ask = dict(role="system", content="Be."), dict(role="user", content="Weather?")
+    good, bad = (dict(role="assistant", content=text) for text in ("Rain.", "Sun."))
+
+    def talks(**row) -> list[list[dict]]:
+        return [one.messages for one in parse_row(row, "row", kind_of(row)).samples]
+
+    whole = dict(chosen=[ask, good], rejected=[ask, bad])
+    both = [[be, ask, good], [be, ask, bad]]
+    assert talks(prompt="Weather? ", **whole) == [[ask, good], [ask, bad]]
+    assert talks(prompt=[be, ask], **whole) == talks(prompt=[be], **whole) == both
+    assert talks(prompt="Weather?", system="Be.", **whole) == both
+    assert talks(prompt="Weather?", chosen=[be, ask, good], rejected=[be, ask, bad]) == both
+    assert talks(prompt=[be, ask], completion=[ask, good]) == [[be, ask, good]]
+    with pytest.raises(DataError, match="row: prompt: is another question than the answer begins with"):
+        talks(prompt="Time?", **whole)

@@ -272,7 +272,9 @@ def _after(prompt: list[dict] | None, answers: list[list[dict]], where: str) -> 
     row without prompt; what they share is the prompt then.
     """
     whole = all(one[0]["role"] != "assistant" for one in answers)
-    if prompt is None or (whole and len(answers) == 2):
+    if prompt is not None and whole:
+        answers = [_joined(prompt, one, where) for one in answers]
+    if len(answers) == 2 and (prompt is None or whole):
         first = answers[0]
         common = 0
         shortest = min(map(len, answers))
@@ -283,7 +285,21 @@ def _after(prompt: list[dict] | None, answers: list[list[dict]], where: str) -> 
                 f"{where}: chosen and rejected begin differently, and there is no prompt for both"
             )
         return [(one, common) for one in answers]
-    return [(prompt + one, len(prompt)) for one in answers]
+    assert prompt is not None
+    return [(one if whole else prompt + one, len(prompt)) for one in answers]
+
+
+def _joined(prompt: list[dict], answer: list[dict], where: str) -> list[dict]:
+    """A prompt and an answer that begins with a question, each message once. DataError for two questions."""
+    said, asked = ([one | dict(content=one["content"].strip()) for one in part] for part in (answer, prompt))
+    if any(said[i : i + len(asked)] == asked for i in range(len(said))):
+        return answer
+    for both in range(min(len(said), len(asked)), 0, -1):
+        if asked[-both:] == said[:both]:
+            return prompt[:-both] + answer
+    if prompt[-1]["role"] == answer[0]["role"] == "user":
+        raise DataError(f"{where}: prompt: is another question than the answer begins with; leave one out")
+    return prompt + answer
 
 
 def parse_messages(value: Any, where: str) -> list[dict]:
