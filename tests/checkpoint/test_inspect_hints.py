@@ -60,3 +60,10 @@ def test_inspect_says_that_a_step_is_damaged(run, capsys):
     )
     with pytest.raises(CheckpointError, match=r"no tensor 'down'; nearest: model\.down\.weight"):
         tools.inspect(step, "down")
+
+
+def test_inspect_refuses_what_is_no_step_without_a_warning(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match=r"is no step folder.*tmoe.hf import makes one"):
+        tools.inspect(tmp_path)
+    assert capsys.readouterr().err == ""

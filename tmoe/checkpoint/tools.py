@@ -90,6 +90,7 @@ def inspect(
     path = folders.resolve(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder; valid: a step folder or a run folder")
+    manifest = read_manifest(path)  # what is no step folder is refused, not warned of
     if problems := files.verify(path, share=(0, 1) if _size(path) <= HASHED else None):
         print(
             listed("warning: this step is not whole, and a run would not use it:", problems), file=sys.stderr
@@ -98,7 +99,6 @@ def inspect(
     if not console.is_terminal:
         console.width = WIDTH
     if tensor is None:
-        manifest = read_manifest(path)
         if brief:
             return inspection.show_brief(path, manifest, console)
         return _print_json(inspection.as_json(manifest)) if json else inspection.show(path, manifest, console)
