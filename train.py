@@ -169,10 +169,8 @@ class Trainer:
 
     def with_length(self, cfg: Config) -> Config:
         """The settings with the number of steps that the data and --epochs give, here and in the task."""
-        data, ahead = self.data, self.data.ahead
-        self.cfg = self.task.cfg = self.run.together(
-            lambda: with_length(cfg, data.samples, self.a_step, ahead)
-        )
+        samples = self.data.samples
+        self.cfg = self.task.cfg = self.run.together(lambda: with_length(cfg, samples, self.a_step))
         return self.cfg
 
     def prepare(self) -> None:
@@ -448,10 +446,17 @@ class Trainer:
 
     def go_on_from(self, path: Path) -> None:
         """Loads a step folder: all that the next step depends on, or only weights for --eval-only."""
-        cfg, run = self.cfg, self.run
-        self.changes = run.together(
-            lambda: resume.require_same_run(path, cfg, self.data.facts(), self.mesh.axes.readers)
-        )
+        run, facts, readers = self.run, self.data.facts(), self.mesh.axes.readers
+
+        def look() -> tuple[Config, list[str]]:
+            cfg = self.cfg
+            if counts := resume.counts_of(path):  # steps may have been of another size: others are left
+                self.data.go_on(*counts, **self.shape())
+                cfg = with_length(cfg, self.data.samples, self.a_step, self.data.ahead)
+            return cfg, resume.require_same_run(path, cfg, facts, readers)
+
+        cfg, self.changes = run.together(look)
+        self.cfg = self.task.cfg = cfg
         anew = cfg.eval_only or not cfg.load_optim
         wanted = ("model.", "ema.") if anew else None
         tensors = self.tensors(("model", "ema")) if anew else self.tensors()
@@ -462,9 +467,7 @@ class Trainer:
         self.guard.load_state_dict(state["guard"])
         self.task.load_state(state.get("task", {}))
         self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init says now
-        self.data.go_on(self.step, self.tokens, **self.shape())
-        if self.data.ahead:  # steps were of another size: others are left
-            self.checkpoints.info["config"]["steps"] = self.with_length(cfg).steps
+        self.checkpoints.info["config"]["steps"] = cfg.steps
         if rng is not None:  # None with another number of ranks, which draws other numbers, or not wanted
             runtime.set_rng_states(rng, run.device)
 
@@ -499,7 +502,8 @@ class Trainer:
         for line in self.task.notes(self.facts):
             note(line)
         if not cfg.eval_only:
-            for line in plan_of(cfg, self.a_step, self.data.samples, self.data.trained_a_sample()):
+            data = self.data
+            for line in plan_of(cfg, self.a_step, data.samples, data.trained_a_sample(), data.ahead):
                 note(line)
         if self.step:
             note("; ".join([f"resumed after step {self.step}", *self.changes]))

@@ -222,7 +222,10 @@ def test_a_run_of_epochs(tmp_path):
     dry = start(*flags, "--epochs", "2", "--dry-run")
     assert f"learning rate 0.005, warm-up {steps // 10} of {steps} steps, 2 epochs, about " in dry
     # two epochs are done; two more in steps that are twice as large are half as many
-    start(str(tmp_path / "run"), "--epochs", "4", "--train.batch", "4")
+    said = start(str(tmp_path / "run"), "--epochs", "4", "--train.batch", "4")
+    assert "128 tokens a step (were 64)" in said and "nothing to do" not in said
     config = json.loads((tmp_path / "run/config.json").read_text())["config"]
     assert (config["steps"], config["optim"]["warmup"]) == (-(-3 * samples // 2), steps // 10)
     assert lines(tmp_path / "run")[-1]["step"] == config["steps"]
+    read = 4 * config["steps"] - 2 * samples  # rows of 4 a step, but the first steps had 2
+    assert f" of {config['steps']} steps, {read / samples:.3g} epochs, about " in said

@@ -37,6 +37,12 @@ def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
         )
 
 
+def counts_of(step_dir: Path) -> tuple[int, int] | None:
+    """Steps and tokens of the run that a step folder is of; None where it does not say them."""
+    counts: list[Any] = [read_manifest(step_dir).state.get(name) for name in ("step", "tokens")]
+    return (counts[0], counts[1]) if all(fits(n, int) and 0 <= n < 2**63 for n in counts) else None
+
+
 def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers: int) -> list[str]:
     """require_same_model, and ConfigError where this run keeps another kind of state than the step holds.
 
@@ -53,11 +59,10 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     new = not cfg.load_optim
     anyway = f"; go on with new moments with --no-load-optim, or{other[1:]}"
     require("optim" in held or new, f"--resume={cfg.resume}: {step_dir} holds no optimizer state{anyway}")
-    counts: list[Any] = [manifest.state.get(name) for name in ("step", "tokens")]
-    whole = all(fits(n, int) and 0 <= n < 2**63 for n in counts)
-    whole = whole and isinstance(manifest.state.get("guard"), dict)
-    require(whole, f"--resume={cfg.resume}: {step_dir} has no state of a run (step, tokens, guard){other}")
-    step, tokens = counts
+    counts = counts_of(step_dir) if isinstance(manifest.state.get("guard"), dict) else None
+    lacks = f"--resume={cfg.resume}: {step_dir} has no state of a run (step, tokens, guard){other}"
+    require(counts is not None, lacks)
+    step, tokens = counts or (0, 0)
     task = _setting(manifest.info.get("config"), "task") or cfg.task
     require(
         cfg.eval_only or task == cfg.task,

@@ -113,17 +113,17 @@ def with_length(cfg: Config, samples: int, a_step: int, ahead: int = 0) -> Confi
     return cfg
 
 
-def plan_of(cfg: Config, a_step: int, samples: int = 0, trained: float = 0.0) -> list[str]:
+def plan_of(cfg: Config, a_step: int, samples: int = 0, trained: float = 0.0, ahead: int = 0) -> list[str]:
     """A start's rate and length in one line; warnings of a rate never reached, of few steps to be the best.
 
     a_step: samples of all ranks in one step. samples: of one epoch; 0: not known. trained: tokens of a sample
-    that are trained, in the mean; 0: not known.
+    that are trained, in the mean; 0: not known. ahead: as of `with_length`.
     """
     optim, steps = cfg.optim, cfg.steps
     warmup = warmup_of(steps, optim)
     parts = [f"learning rate {optim.lr:g}", f"warm-up {warmup:,} of {counted(steps, 'step')}"]
     if samples:
-        parts.append(f"{steps * a_step / samples:.3g} epochs")
+        parts.append(f"{(steps * a_step + ahead) / samples:.3g} epochs")
     if cfg.task == "grpo":
         parts.append(f"{counted(a_step, 'prompt')} x {cfg.grpo.group} answers a step")
     elif trained:
