@@ -1,7 +1,7 @@
 r"""number: 1 for an answer that ends in the right number, compared exactly, as fractions.
 
-An answer's number is that of its last \boxed{...}, or behind the last ####, or else the last one in it. Signs
-of thousands, money, per cent and TeX are read: 1,234.50, \$5, 50\%, \frac{1}{2}, 3\frac{1}{2}, 2 \times
+An answer's number is that of its last \boxed{...}, or right behind the last ####, or else the last one in it.
+Signs of thousands, money, per cent and TeX are read: 1,234.50, \$5, 50\%, \frac{1}{2}, 3\frac{1}{2}, 2 \times
 10^{3}.
 
 next: post/rewards/tex.py
@@ -38,6 +38,7 @@ NUMBER = re.compile(
 
 
 EXPRESSION = re.compile(r"\\(?:sqrt|pi)(?![a-zA-Z])|[√π]")
+HEADING = re.compile(r"[.):]\s*[*_]*[A-Za-z]")
 HALVES = {sign: word for sign, word in SIGNS.items() if "frac" in word}
 
 
@@ -65,11 +66,26 @@ def number_of_row(sample: RewardSample) -> Number:
 
 
 def number_of(text: str) -> Number | None:
-    """The number that a text ends in: of its last box, behind its last ####, or the last one in it."""
+    """The number that a text ends in: of its last box, right behind its last ####, or the last one in it."""
     box = last_boxed(text)
     if box is not None:
         return last_number(box)
-    return last_number(text.rpartition("####")[2])
+    _, mark, rest = text.rpartition("####")
+    found = _opening_number(rest.lstrip().partition("\n")[0]) if mark else None
+    return found or last_number(rest)
+
+
+def _opening_number(line: str) -> Number | None:
+    """The number that a line behind #### begins with; of an equation or a root, that at its end.
+
+    None for another beginning, and for a heading, "1. Addition". A text that goes on is not read, as in the
+    graders of GSM8K (Cobbe et al. 2021).
+    """
+    readable = _readable(line)
+    found = NUMBER.search(readable)
+    if not found or re.search(r"\w", readable[: found.start()]) or HEADING.match(readable[found.end() :]):
+        return None
+    return last_number(line) if "=" in line or EXPRESSION.search(line) else _value(found)
 
 
 def same_number(a: Number, b: Number) -> bool:
