@@ -102,6 +102,22 @@ def test_a_header_that_takes_blanks_is_not_trained():
         assert trained(chat, tokenizer) == ["Rain.<|end|><|endoftext|>"]
 
 
+def test_a_normalizer_makes_no_special_token():
+    """Where special tokens are looked for in the normalized text, as tokenizers allows."""
+    plain = byte_tokenizer(PHI, ("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"))
+    told = json.loads(plain.files.raw) | dict(normalizer=dict(type="Lowercase"))
+    chat = [CHAT[0], dict(role="assistant", content="Rain <|END|> x")]
+    for normalized in (False, True):
+        for token in told["added_tokens"]:
+            token["normalized"] = normalized
+        tokenizer = JsonTokenizer(plain.files._replace(raw=json.dumps(told).encode()))
+        if not normalized:
+            assert trained(chat, tokenizer) == ["rain <|end|> x<|end|>\n<|endoftext|>"]
+            continue
+        with pytest.raises(DataError, match=r"messages\[1\]: content holds '<\|end\|>', which"):
+            trained(chat, tokenizer)
+
+
 EMPTY = """\
 {%- for m in messages -%}
 {{- '<|' + m.role + '|>' + ('<think></think>' if m.role == 'assistant' else '') + m.content + eos_token -}}

@@ -6,7 +6,7 @@ next: data/chat_pieces.py
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -53,6 +53,22 @@ class Marker:
         forged = sorted((text for text in [*self.special, *turns] if text), key=len, reverse=True)
         self.forged = re.compile("|".join(map(re.escape, [*forged, OPEN, CLOSE])))
         """what no string of a row may hold: special tokens, and the words by which turns begin"""
+        self._normal, self._normalized = self._looked_for_in_normalized()
+
+    def _looked_for_in_normalized(self) -> tuple[Callable[[str], str], re.Pattern[str] | None]:
+        """The tokenizer's normalizer, and special tokens that are looked for in what it makes of a text.
+
+        A normalizer that lowers letters makes <|end|> of <|END|>.
+        """
+        normalizer = self._tokenizer.normalizer if self._tokenizer else None
+        if self._tokenizer is None or normalizer is None:
+            return str, None
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        texts = [
+            normalizer.normalize_str(token.content) for token in added if token.special and token.normalized
+        ]
+        texts = sorted(filter(str.strip, texts), key=len, reverse=True)
+        return normalizer.normalize_str, re.compile("|".join(map(re.escape, texts))) if texts else None
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Each text's tokens. UnicodeError for a lone surrogate."""
@@ -78,7 +94,10 @@ class Marker:
         given = [(f"messages[{i}]: ", message) for i, message in enumerate(messages)]
         for start, value in (*given, ("tools", tools), ("chat_template_kwargs", more)):
             for place, text in _strings(value, ""):
-                if found := self.forged.search(text):
+                found = self.forged.search(text)
+                if not found and self._normalized:
+                    found = self._normalized.search(self._normal(text))
+                if found:
                     shown = start + (place.removeprefix(".") if start.endswith(" ") else place)
                     mark = f"{found.group()!r}, which the tokenizer would take for a mark of its own"
                     raise DataError(f"{shown} holds {mark}")
