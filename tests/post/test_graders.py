@@ -229,6 +229,7 @@ def test_numbers():
         *[("The final answer is (A).", "A"), ("**Answer:** C", "C"), ("The answer is $\\text{C}$.", "C")],
         *[("So the correct option is B", "B"), ("Answer: D) 7", "D"), (r"\boxed{12}", None)],
         *[("<think>(A)?</think><answer>B</answer>", "B"), ("(A) or so\n#### C", "C"), ("Answer: “D”", "D")],
+        *[("#### C\n\nQuestion: (A) or (B)?", "C"), ("#### Step 3\nThe answer is B.", "B")],
         *[("The answer is (J).", "J"), ("The answer is I.", "I"), ("The answer is I think (B)", "B")],
         *[("A good idea", None), (r"\boxed{\text{Be}}", None), ("Because of this, E is wrong", None)],
     ],

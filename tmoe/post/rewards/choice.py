@@ -49,7 +49,12 @@ def letter_of(text: str) -> str | None:
         box = OF_WORDS.sub(r"\1", box)
         found = ALONE.fullmatch(box) or BRACKETS.search(box) or BEGINS.match(box)
         return found[1].upper() if found else None
-    text = OF_WORDS.sub(r"\1", text.rpartition("####")[2])
+    _, mark, text = text.rpartition("####")
+    text = OF_WORDS.sub(r"\1", text)
+    if mark and (
+        alone := ALONE.fullmatch(text.lstrip().partition("\n")[0])
+    ):  # a text that goes on is not read
+        return alone[1].upper()
     said = [one[1] or one[2] for one in SAID.finditer(text)]
     if said:
         return said[-1].upper()
