@@ -216,5 +216,8 @@ def test_a_prompt_that_answers_repeat_is_there_once():
     assert talks(prompt="Weather?", system="Be.", **whole) == both
     assert talks(prompt="Weather?", chosen=[be, ask, good], rejected=[be, ask, bad]) == both
     assert talks(prompt=[be, ask], completion=[ask, good]) == [[be, ask, good]]
+    assert talks(prompt="Weather?", chosen=[ask, good], rejected=[bad]) == [[ask, good], [ask, bad]]
+    in_text = dict(prompt=json.dumps([be, ask]), chosen=json.dumps([good]), rejected=json.dumps([bad]))
+    assert talks(**in_text) == both
     with pytest.raises(DataError, match="row: prompt: is another question than the answer begins with"):
         talks(prompt="Time?", **whole)

@@ -149,6 +149,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         answers = ("chosen", "rejected")
         if row.get("chosen") == row.get("rejected"):
             raise DataError(f"{where}: chosen and rejected are equal, so neither is preferred")
+    row |= {field: listed(row[field]) for field in ("prompt", *answers) if field in row}
     given = [row.get("prompt"), *(row.get(field) for field in answers)]
     if kind == "prompt/completion" or row.get("prompt") is not None:
         texts = [one for one in given if isinstance(one, str)]
@@ -271,26 +272,25 @@ def _after(prompt: list[dict] | None, answers: list[list[dict]], where: str) -> 
     Answers that repeat the prompt, as those of UltraFeedback do, are whole conversations. So are those of a
     row without prompt; what they share is the prompt then.
     """
-    whole = all(one[0]["role"] != "assistant" for one in answers)
-    if prompt is not None and whole:
-        answers = [_joined(prompt, one, where) for one in answers]
-    if len(answers) == 2 and (prompt is None or whole):
-        first = answers[0]
-        common = 0
-        shortest = min(map(len, answers))
-        while common < shortest and all(one[common] == first[common] for one in answers):
-            common += 1
-        if common == 0:
-            raise DataError(
-                f"{where}: chosen and rejected begin differently, and there is no prompt for both"
-            )
-        return [(one, common) for one in answers]
-    assert prompt is not None
-    return [(one if whole else prompt + one, len(prompt)) for one in answers]
+    whole = [one[0]["role"] != "assistant" for one in answers]
+    if prompt is not None:
+        answers = [_joined(prompt, *one, where) for one in zip(answers, whole, strict=True)]
+        if len(answers) == 1 or not any(whole):
+            return [(one, len(prompt)) for one in answers]
+    first = answers[0]
+    common = 0
+    shortest = min(map(len, answers))
+    while common < shortest and all(one[common] == first[common] for one in answers):
+        common += 1
+    if common == 0:
+        raise DataError(f"{where}: chosen and rejected begin differently, and there is no prompt for both")
+    return [(one, common) for one in answers]
 
 
-def _joined(prompt: list[dict], answer: list[dict], where: str) -> list[dict]:
-    """A prompt and an answer that begins with a question, each message once. DataError for two questions."""
+def _joined(prompt: list[dict], answer: list[dict], whole: bool, where: str) -> list[dict]:
+    """A prompt and an answer, each message once where the answer is `whole`. DataError for two questions."""
+    if not whole:
+        return prompt + answer
     said, asked = ([one | dict(content=one["content"].strip()) for one in part] for part in (answer, prompt))
     if any(said[i : i + len(asked)] == asked for i in range(len(said))):
         return answer
@@ -406,6 +406,16 @@ def _content(content: Any, where: str) -> str | None:
     if content is not None and not isinstance(content, str):
         raise DataError(f"{where}: content is {type(content).__name__}; must be text")
     return content
+
+
+def listed(value: Any) -> Any:
+    """Messages that a text holds as JSON, as CSV files and some parquet have them; else the value."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            if found and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in found):
+                return found
+    return value
 
 
 def _json(value: Any, where: str, kind: type) -> Any:

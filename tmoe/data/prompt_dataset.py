@@ -23,7 +23,7 @@ from tmoe.config.run import Config
 from tmoe.data.chat import Marker, prompt_text
 from tmoe.data.chat_choice import Chosen, choose_template, format_of
 from tmoe.data.chat_held import tell
-from tmoe.data.chat_rows import parse_given, parse_messages, with_system
+from tmoe.data.chat_rows import listed, parse_given, parse_messages, with_system
 from tmoe.data.chat_template import ChatTemplate
 from tmoe.data.corpus import HeldOut, Split
 from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, sources_of
@@ -82,7 +82,8 @@ class PromptDataset(Dataset):
         self.prompts, self.draws = cfg.grpo.prompts, cfg.grpo.tries + 1
         self.template, self.notes = chosen.template.digest, chosen.notes
         prompts = (prompt for source in sources for prompt in source.prompts)
-        forms = {"text" if isinstance(prompt.row["prompt"], str) else "conversation" for prompt in prompts}
+        asked = (listed(prompt.row["prompt"]) for prompt in prompts)
+        forms = {"text" if isinstance(one, str) else "conversation" for one in asked}
         self.chat = format_of(tokenizer, chosen.template, forms, cfg.model.vocab)
         tokenizer.chat = self.chat  # an engine ends answers at its ids
 
@@ -209,7 +210,7 @@ def _text(row: Any, where: str, marker: Marker, template: ChatTemplate) -> tuple
     DataError that names `where` for a row that asks nothing.
     """
     lacks: set[str] = set()
-    prompt = row.get("prompt") if isinstance(row, dict) else None
+    prompt = listed(row.get("prompt")) if isinstance(row, dict) else None
     if isinstance(prompt, str) and prompt:
         if row.get("system"):
             raise DataError(f"{where}: system: a prompt that is text has no place for it; give messages")
