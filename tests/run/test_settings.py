@@ -185,6 +185,17 @@ def test_a_run_folder_to_start_from_means_its_newest_whole_step(tmp_path, capsys
         assert init_of_run == str(steps / "step-1")
         assert said.endswith(f"note: --init={init}: its newest whole step is {steps / 'step-1'}\n")
 
+    # A resume is of a step: another name is an error, which names the newest.
+    for resume, says in (
+        (tmp_path / "a", f"no step folder; did you mean {steps / 'step-1'}?"),
+        (tmp_path / "old", "no step folder, or one that was never finished; valid: auto, none or a step"),
+        (tmp_path / "no", "no such folder; valid: auto, none or a step folder"),
+    ):
+        words = ["tiny", "--resume", str(resume)]
+        with pytest.raises(SystemExit):
+            check_start(words, parse(words, ""), 0)
+        assert f"error: --resume={resume}: {says}" in capsys.readouterr().err
+
     # The newest has lost a byte, and then the other one its manifest.
     shard = next((steps / "step-1").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from tmoe import front
-from tmoe.checkpoint.manifest import is_step
+from tmoe.checkpoint.folders import resolve
+from tmoe.checkpoint.manifest import CheckpointError, is_step
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, divisors
 from tmoe.config.presets import presets
@@ -70,6 +71,7 @@ def check_start(argv: Sequence[str], cfg: Config, rank: int) -> None:
         if argv and argv[0] in presets() and cfg.init:
             require_preset_of(argv[0], cfg)
         if not cfg.dry_run:
+            require_step(cfg.resume)
             require_weights(cfg)
     except ValueError as error:
         refuse(front.spelt(error), rank)
@@ -218,6 +220,21 @@ def require_reward_files(rewards: Sequence[str]) -> None:
         if named and not Path(f"{file}.py").is_file():
             valid = "valid: FILE.py:FUNCTION or FILE.py:FUNCTION:WEIGHT"
             raise ConfigError(f"--grpo.rewards={word}: {file}.py: no such file; {valid}")
+
+
+def require_step(resume: str) -> None:
+    """Raise ConfigError for a --resume that is neither auto nor none and names no step folder."""
+    if resume in ("auto", "none"):
+        return
+    valid = "valid: auto, none or a step folder"
+    try:
+        step = resolve(Path(resume))
+    except CheckpointError as error:
+        raise ConfigError(f"--resume={error}") from None
+    if not step.is_dir():
+        raise ConfigError(f"--resume={resume}: no such folder; {valid}")
+    if not is_step(step):
+        raise ConfigError(f"--resume={resume}: no step folder, or one that was never finished; {valid}")
 
 
 def require_preset_of(name: str, cfg: Config) -> None:
