@@ -67,8 +67,8 @@ class Marker:
         texts = [
             normalizer.normalize_str(token.content) for token in added if token.special and token.normalized
         ]
-        texts = sorted(filter(str.strip, texts), key=len, reverse=True)
-        return normalizer.normalize_str, re.compile("|".join(map(re.escape, texts))) if texts else None
+        kept: list[str] = sorted((text for text in texts if text.strip()), key=len, reverse=True)
+        return normalizer.normalize_str, re.compile("|".join(map(re.escape, kept))) if kept else None
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Each text's tokens. UnicodeError for a lone surrogate."""
