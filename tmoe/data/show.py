@@ -21,6 +21,7 @@ from tmoe.data.chat_template import load_template
 from tmoe.data.rows import read_rows
 from tmoe.data.sources import survey
 from tmoe.data.tokenizer import DataError, Tokenizer, load_tokenizer
+from tmoe.data.unpaired import without_label
 
 
 def show(
@@ -59,11 +60,14 @@ def show(
         try:
             if error is not None:
                 raise error
+            label = None
+            if kind == "prompt/completion" and isinstance(value, dict) and value.get("label") is not None:
+                value, label = without_label(value, where)
             row = parse_row(value, where, kind, file.form == "parquet")
         except DataError as wrong:
             console.print(Text(f"\n{wrong}", "red"))
             continue
-        parts = ("chosen", "rejected") if kind == "preference" else ("",)
+        parts = ("chosen", "rejected") if kind == "preference" else (LABELS[label],)
         found = encoder.encode(row.samples)
         lacks = set().union(*encoder.left) | ({NULLS} if row.nulls else set())
         for part, sequences in zip(parts, found, strict=True):
@@ -83,6 +87,7 @@ def show(
 
 
 TRAINED = "bold green"
+LABELS = {None: "", True: "desirable", False: "undesirable"}
 
 
 def coloured_text(sequence: Tokens, tokenizer: Tokenizer, coloured: bool) -> Text:
