@@ -359,6 +359,20 @@ def test_a_program_cannot_end_the_loop_of_a_test():
     assert sandbox.passes(ADD, f"{test}\nassert next(iter([]), 1) == 1", 60.0)
 
 
+def test_a_program_cannot_replace_a_method_of_a_test():
+    test = """
+class Tree:
+    def __init__(self): self.left = self.right = None
+    def fits(self): return self.left == 3
+tree = Tree()
+add(tree)
+assert tree.fits()
+"""
+    forged = "def add(tree):\n    try: tree.fits = lambda: True\n    except AttributeError: pass"
+    assert not sandbox.passes(forged, test, 60.0)
+    assert sandbox.passes("def add(tree): tree.left = print; tree.left = 3", test, 60.0)
+
+
 def test_tests_see_no_program_that_did_not_load():
     for program in ("def add(: no", "1 / 0", "exit(0)"):
         assert not sandbox.passes(program, "", 60.0)

@@ -155,6 +155,9 @@ class OfJudge(Wire):
         name = str(rest[0])
         if name.startswith("_") or not of_test(one):
             raise AttributeError(name)
+        before = getattr(one, name, None) if op == "setattr" else None
+        if callable(before) and type(before) is not Away:  # the test may call it for its verdict
+            raise AttributeError(name)
         return getattr(one, name) if op == "getattr" else setattr(one, name, rest[1])
 
 
