@@ -73,3 +73,4 @@ def test_an_engine_ends_answers_at_all_ends_of_its_tokenizer(bpe):  # noqa: F811
     assert ends_of(load_tokenizer(str(folder)), 300) == ends_of(load_tokenizer(str(bpe)), 300) == (0, 5)
     assert ends_in(dict(eos_token_id=[3, "x", 3, -1, True]), dict(eos_token_id=9)) == (3,)
     assert ends_in({}, dict(eos_token_id=9)) == (9,)
+    assert ends_in({}, dict(text_config=dict(eos_token_id=[9, 8]))) == (9, 8)

@@ -103,7 +103,9 @@ def json_object(raw: bytes | None) -> dict[str, Any]:
 
 
 def ends_in(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that end an answer by generation_config.json, else by config.json."""
+    """Ids that end an answer by generation_config.json, else by config.json or its text_config."""
+    nested = config.get("text_config")
+    config = config if "eos_token_id" in config or not isinstance(nested, dict) else nested
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
     ends = ends if isinstance(ends, list) else [ends]
     return tuple(dict.fromkeys(i for i in ends if type(i) is int and i >= 0))
