@@ -119,6 +119,14 @@ def test_tests_that_each_program_or_none_would_pass_are_refused(tests, why):
     assert "\n" not in str(error.value)
 
 
+def test_the_program_of_an_answer():
+    """The last block that says it is Python; output that follows is none."""
+    blocks = "```Python\nfirst\n```\n```py\nx = 1\n```\nIt prints\n```\n3\n```\n"
+    assert code_reward.program_of(blocks) == "x = 1\n"
+    assert code_reward.program_of("```\na\n```\n```text\nb\n```") == "b\n"
+    assert code_reward.program_of("x = 1") == "x = 1"
+
+
 def test_objects_as_json_text_are_objects():
     """As the sets of DeepCoder and PRIME write them; as Python it is a list, which each program passes."""
     text = '[{"type": "stdin_stdout", "input": "1", "output": "2"}]'

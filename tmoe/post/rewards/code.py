@@ -1,6 +1,7 @@
 """code: the share of the row's tests that the program in an answer passes, each run in a sandbox.
 
-The program is the answer's last block between ```, or all of it. The row's "tests" is a list, or one of
+The program is the answer's last block between ``` that says python, or the last block, or all of it. The
+row's "tests" is a list, or one of
 
     "assert add(1, 2) == 3"                     Python that uses the program; passed if nothing is raised
     {"input": "1 2\\n", "output": "3"}           the program as a script: what it prints for this input
@@ -22,7 +23,8 @@ from typing import Any
 from tmoe.post.rewards import sandbox
 from tmoe.post.rewards.sample import RewardSample
 
-BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+PYTHON = "python", "python3", "py"
 
 
 DEFINED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda  # what runs only if it is called
@@ -43,8 +45,10 @@ def code(sample: RewardSample, seconds: float) -> float:
 
 
 def program_of(answer: str) -> str:
-    blocks = BLOCK.findall(answer)
-    return blocks[-1] if blocks else answer
+    """The last block that says it is Python, else the last block, else all of it."""
+    blocks = [(told.strip().lower(), text) for told, text in BLOCK.findall(answer)]
+    python = [text for told, text in blocks if told in PYTHON]
+    return (python or [text for _, text in blocks] or [answer])[-1]
 
 
 def tests_of(sample: RewardSample) -> list[Any]:
