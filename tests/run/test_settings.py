@@ -266,13 +266,19 @@ def test_empty_lists_and_none_are_flags():
     assert parse(["tiny", *there, *words], "").model == tiny
 
 
-def test_no_folder_to_start_from(capsys, monkeypatch):
+def test_no_folder_to_start_from(capsys, monkeypatch, tmp_path):
     said = refusal(["--init", "runs/a/checkpoints/step-9"], capsys)
     assert "step-9: no such folder; valid: a run folder, a step folder or a Hugging Face folder" in said
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refusal(["--init", "Qwen/Qwen3-30B-A3B"], capsys)
     assert "--init=Qwen/Qwen3-30B-A3B: no such folder here, and the hub does not give it" in said
-    assert "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen/Qwen3-30B-A3B" in said
+    assert "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen/Qwen3-30B-A3B" in said and "mean" not in said
+    # a run's path has the form of a name on the hub
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/facts").mkdir(parents=True)
+    said = refusal(["--init", "runs/fact"], capsys)
+    assert said.startswith("error: --init=runs/fact: no such folder here, and the hub")
+    assert said.endswith("; did you mean runs/facts?\n")
 
 
 @pytest.mark.parametrize(

@@ -240,10 +240,18 @@ def start_of(init: str, weights: bool) -> Path:
         folder = folder_of(init, weights)
         steps = None if is_folder(folder) else steps_in(folder)
         return newest_in(steps)[0] if steps else folder
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:
         text = str(error)
         text = text if text.startswith(f"{init}:") else f"{init}: {text}"
-        raise ConfigError(f"--init={text}") from None
+        raise ConfigError(f"--init={text}{_near(Path(init))}") from None
+
+
+def _near(path: Path) -> str:
+    """A hint at the folder that a path may mean: the one of nearly its name; "" where there is none."""
+    if path.exists() or not path.parent.is_dir():
+        return ""
+    near = get_close_matches(path.name, [one.name for one in path.parent.iterdir() if one.is_dir()], 1, 0.7)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def chosen_step(init: str, start: Path) -> list[str]:
