@@ -14,7 +14,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, as_names
 from tmoe.config.run import Config, GrpoConfig, TrainConfig
 from tmoe.run.cli import parse
-from tmoe.run.flags import SYNONYMS, TASKS, flags_of_settings, meant_by, require_known
+from tmoe.run.flags import SYNONYMS, TASKS, flags_of_settings, meant_by, require_known, require_task
 from tmoe.run.process import Runtime, signed
 from tmoe.wishes import wish
 
@@ -154,6 +154,10 @@ def test_another_trainers_name_of_a_task(capsys):
     meant = "did you mean --task preference --preference.loss simpo?"
     said = capsys.readouterr().err
     assert said.startswith("error: --task=SimPO: no such task; valid: pretrain, sft") and meant in said
+    with pytest.raises(ConfigError, match=r"--task=SFT: no such task; .*; did you mean --task sft\?"):
+        require_task("SFT")
+    for task in ("pretrain", "sft", "preference", "grpo", "nosuch", ""):
+        require_task(task)
 
 
 def test_answers_fit_into_the_row(capsys):

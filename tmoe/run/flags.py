@@ -135,8 +135,9 @@ TASKS = {
 
 def require_task(value: str) -> None:
     """ConfigError for another trainer's name of a task, with the flags of the task."""
-    if meant := TASKS.get(value.lower()):
-        valid = "valid: pretrain, sft, preference, grpo"
+    tasks, low = ("pretrain", "sft", "preference", "grpo"), value.lower()
+    if value not in tasks and (meant := low if low in tasks else TASKS.get(low)):
+        valid = f"valid: {', '.join(tasks)}"
         raise ConfigError(f"--task={value}: no such task; {valid}; did you mean --task {meant}?")
 
 
