@@ -11,7 +11,7 @@ import pytest
 import tmoe
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = "tmoe checkpoint data generate hf model moe ops parallel".split()
+PACKAGES = "tmoe checkpoint config data generate hf model moe ops parallel".split()
 COMPILERS = {"torch._dynamo", "triton", "sympy"}
 # One after the other in one process, so each also answers for those before it.
 ABSENT = {

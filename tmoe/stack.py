@@ -11,8 +11,6 @@ import logging
 import os
 from typing import Any
 
-import torch
-
 TESTED = "torch 2.11, 2.13 and 2.14 with triton 3.6 and 3.8"
 NEEDED = {  # what has no public way, and what uses it
     "torch._foreach_add_": "the optimizer",
@@ -82,4 +80,6 @@ def need(owner: object, name: str, user: str) -> Any:
 def _version(path: str) -> str:
     """The package of a dotted path and its version, or torch's where it has none."""
     root = path.partition(".")[0]
+    import torch  # late: a command that draws a report does without
+
     return f"{root} {getattr(importlib.import_module(root), '__version__', torch.__version__)}"

@@ -327,11 +327,12 @@ def test_verify_names_every_problem_of_every_step(tmp_path, capsys):
 def test_a_run_folder_where_a_step_is_meant(tmp_path):
     steps = [save(tmp_path / "run/checkpoints", i, plain(i)) for i in (9, 10)]
     said = f"no step folder; did you mean {steps[1]}?"
-    for words in (["inspect"], ["reshard", tmp_path / "dst", "--world", 1], ["average", tmp_path / "dst"]):
+    for words in (["reshard", tmp_path / "dst", "--world", 1], ["average", tmp_path / "dst"]):
         for folder in (tmp_path / "run", tmp_path / "run/checkpoints"):
             assert refused(words[0], folder, *words[1:]) == f"error: {folder}: {said}"
     for folder in (tmp_path / "run", tmp_path / "run/checkpoints"):  # all steps of a run
         run("verify", folder)
+    run("inspect", tmp_path / "run")  # lists them
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])

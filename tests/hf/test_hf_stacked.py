@@ -19,7 +19,8 @@ from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
 from tmoe.model.transformer import Transformer
 
-SPARSE = [name for name in MODELS if not name.startswith(("llama", "qwen3,")) and name != "qwen3"]
+DENSE = ("llama", "qwen2", "qwen3", "mistral")  # families, or the first word of a model's name
+SPARSE = [name for name in MODELS if name.partition(",")[0] not in DENSE]
 FAMILIES = [
     "mixtral",
     "qwen2_moe",

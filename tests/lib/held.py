@@ -42,7 +42,7 @@ def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
     Without the parameters of the block and RoPE's tables.
     """
     tables = rope_table(model.rope, model.rotary_dim, x.shape[1], x.device)
-    return sum(t.untyped_storage().nbytes() for t in kept_of(block, x, *tables, None, None))
+    return sum(t.untyped_storage().nbytes() for t in kept_of(block, x, *tables, None, None, None))
 
 
 def kept_of(block: Block, x: torch.Tensor, *context: torch.Tensor | None) -> list[torch.Tensor]:

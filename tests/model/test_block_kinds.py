@@ -174,7 +174,7 @@ def test_norms_stand_where_they_are_said_to(norms):
 
     h = x + norm("attention_post_norm", block.attention(norm("attention_norm", x), *tables, None))
     want = h + norm("ffn_post_norm", block.ffn(norm("ffn_norm", h)))
-    torch.testing.assert_close(block.compute(x, *tables, None, None)[0], want)
+    torch.testing.assert_close(block.compute(x, *tables, None, None, None)[0], want)
     held = {name.split(".")[0] for name, _ in block.named_parameters() if "norm" in name}
     before, behind = {"attention_norm", "ffn_norm"}, {"attention_post_norm", "ffn_post_norm"}
     assert held == dict(pre=before, post=behind, sandwich=before | behind, moe=before)[norms]

@@ -91,7 +91,7 @@ def test_attention_keeps_what_autograd_keeps(model, tp, cp, by):
             tables = tuple(table[rotated] for table in tables)
             mask = position_mask(None, 0, S, rotated) if spread.by_keys else None
         x = torch.randn(2, S // axes.parts, 256, dtype=torch.bfloat16, requires_grad=True)
-        context = (*tables, mask, None)
+        context = (*tables, mask, None, None)
         kept = kept_of(block, x, *context)
     finally:
         dist.destroy_process_group()

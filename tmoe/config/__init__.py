@@ -1,16 +1,21 @@
 """Every setting of a run, the checks that need no process group, and the presets."""
 
-from tmoe.config.check import ConfigError
-from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
-from tmoe.config.run import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LogConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from typing import TYPE_CHECKING
+
+from tmoe.lazy import lazy
+
+if TYPE_CHECKING:
+    from tmoe.config.check import ConfigError
+    from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+    from tmoe.config.run import (
+        CheckpointConfig,
+        Config,
+        DataConfig,
+        LogConfig,
+        OptimConfig,
+        ParallelConfig,
+        TrainConfig,
+    )
 
 __all__ = [
     "CheckpointConfig",
@@ -26,3 +31,11 @@ __all__ = [
     "RopeConfig",
     "TrainConfig",
 ]
+_OF_MODEL = ("MLAConfig", "MoEConfig", "ModelConfig", "RopeConfig")
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    dict.fromkeys(__all__, "tmoe.config.run")
+    | dict.fromkeys(_OF_MODEL, "tmoe.config.model")
+    | {"ConfigError": "tmoe.config.check"},
+)
