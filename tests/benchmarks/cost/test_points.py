@@ -246,7 +246,7 @@ def test_pages_of_steps_quote_todays_predictions(page):
             said = re.sub(r" for [\d., ]+ \(", " (", cells[column])
             assert own and said == f"{', '.join(want)} ({off}%)", text
             rows += 1
-    assert rows == {"steps-2xH200": 8, "steps-4xH200": 18}[page]
+    assert rows == {"steps-2xH200": 8, "steps-4xH200": 23}[page]
 
 
 def test_what_the_traces_say_of_the_collectives(monkeypatch):
