@@ -156,7 +156,9 @@ def test_a_row_of_which_no_answer_can_be_judged(word, row, said):
 
 
 def test_programs():
-    assert program_of("```python\na\n```\nbetter:\n```\nb\n```\n") == "b\n" and program_of("a = 1") == "a = 1"
+    assert program_of("```python\na\n```\nbetter:\n```python\nb\n```\n") == "b\n"
+    assert program_of("```python\na\n```\nit prints:\n```\nb\n```\n") == "a\n"
+    assert program_of("```\na\n```\nbetter:\n```\nb\n```\n") == "b\n" and program_of("a = 1") == "a = 1"
 
 
 def test_long_answers_take_linear_time():
