@@ -198,7 +198,7 @@ def test_compiled_blocks_of_each_kind_are_eager_ones(layer):
     for name, p in block.named_parameters():
         p.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
     x = torch.randn(2, 6, 16, requires_grad=True)
-    context = (*turns_of(cfg, 6, CPU)[block.rope], None, None)
+    context = (*turns_of(cfg, 6, CPU)[block.rope], None, None, None)
     found = []
     for run in (block.compute, torch.compile(block.compute, fullgraph=True, dynamic=False)):
         y = run(x, *context)[0]
