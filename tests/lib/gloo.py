@@ -238,6 +238,7 @@ def _pickled(error: BaseException) -> bytes | None:
 def _prepare_process() -> None:
     os.setsid()
     ConfigError.shows_flags = True  # as conftest.py has it
+    faulthandler.enable()  # a rank that dies by SIGSEGV prints its stacks
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
