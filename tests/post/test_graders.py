@@ -96,6 +96,17 @@ x \in [1, 2]                 | [1,2]
 \text{east}                  | East
 \textbf{(B)}                 | B                          | a letter
 (C)                          | \text{C}
+5cm                          | 5                          | a unit right behind the number
+10 m/s                       | 10\text{ m/s}              | rates
+£1,200                       | \pounds 1200               | money
+1 000 000                    | 1,000,000                  | thousands
+0.\overline{3}               | \frac13                    | decimals whose digits repeat
+0.1\overline{6}              | 1/6
+-1.\overline{09}             | -\frac{12}{11}
+\mathbb R                    | \mathbb{R}                 | arguments of one letter
+\lvert x\rvert               | |x|
+\{x \mid x > 2\}             | \{x|x>2\}
+\emptyset                    | \{ \}
 x \leq 3                     | x\le3                      | signs
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix} | a matrix
 """
@@ -129,6 +140,14 @@ OTHER = r"""
 \{1,1,2\}                    | \{1,2,2\}
 1,2                          | 1
 1,2                          | 12
+1 2                          | 12
+3 4                          | 34
+10 200                       | 10
+0.\overline{3}               | 0.33
+0.\overline{3}               | 3
+0.\overline{12}              | 0.1\overline{2}
+\mathbb{R}                   | \mathbb{Q}
+\{0\}                        | \emptyset
 x+1                          | x-1
 x^2                          | x^3
 x^{12}                       | x^{1}2
@@ -151,7 +170,7 @@ x \ge 3                      | x \le 3
 
 
 def rows(table):
-    return [[part.strip() for part in line.split("|")[:2]] for line in table.strip("\n").splitlines()]
+    return [[part.strip() for part in line.split(" | ")[:2]] for line in table.strip("\n").splitlines()]
 
 
 def of(told, answer):
@@ -163,13 +182,13 @@ def test_spellings_of_one_answer(swapped):
     wrong = [
         pair for pair in rows(EQUAL) if not boxed(of(f"so \\boxed{{{pair[swapped]}}}", pair[not swapped]))
     ]
-    assert len(rows(EQUAL)) == 84 and wrong == []
+    assert len(rows(EQUAL)) == 95 and wrong == []
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_answers_that_are_not_one(swapped):
     wrong = [pair for pair in rows(OTHER) if same(pair[swapped], pair[not swapped])]
-    assert len(rows(OTHER)) == 47 and wrong == []
+    assert len(rows(OTHER)) == 55 and wrong == []
 
 
 NUMBERS = r"""
@@ -207,13 +226,16 @@ it is 2 1/3                                    | 7/3       | 1
 #### 1. Addition\nSo it is 18.                  | 18        | 1
 #### Step 3\nSo it is 18.                       | 18        | 1
 #### 2\sqrt{4}                                 | 4         | 1
+\boxed{0.\overline{3}}                         | 1/3       | 1
+\boxed{0.\overline{3}}                         | 3         | 0
+x = 2.1\overline{6}                            | 13/6      | 1
 """
 
 
 def test_numbers():
     found = [[part.strip() for part in line.split("|")] for line in NUMBERS.strip().splitlines()]
     wrong = [line for line in found if number(of(line[0].replace(r"\n", "\n"), line[1])) != float(line[2])]
-    assert len(found) == 34 and wrong == []
+    assert len(found) == 37 and wrong == []
 
 
 @pytest.mark.parametrize(
@@ -231,11 +253,27 @@ def test_numbers():
         *[("<think>(A)?</think><answer>B</answer>", "B"), ("(A) or so\n#### C", "C"), ("Answer: “D”", "D")],
         *[("#### C\n\nQuestion: (A) or (B)?", "C"), ("#### Step 3\nThe answer is B.", "B")],
         *[("The answer is (J).", "J"), ("The answer is I.", "I"), ("The answer is I think (B)", "B")],
+        *[("Option C", "C"), (r"\boxed{\text{Option C}}", "C"), ("<answer>Option (C)</answer>", "C")],
+        *[("Answer:C", "C"), ("The answer must be C.", "C"), (r"\boxed{(A) or (B)}", None), ("f(A)", None)],
         *[("A good idea", None), (r"\boxed{\text{Be}}", None), ("Because of this, E is wrong", None)],
     ],
 )
 def test_letters(text, letter):
     assert letter_of(text) == letter
+
+
+@pytest.mark.parametrize(
+    ("box", "truth", "reward"),
+    [
+        *[("(C) 12", "C", 1), (r"\textbf{(C)}\ 12", "(C)", 1), ("C. Paris", r"\text{C}", 1)],
+        *[("Answer: C", "C", 1), (r"\text{Option C}", "C", 1), ("C)", "C", 1)],
+        *[("c", "C", 0), ("D", "C", 0), ("(A) or (C)", "C", 0), ("P(C)", "C", 0), ("(C) 12", "x", 0)],
+        *[("C(n, 2)", "C", 0), ("(D) C", "C", 0)],
+    ],
+)
+def test_text_after_the_letter_of_a_choice(box, truth, reward):
+    """As in the grader of Qwen2.5-Math, where the right answer is a letter; another letter stays wrong."""
+    assert boxed(of(f"\\boxed{{{box}}}", truth)) == reward
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def one(s):
 """
 
 
+LIKE_TRL = "as TRL's rewards do"
 TAKES = "a reward takes one sample: f(sample) -> float or None"
 
 
@@ -131,6 +132,7 @@ def test_what_is_no_number_is_none_and_counted(file, caplog):
     }
     told = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == 5  # each kind once in two steps, and None is no warning
+    assert "KeyError" in caplog.text and "worker.py" not in caplog.text  # of its traceback, the file's own
     with Rewards([f"{path}:kinds"], workers=1) as rewards:
         assert rewards.score(samples(1)) == ([None], {"kinds": [None]}, {"kinds: returned None": 1})
 
@@ -240,6 +242,8 @@ def test_large_answers_fit_through_pipes(file):
         ("f = 3", "f is no function, it is int"),
         ("def f(s, t): return 1", f"{TAKES}; it is f(s, t): missing a required argument: 't'"),
         ("def f(): return 1", f"{TAKES}; it is f(): too many positional arguments"),
+        ("def f(completions, **kwargs): return [1]", f"f takes lists, completions, {LIKE_TRL}; {TAKES}"),
+        ("def f(prompts, completions): pass", f"f takes lists, completions and prompts, {LIKE_TRL}; {TAKES}"),
         ("class f: pass", f"f is a class; {TAKES}"),
         ("def f(s): yield 1", f"f is asynchronous or a generator, and returns no number; {TAKES}"),
         ("raise OSError('no\\ndisk')", "{path}:1: OSError: no disk"),

@@ -9,6 +9,7 @@ next: post/rewards/expression.py
 
 import re
 
+from tmoe.post.rewards.choice import LETTERS, letter_in
 from tmoe.post.rewards.expression import same_value, value_of
 from tmoe.post.rewards.number import read_number, same_number
 from tmoe.post.rewards.sample import RewardSample, truth_of
@@ -22,12 +23,17 @@ WORDS = re.compile(r"[a-zA-Z]{2,}(?:\s+[a-zA-Z]+)*")
 
 
 def boxed(sample: RewardSample) -> float:
-    """0 for an answer without a box. The truth is its own last box, or all of it."""
+    """0 for an answer without a box. The truth is its own last box, or all of it.
+
+    Where it is a letter of a choice, text may follow the letter in the box: (C) 12.
+    """
     found, truth = last_boxed(sample.answer), truth_of(sample)
     if found is None:
         return 0.0
     wanted = last_boxed(truth)
-    return float(same(found, truth if wanted is None else wanted))
+    wanted = truth if wanted is None else wanted
+    letter = LETTER.sub(r"\1", without_looks(wanted))
+    return float(same(found, wanted) or (letter in tuple(LETTERS) and letter_in(found) == letter))
 
 
 def same(a: str, b: str, depth: int = DEPTH) -> bool:
@@ -101,8 +107,9 @@ def plain(text: str) -> str:
     r"""A text of `without_looks` with one spelling of braces, fractions, products and words."""
     words = WORDS.fullmatch(text)
     text = re.sub(r"\\(?:cdot|times)(?![a-zA-Z])|\*", "", text)
-    text = re.sub(r"\s", "", _fractions(text, DEPTH))
-    text = re.sub(r"([_^])\{(\w)\}", r"\1\2", text)
+    text = re.sub(r"(?<![_^\d])(\d+)\s+(?=\d)", r"\1;", _fractions(text, DEPTH))  # 1 2 is not 12
+    text = re.sub(r"\s", "", text)
+    text = re.sub(r"([_^]|\\[a-zA-Z]+)\{(\w)\}", r"\1\2", text)
     return text.lower() if words else text
 
 

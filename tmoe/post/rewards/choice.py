@@ -15,12 +15,14 @@ from tmoe.post.rewards.sample import RewardSample, truth_of
 from tmoe.post.rewards.tex import OF_WORDS, last_boxed
 
 LETTERS = "ABCDEFGHIJ"  # MMLU-Pro has ten
-ALONE = re.compile(r"[\s(\[*\"'“.]*([A-Ja-j])[\s)\]*\"'”.:]*")
+NAMED = r"(?:the\s{1,9})?(?:answer|choice|option)\b(?:\s{1,9}is\b)?[\s:=]{0,20}"
+ALONE = re.compile(rf"(?:[\s*(]{{0,9}}(?i:{NAMED}))?[\s(\[*\"'“.]*([A-Ja-j])[\s)\]*\"'”.:]*")
+IS = r"\s{1,9}(?:is|(?:must|should|would)\s{1,9}be)\b|\s{0,9}[:=]"
 SAID = re.compile(
-    r"\b(?i:answer|choice|option)(?i:\s{1,9}is|\s{0,9}[:=])[\s:*$]{1,20}(?i:option\s{1,9}|choice\s{1,9})?"
+    rf"\b(?i:answer|choice|option)(?i:{IS})[\s:*$]{{0,20}}(?i:option\s{{1,9}}|choice\s{{1,9}})?"
     r"(?:[(\[*\"'“]{1,4}([A-Ja-j])(?![\w'])|([A-HJ]|I(?!\s+[a-z]))(?![\w']))"
 )
-BRACKETS = re.compile(r"[(\[]\s{0,9}([A-J])\s{0,9}[)\]]")
+BRACKETS = re.compile(r"(?<!\w)[(\[]\s{0,9}([A-J])\s{0,9}[)\]]")
 BEGINS = re.compile(r"\W*([A-J])\s*[.):]")
 TAG = re.compile(r"<answer>([^<]*)</answer>")
 
@@ -41,14 +43,24 @@ def letter_of_row(sample: RewardSample) -> str:
     return letter
 
 
+def letter_in(box: str) -> str | None:
+    """The capital letter of what a box holds: alone, after "option", in brackets, or before "." or ")".
+
+    None for letters in brackets that differ.
+    """
+    box = OF_WORDS.sub(r"\1", box)
+    found = ALONE.fullmatch(box) or BRACKETS.search(box) or BEGINS.match(box)
+    several = len(set(BRACKETS.findall(box))) > 1
+    return found[1] if found and found[1].isupper() and not several else None
+
+
 def letter_of(text: str) -> str | None:
     box = last_boxed(text)
     if box is None and (tags := TAG.findall(text)):
         box = tags[-1]
     if box is not None:
-        box = OF_WORDS.sub(r"\1", box)
-        found = ALONE.fullmatch(box) or BRACKETS.search(box) or BEGINS.match(box)
-        return found[1].upper() if found else None
+        alone = ALONE.fullmatch(OF_WORDS.sub(r"\1", box))
+        return alone[1].upper() if alone else letter_in(box)
     _, mark, text = text.rpartition("####")
     text = OF_WORDS.sub(r"\1", text)
     if mark and (

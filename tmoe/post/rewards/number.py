@@ -15,7 +15,14 @@ from typing import NamedTuple
 
 from tmoe.post.rewards.expression import CLOSE, value_of
 from tmoe.post.rewards.sample import RewardSample, truth_of
-from tmoe.post.rewards.tex import RAISED_UNIT, SIGNS, group_at, last_boxed, without_looks
+from tmoe.post.rewards.tex import (
+    RAISED_UNIT,
+    SIGNS,
+    group_at,
+    last_boxed,
+    without_looks,
+    without_periods,
+)
 
 MOST_DIGITS = 1000  # of a number: Python's own arithmetic with more of them takes long
 MOST_EXPONENT = 400
@@ -119,7 +126,7 @@ def last_number(text: str) -> Number | None:
 def _readable(text: str) -> str:
     r"""A text with plain signs, and with marks of our own around the parts of \frac{a}{b}."""
     text = re.sub(f"[{TOP}{BOTTOM}{END}]", "", text)
-    text = RAISED_UNIT.sub(r"\1", text)
+    text = RAISED_UNIT.sub(r"\1", without_periods(text))
     for sign, word in HALVES.items():
         text = text.replace(sign, word)
     text = text.replace("−", "-").replace("{,}", ",").replace("\\%", "%").replace("％", "%")

@@ -48,13 +48,14 @@ UNITS = (
     r"|feet|foot|yards?|seconds?|minutes?|hours?|days?|weeks?|months?|years?|dollars?|cents?|mph|lit(?:er|re)s?"
     r"|pounds?|points?|percent|ways|people|students?"
 )
+RATES = r"(?<=\s)(?:[ck]?m|miles?|met(?:er|re)s?|feet|ft)\s*/\s*(?:h(?:ou)?r?|s(?:ec(?:ond)?)?|min(?:ute)?)"
 RAISED = r"\s*\^\s*(?:\{\s*[23]\s*\}|[23])"
 WORDS = r"\\(?:text|textrm|textnormal|textit|textbf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
 NOON = r"(?!\s*[aApP]\.?\s*[mM]\b)"  # of a time, which is no unit
-# At the end, after a number or a command: "5\text{ cm}^2", "5 cm", "5 square inches".
+# At the end, after a number or a command: "5\text{ cm}^2", "5cm", "5 square inches", "5 m/s".
 OF_UNITS = re.compile(
     rf"(?:(?<=[\d}})%.\s])|(?<=\\pi))"
-    rf"(?:{WORDS}\s*\{{{NOON}[\s,]*[a-zA-Z][^{{}}]*\}}|\b(?:{UNITS})\b\.?)(?:{RAISED})?\s*$"
+    rf"(?:{WORDS}\s*\{{{NOON}[\s,]*[a-zA-Z][^{{}}]*\}}|(?:{UNITS})\b\.?|{RATES}\b)(?:{RAISED})?\s*$"
 )
 RAISED_UNIT = re.compile(rf"((?<=[\d\s}})]){WORDS}\s*\{{[^{{}}]*\}}|(?<=[\d\s])(?:m|in|{UNITS})){RAISED}")
 SIGNS = {
@@ -70,13 +71,17 @@ SIGNS = {
         r"\varnothing": r"\emptyset",
     },
 }
+# 0.1\overline{6}: the digits before the point, those behind it that come once, those that repeat.
+REPEATING = re.compile(
+    r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*(?:\{\s*(?=\d+\s*\})|(?=\d(?!\d)))(\d{1,20})(?:\s*\})?"
+)
 OF_WORDS = re.compile(rf"{WORDS}\s*\{{([^{{}}]*)\}}")
 LOOKS = tuple(
     (re.compile(pattern), to)
     for pattern, to in (
-        (r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|textstyle)(?![a-zA-Z])", ""),
+        (r"\\(?:left|right|middle|bigl?|bigr|Bigl?|Bigr|displaystyle|textstyle)(?![a-zA-Z])", ""),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\?\$", ""),
+        (r"\\?\$|[£€¥]|\\(?:pounds|euro|yen)(?![a-zA-Z])", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])", ""),
     )
@@ -86,6 +91,9 @@ SPELLINGS = tuple(
     for pattern, to in (
         (r"(?<=[\s\d)}\]])(?:and|or)(?=[\s\\(\[-])", ","),
         (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
+        (r"\\(?:[lr]?vert|mid)(?![a-zA-Z])", "|"),
+        (r"\\\{\s*\\\}", r"\\emptyset"),
+        (r"(?<![\d.,])\d{1,3}(?:\s\d{3})+(?![\d.,]|\s*/)", lambda found: re.sub(r"\s", "", found[0])),
         (r"(?<=\d)\{,\}(?=\d)", ","),
         (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
         (r"\s*(\\cup|\\in(?![a-zA-Z])|[=,()\[\]{}])\s*", r"\1"),
@@ -94,12 +102,24 @@ SPELLINGS = tuple(
 )
 
 
+def _repeating(found: re.Match[str]) -> str:
+    whole, first, again = found.groups()
+    nines = (10 ** len(again) - 1) * 10 ** len(first)
+    return rf"\frac{{{int(whole + first + again) - int(whole + first or '0')}}}{{{nines}}}"
+
+
+def without_periods(text: str) -> str:
+    r"""Decimals whose digits repeat as fractions: 0.1\overline{6} is \frac{15}{90}."""
+    return REPEATING.sub(_repeating, text)
+
+
 def without_looks(text: str) -> str:
     r"""TeX without what changes only the look of an answer, and without the unit at its end.
 
     Spaces of TeX, \left and \right, \displaystyle, dollar signs, degrees, \text around words, a full stop.
     \dfrac, \tfrac and \cfrac are \frac; signs of Unicode are those of TeX; "and" and "or" are commas.
     """
+    text = without_periods(text)
     for sign, word in SIGNS.items():
         text = text.replace(sign, word)
     for pattern, to in LOOKS:

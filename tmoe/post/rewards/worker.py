@@ -38,6 +38,7 @@ LENGTH = struct.Struct(">I")
 HERE = Path(__file__).parent
 PR_SET_PDEATHSIG = 1
 IGNORED = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"
+BATCHES = {"prompts", "completions", "completion_ids"}  # parameters of TRL's reward functions
 WORDS_OF_ERROR = 2000  # characters of a traceback that are told
 
 
@@ -133,6 +134,8 @@ def usable(function: Any, name: str) -> Callable[..., Any]:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # no signature is known of some functions in C
         return function
+    if lists := BATCHES & signature.parameters.keys():
+        raise Refused(f"{name} takes lists, {' and '.join(sorted(lists))}, as TRL's rewards do; {takes}")
     try:
         signature.bind(None)
     except TypeError as error:
@@ -193,9 +196,11 @@ def seed(key: str) -> None:
 
 
 def words_of(error: BaseException) -> str:
-    """The end of a traceback, where an error can say anything at all."""
+    """The end of a traceback without this file's own frame, where an error can say anything at all."""
     try:
-        return "".join(traceback.format_exception(error))[-WORDS_OF_ERROR:]
+        trace = error.__traceback__
+        below = trace.tb_next if trace else None
+        return "".join(traceback.format_exception(type(error), error, below))[-WORDS_OF_ERROR:]
     except BaseException:
         return type(error).__name__
 
