@@ -7,54 +7,37 @@
     python train.py runs/tiny --steps 400                                 a run goes on with its settings
     python train.py --task sft --help                                     the usual settings of a task
 
-next: tmoe/data/dataset.py, tmoe/model/transformer.py
+next: tmoe/run/start.py, tmoe/data/dataset.py, tmoe/model/transformer.py
 """
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
-from itertools import zip_longest
+from dataclasses import replace
 from math import inf
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tmoe import warmup
-from tmoe.checkpoint import resume
-from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.run import Config
-from tmoe.data.dataset import Batch, Dataset, Loader, require_alike
-from tmoe.hf.start import load_weights
-from tmoe.hf.tokenizer import carried_by_start, unknown_of
+from tmoe.data.dataset import Batch, Dataset, Loader
 from tmoe.model.ahead import compile_ahead
-from tmoe.model.count import count_parameters, flops_per_token, peak_flops
-from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.stages import Stages
-from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
-from tmoe.onlookers import say
-from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
-from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard, require_finite
 from tmoe.optim.schedule import lr_factor, set_lr
-from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize, pipeline
+from tmoe.parallel import clip_grad_norm_
 from tmoe.parallel.collectives import sum_over_all
 from tmoe.post import task_of
 from tmoe.post.plan import plan
-from tmoe.post.task import NothingToLearn
+from tmoe.post.task import NothingToLearn, Task
 from tmoe.run import process as runtime
-from tmoe.run.cli import check_start, flags_of, parse, require_weights
-from tmoe.run.defaults import plan_of, samples_a_step, with_length
-from tmoe.run.fitting import require_room
-from tmoe.run.metrics import Metrics
+from tmoe.run.cli import check_start, parse
 from tmoe.run.process import OnItsWay, Runtime, all_finite
 from tmoe.run.profile import Graphs, Profiler, collecting, profiler
 from tmoe.run.progress import validation
-from tmoe.run.routes import Routes
-from tmoe.versions import versions
+from tmoe.run.start import Start
 
 Unread = tuple[
     int, OnItsWay, float, int
@@ -81,97 +64,15 @@ def main(argv: list[str]) -> None:
     trainer.say_end()
 
 
-class Trainer:
-    """Everything that a run owns, built in the order in which it is needed; `train` is the loop."""
+class Trainer(Start):
+    """A run: Start makes mesh, data, task, model, optimizer and checkpoints; `train` is the loop."""
+
+    task: Task
 
     def __init__(self, cfg: Config, run: Runtime):
-        self.cfg = cfg
-        self.run = run
-        run.alike(flags_of(cfg))
-
-        # The mesh, and whether the model fits into each rank's memory.
-        p = cfg.parallel
-        axes = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
-        self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes))
-        run.together(lambda: require_matches(cfg))
-        run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
-
-        # Data, read with the tokenizer of the weights to start from, if these have one.
-        self.carried = run.together(lambda: carried_by_start(cfg))
-        self.task = task_of(cfg, self.mesh)
-        opened = run.together(lambda: [self.task.open(split, self.carried) for split in ("train", "val")])
-        self.data, self.val_data = opened
-        run.together(lambda: require_alike(self.data, self.val_data))
-        run.alike(self.data.extent("training") | self.val_data.extent("validation"))
-        self.a_step = samples_a_step(cfg, self.mesh.axes.readers)
-        cfg = self.with_length(cfg)
-        self.test_data: Dataset | None = None
-        if cfg.data.held_out[1]:
-            self.test_data = run.together(lambda: self.task.open("test", self.carried))
-            run.alike(self.test_data.extent("test"))
-        self.facts = run.together(lambda: self.task.facts(self.val_data))
-
-        # Model and optimizer.
-        with run.refusing():  # a dispatcher that was asked for and does not work here
-            self.model = build_model(cfg, self.mesh, run.device)
-        # keeps_fresh: besides the optimizer only Ema writes weights here, and Ema marks them stale.
-        parameters = self.model.named_parameters()
-        self.optimizer = build_optimizer(parameters, cfg.optim, run.device, keeps_fresh=True)
-        if not cfg.eval_only:
-            init_state(self.optimizer)
-        self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
-
-        # Where the run stands, and what it has met.
-        self.step = 0
-        self.tokens = 0
-        self.saved: int | None = None  # the step whose checkpoint this process wrote last
-        self.began = ""  # where weights came from, if from --init
-        self.changes: list[str] = []  # settings that differ from those of the checkpoint
-        self.guard = SkipGuard(cfg.optim.max_skips, self.task.spikes)
+        super().__init__(cfg, run, task_of)
         self.graphs = Graphs()
-        self.routes = Routes(cfg.log.routes, cfg.out, self.model, run.rank)
-        self.unread: Unread | None = None
-
-        # Checkpoints, and the step to go on from.
-        known = versions() if run.rank == 0 else {}  # rank 0 writes them down
-        self.checkpoints = Checkpoints(
-            Path(cfg.out) / "checkpoints",
-            keep=cfg.checkpoint.keep,
-            keep_best=cfg.checkpoint.keep_best,
-            mode="sync" if cfg.checkpoint.mode == "sync" else "async",
-            info=dict(config=asdict(cfg), versions=known, data=self.data.facts()) | chat_of(self.data),
-        )
-        # Before restore: another run that still holds the folder may save one more step.
-        held = None if cfg.eval_only else run.claim(cfg.out)
-        self.restore()
-        if not cfg.eval_only:
-            self.checkpoints.begin(self.step)
-        cfg = self.cfg
-
-        peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
-        facts = dict(data=self.data.describe(), **self.facts)
-        # Together: rank 0 may find files in the run folder that it cannot go on with.
-        self.metrics = run.together(
-            lambda: Metrics(
-                cfg,
-                rank=run.rank,
-                world=run.world,
-                device=run.device,
-                flops_per_token=flops_per_token(cfg.model, cfg.train.seq),
-                peak=peak,
-                start_step=self.step,
-                versions=known,
-                facts=facts,
-                held=held,
-            )
-        )
-        self.announce()
-
-    def with_length(self, cfg: Config) -> Config:
-        """The settings with the number of steps that the data and --epochs give, here and in the task."""
-        samples = self.data.samples
-        self.cfg = self.task.cfg = self.run.together(lambda: with_length(cfg, samples, self.a_step))
-        return self.cfg
+        self.unread: Unread | None = None  # the step whose numbers are not logged yet
 
     def prepare(self) -> None:
         """What comes before the first step: graphs are compiled, and the task learns what it must know."""
@@ -423,134 +324,6 @@ class Trainer:
         tensors = {name: t for name, t in self.tensors().items() if not self.model.is_copy(name)}
         self.saved = self.step
         self.checkpoints.save(self.step, tensors, state, runtime.rng_states(self.run.device))
-
-    def restore(self) -> None:
-        """Goes on from the checkpoint that --resume finds, or else starts from the weights of --init.
-
-        Ends all ranks with code 2 if that does not work, or if the weights hold NaN.
-        """
-        cfg, run = self.cfg, self.run
-        with run.refusing():
-            if path := self.checkpoints.find(cfg.resume):
-                self.go_on_from(path)
-            elif cfg.init:
-                tensors = self.model.state_dict()
-                load_weights(Path(cfg.init), self.checkpoints, tensors, cfg.model)
-                self.began = f"weights of {cfg.init}, {len(tensors)} tensors"
-                self.began += " on rank 0" if cfg.parallel.pp > 1 else ""
-                if self.ema:
-                    self.ema.restart()
-            elif cfg.eval_only and cfg.resume == "auto":
-                require_weights(cfg, found=False)
-        run.together(lambda: require_finite(self.tensors(("model",))))
-
-    def go_on_from(self, path: Path) -> None:
-        """Loads a step folder: all that the next step depends on, or only weights for --eval-only."""
-        run, facts, readers = self.run, self.data.facts(), self.mesh.axes.readers
-
-        def look() -> tuple[Config, list[str]]:
-            cfg = self.cfg
-            if counts := resume.counts_of(path):  # steps may have been of another size: others are left
-                self.data.go_on(*counts, **self.shape())
-                cfg = with_length(cfg, self.data.samples, self.a_step, self.data.ahead)
-            return cfg, resume.require_same_run(path, cfg, facts, readers)
-
-        cfg, self.changes = run.together(look)
-        self.cfg = self.task.cfg = cfg
-        anew = cfg.eval_only or not cfg.load_optim
-        wanted = ("model.", "ema.") if anew else None
-        tensors = self.tensors(("model", "ema")) if anew else self.tensors()
-        draws = cfg.load_rng and not cfg.eval_only
-        state, rng = self.checkpoints.load(path, tensors, wanted, rng=draws)
-        self.step = state["step"]
-        self.tokens = state["tokens"]
-        self.guard.load_state_dict(state["guard"])
-        self.task.load_state(state.get("task", {}))
-        self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init says now
-        self.checkpoints.info["config"]["steps"] = cfg.steps
-        if rng is not None:  # None with another number of ranks, which draws other numbers, or not wanted
-            runtime.set_rng_states(rng, run.device)
-
-    def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, Tensor]:
-        """Name to tensor of what a checkpoint holds; names begin with the part, "model." for example."""
-        parameters = dict(self.model.named_parameters())
-        parts = dict(
-            model=self.model.state_dict(),
-            optim=optimizer_tensors(self.optimizer, parameters),
-            ema=self.ema.tensors() if self.ema else {},
-        )
-        return {f"{part}.{name}": t for part in wanted for name, t in parts[part].items()}
-
-    def announce(self) -> None:
-        """Notes at the start: the size of the model, the layout, the data, and where a resumed run stands."""
-        cfg, note = self.cfg, self.metrics.note
-        counts = count_parameters(cfg.model)
-        note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
-        note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
-        own = bool(cfg.data.val_path)
-        for source, held in zip_longest(self.data.sources, () if own else self.val_data.sources):
-            rest = f", {held.tokens:,} to validate with" if held else ""
-            note(f"{source.name}: {source.taken}; {source.tokens:,} tokens to train on{rest}")
-        for held in self.val_data.sources if own else ():
-            note(f"{held.name}: {held.taken}; {held.tokens:,} tokens to validate with")
-        if self.began:
-            note(self.began)
-        for line in self.data.notes:
-            note(line)
-        if cfg.init and not (self.carried and self.carried.fingerprint):
-            note(unknown_of(cfg.init))
-        for line in self.task.notes(self.facts):
-            note(line)
-        if not cfg.eval_only:
-            data = self.data
-            for line in plan_of(cfg, self.a_step, data.samples, data.trained_a_sample(), data.ahead):
-                note(line)
-        if self.step:
-            note("; ".join([f"resumed after step {self.step}", *self.changes]))
-
-    def say_end(self) -> None:
-        """Says last, on stderr of rank 0, where a run that was told to stop has its state."""
-        cfg, run = self.cfg, self.run
-        if run.rank or cfg.eval_only or self.step >= cfg.steps:
-            return
-        path = self.checkpoints.newest
-        where = f"its state is in {path}, and the same command goes on" if path else "nothing of it was saved"
-        off = " (--checkpoint.mode off)" if cfg.checkpoint.mode == "off" else ""
-        say(f"stopped{run.told and f' by {run.told}'} after step {self.step}: {where}{off}", sys.stderr)
-
-    def shape(self) -> dict[str, int]:
-        """What the data needs to know to cut this rank's part out of a step."""
-        train = self.cfg.train
-        sizes = dict(batch=train.batch, accumulate=train.accumulate)
-        return dict(**sizes, rank=self.mesh.place.reader, world=self.mesh.axes.readers)
-
-    @property
-    def counts(self) -> bool:
-        """Whether this rank counts the sequences that it reads, for all ranks that share them."""
-        place = self.mesh.place
-        return place.cp == place.tp == place.pp == 0
-
-
-def chat_of(data: Dataset) -> dict[str, Any]:
-    """What a step's manifest keeps of how conversations are written: {} or {"chat": ...}."""
-    return {} if data.chat is None else {"chat": data.chat.as_json()}
-
-
-def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer | Stages:
-    """The model, or this rank's stages of it, laid out over the mesh, its weights drawn from the seed.
-
-    It is made on the meta device, so no rank ever holds the whole model. Then each rank fills its shards.
-    """
-    if mesh.axes.pp > 1:
-        model = pipeline(cfg, mesh)
-    else:
-        with torch.device("meta"):
-            model = Transformer(cfg.model)
-            freeze(model, cfg.optim.freeze, cfg.train.dtype)
-        parallelize(model, mesh, cfg, whole_forwards=True)
-    model.to_empty(device=device)
-    model.init_weights(cfg.seed)
-    return model
 
 
 if __name__ == "__main__":

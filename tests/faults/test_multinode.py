@@ -21,6 +21,7 @@ import train
 from tmoe.config.axes import Axes
 from tmoe.parallel import build_mesh, launcher
 from tmoe.parallel.mesh import require_inside_nodes
+from tmoe.post import task
 from tmoe.run.cli import parse
 
 
@@ -165,7 +166,7 @@ def test_command_line_refuses_before_a_process_group_exists(monkeypatch, capsys,
 
 def run_train(rank: int, world: int, sizes: list[int], argv: list[str], folder: Path) -> tuple[int, str]:
     os.environ.update(on_nodes(rank, sizes), RANK=str(rank), WORLD_SIZE=str(world))
-    train.open_data = lambda *_: pytest.fail("data was opened before the layout was refused")
+    task.open_data = lambda *_: pytest.fail("data was opened before the layout was refused")
     with (folder / str(rank)).open("w+") as said:
         with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
             train.main(argv)

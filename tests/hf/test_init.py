@@ -29,6 +29,7 @@ from tmoe.checkpoint import tools as offline
 from tmoe.config.same import build_config
 from tmoe.hf.config import read_config
 from tmoe.run import process as runtime
+from tmoe.run import start
 from tmoe.run.cli import parse
 
 
@@ -292,7 +293,7 @@ def overlapping(rank: int, world: int, argv: list[str], out: Path) -> list:
         found.append(error.code)
     runtime.LINGERS = 30.0
     found.append(before == {path.name: path.read_bytes() for path in out.glob("*.json*")})
-    train.require_weights = lambda *args, **more: None  # drawn weights are as good here
+    start.require_weights = lambda *args, **more: None  # drawn weights are as good here
     reading = replace(cfg, eval_only=True, resume="none")  # which writes nothing
     found.append(train.Trainer(reading, runtime.start(cfg.seed)).step)
     if rank == 0:
