@@ -77,6 +77,104 @@ def test_other_blanks_before_a_turn():
     assert tokenizer.decode(prompt).endswith("wet\n</tool_response><|im_end|><|im_start|>assistant\n")
 
 
+# Kimi-K2-Thinking's way: thoughts up to the last call alone; earlier ones and the last answer's are empty.
+KIMI = """\
+{%- set last = namespace(i=-1) -%}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' and not m.tool_calls %}{% set last.i = loop.index0 %}{% endif -%}
+{%- endfor -%}
+{%- for m in messages -%}
+<|{{ m.role }}|>
+{%- if m.role == 'assistant' %}<think>
+{{- m.reasoning_content if loop.index0 > last.i else '' }}</think>{% endif -%}
+{{- (m.get('tool_call_id') or '') + (m.content or '') -}}
+{%- if m.tool_calls %}{{ m.tool_calls[0].id ~ (m.tool_calls[0].function | tojson) }}{% endif -%}
+<|end|>
+{%- endfor -%}
+{{- '<|assistant|>' if add_generation_prompt else '' -}}"""
+
+
+def test_an_empty_thought_of_the_last_answer_gets_the_rows_own():
+    """A model thinks before each answer, also before the one whose thought the template leaves out."""
+    tokenizer = byte_tokenizer(KIMI, ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"))
+    asked, called, told, said = CHAT
+    told = {name: one for name, one in told.items() if name != "name"}
+    chat = [asked, called | dict(reasoning_content="Look."), told, said | dict(reasoning_content="So wet.")]
+    by_hand = '<think>Look.</think>abcdefgh1{"name": "look", "arguments": {"city": "Paris"}}<|end|>'
+    assert trained(chat, tokenizer) == [by_hand, "<think>So wet.</think>Rain.<|end|>"]
+    assert trained([asked, said], tokenizer) == ["<think></think>Rain.<|end|>"]
+
+
+# GLM-5.1's way: no end of a turn, and an earlier answer without the mark that opens its empty thought.
+GLM = """\
+{%- for m in messages -%}
+<|{{ 'observation' if m.role == 'tool' else m.role }}|>
+{%- if m.role == 'assistant' %}{{ '<think></think>' if loop.last else '</think>' }}{% endif -%}
+{{- m.content -}}
+{%- endfor -%}
+{{- '<|assistant|><think>' if add_generation_prompt else '' -}}"""
+
+
+def test_a_turn_without_an_end_ends_where_the_next_begins():
+    tokenizer = byte_tokenizer(GLM, ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"))
+    chat = [CHAT[0], CHAT[3], CHAT[0], CHAT[3]]
+    assert trained(chat, tokenizer) == ["</think>Rain.<|user|>"] * 2
+    assert [tokenizer.decode([i]) for i in turn_ends(tokenizer)] == ["<|user|>"]
+
+
+# The way of axolotl's Command A: the next turn's header always, and one more mark where it is asked for.
+COMMAND = OPENS.replace("{% if not enable_thinking", "{% if add_generation_prompt").replace(
+    "<|think|><|thought|>", "<|think|>"
+)
+
+
+def test_a_generation_prompt_has_more_than_the_header():
+    marks = ("<|end|>", "<|turn|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|action|>", "<|think|>")
+    template = COMMAND.replace("{{ m.content }}", "{{ '<|think|>' if m.role == 'assistant' }}{{ m.content }}")
+    tokenizer = byte_tokenizer(template, marks)
+    assert trained([CHAT[0], CHAT[3]] * 2, tokenizer) == ["Rain.<|end|>"] * 2
+    assert turn_ends(tokenizer) == (tokenizer.eos,)
+
+
+# LFM2.5's way: the end of a turn is written behind its content, and not where there is none.
+ENDED = """\
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\n' -}}
+{%- if m.tool_calls is defined %}<call>{{ m.tool_calls[0].id }}{{ m.tool_calls[0].function | tojson }}</call>
+{%- endif -%}
+{%- if m.content is defined %}{{ m.content or '' }}{{ m.tool_call_id }}{{ m.name }}<|im_end|>{% endif %}
+{%- endfor -%}
+{{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
+
+
+def test_a_call_without_content_ends_as_an_answer_does():
+    tokenizer = byte_tokenizer(ENDED)
+    call = '<call>abcdefgh1{"name": "look", "arguments": {"city": "Paris"}}</call><|im_end|>'
+    for content in ("", None, ...):
+        row = dict(messages=[dict(one) for one in CHAT])
+        row["messages"][1] = dict(role="assistant", tool_calls=[CALL]) | (
+            {} if content is ... else dict(content=content)
+        )
+        (sample,) = parse_row(row, "row", "messages").samples
+        assert trained(sample.messages, tokenizer) == [call, "Rain.<|im_end|>"]
+    assert turn_ends(tokenizer) == (tokenizer.eos,)
+
+
+def test_a_first_turn_of_the_assistant_is_answered_with_what_to_do():
+    """A template that reads the first message shows no prompt in front of it."""
+    template = (
+        "{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>' if messages[0].role == 'system' }}"
+    )
+    plain = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer(template + plain + "{{ '<|im_start|>assistant\n' if add_generation_prompt }}")
+    chat = [dict(role="assistant", content="Hello."), CHAT[0], CHAT[3]]
+    with pytest.raises(DataError, match=r'begins with the assistant; \{"weight": 0\} in this message'):
+        trained(chat, tokenizer)
+    assert trained([chat[0] | dict(weight=0), *chat[1:]], tokenizer) == ["Rain.<|im_end|>"]
+
+
 PHI = """\
 {%- for m in messages -%}
 {{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' -}}

@@ -18,9 +18,12 @@ from tmoe.data.tokenizer import DataError
 
 # The end of a generation prompt that opens a thought: <think>, <seed:think>, [THINK].
 OPENED = re.compile(r"(<(\w[\w:]*)>|\[([A-Z]+)\])(\n*)\Z")
-
-
-SHORT = [dict(role="user", content="?"), dict(role="assistant", content="?")]
+# A turn that begins with an empty thought; the second group is what is between its marks.
+EMPTY = re.compile(r"\s*<(\w[\w:]*)>(\n*)</\1>")
+# What to do about a first turn of the assistant, which some templates show no prompt for.
+FIRST = 'the row begins with the assistant; {"weight": 0} in this message trains the later turns alone'
+SAID = "z0000000z"  # an answer that no other text holds
+SHORT = [dict(role="user", content="?"), dict(role="assistant", content=SAID)]
 
 
 class Piece(NamedTuple):
@@ -98,10 +101,13 @@ class Pieces:
         for i in sample.turns:
             texts[i] = self._closed(messages[: i + 1], tools, more)
             # The longest of what a generation prompt may supply: without thinking, an empty thought.
-            offered = [
-                self._render(messages[:i], tools, more | variant, prompt=True)[0]
-                for variant in self.template.variants
-            ]
+            try:
+                offered = [
+                    self._render(messages[:i], tools, more | variant, prompt=True)[0]
+                    for variant in self.template.variants
+                ]
+            except DataError as error:
+                raise error if i else DataError(f"{error}; {FIRST}") from None
             prompts[i], texts[i] = self._behind(offered, texts[i], messages, i)
         pieces = []
         left = list(sample.turns)
@@ -126,14 +132,19 @@ class Pieces:
         if not fitting and i:
             moved = self._but_for_blanks(offered, text) or self._moved(offered, text, messages[i - 1])
         if moved:
-            return moved[0], moved[0] + moved[1]
+            prompt, turn = moved
+            return prompt, prompt + (_filled(turn, thought) or turn)
         if not fitting:
             begins = text[_common(text, offered[0]) :][:40]
             raise DataError(
                 f"messages[{i}]: the template's generation prompt, ending in {offered[0][-40:]!r}, is "
                 f"not how it begins this turn, {begins!r}; name a template that "
                 "does so with --data.chat-template, or one with {% generation %}"
+                + ("" if i else f"; {FIRST}")
             )
+        shortest = min(fitting, key=len)
+        if filled := _filled(text[len(shortest) :], thought):
+            return shortest, shortest + filled
         return max(fitting, key=len), text
 
     def _but_for_blanks(self, prompts: list[str], text: str) -> tuple[str, str] | None:
@@ -206,7 +217,10 @@ class Pieces:
         return self._running[key]
 
     def _writes_next(self, tools: list | None, more: dict[str, Any]) -> bool:
-        """`_runs_on`, looked for in a short conversation."""
+        """`_runs_on`, looked for in a short conversation.
+
+        The generation prompt may have more than the header, as axolotl's for Command A.
+        """
         try:
             text, prompt, longer = (
                 self._render(messages, tools, more, prompt=prompt)[0]
@@ -214,8 +228,12 @@ class Pieces:
             )
         except DataError:
             return False
-        ended = text.rstrip().endswith(self.template.special["eos_token"])
-        return text == prompt and not ended and not longer.startswith(text)
+        eos = self.template.special["eos_token"]
+        if text.rstrip().endswith(eos) or longer.startswith(text):
+            return False
+        _, ends, header = text.rpartition(eos) if eos else ("", "", "")
+        marks = ends and header.strip() and not self.marker.names.sub("", header).strip()
+        return text == prompt or bool(marks and prompt.startswith(text))
 
     def _without_next(self, messages: list[dict], text: str, tools: list | None, more: dict[str, Any]) -> str:
         """A text up to the separator that ends its last turn, without the next turn's beginning."""
@@ -250,7 +268,11 @@ class Pieces:
             longer = self._render([*messages, _next_of(messages)], tools, more)[0]
         except DataError:  # a template without such a role
             return None
-        begins = self.marker.names.match(longer, len(text)) if longer.startswith(text) else None
+        place = len(text) if longer.startswith(text) else -1
+        if place < 0 and SAID in text:  # GLM-5.1 shows the thought of an earlier turn in another way
+            end = text[text.rindex(SAID) :]
+            place = longer.find(end) + len(end) if end in longer else -1
+        begins = self.marker.names.match(longer, place) if place >= 0 else None
         return begins.group() if begins else None
 
     def _end(self, start: int, text: str, whole: str) -> int:
@@ -302,6 +324,18 @@ def _opened(prompts: list[str], text: str, thought: str) -> tuple[str, str] | No
         rest = rest.removeprefix(closer).lstrip("\n")
         return prompt, f"{prompt}{thought.strip()}{blank}{closer}{gap}{rest}"
     return None
+
+
+def _filled(turn: str, thought: str) -> str:
+    """A turn that is shown with an empty thought, with the row's; "" for another turn, and for no thought.
+
+    Kimi-K2-Thinking shows thoughts up to the last call only, yet its model thinks before the last answer.
+    """
+    found = EMPTY.match(turn) if thought else None
+    if not found:
+        return ""
+    blank = found[2][: len(found[2]) // 2]
+    return f"{turn[: found.start(2)]}{blank}{thought.strip()}{blank}{turn[found.end(2) :]}"
 
 
 def thought_of(message: dict[str, Any]) -> str:

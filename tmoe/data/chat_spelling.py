@@ -3,7 +3,8 @@
 A call's arguments are an object in some rows and JSON in a text in others, as OpenAI writes them; a call's
 missing content is null, "" or absent. A template reads one of these. The others become a text in a text, the
 word None, or nothing. So one call is rendered in every spelling. A spelling must show all of it, and not in
-Python's form. An object is preferred to a text, and the content with the fewest characters around it.
+Python's form. A turn that ends as an answer does is preferred, then an object to a text, then the content
+with the fewest characters around it.
 
     spell = Speller(template)
     messages = spell(objects(messages), tools)
@@ -60,6 +61,8 @@ class Speller:
         asked = dict(role="user", content=ASKED)
         called = [asked, dict(role="assistant", content="", tool_calls=[call])]
         answer = dict(role="tool", content=ANSWER, name=NAME, tool_call_id=ID)
+        end = self._rendered([asked, dict(role="assistant", content=ANSWER)], Spelling(), tools)
+        end = end.rpartition(ANSWER)[2].strip()
         best: tuple[Any, Spelling] | None = None
         choices = itertools.product(("", "named"), (False, True), ("", None, ABSENT))
         for order, (ids, text_arguments, content) in enumerate(choices):
@@ -68,7 +71,8 @@ class Speller:
             if not all(one in text for one in (NAME, KEY, VALUE)):
                 continue
             foreign = f"'{KEY}':" in text or f'\\"{KEY}' in text  # Python's form, or a text in a text
-            cost = foreign, ids, text_arguments, len("".join(text.split())), order
+            endless = not text.rstrip().endswith(end)  # LFM2.5 ends a turn only where it has a content
+            cost = foreign, endless, ids, text_arguments, len("".join(text.split())), order
             if best is None or cost < best[0]:
                 best = cost, how
         how = best[1] if best else Spelling()
