@@ -97,19 +97,38 @@ class HashedFile:
         return FileEntry(self.size, self._sha.hexdigest())
 
 
-POINTER = b"version https://git-lfs"
-POINTER_WORDS = (
-    "is a Git LFS pointer, not the file itself: run git lfs pull in its folder, or download the file again "
-    "(hf download)"
-)
+# In what git-annex leaves in the place of a file: a short text, or a link to nothing.
+ANNEX = "annex/objects/"
+ANNEX_WORDS = "is a pointer of git-annex, not the file itself: run git annex get in its folder"
+# What stands in the place of a file that was not downloaded, by its first bytes.
+POINTERS = {
+    b"version https://git-lfs": (
+        "is a Git LFS pointer, not the file itself: run git lfs pull in its folder, or download the file "
+        "again (hf download)"
+    ),
+    b"/" + ANNEX.encode(): ANNEX_WORDS,
+}
 BOM = b"\xef\xbb\xbf"
 
 
+def pointer_words(raw: bytes) -> str:
+    """What a file that begins with `raw` is, where it only points at the file meant; else ""."""
+    return next((words for start, words in POINTERS.items() if raw.startswith(start)), "")
+
+
+def absent_words(path: Path) -> str:
+    """Why a file that should be at `path` is not there: "missing", or the link to nothing that it is."""
+    if not path.is_symlink():
+        return "missing"
+    target = os.readlink(path)
+    return ANNEX_WORDS if ANNEX in target else f"a link to nothing, {target} (cp -L follows links)"
+
+
 def text_of(path: Path) -> str:
-    """A file's text, of UTF-8, without a byte order mark. ValueError for a Git LFS pointer."""
+    """A file's text, of UTF-8, without a byte order mark. ValueError for a pointer (POINTERS)."""
     raw = path.read_bytes()
-    if raw.startswith(POINTER):
-        raise ValueError(POINTER_WORDS)
+    if words := pointer_words(raw):
+        raise ValueError(words)
     return raw.decode("utf-8-sig")
 
 

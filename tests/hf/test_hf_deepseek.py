@@ -119,7 +119,7 @@ def test_fp8_that_does_not_fit_is_listed(tmp_path):
     with pytest.raises(ConfigError, match="weight_block_size=None"):
         import_hf(hf_dir, tmp_path / "step")
     edit_config(hf_dir, quantization_config=dict(quant_method="awq"))
-    with pytest.raises(ConfigError, match="quantization_config="):
+    with pytest.raises(ConfigError, match="quantization_config: quant_method='awq': only fp8"):
         import_hf(hf_dir, tmp_path / "step")
     assert {p.name for p in tmp_path.iterdir()} == {"hf"}
 

@@ -15,7 +15,8 @@ from tmoe.config.check import ConfigError
 from tmoe.data.tokenizer import DataError, load_tokenizer
 from tmoe.generate.load import find
 from tmoe.hf import export_hf, hub, import_hf
-from tmoe.hf.files import INDEX, SINGLE, Folder, is_folder, settings_of
+from tmoe.hf.files import INDEX, SINGLE, Folder, settings_of
+from tmoe.hf.foreign import is_folder
 from tmoe.hf.start import model_of
 from tmoe.hf.tokenizer import unknown_of
 
@@ -148,3 +149,113 @@ def test_a_tokenizer_in_files_that_are_not_read_is_named(tmp_path):
         (tmp_path / name).write_text("{}")
     said = unknown_of(str(tmp_path))
     assert "of merges.txt, qwen.tiktoken, vocab.json none is read; transformers' AutoTokenizer" in said
+
+
+@pytest.mark.parametrize(
+    "pointer", [b"/annex/objects/SHA256E-s9--a.safetensors\n", "../.git/annex/objects/a"]
+)
+def test_git_annex_pointers_are_named(folder, tmp_path, pointer):
+    """An unlocked file that is not here is a short text, a locked one a link to nothing."""
+    for name in ("config.json", "model-00002-of-00004.safetensors"):
+        (folder / name).unlink()
+        if isinstance(pointer, bytes):
+            (folder / name).write_bytes(pointer)
+        else:
+            (folder / name).symlink_to(pointer)
+    said = refused(folder, CheckpointError, tmp_path)
+    assert "config.json, model-00002-of-00004.safetensors: each is a pointer of git-annex" in said
+    assert said.endswith("run git annex get in its folder")
+
+
+def test_a_link_to_nothing_is_named(folder, tmp_path):
+    (folder / "model-00002-of-00004.safetensors").unlink()
+    (folder / "model-00002-of-00004.safetensors").symlink_to("../../blobs/9")
+    said = refused(folder, CheckpointError, tmp_path)
+    assert "model-00002-of-00004.safetensors: each a link to nothing, ../../blobs/9 (cp -L" in said
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"// of me\n{}", b"<!DOCTYPE html>", b'{"model_type": "qwen2",}', b"[]"]
+)
+def test_a_damaged_config_is_named_by_every_command(folder, tmp_path, raw):
+    (folder / "config.json").write_bytes(raw)
+    assert f"{folder}/config.json: malformed: " in refused(folder, CheckpointError, tmp_path)
+    (folder / "checkpoints").mkdir()  # a run's, whose config.json has no model_type either
+    assert not is_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["consolidated.safetensors"], "here are consolidated.safetensors, in the publisher's own format"),
+        (["consolidated.00.pth"], "here are consolidated.00.pth, in the publisher's own format: download"),
+        (["m-q4.gguf"], 'from_pretrained(DIR, gguf_file="m-q4.gguf", quantization_config=GgufConfig('),
+        (["model.fp16.safetensors"], 'from_pretrained(DIR, variant="fp16").save_pretrained(NEW_DIR) writes'),
+        (["model-00001-of-00001.safetensors"], f"safetensors: rename it to {SINGLE}"),
+        (["weights.safetensors"], f"where it holds the whole model, rename it to {SINGLE}"),
+        (
+            ["original/consolidated.00.pth"],
+            "original/consolidated.00.pth is not read; download the files next",
+        ),
+        ([], "no file of weights is here; download them: hf download ORG/NAME --local-dir DIR"),
+    ],
+)
+def test_weights_of_other_formats_name_the_way(folder, tmp_path, names, says):
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
+        file.unlink()
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    said = refused(folder, CheckpointError, tmp_path)
+    assert f"{SINGLE}: missing; " in said and says in said
+    if names and "/" not in names[0]:  # as a publisher's own format has it
+        (folder / "config.json").unlink()
+        with pytest.raises(CheckpointError) as start:
+            model_of(folder)
+        assert "config.json is missing, which says what the model is; here " in str(start.value)
+        assert says in str(start.value)
+
+
+def test_a_folder_of_folders_and_a_file_name_what_is_meant(whole, tmp_path):
+    """Two steps of transformers' Trainer, the second later by its number; a repository of the hub's cache."""
+    for name in ("trainer/checkpoint-200", "trainer/checkpoint-1000", "models--a--b/snapshots/ab1"):
+        shutil.copytree(whole, tmp_path / name)
+    said = refused_to_start(tmp_path / "trainer")
+    assert f"did you mean {tmp_path}/trainer/checkpoint-1000 (of 2 such folders in it)?" in said
+    for name in ("models--a--b", "models--a--b/snapshots"):
+        said = refused_to_start(tmp_path / name)
+        assert f"did you mean {tmp_path}/models--a--b/snapshots/ab1?" in said
+    for load in (find, Folder):
+        with pytest.raises(ConfigError, match=r"INDEX: a file.*holds it: .*whole$".replace("INDEX", INDEX)):
+            load(whole / INDEX)
+
+
+def refused_to_start(folder: Path) -> str:
+    """What `train.py --init` and `generate` say of a folder that is none; both name the same one."""
+    with pytest.raises(CheckpointError) as init:
+        model_of(folder)
+    with pytest.raises(CheckpointError) as generate:
+        find(folder)
+    assert str(init.value).rpartition("did you mean ")[2][:40] in str(generate.value)
+    return str(init.value)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "says"),
+    [
+        (dict(quant_method="gptq", bits=4), "quant_method='gptq': only fp8 in blocks, compressed-tensors'"),
+        (dict(quant_method="bitsandbytes"), "from_pretrained(DIR).dequantize().save_pretrained(NEW_DIR)"),
+        (dict(bits=4), "{'bits': 4}, without a quant_method: only fp8 in blocks"),
+        (dict(quant_method="fp8", activation_scheme="static"), "FineGrainedFP8Config(dequantize=True)"),
+        (
+            dict(quant_method="compressed-tensors", format="float-quantized", config_groups={}),
+            "CompressedTensorsConfig(dequantize=True)",
+        ),
+    ],
+)
+def test_quantised_weights_that_are_not_read_name_the_way(folder, quantised, says):
+    config = json.loads((folder / "config.json").read_text()) | dict(quantization_config=quantised)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as error:
+        model_of(folder)
+    assert says in str(error.value) and "take the published folder of 16-bit weights" in str(error.value)

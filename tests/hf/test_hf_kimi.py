@@ -189,12 +189,12 @@ def test_int4_boxes_may_begin_anywhere():
         (METHOD | dict(format="float-quantized"), "format='float-quantized': only 'pack-quantized' is read"),
         (METHOD | dict(config_groups={}), "config_groups={}: one with weights is read"),
         (METHOD | dict(transform_config=dict(a=1)), "transform_config={'a': 1}: only None or {} is read"),
-        (dict(num_bits=8), "num_bits=8: only 4 is read; decompress the folder with compressed-tensors"),
+        (dict(num_bits=8), "num_bits=8: only 4 is read; take the published folder of 16-bit weights"),
         (dict(symmetric=False), "symmetric=False: only True is read"),
         (dict(strategy="channel"), "strategy='channel': only 'group' is read"),
         (dict(actorder="group"), "actorder='group': only None or False"),
         (dict(group_size=12), "group_size=12: must be a multiple of 8"),
-        (dict(quant_method="awq"), "quantization_config={'quant_method': 'awq'"),
+        (dict(quant_method="awq"), "quantization_config: quant_method='awq': only fp8 in blocks"),
     ],
 )
 def test_other_packing_is_refused_by_name(tmp_path, quantised, wrong, says):

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from tmoe.data.chat_rows import kind_of
 from tmoe.data.indexed import MAGIC, is_indexed
 from tmoe.data.tokenizer import DataError
-from tmoe.disk import BOM, POINTER, POINTER_WORDS, naming
+from tmoe.disk import BOM, POINTERS, naming
 
 Form = Literal["token shards", "Megatron data sets", "JSON lines", "JSON", "parquet", "plain text", "nothing"]
 
@@ -36,7 +36,7 @@ WINDOW = 1 << 31  # bytes: zstd's largest, of files made with --long=31; memory 
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 ROWS_SUFFIXES = (".jsonl", ".ndjson", ".json")
 REFUSED = {
-    POINTER: POINTER_WORDS,
+    **POINTERS,
     MAGIC: "the index of a Megatron data set, whose .bin is not beside it",
     b"PK\x03\x04": "a zip archive; unpack it",
     b"Rar!": "a rar archive; unpack it",

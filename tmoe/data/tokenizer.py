@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 
 from tmoe.data.chat_format import SETTINGS, TEMPLATE, TOOLS_FILE, ChatFormat, ends_in, json_object
-from tmoe.disk import BOM, POINTER, POINTER_WORDS
+from tmoe.disk import BOM, pointer_words
 
 
 class DataError(ValueError):
@@ -407,8 +407,8 @@ def of_files(files: TokenizerFiles) -> Tokenizer:
     """The tokenizer that the files are of: a sentencepiece model is no text that begins with a brace."""
     parts = (files.name, files.raw), (files.settings_name, files.settings), (TEMPLATE, files.template)
     for name, raw in parts:
-        if raw is not None and raw.startswith(POINTER):
-            raise DataError(f"{name}: {POINTER_WORDS}")
+        if raw is not None and (words := pointer_words(raw)):
+            raise DataError(f"{name}: {words}")
     is_json = files.raw.removeprefix(BOM).lstrip().startswith((b"{", b"["))
     named = files.name.endswith(".model")
     return (

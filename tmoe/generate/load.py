@@ -24,7 +24,8 @@ from tmoe.data.chat_format import ends_of
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 from tmoe.disk import BOM
 from tmoe.generate.engine import Engine
-from tmoe.hf.files import MODEL, Folder, is_folder
+from tmoe.hf.files import MODEL, Folder
+from tmoe.hf.foreign import hint, is_folder, require_folder
 from tmoe.hf.hub import folder_of
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.start import load_hf
@@ -115,6 +116,7 @@ def device_of(name: str | None) -> torch.device:
 
 def find(path: Path) -> Path:
     """The step folder or Hugging Face folder that a path means."""
+    require_folder(path)
     require(path.is_dir(), f"{path}: no such folder; valid: {KINDS}")
     if is_folder(path):
         return path
@@ -126,7 +128,7 @@ def find(path: Path) -> Path:
     try:
         read_manifest(step)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: must be {KINDS}\n{error}") from None
+        raise CheckpointError(f"{path}: must be {KINDS}{hint(path) or f': {error}'}") from None
     return step
 
 

@@ -6,7 +6,7 @@ from tmoe.lazy import lazy
 
 if TYPE_CHECKING:
     from tmoe.hf.export import export_hf
-    from tmoe.hf.files import is_folder
+    from tmoe.hf.foreign import is_folder
     from tmoe.hf.importer import import_hf
     from tmoe.hf.start import load_hf, load_weights
     from tmoe.hf.swap import swap_experts
@@ -25,7 +25,7 @@ __getattr__, __dir__ = lazy(
     {
         "export_hf": "tmoe.hf.export",
         "import_hf": "tmoe.hf.importer",
-        "is_folder": "tmoe.hf.files",
+        "is_folder": "tmoe.hf.foreign",
         "load_hf": "tmoe.hf.start",
         "load_weights": "tmoe.hf.start",
         "swap_experts": "tmoe.hf.swap",

@@ -23,6 +23,7 @@ from tmoe.config.same import (
     softmax_scale,
 )
 from tmoe.hf.architectures import ARCHITECTURES
+from tmoe.hf.packed import QUANTISED, no_reader
 from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, kinds_of_layers
 from tmoe.listing import listed
 from tmoe.model.count import qk_width
@@ -170,7 +171,9 @@ def _unknown(arch: Architecture, hf: HF, said: HF) -> list[str]:
     problems = []
     for key, value in arch.theirs.items():
         valid = value if isinstance(value, tuple) else (value,)
-        if key in hf and not any(_same(hf[key], one) for one in valid):
+        if key == QUANTISED and hf.get(key) is not None:
+            problems.append(no_reader(hf[key]))
+        elif key in hf and not any(_same(hf[key], one) for one in valid):
             problems.append(f"{key}={hf[key]!r}: only {value!r} is computed")
     for key, repeated in arch.copies.items():
         if key not in hf:

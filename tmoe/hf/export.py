@@ -34,20 +34,18 @@ from tmoe.hf.card import README, card
 from tmoe.hf.chat import with_chat
 from tmoe.hf.config import architecture, write_config
 from tmoe.hf.files import (
-    CONFIG,
     DTYPES,
     EXTRA,
     FILE,
-    INDEX,
     LAYOUT,
     MODEL,
     Folder,
     Layout,
-    is_folder,
     require_names,
     split,
     untied,
 )
+from tmoe.hf.foreign import CONFIG, INDEX, is_folder
 from tmoe.hf.hub import folder_of, require_login, upload
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder, plan_layout

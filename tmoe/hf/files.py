@@ -9,9 +9,8 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,22 @@ from torch import Tensor
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
-from tmoe.disk import POINTER, POINTER_WORDS, text_of
+from tmoe.disk import absent_words, text_of
 from tmoe.hf.config import architecture, ties_unsaid
+from tmoe.hf.foreign import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    WEIGHTS,
+    hint,
+    require_folder,
+    require_no_adapter,
+    require_no_pointers,
+    require_single,
+)
 from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, Piece
 
-CONFIG = "config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".bin.index.json")
 DTYPES = dict(F32=torch.float32, BF16=torch.bfloat16, F16=torch.float16)  # what fp32 holds without rounding
 ORDER = dict(F32=1, BF16=2, F16=3)  # of tensors in a file, then by name; wider types first
 # The names of what a step folder carries for the way back.
@@ -48,8 +52,8 @@ Layout = dict[str, dict[str, str]]  # file -> tensor -> dtype, as safetensors na
 class Folder:
     """Names, shapes and types of a folder's tensors, from the headers alone.
 
-    CheckpointError names what is missing, damaged or a Git LFS pointer. ConfigError for a folder with an
-    adapter (`require_no_adapter`).
+    CheckpointError names what is missing, damaged or only a pointer. ConfigError for a file, and for a folder
+    with an adapter (`require_no_adapter`).
     packed: quantised tensors appear as what they stand for (hf/packed.py). This is then the name of their
         format, else "". MismatchError names those of another type or shape than their format has.
     own_head: config.json ties the head to the embedding, but the files hold another head. The model is then
@@ -58,6 +62,7 @@ class Folder:
 
     def __init__(self, path: Path):
         self.path = path
+        require_folder(path)
         require_no_adapter(path)
         require_no_pointers(path)
         self.config: HF = self._json(CONFIG)
@@ -99,7 +104,10 @@ class Folder:
             return ""
         del _holder(self.config)[QUANTISED]
         dtypes = {n: kind for group in self.layout.values() for n, kind in group.items()}
-        self.views, problems = FORMATS[method](self.shapes, dtypes, quantised)
+        try:
+            self.views, problems = FORMATS[method](self.shapes, dtypes, quantised)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path / CONFIG}: {error}") from None
         refuse(f"{self.path} holds {method} tensors that cannot be read", problems)
         if not self.views:
             raise ConfigError(
@@ -120,9 +128,8 @@ class Folder:
         try:
             value = json.loads(text_of(self.path / name))
         except FileNotFoundError:
-            raise CheckpointError(
-                f"{self.path / name}: missing; {self.path} is no Hugging Face folder"
-            ) from None
+            why = f"{self.path / name}: {absent_words(self.path / name)}"
+            raise CheckpointError(f"{why}; {self.path} is no Hugging Face folder{hint(self.path)}") from None
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path / name}: malformed: {error}") from error
         if not isinstance(value, dict):
@@ -245,72 +252,6 @@ class Folder:
         ]
 
 
-def is_folder(path: str | Path) -> bool:
-    """Whether `path` looks like a Hugging Face folder (and not like a step folder).
-
-    True as well where config.json is a Git LFS pointer or the folder holds an adapter: `Folder` refuses both.
-    """
-    try:
-        raw = (Path(path) / CONFIG).read_bytes()
-    except OSError:
-        return (Path(path) / ADAPTER).is_file()
-    try:
-        return raw.startswith(POINTER) or "model_type" in json.loads(raw)
-    except (ValueError, TypeError, RecursionError):
-        return False
-
-
-def require_no_adapter(folder: Path) -> None:
-    """ConfigError for a folder that holds an adapter (LoRA, by PEFT), alone or next to weights.
-
-    transformers applies such an adapter to the weights when it loads the folder; tmoe reads weights alone.
-    """
-    names = [name for name in (ADAPTER, *ADAPTER_WEIGHTS) if (folder / name).is_file()]
-    if not names:
-        return
-    base = ""
-    with suppress(OSError, ValueError, AttributeError):
-        base = str(json.loads(text_of(folder / ADAPTER)).get("base_model_name_or_path") or "")
-    of = f" of {base}" * bool(base)
-    merge = "merge it with PEFT (merge_and_unload, then save_pretrained) and name the merged folder"
-    if (folder / CONFIG).is_file():
-        raise ConfigError(
-            f"{folder}: holds an adapter{of} next to the weights ({', '.join(names)}), which would not be "
-            f"applied: {merge}, or move the adapter's files away to use the weights without it"
-        )
-    raise ConfigError(f"{folder}: is an adapter{of} ({', '.join(names)}), not a whole model: {merge}")
-
-
-def require_no_pointers(folder: Path) -> None:
-    """CheckpointError that names the files of a folder which are Git LFS pointers.
-
-    Looks at weights and at the files that are read as settings, tokenizer or template.
-    """
-    suffixes = (".safetensors", ".json", ".model", ".jinja")
-    entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
-    small = [e for e in entries if e.name.endswith(suffixes) and e.is_file() and e.stat().st_size < 1024]
-    if found := [e.name for e in small if Path(e.path).read_bytes().startswith(POINTER)]:
-        raise CheckpointError(f"{folder}: {', '.join(found)}: each {POINTER_WORDS}")
-
-
-def require_single(folder: Path) -> None:
-    """CheckpointError where a folder without an index has other weights than model.safetensors."""
-    if (folder / SINGLE).is_file() or not folder.is_dir():
-        return
-    there = sorted(name for name in os.listdir(folder) if name.endswith(WEIGHTS))
-    shards = [name for name in there if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]
-    shown = ", ".join(there[:4]) + ", ..." * (len(there) > 4)
-    if shards:
-        raise CheckpointError(
-            f"{folder}: holds {shown} without {INDEX}, which says where each tensor is: download it as well"
-        )
-    if there:
-        raise CheckpointError(
-            f"{folder / SINGLE}: missing; here are {shown}, and only safetensors are read: transformers' "
-            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes them"
-        )
-
-
 def settings_of(folder: Path) -> HF:
     """config.json of a folder whose weights need not be there, as Folder reads it but for its head."""
     require_no_adapter(folder)
@@ -351,7 +292,7 @@ def opened(file: Path) -> Iterator[Any]:
         with safe_open(file, "pt") as handle:
             yield handle
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: missing") from None
+        raise CheckpointError(f"{file}: {absent_words(file)}") from None
     except SafetensorError as error:
         raise CheckpointError(f"{file}: damaged: {error}") from error
     except OSError as error:  # safetensors does not name the file

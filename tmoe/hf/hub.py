@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
-from tmoe.hf.files import require_no_adapter
+from tmoe.hf.foreign import require_no_adapter
 from tmoe.hub import NAME, download, fetch
 
 # What tmoe reads and what an export carries. Folders in a repository hold the weights once more (original/,

@@ -44,7 +44,8 @@ from tmoe.config.axes import ALONE, Axes
 from tmoe.config.same import build_config
 from tmoe.hf.export import export_hf
 from tmoe.hf.families import print_families
-from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, untied
+from tmoe.hf.files import EXTRA, FILE, LAYOUT, MODEL, Folder, fill, untied
+from tmoe.hf.foreign import CONFIG, is_folder
 from tmoe.hf.hub import folder_of
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder

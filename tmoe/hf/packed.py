@@ -24,6 +24,7 @@ from torch import Tensor
 from tmoe.config.check import ConfigError
 
 QUANTISED = "quantization_config"
+CONVERTED = "AutoModelForCausalLM.from_pretrained(DIR{how}).save_pretrained(NEW_DIR)"
 Read = Callable[[str, tuple], Tensor]  # (name of a tensor in the files, slices) -> that box
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -169,6 +170,11 @@ FP8_SETTINGS = dict(  # the first value is what a missing key means
 )
 
 
+FP8_ROAD = "take the published folder of 16-bit weights, or write it: transformers' " + CONVERTED.format(
+    how=", quantization_config=FineGrainedFP8Config(dequantize=True)"
+)
+
+
 def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
     """NAME [M, W] in F8_E4M3 times NAME_scale_inv [ceil(M/m), ceil(W/w)], a factor for each m x w block.
 
@@ -181,11 +187,11 @@ def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fou
     for key, valid in FP8_SETTINGS.items():
         if settings.get(key, valid[0]) not in valid:
             said = " or ".join(map(repr, valid))
-            raise ConfigError(f"quantization_config: {key}={settings[key]!r}: only {said} is read")
+            raise ConfigError(f"{QUANTISED}: {key}={settings[key]!r}: only {said} is read; {FP8_ROAD}")
     block = settings.get("weight_block_size", BLOCKS)
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
         raise ConfigError(
-            f"quantization_config: weight_block_size={block!r}: fp8 is read with a factor for each block"
+            f"{QUANTISED}: weight_block_size={block!r}: fp8 is read with a factor for each block; {FP8_ROAD}"
         )
 
     def one_a_block(shape: Shape, weight: Shape) -> bool:
@@ -225,7 +231,8 @@ INT4_SETTINGS = dict(
 )
 INT4_SETTINGS |= dict(sparsity_config=(None, {}), transform_config=(None, {}))
 INT4_SETTINGS |= dict(actorder=(None, False, "weight", "static"))  # those need no order of columns
-INT4_ROAD = "decompress the folder with compressed-tensors, then import it"
+DECOMPRESSED = CONVERTED.format(how=", quantization_config=CompressedTensorsConfig(dequantize=True)")
+INT4_ROAD = f"take the published folder of 16-bit weights, or decompress it: transformers' {DECOMPRESSED}"
 
 
 def int4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
@@ -283,6 +290,25 @@ def grouped(packed: str, factors: str, size: int, read: Read, box: tuple[slice, 
     scale = read(factors, (rows, slice(wide.start // size, math.ceil(wide.stop / size)))).float()
     scale = scale.repeat_interleave(size, 1).narrow(1, wide.start % size, wide.stop - wide.start)
     return values.narrow(1, wide.start % WORD, wide.stop - wide.start) * scale
+
+
+READABLE = "fp8 in blocks, compressed-tensors' int4 in groups and mxfp4"
+# How transformers writes a folder of a method in 16 bits.
+WAYS = {
+    "bitsandbytes": CONVERTED.format(how=").dequantize("),
+}
+
+
+def no_reader(quantised: Any) -> str:
+    """The fault of a quantization_config whose method is not read, with the way to 16-bit weights."""
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    said = f"quant_method={method!r}" if method else f"{quantised!r}, without a quant_method"
+    way = WAYS.get(method, "") if isinstance(method, str) else ""
+    writes = f", or write them: transformers' {way}" if way else ""
+    return (
+        f"{QUANTISED}: {said}: only {READABLE} are read: take the published folder of 16-bit weights "
+        f"(base_model in the model's README.md){writes}"
+    )
 
 
 FORMATS: dict[str, Callable[[Shapes, dict[str, str], dict[str, Any]], Found]] = {

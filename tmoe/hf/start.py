@@ -22,7 +22,8 @@ from tmoe.config.check import ConfigError, require
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import as_flags, build_config, differences
 from tmoe.hf.config import read_config
-from tmoe.hf.files import CONFIG, MODEL, Folder, fill, is_folder, settings_of, untied
+from tmoe.hf.files import MODEL, Folder, fill, settings_of, untied
+from tmoe.hf.foreign import CONFIG, hint, is_folder
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.rules import Piece
 from tmoe.model.shapes import model_shapes
@@ -119,7 +120,8 @@ def _find_step(path: Path) -> tuple[Path, Manifest]:
         require(step_dir.is_dir(), f"--init={path}: {wrong}; {valid}")
         return step_dir, read_manifest(step_dir)
     except CheckpointError as error:
-        raise CheckpointError(f"--init={path}: {error}; {valid}") from None
+        why = hint(path).removeprefix("; ") or str(error)
+        raise CheckpointError(f"--init={path}: {why}; {valid}") from None
 
 
 def _plan_load(

@@ -26,7 +26,8 @@ from tmoe.data.chat_format import (
 )
 from tmoe.data.tokenizer import NAMES, Carried, TokenizerFiles
 from tmoe.hf.chat import GENERATION, format_of_step
-from tmoe.hf.files import CONFIG, FILE, is_folder
+from tmoe.hf.files import FILE
+from tmoe.hf.foreign import CONFIG, is_folder
 
 TOKENIZER, MODEL = NAMES
 UNREAD = ("vocab.json", "merges.txt", "vocab.txt", "*.tiktoken", "tiktoken.model", "spiece.model")

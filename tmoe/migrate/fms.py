@@ -17,7 +17,7 @@ from typing import Any
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.hf.config import read_config
-from tmoe.hf.files import CONFIG
+from tmoe.hf.foreign import CONFIG
 from tmoe.hf.hub import NAME
 from tmoe.migrate.launch import Launch
 from tmoe.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked

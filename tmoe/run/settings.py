@@ -233,7 +233,7 @@ def start_of(init: str, weights: bool) -> Path:
 
     For a run folder, or a folder of steps, it is the step saved last that has all its files.
     """
-    from tmoe.hf.files import is_folder  # tmoe.hf takes most of a second, and is seldom needed
+    from tmoe.hf.foreign import is_folder  # tmoe.hf takes most of a second, and is seldom needed
     from tmoe.hf.hub import folder_of
 
     try:

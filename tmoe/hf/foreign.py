@@ -1,0 +1,159 @@
+"""Folders in other formats or of another kind than Folder reads: what they are, and what makes one of them.
+
+next: hf/files.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from tmoe.checkpoint.manifest import NAME, CheckpointError
+from tmoe.config.check import ConfigError
+from tmoe.disk import absent_words, pointer_words, text_of
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".bin.index.json")
+CONVERT = "AutoModelForCausalLM.from_pretrained(DIR{more}).save_pretrained(NEW_DIR)"
+DOWNLOAD = "hf download ORG/NAME --local-dir DIR"
+SHOWN = 4  # names of files in a message
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether `path` looks like a Hugging Face folder (and not like a step folder or a run folder).
+
+    True as well where `Folder` refuses what is there: config.json is damaged, a pointer, a link to nothing or
+    names no type beside weights, or the folder holds an adapter.
+    """
+    path = Path(path)
+    try:
+        raw = (path / CONFIG).read_bytes()
+    except OSError:
+        return (path / ADAPTER).is_file() or (path / CONFIG).is_symlink()
+    ours = (path / NAME).exists() or (path / "checkpoints").exists()
+    try:
+        typed = bool(pointer_words(raw)) or "model_type" in json.loads(raw)
+    except (ValueError, TypeError, RecursionError):
+        return not ours
+    return typed or (not ours and any(path.glob("*.safetensors")))
+
+
+def require_folder(path: Path) -> None:
+    """ConfigError where a file is named in place of its folder."""
+    if path.is_file():
+        raise ConfigError(f"{path}: a file, and no folder; name the folder that holds it: {path.parent}")
+
+
+def require_no_adapter(folder: Path) -> None:
+    """ConfigError for a folder that holds an adapter (LoRA, by PEFT), alone or next to weights.
+
+    transformers applies such an adapter to the weights when it loads the folder; tmoe reads weights alone.
+    """
+    names = [name for name in (ADAPTER, *ADAPTER_WEIGHTS) if (folder / name).is_file()]
+    if not names:
+        return
+    base = ""
+    with suppress(OSError, ValueError, AttributeError):
+        base = str(json.loads(text_of(folder / ADAPTER)).get("base_model_name_or_path") or "")
+    of = f" of {base}" * bool(base)
+    merge = "merge it with PEFT (merge_and_unload, then save_pretrained) and name the merged folder"
+    if (folder / CONFIG).is_file():
+        raise ConfigError(
+            f"{folder}: holds an adapter{of} next to the weights ({', '.join(names)}), which would not be "
+            f"applied: {merge}, or move the adapter's files away to use the weights without it"
+        )
+    raise ConfigError(f"{folder}: is an adapter{of} ({', '.join(names)}), not a whole model: {merge}")
+
+
+def require_no_pointers(folder: Path) -> None:
+    """CheckpointError that names the files of a folder which are pointers of Git LFS or git-annex.
+
+    Looks at weights and at the files that are read as settings, tokenizer or template.
+    """
+    suffixes = (".safetensors", ".json", ".model", ".jinja")
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
+    found: dict[str, list[str]] = {}
+    for entry in (one for one in entries if one.name.endswith(suffixes)):
+        path = Path(entry.path)
+        if not path.exists():
+            words = absent_words(path)
+        elif entry.is_file() and entry.stat().st_size < 1024:
+            words = pointer_words(path.read_bytes())
+        else:
+            continue
+        if words:
+            found.setdefault(words, []).append(entry.name)
+    for words, names in found.items():
+        raise CheckpointError(f"{folder}: {', '.join(names)}: each {words}")
+
+
+def require_single(folder: Path) -> None:
+    """CheckpointError where a folder without an index lacks model.safetensors.
+
+    Says which weights there are in its place, and how they become safetensors.
+    """
+    if not (folder / SINGLE).is_file() and folder.is_dir():
+        raise CheckpointError(f"{folder / SINGLE}: missing; {weights_of(folder) or nothing_of(folder)}")
+
+
+def nothing_of(folder: Path) -> str:
+    """What to do with a folder without any file of weights."""
+    inside = sorted(path for path in folder.glob("*/*") if path.name.endswith(WEIGHTS) and path.is_file())
+    if inside:
+        return f"{inside[0].relative_to(folder)} is not read; download the files next to {CONFIG}: {DOWNLOAD}"
+    return f"no file of weights is here; download them: {DOWNLOAD}"
+
+
+def weights_of(folder: Path) -> str:
+    """Which weights a folder holds without model.safetensors, and what makes such files; "" for none."""
+    there = sorted(path.name for path in folder.iterdir() if path.name.endswith(WEIGHTS) and path.is_file())
+    if not there:
+        return ""
+    shown = ", ".join(there[:SHOWN]) + ", ..." * (len(there) > SHOWN)
+    tensors = [name for name in there if name.endswith(".safetensors")]
+    own = [name for name in there if name.startswith("consolidated")]
+    theirs = [name for name in tensors if name not in own]
+    if len(theirs) == 1 and re.fullmatch(r"model-0*1-of-0*1\.safetensors", theirs[0]):
+        return f"here is {theirs[0]}: rename it to {SINGLE}"
+    if any(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in theirs):
+        return f"here are {shown} without {INDEX}, which says where each tensor is: download it as well"
+    if theirs and (variant := re.match(r"model\.(\w+)(-\d+-of-\d+)?\.safetensors", theirs[0])):
+        written = CONVERT.format(more=f', variant="{variant[1]}"')
+        return f"here are {shown}: transformers' {written} writes it"
+    if len(theirs) == 1:
+        return f"here is {theirs[0]}: where it holds the whole model, rename it to {SINGLE}"
+    if own:
+        return (
+            f"here are {shown}, in the publisher's own format: download the files of transformers' format, "
+            f"{SINGLE} or model-*.safetensors with {INDEX}, of the same repository ({DOWNLOAD})"
+        )
+    if packed := [name for name in there if name.endswith(".gguf")]:
+        unpacked = f', gguf_file="{packed[0]}", quantization_config=GgufConfig(dequantize=True)'
+        return (
+            f"here are {shown}: take the published folder of 16-bit weights, or write them: transformers' "
+            f"{CONVERT.format(more=unpacked)}"
+        )
+    written = CONVERT.format(more="")
+    return f"here are {shown}, and only safetensors are read: transformers' {written} writes it"
+
+
+def hint(path: Path) -> str:
+    """What a folder is that is no Hugging Face folder, in words that follow "; "; "" where nothing tells."""
+    if not path.is_dir() or (path / CONFIG).exists():
+        return ""
+    below = [one.parent for pattern in ("*", "*/*") for one in path.glob(f"{pattern}/{CONFIG}")]
+    numbered = {str(folder): [*map(int, re.findall(r"\d+", folder.name))] for folder in below}
+    found = sorted((name for name in numbered if is_folder(name)), key=lambda name: (numbered[name], name))
+    if found:
+        more = f" (of {len(found)} such folders in it)" if found[1:] else ""
+        return f"; did you mean {found[-1]}{more}?"
+    if weights := weights_of(path):
+        return f"; {CONFIG} is missing, which says what the model is; {weights}"
+    return ""
