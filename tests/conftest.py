@@ -10,6 +10,7 @@ import random
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import early  # first: see its file
 import gloo as gloo_module
 import numpy as np
 import pytest
@@ -31,6 +32,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if (gpus := os.environ.get("TMOE_TESTS_GPUS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
         listed = gpus.split(",")  # run_gpu.py: workers share GPUs, one each
         os.environ["CUDA_VISIBLE_DEVICES"] = listed[int(worker.removeprefix("gw")) % len(listed)]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    found = yield
+    early.settle()
+    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,8 +6,10 @@ And the step is whole.
 import ast
 import runpy
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
+import early
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -59,29 +61,42 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
-def imports(path: Path) -> set[str]:
+parsed = cache(early.parsed)
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Modules of tmoe that a file imports, at its top or later."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if is_module(name) else node.module for name in names}
-    return {name for name in found if name.split(".")[0] == "tmoe"}
+    return frozenset(name for name in found if name.split(".")[0] == "tmoe")
 
 
 HOUSE = [path for path in FILES if module_name(path) != "tmoe"]
 
 
-@pytest.mark.parametrize("path", HOUSE, ids=module_name)
-def test_imports_point_downward(path):
-    here = module_name(path)
-    for name in imports(path):
-        if (here, name) in ALIASES or room(name) == room(here):
-            continue
-        assert name not in PUBLIC or here == "train", f"{here} imports the package {name}: name the module"
-        assert floor(name) < floor(here), f"{here} imports {name}, which does not stand below it"
+def none(wrong: list[str]) -> None:
+    """One test a rule: all files that break the rule are listed."""
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_imports_point_downward():
+    wrong = []
+    for path in HOUSE:
+        here = module_name(path)
+        for name in sorted(imports(path)):
+            if (here, name) in ALIASES or room(name) == room(here):
+                continue
+            if name in PUBLIC and here != "train":
+                wrong.append(f"{here} imports the package {name}: name the module")
+            elif floor(name) >= floor(here):
+                wrong.append(f"{here} imports {name}, which does not stand below it")
+    none(wrong)
 
 
 def test_no_circle_is_left():
@@ -103,12 +118,10 @@ def test_no_circle_is_left():
         visit(name, (name,))
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_first_line_states_the_job(path):
-    doc = ast.get_docstring(ast.parse(path.read_text()))
-    assert doc and doc.splitlines()[0].rstrip().endswith((".", ":")), (
-        f"{path}: first line must say what the file does"
-    )
+def test_first_line_states_the_job():
+    said = {path: ast.get_docstring(parsed(path)) or "" for path in FILES}
+    ends = {path: doc.partition("\n")[0].rstrip().endswith((".", ":")) for path, doc in said.items()}
+    none([f"{path}: first line must say what the file does" for path, good in ends.items() if not good])
 
 
 ARGUMENTS = 8
@@ -145,18 +158,20 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_functions_take_few_arguments(path):
+def test_functions_take_few_arguments():
     """Kernels, whose decorator is some jit, take what they need."""
-    allowed = MANY.get(module_name(path), set())
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.FunctionDef) or node.name in allowed:
-            continue
-        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        kernel = any("jit" in ast.unparse(d) for d in node.decorator_list)
-        assert kernel or len([name for name in names if name != "self"]) <= ARGUMENTS, (
-            f"{path}:{node.lineno}: {node.name} takes {len(names)} arguments: name what belongs together"
-        )
+    wrong = []
+    for path in FILES:
+        allowed = MANY.get(module_name(path), set())
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.FunctionDef) or node.name in allowed:
+                continue
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            kernel = any("jit" in ast.unparse(d) for d in node.decorator_list)
+            if not kernel and len([name for name in names if name != "self"]) > ARGUMENTS:
+                taken = f"{node.name} takes {len(names)} arguments"
+                wrong.append(f"{path}:{node.lineno}: {taken}: name what belongs together")
+    none(wrong)
 
 
 def test_blocks_do_not_pad():
@@ -172,7 +187,7 @@ def calls(*within: ast.AST) -> set[str]:
 
 def test_the_step_is_whole_in_train():
     """Everything that a step does happens in one loop body, and everything that follows it in one method."""
-    tree = ast.parse((ROOT / "train.py").read_text())
+    tree = parsed(ROOT / "train.py")
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and "range" in ast.unparse(n.iter)]
     assert {"next", "forward_backward", "clip_grad_norm_", "all_finite", "step", "after"} <= calls(*loops)
     (after,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "after"]
@@ -182,7 +197,7 @@ def test_the_step_is_whole_in_train():
 def test_no_test_imports_a_test():
     """run_gpu.py does, because it traces what tests launch."""
     for path in (*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "tests/lib").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             modules = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
             modules |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
             assert not [name for name in modules if name.split(".")[-1].startswith("test_")], path

@@ -90,7 +90,9 @@ def test_scaling_on_two_processes(tmp_path):
 
     Its lines are what the cost model checks.
     """
-    words = "tiny --no-compile --log.no-progress --model.layers 1 --train.eval-batches 1".split()
+    words = (
+        "tiny --no-compile --log.no-progress --log.no-report --model.layers 1 --train.eval-batches 1".split()
+    )
     out = tmp_path / "scaling.jsonl"
     options = "--gpus 2 --steps 12 --json".split()
     command = [sys.executable, "-m", "benchmarks.scaling", *options, str(out), "--", *words]

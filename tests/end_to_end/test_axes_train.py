@@ -57,10 +57,10 @@ def test_a_step_goes_on_in_any_layout(gloo, tmp_path, origin):
         assert losses(out) == pytest.approx(expected, rel=1e-5), layout
 
 
-MIXTRAL = """mixtral-8x7b --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 8
-    --model.kv-heads 4 --model.head-dim 8 --model.moe.ffn-dim 32 --train.seq 32 --train.batch 4
-    --train.eval-every 0 --train.eval-batches 1 --optim.warmup 2 --parallel.tp 4 --parallel.ep 4
-    --checkpoint.mode sync""".split()
+MIXTRAL = """mixtral-8x7b --no-compile --log.no-progress --log.no-report --model.layers 2 --model.dim 32
+    --model.heads 8 --model.kv-heads 4 --model.head-dim 8 --model.moe.ffn-dim 32 --train.seq 32
+    --train.batch 4 --train.eval-every 0 --train.eval-batches 1 --optim.warmup 2 --parallel.tp 4
+    --parallel.ep 4 --checkpoint.mode sync""".split()
 
 
 @pytest.mark.slow

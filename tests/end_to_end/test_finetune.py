@@ -21,7 +21,7 @@ SFT_STEPS, DPO_STEPS = 150, 20
 
 def train(out: Path, *words: str) -> None:
     flags = ["--out", str(out), "--resume", "none", "--parallel.ep", "2", "--train.seq", "256"]
-    command = ["train.py", "tiny", *flags, "--log.no-progress", *words]
+    command = ["train.py", "tiny", *flags, "--log.no-progress", "--log.no-report", *words]
     done = forked.torchrun(2, command, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
 

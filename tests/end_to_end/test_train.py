@@ -42,8 +42,9 @@ def test_run_folder(gloo, tmp_path):
         "--checkpoint.every",
         "4",
         "--log.tensorboard",
+        "--log.report",
     ]
-    gloo(2, run, [*SMALL, *flags], None, True)
+    gloo(2, run, [*SMALL, *flags])
     log = lines(tmp_path)
     assert [r["step"] for r in log] == list(range(1, 9))
     keys = (

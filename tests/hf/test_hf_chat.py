@@ -47,8 +47,9 @@ MINE = (
 )
 TALK = [dict(role="user", content="q"), dict(role="assistant", content="a")]
 BY_MINE = "user says\nq<|im_end|>\nassistant says\na<|im_end|>\n"
-SHORT = """--no-compile --log.no-progress --train.seq 64 --train.batch 2 --steps 1 --train.eval-every 0
-    --train.eval-batches 1 --optim.warmup 1 --data.val-fraction 0.2 --train.dtype fp32""".split()
+SHORT = """--no-compile --log.no-progress --log.no-report --train.seq 64 --train.batch 2 --steps 1
+    --train.eval-every 0 --train.eval-batches 1 --optim.warmup 1 --data.val-fraction 0.2
+    --train.dtype fp32""".split()
 
 
 def trained(rank: int, world: int, argvs: list[list[str]]) -> list[tuple[int, str]]:
@@ -60,7 +61,6 @@ def trained(rank: int, world: int, argvs: list[list[str]]) -> list[tuple[int, st
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             try:
                 trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-                trainer.metrics.draw = lambda: None
                 with trainer.metrics:
                     trainer.train()
                 code = 0

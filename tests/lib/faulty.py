@@ -19,7 +19,6 @@ def start(rank: int, world: int, argv: list[str]) -> train.Trainer:
     """A trainer in a gloo worker, before its first step. It draws no report.png."""
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    trainer.metrics.draw = lambda: None
     return trainer
 
 

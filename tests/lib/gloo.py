@@ -47,6 +47,7 @@ from tmoe.config.check import ConfigError
 
 # Importing these starts no thread (counted in /proc/self/task), so forking afterwards is safe.
 PRELOAD = (
+    "early",
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

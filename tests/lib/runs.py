@@ -18,8 +18,9 @@ from tmoe.run import process as runtime
 from tmoe.run.cli import parse
 from tmoe.run.lines import read_steps
 
-# Eight steps of a model with two layers and four experts, on sequences of 32 tokens.
-SMALL = """tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2
+# Eight steps of a model with two layers and four experts, on sequences of 32 tokens. report.png takes longer
+# to draw than such a run takes.
+SMALL = """tiny --no-compile --log.no-progress --log.no-report --model.layers 2 --model.dim 32 --model.heads 2
     --model.kv-heads 1 --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.seq 32
     --steps 8 --optim.warmup 2 --optim.eps 1e-4 --train.eval-every 0 --train.eval-batches 1""".split()
 # What draws random numbers in a step, and an average that is a state of its own.
@@ -29,19 +30,14 @@ NOISY = "--model.dropout 0.1 --model.moe.jitter 0.1 --optim.ema 0.9".split()
 # ---- in a worker ----
 
 
-def run(
-    rank: int, world: int, argv: list[str], stop_at: int | None = None, picture: bool = False
-) -> dict[str, torch.Tensor]:
+def run(rank: int, world: int, argv: list[str], stop_at: int | None = None) -> dict[str, torch.Tensor]:
     """One run. Returns every tensor of the final state, whole.
 
-    With `stop_at`, the last rank sends itself SIGTERM when this step has been logged. report.png takes
-    longer to draw than such a run takes: only with `picture`.
+    With `stop_at`, the last rank sends itself SIGTERM when this step has been logged.
     """
     cfg = parse(argv, "", rank=rank, world=world)
     process = runtime.start(cfg.seed)
     trainer = train.Trainer(cfg, process)
-    if not picture:
-        trainer.metrics.draw = lambda: None
     if stop_at is not None and rank == world - 1:
         log = trainer.log
 

@@ -4,7 +4,6 @@ A worker's collections then neither walk nor copy them. A run collects twice: 0.
 imported, next to nothing without.
 """
 
-import gc
+import early
 
-gc.collect()
-gc.freeze()
+early.settle()

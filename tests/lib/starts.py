@@ -13,6 +13,5 @@ def train_two_steps(rank: int, world: int, argv: list[str]) -> None:
     """One run in a gloo worker; `argv` holds FLAGS and says from which weights it starts."""
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    trainer.metrics.draw = lambda: None
     with trainer.metrics:
         trainer.train()

@@ -37,9 +37,9 @@ ROOT = Path(__file__).parents[2]
 HOSTS = {"host0": "10.77.0.1", "host1": "10.77.0.2"}
 SANDBOX = "unshare --map-root-user --net --mount --pid --fork --kill-child --mount-proc --uts".split()
 STEPS, EVERY = 16, 4
-TRAIN = f"""tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2
-    --model.kv-heads 1 --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.batch 2
-    --train.seq 32 --train.eval-every 0 --train.eval-batches 1 --optim.eps 1e-4
+TRAIN = f"""tiny --no-compile --log.no-progress --log.no-report --model.layers 2 --model.dim 32
+    --model.heads 2 --model.kv-heads 1 --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32
+    --train.batch 2 --train.seq 32 --train.eval-every 0 --train.eval-batches 1 --optim.eps 1e-4
     --steps {STEPS} --checkpoint.every {EVERY} --checkpoint.mode sync --parallel.ep 2""".split()
 LIMIT_S = 600  # for any one launch
 

@@ -186,7 +186,7 @@ def test_routers_run(gloo, tmp_path, more):
     assert not outcome.refused
     if lacking := names.lacking(outcome.words):
         pytest.skip(f"not in this version: {lacking}")
-    gloo(1, runs.run, [*outcome.words, "--no-compile", "--log.no-progress"])
+    gloo(1, runs.run, [*outcome.words, "--no-compile", "--log.no-progress", "--log.no-report"])
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in steps} == {1, 2}
 
@@ -218,7 +218,7 @@ def test_routing_becomes():
 def test_layouts_run(gloo, tmp_path, world, more):
     outcome = translate("megatron", [*SMALL, "--save", str(tmp_path), *more.split()], world)
     assert not outcome.refused
-    gloo(world, runs.run, [*outcome.words, "--no-compile", "--log.no-progress"])
+    gloo(world, runs.run, [*outcome.words, "--no-compile", "--log.no-progress", "--log.no-report"])
 
 
 TINY = dict(
@@ -268,7 +268,7 @@ def test_mixtral_runs_when_it_is_tiny(gloo, tmp_path):
     words = words[: words.index("--wandb-project")]
     outcome = translate("megatron", words, 2)
     assert not outcome.refused
-    gloo(2, runs.run, [*outcome.words, "--no-compile", "--log.no-progress"])
+    gloo(2, runs.run, [*outcome.words, "--no-compile", "--log.no-progress", "--log.no-report"])
     lines = [line for _, line in read_steps(tmp_path / "run" / "metrics.jsonl")]
     # Of each step as Megatron has them: the peak after one step of warm-up, the least rate from step 2 on.
     assert [line["lr"] for line in lines] == pytest.approx([1e-4, 1e-4, 1e-5])
@@ -358,7 +358,11 @@ def test_tutel_runs(gloo, tmp_path):
     words = [*HELLO, "--num_local_experts=4", "--top=2", "gate_type=top", "normalize_gate=False"]
     outcome = translate("tutel", words)
     assert not outcome.refused
-    gloo(1, runs.run, [*outcome.words, "--out", str(tmp_path), "--no-compile", "--log.no-progress"])
+    gloo(
+        1,
+        runs.run,
+        [*outcome.words, "--out", str(tmp_path), "--no-compile", "--log.no-progress", "--log.no-report"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -377,7 +381,11 @@ def test_tutel_routers_run(gloo, tmp_path, words):
     assert not outcome.refused
     if lacking := names.lacking(outcome.words):
         pytest.skip(f"not in this version: {lacking}")
-    gloo(1, runs.run, [*outcome.words, "--out", str(tmp_path), "--no-compile", "--log.no-progress"])
+    gloo(
+        1,
+        runs.run,
+        [*outcome.words, "--out", str(tmp_path), "--no-compile", "--log.no-progress", "--log.no-report"],
+    )
 
 
 def test_tutel_refusals():
@@ -448,7 +456,18 @@ def test_fms_runs(gloo, tmp_path, granite):
     words += ["--output_dir", str(tmp_path / "run")]
     outcome = translate("fms", words)
     assert not outcome.refused
-    gloo(1, runs.run, [*outcome.words, "--no-compile", "--log.no-progress", "--data.val-fraction", "0.3"])
+    gloo(
+        1,
+        runs.run,
+        [
+            *outcome.words,
+            "--no-compile",
+            "--log.no-progress",
+            "--log.no-report",
+            "--data.val-fraction",
+            "0.3",
+        ],
+    )
     (tmp_path / "moe.yaml").write_text(YAML)
     assert translate("fms", words, 4).flags["--parallel.ep"] == ["2"]
     assert translate("fms", words, 4).command().startswith("torchrun --nproc-per-node 4 train.py --")

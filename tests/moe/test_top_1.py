@@ -118,7 +118,7 @@ def test_an_imported_one_starts_resumes_and_goes_back_with_one_note(tmp_path, ca
     )
     for i, source in enumerate((hf_dir, tmp_path / "step")):
         out = tmp_path / f"run-{i}"
-        words = ["published", "--log.no-progress", "--out", str(out)]
+        words = ["published", "--log.no-progress", "--log.no-report", "--out", str(out)]
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*top-k=1")
             train.main([*words, "--steps", "1", "--init", str(source)])

@@ -298,7 +298,7 @@ print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {mesh.ep.mesh.tolist(
 """
 SMALL = "tiny --model.layers 1 --model.dim 32 --model.heads 2 --model.kv-heads 2 --model.head-dim 16"
 SMALL += " --train.seq 32 --train.batch 2 --steps 2 --no-compile --train.eval-batches 1"
-SMALL += " --log.no-progress --parallel.ep 2"
+SMALL += " --log.no-progress --log.no-report --parallel.ep 2"
 
 
 def free_port() -> str:

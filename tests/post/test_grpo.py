@@ -40,7 +40,7 @@ from tmoe.run.lines import read_steps
 from tmoe.warmup import traces
 
 FLAGS = """--task grpo --train.dtype fp32 --optim.lr 1e-3 --resume none --steps 3 --grpo.prompts 4
-    --grpo.group 4 --grpo.max-tokens 6 --data.val-fraction 0.2 --log.no-progress""".split()
+    --grpo.group 4 --grpo.max-tokens 6 --data.val-fraction 0.2 --log.no-progress --log.no-report""".split()
 REWARD = '''
 def some(sample):
     """Anything that differs from answer to answer."""
@@ -430,7 +430,6 @@ def told_to_stop(rank, world, argv, step):
     cfg = parse(argv, "", rank=rank, world=world)
     process = runtime.start(cfg.seed)
     trainer = train.Trainer(cfg, process)
-    trainer.metrics.draw = lambda: None
     rollout = trainer.task.rollout
 
     def stopped(model, batch, run, at):
@@ -466,7 +465,6 @@ def offloaded(rank, world, argv):
     """A run, and what moments and gradients hold in each rollout and validation."""
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    trainer.metrics.draw = lambda: None
     task, held = trainer.task, []
 
     def looked(name):

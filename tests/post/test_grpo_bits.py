@@ -31,7 +31,6 @@ def apart(rank, world, argv):
     """How many log-probs an update compared with the sampler's, and the most that one was off."""
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    trainer.metrics.draw = lambda: None
     task, found = trainer.task, []
     corrected = task.corrected
 

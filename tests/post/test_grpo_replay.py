@@ -47,7 +47,6 @@ def replayed(rank, world, argv, turns):
     """
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    trainer.metrics.draw = lambda: None
     task, model = trainer.task, trainer.model
     forward_backward, formula, corrected = trainer.forward_backward, task.policy.formula, task.corrected
     found, moved, apart = [], [], []

@@ -17,10 +17,10 @@ from tmoe.run import process as runtime
 from tmoe.run.cli import parse
 
 # One step: four rows, whatever the layout.
-SMALL = """tiny --no-compile --log.no-progress --train.dtype fp32 --model.layers 1 --model.dim 16
-    --model.heads 2 --model.kv-heads 2 --model.head-dim 8 --model.moe.experts 4 --model.moe.ffn-dim 16
-    --train.seq 64 --steps 1 --optim.warmup 0 --optim.lr 1e-3 --optim.eps 1e-4 --train.eval-every 0
-    --train.eval-batches 1 --checkpoint.mode off --log.every 1 --resume none
+SMALL = """tiny --no-compile --log.no-progress --log.no-report --train.dtype fp32 --model.layers 1
+    --model.dim 16 --model.heads 2 --model.kv-heads 2 --model.head-dim 8 --model.moe.experts 4
+    --model.moe.ffn-dim 16 --train.seq 64 --steps 1 --optim.warmup 0 --optim.lr 1e-3 --optim.eps 1e-4
+    --train.eval-every 0 --train.eval-batches 1 --checkpoint.mode off --log.every 1 --resume none
     --model.moe.balance sequence:0.02 global:0.02""".split()
 PREFERENCE = [["--preference.loss", name] for name in "sigmoid robust hinge ipo simpo orpo".split()]
 GRPO = [f"--grpo.loss {name}".split() for name in "dapo grpo dr_grpo gspo cispo dppo rloo".split()]

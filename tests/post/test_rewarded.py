@@ -19,7 +19,7 @@ from tmoe.run.progress import summary
 
 NONE = math.nan
 FLAGS = """--task grpo --train.dtype fp32 --grpo.prompts 2 --grpo.group 2 --grpo.max-tokens 4 --steps 9
-    --data.val-fraction 0.2 --log.no-progress --grpo.reward-workers 1""".split()
+    --data.val-fraction 0.2 --log.no-progress --log.no-report --grpo.reward-workers 1""".split()
 REWARD = """
 def late(sample):
     if sample.step in (2, 4, 5):
@@ -68,7 +68,6 @@ def until_the_end(rank, world, argv):
     """What ends the run on this rank, the step it stands at, and the checkpoints."""
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    trainer.metrics.draw = lambda: None
     told = ""
     try:
         with trainer.metrics, trainer.saving():

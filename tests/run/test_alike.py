@@ -74,7 +74,7 @@ def test_every_flag_is_compared_but_what_nodes_may_have_otherwise(tmp_path):
 
 
 SMALL = (
-    "tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 "
+    "tiny --no-compile --log.no-progress --log.no-report --model.layers 2 --model.dim 32 --model.heads 2 "
     "--model.kv-heads 1 --train.seq 32"
 )
 

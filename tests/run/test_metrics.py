@@ -25,6 +25,7 @@ from tmoe.config.run import ParallelConfig
 from tmoe.run import lines as lines_module
 from tmoe.run import metrics as module
 from tmoe.run import progress, report
+from tmoe.run.cli import parse
 from tmoe.run.metrics import max_violation, to_host
 
 ROOT = Path(__file__).parents[2]
@@ -391,6 +392,19 @@ def test_a_sink_that_fails_ends_no_training(tmp_path, capsys, monkeypatch):
         len(lines(tmp_path)) == 2
         and capsys.readouterr().out.count("tensorboard: could not be written, ") == 1
     )
+
+
+def test_no_report_draws_none_and_a_later_start_may(tmp_path, monkeypatch):
+    """A run goes on with the other value of the setting."""
+    drawn = []
+    monkeypatch.setattr(report, "draw", lambda path: drawn.append(path))
+    assert parse(["tiny"], "").log.report
+    for number, words in enumerate((["--log.no-report"], ["--log.report"])):
+        wanted = parse(["tiny", *words], "").log.report
+        with start(config(tmp_path, report=wanted), start_step=number) as log:
+            step(log, number)
+        assert drawn == [tmp_path] * number
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path, capsys, pictures, monkeypatch):

@@ -27,7 +27,6 @@ def measured(rank, world, argv):
     """Bytes of a run's pages, reference and gathered weights, the most of its update, and the prediction."""
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    trainer.metrics.draw = lambda: None
     found = SimpleNamespace(pool=0, update=0)
     cache, forward_backward = loop.Cache, trainer.forward_backward
 

@@ -216,7 +216,7 @@ def test_the_cause_is_named_before_what_failed_behind_it():
 
 
 SMALL = (
-    "tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 "
+    "tiny --no-compile --log.no-progress --log.no-report --model.layers 2 --model.dim 32 --model.heads 2 "
     "--model.kv-heads 1 --train.seq 32"
 )
 HERE = Path(train.__file__).parent

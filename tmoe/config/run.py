@@ -523,6 +523,8 @@ class LogConfig:
     """steps between lines of metrics.jsonl"""
     progress: bool = True
     """on a terminal show a bar; without it lines of the loss, as elsewhere"""
+    report: bool = True
+    """draw report.png at the end, about a second; --log.no-report leaves it to `python -m tmoe.report RUN`"""
     tensorboard: bool = False
     """write TensorBoard files into the run folder"""
     wandb: str | None = None

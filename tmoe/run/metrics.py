@@ -325,7 +325,7 @@ class Metrics:
     def close(self, report: bool = True) -> None:
         """Ends the bar, closes the files, draws report.png if any step was logged.
 
-        A second call does nothing.
+        report: whether to draw, where cfg.log.report asks for it. A second call does nothing.
         """
         if self.display is not None:
             self.display.close()
@@ -343,7 +343,7 @@ class Metrics:
             self.held.close()
         for look, sink in self.sinks:
             look(sink.close)
-        if report:
+        if report and self.cfg.log.report:
             Onlooker(f"{self.run / 'report.png'}: could not be written", self.note)(self.draw)
 
     def draw(self) -> None:
