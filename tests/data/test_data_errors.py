@@ -187,7 +187,7 @@ def test_what_is_no_text_file_is_named_and_not_left_out(texts: Path, tmp_path: P
     os.mkfifo(odd) if kind == "pipe" else odd.symlink_to(
         "nowhere" if kind == "link to nothing" else texts / "part2"
     )
-    with pytest.raises(DataError, match=rf"{odd}: neither a file nor a folder"):
+    with pytest.raises(DataError, match=rf"{odd}: (neither a file nor a folder|a link to nothing, nowhere)"):
         convert((str(texts),), out=tmp_path / "out")
     odd.rename(odd.with_name(".odd"))  # hidden ones are left out
     (texts / "linked.txt").symlink_to(texts / "part1/1.txt")

@@ -5,7 +5,9 @@ next: tmoe/data/rows.py, tmoe/data/sources.py
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -43,8 +45,57 @@ def test_marks_of_spark_and_hadoop_are_no_rows(tmp_path: Path):
     for name in marks:
         (tmp_path / "set" / name).write_bytes(b"PAR1 or a checksum")
     assert found(tmp_path / "set") == found(f"{tmp_path}/set/*") == TEXTS
-    (tmp_path / "set/_delta_log").mkdir()
-    with pytest.raises(DataError, match="_delta_log: is the log of a Delta table"):
+    for name in ("_temporary/0/part-1.json", "_spark_metadata/0"):
+        (tmp_path / "set" / name).parent.mkdir(parents=True)
+        (tmp_path / "set" / name).write_bytes(LINES)
+    assert found(tmp_path / "set") == found(f"{tmp_path}/set/**/*") == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("_delta_log/0.json", "set: _delta_log: is the log of a Delta table, whose files may hold rows"),
+        (".hoodie/x", r"set: \.hoodie: is the log of a Hudi table"),
+        ("metadata/v1.metadata.json", "set: an Iceberg table, whose files may hold rows that are deleted"),
+    ],
+)
+def test_tables_that_keep_deleted_rows_are_refused(tmp_path: Path, name: str, says: str):
+    (tmp_path / "set" / name).parent.mkdir(parents=True)
+    (tmp_path / "set" / name).write_bytes(b"{}")
+    (tmp_path / "set/part-0.json").write_bytes(LINES)
+    with pytest.raises(DataError, match=says):
+        found(tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "says"),
+    [
+        ("a.txt", b"/annex/objects/SHA256E-s9--a.txt\n", "is a pointer of git-annex, not the file itself"),
+        (
+            "a.parquet",
+            b"<!DOCTYPE html><html>404",
+            "no parquet, which begins with PAR1, but '<!DOCTYPE html>",
+        ),
+        ("a.parquet", b"PARE" + bytes(9), "parquet that is encrypted"),
+        ("a", gzip.compress(gzip.compress(LINES)), "gzip within gzip; unpack it once"),
+        ("a.avro", b"Obj\x01...", "an Avro file; save the data set as parquet or JSON lines"),
+        ("a.jsonl.lz4", b"\x04\x22\x4d\x18...", "compressed by lz4; unpack it, or compress it by zstd"),
+        ("a.jsonl", b'{"text": null}\n', 'a.jsonl:1: needs a string in "text"; here is null'),
+        ("a.jsonl", b'{"text": ["a"]}\n', 'a.jsonl:1: needs a string in "text"; here is list'),
+    ],
+)
+def test_files_of_other_kinds_are_named(tmp_path: Path, name: str, raw: bytes, says: str):
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(DataError, match=re.escape(says)):
+        found(tmp_path / name)
+
+
+@pytest.mark.parametrize("target", ["../.git/annex/objects/a", "nowhere"])
+def test_a_link_to_nothing_says_what_is_missing(tmp_path: Path, target: str):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/a.jsonl").symlink_to(target)
+    says = "git annex get" if "annex" in target else "a link to nothing, nowhere (cp -L follows links)"
+    with pytest.raises(DataError, match=re.escape(says)):
         found(tmp_path / "set")
 
 

@@ -43,6 +43,10 @@ REFUSED = {
     b"7z\xbc\xaf": "a 7z archive; unpack it",
     b"ARROW1": "an Arrow file; save the data set as parquet or JSON lines",
     b"\xff\xff\xff\xff": "an Arrow stream; save the data set as parquet or JSON lines",
+    b"PARE": "parquet that is encrypted; write it without encryption",
+    b"Obj\x01": "an Avro file; save the data set as parquet or JSON lines",
+    b"SQLite format 3\0": "a database of SQLite; save its rows as parquet or JSON lines",
+    b"\x04\x22\x4d\x18": "compressed by lz4; unpack it, or compress it by zstd, gzip, bzip2 or xz",
     b"%PDF-": "a PDF; extract its text",
     b"\x93NUMPY": "a NumPy array; make token shards with python -m tmoe.data",
     b"\x89HDF": "an HDF5 file; save the data set as parquet or JSON lines",
@@ -100,6 +104,12 @@ def no_text(where: str, row: Any, field: str) -> DataError:
         )
     if isinstance(row.get(field), bytes):
         return DataError(f'{where}: the binary field "{field}" is not UTF-8, and so no text')
+    if field in row and not (kind_of(row) and row[field] is None):
+        here = "null" if row[field] is None else type(row[field]).__name__
+        return DataError(
+            f'{where}: needs a string in "{field}"; here is {here}; --data.text-field (python -m tmoe.data: '
+            "--text-field) names another field"
+        )
     shown = ", ".join(list(map(str, row))[:12]) or "none"
     if kind := kind_of(row):
         name, task = CHAT[kind]
@@ -134,6 +144,8 @@ def look(path: Path) -> Found:
     if head.startswith(b"PAR1"):
         return Found("parquet", packed)
     refuse_others(path, head)
+    if packed and (twice := next((name for magic, name in PACKED.items() if head.startswith(magic)), "")):
+        raise DataError(f"{path}: {twice} within {packed}; unpack it once")
     named = suffix in ROWS_SUFFIXES[:2]
     start = head.removeprefix(BOM).lstrip()[:1]
     if start == b"{" or named:
@@ -167,6 +179,9 @@ def refuse_others(path: Path, head: bytes) -> None:
             raise DataError(f"{path}: {what}")
     if head[257:262] == b"ustar":
         raise DataError(f"{path}: a tar archive; unpack it")
+    if path.suffix.lower() == ".parquet":
+        begins = head[:20].decode("utf-8", "replace")
+        raise DataError(f"{path}: no parquet, which begins with PAR1, but {begins!r}; download it again")
 
 
 def first_lines(path: Path, packed: str) -> tuple[dict, ...]:

@@ -60,7 +60,7 @@ from tmoe.data.rows import (
 )
 from tmoe.data.shards import _publish, _write_shard, open_shard
 from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, Carried, DataError, Tokenizer, require_vocab
-from tmoe.disk import BOM
+from tmoe.disk import BOM, absent_words
 from tmoe.listing import counted
 
 IN_MEMORY = 16_000_000  # bytes of a source's files
@@ -355,6 +355,9 @@ def stdlib_files() -> list[Path]:
 
 # What Spark, Hadoop, Hive and dask write next to parts of a table: summaries of parquet, marks and checksums.
 NO_ROWS = re.compile(r"_metadata|_common_metadata|_SUCCESS|_started_.*|_committed_.*|.*\.crc")
+NO_PARTS = {"_temporary", "_spark_metadata"}  # folders that they leave: of parts that were never committed
+# What says which files of a table of some kind still count, by a part of its path.
+LOGS = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}
 
 
 def _below(path: Path) -> Iterator[Path]:
@@ -369,7 +372,12 @@ def _below(path: Path) -> Iterator[Path]:
         ) from error
 
     for folder, folders, files in os.walk(path, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        if logs := sorted(LOGS.keys() & {*folders}):
+            raise DataError(
+                f"{path}: {Path(folder, logs[0]).relative_to(path)}: is the log of {LOGS[logs[0]]}, whose "
+                "files may hold rows that are deleted; write the table as parquet or JSON lines first"
+            )
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in NO_PARTS]
         yield from (Path(folder, name) for name in (*folders, *files))
 
 
@@ -396,19 +404,21 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
         )
     found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
     visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
-    if table := next((key for key in sorted(found) if key.endswith("_delta_log")), ""):
+    if "metadata/version-hint.text" in found or any(key.endswith(".metadata.json") for key in found):
         raise DataError(
-            f"{name}: {table}: is the log of a Delta table, whose files may hold rows that are deleted; "
-            "write the table as parquet or JSON lines first"
+            f"{name}: an Iceberg table, whose files may hold rows that are deleted; write it as parquet or "
+            "JSON lines first"
         )
     visible = [entry for entry in visible if not NO_ROWS.fullmatch(entry.name)]
     files = [entry for entry in visible if entry.is_file()]
     for entry in sorted(set(visible).difference(files)):
         if entry.suffix == ".bin" and not entry.is_dir():
             files.append(entry)  # a shard: opening it reports what is wrong with it
+        elif entry.is_symlink() and not entry.exists():
+            raise DataError(f"{entry}: {absent_words(entry)}, or remove it")
         elif entry.is_symlink() or not entry.is_dir():
             raise DataError(
-                f"{entry}: neither a file nor a folder but a pipe, or a link to nothing or to a folder; "
+                f"{entry}: neither a file nor a folder but a pipe, or a link to a folder; "
                 "remove it, and name a folder that it leads to as a source of its own"
             )
     if not files:
@@ -416,11 +426,16 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
     return path, sorted(files, key=lambda entry: entry.relative_to(path).as_posix())
 
 
+def _left_out(path: Path) -> bool:
+    """Whether a file, by its path in a source, is no part of its rows."""
+    return bool(NO_ROWS.fullmatch(path.name)) or not NO_PARTS.isdisjoint(path.parts)
+
+
 def _matching(pattern: str) -> tuple[Path, list[Path]]:
     """As text_files, for the files that a pattern names: 'folder/*.jsonl', 'folder/**/*.py'."""
     root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
     matching = map(Path, glob.glob(pattern, recursive=True))
-    files = sorted(path for path in matching if path.is_file() and not NO_ROWS.fullmatch(path.name))
+    files = sorted(path for path in matching if path.is_file() and not _left_out(path.relative_to(root)))
     if not files:
         raise DataError(f"{pattern}: no file of such a name")
     return root, files
