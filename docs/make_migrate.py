@@ -6,7 +6,7 @@ PYTHONPATH=. python docs/make_migrate.py
 import re
 from pathlib import Path
 
-from tmoe.migrate.command import FRAMEWORKS
+from tmoe.migrate.frameworks import FRAMEWORKS
 from tmoe.migrate.tables import page
 
 

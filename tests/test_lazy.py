@@ -12,23 +12,37 @@ import tmoe
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = "tmoe checkpoint config data generate hf model moe ops parallel".split()
-COMPILERS = {"torch._dynamo", "triton", "sympy"}
-# One after the other in one process, so each also answers for those before it.
+COMPILERS = {"torch._dynamo", "torch._inductor", "triton", "sympy"}
+HEAVY = {"torch", *COMPILERS}
+# Imports, and commands that show their help, one after the other in one process: each also answers for those
+# before it.
 ABSENT = {
-    "tmoe": {"torch", *COMPILERS},
-    "tmoe.report": {"torch", *COMPILERS},
+    "tmoe": HEAVY,
+    "tmoe report --help": HEAVY,
+    "tmoe routing --help": HEAVY,
+    "tmoe migrate --help": HEAVY,
+    "tmoe checkpoint inspect --help": HEAVY,
+    "tmoe data --help": HEAVY,
+    "tmoe rollouts --help": HEAVY,
     "tmoe.config.run": COMPILERS,
-    "tmoe.routing": COMPILERS,
     "tmoe.data.convert": COMPILERS,
+    "tmoe.hf.architectures": COMPILERS - {"sympy"},
     "tmoe.checkpoint.inspect": COMPILERS - {"sympy"},  # DTensor's own import loads it
 }
 LOADS = """
-import importlib, json, sys
+import contextlib, importlib, io, json, runpy, sys
 found = {}
-heavy = ("torch", "torch._dynamo", "triton", "sympy")
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-    found[name] = [module for module in heavy if module in sys.modules]
+*names, heavy = sys.argv[1:]
+for name in names:
+    sys.argv = name.split()
+    if sys.argv[1:]:
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            runpy.run_module("tmoe", run_name="__main__", alter_sys=True)
+        assert len(shown.getvalue()) > 200, (name, shown.getvalue())
+    else:
+        importlib.import_module(name)
+    found[name] = [module for module in heavy.split() if module in sys.modules]
 print(json.dumps(found))
 """
 
@@ -48,7 +62,7 @@ def test_a_module_of_a_package_is_found_and_another_name_is_not():
 
 
 def test_an_import_loads_what_it_needs():
-    command = [sys.executable, "-c", LOADS, *ABSENT]
+    command = [sys.executable, "-c", LOADS, *ABSENT, " ".join(HEAVY)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name, loaded in json.loads(done.stdout).items():

@@ -46,8 +46,9 @@ from torch import Tensor
 from tmoe.checkpoint import folders
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
+from tmoe.checkpoint.plans import carry_out, check_sizes, origin_of, with_history
 from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
-from tmoe.checkpoint.tools import carry_out, check_sizes, commands, origin_of, with_history
+from tmoe.checkpoint.tools import commands
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import require
 from tmoe.config.model import ModelConfig, MoEConfig

@@ -29,7 +29,7 @@ from steps import step as step  # a fixture
 from benchmarks.inject import die_at, flip
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest as files
-from tmoe.checkpoint import tools as offline
+from tmoe.checkpoint import plans
 from tmoe.checkpoint.checkpoints import read_manifest, verify
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, OptimConfig
@@ -158,7 +158,7 @@ def test_the_mean_of_other_types(tmp_path):
 def test_a_step_given_twice_counts_twice_also_when_resumed(tmp_path):
     steps = [save(tmp_path, i, {"model.w": torch.full((3,), float(i))}) for i in (0, 3)]
     keys = {
-        offline.plan_average(given).key
+        plans.plan_average(given).key
         for given in (steps, [*steps, steps[1]], steps[::-1], [*steps, steps[0]])
     }
     assert len(keys) == 4

@@ -46,8 +46,7 @@ from benchmarks.inject import die_at, flip
 from tmoe import disk
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest as files
-from tmoe.checkpoint import rewrite
-from tmoe.checkpoint import tools as offline
+from tmoe.checkpoint import plans, rewrite
 from tmoe.checkpoint.checkpoints import CheckpointError, Checkpoints, read_manifest, verify
 from tmoe.checkpoint.manifest import Chunk, TensorEntry
 from tmoe.checkpoint.rewrite import read_boxes
@@ -415,7 +414,7 @@ def test_short_reads_are_no_end_of_file():
 def reshard_alone(step: Path, dst: Path) -> None:
     """One group after the other, so that counts mean the same in every child process."""
     os.cpu_count = lambda: 1
-    rewrite.rewrite(offline.plan_reshard(step, Axes(dp=2)), dst)
+    rewrite.rewrite(plans.plan_reshard(step, Axes(dp=2)), dst)
 
 
 @pytest.mark.slow
@@ -520,7 +519,7 @@ def test_a_dry_run_writes_nothing_and_its_bytes_suffice(step, tmp_path, capsys):
     run("average", step, step, tmp_path / "mean", "--dry-run")
     assert set(tmp_path.rglob("*")) == before
     assert "6 tensors" in capsys.readouterr().out
-    needed, free = rewrite.check_space(offline.plan_reshard(step, Axes(dp=3)), tmp_path / "dst")
+    needed, free = rewrite.check_space(plans.plan_reshard(step, Axes(dp=3)), tmp_path / "dst")
     run("reshard", step, tmp_path / "dst", "--world", 3)
     assert rewrite.size_on_disk(tmp_path / "dst") <= needed < free
 
@@ -528,14 +527,14 @@ def test_a_dry_run_writes_nothing_and_its_bytes_suffice(step, tmp_path, capsys):
 RSS = """
 import re, sys
 from pathlib import Path
-from tmoe.checkpoint import tools as offline, rewrite
+from tmoe.checkpoint import plans, rewrite
 from tmoe.config.axes import Axes
 
 rewrite.MEMORY = int(sys.argv[2])
 # not getrusage: its peak starts at the parent's size, which exec hands on
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-reshard = lambda s: offline.plan_reshard(s, Axes(dp=2, ep=2))
-average = lambda s: offline.plan_average([s, s])
+reshard = lambda s: plans.plan_reshard(s, Axes(dp=2, ep=2))
+average = lambda s: plans.plan_average([s, s])
 for tool, plan in (("reshard", reshard), ("average", average)):
     before = peak()
     rewrite.rewrite(plan(Path(sys.argv[1])), Path(sys.argv[1] + tool))

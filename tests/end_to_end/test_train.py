@@ -22,8 +22,8 @@ from runs import NOISY, SMALL, assert_equal_state, begin, changes, lines, load, 
 from tiers import slow_but
 
 import train
+from tmoe.checkpoint.plans import plan_reshard
 from tmoe.checkpoint.rewrite import rewrite
-from tmoe.checkpoint.tools import plan_reshard
 from tmoe.config.axes import ALONE
 from tmoe.run import process as runtime
 from tmoe.run import profile

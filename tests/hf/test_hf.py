@@ -35,8 +35,8 @@ from tmoe.checkpoint import manifest
 from tmoe.checkpoint.checkpoints import read_manifest
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
+from tmoe.checkpoint.plans import plan_reshard
 from tmoe.checkpoint.rewrite import rewrite
-from tmoe.checkpoint.tools import plan_reshard
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.hf import export_hf, import_hf, is_folder, load_hf

@@ -17,7 +17,8 @@ from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
 from tmoe.config.same import flattened
 from tmoe.migrate import names
-from tmoe.migrate.command import FRAMEWORKS, main, translate
+from tmoe.migrate.command import main
+from tmoe.migrate.frameworks import FRAMEWORKS, translate
 from tmoe.migrate.megatron import blend, read_pattern
 from tmoe.migrate.tables import page, spell
 from tmoe.run.cli import parse

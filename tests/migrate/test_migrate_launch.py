@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from tmoe.migrate.command import translate
+from tmoe.migrate.frameworks import translate
 from tmoe.migrate.launch import read
 
 HELLO, SFT, GPT = "tutel.examples.helloworld", "tuning.sft_trainer", "pretrain_gpt.py"

@@ -1,9 +1,15 @@
-"""The error of a checkpoint that does not fit, in a few lines of text."""
+"""The errors of a checkpoint that is damaged or does not fit, in a few lines of text."""
 
 from __future__ import annotations
 
-from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.listing import counted, listed
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written, is damaged, or does not fit.
+
+    The message names rank, path and reason.
+    """
 
 
 class MismatchError(CheckpointError, ValueError):

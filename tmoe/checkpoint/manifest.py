@@ -29,6 +29,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from tmoe.checkpoint.errors import CheckpointError
 from tmoe.disk import FileEntry, HashedFile
 from tmoe.listing import listed
 
@@ -43,13 +44,6 @@ _SAVED = re.compile(rb'\n"saved_ns": (\d+),\n')
 # Types whose elements are stored in whole bytes.
 _DTYPE = re.compile(r"bool|u?int(8|16|32|64)|bfloat16|float(8_\w+|16|32|64)|complex(32|64|128)")
 _MOST = 1 << 58  # elements that torch can count the bytes of, whatever their type
-
-
-class CheckpointError(Exception):
-    """A checkpoint could not be written, is damaged, or does not fit.
-
-    The message names rank, path and reason.
-    """
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from tmoe.config.run import require_columns
 from tmoe.data.shards import write_shards
 from tmoe.data.sources import (
     Document,
@@ -63,6 +62,8 @@ def convert(
         raise DataError(
             "needs at least one source, --shard-tokens of at least 1 and --skip-malformed of at least 0"
         )
+    from tmoe.config.run import require_columns  # late: --help does not wait for torch
+
     require_columns(columns, "--columns")
     surveyed = [survey(name, columns) for name in sources]
     skips = Skips(skip_malformed)

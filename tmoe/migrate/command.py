@@ -12,65 +12,20 @@ stdout, notes on stderr. Exit code 0: the command does the same; 1: stderr has a
 counterpart, with a wrong value or that is missing, and stdout is empty; 2: not a command line.
 docs/migrate.md has every flag.
 
-next: tables.py
+next: frameworks.py, tables.py
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from tmoe.checkpoint.tools import carry_out, one_message
 from tmoe.config.check import ConfigError
-from tmoe.migrate import fms, megatron, names, tutel
-from tmoe.migrate import launch as launcher
-from tmoe.migrate.launch import Launch
-from tmoe.migrate.megatron_weights import plan_import
-from tmoe.migrate.tables import Outcome, Row, misfits
-from tmoe.migrate.tutel_weights import write
-from tmoe.run.cli import parse
 
-Translation = Callable[[Launch, int | None], Outcome]
-FRAMEWORKS: dict[str, tuple[tuple[Row, ...], Translation]] = {
-    "megatron": (megatron.ROWS, megatron.translate),
-    "tutel": (tutel.ROWS, tutel.translate),
-    "fms": (fms.ROWS, fms.translate),
-}
-# Variables that need no word: the launcher's own, and those that a translation has read.
-SILENT = {
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "WORLD_SIZE",
-    "LOCAL_SIZE",
-    "PYTHONPATH",
-}
-
-
-def translate(framework: str, words: Sequence[str], world: int | None = None) -> Outcome:
-    """The outcome of a command of a framework.
-
-    words: the command, with or without launchers in front. world: number of ranks; None: as many as the
-    launcher says, else the fewest over which the layout folds.
-
-    Raises ConfigError for a command that cannot be. Its message has a line for each fault of the command,
-    flags without a counterpart included.
-    """
-    launch = launcher.read(words)
-    out = FRAMEWORKS[framework][1](launch, world or launch.world)
-    if world and launch.world and world != launch.world:
-        out.notes.append(f"--world={world}: is taken; the launcher in the command starts {launch.world}")
-    if launch.each and out.world % launch.each == 0:
-        out.per_node = launch.each
-    if left := sorted(launch.variables.keys() - SILENT - out.read):
-        shown = " ".join(f"{name}={launch.variables[name]}" for name in left)
-        out.notes.append(f"{shown}: variables are left out; set in front of this command what still matters")
-    misfits(out, names.kinds())
-    if out.wrong:
-        raise ConfigError("\n".join([*out.wrong, *out.refused]))
-    return out
+if TYPE_CHECKING:
+    from tmoe.migrate.tables import Outcome
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -79,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not words or words[0] in ("-h", "--help"):
         print((__doc__ or "").partition("\nnext:")[0])
         sys.exit(0 if words else 2)
+    from tmoe.migrate.frameworks import FRAMEWORKS, translate  # late: --help does not wait for torch
+
     ConfigError.shows_flags = True
     if words[0] == "import":
         return _import(words[1:])
@@ -106,6 +63,9 @@ def _untrainable(out: Outcome) -> str:
 
     A model that --init names is looked at only where its folder is here.
     """
+    from tmoe.migrate import names
+    from tmoe.migrate.tables import Outcome
+
     here = Path(out.flags.get("--init", [""])[0], "config.json").is_file()
     if not (out.preset or here):
         return ""
@@ -127,6 +87,9 @@ def _import(words: list[str]) -> None:
     framework, source, out = ours
     if framework == "megatron":
         return _import_megatron(Path(source), Path(out), theirs)
+    from tmoe.checkpoint.tools import one_message
+    from tmoe.migrate.tutel_weights import write
+
     with one_message():
         flags = dict(_pairs(theirs))
         size = flags.get("--size", "1")
@@ -138,6 +101,13 @@ def _import(words: list[str]) -> None:
 
 def _import_megatron(source: Path, out: Path, theirs: list[str]) -> None:
     """Makes a step of a torch_dist folder. Names a missing folder and every fault of the flags at once."""
+    from tmoe.checkpoint.plans import carry_out
+    from tmoe.checkpoint.tools import one_message
+    from tmoe.migrate.frameworks import translate
+    from tmoe.migrate.megatron_weights import plan_import
+    from tmoe.migrate.tables import Outcome
+    from tmoe.run.cli import parse
+
     outcome = Outcome()
     faults = [] if source.exists() else [f"{source}: no such folder"]
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from tmoe.config.model import ModelConfig
-from tmoe.model.transformer import Transformer
 
 
 def model_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name to shape of every parameter and buffer of the Transformer."""
+    from tmoe.model.transformer import Transformer  # late: a table of names does not wait for the compiler
+
     with torch.device("meta"):
         return {name: tuple(t.shape) for name, t in Transformer(cfg).state_dict().items()}

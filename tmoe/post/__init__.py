@@ -1,21 +1,15 @@
 """Tasks: what a run trains for, and the data, counts and facts that go with it.
 
-next: post/task.py
+next: post/tasks.py
 """
 
-from tmoe.config.run import Config
-from tmoe.parallel.mesh import Mesh
-from tmoe.post.grpo import Grpo
-from tmoe.post.kto import Kto
-from tmoe.post.losses import LOSSES
-from tmoe.post.preference import Preference
-from tmoe.post.sft import Sft
-from tmoe.post.task import Task
+from typing import TYPE_CHECKING
 
-TASKS: dict[str, type[Task]] = dict(pretrain=Task, sft=Sft, preference=Preference, grpo=Grpo)
+from tmoe.lazy import lazy
 
+if TYPE_CHECKING:
+    from tmoe.post.tasks import TASKS, task_of
 
-def task_of(cfg: Config, mesh: Mesh) -> Task:
-    """That of --task."""
-    single = cfg.task == "preference" and LOSSES[cfg.preference.loss].of == "completions"
-    return (Kto if single else TASKS[cfg.task])(cfg, mesh)
+__all__ = ["TASKS", "task_of"]
+
+__getattr__, __dir__ = lazy(__name__, {"TASKS": "tmoe.post.tasks", "task_of": "tmoe.post.tasks"})

@@ -1,0 +1,54 @@
+"""Translates a command of a known framework: its table of flags, then what every command has in common.
+
+next: tables.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tmoe.config.check import ConfigError
+from tmoe.migrate import fms, megatron, names, tutel
+from tmoe.migrate import launch as launcher
+from tmoe.migrate.launch import Launch
+from tmoe.migrate.tables import Outcome, Row, misfits
+
+Translation = Callable[[Launch, int | None], Outcome]
+FRAMEWORKS: dict[str, tuple[tuple[Row, ...], Translation]] = {
+    "megatron": (megatron.ROWS, megatron.translate),
+    "tutel": (tutel.ROWS, tutel.translate),
+    "fms": (fms.ROWS, fms.translate),
+}
+# Variables that need no word: the launcher's own, and those that a translation has read.
+SILENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "LOCAL_SIZE",
+    "PYTHONPATH",
+}
+
+
+def translate(framework: str, words: Sequence[str], world: int | None = None) -> Outcome:
+    """The outcome of a command of a framework.
+
+    words: the command, with or without launchers in front. world: number of ranks; None: as many as the
+    launcher says, else the fewest over which the layout folds.
+
+    Raises ConfigError for a command that cannot be. Its message has a line for each fault of the command,
+    flags without a counterpart included.
+    """
+    launch = launcher.read(words)
+    out = FRAMEWORKS[framework][1](launch, world or launch.world)
+    if world and launch.world and world != launch.world:
+        out.notes.append(f"--world={world}: is taken; the launcher in the command starts {launch.world}")
+    if launch.each and out.world % launch.each == 0:
+        out.per_node = launch.each
+    if left := sorted(launch.variables.keys() - SILENT - out.read):
+        shown = " ".join(f"{name}={launch.variables[name]}" for name in left)
+        out.notes.append(f"{shown}: variables are left out; set in front of this command what still matters")
+    misfits(out, names.kinds())
+    if out.wrong:
+        raise ConfigError("\n".join([*out.wrong, *out.refused]))
+    return out
