@@ -56,12 +56,14 @@ def test_steps_without_a_reward_are_counted_in_a_row():
 
 
 def test_the_screen_says_how_many_had_one():
-    line = {"loss": 0.5, "val_loss": None, "tokens_per_s": None, "mfu": None, "reward/mean": None}
+    line = {"loss": 0.5, "tokens_per_s": None, "mfu": None, "reward/mean": None}
     line |= {"reward/known": 1e-7, "answers/count": 16.0, "reward/faults": 16.0}
     assert summary(line) == "no reward  rewarded 0/16  16 faults  loss 0.5000"
     line |= {"reward/mean": 0.3, "reward/known": 14.0000001, "reward/faults": 0.0}
     line |= {"val_loss": -0.25, "val_reward/mean": 0.25, "val_reward/known": 3, "val_answers/count": 4}
     assert summary(line) == "reward 0.3000  rewarded 14/16  loss 0.5000  val reward 0.2500, rewarded 3/4"
+    line |= {"val_loss": None, "val_reward/mean": None, "val_reward/known": 0.0}
+    assert summary(line) == "reward 0.3000  rewarded 14/16  loss 0.5000  val no reward, rewarded 0/4"
 
 
 def until_the_end(rank, world, argv):

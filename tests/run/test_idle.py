@@ -90,11 +90,12 @@ VAL = {"reward/mean": 0.7176, "answers/truncated": 0.0, "pass@1": 0.72, "pass@2"
 
 
 def line(loss, **more):
-    return {"step": 10, "loss": loss, "val_loss": None, "tokens_per_s": 258.0, "mfu": None} | more
+    return {"step": 10, "loss": loss, "tokens_per_s": 258.0, "mfu": None} | more
 
 
 def test_a_line_shows_what_the_task_is_about():
     assert summary(line(2.5, val_loss=2.25)) == "loss 2.5000  val 2.2500  258 tokens/s"
+    assert summary(line(2.5, val_loss=None)) == "loss 2.5000  val not finite  258 tokens/s"
     assert summary(line(0.6931) | PAIRS) == "loss 0.6931  margin 0.012  accuracy 56%  258 tokens/s"
     val = {f"val_{name}": value for name, value in PAIRS.items()}
     shown = "loss 0.6931  val 0.6900, margin 0.012, accuracy 56%  258 tokens/s"

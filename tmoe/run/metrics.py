@@ -233,7 +233,7 @@ class Metrics:
                 self.note(idle)
         line = finite(line)
         self.write(line)
-        self.line = line | {"val_loss": None}
+        self.line = line
         self.show(scalars(line))
 
     def validated(self, loss: float, measured: Mapping[str, float] | None = None, name: str = "val") -> None:

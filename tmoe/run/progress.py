@@ -56,10 +56,11 @@ class Bar:
     def show(self, line: dict[str, Any]) -> None:
         """Moves the bar; a validation gets a line above the bar, which stays."""
         step = line["step"]
-        if line["val_loss"] is not None and step > self.validated:
+        if "val_loss" in line and step > self.validated:
             self.note(f"step {step}/{self.steps}  {summary(line)}")
             self.validated = step
-        self.move(completed=step, numbers=summary(line | {"val_loss": None}))
+        trained = {name: value for name, value in line.items() if name != "val_loss"}
+        self.move(completed=step, numbers=summary(trained))
 
     def move(self, **values: Any) -> None:
         now = time.perf_counter()
@@ -98,7 +99,7 @@ class Lines:
     def show(self, line: dict[str, Any]) -> None:
         now = time.perf_counter()
         step = line["step"]
-        if now - self.last < PLAIN_SECONDS and step != self.steps and line["val_loss"] is None:
+        if now - self.last < PLAIN_SECONDS and step != self.steps and "val_loss" not in line:
             return
         if step == self.first:
             self.since = now
@@ -178,14 +179,16 @@ def summary(line: dict[str, Any]) -> str:
     """A step in one line: numbers of the task, of a validation, tokens/s, MFU.
 
     Unknown numbers are left out. A loss that is not finite, and a step without a reward, are shown as such.
+    A validation is shown where the line has a val_loss, None for one that is not finite.
     """
     rewarded = "reward/mean" in line
     loss = f"loss {line['loss']:.4f}" if line["loss"] is not None else "loss not finite"
     # The loss of --task grpo says little, so the rewards are first.
     parts = [*rewards_of(line), loss] if rewarded else [loss, *numbers_of(line)]
-    if line["val_loss"] is not None:
+    if "val_loss" in line:
         found = {name.removeprefix("val_"): line[name] for name in line if name.startswith("val_")}
-        first = rewards_of(found) if rewarded else [f"{found['loss']:.4f}", *numbers_of(found)]
+        value = "not finite" if found["loss"] is None else f"{found['loss']:.4f}"
+        first = rewards_of(found) if rewarded else [value, *numbers_of(found)]
         parts.append(f"val {', '.join(first)}")
     for name, text in (("tokens_per_s", "{:,.0f} tokens/s"), ("mfu", "MFU {:.1%}")):
         if line[name] is not None:
