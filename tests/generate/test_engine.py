@@ -223,6 +223,7 @@ def test_what_is_cached_of_a_token():
         ([torch.tensor([1.0])], WARM, r"prompts\[0\]: got a tensor of float32 \[1\]"),
         ([torch.tensor([[1, 2]])], WARM, r"prompts\[0\]: got a tensor of int64 \[1, 2\]"),
         ([[1]], Sampling(stop_ids=(64,)), r"stop_ids: has the id 64; valid are ids from 0 to 63"),
+        ([[1]], Sampling(suppress=tuple(range(64))), "suppress: holds every token that has a text"),
         ([[1]], Sampling(min_tokens=2, stop_ids=tuple(range(64))), r"min_tokens=2: eos and stop_ids hold"),
         ([[1]], dict(temperature=1.0), r"sampling: got dict, valid is tmoe\.Sampling"),
     ],

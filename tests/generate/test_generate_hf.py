@@ -6,6 +6,7 @@ from hf_tiny import MODELS, make, saved
 from tiers import slow_but
 
 from tmoe.generate import Engine, Sampling
+from tmoe.generate.generation_config import sampling_of
 from tmoe.hf.files import Folder
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.start import load_hf
@@ -56,3 +57,36 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
             want = theirs.generate(asked, **how)[0, len(ids) :]
         assert sample.ids.tolist() == want.tolist() == without_cache(model, ids, TOKENS)
         assert sample.finish == "length"
+
+
+FILES = [  # keys of generation_config.json that every answer follows
+    dict(repetition_penalty=1.7),
+    dict(repetition_penalty=0.6, suppress_tokens=[-1, 7, 11]),
+    dict(bad_words_ids=[[5], [9]], min_new_tokens=6, eos_token_id=list(range(16))),
+]
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_answers_follow_the_file_as_those_of_transformers(file, tmp_path):
+    """More prompts than slots, whose answers end at different steps. Log-probs are the model's own."""
+    folder = saved(tmp_path / "hf", FAST[0])
+    cfg = plan_folder(Folder(folder)).cfg
+    model = Transformer(cfg)
+    load_hf(folder, model.state_dict(), cfg)
+    theirs = make(FAST[0])
+    theirs.generation_config.eos_token_id = None
+    how = Sampling(**(dict(temperature=0, max_tokens=TOKENS) | sampling_of(file)))
+    ends = file.get("eos_token_id", ())
+    found = Engine(model, slots=2, eos=ends).generate(prompts(), 1, how)
+    plain = Engine(model, eos=ends).generate(prompts(), 1, Sampling(temperature=0, max_tokens=TOKENS))
+    changed = [a.ids.tolist() != b.ids.tolist() for (a,), (b,) in zip(found, plain, strict=True)]
+    assert any(changed)
+    for ids, (sample,) in zip(prompts(), found, strict=True):
+        asked = torch.tensor([ids])
+        told = dict(max_new_tokens=TOKENS, do_sample=False, attention_mask=torch.ones_like(asked)) | file
+        with torch.no_grad():
+            want = theirs.generate(asked, pad_token_id=0, **told)[0, len(ids) :]
+            logits = model(torch.tensor([[*ids, *sample.ids.tolist()]]))[0, len(ids) - 1 : -1]
+        assert sample.ids.tolist() == want.tolist()
+        own = logits.float().log_softmax(-1).gather(1, sample.ids[:, None])[:, 0]
+        torch.testing.assert_close(sample.logprobs, own, atol=1e-4, rtol=0)

@@ -24,6 +24,10 @@ from tmoe.model.transformer import Transformer
         ),
         (dict(do_sample=True, top_k=True, stop_strings="x"), dict(stop=("x",))),
         (dict(stop_strings=["x", "", 3]), dict(stop=("x",))),
+        (dict(repetition_penalty=1.05, min_new_tokens=3), dict(repetition_penalty=1.05, min_tokens=3)),
+        (dict(repetition_penalty=1, min_new_tokens=0, suppress_tokens=[]), {}),
+        (dict(suppress_tokens=[-1, 3], bad_words_ids=[[4], [5, 6]]), dict(suppress=(3, 4))),
+        (dict(bad_words_ids=[[4], [5]], suppress_tokens=[7], eos_token_id=[4, 7]), dict(suppress=(7, 5))),
     ],
 )
 def test_what_is_followed(told, want):
@@ -37,11 +41,14 @@ def test_what_is_followed(told, want):
         (dict(do_sample=False), [], ["do_sample=False"]),
         (dict(temperature=0.6), ["temperature=0.6"], ["temperature=0.6"]),
         (dict(temperature=0.6, do_sample=None), ["temperature=0.6"], ["temperature=0.6"]),
-        (dict(repetition_penalty=1.05, typical_p=1.0), *[["repetition_penalty=1.05"]] * 2),
+        (dict(repetition_penalty=1.05, typical_p=1.0), [], ["repetition_penalty=1.05"]),
+        (dict(repetition_penalty="1.05"), *[["repetition_penalty='1.05'"]] * 2),
+        (dict(no_repeat_ngram_size=3), *[["no_repeat_ngram_size=3"]] * 2),
         (
             dict(bad_words_ids=[[3]], suppress_tokens=[], begin_suppress_tokens=None),
-            *[["bad_words_ids=[[3]]"]] * 2,
+            *[[], ["bad_words_ids=[[3]]"]],
         ),
+        (dict(bad_words_ids=[[3], [4, 5]]), ["bad_words_ids=[[4, 5]]"], ["bad_words_ids=[[3], [4, 5]]"]),
         (dict(eos_token_id=[1], transformers_version="5", _from_model_config=True), [], []),
         (dict(of_tomorrow=2), ["of_tomorrow=2"], ["of_tomorrow=2"]),
         (dict(stop_strings=["x"]), [], ["stop_strings=['x']"]),
@@ -58,7 +65,8 @@ def test_every_key_of_transformers_is_known_or_named():
     assert not_followed(defaults) == []
     for name in vars(GenerationConfig()):
         found = not_followed({name: 7, "do_sample": True})
-        assert found == [f"{name}=7"] or name in {*SILENT, *DRAWN, "stop_strings"} or name[0] == "_", name
+        followed = {*SILENT, *DRAWN, "repetition_penalty", "min_new_tokens"}
+        assert found == [f"{name}=7"] or name in followed or name[0] == "_", name
 
 
 def test_an_engine_ends_answers_at_all_ends_of_its_tokenizer(bpe):  # noqa: F811

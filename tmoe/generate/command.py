@@ -62,8 +62,9 @@ class Flags:
     max_tokens: int | None = None
     """end an answer after so many tokens;
     none: 256, but of a run no more than the sequences that it was trained on leave room for"""
-    min_tokens: int = 0
-    """no answer ends by itself before so many tokens"""
+    min_tokens: int | None = None
+    """no answer ends by itself before so many tokens;
+    none: what generation_config.json says, else 0"""
     temperature: float | None = None
     """divisor of the logits; 0: always the most probable token;
     none: what generation_config.json says, else 0.8"""
@@ -73,6 +74,9 @@ class Flags:
     """keep the most probable tokens that together reach this probability; 1: all"""
     min_p: float | None = None
     """keep tokens at least this many times as probable as the most probable one; 0: all"""
+    repetition_penalty: float | None = None
+    """divisor of the logits of tokens that are there already, factor of negative ones; 1: none;
+    none: what generation_config.json says"""
     seed: int = 0
     """equal seeds give equal answers"""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -115,8 +119,10 @@ class Flags:
 
     def sampling(self, loaded: Loaded) -> Sampling:
         """Flags, else what the folder says, else the defaults. ConfigError says whence a wrong value is."""
-        given = {name: value for name in DRAWN if (value := getattr(self, name)) is not None}
+        names = *DRAWN, "repetition_penalty"
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         asked = sampling_of(loaded.generation)
+        least = asked.pop("min_tokens", 0)
         try:
             Sampling(**asked)
         except ConfigError as error:
@@ -124,7 +130,8 @@ class Flags:
         stop = tuple(text.replace("\\n", "\n") for text in self.stop) + asked.pop("stop", ())
         settings: dict[str, Any] = dict(temperature=TEMPERATURE) | asked | given
         most = TOKENS if self.max_tokens is None else self.max_tokens
-        lengths = dict(max_tokens=most, min_tokens=self.min_tokens)
+        least = min(least, most) if self.min_tokens is None else self.min_tokens
+        lengths = dict(max_tokens=most, min_tokens=least)
         return Sampling(**settings, **lengths, stop=stop, seed=self.seed)
 
 
@@ -170,7 +177,9 @@ def run(flags: Flags) -> None:
     sampling = flags.sampling(loaded)
     took = time.perf_counter() - begun
     device = engine.model.head_weight.device
-    note(f"{loaded.path} on {device}, {took:.1f} s to load; temperature {sampling.temperature:g}")
+    penalty = sampling.repetition_penalty
+    more = f", repetition_penalty {penalty:g}" if penalty != 1 else ""
+    note(f"{loaded.path} on {device}, {took:.1f} s to load; temperature {sampling.temperature:g}{more}")
     if left := not_followed(loaded.generation):
         note(f"generation_config.json: not followed here: {', '.join(left)}")
     speaker = Speaker(engine, sampling, flags, loaded.seq)

@@ -260,8 +260,9 @@ class Engine:
         valid = "needs a tokenizer: Engine(model, tokenizer)"
         require(not sampling.stop or self.tokenizer is not None, f"stop={sampling.stop}: {valid}")
         stops = ids_in(sampling.stop_ids, "stop_ids", self.model.cfg.vocab)
-        known = self.known
-        goes_on = sampling.min_tokens == 0 or not set(range(known)) <= {*self.eos, *stops}
+        left = set(range(self.known)).difference(sampling.suppress)
+        require(len(left) > 0, "suppress: holds every token that has a text; valid: fewer")
+        goes_on = sampling.min_tokens == 0 or not left <= {*self.eos, *stops}
         ends = "eos and stop_ids hold every token that has a text"
         require(goes_on, f"min_tokens={sampling.min_tokens}: {ends}, so every answer ends at once; valid: 0")
         ids = [self.ids_of(i, prompt) for i, prompt in enumerate(listed(prompts, "prompts", " of prompts"))]

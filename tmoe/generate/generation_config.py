@@ -10,6 +10,8 @@ from typing import Any
 
 # Keys that `Sampling` has under the same name.
 DRAWN = ("temperature", "top_k", "top_p", "min_p")
+# Keys that hold whether tokens are drawn or not; `sampling_of` says what they become.
+ALWAYS = ("stop_strings", "repetition_penalty", "suppress_tokens", "min_new_tokens", "bad_words_ids")
 # Keys that change no token of an answer, or that other places read (the ends: data/chat_format.py).
 SILENT = {
     *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "do_sample", "use_cache"),
@@ -42,7 +44,8 @@ def sampling_of(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of `Sampling` that generation_config.json asks for.
 
     With do_sample true those of DRAWN that it names, with do_sample false temperature 0, as in transformers
-    (Hugging Face, 2026). Texts of stop_strings end an answer.
+    (Hugging Face, 2026). Texts of stop_strings end an answer. Tokens of suppress_tokens, and those of
+    bad_words_ids that are bad alone and end no answer, are in none. min_new_tokens is min_tokens.
     """
     found: dict[str, Any] = {}
     if generation.get("do_sample") is True:
@@ -51,6 +54,18 @@ def sampling_of(generation: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(temperature=0)
     if stops := _texts(generation.get("stop_strings")):
         found["stop"] = stops
+    if _is_number(penalty := generation.get("repetition_penalty")) and penalty != 1:
+        found["repetition_penalty"] = penalty
+    if (least := _ids([generation.get("min_new_tokens")])) and least[0]:
+        found["min_tokens"] = least[0]
+    eos = generation.get("eos_token_id")
+    ends = _ids(eos if isinstance(eos, list) else [eos])
+    bad = [
+        word[0] for word in _list(generation.get("bad_words_ids")) if _is_alone(word) and word[0] not in ends
+    ]
+    left = _ids([*_list(generation.get("suppress_tokens")), *bad])
+    if left:
+        found["suppress"] = left
     return found
 
 
@@ -61,9 +76,10 @@ def not_followed(generation: Mapping[str, Any], followed: bool = True) -> list[s
     """
     unread = SILENT
     if followed:
-        unread = (
-            unread | {"stop_strings"} | (set(DRAWN) if generation.get("do_sample") is not None else set())
-        )
+        unread = unread | (set(DRAWN) if generation.get("do_sample") is not None else set())
+        unread = unread | {name for name in ALWAYS if sampling_of({name: generation.get(name)})}
+        if longer := [word for word in _list(generation.get("bad_words_ids")) if not _is_alone(word)]:
+            generation, unread = {**generation, "bad_words_ids": longer}, unread - {"bad_words_ids"}
     shown = []
     for name, value in generation.items():
         empty = value is None or value is False or value in ([], {}, "")
@@ -78,6 +94,20 @@ def not_followed(generation: Mapping[str, Any], followed: bool = True) -> list[s
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _is_alone(word: Any) -> bool:
+    """Whether a word of bad_words_ids is one token."""
+    return isinstance(word, list) and len(word) == 1 and bool(_ids(word))
+
+
+def _ids(values: list[Any]) -> tuple[int, ...]:
+    """Whole numbers from 0 on; what is none, as the -1 of Whisper, names no token."""
+    return tuple(one for one in values if type(one) is int and one >= 0)
 
 
 def _texts(value: Any) -> tuple[str, ...]:

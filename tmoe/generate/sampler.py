@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tmoe.config.check import COLDEST, check, require
+from tmoe.config.check import COLDEST, FLOATS, check, require
 from tmoe.ops.sample import Drawn, draw, keep, uniforms
 
 __all__ = ["Drawn", "Sampling", "draw", "keep", "uniforms"]
@@ -19,7 +19,8 @@ LONGEST = 2**20  # tokens of one answer: rows of uniforms are made at once
 class Sampling:
     """How answers are sampled, and where they end.
 
-    Logits are divided by the temperature. Then top_k, top_p and min_p, in this order, leave out what they do
+    Logits of tokens that are there already are changed by repetition_penalty, suppressed tokens left out, and
+    all logits divided by the temperature. Then top_k, top_p and min_p, in this order, leave out what they do
     not keep, as in transformers.
     """
 
@@ -39,6 +40,11 @@ class Sampling:
     """texts that end an answer, and are left out of its text"""
     stop_ids: tuple[int, ...] = ()
     """tokens that end an answer, beside the model's own; the last id of an answer may be one"""
+    repetition_penalty: float = 1.0
+    """divisor of positive logits, and factor of negative ones, of tokens that prompt or answer has; 1: none
+    (Keskar et al. 2019, as in transformers)"""
+    suppress: tuple[int, ...] = ()
+    """tokens that no answer has"""
     seed: int = 0
     """a token is a function of its probabilities, this, its prompt's number, its answer's, and its place"""
 
@@ -51,10 +57,15 @@ class Sampling:
             low = value > 0 if name == "top_p" else value >= 0
             valid = "above 0 and at most 1" if name == "top_p" else "from 0 to 1"
             require(low and value <= 1, f"--{name.replace('_', '-')}={value}: must be {valid}")
+        penalty = self.repetition_penalty
+        valid = "must be above 0, in float32"
+        require(FLOATS[0] <= penalty <= FLOATS[1], f"--repetition-penalty={penalty}: {valid}")
         most = self.max_tokens
         require(most <= LONGEST, f"--max-tokens={most}: must be at most {LONGEST}")
         require(
             self.min_tokens <= most, f"--min-tokens={self.min_tokens}: must be at most --max-tokens={most}"
         )
         require("" not in self.stop, f"--stop={self.stop}: must not hold an empty text")
-        require(min(self.stop_ids, default=0) >= 0, f"--stop-ids={self.stop_ids}: must be 0 or more")
+        for name in ("stop_ids", "suppress"):
+            ids = getattr(self, name)
+            require(min(ids, default=0) >= 0, f"--{name.replace('_', '-')}={ids}: must be 0 or more")

@@ -129,11 +129,23 @@ class Slots:
         B = self.size(room.slots)
         self.state_6B = torch.zeros(6, B, dtype=torch.int64, device=device)
         self.table_BM = torch.zeros(B, M, dtype=torch.int32, device=device)
-        self.unknown_V = torch.arange(cfg.vocab, device=device) >= known if known < cfg.vocab else None
+        self.unknown_V = self.never(known, device)
+        # tokens that the prompt and the answer of a slot have, where the penalty asks for them
+        repeats = sampling.repetition_penalty != 1
+        self.seen_BV = torch.zeros(B, cfg.vocab, dtype=torch.bool, device=device) if repeats else None
         ends_I = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
         self.ending_V = torch.isin(torch.arange(cfg.vocab, device=device), ends_I)
         self.routes = routes
         self.prompt_routes: dict[int, Tensor] = {}
+
+    def never(self, known: int, device: torch.device) -> Tensor | None:
+        """bool [V]: tokens that no answer has, without a text or suppressed; None where each may come."""
+        vocab = self.model.cfg.vocab
+        if known >= vocab and not self.sampling.suppress:
+            return None
+        ids_V = torch.arange(vocab, device=device)
+        left_I = torch.tensor(self.sampling.suppress, dtype=torch.int64, device=device)
+        return (ids_V >= known) | torch.isin(ids_V, left_I)
 
     def run(self, queue: deque[Request]) -> Iterator[list[Request]]:
         """Makes all answers of the queue, which lists those of a prompt one after the other.
@@ -216,6 +228,10 @@ class Slots:
         for row, request in enumerate(found):
             tables[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
         self.table_BM[slots_I] = tables.to(device)
+        if self.seen_BV is not None:  # the last token of the prompt follows in its step
+            for slot, request in seated.items():
+                self.seen_BV[slot] = False
+                self.seen_BV[slot, torch.tensor(self.prompts[request.prompt], device=device)] = True
 
     def close(self, gaps: Sequence[int]) -> None:
         """Moves the last answers into gaps, so that steps run over no empty slot."""
@@ -225,7 +241,8 @@ class Slots:
         of = [slot for slot in range(B, len(self.rows)) if slot not in empty]
         for source, target in zip(of, to, strict=True):
             self.rows[target] = self.rows[source]
-        for state in (self.state_6B.T, self.table_BM):
+        seen = [] if self.seen_BV is None else [self.seen_BV]
+        for state in (self.state_6B.T, self.table_BM, *seen):
             if to:
                 state[to] = state[of]
             state[B : len(self.rows)] = 0
@@ -274,12 +291,17 @@ class Slots:
             self.model, self.cache, token_B, at_B, self.table_BM[:B, :M], self.turns, rows, padding_B
         )
         keys = Keys(self.sampling.seed, prompt_B, sample_B, made_B)
-        drawn = sample(logits_BV, keys, self.sampling, self.barred(made_B, early))
+        heat = self.sampling.temperature or 1.0
+        seen_BV = None
+        if self.seen_BV is not None:
+            seen_BV = self.seen_BV[:B].scatter_(1, token_B[:, None], True)
+        drawn = sample(self.penalised(logits_BV, seen_BV), keys, self.sampling, self.barred(made_B, early))
+        ids_B = drawn.tokens_B.long()
         if self.model.bits:  # as training takes it, whose sum has another order than the sampler's
-            heat = self.sampling.temperature or 1.0
-            drawn = drawn._replace(
-                logprobs_B=logprobs(h_BD, self.model.head_weight, drawn.tokens_B.long(), heat)
-            )
+            drawn = drawn._replace(logprobs_B=logprobs(h_BD, self.model.head_weight, ids_B, heat))
+        elif seen_BV is not None:  # of the model's own logits
+            plain_BV = (logits_BV.float() / heat).log_softmax(-1)
+            drawn = drawn._replace(logprobs_B=plain_BV.gather(1, ids_B[:, None])[:, 0])
         numbers_4B = torch.stack([t.double() for t in (*drawn, self.ending_V[drawn.tokens_B])])
         routes_YBK = torch.stack(chosen).to(torch.int16) if self.routes and chosen else None
         token_B.copy_(drawn.tokens_B)
@@ -287,8 +309,15 @@ class Slots:
         made_B += live_B
         return numbers_4B, routes_YBK
 
+    def penalised(self, logits_BV: Tensor, seen_BV: Tensor | None) -> Tensor:
+        """Logits by which a token is drawn: fp32 where repetition_penalty changes those of seen tokens."""
+        if seen_BV is None:
+            return logits_BV
+        z_BV, penalty = logits_BV.float(), self.sampling.repetition_penalty
+        return torch.where(seen_BV, torch.where(z_BV < 0, z_BV * penalty, z_BV / penalty), z_BV)
+
     def barred(self, made_B: Tensor, early: bool) -> Tensor | None:
-        """Tokens that may not come: those without a text, and before min_tokens those that end an answer."""
+        """Tokens that may not come: those of `never`, and before min_tokens those that end an answer."""
         if not early:
             return self.unknown_V
         early_BV = (made_B < self.sampling.min_tokens)[:, None] & self.ending_V
