@@ -3,13 +3,15 @@
 #   make test     the fast tests, two files at a time, in some six minutes on two cores
 # What CI runs beside them:
 #   make test-slow    the rest: faults, several hosts, whole runs, compiling for chips that are not here
+# docs/map.md, a list of all files, each with its first line; it is not in the repository:
+#   make map
 # And one that installs nothing, for a machine with GPUs and no package index:
 #   make test-gpu PYTHON=python3    the tests that need a GPU, kernels compiled first, as many workers as fit
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-slow test-gpu check clean
+.PHONY: train test test-slow test-gpu check map clean
 
 train: .venv/ready
 	$(BIN)/torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2 --resume none
@@ -35,6 +37,9 @@ check: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+map:
+	$(PYTHON) docs/make_map.py
 
 clean:
 	rm -rf .venv runs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 HEAD = """# Where things are
 
-Made by `python docs/make_map.py` from the first line of every file; a test keeps it so.
+Made by `make map` from the first line of every file.
 """
 GROUPS = {
     "The entry": ["train.py", "tmoe/*.py"],
@@ -34,7 +34,9 @@ GROUPS = {
 def draw(root: Path) -> str:
     """The text of docs/map.md for the checkout at `root`."""
     parts = [HEAD]
-    for title, places in GROUPS.items():
+    grouped = {place for places in GROUPS.values() for place in places}
+    rooms = {str(path.parent.relative_to(root)) for path in (root / "tmoe").glob("*/__init__.py")}
+    for title, places in (GROUPS | {"More": sorted(rooms - grouped)}).items():
         files = [path for place in places for path in sorted(_files(root, place))]
         rows = [f"| {path.relative_to(root)} | {first_line(path)} |" for path in files]
         if rows:
