@@ -9,7 +9,7 @@ import pytest
 from call_templates import byte_tokenizer
 from chat_tokenizers import chat_tokenizer, shown
 
-from tmoe.data.chat import chat_prompt, encode, spoken, turn_ends
+from tmoe.data.chat import Encoder, chat_prompt, encode, spoken, turn_ends
 from tmoe.data.chat_rows import Conversation, kind_of, parse_row
 from tmoe.data.chat_template import load_template
 from tmoe.data.tokenizer import DataError, JsonTokenizer
@@ -259,6 +259,18 @@ def test_other_names_of_arguments_and_parameters():
             tools=[dict(name="look", description="Looks.", input_schema=schema)],
         )
         assert parse_row(row, "row", "messages").samples == wanted
+
+
+def test_what_a_template_does_not_read_of_its_own_arguments():
+    """A row's chat_template_kwargs: the template reads one name and not the other."""
+    tokenizer = byte_tokenizer(
+        "{{ style }}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
+        "{{ 'assistant' if add_generation_prompt }}"
+    )
+    row = dict(messages=[CHAT[0], CHAT[3]], chat_template_kwargs=dict(style="calm", enable_thinking=False))
+    encoder = Encoder(tokenizer, load_template(tokenizer))
+    encoder.encode(parse_row(row, "row", "messages").samples)
+    assert encoder.left == [{"chat_template_kwargs: enable_thinking"}]
 
 
 def test_texts_and_fields_that_hold_nothing_are_not_there():

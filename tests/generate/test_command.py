@@ -135,8 +135,17 @@ def test_messages_are_a_conversation(run, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text(json.dumps(dict(messages=messages) | given))
     template = ["--chat-template", str(tmp_path / "mood.jinja")]
     command.main([str(run), "--file", str(tmp_path / "p.jsonl"), *template, *GREEDY, "--max-tokens", "4"])
-    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    said = capsys.readouterr()
+    (row,) = map(json.loads, said.out.splitlines())
     assert [row["text"]] == answers(model, [list(b"be\0hi\0calm2")], temperature=0, max_tokens=4)
+    # and what the template does not read of it
+    left = f"left out by the chat template ({template[1]}): "
+    assert said.err.count("left out") == 1 and f"{left}tools in 1 row\n" in said.err
+    (tmp_path / "mood.jinja").write_text(
+        "{% for one in messages %}{{ one.content }}{{ eos_token }}{% endfor %}"
+    )
+    command.main([str(run), "--file", str(tmp_path / "p.jsonl"), *template, *GREEDY, "--max-tokens", "4"])
+    assert f"{left}chat_template_kwargs: mood in 1 row, tools in 1 row\n" in capsys.readouterr().err
 
 
 def test_a_conversation_in_the_terminal(run, capsys, monkeypatch):

@@ -145,6 +145,7 @@ class Encoder:
                 where = f"messages[{item.message}]: " if item.message >= 0 else ""
                 raise DataError(f"{where}{source} leaves out {item.field}: {item.text[:40]!r}")
             left.add(item.field)
+        left |= not_read(self.template, sample.more)
         self._require_no_new_mark(pieces, marks)
         for i in sample.turns:
             for call in messages[i].get(CALLS) or []:
@@ -303,7 +304,12 @@ def prompt_text(
     asked = any(message["role"] == "user" for message in messages)
     for item in missing if asked else ():  # some templates show a system's text in the first question
         require_asked(item, messages, f"the chat template ({template.source})")
-    return text, {item.field for item in missing if item.field != THOUGHTS}
+    return text, {item.field for item in missing if item.field != THOUGHTS} | not_read(template, more)
+
+
+def not_read(template: ChatTemplate, more: Iterable[str]) -> set[str]:
+    """Of a row's chat_template_kwargs, by name, what the template does not read."""
+    return {f"chat_template_kwargs: {name}" for name in more if name not in template.reads}
 
 
 def spoken(text: str, tokenizer: Tokenizer, template: ChatTemplate) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -25,8 +26,9 @@ import tyro
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError, require
-from tmoe.data.chat import chat_prompt, spoken, turn_ends
+from tmoe.data.chat import Marker, prompt_text, spoken, turn_ends
 from tmoe.data.chat_choice import another
+from tmoe.data.chat_held import tell
 from tmoe.data.chat_rows import parse_given, parse_messages, with_system
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.tokenizer import DataError
@@ -210,6 +212,8 @@ class Speaker:
     def __init__(self, engine: Engine, sampling: Sampling, flags: Flags, seq: int | None):
         """seq: tokens of the sequences that the model was trained on, where that is known."""
         self.engine, self.sampling, self.flags, self.seq = engine, sampling, flags, seq
+        self.left: Counter[str] = Counter()
+        """fields of rows that the template leaves out, and of how many conversations"""
 
     def stream(self, prompts: list[list[int]], chat: bool, turn: int = 0) -> Iterator[Piece]:
         """Pieces of the answers to prompts; those of a chat end where a turn does."""
@@ -227,13 +231,18 @@ class Speaker:
     def ids_of(
         self, messages: list[dict[str, Any]], tools: list | None = None, more: dict[str, Any] | None = None
     ) -> list[int]:
-        """A conversation as the model is given it. tools, more: what a row gives the template beside it."""
+        """A conversation as the model is given it; counts in `left` what the template leaves out of it.
+
+        tools, more: what a row gives the template beside it.
+        """
         system = [dict(role="system", content=self.flags.system)] if self.flags.system else []
         assert self.engine.tokenizer
         template = self.template()
-        return chat_prompt(
-            [*system, *messages], self.engine.tokenizer, template, tools, **(more or {})
-        ).tolist()
+        marker = Marker(self.engine.tokenizer, template)
+        messages = parse_messages([*system, *messages], "messages")
+        text, lacks = prompt_text(messages, marker, template, tools, more)
+        self.left.update(lacks)
+        return marker.encode([text])[0].ids.tolist()
 
     def template(self) -> ChatTemplate:
         """How conversations are written out, with today's date."""
@@ -293,6 +302,8 @@ class Speaker:
                     prompts.append(self.engine.ids_of(number, row["prompt"]))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
+        if self.left:
+            note(tell(self.left, self.template().source))
         clock = Clock()
         with flags.out.open("x", encoding="utf-8") if flags.out else nullcontext(sys.stdout) as file:
             for _ in write_answers(rows, flags.n, clock.over(self.stream(prompts, chat)), file.write):
