@@ -71,6 +71,17 @@ def test_other_hashes_are_refused_by_name(opened, change, words):
         opened(**change)
 
 
+def test_a_store_that_names_its_data_is_taken_up(opened):
+    """Older stores name sources and template: the tokens say as much, and files may have moved since."""
+    settings = dict(template="chat", temperature=1.0)
+    values = filled(opened(settings=settings | dict(data=dict(template="digest of old", tokenizer="t"))))
+    again = opened()
+    assert not again.missing() and torch.equal(again.read(), values)
+    assert not opened(settings=settings | dict(data="new")).missing()
+    with pytest.raises(ConfigError, match=r"\(tokens: 't' there, 'u' here\): do this"):
+        opened(tokens="u", otherwise="do this")
+
+
 def test_damage_is_named(opened):
     store = opened()
     filled(store)

@@ -127,7 +127,8 @@ class Preference(Task):
         if not self.needs_reference:
             return
         self.total = self._number(data)
-        store = run.together(lambda: self._store(data, run))
+        weights, tokens = gathered(run.together(lambda: self._hashes(data, run)), run.control)[0]
+        store = run.together(lambda: self._store(weights, tokens, step))
         if gathered(store.missing() and "some", run.control)[0]:
             gone = f"{store.folder}: lacks the reference's log-probs, and weights have moved for {step} steps"
             again = "bring the folder back, or start anew with --resume none"
@@ -155,20 +156,33 @@ class Preference(Task):
         """Of training, validation (and test) those with sources of their own."""
         return data[:2] if self.cfg.data.val_path else data[:1]
 
-    def _store(self, data: Sequence[ChatDataset], run: Runtime) -> ReferenceStore:
-        """Where the run keeps the reference's log-probs, under what they depend on; rank 0 hashes it."""
-        cfg, told = self.cfg, ("", "")
-        if run.rank == 0:
-            start = f"drawn from --seed={cfg.seed}"
-            weights = weights_hash(cfg.init) if cfg.init else start
-            sources = [source for one in self._sets(data) for source in one.sources]
-            rows = (source.sequence(i) for source in sources for i in range(len(source.lengths)))
-            told = weights, tokens_hash([torch.tensor(t) for t in row] for row in rows)
-        weights, tokens = gathered(told, run.control)[0]
-        settings = dict(data=data[0].facts(), dtype=cfg.train.dtype, seq=cfg.train.seq)
+    def _hashes(self, data: Sequence[ChatDataset], run: Runtime) -> tuple[str, str]:
+        """Of the reference's weights and of the tokens of all rows, on rank 0; ("", "") on others."""
+        if run.rank:
+            return "", ""
+        init, start = self.cfg.init, f"drawn from --seed={self.cfg.seed}"
+        weights = weights_hash(init) if init else start
+        sources = [source for one in self._sets(data) for source in one.sources]
+        rows = (source.sequence(i) for source in sources for i in range(len(source.lengths)))
+        return weights, tokens_hash([torch.tensor(t) for t in row] for row in rows)
+
+    def _store(self, weights: str, tokens: str, step: int) -> ReferenceStore:
+        """Where the run keeps the reference's log-probs, under what they depend on.
+
+        Names of sources and templates are no part of it: the tokens of the rows say what both came to.
+        """
+        cfg = self.cfg
+        settings: dict[str, Any] = dict(dtype=cfg.train.dtype, seq=cfg.train.seq)
         settings |= dict(copies=self.copies) if self.copies > 1 else {}
+        again = "remove it, and the log-probs are taken again; or name another --out"
+        if step:
+            again = (
+                f"weights have moved for {step} steps, so none can be taken of their start; resume with the "
+                "data, template, --init and settings that the run began with, in its version of tmoe, or "
+                "begin a run with another --out"
+            )
         folder = Path(cfg.out) / "reference"
-        return ReferenceStore.open(folder, self.copies * self.total, weights, tokens, settings)
+        return ReferenceStore.open(folder, self.copies * self.total, weights, tokens, settings, again)
 
     @torch.no_grad()
     def _pass(self, model: Transformer | Stages, data: ChatDataset, run: Runtime, found: Tensor) -> None:

@@ -40,15 +40,22 @@ class ReferenceStore:
 
     @classmethod
     def open(
-        cls, folder: str | Path, rows: int, weights: str, tokens: str, settings: Mapping[str, Any]
+        cls,
+        folder: str | Path,
+        rows: int,
+        weights: str,
+        tokens: str,
+        settings: Mapping[str, Any],
+        otherwise: str = "remove it, or name another folder",
     ) -> Self:
         """The store in this folder, made where there is none.
 
         Args:
             weights: `weights_hash` of the reference; with adapters that are off, of what they stand on.
             tokens: `tokens_hash` of all rows in order.
-            settings: whatever else changes a log-prob, as JSON has it: chat template, tokenizer, dtype,
-                temperature, fp32_logits.
+            settings: whatever else changes a log-prob, as JSON has it: dtype, temperature, fp32_logits.
+                Template and tokenizer need not be there: `tokens` is of what both made.
+            otherwise: what to do about a folder of something else.
 
         Raises ConfigError where the folder holds log-probs of something else.
         """
@@ -64,13 +71,9 @@ class ReferenceStore:
             found = facts
         except ValueError as error:
             raise ConfigError(f"{folder / NAME}: is damaged ({error}): remove {folder}") from error
-        if found != facts:
-            words = "; ".join(_differences(found, facts))
-            raise ConfigError(
-                f"{folder}: holds reference log-probs of something else ({words}): "
-                "remove it, or name another folder"
-            )
-        return cls(folder, facts)
+        if words := "; ".join(_differences(found, facts)):
+            raise ConfigError(f"{folder}: holds reference log-probs of something else ({words}): {otherwise}")
+        return cls(folder, found)
 
     def pieces(self) -> list[range]:
         """All rows, in the ranges that files hold: the same for any number of ranks."""
@@ -177,5 +180,5 @@ def _differences(found: Any, wanted: Mapping[str, Any]) -> list[str]:
     if not isinstance(found, dict):
         return ["it is no identity of tmoe's"]
     old, new = ({**facts, **(facts.get("settings") or {})} for facts in (found, wanted))
-    names = sorted((old.keys() | new.keys()) - {"settings"})
+    names = sorted((old.keys() | new.keys()) - {"settings", "data"})  # data: older stores' names of sources
     return [f"{n}: {old.get(n)!r} there, {new.get(n)!r} here" for n in names if old.get(n) != new.get(n)]
