@@ -103,6 +103,8 @@ def test_an_empty_thought_of_the_last_answer_gets_the_rows_own():
     by_hand = '<think>Look.</think>abcdefgh1{"name": "look", "arguments": {"city": "Paris"}}<|end|>'
     assert trained(chat, tokenizer) == [by_hand, "<think>So wet.</think>Rain.<|end|>"]
     assert trained([asked, said], tokenizer) == ["<think></think>Rain.<|end|>"]
+    within = dict(role="assistant", content="<think>\nSo wet.\n</think>\n\nRain.")
+    assert trained([asked, within], tokenizer) == ["<think>So wet.</think>Rain.<|end|>"]
 
 
 # GLM-5.1's way: no end of a turn, and an earlier answer without the mark that opens its empty thought.

@@ -335,7 +335,10 @@ def _filled(turn: str, thought: str) -> str:
     if not found:
         return ""
     blank = found[2][: len(found[2]) // 2]
-    return f"{turn[: found.start(2)]}{blank}{thought.strip()}{blank}{turn[found.end(2) :]}"
+    close, rest = turn[found.end(2) : found.end()], turn[found.end() :]
+    if inline := INLINE.fullmatch(rest):  # the thought itself, within the text
+        rest = inline[1].partition("<")[0] + inline[4]
+    return f"{turn[: found.start(2)]}{blank}{thought.strip()}{blank}{close}{rest}"
 
 
 def thought_of(message: dict[str, Any]) -> str:
