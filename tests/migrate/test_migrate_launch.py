@@ -37,6 +37,9 @@ LINES = [
     ("WORLD_SIZE=4 python pretrain_gpt.py --x", GPT, 4, None),
     ("cd a && export B=1; torchrun --nproc_per_node 4 pretrain_gpt.py --x 2>&1 | tee log", GPT, 4, 4),
     ("nohup torchrun \\\n --nproc_per_node 4 pretrain_gpt.py \\\n --x > log &", GPT, 4, 4),
+    (f"srun -N 2 -n 16 --container-image=a bash -c 'cd a && python {GPT} --x'", GPT, 16, None),
+    (f"srun -n 4 bash -lc 'export A=1; python -u {GPT} --x 2>&1 | tee log'", GPT, 4, None),
+    (f"'#!/bin/bash\n# of two\nexport A=1\ntorchrun \\\r\n --nproc_per_node 4 \\\n {GPT} --x\n'", GPT, 4, 4),
     ("--x", "", None, None),
 ]  # fmt: skip
 
@@ -66,6 +69,8 @@ def test_processes_of_accelerates_file(tmp_path):
         "mpiexec -n 2 -x HANDED_ON python3",
         "mpiexec -genv TUTEL_GLOBAL_TIMEOUT_SEC 60 -n 2 python3",
         "srun -n 2 --export=ALL,TUTEL_GLOBAL_TIMEOUT_SEC=60 python3",
+        "mpiexec -n 2 --genv TUTEL_GLOBAL_TIMEOUT_SEC=60 python3",
+        "srun -n 2 env TUTEL_GLOBAL_TIMEOUT_SEC=60 python3",
         "python3",
     ],
 )
@@ -92,6 +97,18 @@ def test_a_launcher_names_the_world():
 def test_variables_that_are_left_out_are_named():
     out = translate("tutel", f"CUDA_VISIBLE_DEVICES=0,1 MASTER_PORT=1 python -m {HELLO}".split())
     assert any(note.startswith("CUDA_VISIBLE_DEVICES=0,1: variables") for note in out.notes)
+
+
+def test_a_variable_of_the_environment_is_no_note(monkeypatch):
+    """`-x PATH` hands on what every process of tmoe has as well."""
+    words = f"mpirun -np 2 -x PATH -x A=1 python -m {HELLO}".split()
+    notes = [note for note in translate("tutel", words).notes if "variables" in note]
+    assert notes == ["A=1: variables are left out; set in front of this command what still matters"]
+
+
+def test_a_shells_list_is_named_as_such():
+    (refused,) = translate("tutel", f"torchrun -m {HELLO} ${{ARGS[@]}}".split()).refused
+    assert refused == "${ARGS[@]}: a shell's variable: write out the flags that it holds"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ SETTINGS = {
     top_k min_p repetition_penalty num_iterations steps_per_generation epsilon epsilon_high delta
     scale_rewards importance_sampling_level mask_truncated_completions top_entropy_quantile use_vllm
     vllm_mode vllm_gpu_memory_utilization vllm_importance_sampling_correction log_completions
+    entropy_coef reward_model_name_or_path use_bias_correction_kl vllm_importance_sampling_mode
+    vllm_importance_sampling_clip_max multi_objective_aggregation off_policy_mask_threshold
+    train_sampling_strategy normalize_advantages dataset_test_split
     shuffle_dataset generation_batch_size disable_dropout model_name_or_path dataset_name
     dataset_num_proc""",
     "axolotl": """base_model datasets chat_template train_on_inputs roles_to_train val_set_size sequence_len

@@ -241,6 +241,23 @@ def test_where_ranks_meet(environment, set_, where):
     assert meeting_place(world) == (where[0], where[1] or job_port(world))
 
 
+@pytest.mark.parametrize(
+    ("set_", "how"),
+    [
+        (
+            PALS | dict(PMI_RANK="5", PMI_SIZE="8"),
+            "to meet at: MASTER_ADDR=NODE MASTER_PORT=29500 in the env",
+        ),
+        (dict(PMI_RANK="5", PMI_SIZE="8"), "to meet at: mpiexec -genv MASTER_ADDR NODE -genv MASTER_PORT"),
+    ],
+)
+def test_how_an_address_is_set_is_the_launchers_own_way(environment, set_, how):
+    """mpiexec of Cray's PALS has no -genv, though it sets PMI's variables as MPICH's does."""
+    environment(**set_)
+    with pytest.raises(ValueError, match=how):
+        meeting_place(launcher_world())
+
+
 def test_jobs_and_steps_meet_on_ports_of_their_own(environment):
     ports = set()
     for step in range(20):

@@ -45,7 +45,7 @@ def translate(framework: str, words: Sequence[str], world: int | None = None) ->
         out.notes.append(f"--world={world}: is taken; the launcher in the command starts {launch.world}")
     if launch.each and out.world % launch.each == 0:
         out.per_node = launch.each
-    if left := sorted(launch.variables.keys() - SILENT - out.read):
+    if left := sorted(launch.variables.keys() - SILENT - out.read - launch.handed_on):
         shown = " ".join(f"{name}={launch.variables[name]}" for name in left)
         out.notes.append(f"{shown}: variables are left out; set in front of this command what still matters")
     misfits(out, names.kinds())

@@ -39,7 +39,7 @@ ENDS = {";", "&&", "||"}  # of a command, in a line of a shell
 PIPED = re.compile(r"\|&?$|&$|[012&]?>")
 SHELLS = {"bash", "sh", "zsh"}
 # Options that set a variable, `-x NAME=VALUE` or `-genv NAME VALUE`, by the launcher that has them.
-SETS = {"-x", "-genv", "-env", "--env", "-e", "--export", "-export"}
+SETS = {"-x", "-genv", "--genv", "-env", "--env", "-e", "-E", "--export", "-export"}
 # Options of mpiexec, srun and the like that say how many processes there are, each one's name here.
 COUNTS = {
     "-n": "all", "-np": "all", "--n": "all", "--np": "all", "-c": "all", "--ntasks": "all",
@@ -65,6 +65,8 @@ class Launch:
     """of them on a node"""
     variables: dict[str, str] = field(default_factory=dict)
     """set in front, or by a launcher's option"""
+    handed_on: set[str] = field(default_factory=set)
+    """of the variables those that a launcher's option hands on by name, from the environment"""
     launchers: list[str] = field(default_factory=list)
     said: dict[str, list[str]] = field(default_factory=dict)
     """each launcher's own words"""
@@ -94,9 +96,14 @@ def read(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launc
         elif launcher == "env" and re.match(r"[A-Za-z_]\w*=", word):
             name, _, found.variables[name] = word.partition("=")
         else:
+            if SET.match(word) and front[i - 1] not in SETS:  # after `srun ... env`, or exported in bash -c
+                name, _, found.variables[name] = word.partition("=")
             found.said[launcher].append(word)
     for words_of in found.said.values():
-        found.variables |= _set_by(words_of, environ)
+        for name, value in _set_by(words_of):
+            if value is not None or name in environ:
+                found.variables[name] = environ[name] if value is None else value
+                found.handed_on |= {name} if value is None else set()
     _count(found, environ)
     return found
 
@@ -109,7 +116,7 @@ def _unwrapped(words: list[str]) -> list[str]:
         if word.startswith("--") and "=" not in word:
             continue
         if word in ("-c", "-lc") and words[i - 1].rpartition("/")[2] in SHELLS:
-            return [*words[: i - 1], *_split(words[i + 1]), *words[i + 2 :]]
+            return [*words[: i - 1], *_command(_split(words[i + 1])), *words[i + 2 :]]
     return words
 
 
@@ -134,10 +141,18 @@ def _command(words: list[str]) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:  # a quote that is not closed
-        return text.split()
+    """The words of a shell's text. A line that is not continued ends a command."""
+    lines: list[list[str]] = []
+    held = ""  # of a quote that is not closed yet
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+        held = f"{held}\n{line}" if held else line
+        try:
+            lines.append(shlex.split(held, comments=True))
+            held = ""
+        except ValueError:
+            continue
+    lines.append(held.split())
+    return [word for words in lines if words for word in (*words, ";")][:-1]
 
 
 def _program(words: list[str]) -> int:
@@ -168,9 +183,9 @@ def _module(words: list[str], at: int) -> str:
     return MODULES.get(words[at], "") if at and words[at - 1] in ("-m", "--module") else ""
 
 
-def _set_by(words: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that a launcher's options set or hand on."""
-    found = {}
+def _set_by(words: list[str]) -> list[tuple[str, str | None]]:
+    """Variables that a launcher's options set; a value of None: one that is handed on."""
+    found: list[tuple[str, str | None]] = []
     for i, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option not in SETS:
@@ -180,8 +195,7 @@ def _set_by(words: list[str], environ: Mapping[str, str]) -> dict[str, str]:
             name, equals, value = one.partition("=")
             if not equals and option in ("-genv", "-env"):
                 value, equals = "".join(words[i + 2 : i + 3]), "="
-            if equals or name in environ:
-                found[name] = value if equals else environ[name]
+            found.append((name, value if equals else None))
     return found
 
 

@@ -143,7 +143,9 @@ class Given:
             word = words.pop(0)
             flag, equals, value = word.partition("=")
             if not flag.startswith("--"):
-                outcome.refuse(word, "no flag stands before this value")
+                of_shell = re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", word)
+                why = "a shell's variable: write out the flags that it holds" if of_shell else ""
+                outcome.refuse(word, why or "no flag stands before this value")
                 continue
             values = [value] if equals else []
             while words and not re.match(r"--\w", words[0]) and not equals:

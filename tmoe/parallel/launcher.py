@@ -364,7 +364,7 @@ def meeting_place(world: World) -> tuple[str, int]:
         how = f"mpiexec -genv MASTER_ADDR NODE -genv MASTER_PORT {PORT} ..."
         if world.launcher == "srun":
             how = f"MASTER_ADDR=NODE MASTER_PORT={PORT} srun ..."
-        elif world.launcher != "mpiexec" or world.told.startswith(("MV", "PALS")):
+        elif world.launcher != "mpiexec" or world.told.startswith("MV") or "PALS_RANKID" in os.environ:
             how = f"MASTER_ADDR=NODE MASTER_PORT={PORT} in the environment of every rank"
         elif "OMPI_COMM_WORLD_RANK" in os.environ:
             how = f"mpiexec -x MASTER_ADDR=NODE -x MASTER_PORT={PORT} ..."
