@@ -10,7 +10,7 @@ from call_templates import byte_tokenizer
 from chat_tokenizers import chat_tokenizer, shown
 
 from tmoe.data.chat import Encoder, chat_prompt, encode, spoken, turn_ends
-from tmoe.data.chat_rows import Conversation, kind_of, parse_row
+from tmoe.data.chat_rows import Conversation, Plain, kind_of, parse_row
 from tmoe.data.chat_template import load_template
 from tmoe.data.tokenizer import DataError, JsonTokenizer
 
@@ -261,6 +261,68 @@ def test_other_names_of_arguments_and_parameters():
             tools=[dict(name="look", description="Looks.", input_schema=schema)],
         )
         assert parse_row(row, "row", "messages").samples == wanted
+
+
+def said(*rows: dict) -> list:
+    """The samples of each row."""
+    return [parse_row(row, "row", kind_of(row)).samples for row in rows]
+
+
+def test_words_of_other_collections():
+    """Roles in capitals and OpenAssistant's, ShareGPT's fields by halves, calls as Toucan writes them."""
+    plain = dict(messages=[CHAT[0], CHAT[3]])
+    rows = [
+        dict(messages=[dict(role=asked, content="Weather?"), dict(role=answers, content="Rain.")])
+        for asked, answers in (("USER", "ASSISTANT"), ("Human", "GPT"), ("prompter", "assistant"))
+    ]
+    rows.append(dict(messages=[dict(role="user", value="Weather?"), {"from": "gpt", "content": "Rain."}]))
+    assert said(*rows) == said(plain) * 4
+    bare = dict(name="look", arguments=dict(city="Paris"))
+    wanted = said(dict(messages=[CHAT[0], dict(role="assistant", tool_calls=[bare])]))
+    encoded = bare | dict(arguments=json.dumps(json.dumps(bare["arguments"])))
+    for form in (
+        dict(role="tool_call", content=repr(bare | dict(arguments=json.dumps(bare["arguments"])))),
+        dict(role="assistant", tool_calls=[encoded]),
+    ):
+        assert said(dict(messages=[CHAT[0], form])) == wanted
+    with pytest.raises(DataError, match="a call must be JSON"):
+        said(dict(messages=[CHAT[0], dict(role="tool_call", content="look(city='Paris')")]))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (dict(sky="grün", rain=True), '{"sky": "grün", "rain": true}'),
+        ([dict(sky="blue"), 3], '[{"sky": "blue"}, 3]'),
+        (21.5, "21.5"),
+        ([dict(type="text", text="wet"), dict(type="text", text="!")], "wet!"),
+    ],
+)
+def test_a_result_that_is_no_text_is_json(content, text: str):
+    ((sample,),) = said(dict(messages=[*CHAT[:2], CHAT[2] | dict(content=content), CHAT[3]]))
+    assert sample.messages[2]["content"] == text
+
+
+def test_pairs_of_texts_have_a_prompt():
+    """HH-RLHF's texts have a common beginning, which is the prompt; other texts have none."""
+    talk = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Weather?\n\nAssistant:"
+    row = dict(chosen=talk + " Rain.", rejected=talk + " Rainbows.\n\nHuman: No.\n\nAssistant: Oh.")
+    assert said(row) == [
+        (Plain(talk, " Rain."), Plain(talk, " Rainbows.\n\nHuman: No.\n\nAssistant: Oh.")),
+    ]
+    with pytest.raises(
+        DataError, match=r"no prompt; its fields are: question, chosen, rejected; valid: .*prompt=COL"
+    ):
+        said(dict(question="Weather?", chosen="Rain.", rejected="Sun."))
+    # one message in place of a list, as LLaMA-Factory has it
+    pair = dict(prompt=[CHAT[0]], chosen=CHAT[3], rejected={"from": "gpt", "value": "Sun."})
+    listed = dict(pair, chosen=[CHAT[3]], rejected=[dict(role="assistant", content="Sun.")])
+    assert said(pair) == said(listed)
+
+
+def test_tools_of_a_text_are_named():
+    row = dict(prompt="Weather?", completion="Rain.", tools=[dict(name="look")], source="x")
+    assert parse_row(row, "row", "prompt/completion").unread == ("source", "tools")
 
 
 def test_what_a_template_does_not_read_of_its_own_arguments():

@@ -1,11 +1,15 @@
-"""A call of a tool in one form, whatever form a row has it in: OpenAI's, with its arguments as an object.
+"""A call of a tool, and its result, in one form, whatever form a row has them in: OpenAI's.
+
+Arguments are an object, a result is a text.
 
 next: data/chat_rows.py
 """
 
 from __future__ import annotations
 
+import ast
 import json
+from contextlib import suppress
 from typing import Any
 
 from tmoe.data.tokenizer import DataError
@@ -40,16 +44,46 @@ def one_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     return dict(type="function") | outer | dict(function=function | dict(arguments=arguments))
 
 
+def said_calls(said: Any, where: str) -> list[dict[str, Any]]:
+    """The calls of a turn whose text is JSON of one or of several, as ShareGPT's function_call has it.
+
+    Or Python's spelling of it, as Toucan has it.
+    """
+    found = said
+    if isinstance(said, str):
+        with suppress(ValueError, RecursionError, SyntaxError, MemoryError):
+            found = ast.literal_eval(said.strip())
+        with suppress(ValueError, RecursionError):
+            found = json.loads(said)
+    found = [found] if isinstance(found, dict) else found
+    if not isinstance(found, list) or not found:
+        raise DataError(f'{where}: a call must be JSON of {{"name", "arguments"}}; here is {said!r:.80}')
+    return found
+
+
+def result_text(content: Any) -> Any:
+    """What a tool gave back: a value that is neither text nor a list of parts of text, as JSON."""
+    parts = isinstance(content, list) and all(isinstance(one, str) or _is_part(one) for one in content)
+    if content is None or isinstance(content, str) or parts:
+        return content
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("type"), str)
+
+
 def json_object(value: Any, where: str) -> dict[str, Any]:
-    """An object, or the one that a text holds as JSON; {} for null and an empty text.
+    """An object, or the one that a text holds as JSON, also as JSON of that JSON; {} for null and no text.
 
     DataError that names `where` for others.
     """
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value, object_pairs_hook=_unique, parse_constant=_finite)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: text that is no JSON object: {error}") from error
+    for _ in range(2):  # some collections write the JSON of a text
+        if isinstance(value, str) and value.strip():
+            try:
+                value = json.loads(value, object_pairs_hook=_unique, parse_constant=_finite)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: text that is no JSON object: {error}") from error
     if value in (None, "") or (isinstance(value, str) and not value.strip()):
         return {}
     if isinstance(value, list) and all(isinstance(one, tuple) and len(one) == 2 for one in value):

@@ -67,7 +67,7 @@ TRAINS_ON: dict[ChatTask, tuple[Kind, ...]] = dict(
 )
 CHUNK = 256  # rows that are encoded together
 TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
-VERSION = 6  # of what is kept
+VERSION = 7  # of what is kept
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
@@ -347,7 +347,8 @@ def first_row(source: Survey) -> tuple[Kind, dict]:
     if kind is None:
         fields = [f"{name}{' (null)' * (value is None)}" for name, value in first.items()]
         shown = ", ".join(fields[:12]) or "none"
-        raise DataError(f"{source.name}: its fields are: {shown}; valid: rows {valid}")
+        more = "; --data.columns OURS=THEIRS names others"
+        raise DataError(f"{source.name}: its fields are: {shown}; valid: rows {valid}{more}")
     return kind, first
 
 

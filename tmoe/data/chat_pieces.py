@@ -336,7 +336,8 @@ def _filled(turn: str, thought: str) -> str:
         return ""
     blank = found[2][: len(found[2]) // 2]
     close, rest = turn[found.end(2) : found.end()], turn[found.end() :]
-    if inline := INLINE.fullmatch(rest):  # the thought itself, within the text
+    inline = INLINE.fullmatch(rest)
+    if inline and squeezed(inline[2]) == squeezed(thought):  # the thought itself, within the text
         rest = inline[1].partition("<")[0] + inline[4]
     return f"{turn[: found.start(2)]}{blank}{thought.strip()}{blank}{close}{rest}"
 

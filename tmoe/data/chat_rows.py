@@ -5,7 +5,7 @@
     {"prompt": ..., "chosen": ..., "rejected": ...}                        preference
 
 Prompts and answers are texts, taken as they are, or lists of messages. A preference without a prompt has two
-whole conversations, whose common beginning is the prompt.
+whole conversations, whose common beginning is the prompt; those of HH-RLHF are texts.
 
 next: data/chat.py
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from tmoe.data.chat_calls import json_object, one_call
+from tmoe.data.chat_calls import json_object, one_call, result_text, said_calls
 from tmoe.data.tokenizer import DataError
 
 Kind = Literal["messages", "conversations", "prompt/completion", "preference"]
@@ -31,6 +31,7 @@ SAME_ROLE = dict(
     model="assistant",
     bot="assistant",
     chatgpt="assistant",
+    prompter="user",
     observation="tool",
     function="tool",
     tool_response="tool",
@@ -47,6 +48,7 @@ TURNS_ROUND = (*TRAINS, *UNCLEAR, "labels", "weights", "sample_weight")
 # fields that turn a row's meaning round if they are false; KTO's rows have such in other collections
 GOOD = ("kto_tag", "desirable", "preferred", "accepted", "correct", "is_correct")
 NO_TEXT = ("images", "image", "videos", "audios", "history")
+ANSWERS = "\n\nAssistant:"  # in front of each answer in the texts of HH-RLHF
 # what a template is given of the row and by who renders it, and so not by chat_template_kwargs
 TAKEN = "messages", "tools", "documents", "prompt", "add_generation_prompt", "self"
 SAME_PARAMETERS = ("input_schema", "inputSchema")  # of a tool, as Anthropic's rows and MCP have them
@@ -150,6 +152,8 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         if row.get("chosen") == row.get("rejected"):
             raise DataError(f"{where}: chosen and rejected are equal, so neither is preferred")
     row |= {field: listed(row[field]) for field in ("prompt", *answers) if field in row}
+    if kind == "preference" and row.get("prompt") is None:
+        row = _with_prompt(row, where)
     given = [row.get("prompt"), *(row.get(field) for field in answers)]
     if kind == "prompt/completion" or row.get("prompt") is not None:
         texts = [one for one in given if isinstance(one, str)]
@@ -160,6 +164,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
             for field, text in zip(answers, texts, strict=True):
                 if not text:
                     raise DataError(f"{where}: {field}: is empty, so there is nothing to learn")
+            unread += tuple(name for name in ("tools", "functions", "chat_template_kwargs") if row.get(name))
             return Row(tuple(Plain(prompt, text) for text in texts), _key(prompt, given), unread=unread)
         prompt = _turns(row.get("prompt"), f"{where}: prompt", "user")
     else:
@@ -258,8 +263,29 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     return tool
 
 
+def _with_prompt(row: dict, where: str) -> dict:
+    """A preference of two texts with the prompt that both begin with, as those of HH-RLHF do.
+
+    It ends with their last common ANSWERS. DataError where there is none: two answers and no question.
+    """
+    both = row["chosen"], row["rejected"]
+    if not all(isinstance(one, str) for one in both):
+        return row
+    differ = (i for i, (one, other) in enumerate(zip(*both, strict=False)) if one != other)
+    end = both[0].rfind(ANSWERS, 0, next(differ, min(map(len, both)))) + len(ANSWERS)
+    if end < len(ANSWERS):
+        fields = ", ".join(list(map(str, row))[:12])
+        raise DataError(
+            f"{where}: chosen and rejected are texts, and there is no prompt; its fields are: {fields}; "
+            "valid: a prompt, which --data.columns prompt=COLUMN may name"
+        )
+    chosen, rejected = (one[end:] for one in both)
+    return row | dict(prompt=both[0][:end], chosen=chosen, rejected=rejected)
+
+
 def _turns(value: Any, where: str, role: str) -> list[dict]:
-    """Messages of a list, or a text as one message of this role."""
+    """Messages of a list, one message, or a text as one message of this role."""
+    value = [value] if isinstance(value, dict) else value
     if not isinstance(value, str | list):
         here = "null" if value is None else type(value).__name__
         raise DataError(f"{where}: must be text or a list of messages; here is {here}")
@@ -318,11 +344,13 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     message = {name: _without_nulls(one) for name, one in value.items() if one is not None}
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
-        message["content"] = message.pop("value", None)
+    if "content" not in message and "value" in message:
+        message["content"] = message.pop("value")
     role = message.get("role")
+    role = role.lower() if isinstance(role, str) else role
     if role in CALLS:
         role = "assistant"
-        message["tool_calls"] = _said_calls(message.pop("content", None), where)
+        message["tool_calls"] = said_calls(message.pop("content", None), where)
     role = SAME_ROLE.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise DataError(f"{where}: role {role!r}; valid: {', '.join((*ROLES, *SAME_ROLE, *CALLS))}")
@@ -332,10 +360,13 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     calls = _calls(message.pop("tool_calls", None), where)
     if role == "assistant" and isinstance(message.get("content"), list):
         _take_thoughts(message)
+    if role == "tool":
+        message["content"] = result_text(message.get("content"))
     content = _content(message.get("content"), where)
     thinks = role == "assistant" and any(message.get(name) for name in REASONING)
     if content is None and not calls and not thinks:
-        raise DataError(f"{where}: no content" + (" and no tool_calls" if role == "assistant" else ""))
+        no_calls = " and no tool_calls" if role == "assistant" else ""
+        raise DataError(f"{where}: no content{no_calls}; its fields are: {', '.join(map(str, value))}")
     message["content"] = content or ""
     if calls:
         message["tool_calls"] = calls
@@ -358,18 +389,6 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
             valid = 'must be {"function": {"name": ..., "arguments": ...}}'
             raise DataError(f"{where}: tool_calls: {valid}; here is {call!r:.80}")
     return [one_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
-
-
-def _said_calls(said: Any, where: str) -> list[dict[str, Any]]:
-    """The calls of a turn whose text is JSON of one or of several, as ShareGPT's function_call has it."""
-    found = said
-    if isinstance(said, str):
-        with suppress(ValueError, RecursionError):
-            found = json.loads(said)
-    found = [found] if isinstance(found, dict) else found
-    if not isinstance(found, list) or not found:
-        raise DataError(f'{where}: a call must be JSON of {{"name", "arguments"}}; here is {said!r:.80}')
-    return found
 
 
 def _learned(message: dict[str, Any], where: str) -> bool:
