@@ -13,7 +13,7 @@ from hf_tiny import files_of, saved
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.data.tokenizer import DataError, load_tokenizer
-from tmoe.generate.load import find
+from tmoe.generate.load import find, tokenizer_of
 from tmoe.hf import export_hf, hub, import_hf
 from tmoe.hf.files import INDEX, SINGLE, Folder, settings_of
 from tmoe.hf.foreign import is_folder
@@ -149,6 +149,28 @@ def test_a_tokenizer_in_files_that_are_not_read_is_named(tmp_path):
         (tmp_path / name).write_text("{}")
     said = unknown_of(str(tmp_path))
     assert "of merges.txt, qwen.tiktoken, vocab.json none is read; transformers' AutoTokenizer" in said
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json: of merges\.txt, qwen\.tiktoken, vocab\.json none is"
+    ):
+        tokenizer_of(tmp_path, None, None)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"), [(b"IQ== 0\nIg== 1\n", "a file of tiktoken"), (b"", "file is empty")]
+)
+def test_a_tokenizer_model_that_is_no_sentencepiece(tmp_path, raw, says):
+    """Llama 3 has its tiktoken file under the name that Llama 2's sentencepiece model has."""
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "tokenizer.model").write_bytes(raw)
+    with pytest.raises(DataError, match=says):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"null"])
+def test_a_damaged_generation_config_is_no_folder_without_ends(folder, tmp_path, raw):
+    (folder / "generation_config.json").write_bytes(raw)
+    said = refused(folder, CheckpointError, tmp_path)
+    assert f"{folder}/generation_config.json: malformed: " in said
 
 
 @pytest.mark.parametrize(

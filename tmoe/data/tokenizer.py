@@ -360,7 +360,14 @@ class SentencePieceTokenizer:
             self._pieces.LoadFromSerializedProto(files.raw)
             self.vocab = self.ordinary = self._pieces.vocab_size()
         except RuntimeError as error:
-            raise DataError(f"{files.name}: no sentencepiece model: {error}") from error
+            if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", files.raw):  # of Llama 3
+                raise DataError(
+                    f"{files.name}: a file of tiktoken, which is not read; transformers' AutoTokenizer"
+                    ".from_pretrained(DIR).save_pretrained(NEW_DIR) writes a tokenizer.json, and the same "
+                    "repository may have one"
+                ) from None
+            why = str(error) if files.raw else "the file is empty"
+            raise DataError(f"{files.name}: no sentencepiece model: {why}") from error
         known = {self._pieces.id_to_piece(i): i for i in range(self.vocab)}
         named = (known[name] for name in JsonTokenizer.EOS_NAMES if name in known)
         self.eos = self._pieces.eos_id() if self._pieces.eos_id() >= 0 else next(named, -1)

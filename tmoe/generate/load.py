@@ -29,7 +29,7 @@ from tmoe.hf.foreign import hint, is_folder, require_folder
 from tmoe.hf.hub import folder_of
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.start import load_hf
-from tmoe.hf.tokenizer import carried_by
+from tmoe.hf.tokenizer import carried_by, unread_in
 from tmoe.model.transformer import Transformer
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
@@ -178,7 +178,8 @@ def tokenizer_of(path: Path, carried: Carried | None, spec: str | None) -> Token
         return found
     known = carried.fingerprint if carried else ""
     which = f"tokenizer {known}, which is not there" if known else "no tokenizer that is known"
-    raise DataError(f"{path}: has {which}; name it with --tokenizer, 'bytes' or a tokenizer.json")
+    unread = unread_in(path) if carried is None or not known else ""
+    raise DataError(f"{path}: has {which}; name it with --tokenizer, 'bytes' or a tokenizer.json{unread}")
 
 
 def opening(carried: Carried | None) -> tuple[int, ...]:

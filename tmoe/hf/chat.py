@@ -15,9 +15,8 @@ from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest
 from tmoe.data.chat_format import SETTINGS, TEMPLATE, TOOLS, ChatFormat, ends_in, json_object, templates_in
 from tmoe.data.chat_template import ChatTemplate
 from tmoe.data.tokenizer import NAMES
-from tmoe.hf.foreign import CONFIG
+from tmoe.hf.foreign import CONFIG, GENERATION
 
-GENERATION = "generation_config.json"
 Files = dict[str, Callable[[], bytes]]
 
 

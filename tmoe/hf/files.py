@@ -25,6 +25,7 @@ from tmoe.disk import absent_words, text_of
 from tmoe.hf.config import architecture, ties_unsaid
 from tmoe.hf.foreign import (
     CONFIG,
+    GENERATION,
     INDEX,
     SINGLE,
     WEIGHTS,
@@ -66,6 +67,8 @@ class Folder:
         require_no_adapter(path)
         require_no_pointers(path)
         self.config: HF = self._json(CONFIG)
+        if (path / GENERATION).is_file():
+            self._json(GENERATION)  # the ends of answers; without them a model would not stop
         if not any((path / name).is_file() for name in (SINGLE, INDEX)):
             architecture(self.config)  # of a family that is none here, say that before a file is missing
         # Where both lie, transformers reads the single file: a save over a folder of many files removes those

@@ -16,6 +16,7 @@ from tmoe.config.check import ConfigError
 from tmoe.disk import absent_words, pointer_words, text_of
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"

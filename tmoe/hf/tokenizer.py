@@ -31,6 +31,7 @@ from tmoe.hf.foreign import CONFIG, is_folder
 
 TOKENIZER, MODEL = NAMES
 UNREAD = ("vocab.json", "merges.txt", "vocab.txt", "*.tiktoken", "tiktoken.model", "spiece.model")
+UNREAD += ("tekken.json", "tokenizer.model.v*")
 
 
 def carried_by_start(cfg: Config) -> Carried | None:
@@ -56,13 +57,18 @@ def _newest(steps: Path) -> Path | None:
 
 def unknown_of(init: str) -> str:
     """The note of a start whose --init has no known tokenizer; names tokenizer files that are not read."""
-    there = sorted({path.name for name in UNREAD for path in Path(init).glob(name)})
     said = f"--init={init}: its tokenizer is not known, so nothing tells whether the data are of it"
+    return said + unread_in(Path(init))
+
+
+def unread_in(folder: Path) -> str:
+    """Words that follow a message: tokenizer files of a folder that are not read, and what writes one."""
+    there = sorted({path.name for name in UNREAD for path in folder.glob(name)})
     if not there:
-        return said
+        return ""
     return (
-        f"{said}: of {', '.join(there)} none is read; transformers' AutoTokenizer.from_pretrained(DIR)"
-        f".save_pretrained(DIR) writes {TOKENIZER}, for --data.tokenizer or next to the weights"
+        f": of {', '.join(there)} none is read; transformers' AutoTokenizer.from_pretrained(DIR)"
+        f".save_pretrained(DIR) writes {TOKENIZER}, next to the weights or to be named"
     )
 
 
