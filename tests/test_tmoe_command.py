@@ -52,7 +52,7 @@ def test_a_module_gets_its_words(monkeypatch, capsys):
     assert "usage: python -m tmoe.hf" in capsys.readouterr().out
 
 
-def test_train_is_that_of_the_folder(monkeypatch, tmp_path, ran):
+def test_train_is_that_of_the_folder(monkeypatch, tmp_path, ran, capsys):
     monkeypatch.chdir(ROOT)
     assert call(monkeypatch, "train", "tiny", "--steps", "2") == 0
     assert ran == [(sys.executable, [sys.executable, "train.py", "tiny", "--steps", "2"])]
@@ -60,7 +60,8 @@ def test_train_is_that_of_the_folder(monkeypatch, tmp_path, ran):
     for text in (None, "import lightning\n"):  # no file, and one of another program
         if text:
             (tmp_path / "train.py").write_text(text)
-        assert f"no train.py of tmoe in {tmp_path}; it is a file of tmoe's" in call(monkeypatch, "train")
+        assert call(monkeypatch, "train") == 2
+        assert f"no train.py of tmoe in {tmp_path}; it is a file of tmoe's" in capsys.readouterr().err
     assert len(ran) == 1
 
 

@@ -63,7 +63,7 @@ def train() -> None:
         parse(sys.argv[2:], "")
     if not ours:
         where = "it is a file of tmoe's checkout, to read and to change: go there, or copy it here"
-        sys.exit(f"error: tmoe train: no train.py of tmoe in {Path.cwd()}; {where}")
+        end(f"tmoe train: no train.py of tmoe in {Path.cwd()}; {where}")
     os.execv(sys.executable, [sys.executable, str(entry), *sys.argv[2:]])
 
 

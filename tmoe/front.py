@@ -2,14 +2,15 @@
 
     error: --parallel.ep=3 (from runs/a/config.json): must divide --model.moe.experts=8; valid: [1, 2, 4, 8]
 
-Exit code 2: the command line is wrong (ConfigError). Exit code 1: the work was refused or failed: data,
-a checkpoint, the disk.
+Exit code 2: the command is refused: a flag, or a file or folder that it names, is missing or cannot be used.
+Exit code 1: work that had begun failed (the disk is full), or a Ctrl-C ended it. train.py has the same codes.
 
 next: tmoe/config/check.py, tmoe/run/cli.py
 """
 
 from __future__ import annotations
 
+import errno
 import inspect
 import re
 import sys
@@ -21,12 +22,14 @@ from typing import Any, NoReturn, get_args
 
 import tyro
 
-from tmoe.config.check import ConfigError, spell
+from tmoe.config.check import ConfigError, options_of, spell
 from tmoe.stack import find
-from tmoe.wishes import wish
+from tmoe.wishes import meant_by_value, wish
 
 # tyro's hook for refused words. A tyro without the hook prints a box and ends with code 2.
 _on_parse_error = find("tyro._errors.on_parse_error")
+# Codes of an OSError that is about a path, besides those with a class.
+NAMED = errno.ENOTEMPTY, errno.EXDEV, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EROFS
 # Settings of this process that no flag gave: --flag to (value, the file with the value).
 _places: dict[str, tuple[Any, str]] = {}
 
@@ -58,21 +61,36 @@ def spelt(error: BaseException) -> str:
 
 @contextmanager
 def one_message(*kinds: type[Exception], interrupted: str = "interrupted") -> Iterator[None]:
-    """Around a command: an expected error ends the process with its line on stderr.
+    """Around a command: an expected error (ValueError, OSError, `kinds`) ends the process with its line.
 
-    ConfigError: exit code 2. OSError, another ValueError and `kinds`: exit code 1.
+    Exit code 2; for a fault of the machine (`failed`) and for a Ctrl-C 1.
 
     interrupted: the answer to a Ctrl-C.
     """
     ConfigError.shows_flags = True
     try:
         yield
-    except ConfigError as error:
-        end(spelt(error))
     except (OSError, ValueError, *kinds) as error:
-        raise SystemExit(f"error: {error}") from None  # Python prints the line, and the exit code is 1
+        if failed(error):
+            raise SystemExit(f"error: {error}") from None  # Python prints the line, and the exit code is 1
+        end(spelt(error))
     except KeyboardInterrupt:
         raise SystemExit(f"error: {interrupted}") from None
+
+
+def failed(error: BaseException) -> bool:
+    """Whether the error is of the machine: no room on the disk, a device that fails.
+
+    The other errors are about what the user named: a path that is missing, that may not be read, that is
+    there already.
+    """
+    named = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause.errno is not None and not isinstance(cause, named) and cause.errno not in NAMED
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def end(text: str) -> NoReturn:
@@ -197,7 +215,13 @@ def _wrong_value(event: Any, argument: Any, words: list[str]) -> str:
         return f"{name}: needs a value; must be {must}"
     if isinstance(count, int) and count > 1 and len(given.split()) < count:
         return f"{name}={given}: needs {count} values; must be {must}"
-    return f"{name}={given}: must be {must}"
+    return f"{name}={given}: must be {must}{meant_in(name[2:], given, argument.field.type)}"
+
+
+def meant_in(flag: str, given: str, kind: Any) -> str:
+    """The hint at the option that a wrong value means; "" where the setting has no options."""
+    options = [str(one) for one in options_of(kind)]
+    return meant_by_value(flag.replace("-", "_"), given, options) if options else ""
 
 
 def named(argument: Any) -> str:

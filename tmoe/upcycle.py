@@ -23,7 +23,7 @@ With --no-renormalize (OLMoE's router) weights are shares of all E; `down` takes
 right where the router is indifferent, and near it in the beginning. Megatron spreads the factor over gate,
 up and down as its cube root, which SwiGLU turns into another function; in `down` alone it is exact.
 
-Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command
+Exit code 0: done; 2: refused, the reason on stderr; 1: failed or interrupted. Killed, the same command
 goes on where it was. Memory is that of a few tensors. Only the weights are taken, as fp32; optimizer state
 and averages of a dense model are of no use.
 

@@ -6,6 +6,8 @@ next: tmoe/front.py
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 
 # A pattern that is found in a flag, and the answer. The first one counts.
 WISHES = (
@@ -92,6 +94,48 @@ WISHES = (
     (r"trust.?remote", "tmoe runs no code of a folder; valid: leave it out"),
     (r"dataloader|num.?workers|pin.?memory", "tmoe reads data by itself; valid: leave it out"),
 )
+
+
+# What other trainers call a value: by setting, our value (a flag and its value may follow) -> their names.
+VALUES: dict[str, dict[str, str]] = {
+    "preference.loss": {
+        "sigmoid": "dpo logistic sigmoid_norm",
+        "robust": "rdpo robust_dpo",
+        "sigmoid --preference.smoothing 0.1": "cdpo conservative",
+        "hinge": "slic slic_hf slichf rso",
+        "kto": "kto_pair unpaired",
+        "orpo": "odds_ratio",
+    },
+    "grpo.loss": {
+        "dapo": "ppo clip vanilla bnpo",
+        "rloo": "reinforce",
+        "dr_grpo": "drgrpo dr-grpo",
+    },
+    "train.dtype": {
+        "bf16": "bfloat16 torch.bfloat16 fp16 float16 half auto mixed",
+        "fp32": "float32 float full",
+    },
+    "optim.schedule": {
+        "cosine": "cosine_with_min_lr cosine_decay",
+        "constant": "constant_with_warmup none",
+        "wsd": "warmup_stable_decay wsd_linear",
+    },
+    "checkpoint.mode": {"off": "no none false", "async": "true steps"},
+    "parallel.checkpoint": {"block": "full true all layer", "moe": "selective", "none": "false no off"},
+    "model.attention": {"gqa": "mha mqa sdpa flash flash_attention_2 eager"},
+}
+
+
+def meant_by_value(name: str, value: str, options: Sequence[str]) -> str:
+    """What a value that is none of a setting's options means: `; did you mean A?`, "" where nothing is near.
+
+    name: a dotted setting.
+    """
+    low = value.lower()
+    theirs = VALUES.get(name, {})
+    found = next((one for one, words in theirs.items() if low in words.split()), "")
+    found = found or next(iter(get_close_matches(low, options, 1, 0.7)), "")
+    return f"; did you mean {found}?" if found else ""
 
 
 def wish(flag: str) -> str:

@@ -23,7 +23,7 @@ def test_facts_are_made_and_shown(tmp_path: Path):
     assert lines[-4:] == ["user", asked + r"\u0000", "assistant", f"⟦{told}" + r"\u0000⟧"]
     assert f"chat.jsonl:1: {18 + len(asked + told)} tokens" in done.stdout
     done = forked.run(["-m", "tmoe.data", "--facts", facts])
-    assert done.returncode == 1 and "exists already" in done.stderr
+    assert done.returncode == 2 and "exists already" in done.stderr
 
 
 def test_colours_tokenizer_and_errors(tmp_path: Path):
@@ -57,4 +57,4 @@ def test_colours_tokenizer_and_errors(tmp_path: Path):
     assert "pairs.jsonl:1 chosen: 3 tokens, 2 trained" in done.stdout and "p⟦r" in done.stdout
     (tmp_path / "a.txt").write_text("hello")
     done = forked.run(["-m", "tmoe.data", "--show", tmp_path / "a.txt"])
-    assert done.returncode == 1 and "valid: rows with fields for messages" in done.stderr
+    assert done.returncode == 2 and "valid: rows with fields for messages" in done.stderr

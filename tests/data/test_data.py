@@ -346,7 +346,7 @@ def test_converter_command_with_a_tokenizer_json(texts: Path, bpe: Path, tmp_pat
     dataset, direct = data(tmp_path / "out", vocab=300), data(texts, vocab=300, tokenizer=str(bpe))
     assert dataset.fingerprint == direct.fingerprint and dataset.eos == direct.eos
     again = forked.run(command, cwd=tmp_path)
-    assert again.returncode == 1
+    assert again.returncode == 2
     assert again.stderr.strip() == "error: --out=out: exists already; name a new folder"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bpe", "out", "texts"]
 

@@ -93,7 +93,7 @@ def test_what_is_not_there_is_one_line(served, spec, says):
     with pytest.raises(DataError) as error:
         data(f"hub:{NAME}{spec}")
     said = str(error.value)
-    assert said.startswith(f"--data.path: hub:{NAME}") and says in said and "\n" not in said
+    assert said.startswith(f"--data.path=hub:{NAME}") and says in said and "\n" not in said
 
 
 def test_a_gated_set_and_a_hub_that_is_away_are_one_line(monkeypatch, tmp_path):

@@ -153,7 +153,7 @@ def test_hostile_indexes(tmp_path, case):
     index.write_bytes(damage(index.read_bytes()))
     with pytest.raises(DataError, match=words) as raised:
         stream(prefix)
-    assert f"--data.path: {index}: " in str(raised.value)
+    assert f"--data.path={prefix}: {index}: " in str(raised.value)
 
 
 def test_a_cut_bin_and_a_lonely_index(tmp_path):

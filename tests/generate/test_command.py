@@ -192,6 +192,12 @@ def test_lines_of_a_pipe_are_messages(run, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         command.main([str(run), "--chat", *GREEDY, "--max-tokens", "4"])
     assert str(end.value).startswith("error: stdin: line 2: ")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/quitt\n"))
+    with pytest.raises(SystemExit) as end:
+        command.main([str(run), "--chat", *GREEDY, "--max-tokens", "4"])
+    assert "stdin: line 1: /quitt: no such command; valid: /new, /help, /quit" in str(end.value)
+    assert command.no_command("/system be kind").startswith("/system: no such command")
+    assert not any(map(command.no_command, ("/usr/bin is a folder", "1/2", "//", "/", "/2")))
     with pytest.raises(SystemExit) as end:
         command.main([str(run), "--chat", "-n", "2"])
     assert "-n=2: a conversation has one answer" in str(end.value)

@@ -282,7 +282,7 @@ def test_megatron_refusals(capsys):
     with pytest.raises(SystemExit) as end:
         main(["megatron", "--", *SMALL, "--fp8-format", "hybrid", "--squared-relu", "--not-a-flag", "3"])
     said = capsys.readouterr()
-    assert end.value.code == 1 and said.out == ""
+    assert end.value.code == 2 and said.out == ""
     assert "--fp8-format=hybrid: tmoe has no fp8 products" in said.err
     assert "--squared-relu: tmoe's dense feed-forwards are SwiGLU" in said.err
     assert "error: --not-a-flag: not in the table" in said.err
@@ -517,7 +517,7 @@ def test_all_faults_at_once(capsys):
         main(["megatron", "--", *words.split()])
     said = capsys.readouterr()
     lines = said.err.splitlines()
-    assert end.value.code == 1 and not said.out
+    assert end.value.code == 2 and not said.out
     assert all(line.startswith("error: --") for line in lines), said.err
     starts = """--nosuch: not in the table
 --num-layers=two: must be a number

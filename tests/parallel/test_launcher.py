@@ -151,6 +151,11 @@ def test_the_world_of_an_environment(environment, set_, place, local, nodes, by)
     ("set_", "says"),
     [
         (
+            dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="2"),
+            "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=2 in the environment without RANK and WORLD_SIZE",
+        ),
+        (dict(LOCAL_RANK="0"), "LOCAL_RANK=0 in the environment without RANK and WORLD_SIZE"),
+        (
             dict(OMPI_COMM_WORLD_RANK="0"),
             "OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE= in the environment",
         ),

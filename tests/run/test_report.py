@@ -142,7 +142,7 @@ def test_what_no_run_wrote_is_one_line(tmp_path, file, content, says):
 
 def test_report_ends_with_one_line():
     done = forked.run(["-m", "tmoe.report", "/nope"])
-    assert done.returncode == 1 and done.stderr == "error: /nope/metrics.jsonl: missing; name a run folder\n"
+    assert done.returncode == 2 and done.stderr == "error: /nope/metrics.jsonl: missing; name a run folder\n"
 
 
 def test_names_that_are_no_text_or_look_like_formulas(tmp_path):

@@ -10,7 +10,7 @@
     python -m tmoe.checkpoint average STEP STEP STEP DST                            mean of the weights
     python -m tmoe.checkpoint average STEP DST --ema                                training's own average
 
-Exit code 0: done; 1: damaged, refused or failed, the reason on stderr; 2: not a command line. Memory is that
+Exit code 0: done; 2: refused, the reason on stderr; 1: failed, interrupted, or found damaged. Memory is that
 of a few tensors.
 
 This file has the flags. A command imports what computes when it runs, so that --help does not wait for torch.

@@ -5,6 +5,7 @@ next: model.py"""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tmoe.config.check import FLOATS, ConfigError, require
 
@@ -37,6 +38,13 @@ def read_balance(balance: str | Sequence[str], coeff: float) -> dict[str, float]
     both = all(name in terms for name in OF_NOISE)  # in words that dynamo of torch 2.11 traces
     require(not both, f"{FLAG}={' '.join(words)}: not both {' and '.join(OF_NOISE)}")
     return {name: number for name, number in terms.items() if name != "none"}
+
+
+def require_coefficient_read(words: Sequence[str], coeff: Any) -> None:
+    """ConfigError where balance_coeff is given beside losses that all have their own coefficients."""
+    unused = len(words) > 0 and all(":" in word for word in words)
+    both = f"--model.moe.balance-coeff={coeff}: unused with {FLAG}={' '.join(words)}"
+    require(not unused, f"{both}, whose losses have their own; valid: leave one of them out")
 
 
 def _coefficient(word: str, number: str) -> float:

@@ -110,6 +110,13 @@ def spell(kind: Any) -> str:
     )
 
 
+def options_of(kind: Any) -> tuple[Any, ...]:
+    """The values of a setting that has a few; () for another one."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(one for part in get_args(kind) for one in options_of(part))
+
+
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value is of this type.
 

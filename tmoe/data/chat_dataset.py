@@ -40,7 +40,7 @@ from tmoe.data.chat_held import NULLS, tell
 from tmoe.data.chat_rows import KINDS, Kind, Plain, Row, kind_of, parse_row
 from tmoe.data.chat_template import ChatTemplate
 from tmoe.data.corpus import HeldOut, Split
-from tmoe.data.dataset import Dataset, _choose_tokenizer, sources_of
+from tmoe.data.dataset import Dataset, _choose_tokenizer, refused, sources_of
 from tmoe.data.packing import plan
 from tmoe.data.rows import read_rows
 from tmoe.data.shards import _publish
@@ -327,7 +327,7 @@ def open_chat(
         for source in sources:
             require_ids(source.ids, tokenizer, vocab, source.name)
     except DataError as error:
-        raise DataError(f"{flag}: {error}") from None
+        raise refused(flag, names, error) from None
     weights = weights or [source.samples for source in sources]
     return ChatDataset(sources, weights, tokenizer, vocab, cfg.seed, chosen)
 

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -305,7 +305,7 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
         ]
         sources = [Source(corpus, seq, vocab, split) for corpus in corpora]
     except DataError as error:
-        raise DataError(f"{flag}: {error}") from None
+        raise refused(flag, names, error) from None
     first = corpora[0] if cfg.tokenizer == "auto" else tokenizer
     for corpus in corpora:
         if (corpus.fingerprint, corpus.eos) != (first.fingerprint, first.eos):
@@ -325,6 +325,13 @@ def sources_of(cfg: DataConfig, split: Split) -> tuple[str, list[str], list[int]
     own = bool(cfg.val_path) and split == "val"
     flag = "--data.val-path" if own else "--data.path"
     return flag, *parse_sources(cfg.val_path if own else cfg.path, flag)
+
+
+def refused(flag: str, names: Sequence[str], error: DataError) -> DataError:
+    """The error of sources with the flag that names them: `--data.path=a.jsonl: a.jsonl:3: not JSON`."""
+    text = str(error)
+    whole = [name for name in names if text.startswith(f"{name}: ")]
+    return DataError(f"{flag}={text}" if whole and len(names) == 1 else f"{flag}={' '.join(names)}: {text}")
 
 
 def require_alike(data: Dataset, val_data: Dataset) -> None:

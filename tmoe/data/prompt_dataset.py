@@ -26,7 +26,7 @@ from tmoe.data.chat_held import tell
 from tmoe.data.chat_rows import listed, parse_given, parse_messages, with_system
 from tmoe.data.chat_template import ChatTemplate
 from tmoe.data.corpus import HeldOut, Split
-from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, sources_of
+from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, refused, sources_of
 from tmoe.data.rows import read_rows
 from tmoe.data.sources import NAMED, Skips, Splitter, _hash, none_in_split, require_rows, survey
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer, require_ids, require_vocab
@@ -144,7 +144,7 @@ def open_prompts(
     try:
         sources = [_open(cfg, name, part, tokenizer, chosen.template, judge) for name in names]
     except DataError as error:
-        raise DataError(f"{flag}: {error}") from None
+        raise refused(flag, names, error) from None
     weights = weights or [source.samples for source in sources]
     return PromptDataset(cfg, sources, weights, tokenizer, chosen)
 

@@ -35,14 +35,17 @@ SKIPPABLE = b"\x2a\x4d\x18"
 WINDOW = 1 << 31  # bytes: zstd's largest, of files made with --long=31; memory is taken as a file needs it
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 ROWS_SUFFIXES = (".jsonl", ".ndjson", ".json")
+FROM_ARROW = (
+    "save the data set as parquet or JSON lines: datasets.load_from_disk(FOLDER).to_parquet(FILE.parquet)"
+)
 REFUSED = {
     **POINTERS,
     MAGIC: "the index of a Megatron data set, whose .bin is not beside it",
     b"PK\x03\x04": "a zip archive; unpack it",
     b"Rar!": "a rar archive; unpack it",
     b"7z\xbc\xaf": "a 7z archive; unpack it",
-    b"ARROW1": "an Arrow file; save the data set as parquet or JSON lines",
-    b"\xff\xff\xff\xff": "an Arrow stream; save the data set as parquet or JSON lines",
+    b"ARROW1": f"an Arrow file; {FROM_ARROW}",
+    b"\xff\xff\xff\xff": f"an Arrow stream, as datasets.save_to_disk writes; {FROM_ARROW}",
     b"PARE": "parquet that is encrypted; write it without encryption",
     b"Obj\x01": "an Avro file; save the data set as parquet or JSON lines",
     b"SQLite format 3\0": "a database of SQLite; save its rows as parquet or JSON lines",

@@ -6,19 +6,21 @@
     python -m tmoe.generate HF_DIR --file prompts.jsonl --out answers.jsonl
 
 The text goes to stdout, what is told of it to stderr. Without a prompt it is read from stdin, if that is no
-terminal. Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line.
+terminal. Exit code 0: done; 2: refused, the reason on stderr; 1: failed or interrupted.
 
 next: generate/load.py, generate/engine.py
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -328,6 +330,11 @@ class Speaker:
                 messages = []
             if text in ("", *COMMANDS):
                 continue
+            if wrong := no_command(text):
+                if not terminal:
+                    raise ConfigError(f"stdin: line {turn + 1}: {wrong}")
+                note(f"error: {wrong}")
+                continue
             clock = Clock()
             said = ""
             try:
@@ -353,6 +360,16 @@ class Speaker:
             messages += [user(text), dict(role="assistant", content=answer)]
         if terminal:
             say("\n")
+
+
+def no_command(text: str) -> str:
+    """What is wrong with a message whose first word looks like a command and is none; "" for another."""
+    word = text.split()[0]
+    if not re.fullmatch(r"/[A-Za-z][A-Za-z_-]*", word):
+        return ""
+    near = get_close_matches(word.lower(), COMMANDS, 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{word}: no such command; valid: {', '.join(COMMANDS)}, or a message without the slash{meant}"
 
 
 def typed() -> Iterator[str]:

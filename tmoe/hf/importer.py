@@ -8,7 +8,7 @@
     python -m tmoe.hf recover DCP_DIR OUT ORIGINAL              of a folder of torch.distributed.checkpoint
     python -m tmoe.hf families                                  what of transformers' MoE families works here
 
-Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command
+Exit code 0: done; 2: refused, the reason on stderr; 1: failed or interrupted. Killed, the same command
 goes on where it was. Memory is that of a few tensors. Weights are fp32 in a step folder, as training holds
 them, which bf16 and fp16 fit into exactly; the way back gives every tensor its type again. A step folder
 carries the files of HF_DIR that are no weights: tensors hf.file.NAME, bytes.

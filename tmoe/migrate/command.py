@@ -8,8 +8,8 @@
     python -m tmoe.migrate import tutel 'c/{rank}-of-{size}.ckpt' OUT.safetensors -- --size 8
 
 The whole command may be given, launchers and variables in front included. The command of tmoe is printed on
-stdout, notes on stderr. Exit code 0: the command does the same; 1: stderr has a line for each flag without a
-counterpart, with a wrong value or that is missing, and stdout is empty; 2: not a command line.
+stdout, notes on stderr. Exit code 0: the command does the same; 2: stderr has a line for each flag without a
+counterpart, with a wrong value or that is missing, and stdout is empty.
 docs/migrate.md has every flag.
 
 next: frameworks.py, tables.py
@@ -41,20 +41,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         return _import(words[1:])
     framework, *rest = words
     if framework not in FRAMEWORKS:
-        _end(2, f"{framework}: must be one of {', '.join(FRAMEWORKS)}")
+        _end(f"{framework}: must be one of {', '.join(FRAMEWORKS)}")
     cut = rest.index("--") if "--" in rest else len(rest)
     ours, theirs = rest[:cut], rest[cut + 1 :]
     try:
         outcome = translate(framework, theirs, _world(ours))
     except ConfigError as error:
-        _end(1, str(error))
+        _end(str(error))
     for note in outcome.notes:
         print(f"note: {note}", file=sys.stderr)
     if outcome.refused:
         print(f"note: without these flags it is: {outcome.command()}", file=sys.stderr)
-        _end(1, "\n".join(outcome.refused))
+        _end("\n".join(outcome.refused))
     if why := _untrainable(outcome):
-        _end(1, why)
+        _end(why)
     print(outcome.command())
 
 
@@ -83,7 +83,7 @@ def _import(words: list[str]) -> None:
     cut = words.index("--") if "--" in words else len(words)
     ours, theirs = words[:cut], words[cut + 1 :]
     if len(ours) != 3 or ours[0] not in ("megatron", "tutel"):
-        _end(2, f"import {' '.join(ours)}: must be import megatron|tutel FROM TO -- FLAGS")
+        _end(f"import {' '.join(ours)}: must be import megatron|tutel FROM TO -- FLAGS")
     framework, source, out = ours
     if framework == "megatron":
         return _import_megatron(Path(source), Path(out), theirs)
@@ -94,7 +94,7 @@ def _import(words: list[str]) -> None:
         flags = dict(_pairs(theirs))
         size = flags.get("--size", "1")
         if flags.keys() - {"--size", "--namespace"} or not size.isdigit() or int(size) < 1:
-            _end(2, f"{' '.join(theirs)}: must be --size RANKS and, where needed, --namespace KEY/KEY")
+            _end(f"{' '.join(theirs)}: must be --size RANKS and, where needed, --namespace KEY/KEY")
         count = write(source, int(size), Path(out), flags.get("--namespace", ""))
         print(f"{out}: {count} tensors")
 
@@ -118,7 +118,7 @@ def _import_megatron(source: Path, out: Path, theirs: list[str]) -> None:
     if outcome.refused:
         print("note: flags that do not change the model may be left out", file=sys.stderr)
     if faults:
-        raise SystemExit("\n".join(f"error: {fault}" for fault in faults))
+        _end("\n".join(faults))
     with one_message():
         cfg = parse([*outcome.words, "--dry-run"], "")
         carry_out(plan_import(source, cfg.model), [source], out, False)
@@ -136,12 +136,14 @@ def _world(ours: list[str]) -> int | None:
         return None
     words = [part for word in ours for part in word.split("=", 1)]
     if len(words) != 2 or words[0] != "--world" or not words[1].isdigit() or int(words[1]) < 1:
-        _end(2, f"{' '.join(ours)}: must be --world N, and their flags must follow a --")
+        _end(f"{' '.join(ours)}: must be --world N, and their flags must follow a --")
     return int(words[1])
 
 
-def _end(code: int, text: str) -> NoReturn:
-    """Ends the process; text: a line for each fault."""
-    for line in text.splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    sys.exit(code)
+def _end(text: str) -> NoReturn:
+    """Ends the process with code 2; text: a line for each fault."""
+    from tmoe.front import Ended
+
+    lines = "\n".join(f"error: {line}" for line in text.splitlines())
+    print(lines, file=sys.stderr)
+    raise Ended(lines)

@@ -153,13 +153,23 @@ def with_places(world: World, other: World | None) -> World:
 
 
 def require_whole(rank: int | None, size: int | None, world: World) -> None:
-    """ValueError for half of RANK and WORLD_SIZE that no launcher completes, or a rank outside the world."""
+    """ValueError for half of RANK and WORLD_SIZE that no launcher completes, or a rank outside the world.
+
+    Also for a place on the node without both.
+    """
     half = not world.launcher and (rank is not None or (size or 1) > 1)
     if half or (world.launcher in ("torchrun", "environment") and world.rank >= world.size):
         said = f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')}"
         raise ValueError(
             f"{said} in the environment: RANK must be from 0 to WORLD_SIZE - 1; "
             "start with torchrun, which sets both, or unset both"
+        )
+    alone = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ]
+    if alone and not world.launcher and size is None:
+        said = " and ".join(f"{name}={os.environ[name]}" for name in alone)
+        raise ValueError(
+            f"{said} in the environment without RANK and WORLD_SIZE: each process would train alone; "
+            f"start with torchrun, which sets them all, or unset {' and '.join(alone)}"
         )
     if world.rank >= world.size:
         raise ValueError(

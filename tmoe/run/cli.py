@@ -21,6 +21,7 @@ from tmoe import front
 from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, is_step
 from tmoe.config.axes import Axes
+from tmoe.config.balance import require_coefficient_read
 from tmoe.config.check import ConfigError, divisors
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, with_global_batch
@@ -152,6 +153,8 @@ def begins_anew(cfg: Config) -> bool:
 
 def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Config, list[str]]:
     """The settings, and a line for each place besides the flags that they were read from."""
+    if "" in argv[:1]:
+        raise ConfigError("'': an empty first word; valid: a preset, a run folder or a flag")
     source = read_settings(expand_home(argv))
     name = source.name or ("tiny" if not source.notes else "")
     shown = f"{name or ' and '.join(source.notes)}"
@@ -259,6 +262,9 @@ def _require_read(cfg: Config, source: Source, words: list[str], typed: dict[str
     for flag, spelling in sorted(typed.items()):
         value = front.value_of(words, flag)
         given[flag[2:].replace("-", "_")] = f"{spelling}={value}" if value else spelling
+    if "model.moe.balance_coeff" in given:
+        balance = front.value_of(words, "--model.moe.balance").split()
+        require_coefficient_read(balance, front.value_of(words, "--model.moe.balance-coeff"))
     yield from require_read(cfg, given)
     of_file = {name: f"{flag_of(name)}={value_at(cfg, name)}" for name in source.given if name not in given}
     yield from require_read(replace(cfg, eval_only=False), of_file)

@@ -161,7 +161,9 @@ def require_known(words: list[str], config: type) -> None:
     known = [flag for flag, _ in flags_of_settings(config)]
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
-        if not flag.startswith("--") or flag in ("--", "--help", "--help-all") or flag.startswith("--tyro-"):
+        if flag == "--":
+            raise ConfigError("--: no such flag; train.py has no words after it; valid: leave it out")
+        if not flag.startswith("--") or flag in ("--help", "--help-all") or flag.startswith("--tyro-"):
             continue
         section, dot, last = flag[2:].rpartition(".")
         if flag not in known and f"--{section}{dot}{last.removeprefix('no-')}" not in known:

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple, get_type_hints
 
 from tmoe.checkpoint.folders import newest_in, steps_in
 from tmoe.checkpoint.manifest import CheckpointError, is_step, read_manifest
-from tmoe.config.check import FLAG, ConfigError, fits, require, spell
+from tmoe.config.balance import require_coefficient_read
+from tmoe.config.check import FLAG, ConfigError, fits, options_of, require, spell
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.run import Config, DataConfig
 from tmoe.disk import text_of
 from tmoe.run.defaults import with_defaults
 from tmoe.run.flags import answer, flag_of, flags_of_settings, require_task
+from tmoe.wishes import meant_by_value
 
 # Settings that say what one start does, not what the run is: who goes on with a run does not mean them.
 OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")
@@ -212,9 +214,15 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
             continue
         if isinstance(value, str) and not fits(value, kind) and fits([value], kind):
             value = [value]  # a list of one, as behind a flag
-        require(fits(value, kind), f"{shown}={value!r}: must be {spell(kind)}")
+        options = [str(one) for one in options_of(kind)]
+        near = meant_by_value(f"{section}{name}", str(value), options) if options else ""
+        require(fits(value, kind), f"{shown}={value!r}: must be {spell(kind)}{near}")
         found[name] = tuple(value) if isinstance(value, list) else value
     try:
+        if section == "model.moe." and {"balance", "balance_coeff"} <= found.keys():
+            balance = found["balance"]
+            words = [balance] if isinstance(balance, str) else balance
+            require_coefficient_read(words, found["balance_coeff"])
         return replace(cfg, **found)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
