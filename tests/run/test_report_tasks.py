@@ -110,7 +110,11 @@ def test_kto_has_completions_in_place_of_pairs(tmp_path):
     settings = dict(task="preference", preference=PreferenceConfig(loss="kto"))
     found = pictures(drawn(tmp_path, OF_PAIRS, **settings))
     titles = "Loss, kto", "Margin of rewards, desirable less undesirable"
-    assert found.keys() >= {*titles, "Accuracy: share of completions on their side of the baseline"}
+    assert found.keys() >= {*titles, "Accuracy: completions on their side of z"}
+    figure = next(iter(found.values())).figure
+    figure.draw_without_rendering()
+    for axis in figure.axes:  # in pixels: no title is cut off
+        assert axis._left_title.get_window_extent().x1 <= figure.bbox.x1, axis.get_title(loc="left")
 
 
 @pytest.mark.parametrize("task", ["pretrain", "preference", "grpo"])

@@ -474,5 +474,5 @@ PICTURES = dict(
 )
 OF_KTO = dict(
     margin="Margin of rewards, desirable less undesirable",
-    accuracy="Accuracy: share of completions on their side of the baseline",
+    accuracy="Accuracy: completions on their side of z",
 )
