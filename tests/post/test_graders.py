@@ -107,6 +107,14 @@ x \in [1, 2]                 | [1,2]
 \lvert x\rvert               | |x|
 \{x \mid x > 2\}             | \{x|x>2\}
 \emptyset                    | \{ \}
+\( \frac{3}{4} \)            | 3/4                        | signs around all of it
+\[ x^2+1 \]                  | x^2 + 1
+\(5\) cm.                    | 5
+{(1,2)}                      | (1, 2)
+\mathbf{\frac{3}{4}}         | 0.75
+\text{$\sqrt{2}$ cm}         | \sqrt2
+\boldsymbol{-7}              | -7
+\approx 3.14                 | 3.14
 x \leq 3                     | x\le3                      | signs
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix} | a matrix
 """
@@ -148,6 +156,8 @@ OTHER = r"""
 0.\overline{12}              | 0.1\overline{2}
 \mathbb{R}                   | \mathbb{Q}
 \{0\}                        | \emptyset
+{x}{y}                       | {x}
+\approx 3.14                 | \pi
 x+1                          | x-1
 x^2                          | x^3
 x^{12}                       | x^{1}2
@@ -182,13 +192,13 @@ def test_spellings_of_one_answer(swapped):
     wrong = [
         pair for pair in rows(EQUAL) if not boxed(of(f"so \\boxed{{{pair[swapped]}}}", pair[not swapped]))
     ]
-    assert len(rows(EQUAL)) == 95 and wrong == []
+    assert len(rows(EQUAL)) == 103 and wrong == []
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_answers_that_are_not_one(swapped):
     wrong = [pair for pair in rows(OTHER) if same(pair[swapped], pair[not swapped])]
-    assert len(rows(OTHER)) == 55 and wrong == []
+    assert len(rows(OTHER)) == 57 and wrong == []
 
 
 NUMBERS = r"""

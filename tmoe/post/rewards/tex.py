@@ -50,7 +50,10 @@ UNITS = (
 )
 RATES = r"(?<=\s)(?:[ck]?m|miles?|met(?:er|re)s?|feet|ft)\s*/\s*(?:h(?:ou)?r?|s(?:ec(?:ond)?)?|min(?:ute)?)"
 RAISED = r"\s*\^\s*(?:\{\s*[23]\s*\}|[23])"
-WORDS = r"\\(?:text|textrm|textnormal|textit|textbf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
+WORDS = (
+    r"\\(?:text|textrm|textnormal|textit|textbf|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|hbox"
+    r"|operatorname)"
+)
 NOON = r"(?!\s*[aApP]\.?\s*[mM]\b)"  # of a time, which is no unit
 # At the end, after a number or a command: "5\text{ cm}^2", "5cm", "5 square inches", "5 m/s".
 OF_UNITS = re.compile(
@@ -76,12 +79,14 @@ REPEATING = re.compile(
     r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*(?:\{\s*(?=\d+\s*\})|(?=\d(?!\d)))(\d{1,20})(?:\s*\})?"
 )
 OF_WORDS = re.compile(rf"{WORDS}\s*\{{([^{{}}]*)\}}")
+AROUND = re.compile(rf"(?:{WORDS}\s*)?(?={{)")  # in front of the braces around a whole text
 LOOKS = tuple(
     (re.compile(pattern), to)
     for pattern, to in (
         (r"\\(?:left|right|middle|bigl?|bigr|Bigl?|Bigr|displaystyle|textstyle)(?![a-zA-Z])", ""),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\?\$|[£€¥]|\\(?:pounds|euro|yen)(?![a-zA-Z])", ""),
+        (r"(?<!\\)\\[()\[\]]|^\s*(?:\\approx(?![a-zA-Z])|≈)", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])", ""),
     )
@@ -113,18 +118,29 @@ def without_periods(text: str) -> str:
     return REPEATING.sub(_repeating, text)
 
 
+def _unwrapped(text: str) -> str:
+    r"""A text without the braces, and the \text or \mathbf, around all of it."""
+    while found := AROUND.match(text):
+        group = group_at(text, found.end())
+        if group is None or group[1] != len(text):
+            break
+        text = group[0].strip()
+    return text
+
+
 def without_looks(text: str) -> str:
     r"""TeX without what changes only the look of an answer, and without the unit at its end.
 
-    Spaces of TeX, \left and \right, \displaystyle, dollar signs, degrees, \text around words, a full stop.
-    \dfrac, \tfrac and \cfrac are \frac; signs of Unicode are those of TeX; "and" and "or" are commas.
+    Spaces of TeX, \( and \), braces around all, \left and \right, \displaystyle, dollar signs, degrees, \text
+    around words, a full stop. \dfrac, \tfrac and \cfrac are \frac; signs of Unicode are those of TeX; "and"
+    and "or" are commas.
     """
     text = without_periods(text)
     for sign, word in SIGNS.items():
         text = text.replace(sign, word)
     for pattern, to in LOOKS:
         text = pattern.sub(to, text)
-    text = OF_UNITS.sub("", text.strip().removesuffix(".").strip())
+    text = OF_UNITS.sub("", _unwrapped(text.strip().removesuffix(".").strip()))
     text = OF_WORDS.sub(r"\1", text)
     for pattern, to in SPELLINGS:
         text = pattern.sub(to, text.strip())
