@@ -1,6 +1,6 @@
 # Two commands, each of which makes its own environment first:
 #   make train    the preset `tiny` over two processes, experts spread between them, into runs/tiny
-#   make test     the fast tests, two files at a time, in some six minutes on two cores
+#   make test     the fast tests, two files at a time, in some 20 minutes on two cores
 # What CI runs beside them:
 #   make test-slow    the rest: faults, several hosts, whole runs, compiling for chips that are not here
 # docs/map.md, a list of all files, each with its first line; it is not in the repository:
