@@ -303,6 +303,15 @@ def test_a_malformed_row_is_named(tmp_path: Path, line: str):
     assert "1 malformed left out: " in dataset.sources[0].taken
 
 
+def test_a_table_as_text_is_named(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion\na,b\n")
+    with pytest.raises(
+        DataError, match=r"rows\.csv: is a table as text, .*\(write it as JSON lines or parquet\)"
+    ):
+        chat(path)
+
+
 @pytest.mark.parametrize(
     "task, rows, match",
     [

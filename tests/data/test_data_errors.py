@@ -128,13 +128,14 @@ def test_malformed_jsonl_names_the_line(tmp_path: Path, line: bytes, message: st
         ("nowhere:3", r"nowhere: no such file or folder"),
         ("stdlib:", r"--data\.path stdlib:: .*PATH:WEIGHT"),
         ("stdlib:much", r"'much' is no weight"),
+        ("hf:org/name", r"'org/name' is no weight; valid: PATH, PATH:WEIGHT or hub:ORG/NAME"),
         ("stdlib:-1", r"'-1' is no weight"),
         ("stdlib:0", r"weight > 0"),
         ("stdlib:1/0", r"'1/0' is no weight"),
         ("stdlib:1e99999999", r"'1e99999999' is no weight.* at most 40 digits"),
         ("stdlib:1e-99999999", r"'1e-99999999' is no weight"),
         ("stdlib:" + "1" * 100, r"1' is no weight"),
-        (":2", r"PATH or PATH:WEIGHT"),
+        (":2", r"PATH, PATH:WEIGHT or hub:ORG/NAME"),
     ],
 )
 def test_bad_source(spec: str, message: str):

@@ -83,6 +83,8 @@ def test_config_split_and_revision(served):
         (":tset", "no split 'tset'; valid: train, held; configs: main, other"),
         (":other:train", "no split 'train'; valid: validation"),
         (":third:train", "no config 'third'; valid: main, other"),
+        (":train[:1000]", f"cannot be named; valid: hub:{NAME}:train, all of it, with fewer --steps"),
+        (":main:train[10%:20%]", f"cannot be named; valid: hub:{NAME}:main:train, all of it"),
         ("@v9", "the hub has no such revision of it (branch, tag or commit)"),
         (":a:b:c", "must be hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT]"),
         ("::train", "must be hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT]"),

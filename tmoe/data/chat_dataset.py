@@ -381,7 +381,9 @@ class _Rows:
 
     def open(self, seq: int, split: Split) -> ChatSource:
         made = made_once(f"chat-{self._key()}", self._make)
-        told = f"{self.source.form} of {self.kind}, {self.template.source}"
+        count = len(self.source.files)
+        files = f" in {count} files" if count > 1 else ""
+        told = f"{self.source.form} of {self.kind}{files}, {self.template.source}"
         pairs = self.kind == "preference" and self.task == "preference"
         return ChatSource(self.source.name, made, seq, split, self.cfg, told, pairs)
 

@@ -387,8 +387,8 @@ def _parse_source(spec: str, flag: str) -> tuple[str, Fraction | None]:
         value = Fraction(0)
     if not name or value <= 0:
         raise DataError(
-            f"{flag} {spec}: no such path, and {weight!r} is no weight; valid: PATH or PATH:WEIGHT, "
-            "weight > 0 of at most 40 digits, as 3, 0.3, 1/3 or 3e-1"
+            f"{flag} {spec}: no such path, and {weight!r} is no weight; valid: PATH, PATH:WEIGHT or "
+            "hub:ORG/NAME, weight > 0 of at most 40 digits, as 3, 0.3, 1/3 or 3e-1"
         )
     return name, value
 

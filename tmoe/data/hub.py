@@ -70,6 +70,11 @@ def parse(spec: str) -> Wanted:
     """The parts of `hub:...`. DataError for another shape."""
     first, *rest = spec.removeprefix(PREFIX).split(":")
     name, at, revision = first.partition("@")
+    if slices := next((one for one in rest if "[" in one), ""):
+        whole = spec.partition(slices)[0] + slices.partition("[")[0]
+        raise DataError(
+            f"{spec}: a slice of a split cannot be named; valid: {whole}, all of it, with fewer --steps"
+        )
     if not hub.NAME.fullmatch(name) or len(rest) > 2 or not all(rest) or bool(at) != bool(revision):
         raise DataError(f"{spec}: must be {SHAPE}")
     return Wanted(name, revision or None, tuple(rest))

@@ -502,6 +502,8 @@ def require_rows(source: Survey, rows: str) -> None:
     """DataError for a source that holds anything but rows. rows: what is valid in words."""
     what = source.form if source.files else "empty"
     if what not in ("JSON lines", "JSON", "parquet"):
+        if any(path.suffix.lower() in (".csv", ".tsv") for path, _ in source.files):
+            what = "a table as text, which is not read as rows (write it as JSON lines or parquet)"
         raise DataError(f"{source.name}: is {what}; valid: rows {rows}")
 
 
