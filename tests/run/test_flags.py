@@ -102,6 +102,8 @@ def test_a_command_line_is_told_flags(monkeypatch, capsys):
         ("--wd", "--optim.weight-decay"),
         ("--load_best_model_at_end", "--checkpoint.keep-best"),
         ("--ddp-timeout", "--train.collective-timeout"),
+        ("--no-checkpoint.keep-best", "--checkpoint.no-keep-best"),
+        ("--no-model.moe.renormalize", "--model.moe.no-renormalize"),
     ],
 )
 def test_which_flag_was_meant(word, meant, capsys):

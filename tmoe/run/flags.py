@@ -173,7 +173,9 @@ def require_known(words: list[str], config: type) -> None:
 
 def answer(flag: str, known: list[str]) -> str:
     """What to use in place of a flag that is none; "" where nobody knows."""
-    last = flag[2:].rpartition(".")[2]
+    section, dot, last = flag[2:].rpartition(".")
+    if dot and section.startswith("no-") and f"--{flag.removeprefix('--no-')}" in known:
+        return f"did you mean --{section.removeprefix('no-')}.no-{last}?"
     meant = meant_by(flag, known)
     exact = any(one.rpartition(".")[2].removeprefix("--") == last for one in meant)
     if (text := wish(flag)) and not (exact or is_synonym(last)):
