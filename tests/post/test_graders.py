@@ -115,6 +115,10 @@ x \in [1, 2]                 | [1,2]
 \text{$\sqrt{2}$ cm}         | \sqrt2
 \boldsymbol{-7}              | -7
 \approx 3.14                 | 3.14
+x = \pm 2                    | -2, 2                      | both signs
+\{3 - 2\sqrt2, 3+\sqrt{8}\}  | 3 ± 2\sqrt{2}
+\frac{1\pm\sqrt{5}}{2}       | \frac{1+\sqrt5}{2}, \frac{1-\sqrt5}{2}
+\pm y                        | y, -y
 x \leq 3                     | x\le3                      | signs
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix} | a matrix
 """
@@ -173,6 +177,10 @@ a_1                          | a_2
 x \le 3                      | x < 3
 x \ge 3                      | x \le 3
 5 \pm \sqrt{2}               | 5+\sqrt{2}
+\pm 1                        | 1, 1
+\pm 1                        | 1, -1, 0
+\pm 1                        | -1
+\pm 1                        | \mp 1
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}2\\1\end{pmatrix}
                              | 5
 \frac{1}{0}                  | \frac{2}{0}
@@ -192,13 +200,13 @@ def test_spellings_of_one_answer(swapped):
     wrong = [
         pair for pair in rows(EQUAL) if not boxed(of(f"so \\boxed{{{pair[swapped]}}}", pair[not swapped]))
     ]
-    assert len(rows(EQUAL)) == 103 and wrong == []
+    assert len(rows(EQUAL)) == 107 and wrong == []
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_answers_that_are_not_one(swapped):
     wrong = [pair for pair in rows(OTHER) if same(pair[swapped], pair[not swapped])]
-    assert len(rows(OTHER)) == 57 and wrong == []
+    assert len(rows(OTHER)) == 61 and wrong == []
 
 
 NUMBERS = r"""

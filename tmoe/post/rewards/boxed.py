@@ -19,6 +19,7 @@ MOST = 1000  # characters of a box that is read
 DEPTH = 4  # of brackets in brackets, and of fractions in fractions
 ASSIGNED = re.compile(r"^(?:[a-zA-Z]|\\theta|[a-zA-Z]\([a-z]\))(?:=|\\in(?![a-zA-Z]))(?=.)")
 LETTER = re.compile(r"^\(([A-Z])\)$")
+PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])\s*")
 WORDS = re.compile(r"[a-zA-Z]{2,}(?:\s+[a-zA-Z]+)*")
 
 
@@ -54,8 +55,21 @@ def same(a: str, b: str, depth: int = DEPTH) -> bool:
     return depth > 0 and _by_parts(a, b, depth - 1)
 
 
+def _both_signs(text: str) -> list[str]:
+    r"""The two values of a text with one \pm, else none."""
+    parts = PLUS_MINUS.split(text)
+    return [sign.join(parts).removeprefix("+") for sign in "+-"] if len(parts) == 2 else []
+
+
 def _by_parts(a: str, b: str, depth: int) -> bool:
-    """Unions and sets in any order, tuples and intervals between equal brackets, lists in their order."""
+    r"""Unions, sets and the values of \pm in any order, tuples and intervals between equal brackets.
+
+    Lists in their order.
+    """
+    if _both_signs(a) or _both_signs(b):
+        listed = [text.removeprefix("\\{").removesuffix("\\}") for text in (a, b)]
+        some, others = (_both_signs(text) or _split(text, ",") for text in listed)
+        return _in_any_order(some, others, depth)
     some, others = (_split(text, "\\cup") for text in (a, b))
     if len(some) > 1 or len(others) > 1:
         return _in_any_order(some, others, depth)

@@ -63,7 +63,17 @@ OF_UNITS = re.compile(
 RAISED_UNIT = re.compile(rf"((?<=[\d\s}})]){WORDS}\s*\{{[^{{}}]*\}}|(?<=[\d\s])(?:m|in|{UNITS})){RAISED}")
 SIGNS = {
     **{"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty "},
-    **{"√": r"\sqrt ", "∪": r"\cup ", "≤": r"\le ", "≥": r"\ge ", "°": "", "％": "%", r"\%": "%"},
+    **{"±": r"\pm ", "∓": r"\mp "},
+    **{
+        "√": r"\sqrt ",
+        "∪": r"\cup ",
+        "±": r"\pm ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "°": "",
+        "％": "%",
+        r"\%": "%",
+    },
     **{"½": r"\frac12", "¼": r"\frac14", "¾": r"\frac34", "⅓": r"\frac13", "⅔": r"\frac23"},
     **{
         r"\lbrace": r"\{",
