@@ -203,6 +203,26 @@ def test_lines_of_a_pipe_are_messages(run, capsys, monkeypatch):
     assert "-n=2: a conversation has one answer" in str(end.value)
 
 
+def test_bytes_of_a_pipe(run, capsys, monkeypatch):
+    """A byte order mark is no part of a message; other bytes than text, and no line at all, are named."""
+
+    def asked(raw: bytes, errors: str, *words: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), "utf-8", errors))
+        command.main([str(run), *words, *GREEDY, "--max-tokens", "4"])
+        return capsys.readouterr().out
+
+    assert asked(b"\xef\xbb\xbfhi\n", "strict", "--chat") == asked(b"hi", "strict", "--chat")
+    assert asked(b"\xef\xbb\xbfa\nb", "strict").startswith("a\nb")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    command.main([str(run), "--chat", *GREEDY])
+    assert capsys.readouterr().err.endswith("stdin holds no message\n")
+    for errors in ("strict", "surrogateescape"):
+        for words in (["--chat"], []):
+            with pytest.raises(SystemExit) as end:
+                asked(b"hi \xff\n", errors, *words)
+            assert str(end.value).startswith("error: stdin: not UTF-8: "), end.value
+
+
 @pytest.mark.filterwarnings("ignore:.*script")
 def test_a_hugging_face_folder_and_its_import(tmp_path, bpe, monkeypatch):  # noqa: F811
     """Its tokenizer, the tokens it begins texts with, the ids that end answers, its own sampling."""

@@ -174,7 +174,7 @@ def run(flags: Flags) -> None:
     require(not talks or flags.n == 1, f"-n={flags.n}: {one}")
     if not prompt and rows is None and not talks:
         require(not sys.stdin.isatty(), 'give a prompt ("..."), --file PROMPTS or --chat')
-        prompt = sys.stdin.read()
+        prompt = "".join(piped())
     begun = time.perf_counter()
     loaded = load(flags.path, flags.tokenizer, flags.device, flags.dtype)
     engine = loaded.engine(flags.slots, flags.pool_gib)
@@ -320,7 +320,8 @@ class Speaker:
         """
         note(HELP if terminal else "each line of stdin is a message; /new begins a conversation")
         messages: list[dict[str, Any]] = []
-        for turn, line in enumerate(typed() if terminal else sys.stdin):
+        turn = -1
+        for turn, line in enumerate(typed() if terminal else piped()):
             text = line.strip()
             if text == "/quit":
                 break
@@ -360,6 +361,18 @@ class Speaker:
             messages += [user(text), dict(role="assistant", content=answer)]
         if terminal:
             say("\n")
+        elif turn < 0:
+            note("stdin holds no message")
+
+
+def piped() -> Iterator[str]:
+    """The lines of stdin, without a byte order mark. ValueError for what is not UTF-8."""
+    try:
+        for number, line in enumerate(sys.stdin):
+            line.encode()  # Python reads other bytes as lone surrogates in some locales
+            yield line.removeprefix("\ufeff") if number == 0 else line
+    except UnicodeError as error:
+        raise ValueError(f"stdin: not UTF-8: {error}") from None
 
 
 def no_command(text: str) -> str:
