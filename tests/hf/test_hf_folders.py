@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from hf_tiny import files_of, saved
+from safetensors.torch import load_file, save_file
 
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.data.tokenizer import DataError, load_tokenizer
@@ -281,3 +283,44 @@ def test_quantised_weights_that_are_not_read_name_the_way(folder, quantised, say
     with pytest.raises(ConfigError) as error:
         model_of(folder)
     assert says in str(error.value) and "take the published folder of 16-bit weights" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        ("_orig_mod.", "names begin with _orig_mod., as torch.compile writes them"),
+        ("module.", "names begin with module., as DistributedDataParallel writes them"),
+        ("base_model.model.", "names begin with base_model.model., as PEFT writes them"),
+        ("", "names lack model. in front, as AutoModel writes them, without a head"),
+    ],
+)
+def test_names_that_all_differ_are_one_line(tmp_path, before, says):
+    file = saved(tmp_path / "hf", "qwen2") / SINGLE
+    tensors = load_file(file)
+    if before:
+        tensors = {before + name: tensor for name, tensor in tensors.items()}
+    else:
+        tensors = {name.removeprefix("model."): t for name, t in tensors.items() if name != "lm_head.weight"}
+    save_file(tensors, file)
+    with pytest.raises(MismatchError) as error:
+        import_hf(tmp_path / "hf", tmp_path / "step")
+    assert str(error.value).splitlines()[1].strip().startswith(says) and "1 difference" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "pytorch_model_fsdp_0/__0_0.distcp",
+            "python -m tmoe.hf recover {}/pytorch_model_fsdp_0 OUT ORIGINAL",
+        ),
+        ("zero_to_fp32.py", "python zero_to_fp32.py --safe_serialization DIR NEW_DIR writes it"),
+        ("training_args.bin", "no file of weights is here; download them"),
+    ],
+)
+def test_a_trainers_folder_without_whole_weights(folder, tmp_path, name, says):
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
+        file.unlink()
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"x")
+    assert says.format(folder) in refused(folder, CheckpointError, tmp_path)

@@ -30,6 +30,7 @@ from tmoe.hf.foreign import (
     SINGLE,
     WEIGHTS,
     hint,
+    renamed,
     require_folder,
     require_no_adapter,
     require_no_pointers,
@@ -239,6 +240,8 @@ class Folder:
 
         Valid types are those that fp32 holds without rounding.
         """
+        if why := renamed(expected, self.shapes):
+            return [why]
         found = list(self.problems)
         for name, shape in expected.items():
             if name not in self.shapes:

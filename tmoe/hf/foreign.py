@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,8 +23,21 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".bin.index.json")
+NO_WEIGHTS = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)"
+)  # a Trainer's
 CONVERT = "AutoModelForCausalLM.from_pretrained(DIR{more}).save_pretrained(NEW_DIR)"
 DOWNLOAD = "hf download ORG/NAME --local-dir DIR"
+WRAPPERS = {  # what is in front of the names that a wrapped model's state_dict has
+    "_orig_mod.": "torch.compile",
+    "module.": "DistributedDataParallel",
+    "_orig_mod.module.": "torch.compile",
+    "module._orig_mod.": "DistributedDataParallel",
+    "base_model.model.": "PEFT",
+    "_fsdp_wrapped_module.": "FSDP",
+    "model.language_model.": "a model of images and text",
+    "language_model.": "a model of images and text",
+}
 SHOWN = 4  # names of files in a message
 
 
@@ -106,6 +120,11 @@ def require_single(folder: Path) -> None:
 
 def nothing_of(folder: Path) -> str:
     """What to do with a folder without any file of weights."""
+    if parts := sorted(folder.glob("*/*.distcp")) or sorted(folder.glob("*.distcp")):
+        name = parts[0].parent
+        return f"{name} is of torch.distributed.checkpoint: python -m tmoe.hf recover {name} OUT ORIGINAL"
+    if (folder / "zero_to_fp32.py").is_file():
+        return "DeepSpeed's files are here: python zero_to_fp32.py --safe_serialization DIR NEW_DIR writes it"
     inside = sorted(path for path in folder.glob("*/*") if path.name.endswith(WEIGHTS) and path.is_file())
     if inside:
         return f"{inside[0].relative_to(folder)} is not read; download the files next to {CONFIG}: {DOWNLOAD}"
@@ -115,6 +134,7 @@ def nothing_of(folder: Path) -> str:
 def weights_of(folder: Path) -> str:
     """Which weights a folder holds without model.safetensors, and what makes such files; "" for none."""
     there = sorted(path.name for path in folder.iterdir() if path.name.endswith(WEIGHTS) and path.is_file())
+    there = [name for name in there if not NO_WEIGHTS.fullmatch(name)]
     if not there:
         return ""
     shown = ", ".join(there[:SHOWN]) + ", ..." * (len(there) > SHOWN)
@@ -157,4 +177,20 @@ def hint(path: Path) -> str:
         return f"; did you mean {found[-1]}{more}?"
     if weights := weights_of(path):
         return f"; {CONFIG} is missing, which says what the model is; {weights}"
+    return ""
+
+
+def renamed(expected: Iterable[str], there: Collection[str]) -> str:
+    """Why most names of tensors differ from those that are expected, where all differ in the same way; ""."""
+    missing = [name for name in expected if name not in there]
+    ends = {wrapper: sum(f"{wrapper}{name}" in there for name in missing) for wrapper in WRAPPERS}
+    wrapper = max(WRAPPERS, key=lambda one: ends[one])
+    if 2 * ends[wrapper] > len(missing):
+        return f"names begin with {wrapper}, as {WRAPPERS[wrapper]} writes them: save the model within it"
+    bare = sum(name.startswith("model.") and name.removeprefix("model.") in there for name in missing)
+    if 2 * bare > len(missing):
+        return (
+            "names lack model. in front, as AutoModel writes them, without a head: save the model as "
+            "AutoModelForCausalLM reads it"
+        )
     return ""
