@@ -103,13 +103,13 @@ def test_damage_is_named(tmp_path):
         ("rope_parameters", dict(rope_theta=10**400), "0: must be a number"),
         ("rope_parameters", dict(rope_type="linear", factor=[2]), "factor=[2]: must be a number"),
         ("rope_parameters", dict(rope_type="dynamic"), "factor=None of rope_type dynamic: must be a number"),
-        ("quantization_config", dict(quant_method=["fp8"]), "only None"),
+        ("quantization_config", dict(quant_method=["fp8"]), "only fp8 in blocks"),
         (
             "rope_parameters",
             dict(rope_type="llama3", factor=2),
             "low_freq_factor of rope_type llama3: missing",
         ),
-        ("quantization_config", "x", "quantization_config='x': only None"),
+        ("quantization_config", "x", "quantization_config: 'x', without a quant_method"),
     ],
 )
 def test_a_setting_of_another_type_is_named(tmp_path, key, value, message):

@@ -166,7 +166,7 @@ def test_every_wrong_setting_is_listed(tmp_path):
         import_hf(hf_dir, tmp_path / "step")
     for word in (
         "hidden_act='gelu'",
-        "quantization_config={'quant_method': 'awq'}",
+        "quantization_config: quant_method='awq'",
         "rope_type='longrope': valid are default, dynamic, linear, llama3, yarn; longrope changes with",
         "tmoe.hf.swap_experts trains the experts of such a model in transformers",
         "num_experts_per_tok: missing",
