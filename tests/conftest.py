@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from tmoe.checkpoint import dcp as shards
-from tmoe.config.check import ConfigError
 
 LIB = Path(__file__).parent / "lib"
 CONTEXT_GIB = 0.6  # of a GPU's memory, CUDA's own in each process
@@ -25,7 +24,7 @@ TEST_TIMEOUT_S = 900  # a neighbour that computes on the same cores must fail no
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    ConfigError.shows_flags = True  # as in a command, whatever a test calls; tests of names set it back
+    gloo_module.read_errors_as_a_command_prints_them()
     # a test that starts its own file as a program finds its helpers
     known = [str(LIB), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(known)

@@ -122,6 +122,7 @@ WRONG = [
     ("checkpoint", "", "needs a command; valid: inspect, verify, reshard, average"),
     ("checkpoint", "inspect", "STEP: missing"),
     ("hf", "export A", "HF_DIR: missing"),
+    ("migrate", "", "needs a command; valid: megatron, tutel"),
     ("upcycle", "A", "MOE_STEP, --experts, --top-k: missing"),
     ("report", "", "RUN: missing"),
     ("rollouts", "RUN --best", "--best: needs a value"),

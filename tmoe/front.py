@@ -48,9 +48,10 @@ def remember(places: Mapping[str, tuple[Any, str]]) -> None:
 
 def spelt(error: BaseException) -> str:
     """An error in the words of a command line, with the file of each value that no flag gave."""
-    text = str(error)
+    text = error.spelt("flag") if isinstance(error, ConfigError) else str(error)
     for flag, (value, place) in _places.items():
-        for shown in dict.fromkeys((repr(value), str(value))):
+        joined = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for shown in dict.fromkeys((repr(value), str(value), joined)):
             mention = f"{flag}={shown}"
             at = text.find(mention) + len(mention)
             if at >= len(mention) and re.match(r"[\s:;,)]|$", text[at:]):
@@ -67,7 +68,6 @@ def one_message(*kinds: type[Exception], interrupted: str = "interrupted") -> It
 
     interrupted: the answer to a Ctrl-C.
     """
-    ConfigError.shows_flags = True
     try:
         yield
     except (OSError, ValueError, *kinds) as error:

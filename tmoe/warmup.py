@@ -245,7 +245,7 @@ def main() -> None:
     try:
         require_cache_folder()
     except ConfigError as error:
-        parser.error(str(error))
+        parser.error(error.spelt("flag"))
     start = time.perf_counter()
     cfgs = [presets()[name] for name in args.preset or presets()]
     compiled, needed = warm(cfgs, args.arch, args.processes)

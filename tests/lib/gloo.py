@@ -236,9 +236,14 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
 
 
+def read_errors_as_a_command_prints_them() -> None:
+    """str() of a ConfigError in tests is the line of a command; `spelt("name")` is Python's own."""
+    ConfigError.__str__ = lambda error: error.spelt("flag")
+
+
 def _prepare_process() -> None:
     os.setsid()
-    ConfigError.shows_flags = True  # as conftest.py has it
+    read_errors_as_a_command_prints_them()  # as conftest.py does
     faulthandler.enable()  # a rank that dies by SIGSEGV prints its stacks
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     threading.Thread(target=_die_with_parent, daemon=True).start()

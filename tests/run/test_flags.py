@@ -7,11 +7,12 @@ import re
 import socket
 from types import SimpleNamespace
 
+import forked
 import pytest
 
 import tmoe
 from tmoe.config.axes import Axes
-from tmoe.config.check import ConfigError, as_names
+from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, GrpoConfig, TrainConfig
 from tmoe.run.cli import parse
 from tmoe.run.flags import SYNONYMS, TASKS, flags_of_settings, meant_by, require_known, require_task
@@ -39,7 +40,7 @@ KNOWN = [flag for flag, _ in flags_of_settings(Config)]
     ],
 )
 def test_a_message_in_names(text, names):
-    assert as_names(text) == names
+    assert ConfigError(text).spelt("name") == names
 
 
 def test_an_error_holds_its_fields_and_each_front_spells_it():
@@ -62,9 +63,8 @@ def test_an_error_holds_its_fields_and_each_front_spells_it():
     assert (plain.setting, plain.value, plain.wrong) == ("", "", "no model here")
 
 
-def test_errors_are_of_the_front_that_asked(monkeypatch):
-    """One text for both: Python is told names, train.py's command line flags."""
-    monkeypatch.setattr(ConfigError, "shows_flags", False)
+def test_errors_are_of_the_front_that_asked():
+    """One error for both: Python shows names, a command flags."""
     calls = {
         "top_k=9: must be 1 to experts=8": lambda: tmoe.MoEConfig(top_k=9),
         "batch=0: must be at least 1 and": lambda: TrainConfig(batch=0),
@@ -75,15 +75,31 @@ def test_errors_are_of_the_front_that_asked(monkeypatch):
     for says, call in calls.items():
         with pytest.raises(ConfigError) as told:
             call()
-        assert str(told.value).startswith(says)
+        assert told.value.spelt("name").startswith(says)
 
 
-def test_a_command_line_is_told_flags(monkeypatch, capsys):
-    monkeypatch.setattr(ConfigError, "shows_flags", False)
-    with pytest.raises(SystemExit):
-        parse(["tiny", "--model.moe.top-k", "9"], "")
-    assert "--model.moe.top-k=9: must be 1 to" in capsys.readouterr().err
-    assert ConfigError.shows_flags
+def test_python_and_a_command_in_one_process():
+    """No switch of the process: a program that calls both gets names from the one, flags from the other."""
+    code = """
+import tmoe
+from tmoe.run.cli import parse
+for call in (lambda: parse(["tiny", "--model.moe.top-k", "9"], ""), lambda: tmoe.MoEConfig(top_k=9)) * 2:
+    try:
+        call()
+    except (SystemExit, ValueError) as error:
+        print(error)
+"""
+    done = forked.run(["-c", code])
+    assert done.stdout.splitlines() == ["2", "top_k=9: must be 1 to experts=8"] * 2
+    assert done.stderr.count("error: --model.moe.top-k=9: must be 1 to --model.moe.experts=8\n") == 2
+
+
+def test_another_files_keys():
+    """A key stands for its setting; what the file has no key for stays a flag of train.py."""
+    error = ConfigError("--model.moe.top-k=9: must be 1 to --model.moe.experts=8").within("a/config.json")
+    keys = {"model.moe.top_k": "num_experts_per_tok"}
+    says = "a/config.json: num_experts_per_tok=9: must be 1 to --model.moe.experts=8"
+    assert error.spelt(keys) == says
 
 
 @pytest.mark.parametrize(

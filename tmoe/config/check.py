@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,14 +21,10 @@ TOP: set[str] = set()  # settings outside of any section; run.py fills it
 class ConfigError(ValueError):
     """A setting that cannot work: its name and value, what is wrong, what is valid, whence the value is.
 
-    It is made of these fields (`of`), or of a text that begins with a flag, which is taken apart. `spelt`
-    writes it for a front: "flag" for a command line, "name" for Python, "key" for a file of settings.
-    str() is the spelling of the process's front: `--model.moe.top-k=9: must be 1 to --model.moe.experts=8`
-    of a command, `top_k=9: must be 1 to experts=8` of Python.
+    It is made of these fields (`of`), or of a text in which settings are written as flags; a text that begins
+    with one is taken apart. `spelt` writes it for a front. str() is Python's: `top_k=9: must be 1 to
+    experts=8`, where a command prints `--model.moe.top-k=9: must be 1 to --model.moe.experts=8`.
     """
-
-    shows_flags = False
-    """whether this process is a command's; the front says so"""
 
     def __init__(self, text: str, whence: str = ""):
         super().__init__(text)
@@ -47,39 +44,50 @@ class ConfigError(ValueError):
         flag = f"--{setting.replace('_', '-')}={value}"
         return cls(f"{flag}: {wrong}{'; valid: ' if valid else ''}{valid}", whence)
 
-    def spelt(self, front: Literal["flag", "name", "key"]) -> str:
-        """The line of this error for a front."""
+    def within(self, place: str) -> ConfigError:
+        """The same error, in a place that stands before it."""
+        return ConfigError(f"{place}: {self.args[0]}")
+
+    def spelt(self, front: Literal["flag", "name", "key"] | Mapping[str, str]) -> str:
+        """The line of this error for a front: the one place where settings are renamed.
+
+        front: "flag", a command line; "name", Python, without the sections that all settings of the line
+        share; "key", a file of settings; or another file's key of each setting that it has.
+        """
         text = str(self.args[0])
         if self.setting and self.whence:
             flag = f"--{self.setting.replace('_', '-')}={self.value}"
             text = text.replace(flag, f"{flag} (from {self.whence})", 1)
         if front == "flag":
             return text
-        return as_names(text) if front == "name" else FLAG.sub(lambda found: found[1].replace("-", "_"), text)
+        shared = _shared(text) if front == "name" else 0
+
+        def renamed(found: re.Match[str]) -> str:
+            path = found[1].replace("-", "_")
+            if isinstance(front, Mapping):
+                return front.get(path, found[0])
+            if not _is_setting(found[1]):
+                return found[0]
+            *sections, last = path.split(".")[shared:]
+            name = ".".join([*sections, last.removeprefix("no_")])
+            return f"{name}=False" if last.startswith("no_") else name
+
+        return FLAG.sub(renamed, text)
 
     def __str__(self) -> str:
-        return self.spelt("flag" if self.shows_flags else "name")
+        return self.spelt("name")
 
 
-def as_names(text: str) -> str:
-    """A message with the names of settings in place of flags, without the sections that all of them share."""
-    ours = [path for path in FLAG.findall(text) if "." in path or path.replace("-", "_") in TOP]
-    sections: list[str] = []  # that all of them share
-    for parts in zip(*(path.split(".")[:-1] for path in ours), strict=False):
-        if len(set(parts)) > 1:
-            break
-        sections.append(parts[0])
+def _is_setting(path: str) -> bool:
+    """Whether a flag, without its dashes, is a setting's: --nproc-per-node is torchrun's."""
+    return "." in path or path.replace("-", "_") in TOP
 
-    def named(match: re.Match[str]) -> str:
-        path = match[1]
-        if path not in ours:
-            return match[0]
-        *head, last = path.split(".")[len(sections) :]
-        off = last.startswith("no-")
-        name = ".".join([*head, last.removeprefix("no-")]).replace("-", "_")
-        return f"{name}=False" if off else name
 
-    return FLAG.sub(named, text)
+def _shared(text: str) -> int:
+    """The number of sections that all settings of a message begin with."""
+    paths = [path.split(".")[:-1] for path in FLAG.findall(text) if _is_setting(path)]
+    parts = zip(*paths, strict=False)
+    return next((i for i, names in enumerate(parts) if len(set(names)) > 1), min(map(len, paths), default=0))
 
 
 def require(ok: bool, message: str) -> None:

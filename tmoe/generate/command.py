@@ -35,7 +35,7 @@ from tmoe.data.chat_rows import parse_given, parse_messages, with_system
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.tokenizer import DataError
 from tmoe.disk import expand_home
-from tmoe.front import call, one_message
+from tmoe.front import call, one_message, spelt
 from tmoe.generate.engine import Engine, Piece
 from tmoe.generate.generation_config import DRAWN, not_followed, sampling_of
 from tmoe.generate.load import Loaded, load
@@ -130,7 +130,7 @@ class Flags:
         try:
             Sampling(**asked)
         except ConfigError as error:
-            raise ConfigError(f"{loaded.path}: generation_config.json: {error}") from None
+            raise error.within(f"{loaded.path}: generation_config.json") from None
         stop = tuple(text.replace("\\n", "\n") for text in self.stop) + asked.pop("stop", ())
         settings: dict[str, Any] = dict(temperature=TEMPERATURE) | asked | given
         most = TOKENS if self.max_tokens is None else self.max_tokens
@@ -303,7 +303,7 @@ class Speaker:
                 else:
                     prompts.append(self.engine.ids_of(number, row["prompt"]))
             except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+                raise ValueError(f"{where}: {spelt(error)}") from None
         if self.left:
             note(tell(self.left, self.template().source))
         clock = Clock()
@@ -353,8 +353,8 @@ class Speaker:
                 note("\nended")
             except ValueError as error:  # longer than the model's range of positions: /new
                 if not terminal:
-                    raise ValueError(f"stdin: line {turn + 1}: {error}") from None
-                note(f"error: {error}")
+                    raise ValueError(f"stdin: line {turn + 1}: {spelt(error)}") from None
+                note(f"error: {spelt(error)}")
                 continue
             assert self.engine.tokenizer
             answer = spoken(said, self.engine.tokenizer, self.template())

@@ -6,7 +6,6 @@ next: hf/plan.py
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from tmoe.config.check import MOST, ConfigError, fits
@@ -112,7 +111,7 @@ def read_config(hf: HF) -> ModelConfig:
         except KeyError as missing:
             problems.append(f"{missing.args[0]}: missing")
         except ConfigError as error:
-            problems.append(str(error))
+            problems.append(str(error.args[0]))
     _refuse(arch, _miscounted(arch, said, found))
 
     keys = found.get("kv_heads")
@@ -128,7 +127,7 @@ def read_config(hf: HF) -> ModelConfig:
     try:
         cfg = build_config(nested(found))
     except ConfigError as error:
-        _refuse(arch, [_in_their_words(arch, hf, str(error))])
+        _refuse(arch, [error.spelt(_their_keys(arch, hf))])
         raise
     key = next(iter(by_name["moe.activation"].keys), "")
     if key in hf and cfg.moe.activation != "swiglu" and (_has_dense(cfg) or cfg.moe.shared_dim):
@@ -223,8 +222,8 @@ def _miscounted(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str
     return problems
 
 
-def _in_their_words(arch: Architecture, hf: HF, said: str) -> str:
-    """A message of ModelConfig with the keys of config.json in place of train.py's flags."""
+def _their_keys(arch: Architecture, hf: HF) -> dict[str, str]:
+    """The key of config.json of each setting of a model that it has, by the setting's dotted name."""
     keys = {
         field.ours: next((k for k in field.keys if k in hf), field.keys[0])
         for field in arch.fields
@@ -239,11 +238,7 @@ def _in_their_words(arch: Architecture, hf: HF, said: str) -> str:
     }
     keys |= {f"rope.{ours}": key for ours, key in ROPE["llama3"].items() | ROPE["yarn"].items()}
 
-    def key(flag: re.Match) -> str:
-        ours = flag[1].replace("-", "_")
-        return keys.get(ours, flag[0])
-
-    return re.sub(r"(?:--model\.|\b(?=(?:moe|rope|mla)\.))([a-z0-9_.-]+)", key, said)
+    return {f"model.{ours}": key for ours, key in keys.items()}
 
 
 def write_config(cfg: ModelConfig, dtype: str) -> HF:

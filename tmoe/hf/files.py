@@ -111,7 +111,7 @@ class Folder:
         try:
             self.views, problems = FORMATS[method](self.shapes, dtypes, quantised)
         except ConfigError as error:
-            raise ConfigError(f"{self.path / CONFIG}: {error}") from None
+            raise error.within(str(self.path / CONFIG)) from None
         refuse(f"{self.path} holds {method} tensors that cannot be read", problems)
         if not self.views:
             raise ConfigError(

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    if not words:
+        _end("tmoe migrate: needs a command; valid: megatron, tutel, fms, import; --help shows all")
+    if words[0] in ("-h", "--help"):
         print((__doc__ or "").partition("\nnext:")[0])
-        sys.exit(0 if words else 2)
+        sys.exit(0)
     from tmoe.migrate.frameworks import FRAMEWORKS, translate  # late: --help does not wait for torch
 
-    ConfigError.shows_flags = True
     if words[0] == "import":
         return _import(words[1:])
     framework, *rest = words
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         outcome = translate(framework, theirs, _world(ours))
     except ConfigError as error:
-        _end(str(error))
+        _end(error.spelt("flag"))
     for note in outcome.notes:
         print(f"note: {note}", file=sys.stderr)
     if outcome.refused:
@@ -114,7 +115,7 @@ def _import_megatron(source: Path, out: Path, theirs: list[str]) -> None:
         outcome = translate("megatron", theirs)
         faults += outcome.refused
     except ConfigError as error:
-        faults += str(error).splitlines()
+        faults += error.spelt("flag").splitlines()
     if outcome.refused:
         print("note: flags that do not change the model may be left out", file=sys.stderr)
     if faults:

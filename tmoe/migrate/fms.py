@@ -200,7 +200,7 @@ def translate(launch: Launch, world: int | None = None) -> Outcome:
         try:
             settings += [f"--{key}={value}" for key, value in read_yaml(Path(file))]
         except ConfigError as error:
-            out.wrong.append(str(error))
+            out.wrong.append(error.spelt("flag"))
     plugins = Given(ROWS, settings, out)
     ep = plugins.whole("training.moe.scattermoe.ep_degree", given.whole("--fast_moe", 1, 1), 1)
     out.world = world or ep

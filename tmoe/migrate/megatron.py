@@ -142,7 +142,7 @@ def _frequency(text: str, layers: int, out: Outcome) -> None:
     try:
         pattern = read_pattern(text)
     except ConfigError as error:
-        return out.wrong.append(str(error))
+        return out.wrong.append(error.spelt("flag"))
     if len(pattern) != layers or not {*pattern} <= {0, 1}:
         return out.reject(f"--moe-layer-freq={text}", f"must be {layers} numbers, each 0 or 1, or one number")
     dense = [i for i, moe in enumerate(pattern) if not moe]
@@ -318,7 +318,7 @@ def _data(given: Given, out: Outcome) -> None:
         try:
             out.set("--data.path", *blend(given.list("--data-path")))
         except ConfigError as error:
-            out.wrong.append(str(error))
+            out.wrong.append(error.spelt("flag"))
     elif not given.has("--mock-data"):
         out.reject("--data-path", "missing; give it, or --mock-data")
     out.set("--data.split", *_split(given.text("--split", "969,30,1"), out))

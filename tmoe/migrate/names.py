@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tmoe import front
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
 from tmoe.run.cli import parse
@@ -54,7 +55,7 @@ def refusal(words: tuple[str, ...]) -> str:
     try:
         parse([*words, "--dry-run"], "")
     except (SystemExit, ConfigError) as error:
-        return "".join(said).strip() or str(error)
+        return "".join(said).strip() or front.spelt(error)
     finally:
         sys.stderr = write
     return ""

@@ -50,7 +50,6 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     Ends the process with code 2 and one message on rank 0, before any process group exists, for a setting
     that cannot work, alone or with the others, or for a world of processes that is not dp x ep.
     """
-    ConfigError.shows_flags = True
     front.remember({})
     silent = io.StringIO()  # --help is shown by rank 0 alone
     try:

@@ -107,7 +107,7 @@ def with_length(cfg: Config, samples: int, a_step: int, ahead: int = 0) -> Confi
             cfg = replace(cfg, steps=steps)
             require_steps(cfg)
         except ConfigError as error:
-            raise ConfigError(f"--epochs={cfg.epochs:g} of {samples:,} samples: {error}") from None
+            raise error.within(f"--epochs={cfg.epochs:g} of {samples:,} samples") from None
     if cfg.optim.warmup is None and not cfg.optim.warmup_fraction:
         cfg = replace(cfg, optim=replace(cfg.optim, warmup=warmup_of(cfg.steps, cfg.optim)))
     return cfg

@@ -276,8 +276,9 @@ def one_error() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        last_line.leave(f"error: {error}")
+        line = f"error: {front.spelt(error)}"
+        print(line, file=sys.stderr)
+        last_line.leave(line)
         raise SystemExit(2) from None
 
 

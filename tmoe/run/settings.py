@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 from tmoe.checkpoint.folders import newest_in, steps_in
 from tmoe.checkpoint.manifest import CheckpointError, is_step, read_manifest
 from tmoe.config.balance import require_coefficient_read
-from tmoe.config.check import FLAG, ConfigError, fits, options_of, require, spell
+from tmoe.config.check import ConfigError, fits, options_of, require, spell
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.run import Config, DataConfig
@@ -196,13 +196,14 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
     """`cfg` with the nested settings that a file tells. ConfigError names file and setting."""
     kinds = get_type_hints(type(cfg))
     found: dict[str, Any] = {}
+    known = [flag for flag, _ in flags_of_settings(Config)]
     for key, value in told.items():
         name, shown = key.replace("-", "_"), f"{where}: {section}{key}"
         if name not in kinds:
-            hint = answer(flag_of(section + name), [flag for flag, _ in flags_of_settings(Config)])
-            meant = (
-                FLAG.sub(lambda found: found[1].replace("-", "_"), hint) if "did you mean" in hint else hint
-            )
+            hint = answer(flag_of(section + name), known)
+            meant = ConfigError(hint).spelt("key") if "did you mean" in hint else hint
+            if flag_of(key) in known:
+                raise ConfigError(f"{shown}: sections are nested; valid: {_nested(name, value)}")
             raise ConfigError(f"{shown}: no such setting; {meant or 'there are: ' + ', '.join(kinds)}")
         require(name not in found, f"{shown}: is there twice, with - and with _")
         kind = kinds[name]
@@ -225,7 +226,14 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
             require_coefficient_read(words, found["balance_coeff"])
         return replace(cfg, **found)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{where}: {error.spelt('key')}") from None
+
+
+def _nested(name: str, value: Any) -> str:
+    """A dotted setting as a file of JSON has it: {"train": {"batch": 3}} of train.batch."""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return json.dumps(value, default=str)
 
 
 def _require_task_in(where: str, value: str) -> None:
@@ -233,7 +241,7 @@ def _require_task_in(where: str, value: str) -> None:
     try:
         require_task(value)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{where}: {error.spelt('key')}") from None
 
 
 def start_of(init: str, weights: bool) -> Path:
@@ -249,7 +257,7 @@ def start_of(init: str, weights: bool) -> Path:
         steps = None if is_folder(folder) else steps_in(folder)
         return newest_in(steps)[0] if steps else folder
     except (ConfigError, CheckpointError, OSError) as error:
-        text = str(error)
+        text = str(error.args[0]) if isinstance(error, ConfigError) else str(error)
         text = text if text.startswith(f"{init}:") else f"{init}: {text}"
         raise ConfigError(f"--init={text}{_near(Path(init))}") from None
 
