@@ -107,6 +107,24 @@ def test_an_empty_thought_of_the_last_answer_gets_the_rows_own():
     assert trained([asked, within], tokenizer) == ["<think>So wet.</think>Rain.<|end|>"]
 
 
+# Cohere's way: the generation prompt opens a thought by a special token, which a turn without one lacks.
+COHERE = """\
+{%- for m in messages -%}
+<|{{ m.role }}|>
+{%- if m.reasoning_content %}<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|>{% endif -%}
+{{- m.content }}<|end|>
+{%- endfor -%}
+{{- '<|assistant|><|START_THINKING|>' if add_generation_prompt else '' -}}"""
+
+
+def test_a_thought_that_a_special_token_opens_is_closed():
+    marks = ("<|end|>", "<|user|>", "<|assistant|>", "<|START_THINKING|>", "<|END_THINKING|>")
+    tokenizer = byte_tokenizer(COHERE, marks)
+    chat = [CHAT[0], CHAT[3], CHAT[0], CHAT[3] | dict(reasoning_content="Hm.")]
+    assert trained(chat, tokenizer) == ["<|END_THINKING|>Rain.<|end|>", "Hm.<|END_THINKING|>Rain.<|end|>"]
+    assert turn_ends(tokenizer) == (tokenizer.eos,)
+
+
 # GLM-5.1's way: no end of a turn, and an earlier answer without the mark that opens its empty thought.
 GLM = """\
 {%- for m in messages -%}

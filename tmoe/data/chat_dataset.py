@@ -67,7 +67,7 @@ TRAINS_ON: dict[ChatTask, tuple[Kind, ...]] = dict(
 )
 CHUNK = 256  # rows that are encoded together
 TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
-VERSION = 7  # of what is kept
+VERSION = 8  # of what is kept
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 

@@ -16,8 +16,8 @@ from tmoe.data.chat_spelling import Speller
 from tmoe.data.chat_template import ChatTemplate
 from tmoe.data.tokenizer import DataError
 
-# The end of a generation prompt that opens a thought: <think>, <seed:think>, [THINK].
-OPENED = re.compile(r"(<(\w[\w:]*)>|\[([A-Z]+)\])(\n*)\Z")
+# The end of a generation prompt that opens a thought: <think>, <seed:think>, [THINK], <|START_THINKING|>.
+OPENED = re.compile(r"(<(\w[\w:]*)>|\[([A-Z]+)\]|<\|START_([A-Z]+)\|>)(\n*)\Z")
 # A turn that begins with an empty thought; the second group is what is between its marks.
 EMPTY = re.compile(r"\s*<(\w[\w:]*)>(\n*)</\1>")
 # What to do about a first turn of the assistant, which some templates show no prompt for.
@@ -313,8 +313,8 @@ def _opened(prompts: list[str], text: str, thought: str) -> tuple[str, str] | No
         found = OPENED.search(prompt)
         if not found or not text.startswith(base := prompt[: found.start()]):
             continue
-        _, name, bracketed, blank = found.groups()
-        closer = f"</{name}>" if name else f"[/{bracketed}]"
+        _, name, bracketed, started, blank = found.groups()
+        closer = f"</{name}>" if name else f"[/{bracketed}]" if bracketed else f"<|END_{started}|>"
         rest = text[len(base) :].lstrip("\n")
         if text.startswith(prompt):
             rest = text[len(prompt) :].lstrip("\n")
