@@ -31,6 +31,7 @@ MODELS = dict(
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], [9, 9], [1, 2, 3], [63, 0, 17, 40]]
 GREEDY = Sampling(temperature=0, max_tokens=5, stop_ids=(11,))
 WARM = Sampling(temperature=0.9, top_k=30, top_p=0.95, max_tokens=7, seed=4, stop_ids=(11, 30))
+WARM = replace(WARM, repetition_penalty=1.2, suppress=(7, 8))
 
 
 def settings(axes: dict[str, int], model: str, **changes: Any) -> Config:
