@@ -100,7 +100,7 @@ def test_letters(text, letter):
 
 def test_choice():
     assert choice(of("answer: B", answer="B")) == 1.0 and choice(of("answer: B", answer=1)) == 1.0
-    assert choice(of("answer: B", answer="(A)")) == 0.0
+    assert choice(of("answer: B", answer="(A)")) == 0.0 and choice(of("answer: B", answer=1.0)) == 1.0
     with pytest.raises(ValueError, match="no letter of ABCDEFGHIJ"):
         choice(of("B", answer="none of these"))
 
@@ -134,7 +134,11 @@ def test_a_byte_order_mark_of_a_file_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("word", "row", "said"),
     [
-        ("exact", dict(solution=None), "--grpo.rewards=exact: the row has no field answer or solution"),
+        (
+            "exact",
+            dict(solution=None),
+            "--grpo.rewards=exact: the row has no field answer or solution, only solution (null)",
+        ),
         (
             "number:0.5",
             dict(answer="many"),

@@ -34,7 +34,7 @@ def choice(sample: RewardSample) -> float:
 
 
 def letter_of_row(sample: RewardSample) -> str:
-    truth = truth_of(sample).strip()
+    truth = truth_of(sample).strip().removesuffix(".0")  # a table of floats has 2.0 for 2
     letter = LETTERS[int(truth)] if truth in tuple("0123456789") else letter_of(truth)
     if letter is None:
         raise ValueError(

@@ -43,4 +43,5 @@ def truth_of(sample: RewardSample) -> str:
             shown = f"{value!r:.80}, a {type(value).__name__}"
             raise ValueError(f"the row's {name} is {shown}; must be text, not empty, or a finite number")
         return str(value)
-    raise ValueError(f"the row has no field {' or '.join(TRUTHS)}, only {', '.join(map(str, sample.row))}")
+    found = [f"{name} (null)" if value is None else str(name) for name, value in sample.row.items()]
+    raise ValueError(f"the row has no field {' or '.join(TRUTHS)}, only {', '.join(found) or 'none'}")
