@@ -11,6 +11,7 @@ import pytest
 import tmoe
 
 ROOT = Path(__file__).parents[1]
+READS = "tmoe/"  # every public name: lib/inputs.py
 PACKAGES = "tmoe checkpoint config data generate hf model moe ops parallel".split()
 COMPILERS = {"torch._dynamo", "torch._inductor", "triton", "sympy"}
 HEAVY = {"torch", *COMPILERS}

@@ -15,6 +15,7 @@ from tmoe.hf.config import READ, read_config, write_config
 from tmoe.hf.rules import Architecture
 
 ROOT = Path(__file__).parents[2]
+READS = "tmoe/hf/"  # every file: lib/inputs.py
 FAMILIES = Path(architectures.__file__).parent
 
 

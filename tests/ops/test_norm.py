@@ -18,7 +18,7 @@ from tmoe.ops.launch.launch import compile_only
 from tmoe.ops.norm import rms_norm
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels.py")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels")
 compiled = pytest.mark.skipif(INTERPRETED, reason="compiles")
 fp32, bf16, fp64 = torch.float32, torch.bfloat16, torch.float64
 

@@ -18,7 +18,7 @@ from tmoe.ops.experts.one_token import one_token
 from tmoe.ops.launch.launch import compile_only
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels.py")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels")
 compiled = pytest.mark.skipif(INTERPRETED, reason="compiles")
 fp32, bf16 = torch.float32, torch.bfloat16
 KINDS = ["swiglu", "clamped:alpha=1.702,limit=7", "relu2"]

@@ -1,0 +1,140 @@
+"""Runs both tiers in one pytest call, of the files whose inputs changed since they were last green.
+
+    python tests/lib/green.py           # those files, files without a record, and CORE; --all: every file
+    python tests/lib/green.py --list    # prints the files that would run, in their order, and runs none
+
+The inputs of a test file are what inputs.py finds, what its tests were seen to open in their last green run,
+and what they run on: Python, the installed packages, constraints.txt. A file has a record when its session
+ended, all its tests passed, none was skipped, and no input changed meanwhile.
+
+next: inputs.py, seen.py, warm.py
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import seen
+import warm
+from inputs import Inputs
+
+ROOT = Path(__file__).parents[2]
+CORE = "model/test_model moe/test_router parallel/test_grad_norm optim/test_optim checkpoint/test_checkpoint"
+CORE_TESTS = tuple(
+    f"tests/{name}.py" for name in (*CORE.split(), "test_green")
+)  # some 220 tests, in every run
+# Whole files in the order given: a worker is idle at the end no longer than the shortest files take.
+HOW = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10".split()
+SLOW_S, FAST_S = 4.0, 0.3  # of a test with and without the mark, where no run has measured a file
+
+
+class Green(NamedTuple):
+    """The last green run of a test file: hash of its inputs, seconds, and what its tests opened."""
+
+    key: str
+    seconds: float
+    opened: list[str]
+
+
+class Selection:
+    """The test files of a checkout, their inputs, and the record of their last green runs."""
+
+    def __init__(self, root: Path, record: Path, runs_on: str) -> None:
+        self.root, self.record, self.runs_on = root, record, runs_on
+        self.green = read(record)
+        self.tests = sorted(p.relative_to(root).as_posix() for p in (root / "tests").rglob("test_*.py"))
+        inputs = Inputs(root)
+        self.inputs = {test: inputs.of(test) for test in self.tests}
+        self.keys = {test: self.key(test, self.opened(test)) for test in self.tests}
+
+    def opened(self, test: str) -> list[str]:
+        return self.green[test].opened if test in self.green else []
+
+    def key(self, test: str, opened: list[str]) -> str:
+        """The hash of a test file's inputs as they are now."""
+        parts = [f"{path} {contents(self.root / path)}" for path in sorted({*self.inputs[test], *opened})]
+        return hashlib.sha256("\n".join([self.runs_on, *parts]).encode()).hexdigest()
+
+    def chosen(self, everything: bool = False) -> list[str]:
+        """The files that run, those that take longest first."""
+        known = {test: green.key for test, green in self.green.items()}
+        changed = {test for test in self.tests if known.get(test) != self.keys[test]}
+        chosen = [test for test in self.tests if everything or test in changed or test in CORE_TESTS]
+        return sorted(chosen, key=self.seconds, reverse=True)
+
+    def seconds(self, test: str) -> float:
+        text = (self.root / test).read_text()
+        guess = SLOW_S * text.count("mark.slow") + FAST_S * text.count("def test_")
+        return self.green[test].seconds if test in self.green else guess
+
+    def keep(self, seconds: dict[str, float], opened: dict[str, set[str]]) -> None:
+        """Records green files whose inputs are as they were when this selection was made."""
+        inputs = Inputs(self.root)
+        kept = read(self.record)  # another run may have written it meanwhile
+        for test in seconds:
+            same = inputs.of(test) == self.inputs[test]
+            if same and self.key(test, self.opened(test)) == self.keys[test]:
+                more = sorted(opened.get(test, set()) - self.inputs[test])
+                kept[test] = Green(self.key(test, more), round(seconds[test], 1), more)
+        partial = self.record.with_name(f"{self.record.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # the next run then has more to do
+            partial.write_text(json.dumps({test: green._asdict() for test, green in kept.items()}, indent=1))
+            partial.replace(self.record)
+
+
+def read(record: Path) -> dict[str, Green]:
+    """The records of a file; none where the file is absent or damaged."""
+    try:
+        return {test: Green(**one) for test, one in json.loads(record.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def contents(place: Path) -> str:
+    """The hash of a file, or of the names in a folder."""
+    if place.is_dir():
+        data = "\n".join(sorted(name for name in os.listdir(place) if name != "__pycache__")).encode()
+    else:
+        data = place.read_bytes() if place.is_file() else b"absent"
+    return hashlib.sha256(data).hexdigest()
+
+
+def runs_on(root: Path) -> str:
+    packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
+    return "\n".join([sys.version, platform.platform(), *packages, (root / "constraints.txt").read_text()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="every file, whatever the record says")
+    parser.add_argument("--list", action="store_true", help="print the files, run none")
+    args = parser.parse_args()
+    os.chdir(ROOT)
+    with contextlib.nullcontext(warm.folder() or ROOT) if args.list else warm.kept() as folder:
+        selection = Selection(ROOT, folder / "green.json", runs_on(ROOT))
+        files = selection.chosen(everything=args.all)
+        if args.list:
+            return print("\n".join(files))
+        print(
+            f"{len(files)} of {len(selection.tests)} test files run; record: {selection.record}", flush=True
+        )
+        recorder = seen.Recorder()
+        code = pytest.main(["-m", "not gpu", "-p", "seen", *HOW, *files], plugins=[recorder])
+        if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # any other did not end by itself
+            selection.keep(recorder.green(), recorder.opened)
+        if code != pytest.ExitCode.OK:
+            raise SystemExit(int(code))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The files of the repository that a test file can execute or read, found in its text.
+
+    Inputs(root).of("tests/moe/test_router.py")      # paths relative to root
+
+Imports count wherever they are: at the top, in a function, in a string that is a program. A public name of a
+lazy package (PEP 562) counts as its module. In tests, benchmarks and examples a string that names a file or
+a folder of the repository counts as read, and a file that starts programs reads train.py. Docstrings and
+imports under TYPE_CHECKING do not count: no test executes them.
+
+A test file that computes names of modules or of paths names their folder in a string: `READS = "tmoe/"`.
+"""
+
+import ast
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+EVERY = ("tests/conftest.py", "pyproject.toml")  # inputs of every test file
+PROGRAM = "train.py"
+STARTERS = {"subprocess", "runpy", "forked", "two_hosts"}  # modules that start programs
+OUTSIDE = ("tests/", "benchmarks/", "examples/", "docs/")  # folders whose strings name files
+PLAIN = (
+    "tests/conftest.py",
+    "tests/lib/gloo.py",
+    "tests/lib/inputs.py",
+)  # but theirs name no input of a test
+IMPORT = re.compile(r"^\s*(?:from ([\w.]+) )?import \(?\s*([\w.]+(?:\s*,\s*[\w.]+)*)", re.MULTILINE)
+WORD = re.compile(r"[\w.][\w./-]*")
+MODULE = re.compile(r"(?:tmoe|benchmarks)(?:\.\w+)*(?:\.\w+|\.$)")
+
+
+class Inputs:
+    """The files of one checkout; each is read once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.exists = functools.cache(lambda path: os.path.exists(f"{root}/{path}"))
+        self.named_by = functools.cache(self._named_by)
+        self.public = functools.cache(self._public)
+
+    def of(self, test: str) -> set[str]:
+        """The test file, the files that it names, the files that those name, and so on."""
+        found: set[str] = set()
+        left = [test, *EVERY]
+        while left:
+            if (path := left.pop()) not in found and (self.root / path).is_file():
+                found.add(path)
+                left += self.named_by(path)
+        return found
+
+    def _named_by(self, path: str) -> set[str]:
+        if not path.endswith((".py", ".md")):
+            return set()
+        text = (self.root / path).read_text()
+        if path.endswith(".md"):
+            return self._imported_in(text, path)
+        outside = path.startswith(OUTSIDE) and path not in PLAIN
+        found: set[str] = set()
+        bound: dict[str, str] = {}  # the whole name of an imported one
+        used: list[str] = []
+        inner: set[ast.AST] = set()  # beginnings of longer paths
+        for node in executed(parsed(text)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for name, alias in imported(node):
+                    first = name.partition(".")[0]
+                    bound[alias] = alias if alias == first else name
+                    found |= self.module(name, path) | ({PROGRAM} if outside and first in STARTERS else set())
+            elif isinstance(node, ast.Attribute):
+                used.append(ast.unparse(node))
+            elif isinstance(node, ast.BinOp) and outside:
+                inner.add(node.left)
+                found |= self.place(joined(node), path, "tests/") if node not in inner else set()
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= self._in_string(node.value, path, outside)
+        for name in used:
+            first, dot, rest = name.partition(".")
+            found |= self.module(bound[first] + dot + rest, path) if first in bound else set()
+        return found
+
+    def _in_string(self, text: str, path: str, outside: bool) -> set[str]:
+        found = self.module(text, path, program=True) if MODULE.fullmatch(text) else set()
+        here = f"{Path(path).parent.as_posix()}/{text}"
+        if not outside:  # a message of tmoe/ names pages for its reader, not for itself
+            return found | ({here} if "." in text and self.exists(here) else set())
+        for word in WORD.findall(text):
+            if match := MODULE.match(word):
+                found |= self.module(match[0].rstrip("."), path, program=True)
+            elif "." in word or "/" in word or word[0].isupper():
+                found |= self.place(word.rstrip("."), path)
+        return found | self._imported_in(text, path)
+
+    def _imported_in(self, text: str, path: str) -> set[str]:
+        """The modules that import statements in a text name."""
+        pairs = [
+            (module, name) for module, names in IMPORT.findall(text) for name in re.split(r"\s*,\s*", names)
+        ]
+        return set().union(*(self.module(f"{module}.{name}".lstrip("."), path) for module, name in pairs))
+
+    def place(self, words: str, path: str, *more: str) -> set[str]:
+        """The file, or all files of the folder, that a path names from the root, its own folder or `more`."""
+        found: set[str] = set()
+        for base in (
+            {"", *more, f"{Path(path).parent.as_posix()}/"} if not words.startswith((".venv", ".git")) else ()
+        ):
+            if words.strip("./") and self.exists(base + words):
+                place = self.root / base / words
+                files = [file for file in place.rglob("*") if "__pycache__" not in file.parts]
+                found |= {os.path.relpath(file, self.root) for file in (place, *files)}
+        return found
+
+    def module(self, name: str, path: str, program: bool = False) -> set[str]:
+        """The files executed for a module, a public name or an attribute: its file, each package above it.
+
+        A name that ends with a dot is the beginning of one: every module of the package.
+        """
+        folders = ("tests/lib/", f"{Path(path).parent.as_posix()}/", "tests/data/")
+        for stem in ("", *(folders if path.startswith("tests/") else ())):
+            found: set[str] = set()
+            for part in name.split("."):
+                if not part and stem:
+                    found |= {f"{stem}{file.name}" for file in (self.root / stem).glob("*.py")}
+                elif self.exists(f"{stem}{part}.py"):
+                    found.add(f"{stem}{part}.py")
+                    break
+                elif self.exists(f"{stem}{part}/"):
+                    stem += f"{part}/"
+                    found.add(f"{stem}__init__.py")
+                else:
+                    found |= self.public(f"{stem}__init__.py").get(part, set())
+                    break
+            else:
+                found |= {f"{stem}__main__.py"} if program else set()
+            if found:
+                return found
+        return set()
+
+    def _public(self, init: str) -> dict[str, set[str]]:
+        """The files of each public name of a lazy package: it is imported for type checkers."""
+        tree = ast.parse((self.root / init).read_text() if self.exists(init) else "")
+        blocks = [ast.walk(node) for node in tree.body if for_checkers(node)]
+        nodes = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+        return {alias: self.module(name, init) for node in nodes for name, alias in imported(node)}
+
+
+def parsed(text: str) -> ast.Module:
+    """The tree of a file; of one that is no Python, and whose readers fail, an empty one."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        return ast.parse(text)
+    return ast.Module([], [])
+
+
+def executed(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but docstrings, blocks for type checkers and the tables of lazy packages."""
+    for child in ast.iter_child_nodes(node):
+        docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+        table = isinstance(child, ast.Call) and ast.unparse(child.func) == "lazy"
+        if not (docstring or table or for_checkers(child)):
+            yield child
+            yield from executed(child)
+
+
+def for_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+    """(whole name, name here) of what a statement imports."""
+    module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    for alias in node.names:
+        yield module + alias.name, alias.asname or (alias.name if module else alias.name.partition(".")[0])
+
+
+def joined(node: ast.AST) -> str:
+    """The path below a place in the repository: "docs/map.md" of `ROOT / "docs" / "map.md"`."""
+    parts: list[str] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.right, ast.Constant):
+        parts.insert(0, str(node.right.value))
+        node = node.left
+    return "/".join(parts) if re.search("__file__|[A-Z]{3}", ast.unparse(node)) else ""
