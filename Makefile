@@ -1,7 +1,7 @@
 # Two commands, each of which makes its own environment first:
 #   make train    the preset `tiny` over two processes, experts spread between them, into runs/tiny
 #   make test     the fast tests, two files at a time, in some 20 minutes on two cores
-# What CI runs beside them:
+# The other tier; `.ci/run` runs both, and of both the files that a change can break:
 #   make test-slow    the rest: faults, several hosts, whole runs, compiling for chips that are not here
 # docs/map.md, a list of all files, each with its first line; it is not in the repository:
 #   make map
@@ -16,7 +16,8 @@ export OMP_NUM_THREADS ?= 1
 train: .venv/ready
 	$(BIN)/torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2 --resume none
 
-PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 --durations 10
+# counted.py ends what tests leave, also at a signal, and prints the CPU seconds of all processes
+PYTEST := $(PYTHON) .ci/counted.py $(BIN)/pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 --durations 10
 
 test: .venv/ready
 	$(PYTEST) -m 'not slow and not gpu'

@@ -244,7 +244,9 @@ def ci(tree):
     for name in PLUGINS:
         shutil.copy(ROOT / f"tests/lib/{name}.py", tree / "tests/lib")
     (tree / "tests/test_a.py").write_text("import tmoe.deep.public\ndef test(): pass")
-    (tree / "tests/test_b.py").write_text("def test(): assert not open('/'.join(['docs', 'map' + '.md'])).read()")
+    (tree / "tests/test_b.py").write_text(
+        "PATH = 'docs', 'map' + '.md'\ndef test(): assert not open('/'.join(PATH)).read()"
+    )
     env = {**os.environ, "XDG_CACHE_HOME": str(tree / "cache"), "PYTHONPATH": str(tree)}
 
     def run(*words):
