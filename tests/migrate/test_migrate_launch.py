@@ -40,6 +40,8 @@ LINES = [
     (f"srun -N 2 -n 16 --container-image=a bash -c 'cd a && python {GPT} --x'", GPT, 16, None),
     (f"srun -n 4 bash -lc 'export A=1; python -u {GPT} --x 2>&1 | tee log'", GPT, 4, None),
     (f"'#!/bin/bash\n# of two\nexport A=1\ntorchrun \\\r\n --nproc_per_node 4 \\\n {GPT} --x\n'", GPT, 4, 4),
+    (f"sbatch --nodes 2 --wrap 'srun -n 16 python {GPT} --x'", GPT, 16, None),
+    (f"sbatch --wrap='torchrun --nproc_per_node 4 {GPT} --x'", GPT, 4, 4),
     ("--x", "", None, None),
 ]  # fmt: skip
 

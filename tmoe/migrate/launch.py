@@ -109,9 +109,13 @@ def read(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launc
 
 
 def _unwrapped(words: list[str]) -> list[str]:
-    """`bash -c 'COMMAND'`, and a command that is one word, as the words that they hold."""
+    """The words that `bash -c 'COMMAND'`, `sbatch --wrap 'COMMAND'` or a command of one word holds."""
     if len(words) == 1 and _program(split := _split(words[0])):
         return split
+    for i, word in enumerate(words if words[:1] == ["sbatch"] else []):
+        name, equals, wrapped = word.partition("=")
+        if name == "--wrap":
+            return _command(_split(wrapped if equals else "".join(words[i + 1 : i + 2])))
     for i, word in enumerate(words[:-1]):
         if word.startswith("--") and "=" not in word:
             continue
