@@ -122,6 +122,8 @@ def test_a_thought_that_a_special_token_opens_is_closed():
     tokenizer = byte_tokenizer(COHERE, marks)
     chat = [CHAT[0], CHAT[3], CHAT[0], CHAT[3] | dict(reasoning_content="Hm.")]
     assert trained(chat, tokenizer) == ["<|END_THINKING|>Rain.<|end|>", "Hm.<|END_THINKING|>Rain.<|end|>"]
+    within = dict(role="assistant", content="<think>\nHm.\n</think>\n\nRain.")
+    assert trained([CHAT[0], within], tokenizer) == ["Hm.<|END_THINKING|>Rain.<|end|>"]
     assert turn_ends(tokenizer) == (tokenizer.eos,)
 
 

@@ -322,6 +322,8 @@ def _opened(prompts: list[str], text: str, thought: str) -> tuple[str, str] | No
                 continue
         gap = "\n\n" if blank else ""
         rest = rest.removeprefix(closer).lstrip("\n")
+        if thought:  # which is there once, though the text shows it as well
+            rest = re.sub(rf"<think>\s*{re.escape(thought.strip())}\s*</think>\s*", "", rest, count=1)
         return prompt, f"{prompt}{thought.strip()}{blank}{closer}{gap}{rest}"
     return None
 
