@@ -13,6 +13,7 @@ from pathlib import Path
 import early  # first: see its file
 import gloo as gloo_module
 import numpy as np
+import orphans
 import pytest
 import torch
 
@@ -25,12 +26,17 @@ TEST_TIMEOUT_S = 900  # a neighbour that computes on the same cores must fail no
 
 def pytest_configure(config: pytest.Config) -> None:
     gloo_module.read_errors_as_a_command_prints_them()
+    orphans.end_with_pytest()
     # a test that starts its own file as a program finds its helpers
     known = [str(LIB), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(known)
     if (gpus := os.environ.get("TMOE_TESTS_GPUS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
         listed = gpus.split(",")  # run_gpu.py: workers share GPUs, one each
         os.environ["CUDA_VISIBLE_DEVICES"] = listed[int(worker.removeprefix("gw")) % len(listed)]
+
+
+def pytest_unconfigure() -> None:
+    orphans.end_descendants()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import forked
 import gloo as gloo_module
@@ -107,6 +108,47 @@ def test_a_forked_rank_that_fails_ends_the_others(monkeypatch):
     monkeypatch.setattr(forked, "FAREWELL_S", 0.5)
     ended = forked.torchrun(2, ["-c", STRAYS])
     assert ended.returncode == 3 and not running(ended.stdout.strip())
+
+
+STANDS = """
+import os, subprocess, sys
+from pathlib import Path
+
+import forked
+
+def test_stands():
+    here = Path(__file__).parent
+    subprocess.Popen(["sh", "-c", f"sleep 300 & echo $! > {here}/sleeper; wait"])
+    rank = "import os, time; open(os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(300)"
+    (here / "pytest").write_text(str(os.getpid()))
+    forked.torchrun(2, ["-c", rank], cwd=here)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_of_a_test_outlives_pytest(tmp_path, number):
+    """Also not what a test starts by itself, if the signal can be caught."""
+    (tmp_path / "test_stands.py").write_text(STANDS)
+    (tmp_path / "conftest.py").write_text(
+        "import orphans\n\n\ndef pytest_configure():\n    orphans.end_with_pytest()\n"
+    )
+    with ThreadPoolExecutor(1) as beside:
+        words = ["-m", "pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path / "test_stands.py"]
+        run = beside.submit(forked.run, words, cwd=tmp_path)
+        files = [tmp_path / name for name in ("pytest", "0", "1", "sleeper")]
+        while not all(file.exists() and file.read_text().strip() for file in files):
+            assert not run.done(), run.result()
+            time.sleep(0.02)
+        pids = [int(file.read_text()) for file in files]
+        os.kill(pids[0], number)
+    assert run.result().returncode == -number
+    left = pids if number == signal.SIGTERM else pids[:3]
+    end = time.monotonic() + 60
+    while any(running(pid) for pid in left):
+        assert time.monotonic() < end, pids
+        time.sleep(0.02)
+    if running(pids[3]):
+        os.kill(pids[3], signal.SIGKILL)
 
 
 def test_forked_ranks_know_their_world():

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
+import forked
 import pytest
 import run_gpu
 import torch
@@ -139,8 +140,8 @@ def test_every_gpu_test_is_in_its_files_and_in_one_of_its_runs():
     """Collected as the GPU machine does, compared with all tests of the folder."""
 
     def collected(*words: str) -> set[str]:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", *words]
-        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        command = ["-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", *words]
+        said = forked.run(command, timeout=600)
         assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
         return set(filter(None, said.stdout.splitlines()))
 
@@ -196,8 +197,6 @@ print(*sorted(found), sep="\\n")
 @pytest.mark.slow
 def test_importing_tests_starts_nothing_and_reads_no_results():
     """Every worker imports what it collects, so a check in a module body runs once for each worker."""
-    ran = subprocess.run(
-        [sys.executable, "-c", WATCHED], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    ran = forked.run(["-c", WATCHED], timeout=600)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert not ran.stdout.split("\n")[0], ran.stdout

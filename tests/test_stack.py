@@ -11,6 +11,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,12 +35,27 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def train(world: int, out: Path, *flags: str, script: str = "train.py") -> tuple[list[float], str]:
-    """Losses of two steps, and what was written to stderr. A FutureWarning ends the run."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else []
-    command = [sys.executable, *launcher, script, "tiny", "--steps", "2", "--out", str(out), *flags]
+# train.py in a process that has imported torch already.
+FORKED = """
+import runpy, warnings
+warnings.simplefilter("error", FutureWarning)
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def train(world: int, out: Path, *words: str, fresh: bool = True) -> tuple[list[float], str]:
+    """Losses of two steps, and what was written to stderr. A FutureWarning ends the run.
+
+    words: the program, which is forked unless it is `fresh`, and flags.
+    """
+    words = (*words, "--steps", "2", "--train.batch", "2", "--log.no-report", "--out", str(out))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::FutureWarning"}
-    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    if fresh:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else []
+        command = [sys.executable, *launcher, *words]
+        ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    else:
+        ran = forked.torchrun(world, words, env=env)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line], ran.stderr
@@ -48,7 +64,7 @@ def train(world: int, out: Path, *flags: str, script: str = "train.py") -> tuple
 @pytest.mark.slow
 def test_a_start_says_nothing_that_is_not_for_the_user(tmp_path):
     """One process that compiles: torch and its compiler would have warnings of their own to give."""
-    assert train(1, tmp_path)[1] == ""
+    assert train(1, tmp_path, "train.py", "tiny")[1] == ""
 
 
 @pytest.mark.slow
@@ -57,12 +73,12 @@ def test_without_private_names_a_run_computes_the_same(tmp_path):
 
     Each note comes once, from rank 0. Where no name is missing, nothing is said at all.
     """
-    flags = "--no-compile", "--parallel.ep", "2"
+    flags = "tiny", "--no-compile", "--parallel.ep", "2"
     script = tmp_path / "stranger.py"
     script.write_text(STRANGER)
-    want, said = train(2, tmp_path / "own", *flags)
+    want, said = train(2, tmp_path / "own", "-c", FORKED, *flags, fresh=False)
     assert said == "" and len(want) == 2
-    got, said = train(2, tmp_path / "stranger", *flags, script=str(script))
+    got, said = train(2, tmp_path / "stranger", str(script), *flags)
     assert got == want
     notes = collections.Counter(said.splitlines())
     assert set(notes.values()) == {1} and all(stack.TESTED in note for note in notes), said

@@ -6,6 +6,7 @@ of this interpreter's packages, of which Python then reads no .pth file: an edit
 next: pyproject.toml
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,36 @@ import tmoe
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("checkpoint", "hf", "data", "report", "upcycle", "warmup")
+# What each command says of itself, as a module and as `tmoe NAME`, each in a fork of one process
+HELPS = """
+import json, os, runpy, sys, tempfile, torch
+script, *commands = sys.argv[1:]
+
+def said(run, words):
+    with tempfile.TemporaryFile("w+") as out:
+        if (child := os.fork()) == 0:
+            os.dup2(out.fileno(), 1)
+            sys.argv = words
+            try:
+                run()
+            finally:
+                sys.stdout.flush()
+                os._exit(0 if getattr(sys.exception(), "code", 1) in (None, 0) else 1)
+        assert os.waitpid(child, 0)[1] == 0, words
+        out.seek(0)
+        return out.read()
+
+def module(name):
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+print(json.dumps({
+    command: [
+        said(lambda: module(f"tmoe.{command}"), ["", "--help"]),
+        said(lambda: runpy.run_path(script, run_name="__main__"), [script, command, "--help"]),
+    ]
+    for command in commands
+}))
+"""
 PRESETS = """
 import sys, torch, tmoe
 from tmoe.ops.experts import table
@@ -90,10 +121,13 @@ def test_every_file_is_inside(wheel):
 
 def test_commands_and_presets_work_in_an_empty_folder(installed):
     python, empty = installed
-    for command in COMMANDS:
-        said = run(python, "-m", f"tmoe.{command}", "--help", cwd=empty)
-        assert f"tmoe.{command}" in said, said
-        assert run(python.parent / "tmoe", command, "--help", cwd=empty) == said
+    script, first = python.parent / "tmoe", COMMANDS[0]
+    helps = json.loads(run(python, "-c", HELPS, script, *COMMANDS, cwd=empty))
+    assert list(helps) == list(COMMANDS)
+    for command, (of_module, of_script) in helps.items():
+        assert f"tmoe.{command}" in of_module and of_script == of_module, of_module
+    assert run(python, "-m", f"tmoe.{first}", "--help", cwd=empty) == helps[first][0]
+    assert run(script, first, "--help", cwd=empty) == helps[first][0]
     *presets, where = run(python, "-c", PRESETS, cwd=empty).splitlines()
     assert [line.split()[0] for line in presets] == list(tmoe.presets())
     version, file = where.split()

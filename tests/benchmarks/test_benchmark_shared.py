@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from tiers import slow_but
@@ -16,7 +16,8 @@ from benchmarks import layouts, shared
 
 ROOT = Path(__file__).parents[2]
 RANK = """
-import sys, torch
+import os, sys, torch
+sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
 torch.cuda.device_count = lambda: {gpus}
 from benchmarks import shared
 shared.main()
@@ -39,13 +40,7 @@ def test_a_rank_and_what_it_runs(tmp_path, module, gpus):
     what = ["-m", "target"] if module else [tmp_path / "target.py"]
     environment = {**os.environ, "RANK": "5", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path)])
-    ran = subprocess.run(
-        [sys.executable, "-c", RANK.format(gpus=gpus), *what, "--gpus", "x y"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
+    ran = forked.run(["-c", RANK.format(gpus=gpus), *what, "--gpus", "x y"], env=environment)
     assert ran.returncode == 0, ran.stderr
     name, argv, said, obstacle = json.loads(ran.stdout)
     assert name == "__main__" and argv == ["--gpus", "x y"]

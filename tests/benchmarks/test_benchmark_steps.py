@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from benchmarks import scaling
@@ -95,8 +96,7 @@ def test_scaling_on_two_processes(tmp_path):
     )
     out = tmp_path / "scaling.jsonl"
     options = "--gpus 2 --steps 12 --json".split()
-    command = [sys.executable, "-m", "benchmarks.scaling", *options, str(out), "--", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = forked.run(["-m", "benchmarks.scaling", *options, out, "--", *words])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| 1 | 1 x 1 |" in done.stdout and "| 2 | 1 x 2 |" in done.stdout
     records = [json.loads(text) for text in out.read_text().splitlines()]

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import corpora
+import forked
 import pytest
 from corpora import data
 from tiers import slow_but
@@ -214,6 +213,13 @@ def test_settings_of_a_tokenizer_that_are_none(bpe: Path, settings: str, message
         load_tokenizer(str(bpe))
 
 
+SMALL_DISK = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+runpy.run_module("tmoe.data", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize(
     ("out", "says"),
     slow_but(
@@ -227,15 +233,7 @@ def test_settings_of_a_tokenizer_that_are_none(bpe: Path, settings: str, message
 )
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, out: str, says: str):
     (tmp_path / "text.txt").write_text("some words " * 10_000)
-    command = [sys.executable, "-m", "tmoe.data", "text.txt", "--out", out]
-
-    def small_disk() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    said = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, preexec_fn=small_disk
-    )
+    said = forked.run(["-c", SMALL_DISK, "text.txt", "--out", out], cwd=tmp_path)
     assert said.returncode == (1 if "large" in says else 2), said.stderr
     assert says in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

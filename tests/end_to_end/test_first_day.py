@@ -10,9 +10,8 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
@@ -119,20 +118,14 @@ def day(tmp_path_factory):
 
 def lasting(day: Day, command: str, out: Path) -> str:
     """What a run of two processes says that never ends by itself, and is ended by what its lock names."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [*agent, *words_of(command)]
-    with open(day.folder / "said", "w+") as said:
-        run = subprocess.Popen(words, cwd=day.folder, env=EAGER, stdout=said, stderr=said)
-        try:
-            while run.poll() is None and not (out / "metrics.jsonl").exists():
-                time.sleep(0.1)
-            assert run.poll() is None, (day.folder / "said").read_text()
-            os.kill(int((out / ".lock").read_text().split()[0]), signal.SIGINT)
-            assert run.wait(300) == 0
-        finally:
-            run.kill()
-            run.wait()
-    return (day.folder / "said").read_text()
+    with ThreadPoolExecutor(1) as beside:
+        run = beside.submit(forked.torchrun, 2, words_of(command), cwd=day.folder, env=EAGER)
+        while not run.done() and not (out / "metrics.jsonl").exists():
+            time.sleep(0.1)
+        assert not run.done(), run.result()
+        os.kill(int((out / ".lock").read_text().split()[0]), signal.SIGINT)
+    assert run.result().returncode == 0, run.result()
+    return run.result().stdout + run.result().stderr
 
 
 def test_1_own_data_own_tokenizer_own_model(day):

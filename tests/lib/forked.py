@@ -6,7 +6,8 @@
 
 As subprocess.run([sys.executable, *words]), without the 4 s of a processor that the imports take. Not for
 a program whose environment must be there when torch is imported, nor for one whose interpreter must end:
-atexit is run, but no object is taken down.
+atexit is run, but no object is taken down. With TRITON_INTERPRET=1 in its environment a program is forked
+from a second server, which has imported triton with it.
 """
 
 import atexit
@@ -21,14 +22,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import gloo
 import torch
 
 ROOT = Path(__file__).parents[2]
+INTERPRETED = ("early", "torch", "numpy", "pytest", "triton.language", "tmoe", "settled")  # no kernels
 FAREWELL_S = 30.0  # as torchrun grants the ranks that a failed one leaves
 
 
@@ -55,16 +60,18 @@ def together(
     timeout: float = 800.0,
 ) -> list[subprocess.CompletedProcess]:
     """As `run`, several programs at the same time. The first that fails ends the others after FAREWELL_S."""
-    gloo.start_server()
-    gloo.imported()
+    given = [os.environ if env is None else env for env in envs or [None] * len(programs)]
+    if any(env.get("TRITON_INTERPRET") != "1" for env in given):
+        gloo.start_server()
+        gloo.imported()
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
         for i, words in enumerate(programs):
             said = f"{folder}/{i}.out", f"{folder}/{i}.err"
-            env = dict(os.environ if envs is None or envs[i] is None else envs[i])
+            env = dict(given[i])
             job = context.Process(target=_program, args=([os.fspath(w) for w in words], str(cwd), env, *said))
-            job.start()
+            _start(job, env.get("TRITON_INTERPRET") == "1")
             jobs.append((job, words, said))
         try:
             _wait([job for job, *_ in jobs], timeout)
@@ -103,6 +110,25 @@ def torchrun(
     codes.sort(key=lambda code: code == -signal.SIGKILL)  # the ranks that were ended here
     said = ("".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks))
     return subprocess.CompletedProcess(list(words), codes[0] if codes else 0, *said)
+
+
+@cache
+def _interpreter() -> forkserver.ForkServer:
+    """The server of programs that run kernels in triton's interpreter."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(list(INTERPRETED))
+    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1"):
+        server.ensure_running()
+    return server
+
+
+def _start(job: multiprocessing.process.BaseProcess, interpreted: bool) -> None:
+    """Forks the program from its server; multiprocessing itself knows one."""
+    if not interpreted:
+        job.start()
+        return
+    with patch.object(forkserver, "connect_to_new_process", _interpreter().connect_to_new_process):
+        job.start()
 
 
 def _wait(jobs: list[multiprocessing.process.BaseProcess], timeout: float) -> None:
@@ -146,7 +172,8 @@ def _program(words: list[str], cwd: str, env: dict[str, str], out: str, err: str
     os.environ.update(env)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    torch._dynamo.config.disable = env.get("TORCH_COMPILE_DISABLE") == "1"  # torch read it at its import
+    if "torch._dynamo" in sys.modules:  # which read it at its import
+        torch._dynamo.config.disable = env.get("TORCH_COMPILE_DISABLE") == "1"
     how, *rest = words
     sys.path.insert(0, str(ROOT))
     try:

@@ -1,9 +1,11 @@
-"""A fixture that fails the test which leaves a process behind."""
+"""No process of a test outlives pytest, however pytest ends; a fixture fails the test that leaves one."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,29 @@ import gloo as gloo_module
 import pytest
 
 PR_SET_CHILD_SUBREAPER = 36
+
+
+def end_with_pytest() -> None:
+    """Lets SIGTERM and SIGHUP end all processes below this one, and then this one.
+
+    SIGKILL cannot be caught: what gloo.py and forked.py have forked ends then by itself.
+    """
+    owner = os.getpid()
+
+    def ended(number: int, _: object) -> None:
+        if os.getpid() == owner:  # a process that a test forks inherits the handler
+            end_descendants()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, ended)
+
+
+def end_descendants() -> None:
+    for pid in descendants():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture

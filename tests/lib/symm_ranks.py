@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import forked
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
@@ -159,6 +160,10 @@ def run(*command: object, limit: float = 600, **env: str) -> None:
     limit: seconds. env: variables of its environment besides this process's own.
     """
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **env}
-    ran = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=limit)
+    if "TRITON_INTERPRET" in env:
+        ran = forked.run([str(word) for word in command], env=env, timeout=limit)
+    else:
+        how = dict(env=env, capture_output=True, text=True, timeout=limit)
+        ran = subprocess.run([sys.executable, *map(str, command)], **how)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
     assert "all right" in ran.stdout.splitlines()

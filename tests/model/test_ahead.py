@@ -44,11 +44,11 @@ def compiled() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], made["fxgraph_cache_miss"] + made["fxgraph_cache_hit"]
 
 
-def counted(
-    rank: int, world: int, argv: list[str], cache: str
-) -> tuple[tuple[int, int], tuple[int, int], bool]:
-    """What was compiled before the first step, and at the end; whether compiling drew random numbers."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+def counted(rank: int, world: int, argv: list[str]) -> tuple[tuple[int, int], tuple[int, int], bool]:
+    """What was compiled before the first step, and at the end; whether compiling drew random numbers.
+
+    What the compiler's cache holds counts as compiled.
+    """
     trainer = start(rank, world, argv)
     state = torch.get_rng_state()
     trainer.prepare()
@@ -59,21 +59,16 @@ def counted(
     return before, compiled(), drew
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_steps_and_validations_compile_nothing(gloo, tmp_path, cache, case):
+def test_steps_and_validations_compile_nothing(gloo, tmp_path, case):
     world, *flags = LAYOUTS[case].split()
-    for before, behind, drew in gloo(int(world), counted, [*SHORT, *flags, "--out", str(tmp_path)], cache):
+    for before, behind, drew in gloo(int(world), counted, [*SHORT, *flags, "--out", str(tmp_path)]):
         assert before == behind and before[0] >= 2 and before[1] >= 3, (before, behind)
         assert not drew
 
 
 @pytest.mark.parametrize("case", TASKS)
-def test_tasks_compile_nothing_later(gloo, tmp_path, cache, case):
+def test_tasks_compile_nothing_later(gloo, tmp_path, case):
     rows = [(f"{a}+{b}=", str(a + b)) for a in range(12) for b in range(12)]
     fields = [
         dict(prompt=p, chosen=n, rejected=p) if case == "preference" else dict(prompt=p, answer=n)
@@ -81,7 +76,7 @@ def test_tasks_compile_nothing_later(gloo, tmp_path, cache, case):
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, fields)))
     flags = [*SHORT, *TASKS[case].split(), "--data.path", str(tmp_path / "rows.jsonl"), "--parallel.ep", "2"]
-    for before, behind, _ in gloo(2, counted, [*flags, "--out", str(tmp_path / "run")], cache):
+    for before, behind, _ in gloo(2, counted, [*flags, "--out", str(tmp_path / "run")]):
         assert before == behind and before[0] >= 1, (before, behind)
 
 

@@ -4,10 +4,9 @@ next: tests/generate/test_engine.py
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +21,9 @@ FILES = [
 
 
 def in_the_interpreter(*which: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-x", *which]
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-x", *which]
     command += [f"tests/ops/{name}" for name in FILES]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    ran = forked.run(command, env=os.environ | dict(TRITON_INTERPRET="1"), timeout=1500)
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 

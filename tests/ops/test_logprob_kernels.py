@@ -4,11 +4,9 @@ next: tests/model/test_loss.py
 """
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import forked
 import pytest
 import torch
 from chips import CHIPS, assert_fits, measure
@@ -31,11 +29,8 @@ compiled = pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="starts the others")
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(
-        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=800
-    )
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
+    ran = forked.run(command, env=os.environ | dict(TRITON_INTERPRET="1"))
     assert ran.returncode == 0 and "22 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 

@@ -10,10 +10,9 @@ next: test_ops_kernels.py
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from interpreter import poison, repair_interpreter, small_tiles
@@ -25,8 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_kernels_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/lib'}"}
-    ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=800)
+    ran = forked.run([__file__], env=os.environ | dict(TRITON_INTERPRET="1"))
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.splitlines()[-1] == "all right"
 

@@ -20,6 +20,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -141,14 +142,8 @@ def test_a_cache_without_room_for_locks_is_read(tmp_path):
         "print(precompile.work('cuda:90', [(adamw.trace, torch.bfloat16)]))"
     )
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    first, second = (
-        eval(
-            subprocess.run(
-                [sys.executable, "-c", asks], env=env, capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for _ in range(2)
-    )
+    first, second = (forked.run(["-c", asks], env=env) for _ in range(2))
+    first, second = eval(first.stdout), eval(second.stdout)
     assert first[0] == first[1] > 0 and second == (0, first[1])
 
 
@@ -182,7 +177,7 @@ print(found)
 def test_a_torn_or_missing_file_costs_its_kernel_alone(tmp_path):
     """It costs neither every start nor the first launch; triton takes a torn binary for a whole one."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, "-c", DAMAGE], env=env, capture_output=True, text=True)
+    ran = forked.run(["-c", DAMAGE], env=env)
     assert ran.stdout.splitlines()[-1:] == [str([2, 0, *[1, 0, 1] * 9])], ran.stdout + ran.stderr
 
 
@@ -260,7 +255,7 @@ assert (knobs.cache.dir, knobs.nvidia.ptxas.path) == before, (knobs.cache.dir, k
 
 
 def test_inductor_changes_neither_cache_nor_assembler():
-    ran = subprocess.run([sys.executable, "-c", TOOLS], cwd=ROOT, capture_output=True, text=True)
+    ran = forked.run(["-c", TOOLS])
     assert ran.returncode == 0, ran.stderr
 
 
@@ -283,7 +278,7 @@ def test_a_torn_library_of_torchs_own_cache_is_made_again(tmp_path, monkeypatch)
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def run(*words):
-        return subprocess.run([sys.executable, "-c", TORN, *words], env=env, capture_output=True, text=True)
+        return forked.run(["-c", TORN, *words], env=env)
 
     first = run()
     assert first.returncode == 0, first.stderr
@@ -308,7 +303,7 @@ def test_a_cache_that_is_a_file_is_one_error(tmp_path):
         ["-m", "tmoe.warmup", "tiny", "--arch", "cuda:90"],
         [ROOT / "train.py", "--out", tmp_path / "run"],
     ):
-        ended = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True)
+        ended = forked.run(words, env=env)
         assert ended.returncode == 2 and "Traceback" not in ended.stderr
         assert f"error: TRITON_CACHE_DIR={tmp_path}/file: must be a folder" in ended.stderr
 

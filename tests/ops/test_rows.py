@@ -5,11 +5,10 @@ As a script it runs the kernels in triton's interpreter, which must be chosen be
 """
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from tiers import slow_but
@@ -193,8 +192,7 @@ def test_warm_up_knows_them():
 
 @pytest.mark.slow
 def test_the_kernels_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/lib'}"}
-    ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=800)
+    ran = forked.run([__file__], env=os.environ | dict(TRITON_INTERPRET="1"))
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.splitlines()[-1] == "all right"
 

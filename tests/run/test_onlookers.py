@@ -350,7 +350,8 @@ def test_rich_ends_no_training_where_nobody_reads_its_pipe(tmp_path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--log.progress"], []], ids=["lines", "notes"])
 def test_a_run_whose_output_goes_to_a_full_disk_ends_with_0(tmp_path, flags):
-    command = [sys.executable, "train.py", *TINY, *flags, "--steps", "2", "--out", str(tmp_path)]
+    command = [sys.executable, "train.py", *TINY, *flags, "--log.no-report"]
+    command += ["--steps", "2", "--out", str(tmp_path)]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, env=buffered, stdout=full, stderr=full, timeout=800)

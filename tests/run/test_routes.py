@@ -1,6 +1,8 @@
 """Traces of routed ids: a run writes what it dispatched, in every layout; replayed, it is chosen again."""
 
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,14 +139,25 @@ LAYOUTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone(gloo, tmp_path_factory):
+    """`alone(size, model)`: the folder of a run on one rank, made once."""
+
+    @cache
+    def made(size: int, model: str) -> Path:
+        out = tmp_path_factory.mktemp("alone")
+        gloo(1, run, [*SMALL, *model.split(), *TRACED, str(out), "--train.batch", str(size)])
+        return out
+
+    return made
+
+
 @pytest.mark.parametrize(("world", "readers", "axes", "model"), slow_but(LAYOUTS[:2], LAYOUTS))
-def test_a_run_writes_what_it_dispatched_in_every_layout(tmp_path, gloo, world, readers, axes, model):
+def test_a_run_writes_what_it_dispatched_in_every_layout(tmp_path, gloo, alone, world, readers, axes, model):
     """The same global batch on one rank, whose micro-batches are as many times larger."""
     size = 2 * readers
-    common = [*SMALL, *model.split(), *TRACED]
-    gloo(world, run, [*common, str(tmp_path / "a"), *f"--parallel.{axes}".split()])
-    gloo(1, run, [*common, str(tmp_path / "b"), "--train.batch", str(size)])
-    found, want = (read_routes(tmp_path / name / "routes", 1) for name in "ab")
+    gloo(world, run, [*SMALL, *model.split(), *TRACED, str(tmp_path / "a"), *f"--parallel.{axes}".split()])
+    found, want = (read_routes(out / "routes", 1) for out in (tmp_path / "a", alone(size, model)))
     assert found.keys() == want.keys() == ({1} if model else {0, 1})
     assert all(ids.shape == (2 * size, 32, 2) for ids in want.values())
     for block, ids in want.items():
