@@ -30,7 +30,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 
@@ -56,15 +55,8 @@ OURS = {"--gpus", "--tokens", "--batch-tokens", "--parts", "--check", "--fit", "
 WORLDS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of every command."""
-
-    def error(self, message: str) -> NoReturn:
-        front.end(message.removeprefix("argument "))
-
-
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = front.Parser(__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
     parser.add_argument(

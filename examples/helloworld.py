@@ -8,7 +8,6 @@ Flags are named as in Tutel's example. `parallelize` does what DDP and FSDP2 do 
 next: examples/helloworld_ddp.py
 """
 
-import argparse
 import time
 
 import torch
@@ -17,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tmoe
+from tmoe.front import Parser
 from tmoe.parallel.launcher import join
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = Parser(__doc__)
 parser.add_argument("--batch_size", type=int, default=16)
 parser.add_argument("--num_tokens", type=int, default=512, help="of each row of the batch")
 parser.add_argument("--model_dim", type=int, default=2048)

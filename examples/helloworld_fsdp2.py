@@ -8,7 +8,6 @@ Flags are named as in Tutel's examples.
 next: examples/own_loop.py
 """
 
-import argparse
 import time
 
 import torch
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import tmoe
+from tmoe.front import Parser
 from tmoe.model.parallelize import apply_ep
 from tmoe.parallel.launcher import join
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = Parser(__doc__)
 parser.add_argument("--batch_size", type=int, default=16)
 parser.add_argument("--num_tokens", type=int, default=512, help="of each row of the batch")
 parser.add_argument("--model_dim", type=int, default=2048)

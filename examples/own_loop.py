@@ -5,8 +5,6 @@
 next: tmoe/moe/layer.py, tmoe/model/parallelize.py
 """
 
-import argparse
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tmoe
+from tmoe.front import Parser
 
 VOCAB = 64
 SEQ = 16
@@ -36,7 +35,7 @@ class Model(nn.Module):
         return self.head((h_BSD + self.moe(h_BSD)).flatten(0, 1))
 
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = Parser(__doc__)
 parser.add_argument("--ep", type=int, default=1, help="ranks that share out the experts")
 parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--save", help="folder of the checkpoint after the last step")

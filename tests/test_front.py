@@ -187,6 +187,21 @@ def test_an_error_is_one_line(command, words, says, capsys, monkeypatch, tmp_pat
     assert code == 2 and not re.search(r"[│╭╰─╮╯]|Traceback", line)
 
 
+def test_the_front_of_argparse(capsys, monkeypatch):
+    """One line without a usage; the first rank of a node prints it."""
+    parser = front.Parser("An example.")
+    parser.add_argument("--ep", type=int)
+    for words, says in (
+        (["--nosuch", "3"], "error: --nosuch: no such flag; --help shows all\n"),
+        (["--ep", "x"], "error: --ep: invalid int value: 'x'\n"),
+    ):
+        for rank, printed in (("0", says), ("1", "")):
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            with pytest.raises(SystemExit) as ended:
+                parser.parse_args(words)
+            assert ended.value.code == 2 and capsys.readouterr().err == printed
+
+
 def test_a_fault_of_the_machine_ends_with_another_code(capsys):
     """A full disk is no wrong command, wherever the error is wrapped; a missing file is."""
 

@@ -10,8 +10,10 @@ next: tmoe/config/check.py, tmoe/run/cli.py
 
 from __future__ import annotations
 
+import argparse
 import errno
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,6 +100,21 @@ def end(text: str) -> NoReturn:
     line = f"error: {text}"
     print(line, file=sys.stderr)
     raise Ended(line) from None
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line, as those of every command; of a node's ranks the first prints it."""
+
+    def __init__(self, text: str | None):
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        line = message.removeprefix("argument ")
+        head, unknown, words = line.partition("unrecognized arguments: ")
+        line = f"{words.split()[0]}: no such flag; --help shows all" if unknown else head
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            end(line)
+        raise Ended(line)
 
 
 def call(

@@ -10,7 +10,6 @@ Any number of processes may run it at once, on an empty or a half-written cache:
 next: ops/launch/precompile.py
 """
 
-import argparse
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
-from tmoe.front import end
+from tmoe.front import Parser
 from tmoe.generate.cache import layer_widths
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import AT_ONCE
@@ -225,13 +224,10 @@ def drop_torn_objects() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("preset", nargs="*", help=f"any of {', '.join(presets())}; default: all")
     parser.add_argument("--arch", help="cuda:90, cuda:80, hip:gfx942, ...; default: the GPU of this machine")
     parser.add_argument("--processes", type=int, default=0, help="default: one a core, at most 8")
-    parser.error = lambda message: end(message)
     args = parser.parse_args()
     if unknown := [name for name in args.preset if name not in presets()]:
         parser.error(f"preset {unknown[0]!r}: valid are {', '.join(presets())}")
