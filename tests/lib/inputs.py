@@ -17,8 +17,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-EVERY = ("tests/conftest.py", "pyproject.toml")  # inputs of every test file
+EVERY = ("tests/conftest.py", "tests/lib/settled.py", "pyproject.toml")  # inputs of every test file
 PROGRAM = "train.py"
 STARTERS = {"subprocess", "runpy", "forked", "two_hosts"}  # modules that start programs
 OUTSIDE = ("tests/", "benchmarks/", "examples/", "docs/")  # folders whose strings name files
@@ -46,7 +47,7 @@ class Inputs:
         found: set[str] = set()
         left = [test, *EVERY]
         while left:
-            if (path := left.pop()) not in found and (self.root / path).is_file():
+            if (path := left.pop()) not in found and os.path.isfile(f"{self.root}/{path}"):
                 found.add(path)
                 left += self.named_by(path)
         return found
@@ -60,24 +61,18 @@ class Inputs:
         outside = path.startswith(OUTSIDE) and path not in PLAIN
         found: set[str] = set()
         bound: dict[str, str] = {}  # the whole name of an imported one
-        used: list[str] = []
-        inner: set[ast.AST] = set()  # beginnings of longer paths
-        for node in executed(parsed(text)):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                for name, alias in imported(node):
-                    first = name.partition(".")[0]
-                    bound[alias] = alias if alias == first else name
-                    found |= self.module(name, path) | ({PROGRAM} if outside and first in STARTERS else set())
-            elif isinstance(node, ast.Attribute):
-                used.append(ast.unparse(node))
-            elif isinstance(node, ast.BinOp) and outside:
-                inner.add(node.left)
-                found |= self.place(joined(node), path, "tests/") if node not in inner else set()
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found |= self._in_string(node.value, path, outside)
-        for name in used:
+        facts = facts_of(text)
+        for name, alias in facts.imports:
+            first = name.partition(".")[0]
+            bound[alias] = alias if alias == first else name
+            found |= self.module(name, path) | ({PROGRAM} if outside and first in STARTERS else set())
+        for name in facts.names:
             first, dot, rest = name.partition(".")
             found |= self.module(bound[first] + dot + rest, path) if first in bound else set()
+        for words in facts.paths if outside else ():
+            found |= self.place(words, path, "tests/")
+        for words in facts.strings:
+            found |= self._in_string(words, path, outside)
         return found
 
     def _in_string(self, text: str, path: str, outside: bool) -> set[str]:
@@ -145,25 +140,59 @@ class Inputs:
         return {alias: self.module(name, init) for node in nodes for name, alias in imported(node)}
 
 
-def parsed(text: str) -> ast.Module:
-    """The tree of a file; of one that is no Python, and whose readers fail, an empty one."""
+class Facts(NamedTuple):
+    """What one text imports, names with attributes, joins to a path by `/`, and has as strings."""
+
+    imports: set[tuple[str, str]]
+    names: set[str]
+    paths: set[str]
+    strings: set[str]
+
+
+@functools.cache
+def facts_of(text: str) -> Facts:
+    """The facts of a Python file; none of a text that is no Python, whose readers fail."""
+    facts = Facts(set(), set(), set(), set())
+    inner: set[ast.AST] = set()  # beginnings of longer paths
+    tree = ast.Module([], [])
     with contextlib.suppress(SyntaxError, ValueError):
-        return ast.parse(text)
-    return ast.Module([], [])
+        tree = ast.parse(text)
+    for node in executed(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            facts.imports.update(imported(node))
+        elif isinstance(node, ast.Attribute):
+            facts.names.add(dotted(node))
+        elif isinstance(node, ast.BinOp):
+            inner.add(node.left)
+            facts.paths.update([] if node in inner else [joined(node)])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            facts.strings.add(node.value)
+    return facts
 
 
-def executed(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but docstrings, blocks for type checkers and the tables of lazy packages."""
-    for child in ast.iter_child_nodes(node):
-        docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
-        table = isinstance(child, ast.Call) and ast.unparse(child.func) == "lazy"
-        if not (docstring or table or for_checkers(child)):
-            yield child
-            yield from executed(child)
+def executed(tree: ast.Module) -> Iterator[ast.AST]:
+    """All nodes but docstrings, blocks for type checkers and tables of lazy packages; outer ones first."""
+    left: list[ast.AST] = [tree]
+    while left:
+        for child in ast.iter_child_nodes(left.pop()):
+            docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+            table = isinstance(child, ast.Call) and dotted(child.func) == "lazy"
+            if not (docstring or table or for_checkers(child)):
+                yield child
+                left.append(child)
 
 
 def for_checkers(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    return isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING")
+
+
+def dotted(node: ast.AST) -> str:
+    """The text of a name with attributes; "" of any other expression."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.insert(0, node.attr)
+        node = node.value
+    return ".".join([node.id, *parts]) if isinstance(node, ast.Name) else ""
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
