@@ -52,6 +52,26 @@ def test_marks_of_spark_and_hadoop_are_no_rows(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("train", "test", "pattern"),
+    [
+        ("data/train-00000-of-00001.json", "data/test-00000-of-00001.json", "data/train-00000-of-00001.json"),
+        ("train.jsonl", "validation.jsonl", "train.jsonl"),
+        ("train/a.json", "test/a.json", "train/a.json"),
+    ],
+)
+def test_a_folder_of_several_splits_is_not_trained_whole(tmp_path: Path, train: str, test: str, pattern: str):
+    """A clone of a hub's set would be trained on its test rows."""
+    for name in (train, test):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(LINES)
+    with pytest.raises(DataError, match=rf"of several splits, .*train \(1\).*, {tmp_path}/{pattern}, and"):
+        found(tmp_path)
+    assert found(tmp_path / pattern) == TEXTS
+    (tmp_path / test).rename(tmp_path / "parsers-00000-of-00001.jsonl")
+    assert found(tmp_path) == 2 * TEXTS
+
+
+@pytest.mark.parametrize(
     ("name", "says"),
     [
         ("_delta_log/0.json", "set: _delta_log: is the log of a Delta table, whose files may hold rows"),

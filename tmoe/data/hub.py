@@ -293,6 +293,25 @@ def split_of(path: str) -> str | None:
     return None
 
 
+def split_of_rows(path: str) -> str | None:
+    """The split of a file of rows whose name, or whose folder's name, is a split's; None for other files.
+
+    Stricter than `split_of`: a folder may hold test_parser.jsonl or texts of a topic named eval.
+    """
+    read = READ.fullmatch(path)
+    if not read or read[1].lower() == "txt":
+        return None
+    folder, _, file = path.rpartition("/")
+    if found := re.match(r"(.+?)-\d{5}-of-\d{5}", file):
+        words = {*re.split(r"[-._ 0-9]+", found[1].lower())}
+        return found[1] if any(words & {*keywords} for keywords in KEYWORDS.values()) else None
+    for part in (file.partition(".")[0].lower(), folder.rpartition("/")[2].lower()):
+        for split, keywords in KEYWORDS.items():
+            if part in keywords:
+                return split
+    return None
+
+
 def choose(spec: str, configs: Configs, usual: str, rest: tuple[str, ...]) -> tuple[str, ...]:
     """The files that a source means. DataError that names what there is instead.
 

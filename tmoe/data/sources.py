@@ -423,7 +423,27 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
             )
     if not files:
         raise DataError(f"{name}: the folder holds no files")
-    return path, sorted(files, key=lambda entry: entry.relative_to(path).as_posix())
+    files.sort(key=lambda entry: entry.relative_to(path).as_posix())
+    _require_one_split(path, files)
+    return path, files
+
+
+def _require_one_split(root: Path, files: list[Path]) -> None:
+    """DataError for a folder with rows to train on and rows to test with, as a clone of a hub's set is."""
+    splits: dict[str, list[str]] = {}
+    for path in (file.relative_to(root) for file in files):
+        if split := hub.split_of_rows(path.as_posix()):
+            splits.setdefault(split, []).append(path.as_posix())
+    if len(splits) < 2:
+        return
+    counts = ", ".join(f"{split} ({len(inside)})" for split, inside in splits.items())
+    one = splits.get("train", next(iter(splits.values())))
+    start = os.path.commonprefix(one)  # noqa: RUF071 (of characters: one pattern for all parts)
+    pattern = one[0] if len(one) == 1 else f"{start}*"
+    raise DataError(
+        f"{root}: holds files of several splits, {counts}; valid: those of one split, {root / pattern}, and "
+        "another split as --data.val-path"
+    )
 
 
 def _left_out(path: Path) -> bool:
