@@ -11,7 +11,7 @@ import logging
 import os
 from typing import Any
 
-TESTED = "torch 2.11, 2.13 and 2.14 with triton 3.6 and 3.8"
+TESTED = "torch 2.11 and 2.13 to 2.15 with triton 3.6, 3.8 and 3.9"
 NEEDED = {  # what has no public way, and what uses it
     "torch._foreach_add_": "the optimizer",
     "torch._foreach_copy_": "averaged weights",

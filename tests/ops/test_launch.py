@@ -249,15 +249,19 @@ def test_gluon_without_what_hoppers_kernels_use(monkeypatch, caplog):
     """
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
+    from tmoe.ops.experts import gluon_names
+
     assert launch.gluon_lacks() == "" and launch._has_descriptors("cuda:90")
     stack.note.cache_clear()
     launch.gluon_lacks.cache_clear()
-    monkeypatch.delattr(tma, "async_copy_global_to_shared")
+    monkeypatch.delattr(tma, "store_wait")
+    monkeypatch.setattr(gluon_names, "bulk_load", None)
     try:
         assert not launch._has_descriptors("cuda:90") and not launch._has_descriptors("cuda:90")
         assert not launch._has_descriptors("cuda:80")
         (record,) = caplog.records
-        assert "tma.async_copy_global_to_shared: portable kernels" in record.getMessage()
+        assert "has no bulk_load of Gluon, " in record.getMessage()
+        assert "tma.store_wait: portable kernels" in record.getMessage()
         names = []
         with launch.compile_only("cuda:90", lambda name, key, compile: names.append(name)):
             trace(512, 128, 128, 4, 2, torch.bfloat16)

@@ -21,17 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_wait
 
+from tmoe.ops.experts.gluon_names import bulk_load, reinterpret, thread_barrier, thread_load
 from tmoe.ops.experts.kernels import activate, halves_of, slices
-
-# triton 3.6's name, and 3.8's
-thread_barrier = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
 
 
 @gluon.jit
@@ -104,7 +101,7 @@ def load_weights(
         for j in gl.static_range(GUESS):
             # zeros where there is no such expert
             at = [HALVES * (p // num_up), p % num_up * (BN // HALVES), j * BL]
-            tma.async_copy_global_to_shared(gate_up, at, guessed, bufs.index(j))
+            bulk_load(gate_up, at, guessed, bufs.index(j))
     gdc_wait()
     ups = gl.load(tiles) * num_up
     total = ups + gl.load(tiles) * num_down
@@ -124,7 +121,7 @@ def load_weights(
                 s = room(it, full, empty, S, FLIGHT)
                 mbarrier.expect(full.index(s), BN * BL * 2)
                 at = [HALVES * e, pn * (BN // HALVES), k * BL]
-                tma.async_copy_global_to_shared(gate_up, at, full.index(s), bufs.index(s))
+                bulk_load(gate_up, at, full.index(s), bufs.index(s))
                 it += 1
         else:
             e, _, _, _, pn = place_of(t - ups, tiles, capacity, offsets, num_down, BM)
@@ -132,7 +129,7 @@ def load_weights(
                 s = room(it, full, empty, S, FLIGHT)
                 mbarrier.expect(full.index(s), BN * BL * 2)
                 tile = bufs.index(s).reshape([1, BN, BL])
-                tma.async_copy_global_to_shared(down, [e, pn * BN, k * BL], full.index(s), tile)
+                bulk_load(down, [e, pn * BN, k * BL], full.index(s), tile)
                 it += 1
         t = following
 
@@ -161,14 +158,14 @@ def feed(
     Chunks behind the last of its `count` rows are left out, since their rows are never stored.
     """
     cols = gl.expand_dims(gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    chunks = bufs._reinterpret(bufs.dtype, [S * BM // CHUNK, CHUNK, BL], bufs.layout)
+    chunks = reinterpret(bufs, bufs.dtype, [S * BM // CHUNK, CHUNK, BL], bufs.layout)
     for k in range(steps):
         s = it % S
         mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
         for i in gl.static_range(BM // CHUNK):
             if i * CHUNK < count:
                 at = source + (gl.expand_dims(offsets[i], 1) + (k * BL + cols))
-                async_copy.async_copy_global_to_shared(chunks.index(s * (BM // CHUNK) + i), at)
+                thread_load(chunks.index(s * (BM // CHUNK) + i), at)
         async_copy.mbarrier_arrive(full.index(s), increment_count=False)
         it += 1
     return it

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tmoe.ops.experts.gluon_names import bulk_load, bulk_store, reinterpret, thread_load
 from tmoe.ops.experts.kernels import (
     RAGGED,
     activate,
@@ -93,34 +94,30 @@ def load_tiles(
                     here = gl.expand_dims(r < hi, 1)  # zeros past the end
                     if EDGE:  # behind the last token's row there may be no memory
                         here = here & gl.expand_dims(cols < stride, 0)
-                    async_copy.async_copy_global_to_shared(bufs, source + gl.expand_dims(cols, 0), mask=here)
+                    thread_load(bufs, source + gl.expand_dims(cols, 0), mask=here)
                     r += BL
                     tok = gl.load(order + r, mask=r < hi, other=0) // K  # a step ahead
                 at = [RAGGED, hi, RAGGED - (hi - lo) + k * BL]
                 if GATHER != "a":
-                    tma.async_copy_global_to_shared(a, at + [row], arrived, a_bufs.index(s))
+                    bulk_load(a, at + [row], arrived, a_bufs.index(s))
                 if GATHER != "b":
-                    tma.async_copy_global_to_shared(b, at + [pn * BN], arrived, b_bufs.index(s))
+                    bulk_load(b, at + [pn * BN], arrived, b_bufs.index(s))
             else:
                 if GATHER == "a":
                     rows = a_bufs.index(s).reshape([BM, BL])
                     if BM == 64:
-                        async_copy.async_copy_global_to_shared(
-                            rows, a_rows + k * BL, mask=gl.expand_dims(r < hi, 1)
-                        )
+                        thread_load(rows, a_rows + k * BL, mask=gl.expand_dims(r < hi, 1))
                     else:
-                        async_copy.async_copy_global_to_shared(rows, a_rows + k * BL)
+                        thread_load(rows, a_rows + k * BL)
                 else:
                     at = [RAGGED, hi, RAGGED - (hi - row), k * BL]
-                    tma.async_copy_global_to_shared(a, at, arrived, a_bufs.index(s))
+                    bulk_load(a, at, arrived, a_bufs.index(s))
                 if KIND == "up":
-                    tma.async_copy_global_to_shared(
-                        b, [2 * e, pn * (BN // 2), k * BL], arrived, b_bufs.index(s)
-                    )
+                    bulk_load(b, [2 * e, pn * (BN // 2), k * BL], arrived, b_bufs.index(s))
                 elif B_ROWS:
-                    tma.async_copy_global_to_shared(b, [e, pn * BN, k * BL], arrived, b_bufs.index(s))
+                    bulk_load(b, [e, pn * BN, k * BL], arrived, b_bufs.index(s))
                 else:
-                    tma.async_copy_global_to_shared(b, [e, k * BL, pn * BN], arrived, b_bufs.index(s))
+                    bulk_load(b, [e, k * BL, pn * BN], arrived, b_bufs.index(s))
             if GATHER != "":
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             it += 1
@@ -130,11 +127,9 @@ def load_tiles(
 def store_tile(c, smem, e, hi, row, col, KIND: gl.constexpr):
     """Hand a tile in shared memory to the copy engine; rows from hi on are clipped."""
     if KIND == "dw":
-        tma.async_copy_shared_to_global(c, [e, row, col], smem.reshape([1] + smem.shape))
+        bulk_store(c, [e, row, col], smem.reshape([1] + smem.shape))
     else:
-        tma.async_copy_shared_to_global(
-            c, [RAGGED, hi, RAGGED - (hi - row), col], smem.reshape([1, 1] + smem.shape)
-        )
+        bulk_store(c, [RAGGED, hi, RAGGED - (hi - row), col], smem.reshape([1, 1] + smem.shape))
 
 
 @gluon.jit
@@ -217,7 +212,7 @@ def consume_tiles(
 @gluon.jit
 def chunk(out, j, i, BM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr):
     """Rows i * R to (i + 1) * R of the staged tile's slice j, in float32."""
-    rows = out._reinterpret(out.dtype, [out.shape[0] * BM // R, R, W], out.layout)
+    rows = reinterpret(out, out.dtype, [out.shape[0] * BM // R, R, W], out.layout)
     return rows.index(j * (BM // R) + i).load(LAYOUT).to(gl.float32)
 
 
@@ -302,7 +297,7 @@ def finish_dh(
         one = row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [CREW], [0]))
         slot = gl.load(order + one, mask=one < hi, other=0)
         s = gl.load(weights + slot, mask=one < hi, other=0.0).to(gl.float32)
-        scale._reinterpret(gl.float32, [BM], scale.layout).store(s)
+        reinterpret(scale, gl.float32, [BM], scale.layout).store(s)
         mbarrier.wait(staged, phase)
         for i in range(BM // R):
             loaded = ahead

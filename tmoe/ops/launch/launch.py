@@ -11,6 +11,7 @@ import copy
 import functools
 import importlib
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,10 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmoe.stack import note
+
+# Kernels may fuse a product and a sum, in every version of triton: 3.9 warns where nothing says so, and 3.10
+# changes the default.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with what would be launched
@@ -158,6 +163,7 @@ def gluon_lacks() -> str:
     missing = set()
     try:
         modules = [importlib.import_module(f"tmoe.ops.experts.{name}") for name in ("few_rows", "hopper")]
+        renamed = importlib.import_module("tmoe.ops.experts.gluon_names")
     except ImportError as error:
         return str(error)
     for module in modules:
@@ -166,7 +172,9 @@ def gluon_lacks() -> str:
                 owner = getattr(module, node.value.id, None)
                 if inspect.ismodule(owner) and not hasattr(owner, node.attr):
                     missing.add(f"{owner.__name__}.{node.attr}")
-        missing |= {f"{name} of Gluon" for name in ("thread_barrier",) if getattr(module, name, 0) is None}
+    missing |= {
+        f"{name} of Gluon" for name, found in vars(renamed).items() if found is None and name[0] != "_"
+    }
     return ", ".join(sorted(missing))
 
 
