@@ -164,7 +164,7 @@ def require_whole(rank: int | None, size: int | None, world: World) -> None:
             f"{said} in the environment: RANK must be from 0 to WORLD_SIZE - 1; "
             "start with torchrun, which sets both, or unset both"
         )
-    alone = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ]
+    alone = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if env_number(name) is not None]
     if alone and not world.launcher and size is None:
         said = " and ".join(f"{name}={os.environ[name]}" for name in alone)
         raise ValueError(
