@@ -138,7 +138,11 @@ TGZ = gzip.compress(b"x" + bytes(256) + b"ustar" + bytes(99), mtime=0)
         ("a.zip", b"PK\x03\x04rest", r"a zip archive; unpack it"),
         ("a.tar", b"x" + bytes(256) + b"ustar" + bytes(99), r"a tar archive; unpack it"),
         ("a.tgz", TGZ, r"a tar archive; unpack it"),
-        ("a.arrow", b"\xff\xff\xff\xff" + bytes(99), r"an Arrow stream; save the data set as parquet"),
+        (
+            "a.arrow",
+            b"\xff\xff\xff\xff" + bytes(99),
+            r"an Arrow stream, as datasets.save_to_disk writes; save the data set as parquet",
+        ),
         ("a.txt", "text".encode("utf-16"), r"text in UTF-16"),
     ],
 )

@@ -258,7 +258,7 @@ def test_one_rank_tokenises_for_all(gloo, tmp_path: Path, bpe: Path, kind: str):
 def test_an_error_met_by_one_rank_is_said_by_all(gloo, tmp_path: Path, bpe: Path):
     (tmp_path / "a.jsonl").write_text(json.dumps(dict(text="fine")) + "\n" + '{"text": 3}\n' + " " * 2000)
     said = gloo(2, opened, [str(tmp_path / "a.jsonl")], str(bpe), str(tmp_path))
-    assert said[0][0] == said[1][0] and "a.jsonl:2: needs an object" in said[0][0]
+    assert said[0][0] == said[1][0] and 'a.jsonl:2: needs a string in "text"; here is int' in said[0][0]
 
 
 def test_whoever_waits_goes_on_where_the_one_that_tokenised_was_killed(
