@@ -75,7 +75,8 @@ def below() -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
-            parents[int(stat.parent.name)] = int(parent) if state != "Z" else 0
+            if state != "Z" or int(parent) == os.getpid():  # a zombie here is still to be reaped, and counted
+                parents[int(stat.parent.name)] = int(parent)
     found = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more

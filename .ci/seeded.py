@@ -41,7 +41,7 @@ FAULTS = [
     ("docs/settings.md", "steps = 2000", "stepps = 2000", "run/test_settings.py::test_the_file"),
     ("docs/migrate.md", "--model.dim", "--model.dims", "migrate/test_migrate.py::test_the_page"),
     ("pyproject.toml", '["**/*.json"]', '["**/*.none"]', "test_wheel.py::test_every_file"),
-    ("benchmarks/cost/h200.json", "989.4e12", "98.94e12", "benchmarks/cost/test_points.py::test_every"),
+    ("benchmarks/cost/h200.json", "700e12", "900e12", "benchmarks/cost/test_points.py::test_every"),
     ("examples/digit_sums.py", "def main", "def other", "end_to_end/test_digit_sums.py"),
     ("tests/data/templates/chatml.jinja", "<|im_end|>", "<|im_stop|>", "data/test_chat_masks.py::test_g"),
     ("tests/lib/corpora.py", "def data", "def date", "data/test_data.py::test"),
