@@ -56,7 +56,7 @@ def test_of_two_ranks(gloo, tmp_path, mixtral):
     """Every tensor bit for bit, in the original's files, with its config and tokenizer."""
     wanted = hf_tiny.tensors_of(mixtral)
     gloo(2, save, wanted, str(tmp_path / "dcp"), "model")
-    main(["recover", str(tmp_path / "dcp"), str(tmp_path / "out"), str(mixtral)])
+    main(["recover", str(tmp_path / "dcp"), str(tmp_path / "out"), str(mixtral)], recover=recover)
     hf_tiny.assert_bits(hf_tiny.tensors_of(tmp_path / "out"), wanted)
     assert hf_tiny.files_of(tmp_path / "out").keys() == hf_tiny.files_of(mixtral).keys()
     for name in ("config.json", "tokenizer.json", "generation_config.json"):

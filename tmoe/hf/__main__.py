@@ -1,5 +1,6 @@
 """python -m tmoe.hf import|export|recover|families."""
 
 from tmoe.hf.importer import main
+from tmoe.hf.recover import recover
 
-main()
+main(recover=recover)

@@ -49,7 +49,6 @@ from tmoe.hf.foreign import CONFIG, is_folder
 from tmoe.hf.hub import folder_of
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder
-from tmoe.hf.recover import recover
 from tmoe.hf.rules import Piece
 from tmoe.hf.start import load_hf, load_weights
 from tmoe.hf.swap import swap_experts
@@ -196,8 +195,11 @@ def _as_tensor(raw: bytes) -> Tensor:
 # ---- command line ----
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line. An error ends the process with one message."""
-    commands: dict[str, Any] = {"import": import_hf, "export": export_hf, "recover": recover}
+def main(argv: Sequence[str] | None = None, **more: Callable[..., Any]) -> None:
+    """The command line. An error ends the process with one message.
+
+    more: commands of extras/, which hf/ does not import.
+    """
+    commands: dict[str, Any] = {"import": import_hf, "export": export_hf, **more}
     commands["families"] = print_families
     tools.commands(commands, "python -m tmoe.hf", __doc__, argv, config=(tyro.conf.FlagCreatePairsOff,))
