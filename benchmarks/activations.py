@@ -7,11 +7,11 @@
 An expert with a gate has 3 D F weights, one without has 2 D F. So those without a gate get F' = 3F/2, which
 makes the products of forward and backward the same number of FLOPs. The bar is 3% above SwiGLU.
 
-All activations of tmoe/activations.py see the same tokens, routing and dy, random normal, bf16; gradients go
-to x, the routing weights and both matrices. They take turns in rounds, each round in another order, with a
-cold L2. Inputs are drawn anew --draws times. A figure is the median over the draws of medians over rounds; a
-ratio is taken within a draw, as the clock sinks under load. "swiglu again" is the same calls a second time:
-what differs there is noise.
+All activations of tmoe/base/activations.py see the same tokens, routing and dy, random normal, bf16;
+gradients go to x, the routing weights and both matrices. They take turns in rounds, each round in another
+order, with a cold L2. Inputs are drawn anew --draws times. A figure is the median over the draws of medians
+over rounds; a ratio is taken within a draw, as the clock sinks under load. "swiglu again" is the same calls a
+second time: what differs there is noise.
 
 next: tune.py
 """
@@ -42,7 +42,7 @@ from benchmarks.moe_layer import (
     shape,
     time_all,
 )
-from tmoe.activations import ACTIVATIONS
+from tmoe.base.activations import ACTIVATIONS
 from tmoe.ops import moe_mlp
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace

@@ -47,6 +47,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from benchmarks.decode import TB_S
 from benchmarks.moe_layer import in_turn, require_gpu
 from benchmarks.train import write_line
+from tmoe.base.versions import versions
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets
 from tmoe.generate import Engine, Sampling
@@ -55,7 +56,6 @@ from tmoe.hf.config import write_config
 from tmoe.hf.start import load_hf
 from tmoe.model.shapes import model_shapes
 from tmoe.model.transformer import Transformer
-from tmoe.versions import versions
 
 Prompts = Sequence[list[int]]
 CUTS = {"qwen3-30b-a3b": (4, 12), "moe-pilot-14b": (4, 45), "olmoe-1b-7b": (4, 16)}

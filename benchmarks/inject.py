@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tmoe import disk
+from tmoe.base import disk
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest
 from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest

@@ -37,11 +37,11 @@ import transformers
 from benchmarks.moe_layer import require_gpu
 from benchmarks.train import RandomIds, launch, measure, write_line
 from benchmarks.trl_rivals import run_rival, words, write_model, write_rows, write_tokenizer
+from tmoe.base.versions import versions
 from tmoe.data.packing import plan
 from tmoe.data.shards import write_shards
 from tmoe.run.cli import parse
 from tmoe.run.lines import read_steps
-from tmoe.versions import versions
 
 PARTS = "packing", "dpo", "speed"
 LENGTHS = "full", "chat"

@@ -72,7 +72,7 @@ def traces() -> list[tuple]:
     import test_symm_gpu
     import torch
 
-    from tmoe.activations import ACTIVATIONS
+    from tmoe.base.activations import ACTIVATIONS
     from tmoe.config.model import IGNORE
     from tmoe.config.presets import presets
     from tmoe.config.run import ParallelConfig

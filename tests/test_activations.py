@@ -1,6 +1,6 @@
 """Each activation of the table has a right gradient, a formula for kernels, and a name that settings take.
 
-next: tmoe/activations.py
+next: tmoe/base/activations.py
 """
 
 import inspect
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tmoe.activations import ACTIVATIONS, UNGATED, activation, canonical, full
+from tmoe.base.activations import ACTIVATIONS, UNGATED, activation, canonical, full
 from tmoe.config import Config, model
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError

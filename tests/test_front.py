@@ -14,9 +14,9 @@ import pytest
 
 from tmoe import front, rollouts, routing, upcycle, warmup
 from tmoe import report as report_command
+from tmoe.base.disk import expand_home
 from tmoe.checkpoint import tools
 from tmoe.config.check import ConfigError
-from tmoe.disk import expand_home
 from tmoe.generate import command as generate
 from tmoe.hf import importer
 from tmoe.migrate import command as migrate

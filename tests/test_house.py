@@ -18,19 +18,40 @@ ROOT = Path(__file__).parents[1]
 # Floors from the ground up. A room is a folder of tmoe/, or a file directly in it; it may import from
 # floors below its own, never from beside or above.
 FLOORS = [
-    ("stack", "lazy", "listing", "onlookers", "disk", "activations", "wishes"),
-    ("versions",),
-    ("ops", "config"),
-    ("parallel", "front", "hub"),
-    ("init", "checkpoint", "optim", "data"),
+    ("base",),
+    (
+        "ops",
+        "config",
+    ),
+    (
+        "parallel",
+        "front",
+        "hub",
+    ),
+    (
+        "init",
+        "checkpoint",
+        "optim",
+        "data",
+    ),
     ("moe",),
     ("model",),
     ("hf",),
     ("generate",),
     ("run",),
     ("post",),
-    ("report", "rollouts", "routing", "upcycle", "warmup", "migrate"),
-    ("train", "__main__"),
+    (
+        "report",
+        "rollouts",
+        "routing",
+        "warmup",
+        "upcycle",
+        "migrate",
+    ),
+    (
+        "train",
+        "__main__",
+    ),
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.
 PUBLIC = {"tmoe", "tmoe.hf"}

@@ -1,11 +1,11 @@
 """No message is longer than twenty lines, and items that are alike are counted together.
 
-next: tmoe/listing.py
+next: tmoe/base/listing.py
 """
 
 import pytest
 
-from tmoe.listing import listed
+from tmoe.base.listing import listed
 
 
 def test_a_short_list_is_shown_whole():

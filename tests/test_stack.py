@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tmoe import stack
+from tmoe.base import private_torch as stack
 from tmoe.parallel import build_mesh, mesh
 from tmoe.parallel.mesh import local_slices
 
@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 # before `import tmoe`.
 STRANGER = """
 import importlib.util, runpy, sys
-spec = importlib.util.spec_from_file_location("tmoe.stack", "tmoe/stack.py")
-stack = sys.modules["tmoe.stack"] = importlib.util.module_from_spec(spec)
+spec = importlib.util.spec_from_file_location("tmoe.base.private_torch", "tmoe/base/private_torch.py")
+stack = sys.modules["tmoe.base.private_torch"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(stack)
 there = stack.find
 stack.find = lambda path: there(path) if path in stack.NEEDED else None

@@ -5,7 +5,7 @@ next: train.py, then config/run.py
 
 from typing import TYPE_CHECKING
 
-from tmoe.lazy import lazy
+from tmoe.base.lazy import lazy
 
 if TYPE_CHECKING:
     from tmoe import hf, ops, parallel

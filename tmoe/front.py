@@ -24,9 +24,9 @@ from typing import Any, NoReturn, get_args
 
 import tyro
 
+from tmoe.base.private_torch import find
+from tmoe.base.wishes import meant_by_value, wish
 from tmoe.config.check import ConfigError, options_of, spell
-from tmoe.stack import find
-from tmoe.wishes import meant_by_value, wish
 
 # tyro's hook for refused words. A tyro without the hook prints a box and ends with code 2.
 _on_parse_error = find("tyro._errors.on_parse_error")

@@ -19,7 +19,7 @@ from unicodedata import category
 
 import tyro
 
-from tmoe.disk import expand_home
+from tmoe.base.disk import expand_home
 from tmoe.front import call, one_message
 from tmoe.post.rollouts import Rollout, rank, read_rollouts
 

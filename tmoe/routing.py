@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from tmoe.disk import expand_home
+from tmoe.base.disk import expand_home
 from tmoe.front import call, one_message
 from tmoe.run.history import compare, describe, read_history
 from tmoe.run.report import readable

@@ -43,6 +43,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from tmoe.base.versions import versions
 from tmoe.checkpoint import folders
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
@@ -56,7 +57,6 @@ from tmoe.config.same import build_config
 from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL
 from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box, axes_of_flags, lay_out
-from tmoe.versions import versions
 
 
 def upcycle(

@@ -22,6 +22,7 @@ import torch
 from filelock import FileLock, Timeout
 from triton import knobs
 
+from tmoe.base.private_torch import find
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE
@@ -53,7 +54,6 @@ from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
 from tmoe.run.block_memory import by_log_probs, runs_beside, travelling
 from tmoe.run.cli import require_cache_folder
-from tmoe.stack import find
 
 ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
 ARCH_VALID = (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import activations, moe_layer
-from tmoe.activations import ACTIVATIONS
+from tmoe.base.activations import ACTIVATIONS
 
 
 def test_every_activation_is_timed_beside_swiglu(monkeypatch, tmp_path, capsys):

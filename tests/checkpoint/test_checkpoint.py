@@ -30,7 +30,7 @@ from steps import two_steps as two_steps  # a fixture
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.inject import flip
-from tmoe import disk
+from tmoe.base import disk
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.checkpoints import CheckpointError, read_manifest, verify
 from tmoe.checkpoint.errors import MismatchError

@@ -43,7 +43,8 @@ from steps import step as step  # a fixture
 from tiers import slow_but
 
 from benchmarks.inject import die_at, flip
-from tmoe import disk
+from tmoe.base import disk
+from tmoe.base.disk import FileEntry
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint import plans, rewrite
@@ -52,7 +53,6 @@ from tmoe.checkpoint.manifest import Chunk, TensorEntry
 from tmoe.checkpoint.rewrite import read_boxes
 from tmoe.config.axes import Axes
 from tmoe.config.model import ModelConfig, MoEConfig
-from tmoe.disk import FileEntry
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.layout import Box, lay_out

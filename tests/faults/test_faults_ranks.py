@@ -28,8 +28,8 @@ from tiers import slow_but
 
 import train
 from benchmarks.launch import End, launch
+from tmoe.base import last_line
 from tmoe.data.convert import convert
-from tmoe.run import last_line
 from tmoe.run import watch as watch_module
 from tmoe.run.metrics import Metrics
 from tmoe.run.watch import Watch

@@ -13,7 +13,7 @@ from tiers import slow_but
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from tmoe.activations import activation
+from tmoe.base.activations import activation
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.hf import export_hf, import_hf

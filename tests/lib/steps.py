@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tmoe import disk
+from tmoe.base import disk
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 import tmoe
-from tmoe.activations import ACTIVATIONS
+from tmoe.base.activations import ACTIVATIONS
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf.config import write_config

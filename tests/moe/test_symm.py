@@ -12,7 +12,7 @@ import pytest
 import torch
 from symm_ranks import Ranks, fork, routes, run
 
-from tmoe.activations import activation as named
+from tmoe.base.activations import activation as named
 
 
 @pytest.mark.slow

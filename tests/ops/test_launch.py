@@ -16,7 +16,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tmoe import ops, stack
+from tmoe import ops
+from tmoe.base import private_torch as stack
 from tmoe.ops import exchange, topk
 from tmoe.ops.experts import op as mlp
 from tmoe.ops.launch import launch

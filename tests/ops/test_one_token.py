@@ -12,7 +12,7 @@ from interpreter import repair_interpreter
 from tiers import slow_but
 from triton import knobs
 
-from tmoe.activations import activation as activation_of
+from tmoe.base.activations import activation as activation_of
 from tmoe.ops import reference
 from tmoe.ops.experts.one_token import one_token
 from tmoe.ops.launch.launch import compile_only

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tmoe import ops
-from tmoe.activations import ACTIVATIONS
+from tmoe.base.activations import ACTIVATIONS
 from tmoe.ops import reference
 from tmoe.ops.experts import gpu, table
 from tmoe.ops.experts.deferred import collecting

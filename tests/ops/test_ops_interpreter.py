@@ -17,7 +17,7 @@ import pytest
 import torch
 from interpreter import poison, repair_interpreter, small_tiles
 
-from tmoe.activations import activation as named
+from tmoe.base.activations import activation as named
 
 ROOT = Path(__file__).parents[2]
 

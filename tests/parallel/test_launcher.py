@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tmoe import disk as folders
+from tmoe.base import disk as folders
 from tmoe.parallel import build_mesh, launcher
 from tmoe.parallel.launcher import first_host, job_port, launcher_world, meeting_place
 from tmoe.run import process as runtime

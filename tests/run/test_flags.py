@@ -11,13 +11,13 @@ import forked
 import pytest
 
 import tmoe
+from tmoe.base.wishes import wish
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, GrpoConfig, TrainConfig
 from tmoe.run.cli import parse
 from tmoe.run.flags import SYNONYMS, TASKS, flags_of_settings, meant_by, require_known, require_task
 from tmoe.run.process import Runtime, signed
-from tmoe.wishes import wish
 
 KNOWN = [flag for flag, _ in flags_of_settings(Config)]
 

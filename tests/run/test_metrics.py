@@ -19,7 +19,8 @@ import pytest
 import torch
 from run_logs import config, routers, start, stats, step
 
-from tmoe import onlookers, versions
+from tmoe.base import optional as onlookers
+from tmoe.base import versions
 from tmoe.config.check import ConfigError
 from tmoe.config.run import ParallelConfig
 from tmoe.run import lines as lines_module
@@ -456,8 +457,8 @@ def test_versions_and_git_state(tmp_path, monkeypatch):
     found = versions.versions()
     assert found["torch"] == torch.__version__ and found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"triton", "tmoe", "git"} <= set(found)
-    source = tmp_path / "tmoe" / "versions.py"
-    source.parent.mkdir()
+    source = tmp_path / "tmoe" / "base" / "versions.py"
+    source.parent.mkdir(parents=True)
     source.write_text("pass\n")
     monkeypatch.setattr(versions, "__file__", str(source))
     assert versions.git_state() is None  # no repository at all
@@ -475,7 +476,9 @@ def test_versions_and_git_state(tmp_path, monkeypatch):
     assert versions.git_state() == {"revision": revision, "dirty": False}
     source.write_text("changed\n")
     assert versions.git_state() == {"revision": revision, "dirty": True}
-    elsewhere = tmp_path / "venv" / "tmoe" / "versions.py"  # installed inside someone else's repository
+    elsewhere = (
+        tmp_path / "venv" / "tmoe" / "base" / "versions.py"
+    )  # installed inside someone else's repository
     elsewhere.parent.mkdir(parents=True)
     monkeypatch.setattr(versions, "__file__", str(elsewhere))
     assert versions.git_state() is None

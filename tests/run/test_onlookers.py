@@ -22,8 +22,9 @@ from tiers import slow_but
 
 import train
 from benchmarks.launch import launch
-from tmoe import onlookers, versions
-from tmoe.onlookers import LONGEST, Onlooker, reason
+from tmoe.base import optional as onlookers
+from tmoe.base import versions
+from tmoe.base.optional import LONGEST, Onlooker, reason
 from tmoe.run import metrics, progress, report
 from tmoe.run import profile as runtime
 

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tmoe.base.disk import written_whole
 from tmoe.config.check import fits
-from tmoe.disk import written_whole
 
 NAME = "validations.json"
 log = logging.getLogger(__name__)

@@ -43,13 +43,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.tensor import DTensor
 
+from tmoe.base.listing import counted, listed
 from tmoe.checkpoint import folders
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.best import best_of, read_losses, write_losses
 from tmoe.checkpoint.dcp import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
-from tmoe.listing import counted, listed
 from tmoe.parallel.agree import attempt, by_reason, gathered, named
 from tmoe.parallel.mesh import patience
 

@@ -42,11 +42,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
-from tmoe import disk
+from tmoe.base import disk
+from tmoe.base.disk import FileEntry
+from tmoe.base.private_torch import take
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.manifest import Chunk, Manifest, TensorEntry
-from tmoe.disk import FileEntry
-from tmoe.stack import take
 
 # Stock FileSystemReader finds payloads in .metadata by this class, the one name that DCP does not export.
 _StorageInfo: Any = take(

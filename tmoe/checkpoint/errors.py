@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tmoe.listing import counted, listed
+from tmoe.base.listing import counted, listed
 
 
 class CheckpointError(Exception):

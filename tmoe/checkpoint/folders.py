@@ -16,8 +16,8 @@ import time
 import uuid
 from pathlib import Path
 
+from tmoe.base.disk import sync_folder
 from tmoe.checkpoint.manifest import NAME, CheckpointError, read_saved_ns, verify
-from tmoe.disk import sync_folder
 
 _STEP = re.compile(r"(step-\d+)(?:\.(tmp|old)-[0-9a-f]{32})?")
 

@@ -23,6 +23,7 @@ from rich.text import Text
 from rich.tree import Tree
 from torch import Tensor
 
+from tmoe.base.listing import counted
 from tmoe.checkpoint.best import best_of, number_of, read_losses
 from tmoe.checkpoint.manifest import (
     CheckpointError,
@@ -33,7 +34,6 @@ from tmoe.checkpoint.manifest import (
     read_manifest,
 )
 from tmoe.config.run import Config
-from tmoe.listing import counted
 from tmoe.parallel.layout import EXPERTS
 
 BLOCK = 4 << 20  # elements that statistics widen to fp64 at once

@@ -29,9 +29,9 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from tmoe.base.disk import FileEntry, HashedFile
+from tmoe.base.listing import listed
 from tmoe.checkpoint.errors import CheckpointError
-from tmoe.disk import FileEntry, HashedFile
-from tmoe.listing import listed
 
 log = logging.getLogger(__name__)
 

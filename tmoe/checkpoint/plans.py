@@ -17,6 +17,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
+from tmoe.base.listing import counted, listed
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.dcp import RNG
 from tmoe.checkpoint.errors import CheckpointError
@@ -33,7 +34,6 @@ from tmoe.checkpoint.rewrite import (
 )
 from tmoe.config.axes import Axes
 from tmoe.config.model import STEPS_READ
-from tmoe.listing import counted, listed
 from tmoe.parallel.layout import BUFFERS, Box, Layout, lay_out
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)

@@ -43,7 +43,8 @@ from rich.progress import (
 )
 from torch import Tensor
 
-from tmoe import disk
+from tmoe.base import disk
+from tmoe.base.listing import listed
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import folders
 from tmoe.checkpoint import manifest as files
@@ -56,7 +57,6 @@ from tmoe.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from tmoe.listing import listed
 from tmoe.parallel.layout import Box
 
 Advance = Callable[[int], None]  # told of bytes done since its last call, by any thread

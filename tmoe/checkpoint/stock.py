@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tmoe.base.listing import listed
 from tmoe.checkpoint.manifest import CheckpointError
-from tmoe.listing import listed
 
 METADATA = ".metadata"
 MEGATRON = "metadata.json"

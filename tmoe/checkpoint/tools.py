@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tmoe import disk, front
+from tmoe import front
+from tmoe.base import disk
+from tmoe.base.listing import listed
 from tmoe.checkpoint.errors import CheckpointError
 from tmoe.front import call
-from tmoe.listing import listed
 
 if TYPE_CHECKING:
     from tmoe.checkpoint.rewrite import Advance

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tmoe.activations import activation, canonical
+from tmoe.base.activations import activation, canonical
 from tmoe.config.balance import Balance, one_spelling, read_balance, require_noise
 from tmoe.config.check import ConfigError, check, divisors, require
 from tmoe.config.policies import SCORES, SELECTIONS, ScoreName

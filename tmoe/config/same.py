@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 from typing import Any, get_type_hints
 
+from tmoe.base.listing import listed
 from tmoe.config.check import ConfigError, fits, spell
 from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.policies import SELECTIONS
-from tmoe.listing import listed
 
 # settings of ModelConfig that have settings of their own
 PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)

@@ -1,7 +1,7 @@
 """python -m tmoe.data: text and JSONL to token shards; --show shows chat rows, --facts makes some."""
 
+from tmoe.base.disk import expand_home
 from tmoe.data.convert import convert
-from tmoe.disk import expand_home
 from tmoe.front import call, one_message
 
 

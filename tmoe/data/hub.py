@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from tmoe import hub
+from tmoe.base.disk import written_whole
 from tmoe.config.check import ConfigError
 from tmoe.data.tokenizer import DataError
-from tmoe.disk import written_whole
 
 PREFIX = "hub:"
 SHAPE = "hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT]"

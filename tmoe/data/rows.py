@@ -21,10 +21,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+from tmoe.base.disk import BOM, POINTERS, naming
 from tmoe.data.chat_rows import kind_of
 from tmoe.data.indexed import MAGIC, is_indexed
 from tmoe.data.tokenizer import DataError
-from tmoe.disk import BOM, POINTERS, naming
 
 Form = Literal["token shards", "Megatron data sets", "JSON lines", "JSON", "parquet", "plain text", "nothing"]
 

@@ -19,10 +19,10 @@ from typing import Literal, get_type_hints
 
 import numpy as np
 
+from tmoe.base.disk import naming
 from tmoe.config.check import fits
 from tmoe.data.corpus import Run
 from tmoe.data.tokenizer import DataError, Tokenizer, own_files
-from tmoe.disk import naming
 
 HEADER_BYTES = 1024
 

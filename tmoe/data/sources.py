@@ -44,6 +44,8 @@ import tokenizers
 from filelock import FileLock
 from rich.filesize import decimal
 
+from tmoe.base.disk import BOM, absent_words
+from tmoe.base.listing import counted
 from tmoe.data import hub
 from tmoe.data.corpus import Corpus, HeldOut, Run, Split, cut
 from tmoe.data.indexed import eos_of, is_indexed, open_indexed
@@ -60,8 +62,6 @@ from tmoe.data.rows import (
 )
 from tmoe.data.shards import _publish, _write_shard, open_shard
 from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, Carried, DataError, Tokenizer, require_vocab
-from tmoe.disk import BOM, absent_words
-from tmoe.listing import counted
 
 IN_MEMORY = 16_000_000  # bytes of a source's files
 SHOWN = 60  # characters of a source's first document

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tokenizers
 
+from tmoe.base.disk import BOM, pointer_words
 from tmoe.data.chat_format import SETTINGS, TEMPLATE, TOOLS_FILE, ChatFormat, ends_in, json_object
-from tmoe.disk import BOM, pointer_words
 
 
 class DataError(ValueError):

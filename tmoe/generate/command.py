@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from tmoe.base.disk import expand_home
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError, require
 from tmoe.data.chat import Marker, prompt_text, spoken, turn_ends
@@ -34,7 +35,6 @@ from tmoe.data.chat_held import tell
 from tmoe.data.chat_rows import parse_given, parse_messages, with_system
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.tokenizer import DataError
-from tmoe.disk import expand_home
 from tmoe.front import call, one_message, spelt
 from tmoe.generate.engine import Engine, Piece
 from tmoe.generate.generation_config import DRAWN, not_followed, sampling_of

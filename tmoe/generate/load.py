@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, cast
 import tokenizers
 import torch
 
+from tmoe.base.disk import BOM
 from tmoe.checkpoint import folders
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.errors import refuse
@@ -22,7 +23,6 @@ from tmoe.config.model import ModelConfig
 from tmoe.config.same import build_config
 from tmoe.data.chat_format import ends_of
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
-from tmoe.disk import BOM
 from tmoe.generate.engine import Engine
 from tmoe.hf.files import MODEL, Folder
 from tmoe.hf.foreign import hint, is_folder, require_folder

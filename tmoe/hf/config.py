@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tmoe.base.listing import listed
 from tmoe.config.check import MOST, ConfigError, fits
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import (
@@ -24,7 +25,6 @@ from tmoe.config.same import (
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.packed import QUANTISED, no_reader
 from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, kinds_of_layers
-from tmoe.listing import listed
 from tmoe.model.count import qk_width
 
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting

@@ -23,6 +23,7 @@ import tyro
 from rich.filesize import decimal
 from torch import Tensor
 
+from tmoe.base.listing import listed
 from tmoe.checkpoint import folders
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
@@ -52,7 +53,6 @@ from tmoe.hf.plan import plan_folder, plan_layout
 from tmoe.hf.rules import HF, Piece, divide, their_shapes
 from tmoe.hf.tokenizer import of_run, require_tokenizer_of_run
 from tmoe.hf.write import Export, check_room, write_folder
-from tmoe.listing import listed
 from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box
 

@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tmoe.base.disk import absent_words, text_of
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
-from tmoe.disk import absent_words, text_of
 from tmoe.hf.config import architecture, ties_unsaid
 from tmoe.hf.foreign import (
     CONFIG,

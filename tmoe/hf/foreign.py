@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from tmoe.base.disk import absent_words, pointer_words, text_of
 from tmoe.checkpoint.manifest import NAME, CheckpointError
 from tmoe.config.check import ConfigError
-from tmoe.disk import absent_words, pointer_words, text_of
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

@@ -35,6 +35,8 @@ import tyro
 from rich.filesize import decimal
 from torch import Tensor
 
+from tmoe.base.listing import listed
+from tmoe.base.versions import versions
 from tmoe.checkpoint import tools
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import Manifest
@@ -53,10 +55,8 @@ from tmoe.hf.rules import Piece
 from tmoe.hf.start import load_hf, load_weights
 from tmoe.hf.swap import swap_experts
 from tmoe.hf.tokenizer import carried_by
-from tmoe.listing import listed
 from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box, axes_of_flags, lay_out
-from tmoe.versions import versions
 
 __all__ = [
     "export_hf",

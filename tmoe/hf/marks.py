@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tmoe.activations import ACTIVATIONS, activation, canonical
+from tmoe.base.activations import ACTIVATIONS, activation, canonical
 from tmoe.config.check import ConfigError
 
 MARKS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")

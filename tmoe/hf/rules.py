@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tmoe.base.listing import listed
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.model import ModelConfig
-from tmoe.listing import listed
 from tmoe.model.shapes import model_shapes
 
 HF = dict[str, Any]  # the contents of a config.json

@@ -20,12 +20,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tmoe import disk as folders
+from tmoe.base import disk as folders
+from tmoe.base.disk import HashedFile
+from tmoe.base.listing import listed
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import Advance, bar, locked, require_absent, require_ours, room_for, work_folder
-from tmoe.disk import HashedFile
 from tmoe.hf.files import Layout, Writer
-from tmoe.listing import listed
 
 # Bytes of a tensor beside its elements, at most: its lines in the header and in the index.
 HEADER = 512

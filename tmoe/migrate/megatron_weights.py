@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tmoe.base.versions import versions
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest
 from tmoe.checkpoint.rewrite import Output, Plan
@@ -33,7 +34,6 @@ from tmoe.config.model import ModelConfig
 from tmoe.hf.files import MODEL
 from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import lay_out
-from tmoe.versions import versions
 
 LATEST = "latest_checkpointed_iteration.txt"
 ROAD = (

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from tmoe.base.private_torch import take
 from tmoe.ops.decode_in_blocks import tiles_in_order
-from tmoe.stack import take
 
 _PADDED = "values narrower than queries are padded before attention"
 no_dispatch = take("torch.utils._mode_utils.no_dispatch", _PADDED)

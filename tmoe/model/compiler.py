@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from tmoe.base.private_torch import find, take
 from tmoe.model.attention_backend import COMPILE
-from tmoe.stack import find, take
 
 WITHOUT = "blocks are compiled in their first step, in which ranks wait for the slowest compiler"
 _Inductor: Any = take("torch._TorchCompileInductorWrapper", WITHOUT)

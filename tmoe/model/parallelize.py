@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.checkpoint import checkpoint
 
+from tmoe.base.private_torch import find
 from tmoe.config.model import too_few_devices
 from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.compiler import compiled
@@ -43,7 +44,6 @@ from tmoe.parallel.copies import WorkingCopy, stand_in
 from tmoe.parallel.gathered_copies import GatheredCopy, Sharers, at_the_end
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
 from tmoe.parallel.zero import keep_gathered
-from tmoe.stack import find
 
 # build_mesh refuses a torch without it
 _StridedShard: Any = find("torch.distributed.tensor.placement_types._StridedShard")

@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from tmoe.base.private_torch import take
 from tmoe.config.model import ModelConfig, RopeConfig
-from tmoe.stack import take
 
 Tables = dict[RopeConfig | None, tuple[Tensor, Tensor]]  # rope_table's by kind of block
 _modes = take("torch._C._len_torch_dispatch_stack", "every forward makes its table of rotations anew")

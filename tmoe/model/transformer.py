@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tmoe.base.private_torch import take
 from tmoe.config.model import IGNORE, ModelConfig
 from tmoe.init import initialise
 from tmoe.model.attention import Attention
@@ -24,7 +25,6 @@ from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_untrained
 from tmoe.moe.router import Router
-from tmoe.stack import take
 
 # says of a tensor's dimension that compiled graphs are to take any size
 let_vary = take("torch._dynamo.mark_dynamic", "blocks are compiled for each number of sequences in a row")

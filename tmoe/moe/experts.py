@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tmoe.activations import activation
+from tmoe.base.activations import activation
 from tmoe.config.model import MoEConfig
 from tmoe.moe.dispatch import Rows
 from tmoe.moe.expert_tensor import Slice

@@ -56,13 +56,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tmoe.base.private_torch import find
 from tmoe.moe.received import Experts
 from tmoe.ops import exchange, swiglu
 from tmoe.ops.check import check_moe_mlp, check_shared
 from tmoe.ops.launch.launch import cdiv, device_facts
 from tmoe.parallel.agree import gathered, together
 from tmoe.parallel.collectives import group_of
-from tmoe.stack import find
 
 log = logging.getLogger(__name__)
 symmetric = find("torch.distributed._symmetric_memory")

@@ -11,7 +11,7 @@ all but their integer arguments, trace under torch.compile(fullgraph=True), and 
 
 from typing import TYPE_CHECKING
 
-from tmoe.lazy import lazy
+from tmoe.base.lazy import lazy
 
 if TYPE_CHECKING:
     from tmoe.ops.experts.grouped import grouped_mm

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tmoe import activations
-from tmoe.stack import take
+from tmoe.base import activations
+from tmoe.base.private_torch import take
 
 _tracks_gradients = take(
     "torch._C._functorch.is_gradtrackingtensor", "torch.func's gradients meet torch's own words"

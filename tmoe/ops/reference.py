@@ -3,14 +3,14 @@
 Nothing here is fast. Run on float64 copies of the (rounded) inputs, it gives the exact answer and, through
 autograd, the exact gradients.
 
-Top-k experts are from Shazeer et al. 2017 (arXiv 1701.06538), activations in tmoe/activations.py.
+Top-k experts are from Shazeer et al. 2017 (arXiv 1701.06538), activations in tmoe/base/activations.py.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from tmoe.activations import activation as named
+from tmoe.base.activations import activation as named
 
 
 def moe_mlp(

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tmoe.base.private_torch import need
 from tmoe.config.run import OptimConfig
 from tmoe.ops.adamw import adamw_
 from tmoe.optim.away import HostRoom
 from tmoe.parallel.copies import WorkingCopy, make_stale, version, working_copy
 from tmoe.parallel.mesh import local_part
-from tmoe.stack import need
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 STATE = (*MOMENTS, "step")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tmoe.lazy import lazy
+from tmoe.base.lazy import lazy
 
 if TYPE_CHECKING:
     from tmoe.model.parallelize import parallelize

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from tmoe.base.private_torch import find
 from tmoe.parallel.mesh import default_store
-from tmoe.stack import find
 
 T = TypeVar("T")
 # where a group met

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.stack import find
+from tmoe.base.private_torch import find
 
 # how functional collectives find a group by name
 _resolve_process_group = find("torch.distributed.distributed_c10d._resolve_process_group")

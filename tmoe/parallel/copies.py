@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tmoe.base.private_torch import take
 from tmoe.parallel.mesh import local_part
-from tmoe.stack import take
 
 take(
     "torch.Tensor._post_accumulate_grad_hooks",

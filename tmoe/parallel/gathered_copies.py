@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from tmoe.base.private_torch import take
 from tmoe.ops.experts import gpu
 from tmoe.ops.sum_parts import sum_parts
 from tmoe.parallel.copies import WorkingCopy
 from tmoe.parallel.mesh import local_part
-from tmoe.stack import take
 
 # torch 2.13's name, and 2.11's
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from tmoe.stack import need
+from tmoe.base.private_torch import need
 
 
 @torch.no_grad()

@@ -39,10 +39,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tmoe.base.private_torch import find, lacks, note, take
 from tmoe.config.axes import Axes, Place
 from tmoe.config.check import ConfigError, divisors
 from tmoe.parallel.launcher import join, launcher_world
-from tmoe.stack import find, lacks, note, take
 
 _get_default_store = take(
     "torch.distributed.distributed_c10d._get_default_store",

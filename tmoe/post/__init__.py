@@ -5,7 +5,7 @@ next: post/tasks.py
 
 from typing import TYPE_CHECKING
 
-from tmoe.lazy import lazy
+from tmoe.base.lazy import lazy
 
 if TYPE_CHECKING:
     from tmoe.post.tasks import TASKS, task_of

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from tmoe.base.disk import HashedFile, sync_folder
 from tmoe.checkpoint.manifest import is_step, read_manifest
 from tmoe.config.check import ConfigError
-from tmoe.disk import HashedFile, sync_folder
 
 NAME = "identity.json"
 PIECE = 4096  # rows of a file: some minutes of work, at most, that a stop costs

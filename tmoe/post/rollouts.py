@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from tmoe.onlookers import Onlooker
+from tmoe.base.optional import Onlooker
 from tmoe.run.lines import COMPACT, COUNTED, append, read_lines, rewind
 
 NAME = "rollouts.jsonl"

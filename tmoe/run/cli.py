@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from tmoe import front
+from tmoe.base import last_line
+from tmoe.base.disk import expand_home
 from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, is_step
 from tmoe.config.axes import Axes
@@ -26,10 +28,8 @@ from tmoe.config.check import ConfigError, divisors
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, with_global_batch
 from tmoe.config.same import as_flags, differences
-from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
-from tmoe.run import last_line
 from tmoe.run.flags import flag_of, flags_of_settings, require_known, require_task
 from tmoe.run.help import PAGES, page
 from tmoe.run.memory import padding

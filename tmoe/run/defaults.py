@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tmoe.base.listing import counted
 from tmoe.checkpoint.manifest import NAME, CheckpointError, read_manifest
 from tmoe.config.check import ConfigError, fits
 from tmoe.config.run import Config, require_steps
-from tmoe.listing import counted
 from tmoe.optim.schedule import MOST_WARMUP, lr_factor, warmup_of
 
 # Peak learning rates of finetunes: the defaults of TRL's SFTConfig (2e-5), DPOConfig and GRPOConfig (1e-6).

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch.distributed.tensor import DTensor
 
+from tmoe.base.listing import counted
+from tmoe.base.private_torch import TESTED, find
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
-from tmoe.listing import counted
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.parallelize import parallelize
@@ -29,7 +30,6 @@ from tmoe.run.cli import planned_world
 from tmoe.run.fitting import verdict
 from tmoe.run.memory import memory_of_stages, peak_bytes, plan
 from tmoe.run.process import one_error
-from tmoe.stack import TESTED, find
 
 # What a row of the table of memory holds, and what makes it smaller.
 LEGEND = {

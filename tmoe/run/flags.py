@@ -10,8 +10,8 @@ from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import get_type_hints
 
+from tmoe.base.wishes import wish
 from tmoe.config.check import ConfigError
-from tmoe.wishes import wish
 
 # What other trainers call a setting, the last part of the flag as one types it.
 SYNONYMS = {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tmoe.disk import written_whole
+from tmoe.base.disk import written_whole
 
 # In every line: steps are counted from 1, as on the screen and in checkpoints/step-N. Lines of older runs
 # lack it and count from 0; they are read as if they did not.

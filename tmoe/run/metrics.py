@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tmoe.base.disk import written_whole
+from tmoe.base.optional import Onlooker, reason
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, require
 from tmoe.config.run import Config
-from tmoe.disk import written_whole
 from tmoe.model.count import count_parameters, mfu
-from tmoe.onlookers import Onlooker, reason
 from tmoe.run import routing_log
 from tmoe.run.idle import IdleExperts
 from tmoe.run.lines import COMPACT, COUNTED, append, rewind
@@ -87,7 +87,7 @@ class Metrics:
     facts: anything else worth keeping in config.json; run/report.py draws a line at facts["unigram_entropy"].
 
     A file that cannot be written (a full disk) at the start ends the run. Later it is a note, and training
-    goes on without it, as it does without whatever else fails here (onlookers.py).
+    goes on without it, as it does without whatever else fails here (base/optional.py).
     With cfg.eval_only nothing is written: notes are printed.
     Raises ConfigError if W&B is asked for: on every rank if it is not installed; on rank 0, before any file
     is touched, if it cannot be started.

@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 
 from tmoe import front
+from tmoe.base import last_line
+from tmoe.base.listing import listed
+from tmoe.base.optional import say, settle_output
+from tmoe.base.private_torch import find, lacks, take
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
-from tmoe.listing import listed
-from tmoe.onlookers import say, settle_output
 from tmoe.parallel.agree import attempt, by_reason, gathered, unlike
 from tmoe.parallel.launcher import (
     PATIENCE,
@@ -40,9 +42,7 @@ from tmoe.parallel.launcher import (
     require_a_gpu_each,
 )
 from tmoe.parallel.mesh import default_store, patience
-from tmoe.run import last_line
 from tmoe.run.watch import Watch
-from tmoe.stack import find, lacks, take
 
 T = TypeVar("T")
 STORE_EVERY = 32  # steps of answers between two looks into the store: each takes a message there and back

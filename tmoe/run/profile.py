@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction
 
-from tmoe.onlookers import Onlooker
+from tmoe.base.optional import Onlooker
 from tmoe.run.process import counters, log
 
 

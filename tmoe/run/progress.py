@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from tmoe.base.listing import counted
+from tmoe.base.optional import Onlooker, say
 from tmoe.config.run import Config
-from tmoe.listing import counted
-from tmoe.onlookers import Onlooker, say
 
 BAR_SECONDS = 0.5  # between two pictures of the bar
 PLAIN_SECONDS = 10.0  # without a terminal: seconds between lines

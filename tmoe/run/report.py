@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tmoe.disk import naming
+from tmoe.base.disk import naming
 from tmoe.run.lines import read_steps
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
-from tmoe.disk import naming
+from tmoe.base.disk import naming
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
 from tmoe.moe.trace import keeping, trace

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tmoe.base.disk import naming
 from tmoe.config.balance import NAMES
-from tmoe.disk import naming
 from tmoe.run.history import History, mean_of
 from tmoe.run.report import any_backend, readable
 

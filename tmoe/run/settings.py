@@ -14,6 +14,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from tmoe.base.disk import text_of
+from tmoe.base.wishes import meant_by_value
 from tmoe.checkpoint.folders import newest_in, steps_in
 from tmoe.checkpoint.manifest import CheckpointError, is_step, read_manifest
 from tmoe.config.balance import require_coefficient_read
@@ -21,10 +23,8 @@ from tmoe.config.check import ConfigError, fits, options_of, require, spell
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.run import Config, DataConfig
-from tmoe.disk import text_of
 from tmoe.run.defaults import with_defaults
 from tmoe.run.flags import answer, flag_of, flags_of_settings, require_task
-from tmoe.wishes import meant_by_value
 
 # Settings that say what one start does, not what the run is: who goes on with a run does not mean them.
 OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")

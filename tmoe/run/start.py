@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tmoe.base.optional import say
+from tmoe.base.versions import versions
 from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.run import Config
@@ -26,7 +28,6 @@ from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, pipeline
 from tmoe.model.transformer import Transformer
-from tmoe.onlookers import say
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
 from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard, require_finite
@@ -38,7 +39,6 @@ from tmoe.run.fitting import require_room
 from tmoe.run.metrics import Metrics
 from tmoe.run.process import Runtime
 from tmoe.run.routes import Routes
-from tmoe.versions import versions
 
 
 class Start:

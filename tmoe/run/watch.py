@@ -43,9 +43,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from tmoe.base import last_line
 from tmoe.parallel import agree
 from tmoe.parallel.mesh import patience
-from tmoe.run import last_line
 from tmoe.run.journal import METHODS, Journal, parting
 
 BEAT_S = 0.2

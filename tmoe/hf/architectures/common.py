@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tmoe.activations import ACTIVATIONS
+from tmoe.base.activations import ACTIVATIONS
 from tmoe.config.model import ModelConfig
 from tmoe.hf.rules import HF, NO_NULL, Field, Key, Layers, Part, Rule, kinds_of_layers
 

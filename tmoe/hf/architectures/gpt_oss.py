@@ -5,7 +5,7 @@ next: hf/architectures/common.py
 
 from __future__ import annotations
 
-from tmoe.activations import ACTIVATIONS
+from tmoe.base.activations import ACTIVATIONS
 from tmoe.hf.architectures.common import (
     ALL_MOE,
     AUXILIARY,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.activations import activation as named
+from tmoe.base.activations import activation as named
 
 FEW = 16  # rows of a product, at least, where bits must not depend on their number
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe import activations
+from tmoe.base import activations
 from tmoe.ops.check import require
 from tmoe.ops.experts import kernels
 from tmoe.ops.experts.one_token import one_token

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from tmoe import activations
+from tmoe.base import activations
 
 RAGGED = tl.constexpr(0x40000000)  # the origin of create_ragged_descriptor's two extra dimensions
 
@@ -204,7 +204,7 @@ UNGATED = activations.UNGATED  # read by constexpr functions alone
 
 @triton.constexpr_function
 def name_of(ACT):
-    """The entry of tmoe/activations.py that an activation with all its constants names."""
+    """The entry of tmoe/base/activations.py that an activation with all its constants names."""
     return ACT.partition(":")[0]
 
 
@@ -244,7 +244,7 @@ def gelu_gate(x, FAST: tl.constexpr):
 
 @triton.jit
 def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
-    """SwiGLU: silu(gate) * up; the others: see tmoe/activations.py. Without a gate both are the same.
+    """SwiGLU: silu(gate) * up; the others: see tmoe/base/activations.py. Without a gate both are the same.
 
     This is the place to add another activation, with its derivative below.
     """

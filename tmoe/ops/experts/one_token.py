@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe import activations
+from tmoe.base import activations
 from tmoe.ops.experts.kernels import activate, halves_of
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, empty, launch

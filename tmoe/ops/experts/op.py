@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tmoe.activations import ACTIVATIONS
+from tmoe.base.activations import ACTIVATIONS
 from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
 from tmoe.ops.experts.deferred import Left, leave, require_collecting
@@ -46,7 +46,7 @@ def moe_mlp(
             outside the range counts as -1 (checking it would stall the stream); on the CPU it raises. The row
             of a token whose slots are all -1 is not read.
         gate_up_bias_E2F: [E, 2F] or None, added to gate and up; dtype of x.
-        activation: "swiglu": silu(gate) * up, or another of tmoe/activations.py, some with constants:
+        activation: "swiglu": silu(gate) * up, or another of tmoe/base/activations.py, some with constants:
             "clamped:alpha=1.702,limit=7" is gpt-oss's. Of those without a gate ("relu2", "relu", "gelu")
             gate_up is [E, F, D], its bias [E, F], and H has F columns.
         pairs: on a GPU, how many (token, expert) pairs to allocate memory for at once; None: all T*K. When

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tmoe.stack import take
+from tmoe.base.private_torch import take
 
 _SLOWER = "ops go through torch's dispatcher, which takes longer"
 _modes = take("torch._C._len_torch_dispatch_stack", _SLOWER)

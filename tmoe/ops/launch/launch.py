@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tmoe.stack import note
+from tmoe.base.private_torch import note
 
 # Kernels may fuse a product and a sum, in every version of triton: 3.9 warns where nothing says so, and 3.10
 # changes the default.

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from triton import knobs
 
-from tmoe.activations import activation as named
+from tmoe.base.activations import activation as named
+from tmoe.base.private_torch import take
 from tmoe.ops import topk
 from tmoe.ops.experts import gpu
 from tmoe.ops.experts.routing import Metadata
 from tmoe.ops.launch.launch import cdiv, compile_only
-from tmoe.stack import take
 
 FileCacheManager: Any = take(
     "triton.runtime.cache.FileCacheManager", "torn files in its cache are not replaced"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from tmoe.base.private_torch import take
 from tmoe.ops.launch import launch
 from tmoe.ops.launch.launch import Address, Descriptor, encoded, heard
-from tmoe.stack import take
 
 TorchDispatchMode: Any = take(
     "torch.utils._python_dispatch.TorchDispatchMode", "every call of a layer decides its launches anew"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tmoe.onlookers import Onlooker
+from tmoe.base.optional import Onlooker
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def git_state() -> dict[str, Any] | None:
 
     try:
         # An environment inside another project's repository has that project's revision.
-        if Path(git("rev-parse", "--show-toplevel")) != Path(__file__).resolve().parents[1]:
+        if Path(git("rev-parse", "--show-toplevel")) != Path(__file__).resolve().parents[2]:
             return None
         return {
             "revision": git("rev-parse", "HEAD"),

@@ -20,7 +20,7 @@ NEEDED = {  # what has no public way, and what uses it
     "torch.Tensor._version": "working copies of weights",
     "torch.distributed.tensor.placement_types._StridedShard": "experts that data-parallel ranks share",
 }
-log = logging.getLogger("tmoe.stack")
+log = logging.getLogger("tmoe.base.private_torch")
 
 
 def find(path: str) -> Any | None:

@@ -1,0 +1,1 @@
+"""What every room imports: tables, files, lists and what torch keeps private."""
