@@ -29,7 +29,6 @@ FLOORS = [
         "hub",
     ),
     (
-        "init",
         "checkpoint",
         "optim",
         "data",

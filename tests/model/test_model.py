@@ -15,11 +15,11 @@ from router_references import naive_losses
 
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
-from tmoe.init import initialise
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router
+from tmoe.parallel.init_weights import initialise
 
 QUIET = dict(balance="none", z_coeff=0.0)
 

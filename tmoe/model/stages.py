@@ -167,7 +167,7 @@ class Stages(nn.Module):
         return next(iter(self))
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draws all weights anew; see init.py."""
+        """Draws all weights anew; see parallel/init_weights.py."""
         for part in self:
             part.init_weights(seed)
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from tmoe.base.private_torch import take
 from tmoe.config.model import IGNORE, ModelConfig
-from tmoe.init import initialise
 from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.count import qk_width, v_width
@@ -25,6 +24,7 @@ from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_untrained
 from tmoe.moe.router import Router
+from tmoe.parallel.init_weights import initialise
 
 # says of a tensor's dimension that compiled graphs are to take any size
 let_vary = take("torch._dynamo.mark_dynamic", "blocks are compiled for each number of sequences in a row")
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
 
     `model(tokens_BS)` returns logits [B, S, V]. `model(tokens_BS, targets_BS)` returns the loss: mean
     cross-entropy over the targets that are not -100, plus the balancing losses. Weights are initialised as
-    init.py says.
+    parallel/init_weights.py says.
 
     Where tp or cp divide sequences, each rank of a group is given the same whole rows, works on its own
     tokens of them (`own`), and returns their logits, or its share of the loss: shares add up to the loss.
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
             warn_if_acausal(cfg.moe)
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draws all weights anew; see init.py."""
+        """Draws all weights anew; see parallel/init_weights.py."""
         initialise(self, self.cfg.init_std, self.cfg.layers, seed)
 
     def keep_bits(self, on: bool = True) -> None:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tmoe.config.model import MoEConfig
-from tmoe.init import initialise
 from tmoe.moe.adaptive import Cost
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.capacity import capacity, limited
@@ -29,6 +28,7 @@ from tmoe.moe.quantile import quantiles
 from tmoe.moe.router import Router, Routing, without_identity
 from tmoe.ops.check import autocasts, require
 from tmoe.ops.swiglu import activate
+from tmoe.parallel.init_weights import initialise
 
 
 class SwiGLU(nn.Module):
