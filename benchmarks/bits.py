@@ -51,12 +51,12 @@ from tmoe.model.attention_backend import COMPILE, attend, make_mask
 from tmoe.model.rope import rotate
 from tmoe.model.transformer import Transformer
 from tmoe.ops import softmax_topk
-from tmoe.ops.decode_attention import decode_attention
-from tmoe.ops.decode_in_blocks import decode_in_blocks
-from tmoe.ops.logprob import logprobs
+from tmoe.ops.decode.attention import decode_attention
+from tmoe.ops.decode.in_blocks import decode_in_blocks
+from tmoe.ops.decode.sample import Keys, sample
+from tmoe.ops.loss.logprob import logprobs
 from tmoe.ops.norm import rms_norm
-from tmoe.ops.router_product import router_product
-from tmoe.ops.sample import Keys, sample
+from tmoe.ops.router.product import router_product
 
 PRESETS = {"qwen3": "qwen3-30b-a3b", "pilot": "moe-pilot-14b", "olmoe": "olmoe-1b-7b"}
 GRANITE = dict(

@@ -33,8 +33,8 @@ from benchmarks.logprobs import host_ms
 from benchmarks.moe_layer import require_gpu, time_all
 from benchmarks.train import write_line
 from tmoe.generate.sampler import Sampling
-from tmoe.ops.decode_attention import decode_attention, plain
-from tmoe.ops.sample import Keys, keep, sample
+from tmoe.ops.decode.attention import decode_attention, plain
+from tmoe.ops.decode.sample import Keys, keep, sample
 
 # name: B, tokens, H, G, C, channels of a value
 ATTENTION = {

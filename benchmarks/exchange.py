@@ -44,10 +44,12 @@ from benchmarks.train import write_line
 from tmoe.model.parallelize import apply_ep
 from tmoe.moe import symm
 from tmoe.moe.dispatch import pairs_bound
-from tmoe.ops import exchange, router_product, swiglu
+from tmoe.ops import exchange
 from tmoe.ops.exchange import section
+from tmoe.ops.experts import swiglu
 from tmoe.ops.launch.launch import launch
 from tmoe.ops.launch.precompile import precompile, trace, trace_router
+from tmoe.ops.router import product as router_product
 from tmoe.parallel import collectives
 from tmoe.parallel.mesh import Mesh
 from tmoe.warmup import local_arch

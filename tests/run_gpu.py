@@ -76,9 +76,11 @@ def traces() -> list[tuple]:
     from tmoe.config.model import IGNORE
     from tmoe.config.presets import presets
     from tmoe.config.run import ParallelConfig
-    from tmoe.ops import adamw, cross_entropy, logprob_kernels, router_product
+    from tmoe.ops import adamw
     from tmoe.ops import sum_parts as parts
     from tmoe.ops.launch.precompile import trace, trace_router
+    from tmoe.ops.loss import cross_entropy, logprob_kernels
+    from tmoe.ops.router import product as router_product
     from tmoe.warmup import traces as traces_of
 
     found: list[tuple] = []

@@ -155,7 +155,7 @@ MANY = {
     "tmoe.moe.symm": {"moe", "_forward", "_forward_fake", "_backward", "_backward_fake", "push"},
     "tmoe.moe.gathered": {"_forward", "_forward_fake", "_backward"},
     "tmoe.moe.received": {"__init__"},
-    "tmoe.ops.decode_attention": {"decode_attention", "plain", "_fake", "forward"},
+    "tmoe.ops.decode.attention": {"decode_attention", "plain", "_fake", "forward"},
     "tmoe.ops.exchange": {"push", "pull"},
     "tmoe.ops.experts.cpu": {"moe_mlp_forward", "moe_mlp_backward", "gradients_of_matrices"},
     "tmoe.ops.experts.gpu": {
@@ -176,7 +176,7 @@ MANY = {
         "_backward_of_x_cpu",
     },
     "tmoe.ops.launch.precompile": {"trace"},
-    "tmoe.ops.logprob": {"_backward", "_backward_fake"},
+    "tmoe.ops.loss.logprob": {"_backward", "_backward_fake"},
     "tmoe.run.metrics": {"__init__", "log"},
     "tmoe.upcycle": {"upcycle", "plan_upcycle"},
 }

@@ -34,24 +34,19 @@ from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import AT_ONCE
 from tmoe.moe.capacity import capacity
 from tmoe.moe.dispatch import pairs_bound
-from tmoe.ops import (
-    adamw,
-    add_norm,
-    cross_entropy,
-    decode_attention,
-    decode_heads,
-    decode_in_blocks,
-    exchange,
-    logprob_kernels,
-    router_product,
-    sample,
-    sinkhorn,
-    swiglu,
-)
-from tmoe.ops import rows as row_ops
+from tmoe.ops import adamw, exchange
 from tmoe.ops import sum_parts as parts
+from tmoe.ops.decode import add_norm, sample
+from tmoe.ops.decode import attention as decode_attention
+from tmoe.ops.decode import heads as decode_heads
+from tmoe.ops.decode import in_blocks as decode_in_blocks
+from tmoe.ops.experts import rows as row_ops
+from tmoe.ops.experts import swiglu
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
+from tmoe.ops.loss import cross_entropy, logprob_kernels
+from tmoe.ops.router import product as router_product
+from tmoe.ops.router import sinkhorn
 from tmoe.run.block_memory import by_log_probs, runs_beside, travelling
 from tmoe.run.cli import require_cache_folder
 

@@ -19,7 +19,7 @@ from tmoe.generate.pages import Pages, Span, alone, most_needed
 from tmoe.generate.prompt_chunks import chunks
 from tmoe.model.transformer import Transformer
 from tmoe.moe.layer import MoE
-from tmoe.ops.decode_attention import decode_attention
+from tmoe.ops.decode.attention import decode_attention
 
 LONG = {
     name: replace(cfg, rope=replace(cfg.rope, max_seq=400))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tmoe.ops.router_product import HI, LO, MID, router_product
+from tmoe.ops.router.product import HI, LO, MID, router_product
 
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ORDERS = [(MID, HI), (MID, HI, HI), (LO, MID, HI, HI), (HI, HI), (HI, HI, MID), (LO, MID, HI), (MID,)]

@@ -10,7 +10,7 @@ from tmoe.config.model import MoEConfig
 from tmoe.config.policies import SELECTIONS
 from tmoe.moe.router import Router
 from tmoe.ops import reference
-from tmoe.ops.sinkhorn import sinkhorn
+from tmoe.ops.router.sinkhorn import sinkhorn
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tmoe.config.model import MoEConfig
 from tmoe.moe import router as router_module
 from tmoe.moe.router import Router
-from tmoe.ops.router_product import beside, router_product, stacked
+from tmoe.ops.router.product import beside, router_product, stacked
 
 pytestmark = pytest.mark.gpu
 

@@ -189,7 +189,8 @@ CASES = [
 def traces(world):
     """All kernels of all cases, as tmoe/ops/launch/precompile.py takes them."""
     from tmoe.moe.dispatch import pairs_bound
-    from tmoe.ops import exchange, swiglu
+    from tmoe.ops import exchange
+    from tmoe.ops.experts import swiglu
     from tmoe.ops.launch.precompile import trace
 
     found = []

@@ -12,7 +12,8 @@ import torch
 from symm_ranks import operands
 
 from tmoe.moe import symm
-from tmoe.ops import exchange, swiglu
+from tmoe.ops import exchange
+from tmoe.ops.experts import swiglu
 
 
 class Streams:

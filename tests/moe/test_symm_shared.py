@@ -32,7 +32,8 @@ from tmoe.moe.dispatch import SymmDispatcher, dispatcher_for
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import SwiGLU
 from tmoe.moe.router import Routing
-from tmoe.ops import exchange, swiglu
+from tmoe.ops import exchange
+from tmoe.ops.experts import swiglu
 from tmoe.ops.launch.launch import compile_only
 from tmoe.run.block_memory import moe_bytes, runs_beside
 from tmoe.warmup import traces

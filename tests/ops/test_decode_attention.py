@@ -12,7 +12,7 @@ from interpreter import poison, repair_interpreter
 from tiers import slow_but
 from triton import knobs
 
-from tmoe.ops import decode_attention as module
+from tmoe.ops.decode import attention as module
 from tmoe.ops.launch.launch import compile_only
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined

@@ -18,10 +18,10 @@ from tmoe.generate.cache import Layer
 from tmoe.generate.forward import Turns, has_kernel, put_heads
 from tmoe.model.attention import Attention
 from tmoe.model.rope import turns_of
-from tmoe.ops import add_norm as sums
-from tmoe.ops import decode_heads as heads
-from tmoe.ops.add_norm import add_norm
-from tmoe.ops.decode_heads import Heads, decode_heads
+from tmoe.ops.decode import add_norm as sums
+from tmoe.ops.decode import heads
+from tmoe.ops.decode.add_norm import add_norm
+from tmoe.ops.decode.heads import Heads, decode_heads
 from tmoe.ops.launch.launch import compile_only
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined

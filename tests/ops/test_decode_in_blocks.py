@@ -11,8 +11,8 @@ from chips import CHIPS, assert_fits, measure
 from interpreter import poison, repair_interpreter
 from triton import knobs
 
-from tmoe.ops import decode_in_blocks as module
-from tmoe.ops.decode_in_blocks import BLOCK, decode_in_blocks
+from tmoe.ops.decode import in_blocks as module
+from tmoe.ops.decode.in_blocks import BLOCK, decode_in_blocks
 from tmoe.ops.launch.launch import compile_only
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined

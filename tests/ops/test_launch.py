@@ -18,12 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmoe import ops
 from tmoe.base import private_torch as stack
-from tmoe.ops import exchange, topk
+from tmoe.ops import exchange
 from tmoe.ops.experts import op as mlp
 from tmoe.ops.launch import launch
 from tmoe.ops.launch.eager import unwatched
 from tmoe.ops.launch.precompile import trace
-from tmoe.ops.router_product import router_product
+from tmoe.ops.router import topk
+from tmoe.ops.router.product import router_product
 
 
 def test_a_binary_is_found_by_all_that_it_depends_on(monkeypatch):

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tmoe import ops
 from tmoe.config.model import IGNORE
-from tmoe.ops import logprob, reference
+from tmoe.ops import reference
+from tmoe.ops.loss import logprob
 
 
 def batch(T=23, D=8, V=17, dtype=torch.float64, ignored=0.2):

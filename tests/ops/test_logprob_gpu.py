@@ -8,7 +8,8 @@ import torch
 
 from tmoe import ops
 from tmoe.config.model import IGNORE
-from tmoe.ops import logprob, reference
+from tmoe.ops import reference
+from tmoe.ops.loss import logprob
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

@@ -16,9 +16,10 @@ from triton import knobs
 from tmoe import ops
 from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
-from tmoe.ops import logprob, reference
-from tmoe.ops import logprob_kernels as kernels
+from tmoe.ops import reference
 from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.loss import logprob
+from tmoe.ops.loss import logprob_kernels as kernels
 from tmoe.warmup import traces
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined

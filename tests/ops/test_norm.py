@@ -13,9 +13,9 @@ from interpreter import repair_interpreter
 from triton import knobs
 
 from tmoe.ops import norm as module
-from tmoe.ops import topk
 from tmoe.ops.launch.launch import compile_only
 from tmoe.ops.norm import rms_norm
+from tmoe.ops.router import topk
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels")

@@ -159,8 +159,9 @@ def check_grouped(gpu, reference, ends, dtype=torch.float32):
 
 def main():
     repair_interpreter()
-    from tmoe.ops import reference, topk
+    from tmoe.ops import reference
     from tmoe.ops.experts import gpu, routing
+    from tmoe.ops.router import topk
 
     poison()
     torch.manual_seed(0)

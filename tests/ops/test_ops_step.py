@@ -19,9 +19,10 @@ from triton import knobs
 from tmoe.config import model
 from tmoe.config.presets import presets
 from tmoe.model import loss
-from tmoe.ops import adamw, cross_entropy
+from tmoe.ops import adamw
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.loss import cross_entropy
 from tmoe.warmup import traces
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined

@@ -30,7 +30,7 @@ from tiers import slow_but
 from tmoe import warmup
 from tmoe.config.presets import presets
 from tmoe.config.run import GrpoConfig, ParallelConfig, TrainConfig
-from tmoe.ops import swiglu
+from tmoe.ops.experts import swiglu
 from tmoe.ops.launch import precompile
 from tmoe.ops.launch.launch import compile_only
 from tmoe.warmup import warm

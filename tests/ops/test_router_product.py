@@ -32,9 +32,9 @@ from triton import knobs
 from tmoe.config.model import MoEConfig
 from tmoe.moe import router as router_module
 from tmoe.moe.router import Router
-from tmoe.ops import router_product as module
 from tmoe.ops.launch.launch import compile_only
-from tmoe.ops.router_product import HI, LO, MID, beside, router_product, split_gpu, stacked, three_pieces
+from tmoe.ops.router import product as module
+from tmoe.ops.router.product import HI, LO, MID, beside, router_product, split_gpu, stacked, three_pieces
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,8 @@ from triton import knobs
 
 from tmoe import ops
 from tmoe.config.presets import presets
-from tmoe.ops import reference, rows
+from tmoe.ops import reference
+from tmoe.ops.experts import rows
 from tmoe.ops.launch.launch import compile_only
 from tmoe.warmup import traces
 

@@ -17,9 +17,9 @@ from tiers import slow_but
 from triton import knobs
 
 from tmoe.generate.sampler import Sampling
-from tmoe.ops import sample as module
+from tmoe.ops.decode import sample as module
+from tmoe.ops.decode.sample import Keys, draw, forward, sample, uniforms, uniforms_at
 from tmoe.ops.launch.launch import compile_only
-from tmoe.ops.sample import Keys, draw, forward, sample, uniforms, uniforms_at
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels")

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from interpreter import repair_interpreter
 
 from tmoe.ops import reference
-from tmoe.ops.sinkhorn import sinkhorn
+from tmoe.ops.router.sinkhorn import sinkhorn
 
 ROOT = Path(__file__).parents[2]
 FIXED = [[1.0, 2.0, 0.0, -1.0], [0.5, 0.0, 1.5, 1.0], [2.0, 1.9, -1.0, 0.0], [0.0, 0.0, 3.0, 1.0]]
@@ -127,7 +127,7 @@ def test_kernel_fits_the_chips(arch, tmp_path, monkeypatch):
     from triton import knobs
 
     from tmoe.ops.launch.launch import compile_only
-    from tmoe.ops.sinkhorn import trace
+    from tmoe.ops.router.sinkhorn import trace
 
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
@@ -150,7 +150,7 @@ def one_program(first, programs, tensors, iterations):
     """A program of a launch, in a process of its own."""
     repair_interpreter()
     from tmoe.ops.experts.routing import power_of_2
-    from tmoe.ops.sinkhorn import sinkhorn_kernel
+    from tmoe.ops.router.sinkhorn import sinkhorn_kernel
 
     torch.set_num_threads(1)
     logits, live, potentials, residual, parts, arrived = tensors
@@ -163,7 +163,7 @@ def one_program(first, programs, tensors, iterations):
 
 def main():
     repair_interpreter()
-    from tmoe.ops import sinkhorn as op
+    from tmoe.ops.router import sinkhorn as op
 
     op.device_facts = lambda device: ("cuda:90", 1, False)
     torch.manual_seed(0)

@@ -27,10 +27,10 @@ from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.layer import Call
 from tmoe.moe.router import Routing
-from tmoe.ops.add_norm import WIDEST, add_norm
-from tmoe.ops.decode_attention import decode_attention
-from tmoe.ops.decode_heads import Heads, decode_heads, fits
-from tmoe.ops.decode_in_blocks import decode_in_blocks
+from tmoe.ops.decode.add_norm import WIDEST, add_norm
+from tmoe.ops.decode.attention import decode_attention
+from tmoe.ops.decode.heads import Heads, decode_heads, fits
+from tmoe.ops.decode.in_blocks import decode_in_blocks
 
 
 class Turns(NamedTuple):
@@ -268,7 +268,7 @@ def put_one(
 
 
 def has_kernel(attention: Attention, bits: bool) -> bool:
-    """Whether ops/decode_heads.py can take the attention's heads.
+    """Whether ops/decode/heads.py can take the attention's heads.
 
     bits: behind norms of the modules, so these may not come after the rotation.
     """
@@ -279,7 +279,7 @@ def has_kernel(attention: Attention, bits: bool) -> bool:
 def put_heads(
     attention: Attention, x_BD: Tensor, turns: Turns, layer: Layer, places_B: Tensor, bits: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """put_one by ops/decode_heads.py. bits: norms are the modules', whose sums have another order."""
+    """put_one by ops/decode/heads.py. bits: norms are the modules', whose sums have another order."""
     cfg, G, norm = attention.cfg, attention.key_heads, attention.cfg.qk_norm
     qkv_BX = attention.qkv(x_BD)
     if bits and norm != "none":
@@ -350,7 +350,7 @@ def attend_pages(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """ops/decode_attention.py's op for all sequences at once, over copies of their pages: for a CPU.
+    """ops/decode/attention.py's op for all sequences at once, over copies of their pages: for a CPU.
 
     lengths_B: at least 1. The heads that share a key are rows of one product, so keys are read once.
     """

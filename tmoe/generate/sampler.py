@@ -1,4 +1,4 @@
-"""How answers are sampled: the settings. How a token is drawn by them, and its numbers: tmoe/ops/sample.py.
+"""How answers are sampled: the settings. tmoe/ops/decode/sample.py draws a token by them.
 
 next: generate/engine.py
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tmoe.config.check import COLDEST, FLOATS, check, require
-from tmoe.ops.sample import Drawn, draw, keep, uniforms
+from tmoe.ops.decode.sample import Drawn, draw, keep, uniforms
 
 __all__ = ["Drawn", "Sampling", "draw", "keep", "uniforms"]
 

@@ -34,8 +34,8 @@ from tmoe.generate.sampler import Sampling
 from tmoe.generate.text import Text
 from tmoe.generate.whole import Ranks
 from tmoe.model.transformer import Transformer
-from tmoe.ops.logprob import logprobs
-from tmoe.ops.sample import Keys, sample
+from tmoe.ops.decode.sample import Keys, sample
+from tmoe.ops.loss.logprob import logprobs
 
 # With bits, rows of a step are a multiple of this: of fewer, libraries choose other kernels. On an H200 with
 # torch 2.11 cuBLAS splits an inner width of 4096 below 128 rows. MKL has a kernel of its own below 4, and a

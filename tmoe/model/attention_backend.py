@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from tmoe.base.private_torch import take
-from tmoe.ops.decode_in_blocks import tiles_in_order
+from tmoe.ops.decode.in_blocks import tiles_in_order
 
 _PADDED = "values narrower than queries are padded before attention"
 no_dispatch = take("torch.utils._mode_utils.no_dispatch", _PADDED)
@@ -374,7 +374,7 @@ def add_zeros(t: Tensor, n: int, dim: int) -> Tensor:
 def plain_in_blocks(q_BHSC: Tensor, k_BGNC: Tensor, v_BGNC: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """Flex attention's order on a CPU, where torch's own takes whole rows: [B, H, S, C].
 
-    A row's bits depend on its document alone, as ops/decode_in_blocks.py has them too.
+    A row's bits depend on its document alone, as ops/decode/in_blocks.py has them too.
     """
     B, H, S, _ = q_BHSC.shape
     short_q, short_k = -S % BLOCK, -k_BGNC.shape[2] % BLOCK

@@ -27,7 +27,7 @@ from tmoe.moe.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.quantile import quantiles
 from tmoe.moe.router import Router, Routing, without_identity
 from tmoe.ops.check import autocasts, require
-from tmoe.ops.swiglu import activate
+from tmoe.ops.experts.swiglu import activate
 from tmoe.parallel.init_weights import initialise
 
 

@@ -22,7 +22,7 @@ from tmoe.moe.scores import SCORES, normalised
 from tmoe.moe.selection import Asked, Choice, selection
 from tmoe.ops import softmax_topk
 from tmoe.ops.check import require
-from tmoe.ops.router_product import router_product
+from tmoe.ops.router.product import router_product
 
 HOTTEST = math.log(100.0)  # the most that a cosine router's scale may grow to, as a logarithm (Tutel)
 

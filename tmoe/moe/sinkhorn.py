@@ -4,12 +4,12 @@
 scores among those with equal rows and columns, over this rank's tokens of a call. It has no gradient. Weights
 are the softmax of the logits, or for K=1 their sigmoid. Evaluation is plain top-k of the logits.
 
-next: ops/sinkhorn.py, then moe/expert_choice.py
+next: ops/router/sinkhorn.py, then moe/expert_choice.py
 """
 
 from tmoe.moe import selection
 from tmoe.moe.selection import Asked, Choice
-from tmoe.ops.sinkhorn import sinkhorn
+from tmoe.ops.router.sinkhorn import sinkhorn
 
 
 def choose(asked: Asked) -> Choice:

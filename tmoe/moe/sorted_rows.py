@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tmoe.moe.dispatch import Rows
 from tmoe.ops.check import require
-from tmoe.ops.rows import gather_rows, scatter_rows
+from tmoe.ops.experts.rows import gather_rows, scatter_rows
 
 
 class Sorted(NamedTuple):

@@ -58,8 +58,9 @@ from torch import Tensor
 
 from tmoe.base.private_torch import find
 from tmoe.moe.received import Experts
-from tmoe.ops import exchange, swiglu
+from tmoe.ops import exchange
 from tmoe.ops.check import check_moe_mlp, check_shared
+from tmoe.ops.experts import swiglu
 from tmoe.ops.launch.launch import cdiv, device_facts
 from tmoe.parallel.agree import gathered, together
 from tmoe.parallel.collectives import group_of

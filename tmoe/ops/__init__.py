@@ -16,9 +16,9 @@ from tmoe.base.lazy import lazy
 if TYPE_CHECKING:
     from tmoe.ops.experts.grouped import grouped_mm
     from tmoe.ops.experts.op import moe_mlp
-    from tmoe.ops.logprob import TokenLoss, logprobs, token_loss
-    from tmoe.ops.rows import gather_rows, scatter_rows
-    from tmoe.ops.topk import softmax_topk
+    from tmoe.ops.experts.rows import gather_rows, scatter_rows
+    from tmoe.ops.loss.logprob import TokenLoss, logprobs, token_loss
+    from tmoe.ops.router.topk import softmax_topk
 
 __all__ = [
     "TokenLoss",
@@ -34,13 +34,13 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "TokenLoss": "tmoe.ops.logprob",
-        "gather_rows": "tmoe.ops.rows",
+        "TokenLoss": "tmoe.ops.loss.logprob",
+        "gather_rows": "tmoe.ops.experts.rows",
         "grouped_mm": "tmoe.ops.experts.grouped",
-        "logprobs": "tmoe.ops.logprob",
+        "logprobs": "tmoe.ops.loss.logprob",
         "moe_mlp": "tmoe.ops.experts.op",
-        "scatter_rows": "tmoe.ops.rows",
-        "softmax_topk": "tmoe.ops.topk",
-        "token_loss": "tmoe.ops.logprob",
+        "scatter_rows": "tmoe.ops.experts.rows",
+        "softmax_topk": "tmoe.ops.router.topk",
+        "token_loss": "tmoe.ops.loss.logprob",
     },
 )

@@ -15,8 +15,8 @@ from tmoe.model.loss import chunk_rows
 from tmoe.moe.capacity import capacity
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.moe.symm import hides
-from tmoe.ops import logprob
-from tmoe.ops.cross_entropy import aligned
+from tmoe.ops.loss import logprob
+from tmoe.ops.loss.cross_entropy import aligned
 
 FP32 = 4  # bytes: master parameters, gradients after reduction, both moments, the moving average
 INT32 = 4

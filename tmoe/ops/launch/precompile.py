@@ -24,10 +24,10 @@ from triton import knobs
 
 from tmoe.base.activations import activation as named
 from tmoe.base.private_torch import take
-from tmoe.ops import topk
 from tmoe.ops.experts import gpu
 from tmoe.ops.experts.routing import Metadata
 from tmoe.ops.launch.launch import cdiv, compile_only
+from tmoe.ops.router import topk
 
 FileCacheManager: Any = take(
     "triton.runtime.cache.FileCacheManager", "torn files in its cache are not replaced"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tmoe.ops.cross_entropy import aligned, scaled
+from tmoe.ops.loss.cross_entropy import aligned, scaled
 
 
 def widened(weight_VD: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Training attends through flex attention, whose program goes through blocks of 12
 mask cuts, which for a causal mask without a window is the diagonal one, then the full ones, from first to
 last. Here the heads that share a key are the rows of the same products, tile by tile in the same order, with
 the same scaling and powers of 2. So a token that is decoded has the bits of the same token in training, where
-its sequence begins on a block and the row is a multiple of blocks. tmoe/ops/decode_attention.py goes through
+its sequence begins on a block and the row is a multiple of blocks. tmoe/ops/decode/attention.py goes through
 chunks of a sequence at once, so it is faster for few long ones, in other bits.
 
 next: tmoe/model/attention_backend.py
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.ops.check import require
-from tmoe.ops.decode_attention import LOG2E, check
+from tmoe.ops.decode.attention import LOG2E, check
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
 from tmoe.ops.register import register

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from tmoe.ops import logprob_kernels as kernels
 from tmoe.ops.check import FLOATS, INTS, autocasts, check_device, check_tensors, require
-from tmoe.ops.head import add_product, summed_type, times, wide_products, widened
+from tmoe.ops.loss import logprob_kernels as kernels
+from tmoe.ops.loss.head import add_product, summed_type, times, wide_products, widened
 from tmoe.ops.register import register
 
 IGNORE = -100  # the target of a token that counts nothing, as in torch

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.ops.cross_entropy import aligned
 from tmoe.ops.launch.launch import launch
+from tmoe.ops.loss.cross_entropy import aligned
 
 BLOCK = 4096  # columns at a time
 

@@ -1,0 +1,1 @@
+"""Ops of a decoding step: attention over pages, norms and sampling."""

@@ -1,0 +1,1 @@
+"""Ops of the router: top-k, its product, Sinkhorn's balance."""
