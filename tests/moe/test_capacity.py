@@ -23,9 +23,9 @@ from tmoe.config.model import MoEConfig
 from tmoe.config.run import Config, ParallelConfig, TrainConfig
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Balancer, measure, stack
-from tmoe.moe.capacity import capacity, limited
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Routing
+from tmoe.moe.select.capacity import capacity, limited
 from tmoe.ops import softmax_topk
 from tmoe.ops.experts import cpu
 from tmoe.parallel import build_mesh, parallelize

@@ -27,13 +27,13 @@ PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 @pytest.fixture
 def added(monkeypatch):
-    """The page's file as a module of tmoe.moe, and the page's line in the table."""
+    """The page's file as a module of tmoe.moe.select, and the page's line in the table."""
     section = PAGE.read_text().split("## A router")[1].split("\n## ")[0]
     file, line = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert len(file.splitlines()) - file.count("\n\n") <= 15
-    module = ModuleType("tmoe.moe.lottery")
+    module = ModuleType("tmoe.moe.select.lottery")
     exec(compile(file, str(PAGE), "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, "tmoe.moe.lottery", module)
+    monkeypatch.setitem(sys.modules, "tmoe.moe.select.lottery", module)
     for name, entry in eval("{" + line + "}", vars(policies)).items():
         monkeypatch.setitem(SELECTIONS, name, entry)
     return module

@@ -13,7 +13,7 @@ from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Balancer, stack
 from tmoe.moe.layer import MoE
-from tmoe.moe.quantile import quantiles
+from tmoe.moe.select.quantile import quantiles
 
 CFG = MoEConfig(experts=8, top_k=2, ffn_dim=4, selection="quantile", balance="none", z_coeff=0.0)
 

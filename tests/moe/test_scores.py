@@ -19,7 +19,7 @@ from tmoe.config.model import MoEConfig
 from tmoe.moe.balance import measure
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router
-from tmoe.moe.scores import SCORES, normalised
+from tmoe.moe.select.scores import SCORES, normalised
 
 FIXED = [[1.0, 2.0, 0.0, -1.0], [0.5, 0.0, 1.5, 1.0], [2.0, 1.9, -1.0, 0.0], [0.0, 0.0, 3.0, 1.0]]
 LOGITS = [name for name in SCORES if name != "cosine"]  # made of the logits alone

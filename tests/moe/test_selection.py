@@ -22,10 +22,10 @@ from tmoe.config.run import Config, ParallelConfig, TrainConfig
 from tmoe.config.same import differences
 from tmoe.model.parallelize import apply_ep
 from tmoe.model.transformer import Transformer
-from tmoe.moe import selection
 from tmoe.moe.balance import Balancer, stack
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router, without_identity
+from tmoe.moe.select import selection
 from tmoe.parallel import build_mesh
 from tmoe.run.cli import parse
 

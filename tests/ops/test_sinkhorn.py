@@ -4,7 +4,7 @@ The kernel runs in triton's interpreter, by one program and by several that wait
 process of its own:
     TRITON_INTERPRET=1 python tests/ops/test_sinkhorn.py
 
-next: tmoe/moe/sinkhorn.py
+next: tmoe/moe/select/sinkhorn.py
 """
 
 import os

@@ -1,8 +1,8 @@
 """The names that routing is composed of: scores, selections, forced routings; what settings may go together.
 
 A router makes logits, turns them into scores, selects experts, and weighs them; balance is apart, in
-moe/balance.py. Formulas of scores are in moe/scores.py, by the same names. A selection is a file in tmoe/moe
-and a line of SELECTIONS.
+moe/balance.py. Formulas of scores are in moe/select/scores.py, by the same names. A selection is a file in
+tmoe/moe and a line of SELECTIONS.
 
 next: model.py"""
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 
 class ScoreFacts(NamedTuple):
-    """What settings ask of a score; its formula is in moe/scores.py."""
+    """What settings ask of a score; its formula is in moe/select/scores.py."""
 
     softmax: bool
     """it is the softmax of the logits, so it may be taken of the chosen ones alone"""

@@ -19,9 +19,9 @@ from torch import Tensor
 from tmoe.config.balance import OF_NOISE
 from tmoe.config.model import MoEConfig
 from tmoe.moe.losses import LOSSES, Load, Scope, Totals, smooth_load, with_fields
-from tmoe.moe.quantile import Quantiles
 from tmoe.moe.router import Router, Routing
-from tmoe.moe.scores import SCORES
+from tmoe.moe.select.quantile import Quantiles
+from tmoe.moe.select.scores import SCORES
 
 FEW = 16  # columns of ids that are compared with every expert
 

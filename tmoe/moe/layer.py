@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from tmoe.config.model import MoEConfig
 from tmoe.moe.adaptive import Cost
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
-from tmoe.moe.capacity import capacity, limited
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.losses import with_fields
 from tmoe.moe.own_experts import OwnExperts, OwnLocal
 from tmoe.moe.padded import PaddedDispatcher, PaddedRouting
-from tmoe.moe.quantile import quantiles
 from tmoe.moe.router import Router, Routing, without_identity
+from tmoe.moe.select.capacity import capacity, limited
+from tmoe.moe.select.quantile import quantiles
 from tmoe.ops.check import autocasts, require
 from tmoe.ops.experts.swiglu import activate
 from tmoe.parallel.init_weights import initialise

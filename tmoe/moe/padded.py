@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.moe.capacity import places
 from tmoe.moe.dispatch import Dispatcher, Rows, pairs_bound
+from tmoe.moe.select.capacity import places
 from tmoe.ops.check import require
 from tmoe.parallel import collectives
 from tmoe.parallel.collectives import group_of

@@ -1,9 +1,9 @@
 """Chooses experts for every token and weighs them: logits, scores, a selection, weights.
 
-Scores are a table (moe/scores.py), a selection is a file (moe/selection.py says how), names and what goes
-together are in config/policies.py.
+Scores are a table (moe/select/scores.py), a selection is a file (moe/select/selection.py says how), names and
+what goes together are in config/policies.py.
 
-next: moe/scores.py, then moe/balance.py
+next: moe/select/scores.py, then moe/balance.py
 """
 
 import math
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from tmoe.config.model import MoEConfig
 from tmoe.config.policies import SELECTIONS
-from tmoe.moe.force import forced
-from tmoe.moe.scores import SCORES, normalised
-from tmoe.moe.selection import Asked, Choice, selection
+from tmoe.moe.select.force import forced
+from tmoe.moe.select.scores import SCORES, normalised
+from tmoe.moe.select.selection import Asked, Choice, selection
 from tmoe.ops import softmax_topk
 from tmoe.ops.check import require
 from tmoe.ops.router.product import router_product

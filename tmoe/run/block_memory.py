@@ -12,8 +12,8 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.loss import chunk_rows
-from tmoe.moe.capacity import capacity
 from tmoe.moe.dispatch import pairs_bound
+from tmoe.moe.select.capacity import capacity
 from tmoe.moe.symm import hides
 from tmoe.ops.loss import logprob
 from tmoe.ops.loss.cross_entropy import aligned

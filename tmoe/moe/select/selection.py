@@ -4,7 +4,7 @@ A selection is a function `choose(asked) -> Choice` in a file of its own, and a 
 of config/policies.py. It runs without gradient, inside the compiled block: nothing waits for the host, and no
 size depends on numbers.
 
-next: moe/sinkhorn.py
+next: moe/select/sinkhorn.py
 """
 
 import importlib
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tmoe.config.model import MoEConfig
 from tmoe.config.policies import SELECTIONS
-from tmoe.moe.scores import SCORES
+from tmoe.moe.select.scores import SCORES
 from tmoe.ops import softmax_topk
 
 
@@ -123,4 +123,4 @@ def shares(cfg: MoEConfig, logits_TE: Tensor) -> Tensor:
 def selection(name: str) -> Callable[[Asked], Choice]:
     """The function of a line of SELECTIONS."""
     module = SELECTIONS[name].module
-    return importlib.import_module(module if "." in module else f"tmoe.moe.{module}").choose
+    return importlib.import_module(module if "." in module else f"tmoe.moe.select.{module}").choose

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from tmoe.moe.selection import Asked, Choice, best_experts
+from tmoe.moe.select.selection import Asked, Choice, best_experts
 
 
 def choose(asked: Asked) -> Choice:

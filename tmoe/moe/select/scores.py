@@ -4,7 +4,7 @@ Their names are in config/policies.py. A score is given by its logarithm, up to 
 all experts of a token. Shares, a token's scores divided by their sum, are the softmax of these logarithms:
 they add up to one where every score is nearly 0, or has underflowed to 0.
 
-next: moe/selection.py
+next: moe/select/selection.py
 """
 
 from collections.abc import Callable

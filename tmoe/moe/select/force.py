@@ -3,7 +3,7 @@
 Other logits take the place of the router's, whatever the selection. Their gradient goes to the router's
 logits unchanged (straight-through), so a step does all the work of a real one.
 
-next: moe/selection.py
+next: moe/select/selection.py
 """
 
 import torch

@@ -4,12 +4,12 @@
 `--model.moe.columns`. The choice depends on this rank's other tokens, later ones too: a causal model that is
 trained so is evaluated on another task than it was trained on.
 
-next: moe/tiles.py
+next: moe/select/tiles.py
 """
 
 import torch
 
-from tmoe.moe.selection import Asked, Choice, best_tokens, in_columns, shares
+from tmoe.moe.select.selection import Asked, Choice, best_tokens, in_columns, shares
 
 
 def choose(asked: Asked) -> Choice:

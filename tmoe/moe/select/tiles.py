@@ -4,14 +4,14 @@
 it counts least. Where it rises, it takes the tokens that want it most among those that did not choose it. In
 training alone: evaluation is plain top-k.
 
-next: moe/quantile.py
+next: moe/select/quantile.py
 """
 
 import torch
 from torch import Tensor
 
-from tmoe.moe import selection
-from tmoe.moe.selection import Asked, Choice, best_tokens, in_columns, shares
+from tmoe.moe.select import selection
+from tmoe.moe.select.selection import Asked, Choice, best_tokens, in_columns, shares
 
 
 def choose(asked: Asked) -> Choice:

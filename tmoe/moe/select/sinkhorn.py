@@ -4,11 +4,11 @@
 scores among those with equal rows and columns, over this rank's tokens of a call. It has no gradient. Weights
 are the softmax of the logits, or for K=1 their sigmoid. Evaluation is plain top-k of the logits.
 
-next: ops/router/sinkhorn.py, then moe/expert_choice.py
+next: ops/router/sinkhorn.py, then moe/select/expert_choice.py
 """
 
-from tmoe.moe import selection
-from tmoe.moe.selection import Asked, Choice
+from tmoe.moe.select import selection
+from tmoe.moe.select.selection import Asked, Choice
 from tmoe.ops.router.sinkhorn import sinkhorn
 
 

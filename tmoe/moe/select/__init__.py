@@ -1,0 +1,1 @@
+"""The choice of experts: scores, selections, capacity and forced routings."""
