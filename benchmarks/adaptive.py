@@ -6,10 +6,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.adaptive --layers tiny --tokens 16 256 --rounds 3
 
 For each layer and number of tokens a rank: milliseconds of forward and backward of tmoe.MoE, router to
-combine, compiled, by each r, and what `Cost` of tmoe/moe/adaptive.py says they are; which r "auto" takes, and
-how much slower that is than the fastest. `crossover` is the first number of tokens from which r = 0 is
-fastest. The last line is the constants of MACHINES that fit the times best; with them in the table, "auto" is
-to be within 5% of the best everywhere.
+combine, compiled, by each r, and what `Cost` of tmoe/moe/exchange/adaptive.py says they are; which r "auto"
+takes, and how much slower that is than the fastest. `crossover` is the first number of tokens from which r =
+0 is fastest. The last line is the constants of MACHINES that fit the times best; with them in the table,
+"auto" is to be within 5% of the best everywhere.
 
 Milliseconds are medians over rounds in which all r take turns, of the slowest rank. Without a GPU it runs on
 gloo, eager, and shows that it works, no more.
@@ -32,7 +32,7 @@ import tmoe
 from benchmarks.moe_layer import prepare, time_all
 from benchmarks.train import write_line
 from tmoe.model.parallelize import apply_ep
-from tmoe.moe.adaptive import Cost, Machine
+from tmoe.moe.exchange.adaptive import Cost, Machine
 
 LAYERS = {  # name: (D, the layer)
     "qwen3": (2048, tmoe.MoEConfig(experts=128, top_k=8, ffn_dim=768)),

@@ -42,8 +42,8 @@ import tmoe
 from benchmarks.moe_layer import require_gpu, time_all
 from benchmarks.train import write_line
 from tmoe.model.parallelize import apply_ep
-from tmoe.moe import symm
-from tmoe.moe.dispatch import pairs_bound
+from tmoe.moe.exchange import symm
+from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.ops import exchange
 from tmoe.ops.exchange import section
 from tmoe.ops.experts import swiglu

@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from tmoe.moe import symm
+from tmoe.moe.exchange import symm
 
 
 def main() -> None:

@@ -152,9 +152,9 @@ ARGUMENTS = 8
 # Functions of ours that take more, `self` not counted: those that stand for a registered op take what its
 # schema has, and what such a function starts takes the same.
 MANY = {
-    "tmoe.moe.symm": {"moe", "_forward", "_forward_fake", "_backward", "_backward_fake", "push"},
-    "tmoe.moe.gathered": {"_forward", "_forward_fake", "_backward"},
-    "tmoe.moe.received": {"__init__"},
+    "tmoe.moe.exchange.symm": {"moe", "_forward", "_forward_fake", "_backward", "_backward_fake", "push"},
+    "tmoe.moe.exchange.gathered": {"_forward", "_forward_fake", "_backward"},
+    "tmoe.moe.exchange.received": {"__init__"},
     "tmoe.ops.decode.attention": {"decode_attention", "plain", "_fake", "forward"},
     "tmoe.ops.exchange": {"push", "pull"},
     "tmoe.ops.experts.cpu": {"moe_mlp_forward", "moe_mlp_backward", "gradients_of_matrices"},

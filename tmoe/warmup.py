@@ -32,7 +32,7 @@ from tmoe.front import Parser
 from tmoe.generate.cache import layer_widths
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import AT_ONCE
-from tmoe.moe.dispatch import pairs_bound
+from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.select.capacity import capacity
 from tmoe.ops import adamw, exchange
 from tmoe.ops import sum_parts as parts

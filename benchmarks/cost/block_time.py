@@ -14,7 +14,7 @@ from benchmarks.cost.network import all_to_all, ring, times
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import attention_shapes, block_shapes, qk_width, v_width
-from tmoe.moe.two_level import expected_rows_across
+from tmoe.moe.exchange.two_level import expected_rows_across
 from tmoe.run.block_memory import (
     FP32,
     compute_bytes,
@@ -284,7 +284,7 @@ def exchange_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
 
 
 def two_level_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
-    """The same across nodes by moe/two_level.py.
+    """The same across nodes by moe/exchange/two_level.py.
 
     A row for each (token, node) moves, then one for each (token, rank); the hops follow each other. What is
     done for counts and plan is assumed to take twice the flat one's time.

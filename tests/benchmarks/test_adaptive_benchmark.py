@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import adaptive
-from tmoe.moe.adaptive import MACHINES, Cost, Machine
+from tmoe.moe.exchange.adaptive import MACHINES, Cost, Machine
 
 COST = Cost(MACHINES["nvlink"], 64, 8, 2048, 1024, ep=2, element=2, waits=True, backward=True)
 

@@ -24,7 +24,7 @@ shared.main()
 """
 TARGET = """
 import json, os, sys
-from tmoe.moe import symm
+from tmoe.moe.exchange import symm
 names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_HOSTID"]
 names += ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST"]
 said = [os.environ.get(name) for name in names]

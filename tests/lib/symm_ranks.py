@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tmoe.moe.symm import Exchange
+    from tmoe.moe.exchange.symm import Exchange
 
 ROOT = Path(__file__).parents[2]
 D, K = 8, 2  # of `operands`
@@ -108,7 +108,7 @@ class Ranks:
 
     def exchange(self, p: int) -> Exchange:
         """The Exchange that rank p of a real group would have."""
-        from tmoe.moe import symm
+        from tmoe.moe.exchange import symm
 
         ex = object.__new__(symm.Exchange)
         ex.rank = p

@@ -13,7 +13,7 @@ from tiers import slow_but
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MoEConfig
 from tmoe.config.run import ParallelConfig
-from tmoe.moe.adaptive import MACHINES, Cost, Machine
+from tmoe.moe.exchange.adaptive import MACHINES, Cost, Machine
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE
 from tmoe.parallel import build_mesh, parallelize

@@ -22,7 +22,7 @@ from tmoe.config.model import MoEConfig
 from tmoe.config.presets import presets
 from tmoe.config.same import build_config
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
-from tmoe.moe.dispatch import LocalDispatcher
+from tmoe.moe.exchange.dispatch import LocalDispatcher
 from tmoe.moe.losses import LOSSES
 from tmoe.moe.router import Router, Routing
 from tmoe.run.cli import parse

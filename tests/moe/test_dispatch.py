@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tmoe.config.model import MoEConfig
 from tmoe.model.parallelize import apply_ep
-from tmoe.moe.dispatch import AllToAllDispatcher
+from tmoe.moe.exchange.dispatch import AllToAllDispatcher
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Routing
 from tmoe.parallel import build_mesh

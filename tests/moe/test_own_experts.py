@@ -23,8 +23,8 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf.config import write_config
 from tmoe.model.parallelize import apply_ep
+from tmoe.moe.exchange.sorted_rows import sort_pairs
 from tmoe.moe.layer import MoE
-from tmoe.moe.sorted_rows import sort_pairs
 
 ROOT = Path(__file__).parents[2]
 D, E, K, F_ = 12, 4, 2, 8

@@ -11,9 +11,9 @@ from tiers import slow_but
 
 from tmoe.config.model import MoEConfig
 from tmoe.config.run import Config, ParallelConfig
+from tmoe.moe.exchange.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE
-from tmoe.moe.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.select.capacity import capacity, limited
 from tmoe.ops.experts import cpu
 from tmoe.parallel import build_mesh, collectives, parallelize

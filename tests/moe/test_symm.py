@@ -220,7 +220,7 @@ def check_experts(tokens, kind, pairs, activation="swiglu", K=2, L=2, D=64, F=32
 
     `pairs` may take several rounds. In the backward rows are moved by kernels, and by copies.
     """
-    from tmoe.moe import symm
+    from tmoe.moe.exchange import symm
     from tmoe.ops import exchange, reference
 
     world = len(tokens)
@@ -311,7 +311,7 @@ def check_experts(tokens, kind, pairs, activation="swiglu", K=2, L=2, D=64, F=32
 def in_the_interpreter():
     from interpreter import poison, repair_interpreter, small_tiles
 
-    from tmoe.moe import symm
+    from tmoe.moe.exchange import symm
     from tmoe.ops.experts import gpu
 
     repair_interpreter()

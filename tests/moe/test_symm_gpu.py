@@ -82,7 +82,7 @@ NAMES = "y", "dx", "dw", "gate_up", "down", "shared gate_up", "shared down", "sh
 
 
 def check_against_nccl(dtype, kind, tokens, fp8=False, shared=0):
-    from tmoe.moe.dispatch import AllToAllDispatcher, SymmDispatcher
+    from tmoe.moe.exchange.dispatch import AllToAllDispatcher, SymmDispatcher
 
     world = dist.get_world_size()
     rank = dist.get_rank()
@@ -188,7 +188,7 @@ CASES = [
 
 def traces(world):
     """All kernels of all cases, as tmoe/ops/launch/precompile.py takes them."""
-    from tmoe.moe.dispatch import pairs_bound
+    from tmoe.moe.exchange.dispatch import pairs_bound
     from tmoe.ops import exchange
     from tmoe.ops.experts import swiglu
     from tmoe.ops.launch.precompile import trace
@@ -213,7 +213,7 @@ def warm():
 
 
 def on_gpus():
-    from tmoe.moe import symm
+    from tmoe.moe.exchange import symm
 
     warm()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

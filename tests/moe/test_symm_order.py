@@ -11,7 +11,7 @@ import pytest
 import torch
 from symm_ranks import operands
 
-from tmoe.moe import symm
+from tmoe.moe.exchange import symm
 from tmoe.ops import exchange
 from tmoe.ops.experts import swiglu
 

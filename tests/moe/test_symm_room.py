@@ -17,8 +17,8 @@ import torch.distributed as dist
 from gloo import shared
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from tmoe.moe import symm
-from tmoe.moe.dispatch import pairs_bound
+from tmoe.moe.exchange import symm
+from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.ops import exchange
 from tmoe.ops.launch import precompile
 from tmoe.ops.launch.launch import compile_only
@@ -287,7 +287,7 @@ def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_
 def refusals(rank, world):
     from tmoe import MoE, MoEConfig
     from tmoe.model.parallelize import apply_ep
-    from tmoe.moe.dispatch import AllToAllDispatcher
+    from tmoe.moe.exchange.dispatch import AllToAllDispatcher
     from tmoe.parallel import build_mesh
 
     moe = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8))

@@ -27,8 +27,8 @@ from triton import knobs
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ParallelConfig
-from tmoe.moe import symm
-from tmoe.moe.dispatch import SymmDispatcher, dispatcher_for
+from tmoe.moe.exchange import symm
+from tmoe.moe.exchange.dispatch import SymmDispatcher, dispatcher_for
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import SwiGLU
 from tmoe.moe.router import Routing

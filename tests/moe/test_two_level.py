@@ -14,16 +14,16 @@ from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, ParallelConfig, TrainConfig
 from tmoe.model.parallelize import apply_ep
 from tmoe.model.transformer import Transformer
-from tmoe.moe.dispatch import AllToAllDispatcher
-from tmoe.moe.layer import MoE
-from tmoe.moe.router import Routing
-from tmoe.moe.two_level import (
+from tmoe.moe.exchange.dispatch import AllToAllDispatcher
+from tmoe.moe.exchange.two_level import (
     TwoLevelDispatcher,
     bytes_across,
     expected_rows_across,
     over_nodes,
     rows_across,
 )
+from tmoe.moe.layer import MoE
+from tmoe.moe.router import Routing
 from tmoe.parallel import build_mesh, parallelize
 
 D, E = 16, 16
@@ -240,7 +240,7 @@ def chosen(rank: int, world: int, nodes: list[int], ep: int, dispatch: str) -> t
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("tmoe.moe.two_level").addHandler(handler)
+    logging.getLogger("tmoe.moe.exchange.two_level").addHandler(handler)
     mesh = build_mesh(ep=ep, ep_across_nodes=True)
     layers = [MoE(8, MoEConfig(experts=12, top_k=2, ffn_dim=8)) for _ in range(2)]
     for moe in layers:

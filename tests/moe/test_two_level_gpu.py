@@ -40,8 +40,8 @@ def layer(dispatcher, moe, x, w, ids, dy, compiled=False):
 def check(mesh, dtype, kind, tokens, compiled):
     from tmoe import MoE, MoEConfig
     from tmoe.model.parallelize import apply_ep
-    from tmoe.moe.dispatch import AllToAllDispatcher
-    from tmoe.moe.two_level import TwoLevelDispatcher, over_nodes
+    from tmoe.moe.exchange.dispatch import AllToAllDispatcher
+    from tmoe.moe.exchange.two_level import TwoLevelDispatcher, over_nodes
 
     rank, world = dist.get_rank(), dist.get_world_size()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 
-from tmoe.moe import received
+from tmoe.moe.exchange import received
 from tmoe.ops.experts import gpu
 from tmoe.ops.launch import launch, replay
 

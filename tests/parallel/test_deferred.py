@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from tmoe.config.run import ParallelConfig
 from tmoe.model.stages import obstacle
 from tmoe.moe.balance import Totals
-from tmoe.moe.dispatch import SymmDispatcher
+from tmoe.moe.exchange.dispatch import SymmDispatcher
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE
 from tmoe.ops import moe_mlp

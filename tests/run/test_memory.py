@@ -25,7 +25,7 @@ from tmoe.model.count import count_parameters, flops_per_token, mfu, peak_flops
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import pipeline
 from tmoe.model.transformer import Block, Transformer
-from tmoe.moe.dispatch import SymmDispatcher, pairs_bound
+from tmoe.moe.exchange.dispatch import SymmDispatcher, pairs_bound
 from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.router import Routing
 from tmoe.ops.experts import gpu

@@ -24,7 +24,7 @@ from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
 from tmoe.model.rope import turns_of
 from tmoe.model.transformer import Block, Transformer
-from tmoe.moe.expert_tensor import ExpertTensorDispatcher
+from tmoe.moe.exchange.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.layer import Call
 from tmoe.moe.router import Routing
 from tmoe.ops.decode.add_norm import WIDEST, add_norm

@@ -24,9 +24,9 @@ from tmoe.config.check import require
 from tmoe.generate.cache import PAGE
 from tmoe.model.spread import ALONE
 from tmoe.model.transformer import Block, Transformer
-from tmoe.moe.dispatch import SymmDispatcher
+from tmoe.moe.exchange.dispatch import SymmDispatcher
+from tmoe.moe.exchange.symm import graphs_end_here
 from tmoe.moe.layer import MoE
-from tmoe.moe.symm import graphs_end_here
 from tmoe.parallel.collectives import group_of
 
 STOP = 2**30  # in place of a number of rows: a rank of the group was told to stop

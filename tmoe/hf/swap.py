@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tmoe.config.check import ConfigError
 from tmoe.hf.marks import Marks, is_marked, read_marks
-from tmoe.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from tmoe.moe.exchange.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from tmoe.moe.exchange.two_level import over_nodes
 from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.router import Routing
-from tmoe.moe.two_level import over_nodes
 from tmoe.parallel.mesh import Mesh, local_part
 
 SWAP_FIRST = "swap first, then wrap (PEFT's adapters, torch.compile, checkpointing) what swap_experts returns"

@@ -31,13 +31,13 @@ from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.compiler import compiled
 from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block, Transformer
-from tmoe.moe.adaptive import cost_of, ways
-from tmoe.moe.dispatch import dispatcher_for
+from tmoe.moe.exchange.adaptive import cost_of, ways
+from tmoe.moe.exchange.dispatch import dispatcher_for
+from tmoe.moe.exchange.padded import PaddedDispatcher
+from tmoe.moe.exchange.two_level import over_nodes
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
 from tmoe.moe.own_experts import OwnExperts
-from tmoe.moe.padded import PaddedDispatcher
-from tmoe.moe.two_level import over_nodes
 from tmoe.ops.check import require
 from tmoe.parallel.collectives import name_of
 from tmoe.parallel.copies import WorkingCopy, stand_in

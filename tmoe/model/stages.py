@@ -31,10 +31,10 @@ from tmoe.model.freeze import freeze
 from tmoe.model.loss import Objective
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Context, Transformer
-from tmoe.moe.adaptive import WeightsDispatcher
 from tmoe.moe.balance import RouterStats, Totals, log_width, stats_of
-from tmoe.moe.dispatch import SymmDispatcher
-from tmoe.moe.expert_tensor import ExpertTensorDispatcher
+from tmoe.moe.exchange.adaptive import WeightsDispatcher
+from tmoe.moe.exchange.dispatch import SymmDispatcher
+from tmoe.moe.exchange.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
 from tmoe.moe.trace import give, layers_of

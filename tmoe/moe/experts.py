@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from tmoe.base.activations import activation
 from tmoe.config.model import MoEConfig
-from tmoe.moe.dispatch import Rows
-from tmoe.moe.expert_tensor import Slice
-from tmoe.moe.gathered import moe_mlp_gathered
-from tmoe.moe.sorted_rows import Sorted, over_sorted_rows
+from tmoe.moe.exchange.dispatch import Rows
+from tmoe.moe.exchange.expert_tensor import Slice
+from tmoe.moe.exchange.gathered import moe_mlp_gathered
+from tmoe.moe.exchange.sorted_rows import Sorted, over_sorted_rows
 from tmoe.ops import gather_rows, moe_mlp
 from tmoe.ops.check import require
 from tmoe.ops.experts.op import moe_mlp_deferred
@@ -37,7 +37,7 @@ class LocalExperts(NamedTuple):
     down_bias: Tensor | None = None  # [L, D]
     activation: str = "swiglu"
     deferred: bool = False  # the matrices are detached, their gradients made later: ops/experts/deferred.py
-    group: str | None = None  # the ranks whose experts are gathered for the op: moe/gathered.py
+    group: str | None = None  # the ranks whose experts are gathered for the op: moe/exchange/gathered.py
     weigh: str = "activation"  # where weights apply: MoEConfig.weigh
 
     @property

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tmoe.config.model import MoEConfig
-from tmoe.moe.adaptive import Cost
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
-from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
+from tmoe.moe.exchange.adaptive import Cost
+from tmoe.moe.exchange.dispatch import Dispatcher, LocalDispatcher
+from tmoe.moe.exchange.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.losses import with_fields
 from tmoe.moe.own_experts import OwnExperts, OwnLocal
-from tmoe.moe.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.router import Router, Routing, without_identity
 from tmoe.moe.select.capacity import capacity, limited
 from tmoe.moe.select.quantile import quantiles
@@ -212,9 +212,9 @@ class MoE(nn.Module):
                 All ranks must give the same. Where `route` is compiled, the first use of each top_k compiles,
                 and that of a factor (of each one, where the layer pads).
             adaptive_r: what travels in this call, with equal results: 0: the expert group's weights, 1:
-                tokens, a divisor of etp: tokens, with experts divided among so many ranks (moe/adaptive.py);
-                "auto": the cheapest by the number of tokens, which then must be the same on all ranks. All
-                ranks must give the same; the first use of each compiles.
+                tokens, a divisor of etp: tokens, with experts divided among so many ranks
+                (moe/exchange/adaptive.py); "auto": the cheapest by the number of tokens, which then must be
+                the same on all ranks. All ranks must give the same; the first use of each compiles.
             ids: whole numbers of x's leading shape and K more, -1 for no expert: the experts to take instead
                 of a choice, weighed by this call's scores (Router.forward).
         """

@@ -6,7 +6,7 @@ sums of Load goes into `measure` (moe/balance.py).
 Y here: MoE layers. Every function returns a rank's share of the step's loss, [Y], without its coefficient.
 The shares of all ranks and micro-batches add up.
 
-next: moe/dispatch.py
+next: moe/exchange/dispatch.py
 """
 
 from __future__ import annotations

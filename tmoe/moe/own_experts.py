@@ -2,7 +2,7 @@
 
 docs/experts.md has the contract and an example.
 
-next: moe/dispatch.py
+next: moe/exchange/dispatch.py
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tmoe.config.model import MoEConfig
-from tmoe.moe.dispatch import Rows
+from tmoe.moe.exchange.dispatch import Rows
+from tmoe.moe.exchange.sorted_rows import over_sorted_rows
 from tmoe.moe.experts import Experts
-from tmoe.moe.sorted_rows import over_sorted_rows
 from tmoe.ops.check import require
 from tmoe.parallel.mesh import local_part
 

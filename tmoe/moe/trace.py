@@ -10,7 +10,7 @@ A replay takes the choice alone. Weights are of the live scores, and gradients f
 Both take the stages of a pipeline as well: calls[i] is then micro-batch i, in the MoE layers of this rank's
 chunks, and a replay takes `calls` whole, as stages work on many micro-batches at a time.
 
-next: moe/dispatch.py
+next: moe/exchange/dispatch.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ They are `torch.library.custom_op` and not an autograd.Function: on torch 2.11 a
 inside trained silently wrong under one compile backend. The number of rows that arrive is one unbacked size,
 made by `plan` alone, so nothing recompiles when the routing changes.
 
-next: moe/dispatch.py
+next: moe/exchange/dispatch.py
 """
 
 from typing import Any

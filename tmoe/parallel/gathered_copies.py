@@ -13,7 +13,7 @@ That is half of FSDP2's bytes between ranks, a fifth of its copies in memory whe
 sum. It costs the memory of the copies; docs/decisions/004-experts-kept-whole.md says what it gives. Both ways
 run beside the compute, as FSDP2's do: streams wait for what they need alone.
 
-next: moe/dispatch.py
+next: moe/exchange/dispatch.py
 """
 
 import itertools

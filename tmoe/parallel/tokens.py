@@ -11,7 +11,7 @@ n is the size of the group, found by name (`collectives.name_of`); for a group o
 or a plain linear. S is n parts, one a rank, in the group's order; `positions` says which positions of the
 sequence those are. Sums over ranks are made in the tensors' own type, as NCCL makes them.
 
-next: moe/dispatch.py
+next: moe/exchange/dispatch.py
 """
 
 from typing import Any, NamedTuple

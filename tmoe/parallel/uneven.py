@@ -6,7 +6,7 @@
 
 M is the number of rows of all ranks together: one unbacked size, made by `gather_ids` alone.
 
-next: moe/expert_tensor.py
+next: moe/exchange/expert_tensor.py
 """
 
 import torch

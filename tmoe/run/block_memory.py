@@ -12,9 +12,9 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.loss import chunk_rows
-from tmoe.moe.dispatch import pairs_bound
+from tmoe.moe.exchange.dispatch import pairs_bound
+from tmoe.moe.exchange.symm import hides
 from tmoe.moe.select.capacity import capacity
-from tmoe.moe.symm import hides
 from tmoe.ops.loss import logprob
 from tmoe.ops.loss.cross_entropy import aligned
 
@@ -261,7 +261,7 @@ def runs_beside(cfg: Config, axes: Axes) -> bool:
 
 
 def exchange_bytes(cfg: Config, axes: Axes) -> int:
-    """Bytes that `reserve` of moe/symm.py takes, once for all layers.
+    """Bytes that `reserve` of moe/exchange/symm.py takes, once for all layers.
 
     Of T*ep rows: x, dy, y and sums, and the ids, weights and gradients of the weights of their K slots.
     """

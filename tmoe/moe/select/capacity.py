@@ -12,7 +12,7 @@ Equal weights or scores: the lower token first, on every machine, as the sorts a
 that stay are not changed. A dropped pair has the id -1, so it is neither sent nor multiplied. No size depends
 on the routing, and the host waits for nothing.
 
-next: moe/padded.py
+next: moe/exchange/padded.py
 """
 
 import math

@@ -3,7 +3,7 @@
 Each is the gradient of the other, to any order. A sum goes over its rows in their order, in fp32: the same
 bits in every run, on a CPU and on a GPU. A plain index_add_ on a GPU adds in any order, and in bf16.
 
-next: moe/sorted_rows.py
+next: moe/exchange/sorted_rows.py
 """
 
 from typing import Any

@@ -41,7 +41,7 @@ order on every rank. A rank without tokens makes the call as well.
 unpacked where they arrive, so experts and sums see the dtype of x. That halves the bytes; each movement adds
 rounding of about 2.6% of a row's norm, forward and backward.
 
-next: moe/dispatch.py
+next: moe/exchange/dispatch.py
 """
 
 import functools
@@ -57,7 +57,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tmoe.base.private_torch import find
-from tmoe.moe.received import Experts
+from tmoe.moe.exchange.received import Experts
 from tmoe.ops import exchange
 from tmoe.ops.check import check_moe_mlp, check_shared
 from tmoe.ops.experts import swiglu

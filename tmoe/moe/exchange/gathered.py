@@ -7,7 +7,7 @@
 All E experts of a layer are in memory while its op runs, and their gradients with them in backward; kept for
 it is what moe_mlp keeps, and this rank's own experts.
 
-next: moe/adaptive.py
+next: moe/exchange/adaptive.py
 """
 
 from collections.abc import Iterable

@@ -9,7 +9,7 @@ Weights lie as they lie. A way, by its number r, says what travels in a call:
 
 Results and gradients are the same but for rounding. `Cost` says which is cheapest.
 
-next: moe/gathered.py, moe/expert_tensor.py
+next: moe/exchange/gathered.py, moe/exchange/expert_tensor.py
 """
 
 import operator
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tmoe.config.check import divisors
 from tmoe.config.model import MoEConfig
-from tmoe.moe.dispatch import Dispatcher, LocalDispatcher, SymmDispatcher
-from tmoe.moe.expert_tensor import ExpertTensorDispatcher
-from tmoe.moe.padded import PaddedDispatcher
+from tmoe.moe.exchange.dispatch import Dispatcher, LocalDispatcher, SymmDispatcher
+from tmoe.moe.exchange.expert_tensor import ExpertTensorDispatcher
+from tmoe.moe.exchange.padded import PaddedDispatcher
 from tmoe.moe.router import Routing
 from tmoe.parallel import collectives
 from tmoe.parallel.mesh import Mesh

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.moe.dispatch import Dispatcher, Rows, pairs_bound
+from tmoe.moe.exchange.dispatch import Dispatcher, Rows, pairs_bound
 from tmoe.moe.select.capacity import places
 from tmoe.ops.check import require
 from tmoe.parallel import collectives

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.moe.dispatch import AllToAllDispatcher, Dispatcher, Rows, pairs_bound
+from tmoe.moe.exchange.dispatch import AllToAllDispatcher, Dispatcher, Rows, pairs_bound
 from tmoe.moe.router import Routing
 from tmoe.parallel.collectives import add_up, all_to_all, group_of
 

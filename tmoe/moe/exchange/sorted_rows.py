@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.moe.dispatch import Rows
+from tmoe.moe.exchange.dispatch import Rows
 from tmoe.ops.check import require
 from tmoe.ops.experts.rows import gather_rows, scatter_rows
 

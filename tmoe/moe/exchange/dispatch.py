@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.moe import symm
+from tmoe.moe.exchange import symm
 from tmoe.moe.router import Routing
 from tmoe.parallel import collectives
 from tmoe.parallel.agree import gathered

@@ -4,7 +4,7 @@ The work between two movements of the exchange is one part. From its third call 
 launches without deciding anything again (ops/launch/replay.py). A layer with two empty windows has 40
 launches, and 45 such layers were a tenth of what a slow host does in a step of moe-pilot-14b.
 
-next: moe/symm.py
+next: moe/exchange/symm.py
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from tmoe.ops.launch.replay import remembered
 
 
 class Experts:
-    """The experts of one call, over the sections of an Exchange `ex` (moe/symm.py).
+    """The experts of one call, over the sections of an Exchange `ex` (moe/exchange/symm.py).
 
     A slot to which no token came keeps whatever y and d_weights hold there: it is not used.
     """

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.moe.dispatch import Dispatcher, Plan, Rows
+from tmoe.moe.exchange.dispatch import Dispatcher, Plan, Rows
 from tmoe.moe.router import Routing
 from tmoe.parallel import collectives, uneven
 
