@@ -23,7 +23,7 @@ FAULTS = [
     ("tmoe/moe/router.py", "weights_TK * self.cfg.scaling", "weights_TK", "moe/test_router.py"),
     ("tmoe/parallel/schedule.py", "chunk + 1 < chunks", "chunk + 2 < chunks", "parallel/test_schedule.py"),
     ("tmoe/optim/schedule.py", "(step + 1) / warmup", "step / warmup", "optim/test_optim.py::test_warmup"),
-    ("tmoe/data/packing.py", "self.order[low + at]", "self.order[low]", "data/test_packing.py"),
+    ("tmoe/data/chat/packing.py", "self.order[low + at]", "self.order[low]", "data/test_packing.py"),
     ("tmoe/checkpoint/manifest.py", "filled != volume", "False", "checkpoint/test_checkpoint.py"),
     ("tmoe/hf/architectures/mixtral.py", "theta=1e6", "theta=1e5", "hf/test_hf_fields.py::test_every_key"),
     ("tmoe/post/losses/gspo.py", "logp_N / tokens", "logp_N", "post/test_losses.py::test_gspo"),

@@ -123,7 +123,7 @@ def house():
         ("test_green", ".ci/counted.py tests/lib/green.py"),
         ("benchmarks/cost/test_points", "README.md docs/performance.md benchmarks/cost/h200.json"),
         ("checkpoint/test_operations", "docs/operations.md tmoe/post/grpo.py"),
-        ("data/test_chat_masks", "tests/data/templates/gpt_oss.jinja tmoe/data/chat_marks.py"),
+        ("data/test_chat_masks", "tests/data/templates/gpt_oss.jinja tmoe/data/chat/marks.py"),
         ("end_to_end/test_snippets", "README.md docs/huggingface.md examples/own_loop.py tmoe/hf/swap.py"),
         ("end_to_end/test_helloworld", "examples/helloworld_fsdp2.py"),
         ("end_to_end/test_digit_sums", "examples/digit_sums.py train.py"),

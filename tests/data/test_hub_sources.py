@@ -16,10 +16,10 @@ from huggingface_hub import constants
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, DataConfig
 from tmoe.data import hub
-from tmoe.data.chat_dataset import open_chat
+from tmoe.data.chat.dataset import open_chat
+from tmoe.data.chat.prompts import open_prompts
 from tmoe.data.convert import convert
 from tmoe.data.dataset import parse_sources
-from tmoe.data.prompt_dataset import open_prompts
 from tmoe.data.show import show
 from tmoe.data.sources import read_documents
 from tmoe.data.tokenizer import DataError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tmoe.data.packing import Plan, plan
+from tmoe.data.chat.packing import Plan, plan
 
 
 def textbook(lengths: list[int], size: int) -> list[int]:

@@ -17,7 +17,7 @@ import pytest
 from corpora import data
 
 from tmoe.config.run import DataConfig
-from tmoe.data.chat_dataset import open_chat
+from tmoe.data.chat.dataset import open_chat
 from tmoe.data.rows import packing
 from tmoe.data.sources import read_documents
 from tmoe.data.tokenizer import DataError, load_tokenizer

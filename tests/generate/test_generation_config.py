@@ -5,7 +5,7 @@ from corpora import bpe  # noqa: F401
 from transformers import GenerationConfig
 
 from tmoe.config.presets import presets
-from tmoe.data.chat_format import ChatFormat, ends_in, ends_of
+from tmoe.data.chat.format import ChatFormat, ends_in, ends_of
 from tmoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from tmoe.generate import Engine
 from tmoe.generate.generation_config import DRAWN, SILENT, not_followed, sampling_of

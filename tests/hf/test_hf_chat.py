@@ -26,10 +26,10 @@ from tmoe import hf
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, write_manifest
 from tmoe.config.run import DataConfig
-from tmoe.data.chat import chat_prompt
-from tmoe.data.chat_choice import choose_template, format_of
-from tmoe.data.chat_format import TOOLS_FILE, ChatFormat, templates_in
-from tmoe.data.chat_template import BUILT_IN, load_template
+from tmoe.data.chat.choice import choose_template, format_of
+from tmoe.data.chat.encode import chat_prompt
+from tmoe.data.chat.format import TOOLS_FILE, ChatFormat, templates_in
+from tmoe.data.chat.template import BUILT_IN, load_template
 from tmoe.data.convert import convert
 from tmoe.data.dataset import _choose_tokenizer
 from tmoe.data.tokenizer import DataError, JsonTokenizer, TokenizerFiles, load_tokenizer

@@ -27,7 +27,7 @@ from tmoe.config.run import (
     ParallelConfig,
     TrainConfig,
 )
-from tmoe.data.prompt_dataset import Prompt, open_prompts
+from tmoe.data.chat.prompts import Prompt, open_prompts
 from tmoe.data.tokenizer import DataError
 from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel.mesh import local_part

@@ -8,7 +8,7 @@ import torch
 from tiers import slow_but
 
 import train
-from tmoe.data.prompt_dataset import Prompt
+from tmoe.data.chat.prompts import Prompt
 from tmoe.post.answers import Answer, pack, rows_of
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse

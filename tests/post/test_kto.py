@@ -16,8 +16,8 @@ import train
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config, DataConfig, PreferenceConfig, TrainConfig
-from tmoe.data.chat_dataset import open_chat
-from tmoe.data.mismatched import Mismatched
+from tmoe.data.chat.dataset import open_chat
+from tmoe.data.chat.mismatched import Mismatched
 from tmoe.data.tokenizer import DataError
 from tmoe.moe.balance import Totals
 from tmoe.post.kto import Kto

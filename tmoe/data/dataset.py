@@ -29,7 +29,7 @@ import torch
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
-from tmoe.data.chat_format import ChatFormat
+from tmoe.data.chat.format import ChatFormat
 from tmoe.data.corpus import Corpus, HeldOut, Run, Split
 from tmoe.data.hub import PREFIX
 from tmoe.data.sources import open_corpus, survey

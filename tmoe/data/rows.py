@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from tmoe.base.disk import BOM, POINTERS, naming
-from tmoe.data.chat_rows import kind_of
+from tmoe.data.chat.rows import kind_of
 from tmoe.data.indexed import MAGIC, is_indexed
 from tmoe.data.tokenizer import DataError
 
@@ -82,7 +82,7 @@ class Found(NamedTuple):
         return len(self.rows) > 1 and kind_of_row(self.rows[0]) != ""
 
 
-# What rows of chat data (data/chat_rows.py) are called, and the task that trains on them.
+# What rows of chat data (data/chat/rows.py) are called, and the task that trains on them.
 CHAT = {
     "messages": ("chat rows", "sft"),
     "conversations": ("chat rows", "sft"),

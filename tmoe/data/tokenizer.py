@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 
 from tmoe.base.disk import BOM, pointer_words
-from tmoe.data.chat_format import SETTINGS, TEMPLATE, TOOLS_FILE, ChatFormat, ends_in, json_object
+from tmoe.data.chat.format import SETTINGS, TEMPLATE, TOOLS_FILE, ChatFormat, ends_in, json_object
 
 
 class DataError(ValueError):

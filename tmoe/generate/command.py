@@ -29,11 +29,11 @@ import tyro
 from tmoe.base.disk import expand_home
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError, require
-from tmoe.data.chat import Marker, prompt_text, spoken, turn_ends
-from tmoe.data.chat_choice import another
-from tmoe.data.chat_held import tell
-from tmoe.data.chat_rows import parse_given, parse_messages, with_system
-from tmoe.data.chat_template import ChatTemplate, load_template
+from tmoe.data.chat.choice import another
+from tmoe.data.chat.encode import Marker, prompt_text, spoken, turn_ends
+from tmoe.data.chat.held import tell
+from tmoe.data.chat.rows import parse_given, parse_messages, with_system
+from tmoe.data.chat.template import ChatTemplate, load_template
 from tmoe.data.tokenizer import DataError
 from tmoe.front import call, one_message, spelt
 from tmoe.generate.engine import Engine, Piece

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tmoe.config.check import FLOATS, ConfigError, fits, require
 from tmoe.config.model import no_bits
-from tmoe.data.chat_format import ends_of
+from tmoe.data.chat.format import ends_of
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import Span, alone, most_needed
 from tmoe.generate.sampler import Sampling

@@ -12,7 +12,7 @@ from typing import Any
 DRAWN = ("temperature", "top_k", "top_p", "min_p")
 # Keys that hold whether tokens are drawn or not; `sampling_of` says what they become.
 ALWAYS = ("stop_strings", "repetition_penalty", "suppress_tokens", "min_new_tokens", "bad_words_ids")
-# Keys that change no token of an answer, or that other places read (the ends: data/chat_format.py).
+# Keys that change no token of an answer, or that other places read (the ends: data/chat/format.py).
 SILENT = {
     *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "do_sample", "use_cache"),
     *("cache_implementation", "cache_config", "max_cache_len", "output_attentions", "output_hidden_states"),

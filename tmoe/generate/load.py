@@ -21,7 +21,7 @@ from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.check import require
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import build_config
-from tmoe.data.chat_format import ends_of
+from tmoe.data.chat.format import ends_of
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 from tmoe.generate.engine import Engine
 from tmoe.hf.files import MODEL, Folder

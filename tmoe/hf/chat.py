@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest
-from tmoe.data.chat_format import SETTINGS, TEMPLATE, TOOLS, ChatFormat, ends_in, json_object, templates_in
-from tmoe.data.chat_template import ChatTemplate
+from tmoe.data.chat.format import SETTINGS, TEMPLATE, TOOLS, ChatFormat, ends_in, json_object, templates_in
+from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.tokenizer import NAMES
 from tmoe.hf.foreign import CONFIG, GENERATION
 

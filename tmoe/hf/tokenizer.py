@@ -15,7 +15,7 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.run import Config
-from tmoe.data.chat_format import (
+from tmoe.data.chat.format import (
     SETTINGS,
     TEMPLATE,
     TOOLS_FILE,

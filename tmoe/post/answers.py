@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tmoe.config.model import IGNORE
-from tmoe.data.chat_dataset import ChatBatch
-from tmoe.data.packing import plan
-from tmoe.data.prompt_dataset import Prompt
+from tmoe.data.chat.dataset import ChatBatch
+from tmoe.data.chat.packing import plan
+from tmoe.data.chat.prompts import Prompt
 
 
 class Answer(NamedTuple):

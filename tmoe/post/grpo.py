@@ -26,10 +26,10 @@ from torch import Tensor
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
-from tmoe.data.chat_dataset import ChatBatch
+from tmoe.data.chat.dataset import ChatBatch
+from tmoe.data.chat.prompts import Asked, PromptDataset, open_prompts, share
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
-from tmoe.data.prompt_dataset import Asked, PromptDataset, open_prompts, share
 from tmoe.data.tokenizer import Carried
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.engine import Engine, Sample, Samples, require_pool

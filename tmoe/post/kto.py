@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from tmoe.config.run import Config
-from tmoe.data.chat_batch import ChatBatch, batch_of
-from tmoe.data.chat_dataset import ChatDataset, open_chat
+from tmoe.data.chat.batch import ChatBatch, batch_of
+from tmoe.data.chat.dataset import ChatDataset, open_chat
+from tmoe.data.chat.mismatched import Mismatched
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
-from tmoe.data.mismatched import Mismatched
 from tmoe.data.tokenizer import Carried
 from tmoe.model.loss import Given
 from tmoe.model.stages import Stages

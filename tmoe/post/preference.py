@@ -19,7 +19,7 @@ from torch import Tensor
 from tmoe.config.check import require
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
-from tmoe.data.chat_dataset import ChatBatch, ChatDataset, open_chat
+from tmoe.data.chat.dataset import ChatBatch, ChatDataset, open_chat
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
 from tmoe.data.tokenizer import Carried

@@ -1,6 +1,6 @@
 """Ids of a text in which special tokens are written out by name, and the check that no row forges one.
 
-next: data/chat_pieces.py
+next: data/chat/pieces.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tmoe.data.chat_template import CLOSE, OPEN, ChatTemplate
+from tmoe.data.chat.template import CLOSE, OPEN, ChatTemplate
 from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
 
 

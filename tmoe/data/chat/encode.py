@@ -18,7 +18,7 @@ learned once.
     ids = chat_prompt(messages, tokenizer)                                   to generate from
     stops = turn_ends(tokenizer, template)                                   the tokens that end a turn
 
-next: data/chat_dataset.py
+next: data/chat/dataset.py
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tmoe.data.chat_calls import objects
-from tmoe.data.chat_held import CALLS, THOUGHTS, Item, as_python, holds, require_asked, shadow, squeezed, walk
-from tmoe.data.chat_marks import Encoded, Marker
-from tmoe.data.chat_pieces import Piece, Pieces
-from tmoe.data.chat_rows import Conversation, Plain, Sample, parse_messages
-from tmoe.data.chat_spelling import Speller
-from tmoe.data.chat_template import ChatTemplate, load_template
+from tmoe.data.chat.calls import objects
+from tmoe.data.chat.held import CALLS, THOUGHTS, Item, as_python, holds, require_asked, shadow, squeezed, walk
+from tmoe.data.chat.marks import Encoded, Marker
+from tmoe.data.chat.pieces import Piece, Pieces
+from tmoe.data.chat.rows import Conversation, Plain, Sample, parse_messages
+from tmoe.data.chat.spelling import Speller
+from tmoe.data.chat.template import ChatTemplate, load_template
 from tmoe.data.tokenizer import DataError, Tokenizer
 
 

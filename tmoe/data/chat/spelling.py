@@ -9,7 +9,7 @@ with the fewest characters around it.
     spell = Speller(template)
     messages = spell(objects(messages), tools)
 
-next: data/chat.py
+next: data/chat/encode.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from tmoe.data.chat_template import ChatTemplate
+from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.tokenizer import DataError
 
 ABSENT = object()

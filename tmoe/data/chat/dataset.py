@@ -12,7 +12,7 @@ what it was taken for. "preference" instead of "sft" gives pairs: see ChatBatch.
 
 What text becomes is kept, under hashes, where tokens of large sources are kept (data/sources.py).
 
-next: data/packing.py
+next: data/chat/packing.py
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from rich.filesize import decimal
 from safetensors.numpy import load_file, save_file
 
 from tmoe.config.run import DataConfig
-from tmoe.data.chat import Encoder, Tokens
-from tmoe.data.chat_batch import ChatBatch, batch_of
-from tmoe.data.chat_choice import Chosen, choose_template, format_of
-from tmoe.data.chat_held import NULLS, tell
-from tmoe.data.chat_rows import KINDS, Kind, Plain, Row, kind_of, parse_row
-from tmoe.data.chat_template import ChatTemplate
+from tmoe.data.chat.batch import ChatBatch, batch_of
+from tmoe.data.chat.choice import Chosen, choose_template, format_of
+from tmoe.data.chat.encode import Encoder, Tokens
+from tmoe.data.chat.held import NULLS, tell
+from tmoe.data.chat.packing import plan
+from tmoe.data.chat.rows import KINDS, Kind, Plain, Row, kind_of, parse_row
+from tmoe.data.chat.template import ChatTemplate
+from tmoe.data.chat.unpaired import without_label
 from tmoe.data.corpus import HeldOut, Split
 from tmoe.data.dataset import Dataset, _choose_tokenizer, refused, sources_of
-from tmoe.data.packing import plan
 from tmoe.data.rows import read_rows
 from tmoe.data.shards import _publish
 from tmoe.data.sources import (
@@ -56,7 +57,6 @@ from tmoe.data.sources import (
     survey,
 )
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer, require_ids, require_vocab
-from tmoe.data.unpaired import without_label
 
 ChatTask = Literal["sft", "preference", "kto"]
 # Kinds of rows that each task trains on; others are named with the task that does.
@@ -306,7 +306,7 @@ def open_chat(
 ) -> ChatDataset:
     """Opens the sources of `--data.path` as chat data for rows of seq tokens.
 
-    Each has rows of one kind (data/chat_rows.py): for "sft" conversations or prompts with answers, for
+    Each has rows of one kind (data/chat/rows.py): for "sft" conversations or prompts with answers, for
     "preference" preferences, for "kto" prompts with answers and labels, or preferences taken apart.
     Weights as in `open_data`, in packed rows. carried: as there.
     DataError for anything that cannot be trained on, the same on every rank.

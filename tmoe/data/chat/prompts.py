@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from tmoe.config.run import Config
-from tmoe.data.chat import Marker, prompt_text
-from tmoe.data.chat_choice import Chosen, choose_template, format_of
-from tmoe.data.chat_held import tell
-from tmoe.data.chat_rows import listed, parse_given, parse_messages, with_system
-from tmoe.data.chat_template import ChatTemplate
+from tmoe.data.chat.choice import Chosen, choose_template, format_of
+from tmoe.data.chat.encode import Marker, prompt_text
+from tmoe.data.chat.held import tell
+from tmoe.data.chat.rows import listed, parse_given, parse_messages, with_system
+from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.corpus import HeldOut, Split
 from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, refused, sources_of
 from tmoe.data.rows import read_rows

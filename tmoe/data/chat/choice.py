@@ -1,6 +1,6 @@
 """Which template a run's conversations are written by, and what its steps keep of it.
 
-next: data/chat_dataset.py
+next: data/chat/dataset.py
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tmoe.config.run import DataConfig
-from tmoe.data.chat import Marker, turn_ends
-from tmoe.data.chat_format import ChatFormat
-from tmoe.data.chat_template import BUILT_IN, ChatTemplate, load_template
+from tmoe.data.chat.encode import Marker, turn_ends
+from tmoe.data.chat.format import ChatFormat
+from tmoe.data.chat.template import BUILT_IN, ChatTemplate, load_template
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
 
 

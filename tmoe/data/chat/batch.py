@@ -1,6 +1,6 @@
 """A step's packed conversations or preferences, as tensors.
 
-next: data/chat_dataset.py
+next: data/chat/dataset.py
 """
 
 from __future__ import annotations

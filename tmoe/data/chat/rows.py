@@ -7,7 +7,7 @@
 Prompts and answers are texts, taken as they are, or lists of messages. A preference without a prompt has two
 whole conversations, whose common beginning is the prompt; those of HH-RLHF are texts.
 
-next: data/chat.py
+next: data/chat/encode.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from tmoe.data.chat_calls import json_object, one_call, result_text, said_calls
+from tmoe.data.chat.calls import json_object, one_call, result_text, said_calls
 from tmoe.data.tokenizer import DataError
 
 Kind = Literal["messages", "conversations", "prompt/completion", "preference"]
@@ -91,7 +91,7 @@ class Row(NamedTuple):
     nulls: int = 0
     """fields of calls and tools that are null, and so left out, where a file may hold them on purpose"""
     desirable: bool | None = None
-    """of rows with a label (data/unpaired.py); None: the row has none"""
+    """of rows with a label (data/chat/unpaired.py); None: the row has none"""
     unread: tuple[str, ...] = ()
     """fields that nothing reads: ids, sources, scores"""
 

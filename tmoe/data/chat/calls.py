@@ -2,7 +2,7 @@
 
 Arguments are an object, a result is a text.
 
-next: data/chat_rows.py
+next: data/chat/rows.py
 """
 
 from __future__ import annotations

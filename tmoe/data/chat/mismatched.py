@@ -9,8 +9,8 @@ from bisect import bisect_right
 
 import numpy as np
 
-from tmoe.data.chat_dataset import ChatDataset, ChatSource
-from tmoe.data.packing import plan
+from tmoe.data.chat.dataset import ChatDataset, ChatSource
+from tmoe.data.chat.packing import plan
 from tmoe.data.tokenizer import DataError
 
 Sequence = tuple[int, np.ndarray, np.ndarray]  # its number, ids, and which of them are trained

@@ -4,7 +4,7 @@ A template is code of whoever published the model. It is rendered as transformer
 ImmutableSandboxedEnvironment, trim_blocks, lstrip_blocks, loop controls, `tojson`, `raise_exception`,
 `strftime_now`, and the names of the tokenizer's special tokens. What it is given is plain JSON.
 
-next: data/chat.py
+next: data/chat/encode.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from tmoe.data.chat_format import TOOLS_FILE
+from tmoe.data.chat.format import TOOLS_FILE
 from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
 
 # For a tokenizer whose model has no template. Every turn is the role, its text and the tokenizer's own end of

@@ -2,9 +2,9 @@
 
     {"prompt": ..., "completion": ..., "label": true}
 
-Prompt and completion are texts or lists of messages, as in rows without a label (data/chat_rows.py).
+Prompt and completion are texts or lists of messages, as in rows without a label (data/chat/rows.py).
 
-next: data/mismatched.py
+next: data/chat/mismatched.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which texts a conversation becomes, and which parts of these are trained.
 
-next: data/chat.py
+next: data/chat/encode.py
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from tmoe.data.chat_held import CALLS, INLINE, THOUGHTS, holds, squeezed
-from tmoe.data.chat_marks import Marker
-from tmoe.data.chat_rows import Conversation
-from tmoe.data.chat_spelling import Speller
-from tmoe.data.chat_template import ChatTemplate
+from tmoe.data.chat.held import CALLS, INLINE, THOUGHTS, holds, squeezed
+from tmoe.data.chat.marks import Marker
+from tmoe.data.chat.rows import Conversation
+from tmoe.data.chat.spelling import Speller
+from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.tokenizer import DataError
 
 # The end of a generation prompt that opens a thought: <think>, <seed:think>, [THINK], <|START_THINKING|>.

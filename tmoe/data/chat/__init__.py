@@ -1,0 +1,1 @@
+"""Conversations: rows, templates, masks, packing and prompts."""
