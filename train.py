@@ -19,7 +19,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from tmoe import warmup
+from tmoe.commands import warmup
+from tmoe.commands.plan import plan
 from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Dataset, Loader
 from tmoe.model.ahead import compile_ahead
@@ -30,7 +31,6 @@ from tmoe.optim.schedule import lr_factor, set_lr
 from tmoe.parallel import clip_grad_norm_
 from tmoe.parallel.collectives import sum_over_all
 from tmoe.post import task_of
-from tmoe.post.plan import plan
 from tmoe.post.task import NothingToLearn, Task
 from tmoe.run import process as runtime
 from tmoe.run.cli import check_start, parse

@@ -34,7 +34,7 @@ FAULTS = [
     ("tmoe/parallel/launcher.py", '"LOCAL_RANK"', '"LOCAL_RANKS"', "parallel/test_launcher.py::test_the_w"),
     ("tmoe/post/rewards/number.py", "is not None", "is None", "post/test_graders.py::test_numbers"),
     ("tmoe/run/lines.py", "json.loads(text)", "{}", "run/test_report.py::test_load"),
-    ("tmoe/report.py", "def main", "def start", "test_tmoe_command.py::test_each_command"),
+    ("tmoe/commands/report.py", "def main", "def start", "test_tmoe_command.py::test_each_command"),
     ("train.py", "clip_grad_norm_(", "clip_grad_norm(", "test_house.py::test_the_step"),
     ("README.md", "torch 2.11", "torch 2.10", "test_stack.py::test_readme"),
     ("CONTRIBUTING.md", "layers=ALL_MOE", "layers=NO_MOE", "hf/test_architectures.py::test_contributing"),

@@ -41,6 +41,7 @@ from torch import Tensor
 import tmoe
 from benchmarks.moe_layer import require_gpu, time_all
 from benchmarks.train import write_line
+from tmoe.commands.warmup import local_arch
 from tmoe.model.parallelize import apply_ep
 from tmoe.moe.exchange import symm
 from tmoe.moe.exchange.dispatch import pairs_bound
@@ -52,7 +53,6 @@ from tmoe.ops.launch.precompile import precompile, trace, trace_router
 from tmoe.ops.router import product as router_product
 from tmoe.parallel import collectives
 from tmoe.parallel.mesh import Mesh
-from tmoe.warmup import local_arch
 
 # Experts, choices of a token, width and tokens of a rank.
 E = 128

@@ -25,7 +25,7 @@ import torch
 
 import train
 from benchmarks.train import at_least_one, running
-from tmoe import warmup
+from tmoe.commands import warmup
 from tmoe.run.cli import parse
 from tmoe.run.lines import read_steps
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from benchmarks.moe_layer import SHAPES, Bench, Shape, require_gpu, time_all
+from tmoe.commands.warmup import ARCH, ARCH_VALID
 from tmoe.ops.experts import table
 from tmoe.ops.experts.table import Config
 from tmoe.ops.launch.launch import compile_only, device_facts
-from tmoe.warmup import ARCH, ARCH_VALID
 
 # The benchmark's shapes, and others between which the rule finds its way.
 TUNED: dict[str, Shape] = {  # name: (T, D, F, E, K)

@@ -73,6 +73,7 @@ def traces() -> list[tuple]:
     import torch
 
     from tmoe.base.activations import ACTIVATIONS
+    from tmoe.commands.warmup import traces as traces_of
     from tmoe.config.model import IGNORE
     from tmoe.config.presets import presets
     from tmoe.config.run import ParallelConfig
@@ -81,7 +82,6 @@ def traces() -> list[tuple]:
     from tmoe.ops.launch.precompile import trace, trace_router
     from tmoe.ops.loss import cross_entropy, logprob_kernels
     from tmoe.ops.router import product as router_product
-    from tmoe.warmup import traces as traces_of
 
     found: list[tuple] = []
     for T, D, F, E, K, _ in test_ops_gpu.SHAPES:
@@ -118,7 +118,7 @@ def warm(processes: int, env: dict[str, str]) -> None:
     code = (
         "import sys; sys.path[:0] = ['.', 'tests']; import run_gpu; "
         "from tmoe.ops.launch.precompile import precompile; "
-        "from tmoe.warmup import local_arch; "
+        "from tmoe.commands.warmup import local_arch; "
         f"print('kernels compiled and needed:', *precompile(local_arch(), run_gpu.traces(), {processes}))"
     )
     start = time.perf_counter()

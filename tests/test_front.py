@@ -12,10 +12,11 @@ from dataclasses import asdict
 
 import pytest
 
-from tmoe import front, rollouts, routing, upcycle, warmup
-from tmoe import report as report_command
+from tmoe import front, upcycle
 from tmoe.base.disk import expand_home
 from tmoe.checkpoint import tools
+from tmoe.commands import report as report_command
+from tmoe.commands import rollouts, routing, warmup
 from tmoe.config.check import ConfigError
 from tmoe.generate import command as generate
 from tmoe.hf import importer

@@ -40,10 +40,7 @@ FLOORS = [
     ("run",),
     ("post",),
     (
-        "report",
-        "rollouts",
-        "routing",
-        "warmup",
+        "commands",
         "upcycle",
         "migrate",
     ),

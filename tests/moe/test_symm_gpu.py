@@ -206,8 +206,8 @@ def traces(world):
 
 def warm():
     """All kernels of all cases, compiled by many processes before the process group exists."""
+    from tmoe.commands.warmup import local_arch
     from tmoe.ops.launch.precompile import precompile
-    from tmoe.warmup import local_arch
 
     precompile(local_arch(), traces(int(os.environ["WORLD_SIZE"])), 8)
 

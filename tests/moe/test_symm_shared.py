@@ -24,6 +24,7 @@ from symm_ranks import SHARED, Ranks, fork, operands, routes, rule, run
 from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
+from tmoe.commands.warmup import traces
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ParallelConfig
@@ -36,7 +37,6 @@ from tmoe.ops import exchange
 from tmoe.ops.experts import swiglu
 from tmoe.ops.launch.launch import compile_only
 from tmoe.run.block_memory import moe_bytes, runs_beside
-from tmoe.warmup import traces
 
 
 @pytest.mark.slow

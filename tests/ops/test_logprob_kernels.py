@@ -14,13 +14,13 @@ from tiers import slow_but
 from triton import knobs
 
 from tmoe import ops
+from tmoe.commands.warmup import traces
 from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
 from tmoe.ops import reference
 from tmoe.ops.launch.launch import compile_only
 from tmoe.ops.loss import logprob
 from tmoe.ops.loss import logprob_kernels as kernels
-from tmoe.warmup import traces
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")

@@ -16,6 +16,7 @@ from chips import CHIPS, assert_fits, measure
 from tiers import slow_but
 from triton import knobs
 
+from tmoe.commands.warmup import traces
 from tmoe.config import model
 from tmoe.config.presets import presets
 from tmoe.model import loss
@@ -23,7 +24,6 @@ from tmoe.ops import adamw
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import compile_only
 from tmoe.ops.loss import cross_entropy
-from tmoe.warmup import traces
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")

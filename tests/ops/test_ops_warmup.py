@@ -27,13 +27,13 @@ import torch.distributed as dist
 from filelock import FileLock
 from tiers import slow_but
 
-from tmoe import warmup
+from tmoe.commands import warmup
+from tmoe.commands.warmup import warm
 from tmoe.config.presets import presets
 from tmoe.config.run import GrpoConfig, ParallelConfig, TrainConfig
 from tmoe.ops.experts import swiglu
 from tmoe.ops.launch import precompile
 from tmoe.ops.launch.launch import compile_only
-from tmoe.warmup import warm
 
 ROOT = Path(__file__).parents[2]
 RANKS = 8
@@ -244,7 +244,7 @@ import os
 for name in ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"):
     os.environ.pop(name, None)
 from triton import knobs
-from tmoe import warmup
+from tmoe.commands import warmup
 before = knobs.cache.dir, knobs.nvidia.ptxas.path
 warmup.torch.version.cuda = "13.0"
 warmup.keep_tools()
@@ -262,7 +262,7 @@ def test_inductor_changes_neither_cache_nor_assembler():
 TORN = """
 import os, sys, torch
 from pathlib import Path
-from tmoe import warmup
+from tmoe.commands import warmup
 from tmoe.config.presets import presets
 if len(sys.argv) > 1:
     for path in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.so"):

@@ -16,11 +16,11 @@ from torch import tensor
 from triton import knobs
 
 from tmoe import ops
+from tmoe.commands.warmup import traces
 from tmoe.config.presets import presets
 from tmoe.ops import reference
 from tmoe.ops.experts import rows
 from tmoe.ops.launch.launch import compile_only
-from tmoe.warmup import traces
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [(5, 9, 3), (0, 4, 3), (6, 0, 2), (0, 0, 1), (70, 700, 40), (1, 33, 1)]  # T, N, D

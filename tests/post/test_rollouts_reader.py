@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tmoe import rollouts as pages
+from tmoe.commands import rollouts as pages
 from tmoe.post.rollouts import Rollout, RolloutLog, read_rollouts, spread
 
 

@@ -15,7 +15,7 @@ import torch
 import tyro
 from run_logs import config, routers, start, stats, step
 
-from tmoe import report as command
+from tmoe.commands import report as command
 from tmoe.run import report
 
 ROOT = Path(__file__).parents[2]

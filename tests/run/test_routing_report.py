@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from run_logs import config, start, step
 
-from tmoe import routing as command
+from tmoe.commands import routing as command
 from tmoe.run import history as history_module
 from tmoe.run import routing_report
 from tmoe.run.history import compare, describe, read_history

@@ -3,7 +3,7 @@
 A line is a sample: step, number (the prompt's), sample, prompt, answer, reward, parts, finish, tokens,
 advantage. What is unknown or not finite is null.
 
-next: tmoe/rollouts.py
+next: tmoe/commands/rollouts.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Changes are tried in the order of what they cost: recomputing, smaller micro-bat
 step, then for fewer), moments on the host, all of these; then twice the ranks, over which parameters are
 divided, and so on.
 
-next: run/dry_run.py
+next: commands/dry_run.py
 """
 
 from __future__ import annotations

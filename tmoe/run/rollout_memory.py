@@ -1,6 +1,6 @@
 """Bytes that a rank holds for the rollouts of --task grpo, by purpose, in closed form.
 
-next: tmoe/run/dry_run.py
+next: tmoe/commands/dry_run.py
 """
 
 from __future__ import annotations

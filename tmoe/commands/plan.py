@@ -1,6 +1,6 @@
 """The dry run of a task: the steps that --epochs and the data give, then what each rank will hold.
 
-next: run/dry_run.py
+next: commands/dry_run.py
 """
 
 from tmoe.config.axes import Axes
@@ -14,7 +14,7 @@ from tmoe.run.process import one_error
 
 def plan(cfg: Config) -> None:
     """Prints it. The data are read only where the number of steps follows from them (--epochs)."""
-    from tmoe.run.dry_run import dry_run, fake_world  # its fake process group is of no use to a run
+    from tmoe.commands.dry_run import dry_run, fake_world  # its fake process group is of no use to a run
 
     axes = Axes.of(cfg.parallel, planned_world(cfg, 1))
     a_step = samples_a_step(cfg, axes.readers)

@@ -1,0 +1,1 @@
+"""Commands of their own: report, rollouts, routing, warmup and the dry run."""
