@@ -29,7 +29,7 @@ GROUPS = {
     "Ops": ["tmoe/ops"],
     "Settings": ["tmoe/config"],
     "What every room imports": ["tmoe/base"],
-    "What the core never imports": ["tmoe/extras", "tmoe/migrate"],
+    "What the core never imports": ["tmoe/extras"],
     "Examples": ["examples"],
     "Benchmarks": ["benchmarks"],
     "Helpers of the tests": ["tests/lib"],

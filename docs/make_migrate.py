@@ -6,8 +6,8 @@ PYTHONPATH=. python docs/make_migrate.py
 import re
 from pathlib import Path
 
-from tmoe.migrate.frameworks import FRAMEWORKS
-from tmoe.migrate.tables import page
+from tmoe.extras.migrate.frameworks import FRAMEWORKS
+from tmoe.extras.migrate.tables import page
 
 
 def drawn(text: str) -> str:

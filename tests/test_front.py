@@ -12,15 +12,16 @@ from dataclasses import asdict
 
 import pytest
 
-from tmoe import front, upcycle
+from tmoe import front
 from tmoe.base.disk import expand_home
 from tmoe.checkpoint import tools
 from tmoe.commands import report as report_command
 from tmoe.commands import rollouts, routing, warmup
 from tmoe.config.check import ConfigError
+from tmoe.extras import upcycle
+from tmoe.extras.migrate import command as migrate
 from tmoe.generate import command as generate
 from tmoe.hf import importer
-from tmoe.migrate import command as migrate
 from tmoe.run.cli import parse
 
 

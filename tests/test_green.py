@@ -113,7 +113,7 @@ def house():
     [
         (
             "test_wheel",
-            "pyproject.toml README.md LICENSE train.py tmoe/ops/experts/table.json tmoe/upcycle.py",
+            "pyproject.toml README.md LICENSE train.py tmoe/ops/experts/table.json tmoe/extras/upcycle.py",
         ),
         ("test_stack", "README.md train.py"),
         ("test_lazy", "tmoe/hf/swap.py tmoe/parallel/tags.py"),
@@ -130,7 +130,7 @@ def house():
         ("faults/test_multinode", "tests/lib/two_hosts.py train.py"),
         ("faults/test_faults", "train.py benchmarks/inject.py tmoe/run/watch.py"),
         ("hf/test_architectures", "CONTRIBUTING.md docs/huggingface.md tmoe/hf/rules.py"),
-        ("migrate/test_trl_table", "docs/migrate.md tmoe/migrate/names.py"),
+        ("migrate/test_trl_table", "docs/migrate.md tmoe/extras/migrate/names.py"),
         ("moe/test_contributing", "CONTRIBUTING.md docs/routers.md"),
         ("moe/test_tutel_golden", "tests/moe/tutel_losses.json tmoe/moe/layer.py"),
         ("ops/test_norm", "tmoe/ops/norm.py"),

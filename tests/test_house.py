@@ -41,8 +41,7 @@ FLOORS = [
     ("post",),
     (
         "commands",
-        "upcycle",
-        "migrate",
+        "extras",
     ),
     (
         "train",
@@ -175,7 +174,7 @@ MANY = {
     "tmoe.ops.launch.precompile": {"trace"},
     "tmoe.ops.loss.logprob": {"_backward", "_backward_fake"},
     "tmoe.run.metrics": {"__init__", "log"},
-    "tmoe.upcycle": {"upcycle", "plan_upcycle"},
+    "tmoe.extras.upcycle": {"upcycle", "plan_upcycle"},
 }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tmoe import upcycle
 from tmoe.checkpoint import tools as offline
+from tmoe.extras import upcycle
 from tmoe.hf import importer as hf
 
 ROOT = Path(__file__).parents[2]

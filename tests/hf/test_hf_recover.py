@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.stock import StockFolder
+from tmoe.extras.recover import recover
 from tmoe.hf.importer import main
-from tmoe.hf.recover import recover
 
 COLLECTIVES = "use_collectives" in inspect.signature(dcp.save).parameters
 

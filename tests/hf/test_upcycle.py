@@ -2,7 +2,7 @@
 
 What cannot work is refused.
 
-next: tmoe/upcycle.py
+next: tmoe/extras/upcycle.py
 """
 
 import os
@@ -19,12 +19,12 @@ from hf_tiny import SIZES, far, load_step, saved
 from transformers import AutoModelForCausalLM
 
 from benchmarks.inject import die_at
-from tmoe import upcycle
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint import rewrite
 from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest, verify
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
+from tmoe.extras import upcycle
 from tmoe.hf import export_hf, import_hf
 from tmoe.hf.files import Folder
 from tmoe.hf.plan import plan_folder
@@ -361,7 +361,7 @@ def test_killed_it_goes_on_with_the_same_command(tmp_path, monkeypatch):
 RSS = """
 import re, sys
 from pathlib import Path
-from tmoe.checkpoint import rewrite; from tmoe import upcycle
+from tmoe.checkpoint import rewrite; from tmoe.extras import upcycle
 from tmoe.config.axes import Axes
 
 rewrite.MEMORY = int(sys.argv[2])

@@ -16,11 +16,11 @@ import runs
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
 from tmoe.config.same import flattened
-from tmoe.migrate import names
-from tmoe.migrate.command import main
-from tmoe.migrate.frameworks import FRAMEWORKS, translate
-from tmoe.migrate.megatron import blend, read_pattern
-from tmoe.migrate.tables import page, spell
+from tmoe.extras.migrate import names
+from tmoe.extras.migrate.command import main
+from tmoe.extras.migrate.frameworks import FRAMEWORKS, translate
+from tmoe.extras.migrate.megatron import blend, read_pattern
+from tmoe.extras.migrate.tables import page, spell
 from tmoe.run.cli import parse
 from tmoe.run.lines import read_steps
 

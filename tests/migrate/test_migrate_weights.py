@@ -18,8 +18,8 @@ from tiers import slow_but
 import tmoe
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.model import MoEConfig
-from tmoe.migrate.command import main
-from tmoe.migrate.tutel_weights import gather
+from tmoe.extras.migrate.command import main
+from tmoe.extras.migrate.tutel_weights import gather
 
 FLAGS = """--disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope
 --attention-dropout 0 --hidden-dropout 0 --num-layers 2 --hidden-size 16 --num-attention-heads 4

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tmoe.migrate import names
+from tmoe.extras.migrate import names
 
 PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
 # What people set, of the configs of TRL 1.16 and of axolotl's reference page.

@@ -1,6 +1,6 @@
 """python -m tmoe.hf import|export|recover|families."""
 
+from tmoe.extras.recover import recover
 from tmoe.hf.importer import main
-from tmoe.hf.recover import recover
 
 main(recover=recover)

@@ -16,7 +16,7 @@ carries the files of HF_DIR that are no weights: tensors hf.file.NAME, bytes.
 `train.py --init HF_DIR` needs no import: hf/start.py reads each rank's part straight from HF_DIR.
 
 next: hf/rules.py, hf/architectures/__init__.py, hf/config.py, hf/plan.py, hf/files.py, hf/export.py,
-hf/recover.py, hf/swap.py
+extras/recover.py, hf/swap.py
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping
 
 from tmoe.config.check import divisors
-from tmoe.migrate import names
-from tmoe.migrate.launch import Launch
-from tmoe.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked
+from tmoe.extras.migrate import names
+from tmoe.extras.migrate.launch import Launch
+from tmoe.extras.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked
 
 LIBRARY = "a call of the library: `tmoe.MoE(...)(x, padding, top_k=, capacity_factor=, adaptive_r=)`"
 

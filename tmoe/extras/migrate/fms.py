@@ -16,11 +16,11 @@ from typing import Any
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
+from tmoe.extras.migrate.launch import Launch
+from tmoe.extras.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked
 from tmoe.hf.config import read_config
 from tmoe.hf.foreign import CONFIG
 from tmoe.hf.hub import NAME
-from tmoe.migrate.launch import Launch
-from tmoe.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked
 
 ALWAYS = "tmoe always does"
 LORA = "tmoe has no adapters yet: it trains all parameters, or those that --optim.freeze leaves"

@@ -1,4 +1,4 @@
-"""Names of tmoe's settings in the tables of tmoe/migrate, and what train.py says of a command.
+"""Names of tmoe's settings in the tables of tmoe/extras/migrate, and what train.py says of a command.
 
 next: tables.py
 """

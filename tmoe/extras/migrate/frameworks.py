@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tmoe.config.check import ConfigError
-from tmoe.migrate import fms, megatron, names, tutel
-from tmoe.migrate import launch as launcher
-from tmoe.migrate.launch import Launch
-from tmoe.migrate.tables import Outcome, Row, misfits
+from tmoe.extras.migrate import fms, megatron, names, tutel
+from tmoe.extras.migrate import launch as launcher
+from tmoe.extras.migrate.launch import Launch
+from tmoe.extras.migrate.tables import Outcome, Row, misfits
 
 Translation = Callable[[Launch, int | None], Outcome]
 FRAMEWORKS: dict[str, tuple[tuple[Row, ...], Translation]] = {

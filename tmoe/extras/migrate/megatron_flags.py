@@ -5,8 +5,8 @@ next: megatron.py
 
 from __future__ import annotations
 
-from tmoe.migrate import names
-from tmoe.migrate.tables import Row, nothing, refused, same, switch, worked
+from tmoe.extras.migrate import names
+from tmoe.extras.migrate.tables import Row, nothing, refused, same, switch, worked
 
 FULL = "tmoe keeps weights, gradients and moments in fp32"
 ALWAYS = "tmoe always does"

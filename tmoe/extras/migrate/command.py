@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tmoe.config.check import ConfigError
 
 if TYPE_CHECKING:
-    from tmoe.migrate.tables import Outcome
+    from tmoe.extras.migrate.tables import Outcome
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words[0] in ("-h", "--help"):
         print((__doc__ or "").partition("\nnext:")[0])
         sys.exit(0)
-    from tmoe.migrate.frameworks import FRAMEWORKS, translate  # late: --help does not wait for torch
+    from tmoe.extras.migrate.frameworks import FRAMEWORKS, translate  # late: --help does not wait for torch
 
     if words[0] == "import":
         return _import(words[1:])
@@ -64,8 +64,8 @@ def _untrainable(out: Outcome) -> str:
 
     A model that --init names is looked at only where its folder is here.
     """
-    from tmoe.migrate import names
-    from tmoe.migrate.tables import Outcome
+    from tmoe.extras.migrate import names
+    from tmoe.extras.migrate.tables import Outcome
 
     here = Path(out.flags.get("--init", [""])[0], "config.json").is_file()
     if not (out.preset or here):
@@ -89,7 +89,7 @@ def _import(words: list[str]) -> None:
     if framework == "megatron":
         return _import_megatron(Path(source), Path(out), theirs)
     from tmoe.checkpoint.tools import one_message
-    from tmoe.migrate.tutel_weights import write
+    from tmoe.extras.migrate.tutel_weights import write
 
     with one_message():
         flags = dict(_pairs(theirs))
@@ -104,9 +104,9 @@ def _import_megatron(source: Path, out: Path, theirs: list[str]) -> None:
     """Makes a step of a torch_dist folder. Names a missing folder and every fault of the flags at once."""
     from tmoe.checkpoint.plans import carry_out
     from tmoe.checkpoint.tools import one_message
-    from tmoe.migrate.frameworks import translate
-    from tmoe.migrate.megatron_weights import plan_import
-    from tmoe.migrate.tables import Outcome
+    from tmoe.extras.migrate.frameworks import translate
+    from tmoe.extras.migrate.megatron_weights import plan_import
+    from tmoe.extras.migrate.tables import Outcome
     from tmoe.run.cli import parse
 
     outcome = Outcome()

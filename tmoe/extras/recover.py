@@ -9,7 +9,7 @@ own name, behind one prefix that all have (`model.`), or as one of these that tr
 
 Its type stays that of the DCP folder. What is missing, unknown or of another shape is an error that names it.
 
-next: write.py
+next: hf/write.py
 """
 
 from __future__ import annotations

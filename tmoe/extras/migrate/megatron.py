@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tmoe.config.check import ConfigError
 from tmoe.data.tokenizer import DataError, load_tokenizer
-from tmoe.migrate import names
-from tmoe.migrate.launch import Launch
-from tmoe.migrate.megatron_flags import ROTARY, ROWS
-from tmoe.migrate.tables import Given, Outcome
+from tmoe.extras.migrate import names
+from tmoe.extras.migrate.launch import Launch
+from tmoe.extras.migrate.megatron_flags import ROTARY, ROWS
+from tmoe.extras.migrate.tables import Given, Outcome
 
 VOCABULARIES = {"Llama2Tokenizer": 32000}  # for a file that is not there
 READ = "Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer"

@@ -1,5 +1,0 @@
-"""python -m tmoe.migrate megatron|tutel|fms|import."""
-
-from tmoe.migrate.command import main
-
-main()
