@@ -46,6 +46,12 @@ FLOORS = [
     (
         "train",
         "__main__",
+        "report",
+        "rollouts",
+        "routing",
+        "warmup",
+        "migrate",
+        "upcycle",
     ),
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.

@@ -22,6 +22,7 @@ def main(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")
     print(readable(draw(run)))
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The command line."""
     with one_message():
         call(main, "python -m tmoe.report", expand_home())

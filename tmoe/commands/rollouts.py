@@ -135,6 +135,7 @@ def show(parts: Iterator[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The command line."""
     with one_message():
         call(main, "python -m tmoe.rollouts", expand_home())

@@ -37,6 +37,7 @@ def main(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path | No
         print(readable(save(paint_beside(histories), out or runs[0] / "routing-compare.png")))
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The command line."""
     with one_message():
         call(main, "python -m tmoe.routing", expand_home())

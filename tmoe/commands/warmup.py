@@ -241,7 +241,3 @@ def main() -> None:
     cfgs = [presets()[name] for name in args.preset or presets()]
     compiled, needed = warm(cfgs, args.arch, args.processes)
     print(f"compiled {compiled} of {needed} kernels in {time.perf_counter() - start:.1f} s")
-
-
-if __name__ == "__main__":
-    main()

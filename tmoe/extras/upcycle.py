@@ -307,7 +307,3 @@ def _sources(
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line. An error ends the process with one message."""
     commands(upcycle, "python -m tmoe.upcycle", __doc__, argv)
-
-
-if __name__ == "__main__":
-    main()
