@@ -23,6 +23,7 @@ from tmoe.commands import warmup
 from tmoe.commands.plan import plan
 from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Dataset, Loader
+from tmoe.log.progress import validation
 from tmoe.model.ahead import compile_ahead
 from tmoe.model.stages import Stages
 from tmoe.moe.balance import Totals
@@ -36,7 +37,6 @@ from tmoe.run import process as runtime
 from tmoe.run.cli import check_start, parse
 from tmoe.run.process import OnItsWay, Runtime, all_finite
 from tmoe.run.profile import Graphs, Profiler, collecting, profiler
-from tmoe.run.progress import validation
 from tmoe.run.start import Start
 
 Unread = tuple[

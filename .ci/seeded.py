@@ -33,7 +33,7 @@ FAULTS = [
     ("tmoe/extras/upcycle.py", "for name in want.keys()", "for name in ()", "hf/test_upcycle.py::test_sources"),
     ("tmoe/parallel/launcher.py", '"LOCAL_RANK"', '"LOCAL_RANKS"', "parallel/test_launcher.py::test_the_w"),
     ("tmoe/post/rewards/number.py", "is not None", "is None", "post/test_graders.py::test_numbers"),
-    ("tmoe/run/lines.py", "json.loads(text)", "{}", "run/test_report.py::test_load"),
+    ("tmoe/log/lines.py", "json.loads(text)", "{}", "run/test_report.py::test_load"),
     ("tmoe/commands/report.py", "def main", "def start", "test_tmoe_command.py::test_each_command"),
     ("train.py", "clip_grad_norm_(", "clip_grad_norm(", "test_house.py::test_the_step"),
     ("README.md", "torch 2.11", "torch 2.10", "test_stack.py::test_readme"),

@@ -26,8 +26,8 @@ import torch
 import train
 from benchmarks.train import at_least_one, running
 from tmoe.commands import warmup
+from tmoe.log.lines import read_steps
 from tmoe.run.cli import parse
-from tmoe.run.lines import read_steps
 
 SEQUENCES = 8  # of a step, on all processes together
 STEPS = 20

@@ -40,8 +40,8 @@ from benchmarks.trl_rivals import run_rival, words, write_model, write_rows, wri
 from tmoe.base.versions import versions
 from tmoe.data.chat.packing import plan
 from tmoe.data.shards import write_shards
+from tmoe.log.lines import read_steps
 from tmoe.run.cli import parse
-from tmoe.run.lines import read_steps
 
 PARTS = "packing", "dpo", "speed"
 LENGTHS = "full", "chat"

@@ -38,8 +38,8 @@ import numpy as np
 from benchmarks.trace import read, summary
 from tmoe.data.shards import write_shards
 from tmoe.data.tokenizer import ByteTokenizer
+from tmoe.log.lines import read_steps
 from tmoe.run.cli import parse
-from tmoe.run.lines import read_steps
 
 WARMUP = 10  # steps left out of the medians
 

@@ -35,7 +35,10 @@ FLOORS = [
     ),
     ("moe",),
     ("model",),
-    ("hf",),
+    (
+        "hf",
+        "log",
+    ),
     ("generate",),
     ("run",),
     ("post",),
@@ -179,7 +182,7 @@ MANY = {
     },
     "tmoe.ops.launch.precompile": {"trace"},
     "tmoe.ops.loss.logprob": {"_backward", "_backward_fake"},
-    "tmoe.run.metrics": {"__init__", "log"},
+    "tmoe.log.metrics": {"__init__", "log"},
     "tmoe.extras.upcycle": {"upcycle", "plan_upcycle"},
 }
 

@@ -13,7 +13,7 @@ from tmoe.data.convert import convert
 from tmoe.data.corpus import HeldOut, Run, cut
 from tmoe.data.dataset import open_data, require_alike
 from tmoe.data.tokenizer import DataError
-from tmoe.run.lines import read_steps
+from tmoe.log.lines import read_steps
 
 WORDS = [f"document number {i} of a small set, " * 3 for i in range(400)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import forked
 import pytest
 
+from tmoe.log.lines import read_steps
 from tmoe.post.rollouts import read_rollouts
-from tmoe.run.lines import read_steps
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--train.seq 64 --train.eval-every 0 --train.eval-batches 2 --no-compile --log.no-progress".split()

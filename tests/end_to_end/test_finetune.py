@@ -14,7 +14,7 @@ from tmoe.data.chat.encode import chat_prompt
 from tmoe.data.small_facts import write_facts
 from tmoe.generate.load import load
 from tmoe.generate.sampler import Sampling
-from tmoe.run.lines import read_steps
+from tmoe.log.lines import read_steps
 
 SFT_STEPS, DPO_STEPS, PEOPLE = 80, 20, 4
 

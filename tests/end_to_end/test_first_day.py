@@ -35,7 +35,7 @@ from tmoe.config.presets import presets
 from tmoe.config.same import as_flags
 from tmoe.hf import swap_experts
 from tmoe.hf.config import read_config
-from tmoe.run.lines import read_steps
+from tmoe.log.lines import read_steps
 
 pytestmark = pytest.mark.slow
 

@@ -30,8 +30,8 @@ import train
 from benchmarks.launch import End, launch
 from tmoe.base import last_line
 from tmoe.data.convert import convert
+from tmoe.log.metrics import Metrics
 from tmoe.run import watch as watch_module
-from tmoe.run.metrics import Metrics
 from tmoe.run.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("no_orphans")

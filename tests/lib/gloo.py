@@ -60,7 +60,7 @@ PRELOAD = (
     "tmoe",
     "train",
     "matplotlib.backends.backend_agg",
-    "tmoe.run.report",
+    "tmoe.log.report",
     "settled",
 )
 # shorter than a call's, so that a stuck collective names its line before the call ends

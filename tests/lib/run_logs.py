@@ -1,4 +1,4 @@
-"""Logs of made-up runs, for the tests of run/metrics.py and of run/report.py."""
+"""Logs of made-up runs, for the tests of log/metrics.py and of log/report.py."""
 
 from collections import namedtuple
 
@@ -6,8 +6,8 @@ import torch
 
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, LogConfig, ParallelConfig, TrainConfig
-from tmoe.run.metrics import Metrics
-from tmoe.run.progress import Silent
+from tmoe.log.metrics import Metrics
+from tmoe.log.progress import Silent
 
 Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L dropped_LE bias_LE losses_LX")
 

@@ -21,8 +21,8 @@ from tmoe.extras.migrate.command import main
 from tmoe.extras.migrate.frameworks import FRAMEWORKS, translate
 from tmoe.extras.migrate.megatron import blend, read_pattern
 from tmoe.extras.migrate.tables import page, spell
+from tmoe.log.lines import read_steps
 from tmoe.run.cli import parse
-from tmoe.run.lines import read_steps
 
 ROOT = Path(__file__).parents[2]
 # A Mixtral 8x7B pretraining command of Megatron-Core on 16 GPUs, as its examples have it.

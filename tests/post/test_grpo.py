@@ -30,6 +30,7 @@ from tmoe.config.run import (
 )
 from tmoe.data.chat.prompts import Prompt, open_prompts
 from tmoe.data.tokenizer import DataError
+from tmoe.log.lines import read_steps
 from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel.mesh import local_part
 from tmoe.post.answers import Answer, pack, rows_of
@@ -37,7 +38,6 @@ from tmoe.post.grpo import Grpo
 from tmoe.post.losses.sums import StepCounts
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse
-from tmoe.run.lines import read_steps
 
 FLAGS = """--task grpo --train.dtype fp32 --optim.lr 1e-3 --resume none --steps 3 --grpo.prompts 4
     --grpo.group 4 --grpo.max-tokens 6 --data.val-fraction 0.2 --log.no-progress --log.no-report""".split()

@@ -19,11 +19,11 @@ from tmoe.config.run import Config, DataConfig, PreferenceConfig, TrainConfig
 from tmoe.data.chat.dataset import open_chat
 from tmoe.data.chat.mismatched import Mismatched
 from tmoe.data.tokenizer import DataError
+from tmoe.log.lines import read_steps
 from tmoe.moe.balance import Totals
 from tmoe.post.kto import Kto
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse
-from tmoe.run.lines import read_steps
 
 FLAGS = """--task preference --preference.loss kto --train.dtype fp32 --train.seq 64 --optim.lr 3e-3
     --resume none --steps 3 --preference.desirable-weight 1.5 --preference.undesirable-weight 0.5""".split()

@@ -15,9 +15,9 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config, DataConfig, PreferenceConfig
 from tmoe.data.tokenizer import DataError
+from tmoe.log.lines import read_steps
 from tmoe.post.preference import Preference
 from tmoe.post.sft import Sft
-from tmoe.run.lines import read_steps
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--train.dtype fp32 --train.seq 64 --optim.lr 1e-3 --resume none --steps 4".split()

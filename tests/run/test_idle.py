@@ -1,6 +1,6 @@
 """Experts without a token for 50 steps are named once; the screen shows what the task is about.
 
-next: tmoe/run/idle.py, tmoe/run/progress.py
+next: tmoe/log/idle.py, tmoe/log/progress.py
 """
 
 import io
@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from run_logs import config, start, stats, step
 
-from tmoe.run import progress
-from tmoe.run.idle import IdleExperts
-from tmoe.run.progress import summary, validation
+from tmoe.log import progress
+from tmoe.log.idle import IdleExperts
+from tmoe.log.progress import summary, validation
 
 
 def notes_of(log) -> list[str]:

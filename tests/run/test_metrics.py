@@ -23,11 +23,11 @@ from tmoe.base import optional as onlookers
 from tmoe.base import versions
 from tmoe.config.check import ConfigError
 from tmoe.config.run import ParallelConfig
-from tmoe.run import lines as lines_module
-from tmoe.run import metrics as module
-from tmoe.run import progress, report
+from tmoe.log import lines as lines_module
+from tmoe.log import metrics as module
+from tmoe.log import progress, report
+from tmoe.log.metrics import max_violation, to_host
 from tmoe.run.cli import parse
-from tmoe.run.metrics import max_violation, to_host
 
 ROOT = Path(__file__).parents[2]
 KEYS = "step loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"

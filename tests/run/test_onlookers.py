@@ -25,7 +25,7 @@ from benchmarks.launch import launch
 from tmoe.base import optional as onlookers
 from tmoe.base import versions
 from tmoe.base.optional import LONGEST, Onlooker, reason
-from tmoe.run import metrics, progress, report
+from tmoe.log import metrics, progress, report
 from tmoe.run import profile as runtime
 
 ROOT = Path(train.__file__).parent
@@ -198,7 +198,7 @@ def test_a_picture_may_raise_anything(tmp_path, monkeypatch, capsys, error):
 
 
 def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "tmoe.run.report")
+    monkeypatch.delitem(sys.modules, "tmoe.log.report")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with start(config(tmp_path)) as log:
         step(log, 0)
@@ -215,7 +215,7 @@ def test_the_picture_needs_no_backend(tmp_path, backend):
     (tmp_path / "metrics.jsonl").write_text('{"step":0,"loss":1.0}\n')
     code = f"""
 import os
-from tmoe.run import report
+from tmoe.log import report
 report.draw({str(tmp_path)!r})
 import matplotlib
 print(os.environ["MPLBACKEND"], matplotlib.get_backend(auto_select=False))

@@ -1,4 +1,4 @@
-"""The picture of a run: what run/report.py gathers and draws, and says of files that no run wrote.
+"""The picture of a run: what log/report.py gathers and draws, and says of files that no run wrote.
 
 next: test_metrics.py
 """
@@ -16,7 +16,7 @@ import tyro
 from run_logs import config, routers, start, stats, step
 
 from tmoe.commands import report as command
-from tmoe.run import report
+from tmoe.log import report
 
 ROOT = Path(__file__).parents[2]
 

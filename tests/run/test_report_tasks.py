@@ -1,6 +1,6 @@
 """The picture of each task: which curves, titles that are true, and legends that cover no line.
 
-next: tmoe/run/report.py
+next: tmoe/log/report.py
 """
 
 from dataclasses import asdict, replace
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from run_logs import config, start, step
 
 from tmoe.config.run import GrpoConfig, PreferenceConfig, SftConfig
-from tmoe.run import report
+from tmoe.log import report
 
 OF_GRPO = {
     "reward/mean": lambda n: n / 40,

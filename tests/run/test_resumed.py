@@ -21,8 +21,8 @@ from tmoe.data.shards import write_shards
 from tmoe.data.sources import text_files
 from tmoe.data.tokenizer import ByteTokenizer, DataError
 from tmoe.hf import importer as hf
+from tmoe.log.metrics import write_config
 from tmoe.run.cli import parse
-from tmoe.run.metrics import write_config
 
 
 class Other(ByteTokenizer):

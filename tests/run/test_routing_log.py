@@ -16,9 +16,9 @@ from runs import lines as lines_of
 from runs import run as run_small
 
 from tmoe.config.run import ParallelConfig
-from tmoe.run import routing_log
-from tmoe.run.metrics import Metrics
-from tmoe.run.routing_log import Record, pack, read_records, rewind
+from tmoe.log import routing_log
+from tmoe.log.metrics import Metrics
+from tmoe.log.routing_log import Record, pack, read_records, rewind
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ import pytest
 from run_logs import config, start, step
 
 from tmoe.commands import routing as command
-from tmoe.run import history as history_module
-from tmoe.run import routing_report
-from tmoe.run.history import compare, describe, read_history
-from tmoe.run.metrics import Metrics
-from tmoe.run.routing_log import Record, pack
+from tmoe.log import history as history_module
+from tmoe.log import routing_report
+from tmoe.log.history import compare, describe, read_history
+from tmoe.log.metrics import Metrics
+from tmoe.log.routing_log import Record, pack
 
 
 @pytest.fixture(autouse=True)

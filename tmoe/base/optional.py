@@ -1,6 +1,6 @@
 """Keeps what only looks at a run (W&B, TensorBoard, bar, picture, trace, terminal) from ending it.
 
-next: tmoe/run/progress.py
+next: tmoe/log/progress.py
 """
 
 from __future__ import annotations

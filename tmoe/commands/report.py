@@ -1,6 +1,6 @@
 """Draws a run folder anew: python -m tmoe.report RUN.
 
-next: run/report.py
+next: log/report.py
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import tyro
 
 from tmoe.base.disk import expand_home
 from tmoe.front import call, one_message
-from tmoe.run.report import draw, readable
+from tmoe.log.report import draw, readable
 
 
 def main(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]) -> None:

@@ -1,6 +1,6 @@
 """How evenly experts were used, over a run's time: python -m tmoe.routing RUN [RUN...].
 
-next: run/history.py
+next: log/history.py
 """
 
 from pathlib import Path
@@ -10,9 +10,9 @@ import tyro
 
 from tmoe.base.disk import expand_home
 from tmoe.front import call, one_message
-from tmoe.run.history import compare, describe, read_history
-from tmoe.run.report import readable
-from tmoe.run.routing_report import paint, paint_beside, save
+from tmoe.log.history import compare, describe, read_history
+from tmoe.log.report import readable
+from tmoe.log.routing_report import paint, paint_beside, save
 
 
 def main(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path | None = None) -> None:

@@ -3,7 +3,7 @@
 T, here, are the tokens of one rank: under tp and cp a part of each of its sequences. Inside attention a rank
 has more tokens and fewer heads: tp gathers the tokens of its group, cp by keys the keys of whole sequences.
 
-next: tmoe/run/metrics.py
+next: tmoe/log/metrics.py
 """
 
 from __future__ import annotations

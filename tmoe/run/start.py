@@ -23,6 +23,8 @@ from tmoe.config.run import Config
 from tmoe.data.dataset import Dataset, require_alike
 from tmoe.hf.start import load_weights
 from tmoe.hf.tokenizer import carried_by_start, unknown_of
+from tmoe.log.metrics import Metrics
+from tmoe.log.routes import Routes
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
 from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.parallelize import parallelize
@@ -36,9 +38,7 @@ from tmoe.run import process as runtime
 from tmoe.run.cli import flags_of, require_weights
 from tmoe.run.defaults import plan_of, samples_a_step, with_length
 from tmoe.run.fitting import require_room
-from tmoe.run.metrics import Metrics
 from tmoe.run.process import Runtime
-from tmoe.run.routes import Routes
 
 
 class Start:

@@ -1,6 +1,6 @@
 """Writes a run down: config.json, metrics.jsonl, routing.bin, progress, TensorBoard and W&B; then report.png.
 
-next: tmoe/run/report.py
+next: tmoe/log/report.py
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tmoe.base.optional import Onlooker, reason
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, require
 from tmoe.config.run import Config
+from tmoe.log import routing_log
+from tmoe.log.idle import IdleExperts
+from tmoe.log.lines import COMPACT, COUNTED, append, rewind
+from tmoe.log.progress import Display
 from tmoe.model.count import count_parameters, mfu
-from tmoe.run import routing_log
-from tmoe.run.idle import IdleExperts
-from tmoe.run.lines import COMPACT, COUNTED, append, rewind
-from tmoe.run.progress import Display
 
 GIB = 2**30
 log = logging.getLogger(__name__)
@@ -77,14 +77,14 @@ class Metrics:
         router_losses           {name: [layers]}, means over the line's steps, without their coefficients
     What is unknown or not finite is null. A validation adds a line of its own behind its step's, which holds
         step, from, val_loss, and val_ with each name that the task measures
-    `read_steps` of run/lines.py reads both as one.
-    A record of routing.bin (run/routing_log.py) holds a line's counts by layer and expert, and what else is
+    `read_steps` of log/lines.py reads both as one.
+    A record of routing.bin (log/routing_log.py) holds a line's counts by layer and expert, and what else is
     known of them.
 
     start_step: how many steps are done; lines of later ones are dropped, to be written again.
     flops_per_token: of model/count.py. peak: FLOP/s of one GPU in the compute type, or None.
     versions: of `versions()`. held: of Runtime.claim; closed with the log.
-    facts: anything else worth keeping in config.json; run/report.py draws a line at facts["unigram_entropy"].
+    facts: anything else worth keeping in config.json; log/report.py draws a line at facts["unigram_entropy"].
 
     A file that cannot be written (a full disk) at the start ends the run. Later it is a note, and training
     goes on without it, as it does without whatever else fails here (base/optional.py).
@@ -349,7 +349,7 @@ class Metrics:
     def draw(self) -> None:
         if self.path.exists() and self.path.stat().st_size:
             # Late: matplotlib takes a second to import, and only rank 0 needs it, at the end.
-            from tmoe.run.report import draw
+            from tmoe.log.report import draw
 
             draw(self.run)
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from tmoe.base.disk import naming
 from tmoe.config.balance import NAMES
-from tmoe.run.history import History, mean_of
-from tmoe.run.report import any_backend, readable
+from tmoe.log.history import History, mean_of
+from tmoe.log.report import any_backend, readable
 
 with any_backend():
     from matplotlib.axes import Axes

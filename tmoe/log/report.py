@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tmoe.base.disk import naming
-from tmoe.run.lines import read_steps
+from tmoe.log.lines import read_steps
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 A record is whole or none: 12 bytes of head (mark, length, CRC-32), then zlib of a line of JSON and arrays.
 Each stands alone. A reader passes over what a crash has torn or a disk has damaged, to the next mark.
 
-next: tmoe/run/routing_report.py
+next: tmoe/log/routing_report.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tmoe.run.lines import COUNTED
+from tmoe.log.lines import COUNTED
 
 MARK = b"tmoR"
 HEAD = struct.Struct("<4sII")  # mark, bytes of the body, their CRC-32

@@ -1,6 +1,6 @@
 """Shows a run's progress: a bar on a terminal, now and then a line elsewhere. If that fails, the run goes on.
 
-next: tmoe/run/report.py
+next: tmoe/log/report.py
 """
 
 from __future__ import annotations

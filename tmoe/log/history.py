@@ -1,6 +1,6 @@
 """A run's routing over time: read of routing.bin into arrays of bounded size, and summed up in words.
 
-next: tmoe/run/routing_report.py
+next: tmoe/log/routing_report.py
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tmoe.run.lines import read_steps
-from tmoe.run.routing_log import Record, read_records
+from tmoe.log.lines import read_steps
+from tmoe.log.routing_log import Record, read_records
 
 MOST_BINS = 512  # of the load over time: more would not be seen, and a long run's counts fill the memory
 IDLE = 0.05  # an expert with less than this share of an even load is idle
