@@ -7,8 +7,8 @@ import pytest
 
 from tmoe.config.axes import Axes
 from tmoe.config.gpus import GPUS
+from tmoe.plan.fitting import verdict
 from tmoe.run.cli import parse
-from tmoe.run.fitting import verdict
 
 COMMON = ("h100", "a100")
 FOUND = list(documented.shown())

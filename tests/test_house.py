@@ -40,6 +40,7 @@ FLOORS = [
         "log",
     ),
     ("generate",),
+    ("plan",),
     ("run",),
     ("post",),
     (

@@ -15,7 +15,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import attention_shapes, block_shapes, qk_width, v_width
 from tmoe.moe.exchange.two_level import expected_rows_across
-from tmoe.run.block_memory import (
+from tmoe.plan.block_memory import (
     FP32,
     compute_bytes,
     key_copies,

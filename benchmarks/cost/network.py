@@ -15,8 +15,8 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import Shape, block_shapes, numel
 from tmoe.parallel.mesh import units
-from tmoe.run.block_memory import FP32, compute_bytes
-from tmoe.run.memory import chunk_root, expert_shard, kept_whole, sharded
+from tmoe.plan.block_memory import FP32, compute_bytes
+from tmoe.plan.memory import chunk_root, expert_shard, kept_whole, sharded
 
 
 def collective_seconds(

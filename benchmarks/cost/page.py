@@ -14,8 +14,8 @@ from benchmarks.cost.step_time import Prediction, predict
 from tmoe.config.axes import Axes
 from tmoe.config.check import divisors
 from tmoe.config.run import Config
-from tmoe.run.fitting import smallest_change
-from tmoe.run.memory import held_at_most
+from tmoe.plan.fitting import smallest_change
+from tmoe.plan.memory import held_at_most
 
 
 def layouts(cfg: Config, gpus: int, node: int) -> list[Axes]:

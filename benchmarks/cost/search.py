@@ -32,8 +32,8 @@ from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, count_parameters, numel
 from tmoe.parallel.schedule import homes
-from tmoe.run.block_memory import FP32
-from tmoe.run.memory import blocks_bytes, chunk_spans, held_at_most
+from tmoe.plan.block_memory import FP32
+from tmoe.plan.memory import blocks_bytes, chunk_spans, held_at_most
 
 divisors = functools.cache(check.divisors)
 LEAST = 256  # tokens of a sequence that a rank works on at least

@@ -60,8 +60,8 @@ from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel
 from tmoe.parallel.gathered_copies import WAVES
 from tmoe.parallel.schedule import Cost
-from tmoe.run.block_memory import FP32, compute_bytes, local_tokens
-from tmoe.run.memory import chunk_root, chunk_spans, held_at_most, kept_whole, plan
+from tmoe.plan.block_memory import FP32, compute_bytes, local_tokens
+from tmoe.plan.memory import chunk_root, chunk_spans, held_at_most, kept_whole, plan
 
 EXCHANGES = ("exchange", "tp exchange", "cp exchange", "etp exchange")
 RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint

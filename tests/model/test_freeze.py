@@ -14,7 +14,7 @@ from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.transformer import Transformer
 from tmoe.optim.adamw import parameter_groups
 from tmoe.optim.schedule import set_lr
-from tmoe.run.memory import memory_per_rank
+from tmoe.plan.memory import memory_per_rank
 
 
 def frozen(pattern, **changes):

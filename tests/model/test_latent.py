@@ -22,7 +22,7 @@ from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.latent import LatentAttention
 from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Block, Transformer
-from tmoe.run.block_memory import layer_bytes
+from tmoe.plan.block_memory import layer_bytes
 
 CPU = torch.device("cpu")
 SHAPES = {

@@ -36,7 +36,7 @@ from tmoe.moe.router import Routing
 from tmoe.ops import exchange
 from tmoe.ops.experts import swiglu
 from tmoe.ops.launch.launch import compile_only
-from tmoe.run.block_memory import moe_bytes, runs_beside
+from tmoe.plan.block_memory import moe_bytes, runs_beside
 
 
 @pytest.mark.slow

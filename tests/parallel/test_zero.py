@@ -21,7 +21,7 @@ from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer
 from tmoe.optim.ema import Ema
 from tmoe.parallel import build_mesh, pipeline
-from tmoe.run.memory import memory_per_rank
+from tmoe.plan.memory import memory_per_rank
 
 
 def unsharded(rank: int, world: int) -> layouts.Curve:

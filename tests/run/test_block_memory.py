@@ -17,7 +17,7 @@ from tmoe.model.rope import turns_of
 from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block
 from tmoe.parallel.mesh import build_mesh
-from tmoe.run.block_memory import (
+from tmoe.plan.block_memory import (
     backward_bytes,
     layer_bytes,
     loss_bytes,

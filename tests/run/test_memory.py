@@ -34,7 +34,7 @@ from tmoe.ops.experts.op import moe_mlp_deferred
 from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel.mesh import build_mesh
 from tmoe.parallel.schedule import simulate
-from tmoe.run.block_memory import (
+from tmoe.plan.block_memory import (
     backward_bytes,
     exchange_bytes,
     layer_bytes,
@@ -44,17 +44,9 @@ from tmoe.run.block_memory import (
     rows_received,
     window_bytes,
 )
+from tmoe.plan.fitting import require_room, smallest_change, verdict
+from tmoe.plan.memory import defers, kept_whole, memory_of_stages, memory_per_rank, padding, peak_bytes, plan
 from tmoe.run.cli import parse
-from tmoe.run.fitting import require_room, smallest_change, verdict
-from tmoe.run.memory import (
-    defers,
-    kept_whole,
-    memory_of_stages,
-    memory_per_rank,
-    padding,
-    peak_bytes,
-    plan,
-)
 
 PILOT = ModelConfig(
     vocab=151936,

@@ -2,7 +2,7 @@
 
 The model is built on the meta device and laid out over a fake process group by the very code that trains,
 stage by stage, so placements and local shapes are the real ones; only activations are a closed form
-(run/memory.py).
+(plan/memory.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, cuts
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import Mesh, build_mesh, local_part
+from tmoe.plan.fitting import verdict
+from tmoe.plan.memory import memory_of_stages, peak_bytes, plan
 from tmoe.run.cli import planned_world
-from tmoe.run.fitting import verdict
-from tmoe.run.memory import memory_of_stages, peak_bytes, plan
 from tmoe.run.process import one_error
 
 # What a row of the table of memory holds, and what makes it smaller.

@@ -5,7 +5,7 @@ Core GPU" and "Blackwell" (its HGX B200), AMD's "Instinct MI300X". NVIDIA prints
 twice what stands here, but for the A100. Memory is what nvidia-smi and rocm-smi show, which data sheets
 round. None of it was measured here.
 
-next: run/fitting.py
+next: plan/fitting.py
 """
 
 from typing import Literal, NamedTuple, get_args

@@ -1,6 +1,6 @@
 """Parameters and FLOPs of a model in closed form, from its settings.
 
-next: run/memory.py
+next: plan/memory.py
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ from tmoe.config.run import Config, with_global_batch
 from tmoe.config.same import as_flags, differences
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
+from tmoe.plan.memory import padding
 from tmoe.run.flags import flag_of, flags_of_settings, require_known, require_task
 from tmoe.run.help import PAGES, page
-from tmoe.run.memory import padding
 from tmoe.run.settings import Source, chosen_step, model_at, pinned, read_settings, start_of, state_of
 from tmoe.run.unread import require_read, unread
 

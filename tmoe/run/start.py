@@ -34,10 +34,10 @@ from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
 from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard, require_finite
 from tmoe.parallel.mesh import Mesh, build_mesh
+from tmoe.plan.fitting import require_room
 from tmoe.run import process as runtime
 from tmoe.run.cli import flags_of, require_weights
 from tmoe.run.defaults import plan_of, samples_a_step, with_length
-from tmoe.run.fitting import require_room
 from tmoe.run.process import Runtime
 
 

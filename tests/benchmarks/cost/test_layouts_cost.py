@@ -13,7 +13,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
 from tmoe.parallel.schedule import Cost, simulate
-from tmoe.run.memory import plan
+from tmoe.plan.memory import plan
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from tmoe.parallel import pipelining
 from tmoe.parallel.gathered_copies import WAVES
 from tmoe.parallel.pipelining import Edges, Shape
 from tmoe.parallel.schedule import Cost, messages, simulate, table
-from tmoe.run.memory import plan
+from tmoe.plan.memory import plan
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
 pytestmark = pytest.mark.slow

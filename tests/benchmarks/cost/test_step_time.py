@@ -36,10 +36,10 @@ from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh
-from tmoe.run.block_memory import rows_received
+from tmoe.plan.block_memory import rows_received
+from tmoe.plan.fitting import verdict
+from tmoe.plan.memory import memory_per_rank, peak_bytes
 from tmoe.run.cli import parse
-from tmoe.run.fitting import verdict
-from tmoe.run.memory import memory_per_rank, peak_bytes
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
 pytestmark = pytest.mark.slow

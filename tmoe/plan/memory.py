@@ -3,7 +3,7 @@
 Memory is an estimate of what FSDP2 and autograd hold, term by term, so that a reader can find the term that
 is too large.
 
-next: tmoe/run/block_memory.py
+next: tmoe/plan/block_memory.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tmoe.model.stages import cuts
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.schedule import Table, table
-from tmoe.run.block_memory import (
+from tmoe.plan.block_memory import (
     FP32,
     backward_bytes,
     compute_bytes,
@@ -36,7 +36,7 @@ from tmoe.run.block_memory import (
     loss_bytes,
     uses_symm,
 )
-from tmoe.run.rollout_memory import several_micros, with_rollout
+from tmoe.plan.rollout_memory import several_micros, with_rollout
 
 
 def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:

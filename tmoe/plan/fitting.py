@@ -17,7 +17,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.gpus import GPUS
 from tmoe.config.run import Config
-from tmoe.run.memory import held_at_most, memory_per_rank, peak_bytes
+from tmoe.plan.memory import held_at_most, memory_per_rank, peak_bytes
 
 Recompute = Literal["moe", "attention", "block"]
 MOST_TIMES = 64  # as many ranks are looked at

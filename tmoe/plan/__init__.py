@@ -1,0 +1,1 @@
+"""The plan of memory: what each rank will hold, worked out before a run starts."""
