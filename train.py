@@ -19,6 +19,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from tmoe.cli.parse import check_start, parse
 from tmoe.commands import warmup
 from tmoe.commands.plan import plan
 from tmoe.config.run import Config
@@ -34,7 +35,6 @@ from tmoe.parallel.collectives import sum_over_all
 from tmoe.post import task_of
 from tmoe.post.task import NothingToLearn, Task
 from tmoe.run import process as runtime
-from tmoe.run.cli import check_start, parse
 from tmoe.run.process import OnItsWay, Runtime, all_finite
 from tmoe.run.profile import Graphs, Profiler, collecting, profiler
 from tmoe.run.start import Start

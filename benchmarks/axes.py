@@ -27,8 +27,8 @@ from benchmarks.cost.constants import CONSTANTS, of_gpu, standing, values
 from benchmarks.cost.page import refused
 from benchmarks.cost.points import point_of
 from benchmarks.train import at_least_one, measure, write_line
+from tmoe.cli.parse import parse
 from tmoe.config.gpus import GPUS
-from tmoe.run.cli import parse
 
 
 def layouts(gpus: int, batch: int) -> Iterator[tuple[str, list[str]]]:

@@ -25,7 +25,7 @@ import torch
 from benchmarks.axes import layouts
 from benchmarks.curve import WINDOW, read
 from benchmarks.train import at_least_one
-from tmoe.run.cli import parse
+from tmoe.cli.parse import parse
 
 SETTINGS = """--data.path stdlib --optim.warmup 20 --train.eval-every 0 --train.eval-batches 1
     --checkpoint.mode off --resume none --log.no-progress"""

@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.train import running
+from tmoe.cli.parse import parse
 from tmoe.log.lines import read_steps
 from tmoe.model import loss, transformer
 from tmoe.model.attention_backend import document_mask
 from tmoe.moe import experts, router
 from tmoe.ops import reference
 from tmoe.optim.adamw import AdamW
-from tmoe.run.cli import parse
 
 MODEL = """tiny --model.dim 256 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.moe.ffn-dim 128
     --model.moe.experts 16 --train.seq 256 --train.batch 16 --train.eval-every 0 --train.eval-batches 1

@@ -45,9 +45,9 @@ from benchmarks.moe_layer import require_gpu
 from benchmarks.sft import EPISODE, Job, about, steps_of
 from benchmarks.train import launch, running
 from benchmarks.trl_rivals import run_rival, words, write_model, write_rows, write_tokenizer
+from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.plan.memory import memory_per_rank, peak_bytes
-from tmoe.run.cli import parse
 
 GIB = 2**30
 MADE = "tmoe", "TRL, generate", "TRL, generate as it comes", "TRL, continuous batching"

@@ -25,9 +25,9 @@ import torch
 
 import train
 from benchmarks.train import at_least_one, running
+from tmoe.cli.parse import parse
 from tmoe.commands import warmup
 from tmoe.log.lines import read_steps
-from tmoe.run.cli import parse
 
 SEQUENCES = 8  # of a step, on all processes together
 STEPS = 20

@@ -40,11 +40,11 @@ from benchmarks.cost.points import fitted_layouts, held, read_points, summary
 from benchmarks.cost.search import Search
 from benchmarks.cost.step_time import predict
 from tmoe import front
+from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.config.check import MOST
 from tmoe.config.gpus import GPUS
 from tmoe.config.presets import presets
-from tmoe.run.cli import parse
 
 AXES = {
     *("--parallel.dp", "--parallel.ep", "--parallel.tp", "--parallel.cp", "--parallel.pp"),

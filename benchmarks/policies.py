@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.moe_layer import require_gpu
 from benchmarks.train import at_least_one, measure, write_line
+from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.plan.memory import memory_per_rank, peak_bytes
-from tmoe.run.cli import parse
 
 POLICIES = [
     ["--parallel.checkpoint", "none"],

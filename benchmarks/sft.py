@@ -38,10 +38,10 @@ from benchmarks.moe_layer import require_gpu
 from benchmarks.train import RandomIds, launch, measure, write_line
 from benchmarks.trl_rivals import run_rival, words, write_model, write_rows, write_tokenizer
 from tmoe.base.versions import versions
+from tmoe.cli.parse import parse
 from tmoe.data.chat.packing import plan
 from tmoe.data.shards import write_shards
 from tmoe.log.lines import read_steps
-from tmoe.run.cli import parse
 
 PARTS = "packing", "dpo", "speed"
 LENGTHS = "full", "chat"

@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.trace import read, summary
+from tmoe.cli.parse import parse
 from tmoe.data.shards import write_shards
 from tmoe.data.tokenizer import ByteTokenizer
 from tmoe.log.lines import read_steps
-from tmoe.run.cli import parse
 
 WARMUP = 10  # steps left out of the medians
 

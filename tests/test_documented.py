@@ -5,10 +5,10 @@ import functools
 import documented
 import pytest
 
+from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.config.gpus import GPUS
 from tmoe.plan.fitting import verdict
-from tmoe.run.cli import parse
 
 COMMON = ("h100", "a100")
 FOUND = list(documented.shown())

@@ -15,6 +15,7 @@ import pytest
 from tmoe import front
 from tmoe.base.disk import expand_home
 from tmoe.checkpoint import tools
+from tmoe.cli.parse import parse
 from tmoe.commands import report as report_command
 from tmoe.commands import rollouts, routing, warmup
 from tmoe.config.check import ConfigError
@@ -22,7 +23,6 @@ from tmoe.extras import upcycle
 from tmoe.extras.migrate import command as migrate
 from tmoe.generate import command as generate
 from tmoe.hf import importer
-from tmoe.run.cli import parse
 
 
 def function(main, prog):

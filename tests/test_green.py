@@ -134,7 +134,7 @@ def house():
         ("moe/test_contributing", "CONTRIBUTING.md docs/routers.md"),
         ("moe/test_tutel_golden", "tests/moe/tutel_losses.json tmoe/moe/layer.py"),
         ("ops/test_norm", "tmoe/ops/norm.py"),
-        ("run/test_settings", "docs/settings.md tmoe/run/settings.py"),
+        ("run/test_settings", "docs/settings.md tmoe/cli/settings.py"),
     ],
 )
 def test_inputs_of_files_of_this_house(house, test, reads):

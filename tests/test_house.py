@@ -41,6 +41,7 @@ FLOORS = [
     ),
     ("generate",),
     ("plan",),
+    ("cli",),
     ("run",),
     ("post",),
     (

@@ -58,7 +58,7 @@ def train() -> None:
     except (OSError, ValueError):
         ours = False
     if not ours and {"-h", "--help", "--help-all"} & set(sys.argv[2:]):
-        from tmoe.run.cli import parse  # 1 s, which no other command needs
+        from tmoe.cli.parse import parse  # 1 s, which no other command needs
 
         parse(sys.argv[2:], "")
     if not ours:

@@ -5,7 +5,7 @@
 Exit code 2: the command is refused: a flag, or a file or folder that it names, is missing or cannot be used.
 Exit code 1: work that had begun failed (the disk is full), or a Ctrl-C ended it. train.py has the same codes.
 
-next: tmoe/config/check.py, tmoe/run/cli.py
+next: tmoe/config/check.py, tmoe/cli/parse.py
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tmoe.cli.parse import parse
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.run import Config
-from tmoe.run.cli import parse
 
 RESULTS = Path(__file__).parents[1] / "results"
 # Files that --check shows the errors of, but that do not decide its code.

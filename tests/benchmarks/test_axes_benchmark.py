@@ -45,8 +45,8 @@ def test_a_step_that_the_model_is_not_for_says_so():
 
 @pytest.mark.parametrize(("gpus", "batch"), [(2, 4), (2, 1), (4, 3)])
 def test_every_layout_has_the_same_global_batch(gpus, batch):
+    from tmoe.cli.parse import parse
     from tmoe.config.axes import Axes
-    from tmoe.run.cli import parse
 
     for name, words in axes.layouts(gpus, batch):
         cfg = parse(["olmoe-1b-7b", *words], "", world=gpus)

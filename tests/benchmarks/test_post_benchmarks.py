@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import grpo_step, sft, trl_rivals
+from tmoe.cli.parse import parse
 from tmoe.data.tokenizer import load_tokenizer
-from tmoe.run.cli import parse
 
 ARGS = argparse.Namespace(
     prompts=2, prompt=8, group=[4], max_tokens=8, slots=8, micro=16, in_row=8, layers=1, tiny=True, gpus=1

@@ -13,6 +13,7 @@ from corpora import data
 from hub_server import COMMIT, forget, serving
 from huggingface_hub import constants
 
+from tmoe.cli.parse import flags_of, parse
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, DataConfig
 from tmoe.data import hub
@@ -23,7 +24,6 @@ from tmoe.data.dataset import parse_sources
 from tmoe.data.show import show
 from tmoe.data.sources import read_documents
 from tmoe.data.tokenizer import DataError
-from tmoe.run.cli import flags_of, parse
 
 NAME = "org/small.set"
 jsonl = corpora.jsonl  # a fixture

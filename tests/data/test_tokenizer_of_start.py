@@ -24,13 +24,13 @@ import train
 from tmoe import hf
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.manifest import CheckpointError, read_manifest
+from tmoe.cli.parse import parse
 from tmoe.config.same import build_config
 from tmoe.data.convert import convert
 from tmoe.data.tokenizer import load_tokenizer
 from tmoe.hf.config import read_config
 from tmoe.hf.tokenizer import carried_by
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 bpe = corpora.bpe  # a fixture
 

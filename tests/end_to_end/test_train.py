@@ -24,10 +24,10 @@ from tiers import slow_but
 import train
 from tmoe.checkpoint.plans import plan_reshard
 from tmoe.checkpoint.rewrite import rewrite
+from tmoe.cli.parse import parse
 from tmoe.config.axes import ALONE
 from tmoe.run import process as runtime
 from tmoe.run import profile
-from tmoe.run.cli import parse
 
 
 def test_run_folder(gloo, tmp_path):

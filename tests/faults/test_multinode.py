@@ -18,11 +18,11 @@ import two_hosts
 from runs import SMALL, lines
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.parallel import build_mesh, launcher
 from tmoe.parallel.mesh import require_inside_nodes
 from tmoe.post import task
-from tmoe.run.cli import parse
 
 
 def on_nodes(rank: int, sizes: list[int]) -> dict[str, str]:

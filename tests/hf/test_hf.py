@@ -37,6 +37,7 @@ from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.plans import plan_reshard
 from tmoe.checkpoint.rewrite import rewrite
+from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.hf import export_hf, import_hf, is_folder, load_hf
@@ -44,7 +45,6 @@ from tmoe.hf.config import read_config, write_config
 from tmoe.hf.files import Folder, split
 from tmoe.hf.importer import main
 from tmoe.model.transformer import Transformer
-from tmoe.run.cli import parse
 
 
 def test_every_wrong_tensor_is_listed(tmp_path):

@@ -25,6 +25,7 @@ import train
 from tmoe import hf
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, write_manifest
+from tmoe.cli.parse import parse
 from tmoe.config.run import DataConfig
 from tmoe.data.chat.choice import choose_template, format_of
 from tmoe.data.chat.encode import chat_prompt
@@ -37,7 +38,6 @@ from tmoe.generate.load import load
 from tmoe.hf.chat import with_chat
 from tmoe.hf.tokenizer import carried_by
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 bpe = corpora.bpe  # a fixture
 

@@ -12,11 +12,11 @@ from hub_server import COMMIT, serving
 from huggingface_hub import ModelCard, constants
 
 from tmoe.checkpoint.manifest import CheckpointError
+from tmoe.cli.parse import flags_of, parse
 from tmoe.config.check import ConfigError
 from tmoe.generate.load import load
 from tmoe.hf import export_hf, hub, import_hf
 from tmoe.hf.start import model_of
-from tmoe.run.cli import flags_of, parse
 
 NAME = "owner/tiny.moe-1b"
 

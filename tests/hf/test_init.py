@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM
 import train
 from tmoe import hf
 from tmoe.checkpoint import tools as offline
+from tmoe.cli.parse import parse
 from tmoe.config.same import build_config
 from tmoe.hf.config import read_config
 from tmoe.run import process as runtime
 from tmoe.run import start
-from tmoe.run.cli import parse
 
 
 def begin(rank: int, world: int, runs: list[list[str]]) -> list[tuple[int, str, bool]]:

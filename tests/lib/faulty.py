@@ -7,8 +7,8 @@ from collections.abc import Callable
 from runs import SMALL
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 EP2 = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]
 TIMEOUT = 4.0  # of collectives, in seconds, on cores of one's own

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.log.lines import read_steps
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 # Eight steps of a model with two layers and four experts, on sequences of 32 tokens. report.png takes longer
 # to draw than such a run takes.

@@ -3,8 +3,8 @@
 from runs import SMALL
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "2"]
 

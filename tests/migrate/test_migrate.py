@@ -13,6 +13,7 @@ import indexed
 import pytest
 import runs
 
+from tmoe.cli.parse import parse
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
 from tmoe.config.same import flattened
@@ -22,7 +23,6 @@ from tmoe.extras.migrate.frameworks import FRAMEWORKS, translate
 from tmoe.extras.migrate.megatron import blend, read_pattern
 from tmoe.extras.migrate.tables import page, spell
 from tmoe.log.lines import read_steps
-from tmoe.run.cli import parse
 
 ROOT = Path(__file__).parents[2]
 # A Mixtral 8x7B pretraining command of Megatron-Core on 16 GPUs, as its examples have it.

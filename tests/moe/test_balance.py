@@ -17,6 +17,7 @@ from tiers import slow_but
 from torch import Tensor, nn
 
 import tmoe
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MoEConfig
 from tmoe.config.presets import presets
@@ -25,7 +26,6 @@ from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.exchange.dispatch import LocalDispatcher
 from tmoe.moe.losses import LOSSES
 from tmoe.moe.router import Router, Routing
-from tmoe.run.cli import parse
 
 # FEATURES, section 3
 FIXED = torch.tensor([[1.0, 2, 0, -1], [0.5, 0, 1.5, 1], [2, 1.9, -1, 0], [0, 0, 3, 1]])

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.config import policies
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MoEConfig
 from tmoe.config.policies import SELECTIONS
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router
-from tmoe.run.cli import parse
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 

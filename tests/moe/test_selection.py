@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tiers import slow_but
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.policies import SELECTIONS
@@ -27,7 +28,6 @@ from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router, without_identity
 from tmoe.moe.select import selection
 from tmoe.parallel import build_mesh
-from tmoe.run.cli import parse
 
 D = 8
 

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import train
 from tmoe import MoE, MoEConfig, Transformer
+from tmoe.cli import settings
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config, TrainConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
-from tmoe.run import settings
-from tmoe.run.cli import parse
 
 ROUTERS = [
     (dict(), "--model.moe.renormalize=True", "set --model.moe.renormalize False, and"),

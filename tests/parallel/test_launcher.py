@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tmoe.base import disk as folders
+from tmoe.cli.parse import parse
 from tmoe.parallel import build_mesh, launcher
 from tmoe.parallel.launcher import first_host, job_port, launcher_world, meeting_place
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI", "MPI_", "SLURM")

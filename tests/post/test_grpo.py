@@ -15,6 +15,7 @@ import torch
 from tiers import slow_but
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.commands.warmup import traces
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
@@ -37,7 +38,6 @@ from tmoe.post.answers import Answer, pack, rows_of
 from tmoe.post.grpo import Grpo
 from tmoe.post.losses.sums import StepCounts
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 FLAGS = """--task grpo --train.dtype fp32 --optim.lr 1e-3 --resume none --steps 3 --grpo.prompts 4
     --grpo.group 4 --grpo.max-tokens 6 --data.val-fraction 0.2 --log.no-progress --log.no-report""".split()

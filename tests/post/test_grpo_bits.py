@@ -8,10 +8,10 @@ import torch
 from tiers import slow_but
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.data.chat.prompts import Prompt
 from tmoe.post.answers import Answer, pack, rows_of
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 FLAGS = """--task grpo --resume none --steps 1 --grpo.prompts 4 --grpo.group 4 --train.seq 256
     --model.rope.max-seq 256 --grpo.max-tokens 6 --data.val-fraction 0.2 --train.eval-batches 1

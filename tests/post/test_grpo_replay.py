@@ -8,10 +8,10 @@ import torch
 from tiers import slow_but
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.moe.trace import keeping
 from tmoe.parallel.copies import make_stale
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 FLAGS = """--task grpo --train.dtype fp32 --resume none --steps 1 --grpo.prompts 4 --grpo.group 4
     --grpo.max-tokens 6 --data.val-fraction 0.2 --train.eval-batches 1 --grpo.rewards length(6,6)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from tiers import slow_but
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.generate.slots import Slots
 from tmoe.log.lines import read_steps
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 # Of dp's ranks each has prompts whose 8 answers are made one after the other: some 48 passes for each.
 FLAGS = """--task grpo --train.dtype fp32 --steps 2 --grpo.prompts 4 --grpo.group 8

@@ -13,6 +13,7 @@ from tiers import slow_but
 from torch.distributed.tensor import DTensor
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config, DataConfig, PreferenceConfig, TrainConfig
@@ -23,7 +24,6 @@ from tmoe.log.lines import read_steps
 from tmoe.moe.balance import Totals
 from tmoe.post.kto import Kto
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 FLAGS = """--task preference --preference.loss kto --train.dtype fp32 --train.seq 64 --optim.lr 3e-3
     --resume none --steps 3 --preference.desirable-weight 1.5 --preference.undesirable-weight 0.5""".split()

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.parallel import clip_grad_norm_
 from tmoe.post import task_of
 from tmoe.post.grpo import Grpo
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 # One step: four rows, whatever the layout.
 SMALL = """tiny --no-compile --log.no-progress --log.no-report --train.dtype fp32 --model.layers 1

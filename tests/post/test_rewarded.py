@@ -8,6 +8,7 @@ import pytest
 import runs
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.run import GrpoConfig
 from tmoe.log.lines import read_steps
@@ -15,7 +16,6 @@ from tmoe.log.progress import summary
 from tmoe.post.rewarded import Rewarded
 from tmoe.post.task import NothingToLearn
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 NONE = math.nan
 FLAGS = """--task grpo --train.dtype fp32 --grpo.prompts 2 --grpo.group 2 --grpo.max-tokens 4 --steps 9

@@ -14,7 +14,7 @@ from orphans import no_orphans  # noqa: F401
 from tiers import slow_but
 
 from benchmarks.launch import launch
-from tmoe.run.cli import flags_of, parse
+from tmoe.cli.parse import flags_of, parse
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 

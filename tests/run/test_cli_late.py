@@ -15,7 +15,7 @@ from tiers import slow_but
 
 import train
 from tmoe import Transformer
-from tmoe.run.cli import parse
+from tmoe.cli.parse import parse
 from tmoe.run.process import launched
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,6 @@
 """A finetune's rate, weight decay and warm-up, and the steps of --epochs: which source each value is from.
 
-next: tmoe/run/defaults.py
+next: tmoe/cli/defaults.py
 """
 
 import json
@@ -12,13 +12,13 @@ import pytest
 from runs import SMALL, lines, refusal
 
 from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.cli.defaults import plan_of, with_length
+from tmoe.cli.parse import parse
+from tmoe.cli.settings import read_settings
 from tmoe.config.check import ConfigError
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, OptimConfig
 from tmoe.optim.schedule import lr_factor
-from tmoe.run.cli import parse
-from tmoe.run.defaults import plan_of, with_length
-from tmoe.run.settings import read_settings
 
 TINY = presets()["tiny"]
 GRPO = ("--grpo.rewards", "exact", "--grpo.max-tokens", "5")

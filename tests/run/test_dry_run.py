@@ -5,8 +5,8 @@ import re
 import pytest
 from tiers import slow_but
 
+from tmoe.cli.parse import parse
 from tmoe.commands.dry_run import dry_run, runs
-from tmoe.run.cli import parse
 
 STEP = "--train.batch 1 --train.seq 240"
 CASES = [

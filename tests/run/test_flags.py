@@ -12,11 +12,11 @@ import pytest
 
 import tmoe
 from tmoe.base.wishes import wish
+from tmoe.cli.flags import SYNONYMS, TASKS, flags_of_settings, meant_by, require_known, require_task
+from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, GrpoConfig, TrainConfig
-from tmoe.run.cli import parse
-from tmoe.run.flags import SYNONYMS, TASKS, flags_of_settings, meant_by, require_known, require_task
 from tmoe.run.process import Runtime, signed
 
 KNOWN = [flag for flag, _ in flags_of_settings(Config)]
@@ -82,7 +82,7 @@ def test_python_and_a_command_in_one_process():
     """No switch of the process: a program that calls both gets names from the one, flags from the other."""
     code = """
 import tmoe
-from tmoe.run.cli import parse
+from tmoe.cli.parse import parse
 for call in (lambda: parse(["tiny", "--model.moe.top-k", "9"], ""), lambda: tmoe.MoEConfig(top_k=9)) * 2:
     try:
         call()

@@ -7,10 +7,10 @@ import pytest
 import runs
 import torch
 
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.presets import presets
 from tmoe.config.run import ParallelConfig, TrainConfig, with_global_batch
-from tmoe.run.cli import parse
 
 FLAGS = [
     *runs.SMALL,

@@ -1,14 +1,14 @@
 """The first page of train.py --help: by task, at most 120 lines, with the defaults that apply.
 
-next: tmoe/run/help.py
+next: tmoe/cli/help.py
 """
 
 import pytest
 
+from tmoe.cli.flags import flags_of_settings
+from tmoe.cli.help import COLUMNS, LINES, PAGES, in_short, meanings
+from tmoe.cli.parse import parse, value_at
 from tmoe.config.run import Config
-from tmoe.run.cli import parse, value_at
-from tmoe.run.flags import flags_of_settings
-from tmoe.run.help import COLUMNS, LINES, PAGES, in_short, meanings
 
 
 def shown(words: str, capsys) -> str:

@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tmoe.cli.parse import parse
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
@@ -46,7 +47,6 @@ from tmoe.plan.block_memory import (
 )
 from tmoe.plan.fitting import require_room, smallest_change, verdict
 from tmoe.plan.memory import defers, kept_whole, memory_of_stages, memory_per_rank, padding, peak_bytes, plan
-from tmoe.run.cli import parse
 
 PILOT = ModelConfig(
     vocab=151936,

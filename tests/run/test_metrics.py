@@ -21,13 +21,13 @@ from run_logs import config, routers, start, stats, step
 
 from tmoe.base import optional as onlookers
 from tmoe.base import versions
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.run import ParallelConfig
 from tmoe.log import lines as lines_module
 from tmoe.log import metrics as module
 from tmoe.log import progress, report
 from tmoe.log.metrics import max_violation, to_host
-from tmoe.run.cli import parse
 
 ROOT = Path(__file__).parents[2]
 KEYS = "step loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"

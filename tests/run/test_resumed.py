@@ -14,6 +14,7 @@ from starts import FLAGS, train_two_steps
 
 from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
 from tmoe.data.dataset import open_data
@@ -22,7 +23,6 @@ from tmoe.data.sources import text_files
 from tmoe.data.tokenizer import ByteTokenizer, DataError
 from tmoe.hf import importer as hf
 from tmoe.log.metrics import write_config
-from tmoe.run.cli import parse
 
 
 class Other(ByteTokenizer):

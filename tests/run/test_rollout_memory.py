@@ -9,6 +9,7 @@ import runs
 from held import MostHeld
 
 import train
+from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config, GrpoConfig, TrainConfig
 from tmoe.generate import slots as loop
@@ -17,7 +18,6 @@ from tmoe.parallel.mesh import local_part
 from tmoe.plan.memory import memory_per_rank, peak_bytes
 from tmoe.plan.rollout_memory import passing_bytes
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 FLAGS = """--task grpo --train.dtype fp32 --resume none --steps 1 --grpo.prompts 2 --grpo.kl 0.1
     --grpo.max-tokens 6 --data.val-fraction 0.1 --train.eval-batches 1 --grpo.rewards length(6,6)""".split()

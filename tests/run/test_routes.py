@@ -11,12 +11,12 @@ from tiers import slow_but
 from tiny_models import MODEL
 
 import tmoe
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MoEConfig
 from tmoe.config.run import Config, LogConfig, TrainConfig
 from tmoe.log.routes import read_routes
 from tmoe.moe.trace import keeping, layers_of, replaying
-from tmoe.run.cli import parse
 
 TRACED = "--steps 2 --train.batch 2 --train.accumulate 2 --log.routes 1 --checkpoint.mode off --out".split()
 

@@ -1,6 +1,6 @@
 """Where settings come from below the flags: a run folder, a file, --init's folder; differences as flags.
 
-next: tmoe/run/settings.py
+next: tmoe/cli/settings.py
 """
 
 import json
@@ -15,13 +15,13 @@ from hf_tiny import saved
 from runs import SMALL, refusal, run
 
 from tmoe.checkpoint.errors import MismatchError
+from tmoe.cli.parse import check_start, flags_of, parse
+from tmoe.cli.settings import with_settings
 from tmoe.config.presets import presets
 from tmoe.config.same import as_flags, differences
 from tmoe.hf import import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
-from tmoe.run.cli import check_start, flags_of, parse
-from tmoe.run.settings import with_settings
 
 TOML = """
 out = "here"

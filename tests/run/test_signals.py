@@ -23,10 +23,10 @@ from tiers import slow_but
 
 import train
 from benchmarks.launch import launch
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.run import TrainConfig
 from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 ROOT = Path(train.__file__).parent
 TINY = "tiny --model.layers 1 --train.batch 2 --train.seq 32 --train.eval-batches 1".split()

@@ -1,6 +1,6 @@
 """A setting that another task, loss or start would read is refused by name, or named in a note.
 
-next: tmoe/run/unread.py
+next: tmoe/cli/unread.py
 """
 
 import json
@@ -11,11 +11,11 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from tmoe.cli.parse import parse, require_weights
+from tmoe.cli.unread import OTHER_ADVANTAGE, PREFERENCE, RULES, WHOLE_ANSWERS, applies, unread
 from tmoe.config.run import Config, GrpoConfig, PreferenceConfig, SftConfig
 from tmoe.post.losses import LOSSES
 from tmoe.post.preference import Preference
-from tmoe.run.cli import parse, require_weights
-from tmoe.run.unread import OTHER_ADVANTAGE, PREFERENCE, RULES, WHOLE_ANSWERS, applies, unread
 
 GRPO = "tiny --task grpo --grpo.rewards exact --grpo.max-tokens 9"
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.base.listing import counted
 from tmoe.base.private_torch import TESTED, find
+from tmoe.cli.parse import planned_world
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import count_parameters, flops_per_token
@@ -28,7 +29,6 @@ from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import Mesh, build_mesh, local_part
 from tmoe.plan.fitting import verdict
 from tmoe.plan.memory import memory_of_stages, peak_bytes, plan
-from tmoe.run.cli import planned_world
 from tmoe.run.process import one_error
 
 # What a row of the table of memory holds, and what makes it smaller.

@@ -3,12 +3,12 @@
 next: commands/dry_run.py
 """
 
+from tmoe.cli.defaults import plan_of, samples_a_step, with_length
+from tmoe.cli.parse import planned_world
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.hf.tokenizer import carried_by_start
 from tmoe.post.tasks import task_of
-from tmoe.run.cli import planned_world
-from tmoe.run.defaults import plan_of, samples_a_step, with_length
 from tmoe.run.process import one_error
 
 

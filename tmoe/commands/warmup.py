@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from triton import knobs
 
 from tmoe.base.private_torch import find
+from tmoe.cli.parse import require_cache_folder
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE
@@ -48,7 +49,6 @@ from tmoe.ops.loss import cross_entropy, logprob_kernels
 from tmoe.ops.router import product as router_product
 from tmoe.ops.router import sinkhorn
 from tmoe.plan.block_memory import by_log_probs, runs_beside, travelling
-from tmoe.run.cli import require_cache_folder
 
 ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
 ARCH_VALID = (

@@ -19,6 +19,8 @@ from tmoe.base.optional import say
 from tmoe.base.versions import versions
 from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.cli.defaults import plan_of, samples_a_step, with_length
+from tmoe.cli.parse import flags_of, require_weights
 from tmoe.config.run import Config
 from tmoe.data.dataset import Dataset, require_alike
 from tmoe.hf.start import load_weights
@@ -36,8 +38,6 @@ from tmoe.optim.guard import SkipGuard, require_finite
 from tmoe.parallel.mesh import Mesh, build_mesh
 from tmoe.plan.fitting import require_room
 from tmoe.run import process as runtime
-from tmoe.run.cli import flags_of, require_weights
-from tmoe.run.defaults import plan_of, samples_a_step, with_length
 from tmoe.run.process import Runtime
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks import model
 from benchmarks.cost import compare, constants, points, step_time
+from tmoe.cli.parse import parse
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.gpus import FRAGMENTS
 from tmoe.parallel import mesh
 from tmoe.plan.memory import memory_per_rank, peak_bytes
-from tmoe.run.cli import parse
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
 pytestmark = pytest.mark.slow

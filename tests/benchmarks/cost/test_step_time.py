@@ -27,6 +27,7 @@ from benchmarks.cost.block_time import (
     kernel,
 )
 from benchmarks.moe_layer import ALL
+from tmoe.cli.parse import parse
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.gpus import GPUS
 from tmoe.config.model import ModelConfig, MoEConfig
@@ -39,7 +40,6 @@ from tmoe.parallel.mesh import build_mesh
 from tmoe.plan.block_memory import rows_received
 from tmoe.plan.fitting import verdict
 from tmoe.plan.memory import memory_per_rank, peak_bytes
-from tmoe.run.cli import parse
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
 pytestmark = pytest.mark.slow

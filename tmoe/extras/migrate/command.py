@@ -104,10 +104,10 @@ def _import_megatron(source: Path, out: Path, theirs: list[str]) -> None:
     """Makes a step of a torch_dist folder. Names a missing folder and every fault of the flags at once."""
     from tmoe.checkpoint.plans import carry_out
     from tmoe.checkpoint.tools import one_message
+    from tmoe.cli.parse import parse
     from tmoe.extras.migrate.frameworks import translate
     from tmoe.extras.migrate.megatron_weights import plan_import
     from tmoe.extras.migrate.tables import Outcome
-    from tmoe.run.cli import parse
 
     outcome = Outcome()
     faults = [] if source.exists() else [f"{source}: no such folder"]

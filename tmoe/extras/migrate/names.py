@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tmoe import front
+from tmoe.cli.flags import flags_of_settings
+from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
-from tmoe.run.cli import parse
-from tmoe.run.flags import flags_of_settings
 
 # Routing
 SCORE = "--model.moe.score"

@@ -2,7 +2,7 @@
 
 A finetune here is a run of --task sft, preference or grpo whose weights --init gives.
 
-next: run/settings.py
+next: cli/settings.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The first page of train.py --help: the settings that a task most often needs, with the defaults that apply.
 
-next: run/cli.py
+next: cli/parse.py
 """
 
 from __future__ import annotations

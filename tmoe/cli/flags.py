@@ -1,6 +1,6 @@
 """Which flags there are, and which of them is meant by a word that is none: synonyms, then likeness.
 
-next: run/cli.py
+next: cli/parse.py
 """
 
 from __future__ import annotations

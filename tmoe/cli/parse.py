@@ -22,6 +22,10 @@ from tmoe.base import last_line
 from tmoe.base.disk import expand_home
 from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, is_step
+from tmoe.cli.flags import flag_of, flags_of_settings, require_known, require_task
+from tmoe.cli.help import PAGES, page
+from tmoe.cli.settings import Source, chosen_step, model_at, pinned, read_settings, start_of, state_of
+from tmoe.cli.unread import require_read, unread
 from tmoe.config.axes import Axes
 from tmoe.config.balance import require_coefficient_read
 from tmoe.config.check import ConfigError, divisors
@@ -31,10 +35,6 @@ from tmoe.config.same import as_flags, differences
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.plan.memory import padding
-from tmoe.run.flags import flag_of, flags_of_settings, require_known, require_task
-from tmoe.run.help import PAGES, page
-from tmoe.run.settings import Source, chosen_step, model_at, pinned, read_settings, start_of, state_of
-from tmoe.run.unread import require_read, unread
 
 SOURCES = """The first word: a preset ({presets}; without one tiny), or a run folder, whose run then goes on.
 Without it --init DIR says what the model is. --config FILE: settings from a .toml or .json file, as a run's
@@ -45,7 +45,7 @@ LAG_S = 10.0  # s by which rank 0 may start later than others
 def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 1) -> Config:
     """Config of a command line; the first word may name a preset (default: tiny) or a run folder.
 
-    Without it --init's folder says what the model is. --config names a file of settings: run/settings.py.
+    Without it --init's folder says what the model is. --config names a file of settings: cli/settings.py.
 
     Ends the process with code 2 and one message on rank 0, before any process group exists, for a setting
     that cannot work, alone or with the others, or for a world of processes that is not dp x ep.

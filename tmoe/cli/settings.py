@@ -1,6 +1,6 @@
 """What a run's settings are before its flags: a preset's, a run's, those of a file; the model of --init.
 
-next: run/cli.py
+next: cli/parse.py
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tmoe.base.disk import text_of
 from tmoe.base.wishes import meant_by_value
 from tmoe.checkpoint.folders import newest_in, steps_in
 from tmoe.checkpoint.manifest import CheckpointError, is_step, read_manifest
+from tmoe.cli.defaults import with_defaults
+from tmoe.cli.flags import answer, flag_of, flags_of_settings, require_task
 from tmoe.config.balance import require_coefficient_read
 from tmoe.config.check import ConfigError, fits, options_of, require, spell
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.run import Config, DataConfig
-from tmoe.run.defaults import with_defaults
-from tmoe.run.flags import answer, flag_of, flags_of_settings, require_task
 
 # Settings that say what one start does, not what the run is: who goes on with a run does not mean them.
 OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")

@@ -2,7 +2,7 @@
 
 `RULES` says which settings are read where. A setting that is in no rule is read everywhere.
 
-next: run/cli.py
+next: cli/parse.py
 """
 
 from __future__ import annotations

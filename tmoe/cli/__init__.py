@@ -1,0 +1,1 @@
+"""The command line of train.py: flags, settings, defaults and help."""
