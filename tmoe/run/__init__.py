@@ -1,1 +1,1 @@
-"""The process around a run: command line, start, watching, metrics, memory."""
+"""The process around a run: its start, its signals, the watch over its ranks, traces."""
