@@ -150,7 +150,7 @@ def test_command_line_refuses_before_a_process_group_exists(monkeypatch, capsys,
 
     So nothing is compiled or joined first.
     """
-    for name, value in on_nodes(rank, [4, 4]).items():
+    for name, value in dict(on_nodes(rank, [4, 4]), RANK=str(rank), WORLD_SIZE="8").items():
         monkeypatch.setenv(name, value)
     assert parse(["tiny", "--parallel.ep", "4"], "", rank=rank, world=8).parallel.ep == 4
     assert parse(["tiny", "--parallel.ep", "8", "--parallel.ep-across-nodes"], "", rank=rank, world=8)
