@@ -5,6 +5,7 @@ next: train.py, then config/run.py
 
 from typing import TYPE_CHECKING
 
+from tmoe.base import moved
 from tmoe.base.lazy import lazy
 
 if TYPE_CHECKING:
@@ -49,3 +50,5 @@ __getattr__, __dir__ = lazy(
         "presets": "tmoe.config.presets",
     },
 )
+
+moved.install()

@@ -2,5 +2,7 @@
 
 from tmoe.extras.migrate.command import main
 
+__path__: list[str] = []  # modules below this name are found by tmoe/base/moved.py
+
 if __name__ == "__main__":
     main()

@@ -14,7 +14,7 @@ from chat_tokenizers import shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tmoe.data.chat.encode import Encoder, chat_prompt, encode, turn_ends
+from tmoe.data.chat.encoding import Encoder, chat_prompt, encode, turn_ends
 from tmoe.data.chat.held import walk
 from tmoe.data.chat.rows import Conversation, kind_of, parse_row
 from tmoe.data.chat.template import load_template

@@ -10,7 +10,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from tmoe.data.chat.encode import chat_prompt
+from tmoe.data.chat.encoding import chat_prompt
 from tmoe.data.small_facts import write_facts
 from tmoe.generate.load import load
 from tmoe.generate.sampler import Sampling

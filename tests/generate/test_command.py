@@ -14,7 +14,7 @@ from hf_tiny import load_step, saved
 
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
-from tmoe.data.chat.encode import chat_prompt
+from tmoe.data.chat.encoding import chat_prompt
 from tmoe.data.tokenizer import ByteTokenizer, JsonTokenizer, tokenizer_files
 from tmoe.generate import Engine, Sampling, command
 from tmoe.generate.generation_config import sampling_of

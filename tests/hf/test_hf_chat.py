@@ -28,7 +28,7 @@ from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, w
 from tmoe.cli.parse import parse
 from tmoe.config.run import DataConfig
 from tmoe.data.chat.choice import choose_template, format_of
-from tmoe.data.chat.encode import chat_prompt
+from tmoe.data.chat.encoding import chat_prompt
 from tmoe.data.chat.format import TOOLS_FILE, ChatFormat, templates_in
 from tmoe.data.chat.template import BUILT_IN, load_template
 from tmoe.data.convert import convert

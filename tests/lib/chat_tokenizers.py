@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from tmoe.data.chat.encode import Tokens
+from tmoe.data.chat.encoding import Tokens
 from tmoe.data.tokenizer import JsonTokenizer, TokenizerFiles
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"

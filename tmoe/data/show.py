@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tmoe.config.run import require_columns
 from tmoe.data.chat.dataset import first_row
-from tmoe.data.chat.encode import Encoder, Tokens
+from tmoe.data.chat.encoding import Encoder, Tokens
 from tmoe.data.chat.held import NULLS
 from tmoe.data.chat.rows import parse_row
 from tmoe.data.chat.template import load_template

@@ -30,7 +30,7 @@ from tmoe.base.disk import expand_home
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError, require
 from tmoe.data.chat.choice import another
-from tmoe.data.chat.encode import Marker, prompt_text, spoken, turn_ends
+from tmoe.data.chat.encoding import Marker, prompt_text, spoken, turn_ends
 from tmoe.data.chat.held import tell
 from tmoe.data.chat.rows import parse_given, parse_messages, with_system
 from tmoe.data.chat.template import ChatTemplate, load_template

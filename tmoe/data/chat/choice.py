@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tmoe.config.run import DataConfig
-from tmoe.data.chat.encode import Marker, turn_ends
+from tmoe.data.chat.encoding import Marker, turn_ends
 from tmoe.data.chat.format import ChatFormat
 from tmoe.data.chat.template import BUILT_IN, ChatTemplate, load_template
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer

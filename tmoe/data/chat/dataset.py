@@ -35,7 +35,7 @@ from safetensors.numpy import load_file, save_file
 from tmoe.config.run import DataConfig
 from tmoe.data.chat.batch import ChatBatch, batch_of
 from tmoe.data.chat.choice import Chosen, choose_template, format_of
-from tmoe.data.chat.encode import Encoder, Tokens
+from tmoe.data.chat.encoding import Encoder, Tokens
 from tmoe.data.chat.held import NULLS, tell
 from tmoe.data.chat.packing import plan
 from tmoe.data.chat.rows import KINDS, Kind, Plain, Row, kind_of, parse_row

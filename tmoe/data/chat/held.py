@@ -6,7 +6,7 @@ it is, or as JSON escapes it, without regard to blanks, which templates strip: i
 out of a text. The first look is for short strings, which other words may hold. Shadows are few: rows have
 few shapes.
 
-next: data/chat/encode.py
+next: data/chat/encoding.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which texts a conversation becomes, and which parts of these are trained.
 
-next: data/chat/encode.py
+next: data/chat/encoding.py
 """
 
 from __future__ import annotations

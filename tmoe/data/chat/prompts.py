@@ -21,7 +21,7 @@ import torch
 
 from tmoe.config.run import Config
 from tmoe.data.chat.choice import Chosen, choose_template, format_of
-from tmoe.data.chat.encode import Marker, prompt_text
+from tmoe.data.chat.encoding import Marker, prompt_text
 from tmoe.data.chat.held import tell
 from tmoe.data.chat.rows import listed, parse_given, parse_messages, with_system
 from tmoe.data.chat.template import ChatTemplate

@@ -7,7 +7,7 @@
 Prompts and answers are texts, taken as they are, or lists of messages. A preference without a prompt has two
 whole conversations, whose common beginning is the prompt; those of HH-RLHF are texts.
 
-next: data/chat/encode.py
+next: data/chat/encoding.py
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ with the fewest characters around it.
     spell = Speller(template)
     messages = spell(objects(messages), tools)
 
-next: data/chat/encode.py
+next: data/chat/encoding.py
 """
 
 from __future__ import annotations

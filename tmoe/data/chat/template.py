@@ -4,7 +4,7 @@ A template is code of whoever published the model. It is rendered as transformer
 ImmutableSandboxedEnvironment, trim_blocks, lstrip_blocks, loop controls, `tojson`, `raise_exception`,
 `strftime_now`, and the names of the tokenizer's special tokens. What it is given is plain JSON.
 
-next: data/chat/encode.py
+next: data/chat/encoding.py
 """
 
 from __future__ import annotations
