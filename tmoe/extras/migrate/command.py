@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     from tmoe.extras.migrate.tables import Outcome
 
 
+def __getattr__(name: str) -> object:
+    """`translate`, which is imported at its first use: --help does not wait for torch."""
+    if name != "translate":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tmoe.extras.migrate.frameworks import translate
+
+    return translate
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     words = list(sys.argv[1:] if argv is None else argv)
