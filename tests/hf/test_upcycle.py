@@ -363,6 +363,7 @@ import re, sys
 from pathlib import Path
 from tmoe.checkpoint import rewrite; from tmoe.extras import upcycle
 from tmoe.config.axes import Axes
+import tmoe.checkpoint.dcp, tmoe.model.transformer  # which commands import when they run
 
 rewrite.MEMORY = int(sys.argv[2])
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

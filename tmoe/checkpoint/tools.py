@@ -134,7 +134,7 @@ def verify(path: Path, /) -> None:
             print(listed(f"damaged  {step}" if problems else f"whole    {step}", problems))
             damaged += bool(problems)
     if damaged:
-        raise CheckpointError(f"{damaged} of {len(steps)} steps damaged")
+        raise SystemExit(f"error: {damaged} of {len(steps)} steps damaged")  # exit code 1
 
 
 def _problems(step: Path, advance: Advance) -> list[str] | None:

@@ -6,6 +6,8 @@ next: hf/plan.py
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from tmoe.base.listing import listed
@@ -127,7 +129,7 @@ def read_config(hf: HF) -> ModelConfig:
     try:
         cfg = build_config(nested(found))
     except ConfigError as error:
-        _refuse(arch, [error.spelt(_their_keys(arch, hf))])
+        _refuse(arch, [_in_their_keys(error, _their_keys(arch, hf))])
         raise
     key = next(iter(by_name["moe.activation"].keys), "")
     if key in hf and cfg.moe.activation != "swiglu" and (_has_dense(cfg) or cfg.moe.shared_dim):
@@ -239,6 +241,14 @@ def _their_keys(arch: Architecture, hf: HF) -> dict[str, str]:
     keys |= {f"rope.{ours}": key for ours, key in ROPE["llama3"].items() | ROPE["yarn"].items()}
 
     return {f"model.{ours}": key for ours, key in keys.items()}
+
+
+def _in_their_keys(error: ConfigError, keys: Mapping[str, str]) -> str:
+    """The line of an error with their keys. A setting of a wrong type is named without its first section."""
+    short = {setting.removeprefix("model."): key for setting, key in keys.items()}
+    return re.sub(
+        r"\b(?:moe|rope|mla)\.[a-z0-9_.]+", lambda found: short.get(found[0], found[0]), error.spelt(keys)
+    )
 
 
 def write_config(cfg: ModelConfig, dtype: str) -> HF:
