@@ -567,9 +567,7 @@ def test_a_terminal_gets_one_bar_with_notes_above(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "stdout", terminal)
     with ThreadPoolExecutor(1) as reader:
-        written = reader.submit(
-            read_all, master
-        )  # from now on: a loaded Linux may drop what no read waits for
+        written = reader.submit(read_all, master)  # a loaded Linux may drop what no read waits for
         with start(config(tmp_path, progress=True)) as log:
             step(log, 0)
             log.note("[saved] checkpoint")
