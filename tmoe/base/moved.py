@@ -27,7 +27,7 @@ class OldNames(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith("tmoe.") or fullname not in moved():
+        if fullname not in moved():
             return None
         return ModuleSpec(fullname, self)
 
