@@ -120,8 +120,9 @@ def lasting(day: Day, command: str, out: Path) -> str:
     """What a run of two processes says that never ends by itself, and is ended by what its lock names."""
     with ThreadPoolExecutor(1) as beside:
         run = beside.submit(forked.torchrun, 2, words_of(command), cwd=day.folder, env=EAGER)
-        while not run.done() and not (out / "metrics.jsonl").exists():
-            time.sleep(0.1)
+        log = out / "metrics.jsonl"
+        while not run.done() and not (log.exists() and '"step"' in log.read_text()):
+            time.sleep(0.1)  # before its first step the run may not hear signals yet
         assert not run.done(), run.result()
         os.kill(int((out / ".lock").read_text().split()[0]), signal.SIGINT)
     assert run.result().returncode == 0, run.result()
