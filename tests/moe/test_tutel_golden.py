@@ -1,12 +1,12 @@
-"""Tutel's published losses in fp64: steps of SGD through tmoe's router, dispatch and a ReLU expert.
+"""Tutel's published losses in fp64: 100 steps of SGD through tmoe's router, dispatch and a ReLU expert.
 
 The recipe is that of 2022, with which they were made: weights and biases as nn.Linear draws them, seed 1 for
 the experts and once more for the gate, SGD of 1e-5, 1024 tokens of randn with seed 0, target 0. Tutel's code
 of today starts at 11.66 and not at 27.45: its goldens are tied to an initialisation that it no longer has.
 Both experts get all tokens: the capacity of 2 * 512 rows each drops none.
 
-Twelve of the hundred steps, 2.6 s of a processor each: the loss falls from 27 to 0.013 in them. A step's loss
-is held to one part in a million of itself, so that an error shows in the first step whose weights have it.
+The loss falls from 27 to 0.013 in the first twelve steps. The loss of each of these steps is also
+held to one part in a million of itself, so that an error shows in the first step whose weights have it.
 """
 
 import json
@@ -26,7 +26,7 @@ TOKENS, DIM, HIDDEN, EXPERTS = 1024, 2048, 2048, 2
 FP64 = "router_dtype" in {field.name for field in fields(tmoe.MoEConfig)}
 ROUTER = dict(router_dtype="fp64") if FP64 else {}
 LIMIT = 1e-6 if FP64 else 4e-6
-STEPS = 12
+STEEP = 12  # steps in which the loss falls most
 
 
 class ReluExperts(nn.Module):
@@ -74,8 +74,10 @@ def train(steps):
 
 
 @pytest.mark.slow
-def test_tutels_losses():
-    found, want = train(STEPS), LOSSES[:STEPS]
-    assert len(LOSSES) == 100 and LOSSES[0] == 27.448386457158
-    assert max(abs(a - b) for a, b in zip(found, want, strict=True)) < LIMIT
-    assert max(abs(a - b) / b for a, b in zip(found, want, strict=True)) < LIMIT
+@pytest.mark.timeout(3000)
+def test_tutels_losses_of_100_steps():
+    found = train(len(LOSSES))
+    assert len(found) == 100 and LOSSES[0] == 27.448386457158
+    apart = [abs(a - b) for a, b in zip(found, LOSSES, strict=True)]
+    assert max(apart) < LIMIT
+    assert max(a / b for a, b in zip(apart[:STEEP], LOSSES, strict=False)) < LIMIT
