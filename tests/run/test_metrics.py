@@ -548,32 +548,32 @@ def test_progress_off_keeps_the_lines(tmp_path, monkeypatch):
     assert isinstance(progress.Display(only, 0).choose(), progress.Silent)
 
 
-def read_all(terminal: int) -> bytes:
-    """What was written to a pseudo-terminal whose other end is closed; after that Linux answers EIO."""
-    parts = []
-    while True:
-        try:
-            parts.append(os.read(terminal, 1 << 16))
-        except OSError:
-            return b"".join(parts)
-        if not parts[-1]:
-            return b"".join(parts)
+END = "\0the end\0"
+
+
+def read_all(terminal: int) -> str:
+    """Text written to a pseudo-terminal up to `END`. A reader cannot wait for the close: Linux may drop
+    whatever was not read by then."""
+    text = b""
+    while END.encode() not in text:
+        text += os.read(terminal, 1 << 16)
+    return text.decode()
 
 
 def test_a_terminal_gets_one_bar_with_notes_above(tmp_path, monkeypatch):
     master, slave = os.openpty()
-    terminal = open(slave, "w")  # noqa: SIM115
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    with ThreadPoolExecutor(1) as reader:
-        written = reader.submit(read_all, master)  # a loaded Linux may drop what no read waits for
+    with open(slave, "w") as terminal, ThreadPoolExecutor(1) as reader:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        written = reader.submit(read_all, master)
         with start(config(tmp_path, progress=True)) as log:
             step(log, 0)
             log.note("[saved] checkpoint")
             step(log, 1)
-        terminal.close()
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.result().decode())
+        print(END, file=terminal, flush=True)
+        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.result())
+    os.close(master)
     assert "[saved] checkpoint" in shown
     assert re.search(r"step 2/10 .*loss 5\.0000 .*tokens/s left \S", shown)
 
