@@ -262,11 +262,11 @@ class Engine:
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, numbers: Sequence[int] | None
     ) -> tuple[list[list[int]], list[int]]:
         """The prompts' tokens and numbers; ValueError unless all of a call can be made."""
-        require(fits(n, int) and n >= 1, f"n={n!r}: must be a whole number of at least 1")
+        require(fits(n, int) and n >= 1, "n", repr(n), "must be a whole number of at least 1")
         kind = type(sampling).__name__
         require(isinstance(sampling, Sampling), f"sampling: got {kind}, valid is tmoe.Sampling(...) or None")
-        valid = "needs a tokenizer: Engine(model, tokenizer)"
-        require(not sampling.stop or self.tokenizer is not None, f"stop={sampling.stop}: {valid}")
+        needs = "needs a tokenizer: Engine(model, tokenizer)"
+        require(not sampling.stop or self.tokenizer is not None, f"stop={sampling.stop}: {needs}")
         stops = ids_in(sampling.stop_ids, "stop_ids", self.model.cfg.vocab)
         left = set(range(self.known)).difference(sampling.suppress)
         require(len(left) > 0, "suppress: holds every token that has a text; valid: fewer")
