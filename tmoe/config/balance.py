@@ -24,7 +24,7 @@ def read_balance(balance: str | Sequence[str], coeff: float) -> dict[str, float]
     """
     words = [balance] if isinstance(balance, str) else list(balance)
     valid = f"NAME or NAME:COEFFICIENT, one or several; names: none, {', '.join(NAMES)}"
-    require(len(words) > 0, NAME, repr(balance), f"must be {valid}")
+    require(len(words) > 0, NAME, f"{balance!r}", f"must be {valid}")
     terms: dict[str, float] = {}
     for word in words:
         name, colon, number = word.partition(":")

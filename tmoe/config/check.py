@@ -101,10 +101,10 @@ class ConfigError(ValueError):
         return self.spelt("name")
 
 
-def require(ok: bool, *told: Any) -> None:
-    """Raise ConfigError unless ok. told: a text, or setting, value, what is wrong and what is valid."""
+def require(ok: bool, *fields: Any) -> None:
+    """Raise ConfigError unless ok. fields: a text alone, or setting, value, what is wrong, what is valid."""
     if not ok:
-        raise ConfigError.of(*told) if told[1:] else ConfigError(*told)
+        raise ConfigError.of(*fields) if fields[1:] else ConfigError(*fields)
 
 
 class Section(NamedTuple):
