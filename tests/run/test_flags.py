@@ -56,6 +56,7 @@ def test_a_text_of_each_front(text, flags, names):
 
 def test_an_error_holds_its_fields_and_each_front_spells_it():
     """The file of a value is named after the value."""
+    assert pickle.loads(pickle.dumps(Setting("model.dim", 3))) == Setting("model.dim", 3)
     wrong = f"must be 1 to {Setting('model.moe.experts', 8)}"
     made = ConfigError.of("model.moe.top_k", 9, wrong, "1, 2", "a.toml")
     for error in (made, pickle.loads(pickle.dumps(made))):

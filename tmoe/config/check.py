@@ -26,6 +26,9 @@ class Setting(str):
         said = "" if isinstance(value, bool) else f"={value}"
         return super().__new__(cls, f"{MARK}{section}{dot}{off}{last}{MARK}{said}")
 
+    def __reduce__(self) -> Any:
+        return str, (str(self),)  # a copy has the mark already
+
 
 Front = Literal["flag", "name", "key"] | Mapping[str, str]
 
