@@ -74,7 +74,7 @@ def one_message(*kinds: type[Exception], interrupted: str = "interrupted") -> It
         yield
     except (OSError, ValueError, *kinds) as error:
         if failed(error):
-            raise SystemExit(f"error: {error}") from None  # Python prints the line, and the exit code is 1
+            raise SystemExit(f"error: {spelt(error)}") from None  # Python prints it: code 1
         end(spelt(error))
     except KeyboardInterrupt:
         raise SystemExit(f"error: {interrupted}") from None
