@@ -74,7 +74,7 @@ def one_message(*kinds: type[Exception], interrupted: str = "interrupted") -> It
         yield
     except (OSError, ValueError, *kinds) as error:
         if failed(error):
-            raise SystemExit(f"error: {error}") from None  # Python prints the line, and the exit code is 1
+            raise SystemExit(f"error: {spelt(error)}") from None  # Python prints it: code 1
         end(spelt(error))
     except KeyboardInterrupt:
         raise SystemExit(f"error: {interrupted}") from None
@@ -137,9 +137,9 @@ def call(
     if commands and words and not words[0].startswith("-") and words[0] not in commands:
         near = get_close_matches(words[0], commands, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{words[0]}: no such command; valid: {', '.join(commands)}{meant}")
+        raise ConfigError(f"{words[0]}: no such command", valid=f"{', '.join(commands)}{meant}")
     if commands and not words:
-        raise ConfigError(f"{prog}: needs a command; valid: {', '.join(commands)}")
+        raise ConfigError(f"{prog}: needs a command", valid=", ".join(commands))
     inner = [commands[words[0]]] if commands and words[0] in commands else commands.values() or [what]
     flags = list(known or (flag for one in inner for flag in flags_of(one)))
 
@@ -194,7 +194,7 @@ def _refusal(
         return ConfigError(f"{names}: missing; {shows}")
     if kind == "MissingSubcommand":
         valid = ", ".join(event.subcommand_spec.parser_from_name)
-        return ConfigError(f"{event.prog}: needs a command; valid: {valid}")
+        return ConfigError(f"{event.prog}: needs a command", valid=valid)
     argument = getattr(event, "argument", None)
     if kind == "InstantiationFailure" and argument is None:
         error: BaseException | None = sys.exc_info()[1]
@@ -205,7 +205,7 @@ def _refusal(
         return ConfigError(f"{' '.join(words)}: {kind}; {shows}")
     if argument.is_positional() and (unknown := unknown_flags(words, flags)):
         return ConfigError(unexpected(unknown, flags, shows, hint))
-    return ConfigError(_wrong_value(event, argument, words))
+    return _wrong_value(argument, words)
 
 
 def unknown_flags(words: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -220,19 +220,20 @@ def unknown_flags(words: Sequence[str], flags: Sequence[str]) -> list[str]:
     ]
 
 
-def _wrong_value(event: Any, argument: Any, words: list[str]) -> str:
-    """What is wrong with the value of one argument."""
-    name = named(argument)
+def _wrong_value(argument: Any, words: list[str]) -> ConfigError:
+    """The error of one argument's value."""
+    name, must = named(argument), f"must be {in_words(argument.field.type)}"
     given = value_of(words, name)
     if argument.is_positional():
-        return f"{name}: must be {in_words(argument.field.type)}"
+        return ConfigError(f"{name}: {must}")
     count = argument.lowered.nargs
-    must = in_words(argument.field.type)
     if not given:
-        return f"{name}: needs a value; must be {must}"
-    if isinstance(count, int) and count > 1 and len(given.split()) < count:
-        return f"{name}={given}: needs {count} values; must be {must}"
-    return f"{name}={given}: must be {must}{meant_in(name[2:], given, argument.field.type)}"
+        must = f"needs a value; {must}"
+    elif isinstance(count, int) and count > 1 and len(given.split()) < count:
+        must = f"needs {count} values; {must}"
+    else:
+        must += meant_in(name[2:], given, argument.field.type)
+    return ConfigError.of(name.lstrip("-").replace("-", "_"), given or True, must)
 
 
 def meant_in(flag: str, given: str, kind: Any) -> str:

@@ -15,7 +15,7 @@ from tmoe.base.wishes import wish
 from tmoe.cli.flags import SYNONYMS, TASKS, flags_of_settings, meant_by, require_known, require_task
 from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
-from tmoe.config.check import ConfigError
+from tmoe.config.check import ConfigError, Setting, spelt
 from tmoe.config.run import Config, GrpoConfig, TrainConfig
 from tmoe.run.process import Runtime, signed
 
@@ -23,31 +23,43 @@ KNOWN = [flag for flag, _ in flags_of_settings(Config)]
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("text", "flags", "names"),
     [
         (
+            f"{Setting('model.moe.top_k', 9)}: must be 1 to {Setting('model.moe.experts', 8)}",
             "--model.moe.top-k=9: must be 1 to --model.moe.experts=8",
             "top_k=9: must be 1 to experts=8",
         ),
-        ("--model.dim=3: with --model.moe.ffn-dim=4", "dim=3: with moe.ffn_dim=4"),
         (
-            "--train.seq=9: too much for --parallel.cp=2; torchrun --nproc-per-node 2 sets --world",
-            "train.seq=9: too much for parallel.cp=2; torchrun --nproc-per-node 2 sets world",
+            f"{Setting('model.dim', 3)}: with {Setting('model.moe.ffn_dim', 4)}",
+            "--model.dim=3: with --model.moe.ffn-dim=4",
+            "dim=3: with moe.ffn_dim=4",
         ),
-        ("--train.no-isolate-documents", "isolate_documents=False"),
-        ("--steps=-1: must be at least 0", "steps=-1: must be at least 0"),
-        ("no flag at all", "no flag at all"),
+        (
+            f"{Setting('train.seq', 9)}: too much; torchrun --nproc-per-node 2 sets {Setting('world')}",
+            "--train.seq=9: too much; torchrun --nproc-per-node 2 sets --world",
+            "train.seq=9: too much; torchrun --nproc-per-node 2 sets world",
+        ),
+        (
+            Setting("train.isolate_documents", False),
+            "--train.no-isolate-documents",
+            "isolate_documents=False",
+        ),
+        (f"{Setting('compile')}, {Setting('steps', -1)}", "--compile, --steps=-1", "compile, steps=-1"),
+        ("no flag at all, --model.dim=3", "no flag at all, --model.dim=3", "no flag at all, --model.dim=3"),
     ],
 )
-def test_a_message_in_names(text, names):
-    assert ConfigError(text).spelt("name") == names
+def test_a_text_of_each_front(text, flags, names):
+    assert spelt(text) == flags
+    assert spelt(text, "name") == ConfigError(text).spelt("name") == names
 
 
 def test_an_error_holds_its_fields_and_each_front_spells_it():
-    """Made of fields or of a text, an error is the same, and the file of the value is named behind it."""
-    made = ConfigError.of("model.moe.top_k", 9, "must be 1 to --model.moe.experts=8", "1, 2", "a.toml")
-    read = ConfigError("--model.moe.top-k=9: must be 1 to --model.moe.experts=8; valid: 1, 2", "a.toml")
-    for error in (made, read):
+    """The file of a value is named after the value."""
+    assert pickle.loads(pickle.dumps(Setting("model.dim", 3))) == Setting("model.dim", 3)
+    wrong = f"must be 1 to {Setting('model.moe.experts', 8)}"
+    made = ConfigError.of("model.moe.top_k", 9, wrong, "1, 2", "a.toml")
+    for error in (made, pickle.loads(pickle.dumps(made))):
         found = (error.setting, error.value, error.wrong, error.valid, error.whence)
         assert found == ("model.moe.top_k", "9", "must be 1 to --model.moe.experts=8", "1, 2", "a.toml")
         line = "--model.moe.top-k=9 (from a.toml): must be 1 to --model.moe.experts=8; valid: 1, 2"
@@ -55,10 +67,15 @@ def test_an_error_holds_its_fields_and_each_front_spells_it():
         assert error.spelt("name") == "top_k=9 (from a.toml): must be 1 to experts=8; valid: 1, 2"
         key = "model.moe.top_k=9 (from a.toml): must be 1 to model.moe.experts=8; valid: 1, 2"
         assert error.spelt("key") == key
-    assert pickle.loads(pickle.dumps(read)).setting == "model.moe.top_k"
     with pytest.raises(ConfigError) as refused:
         TrainConfig(batch=0)
     assert (refused.value.setting, refused.value.value) == ("train.batch", "0")
+    with pytest.raises(ConfigError) as refused:
+        tmoe.MoEConfig(experts=8, groups=3)
+    fields = refused.value.setting, refused.value.value, refused.value.wrong, refused.value.valid
+    assert fields == ("model.moe.groups", "3", "must divide --model.moe.experts=8", "[1, 2, 4, 8]")
+    switch = ConfigError.of("grpo.bits", True, f"needs {Setting('compile', False)}")
+    assert (switch.value, switch.spelt("flag")) == ("", "--grpo.bits: needs --no-compile")
     plain = ConfigError("no model here")
     assert (plain.setting, plain.value, plain.wrong) == ("", "", "no model here")
 
@@ -96,7 +113,8 @@ for call in (lambda: parse(["tiny", "--model.moe.top-k", "9"], ""), lambda: tmoe
 
 def test_another_files_keys():
     """A key stands for its setting; what the file has no key for stays a flag of train.py."""
-    error = ConfigError("--model.moe.top-k=9: must be 1 to --model.moe.experts=8").within("a/config.json")
+    wrong = f"must be 1 to {Setting('model.moe.experts', 8)}"
+    error = ConfigError.of("model.moe.top_k", 9, wrong).within("a/config.json")
     keys = {"model.moe.top_k": "num_experts_per_tok"}
     says = "a/config.json: num_experts_per_tok=9: must be 1 to --model.moe.experts=8"
     assert error.spelt(keys) == says

@@ -13,7 +13,7 @@ from typing import Any
 
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import read_manifest
-from tmoe.config.check import fits, require
+from tmoe.config.check import Section, Setting, fits
 from tmoe.config.model import STEPS_READ, ModelConfig
 from tmoe.config.run import Config
 from tmoe.config.same import as_flags, build_config, differences
@@ -52,51 +52,45 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     """
     require_same_model(step_dir, cfg.model)
     manifest = read_manifest(step_dir)
-    other = f"; start anew from its weights with --init {step_dir}"
+    run = Section(cfg)
+    init = f"{Setting('init')} {step_dir}"
+    other = f"; start anew from its weights with {init}"
 
     # The kinds of state in the folder: what a run must have, and the average that only some runs keep.
     held = {name.partition(".")[0] for name in manifest.tensors}
     new = not cfg.load_optim
-    anyway = f"; go on with new moments with --no-load-optim, or{other[1:]}"
-    require("optim" in held or new, f"--resume={cfg.resume}: {step_dir} holds no optimizer state{anyway}")
+    anyway = f"; go on with new moments with {Setting('load_optim', False)}, or{other[1:]}"
+    run.require("optim" in held or new, "resume", f"{step_dir} holds no optimizer state{anyway}")
     counts = counts_of(step_dir) if isinstance(manifest.state.get("guard"), dict) else None
-    lacks = f"--resume={cfg.resume}: {step_dir} has no state of a run (step, tokens, guard){other}"
-    require(counts is not None, lacks)
+    lacks = f"{step_dir} has no state of a run (step, tokens, guard){other}"
+    run.require(counts is not None, "resume", lacks)
     step, tokens = counts or (0, 0)
     task = _setting(manifest.info.get("config"), "task") or cfg.task
-    require(
-        cfg.eval_only or task == cfg.task,
-        f"--task={cfg.task}: {step_dir} was trained with --task {task}; valid: --task {task}, or a new run "
-        f"from these weights: --init {step_dir} --out NEW",
-    )
-    ema = f"--optim.ema={cfg.optim.ema}: {step_dir} holds"
-    require(
-        cfg.optim.ema > 0 or "ema" not in held,
-        f"{ema} an average of the weights; keep the setting of its run{other}",
-    )
-    require(
-        cfg.optim.ema == 0 or "ema" in held,
-        f"{ema} no average of the weights; resume with --optim.ema 0{other}",
-    )
+    theirs = f"{Setting('task')} {task}"
+    valid = f"{theirs}, or a new run from these weights: {init} {Setting('out')} NEW"
+    run.require(cfg.eval_only or task == cfg.task, "task", f"{step_dir} was trained with {theirs}", valid)
+    kept = f"{step_dir} holds an average of the weights; keep the setting of its run{other}"
+    run.require(cfg.optim.ema > 0 or "ema" not in held, "optim.ema", kept)
+    without = f"{step_dir} holds no average of the weights; resume with {Setting('optim.ema')} 0{other}"
+    run.require(cfg.optim.ema == 0 or "ema" in held, "optim.ema", without)
     # Ids must mean the same text as before.
     before = manifest.info.get("data")
     says = isinstance(before, dict) and before.keys() >= data.keys()  # older steps do not say
     before = {name: before[name] for name in data} if says else data
     same_ids = (data["tokenizer"], data["eos"]) == (before["tokenizer"], before["eos"])
-    require(
-        same_ids,
-        f"--data.path={cfg.data.path}: made with tokenizer {data['tokenizer']}, eos {data['eos']}; "
+    wrong = (
+        f"made with tokenizer {data['tokenizer']}, eos {data['eos']}; "
         f"{step_dir} was trained on that of {before['tokenizer']}, eos {before['eos']}, "
-        f"for which ids mean other text{other}",
+        f"for which ids mean other text{other}"
     )
+    run.require(same_ids, "data.path", wrong)
 
     # Conversations must be written as before.
     wrote = manifest.info.get("chat") is not None and "template" in before
-    require(
-        not wrote or data.get("template") == before["template"],
-        f"--data.chat-template={cfg.data.chat_template}: writes conversations in another way than {step_dir} "
-        f"was trained on; valid: leave it out, or its run's own template{other}",
-    )
+    as_before = not wrote or data.get("template") == before["template"]
+    wrong = f"writes conversations in another way than {step_dir} was trained on"
+    own = f"leave it out, or its run's own template{other}"
+    run.require(as_before, "data.chat_template", wrong, own)
 
     # Settings that may change, by name.
     was = manifest.info.get("config", {})

@@ -16,7 +16,7 @@ from typing import Any
 
 from tmoe.base.listing import counted
 from tmoe.checkpoint.manifest import NAME, CheckpointError, read_manifest
-from tmoe.config.check import ConfigError, fits
+from tmoe.config.check import ConfigError, Setting, fits
 from tmoe.config.run import Config, require_steps
 from tmoe.optim.schedule import MOST_WARMUP, lr_factor, warmup_of
 
@@ -107,7 +107,8 @@ def with_length(cfg: Config, samples: int, a_step: int, ahead: int = 0) -> Confi
             cfg = replace(cfg, steps=steps)
             require_steps(cfg)
         except ConfigError as error:
-            raise error.within(f"--epochs={cfg.epochs:g} of {samples:,} samples") from None
+            epochs = Setting("epochs", f"{cfg.epochs:g}")
+            raise error.within(f"{epochs} of {samples:,} samples") from None
     if cfg.optim.warmup is None and not cfg.optim.warmup_fraction:
         cfg = replace(cfg, optim=replace(cfg.optim, warmup=warmup_of(cfg.steps, cfg.optim)))
     return cfg

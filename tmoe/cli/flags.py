@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import get_type_hints
 
 from tmoe.base.wishes import wish
-from tmoe.config.check import ConfigError
+from tmoe.config.check import ConfigError, Setting
 
 # What other trainers call a setting, the last part of the flag as one types it.
 SYNONYMS = {
@@ -100,30 +100,30 @@ SYNONYMS = {
 }
 
 
-# What is meant by the name of a section without a setting.
+# What is meant by the name of a section without a setting, settings marked.
 SECTIONS = {
-    "--model": "--init DIR",
-    "--data": "--data.path SOURCE",
-    "--checkpoint": "--init STEP",
-    "--sft": "--task sft",
-    "--preference": "--task preference",
-    "--grpo": "--task grpo",
+    "--model": f"{Setting('init')} DIR",
+    "--data": f"{Setting('data.path')} SOURCE",
+    "--checkpoint": f"{Setting('init')} STEP",
+    "--sft": f"{Setting('task')} sft",
+    "--preference": f"{Setting('task')} preference",
+    "--grpo": f"{Setting('task')} grpo",
 }
 
 
-# What other trainers call a task -> the flags of the task.
+# What other trainers call a task -> the task and its flags, settings marked.
 TASKS = {
     "dpo": "preference",
-    "simpo": "preference --preference.loss simpo",
-    "orpo": "preference --preference.loss orpo",
-    "ipo": "preference --preference.loss ipo",
-    "kto": "preference --preference.loss kto",
+    "simpo": f"preference {Setting('preference.loss')} simpo",
+    "orpo": f"preference {Setting('preference.loss')} orpo",
+    "ipo": f"preference {Setting('preference.loss')} ipo",
+    "kto": f"preference {Setting('preference.loss')} kto",
     "rlhf": "grpo",
     "ppo": "grpo",
     "rl": "grpo",
-    "gspo": "grpo --grpo.loss gspo",
-    "dapo": "grpo --grpo.loss dapo",
-    "rloo": "grpo --grpo.loss rloo",
+    "gspo": f"grpo {Setting('grpo.loss')} gspo",
+    "dapo": f"grpo {Setting('grpo.loss')} dapo",
+    "rloo": f"grpo {Setting('grpo.loss')} rloo",
     "finetune": "sft",
     "chat": "sft",
     "instruct": "sft",
@@ -137,8 +137,8 @@ def require_task(value: str) -> None:
     """ConfigError for another trainer's name of a task, with the flags of the task."""
     tasks, low = ("pretrain", "sft", "preference", "grpo"), value.lower()
     if value not in tasks and (meant := low if low in tasks else TASKS.get(low)):
-        valid = f"valid: {', '.join(tasks)}"
-        raise ConfigError(f"--task={value}: no such task; {valid}; did you mean --task {meant}?")
+        valid = f"{', '.join(tasks)}; did you mean {Setting('task')} {meant}?"
+        raise ConfigError.of("task", value, "no such task", valid)
 
 
 def flags_of_settings(config: type, section: str = "--") -> Iterator[tuple[str, type]]:
@@ -156,13 +156,18 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def name_of(flag: str) -> str:
+    """The dotted setting of a flag: "model.moe.top_k" of --model.moe.top-k."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def require_known(words: list[str], config: type) -> None:
     """ConfigError for the first flag that is none, with the one that is meant, as far as one can tell."""
     known = [flag for flag, _ in flags_of_settings(config)]
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
         if flag == "--":
-            raise ConfigError("--: no such flag; train.py has no words after it; valid: leave it out")
+            raise ConfigError("--: no such flag; train.py has no words after it", valid="leave it out")
         if not flag.startswith("--") or flag in ("--help", "--help-all") or flag.startswith("--tyro-"):
             continue
         section, dot, last = flag[2:].rpartition(".")
@@ -172,18 +177,24 @@ def require_known(words: list[str], config: type) -> None:
 
 
 def answer(flag: str, known: list[str]) -> str:
-    """What to use in place of a flag that is none; "" where nobody knows."""
+    """What to use in place of a flag that is none, settings marked; "" where that is not known."""
     section, dot, last = flag[2:].rpartition(".")
     if dot and section.startswith("no-") and f"--{flag.removeprefix('--no-')}" in known:
-        return f"did you mean --{section.removeprefix('no-')}.no-{last}?"
+        return f"did you mean {_setting(f'--{section[3:]}.no-{last}')}?"
     meant = meant_by(flag, known)
     exact = any(one.rpartition(".")[2].removeprefix("--") == last for one in meant)
     if (text := wish(flag)) and not (exact or is_synonym(last)):
         return text
     if inside := [one for one in known if one.startswith(f"{flag}.")]:
         usual = SECTIONS.get(flag, "")
-        return f"a section of settings, as {inside[0]}" + (f"; did you mean {usual}?" if usual else "")
-    return f"did you mean {' or '.join(meant)}?" if meant else ""
+        begins = f"a section of settings, as {_setting(inside[0])}"
+        return begins + (f"; did you mean {usual}?" if usual else "")
+    return f"did you mean {' or '.join(map(_setting, meant))}?" if meant else ""
+
+
+def _setting(flag: str) -> Setting:
+    """The setting of a flag, for the text of an error."""
+    return Setting(name_of(flag))
 
 
 def is_synonym(last: str) -> bool:

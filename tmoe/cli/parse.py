@@ -22,13 +22,13 @@ from tmoe.base import last_line
 from tmoe.base.disk import expand_home
 from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, is_step
-from tmoe.cli.flags import flag_of, flags_of_settings, require_known, require_task
+from tmoe.cli.flags import flag_of, flags_of_settings, name_of, require_known, require_task
 from tmoe.cli.help import PAGES, page
 from tmoe.cli.settings import Source, chosen_step, model_at, pinned, read_settings, start_of, state_of
 from tmoe.cli.unread import require_read, unread
 from tmoe.config.axes import Axes
 from tmoe.config.balance import require_coefficient_read
-from tmoe.config.check import ConfigError, divisors
+from tmoe.config.check import ConfigError, Section, Setting, divisors, require, spelt
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, with_global_batch
 from tmoe.config.same import as_flags, differences
@@ -104,9 +104,9 @@ def misplaced(word: str, argv: Sequence[str]) -> str:
 def notes(cfg: Config, world: int) -> Iterator[str]:
     """Settings that work, but that are hardly meant: a line each."""
     if trains_routers(cfg) and (untrained := cfg.model.moe.untrained):
-        yield f"{untrained}, as in the model that this run goes on with"
+        yield f"{spelt(untrained)}, as in the model that this run goes on with"
     if trains_routers(cfg) and cfg.model.moe.acausal:
-        yield cfg.model.moe.acausal
+        yield spelt(cfg.model.moe.acausal)
 
     world = planned_world(cfg, world)
     axes = Axes.of(cfg.parallel, world)
@@ -153,7 +153,7 @@ def begins_anew(cfg: Config) -> bool:
 def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Config, list[str]]:
     """The settings, and a line for each place besides the flags that they were read from."""
     if "" in argv[:1]:
-        raise ConfigError("'': an empty first word; valid: a preset, a run folder or a flag")
+        raise ConfigError("'': an empty first word", valid="a preset, a run folder or a flag")
     source = read_settings(expand_home(argv))
     name = source.name or ("tiny" if not source.notes else "")
     shown = f"{name or ' and '.join(source.notes)}"
@@ -184,14 +184,13 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         console_outputs=rank == 0,
     )
     source.notes.extend(_require_read(cfg, source, words, typed))
-    if cfg.world is not None and not cfg.dry_run:
-        raise ConfigError(
-            f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one"
-        )
-    if cfg.gpu is not None and not cfg.dry_run:
-        raise ConfigError(f"--gpu={cfg.gpu}: only for --dry-run; a run has the GPUs that it finds")
-    if not (cfg.steps or cfg.epochs or cfg.eval_only or cfg.dry_run):
-        raise ConfigError("--steps=0: nothing to do; valid: 1 or more, or --eval-only to validate alone")
+    run, planned = Section(cfg), f"only for {Setting('dry_run')}"
+    real = "torchrun --nproc-per-node sets the real one"
+    run.require(cfg.world is None or cfg.dry_run, "world", f"{planned}; {real}")
+    run.require(cfg.gpu is None or cfg.dry_run, "gpu", f"{planned}; a run has the GPUs that it finds")
+    works = bool(cfg.steps or cfg.epochs or cfg.eval_only or cfg.dry_run)
+    valid = f"1 or more, or {Setting('eval_only')} to validate alone"
+    run.require(works, "steps", "nothing to do", valid)
     experts = cfg.model.moe.experts if trains_routers(replace(cfg, eval_only=False)) else 0
     axes = Axes.of(cfg.parallel, planned_world(cfg, world), experts)
     cfg = with_global_batch(cfg, axes.readers)
@@ -220,23 +219,22 @@ def require_reward_files(rewards: Sequence[str]) -> None:
     for word in rewards:
         file, named, _ = word.partition(".py:")
         if named and not Path(f"{file}.py").is_file():
-            valid = "valid: FILE.py:FUNCTION or FILE.py:FUNCTION:WEIGHT"
-            raise ConfigError(f"--grpo.rewards={word}: {file}.py: no such file; {valid}")
+            valid = "FILE.py:FUNCTION or FILE.py:FUNCTION:WEIGHT"
+            raise ConfigError.of("grpo.rewards", word, f"{file}.py: no such file", valid)
 
 
 def require_step(resume: str) -> None:
     """Raise ConfigError for a --resume that is neither auto nor none and names no step folder."""
     if resume in ("auto", "none"):
         return
-    valid = "valid: auto, none or a step folder"
+    valid = "auto, none or a step folder"
     try:
         step = resolve(Path(resume))
     except CheckpointError as error:
-        raise ConfigError(f"--resume={error}") from None
-    if not step.is_dir():
-        raise ConfigError(f"--resume={resume}: no such folder; {valid}")
-    if not is_step(step):
-        raise ConfigError(f"--resume={resume}: no step folder, or one that was never finished; {valid}")
+        wrong = str(error).removeprefix(f"{Path(resume)}: ")
+        raise ConfigError.of("resume", Path(resume), wrong) from None
+    require(step.is_dir(), "resume", resume, "no such folder", valid)
+    require(is_step(step), "resume", resume, "no step folder, or one that was never finished", valid)
 
 
 def require_preset_of(name: str, cfg: Config) -> None:
@@ -246,10 +244,9 @@ def require_preset_of(name: str, cfg: Config) -> None:
         return
     more = f" and {len(found) - 2} more" if len(found) > 2 else ""
     flags = as_flags(cfg.model, theirs)
-    raise ConfigError(
-        f"{name}: this preset is another model than --init={cfg.init} ({'; '.join(found[:2])}{more}); valid: "
-        f"no preset, for --init says the model{flags and ', or '}{flags}"
-    )
+    start = f"{Setting('init', cfg.init)} ({'; '.join(found[:2])}{more})"
+    valid = f"no preset, for {Setting('init')} says the model{flags and ', or '}{flags}"
+    raise ConfigError(f"{name}: this preset is another model than {start}", valid=valid)
 
 
 def _require_read(cfg: Config, source: Source, words: list[str], typed: dict[str, str]) -> Iterator[str]:
@@ -260,7 +257,7 @@ def _require_read(cfg: Config, source: Source, words: list[str], typed: dict[str
     given = {}
     for flag, spelling in sorted(typed.items()):
         value = front.value_of(words, flag)
-        given[flag[2:].replace("-", "_")] = f"{spelling}={value}" if value else spelling
+        given[name_of(flag)] = f"{spelling}={value}" if value else spelling
     if "model.moe.balance_coeff" in given:
         balance = front.value_of(words, "--model.moe.balance").split()
         require_coefficient_read(balance, front.value_of(words, "--model.moe.balance-coeff"))
@@ -281,32 +278,34 @@ def require_weights(cfg: Config, found: bool = True) -> None:
 
     found: False where the run folder's checkpoints were read already, and none can be used.
     """
-    name = "name --init, a run folder or --resume STEP"
+    name = f"name {Setting('init')}, a run folder or {Setting('resume')} STEP"
     if not cfg.eval_only or (found and not begins_anew(cfg)):
         return
     places = Path(cfg.out), Path(cfg.out, "checkpoints")
     if found and cfg.resume == "auto" and any(place.is_symlink() and not place.exists() for place in places):
         return  # a link to a disk that is absent: the search for checkpoints names the link
     if cfg.resume == "none":
-        raise ConfigError(f"--eval-only: no weights with --resume=none and no --init; {name}")
-    raise ConfigError(f"--eval-only: no checkpoint in --out={cfg.out}; {name}")
+        wrong = f"no weights with {Setting('resume', 'none')} and no {Setting('init')}"
+    else:
+        wrong = f"no checkpoint in {Setting('out', cfg.out)}"
+    raise ConfigError.of("eval_only", True, f"{wrong}; {name}")
 
 
 def require_places(cfg: Config) -> None:
     """Raise ConfigError unless all that this run is to write can be written."""
     out = Path(os.path.realpath(cfg.out))
     if step := next((p for p in (out, *out.parents) if is_step(p)), None):
-        raise ConfigError(
-            f"--out={cfg.out}: lies in the step folder {step}, and would go with it; name one beside it"
-        )
+        wrong = f"lies in the step folder {step}, and would go with it; name one beside it"
+        raise ConfigError.of("out", cfg.out, wrong)
     places = [cfg.out, f"{cfg.out}/checkpoints"]
     if cfg.log.tensorboard:
         places.append(f"{cfg.out}/tensorboard")
     for place in places:
         require_writable(cfg.out, place)
-    for flag, wanted in dict(wandb=cfg.log.wandb, tensorboard=cfg.log.tensorboard).items():
-        if wanted and importlib.util.find_spec(flag) is None:
-            raise ConfigError(f"--log.{flag}={wanted}: needs the package {flag}, which is not installed here")
+    for name, wanted in dict(wandb=cfg.log.wandb, tensorboard=cfg.log.tensorboard).items():
+        there = not wanted or importlib.util.find_spec(name) is not None
+        needs = f"needs the package {name}, which is not installed here"
+        require(there, f"log.{name}", str(wanted), needs)
 
 
 def flags_of(cfg: Config) -> dict[str, str]:
@@ -335,12 +334,10 @@ def require_writable(out: str, place: str) -> None:
     # os.path: Path.exists raises in a folder that may not be searched.
     nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))
     if nearest.is_symlink() and not os.path.exists(nearest):
-        raise ConfigError(
-            f"--out={out}: {nearest} is a link to nothing, {os.readlink(nearest)}; "
-            "mount it, or remove the link"
-        )
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        raise ConfigError(f"--out={out}: {nearest} must be a folder that can be written")
+        wrong = f"{nearest} is a link to nothing, {os.readlink(nearest)}; mount it, or remove the link"
+        raise ConfigError.of("out", out, wrong)
+    written = nearest.is_dir() and os.access(nearest, os.W_OK)
+    require(written, "out", out, f"{nearest} must be a folder that can be written")
 
 
 def require_cache_folder() -> None:
@@ -365,7 +362,8 @@ def spell_booleans(argv: list[str]) -> list[str]:
         # --no-compile takes no value.
         whole = re.sub(r"(--|\.)no-(?=[^.]*$)", r"\1", flag)  # without the no- of its last part
         if whole in switches - {flag} and (equals or (words and words[-1].lower() in ("true", "false"))):
-            raise ConfigError(f"{flag}={value or words[-1]}: takes no value; {whole} does, true or false")
+            wrong = f"takes no value; {whole} does, true or false"
+            raise ConfigError.of(name_of(flag), value or words[-1], wrong)
         if flag not in switches:
             out.append(head + equals + value)
             continue
@@ -376,7 +374,7 @@ def spell_booleans(argv: list[str]) -> list[str]:
         if value.lower() not in ("true", "false"):
             first = value in presets() or Path(value).is_dir()
             hint = f"; a preset or a run folder is the first word: train.py {value} {flag}" if first else ""
-            raise ConfigError(f"{flag}={value}: must be true or false{hint}")
+            raise ConfigError.of(name_of(flag), value, f"must be true or false{hint}")
         section, dot, last = flag[2:].rpartition(".")
         out.append(flag if value.lower() == "true" else f"--{section}{dot}no-{last}")
     return out

@@ -21,7 +21,7 @@ from tmoe.checkpoint.manifest import CheckpointError, is_step, read_manifest
 from tmoe.cli.defaults import with_defaults
 from tmoe.cli.flags import answer, flag_of, flags_of_settings, require_task
 from tmoe.config.balance import require_coefficient_read
-from tmoe.config.check import ConfigError, fits, options_of, require, spell
+from tmoe.config.check import ConfigError, Setting, fits, options_of, require, spell, spelt
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.run import Config, DataConfig
@@ -104,7 +104,8 @@ def _with_one_length(cfg: Config, flags: dict[str, str], told: dict[str, Any], f
     """
     says = "the steps follow from the epochs and the data; leave one of them out"
     both = {"steps", "epochs"} <= flags.keys()
-    require(not both, f"--epochs={flags.get('epochs')}: not with --steps={flags.get('steps')}: {says}")
+    wrong = f"not with {Setting('steps', flags.get('steps'))}: {says}"
+    require(not both, "epochs", flags.get("epochs"), wrong)
     epochs, steps = told.get("epochs"), told.get("steps")
     require(None in (epochs, steps), f"{file}: epochs={epochs}: not with steps={steps}: {says}")
     by_steps = "steps" in flags or (steps is not None and "epochs" not in flags)
@@ -118,9 +119,8 @@ def of_run(word: str) -> Config:
         raise ConfigError(_no_run(word))
     told = _parsed(path)
     if "model_type" in told:
-        raise ConfigError(
-            f"{word}: no run folder but a Hugging Face folder: start from it with --init {word}"
-        )
+        start = f"start from it with {Setting('init')} {word}"
+        raise ConfigError(f"{word}: no run folder but a Hugging Face folder: {start}")
     require(isinstance(told.get("config"), dict), f"{path}: no config.json of a run")
     return replace(with_settings(Config(), _settings_of(told), str(path)), out=word)
 
@@ -146,10 +146,9 @@ def _no_run(word: str) -> str:
 
 def read_file(path: Path) -> dict[str, Any]:
     """The nested settings of a TOML or JSON file; of a run's config.json those of the run."""
-    flag = f"--config={path}"
-    if path.suffix not in (".toml", ".json"):
-        raise ConfigError(f"{flag}: must be a .toml or .json file (a run's config.json is one)")
-    require(path.is_file(), f"{flag}: no such file")
+    kind = path.suffix in (".toml", ".json")
+    require(kind, "config", path, "must be a .toml or .json file (a run's config.json is one)")
+    require(path.is_file(), "config", path, "no such file")
     return _settings_of(_parsed(path))
 
 
@@ -201,9 +200,9 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
         name, shown = key.replace("-", "_"), f"{where}: {section}{key}"
         if name not in kinds:
             hint = answer(flag_of(section + name), known)
-            meant = ConfigError(hint).spelt("key") if "did you mean" in hint else hint
+            meant = spelt(hint, "key")
             if flag_of(key) in known:
-                raise ConfigError(f"{shown}: sections are nested; valid: {_nested(name, value)}")
+                raise ConfigError(f"{shown}: sections are nested", valid=_nested(name, value))
             raise ConfigError(f"{shown}: no such setting; {meant or 'there are: ' + ', '.join(kinds)}")
         require(name not in found, f"{shown}: is there twice, with - and with _")
         kind = kinds[name]
@@ -257,9 +256,8 @@ def start_of(init: str, weights: bool) -> Path:
         steps = None if is_folder(folder) else steps_in(folder)
         return newest_in(steps)[0] if steps else folder
     except (ConfigError, CheckpointError, OSError) as error:
-        text = str(error.args[0]) if isinstance(error, ConfigError) else str(error)
-        text = text if text.startswith(f"{init}:") else f"{init}: {text}"
-        raise ConfigError(f"--init={text}{_near(Path(init))}") from None
+        text = error.text if isinstance(error, ConfigError) else str(error)
+        raise ConfigError.of("init", init, text.removeprefix(f"{init}: ") + _near(Path(init))) from None
 
 
 def _near(path: Path) -> str:
@@ -285,12 +283,12 @@ def pinned(data: DataConfig) -> DataConfig:
     from tmoe.data import hub  # seldom needed
 
     found: dict[str, Any] = {}
-    for name, flag in dict(path="--data.path", val_path="--data.val-path").items():
+    for name in ("path", "val_path"):
         sources = getattr(data, name)
         try:
             found[name] = tuple(map(hub.pinned, sources))
         except ValueError as error:
-            raise ConfigError(f"{flag}={' '.join(sources)}: {error}") from None
+            raise ConfigError.of(f"data.{name}", " ".join(sources), str(error)) from None
     return replace(data, **found)
 
 
@@ -376,6 +374,6 @@ def _without(words: list[str], flag: str) -> tuple[list[str], str | None]:
             continue
         before, found = found, value if equals else next(rest, "")
         once = flag != "--config" or before is None
-        require(once, f"--config={found}: one file at most, and --config={before} is the first")
-        require(found != "" or flag != "--config", "--config: needs a file, .toml or .json")
+        require(once, "config", found, f"one file at most, and {Setting('config', before)} is the first")
+        require(found != "" or flag != "--config", "config", True, "needs a file, .toml or .json")
     return left, found

@@ -198,9 +198,8 @@ def require_read(cfg: Config, given: Mapping[str, str]) -> list[str]:
             notes.append(f"{', '.join(named)}: unused with {rule.now(cfg)}")
         elif named:
             leave = "leave it out" if len(named) == 1 else "leave them out"
-            raise ConfigError(
-                f"{', '.join(named)}: unused with {rule.now(cfg)}; valid: {rule.valid}, or {leave}"
-            )
+            wrong = f"{', '.join(named)}: unused with {rule.now(cfg)}"
+            raise ConfigError(wrong, valid=f"{rule.valid}, or {leave}")
     return notes
 
 

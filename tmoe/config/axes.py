@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
-from tmoe.config.check import ConfigError
+from tmoe.config.check import ConfigError, Setting, divisors
 
 if TYPE_CHECKING:
     from tmoe.config.run import ParallelConfig
@@ -63,11 +63,9 @@ class Axes:
             _require_degree(field.name, getattr(self, field.name))
         parts = self.cp * self.tp
         if self.shard % parts:
-            valid = [n for n in range(1, self.shard + 1) if self.shard % n == 0]
-            raise ConfigError(
-                f"--parallel.cp={self.cp} x --parallel.tp={self.tp} = {parts}: "
-                f"must divide dp x ep x etp = {self.shard}; valid: {valid}"
-            )
+            product = f"{self.cp} x {Setting('parallel.tp', self.tp)} = {parts}"
+            wrong = f"must divide dp x ep x etp = {self.shard}"
+            raise ConfigError.of("parallel.cp", product, wrong, divisors(self.shard))
 
     @property
     def world(self) -> int:
@@ -138,32 +136,30 @@ class Axes:
             _require_degree(name, size)
         factors = {name: others.get(name, 1) for name in ("pp", "replicate", "ep", "etp")}
         used = {name: size for name, size in factors.items() if size > 1 or name == "ep"}
-        flags = " x ".join(f"--parallel.{name}={size}" for name, size in used.items())
+        (first, size), *more = used.items()
+        times = "".join(f" x {Setting(f'parallel.{name}', degree)}" for name, degree in more)
         product = math.prod(factors.values())
         if dp is None:
             if world % product:
-                valid = [d for d in range(1, world + 1) if world % d == 0]
-                if len(used) == 1 and experts:
+                valid = divisors(world)
+                if not more and experts:
                     valid = [d for d in valid if experts % d == 0]
-                equals = "" if len(used) == 1 else f" = {product}"
-                raise ConfigError(
-                    f"{flags}{equals}: must divide the world of {world} processes; valid: {valid}"
-                )
+                value = f"{size}{times} = {product}" if more else size
+                wrong = f"must divide the world of {world} processes"
+                raise ConfigError.of(f"parallel.{first}", value, wrong, valid)
             dp = world // product
         if dp * product != world:
             hint = f"torchrun with {dp * product} processes"
             if world % product == 0:
-                hint = f"--parallel.dp {world // product}"
-            raise ConfigError(
-                f"--parallel.dp={dp} x {flags} = {dp * product} is not the world of {world} processes; "
-                f"use {hint}"
-            )
+                hint = f"{Setting('parallel.dp')} {world // product}"
+            axes = f"{Setting('parallel.dp', dp)} x {Setting(f'parallel.{first}', size)}{times}"
+            raise ConfigError(f"{axes} = {dp * product} is not the world of {world} processes; use {hint}")
         return cls(dp=dp, **others)
 
 
 def _require_degree(name: str, size: object) -> None:
     if type(size) is not int or size < 1:
-        raise ConfigError(f"--parallel.{name}={size!r}: must be a whole number from 1 on")
+        raise ConfigError.of(f"parallel.{name}", repr(size), "must be a whole number from 1 on")
 
 
 ALONE = Axes()  # one rank

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tmoe.config.check import FLOATS, ConfigError, require
+from tmoe.config.check import FLOATS, ConfigError, Setting, require
 
 # The names. moe/losses.py has a function for each; "none" is no loss.
 NAMES = "batch", "sequence", "global", "gshard", "importance", "importance-tutel"
 # Losses of how likely the router's noise is to choose an expert: without noise they are not defined.
 OF_NOISE = "importance", "importance-tutel"
-FLAG = "--model.moe.balance"
+NAME = "model.moe.balance"
 Balance = str | tuple[str, ...]
 
 
@@ -24,27 +24,26 @@ def read_balance(balance: str | Sequence[str], coeff: float) -> dict[str, float]
     """
     words = [balance] if isinstance(balance, str) else list(balance)
     valid = f"NAME or NAME:COEFFICIENT, one or several; names: none, {', '.join(NAMES)}"
-    require(len(words) > 0, f"{FLAG}={balance!r}: must be {valid}")
+    require(len(words) > 0, NAME, f"{balance!r}", f"must be {valid}")
     terms: dict[str, float] = {}
     for word in words:
         name, colon, number = word.partition(":")
         known = name in NAMES or (name == "none" and not colon)
-        require(known, f"{FLAG}={word}: must be {valid}")
-        require(name not in terms, f"{FLAG}={' '.join(words)}: {name} comes twice")
+        require(known, NAME, word, f"must be {valid}")
+        require(name not in terms, NAME, " ".join(words), f"{name} comes twice")
         terms[name] = _coefficient(word, number) if colon else coeff
-    require(
-        "none" not in terms or len(terms) == 1, f"{FLAG}={' '.join(words)}: none comes alone, or not at all"
-    )
+    alone = "none" not in terms or len(terms) == 1
+    require(alone, NAME, " ".join(words), "none comes alone, or not at all")
     both = all(name in terms for name in OF_NOISE)  # in words that dynamo of torch 2.11 traces
-    require(not both, f"{FLAG}={' '.join(words)}: not both {' and '.join(OF_NOISE)}")
+    require(not both, NAME, " ".join(words), f"not both {' and '.join(OF_NOISE)}")
     return {name: number for name, number in terms.items() if name != "none"}
 
 
 def require_coefficient_read(words: Sequence[str], coeff: Any) -> None:
     """ConfigError where balance_coeff is given beside losses that all have their own coefficients."""
     unused = len(words) > 0 and all(":" in word for word in words)
-    both = f"--model.moe.balance-coeff={coeff}: unused with {FLAG}={' '.join(words)}"
-    require(not unused, f"{both}, whose losses have their own; valid: leave one of them out")
+    wrong = f"unused with {Setting(NAME, ' '.join(words))}, whose losses have their own"
+    require(not unused, "model.moe.balance_coeff", coeff, wrong, "leave one of them out")
 
 
 def _coefficient(word: str, number: str) -> float:
@@ -53,7 +52,7 @@ def _coefficient(word: str, number: str) -> float:
     except ValueError:
         coeff = -1.0
     valid = "must be a number, at least 0 and finite in float32"
-    require(0 <= coeff <= FLOATS[1], f"{FLAG}={word}: the coefficient {valid}")
+    require(0 <= coeff <= FLOATS[1], NAME, word, f"the coefficient {valid}")
     return coeff
 
 
@@ -75,4 +74,5 @@ def require_noise(balance: Balance, coeff: float, noise: float) -> None:
     """ConfigError where a loss of the router's noise is asked for and there is none."""
     names = [name for name in read_balance(balance, coeff) if name in OF_NOISE]
     if names and not noise > 0:
-        raise ConfigError(f"{FLAG}={names[0]}: needs --model.moe.noise above 0, whose chances it is made of")
+        needs = f"needs {Setting('model.moe.noise')} above 0, whose chances it is made of"
+        raise ConfigError.of(NAME, names[0], needs)

@@ -5,94 +5,129 @@ next: model.py"""
 from __future__ import annotations
 
 import functools
-import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-FLAG = re.compile(r"--([a-z][a-z0-9_-]*(?:\.[a-z][a-z0-9_-]*)*)")
-HEAD = re.compile(
-    r"--(?P<setting>[a-z][a-z0-9_.-]*)(?:=(?P<value>.*?))?: (?P<wrong>.*?)(?:; valid: (?P<valid>.*))?", re.S
-)
-TOP: set[str] = set()  # settings outside of any section; run.py fills it
+# Around the name of a setting in a text. A noncharacter of Unicode: no text of a user holds it.
+MARK = "\ufdd0"
+
+
+class Setting(str):
+    """A setting in the text of an error: `f"must divide {Setting('model.heads', 8)}"`; `spelt` writes it.
+
+    name: dotted, "model.moe.top_k". value: True for the name alone, False for a switch that is off.
+    """
+
+    def __new__(cls, name: str, value: Any = True) -> Setting:
+        section, dot, last = name.rpartition(".")
+        off = "no_" if value is False else ""
+        said = "" if isinstance(value, bool) else f"={value}"
+        return super().__new__(cls, f"{MARK}{section}{dot}{off}{last}{MARK}{said}")
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)  # a copy has the mark already
+
+
+Front = Literal["flag", "name", "key"] | Mapping[str, str]
+
+
+def spelt(text: str, front: Front = "flag") -> str:
+    """A text with its settings written for a front: the one place where settings are renamed.
+
+    front: "flag", a command line; "name", Python, without the sections that all settings of the text share;
+    "key", a file of settings; or another file's key of each setting that it has.
+    """
+    parts = text.split(MARK)
+    names = parts[1::2]
+    shared = _shared(names) if front == "name" else 0
+    parts[1::2] = [_written(name, front, shared) for name in names]
+    return "".join(parts)
+
+
+def _written(name: str, front: Front, shared: int) -> str:
+    """A setting's name for a front. shared: the sections to leave out."""
+    flag = f"{'--' if name[1:] else '-'}{name.replace('_', '-')}"
+    if isinstance(front, Mapping):
+        return front.get(name, flag)
+    if front == "flag":
+        return flag
+    *sections, last = name.split(".")[shared:]
+    switch = last.removeprefix("no_")
+    return ".".join([*sections, switch]) + ("" if switch == last else "=False")
+
+
+def _shared(names: Sequence[str]) -> int:
+    """The number of sections that all settings of a text begin with."""
+    paths = [name.split(".")[:-1] for name in names]
+    parts = zip(*paths, strict=False)
+    return next((i for i, one in enumerate(parts) if len(set(one)) > 1), min(map(len, paths), default=0))
 
 
 class ConfigError(ValueError):
     """A setting that cannot work: its name and value, what is wrong, what is valid, whence the value is.
 
-    It is made of these fields (`of`), or of a text in which settings are written as flags; a text that begins
-    with one is taken apart. `spelt` writes it for a front. str() is Python's: `top_k=9: must be 1 to
-    experts=8`, where a command prints `--model.moe.top-k=9: must be 1 to --model.moe.experts=8`.
+    `of` makes it of these fields; a text alone is an error that no setting is at the head of. `spelt` writes
+    it for a front. str() is Python's: `top_k=9: must be 1 to experts=8`, where a command prints
+    `--model.moe.top-k=9: must be 1 to --model.moe.experts=8`.
     """
 
-    def __init__(self, text: str, whence: str = ""):
-        super().__init__(text)
-        head = HEAD.fullmatch(text)
-        self.setting = head["setting"].replace("-", "_") if head else ""
-        """dotted name: "model.moe.top_k"; "" where the text begins with no setting"""
-        self.value = (head["value"] or "") if head else ""
+    def __init__(self, wrong: str, setting: str = "", value: Any = True, valid: Any = "", whence: str = ""):
+        super().__init__(wrong, setting, value, valid, whence)
+        self.setting = setting
+        """dotted name: "model.moe.top_k"; "" where the error begins with no setting"""
+        self.value = "" if isinstance(value, bool) else spelt(str(value))
         """as text; "" for a switch"""
-        self.wrong = head["wrong"] if head else text
-        self.valid = (head["valid"] or "") if head else ""
+        self.wrong, self.valid = spelt(wrong), spelt(str(valid))
+        """what is wrong, and what is valid; other settings as flags"""
         self.whence = whence
         """the file with the value; "" where a flag or a program gave it"""
+        head = f"{Setting(setting, value)}{f' (from {whence})' if whence else ''}: " if setting else ""
+        self.text = f"{head}{wrong}{f'; valid: {valid}' if self.valid else ''}"
+        """the whole, its settings marked"""
 
     @classmethod
-    def of(cls, setting: str, value: Any, wrong: str, valid: str = "", whence: str = "") -> ConfigError:
-        """The error of a setting by its fields. setting: a dotted name."""
-        flag = f"--{setting.replace('_', '-')}={value}"
-        return cls(f"{flag}: {wrong}{'; valid: ' if valid else ''}{valid}", whence)
+    def of(cls, setting: str, value: Any, wrong: str, valid: Any = "", whence: str = "") -> ConfigError:
+        """The error of a setting by its fields. setting, value: as of `Setting`."""
+        return cls(wrong, setting, value, valid, whence)
 
     def within(self, place: str) -> ConfigError:
         """The same error, in a place that stands before it."""
-        return ConfigError(f"{place}: {self.args[0]}")
+        return ConfigError(f"{place}: {self.text}")
 
-    def spelt(self, front: Literal["flag", "name", "key"] | Mapping[str, str]) -> str:
-        """The line of this error for a front: the one place where settings are renamed.
-
-        front: "flag", a command line; "name", Python, without the sections that all settings of the line
-        share; "key", a file of settings; or another file's key of each setting that it has.
-        """
-        text = str(self.args[0])
-        if self.setting and self.whence:
-            flag = f"--{self.setting.replace('_', '-')}={self.value}"
-            text = text.replace(flag, f"{flag} (from {self.whence})", 1)
-        if front == "flag":
-            return text
-        shared = _shared(text) if front == "name" else 0
-
-        def renamed(found: re.Match[str]) -> str:
-            path = found[1].replace("-", "_")
-            if isinstance(front, Mapping):
-                return front.get(path, found[0])
-            if not _is_setting(found[1]):
-                return found[0]
-            *sections, last = path.split(".")[shared:]
-            name = ".".join([*sections, last.removeprefix("no_")])
-            return f"{name}=False" if last.startswith("no_") else name
-
-        return FLAG.sub(renamed, text)
+    def spelt(self, front: Front) -> str:
+        """The line of this error for a front."""
+        return spelt(self.text, front)
 
     def __str__(self) -> str:
         return self.spelt("name")
 
 
-def _is_setting(path: str) -> bool:
-    """Whether a flag, without its dashes, is a setting's: --nproc-per-node is torchrun's."""
-    return "." in path or path.replace("-", "_") in TOP
-
-
-def _shared(text: str) -> int:
-    """The number of sections that all settings of a message begin with."""
-    paths = [path.split(".")[:-1] for path in FLAG.findall(text) if _is_setting(path)]
-    parts = zip(*paths, strict=False)
-    return next((i for i, names in enumerate(parts) if len(set(names)) > 1), min(map(len, paths), default=0))
-
-
-def require(ok: bool, message: str) -> None:
+def require(ok: bool, *fields: Any) -> None:
+    """Raise ConfigError unless ok. fields: a text alone, or setting, value, what is wrong, what is valid."""
     if not ok:
-        raise ConfigError(message)
+        raise ConfigError.of(*fields) if fields[1:] else ConfigError(*fields)
+
+
+class Section(NamedTuple):
+    """Settings that are checked: their values, and what their dotted names begin with."""
+
+    cfg: Any
+    prefix: str = ""
+    """ "model.moe." of a MoEConfig, "" of a whole run"""
+
+    def value(self, name: str) -> Any:
+        return functools.reduce(getattr, name.split("."), self.cfg)
+
+    def said(self, name: str) -> Setting:
+        """The setting with its value, for the text of an error."""
+        return Setting(self.prefix + name, self.value(name))
+
+    def require(self, ok: bool, name: str, wrong: str, valid: Any = "") -> None:
+        """Raise ConfigError for this setting unless ok."""
+        if not ok:
+            raise ConfigError.of(self.prefix + name, self.value(name), wrong, valid)
 
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object"}
@@ -146,24 +181,23 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def check(
-    cfg: Any, flags: str, *, one: str = "", zero: str = "", positive: str = "", share: str = ""
-) -> None:
-    """Raises ConfigError for the first setting of a wrong type or out of its range.
+    cfg: Any, section: str, *, one: str = "", zero: str = "", positive: str = "", share: str = ""
+) -> Section:
+    """Raises ConfigError for the first setting of a wrong type or out of its range. Returns the section.
 
     Types are checked too, as library users pass settings past the command line. None is fine where the type
     says so.
 
-    flags: what the settings' flags start with, "--train." for example.
+    section: what the settings' dotted names begin with, "train." for example.
     one, zero, positive, share: names of settings ("batch seq") that must be from 1 to MOST, from 0 to MOST,
     above 0 and finite in float32, at least 0 and below 1.
     """
-    section = flags.removeprefix("--").replace("-", "_")
     for name, kind in _kinds(type(cfg)).items():
         value = getattr(cfg, name)
 
         def must(ok: bool, wrong: str, shown: Any = value, setting: str = section + name) -> None:
             if not ok:
-                raise ConfigError.of(setting, shown, wrong)
+                raise ConfigError.of(setting, str(shown), wrong)
 
         must(
             fits(value, kind), f"must be {spell(kind)}", value if get_origin(kind) is Literal else repr(value)
@@ -178,6 +212,7 @@ def check(
         ok = value is None or name not in positive.split() or FLOATS[0] <= value <= most
         must(ok, "must be positive and finite in float32")
         must(name not in share.split() or 0 <= value <= FLOATS[2], "must be at least 0 and below 1")
+    return Section(cfg, section)
 
 
 _kinds = functools.cache(get_type_hints)  # of a class's settings

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tmoe.base.activations import activation, canonical
 from tmoe.config.balance import Balance, one_spelling, read_balance, require_noise
-from tmoe.config.check import ConfigError, check, divisors, require
+from tmoe.config.check import ConfigError, Section, Setting, check, divisors, require
 from tmoe.config.policies import SCORES, SELECTIONS, ScoreName
 
 # settings of a model that say how it is trained, which runs may change: the weights mean the same under all
@@ -70,21 +70,19 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         zero = "attention_factor mscale mscale_all_dim"
-        check(self, "--model.rope.", one="max_seq factor original_max_seq", zero=f"{zero} dim query_beta")
-        require(1 < self.theta < math.inf, f"--model.rope.theta={self.theta}: must be above 1 and finite")
+        one, zero = "max_seq factor original_max_seq", f"{zero} dim query_beta"
+        rope = check(self, "model.rope.", one=one, zero=zero)
+        rope.require(1 < self.theta < math.inf, "theta", "must be above 1 and finite")
         base = self.window_theta
-        require(
-            base is None or 1 < base < math.inf,
-            f"--model.rope.window-theta={base}: must be above 1 and finite, or none",
-        )
+        ok = base is None or 1 < base < math.inf
+        rope.require(ok, "window_theta", "must be above 1 and finite, or none")
         stretched = self.scaling != "none" or self.factor == 1
-        require(stretched, f"--model.rope.factor={self.factor}: needs --model.rope.scaling")
+        rope.require(stretched, "factor", f"needs {Setting('model.rope.scaling')}")
         for low, high in ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"):
             a, b = getattr(self, low), getattr(self, high)
-            flag, other = low.replace("_", "-"), high.replace("_", "-")
-            touch = flag == "beta-slow"  # equal ones make the ramp a step: Kimi K2
-            valid = f"above 0 and {'at or ' * touch}below --model.rope.{other}={b}"
-            require(0 < a <= b < math.inf and (a < b or touch), f"--model.rope.{flag}={a}: must be {valid}")
+            touch = low == "beta_slow"  # equal ones make the ramp a step: Kimi K2
+            valid = f"above 0 and {'at or ' * touch}below {rope.said(high)}"
+            rope.require(0 < a <= b < math.inf and (a < b or touch), low, f"must be {valid}")
 
 
 @dataclass(frozen=True)
@@ -108,10 +106,8 @@ class MLAConfig:
     """rotary pairs are neighbours (2i, 2i+1), as in DeepSeek's checkpoints; False: (i, i + rope-dim/2)"""
 
     def __post_init__(self) -> None:
-        check(self, "--model.mla.", one="kv_rank nope_dim rope_dim v_dim", zero="q_rank")
-        require(
-            self.rope_dim % 2 == 0, f"--model.mla.rope-dim={self.rope_dim}: must be even (RoPE turns pairs)"
-        )
+        mla = check(self, "model.mla.", one="kv_rank nope_dim rope_dim v_dim", zero="q_rank")
+        mla.require(self.rope_dim % 2 == 0, "rope_dim", "must be even (RoPE turns pairs)")
 
 
 @dataclass(frozen=True)
@@ -230,38 +226,32 @@ class MoEConfig:
         zero += "top_devices identity_experts columns latent_dim"
         one = "experts ffn_dim groups tile sinkhorn_iterations cosine_dim"
         positive, share = "scaling cosine_temperature", "jitter quantile_ema"
-        check(self, "--model.moe.", one=one, zero=zero, positive=positive, share=share)
+        moe = check(self, "model.moe.", one=one, zero=zero, positive=positive, share=share)
         k, e = self.top_k, self.experts
         n, best = self.groups, self.top_groups
-        require(1 <= k <= self.outputs, f"--model.moe.top-k={k}: must be 1 to {self.outputs_flags}")
-        valid = f"must divide --model.moe.experts={e}; valid: {divisors(e)}"
-        require(e % n == 0, f"--model.moe.groups={n}: {valid}")
-        require(1 <= best <= n, f"--model.moe.top-groups={best}: must be 1 to --model.moe.groups={n}")
+        moe.require(1 <= k <= self.outputs, "top_k", f"must be 1 to {self.outputs_said}")
+        moe.require(e % n == 0, "groups", f"must divide {moe.said('experts')}", divisors(e))
+        moe.require(1 <= best <= n, "top_groups", f"must be 1 to {moe.said('groups')}")
         size = e // n
-        held = f"{best} groups of {size} experts hold only {best * size}"
-        require(k <= self.reach(), f"--model.moe.top-k={k}: {held}")
+        moe.require(k <= self.reach(), "top_k", f"{best} groups of {size} experts hold only {best * size}")
         ok = n == 1 or self.group_score != "top2" or size > 1
-        require(
-            ok,
-            f"--model.moe.group-score=top2: needs two experts a group; --model.moe.groups={n} leaves {size}",
-        )
+        moe.require(ok, "group_score", f"needs two experts a group; {moe.said('groups')} leaves {size}")
         require_policy(self)
-        factor = f"--model.moe.capacity-factor={self.capacity_factor}"
-        require(math.isfinite(self.capacity_factor or 0.0), f"{factor}: must be finite")
+        moe.require(math.isfinite(self.capacity_factor or 0.0), "capacity_factor", "must be finite")
         bounded = self.capacity_factor is not None
-        require(
-            bounded or not self.pad, "--model.moe.pad: needs --model.moe.capacity-factor (0: room for all)"
-        )
+        needs = f"needs {Setting('model.moe.capacity_factor')} (0: room for all)"
+        moe.require(bounded or not self.pad, "pad", needs)
         full = SELECTIONS[self.selection].columns or self.identity_experts > 0
-        others = "--model.moe.selection expert-choice and tiles, or --model.moe.identity-experts"
-        require(not (bounded and full), f"{factor}: not with {others}")
+        chosen = f"{Setting('model.moe.selection')} expert-choice and tiles"
+        others = f"not with {chosen}, or {Setting('model.moe.identity_experts')}"
+        moe.require(not (bounded and full), "capacity_factor", others)
         ungated = not self.shared_gate or self.shared_dim > 0
-        require(ungated, "--model.moe.shared-gate: needs --model.moe.shared-dim above 0")
+        moe.require(ungated, "shared_gate", f"needs {Setting('model.moe.shared_dim')} above 0")
         require_noise(self.balance, self.balance_coeff, self.noise)
         try:
             object.__setattr__(self, "activation", canonical(self.activation))
         except ValueError as error:
-            raise ConfigError(f"--model.moe.activation={self.activation}: {error}") from None
+            raise ConfigError.of("model.moe.activation", self.activation, str(error)) from None
         for name, value in zip(
             ("balance", "balance_coeff"), one_spelling(self.balance, self.balance_coeff), strict=True
         ):
@@ -283,10 +273,10 @@ class MoEConfig:
         return self.experts + self.identity_experts
 
     @property
-    def outputs_flags(self) -> str:
-        """The flags that make the number of outputs, as messages show them."""
-        further = f" + --model.moe.identity-experts={self.identity_experts}" if self.identity_experts else ""
-        return f"--model.moe.experts={self.experts}{further}"
+    def outputs_said(self) -> str:
+        """The settings that make the number of outputs, for the text of an error."""
+        moe = Section(self, "model.moe.")
+        return moe.said("experts") + (f" + {moe.said('identity_experts')}" if self.identity_experts else "")
 
     @property
     def slots(self) -> int:
@@ -311,7 +301,7 @@ class MoEConfig:
 
     @property
     def untrained(self) -> str:
-        """Why the task's loss gives the router no gradient; "" where it does.
+        """Why the task's loss gives the router no gradient, its settings marked; "" where it does.
 
         Published models may have been made so, and a config may say it. A run that begins a new model calls
         `require_trained`.
@@ -320,20 +310,22 @@ class MoEConfig:
         divided = (self.renormalize or self.softmax == "after") and not entry.weighs
         if self.top_k > 1 or self.outputs == 1 or not divided or entry.looks == "always":
             return ""
-        cause = "--model.moe.softmax=after" if self.softmax == "after" else "--model.moe.renormalize=True"
+        cause = Setting("model.moe.renormalize", "True")
+        if self.softmax == "after":
+            cause = Setting("model.moe.softmax", "after")
         return (
-            f"--model.moe.top-k=1 with {cause}: a token's only weight is divided by itself and constant, "
-            "so balancing losses alone train the routers"
+            f"{Setting('model.moe.top_k', 1)} with {cause}: a token's only weight is divided by itself and "
+            "constant, so balancing losses alone train the routers"
         )
 
     @property
     def acausal(self) -> str:
-        """Why the layer does not suit a model that predicts the next token; "" where it does."""
+        """Why the layer does not suit a model that predicts the next token, settings marked; "" else."""
         if SELECTIONS[self.selection].looks != "always":
             return ""
         return (
-            f"--model.moe.selection={self.selection}: a token's experts depend on later tokens, so a causal "
-            "model learns from what it will not have when it generates"
+            f"{Setting('model.moe.selection', self.selection)}: a token's experts depend on later tokens, so "
+            "a causal model learns from what it will not have when it generates"
         )
 
     @property
@@ -343,63 +335,68 @@ class MoEConfig:
 
     def require_trained(self) -> None:
         """Raise ConfigError, with what to set, where the task's loss gives the router no gradient."""
-        before = " --model.moe.softmax before" if self.softmax == "after" else ""
-        require(
-            not self.untrained,
-            f"{self.untrained}; set --model.moe.renormalize False{before}, and the loss does",
-        )
+        before = f" {Setting('model.moe.softmax')} before" if self.softmax == "after" else ""
+        remedy = f"set {Setting('model.moe.renormalize')} False{before}, and the loss does"
+        require(not self.untrained, f"{self.untrained}; {remedy}")
 
 
-def too_few_devices(moe: MoEConfig, ep: int) -> str:
-    """The message where the ranks that a token may reach do not hold its experts."""
-    devices = f"--model.moe.top-devices={moe.top_devices}"
-    held = f"{devices} of --parallel.ep={ep} ranks hold only {moe.reach(ep)}"
-    return f"--model.moe.top-k={moe.top_k}: {held}"
+def require_reach(moe: MoEConfig, ep: int) -> None:
+    """ConfigError unless the ranks that a token may reach hold its experts."""
+    own = Section(moe, "model.moe.")
+    held = f"of {Setting('parallel.ep', ep)} ranks hold only {moe.reach(ep)}"
+    own.require(moe.top_k <= moe.reach(ep), "top_k", f"{own.said('top_devices')} {held}")
 
 
 def require_policy(moe: MoEConfig) -> None:
     """ConfigError unless score, selection, weights and limits of a router go together."""
-    chosen = f"--model.moe.selection={moe.selection}"
-    require(moe.selection in SELECTIONS, f"{chosen}: must be one of {', '.join(SELECTIONS)}")
+    own = Section(moe, "model.moe.")
+    own.require(moe.selection in SELECTIONS, "selection", f"must be one of {', '.join(SELECTIONS)}")
     entry = SELECTIONS[moe.selection]
-    grouped = f"--model.moe.groups={moe.groups} --model.moe.top-groups={moe.top_groups}"
-    devices = f"--model.moe.top-devices={moe.top_devices}"
-    after = "--model.moe.softmax=after"
+    after = moe.softmax == "after"
+    columned = " or ".join(name for name, one in SELECTIONS.items() if one.columns)
+    bias = own.said("choice_bias")
     clashes = [
         (
-            moe.softmax == "after" and not SCORES[moe.score].softmax,
-            f"{after}: not with --model.moe.score={moe.score}, which has no softmax",
+            after and not SCORES[moe.score].softmax,
+            "softmax",
+            f"not with {own.said('score')}, which has no softmax",
         ),
         (
-            moe.softmax == "after" and moe.choice_bias,
-            f"{after}: not with --model.moe.choice-bias, which is added to scores made before the choice",
+            after and moe.choice_bias,
+            "softmax",
+            f"not with {bias}, which is added to scores made before the choice",
         ),
-        (moe.top_devices > 0 and moe.groups > 1, f"{devices}: not with --model.moe.groups={moe.groups}"),
-        (not entry.limited and moe.top_groups < moe.groups, f"{chosen}: not with {grouped}"),
-        (not entry.limited and moe.top_devices > 0, f"{chosen}: not with {devices}"),
-        (not entry.biased and moe.choice_bias, f"{chosen}: not with --model.moe.choice-bias"),
+        (moe.top_devices > 0 and moe.groups > 1, "top_devices", f"not with {own.said('groups')}"),
+        (
+            not entry.limited and moe.top_groups < moe.groups,
+            "selection",
+            f"not with {own.said('groups')} {own.said('top_groups')}",
+        ),
+        (not entry.limited and moe.top_devices > 0, "selection", f"not with {own.said('top_devices')}"),
+        (not entry.biased and moe.choice_bias, "selection", f"not with {bias}"),
         (
             entry.weighs and (moe.score, moe.softmax) != ("softmax", "before"),
-            f"{chosen}: has weights of its own; not with --model.moe.score={moe.score} "
-            f"--model.moe.softmax={moe.softmax}",
+            "selection",
+            f"has weights of its own; not with {own.said('score')} {own.said('softmax')}",
         ),
         (
             moe.columns > 0 and not entry.columns,
-            f"--model.moe.columns={moe.columns}: only for --model.moe.selection "
-            f"{' or '.join(name for name, one in SELECTIONS.items() if one.columns)}",
+            "columns",
+            f"only for {Setting('model.moe.selection')} {columned}",
         ),
         (
             moe.columns > 0 and not moe.top_k <= moe.columns <= moe.outputs,
-            f"--model.moe.columns={moe.columns}: must be --model.moe.top-k={moe.top_k} to "
-            f"{moe.outputs_flags}, or 0",
+            "columns",
+            f"must be {own.said('top_k')} to {moe.outputs_said}, or 0",
         ),
         (
             moe.selection == "quantile" and moe.top_k == moe.outputs,
-            f"{chosen}: --model.moe.top-k={moe.top_k} must be below {moe.outputs_flags}",
+            "selection",
+            f"{own.said('top_k')} must be below {moe.outputs_said}",
         ),
     ]
-    for wrong, message in clashes:
-        require(not wrong, message)
+    for clash, name, wrong in clashes:
+        own.require(not clash, name, wrong)
 
 
 # Settings that latent attention does not know, each with the value that switches it off.
@@ -502,48 +499,29 @@ class ModelConfig:
         zero, share = "dense_layers norm_eps init_std window window_kv_heads v_head_dim", "dropout"
         positive = "attention_multiplier value_multiplier embedding_multiplier residual_multiplier"
         positive += " logits_scaling"
-        check(self, "--model.", one=one, zero=zero, positive=positive, share=share)
-        h, g = self.heads, self.kv_heads
-        require(self.attention == "mla" or h % g == 0, f"--model.kv-heads={g}: must divide --model.heads={h}")
+        model = check(self, "model.", one=one, zero=zero, positive=positive, share=share)
+        h, grouped = self.heads, self.attention == "gqa"
+        heads, mla = model.said("heads"), Setting("model.attention", "mla")
+        model.require(not grouped or h % self.kv_heads == 0, "kv_heads", f"must divide {heads}")
         near = self.window_kv_heads
-        require(
-            not near or h % near == 0,
-            f"--model.window-kv-heads={near}: must divide --model.heads={h}, or be 0",
-        )
+        model.require(not near or h % near == 0, "window_kv_heads", f"must divide {heads}, or be 0")
         for name, off in LATENT_LACKS.items():
             value = getattr(self, name)
-            flag = name.replace("_", "-")
-            require(
-                self.attention == "gqa" or value == off,
-                f"--model.{flag}={value}: not with --model.attention=mla",
-            )
-        require(self.head_dim % 2 == 0, f"--model.head-dim={self.head_dim}: must be even (RoPE turns pairs)")
+            require(grouped or value == off, f"model.{name}", str(value), f"not with {mla}")
+        model.require(self.head_dim % 2 == 0, "head_dim", "must be even (RoPE turns pairs)")
         turn = self.rope.dim
-        require(
-            turn % 2 == 0 and turn <= self.head_dim,
-            f"--model.rope.dim={turn}: must be even and at most --model.head-dim={self.head_dim}",
-        )
-        grouped = self.attention == "gqa"
-        require(grouped or not turn, f"--model.rope.dim={turn}: not with --model.attention=mla")
-        require(
-            grouped or not self.rope.interleave, "--model.rope.interleave: not with --model.attention=mla"
-        )
-        beta = self.rope.query_beta
-        require(
-            not grouped or not beta, f"--model.rope.query-beta={beta}: only with --model.attention=mla, or 0"
-        )
-        blocks = self.dense_blocks
-        require(
-            all(b >= 0 for b in blocks),
-            f"--model.dense-blocks={blocks}: must be numbers of blocks, from 0 on",
-        )
-        valid = "one or more of 1 (with the window) and 0 (without)"
-        require({*self.windowed} in ({0}, {1}, {0, 1}), f"--model.windowed={self.windowed}: must be {valid}")
-        valid = "one or more of 1 (rotary positions) and 0 (none)"
-        require({*self.rotary} in ({0}, {1}, {0, 1}), f"--model.rotary={self.rotary}: must be {valid}")
-        require(
-            grouped or {*self.rotary} == {1}, f"--model.rotary={self.rotary}: not with --model.attention=mla"
-        )
+        valid = f"must be even and at most {model.said('head_dim')}"
+        model.require(turn % 2 == 0 and turn <= self.head_dim, "rope.dim", valid)
+        model.require(grouped or not turn, "rope.dim", f"not with {mla}")
+        model.require(grouped or not self.rope.interleave, "rope.interleave", f"not with {mla}")
+        model.require(not grouped or not self.rope.query_beta, "rope.query_beta", f"only with {mla}, or 0")
+        numbered = all(block >= 0 for block in self.dense_blocks)
+        model.require(numbered, "dense_blocks", "must be numbers of blocks, from 0 on")
+        valid = "must be one or more of 1 (with the window) and 0 (without)"
+        model.require({*self.windowed} in ({0}, {1}, {0, 1}), "windowed", valid)
+        valid = "must be one or more of 1 (rotary positions) and 0 (none)"
+        model.require({*self.rotary} in ({0}, {1}, {0, 1}), "rotary", valid)
+        model.require(grouped or {*self.rotary} == {1}, "rotary", f"not with {mla}")
 
     @property
     def expert_dim(self) -> int:
@@ -598,17 +576,19 @@ IGNORE = -100  # target that counts in no loss
 
 
 def no_bits(cfg: ModelConfig) -> str | None:
-    """Why rollouts of this model cannot have training's log-probs in every bit; None: they can."""
+    """Why rollouts of this model cannot have training's log-probs in every bit, settings marked; or None."""
+    model = Section(cfg, "model.")
     windows = {cfg.window_of(i) for i in range(cfg.layers)}
     if cfg.attention != "gqa":
-        return f"--model.attention={cfg.attention}: decoding absorbs its matrices; valid: gqa"
+        return f"{model.said('attention')}: decoding absorbs its matrices; valid: gqa"
     if windows != {0}:
-        return f"--model.window={cfg.window}: not built for windows; valid: 0"
+        return f"{model.said('window')}: not built for windows; valid: 0"
     if cfg.sinks_in(0):
-        return "--model.sinks: not built for sinks; valid: False"
+        return f"{Setting('model.sinks')}: not built for sinks; valid: False"
     if cfg.value_dim != cfg.head_dim:
-        return f"--model.v-head-dim={cfg.value_dim}: must be --model.head-dim={cfg.head_dim}"
+        return f"{Setting('model.v_head_dim', cfg.value_dim)}: must be {model.said('head_dim')}"
     noisy = cfg.moe.jitter or cfg.moe.noise or cfg.moe.capacity_factor
     if noisy and any(map(cfg.is_moe, range(cfg.layers))):
-        return "--model.moe.jitter, noise, capacity-factor: are training's alone; valid: 0, 0 and None"
-    return None if not cfg.dropout else f"--model.dropout={cfg.dropout}: is training's alone; valid: 0"
+        jitter = Setting("model.moe.jitter")
+        return f"{jitter}, noise, capacity-factor: are training's alone; valid: 0, 0 and None"
+    return None if not cfg.dropout else f"{model.said('dropout')}: is training's alone; valid: 0"

@@ -11,12 +11,22 @@ next: train.py
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tmoe.config.check import COLDEST, FLOATS, MOST, TOP, check, divisors, require
+from tmoe.config.check import (
+    COLDEST,
+    FLOATS,
+    MOST,
+    ConfigError,
+    Section,
+    Setting,
+    check,
+    divisors,
+    require,
+)
 from tmoe.config.gpus import GpuName
-from tmoe.config.model import ModelConfig, no_bits, too_few_devices
+from tmoe.config.model import ModelConfig, no_bits, require_reach
 from tmoe.config.policies import SELECTIONS
 
 MOST |= dict.fromkeys(("dim", "head_dim", "v_head_dim", "ffn_dim", "shared_dim"), 2**20)
@@ -55,16 +65,15 @@ class TrainConfig:
     set it higher for slow disks and large saves"""
 
     def __post_init__(self) -> None:
-        check(
-            self, "--train.", one="batch seq accumulate eval_batches", zero="global_batch eval_every timeout"
-        )
-        wait = self.collective_timeout
+        zero = "global_batch eval_every timeout"
+        train = check(self, "train.", one="batch seq accumulate eval_batches", zero=zero)
         year = 365 * 86400
         valid = f"must be from 1 to {year} (seconds; a year)"
-        require(1 <= wait <= year, f"--train.collective-timeout={wait}: {valid}")
+        train.require(1 <= self.collective_timeout <= year, "collective_timeout", valid)
         tokens = self.batch * self.accumulate * self.seq
-        sizes = f"--train.batch={self.batch} x --train.accumulate={self.accumulate} x --train.seq={self.seq}"
-        require(tokens < 2**31, f"{sizes}: {tokens} tokens a rank in a step; must be below {2**31}")
+        sizes = f"{self.batch} x {train.said('accumulate')} x {train.said('seq')}"
+        wrong = f"{tokens} tokens a rank in a step; must be below {2**31}"
+        require(tokens < 2**31, "train.batch", sizes, wrong)
 
 
 @dataclass(frozen=True)
@@ -134,28 +143,18 @@ class ParallelConfig:
         return self.chunks
 
     def __post_init__(self) -> None:
-        check(self, "--parallel.", one="dp ep tp tp_pieces cp pp chunks replicate etp", zero="whole_gib")
+        one = "dp ep tp tp_pieces cp pp chunks replicate etp"
+        parallel = check(self, "parallel.", one=one, zero="whole_gib")
         valid = [0, *divisors(self.etp)]
-        require(
-            self.adaptive_r in (None, "auto", *valid),
-            f"--parallel.adaptive-r={self.adaptive_r}: must be auto or one of {valid} with "
-            f"--parallel.etp={self.etp}",
-        )
-        alone = self.ep == 1
-        dispatch = self.dispatch
-        need = "needs --parallel.ep"
-        require(
-            dispatch != "local" or alone,
-            f"--parallel.dispatch=local: {need}=1, not {self.ep}; use auto or nccl",
-        )
-        require(
-            dispatch != "symm" or not alone,
-            f"--parallel.dispatch=symm: {need} above 1, not 1; use auto or local",
-        )
+        must = f"must be auto or one of {valid} with {parallel.said('etp')}"
+        parallel.require(self.adaptive_r in (None, "auto", *valid), "adaptive_r", must)
+        dispatch, alone = self.dispatch, self.ep == 1
+        wrong = f"needs {Setting('parallel.ep', 1)}, not {self.ep}; use auto or nccl"
+        parallel.require(dispatch != "local" or alone, "dispatch", wrong)
+        more = f"needs {Setting('parallel.ep')} above 1"
+        parallel.require(dispatch != "symm" or not alone, "dispatch", f"{more}, not 1; use auto or local")
         ok = self.wire != "fp8" or not (alone or dispatch == "nccl")
-        require(
-            ok, f"--parallel.wire=fp8: needs --parallel.ep above 1 and symm, not ep={self.ep} and {dispatch}"
-        )
+        parallel.require(ok, "wire", f"{more} and symm, not ep={self.ep} and {dispatch}")
 
 
 @dataclass(frozen=True)
@@ -205,27 +204,25 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         zero, share = "weight_decay warmup decay_steps", "ema warmup_fraction"
-        check(self, "--optim.", one="max_skips", zero=zero, positive="lr eps", share=share)
+        optim = check(self, "optim.", one="max_skips", zero=zero, positive="lr eps", share=share)
         either = not (self.warmup and self.warmup_fraction)
-        both = f"--optim.warmup={self.warmup}, --optim.warmup-fraction={self.warmup_fraction}"
-        require(either, f"{both}: give one of them")
+        both = f"{self.warmup}, {optim.said('warmup_fraction')}"
+        require(either, "optim.warmup", both, "give one of them")
         end = self.decay_steps
-        valid = f"must be 0, or more than --optim.warmup={self.warmup}"
-        require(not end or end > (self.warmup or 0), f"--optim.decay-steps={end}: {valid}")
+        valid = f"must be 0, or more than {optim.said('warmup')}"
+        optim.require(not end or end > (self.warmup or 0), "decay_steps", valid)
         ok = all(0 <= b <= FLOATS[2] for b in self.betas)
-        require(ok, f"--optim.betas={self.betas}: each at least 0 and below 1 in float32")
-        require(self.clip >= 0, f"--optim.clip={self.clip}: must be 0 (off) or more")
-        require(
-            0 < self.decay_fraction <= 1, f"--optim.decay-fraction={self.decay_fraction}: above 0, at most 1"
-        )
-        require(0 <= self.min_lr <= 1, f"--optim.min-lr={self.min_lr}: a share of the peak, 0 to 1")
+        optim.require(ok, "betas", "each at least 0 and below 1 in float32")
+        optim.require(self.clip >= 0, "clip", "must be 0 (off) or more")
+        optim.require(0 < self.decay_fraction <= 1, "decay_fraction", "above 0, at most 1")
+        optim.require(0 <= self.min_lr <= 1, "min_lr", "a share of the peak, 0 to 1")
         require_pattern("freeze", self.freeze or "")
         for text in self.lr_factors:
             pattern, _, factor = text.rpartition(":")
-            require_pattern("lr-factors", pattern)
+            require_pattern("lr_factors", pattern)
             ok = bool(pattern) and re.fullmatch(r"\d*\.?\d+([eE][+-]?\d+)?", factor) is not None
-            valid = "PATTERN:FACTOR, a factor of 0 or more"
-            require(ok and 0 <= float(factor) < FLOATS[1], f"--optim.lr-factors={text}: must be {valid}")
+            valid = "must be PATTERN:FACTOR, a factor of 0 or more"
+            require(ok and 0 <= float(factor) < FLOATS[1], "optim.lr_factors", text, valid)
 
     @property
     def factors(self) -> list[tuple[str, float]]:
@@ -239,15 +236,16 @@ def require_pattern(name: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        require(False, f"--optim.{name}={pattern}: must be a regular expression: {error}")
+        wrong = f"must be a regular expression: {error}"
+        raise ConfigError.of(f"optim.{name}", pattern, wrong) from None
 
 
-def require_columns(columns: tuple[str, ...], flag: str) -> None:
-    """ConfigError unless each is OURS=THEIRS, no OURS twice."""
+def require_columns(columns: tuple[str, ...], setting: str) -> None:
+    """ConfigError unless each is OURS=THEIRS, no OURS twice. setting: the name for the error."""
     parts = [one.partition("=") for one in columns]
     valid = "must be OURS=THEIRS, as messages=conversations, each OURS once"
     whole = all(ours and theirs for ours, _, theirs in parts) and len({p[0] for p in parts}) == len(parts)
-    require(whole, f"{flag}={' '.join(columns)}: {valid}")
+    require(whole, setting, " ".join(columns), valid)
 
 
 @dataclass(frozen=True)
@@ -291,16 +289,17 @@ class DataConfig:
     the test data's loss is measured once, after the last step"""
 
     def __post_init__(self) -> None:
-        check(self, "--data.", zero="seed skip_malformed")
+        data = check(self, "data.", zero="seed skip_malformed")
         sources = len(self.path) > 0 and all(self.path)
-        require(sources, f"--data.path={self.path}: needs at least one source, and no empty one")
-        require_columns(self.columns, "--data.columns")
-        require(0 < self.val_fraction < 1, f"--data.val-fraction={self.val_fraction}: above 0 and below 1")
-        require(not (self.val_path and self.split), f"--data.val-path={self.val_path}: not with --data.split")
-        require(all(self.val_path), f"--data.val-path={self.val_path}: must name no empty source")
+        data.require(sources, "path", "needs at least one source, and no empty one")
+        require_columns(self.columns, "data.columns")
+        data.require(0 < self.val_fraction < 1, "val_fraction", "above 0 and below 1")
+        both = bool(self.val_path and self.split)
+        data.require(not both, "val_path", f"not with {Setting('data.split')}")
+        data.require(all(self.val_path), "val_path", "must name no empty source")
         valid = "three shares, as 949 50 1: those of training and validation above 0, that of test 0 or more"
         ok = not self.split or (len(self.split) == 3 and all(0 <= s < 1e12 for s in self.split))
-        require(ok and all(self.split[:2]), f"--data.split={self.split}: must be {valid}")
+        data.require(ok and all(self.split[:2]), "split", f"must be {valid}")
 
     @property
     def held_out(self) -> tuple[float, float]:
@@ -324,7 +323,7 @@ class SftConfig:
     (dynamic finetuning, Wu et al. 2025)"""
 
     def __post_init__(self) -> None:
-        check(self, "--sft.", zero="neftune")
+        check(self, "sft.", zero="neftune")
 
 
 @dataclass(frozen=True)
@@ -351,9 +350,8 @@ class PreferenceConfig:
 
     def __post_init__(self) -> None:
         positive = "beta desirable_weight undesirable_weight"
-        check(self, "--preference.", zero="gamma ratio", positive=positive)
-        right = 0 <= self.smoothing < 0.5
-        require(right, f"--preference.smoothing={self.smoothing}: must be at least 0 and below 0.5")
+        preference = check(self, "preference.", zero="gamma ratio", positive=positive)
+        preference.require(0 <= self.smoothing < 0.5, "smoothing", "must be at least 0 and below 0.5")
 
 
 @dataclass(frozen=True)
@@ -446,26 +444,23 @@ class GrpoConfig:
     def __post_init__(self) -> None:
         one, zero = "prompts group max_tokens updates slots reward_workers", "kl tries pull entropy"
         positive = "temperature clip_high pool_gib reward_timeout ratio_cap advantage_eps"
-        check(self, "--grpo.", one=one, zero=f"{zero} allow_empty", positive=positive)
-        group = f"--grpo.group={self.group}"
-        require(self.group > 1, f"{group}: must be at least 2, for answers are compared with each other")
-        heat = f"--grpo.temperature={self.temperature}"
-        require(self.temperature >= COLDEST, f"{heat}: must be at least {COLDEST}")
-        require(0 < self.top_p <= 1, f"--grpo.top-p={self.top_p}: must be above 0 and at most 1")
+        grpo = check(self, "grpo.", one=one, zero=f"{zero} allow_empty", positive=positive)
+        compared = "must be at least 2, for answers are compared with each other"
+        grpo.require(self.group > 1, "group", compared)
+        grpo.require(self.temperature >= COLDEST, "temperature", f"must be at least {COLDEST}")
+        grpo.require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
         low = self.clip_low
-        require(low is None or 0 < low < 1, f"--grpo.clip-low={low}: must be above 0 and below 1")
-        both = dict(low=low, high=self.clip_high)
-        bounds = ", ".join(f"--grpo.clip-{name}={value}" for name, value in both.items() if value is not None)
-        has = "--grpo.loss=cispo has neither; valid: leave it out, or --grpo.ratio-cap"
-        require(not bounds or self.loss != "cispo", f"{bounds}: {has}")
+        grpo.require(low is None or 0 < low < 1, "clip_low", "must be above 0 and below 1")
+        bounds = [name for name in ("clip_low", "clip_high") if getattr(self, name) is not None]
+        if bounds and self.loss == "cispo":
+            value = ", ".join([str(getattr(self, bounds[0])), *map(grpo.said, bounds[1:])])
+            valid = f"leave it out, or {Setting('grpo.ratio_cap')}"
+            raise ConfigError.of(f"grpo.{bounds[0]}", value, f"{grpo.said('loss')} has neither", valid)
         require_bounds(self)
-        cap = self.mismatch_cap
-        require(cap > 1, f"--grpo.mismatch-cap={cap}: must be above 1")
+        grpo.require(self.mismatch_cap > 1, "mismatch_cap", "must be above 1")
         whole = self.loss in ("gspo", "rloo") and self.mismatch in ("truncate", "mask")
-        name = f"--grpo.mismatch={self.mismatch}"
-        require(
-            not whole, f"{name}: weighs tokens, and --grpo.loss={self.loss} has whole answers; valid: off"
-        )
+        wrong = f"weighs tokens, and {grpo.said('loss')} has whole answers"
+        grpo.require(not whole, "mismatch", wrong, "off")
 
 
 CLIPPED = "dapo", "grpo", "dr_grpo"  # losses of tokens by PPO's clip
@@ -479,22 +474,24 @@ LOSSES_WITH = dict(  # of settings that not every loss has
 
 def require_bounds(g: GrpoConfig) -> None:
     """ConfigError unless the loss has what is set for it, and bounds lie where they can bound."""
+    grpo = Section(g, "grpo.")
     for name, losses in LOSSES_WITH.items():
-        value, flag = getattr(g, name), f"--grpo.{name.replace('_', '-')}"
-        valid = f"valid with {', '.join(losses)}, not with --grpo.loss={g.loss}"
-        require(value is None or g.loss in losses, f"{flag}={value}: {valid}")
+        valid = f"valid with {', '.join(losses)}, not with {grpo.said('loss')}"
+        grpo.require(getattr(g, name) is None or g.loss in losses, name, valid)
     dual, cap = g.dual_clip, g.ratio_cap
-    require(dual is None or 1 < dual < FLOATS[1], f"--grpo.dual-clip={dual}: must be above 1")
+    grpo.require(dual is None or 1 < dual < FLOATS[1], "dual_clip", "must be above 1")
     high = g.clip_high or (0.28 if g.loss == "dapo" else 0.2)
-    where = f"--grpo.ratio-cap={cap}: must be above 1 + --grpo.clip-high={high}, which bounds ratios as well"
-    require(cap is None or g.loss == "cispo" or cap > 1 + high, where)
-    name = f"--grpo.kl-estimator={g.kl_estimator}"
-    require(g.kl_estimator is None or g.kl > 0, f"{name}: needs --grpo.kl above 0")
+    above = f"must be above 1 + {Setting('grpo.clip_high', high)}, which bounds ratios as well"
+    grpo.require(cap is None or g.loss == "cispo" or cap > 1 + high, "ratio_cap", above)
+    counted = g.kl_estimator is None or g.kl > 0
+    grpo.require(counted, "kl_estimator", f"needs {Setting('grpo.kl')} above 0")
     silent = g.kl_estimator == "k1" and g.kl_in == "loss"
-    require(not silent, f"{name}: its gradient is 0 in the mean; valid with --grpo.kl-in=loss: k2, k3")
+    wrong = f"its gradient is 0 in the mean; valid with {grpo.said('kl_in')}: k2, k3"
+    grpo.require(not silent, "kl_estimator", wrong)
     once = g.replay == "old" and g.updates == 1
     again = "takes the first update's experts in later ones"
-    require(not once, f"--grpo.replay=old: {again}; needs --grpo.updates of at least 2, or rollout")
+    needs = f"needs {Setting('grpo.updates')} of at least 2, or rollout"
+    grpo.require(not once, "replay", f"{again}; {needs}")
 
 
 @dataclass(frozen=True)
@@ -512,7 +509,7 @@ class CheckpointConfig:
     off: nothing is written, not even at the end"""
 
     def __post_init__(self) -> None:
-        check(self, "--checkpoint.", zero="every keep")
+        check(self, "checkpoint.", zero="every keep")
 
 
 @dataclass(frozen=True)
@@ -533,7 +530,7 @@ class LogConfig:
     """steps, from 1, whose routed expert ids every rank writes into the run folder's routes/, for a replay"""
 
     def __post_init__(self) -> None:
-        check(self, "--log.", one="every")
+        check(self, "log.", one="every")
 
 
 @dataclass(frozen=True)
@@ -587,35 +584,31 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        check(self, "--", one="world", zero="steps seed", positive="epochs")
+        run = check(self, "", one="world", zero="steps seed", positive="epochs")
         if self.epochs is None:
             require_steps(self)
 
-        seq, longest = self.train.seq, self.model.rope.max_seq
-        require(
-            seq <= longest,
-            f"--train.seq={seq}: must be at most the RoPE range --model.rope.max-seq={longest}",
-        )
+        longest = f"must be at most the RoPE range {run.said('model.rope.max_seq')}"
+        run.require(self.train.seq <= self.model.rope.max_seq, "train.seq", longest)
 
         experts, ep = self.model.moe.experts, self.parallel.ep
         has_moe = any(self.model.is_moe(i) for i in range(self.model.layers))
-        require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")
-        routes = f"--log.routes={self.log.routes}"
-        require(has_moe or not self.log.routes, f"{routes}: a model without MoE layers routes nothing")
-        valid = f"must divide --model.moe.experts={experts}; valid: {divisors(experts)}"
-        require(not has_moe or experts % ep == 0, f"--parallel.ep={ep}: {valid}")
+        dense = "a model without MoE layers"
+        run.require(has_moe or ep == 1, "parallel.ep", f"{dense} needs {Setting('parallel.ep', 1)}")
+        run.require(has_moe or not self.log.routes, "log.routes", f"{dense} routes nothing")
+        divides, wrong = experts % ep == 0, f"must divide {run.said('model.moe.experts')}"
+        run.require(not has_moe or divides, "parallel.ep", wrong, divisors(experts))
         if has_moe:
             require_routing(self)
-        for name, other in (("dispatch", "symm"), ("wire", "fp8")):
-            require(
-                not self.model.moe.pad or getattr(self.parallel, name) != other,
-                f"--parallel.{name}={other}: not with --model.moe.pad, which has its own all-to-all",
-            )
+        for name, other in (("parallel.dispatch", "symm"), ("parallel.wire", "fp8")):
+            padded = self.model.moe.pad and run.value(name) == other
+            wrong = f"not with {Setting('model.moe.pad')}, which has its own all-to-all"
+            run.require(not padded, name, wrong)
         if self.task == "grpo":
             require_grpo(self)
         require_layout(self)
-        away = f"--grpo.offload: --task={self.task} makes no answers; valid with --task grpo"
-        require(self.task == "grpo" or not self.grpo.offload, away)
+        away = f"{run.said('task')} makes no answers; valid with {Setting('task')} grpo"
+        run.require(self.task == "grpo" or not self.grpo.offload, "grpo.offload", away)
 
     @property
     def answer_tokens(self) -> int:
@@ -626,113 +619,109 @@ class Config:
 
 def require_steps(cfg: Config) -> None:
     """ConfigError unless the run has the steps that settings name by number."""
+    run = Section(cfg)
     steps = 0 if cfg.eval_only else cfg.steps
-    valid = (
-        f"must be numbers of steps, from 1 to --steps={steps}" if steps else "a run without steps has none"
-    )
-    for flag, named in (("profile", cfg.profile), ("log.routes", cfg.log.routes)):
-        require(all(1 <= step <= steps for step in named), f"--{flag}={named}: {valid}")
+    valid = f"must be numbers of steps, from 1 to {Setting('steps', steps)}"
+    for name in ("profile", "log.routes"):
+        ok = all(1 <= step <= steps for step in run.value(name))
+        run.require(ok, name, valid if steps else "a run without steps has none")
 
 
 def require_grpo(cfg: Config) -> None:
     """ConfigError unless the model can make answers and train on them as cfg.grpo says."""
-    g, t, model = cfg.grpo, cfg.train, cfg.model
+    g, t, model, run = cfg.grpo, cfg.train, cfg.model, Section(cfg)
+    task = f"{Setting('task')} grpo"
     valid = "needs at least one of exact, number, boxed, choice, regex, length, code or FILE.py:FUNCTION"
-    require(len(g.rewards) > 0 and all(g.rewards), f"--grpo.rewards={g.rewards}: {valid}")
+    run.require(len(g.rewards) > 0 and all(g.rewards), "grpo.rewards", valid)
     pp = cfg.parallel.pp
-    require(pp == 1, f"--parallel.pp={pp}: --task grpo needs 1; stages of a pipeline make no answers")
-    given = f"--train.accumulate={t.accumulate}, --train.global-batch={t.global_batch}"
-    follows = "with --task grpo as many micro-batches follow as the answers fill; valid: 1 and 0"
-    require(t.accumulate == 1 and t.global_batch == 0, f"{given}: {follows}")
-    both = g.offload and cfg.optim.offload
-    require(not both, "--grpo.offload: --optim.offload keeps the moments there in updates too; leave one out")
-    replay, selection = f"--grpo.replay={g.replay}", model.moe.selection
+    run.require(pp == 1, "parallel.pp", f"{task} needs 1; stages of a pipeline make no answers")
+    given = f"{t.accumulate}, {run.said('train.global_batch')}"
+    follows = f"with {task} as many micro-batches follow as the answers fill"
+    ok = t.accumulate == 1 and t.global_batch == 0
+    require(ok, "train.accumulate", given, follows, "1 and 0")
+    kept = f"{Setting('optim.offload')} keeps the moments there in updates too; leave one out"
+    run.require(not (g.offload and cfg.optim.offload), "grpo.offload", kept)
     if g.replay != "none":
         has_moe = any(map(model.is_moe, range(model.layers)))
-        require(has_moe, f"{replay}: a model without MoE layers routes nothing; valid: none")
-        fixed = not SELECTIONS[selection].columns
-        several = f"--model.moe.selection={selection} gives tokens more or fewer experts than top-k"
-        require(fixed, f"{replay}: {several}; valid: none")
-    drops = model.dropout or model.moe.jitter
-    flags = "--model.dropout, --model.moe.jitter"
-    require(not drops, f"{flags}: {drops} changes log-probs; --task grpo needs 0")
+        run.require(has_moe, "grpo.replay", "a model without MoE layers routes nothing", "none")
+        several = f"{run.said('model.moe.selection')} gives tokens more or fewer experts than top-k"
+        run.require(not SELECTIONS[model.moe.selection].columns, "grpo.replay", several, "none")
+    require_no_noise(model, "grpo")
     if g.bits:
         require_bits(cfg)
-    most, tokens = f"--grpo.max-tokens={g.max_tokens}", cfg.answer_tokens
-    require(tokens < t.seq, f"{most}: must be below --train.seq={t.seq}, which prompts share")
-    routes = f"--log.routes={cfg.log.routes}"
-    require(
-        not cfg.log.routes, f"{routes}: answers are no samples of the data; leave it out with --task grpo"
-    )
-    cut = cfg.data.overlong
-    require(
-        cut != "truncate", f"--data.overlong={cut}: a prompt is not cut; valid for --task grpo: drop, error"
-    )
+    below = f"must be below {run.said('train.seq')}, which prompts share"
+    run.require(cfg.answer_tokens < t.seq, "grpo.max_tokens", below)
+    routes = f"answers are no samples of the data; leave it out with {task}"
+    run.require(not cfg.log.routes, "log.routes", routes)
+    cut = f"a prompt is not cut; valid for {task}: drop, error"
+    run.require(cfg.data.overlong != "truncate", "data.overlong", cut)
+
+
+def require_no_noise(model: ModelConfig, task: str) -> None:
+    """ConfigError where training would draw numbers that change log-probs."""
+    drops = model.dropout or model.moe.jitter
+    names = f"{Setting('model.dropout')}, {Setting('model.moe.jitter')}"
+    require(not drops, f"{names}: {drops} changes log-probs; {Setting('task')} {task} needs 0")
 
 
 def require_bits(cfg: Config) -> None:
     """ConfigError unless rollouts and updates can be equal in bits."""
-    why, p, seq = no_bits(cfg.model), cfg.parallel, cfg.train.seq
-    require(why is None, f"--grpo.bits: {why}")
-    require(not cfg.compile, "--grpo.bits: compiled blocks round otherwise; needs --no-compile")
-    require(seq % 128 == 0, f"--train.seq={seq}: must be a multiple of 128 with --grpo.bits")
-    divided = f"--parallel.tp={p.tp}, --parallel.cp={p.cp}, --parallel.etp={p.etp}"
-    require(p.tp == p.cp == p.etp == 1, f"{divided}: divide what rollouts do whole; --grpo.bits needs 1")
-
-
-TOP |= {one.name for one in fields(Config)}
+    why, p, run = no_bits(cfg.model), cfg.parallel, Section(cfg)
+    bits = Setting("grpo.bits")
+    run.require(why is None, "grpo.bits", why or "")
+    eager = f"compiled blocks round otherwise; needs {Setting('compile', False)}"
+    run.require(not cfg.compile, "grpo.bits", eager)
+    run.require(cfg.train.seq % 128 == 0, "train.seq", f"must be a multiple of 128 with {bits}")
+    divided = f"{p.tp}, {run.said('parallel.cp')}, {run.said('parallel.etp')}"
+    wrong = f"divide what rollouts do whole; {bits} needs 1"
+    require(p.tp == p.cp == p.etp == 1, "parallel.tp", divided, wrong)
 
 
 def require_layout(cfg: Config) -> None:
     """ConfigError unless attention, pipeline and experts can be divided as cfg.parallel says."""
-    p, model, seq = cfg.parallel, cfg.model, cfg.train.seq
+    p, model, run = cfg.parallel, cfg.model, Section(cfg)
     require_heads(p, model)
 
     # tp and cp: a sequence's tokens.
     parts = p.cp * p.tp * (2 if p.cp > 1 and p.cp_by == "keys" else 1)
-    sizes = dict(cp=p.cp, tp=p.tp)
-    flags = " x ".join(f"--parallel.{name}={size}" for name, size in sizes.items() if size > 1)
-    valid = f"must be a multiple of {parts}, into which {flags} divides each sequence"
-    require(seq % parts == 0, f"--train.seq={seq}: {valid}")
+    degrees = [run.said(name) for name in ("parallel.cp", "parallel.tp") if run.value(name) > 1]
+    valid = f"must be a multiple of {parts}, into which {' x '.join(degrees)} divides each sequence"
+    run.require(cfg.train.seq % parts == 0, "train.seq", valid)
 
     # pp: layers and micro-batches.
-    chunks = p.chunks_a_stage
-    name = f"--parallel.schedule={p.schedule}"
-    count = f"--parallel.chunks={p.chunks}"
-    require(p.schedule != "1f1b" or chunks == 1, f"{count}: {name} has 1; use interleaved")
-    require(p.schedule != "interleaved" or chunks > 1, f"{count}: {name} needs 2 or more; use 1f1b")
-    require(p.schedule != "v" or chunks == 2, f"{count}: {name} has 2, down and up again")
-    require(
-        p.pp == 1 or p.pp * chunks <= model.layers,
-        f"--parallel.pp={p.pp} x {chunks} chunks: more than --model.layers={model.layers}",
-    )
+    chunks, name = p.chunks_a_stage, run.said("parallel.schedule")
+    one = f"{name} has 1; use interleaved"
+    run.require(p.schedule != "1f1b" or chunks == 1, "parallel.chunks", one)
+    several = f"{name} needs 2 or more; use 1f1b"
+    run.require(p.schedule != "interleaved" or chunks > 1, "parallel.chunks", several)
+    two = f"{name} has 2, down and up again"
+    run.require(p.schedule != "v" or chunks == 2, "parallel.chunks", two)
+    fits = p.pp == 1 or p.pp * chunks <= model.layers
+    require(fits, "parallel.pp", f"{p.pp} x {chunks} chunks", f"more than {run.said('model.layers')}")
     if not cfg.train.global_batch:  # else `with_global_batch` knows how many there are
         require_micros(cfg)
 
     # etp: every expert's width.
     if p.etp > 1:
-        require(
-            any(model.is_moe(i) for i in range(model.layers)),
-            f"--parallel.etp={p.etp}: a model without MoE layers needs --parallel.etp=1",
-        )
+        has_moe = any(model.is_moe(i) for i in range(model.layers))
+        alone = f"a model without MoE layers needs {Setting('parallel.etp', 1)}"
+        run.require(has_moe, "parallel.etp", alone)
         width = model.moe.ffn_dim
-        valid = f"must divide --model.moe.ffn-dim={width}; valid: {divisors(width)}"
-        require(width % p.etp == 0, f"--parallel.etp={p.etp}: {valid}")
-        require(
-            p.dispatch not in ("local", "symm"),
-            f"--parallel.dispatch={p.dispatch}: --parallel.etp={p.etp} needs auto or nccl",
-        )
+        wrong = f"must divide {run.said('model.moe.ffn_dim')}"
+        run.require(width % p.etp == 0, "parallel.etp", wrong, divisors(width))
+        wrong = f"{run.said('parallel.etp')} needs auto or nccl"
+        run.require(p.dispatch not in ("local", "symm"), "parallel.dispatch", wrong)
 
 
 def require_micros(cfg: Config, given: str = "") -> None:
     """ConfigError unless the pipeline has enough micro-batches. given: what their number follows from."""
-    p, micros = cfg.parallel, cfg.train.accumulate
-    flag = f"--train.accumulate={micros}{given}"
-    require(micros >= p.pp, f"{flag}: --parallel.pp={p.pp} needs {p.pp} micro-batches or more")
-    require(
-        p.pp == 1 or p.schedule != "interleaved" or micros % p.pp == 0,
-        f"{flag}: --parallel.schedule={p.schedule} needs a multiple of --parallel.pp={p.pp}",
-    )
+    p, micros, run = cfg.parallel, cfg.train.accumulate, Section(cfg)
+    stages = run.said("parallel.pp")
+    few = f"{stages} needs {p.pp} micro-batches or more"
+    require(micros >= p.pp, "train.accumulate", f"{micros}{given}", few)
+    whole = p.pp == 1 or p.schedule != "interleaved" or micros % p.pp == 0
+    wrong = f"{run.said('parallel.schedule')} needs a multiple of {stages}"
+    require(whole, "train.accumulate", f"{micros}{given}", wrong)
 
 
 def with_global_batch(cfg: Config, readers: int) -> Config:
@@ -744,15 +733,14 @@ def with_global_batch(cfg: Config, readers: int) -> Config:
     t = cfg.train
     if not t.global_batch:
         return cfg
-    once = t.batch * readers
-    name = f"--train.global-batch={t.global_batch}"
-    each = f"--train.batch={t.batch} x {readers} readers of this layout = {once} sequences a micro-batch"
-    require(
-        t.global_batch % once == 0, f"{name}: must be a multiple of {each}; {_near(t.global_batch, once)}"
-    )
+    once, run = t.batch * readers, Section(cfg)
+    name = run.said("train.global_batch")
+    each = f"{run.said('train.batch')} x {readers} readers of this layout = {once} sequences a micro-batch"
+    wrong, valid = f"must be a multiple of {each}", _near(t.global_batch, once)
+    run.require(t.global_batch % once == 0, "train.global_batch", wrong, valid)
     micros = t.global_batch // once
-    given = f"--train.accumulate={t.accumulate}"
-    require(t.accumulate in (1, micros), f"{given}: {name} gives {micros} ({each}); leave one of them out")
+    wrong = f"{name} gives {micros} ({each}); leave one of them out"
+    run.require(t.accumulate in (1, micros), "train.accumulate", wrong)
     cfg = replace(cfg, train=replace(t, accumulate=micros))
     require_micros(cfg, f" (of {name})")
     return cfg
@@ -761,32 +749,33 @@ def with_global_batch(cfg: Config, readers: int) -> Config:
 def _near(batch: int, once: int) -> str:
     """The multiples of `once` around a batch."""
     below = batch // once * once
-    return f"valid: {' or '.join(str(n) for n in (below, below + once) if n)}"
+    return " or ".join(str(n) for n in (below, below + once) if n)
 
 
 def require_routing(cfg: Config) -> None:
     """ConfigError unless a token's experts fit on the ranks it may reach, and tiles into a rank's tokens."""
     p, moe = cfg.parallel, cfg.model.moe
-    require(moe.top_k <= moe.reach(p.ep), too_few_devices(moe, p.ep))
+    require_reach(moe, p.ep)
     if moe.selection == "tiles":
         tokens = cfg.train.batch * cfg.train.seq // (p.cp * p.tp) * moe.top_k / moe.outputs
         mean = f"an expert gets {tokens:g} of a rank's tokens on average"
-        flags = "--train.batch x --train.seq x --model.moe.top-k / --model.moe.experts"
-        require(tokens >= moe.tile, f"--model.moe.tile={moe.tile}: {mean}, fewer than one tile ({flags})")
+        names = "train.batch", "train.seq", "model.moe.top_k"
+        sizes = f"{' x '.join(map(Setting, names))} / {Setting('model.moe.experts')}"
+        wrong = f"{mean}, fewer than one tile ({sizes})"
+        Section(cfg).require(tokens >= moe.tile, "model.moe.tile", wrong)
 
 
 def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
     """ConfigError unless tp, and cp by heads, divide the heads of this model's attention."""
-    heads = model.heads
+    parallel, heads = Section(p, "parallel."), model.heads
+    divide = f"must divide {Setting('model.heads', heads)}"
     degrees = divisors(heads)
     kinds = {model.kv_heads_in(model.window_of(layer)) for layer in range(model.layers)}
     for groups in sorted(kinds) if model.attention == "gqa" else ():
         degrees = [tp for tp in degrees if groups % tp == 0 or tp % groups == 0]
-        ok = p.tp in degrees
-        fit = f"must divide --model.heads={heads} and fit {groups} key heads; valid: {degrees}"
-        require(ok, f"--parallel.tp={p.tp}: {fit}")
-    require(p.tp in degrees, f"--parallel.tp={p.tp}: must divide --model.heads={heads}; valid: {degrees}")
+        parallel.require(p.tp in degrees, "tp", f"{divide} and fit {groups} key heads", degrees)
+    parallel.require(p.tp in degrees, "tp", divide, degrees)
     if p.cp_by == "heads":
         own = heads // p.tp
-        valid = f"must divide the {own} heads that tp leaves a rank; valid: {divisors(own)}"
-        require(own % p.cp == 0, f"--parallel.cp={p.cp}: {valid}, or --parallel.cp-by keys")
+        valid = f"{divisors(own)}, or {Setting('parallel.cp_by')} keys"
+        parallel.require(own % p.cp == 0, "cp", f"must divide the {own} heads that tp leaves a rank", valid)

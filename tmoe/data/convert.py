@@ -64,7 +64,7 @@ def convert(
         )
     from tmoe.config.run import require_columns  # late: --help does not wait for torch
 
-    require_columns(columns, "--columns")
+    require_columns(columns, "columns")
     surveyed = [survey(name, columns) for name in sources]
     skips = Skips(skip_malformed)
     size = sum(path.stat().st_size for source in surveyed for path, _ in source.files)

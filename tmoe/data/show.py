@@ -41,7 +41,7 @@ def show(
         rows: how many rows
         columns: other names of columns, OURS=THEIRS: messages=conversations
     """
-    require_columns(columns, "--columns")
+    require_columns(columns, "columns")
     console = Console(highlight=False, soft_wrap=True)
     source = survey(show, columns)
     chosen = load_tokenizer(tokenizer, "--tokenizer")

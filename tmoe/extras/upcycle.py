@@ -51,7 +51,7 @@ from tmoe.checkpoint.plans import carry_out, check_sizes, origin_of, with_histor
 from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
 from tmoe.checkpoint.tools import commands
 from tmoe.config.axes import ALONE, Axes
-from tmoe.config.check import require
+from tmoe.config.check import Setting, require
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.same import build_config
 from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL
@@ -135,22 +135,18 @@ def plan_upcycle(
     before = _dense_config(dense, manifest)
 
     # The settings of the model that comes out.
-    require(granularity >= 1, f"--granularity={granularity}: must be at least 1")
-    require(
-        before.ffn_dim % granularity == 0,
-        f"--granularity={granularity}: must divide the dense hidden width, model.ffn_dim={before.ffn_dim}",
-    )
-    for flag, value in (("experts", experts), ("top-k", top_k)):
-        require(
-            value >= 1 and value % granularity == 0,
-            f"--{flag}={value}: must be a positive multiple of --granularity={granularity}",
-        )
-    require(top_k <= experts, f"--top-k={top_k}: must be at most --experts={experts}")
+    require(granularity >= 1, "granularity", granularity, "must be at least 1")
+    divides = f"must divide the dense hidden width, model.ffn_dim={before.ffn_dim}"
+    require(before.ffn_dim % granularity == 0, "granularity", granularity, divides)
+    multiple = f"must be a positive multiple of {Setting('granularity', granularity)}"
+    for name, value in (("experts", experts), ("top_k", top_k)):
+        require(value >= 1 and value % granularity == 0, name, value, multiple)
+    require(top_k <= experts, "top_k", top_k, f"must be at most {Setting('experts', experts)}")
     width = before.ffn_dim // granularity
     moe = MoEConfig(experts=experts, top_k=top_k, ffn_dim=width, renormalize=renormalize)
     after = replace(before, moe=moe, dense_layers=dense_layers, moe_every=moe_every, dense_blocks=())
-    none = f"--dense-layers={dense_layers}: none of the {after.layers} blocks would be an MoE"
-    require(any(map(after.is_moe, range(after.layers))), none)
+    some = any(map(after.is_moe, range(after.layers)))
+    require(some, "dense_layers", dense_layers, f"none of the {after.layers} blocks would be an MoE")
 
     # What is read: the dense weights, and files of an original that still fit (its config and index do not).
     weights = {name.removeprefix(MODEL): e for name, e in manifest.tensors.items() if name.startswith(MODEL)}

@@ -28,7 +28,7 @@ import tyro
 
 from tmoe.base.disk import expand_home
 from tmoe.checkpoint.manifest import CheckpointError
-from tmoe.config.check import ConfigError, require
+from tmoe.config.check import ConfigError, Section, Setting, require
 from tmoe.data.chat.choice import another
 from tmoe.data.chat.encoding import Marker, prompt_text, spoken, turn_ends
 from tmoe.data.chat.held import tell
@@ -104,22 +104,21 @@ class Flags:
 
     def check(self) -> None:
         """ConfigError for flags that do not go together."""
-        require(self.n >= 1, f"-n={self.n}: must be at least 1")
-        require(not (self.prompt and self.file), "a prompt and --file: give one of them")
-        require(self.out is None or self.file is not None, f"--out={self.out}: needs --file")
+        own, chats = Section(self), f"needs {Setting('chat')}"
+        own.require(self.n >= 1, "n", "must be at least 1")
+        require(not (self.prompt and self.file), f"a prompt and {Setting('file')}: give one of them")
+        own.require(self.out is None or self.file is not None, "out", f"needs {Setting('file')}")
         exists = self.out is not None and self.out.exists()
-        require(not exists, f"--out={self.out}: is there already; name a new file")
+        own.require(not exists, "out", "is there already; name a new file")
         folder = self.out is None or self.out.parent.is_dir()
-        require(folder, f"--out={self.out}: its folder is not there; valid: a new file in a folder that is")
+        own.require(folder, "out", "its folder is not there", "a new file in a folder that is")
         chat = self.chat or self.file is not None
-        require(not self.system or chat, f"--system={self.system!r}: needs --chat")
+        require(not self.system or chat, "system", repr(self.system), chats)
         if self.temperature == 0:
+            unused = f"unused with {Setting('temperature', 0)}, the most probable token"
             for name in ("top_k", "top_p", "min_p"):
-                value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
-                unused = "unused with --temperature=0, the most probable token; valid: leave it out"
-                require(value is None, f"{flag}={value}: {unused}")
-        file = self.chat_template
-        require(file is None or chat, f"--chat-template={file}: needs --chat")
+                own.require(getattr(self, name) is None, name, unused, "leave it out")
+        own.require(self.chat_template is None or chat, "chat_template", chats)
 
     def sampling(self, loaded: Loaded) -> Sampling:
         """Flags, else what the folder says, else the defaults. ConfigError says whence a wrong value is."""
@@ -170,10 +169,11 @@ def run(flags: Flags) -> None:
     rows = read_prompts(flags.file) if flags.file else None
     prompt = flags.prompt
     talks = flags.chat and not prompt and rows is None
-    one = "a conversation has one answer to each message; valid: 1, or a prompt or --file"
-    require(not talks or flags.n == 1, f"-n={flags.n}: {one}")
+    one, valid = "a conversation has one answer to each message", f"1, or a prompt or {Setting('file')}"
+    require(not talks or flags.n == 1, "n", flags.n, one, valid)
     if not prompt and rows is None and not talks:
-        require(not sys.stdin.isatty(), 'give a prompt ("..."), --file PROMPTS or --chat')
+        ways = f'give a prompt ("..."), {Setting("file")} PROMPTS or {Setting("chat")}'
+        require(not sys.stdin.isatty(), ways)
         prompt = "".join(piped())
     begun = time.perf_counter()
     loaded = load(flags.path, flags.tokenizer, flags.device, flags.dtype)
@@ -291,10 +291,11 @@ class Speaker:
         flags = self.flags
         chat = flags.chat or is_chat(rows[0])
         mixed = not flags.chat and any(is_chat(row) != chat for row in rows)
-        require(not mixed, f"--file={flags.file}: rows with prompt and rows with messages: need --chat")
+        wrong = f"rows with prompt and rows with messages: need {Setting('chat')}"
+        require(not mixed, "file", flags.file, wrong)
         prompts = []
         for number, row in enumerate(rows):
-            where = f"--file={flags.file}: prompt {number + 1}"
+            where = f"{Setting('file', flags.file)}: prompt {number + 1}"
             try:
                 if chat:
                     messages = row["messages"] if is_chat(row) else [user(row["prompt"])]
@@ -303,7 +304,7 @@ class Speaker:
                 else:
                     prompts.append(self.engine.ids_of(number, row["prompt"]))
             except ValueError as error:
-                raise ValueError(f"{where}: {spelt(error)}") from None
+                raise ConfigError(f"{where}: {spelt(error)}") from None
         if self.left:
             note(tell(self.left, self.template().source))
         clock = Clock()

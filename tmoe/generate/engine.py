@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.config.check import FLOATS, ConfigError, fits, require
+from tmoe.config.check import FLOATS, ConfigError, Setting, fits, require
 from tmoe.config.model import no_bits
 from tmoe.data.chat.format import ends_of
 from tmoe.generate.cache import PAGE, bytes_a_token
@@ -82,7 +82,8 @@ def require_bits(model: Transformer) -> None:
     why = no_bits(model.cfg)
     require(why is None, f"bits: {why}")
     eager = not any(isinstance(block, Block) and block.must_compile for block in model.blocks)
-    require(eager, "bits: compiled blocks round otherwise than single steps; needs --no-compile")
+    alone = "bits: compiled blocks round otherwise than single steps"
+    require(eager, f"{alone}; needs {Setting('compile', False)}")
 
 
 def can_be_graphs(model: Transformer) -> bool:
@@ -91,14 +92,15 @@ def can_be_graphs(model: Transformer) -> bool:
     return model.head_weight.is_cuda and not own
 
 
-def require_pool(pool: float, spans: Sequence[Span], n: int, a_page: int, flag: str = "--pool-gib") -> None:
+def require_pool(pool: float, spans: Sequence[Span], n: int, a_page: int, setting: str = "pool_gib") -> None:
     """ConfigError unless so many bytes, in pages of so many, hold each answer alone, n to each prompt."""
     largest = max(spans, key=lambda span: alone(span, n))
     needs = 1 + alone(largest, n)
     has = f"{pool / 2**30:.3g} GiB for keys and values"
     asks = f"one answer of {largest.tokens} tokens, its prompt included, needs"
     where = f"{asks} {needs * a_page / 2**30:.3g}, {needs} pages of {PAGE} tokens"
-    require(pool >= needs * a_page, f"{flag}: {has}, but {where}; a larger pool, or fewer tokens")
+    wrong = f"{has}, but {where}; a larger pool, or fewer tokens"
+    require(pool >= needs * a_page, setting, True, wrong)
 
 
 def whole(value: object) -> int | None:
@@ -129,6 +131,11 @@ def ids_in(values: object, where: str, vocab: int) -> list[int]:
     for one, i in zip(members, ids, strict=True):
         require(i is not None and 0 <= i < vocab, f"{where}: has the id {one!r}; {valid}")
     return cast(list[int], ids)
+
+
+def _text(error: BaseException) -> str:
+    """What is wrong, settings marked."""
+    return error.text if isinstance(error, ConfigError) else str(error.args[0])
 
 
 class Engine:
@@ -165,9 +172,10 @@ class Engine:
         bits: bool = False,
     ):
         require_whole(model)
-        require(fits(slots, int) and slots >= 1, f"--slots={slots!r}: must be a whole number of at least 1")
+        ok = fits(slots, int) and slots >= 1
+        require(ok, "slots", repr(slots), "must be a whole number of at least 1")
         ok = pool_gib is None or (fits(pool_gib, float) and 0 < pool_gib <= FLOATS[1])
-        require(ok, f"--pool-gib={pool_gib!r}: must be a number above 0, and finite")
+        require(ok, "pool_gib", repr(pool_gib), "must be a number above 0, and finite")
         known = all(hasattr(tokenizer, name) for name in ("encode", "decode", "eos", "vocab"))
         kind = type(tokenizer).__name__
         require(tokenizer is None or known, f"tokenizer: got {kind}, valid is one of tmoe.data, or None")
@@ -254,11 +262,11 @@ class Engine:
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, numbers: Sequence[int] | None
     ) -> tuple[list[list[int]], list[int]]:
         """The prompts' tokens and numbers; ValueError unless all of a call can be made."""
-        require(fits(n, int) and n >= 1, f"n={n!r}: must be a whole number of at least 1")
+        require(fits(n, int) and n >= 1, "n", repr(n), "must be a whole number of at least 1")
         kind = type(sampling).__name__
         require(isinstance(sampling, Sampling), f"sampling: got {kind}, valid is tmoe.Sampling(...) or None")
-        valid = "needs a tokenizer: Engine(model, tokenizer)"
-        require(not sampling.stop or self.tokenizer is not None, f"stop={sampling.stop}: {valid}")
+        needs = "needs a tokenizer: Engine(model, tokenizer)"
+        require(not sampling.stop or self.tokenizer is not None, f"stop={sampling.stop}: {needs}")
         stops = ids_in(sampling.stop_ids, "stop_ids", self.model.cfg.vocab)
         left = set(range(self.known)).difference(sampling.suppress)
         require(len(left) > 0, "suppress: holds every token that has a text; valid: fewer")
@@ -278,9 +286,7 @@ class Engine:
         A collective of these.
         """
         group = dist.group.WORLD if is_laid_out(self.model) else None
-        result, error, failures = attempt(
-            work, group, (ValueError, TypeError), lambda error: str(error.args[0])
-        )
+        result, error, failures = attempt(work, group, (ValueError, TypeError), _text)
         if error is not None and group is None:
             raise error
         if failures:

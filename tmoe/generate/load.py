@@ -18,7 +18,7 @@ from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
-from tmoe.config.check import require
+from tmoe.config.check import ConfigError, require
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import build_config
 from tmoe.data.chat.format import ends_of
@@ -110,14 +110,15 @@ def device_of(name: str | None) -> torch.device:
     found = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", name or ("cuda" if count else "cpu"))
     there = found is not None and (found[0] == "cpu" or int(found[1] or 0) < count)
     valid = "cpu" if not count else f"cpu, cuda or cuda:0 to cuda:{count - 1}"
-    require(there, f"--device={name}: valid here: {valid}")
+    require(there, "device", name, f"valid here: {valid}")
     return torch.device(cast(re.Match, found)[0])
 
 
 def find(path: Path) -> Path:
     """The step folder or Hugging Face folder that a path means."""
     require_folder(path)
-    require(path.is_dir(), f"{path}: no such folder; valid: {KINDS}")
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder", valid=KINDS)
     if is_folder(path):
         return path
     if steps := folders.steps_in(path):

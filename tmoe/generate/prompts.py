@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tmoe.config.check import require
+from tmoe.config.check import ConfigError, Setting, require
 from tmoe.generate.engine import Piece, Sample
 
 ROW = '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
@@ -21,22 +21,23 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
     Other fields of a row are kept. Empty lines are left out. ValueError names the line that is no row.
     """
-    require(path.is_file(), f"--file={path}: no such file")
+    require(path.is_file(), "file", path, "no such file")
+    place = Setting("file", path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--file={path}: not UTF-8 at byte {error.start}") from None
+        raise ConfigError.of("file", path, f"not UTF-8 at byte {error.start}") from None
     if path.suffix == ".json":
-        found = enumerate(_parsed(text, f"--file={path}", list), 1)
-        rows = [_row(value, f"--file={path}: row {i}") for i, value in found]
+        found = enumerate(_parsed(text, place, list), 1)
+        rows = [_row(value, f"{place}: row {i}") for i, value in found]
     else:
-        lines = [(f"--file={path}:{i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+        lines = [(f"{place}:{i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
         jsonl = path.suffix == ".jsonl"
         rows = [
             _row(_parsed(line, where, dict), where) if jsonl else dict(prompt=line.removesuffix("\r"))
             for where, line in lines
         ]
-    require(len(rows) > 0, f"--file={path}: holds no prompt")
+    require(len(rows) > 0, "file", path, "holds no prompt")
     return rows
 
 
@@ -44,7 +45,7 @@ def _parsed(text: str, where: str, kind: type) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON: {error}") from None
+        raise ConfigError(f"{where}: not JSON: {error}") from None
     require(isinstance(value, kind), f"{where}: must be {'a list of rows' if kind is list else ROW}")
     return value
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tmoe.config.check import COLDEST, FLOATS, check, require
+from tmoe.config.check import COLDEST, FLOATS, check
 from tmoe.ops.decode.sample import Drawn, draw, keep, uniforms
 
 __all__ = ["Drawn", "Sampling", "draw", "keep", "uniforms"]
@@ -49,23 +49,17 @@ class Sampling:
     """a token is a function of its probabilities, this, its prompt's number, its answer's, and its place"""
 
     def __post_init__(self) -> None:
-        check(self, "--", one="max_tokens", zero="top_k min_tokens temperature seed")
+        own = check(self, "", one="max_tokens", zero="top_k min_tokens temperature seed")
         heat = self.temperature
-        require(heat == 0 or heat >= COLDEST, f"--temperature={heat}: must be 0, or at least {COLDEST}")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            low = value > 0 if name == "top_p" else value >= 0
-            valid = "above 0 and at most 1" if name == "top_p" else "from 0 to 1"
-            require(low and value <= 1, f"--{name.replace('_', '-')}={value}: must be {valid}")
-        penalty = self.repetition_penalty
-        valid = "must be above 0, in float32"
-        require(FLOATS[0] <= penalty <= FLOATS[1], f"--repetition-penalty={penalty}: {valid}")
-        most = self.max_tokens
-        require(most <= LONGEST, f"--max-tokens={most}: must be at most {LONGEST}")
-        require(
-            self.min_tokens <= most, f"--min-tokens={self.min_tokens}: must be at most --max-tokens={most}"
-        )
-        require("" not in self.stop, f"--stop={self.stop}: must not hold an empty text")
+        own.require(heat == 0 or heat >= COLDEST, "temperature", f"must be 0, or at least {COLDEST}")
+        own.require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
+        own.require(0 <= self.min_p <= 1, "min_p", "must be from 0 to 1")
+        divides = FLOATS[0] <= self.repetition_penalty <= FLOATS[1]
+        own.require(divides, "repetition_penalty", "must be above 0, in float32")
+        own.require(self.max_tokens <= LONGEST, "max_tokens", f"must be at most {LONGEST}")
+        most = f"must be at most {own.said('max_tokens')}"
+        own.require(self.min_tokens <= self.max_tokens, "min_tokens", most)
+        own.require("" not in self.stop, "stop", "must not hold an empty text")
         for name in ("stop_ids", "suppress"):
             ids = getattr(self, name)
-            require(min(ids, default=0) >= 0, f"--{name.replace('_', '-')}={ids}: must be 0 or more")
+            own.require(min(ids, default=0) >= 0, name, "must be 0 or more")

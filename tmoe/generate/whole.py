@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tmoe.config.check import require
+from tmoe.config.check import Setting, require
 from tmoe.generate.cache import PAGE
 from tmoe.model.spread import ALONE
 from tmoe.model.transformer import Block, Transformer
@@ -46,7 +46,8 @@ def require_whole(model: object) -> None:
     valid = "valid is a Transformer, on one device or laid out by parallelize"
     kind = type(model).__name__
     stage = kind == "Stages" or (isinstance(model, Transformer) and not (model.first and model.last))
-    require(not stage, f"model: got a {kind} of a pipeline, but --parallel.pp must be 1 for an engine")
+    one = f"{Setting('parallel.pp')} must be 1 for an engine"
+    require(not stage, f"model: got a {kind} of a pipeline, but {one}")
     require(isinstance(model, Transformer), f"model: got a {kind}, {valid}")
 
 

@@ -113,7 +113,7 @@ def read_config(hf: HF) -> ModelConfig:
         except KeyError as missing:
             problems.append(f"{missing.args[0]}: missing")
         except ConfigError as error:
-            problems.append(str(error.args[0]))
+            problems.append(error.wrong)
     _refuse(arch, _miscounted(arch, said, found))
 
     keys = found.get("kv_heads")

@@ -28,7 +28,7 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
 from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
-from tmoe.config.check import require
+from tmoe.config.check import Setting, require
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import build_config, differences
 from tmoe.hf.card import README, card
@@ -103,7 +103,7 @@ def export_hf(
         private: with push: a new repository is private
         license: what README.md says, where the original has none: apache-2.0, other, ...
     """
-    require(push is not None or not private, "--private: needs --push")
+    require(push is not None or not private, "private", True, f"needs {Setting('push')}")
     require_absent(hf_dir)
     if push is not None:
         require_login(push)

@@ -75,12 +75,13 @@ def require_login(repo: str) -> None:
     from huggingface_hub import HfApi
 
     if not NAME.fullmatch(repo):
-        raise ConfigError(f"--push={repo}: must be OWNER/NAME")
+        raise ConfigError.of("push", repo, "must be OWNER/NAME")
     try:
         HfApi().whoami()
     except Exception as error:  # no token, a wrong one, no connection
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"--push={repo}: the hub knows no login here ({why}); hf auth login") from None
+        wrong = f"the hub knows no login here ({why}); hf auth login"
+        raise ConfigError.of("push", repo, wrong) from None
 
 
 def upload(folder: Path, repo: str, private: bool) -> str:

@@ -43,6 +43,7 @@ from tmoe.checkpoint.manifest import Manifest
 from tmoe.checkpoint.resume import require_same_run
 from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
 from tmoe.config.axes import ALONE, Axes
+from tmoe.config.check import spelt
 from tmoe.config.same import build_config
 from tmoe.hf.export import export_hf
 from tmoe.hf.families import print_families
@@ -101,7 +102,7 @@ def import_hf(
     print(f"{step_dir}: {len(plan.outputs)} tensors, {decimal(needed)} of {decimal(free)} free; {done}")
     model = build_config(plan.manifest.info["config"]["model"])
     if model.moe.untrained and any(map(model.is_moe, range(model.layers))):
-        print(f"note: {model.moe.untrained}")
+        print(f"note: {spelt(model.moe.untrained)}")
     if packed := plan.manifest.info["packed"]:
         print(f"{hf_dir}: {unpacked(packed)}")
     if plan.manifest.info["own_head"]:

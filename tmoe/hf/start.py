@@ -105,23 +105,22 @@ def model_of(path: Path, weights: bool = True) -> ModelConfig:
     config = manifest.info.get("config")
     settings = config.get("model") if isinstance(config, dict) else None
     if not isinstance(settings, dict):
-        raise ConfigError(
-            f"--init={path}: {step_dir} does not say what its model is; name a preset and flags"
-        )
+        wrong = f"{step_dir} does not say what its model is; name a preset and flags"
+        raise ConfigError.of("init", path, wrong)
     return build_config(settings)
 
 
 def _find_step(path: Path) -> tuple[Path, Manifest]:
     """Where --init's step lies, and its manifest. An error says what else there is, or how to get it."""
-    valid = "valid: a run folder, a step folder or a Hugging Face folder"
+    valid = "a run folder, a step folder or a Hugging Face folder"
     wrong = "a file, and no folder" if path.is_file() else "no such folder"
     try:
         step_dir = resolve(path)
-        require(step_dir.is_dir(), f"--init={path}: {wrong}; {valid}")
+        require(step_dir.is_dir(), "init", path, wrong, valid)
         return step_dir, read_manifest(step_dir)
     except CheckpointError as error:
         why = hint(path).removeprefix("; ") or str(error)
-        raise CheckpointError(f"--init={path}: {why}; {valid}") from None
+        raise CheckpointError(f"--init={path}: {why}; valid: {valid}") from None
 
 
 def _plan_load(

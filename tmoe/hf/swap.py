@@ -164,7 +164,7 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
         try:
             marks[name] = read_marks(theirs)
         except ConfigError as error:
-            raise ConfigError(f"swap_experts: {name} {error.args[0]}") from None
+            raise ConfigError(f"swap_experts: {name} {error.wrong}") from None
     if not found:
         raise ConfigError(f"swap_experts: {_none_found(kind, modules)}")
     made: dict[nn.Module, SwappedExperts] = {}

@@ -28,7 +28,7 @@ from torch import Tensor
 from tmoe.base.disk import written_whole
 from tmoe.base.optional import Onlooker, reason
 from tmoe.config.axes import Axes
-from tmoe.config.check import ConfigError, require
+from tmoe.config.check import ConfigError, Setting, require
 from tmoe.config.run import Config
 from tmoe.log import routing_log
 from tmoe.log.idle import IdleExperts
@@ -107,11 +107,9 @@ class Metrics:
         facts: dict[str, Any] | None = None,
         held: BinaryIO | None = None,
     ) -> None:
-        require(
-            cfg.log.wandb is None or importlib.util.find_spec("wandb") is not None,
-            f"--log.wandb={cfg.log.wandb}: the package wandb is missing: "
-            "pip install wandb, or leave the flag out",
-        )
+        there = cfg.log.wandb is None or importlib.util.find_spec("wandb") is not None
+        missing = "the package wandb is missing: pip install wandb, or leave the flag out"
+        require(there, "log.wandb", cfg.log.wandb, missing)
         self.cfg = cfg
         self.world = world
         self.device = device
@@ -483,9 +481,8 @@ def write_config(
         starts = [*(old for old in starts if old["step"] < start_step), start]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         # a config.json of something else, of a model for example
-        raise ConfigError(
-            f"{path}: no config.json of a run ({error}); move it away, or choose another --out"
-        ) from error
+        away = f"move it away, or choose another {Setting('out')}"
+        raise ConfigError(f"{path}: no config.json of a run ({error}); {away}") from error
     total, active, _ = count_parameters(cfg.model)
     content = {
         "config": dataclasses.asdict(cfg),
@@ -569,7 +566,6 @@ def start_wandb(cfg: Config, run: Path, start_step: int) -> Wandb:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit as well: other ranks wait to hear of it
-        raise ConfigError(
-            f"--log.wandb={cfg.log.wandb}: W&B could not be started; mend that (`wandb login`, or "
-            f"WANDB_MODE=offline in the environment), or leave the flag out: {reason(error)}"
-        ) from error
+        mend = "mend that (`wandb login`, or WANDB_MODE=offline in the environment), or leave the flag out"
+        wrong = f"W&B could not be started; {mend}: {reason(error)}"
+        raise ConfigError.of("log.wandb", cfg.log.wandb, wrong) from error

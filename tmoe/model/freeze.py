@@ -41,17 +41,16 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 def require_matches(cfg: Config) -> None:
     """ConfigError where a pattern of --optim.freeze or .lr-factors is in no name, or freezes everything."""
     patterns = {"freeze": [cfg.optim.freeze] if cfg.optim.freeze else []}
-    patterns["lr-factors"] = [pattern for pattern, _ in cfg.optim.factors]
+    patterns["lr_factors"] = [pattern for pattern, _ in cfg.optim.factors]
     if not any(patterns.values()):
         return
     with torch.device("meta"):
         names = [name for name, _ in Transformer(cfg.model).named_parameters()]
     some = sorted({re.sub(r"\bblocks\.\d+\.", "", name) for name in names})
-    for flag, given in patterns.items():
+    for name, given in patterns.items():
         for pattern in given:
             found = matching(pattern, names)
-            require(
-                len(found) > 0, f"--optim.{flag}={pattern}: found in no parameter's name; names end in {some}"
-            )
-            everything = flag == "freeze" and len(found) == len(names)
-            require(not everything, f"--optim.freeze={pattern}: nothing is left to train")
+            wrong = f"found in no parameter's name; names end in {some}"
+            require(len(found) > 0, f"optim.{name}", pattern, wrong)
+            everything = name == "freeze" and len(found) == len(names)
+            require(not everything, "optim.freeze", pattern, "nothing is left to train")

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tmoe.base.private_torch import find
-from tmoe.config.model import too_few_devices
+from tmoe.config.check import ConfigError, Setting
+from tmoe.config.model import require_reach
 from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.compiler import compiled
 from tmoe.model.spread import Spread
@@ -225,16 +226,15 @@ def require_divisible(moe: MoE, mesh: Mesh) -> None:
     ep, etp = mesh.axes.ep, mesh.axes.etp
     E = moe.router.cfg.experts
     if E % ep:
-        raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
+        raise ConfigError.of("parallel.ep", ep, f"must divide {Setting('model.moe.experts', E)}")
     cfg = moe.router.cfg
-    if cfg.top_k > cfg.reach(ep):
-        raise ValueError(too_few_devices(cfg, ep))
+    require_reach(cfg, ep)
     if isinstance(moe.experts, OwnExperts):
         require(etp == 1, "--parallel.etp", etp, "1 with experts of your own: it divides the width of tmoe's")
         return
     width = moe.experts.gate_up.shape[1] // cfg.halves
     if width % etp:
-        raise ValueError(f"--parallel.etp={etp}: must divide --model.moe.ffn-dim={width}")
+        raise ConfigError.of("parallel.etp", etp, f"must divide {Setting('model.moe.ffn_dim', width)}")
 
 
 def require_whole(model: nn.Module, mesh: Mesh) -> None:

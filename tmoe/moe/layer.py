@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tmoe.config.check import spelt
 from tmoe.config.model import MoEConfig
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.exchange.adaptive import Cost
@@ -102,13 +103,13 @@ def warn_if_untrained(cfg: MoEConfig) -> None:
     A warning, not an error, for a model whose weights may still be loaded.
     """
     if cfg.untrained and not (dist.is_initialized() and dist.get_rank()):
-        warnings.warn(cfg.untrained, stacklevel=1)
+        warnings.warn(spelt(cfg.untrained), stacklevel=1)
 
 
 def warn_if_acausal(cfg: MoEConfig) -> None:
     """Warns, once per process and on one rank, of a selection that lets a causal model see later tokens."""
     if cfg.acausal and not (dist.is_initialized() and dist.get_rank()):
-        warnings.warn(cfg.acausal, stacklevel=1)
+        warnings.warn(spelt(cfg.acausal), stacklevel=1)
 
 
 class Call(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch.distributed.tensor import Shard
 
 from tmoe.config.axes import Axes
-from tmoe.config.check import MOST, ConfigError
+from tmoe.config.check import MOST, ConfigError, Setting
 from tmoe.parallel.mesh import shard_dim
 
 # parameters of tmoe.moe.experts.Experts, or of somebody's own, and what the optimizer keeps for them
@@ -48,9 +48,10 @@ def axes_of_flags(world: int, ep: int) -> Axes:
     Raises ConfigError where the world is too large or ep does not divide it.
     """
     if world < 1 or ep < 1 or world % ep:
-        raise ConfigError(f"--world={world} --ep={ep}: both at least 1, and ep must divide the world")
+        both = f"{world} {Setting('ep', ep)}"
+        raise ConfigError.of("world", both, "both at least 1, and ep must divide the world")
     if world > MOST["world"]:
-        raise ConfigError(f"--world={world}: must be at most {MOST['world']}")
+        raise ConfigError.of("world", world, f"must be at most {MOST['world']}")
     return Axes(dp=world // ep, ep=ep)
 
 
@@ -66,7 +67,7 @@ def lay_out(shapes: dict[str, tuple[int, ...]], axes: Axes) -> dict[str, Layout]
     for name, shape in shapes.items():
         if EXPERTS.fullmatch(name) and shape:
             if shape[0] % ep:
-                raise ConfigError(f"--ep={ep}: must divide the {shape[0]} experts of {name}")
+                raise ConfigError.of("ep", ep, f"must divide the {shape[0]} experts of {name}")
             modules.setdefault(name.rpartition(".")[0], []).append((shape[0] // ep, *shape[1:]))
     dims = {module: shard_dim(local, axes.dp) for module, local in modules.items()}
     found = {name: _layout(shape, axes, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()}

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.base.private_torch import find, lacks, note, take
 from tmoe.config.axes import Axes, Place
-from tmoe.config.check import ConfigError, divisors
+from tmoe.config.check import ConfigError, Setting, divisors
 from tmoe.parallel.launcher import join, launcher_world
 
 _get_default_store = take(
@@ -277,6 +277,9 @@ def nodes_of_ranks() -> list[str]:
     return json.loads(store.get("all"))
 
 
+ACROSS = f"{Setting('parallel.ep_across_nodes')} to exchange tokens over the slower network"
+
+
 def require_inside_nodes(axes: Axes, nodes: Sequence[str], ep_across_nodes: bool) -> None:
     """ValueError unless neighbouring ranks of tp, of etp and of ep share a node.
 
@@ -293,18 +296,13 @@ def require_inside_nodes(axes: Axes, nodes: Sequence[str], ep_across_nodes: bool
 
     for name, size in (("tp", axes.tp), ("etp", axes.etp * axes.ep if axes.etp > 1 else 1)):
         if groups := spanning(size):
-            of = "" if name == "tp" else f" x --parallel.ep={axes.ep} = {size}"
-            raise ConfigError(
-                f"--parallel.{name}={getattr(axes, name)}{of}: {len(groups)} of {len(nodes) // size} groups "
-                f"would span nodes (of {sizes} processes); valid: {fitting()}"
-            )
+            of = "" if name == "tp" else f" x {Setting('parallel.ep', axes.ep)} = {size}"
+            wrong = f"{len(groups)} of {len(nodes) // size} groups would span nodes (of {sizes} processes)"
+            raise ConfigError.of(f"parallel.{name}", f"{getattr(axes, name)}{of}", wrong, fitting())
     ep = axes.ep
     if not ep_across_nodes and (groups := spanning(ep)):
-        raise ConfigError(
-            f"--parallel.ep={ep}: {len(groups)} of {len(nodes) // ep} expert groups would span nodes "
-            f"(of {sizes} processes); "
-            f"valid: {fitting()}, or --parallel.ep-across-nodes to exchange tokens over the slower network"
-        )
+        wrong = f"{len(groups)} of {len(nodes) // ep} expert groups would span nodes (of {sizes} processes)"
+        raise ConfigError.of("parallel.ep", ep, wrong, f"{fitting()}, or {ACROSS}")
 
 
 def require_a_group_per_node(axes: Axes) -> None:
@@ -316,11 +314,9 @@ def require_a_group_per_node(axes: Axes) -> None:
     nodes = launcher_world().nodes or 1
     world, ep = axes.world, axes.ep
     if world // ep < nodes:
-        raise ConfigError(
-            f"--parallel.ep={ep}: {world // ep} expert groups on {nodes} nodes would span nodes; "
-            f"valid: what divides the processes of every node ({world // nodes} on average), "
-            "or --parallel.ep-across-nodes to exchange tokens over the slower network"
-        )
+        wrong = f"{world // ep} expert groups on {nodes} nodes would span nodes"
+        valid = f"what divides the processes of every node ({world // nodes} on average), or {ACROSS}"
+        raise ConfigError.of("parallel.ep", ep, wrong, valid)
 
 
 def shard_dim(shapes: Sequence[Sequence[int]], dp: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from tmoe.config.axes import Axes
-from tmoe.config.check import ConfigError
+from tmoe.config.check import ConfigError, Setting
 from tmoe.config.gpus import GPUS
 from tmoe.config.run import Config
 from tmoe.plan.memory import held_at_most, memory_per_rank, peak_bytes
@@ -109,15 +109,13 @@ def require_room(cfg: Config, axes: Axes, room: int) -> None:
     need, what = needed(cfg, axes)
     if need <= room:
         return
-    flags = dict(dp=axes.dp, ep=axes.ep)
-    flags |= {name: size for name, size in vars(axes).items() if size > 1 and name not in flags}
-    layout = " ".join(f"--parallel.{name}={size}" for name, size in flags.items())
+    sizes = dict(dp=axes.dp, ep=axes.ep)
+    sizes |= {name: size for name, size in vars(axes).items() if size > 1 and name not in sizes}
+    layout = " ".join(Setting(f"parallel.{name}", size) for name, size in sizes.items())
     change = smallest_change(cfg, [axes], lambda c, a: needed(c, a)[0] <= room)
     advice = f"this would fit: {change}" if change else "use more ranks or a smaller --model"
-    raise ConfigError(
-        f"{layout}: a rank has {room / 2**30:.1f} GiB of memory "
-        f"and needs {need / 2**30:.1f} for {what}; {advice} (--dry-run lists the parts)"
-    )
+    has = f"a rank has {room / 2**30:.1f} GiB of memory and needs {need / 2**30:.1f} for {what}"
+    raise ConfigError(f"{layout}: {has}; {advice} ({Setting('dry_run')} lists the parts)")
 
 
 def needed(cfg: Config, axes: Axes) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tmoe.config.axes import Axes
-from tmoe.config.check import require
+from tmoe.config.check import Setting, require
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.model.count import Shape, block_shapes, numel, root_shapes
@@ -71,10 +71,9 @@ def held_at_most(cfg: Config, axes: Axes) -> int:
 def memory_of_stages(cfg: Config, axes: Axes) -> list[dict[str, int]]:
     """`memory_per_rank`'s bytes of a rank of each pipeline stage, by stage."""
     model = cfg.model
-    require(
-        not any(map(model.is_moe, range(model.layers))) or model.moe.experts % axes.ep == 0,
-        f"--parallel.ep={axes.ep}: must divide --model.moe.experts={model.moe.experts}",
-    )
+    divides = not any(map(model.is_moe, range(model.layers))) or model.moe.experts % axes.ep == 0
+    wrong = f"must divide {Setting('model.moe.experts', model.moe.experts)}"
+    require(divides, "parallel.ep", axes.ep, wrong)
     if axes.pp == 1:
         whole = range(model.layers)
         return [_stage(cfg, axes, [whole], blocks_bytes(cfg, axes, whole))]

@@ -117,7 +117,7 @@ class Grpo(Task):
             spans = [Span(0, length, length + self.cfg.answer_tokens) for length in lengths]
             dtype = torch.bfloat16 if self.cfg.train.dtype == "bf16" else torch.float32
             a_page = PAGE * bytes_a_token(self.cfg.model, dtype)
-            require_pool(g.pool_gib * 2**30, spans, g.group, a_page, "--grpo.pool-gib")
+            require_pool(g.pool_gib * 2**30, spans, g.group, a_page, "grpo.pool_gib")
         return data
 
     @property

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.config.check import require
+from tmoe.config.check import Setting, require
 from tmoe.config.model import IGNORE
-from tmoe.config.run import Config
+from tmoe.config.run import Config, require_no_noise
 from tmoe.data.chat.dataset import ChatBatch, ChatDataset, open_chat
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
@@ -51,9 +51,7 @@ class Preference(Task):
 
     def __init__(self, cfg: Config, mesh: Mesh):
         super().__init__(cfg, mesh)
-        drops = cfg.model.dropout or cfg.model.moe.jitter
-        flags = "--model.dropout, --model.moe.jitter"
-        require(not drops, f"{flags}: {drops} changes log-probs; --task preference needs 0")
+        require_no_noise(cfg.model, "preference")
         self.reference_N: Tensor | None = None  # log-probs of all sequences, fp64
         p = cfg.preference
         self.beta = p.beta or (2.0 if p.loss == "simpo" else 0.1)
@@ -131,7 +129,7 @@ class Preference(Task):
         store = run.together(lambda: self._store(weights, tokens, step))
         if gathered(store.missing() and "some", run.control)[0]:
             gone = f"{store.folder}: lacks the reference's log-probs, and weights have moved for {step} steps"
-            again = "bring the folder back, or start anew with --resume none"
+            again = f"bring the folder back, or start anew with {Setting('resume')} none"
             run.together(lambda: require(step == 0, f"{gone}; {again}"))
             found = torch.full((self.copies * self.total,), -math.inf, dtype=torch.float64)
             model.eval()

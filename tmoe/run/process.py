@@ -186,9 +186,8 @@ class Runtime:
                 Path(out).mkdir(parents=True, exist_ok=True)
                 file = open(Path(out, ".lock"), "a+b")  # noqa: SIM115 (stays open)
             except OSError as error:
-                raise ConfigError(
-                    f"--out={out}: no files can be made there ({error.strerror}); name a folder on a disk"
-                ) from None
+                wrong = f"no files can be made there ({error.strerror}); name a folder on a disk"
+                raise ConfigError.of("out", out, wrong) from None
             deadline = time.monotonic() + LINGERS
             while True:
                 try:
@@ -199,10 +198,8 @@ class Runtime:
                     if time.monotonic() > deadline:
                         holder = signed(file)
                         file.close()
-                        raise ConfigError(
-                            f"--out={out}: another process{holder} trains into it; "
-                            "end that one, or choose another"
-                        ) from None
+                        wrong = f"another process{holder} trains into it; end that one, or choose another"
+                        raise ConfigError.of("out", out, wrong) from None
                     time.sleep(0.1)
                 except OSError:  # no locks here
                     return file

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from tmoe.config.check import ConfigError
 from tmoe.post.rewards.sample import RewardSample
-from tmoe.post.rewards.words import FLAG, Term
+from tmoe.post.rewards.words import SETTING, Term
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S = 120.0  # until a worker has imported what its rewards need
@@ -330,7 +330,7 @@ class Pool:
         if not worker.ready:
             self.failed += 1
             if not self.started:
-                raise ConfigError(f"{FLAG}={' '.join(term.word for term in self.terms)}: {why}")
+                raise ConfigError.of(SETTING, " ".join(term.word for term in self.terms), why)
             if self.failed == MOST_STARTS:
                 raise RuntimeError(f"rewards: {why}, {MOST_STARTS} times in a row")
         elif (job := worker.job) is not None:

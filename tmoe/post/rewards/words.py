@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tmoe.config.check import FLOATS, ConfigError
+from tmoe.config.check import FLOATS, ConfigError, Setting
 
-FLAG = "--grpo.rewards"
+SETTING = "grpo.rewards"
 NAMES = "exact", "number", "boxed", "choice", "regex", "length", "code"
-VALID = f"valid: {', '.join(NAMES)} or FILE.py:FUNCTION, each with :WEIGHT or without"
+VALID = f"{', '.join(NAMES)} or FILE.py:FUNCTION, each with :WEIGHT or without"
 FROM_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)(?::(?P<weight>[^:]*))?")
 BY_NAME = re.compile(r"(?P<name>\w+)(?:\((?P<argument>.*)\))?(?::(?P<weight>[^:()]*))?", re.DOTALL)
 
@@ -41,20 +41,21 @@ class Term(NamedTuple):
     """the file's text at the start: what is edited later does not change the run"""
 
     def refuse(self, why: str) -> ConfigError:
-        return ConfigError(f"{FLAG}={self.word}: {why}")
+        return ConfigError.of(SETTING, self.word, why)
 
 
 def parse(words: Sequence[str], *, code: bool) -> list[Term]:
     """ConfigError for a word that says no reward, or one that is said twice."""
     if isinstance(words, str) or not words:
-        raise ConfigError(f"{FLAG}={words!r}: must be a list of at least one reward; {VALID}")
+        raise ConfigError.of(SETTING, repr(words), "must be a list of at least one reward", VALID)
     terms = [_term(word, code) for word in words]
     count = Counter(term.name for term in terms)
     # two functions of one name, or two patterns, are called by all that was said of them
     longer = [term._replace(label=term.said) if count[term.name] > 1 else term for term in terms]
     for label, times in Counter(term.label for term in longer).items():
         if times > 1:
-            raise ConfigError(f"{FLAG}={' '.join(words)}: {label} is there {times} times; give it once")
+            wrong = f"{label} is there {times} times; give it once"
+            raise ConfigError.of(SETTING, " ".join(words), wrong)
     return longer
 
 
@@ -62,7 +63,7 @@ def _term(word: str, code: bool) -> Term:
     found = FROM_FILE.fullmatch(word) or BY_NAME.fullmatch(word)
     if found is None or (found.re is BY_NAME and found["name"] not in NAMES):
         nameless = f"names no function, as {word}:FUNCTION does; " if word.endswith(".py") else ""
-        raise ConfigError(f"{FLAG}={word}: {nameless}{VALID}")
+        raise ConfigError.of(SETTING, word, f"{nameless}valid: {VALID}")
     name = found["name"]
     weight = found["weight"]
     said = word if weight is None else word.removesuffix(f":{weight}")
@@ -79,7 +80,7 @@ def _weight(word: str, text: str | None) -> float:
         weight = math.nan
     if not FLOATS[0] <= abs(weight) <= FLOATS[1]:
         valid = "must be a finite number other than 0, in float32"
-        raise ConfigError(f"{FLAG}={word}: the weight {text!r} {valid}")
+        raise ConfigError.of(SETTING, word, f"the weight {text!r} {valid}")
     return weight
 
 
@@ -97,7 +98,7 @@ def _by_name(term: Term, code: bool) -> Term:
     if term.name not in ("regex", "length") and given is not None:
         raise term.refuse(f"{term.name} takes nothing in brackets, got ({given})")
     if term.name == "code" and not code:
-        raise term.refuse("runs programs that the model has written; allow that with --grpo.code")
+        raise term.refuse(f"runs programs that the model has written; allow that with {Setting('grpo.code')}")
     if term.name == "length":
         longest_and_margin(term)
     if term.name == "regex" and given is not None:
