@@ -50,12 +50,10 @@ from tmoe.post.answers import Answer, Outcome, pack, rows_of
 from tmoe.post.estimates import estimates
 from tmoe.post.frozen import Frozen
 from tmoe.post.losses import LOSSES, make_policy
-from tmoe.post.losses.advantages import advantages, telling
-from tmoe.post.losses.clipped import is_clipped, ratio
-from tmoe.post.losses.kl import kl
-from tmoe.post.losses.mismatch import correction
 from tmoe.post.losses.policy import Rollouts
+from tmoe.post.losses.sequences import advantages, telling
 from tmoe.post.losses.sums import StepCounts, sequence_sums, token_weights, trained_tokens
+from tmoe.post.losses.tokens import correction, is_clipped, kl, ratio
 from tmoe.post.rewarded import Rewarded
 from tmoe.post.rewards import Rewards, RewardSample
 from tmoe.post.rollouts import Rollout, RolloutLog, spread
