@@ -214,7 +214,7 @@ class Trainer(Start):
 
         Gradients are left in the parameters, summed over ranks with the last micro-batch.
         """
-        model, device, objective = self.model, self.run.device, self.task.objective
+        model, device, objective = self.model, self.run.device, self.task.objective_of(batch)
         micros = self.task.micros(batch, device)
         if isinstance(model, Stages):
             loss = model.forward_backward(list(micros), totals, objective)
@@ -249,7 +249,7 @@ class Trainer(Start):
 
         Of the averaged weights, if the run keeps an average. data: the validation data unless given.
         """
-        cfg, model, device, objective = self.cfg, self.model, self.run.device, self.task.objective
+        cfg, model, device = self.cfg, self.model, self.run.device
         total, divisor = torch.zeros((), device=device), 0.0
         one = torch.ones((), device=device)  # sums are divided at the end
         model.eval()
@@ -265,7 +265,7 @@ class Trainer(Start):
                     break
                 batch = (data or self.val_data).batch(i, **self.shape())
                 divisor += self.task.divisor(batch) if self.counts else 0
-                micros = self.task.micros(batch, device)
+                objective, micros = self.task.objective_of(batch), self.task.micros(batch, device)
                 if isinstance(model, Stages):
                     total += model.evaluate(list(micros), Totals(one, one, one), objective)
                     continue

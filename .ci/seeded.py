@@ -26,7 +26,7 @@ FAULTS = [
     ("tmoe/data/chat/packing.py", "self.order[low + at]", "self.order[low]", "data/test_packing.py"),
     ("tmoe/checkpoint/manifest.py", "filled != volume", "False", "checkpoint/test_checkpoint.py"),
     ("tmoe/hf/architectures/mixtral.py", "theta=1e6", "theta=1e5", "hf/test_hf_fields.py::test_every_key"),
-    ("tmoe/post/losses/gspo.py", "logp_N / tokens", "logp_N", "post/test_losses.py::test_gspo"),
+    ("tmoe/post/losses/sequences.py", "logp_N / tokens", "logp_N", "post/test_losses.py::test_gspo"),
     ("tmoe/generate/sampler.py", "value <= 1", "value <= 2", "generate/test_sampler.py::test_settings"),
     ("tmoe/extras/migrate/tutel.py", '"--model.dim"', '"--dim"', "migrate/test_migrate.py::test_the_page"),
     ("tmoe/model/rope.py", "keep * freq", "freq", "model/test_model.py::test_logits"),

@@ -37,7 +37,7 @@ from benchmarks.moe_layer import require_gpu, time_all
 from benchmarks.train import write_line
 from tmoe import ops
 from tmoe.ops import reference
-from tmoe.post.losses.clipped import clipped
+from tmoe.post.losses.tokens import clipped
 
 LOW, HIGH = 0.2, 0.28
 LIMIT = 2e-2  # relative error in bf16: logits are rounded to 2^-9, gradients once more

@@ -18,9 +18,9 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.transformer import Transformer
+from tmoe.moe.held_bytes import gathered_expert_bytes, left_bytes, moe_bytes, slice_bytes
 from tmoe.ops import moe_mlp, reference
 from tmoe.ops.experts import kernels
-from tmoe.plan.block_memory import gathered_expert_bytes, left_bytes, moe_bytes, slice_bytes
 
 SPELLED = [*ACTIVATIONS, "clamped:alpha=1.2,limit=3", "clamped_silu:limit=2.5"]
 

@@ -128,7 +128,7 @@ def house():
         ("end_to_end/test_helloworld", "examples/helloworld_fsdp2.py"),
         ("end_to_end/test_digit_sums", "examples/digit_sums.py train.py"),
         ("faults/test_multinode", "tests/lib/two_hosts.py train.py"),
-        ("faults/test_faults", "train.py benchmarks/inject.py tmoe/run/watch.py"),
+        ("faults/test_faults", "train.py benchmarks/inject.py tmoe/run/watch/journal.py"),
         ("hf/test_architectures", "CONTRIBUTING.md docs/huggingface.md tmoe/hf/rules.py"),
         ("migrate/test_trl_table", "docs/migrate.md tmoe/extras/migrate/names.py"),
         ("moe/test_contributing", "CONTRIBUTING.md docs/routers.md"),

@@ -13,17 +13,11 @@ import numpy as np
 from benchmarks.cost.network import all_to_all, ring, times
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
+from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.count import attention_shapes, block_shapes, qk_width, v_width
+from tmoe.model.held_bytes import key_copies
 from tmoe.moe.exchange.two_level import expected_rows_across
-from tmoe.plan.block_memory import (
-    FP32,
-    compute_bytes,
-    key_copies,
-    local_tokens,
-    rows_received,
-    runs_beside,
-    slice_bytes,
-)
+from tmoe.moe.held_bytes import rows_received, runs_beside, slice_bytes
 
 # FLOPs that flash attention does over those that MFU counts: five products in the backward, not four.
 FLASH = 7 / 6

@@ -13,9 +13,9 @@ import numpy as np
 
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
+from tmoe.config.sizes import FP32, compute_bytes
 from tmoe.model.count import Shape, block_shapes, numel
 from tmoe.parallel.mesh import units
-from tmoe.plan.block_memory import FP32, compute_bytes
 from tmoe.plan.memory import chunk_root, expert_shard, kept_whole, sharded
 
 

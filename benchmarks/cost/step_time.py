@@ -57,10 +57,10 @@ from benchmarks.cost.pipeline import Timed, run
 from tmoe.config.axes import Axes
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
+from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel
 from tmoe.parallel.gathered_copies import WAVES
 from tmoe.parallel.schedule import Cost
-from tmoe.plan.block_memory import FP32, compute_bytes, local_tokens
 from tmoe.plan.memory import chunk_root, chunk_spans, held_at_most, kept_whole, plan
 
 EXCHANGES = ("exchange", "tp exchange", "cp exchange", "etp exchange")

@@ -24,7 +24,8 @@ from corpora import data, prose
 from tmoe.data.convert import convert
 from tmoe.data.dataset import IGNORE, Dataset, Loader, choose, parse_sources, permute, unigram_entropy
 from tmoe.data.shards import HEADER_BYTES, open_shard
-from tmoe.data.sources import Document, encode_documents, held_out, read_documents, stdlib_files
+from tmoe.data.sources import Document, encode_documents, held_out, read_documents
+from tmoe.data.survey import stdlib_files
 from tmoe.data.tokenizer import ByteTokenizer, DataError, load_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,8 @@ from corpora import data
 from tmoe.data import rows
 from tmoe.data.convert import convert
 from tmoe.data.shards import open_shard
-from tmoe.data.sources import Skips, beginning, read_documents, survey
+from tmoe.data.sources import Skips, beginning, read_documents
+from tmoe.data.survey import survey
 from tmoe.data.tokenizer import DataError
 
 ROOT = Path(__file__).parents[2]

@@ -31,8 +31,11 @@ from benchmarks.launch import End, launch
 from tmoe.base import last_line
 from tmoe.data.convert import convert
 from tmoe.log.metrics import Metrics
-from tmoe.run import watch as watch_module
-from tmoe.run.watch import Watch
+from tmoe.run.watch import heartbeat, standstill
+from tmoe.run.watch.heartbeat import Heartbeat
+from tmoe.run.watch.journal import Journal
+from tmoe.run.watch.standstill import Standstill
+from tmoe.run.watch.words import explain
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
@@ -160,7 +163,7 @@ LOSS = "RuntimeError: [../gloo/tcp/pair.cc:534] Connection closed by peer [127.0
     ],
 )
 def test_25_what_is_said_of_the_others(now, says, not_says, short):
-    text = watch_module._explain(0, 2, now, now, 12.1, "rank 0 ended in step 3")
+    text = explain(0, 2, now, now, 12.1, "rank 0 ended in step 3")
     assert "silent" not in text[0] or "rank 1 is silent for 3.2 s" in text[0]
     assert text[-1] == f"in short: {short}"
     assert all(any(words in line for line in text[:-1]) for words in says), text
@@ -298,32 +301,30 @@ def test_25_the_cause_is_said(tmp_path):
 
 
 def test_25_who_waited_for_a_save_has_time_behind_it(monkeypatch):
-    monkeypatch.setattr(watch_module, "patience", lambda: timedelta(minutes=10))
+    monkeypatch.setattr(standstill, "patience", lambda: timedelta(minutes=10))
     armed = []  # for real it would end this process, which no beat tells that all is well
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, exit: armed.append(seconds))
-    watch = Watch(0, 1, dist.HashStore(), None)
-    watch.timeout = 0.2
-    watch._moved = time.monotonic() - 5.0
-    watch.saving = lambda: True
-    watch._give_up = lambda stood: pytest.fail(f"ended after {stood} s")
-    watch._guard()
-    watch.saving = lambda: False
-    watch._guard()
+    clock = Standstill(lambda stood: pytest.fail(f"ended after {stood} s"))
+    clock.begin(0.2, time.monotonic() - 5.0)
+    clock.saving = lambda: True
+    clock.guard()
+    clock.saving = lambda: False
+    clock.guard()
     assert armed == [600.0, 0.2]
     ended = []
-    watch._give_up = ended.append
-    moved = watch._moved
+    clock.give_up = ended.append
+    moved = clock.since
     time.sleep(0.3)
-    watch._guard()
+    clock.guard()
     assert len(ended) == 1 and 0.2 < ended[0] <= time.monotonic() - moved
 
 
 def test_25_last_words_do_not_wait_for_a_stopped_store(monkeypatch):
-    watch = Watch(0, 1, dist.HashStore(), None)
+    heart = Heartbeat(0, 1, Journal(0, 1))
     silent = threading.Event()  # set at the end: a test that waited for the store would not come there
-    monkeypatch.setattr(watch_module, "HEARS_S", 0.2)
-    monkeypatch.setattr(watch, "_last_words", lambda error: silent.wait())
-    assert watch._words(RuntimeError()).endswith("the store does not answer")
+    monkeypatch.setattr(heartbeat, "HEARS_S", 0.2)
+    monkeypatch.setattr(heart, "last_words", lambda error: silent.wait())
+    assert heart.words(RuntimeError()).endswith("the store does not answer")
     silent.set()
 
 
@@ -355,7 +356,7 @@ def test_a_process_leaves_behind_what_nobody_catches(how):
     """
     code = f"""
 import atexit, gc, weakref
-from tmoe.run.watch import _leave_behind
+from tmoe.run.watch.standstill import leave_behind
 atexit.register(print, "the end")
 class Model: pass
 def fails(held):
@@ -367,11 +368,11 @@ for _ in range(2):
     try:
         fails(held)
     except RuntimeError as caught:
-        _leave_behind(caught)
+        leave_behind(caught)
 gc.collect()
 assert not any(model() for model in held)
 error = RuntimeError("of all")
-_leave_behind(error)
+leave_behind(error)
 {how}
 """
     ran = subprocess.run(

@@ -31,12 +31,12 @@ from tmoe.config.run import Config, ParallelConfig
 from tmoe.moe.exchange import symm
 from tmoe.moe.exchange.dispatch import SymmDispatcher, dispatcher_for
 from tmoe.moe.experts import LocalExperts
+from tmoe.moe.held_bytes import moe_bytes, runs_beside
 from tmoe.moe.layer import SwiGLU
 from tmoe.moe.router import Routing
 from tmoe.ops import exchange
 from tmoe.ops.experts import swiglu
 from tmoe.ops.launch.launch import compile_only
-from tmoe.plan.block_memory import moe_bytes, runs_beside
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from tmoe.data.tokenizer import DataError
 from tmoe.log.lines import read_steps
 from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel.mesh import local_part
-from tmoe.post.answers import Answer, pack, rows_of
+from tmoe.post.answers import Answer, Step, pack, rows_of
 from tmoe.post.grpo import Grpo
 from tmoe.post.losses.sums import StepCounts
 from tmoe.run import process as runtime
@@ -263,15 +263,12 @@ def by_hand(cfg, answers, advantages, h, weight, old=None):
 
 
 def a_task(cfg, answers, advantages, micros):
-    """The task as a rollout leaves it, on one rank."""
+    """The task and the step that its rollout returns, on one rank."""
     task = Grpo(cfg, cast(Any, SimpleNamespace(axes=Axes.over(1), place=Axes.over(1).place(0), groups={})))
     rows = rows_of(answers, cfg.train.seq)
-    task.packed = pack(
-        answers, rows, (micros, -(-len(rows) // micros), cfg.train.seq), [False] * len(answers)
-    )
-    task.begin(advantages, StepCounts(*torch.tensor([sum(len(a.ids) for a in answers), len(answers), 0.0])))
-    task.of_step = torch.zeros(len(task.measures))
-    return task
+    packed = pack(answers, rows, (micros, -(-len(rows) // micros), cfg.train.seq), [False] * len(answers))
+    counts = StepCounts(*torch.tensor([sum(len(a.ids) for a in answers), len(answers), 0.0]))
+    return task, Step(packed, advantages, counts, [], [], [], torch.zeros(len(task.measures)))
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
@@ -280,7 +277,7 @@ def test_the_loss_is_that_of_its_formula(loss, micros):
     cfg = of_test(loss=loss, updates=2, temperature=0.7)
     answers = some_answers()
     advantages = torch.linspace(-1, 1, len(answers))
-    task = a_task(cfg, answers, advantages, micros)
+    task, step = a_task(cfg, answers, advantages, micros)
     draw = torch.Generator().manual_seed(2)
     table = torch.randn(256, 8, generator=draw)  # hidden states are functions of the token that was read
     weight = torch.randn(256, 8, generator=draw, requires_grad=True)
@@ -291,11 +288,11 @@ def test_the_loss_is_that_of_its_formula(loss, micros):
         want, before = by_hand(cfg, answers, advantages, mine, weight, old)
         old = old or before
         total = torch.zeros(())
-        for micro in task.micros(task.packed.batch, torch.device("cpu")):
+        for micro in task.micros(step, torch.device("cpu")):
             h_TD = states[micro.tokens_BS.flatten()]
             given = {name: t.flatten() if t.dim() == 2 else t for name, t in micro.given.items()}
-            total = total + task.objective(h_TD, weight, micro.targets_BS.flatten(), given)
-        loss_of = total / task.counts.tokens
+            total = total + task.objective_of(step)(h_TD, weight, micro.targets_BS.flatten(), given)
+        loss_of = total / step.counts.tokens
         assert loss_of.item() == pytest.approx(want.item(), rel=1e-5)
         (got,) = torch.autograd.grad(loss_of, weight)
         (expected,) = torch.autograd.grad(want, weight)
@@ -358,7 +355,7 @@ def test_every_setting_of_a_loss_is_in_its_formula(settings):
     cfg = of_test(updates=2, **settings)
     answers = some_answers()
     advantages = torch.linspace(-1.5, 2, len(answers))
-    task = a_task(cfg, answers, advantages, 2)
+    task, step = a_task(cfg, answers, advantages, 2)
     draw = torch.Generator().manual_seed(2)
     table = torch.randn(256, 8, generator=draw)
     weight = (0.3 * torch.randn(256, 8, generator=draw)).requires_grad_()
@@ -370,18 +367,18 @@ def test_every_setting_of_a_loss_is_in_its_formula(settings):
         old = old or [p.detach() for p in now]
         reference = [p - 0.3 for p in old]
         if cfg.grpo.kl:  # by another model: 0.3 nats less likely than at the beginning
-            task.reference = []
-            for micro in task.packed.batch.micros(torch.device("cpu"), True):
+            step.reference.clear()
+            for micro in step.packed.batch.micros(torch.device("cpu"), True):
                 h_TD = table[micro.tokens_BS.flatten()]
                 logp_T = (h_TD @ weight.detach().T).log_softmax(-1)
                 at_T = micro.targets_BS.flatten().clamp(min=0)
-                task.reference.append(logp_T.gather(1, at_T[:, None])[:, 0] - 0.3)
+                step.reference.append(logp_T.gather(1, at_T[:, None])[:, 0] - 0.3)
         total = torch.zeros(())
-        for micro in task.micros(task.packed.batch, torch.device("cpu")):
+        for micro in task.micros(step, torch.device("cpu")):
             given = {name: t.flatten() if t.dim() == 2 else t for name, t in micro.given.items()}
             h_TD = states[micro.tokens_BS.flatten()]
-            total = total + task.objective(h_TD, weight, micro.targets_BS.flatten(), given)
-        loss_of = total / task.counts.tokens
+            total = total + task.objective_of(step)(h_TD, weight, micro.targets_BS.flatten(), given)
+        loss_of = total / step.counts.tokens
         want = of_settings(cfg.grpo, logits, answers, advantages, old, reference)
         assert loss_of.item() == pytest.approx(want.item(), rel=1e-5, abs=1e-7)
         (got,) = torch.autograd.grad(loss_of, weight)

@@ -31,14 +31,14 @@ def apart(rank, world, argv):
     """How many log-probs an update compared with the sampler's, and the most that one was off."""
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    task, found = trainer.task, []
-    corrected = task.corrected
+    loss, found = trainer.task.loss, []
+    corrected = loss.corrected
 
     def of_sampler(before, drawn):
         found.append((before - drawn)[drawn != 0].abs())
         return corrected(before, drawn)
 
-    task.corrected = of_sampler
+    loss.corrected = of_sampler
     with trainer.metrics:
         trainer.train()
     off = torch.cat(found)

@@ -48,8 +48,9 @@ def replayed(rank, world, argv, turns):
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
     task, model = trainer.task, trainer.model
-    forward_backward, formula, corrected = trainer.forward_backward, task.policy.formula, task.corrected
-    found, moved, apart = [], [], []
+    forward_backward, policy, corrected = trainer.forward_backward, task.loss.policy, task.loss.corrected
+    formula = policy.formula
+    found, moved, apart, steps = [], [], [], []
 
     def compared(logp, old, advantage, **options):
         moved.append((logp - old).abs().max().item())
@@ -59,22 +60,23 @@ def replayed(rank, world, argv, turns):
         apart.append((before - drawn).where(drawn != 0, 0).abs().max().item())
         return corrected(before, drawn)
 
-    def update(batch, totals):
-        if task.update == turns:
+    def update(step, totals):
+        if len(steps) == turns:
             turn_routers(model)
-        kept = len(task.routes)
+        steps.append(step)
+        kept = len(step.routes)
         with keeping(model) as calls:
-            loss = forward_backward(batch, totals)
-        calls = calls or task.routes[kept:]  # the task kept them itself
+            loss = forward_backward(step, totals)
+        calls = calls or step.routes[kept:]  # the task kept them itself
         router = next(model.routers()).weight.grad
         numbers = max(moved), max(apart), whole(router).abs().max().item()
         found.append(([ids.clone() for ids in calls], *numbers))
         return loss
 
-    trainer.forward_backward, task.policy.formula, task.corrected = update, compared, of_sampler
+    trainer.forward_backward, policy.formula, task.loss.corrected = update, compared, of_sampler
     with trainer.metrics:
         trainer.train()
-    rolled = task.packed.routes_AYBSK
+    rolled = steps[-1].packed.routes_AYBSK
     if rolled is not None:  # this rank's own tokens of them
         rolled = [torch.stack([model.own(ids) for ids in one]).flatten(1, 2).int() for one in rolled]
     return found, rolled

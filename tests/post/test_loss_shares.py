@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from tmoe import ops
 from tmoe.post import losses
-from tmoe.post.losses.advantages import advantages, advantages_over_ranks
-from tmoe.post.losses.kto import Completions, baseline_of
 from tmoe.post.losses.pairs import pairs_of
 from tmoe.post.losses.policy import Rollouts
-from tmoe.post.losses.sft import sft
+from tmoe.post.losses.sequences import Completions, advantages, advantages_over_ranks, baseline_of
 from tmoe.post.losses.sums import add_up, count, sequence_sums, token_weights, trained_tokens
+from tmoe.post.losses.tokens import sft
 
 D, V, N, TEMPERATURE = 6, 11, 16, 0.8
 OPTIONS = {"dr_grpo": dict(max_tokens=7), "dapo": dict(kl=0.2, entropy=0.01), "gspo": dict(kl=0.2)}

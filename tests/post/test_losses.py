@@ -12,21 +12,31 @@ import torch.nn.functional as F
 from tmoe import ops
 from tmoe.model.loss import cross_entropy_sum
 from tmoe.post import losses
-from tmoe.post.losses.advantages import advantages, telling
-from tmoe.post.losses.cispo import cispo
-from tmoe.post.losses.clipped import clipped, is_clipped
-from tmoe.post.losses.dppo import dppo
-from tmoe.post.losses.gspo import gspo
-from tmoe.post.losses.kl import kl
-from tmoe.post.losses.kto import Completions, baseline_of, kto
-from tmoe.post.losses.mismatch import correction
-from tmoe.post.losses.orpo import log1mexp
-from tmoe.post.losses.overlong import overlong_penalty, without_truncated
-from tmoe.post.losses.pairs import Pairs, pairs_of
+from tmoe.post.losses.pairs import Pairs, log1mexp, pairs_of
 from tmoe.post.losses.policy import Rollouts
-from tmoe.post.losses.rloo import rloo
-from tmoe.post.losses.sft import document_lengths, neftune, sft
+from tmoe.post.losses.sequences import (
+    Completions,
+    advantages,
+    baseline_of,
+    gspo,
+    kto,
+    overlong_penalty,
+    rloo,
+    telling,
+    without_truncated,
+)
 from tmoe.post.losses.sums import StepCounts, add_up, count, sequence_sums, token_weights, trained_tokens
+from tmoe.post.losses.tokens import (
+    cispo,
+    clipped,
+    correction,
+    document_lengths,
+    dppo,
+    is_clipped,
+    kl,
+    neftune,
+    sft,
+)
 
 
 def t(*values, **how):

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tmoe.run import process as runtime
-from tmoe.run import watch as watch_module
-from tmoe.run.journal import parting, spell
-from tmoe.run.watch import DivergenceError, Watch
+from tmoe.run.watch import DivergenceError
+from tmoe.run.watch.heartbeat import Heartbeat
+from tmoe.run.watch.journal import METHODS, Journal, attach, detach, parting, spell
+from tmoe.run.watch.words import explain
 
 HALVES = " among ranks 0, 1", " among ranks 2, 3"
 
@@ -72,7 +73,7 @@ def halves(rank: int, world: int, how: str) -> str:
             try:
                 watch.vote()
             except DivergenceError as error:
-                watch._begin_journal()
+                watch.heart.begin_journal()
                 return str(error)
     return ""
 
@@ -94,17 +95,28 @@ def test_groups_may_differ_and_their_members_may_not(gloo, how, says):
 def test_a_jump_of_the_wall_clock_is_no_silence_and_hides_none(monkeypatch):
     """Rank 1 was last heard of 3 s ago, and rank 2 a moment ago, whatever date it is."""
     store = dist.HashStore()
-    watches = [Watch(rank, 1, store, None) for rank in range(3)]
+    hearts = [Heartbeat(rank, 3, Journal(rank, 3)) for rank in range(3)]
     jumps = iter(range(0, 10**9, 10**7))
     monkeypatch.setattr(time, "time", lambda: 1.7e9 + (-1) ** next(jumps) * next(jumps))
-    for watch in watches:
-        watch.store, watch.world = store, 3
-        watch._begin_journal()
-    watches[1].began += 3.0  # it wrote at an earlier time
-    for watch in watches:
-        watch._publish()
-    before = watches[0]._hear()
-    watches[2]._publish()
-    text = watch_module._explain(0, 3, before, watches[0]._hear(), watches[0]._now(), "rank 0 ended")
+    for heart in hearts:
+        heart.store = store
+        heart.begin_journal()
+    hearts[1].began += 3.0  # it wrote at an earlier time
+    for heart in hearts:
+        heart.publish()
+    before = hearts[0].hear()
+    hearts[2].publish()
+    text = explain(0, 3, before, hearts[0].hear(), hearts[0].now(), "rank 0 ended")
     assert text[0].startswith("rank 1 is silent for 3.0 s"), text
     assert not any("rank 2 is silent" in line for line in text), text
+
+
+def test_detach_restores_what_attach_replaced():
+    before = {name: method for name, method in vars(dist.ProcessGroup).items() if name in METHODS}
+    originals = attach(lambda *heard: None)
+    try:
+        assert before and originals == before
+        assert not any(vars(dist.ProcessGroup)[name] is method for name, method in before.items())
+    finally:
+        detach(originals)
+    assert {name: vars(dist.ProcessGroup)[name] for name in before} == before

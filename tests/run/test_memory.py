@@ -23,11 +23,13 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.count import count_parameters, flops_per_token, mfu, peak_flops
+from tmoe.model.held_bytes import loss_bytes
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import pipeline
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.dispatch import SymmDispatcher, pairs_bound
 from tmoe.moe.experts import Experts, LocalExperts
+from tmoe.moe.held_bytes import exchange_bytes, left_bytes, moe_bytes, rows_received, window_bytes
 from tmoe.moe.router import Routing
 from tmoe.ops.experts import gpu
 from tmoe.ops.experts.deferred import collecting
@@ -35,16 +37,7 @@ from tmoe.ops.experts.op import moe_mlp_deferred
 from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel.mesh import build_mesh
 from tmoe.parallel.schedule import simulate
-from tmoe.plan.block_memory import (
-    backward_bytes,
-    exchange_bytes,
-    layer_bytes,
-    left_bytes,
-    loss_bytes,
-    moe_bytes,
-    rows_received,
-    window_bytes,
-)
+from tmoe.plan.block_memory import backward_bytes, layer_bytes
 from tmoe.plan.fitting import require_room, smallest_change, verdict
 from tmoe.plan.memory import defers, kept_whole, memory_of_stages, memory_per_rank, padding, peak_bytes, plan
 

@@ -19,7 +19,7 @@ from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
 from tmoe.data.dataset import open_data
 from tmoe.data.shards import write_shards
-from tmoe.data.sources import text_files
+from tmoe.data.survey import text_files
 from tmoe.data.tokenizer import ByteTokenizer, DataError
 from tmoe.hf import importer as hf
 from tmoe.log.metrics import write_config

@@ -26,8 +26,8 @@ from orphans import no_orphans  # noqa: F401
 import train
 from benchmarks.launch import launch
 from tmoe.run import process as runtime
-from tmoe.run import watch as watch_module
-from tmoe.run.watch import _cause
+from tmoe.run.watch import heartbeat
+from tmoe.run.watch.words import cause
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
@@ -158,7 +158,7 @@ def test_nobody_is_ended_for_what_another_does_behind_a_validation(tmp_path):
 
 def hangs_in_stderr(rank: int, world: int) -> None:
     """Rank 1 stands where its guard's words would go: a pipe that is never read."""
-    watch_module.HEARS_S = 1.0
+    heartbeat.HEARS_S = 1.0
     watch = runtime.start(0).watch
 
     def act(step):
@@ -205,14 +205,14 @@ def test_the_cause_is_named_before_what_failed_behind_it():
         finally:
             raise OSError("closing")
     except OSError as error:
-        assert _cause(error) == "RuntimeError: the cause, then OSError: closing"
+        assert cause(error) == "RuntimeError: the cause, then OSError: closing"
     try:
         try:
             raise KeyError("x")
         except KeyError as inner:
             raise ValueError("what it means") from inner
     except ValueError as error:
-        assert _cause(error) == "ValueError: what it means"
+        assert cause(error) == "ValueError: what it means"
 
 
 SMALL = (

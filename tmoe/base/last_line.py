@@ -3,7 +3,7 @@
 torchrun ends with some thirty lines of its own, whatever its workers have said. Of these "traceback :" is
 what the worker that failed first left in the file that TORCHELASTIC_ERROR_FILE names.
 
-next: tmoe/run/watch.py
+next: tmoe/run/watch/__init__.py
 """
 
 import json

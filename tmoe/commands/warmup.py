@@ -33,7 +33,9 @@ from tmoe.front import Parser
 from tmoe.generate.cache import layer_widths
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import AT_ONCE
+from tmoe.model.held_bytes import by_log_probs
 from tmoe.moe.exchange.dispatch import pairs_bound
+from tmoe.moe.held_bytes import runs_beside, travelling
 from tmoe.moe.select.capacity import capacity
 from tmoe.ops import adamw, exchange
 from tmoe.ops import sum_parts as parts
@@ -48,7 +50,6 @@ from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
 from tmoe.ops.loss import cross_entropy, logprob_kernels
 from tmoe.ops.router import product as router_product
 from tmoe.ops.router import sinkhorn
-from tmoe.plan.block_memory import by_log_probs, runs_beside, travelling
 
 ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
 ARCH_VALID = (

@@ -18,16 +18,8 @@ from rich.progress import (
 )
 
 from tmoe.data.shards import write_shards
-from tmoe.data.sources import (
-    Document,
-    Facts,
-    Skips,
-    Survey,
-    beginning,
-    encode_documents,
-    read_documents,
-    survey,
-)
+from tmoe.data.sources import Document, Skips, beginning, encode_documents, read_documents
+from tmoe.data.survey import Facts, Survey, survey
 from tmoe.data.tokenizer import DataError, load_tokenizer
 
 

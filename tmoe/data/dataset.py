@@ -32,7 +32,8 @@ from tmoe.config.run import DataConfig
 from tmoe.data.chat.format import ChatFormat
 from tmoe.data.corpus import Corpus, HeldOut, Run, Split
 from tmoe.data.hub import PREFIX
-from tmoe.data.sources import open_corpus, survey
+from tmoe.data.sources import open_corpus
+from tmoe.data.survey import survey
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 
 # A weight's digits are limited: 1e99999999 would be computed, digit by digit.

@@ -12,7 +12,7 @@ KEYWORDS) in a file's or folder's name. The files of the chosen split alone are 
 A listing of the files is kept in the cache for each commit. So a run whose revision is pinned needs no
 connection once its files are there.
 
-next: hub.py, data/sources.py
+next: data/survey.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Rows are JSON lines, a JSON array or parquet; files may be compressed.
 
-next: data/sources.py
+next: data/survey.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shows rows of chat data as a model will get them, what is trained in colour: python -m tmoe.data --show.
 
-next: data/chat/dataset.py
+next: data/chat/tokenise.py
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from tmoe.config.run import require_columns
-from tmoe.data.chat.dataset import first_row
 from tmoe.data.chat.encoding import Encoder, Tokens
 from tmoe.data.chat.held import NULLS
 from tmoe.data.chat.rows import parse_row
 from tmoe.data.chat.template import load_template
+from tmoe.data.chat.tokenise import first_row
 from tmoe.data.chat.unpaired import without_label
 from tmoe.data.rows import read_rows
-from tmoe.data.sources import survey
+from tmoe.data.survey import survey
 from tmoe.data.tokenizer import DataError, Tokenizer, load_tokenizer
 
 

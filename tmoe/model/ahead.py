@@ -3,7 +3,7 @@
 From cold caches a compiler takes minutes, and not as many on every rank. A collective of the first step would
 wait for the slowest rank, and give up on it. So each rank hands its blocks to the compiler before: forward
 and backward are compiled, and not run. Nothing is gathered for it, and nothing travels. Then the ranks wait
-for each other without a collective (run/watch.py, `meet`).
+for each other without a collective (run/watch, `meet`).
 
 next: parallel/zero.py
 """

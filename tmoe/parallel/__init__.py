@@ -7,7 +7,7 @@ from tmoe.base.lazy import lazy
 if TYPE_CHECKING:
     from tmoe.model.parallelize import parallelize
     from tmoe.model.stages import pipeline
-    from tmoe.parallel.by_counts import all_gather_v, all_to_all_v
+    from tmoe.parallel.collectives import all_gather_v, all_to_all_v
     from tmoe.parallel.grad_norm import clip_grad_norm_
     from tmoe.parallel.mesh import Mesh, build_mesh
     from tmoe.parallel.tags import tag_experts
@@ -27,8 +27,8 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "Mesh": "tmoe.parallel.mesh",
-        "all_gather_v": "tmoe.parallel.by_counts",
-        "all_to_all_v": "tmoe.parallel.by_counts",
+        "all_gather_v": "tmoe.parallel.collectives",
+        "all_to_all_v": "tmoe.parallel.collectives",
         "build_mesh": "tmoe.parallel.mesh",
         "clip_grad_norm_": "tmoe.parallel.grad_norm",
         "parallelize": "tmoe.model.parallelize",

@@ -1,16 +1,31 @@
-"""Moves rows between the ranks of an expert group, forward and backward, as custom ops without graph breaks.
+"""Rows between the ranks of a group, forward and backward, as custom ops without graph breaks.
+
+A token goes at most once to a rank, for dispatchers:
 
     plan   forward: all-to-all of counts and ids            backward: none (ids have no gradient)
     push   forward: copy rows to their ranks, all-to-all    backward: pull
     pull   forward: all-to-all back, add up a token's rows  backward: push
 
+Each rank has another number of rows, for a group that divides experts:
+
+    gather_uneven_ids   ids of all ranks' rows, and how many each rank has    backward: none
+    gather_uneven       forward: rows of all ranks, in rank order             backward: add_up_uneven
+    add_up_uneven       forward: of each rank's sums, this rank's rows        backward: gather_uneven
+
+Each rank says its numbers, for loops and layers of a user's own; both differentiate to any order:
+
+    all_to_all_v   forward: block p of the rows goes to rank p   backward: the blocks go back
+    all_gather_v   forward: rows of all ranks, in rank order     backward: each rank's rows, summed over ranks
+
 They are `torch.library.custom_op` and not an autograd.Function: on torch 2.11 a Function with collectives
 inside trained silently wrong under one compile backend. The number of rows that arrive is one unbacked size,
-made by `plan` alone, so nothing recompiles when the routing changes.
+made by the op that learns the counts (`plan`, `gather_uneven_ids`, `count_arrivals`) alone. So nothing
+recompiles when the routing changes, and the host waits for the device once, for the counts.
 
 next: moe/exchange/dispatch.py
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,10 +33,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tmoe.base.private_torch import find
+from tmoe.ops.check import require
 
 # how functional collectives find a group by name
 _resolve_process_group = find("torch.distributed.distributed_c10d._resolve_process_group")
 _named: dict[str, dist.ProcessGroup] = {}  # by `name_of`, for a torch that does not find groups by name
+
+WRONG = -1  # a rank sends it in place of a count where its own counts do not fit its rows
 
 
 def name_of(group: dist.ProcessGroup) -> str:
@@ -152,3 +170,201 @@ def _pull_backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
 
 push.register_autograd(_push_backward, setup_context=_push_setup)
 pull.register_autograd(_pull_backward, setup_context=_pull_setup)
+
+
+# ---- another number of rows on each rank ----
+
+
+@torch.library.custom_op("tmoe::gather_uneven_ids", mutates_args=())
+def gather_uneven_ids(ids_RK: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """ids_MK of the rows of all ranks; int64 [n] on the CPU: how many rows each rank has."""
+    ranks = group_of(group)
+    count = torch.tensor([ids_RK.shape[0]], device=ids_RK.device)
+    counts = count.new_empty(ranks.size())
+    dist.all_gather_into_tensor(counts, count, group=ranks)
+    counts_P = counts.cpu()
+    return _gather(ids_RK, counts_P, group), counts_P
+
+
+@gather_uneven_ids.register_fake
+def _(ids_RK, group):
+    rows = torch.library.get_ctx().new_dynamic_size()
+    counts = torch.empty(group_of(group).size(), dtype=torch.int64, device="cpu")
+    return ids_RK.new_empty(rows, ids_RK.shape[1]), counts
+
+
+def _gather(x_RX: Tensor, counts_P: Tensor, group: str) -> Tensor:
+    ranks = group_of(group)
+    counts = counts_P.tolist()
+    out = x_RX.new_empty(sum(counts), *x_RX.shape[1:])
+    send = x_RX.repeat(ranks.size(), *(1 for _ in x_RX.shape[1:]))
+    dist.all_to_all_single(out, send, counts, [x_RX.shape[0]] * ranks.size(), group=ranks)
+    return out
+
+
+@torch.library.custom_op("tmoe::gather_uneven", mutates_args=())
+def gather_uneven(x_RX: Tensor, ids_MK: Tensor, counts_P: Tensor, group: str) -> Tensor:
+    """Rows of all ranks, [M, ...] in rank order; ids_MK only tells how many."""
+    return _gather(x_RX, counts_P, group)
+
+
+@gather_uneven.register_fake
+def _(x_RX, ids_MK, counts_P, group):
+    return x_RX.new_empty(ids_MK.shape[0], *x_RX.shape[1:])
+
+
+@torch.library.custom_op("tmoe::add_up_uneven", mutates_args=())
+def add_up_uneven(x_MX: Tensor, ids_RK: Tensor, counts_P: Tensor, group: str) -> Tensor:
+    """This rank's rows of the sum over ranks, added in rank order in fp32 (fp64 as it is).
+
+    ids_RK only tells how many rows are this rank's.
+    """
+    ranks = group_of(group)
+    counts = counts_P.tolist()
+    own = counts[ranks.rank()]
+    come = x_MX.new_empty(ranks.size() * own, *x_MX.shape[1:])
+    dist.all_to_all_single(come, x_MX.contiguous(), [own] * ranks.size(), counts, group=ranks)
+    parts = come.view(ranks.size(), own, *x_MX.shape[1:])
+    return parts.sum(0, dtype=torch.promote_types(x_MX.dtype, torch.float32)).to(x_MX.dtype)
+
+
+@add_up_uneven.register_fake
+def _(x_MX, ids_RK, counts_P, group):
+    return x_MX.new_empty(ids_RK.shape[0], *x_MX.shape[1:])
+
+
+def _gather_setup(ctx, inputs, output):
+    x_RX, _, counts_P, ctx.group = inputs
+    ctx.save_for_backward(x_RX.new_empty(x_RX.shape[0], 0), counts_P)  # of x, the number of its rows
+
+
+def _gather_backward(ctx, grad_MX):
+    return add_up_uneven(grad_MX, *ctx.saved_tensors, ctx.group), None, None, None
+
+
+def _add_up_setup(ctx, inputs, output):
+    x_MX, _, counts_P, ctx.group = inputs
+    ctx.save_for_backward(x_MX.new_empty(x_MX.shape[0], 0), counts_P)
+
+
+def _add_up_backward(ctx, grad_RX):
+    return gather_uneven(grad_RX, *ctx.saved_tensors, ctx.group), None, None, None
+
+
+gather_uneven.register_autograd(_gather_backward, setup_context=_gather_setup)
+add_up_uneven.register_autograd(_add_up_backward, setup_context=_add_up_setup)
+
+
+# ---- numbers of rows that a caller says ----
+
+
+def all_to_all_v(
+    x: Tensor,
+    send_counts: Tensor | Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sends the first send_counts[0] rows of x to rank 0, the next send_counts[1] to rank 1, and so on.
+
+    Args:
+        x: [R, ...] of any type; R may differ between ranks, and be 0. What follows R must be equal.
+        send_counts: one whole number for each rank of the group, together R.
+        group: any group that this rank is in; None: all ranks.
+
+    Returns the rows that arrive, those of rank 0 first, and how many come from each rank: int64 on the CPU.
+    The first is differentiable in x. All ranks of the group must call it.
+
+    Raises ValueError, on every rank of the group, where the counts of one do not add up to its rows.
+    """
+    ranks = _checked_group("all_to_all_v", x, group)
+    counts_P = send_counts if isinstance(send_counts, Tensor) else torch.tensor(send_counts)
+    if counts_P.dtype not in (torch.int64, torch.int32) or counts_P.shape != (ranks.size(),):
+        got = f"{counts_P.dtype} {tuple(counts_P.shape)}"
+        require(False, "all_to_all_v: send_counts", got, f"a whole number for each of {ranks.size()} ranks")
+    name = name_of(ranks)
+    come_R0, splits_2P = count_arrivals(x.detach(), counts_P.to(torch.int64), name)
+    return exchange_by_counts(x, come_R0, splits_2P, name), splits_2P[1].clone()
+
+
+def all_gather_v(x: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """The rows of all ranks of a group, in rank order.
+
+    Args:
+        x: [R, ...] of any type; R may differ between ranks, and be 0. What follows R must be equal.
+        group: any group that this rank is in; None: all ranks.
+
+    Returns the rows, and how many are from each rank: int64 on the CPU. The first is differentiable in x:
+    gradients of all ranks add up, in fp32 and in rank order. All ranks of the group must call it.
+    """
+    name = name_of(_checked_group("all_gather_v", x, group))
+    # ids of no columns: what is wanted of them is their number
+    come_M0, counts_P = gather_uneven_ids(x.new_empty((x.shape[0], 0), dtype=torch.int32), name)
+    return gather_uneven(x, come_M0, counts_P, name), counts_P
+
+
+def _checked_group(what: str, x: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, once x is found to have rows and the group this rank."""
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        require(False, f"{what}: x", "a number" if isinstance(x, Tensor) else repr(x)[:80], "rows [R, ...]")
+    if torch.compiler.is_compiling() and x.shape[0] == 0 and x.requires_grad:
+        # inductor leaves out what makes an empty gradient, the exchange as well: peers would wait for it
+        valid = "rows on every rank that wants gradients, or a call outside of the graph"
+        require(False, f"{what}: x", "no rows in a compiled graph", valid)
+    if not dist.is_initialized():
+        valid = "one, made by tmoe.parallel.build_mesh or torch.distributed.init_process_group before"
+        require(False, f"{what}: group", "no process group", valid)
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):  # also what new_group gives to a rank outside of it
+        require(False, f"{what}: group", repr(group)[:80], "a process group that this rank is in")
+    assert group is not None
+    return group
+
+
+@torch.library.custom_op("tmoe::count_arrivals", mutates_args=())
+def count_arrivals(x: Tensor, counts_P: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """[R, 0] for the R rows that will arrive here; int64 [2, P] on the CPU: rows sent and received."""
+    ranks = group_of(group)
+    told = counts_P.cpu()
+    fits = bool((told >= 0).all()) and int(told.sum()) == x.shape[0]
+    send_P = (told if fits else told.new_full(told.shape, WRONG)).to(x.device)
+    receive_P = torch.empty_like(send_P)
+    dist.all_to_all_single(receive_P, send_P, group=ranks)
+    come = receive_P.cpu()
+    wrong = [rank for rank, count in enumerate(come.tolist()) if count == WRONG]
+    if wrong:
+        got = told.tolist() if not fits else f"counts that do not fit, on ranks {wrong} of the group"
+        valid = "counts from 0 on that add up to that rank's rows"
+        if not fits:
+            valid = f"counts from 0 on that add up to {x.shape[0]}, this rank's rows"
+        require(False, "all_to_all_v: send_counts", got, valid)
+    return x.new_empty(int(come.sum()), 0), torch.stack([told, come])
+
+
+@count_arrivals.register_fake
+def _(x: Tensor, counts_P: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()
+    splits = torch.empty((2, counts_P.shape[0]), dtype=torch.int64, device="cpu")
+    return x.new_empty(rows, 0), splits
+
+
+@torch.library.custom_op("tmoe::exchange_by_counts", mutates_args=())
+def exchange_by_counts(x: Tensor, come_R0: Tensor, splits_2P: Tensor, group: str) -> Tensor:
+    """The rows that arrive; come_R0 only tells how many. Its transpose swaps the two rows of splits."""
+    send, receive = splits_2P.tolist()
+    return all_to_all(x, send, receive, group)
+
+
+@exchange_by_counts.register_fake
+def _(x: Tensor, come_R0: Tensor, splits_2P: Tensor, group: str) -> Tensor:
+    return x.new_empty(come_R0.shape[0], *x.shape[1:])
+
+
+def _exchange_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, _, splits_2P, ctx.group = inputs
+    ctx.save_for_backward(x.new_empty(x.shape[0], 0), splits_2P.flip(0))
+
+
+def _exchange_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return exchange_by_counts(gradient, *ctx.saved_tensors, ctx.group), None, None, None
+
+
+exchange_by_counts.register_autograd(_exchange_backward, setup_context=_exchange_setup)

@@ -19,23 +19,16 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import Setting, require
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
+from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.count import Shape, block_shapes, numel, root_shapes
 from tmoe.model.freeze import matching
+from tmoe.model.held_bytes import loss_bytes
 from tmoe.model.stages import cuts
 from tmoe.model.transformer import Transformer
+from tmoe.moe.held_bytes import exchange_bytes, left_bytes, uses_symm
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.schedule import Table, table
-from tmoe.plan.block_memory import (
-    FP32,
-    backward_bytes,
-    compute_bytes,
-    exchange_bytes,
-    layer_bytes,
-    left_bytes,
-    local_tokens,
-    loss_bytes,
-    uses_symm,
-)
+from tmoe.plan.block_memory import backward_bytes, layer_bytes
 from tmoe.plan.rollout_memory import several_micros, with_rollout
 
 

@@ -12,9 +12,10 @@ import torch
 
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
+from tmoe.config.sizes import FP32, compute_bytes
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import Span, most_needed
-from tmoe.plan.block_memory import FP32, compute_bytes, layer_bytes
+from tmoe.plan.block_memory import layer_bytes
 
 AT_ONCE = 8192  # tokens of prompts in one pass, as generate/whole.py has it on a GPU
 

@@ -1,6 +1,6 @@
-"""A step's answers: packed behind their prompts into micro-batches, and what all ranks know of them.
+"""A step's answers: packed into micro-batches, with what their loss needs and what all ranks know of them.
 
-next: post/grpo.py
+next: post/policy_loss.py
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from tmoe.config.model import IGNORE
 from tmoe.data.chat.dataset import ChatBatch
 from tmoe.data.chat.packing import plan
 from tmoe.data.chat.prompts import Prompt
+from tmoe.generate.engine import Sample
+from tmoe.post.losses.sums import StepCounts
 
 
 class Answer(NamedTuple):
@@ -125,6 +127,48 @@ def routes_for(answers: Sequence[Answer], rows: int, seq: int) -> Tensor | None:
     return known[0].new_full((Y, rows, seq, K), -1)
 
 
+class Step(NamedTuple):
+    """A step's answers and all that its updates need beside the weights; a batch to the training loop.
+
+    The step's first update fills `old` and `routes`, in the order of the micro-batches.
+    """
+
+    packed: Packed
+    advantages_N: Tensor
+    """fp32, of this reader's answers"""
+    counts: StepCounts
+    """of the whole step"""
+    reference: list[Tensor]
+    """of each micro-batch: log-probs of this rank's own tokens by the run's first model; none without a KL"""
+    old: list[Tensor]
+    """of each micro-batch: log-probs of this rank's own tokens at the first update, if more follow"""
+    routes: list[Tensor]
+    """of each micro-batch, with --grpo.replay=old: the experts [Y, T, K] of the first update"""
+    numbers: Tensor = torch.zeros(0)
+    """fp32: what the log says of the step as a whole"""
+
+    @property
+    def first(self) -> bool:
+        """Whether no update has begun yet."""
+        return not (self.old or self.routes)
+
+    @property
+    def tokens_ABS(self) -> Tensor:
+        return self.packed.batch.tokens_ABS
+
+    @property
+    def targets_ABS(self) -> Tensor:
+        return self.packed.batch.targets_ABS
+
+    def count(self) -> int:
+        """Tokens, without padding."""
+        return self.packed.batch.count()
+
+    def count_sequences(self) -> int:
+        """Answers."""
+        return self.packed.batch.count_sequences()
+
+
 class Outcome(NamedTuple):
     """What all ranks know of an answer."""
 
@@ -134,3 +178,20 @@ class Outcome(NamedTuple):
     """NaN for none"""
     tokens: int
     truncated: bool
+
+
+Parts = dict[tuple[int, int], dict[str, float | None]]
+"""of answers, by numbers of prompt and sample: rewards by name, without their weights"""
+
+
+def routes_of(sample: Sample) -> Tensor:
+    """Where the sampler sent each token but the answer's last, from the prompt's first on [Y, rows, K]."""
+    assert sample.routes is not None
+    before = [] if sample.prompt_routes is None else [sample.prompt_routes]
+    return torch.cat([*before, sample.routes], 1)
+
+
+def of_groups(told: Sequence[Outcome]) -> tuple[Tensor, Tensor]:
+    """Rewards of answers, and the numbers of their prompts."""
+    rewards = torch.tensor([one.reward for one in told], dtype=torch.float32)
+    return rewards, torch.tensor([one.number for one in told], dtype=torch.int64)

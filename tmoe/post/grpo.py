@@ -7,7 +7,7 @@ their numbers; so no layout changes them, none are saved, and a resumed run equa
 Until a first update has moved the weights, the policy that drew an answer is the policy that is trained: the
 old log-probs are those of the first update's own forward, and cost none of their own.
 
-next: post/answers.py, post/losses/__init__.py
+next: post/answers.py, post/policy_loss.py
 """
 
 from __future__ import annotations
@@ -26,36 +26,32 @@ from torch import Tensor
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
-from tmoe.data.chat.dataset import ChatBatch
 from tmoe.data.chat.prompts import Asked, PromptDataset, open_prompts, share
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
 from tmoe.data.tokenizer import Carried
 from tmoe.generate.cache import PAGE, bytes_a_token
-from tmoe.generate.engine import Engine, Sample, Samples, require_pool
+from tmoe.generate.engine import Engine, Samples, require_pool
 from tmoe.generate.generation_config import not_followed
 from tmoe.generate.pages import Span
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import Stopped
 from tmoe.model.ahead import Pass
 from tmoe.model.attention_backend import BLOCK
-from tmoe.model.loss import Given
+from tmoe.model.loss import Given, Objective
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.moe.trace import keeping, replaying
-from tmoe.ops import logprobs, token_loss
+from tmoe.ops import logprobs
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh
-from tmoe.post.answers import Answer, Outcome, pack, rows_of
+from tmoe.post.answers import Answer, Outcome, Packed, Parts, Step, of_groups, pack, routes_of, rows_of
 from tmoe.post.estimates import estimates
 from tmoe.post.frozen import Frozen
-from tmoe.post.losses import LOSSES, make_policy
-from tmoe.post.losses.advantages import advantages, telling
-from tmoe.post.losses.clipped import is_clipped, ratio
-from tmoe.post.losses.kl import kl
-from tmoe.post.losses.mismatch import correction
-from tmoe.post.losses.policy import Rollouts
-from tmoe.post.losses.sums import StepCounts, sequence_sums, token_weights, trained_tokens
+from tmoe.post.losses.sequences import advantages, telling
+from tmoe.post.losses.sums import StepCounts, sequence_sums
+from tmoe.post.losses.tokens import kl
+from tmoe.post.policy_loss import OF_TOKENS, PolicyLoss
 from tmoe.post.rewarded import Rewarded
 from tmoe.post.rewards import Rewards, RewardSample
 from tmoe.post.rollouts import Rollout, RolloutLog, spread
@@ -66,7 +62,6 @@ SHOWN = 32  # answers of a step that rollouts.jsonl has
 log = logging.getLogger(__name__)
 HELD_OUT = 1 << 62  # numbers of a validation's prompts begin here: their answers are drawn by other numbers
 BASELINE = {"dr_grpo": "mean", "rloo": "leave-one-out"}
-OF_TOKENS = "policy/entropy", "policy/kl", "policy/clipped"
 OF_STEP = (
     *("reward/mean", "reward/std", "reward/equal", "reward/faults", "reward/known", "answers/count"),
     *("answers/tokens", "answers/truncated"),
@@ -86,22 +81,8 @@ class Grpo(Task):
         self.updates = g.updates
         self.offloads = g.offload
         self.baseline: Any = g.advantage or BASELINE.get(g.loss, "normalised")
-        self.mismatch = g.mismatch or ("truncate" if LOSSES[g.loss].of == "tokens" else "off")
-        self.kl = g.kl if g.kl_in == "loss" else 0.0
-        given = dict(low=g.clip_low, high=g.clip_high, dual=g.dual_clip, cap=g.ratio_cap, pull=g.pull)
-        bounds: dict[str, Any] = {name: bound for name, bound in given.items() if bound is not None}
-        self.policy = make_policy(
-            g.loss,
-            kl=self.kl,
-            entropy=g.entropy,
-            max_tokens=cfg.answer_tokens,
-            estimator=g.kl_estimator or "k2",
-            per=g.normaliser,
-            **bounds,
-        )
-        self.objective = self._by_tokens if LOSSES[g.loss].of == "tokens" else self._by_answers
+        self.loss = PolicyLoss(cfg, mesh, self.measure_tokens)
         self.measures = (*OF_TOKENS, *OF_STEP)
-        self.reference: list[Tensor] = []  # log-probs of each micro-batch by the model of the run's beginning
         self.rewarded, self.validated = (Rewarded(g.rewards, g.allow_empty) for _ in range(2))
 
     def open(self, split: Split, carried: Carried | None) -> PromptDataset:
@@ -147,7 +128,6 @@ class Grpo(Task):
         self.data, self.model = data[0], model
         self.frozen = Frozen(model, self.cfg, step) if self.g.kl else None
         self.ended = time.perf_counter()
-        self.parts: dict[tuple[int, int], dict[str, float | None]] = {}
         self.log = None
         if run.rank == 0 and not self.cfg.eval_only:
             self.log = RolloutLog(Path(self.cfg.out), step, SHOWN, log.warning)
@@ -160,11 +140,12 @@ class Grpo(Task):
 
     # ---- a rollout ----
 
-    def rollout(self, model: Transformer, batch: Asked, run: Runtime, step: int) -> ChatBatch | None:
+    def rollout(self, model: Transformer, batch: Asked, run: Runtime, step: int) -> Step | None:
         """Answers to the step's prompts, rewarded and packed; drawn anew where those of a group are equal."""
         g = self.g
         answers: list[Answer] = []
         told: list[Outcome] = []
+        parts: Parts = {}
         missing, drawn, equal = g.prompts, 0, 0
         self.rewarded.begin()
         seconds = dict(rollout=0.0, rewards=0.0)
@@ -176,7 +157,8 @@ class Grpo(Task):
             if mine is None:
                 return None
             answered = time.perf_counter()
-            found = self.reward(mine, step, run, self.rewarded)
+            found, some = self.reward(mine, step, run, self.rewarded)
+            parts |= some
             seconds["rollout"] += answered - began
             seconds["rewards"] += time.perf_counter() - answered
             generated += sum(outcome.tokens for outcome in found)
@@ -192,10 +174,12 @@ class Grpo(Task):
             told += found
             if not g.tries or not missing:
                 break
-        packed = self.learn(model, answers, told, run, step)
-        self.step_numbers(told, equal / drawn, generated, seconds)
+        learnt = self.learn(model, answers, told, run)
+        rewards = {(one.number, one.sample): one.reward for one in told}
+        self.show(step, answers, rewards, parts, learnt.advantages_N, run)
+        learnt = learnt._replace(numbers=self.numbers(told, equal / drawn, generated, seconds))
         self.rewarded.judge(f"step {step + 1}")  # after rollouts.jsonl has its answers
-        return packed
+        return learnt
 
     def ask(
         self, model: Transformer, data: PromptDataset, numbers: list[int], base: int, run: Runtime
@@ -245,10 +229,16 @@ class Grpo(Task):
             answers = [answer for reader, some in everyone if reader == place.reader for answer in some]
         return answers
 
-    def reward(self, answers: list[Answer], step: int, run: Runtime, counts: Rewarded) -> list[Outcome]:
-        """What all ranks' answers are worth, in the order of their numbers, and counted. A collective."""
+    def reward(
+        self, answers: list[Answer], step: int, run: Runtime, counts: Rewarded
+    ) -> tuple[list[Outcome], Parts]:
+        """What all ranks' answers are worth, in the order of their numbers, and counted. A collective.
+
+        And the parts of the rewards of those answers that this rank rewarded.
+        """
         place = self.mesh.place
         own: list[Outcome] = []
+        parts: Parts = {}
         faults: dict[str, int] = {}
         if place.cp == place.tp == 0:  # of ranks that share answers, one rewards them
             asked = [
@@ -262,28 +252,26 @@ class Grpo(Task):
                 reward = scores.rewards[i]
                 worth = math.nan if reward is None else reward
                 own.append(Outcome(a.number, a.sample, worth, len(a.ids), a.truncated))
-                self.parts[a.number, a.sample] = {name: column[i] for name, column in scores.parts.items()}
+                parts[a.number, a.sample] = {name: column[i] for name, column in scores.parts.items()}
             faults = scores.faults
             run.watch.moved()
         everyone = gathered((own, faults), run.control)
         found = [outcome for some, _ in everyone for outcome in some]
         counts.add([outcome.reward for outcome in found], [kinds for _, kinds in everyone])
-        return found
+        return found, parts
 
-    def learn(
-        self, model: Transformer, answers: list[Answer], told: list[Outcome], run: Runtime, step: int
-    ) -> ChatBatch:
-        """Packs this reader's answers, and works out what the objective needs beside them."""
+    def learn(self, model: Transformer, answers: list[Answer], told: list[Outcome], run: Runtime) -> Step:
+        """Packs this reader's answers, and computes what their loss needs. A collective."""
         g, train = self.g, self.cfg.train
         to = BLOCK if g.bits else 1
         rows = rows_of(answers, train.seq, to)
         micros = max(1, *gathered(-(-len(rows) // train.batch), run.control))
         untrained = [g.overlong == "drop" and answer.truncated for answer in answers]
-        self.packed = pack(answers, rows, (micros, train.batch, train.seq), untrained, to)
-        self.reference = []
+        packed = pack(answers, rows, (micros, train.batch, train.seq), untrained, to)
+        reference: list[Tensor] = []
         rewards, numbers = of_groups(told)
         if self.frozen is not None:
-            self.reference, far = self.of_frozen(model, run)
+            reference, far = self.of_frozen(model, packed, run)
             if g.kl_in == "reward":
                 own = {(answers[i].number, answers[i].sample): value for i, value in far.items()}
                 everyone = {key: value for one in gathered(own, run.control) for key, value in one.items()}
@@ -293,164 +281,77 @@ class Grpo(Task):
         mine = [places[answer.number, answer.sample] for answer in answers]
         trained = [one.tokens for one in told if not (g.overlong == "drop" and one.truncated)]
         counts = torch.tensor([sum(trained), len(trained), 0], dtype=torch.float32, device=run.device)
-        self.begin(found[torch.tensor(mine, dtype=torch.int64)], StepCounts(*counts))
-        self.show(step, answers, [told[i].reward for i in mine], run)
-        return self.packed.batch
+        own_advantages_N = found[torch.tensor(mine, dtype=torch.int64)]
+        return Step(packed, own_advantages_N, StepCounts(*counts), reference, old=[], routes=[])
 
-    def show(self, step: int, answers: list[Answer], rewards: list[float], run: Runtime) -> None:
-        """Writes some of a step's answers into rollouts.jsonl. A collective."""
+    def show(
+        self,
+        step: int,
+        answers: list[Answer],
+        rewards: dict[tuple[int, int], float],
+        parts: Parts,
+        advantages_N: Tensor,
+        run: Runtime,
+    ) -> None:
+        """Writes some of a step's answers into rollouts.jsonl. A collective.
+
+        rewards: by numbers of prompt and sample. advantages_N: of these answers.
+        """
         shown = [
             Rollout(
-                *(step + 1, a.number, a.sample, a.prompt.text, a.text, reward),
-                *(self.parts.get((a.number, a.sample), {}), a.finish, len(a.ids), advantage),
+                *(step + 1, a.number, a.sample, a.prompt.text, a.text, rewards[a.number, a.sample]),
+                *(parts[a.number, a.sample], a.finish, len(a.ids), advantage),
             )
-            for a, reward, advantage in zip(answers, rewards, self.advantages_N.tolist(), strict=True)
-            if (a.number, a.sample) in self.parts  # of ranks that share answers, one rewarded them
+            for a, advantage in zip(answers, advantages_N.tolist(), strict=True)
+            if (a.number, a.sample) in parts  # one of the ranks that share answers rewarded them
         ]
         everyone = gathered(spread(shown, SHOWN), run.control)
-        self.parts.clear()
         if self.log is not None:
             self.log.write([one for some in everyone for one in some])
 
-    def begin(self, advantages_N: Tensor, counts: StepCounts) -> None:
-        """Before a step's updates: this reader's advantages, and the whole step's counts."""
-        self.advantages_N, self.counts = advantages_N, counts
-        self.old: list[Tensor] = []  # log-probs at the first update, of each micro-batch
-        self.routes: list[Tensor] = []  # of replay=old: the first update's experts, of each micro-batch
-        self.update = 0
+    # ---- an update ----
 
-    # ---- the loss ----
+    def objective_of(self, batch: Step) -> Objective:
+        return self.loss.objective(batch)
 
-    def micros(self, batch: ChatBatch, device: torch.device) -> Iterator[Micro]:
+    def micros(self, batch: Step, device: torch.device) -> Iterator[Micro]:
         """With each token's weight and the sampler's log-prob of it, and its answer's advantage.
 
         Until the next one is asked for, the model takes the experts that --grpo.replay says.
         """
-        assert batch is self.packed.batch
-        self.measure(self.of_step.to(device) * self.counts.tokens.clamp(min=1) / self.mesh.axes.world)
-        for self.micro, micro in enumerate(batch.micros(device, True)):
-            given = micro.given or {}
-            numbers_N = given["numbers"].cpu()
-            advantages_N = self.advantages_N[numbers_N] if len(numbers_N) else torch.zeros(1)
-            advantages_N = advantages_N.to(device)
-            segments_BS = given["sequences"].clamp(min=0)
-            trained_BS = micro.targets_BS != IGNORE
-            flat = trained_BS.flatten(), segments_BS.flatten()
-            lengths_N = trained_tokens(*flat, len(advantages_N))
-            weights_T = token_weights(*flat, lengths_N, self.counts, self.policy.per, self.policy.max_tokens)
-            more = dict(
-                segments=segments_BS,
-                weights=weights_T.view_as(segments_BS),
-                advantages=advantages_N[segments_BS],
-                drawn=self.packed.drawn_ABS[self.micro].to(device),
-                of_answers=torch.stack([advantages_N, lengths_N]).flatten(),
-                members=given["members"],
-            )
-            with self.replayed(device):
-                yield micro._replace(given=more)
-        self.update += 1
+        first = batch.first
+        self.measure(batch.numbers.to(device) * batch.counts.tokens.clamp(min=1) / self.mesh.axes.world)
+        for a, micro in enumerate(batch.packed.batch.micros(device, True)):
+            given = self.loss.given(batch, a, micro, first)
+            with self.replayed(batch, a, first, device):
+                yield micro._replace(given=given)
 
     @contextmanager
-    def replayed(self, device: torch.device) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: recomputed layers take the same experts again."""
-        if self.g.replay == "rollout" and self.packed.routes_AYBSK is not None:
-            ids_YBSK = self.packed.routes_AYBSK[self.micro].to(device)
+    def replayed(self, step: Step, a: int, first: bool, device: torch.device) -> Iterator[None]:
+        """Around forward and backward of micro-batch a: recomputed layers take the same experts again."""
+        if self.g.replay == "rollout" and step.packed.routes_AYBSK is not None:
+            ids_YBSK = step.packed.routes_AYBSK[a].to(device)
             with replaying(self.model, [self.model.own(ids_BSK) for ids_BSK in ids_YBSK]):
                 yield
-        elif self.g.replay == "old" and self.update:
-            with replaying(self.model, self.routes[self.micro]):
+        elif self.g.replay == "old" and not first:
+            with replaying(self.model, step.routes[a]):
                 yield
         elif self.g.replay == "old":
             with keeping(self.model) as calls:
                 yield
-            self.routes += calls
+            step.routes.extend(calls)
         else:
             yield
 
-    def _by_tokens(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
-        """The objective of losses that are sums over tokens."""
-        old = [self.old[self.micro]] if self.update else []
-        reference = [self.reference[self.micro]] if self.reference and self.kl else []
-        inputs = given["weights"], given["advantages"], given["drawn"], *old, *reference
-
-        def losses(logp: Tensor, entropy: Tensor, weights: Tensor, *more: Tensor) -> Tensor:
-            advantage, drawn, *rest = more
-            before = rest.pop(0) if old else logp.detach()
-            corrected = weights * self.corrected(before, drawn)
-            H = [entropy] if self.policy.needs_entropy else []
-            beside = [weights, *rest] if reference or H else []
-            return self.policy(logp, *H, before, advantage, corrected, *beside)
-
-        found = token_loss(
-            h_TD, weight_VD, targets_T, losses, inputs, temperature=self.g.temperature, entropy=True
-        )
-        if not self.update and self.updates > 1:
-            self.old.append(found.logp_T)
-        before = old[0] if old else found.logp_T
-        clipped_T = self.clipped(found.logp_T, before, given["advantages"])
-        assert found.entropy_T is not None
-        self.note(found.logp_T, found.entropy_T, clipped_T, targets_T, given)
-        return found.loss * self.counts.tokens.clamp(min=1)
-
-    def _by_answers(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
-        """The objective of losses of whole answers, of which tp and cp give a rank some tokens each."""
-        logp_T, entropy_T = logprobs(h_TD, weight_VD, targets_T, self.g.temperature, entropy=True)
-        if not self.update:
-            self.old.append(logp_T.detach())
-        old_T, segments_T = self.old[self.micro], given["segments"]
-        advantages_N, lengths_N = given["of_answers"].view(2, -1)
-        logp_N, old_N = (sequence_sums(t, segments_T, len(lengths_N)) for t in (logp_T, old_T))
-        parts = self.mesh.axes.parts
-        if parts > 1:
-            both = torch.stack([logp_N.detach(), old_N])
-            dist.all_reduce(both, group=self.mesh.groups["parts"])
-            logp_N, old_N = logp_N + (both[0] - logp_N.detach()), both[1]
-        trained_T = targets_T != IGNORE
-        whole = Rollouts(old_T, advantages_N, trained_T, segments_T, lengths_N)
-        loss = self.policy.of_sequences(logp_N, old_N, whole, self.counts)
-        # Each of the ranks that divide rows has the whole loss: its share of the value, all of the gradient.
-        loss = loss - loss.detach() * (1 - 1 / parts)
-        if self.reference and self.kl:
-            far_T = kl(logp_T, self.reference[self.micro], self.policy.estimator)
-            loss = loss + self.kl * (given["weights"] * far_T).sum()
-        if self.g.entropy:
-            loss = loss - self.g.entropy * (given["weights"] * entropy_T).sum()
-        moved_N = (logp_N - old_N).detach()
-        moved_N = moved_N / lengths_N.clamp(min=1) if self.g.loss == "gspo" else moved_N
-        clipped_N = self.clipped(moved_N, torch.zeros_like(moved_N), advantages_N)
-        self.note(logp_T.detach(), entropy_T.detach(), clipped_N[segments_T], targets_T, given)
-        return loss * self.counts.tokens.clamp(min=1)
-
-    def corrected(self, trainer: Tensor, sampler: Tensor) -> Tensor | float:
-        """Factors for tokens whose sampler was not the trainer to the bit."""
-        if self.mismatch == "off":
-            return 1.0
-        return correction(trainer, sampler, self.g.mismatch_cap, self.mismatch)  # pyrefly: ignore
-
-    def clipped(self, logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-        """Where the loss bounds what a token, or an answer, counts."""
-        options = self.policy.options
-        if self.g.loss == "cispo":
-            return ratio(logp, old) > options["cap"]
-        if self.g.loss == "dppo":
-            moved = logp.exp() - old.exp()
-            return ((advantage > 0) & (moved > options["high"])) | (
-                (advantage < 0) & (moved < -options["low"])
-            )
-        return is_clipped(logp, old, advantage, **options)
-
-    def note(
-        self, logp_T: Tensor, entropy_T: Tensor, clipped_T: Tensor, targets_T: Tensor, given: Given
-    ) -> None:
-        """Adds up what the log says of tokens."""
-        trained_T = targets_T != IGNORE
-        found = entropy_T, kl(logp_T, given["drawn"], "k3"), clipped_T.float()
-        sums = torch.stack([t.where(trained_T, 0.0).sum() for t in found])
+    def measure_tokens(self, sums: Tensor) -> None:
+        """Adds to what the log says of tokens: a micro-batch's sums of `OF_TOKENS`."""
         self.measure(torch.cat([sums, sums.new_zeros(len(OF_STEP))]).float())
 
     # ---- the reference ----
 
-    def of_frozen(self, model: Transformer, run: Runtime) -> tuple[list[Tensor], dict[int, float]]:
+    def of_frozen(
+        self, model: Transformer, packed: Packed, run: Runtime
+    ) -> tuple[list[Tensor], dict[int, float]]:
         """By the model that the run began with: log-probs of this rank's own tokens, of each micro-batch.
 
         And by how much each answer of this reader diverges from it: the sum over its tokens. Its experts are
@@ -475,8 +376,8 @@ class Grpo(Task):
         one = torch.ones((), device=run.device)
         model.eval()
         with torch.no_grad(), self.frozen.in_place():
-            for a, micro in enumerate(self.packed.batch.micros(run.device, True)):
-                given = (micro.given or {}) | {"drawn": self.packed.drawn_ABS[a].to(run.device)}
+            for a, micro in enumerate(packed.batch.micros(run.device, True)):
+                given = (micro.given or {}) | {"drawn": packed.drawn_ABS[a].to(run.device)}
                 micro = micro._replace(given=given)
                 model(**micro._asdict(), totals=Totals(one, one, one), objective=collect)
             model.reshard()
@@ -485,10 +386,11 @@ class Grpo(Task):
 
     # ---- numbers ----
 
-    def step_numbers(
-        self, told: list[Outcome], equal: float, generated: int, seconds: dict[str, float]
-    ) -> None:
-        """What the log says of a step as a whole; `time/...` are shares of the time since the step before."""
+    def numbers(self, told: list[Outcome], equal: float, generated: int, seconds: dict[str, float]) -> Tensor:
+        """What the log says of a step as a whole, fp32, one of `measures` each.
+
+        `time/...` are shares of the time since the step before.
+        """
         rewards, _ = of_groups(told)
         known = rewards[~rewards.isnan()]
         count = max(len(told), 1)
@@ -508,7 +410,7 @@ class Grpo(Task):
             *shares,
             1 - sum(shares),
         ]
-        self.of_step = torch.cat([torch.zeros(len(OF_TOKENS)), torch.tensor(numbers)])
+        return torch.cat([torch.zeros(len(OF_TOKENS)), torch.tensor(numbers)])
 
     def _evaluate(
         self, model: Transformer, data: PromptDataset, run: Runtime
@@ -519,26 +421,12 @@ class Grpo(Task):
         if answers is None:
             return None
         self.validated.begin()
-        told = self.reward(answers, -1, run, self.validated)
+        told, _ = self.reward(answers, -1, run, self.validated)
         finishes = ["length" if one.truncated else "stop" for one in told]
         rewards, prompts = [one.reward for one in told], [one.number for one in told]
         ks = [2**i for i in range(self.g.group.bit_length())]
         found = estimates(prompts, rewards, finishes, ks, self.g.right)
-        self.parts.clear()
         mean = found.pop(f"mean@{self.g.group}")
         self.validated.judge("validation")
         counts = {"reward/known": self.validated.known, "answers/count": self.validated.answers}
         return -mean, {"reward/mean": mean, "answers/truncated": found.pop("truncated"), **counts, **found}
-
-
-def routes_of(sample: Sample) -> Tensor:
-    """Where the sampler sent each token but the answer's last, from the prompt's first on [Y, rows, K]."""
-    assert sample.routes is not None
-    before = [] if sample.prompt_routes is None else [sample.prompt_routes]
-    return torch.cat([*before, sample.routes], 1)
-
-
-def of_groups(told: Sequence[Outcome]) -> tuple[Tensor, Tensor]:
-    """Rewards of answers, and the numbers of their prompts."""
-    rewards = torch.tensor([one.reward for one in told], dtype=torch.float32)
-    return rewards, torch.tensor([one.number for one in told], dtype=torch.int64)

@@ -4,7 +4,7 @@ The baseline z estimates how far the policy has moved: the mean of its log-probs
 the step's completions, each under the prompt of another row. It is taken before the step's first micro-batch,
 over all ranks, so that no layout and no size of micro-batches changes it.
 
-next: post/losses/kto.py
+next: post/losses/sequences.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tmoe.moe.balance import Totals
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.collectives import sum_over_all
 from tmoe.parallel.mesh import Mesh
-from tmoe.post.losses.kto import Completions, baseline_of, kto
+from tmoe.post.losses.sequences import Completions, baseline_of, kto
 from tmoe.post.preference import Preference
 from tmoe.run.process import Runtime
 

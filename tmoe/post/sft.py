@@ -20,7 +20,7 @@ from tmoe.data.tokenizer import Carried
 from tmoe.model.loss import Given
 from tmoe.ops import token_loss
 from tmoe.parallel.mesh import Mesh
-from tmoe.post.losses.sft import sft
+from tmoe.post.losses.tokens import sft
 from tmoe.post.task import Task
 
 

@@ -97,6 +97,10 @@ class Task:
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes up what `state` returned; empty from a checkpoint of another task, or of an older version."""
 
+    def objective_of(self, batch: Batch) -> Objective | None:
+        """What the model is trained for with this batch."""
+        return self.objective
+
     def micros(self, batch: Batch, device: torch.device) -> Iterator[Micro]:
         """A batch's micro-batches on the device, with what the objective is given."""
         return batch.micros(device, self.cfg.train.isolate_documents)

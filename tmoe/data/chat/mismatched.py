@@ -9,8 +9,9 @@ from bisect import bisect_right
 
 import numpy as np
 
-from tmoe.data.chat.dataset import ChatDataset, ChatSource
+from tmoe.data.chat.dataset import ChatDataset
 from tmoe.data.chat.packing import plan
+from tmoe.data.chat.source import ChatSource
 from tmoe.data.tokenizer import DataError
 
 Sequence = tuple[int, np.ndarray, np.ndarray]  # its number, ids, and which of them are trained

@@ -4,7 +4,7 @@ Which lengths share a row depends on the lengths alone. So every epoch has the s
 row of any epoch is found without those before it: `Plan.row` puts another sequence of the same length into
 each place, and shuffles the rows, by (seed, epoch).
 
-next: data/chat/dataset.py
+next: data/chat/source.py
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.corpus import HeldOut, Split
 from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, refused, sources_of
 from tmoe.data.rows import read_rows
-from tmoe.data.sources import NAMED, Skips, Splitter, _hash, none_in_split, require_rows, survey
+from tmoe.data.sources import NAMED, Skips, Splitter, _hash
+from tmoe.data.survey import none_in_split, require_rows, survey
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer, require_ids, require_vocab
 
 Judge = Callable[[str, dict[str, Any]], None]  # of a prompt's text and its row

@@ -5,7 +5,7 @@ and up give the same slice of F, of which down takes the columns. Storage does n
 is zero elsewhere, and the sum over the ranks that share experts completes it. It saves activations of [R, F],
 and costs n times the rows; more ep is nearly always faster.
 
-next: parallel/uneven.py
+next: parallel/collectives.py
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tmoe.moe.exchange.dispatch import Dispatcher, Plan, Rows
 from tmoe.moe.router import Routing
-from tmoe.parallel import collectives, uneven
+from tmoe.parallel import collectives
 
 
 class Gathered(NamedTuple):
@@ -41,15 +41,15 @@ class ExpertTensorDispatcher(Dispatcher):
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Gathered]:
         rows, plan = self.inner.dispatch(x_TD, routing)
-        ids_MK, counts_P = uneven.gather_ids(rows.ids_RK, self.group)
+        ids_MK, counts_P = collectives.gather_uneven_ids(rows.ids_RK, self.group)
         how = (ids_MK, counts_P, self.group)
-        x_MD = uneven.gather(rows.x_RD, *how)
-        weights_MK = uneven.gather(rows.weights_RK, *how)
+        x_MD = collectives.gather_uneven(rows.x_RD, *how)
+        weights_MK = collectives.gather_uneven(rows.weights_RK, *how)
         pairs = None if rows.pairs is None else rows.pairs * self.ranks
         return Rows(x_MD, weights_MK, ids_MK, pairs), Gathered(plan, rows.ids_RK, counts_P)
 
     def combine(self, y_MD: Tensor, plan: Gathered) -> Tensor:
-        y_RD = uneven.add_up(y_MD, plan.ids_RK, plan.counts_P, self.group)
+        y_RD = collectives.add_up_uneven(y_MD, plan.ids_RK, plan.counts_P, self.group)
         return self.inner.combine(y_RD, plan.inner)
 
 

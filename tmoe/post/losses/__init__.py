@@ -1,4 +1,7 @@
-"""Losses of finetuning, preferences and policies by name; each is a pure function in a file of its own.
+"""Losses of finetuning, preferences and policies by name; each is a pure function.
+
+tokens.py, sequences.py and pairs.py have the formulas by what these are of. policy.py has what all losses of
+sampled tokens share, sums.py the counts and weights that make shares add up.
 
 next: sums.py
 """
@@ -9,23 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from tmoe.post.losses.cispo import cispo
-from tmoe.post.losses.clipped import clipped
-from tmoe.post.losses.dppo import dppo
-from tmoe.post.losses.gspo import gspo
-from tmoe.post.losses.hinge import hinge
-from tmoe.post.losses.ipo import ipo
-from tmoe.post.losses.kl import Estimator
-from tmoe.post.losses.kto import Completions, kto
-from tmoe.post.losses.orpo import orpo
-from tmoe.post.losses.pairs import Pairs
+from tmoe.post.losses.pairs import Pairs, hinge, ipo, orpo, robust, sigmoid, simpo
 from tmoe.post.losses.policy import Policy
-from tmoe.post.losses.rloo import rloo
-from tmoe.post.losses.robust import robust
-from tmoe.post.losses.sft import sft
-from tmoe.post.losses.sigmoid import sigmoid
-from tmoe.post.losses.simpo import simpo
+from tmoe.post.losses.sequences import Completions, gspo, kto, rloo
 from tmoe.post.losses.sums import Per, StepCounts, over
+from tmoe.post.losses.tokens import Estimator, cispo, clipped, dppo, sft
 
 Task = Literal["sft", "preference", "grpo"]
 

@@ -1,10 +1,12 @@
-"""What losses of preferences take: sums of log-probs over the sequences of each pair.
+"""Losses of preferences: a chosen and a rejected completion of each pair, by sums of their log-probs.
 
-next: sigmoid.py
+next: tmoe/post/preference.py
 """
 
+import math
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -56,3 +58,80 @@ def pairs_of(sums_N: Tensor, tokens_N: Tensor, refs_N: Tensor | None = None) -> 
 def minus_log_sigmoid(x: Tensor) -> Tensor:
     """-ln sigmoid(x), without overflow."""
     return F.softplus(-x)
+
+
+def sigmoid(pairs: Pairs, beta: float = 0.1, smoothing: float = 0.0) -> Tensor:
+    """-(1 - e) ln s(beta D) - e ln s(-beta D), nats, of each pair [P]; s the logistic function.
+
+    D is `Pairs.delta`, in nats; beta (1/nat) is how much a nat of it counts: smaller lets the policy move
+    further from the reference. e, `smoothing`: the share of pairs that are taken to be labelled the wrong
+    way round ("conservative DPO"). ln 2 while policy and reference are equal. Rafailov et al. 2023, arXiv
+    2305.18290, equation 7.
+    """
+    x = beta * pairs.delta
+    return (1 - smoothing) * minus_log_sigmoid(x) + smoothing * minus_log_sigmoid(-x)
+
+
+def robust(pairs: Pairs, beta: float = 0.1, noise: float = 0.1) -> Tensor:
+    """(-(1 - e) ln s(beta D) + e ln s(-beta D)) / (1 - 2e), nats, of each pair [P]; s the logistic function.
+
+    Its mean over labels that are swapped with probability e, `noise` (below 1/2), is the loss of clean
+    labels. It may be negative. D, beta: as in `sigmoid`. Chowdhury et al. 2024, arXiv 2403.00409.
+    """
+    if not 0 <= noise < 0.5:
+        raise ValueError(f"noise={noise}: must be at least 0 and below 0.5")
+    x = beta * pairs.delta
+    return ((1 - noise) * minus_log_sigmoid(x) - noise * minus_log_sigmoid(-x)) / (1 - 2 * noise)
+
+
+def hinge(pairs: Pairs, beta: float = 0.1) -> Tensor:
+    """max(0, 1 - beta D) of each pair [P], without unit.
+
+    D: `Pairs.delta`, nats. No gradient from pairs whose D is above 1 / beta. Zhao et al. 2023 (SLiC), arXiv
+    2305.10425, with DPO's D; Liu et al. 2023, arXiv 2309.06657.
+    """
+    return (1 - beta * pairs.delta).clamp(min=0)
+
+
+def ipo(pairs: Pairs, beta: float = 0.1) -> Tensor:
+    """(D_a - 1 / (2 beta))^2 of each pair [P], in nats a token squared.
+
+    D_a: D of means over a completion's tokens in place of sums, as all implementations have it: with sums
+    long completions would be held to the same distance as short ones. beta: 1 / (2 beta) is the margin that
+    it draws D_a to. Azar et al. 2023, arXiv 2310.12036, equation 17.
+    """
+    gained, lost = pairs.gains
+    return (gained / pairs.chosen_tokens - lost / pairs.rejected_tokens - 1 / (2 * beta)).square()
+
+
+def simpo(pairs: Pairs, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
+    """-ln s(beta (a_c - a_r) - gamma), nats, of each pair [P]; s the logistic function.
+
+    a: means over a completion's tokens, nats a token. gamma: the margin, in units of beta a. TRL's
+    defaults, .1 and .5, are far below the paper's values. Meng et al. 2024, arXiv
+    2405.14734, equation 6.
+    """
+    chosen, rejected = pairs.means
+    return minus_log_sigmoid(beta * (chosen - rejected) - gamma)
+
+
+def orpo(pairs: Pairs, weight: float = 0.1) -> Tensor:
+    """-a_c - weight ln s(o), nats a token, of each pair [P]; s the logistic function.
+
+    o = (a_c - a_r) - (ln(1 - e^a_c) - ln(1 - e^a_r)), the log of the ratio of odds; a: means over a
+    completion's tokens. Hong et al. 2024, arXiv 2403.07691, equations 6 and 7.
+    """
+    chosen, rejected = pairs.means
+    odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
+    return -chosen + weight * minus_log_sigmoid(odds)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """ln(1 - e^x) for x < 0, without cancellation near 0 and far from it (Maechler 2012).
+
+    Above -1e-7 it stays what it is there: a completion that is certain has no odds.
+    """
+    x = x.clamp(max=-1e-7)
+    near = x > -math.log(2)
+    # each branch gets arguments at which its gradient is finite, also where the other one is taken
+    return torch.where(near, (-x.where(near, -0.1).expm1()).log(), (-x.where(~near, -1.0).exp()).log1p())

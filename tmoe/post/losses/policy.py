@@ -1,6 +1,6 @@
 """A loss of sampled tokens, whole: a policy's formula, its normaliser, KL and entropy, as one share.
 
-next: clipped.py
+next: tokens.py
 """
 
 from collections.abc import Callable, Mapping
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.post.losses.kl import Estimator, kl
 from tmoe.post.losses.sums import Per, StepCounts, sequence_sums, token_weights
+from tmoe.post.losses.tokens import Estimator, kl
 
 
 class Rollouts(NamedTuple):
@@ -22,7 +22,7 @@ class Rollouts(NamedTuple):
     segments_T: Tensor
     lengths_N: Tensor  # `trained_tokens`
     reference_T: Tensor | None = None  # a reference's log-probs
-    correction_T: Tensor | None = None  # factors of mismatch.py
+    correction_T: Tensor | None = None  # `tokens.correction`
 
 
 class Policy:

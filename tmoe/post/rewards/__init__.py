@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tmoe.config.check import FLOATS, require
-from tmoe.post.losses.overlong import overlong_penalty
+from tmoe.post.losses.sequences import overlong_penalty
 from tmoe.post.rewards.builtin import OF_ROW
 from tmoe.post.rewards.pool import Fault, Outcome, Pool
 from tmoe.post.rewards.sample import RewardSample

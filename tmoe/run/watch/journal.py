@@ -4,16 +4,20 @@ Ranks of one process group must call the same collectives, of equal sizes. Ranks
 the rows that one group reads may hold more sequences than those of another. So calls are compared within the
 group of the collective, and nowhere else.
 
-next: run/watch.py
+`attach` stands at the process group's own methods, below every function of torch.distributed and whatever was
+wrapped around one.
+
+next: run/watch/words.py
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import zlib
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -51,10 +55,40 @@ METHODS = dict(
 )
 UNEVEN = {"all_to_all_single", "all_to_all", "gather", "scatter"}  # sizes may differ between ranks
 DTYPES = {t: str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)}
-# Files whose frames lie between a call site and the process group.
-INSIDE = {distributed_c10d.__file__, c10d_logger.__file__, agree.__file__}
 AMONG = " among ranks "  # between a call and its group, where that is a part of the world
 NOTHING = "nothing yet"
+# Files whose frames lie between a call site and the process group.
+INSIDE = {distributed_c10d.__file__, c10d_logger.__file__, agree.__file__}
+
+
+Heard = Callable[[str, dist.ProcessGroup, tuple, Any], None]
+"""takes a collective's name, group, the arguments of the group's method and its caller's frame"""
+Originals = dict[str, Any]
+"""methods of the process group, by name, as its class held them"""
+
+
+def attach(heard: Heard) -> Originals:
+    """Every collective of this process calls `heard` before it runs, until `detach` of what this returns."""
+    # The method as the class holds it is kept: what getattr gives would not bind again.
+    originals = {name: vars(dist.ProcessGroup)[name] for name in METHODS if name in vars(dist.ProcessGroup)}
+    for name in originals:
+        setattr(dist.ProcessGroup, name, _announced(METHODS[name], getattr(dist.ProcessGroup, name), heard))
+    return originals
+
+
+def detach(originals: Originals) -> None:
+    """Puts the methods back that `attach` returned."""
+    for name, original in originals.items():
+        setattr(dist.ProcessGroup, name, original)
+
+
+def _announced(name: str, call: Callable[..., Any], heard: Heard) -> Callable[..., Any]:
+    @wraps(call)
+    def collective(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        heard(name, group, args, sys._getframe(1))
+        return call(group, *args, **kwargs)
+
+    return collective
 
 
 class Journal:

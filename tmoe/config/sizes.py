@@ -1,0 +1,21 @@
+"""What the settings say of a number's bytes and of a rank's tokens, for whoever counts bytes.
+
+next: tmoe/moe/held_bytes.py
+"""
+
+from __future__ import annotations
+
+from tmoe.config.axes import Axes
+from tmoe.config.run import Config
+
+FP32 = 4  # bytes: master parameters, gradients after reduction, both moments, the moving average
+INT32 = 4
+
+
+def compute_bytes(cfg: Config) -> int:
+    return {"bf16": 2, "fp32": 4}[cfg.train.dtype]
+
+
+def local_tokens(cfg: Config, axes: Axes) -> int:
+    """Tokens T of a rank in a micro-batch."""
+    return cfg.train.batch * cfg.train.seq // axes.parts

@@ -1,0 +1,224 @@
+"""Turns a source of chat rows into files of tokens, once for all processes of a node.
+
+What text becomes is kept, under hashes, where tokens of large sources are kept (data/sources.py).
+
+next: data/chat/encoding.py, data/chat/source.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import jinja2
+import numpy as np
+import tokenizers
+from rich.filesize import decimal
+from safetensors.numpy import save_file
+
+from tmoe.config.run import DataConfig
+from tmoe.data.chat.encoding import Encoder, Tokens
+from tmoe.data.chat.held import NULLS, tell
+from tmoe.data.chat.rows import KINDS, Kind, Plain, Row, kind_of, parse_row
+from tmoe.data.chat.source import SPLITS, ChatSource, _equal
+from tmoe.data.chat.template import ChatTemplate
+from tmoe.data.chat.unpaired import without_label
+from tmoe.data.corpus import HeldOut, Split
+from tmoe.data.rows import read_rows
+from tmoe.data.shards import _publish
+from tmoe.data.sources import Skips, Splitter, _hash, made_once
+from tmoe.data.survey import Survey, require_rows
+from tmoe.data.tokenizer import DataError, Tokenizer
+
+ChatTask = Literal["sft", "preference", "kto"]
+# Kinds of rows that each task trains on; others are named with the task that does.
+TRAINS_ON: dict[ChatTask, tuple[Kind, ...]] = dict(
+    sft=("messages", "conversations", "prompt/completion"),
+    preference=("preference",),
+    kto=("prompt/completion", "preference"),
+)
+CHUNK = 256  # rows that are encoded together
+TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
+VERSION = 8  # of what is kept
+
+
+def first_row(source: Survey) -> tuple[Kind, dict]:
+    """What a source's rows are, and the first one. DataError where they are nothing to train a chat on."""
+    valid = f"with fields for {KINDS}"
+    require_rows(source, valid)
+    wrong: DataError | None = None
+    for _, first, error, _ in (one for path, found in source.files for one in read_rows(path, found, "")):
+        if isinstance(first, dict):
+            break
+        wrong = wrong or error
+    else:
+        raise wrong or DataError(f"{source.name}: holds no rows; valid: rows {valid}")
+    kind = kind_of(first)
+    if kind is None:
+        fields = [f"{name}{' (null)' * (value is None)}" for name, value in first.items()]
+        shown = ", ".join(fields[:12]) or "none"
+        more = "; --data.columns OURS=THEIRS names others"
+        raise DataError(f"{source.name}: its fields are: {shown}; valid: rows {valid}{more}")
+    return kind, first
+
+
+class _Rows:
+    """One source of chat rows, about to be tokenised."""
+
+    def __init__(
+        self, source: Survey, task: ChatTask, tokenizer: Tokenizer, template: ChatTemplate, cfg: DataConfig
+    ) -> None:
+        self.source = source
+        self.task = task
+        self.tokenizer = tokenizer
+        self.template = template
+        self.cfg = cfg
+        self.kind = self._kind()
+
+    def _kind(self) -> Kind:
+        """What the source's rows are, by the first one. DataError where the task does not train on such."""
+        name = self.source.name
+        kind, _ = first_row(self.source)
+        if kind not in TRAINS_ON[self.task]:
+            other = "preference" if kind == "preference" else "sft"
+            flags = "preference --preference.loss kto" if self.task == "kto" else self.task
+            raise DataError(f"{name}: rows of {kind}, which --task {other} trains on, not --task {flags}")
+        return kind
+
+    def open(self, seq: int, split: Split) -> ChatSource:
+        made = made_once(f"chat-{self._key()}", self._make)
+        count = len(self.source.files)
+        files = f" in {count} files" if count > 1 else ""
+        told = f"{self.source.form} of {self.kind}{files}, {self.template.source}"
+        pairs = self.kind == "preference" and self.task == "preference"
+        return ChatSource(self.source.name, made, seq, split, self.cfg, told, pairs)
+
+    def _key(self) -> str:
+        """Changes when a file, tokenizer, template or a setting changes that decides about tokens."""
+        stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
+        told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        task = self.task == "kto"
+        settings = [self.kind, task, self.cfg.held_out, self.cfg.skip_malformed, self.source.columns]
+        model = [self.tokenizer.fingerprint, self.tokenizer.eos, self.template.digest]
+        libraries = [VERSION, tokenizers.__version__, jinja2.__version__]
+        return hashlib.sha256(json.dumps([*libraries, *model, *settings, told]).encode()).hexdigest()[:32]
+
+    def _make(self, made: Path) -> None:
+        """Tokenise the source into the folder `made`."""
+        size = sum(path.stat().st_size for path, _ in self.source.files)
+        if size > TOLD:
+            told = (
+                f"{self.source.name}: {decimal(size)} of chat rows, tokenised once for this node, into {made}"
+            )
+            print(told, file=sys.stderr, flush=True)
+        skips = Skips(self.cfg.skip_malformed)
+        encoder = Encoder(self.tokenizer, self.template)
+        starts, firsts, counts, rows, places = (array("q", [0] * (i == 0)) for i in range(5))
+        hashes, desirable = array("Q"), array("b")
+        left: Counter[str] = Counter()
+        forms: set[str] = set()
+        unread: set[str] = set()
+        dtype = np.min_scalar_type(self.tokenizer.vocab - 1)
+        with _publish(made) as folder:
+            with (folder / "ids.bin").open("wb") as ids, (folder / "trained.bin").open("wb") as trained:
+                for place, row, sequences, lacks in self._encoded(encoder, skips):
+                    left.update(lacks)
+                    for number, one in enumerate(sequences):
+                        ids.write(one.ids.astype(dtype).tobytes())
+                        trained.write(one.trained.tobytes())
+                        starts.append(starts[-1] + len(one.ids))
+                        firsts.append(int(np.flatnonzero(one.trained[1:])[0]) + 1)
+                        counts.append(int(one.trained[1:].sum()))
+                        rows.append(len(hashes))
+                        # a pair is taken apart: its first answer is the good one
+                        desirable.append(number == 0 if row.desirable is None else row.desirable)
+                    hashes.append(_hash(row.key))
+                    unread |= {*row.unread}
+                    forms |= {"text" if isinstance(one, Plain) else "conversation" for one in row.samples}
+                    places.extend(place)
+            if not hashes:
+                raise DataError(f"{self.source.name}: holds no rows to train on")
+            shares = np.array(hashes, np.uint64).tolist()
+            split_of = Splitter(shares, HeldOut(*self.cfg.held_out))
+            splits = np.array([SPLITS.index(split_of(one)) for one in shares], np.uint8)
+            kept = dict(
+                starts=np.array(starts),
+                firsts=np.array(firsts),
+                counts=np.array(counts),
+                rows=np.array(rows),
+                places=np.array(places).reshape(-1, 2),
+                splits=splits[np.array(rows)],
+            )
+            if self.task == "kto":
+                kept["desirable"] = np.array(desirable, np.bool_)
+            save_file(kept, folder / "sequences.safetensors")
+            facts = dict(
+                dtype=str(dtype),
+                forms=sorted(forms),
+                rows=len(hashes),
+                skipped=len(skips.found),
+                malformed=skips.tell(),
+                left=tell(left, self.template.source, unread),
+                files=[(str(path), found.form == "JSON lines") for path, found in self.source.files],
+            )
+            (folder / "facts.json").write_text(json.dumps(facts))
+
+    def _encoded(
+        self, encoder: Encoder, skips: Skips
+    ) -> Iterator[tuple[tuple[int, int], Row, list[Tokens], set[str]]]:
+        """Of every row that can be trained on: file and line, row, sequences, and fields that it loses.
+
+        `skips` takes the others.
+        """
+        for chunk in self._chunks(skips):
+            samples = [sample for _, _, row in chunk for sample in row.samples]
+            encoded = iter(zip(encoder.encode(samples), encoder.left, strict=True))
+            for where, place, row in chunk:
+                found, lost = zip(*(next(encoded) for _ in row.samples), strict=True)
+                lacks = set().union(*lost) | ({NULLS} if row.nulls else set())
+                failed = next((one for one in found if isinstance(one, DataError)), None)
+                sequences = [s for one in found if not isinstance(one, DataError) for s in one]
+                whole = len(sequences) == len(row.samples) or self.task == "sft"
+                if failed is None and not whole:
+                    failed = DataError(
+                        "an answer of several turns, of which the template renders earlier ones in "
+                        "another way than the last; only the last can be learned: split it"
+                    )
+                if failed is None and self.kind == "preference" and _equal(*sequences):
+                    failed = DataError(
+                        "chosen and rejected are equal as the template shows them, so neither is preferred"
+                    )
+                if failed is not None:
+                    skips.add(where, DataError(f"{where}: {failed}"))
+                else:
+                    yield place, row, sequences, lacks
+
+    def _chunks(self, skips: Skips) -> Iterator[list[tuple[str, tuple[int, int], Row]]]:
+        """Parsed rows, CHUNK at a time, each with where it is."""
+        chunk = []
+        for number, (path, found) in enumerate(self.source.files):
+            for where, value, error, _ in read_rows(path, found, ""):
+                try:
+                    if error is not None:
+                        raise error
+                    desirable = None
+                    if self.task == "kto" and self.kind == "prompt/completion":
+                        value, desirable = without_label(value, where)
+                    row = parse_row(value, where, self.kind, found.form == "parquet")
+                    row = row._replace(desirable=desirable)
+                except DataError as wrong:
+                    skips.add(where, wrong)
+                    continue
+                line = int(where.rpartition(":")[2].removeprefix(" row "))
+                chunk.append((where, (number, line), row))
+                if len(chunk) == CHUNK:
+                    yield chunk
+                    chunk = []
+        if chunk:
+            yield chunk

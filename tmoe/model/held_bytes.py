@@ -1,0 +1,143 @@
+"""Bytes that attention and the loss hold on a rank, in closed form.
+
+T are the tokens of one rank: under tp and cp a part of each of its sequences. Inside attention a rank has
+more tokens and fewer heads: tp gathers the tokens of its group, cp by keys the keys of whole sequences.
+
+next: tmoe/plan/block_memory.py
+"""
+
+from __future__ import annotations
+
+from tmoe.config.axes import Axes
+from tmoe.config.run import Config
+from tmoe.config.sizes import FP32, compute_bytes, local_tokens
+from tmoe.model.count import qk_width, v_width
+from tmoe.model.loss import chunk_rows
+from tmoe.ops.loss import logprob
+from tmoe.ops.loss.cross_entropy import aligned
+
+VECTORS = 12  # numbers a token: log-prob, entropy, log-sum-exp, their gradients, what a loss takes
+
+
+def statistics(cfg: Config, axes: Axes, layer: int) -> int:
+    """Elements in fp32 that attention keeps: logsumexp, and root mean squares of the norms inside it."""
+    model, tp = cfg.model, axes.tp
+    T = local_tokens(cfg, axes)
+    kept = T * model.heads  # 1/tp of the heads for tp times the tokens
+    if model.attention == "mla":
+        return kept + T * (1 + (model.mla.q_rank > 0))
+    H, G = model.heads // tp, max(1, model.kv_heads_in(model.window_of(layer)) // tp)
+    if model.qk_norm in ("head", "rotated"):
+        kept += T * tp * (H + G)
+    if model.qk_norm == "full":  # under tp q and k themselves in fp32: mean squares come of all ranks
+        kept += T * tp * (2 + ((H + G) * model.head_dim if tp > 1 else 0))
+    return kept
+
+
+def grouped_elements(cfg: Config, axes: Axes, layer: int) -> int:
+    """Elements in the compute type that grouped-query attention keeps between its norm and its result.
+
+    The result, operand of the output projection, is among them.
+    """
+    model, C, V = cfg.model, cfg.model.head_dim, cfg.model.value_dim
+    own, cp = local_tokens(cfg, axes) * axes.tp, axes.cp  # tokens that tp gathers
+    window = model.window_of(layer)
+    H, G = model.heads // axes.tp, max(1, model.kv_heads_in(window) // axes.tp)  # of this rank
+    by_keys = cp > 1 and cfg.parallel.cp_by == "keys"
+    # Attention pads v and the result, except in flex attention, and where it calls cuDNN.
+    masked = by_keys or cfg.train.isolate_documents or model.sinks_in(window) or 0 < window < cfg.train.seq
+    padded = V < C and not masked
+    read = C if padded else V  # channels of a value, and of a result, as attention has them
+    gate = H * V * model.attention_gate
+    kept = own * (H * V + gate)  # the result, and what it was before a gate multiplied it
+    if axes.tp > 1:
+        kept += ((H + G) * C + G * V + gate) * model.dim  # the rows of qkv's weight, copied together
+    # q, k, v as one product gives them: v is a view into it, unless it travels, is padded or has a factor;
+    # QK-norm reads q and k there. So is the gate, which else is kept alone.
+    turned = model.qk_norm != "none" or model.rope_of(layer) is not None
+    copied = padded or model.value_multiplier != 1.0
+    whole = model.qk_norm != "none" or (cp == 1 and not (turned and copied))
+    kept += own * ((H + G) * C + G * V + gate if whole else gate)
+    if cp == 1:  # q and k after RoPE and norms; v and the result that are not as they came
+        return kept + own * ((H + G) * C * turned + G * read * copied + H * C * padded)
+    if by_keys:
+        return kept + own * H * C + own * cp * G * (C + V)  # keys and values of all tokens
+    # all tokens of 1/cp of the heads: q, k, v, and the result before it travels home
+    return kept + own * (H + key_copies(H, G, cp) * G) * (C + read)
+
+
+def key_copies(H: int, G: int, cp: int) -> int:
+    """How often cp by heads repeats G key heads so that each rank has those of its query heads."""
+    if G % cp == 0:
+        return 1
+    return cp // G if cp % G == 0 else H // G
+
+
+def latent_elements(cfg: Config, axes: Axes) -> int:
+    """Elements in the compute type that latent attention keeps between its norm and its result.
+
+    The result, operand of the output projection, is among them.
+    """
+    mla, tp, cp = cfg.model.mla, axes.tp, axes.cp
+    T = local_tokens(cfg, axes)
+    own = T * tp  # tokens that tp gathers
+    by_keys = cp > 1 and cfg.parallel.cp_by == "keys"
+    by_heads = cp > 1 and not by_keys
+    H = cfg.model.heads // tp
+    latent = mla.kv_rank + mla.rope_dim  # what keys and values are made of
+    queries, values = H * qk_width(cfg.model), H * v_width(cfg.model)
+
+    # the output of one product, which the latents' norms read; under tp queries are a product of their own
+    kept = T * ((mla.q_rank or (queries if tp == 1 else 0)) + latent)
+    # latents after their norms, operands of the next products: under tp as they came
+    if tp == 1:
+        kept += T * (mla.q_rank + (0 if by_keys else mla.kv_rank))
+    elif mla.q_rank or not by_keys:
+        kept += own * (mla.q_rank + latent)
+    if tp > 1 and not mla.q_rank:
+        kept += queries * cfg.model.dim  # the rows of their weight, copied
+    if by_keys:
+        kept += own * cp * latent
+    seen = own * cp if by_keys else own  # tokens whose keys and values are here
+    kept += own * queries + seen * queries  # q and k, joined of their parts with and without position
+    # Attention pads v and the result, except in flex attention, and where it calls cuDNN.
+    narrow = mla.v_dim < qk_width(cfg.model)
+    if narrow and not by_keys and not cfg.train.isolate_documents:
+        kept += own * 2 * queries
+    elif by_heads:  # v, and the result before it travels home
+        kept += own * 2 * values
+    else:
+        # the product of keys and values: v is a view into it
+        kept += seen * H * (mla.nope_dim + mla.v_dim)
+    return kept + own * values
+
+
+def loss_bytes(cfg: Config, axes: Axes) -> int:
+    """Most bytes that the loss holds at one time, in its forward or in its backward.
+
+    Forward: a chunk of logits, which become their gradient; the head's gradient in fp32; a copy of the head
+        where rows are added to it for alignment.
+    Backward: that gradient, and its scaled copy in the compute type.
+    Always: hidden states before and after the final norm, and their gradient. A loss made of log-probs
+        (`ops.token_loss`, `ops.logprobs`) has VECTORS numbers a token as well.
+    """
+    width = compute_bytes(cfg)
+    if not by_log_probs(cfg):
+        return _head_bytes(cfg, axes, chunk_rows(cfg.model.vocab, gpu=True))
+    rows = logprob.chunk_rows(aligned(cfg.model.vocab, width), width)
+    return _head_bytes(cfg, axes, rows) + VECTORS * FP32 * local_tokens(cfg, axes)
+
+
+def by_log_probs(cfg: Config) -> bool:
+    """Whether the task's loss is made of log-probs; else it is the fused cross-entropy."""
+    return cfg.task in ("preference", "grpo") or (cfg.task == "sft" and cfg.sft.dft)
+
+
+def _head_bytes(cfg: Config, axes: Axes, rows: int) -> int:
+    """Bytes of a loss that holds logits of `rows` tokens at a time."""
+    T, V, width = local_tokens(cfg, axes), cfg.model.vocab, compute_bytes(cfg)
+    columns = aligned(V, width)
+    table = columns * cfg.model.dim
+    copy = table if columns > V else 0
+    head = FP32 * table + width * max(min(rows, T) * columns + copy, table)
+    return 3 * T * cfg.model.dim * width + head

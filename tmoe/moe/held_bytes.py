@@ -1,0 +1,158 @@
+"""Bytes that an MoE layer and its exchange hold on a rank, in closed form.
+
+T are the tokens of one rank: under tp and cp a part of each of its sequences.
+
+next: tmoe/model/held_bytes.py
+"""
+
+from __future__ import annotations
+
+from tmoe.config.axes import Axes
+from tmoe.config.run import Config
+from tmoe.config.sizes import FP32, INT32, compute_bytes, local_tokens
+from tmoe.moe.exchange.dispatch import pairs_bound
+from tmoe.moe.exchange.symm import hides
+from tmoe.moe.select.capacity import capacity
+
+NODE = 8  # GPUs of a host that reach each other's memory
+
+
+def moe_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes that autograd keeps of one MoE feed-forward beyond the norm's output that it reads."""
+    moe, D, width = cfg.model.moe, cfg.model.dim, compute_bytes(cfg)
+    ep, etp = travelling(cfg, axes)
+    T, K = local_tokens(cfg, axes), moe.slots
+    W = cfg.model.expert_dim
+    kept = T * moe.outputs * FP32  # the router's logits
+    kept += 2 * T * moe.latent_dim * width  # what latent experts read and give, both operands of products
+    if moe.jitter:
+        kept += 2 * T * D * FP32  # its input after jitter, operand of an fp32 product, and the factors
+    # shared experts: gate, up, and their product, which is recomputed where one op does them and the routed
+    # experts
+    kept += (2 if runs_beside(cfg, axes) else 3) * T * moe.shared_dim * width
+    # H: under etp 1/etp of the width, of etp times the pairs
+    kept += (
+        (pairs_bound(T, moe.top_k, ep, moe.experts // ep) or T * moe.top_k) * moe.halves * moe.ffn_dim * width
+    )
+    if uses_symm(cfg, axes):
+        # weights and ids; the backward pushes x again, and sorts the slots again
+        return kept + T * K * (FP32 + INT32)
+    if moe.pad:  # slots of one pair each, filled or not, and which slots are a token's
+        R, K = etp * moe.experts * capacity(T, K, moe), 1
+        kept += R * W * width + T * moe.top_k * 2 * INT32
+    else:
+        R = etp * rows_received(T, moe.top_k, ep)
+        if moe.weigh != "activation":
+            return kept + sorted_bytes(cfg, axes, R)
+        kept += R * W * width if ep * etp > 1 else 0  # rows received; else they are read in place
+    return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
+
+
+def left_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes that one MoE layer's backward keeps for the gradients of its experts' matrices (schedule v).
+
+    dH and the weighted activation of the pairs, copies of the rows and of their results' gradients, weights,
+    and the rows' order.
+    """
+    moe, W, width = cfg.model.moe, cfg.model.expert_dim, compute_bytes(cfg)
+    T = local_tokens(cfg, axes)
+    R = rows_received(T, moe.top_k, axes.ep)
+    pairs = pairs_bound(T, moe.top_k, axes.ep, moe.experts // axes.ep) or R * moe.slots
+    return ((moe.halves + 1) * pairs * moe.ffn_dim + 2 * R * W) * width + R * moe.slots * (FP32 + 2 * INT32)
+
+
+def sorted_bytes(cfg: Config, axes: Axes, R: int) -> int:
+    """Bytes that autograd keeps of R rows received where weights apply before or after the experts.
+
+    A row for each pair: what the experts read, and what its weight multiplies. Then the weights, and numbers.
+    """
+    moe, width = cfg.model.moe, compute_bytes(cfg)
+    N = axes.etp * local_tokens(cfg, axes) * moe.top_k  # as many pairs come as go, if experts are evenly used
+    slots = N if axes.ep > 1 else R * moe.top_k
+    pairs = 2 * slots * cfg.model.expert_dim * width + slots * FP32
+    # of each pair its row and slot, and the op's weight of 1, id, place and order; of each slot its id
+    return pairs + slots * (2 * INT32 + FP32 + 3 * INT32)
+
+
+def travelling(cfg: Config, axes: Axes) -> tuple[int, int]:
+    """Ranks that a layer's tokens travel to (ep), and that divide an expert (etp), by `adaptive_r`.
+
+    "auto" is taken for the layout's own.
+    """
+    r = cfg.parallel.adaptive_r
+    if r == 0:
+        return 1, 1
+    return axes.ep, r if isinstance(r, int) else axes.etp
+
+
+def gathered_expert_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes of all experts of a layer and of their gradients, while its backward runs with adaptive_r 0."""
+    moe = cfg.model.moe
+    elements = (moe.halves + 1) * moe.experts * moe.ffn_dim * cfg.model.expert_dim
+    here = cfg.parallel.adaptive_r == 0 and axes.ep > 1
+    return 2 * elements * compute_bytes(cfg) if here else 0
+
+
+def slice_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes of a rank's slice of its experts of one layer, a copy that etp makes; 0 without etp."""
+    moe = cfg.model.moe
+    ep, etp = travelling(cfg, axes)
+    elements = (moe.halves + 1) * moe.experts // ep * (moe.ffn_dim // etp) * cfg.model.expert_dim
+    return elements * compute_bytes(cfg) if etp > 1 else 0
+
+
+def uses_symm(cfg: Config, axes: Axes) -> bool:
+    """Whether `--parallel.dispatch` comes to symm, given hosts of NODE GPUs that share NVLink."""
+    near = 1 < axes.ep <= NODE and axes.etp == 1
+    moe = cfg.model.moe
+    by_tokens = cfg.parallel.adaptive_r != 0 and cfg.parallel.dispatch != "nccl"
+    return near and by_tokens and not moe.bias and not moe.pad and moe.weigh == "activation"
+
+
+def runs_beside(cfg: Config, axes: Axes) -> bool:
+    """Whether shared experts run inside the symm dispatcher's op, while its rows travel."""
+    moe = cfg.model.moe
+    hidden = hides(axes.ep, compute_bytes(cfg), moe.shared_dim) and not moe.latent_dim
+    return uses_symm(cfg, axes) and cfg.parallel.wire != "fp8" and hidden
+
+
+def exchange_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes that `reserve` of moe/exchange/symm.py takes, once for all layers.
+
+    Of T*ep rows: x, dy, y and sums, and the ids, weights and gradients of the weights of their K slots.
+    """
+    if not uses_symm(cfg, axes):
+        return 0
+    rows = axes.ep * local_tokens(cfg, axes)
+    W, width = cfg.model.expert_dim, compute_bytes(cfg)
+    packed = W * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
+    return rows * (4 * (W * width + packed) + 3 * cfg.model.moe.slots * FP32)
+
+
+def rows_received(T: int, top_k: int, ep: int) -> int:
+    """Rows R that arrive when every rank sends T tokens with uniform routing, one row per (token, rank).
+
+    A given rank holds none of a token's K experts with probability (1 - 1/ep)^K, where experts are many more
+    than K.
+    """
+    return round(T * ep * (1.0 - (1.0 - 1.0 / ep) ** top_k))
+
+
+def window_bytes(cfg: Config, axes: Axes, layer: int) -> int:
+    """Bytes that the windows after the first add to a block's backward, empty or not.
+
+    They are H, and with symm dH and the activations too, beside those of the first window.
+    """
+    moe, ep = cfg.model.moe, travelling(cfg, axes)[0]
+    T = local_tokens(cfg, axes)
+    if ep == 1 or not cfg.model.is_moe(layer):
+        return 0
+    symm = uses_symm(cfg, axes)
+    L = moe.experts // ep
+    slots = T * ep * min(moe.slots, L) if symm else rows_received(T, moe.top_k, ep) * moe.slots
+    pairs = pairs_bound(T, moe.top_k, ep, L) or slots
+    if pairs >= slots:  # one window
+        return 0
+    # under etp 1/etp of the width, of etp times the pairs
+    columns = 2 * moe.halves + 1 if symm else moe.halves
+    return columns * pairs * moe.ffn_dim * compute_bytes(cfg)
