@@ -172,6 +172,46 @@ def over_total(acc, top, total, sink, SINKS: tl.constexpr):
     return acc / tl.where(total == 0, 1.0, total)[:, None]
 
 
+@triton.jit
+def scores_of(
+    q1, q2, k_rows, seen, c1, c2, scale, softcap,
+    C: tl.constexpr, C2: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(scores of a block of keys, -inf where a token is not seen; the keys' first channels)."""
+    k1 = tl.load(k_rows + c1[None, :], seen[:, None] & (c1 < C)[None, :], 0.0)
+    score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+    if C2:
+        k2 = tl.load(k_rows + c2[None, :], seen[:, None] & (c2 < C)[None, :], 0.0)
+        score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION)
+    if SOFTCAP:  # tanh x = 1 - 2 / (e^2x + 1)
+        score = 1 - 2 / (tl.exp2(score * (scale * 2)) + 1)
+        score *= softcap
+    else:
+        score *= scale
+    return tl.where(seen[None, :], score, float("-inf")), k1
+
+
+@triton.jit
+def store_rows(
+    out, sums, edges, sinks, acc, top, total, to, h, mine,
+    CV: tl.constexpr, CVP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Stores the result of rows `to` of the heads h, or with SPLIT the sums of this chunk."""
+    cv = tl.arange(0, CVP)
+    stored = mine[:, None] & (cv < CV)[None, :]
+    if SPLIT:
+        to = to * tl.num_programs(2) + tl.program_id(2)
+        tl.store(sums + to[:, None] * CV + cv[None, :], acc, stored)
+        tl.store(edges + to * 2, top, mine)
+        tl.store(edges + to * 2 + 1, total, mine)
+    else:
+        sink = top
+        if SINKS:
+            sink = tl.load(sinks + h, mine, 0.0).to(tl.float32) * 1.4426950408889634
+        result = over_total(acc, top, total, sink, SINKS)
+        tl.store(out + to[:, None] * CV + cv[None, :], result.to(out.dtype.element_ty), stored)
+
+
 @triton.jit(do_not_specialize=["scale", "softcap", "window", "M", "row"])
 def decode_kernel(
     q, k, v, table, lengths, sinks, out, sums, edges, scale, softcap, window, M, row,
@@ -229,17 +269,9 @@ def decode_kernel(
         if WINDOW:
             seen &= at + n >= start
         k_rows = (k + page * k_page + g * k_head) + token[:, None] * k_token
-        k1 = tl.load(k_rows + c1[None, :], seen[:, None] & (c1 < C)[None, :], 0.0)
-        score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        if C2:
-            k2 = tl.load(k_rows + c2[None, :], seen[:, None] & (c2 < C)[None, :], 0.0)
-            score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION)
-        if SOFTCAP:  # tanh x = 1 - 2 / (e^2x + 1)
-            score = 1 - 2 / (tl.exp2(score * (scale * 2)) + 1)
-            score *= softcap
-        else:
-            score *= scale
-        score = tl.where(seen[None, :], score, float("-inf"))
+        score, k1 = scores_of(
+            q1, q2, k_rows, seen, c1, c2, scale, softcap, C, C2, SOFTCAP, PRECISION
+        )  # fmt: skip
         higher = tl.maximum(top, tl.max(score, 1))  # finite: each block has a token that is seen
         p = tl.exp2(score - higher[:, None])
         shrink = tl.exp2(top - higher)
@@ -253,19 +285,8 @@ def decode_kernel(
             acc = tl.dot(p.to(x.dtype), x, acc, input_precision=PRECISION)
         top = higher
 
-    stored = mine[:, None] & (cv < CV)[None, :]
     to = b.to(tl.int64) * H + h
-    if SPLIT:
-        to = to * tl.num_programs(2) + tl.program_id(2)
-        tl.store(sums + to[:, None] * CV + cv[None, :], acc, stored)
-        tl.store(edges + to * 2, top, mine)
-        tl.store(edges + to * 2 + 1, total, mine)
-    else:
-        sink = top
-        if SINKS:
-            sink = tl.load(sinks + h, mine, 0.0).to(tl.float32) * 1.4426950408889634
-        result = over_total(acc, top, total, sink, SINKS)
-        tl.store(out + to[:, None] * CV + cv[None, :], result.to(out.dtype.element_ty), stored)
+    store_rows(out, sums, edges, sinks, acc, top, total, to, h, mine, CV, CVP, SINKS, SPLIT)
 
 
 @triton.jit(do_not_specialize=["window", "M", "parts"])
