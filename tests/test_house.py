@@ -205,6 +205,43 @@ def test_functions_take_few_arguments():
     none(wrong)
 
 
+LINES = 80
+BRANCHES = 20
+# Functions that are above the bar of branches: strike a name out when its function is cut.
+ABOVE = {"_parse", "_explain", "explain"}
+FORKS = (
+    ast.If,
+    ast.For,
+    ast.While,
+    ast.ExceptHandler,
+    ast.IfExp,
+    ast.Assert,
+    ast.comprehension,
+    ast.match_case,
+)
+
+
+def branches(function: ast.FunctionDef) -> int:
+    """McCabe's number, with a branch for each further operand of `and` and `or`; inner functions count."""
+    nodes = list(ast.walk(function))
+    operands = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    return 1 + operands + sum(isinstance(node, FORKS) for node in nodes)
+
+
+def test_functions_are_short_and_have_few_branches():
+    """Kernels as well."""
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            lines = node.end_lineno - node.lineno + 1
+            number = branches(node)
+            if lines > LINES or (number > BRANCHES and node.name not in ABOVE):
+                wrong.append(f"{path}:{node.lineno}: {node.name} has {lines} lines and {number} branches")
+    none(wrong)
+
+
 def test_blocks_do_not_pad():
     """F.pad, compiled for a GPU, can be wrong in silence; add_zeros of the attention backend says how."""
     assert not [path.name for path in (ROOT / "tmoe").rglob("*.py") if "F.pad(" in path.read_text()]
