@@ -70,7 +70,21 @@ def decode_attention(
     if softcap is not None:
         require(softcap > 0, "softcap", softcap, "above 0, or None")
     how = float(scale), window or 0, sinks_H, float(softcap or 0)
-    return torch.ops.tmoe.decode_attention(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B, *how)
+    return torch.ops.tmoe.decode_attention(*Query(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B, *how))
+
+
+class Query(NamedTuple):
+    """The arguments of the op, as `decode_attention` has them; 0: no window, no softcap."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    lengths: Tensor
+    scale: float
+    window: int
+    sinks: Tensor | None
+    softcap: float
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> None:
@@ -98,18 +112,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> No
 # ---- the plain twin ----
 
 
-def plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
+def plain(query: Query) -> Tensor:
     """The op by its definition, a sequence at a time: so here too a row's bits depend on nothing else."""
+    q, k, v, table, lengths, scale, window, sinks, softcap = query
     T, G = k.shape[1:3]
     most = table.shape[1] * T
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[3])
@@ -131,18 +136,8 @@ def plain(
     return out
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[3])
+def _fake(query: Query) -> Tensor:
+    return query.q.new_empty(*query.q.shape[:2], query.v.shape[3])
 
 
 # ---- kernels ----
@@ -349,18 +344,9 @@ def views_alike(k: Tensor, v: Tensor) -> bool:
     return a == b
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
+def forward(query: Query) -> Tensor:
     """The op on a GPU."""
+    q, k, v, table, lengths, scale, window, sinks, softcap = query
     B, H, C = q.shape
     (_, T, G, CV), M = v.shape, table.shape[1]
     out = empty((B, H, CV), q.dtype, q.device)
@@ -419,14 +405,7 @@ def trace(
     lengths = torch.empty(1, dtype=torch.int32, device="meta")
     for M in (1, 2 * CHUNK // 128):
         table = torch.empty(1, M, dtype=torch.int32, device="meta")
-        forward(q, k, v, table, lengths, 1.0, window, q[0, :, 0] if sinks else None, 0.0)
+        forward(Query(q, k, v, table, lengths, 1.0, window, q[0, :, 0] if sinks else None, 0.0))
 
 
-register(
-    "decode_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor table, Tensor lengths, float scale, int window, Tensor? sinks, "
-    "float softcap) -> Tensor",
-    cpu=plain,
-    cuda=forward,
-    fake=_fake,
-)
+register("decode_attention", Query, cpu=plain, cuda=forward, fake=_fake)
