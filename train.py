@@ -176,12 +176,7 @@ class Trainer(Start):
             run.watch.pause()  # writing a trace takes its time
             profile.step()
         self.checkpoints.poll()
-        for path in self.checkpoints.take_published():
-            self.metrics.note(f"saved {path}")
-        if (path := self.checkpoints.take_best()) is not None:
-            self.metrics.note(f"{path} stays: its validation is the best")
-        if last and len(self.checkpoints.losses) > 1 and self.checkpoints.best:
-            self.metrics.note(f"the best validation of a saved step: {self.checkpoints.best}")
+        self.metrics.note(*self.checkpoints.news(last))
 
     def leave(self) -> None:
         """Told to stop before the step's batch was there: saves the state of the steps that are done."""

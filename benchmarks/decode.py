@@ -33,7 +33,7 @@ from benchmarks.logprobs import host_ms
 from benchmarks.moe_layer import require_gpu, time_all
 from benchmarks.train import write_line
 from tmoe.generate.sampler import Sampling
-from tmoe.ops.decode.attention import decode_attention, plain
+from tmoe.ops.decode.attention import Query, decode_attention, plain
 from tmoe.ops.decode.sample import Keys, keep, sample
 
 # name: B, tokens, H, G, C, channels of a value
@@ -149,7 +149,7 @@ def attention(shape: tuple[int, ...], device: str, rounds: int) -> tuple[dict, d
     inputs = paged(shape, device)
     q, k, v, table, lengths = inputs
     few = slice(0, min(2, len(q)))
-    want = plain(q[few], k, v, table[few], lengths[few], q.shape[-1] ** -0.5, 0, None, 0.0)
+    want = plain(Query(q[few], k, v, table[few], lengths[few], q.shape[-1] ** -0.5, 0, None, 0.0))
 
     def right(got: Tensor) -> bool:
         return bool(((got[few] - want).norm() < 2e-2 * want.norm()).item())

@@ -91,7 +91,9 @@ def test_backward_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch
     at = Calls(monkeypatch, True)
     x, w, ids, gate_up, down, *_ = operands(False)
     without = (None,) * 5  # bias, shared expert, H
-    symm._backward(x, None, x, w, ids, gate_up, down, *without, "swiglu", 4, 128, False, "group")
+    symm._backward(
+        symm.Backward(x, None, x, w, ids, gate_up, down, *without, "swiglu", 4, 128, False, "group")
+    )
     assert at.log == [
         ("main", "push 8 columns meet=True"), ("main", "wire_x"),
         ("side", "after main"), ("side", "copy_x"), ("side", "half wait=False"),
@@ -106,7 +108,7 @@ def test_backward_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch
 def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
     """As in the backward."""
     at = Calls(monkeypatch, True)
-    symm._forward(*operands(), "swiglu", 4, 128, False, True, "group")
+    symm._forward(symm.Layer(*operands(), "swiglu", 4, 128, False, True, "group"))
     beside = [
         ("main", "push 0 columns meet=False"),
         ("side", "after main"), ("side", "copy_x x"), ("side", "half wait=False"),
@@ -114,7 +116,7 @@ def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
     ]  # fmt: skip
     assert at.log == [*beside, ("main", "route"), ("main", "experts"), ("main", "pull")]
     at.log.clear()
-    symm._forward(*operands(False), "swiglu", 4, 128, False, True, "group")
+    symm._forward(symm.Layer(*operands(False), "swiglu", 4, 128, False, True, "group"))
     assert at.log == [("main", what) for what in ("push 8 columns", "route", "experts", "pull")], "as ever"
 
 
@@ -122,7 +124,7 @@ def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
 def test_backward_brings_dy_and_x_beside_the_shared_gradients(monkeypatch, hidden):
     at = Calls(monkeypatch, hidden)
     x, *rest = operands()
-    symm._backward(x, x, x, *rest, x, x, "swiglu", 4, 128, False, "group")
+    symm._backward(symm.Backward(x, x, x, *rest, x, x, "swiglu", 4, 128, False, "group"))
     home = [
         ("main", "wire_y"), ("side", "after main"), ("side", "copy_y"), ("side", "half wait=False"),
         ("main", "dw"), ("main", "after side"), ("main", "half arrive=False"), ("main", "sum"),

@@ -37,6 +37,7 @@ from tmoe.moe.router import Routing
 from tmoe.ops import exchange
 from tmoe.ops.experts import swiglu
 from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.register import lib, taking
 
 
 @pytest.mark.slow
@@ -170,7 +171,8 @@ def test_what_does_not_fit_is_said_before_anything_is_pushed():
         (False, (shared_up, shared_down[:-1]), "shared_down"),
     ):
         with pytest.raises(ValueError, match=message):
-            symm._forward(x, w, ids, up, down, bias, *shared, "swiglu", 4, 128, fp8, True, "nobody")
+            layer = symm.Layer(x, w, ids, up, down, bias, *shared, "swiglu", 4, 128, fp8, True, "nobody")
+            symm._forward(layer)
 
 
 def launched(what):
@@ -395,8 +397,8 @@ def one_rank(rank, ranks, tokens, L):
     late = Late(ex)
     symm.exchange_of = lambda _: ex
     symm._all = lambda t: 2  # programs; no GPU to ask
-    symm._lib.impl("symm_moe", symm._forward, "CPU")
-    symm._lib.impl("symm_moe_backward", symm._backward, "CPU")
+    lib.impl("symm_moe", taking(symm.Layer, symm._forward), "CPU")
+    lib.impl("symm_moe_backward", taking(symm.Backward, symm._backward), "CPU")
     dispatcher = SymmDispatcher(
         SimpleNamespace(group_name="g", size=lambda: len(tokens)), L, max(tokens), False, SHARED
     )  # type: ignore[bad-argument-type]

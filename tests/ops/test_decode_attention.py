@@ -97,7 +97,8 @@ def call(case, lengths=(150, 0, 1, 64)):
 
 def kernels(inputs, how, scale=0.3):
     """The op as a GPU computes it."""
-    return module.forward(*inputs, scale, how["window"] or 0, how["sinks"], how["softcap"] or 0.0)
+    query = module.Query(*inputs, scale, how["window"] or 0, how["sinks"], how["softcap"] or 0.0)
+    return module.forward(query)
 
 
 def public(inputs, how, scale=0.3):

@@ -8,6 +8,7 @@ next: test_ops_kernels.py
 import functools
 import threading
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tmoe.ops.experts import op as mlp
 from tmoe.ops.launch import launch
 from tmoe.ops.launch.eager import unwatched
 from tmoe.ops.launch.precompile import trace
+from tmoe.ops.register import flat, taking
 from tmoe.ops.router import topk
 from tmoe.ops.router.product import router_product
 
@@ -272,6 +274,28 @@ def test_gluon_without_what_hoppers_kernels_use(monkeypatch, caplog):
         launch.gluon_lacks.cache_clear()
 
 
+# ---- arguments as one value
+
+
+class Call(NamedTuple):
+    x: torch.Tensor
+    bias: torch.Tensor | None
+    rows: int
+    scale: float
+    keep: bool
+    group: str
+
+
+def test_an_ops_schema_is_its_named_tuples():
+    arguments = "(Tensor x, Tensor? bias, SymInt rows, float scale, bool keep, str group)"
+    assert flat(Call, 1) == f"{arguments} -> Tensor"
+    assert flat(Call, 2) == f"{arguments} -> (Tensor, Tensor)"
+    assert flat("(Tensor x) -> Tensor", 5) == "(Tensor x) -> Tensor"
+    given = (torch.zeros(1), None, 3, 0.5, True, "g")
+    assert taking(Call, lambda call: call)(*given) == Call(*given)
+    assert taking("", lambda *flat: flat)(*given) == given
+
+
 # ---- past the dispatcher in eager mode
 
 
@@ -284,8 +308,10 @@ def straight(monkeypatch):
         monkeypatch.setattr(
             module, "unwatched", lambda *tensors: taken.append(tensors) or unwatched(*tensors)
         )
-        monkeypatch.setattr(module._Straight, "run", module._forward_cpu)
-        monkeypatch.setattr(module._Straight, "run_backward", module._backward_cpu)
+        run = taking(getattr(module, "Call", ""), module._forward_cpu)
+        run_backward = taking(getattr(module, "BackwardCall", ""), module._backward_cpu)
+        monkeypatch.setattr(module._Straight, "run", run)
+        monkeypatch.setattr(module._Straight, "run_backward", run_backward)
     return taken
 
 

@@ -18,6 +18,7 @@ from triton import knobs
 
 from tmoe.generate.sampler import Sampling
 from tmoe.ops.decode import sample as module
+from tmoe.ops.decode import sample_kernels as kernels
 from tmoe.ops.decode.sample import Keys, draw, forward, sample, uniforms, uniforms_at
 from tmoe.ops.launch.launch import compile_only
 
@@ -142,10 +143,10 @@ def test_the_kernels_numbers_are_numpys_bit_for_bit():
     @triton.jit
     def kernel(prompts, numbers, places, out, seed):
         i = tl.program_id(0)
-        u = module.uniform(seed, tl.load(prompts + i), tl.load(numbers + i), tl.load(places + i))
+        u = kernels.uniform(seed, tl.load(prompts + i), tl.load(numbers + i), tl.load(places + i))
         tl.store(out + i, u)
 
-    kernel.fn.__globals__.update(tl=tl, module=module)
+    kernel.fn.__globals__.update(tl=tl, kernels=kernels)
     for seed in (0, 7, 2**63 - 1, 2**64 - 3):
         given = keys(9, seed)
         out = torch.zeros(9, dtype=torch.float64)

@@ -312,6 +312,15 @@ class Checkpoints:
         if self._saved is not None:
             self._retain(self.losses)
 
+    def news(self, last: bool) -> list[str]:
+        """A line for each step saved since the last call, and for the best one; last: the run ends here."""
+        lines = [f"saved {path}" for path in self.take_published()]
+        if (path := self.take_best()) is not None:
+            lines.append(f"{path} stays: its validation is the best")
+        if last and len(self.losses) > 1 and self.best:
+            lines.append(f"the best validation of a saved step: {self.best}")
+        return lines
+
     def take_best(self) -> Path | None:
         """The step that stays for its validation alone, if it is a new one. Not collective."""
         before, self._said = self._said, self._stays

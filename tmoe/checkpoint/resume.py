@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tmoe.checkpoint.errors import refuse
-from tmoe.checkpoint.manifest import read_manifest
+from tmoe.checkpoint.manifest import Manifest, read_manifest
 from tmoe.config.check import Section, Setting, fits
 from tmoe.config.model import STEPS_READ, ModelConfig
 from tmoe.config.run import Config
@@ -52,74 +52,24 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     """
     require_same_model(step_dir, cfg.model)
     manifest = read_manifest(step_dir)
-    run = Section(cfg)
-    init = f"{Setting('init')} {step_dir}"
-    other = f"; start anew from its weights with {init}"
-
-    # The kinds of state in the folder: what a run must have, and the average that only some runs keep.
-    held = {name.partition(".")[0] for name in manifest.tensors}
-    new = not cfg.load_optim
-    anyway = f"; go on with new moments with {Setting('load_optim', False)}, or{other[1:]}"
-    run.require("optim" in held or new, "resume", f"{step_dir} holds no optimizer state{anyway}")
-    counts = counts_of(step_dir) if isinstance(manifest.state.get("guard"), dict) else None
-    lacks = f"{step_dir} has no state of a run (step, tokens, guard){other}"
-    run.require(counts is not None, "resume", lacks)
-    step, tokens = counts or (0, 0)
-    task = _setting(manifest.info.get("config"), "task") or cfg.task
-    theirs = f"{Setting('task')} {task}"
-    valid = f"{theirs}, or a new run from these weights: {init} {Setting('out')} NEW"
-    run.require(cfg.eval_only or task == cfg.task, "task", f"{step_dir} was trained with {theirs}", valid)
-    kept = f"{step_dir} holds an average of the weights; keep the setting of its run{other}"
-    run.require(cfg.optim.ema > 0 or "ema" not in held, "optim.ema", kept)
-    without = f"{step_dir} holds no average of the weights; resume with {Setting('optim.ema')} 0{other}"
-    run.require(cfg.optim.ema == 0 or "ema" in held, "optim.ema", without)
-    # Ids must mean the same text as before.
+    step, tokens = _require_state(step_dir, manifest, cfg)
     before = manifest.info.get("data")
     says = isinstance(before, dict) and before.keys() >= data.keys()  # older steps do not say
     before = {name: before[name] for name in data} if says else data
-    same_ids = (data["tokenizer"], data["eos"]) == (before["tokenizer"], before["eos"])
-    wrong = (
-        f"made with tokenizer {data['tokenizer']}, eos {data['eos']}; "
-        f"{step_dir} was trained on that of {before['tokenizer']}, eos {before['eos']}, "
-        f"for which ids mean other text{other}"
-    )
-    run.require(same_ids, "data.path", wrong)
+    _require_same_text(step_dir, manifest, cfg, before, data)
 
-    # Conversations must be written as before.
-    wrote = manifest.info.get("chat") is not None and "template" in before
-    as_before = not wrote or data.get("template") == before["template"]
-    wrong = f"writes conversations in another way than {step_dir} was trained on"
-    own = f"leave it out, or its run's own template{other}"
-    run.require(as_before, "data.chat_template", wrong, own)
-
-    # Settings that may change, by name.
-    was = manifest.info.get("config", {})
-    now = json.loads(json.dumps(asdict(cfg), default=str))
     goes_on = not cfg.eval_only and step < cfg.steps
-    by_hash = ("data.tokenizer", "data.new_tokenizer", "data.chat_template")  # compared above
-    names = [f"{group}.{name}" for group in GROUPS for name in now[group]]
-    names = [name for name in names if name not in by_hash]
-    names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
-    names += ["train.seq", "train.dtype", "seed"]
-    names += ["steps"] if goes_on else []  # the learning rates depend on it
-    pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]
-    changed = [(name, old, new) for name, old, new in pairs if old is not None and old != new]
+    was = manifest.info.get("config", {})
+    changed = _changed(was, cfg, goes_on)
     noted = [f"--{name}={new} (was {old})" for name, old, new in changed]
-
-    # Tokens a step: of the step's own run, by its settings or else by its counts, and of this one.
-    sizes = [_setting(was, f"train.{name}") for name in ("batch", "accumulate", "seq")]
-    if all(fits(n, int) for n in sizes):
-        of_one = math.prod([*sizes, _readers(was, manifest.world)])
-    else:
-        of_one = tokens / max(step, 1)
     a_step = cfg.train.batch * cfg.train.accumulate * readers * cfg.train.seq
+    of_one = _tokens_of_a_step(was, manifest.world, tokens / max(step, 1))
     if goes_on and step and a_step != of_one:
         noted.append(f"{a_step:,} tokens a step (were {of_one:,.0f})")
-
-    told = any(name.startswith(("data.", "train.seq")) for name, *_ in changed)
-    if not told and before != data:
+    named = any(name.startswith(("data.", "train.seq")) for name, *_ in changed)
+    if not named and before != data:
         noted.append(f"the data has changed, so it is shuffled anew: {data['is']} (was {before['is']})")
-    if new:
+    if not cfg.load_optim:
         noted.append("--no-load-optim: the optimizer starts anew")
     if cfg.init:
         noted.append(f"--init={cfg.init}: not read, for {step_dir} goes on")
@@ -128,6 +78,76 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
             f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to go on"
         )
     return noted
+
+
+def _anew(step_dir: Path) -> str:
+    """The end of a message: another way to use the step."""
+    return f"; start anew from its weights with {Setting('init')} {step_dir}"
+
+
+def _require_state(step_dir: Path, manifest: Manifest, cfg: Config) -> tuple[int, int]:
+    """Steps and tokens of the step; ConfigError where it lacks state that this run needs, or has more."""
+    run = Section(cfg)
+    other = _anew(step_dir)
+    held = {name.partition(".")[0] for name in manifest.tensors}
+    anyway = f"; go on with new moments with {Setting('load_optim', False)}, or{other[1:]}"
+    lacks = f"{step_dir} holds no optimizer state{anyway}"
+    run.require("optim" in held or not cfg.load_optim, "resume", lacks)
+    counts = counts_of(step_dir) if isinstance(manifest.state.get("guard"), dict) else None
+    lacks = f"{step_dir} has no state of a run (step, tokens, guard){other}"
+    run.require(counts is not None, "resume", lacks)
+    task = _setting(manifest.info.get("config"), "task") or cfg.task
+    theirs = f"{Setting('task')} {task}"
+    weights = f"{Setting('init')} {step_dir} {Setting('out')} NEW"
+    valid = f"{theirs}, or a new run from these weights: {weights}"
+    run.require(cfg.eval_only or task == cfg.task, "task", f"{step_dir} was trained with {theirs}", valid)
+    kept = f"{step_dir} holds an average of the weights; keep the setting of its run{other}"
+    run.require(cfg.optim.ema > 0 or "ema" not in held, "optim.ema", kept)
+    without = f"{step_dir} holds no average of the weights; resume with {Setting('optim.ema')} 0{other}"
+    run.require(cfg.optim.ema == 0 or "ema" in held, "optim.ema", without)
+    return counts or (0, 0)
+
+
+def _require_same_text(
+    step_dir: Path, manifest: Manifest, cfg: Config, before: dict[str, Any], data: dict[str, Any]
+) -> None:
+    """ConfigError unless ids mean the same text as before, and conversations are written as before.
+
+    before, data: facts of the step's data and of this run's.
+    """
+    run = Section(cfg)
+    other = _anew(step_dir)
+    same_ids = (data["tokenizer"], data["eos"]) == (before["tokenizer"], before["eos"])
+    wrong = (
+        f"made with tokenizer {data['tokenizer']}, eos {data['eos']}; "
+        f"{step_dir} was trained on that of {before['tokenizer']}, eos {before['eos']}, "
+        f"for which ids mean other text{other}"
+    )
+    run.require(same_ids, "data.path", wrong)
+    wrote = manifest.info.get("chat") is not None and "template" in before
+    as_before = not wrote or data.get("template") == before["template"]
+    wrong = f"writes conversations in another way than {step_dir} was trained on"
+    own = f"leave it out, or its run's own template{other}"
+    run.require(as_before, "data.chat_template", wrong, own)
+
+
+def _changed(was: Any, cfg: Config, goes_on: bool) -> list[tuple[str, Any, Any]]:
+    """(flag, old, new) of each setting that may change and did; was: settings of the step's run, as JSON."""
+    now = json.loads(json.dumps(asdict(cfg), default=str))
+    by_hash = ("data.tokenizer", "data.new_tokenizer", "data.chat_template")  # compared by _require_same_text
+    names = [f"{group}.{name}" for group in GROUPS for name in now[group]]
+    names = [name for name in names if name not in by_hash]
+    names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
+    names += ["train.seq", "train.dtype", "seed"]
+    names += ["steps"] if goes_on else []  # the learning rates depend on it
+    pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]
+    return [(name, old, new) for name, old, new in pairs if old is not None and old != new]
+
+
+def _tokens_of_a_step(was: Any, world: int, counted: float) -> float:
+    """Tokens of a step of the run with settings `was` on `world` ranks; else `counted`, by its counts."""
+    sizes = [_setting(was, f"train.{name}") for name in ("batch", "accumulate", "seq")]
+    return math.prod([*sizes, _readers(was, world)]) if all(fits(n, int) for n in sizes) else counted
 
 
 def _readers(config: Any, world: int) -> int:

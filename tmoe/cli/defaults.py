@@ -57,12 +57,18 @@ def with_defaults(cfg: Config, flags: Mapping[str, str], of_file: Set[str], run:
         usual = dict(lr=RATES[task], weight_decay=0.0)
         found |= {name: value for name, value in usual.items() if name not in own}
     if not warmups:
-        steps = _whole(flags.get("steps"), cfg.steps)
-        end = _whole(flags.get("optim.decay_steps"), optim.decay_steps) or steps
-        by_epochs = "epochs" in flags or (cfg.epochs is not None and "steps" not in flags)
-        most = MOST_WARMUP if optim.warmup is None else optim.warmup
-        found["warmup"] = None if by_epochs else min(most, min(steps, end) // 10)
+        found["warmup"] = _warmup(cfg, flags)
     return replace(cfg, optim=replace(optim, **found))
+
+
+def _warmup(cfg: Config, flags: Mapping[str, str]) -> int | None:
+    """The preset's warm-up, at most a tenth of the steps; None where the steps follow from --epochs."""
+    if "epochs" in flags or (cfg.epochs is not None and "steps" not in flags):
+        return None
+    steps = _whole(flags.get("steps"), cfg.steps)
+    end = _whole(flags.get("optim.decay_steps"), cfg.optim.decay_steps) or steps
+    most = MOST_WARMUP if cfg.optim.warmup is None else cfg.optim.warmup
+    return min(most, min(steps, end) // 10)
 
 
 def _whole(text: str | None, default: int) -> int:

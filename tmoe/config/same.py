@@ -89,22 +89,27 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
         found |= {f"mla.{f.name}": getattr(cfg.mla, f.name) for f in fields(cfg.mla)}
         found = {name: value for name, value in found.items() if name not in GROUPED_ONLY}
     if sparse:
-        read = [f.name for f in fields(cfg.moe) if f.name not in TRAINING]
-        found |= {f"moe.{name}": getattr(cfg.moe, name) for name in read}
-        if found.pop("moe.softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
-            found["moe.renormalize"] = True
-        entry = SELECTIONS[cfg.moe.selection]
-        if entry.looks == "training":  # what such a model computes is plain top-k
-            found["moe.selection"] = "topk"
-        if entry.weighs:
-            found |= {"moe.renormalize": False, "moe.score": "sigmoid" if cfg.moe.top_k == 1 else "softmax"}
-        if found["moe.selection"] == "topk":
-            del found["moe.columns"]
-        if cfg.moe.score != "cosine":
-            found = {name: value for name, value in found.items() if not name.startswith("moe.cosine_")}
-        if cfg.moe.top_groups == cfg.moe.groups:
-            found |= {"moe.groups": 1, "moe.top_groups": 1, "moe.group_score": "max"}
+        found |= {f"moe.{name}": value for name, value in _moe_facts(cfg.moe).items()}
     return found | {f"rope.{name}": value for name, value in _rope_facts(cfg).items()}
+
+
+def _moe_facts(moe: MoEConfig) -> dict[str, Any]:
+    """The settings of an MoE layer that decide what it computes."""
+    found = {f.name: getattr(moe, f.name) for f in fields(moe) if f.name not in TRAINING}
+    if found.pop("softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
+        found["renormalize"] = True
+    entry = SELECTIONS[moe.selection]
+    if entry.looks == "training":  # what such a model computes is plain top-k
+        found["selection"] = "topk"
+    if entry.weighs:
+        found |= dict(renormalize=False, score="sigmoid" if moe.top_k == 1 else "softmax")
+    if found["selection"] == "topk":
+        del found["columns"]
+    if moe.score != "cosine":
+        found = {name: value for name, value in found.items() if not name.startswith("cosine_")}
+    if moe.top_groups == moe.groups:
+        found |= dict(groups=1, top_groups=1, group_score="max")
+    return found
 
 
 def softmax_scale(cfg: ModelConfig) -> float:

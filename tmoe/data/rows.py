@@ -134,10 +134,6 @@ def look(path: Path) -> Found:
     if path.suffix == ".idx" and path.with_suffix(".bin").is_file():
         return Found("nothing")
     packed = packing(path)
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in PACKED_SUFFIXES:
-        del suffixes[-1]
-    suffix = suffixes[-1] if suffixes else ""
     with opened(path, packed) as (stream, _):
         head = stream.read(HEAD)
     if not head:
@@ -149,6 +145,15 @@ def look(path: Path) -> Found:
     refuse_others(path, head)
     if packed and (twice := next((name for magic, name in PACKED.items() if head.startswith(magic)), "")):
         raise DataError(f"{path}: {twice} within {packed}; unpack it once")
+    return _rows_or_text(path, packed, head)
+
+
+def _rows_or_text(path: Path, packed: str, head: bytes) -> Found:
+    """`look` at a file of text; head: its first bytes."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKED_SUFFIXES:
+        del suffixes[-1]
+    suffix = suffixes[-1] if suffixes else ""
     named = suffix in ROWS_SUFFIXES[:2]
     start = head.removeprefix(BOM).lstrip()[:1]
     if start == b"{" or named:
@@ -365,58 +370,65 @@ def read_json(path: Path, packed: str, most: int | None = None) -> Iterator[tupl
     One value at a time is in memory. most: characters in which the first value must end.
     DataError where the file ends within a value, or is not JSON.
     """
-    decoder = json.JSONDecoder()
     number = 0
     before = 0  # bytes of the file at the last value
-    needed = 0  # characters of the buffer without which the next value is not parsed again
     with opened(path, packed) as (stream, file):
         text = io.TextIOWrapper(stream, encoding="utf-8-sig")
-        buffer, at = "", 0
-        closed = False  # the array has ended
-        done = False  # the file has ended
         try:
-            buffer = text.read(PIECE)
-            at = _blank(buffer, 0)
-            array = buffer.startswith("[", at)
-            at += array
-            while True:
-                at = _blank(buffer, at, "," if array else "")
-                if array and buffer.startswith("]", at):
-                    at = _blank(buffer, at + 1)
-                    closed = True
-                if at < len(buffer) and closed:
-                    raise ValueError("something follows the array")
-                if at < len(buffer) and len(buffer) - at >= needed:
-                    try:
-                        value, end = decoder.raw_decode(buffer, at)
-                        if end < len(buffer) or done:
-                            number += 1
-                            size = file.tell() - before
-                            before = file.tell()
-                            yield number, value, size
-                            at = end
-                            needed = 0
-                            continue
-                    except ValueError:
-                        if done:
-                            raise
-                        needed = 2 * (len(buffer) - at)  # so that it is not parsed again with every piece
-                if done:
-                    break
-                if most is not None and number == 0 and len(buffer) > most:
-                    raise ValueError(f"the first value does not end within {most} characters")
-                more = text.read(PIECE)
-                done = not more
-                needed = 0 if done else needed
-                buffer, at = buffer[at:] + more, 0
-            if array and not closed:
-                raise ValueError("the file ends within the array")
+            for value in _values(text, most):
+                number += 1
+                size = file.tell() - before
+                before = file.tell()
+                yield number, value, size
         except (ValueError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path}: row {number + 1}: not JSON: {error}") from error
         finally:
             text.detach()
+
+
+def _values(text: io.TextIOWrapper, most: int | None) -> Iterator[Any]:
+    """The values of `read_json`. ValueError for what is no JSON."""
+    decoder = json.JSONDecoder()
+    first = True  # no value was found yet
+    closed = False  # the array has ended
+    done = False  # the file has ended
+    needed = 0  # characters of the buffer without which the next value is not parsed again
+    buffer = text.read(PIECE)
+    at = _blank(buffer, 0)
+    array = buffer.startswith("[", at)
+    at += array
+    while True:
+        at = _blank(buffer, at, "," if array else "")
+        if array and buffer.startswith("]", at):
+            at = _blank(buffer, at + 1)
+            closed = True
+        if at < len(buffer) and closed:
+            raise ValueError("something follows the array")
+        if at < len(buffer) and len(buffer) - at >= needed:
+            try:
+                value, end = decoder.raw_decode(buffer, at)
+                if end < len(buffer) or done:
+                    yield value
+                    first = False
+                    at = end
+                    needed = 0
+                    continue
+            except ValueError:
+                if done:
+                    raise
+                needed = 2 * (len(buffer) - at)  # so that it is not parsed again with every piece
+        if done:
+            break
+        if most is not None and first and len(buffer) > most:
+            raise ValueError(f"the first value does not end within {most} characters")
+        more = text.read(PIECE)
+        done = not more
+        needed = 0 if done else needed
+        buffer, at = buffer[at:] + more, 0
+    if array and not closed:
+        raise ValueError("the file ends within the array")
 
 
 def _blank(text: str, at: int, also: str = "") -> int:

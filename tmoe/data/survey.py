@@ -110,6 +110,13 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
             "shard, a Megatron data set, a folder of these, a pattern of files, or a set of the hub, "
             "hub:ORG/NAME"
         )
+    files = _files_in(path, name)
+    _require_one_split(path, files)
+    return path, files
+
+
+def _files_in(path: Path, name: str) -> list[Path]:
+    """The files of a folder in reading order; DataError for an entry that cannot be read, and for none."""
     found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
     visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
     if "metadata/version-hint.text" in found or any(key.endswith(".metadata.json") for key in found):
@@ -131,9 +138,7 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
             )
     if not files:
         raise DataError(f"{name}: the folder holds no files")
-    files.sort(key=lambda entry: entry.relative_to(path).as_posix())
-    _require_one_split(path, files)
-    return path, files
+    return sorted(files, key=lambda entry: entry.relative_to(path).as_posix())
 
 
 def _require_one_split(root: Path, files: list[Path]) -> None:

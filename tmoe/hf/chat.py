@@ -57,12 +57,7 @@ def with_chat(step: Path, manifest: Manifest, files: Files, folder: Path) -> Wri
         before = templates_in(content)
         if before != (chat.template, chat.tools):
             files = {name: read for name, read in files.items() if name != TEMPLATE}
-            settings.pop("chat_template", None)
-            if chat.tools is None:
-                changed[TEMPLATE] = chat.template.encode()
-            else:
-                both = dict(default=chat.template) | {TOOLS: chat.tools}
-                settings["chat_template"] = [dict(name=n, template=text) for n, text in both.items()]
+            changed |= _put_template(chat.template, chat.tools, settings)
             replaced = "" if before[0] is None else "; the original's is replaced"
             where = folder / (TEMPLATE if chat.tools is None else SETTINGS)
             notes.append(f"{where}: the chat template that {step} was trained with{replaced}")
@@ -88,6 +83,16 @@ def with_chat(step: Path, manifest: Manifest, files: Files, folder: Path) -> Wri
             f"the original's: {list(ends) or 'none'}"
         )
     return Written(files | {name: partial(bytes, raw) for name, raw in changed.items()}, notes)
+
+
+def _put_template(template: str, tools: str | None, settings: dict[str, Any]) -> dict[str, bytes]:
+    """The file of a template, by its name; none where there is one for tools, and `settings` gets both."""
+    settings.pop("chat_template", None)
+    if tools is None:
+        return {TEMPLATE: template.encode()}
+    both = dict(default=template) | {TOOLS: tools}
+    settings["chat_template"] = [dict(name=n, template=text) for n, text in both.items()]
+    return {}
 
 
 def _tokens_of(chat: ChatFormat, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from tmoe.config.same import (
 )
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.packed import QUANTISED, no_reader
-from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, kinds_of_layers
+from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, Windows, kinds_of_layers
 from tmoe.model.count import qk_width
 
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
@@ -330,12 +330,10 @@ def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]
     """`read_rope` of one object of settings."""
     given = {"rope_theta": hf.get("rope_theta", arch.theta)} | stated
     kind = given.get("rope_type", given.get("type", "default"))
-    alpha, width = given.get("alpha"), found.get("head_dim")
-    if arch.rope_alpha and kind == "dynamic" and alpha and isinstance(width, int) and width > 2:
-        if not fits(alpha, float) or not fits(given["rope_theta"], float):
-            return [f"alpha={alpha!r} rope_theta={given['rope_theta']!r}: must be numbers"]
-        kind = "default"
-        given["rope_theta"] = given["rope_theta"] * alpha ** (width / (width - 2))
+    if arch.rope_alpha and kind == "dynamic":
+        kind, problems = _apply_alpha(given, found.get("head_dim"))
+        if problems:
+            return problems
     # Dynamic scaling (NTK) raises the base beyond max_position_embeddings, where tmoe refuses an input.
     scaling = "none" if kind in ("default", "dynamic") else kind
     if not isinstance(scaling, str) or scaling not in ROPE:
@@ -358,6 +356,26 @@ def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]
     if key := keys.get("original_max_seq"):  # at the top level, Phi-3's place for it, it goes first
         given[key] = hf.get(key, given.get(key, hf.get("max_position_embeddings")))
     problems += [_null(key) for key in (*keys.values(), "partial_rotary_factor") if _is_null(given, key)]
+    problems += _read_scaling(arch, given, kind, keys, found)
+    return problems + (_read_bases(arch.rope_bases, hf, found) if hf.get(arch.rope_bases) is not None else [])
+
+
+def _apply_alpha(given: dict[str, Any], width: Any) -> tuple[str, list[str]]:
+    """Dynamic scaling by a constant alpha is another rope_theta: (rope_type that is left, problems)."""
+    alpha = given.get("alpha")
+    if not (alpha and isinstance(width, int) and width > 2):
+        return "dynamic", []
+    if not fits(alpha, float) or not fits(given["rope_theta"], float):
+        return "dynamic", [f"alpha={alpha!r} rope_theta={given['rope_theta']!r}: must be numbers"]
+    given["rope_theta"] = given["rope_theta"] * alpha ** (width / (width - 2))
+    return "default", []
+
+
+def _read_scaling(
+    arch: Architecture, given: HF, kind: Any, keys: Mapping[str, str], found: dict[str, Any]
+) -> list[str]:
+    """Put the numbers of RoPE's scaling into `found`; keys: theirs by our names."""
+    problems: list[str] = []
     read = {ours: given[key] for ours, key in keys.items() if given.get(key) is not None}
     if "truncate" in keys and "truncate" in given:
         read["truncate"] = given["truncate"] or False  # transformers asks whether it is true
@@ -373,7 +391,7 @@ def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]
             )
         read["query_beta"] = given.get(key)
     found |= {f"rope.{name}": value for name, value in read.items()}
-    return problems + (_read_bases(arch.rope_bases, hf, found) if hf.get(arch.rope_bases) is not None else [])
+    return problems
 
 
 def _read_bases(key: str, hf: HF, found: dict[str, Any]) -> list[str]:
@@ -384,10 +402,8 @@ def _read_bases(key: str, hf: HF, found: dict[str, Any]) -> list[str]:
     period = shortest(bases := [float(base) for base in bases])
     found["rotary"] = tuple(int(base > 0) for base in bases[:period]) or (1,)
     windowed = found.get("windowed", (0,)) if found.get("window") else (0,)
-    far, near = (
-        {base for i, base in enumerate(bases) if base and windowed[i % len(windowed)] == slides}
-        for slides in (0, 1)
-    )
+    far = _bases_of(bases, windowed, 0)
+    near = _bases_of(bases, windowed, 1)
     if len(far) > 1 or len(near) > 1:
         return [f"{key}={bases!r}: one base for blocks with a window and one for the others is computed"]
     if near and near != far and found["rope.scaling"] != "none":
@@ -396,6 +412,11 @@ def _read_bases(key: str, hf: HF, found: dict[str, Any]) -> list[str]:
     if near and far and near != far:
         found["rope.window_theta"] = next(iter(near))
     return []
+
+
+def _bases_of(bases: list[float], windowed: tuple[int, ...], slides: int) -> set[float]:
+    """The bases of blocks with positions, of those with a window (slides: 1) or without."""
+    return {base for i, base in enumerate(bases) if base and windowed[i % len(windowed)] == slides}
 
 
 def shortest(values: list) -> int:
@@ -470,26 +491,36 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
         return problems
 
     off = "use_sliding_window" in windows.keys and not said.get("use_sliding_window", False)
-    width = None if off else hf.get("sliding_window", windows.width or None)
-    if windows.before and said.get(windows.before) is not None:
-        width = said[windows.before] + 1
+    width = _window_width(windows, hf, said, off)
     if width is not None and width < 1:
         return [f"sliding_window={width}: must be at least 1, or null"]
 
-    slides = [windows.sliding(said, i) for i in range(layers)]
     if "layer_types" in said and typed:
         slides = [kind == "sliding_attention" for kind in types]
-        if any(slides) and width is None:
-            return ["layer_types: sliding_attention needs a sliding_window"]
-    elif any(slides) and width is None and not (off or windows.null):
-        return [_null("sliding_window")]
+        missing = "layer_types: sliding_attention needs a sliding_window"
+    else:
+        slides = [windows.sliding(said, i) for i in range(layers)]
+        missing = "" if off or windows.null else _null("sliding_window")
+    if any(slides) and width is None and missing:
+        return [missing]
+    _put_windows(windows, slides, width, found)
+    return []
 
-    period = shortest(slides)
-    found["windowed"] = tuple(map(int, slides[:period])) or (1,)
+
+def _put_windows(windows: Windows, slides: list[bool], width: Any, found: dict[str, Any]) -> None:
+    """Put which blocks have a window, and its width, into `found`."""
+    pattern = tuple(map(int, slides[: shortest(slides)])) or (1,)
+    found["windowed"] = pattern
     found["window"] = width if any(slides) and width else 0
     if windows.rotary:
-        found["rotary"] = tuple(map(int, slides[:period])) or (1,)
-    return []
+        found["rotary"] = pattern
+
+
+def _window_width(windows: Windows, hf: HF, said: HF, off: bool) -> Any:
+    """Tokens that a window sees; None without one. off: use_sliding_window is false."""
+    if windows.before and said.get(windows.before) is not None:
+        return said[windows.before] + 1
+    return None if off else hf.get("sliding_window", windows.width or None)
 
 
 def write_windows(arch: Architecture, cfg: ModelConfig) -> HF:

@@ -146,12 +146,8 @@ def export_hf(
         f"{hf_dir}: {len(names)} tensors, {decimal(needed)} of {decimal(free)} free, "
         f"{arch.class_name}; {done}"
     )
-    for line in chat_notes:
+    for line in (*chat_notes, *_notes_of(origin, hf_dir)):
         print(line)
-    if origin.packed:
-        print(f"{hf_dir}: {unpacked(origin.packed)}")
-    if origin.folder and origin.folder.own_head:
-        print(f"{untied(origin.folder.path)}; so says {hf_dir / CONFIG}")
     if push is not None and not dry_run:
         print(f"{hf_dir}: uploaded to {upload(hf_dir, push, private)}")
 
@@ -263,6 +259,14 @@ def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
     }
     config = origin.config | parts | {key: said}
     return _with_files(origin._replace(config=config, layout=layout))
+
+
+def _notes_of(origin: Origin, hf_dir: Path) -> list[str]:
+    """What an export says of the original: packed weights that it unpacked, a head of its own."""
+    notes = [f"{hf_dir}: {unpacked(origin.packed)}"] if origin.packed else []
+    if origin.folder and origin.folder.own_head:
+        notes.append(f"{untied(origin.folder.path)}; so says {hf_dir / CONFIG}")
+    return notes
 
 
 def _with_files(origin: Origin) -> Origin:

@@ -299,10 +299,10 @@ class Metrics:
         if self.lines is not None and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def note(self, text: str) -> None:
-        """Prints a line above the progress bar, on rank 0."""
-        if self.display is not None:
-            self.display.note(text)
+    def note(self, *lines: str) -> None:
+        """Prints lines above the progress bar, on rank 0."""
+        for line in lines if self.display is not None else ():
+            self.display.note(line)
 
     @contextlib.contextmanager
     def going_on(self, path: Path) -> Iterator[None]:

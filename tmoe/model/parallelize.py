@@ -91,29 +91,8 @@ def parallelize(
         require(isinstance(value, kind), f"parallelize: {name}", repr(value)[:80], f"a {kind.__name__}")
     cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
     layers = [m for m in model.modules() if isinstance(m, MoE)]
-    if isinstance(model, FSDPModule) or any(is_spread(moe.experts) for moe in layers):
-        kind = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's own name
-        raise ValueError(
-            f"parallelize: this {kind} is laid out over a mesh already; call it once, on a new model"
-        )
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"parallelize: a {type(model).__name__} has no forward; give the module that calls its parts"
-        )
-    for i, block in enumerate(model.blocks if isinstance(model, Transformer) else ()):
-        valid = (
-            "a Block; parallelize comes before torch.compile, "
-            "and compiles each by itself where cfg.compile is true"
-        )
-        require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
-    if not isinstance(model, Transformer):
-        for name in ("tp", "cp", "pp"):
-            valid = f"1 for a {type(model).__name__}: only a tmoe.Transformer can be divided so"
-            size = getattr(mesh.axes, name)
-            require(size == 1, f"parallelize: mesh.axes.{name}", f"{size}", valid)
-    elif mesh.axes.pp > 1 and model.first and model.last:
-        valid = "1 for a whole Transformer; tmoe.parallel.pipeline(cfg, mesh) makes the parts of one"
-        require(False, "parallelize: mesh.axes.pp", f"{mesh.axes.pp}", valid)
+    require_new(model, layers)
+    require_divided(model, mesh)
     require_untied(model)
     require_whole(model, mesh)
     for moe in layers:
@@ -132,6 +111,37 @@ def parallelize(
             apply_compile(model)
     apply_fsdp(model, mesh, cfg, whole_forwards)
     return model
+
+
+def require_new(model: nn.Module, layers: Sequence[MoE]) -> None:
+    """ValueError for a model that is laid out already, has no forward, or has compiled blocks."""
+    if isinstance(model, FSDPModule) or any(is_spread(moe.experts) for moe in layers):
+        kind = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's own name
+        raise ValueError(
+            f"parallelize: this {kind} is laid out over a mesh already; call it once, on a new model"
+        )
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"parallelize: a {type(model).__name__} has no forward; give the module that calls its parts"
+        )
+    for i, block in enumerate(model.blocks if isinstance(model, Transformer) else ()):
+        valid = (
+            "a Block; parallelize comes before torch.compile, "
+            "and compiles each by itself where cfg.compile is true"
+        )
+        require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
+
+
+def require_divided(model: nn.Module, mesh: Mesh) -> None:
+    """ValueError where the mesh has axes that this model cannot be divided by."""
+    if not isinstance(model, Transformer):
+        for name in ("tp", "cp", "pp"):
+            valid = f"1 for a {type(model).__name__}: only a tmoe.Transformer can be divided so"
+            size = getattr(mesh.axes, name)
+            require(size == 1, f"parallelize: mesh.axes.{name}", f"{size}", valid)
+    elif mesh.axes.pp > 1 and model.first and model.last:
+        valid = "1 for a whole Transformer; tmoe.parallel.pipeline(cfg, mesh) makes the parts of one"
+        require(False, "parallelize: mesh.axes.pp", f"{mesh.axes.pp}", valid)
 
 
 def all_reduce(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -334,54 +344,11 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     of 1, too: its own checkpointing runs parts of it in the backward, where working copies stand in only for
     modules that are called by themselves.
     """
-    param_dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else None
-    policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    scopes = [m for m in model.modules() if isinstance(m, Experts) and next(m.parameters(), None) is not None]
-    blocks = list(model.blocks) if isinstance(model, Transformer) else []
-    width = (param_dtype or torch.float32).itemsize
-    sizes = [
-        width * sum(p.numel() for p in block.parameters() if not isinstance(p, DTensor)) for block in blocks
-    ]
-    whole: set[nn.Parameter] = set()
-
-    # Experts.
-    # the placement that FSDP2 gives to experts: the shards of ep, cut once more by dp
-    cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
-    dp = mesh.dp.size()
-    held = [p.to_local() for experts in scopes for p in experts.parameters()]
-    size = width * sum(p.numel() for p in held)
-    keep = (
-        whole_forwards
-        and at_the_end is not None
-        and mesh.axes.replicate == 1
-        and keeps_whole(dp, [len(p) for p in held], size, cfg.parallel.whole_gib)
-    )
-    sharers = Sharers(mesh.dp.get_group()) if keep else None
-    new = partial(GatheredCopy, sharers=sharers) if sharers else WorkingCopy
-
-    def mine(p: Tensor) -> Place:
-        local = local_part(p).chunk(dp)[mesh.dp.get_local_rank()].clone()
-        return local, mesh.grid, [cut, Shard(0)]
-
-    for experts in scopes:
-        if sharers or mesh.sharers.size() == 1:
-            whole |= hold_whole(experts, param_dtype, mine, new=new)
-            continue
-        dim = shard_dim([p.to_local().shape for p in experts.parameters()], dp)
-        fully_shard(
-            experts, mesh=mesh.sharers, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim)
-        )
-
-    # Everything else.
-    alone = mesh.world.size() == 1 and isinstance(model, Transformer)
-    if alone:
-        for module in (*blocks, model):
-            whole |= hold_whole(module, param_dtype, lambda p: (p.data, mesh.world, [Shard(0)]), whole)
-    else:
-        for unit in units(sizes) if whole_forwards else [[i] for i in range(len(blocks))]:
-            fully_shard([blocks[i] for i in unit], mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
+    dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    sharers = _sharers(model, mesh, cfg) if whole_forwards else None
+    whole = _shard_experts(model, mesh, policy, sharers)
+    _shard_blocks(model, mesh, policy, whole, whole_forwards)
     # where the rank is alone, for the methods that FSDP2 gives to the model
     root = fully_shard(model, mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
     for module in model.modules():
@@ -393,6 +360,72 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
         keep_gathered(root, dense, cfg.parallel.shard)
     if sharers:
         sharers.follow(root)
+
+
+def _scopes(model: nn.Module) -> list[Experts]:
+    """The modules of experts that have parameters."""
+    return [m for m in model.modules() if isinstance(m, Experts) and next(m.parameters(), None) is not None]
+
+
+def _sharers(model: nn.Module, mesh: Mesh, cfg: Config) -> Sharers | None:
+    """The ranks that share this one's experts, if they keep them whole; None: they do not."""
+    held = [p.to_local() for experts in _scopes(model) for p in experts.parameters()]
+    width = 2 if cfg.train.dtype == "bf16" else 4
+    size = width * sum(p.numel() for p in held)
+    keep = (
+        at_the_end is not None
+        and mesh.axes.replicate == 1
+        and keeps_whole(mesh.dp.size(), [len(p) for p in held], size, cfg.parallel.whole_gib)
+    )
+    return Sharers(mesh.dp.get_group()) if keep else None
+
+
+def _shard_experts(
+    model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, sharers: Sharers | None
+) -> set[nn.Parameter]:
+    """Shards experts over the ranks that share them; returns the parameters that a rank holds whole."""
+    # the placement that FSDP2 gives to experts: the shards of ep, cut once more by dp
+    cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
+    dp = mesh.dp.size()
+    new = partial(GatheredCopy, sharers=sharers) if sharers else WorkingCopy
+    whole: set[nn.Parameter] = set()
+
+    def mine(p: Tensor) -> Place:
+        local = local_part(p).chunk(dp)[mesh.dp.get_local_rank()].clone()
+        return local, mesh.grid, [cut, Shard(0)]
+
+    for experts in _scopes(model):
+        if sharers or mesh.sharers.size() == 1:
+            whole |= hold_whole(experts, policy.param_dtype, mine, new=new)
+            continue
+        dim = shard_dim([p.to_local().shape for p in experts.parameters()], dp)
+        fully_shard(
+            experts, mesh=mesh.sharers, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim)
+        )
+    return whole
+
+
+def _shard_blocks(
+    model: nn.Module,
+    mesh: Mesh,
+    policy: MixedPrecisionPolicy,
+    whole: set[nn.Parameter],
+    whole_forwards: bool,
+) -> None:
+    """Shards a Transformer's blocks; a rank that is alone holds them and the rest, which `whole` gets."""
+    if not isinstance(model, Transformer):
+        return
+    blocks = list(model.blocks)
+    if mesh.world.size() == 1:
+        for module in (*blocks, model):
+            whole |= hold_whole(module, policy.param_dtype, lambda p: (p.data, mesh.world, [Shard(0)]), whole)
+        return
+    width = (policy.param_dtype or torch.float32).itemsize
+    sizes = [
+        width * sum(p.numel() for p in block.parameters() if not isinstance(p, DTensor)) for block in blocks
+    ]
+    for unit in units(sizes) if whole_forwards else [[i] for i in range(len(blocks))]:
+        fully_shard([blocks[i] for i in unit], mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
 
 
 def hold_whole(

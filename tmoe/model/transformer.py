@@ -338,17 +338,7 @@ class Transformer(nn.Module):
             check_marks("positions", positions_BS, tokens_BS, tokens_BS.shape, torch.int64)
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
-        members_BSN = (given or {}).get("members") if "sequence" in self.cfg.moe.losses else None
-        if members_BSN is not None:
-            shape = (*tokens_BS.shape, members_BSN.shape[-1])
-            check_marks("members", members_BSN, tokens_BS, torch.Size(shape), torch.bool)
-            if padding_BS is not None:
-                members_BSN = members_BSN & ~padding_BS[..., None]
-            members_BSN = self.own(members_BSN).float()
-            if members_BSN.shape[-1] == 1:  # compilers make a constant of it
-                members_BSN = torch.cat([members_BSN, torch.zeros_like(members_BSN)], -1)
-            if not torch.compiler.is_compiling():
-                let_vary(members_BSN, 2)
+        members_BSN = self.members(tokens_BS, padding_BS, given)
         self.spread.tokens(S, tokens_BS.device)  # each stage of a pipeline hears of what cannot be divided
         if padding_BS is not None:
             if documents_BS is None:
@@ -358,14 +348,8 @@ class Transformer(nn.Module):
             padding_BS = self.own(padding_BS)
 
         device = tokens_BS.device
-        turns = turns_of(self.cfg, S, device, self.ropes)
         rotated = self.spread.queries(S, device)
-        at = rotated
-        if positions_BS is not None:
-            at = positions_BS if rotated is None else positions_BS[:, rotated]
-        if at is not None:
-            turns = {rope: (cos_SC[at], sin_SC[at]) for rope, (cos_SC, sin_SC) in turns.items()}
-
+        turns = self.turns(S, device, rotated, positions_BS)
         width = min(qk_width(self.cfg), v_width(self.cfg))
         at_Q = rotated if self.spread.by_keys else None
         masks = {
@@ -375,6 +359,37 @@ class Transformer(nn.Module):
             for window in {self.cfg.window_of(i) for i in range(self.cfg.layers)}
         }
         return Context(turns, masks, padding_BS, members_BSN)
+
+    def members(self, tokens_BS: Tensor, padding_BS: Tensor | None, given: Given | None) -> Tensor | None:
+        """fp32 [B, S, n], 1 where a token is of a row's n-th sequence; None where no loss asks.
+
+        Raises ValueError as `forward` does.
+        """
+        members_BSN = (given or {}).get("members") if "sequence" in self.cfg.moe.losses else None
+        if members_BSN is None:
+            return None
+        shape = (*tokens_BS.shape, members_BSN.shape[-1])
+        check_marks("members", members_BSN, tokens_BS, torch.Size(shape), torch.bool)
+        if padding_BS is not None:
+            members_BSN = members_BSN & ~padding_BS[..., None]
+        members_BSN = self.own(members_BSN).float()
+        if members_BSN.shape[-1] == 1:  # compilers make a constant of it
+            members_BSN = torch.cat([members_BSN, torch.zeros_like(members_BSN)], -1)
+        if not torch.compiler.is_compiling():
+            let_vary(members_BSN, 2)
+        return members_BSN
+
+    def turns(
+        self, S: int, device: torch.device, rotated: Tensor | None, positions_BS: Tensor | None
+    ) -> dict[Any, tuple[Tensor, Tensor]]:
+        """Cosines and sines of each RoPE at positions (None: 0 to S), of the rows `rotated` (None: all)."""
+        turns = turns_of(self.cfg, S, device, self.ropes)
+        at = rotated
+        if positions_BS is not None:
+            at = positions_BS if rotated is None else positions_BS[:, rotated]
+        if at is None:
+            return turns
+        return {rope: (cos_SC[at], sin_SC[at]) for rope, (cos_SC, sin_SC) in turns.items()}
 
     def embed(self, tokens_BS: Tensor, noise_BS: Tensor | None = None) -> Tensor:
         """What the first block takes, of this rank's own tokens of whole rows.

@@ -10,6 +10,7 @@ next: moe/losses.py
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,13 +65,8 @@ def measure(
     entropy_T = lse_T.detach() - mean_log_T
 
     keep_T = torch.ones_like(lse_T) if padding_T is None else (~padding_T).to(lse_T.dtype)
-
     noted_TX = logits_TE.detach()[:, :0] if routing.noted_TX is None else routing.noted_TX
-
-    def per_sequence(v_T: Tensor) -> Tensor:
-        length = v_T.shape[0] // max(sequences, 1)  # computed, since unflatten's -1 fails for 0 sequences
-        return v_T.unflatten(0, (sequences, length)).sum(1)
-
+    per_sequence = partial(_per_sequence, sequences=sequences)
     tokens_B = per_sequence(keep_T)
     # selections with columns of their own fill K of them in the mean
     K = routing.ids_TK.shape[-1] if cfg is None or cfg.slots == cfg.top_k else cfg.top_k
@@ -86,20 +82,41 @@ def measure(
     )
 
     if members_BSN is not None:
-        # A product: it adds up in one order, and takes any number of sequences.
-        with torch.autocast(members_BSN.device.type, enabled=False):
-            by_row = [t_TX.unflatten(0, members_BSN.shape[:2]) for t_TX in (probs_TE, chosen_TE)]
-            of_BNS = members_BSN.transpose(1, 2).to(probs_TE.dtype)
-            probs_NE, counts_NE = ((of_BNS @ t_BSX).flatten(0, 1) for t_BSX in by_row)
-        load = with_fields(
-            load, probs_NE=probs_NE, counts_NE=counts_NE, tokens_N=members_BSN.sum(1).flatten().to(z_T.dtype)
-        )
+        load = _with_members(load, members_BSN, probs_TE, chosen_TE)
+    return load if cfg is None else _with_losses(load, routing, keep_T, per_sequence, cfg)
 
-    names = [] if cfg is None else cfg.losses
-    if "gshard" in names:
-        first_TE = chosen(routing.ids_TK[:, :1], E).to(probs_TE.dtype)
+
+def _per_sequence(v_T: Tensor, sequences: int) -> Tensor:
+    """Sums over the tokens of each sequence."""
+    length = v_T.shape[0] // max(sequences, 1)  # computed, since unflatten's -1 fails for 0 sequences
+    return v_T.unflatten(0, (sequences, length)).sum(1)
+
+
+def _with_members(load: Load, members_BSN: Tensor, probs_TE: Tensor, chosen_TE: Tensor) -> Load:
+    """The load with the sums of the sequences that rows hold.
+
+    They are products: a product adds up in one order, and takes any number of sequences.
+    """
+    with torch.autocast(members_BSN.device.type, enabled=False):
+        by_row = [t_TX.unflatten(0, members_BSN.shape[:2]) for t_TX in (probs_TE, chosen_TE)]
+        of_BNS = members_BSN.transpose(1, 2).to(probs_TE.dtype)
+        probs_NE, counts_NE = ((of_BNS @ t_BSX).flatten(0, 1) for t_BSX in by_row)
+    tokens_N = members_BSN.sum(1).flatten().to(load.tokens_B.dtype)
+    return with_fields(load, probs_NE=probs_NE, counts_NE=counts_NE, tokens_N=tokens_N)
+
+
+def _with_losses(
+    load: Load,
+    routing: Routing,
+    keep_T: Tensor,
+    per_sequence: Callable[[Tensor], Tensor],
+    cfg: MoEConfig,
+) -> Load:
+    """The load with the sums that only some losses want; keep_T: 1, or 0 at tokens to leave out."""
+    if "gshard" in cfg.losses:
+        first_TE = chosen(routing.ids_TK[:, :1], routing.logits_TE.shape[-1]).to(keep_T.dtype)
         load = with_fields(load, first_BE=per_sequence(first_TE * keep_T[:, None]))
-    if cfg is not None and any(name in names for name in OF_NOISE):
+    if any(name in cfg.losses for name in OF_NOISE):
         clean_TE = routing.logits_TE if routing.clean_TE is None else routing.clean_TE
         last_T = routing.logits_TE.gather(1, routing.ids_TK[:, -1:].clamp(min=0).long())[:, 0]
         smooth_TE = smooth_load(clean_TE, last_T, cfg)

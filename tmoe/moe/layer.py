@@ -347,6 +347,13 @@ class MoE(nn.Module):
             x_TD = x_TD.to(dtype)
             experts = experts.to(dtype)
 
+        y_TD = self.mixed(x_TD, routing, experts, dispatcher).to(x.dtype)
+        if kept_T is not None:
+            y_TD = y_TD + (kept_T[:, None] * own_TD).to(x.dtype)
+        return y_TD, chosen, taken
+
+    def mixed(self, x_TD: Tensor, routing: Any, experts: Any, dispatcher: Any) -> Tensor:
+        """The routed experts' sum, through the latent where there is one, plus the shared expert's result."""
         shared_TD = None
         if self.to_latent is not None:
             y_TD = self.from_latent(dispatcher(self.to_latent(x_TD), routing, experts))
@@ -355,15 +362,11 @@ class MoE(nn.Module):
             y_TD = dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
         else:
             y_TD, shared_TD = dispatcher.beside(x_TD, routing, experts, self.shared)
-        if shared_TD is not None:
-            if self.shared_gate is not None:
-                shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
-            y_TD = y_TD + shared_TD
-
-        y_TD = y_TD.to(x.dtype)
-        if kept_T is not None:
-            y_TD = y_TD + (kept_T[:, None] * own_TD).to(x.dtype)
-        return y_TD, chosen, taken
+        if shared_TD is None:
+            return y_TD
+        if self.shared_gate is not None:
+            shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
+        return y_TD + shared_TD
 
 
 def balancing_loss(

@@ -5,6 +5,7 @@ Clipping, the choice not to step, and the copy to compute with are all part of t
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import triton
@@ -108,25 +109,10 @@ def adamw_(
     tables = defaultdict(list)
     programs = defaultdict(int)
     for *parts, step in tensors:
-        weight, grad, mean, square, copy = parts
+        weight, grad, _, _, copy = parts
         numel = weight.numel()
         sizes = [0 if t is None else t.element_size() for t in parts]
-        if not (
-            weight.dtype == mean.dtype == square.dtype == step.dtype == torch.float32
-            and all(
-                t is None or (t.numel() == numel and t.is_contiguous() and t.dtype in DTYPES) for t in parts
-            )
-            and all(t is None or t.device == factor.device for t in (*parts, step, finite))
-        ):
-            got = [
-                t if t is None else f"{t.dtype} {list(t.shape)} by {t.stride()} on {t.device}"
-                for t in (*parts, step, finite)
-            ]
-            raise ValueError(
-                "adamw_: weight, mean, square and step must be fp32, all contiguous, "
-                f"of weight's length and on {factor.device}; "
-                f"weight, grad, mean, square, copy, step, finite: {got}"
-            )
+        _check(parts, step, finite, factor.device)
         starts = [0 if t is None else t.data_ptr() for t in parts]
 
         # The part that is not wide is launched apart, so that the same binary works on an element however a
@@ -154,6 +140,26 @@ def adamw_(
                 *key, BLOCK,
                 num_warps=4,
             )  # fmt: skip
+
+
+def _check(parts: list[Any], step: Any, finite: Tensor, device: torch.device) -> None:
+    """ValueError unless weight, grad, mean, square, copy and step are as `adamw_` takes them."""
+    weight, _, mean, square, _ = parts
+    numel = weight.numel()
+    if not (
+        weight.dtype == mean.dtype == square.dtype == step.dtype == torch.float32
+        and all(t is None or (t.numel() == numel and t.is_contiguous() and t.dtype in DTYPES) for t in parts)
+        and all(t is None or t.device == device for t in (*parts, step, finite))
+    ):
+        got = [
+            t if t is None else f"{t.dtype} {list(t.shape)} by {t.stride()} on {t.device}"
+            for t in (*parts, step, finite)
+        ]
+        raise ValueError(
+            "adamw_: weight, mean, square and step must be fp32, all contiguous, "
+            f"of weight's length and on {device}; "
+            f"weight, grad, mean, square, copy, step, finite: {got}"
+        )
 
 
 def trace(dtype: torch.dtype) -> None:

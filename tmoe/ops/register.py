@@ -3,6 +3,9 @@
 `register_differentiable` does an op together with the op of its gradients. What is kept for backward, and
 where its results go, follows from the names in both schemas. `register` does one op, with a rule of its own.
 
+An op of many arguments gives a NamedTuple in place of a schema, and its functions take that one value. torch
+passes flat arguments: `taking` alone makes the value of them.
+
 They use Library.define and not @custom_op: the decorator's own checks take 0.3 ms a call on the host, as long
 as a whole forward.
 
@@ -11,7 +14,7 @@ next: experts/op.py
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -19,14 +22,42 @@ from torch import Tensor
 from tmoe.ops.check import check_tensors
 from tmoe.ops.launch.eager import no_second_derivative, unwatched
 
-_lib = torch.library.Library("tmoe", "FRAGMENT")
+lib = torch.library.Library("tmoe", "FRAGMENT")
+
+# the type of an argument, in Python and in the language of torch.library
+TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    str: "str",
+}
+
+
+def flat(schema: str | type, results: int) -> str:
+    """The schema of an op whose arguments are the fields of a NamedTuple, and whose results are tensors."""
+    if isinstance(schema, str):
+        return schema
+    fields = [f"{TYPES[kind]} {name}" for name, kind in get_type_hints(schema).items()]
+    returned = ", ".join(["Tensor"] * results)
+    return f"({', '.join(fields)}) -> {returned if results == 1 else f'({returned})'}"
+
+
+def taking(schema: str | type, run: Callable) -> Callable:
+    """`run`, which takes an op's arguments as one NamedTuple, as a kernel of flat ones.
+
+    schema: the NamedTuple; a string: run takes them flat itself.
+    """
+    return run if isinstance(schema, str) else lambda *arguments: run(schema(*arguments))
 
 
 def register(
     name: str,
-    schema: str,
+    schema: str | type,
     *,
-    cpu: Callable,
+    results: int = 1,
+    cpu: Callable | None,
     cuda: Callable,
     fake: Callable,
     save: Callable | None = None,
@@ -35,17 +66,20 @@ def register(
     """Register tmoe::name.
 
     Args:
-        schema: "(arguments) -> results", in the language of torch.library.
-        cpu, cuda: compute the results on such a device.
+        schema: "(arguments) -> results", in the language of torch.library; or a NamedTuple of the arguments,
+            which cpu, cuda and fake then take as one value.
+        results: with a NamedTuple, how many tensors are returned.
+        cpu, cuda: compute the results on such a device; cpu: None where only a GPU does.
         fake: gives tensors of the results' shapes and types, for tracing.
         save, differentiate: setup_context and backward of torch.library.register_autograd. Without them the
             op has no derivative, as one that computes gradients itself.
     """
-    _lib.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-    _lib.impl(name, cpu, "CPU")
-    _lib.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"tmoe::{name}", fake, lib=_lib)
-    torch.library.register_autograd(f"tmoe::{name}", differentiate, setup_context=save, lib=_lib)
+    lib.define(name + flat(schema, results), tags=torch.Tag.pt2_compliant_tag)
+    if cpu is not None:
+        lib.impl(name, taking(schema, cpu), "CPU")
+    lib.impl(name, taking(schema, cuda), "CUDA")
+    torch.library.register_fake(f"tmoe::{name}", taking(schema, fake), lib=lib)
+    torch.library.register_autograd(f"tmoe::{name}", differentiate, setup_context=save, lib=lib)
 
 
 class Backward(NamedTuple):
@@ -55,7 +89,7 @@ class Backward(NamedTuple):
     results of the op, and are kept for it: tensors first, and first of all one that is never None.
     """
 
-    schema: str
+    schema: str | type  # as for `register`
     gradients: str  # names of the op's arguments, whose gradients are the results
     cpu: Callable  # both may give None as the gradient of an argument that is None
     cuda: Callable
@@ -63,7 +97,7 @@ class Backward(NamedTuple):
 
 def register_differentiable(
     name: str,
-    schema: str,
+    schema: str | type,
     returns: str,
     *,
     keeps: str = "",
@@ -75,20 +109,24 @@ def register_differentiable(
     """Register tmoe::name and tmoe::name_backward.
 
     Args:
+        schema: as for `register`.
         returns, keeps: names of the op's results: those for its caller, then those for backward alone.
         cpu, cuda, fake: as for `register`; cuda runs with the first argument's GPU current.
 
     Returns the op on a GPU past torch's dispatcher, for calls that are `unwatched`. It gives only the results
     for the caller; `run` and `run_backward` are its kernels.
     """
-    rule = _Rule(schema, [*returns.split(), *keeps.split()], backward)
-    run = _with_gpu_of(0, cuda)
-    run_backward = _with_gpu_of(1, backward.cuda)
+    names = [*returns.split(), *keeps.split()]
+    flat_schema = flat(schema, len(names))
+    flat_backward = flat(backward.schema, len(backward.gradients.split()))
+    rule = _Rule(flat_schema, names, flat_backward, backward.gradients)
+    run = _with_gpu_of(0, taking(schema, cuda))
+    run_backward = _with_gpu_of(1, taking(backward.schema, backward.cuda))
 
     register(
         f"{name}_backward",
-        backward.schema,
-        cpu=_without_none(backward.cpu),
+        flat_backward,
+        cpu=_without_none(taking(backward.schema, backward.cpu)),
         cuda=_without_none(run_backward),
         fake=rule.fake_backward,
     )
@@ -97,7 +135,15 @@ def register_differentiable(
     def differentiate(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         return rule.gradients(ctx, gradient, registered_backward)
 
-    register(name, schema, cpu=cpu, cuda=run, fake=fake, save=rule.save, differentiate=differentiate)
+    register(
+        name,
+        flat_schema,
+        cpu=taking(schema, cpu),
+        cuda=run,
+        fake=taking(schema, fake),
+        save=rule.save,
+        differentiate=differentiate,
+    )
 
     seen = len(returns.split())
 
@@ -122,17 +168,17 @@ def register_differentiable(
 class _Rule:
     """What is kept of a call for its gradients, and where these go; both follow from names."""
 
-    def __init__(self, schema: str, results: list[str], backward: Backward) -> None:
-        """schema: of the op; results: their names."""
+    def __init__(self, schema: str, results: list[str], backward: str, gradients: str) -> None:
+        """schema, backward: of the op and of its gradients; results: their names; gradients: see Backward."""
         names = [name for _, name in _arguments(schema)]
-        (_, self.incoming), *kept = _arguments(backward.schema)
+        (_, self.incoming), *kept = _arguments(backward)
         places = {name: i for i, name in enumerate([*names, *results])}
         self.arguments = len(names)
         self.tensors = _picker([places[name] for kind, name in kept if kind.startswith("Tensor")])
         self.others = _picker([places[name] for kind, name in kept if not kind.startswith("Tensor")])
-        self.places = [places[name] for name in backward.gradients.split()]
+        self.places = [places[name] for name in gradients.split()]
         kept_names = [name for _, name in kept]
-        self.like = [kept_names.index(name) for name in backward.gradients.split()]
+        self.like = [kept_names.index(name) for name in gradients.split()]
 
     def save(self, ctx: Any, inputs: tuple, output: Any) -> None:
         """The setup_context: keep what the backward op takes."""

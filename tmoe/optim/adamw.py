@@ -153,24 +153,7 @@ class AdamW(torch.optim.AdamW):
                 decay=group["weight_decay"],
             )
 
-            # All parameters in one call, or one by one where their moments come from the host.
-            rows: list[tuple] = []
-            copies: list[WorkingCopy] = []
-            for p in params:
-                state = self.state[p]
-                copy = working_copy(p)
-                if copy and copy.tensor.dtype == p.dtype:
-                    copy.written(False)
-                    copy = None  # it is the weight itself, or takes it before the next forward
-                tensors: list = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy and copy.mine]
-                tensors = [None if t is None else local_part(t) for t in tensors]
-                if streams is None:
-                    rows.append((*tensors, state["step"]))
-                else:
-                    stream_moments(tensors, state["step"], streams, step)
-                if copy:
-                    copies.append(copy)
-            step(rows)
+            copies = self._step_of_group(params, step, streams)
 
             # A skipped step writes no copy: one that did not hold the parameter before does not hold it now.
             current = [copy.seen == version(copy.master) for copy in copies]
@@ -181,6 +164,35 @@ class AdamW(torch.optim.AdamW):
         if streams is not None:
             for _ in range(2):
                 torch.cuda.current_stream().wait_stream(next(streams))
+
+    def _step_of_group(
+        self,
+        params: list[Any],
+        step: Callable[[list[tuple]], None],
+        streams: Iterator[torch.cuda.Stream] | None,
+    ) -> list[WorkingCopy]:
+        """Steps parameters: all in one call, or one by one on `streams`, where moments come from the host.
+
+        Returns the working copies that the step wrote.
+        """
+        rows: list[tuple] = []
+        copies: list[WorkingCopy] = []
+        for p in params:
+            state = self.state[p]
+            copy = working_copy(p)
+            if copy and copy.tensor.dtype == p.dtype:
+                copy.written(False)
+                copy = None  # it is the weight itself, or takes it before the next forward
+            tensors: list = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy and copy.mine]
+            tensors = [None if t is None else local_part(t) for t in tensors]
+            if streams is None:
+                rows.append((*tensors, state["step"]))
+            else:
+                stream_moments(tensors, state["step"], streams, step)
+            if copy:
+                copies.append(copy)
+        step(rows)
+        return copies
 
 
 def stream_moments(

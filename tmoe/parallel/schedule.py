@@ -25,7 +25,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 Schedule = Literal["1f1b", "interleaved", "v"]
@@ -114,7 +114,7 @@ def table(
     home = homes(schedule, pp, chunks)
     if schedule == "v":
         orders = (_v_order(home, micros, cost, pace) for pace in PACES)
-        found = [_fill(home, micros, cost, order, deferred, limit, waiting) for order in orders]
+        found = [_Filling(home, micros, deferred, limit, waiting).run(cost, order) for order in orders]
         return min(found, key=lambda made: made[0])[1]
     rows = _1f1b(pp, micros) if schedule == "1f1b" else _interleaved(pp, micros, chunks)
     if not deferred:
@@ -123,7 +123,7 @@ def table(
     for row in rows:
         for place, (op, chunk, micro) in enumerate(row):
             order[(chunk + (op == "B") * len(home)) * micros + micro] = place
-    return _fill(home, micros, cost, order, deferred, None, waiting)[1]
+    return _Filling(home, micros, deferred, None, waiting).run(cost, order)[1]
 
 
 def validate(schedule: str, pp: int, micros: int, chunks: int, layers: int | None = None) -> None:
@@ -204,58 +204,97 @@ def simulate(table: Table, cost: Cost | Sequence[Cost] = EVEN, latency: float = 
     Raises ValueError where an action is missing, comes twice or on another rank than its chunk's, and where
     ranks wait for each other.
     """
-    pp, count, micros = len(table.ranks), len(table.home), _check_actions(table)
+    count = len(table.home)
+    micros = _check_actions(table)
     costs = [cost] * count if isinstance(cost, Cost) else list(cost)
     if len(costs) != count:
         raise ValueError(f"{len(costs)} costs for {count} chunks: give one for all, or one for each")
-    seconds = [dict(F=f, B=i + w, I=i, W=w) for f, i, w in costs]
-    there: dict[Message, float] = {}  # when a message arrives
-    last: dict[int, float] = {}  # when the last chunk's F of a micro-batch ended
-    place = [0] * pp
-    flying, left, held, kept = ([0] * pp for _ in range(4))
-    now: list[float] = [0] * pp
-    stash: list[list[tuple[float, int]]] = [[] for _ in range(pp)]
+    run = _Run(table, costs, latency)
+    runnable = list(range(len(table.ranks)))
+    while runnable:
+        rank = runnable.pop()
+        while (begun := run.step(rank)) is not None:
+            runnable += begun
+    run.require_done()
+    return run.simulation(micros)
 
-    def ready(action: Action) -> float | None:
+
+class _Run:
+    """A run of a table: how far each rank is, what has arrived, and what each rank holds."""
+
+    def __init__(self, table: Table, costs: list[Cost], latency: float):
+        pp = len(table.ranks)
+        self.table = table
+        self.costs = costs
+        self.latency = latency
+        self.seconds = [dict(F=f, B=i + w, I=i, W=w) for f, i, w in costs]
+        self.there: dict[Message, float] = {}  # when a message arrives
+        self.last: dict[int, float] = {}  # when the last chunk's F of a micro-batch ended
+        self.place = [0] * pp
+        self.now: list[float] = [0] * pp
+        self.flying = [0] * pp
+        self.left = [0] * pp
+        self.held = [0] * pp  # the most that were flying
+        self.kept = [0] * pp  # the most that were left
+        self.stash: list[list[tuple[float, int]]] = [[] for _ in range(pp)]
+
+    def ready(self, action: Action) -> float | None:
+        """When what an action needs is there; None: that is not known yet."""
         op, chunk, micro = action
         if op == "W" or (op == "F" and chunk == 0):
             return 0
-        if op != "F" and chunk == count - 1:
-            return last.get(micro)
-        return there.get(Message("F" if op == "F" else "B", chunk, micro))
+        if op != "F" and chunk == len(self.table.home) - 1:
+            return self.last.get(micro)
+        return self.there.get(Message("F" if op == "F" else "B", chunk, micro))
 
-    runnable = list(range(pp))
-    while runnable:
-        rank = runnable.pop()
-        while place[rank] < len(row := table.ranks[rank]):
-            op, chunk, micro = action = row[place[rank]]
-            come = ready(action)
-            if come is None:
-                break
-            start = max(now[rank], come)
-            now[rank] = start + seconds[chunk][op]
-            place[rank] += 1
-            flying[rank] += dict(F=1, W=0).get(op, -1)
-            left[rank] += dict(I=1, W=-1).get(op, 0)
-            held[rank], kept[rank] = max(held[rank], flying[rank]), max(kept[rank], left[rank])
-            before = chunk - 1 if op == "F" else chunk + 1
-            if op != "W" and 0 <= before < count and table.home[before] != rank:
-                stash[rank] += [(come, 1), (start, -1)]
-            if op == "F" and chunk == count - 1:
-                last[micro] = now[rank]
-            if message := result(action, count):
-                target = table.home[message.chunk]
-                there[message] = now[rank] + (latency if target != rank else 0)
-                runnable += [target] if target != rank else []
-    if stuck := [r for r in range(pp) if place[r] < len(table.ranks[r])]:
-        waits = [f"rank {r} before {'{}{} of {}'.format(*table.ranks[r][place[r]])}" for r in stuck]
-        raise ValueError(f"a deadlock: {', '.join(waits)}")
+    def step(self, rank: int) -> list[int] | None:
+        """A rank's next action. Returns the ranks that it sends to; None where it has none, or waits."""
+        row = self.table.ranks[rank]
+        home = self.table.home
+        if self.place[rank] == len(row):
+            return None
+        op, chunk, micro = action = row[self.place[rank]]
+        come = self.ready(action)
+        if come is None:
+            return None
+        start = max(self.now[rank], come)
+        self.now[rank] = start + self.seconds[chunk][op]
+        self.place[rank] += 1
+        self.hold(rank, op)
+        before = chunk - 1 if op == "F" else chunk + 1
+        if op != "W" and 0 <= before < len(home) and home[before] != rank:
+            self.stash[rank] += [(come, 1), (start, -1)]
+        if op == "F" and chunk == len(home) - 1:
+            self.last[micro] = self.now[rank]
+        message = result(action, len(home))
+        if message is None:
+            return []
+        target = home[message.chunk]
+        self.there[message] = self.now[rank] + (self.latency if target != rank else 0)
+        return [target] if target != rank else []
 
-    time, work = max(now), micros * sum(map(sum, costs))
-    # what is used at a moment goes before what comes: (time, -1) sorts before (time, 1)
-    stashed = [max(itertools.accumulate((step for _, step in sorted(steps)), initial=0)) for steps in stash]
-    bubble = (pp * time - work) / (pp * time) if time else 0.0
-    return Simulation(time, bubble, tuple(held), tuple(kept), tuple(stashed))
+    def hold(self, rank: int, op: str) -> None:
+        """Counts the forwards and the W that wait."""
+        self.flying[rank] += dict(F=1, W=0).get(op, -1)
+        self.left[rank] += dict(I=1, W=-1).get(op, 0)
+        self.held[rank] = max(self.held[rank], self.flying[rank])
+        self.kept[rank] = max(self.kept[rank], self.left[rank])
+
+    def require_done(self) -> None:
+        """ValueError where ranks wait for each other."""
+        rows = self.table.ranks
+        if stuck := [r for r, place in enumerate(self.place) if place < len(rows[r])]:
+            waits = [f"rank {r} before {'{}{} of {}'.format(*rows[r][self.place[r]])}" for r in stuck]
+            raise ValueError(f"a deadlock: {', '.join(waits)}")
+
+    def simulation(self, micros: int) -> Simulation:
+        time, work, pp = max(self.now), micros * sum(map(sum, self.costs)), len(self.now)
+        # what is used at a moment goes before what comes: (time, -1) sorts before (time, 1)
+        stashed = [
+            max(itertools.accumulate((step for _, step in sorted(steps)), initial=0)) for steps in self.stash
+        ]
+        bubble = (pp * time - work) / (pp * time) if time else 0.0
+        return Simulation(time, bubble, tuple(self.held), tuple(self.kept), tuple(stashed))
 
 
 def _check_actions(table: Table) -> int:
@@ -320,80 +359,116 @@ def _v_order(home: tuple[int, ...], micros: int, cost: Cost, pace: tuple[float, 
     return [start + round_ * m for start in starts for m in range(micros)]
 
 
-def _fill(
-    home: tuple[int, ...],
-    micros: int,
-    cost: Cost,
-    order: Sequence[float],
-    deferred: bool,
-    limit: int | None,
-    waiting: int,
-) -> tuple[float, Table]:
-    """Whenever a rank is free it takes, of what is ready, what comes first in `order`; if nothing is, a W.
+class _Filling:
+    """Makes a table: whenever a rank is free it takes the first of its ready actions in `order`, else a W.
 
     order: as `_v_order` gives it; B becomes I where deferred. limit None keeps to the order: its numbers are
     places in a rank's row, and a rank waits for the next one, or does a W. With a limit, a chunk of the first
     half (the way down of a V) leaves one place free. So the way up never waits for memory: its last chunk's
     backward follows at once, which frees the place of the last but one, and so on: nothing is ever stuck.
 
-    Returns the time and the table.
+    An action is one number, its place in `order`: quicker than tuples, of which there are thousands.
     """
-    pp, count = 1 + max(home), len(home)
-    # an action as one number, its place in `order`: quicker than tuples, of which there are thousands
-    forwards = micros * count
-    down = forwards // 2 if limit else 0
-    f, b, w = cost.forward, cost.inputs + (0 if deferred else cost.weights), cost.weights
-    most = limit or 2 * forwards
-    ready: list[list[list[tuple[float, int]]]] = [[[], [], []] for _ in range(pp)]  # F down, F up, B
-    rows: list[list[tuple[str, int]]] = [[] for _ in range(pp)]
-    later: list[deque[int]] = [deque() for _ in range(pp)]
-    busy, flying, taken = [0.0] * pp, [0] * pp, [0] * pp
-    ends: list[tuple[float, int, int]] = []  # of what is under way; -1 is a W
-    for m in range(micros):
-        heapq.heappush(ready[home[0]][0 if down else 1], (order[m], m))
-    now, awake = 0.0, {home[0]}
-    while True:
-        for rank in sorted(awake):
-            if busy[rank] > now:
-                continue
-            best: list[tuple[float, int]] | None = None
-            if len(later[rank]) < waiting:
-                free = most - flying[rank]
-                for queue in ready[rank][2 if free < 1 else 1 if free < 2 else 0 :]:
-                    if queue and (best is None or queue[0] < best[0]):
-                        best = queue
-            if best and (limit or best[0][0] == taken[rank]):
-                _, key = heapq.heappop(best)
-                taken[rank] += 1
-                back = key >= forwards
-                flying[rank] += -1 if back else 1
-                if back and deferred:
-                    later[rank].append(key - forwards)
-                rows[rank].append((("I" if deferred else "B") if back else "F", key - forwards * back))
-                busy[rank] = now + (b if back else f)
-                heapq.heappush(ends, (busy[rank], rank, key))
-            elif later[rank]:
-                rows[rank].append(("W", later[rank].popleft()))
-                busy[rank] = now + w
-                heapq.heappush(ends, (busy[rank], rank, -1))
-        if not ends:
-            break
-        now, awake = ends[0][0], set()
-        while ends and ends[0][0] == now:  # all that ends now, before anybody chooses
-            _, rank, key = heapq.heappop(ends)
+
+    def __init__(self, home: tuple[int, ...], micros: int, deferred: bool, limit: int | None, waiting: int):
+        pp = 1 + max(home)
+        self.home = home
+        self.micros = micros
+        self.deferred = deferred
+        self.limit = limit
+        self.waiting = waiting
+        self.forwards = micros * len(home)
+        self.down = self.forwards // 2 if limit else 0  # actions below it are forwards of the way down
+        self.most = limit or 2 * self.forwards
+        self.ready: list[list[list[tuple[float, int]]]] = [[[], [], []] for _ in range(pp)]  # F down, F up, B
+        self.rows: list[list[tuple[str, int]]] = [[] for _ in range(pp)]
+        self.later: list[deque[int]] = [deque() for _ in range(pp)]  # W that wait
+        self.busy = [0.0] * pp
+        self.flying = [0] * pp
+        self.taken = [0] * pp
+        self.ends: list[tuple[float, int, int]] = []  # of what is under way; -1 is a W
+
+    def run(self, cost: Cost, order: Sequence[float]) -> tuple[float, Table]:
+        """The time and the table."""
+        backward = cost.inputs + (0 if self.deferred else cost.weights)
+        for m in range(self.micros):
+            self.add(self.home[0], order[m], m)
+        now = 0.0
+        awake = {self.home[0]}
+        while True:
+            for rank in sorted(awake):
+                if self.busy[rank] > now:
+                    continue
+                queue = self.next_of(rank)
+                if queue and (self.limit or queue[0][0] == self.taken[rank]):
+                    key = self.take(rank, queue)
+                    self.start(rank, key, now + (backward if key >= self.forwards else cost.forward))
+                elif self.later[rank]:
+                    self.rows[rank].append(("W", self.later[rank].popleft()))
+                    self.start(rank, -1, now + cost.weights)
+            if not self.ends:
+                break
+            now = self.ends[0][0]
+            awake = self.end(now, order)
+        assert sum(self.taken) == 2 * self.forwards, "a rank waits for ever"
+        made = tuple(tuple(Action(op, *divmod(key, self.micros)) for op, key in row) for row in self.rows)
+        return now, Table(made, self.home)
+
+    def add(self, rank: int, place: float, key: int) -> None:
+        """An action is ready on a rank."""
+        kind = 2 if key >= self.forwards else 0 if key < self.down else 1
+        heapq.heappush(self.ready[rank][kind], (place, key))
+
+    def next_of(self, rank: int) -> list[tuple[float, int]] | None:
+        """The queue whose first action comes next on a rank, as far as memory allows; None: there is none."""
+        if len(self.later[rank]) >= self.waiting:
+            return None
+        best: list[tuple[float, int]] | None = None
+        free = self.most - self.flying[rank]
+        for queue in self.ready[rank][2 if free < 1 else 1 if free < 2 else 0 :]:
+            if queue and (best is None or queue[0] < best[0]):
+                best = queue
+        return best
+
+    def take(self, rank: int, queue: list[tuple[float, int]]) -> int:
+        """Puts the queue's first action into the rank's row, and returns it."""
+        _, key = heapq.heappop(queue)
+        self.taken[rank] += 1
+        if key < self.forwards:
+            self.flying[rank] += 1
+            self.rows[rank].append(("F", key))
+        else:
+            self.flying[rank] -= 1
+            self.rows[rank].append(("I" if self.deferred else "B", key - self.forwards))
+            if self.deferred:
+                self.later[rank].append(key - self.forwards)
+        return key
+
+    def start(self, rank: int, key: int, end: float) -> None:
+        """The rank is busy until `end`."""
+        self.busy[rank] = end
+        heapq.heappush(self.ends, (end, rank, key))
+
+    def end(self, now: float, order: Sequence[float]) -> set[int]:
+        """Ends all that ends now, before any rank chooses; returns the ranks that may go on."""
+        awake = set()
+        while self.ends and self.ends[0][0] == now:
+            _, rank, key = heapq.heappop(self.ends)
             awake.add(rank)
-            if key < 0 or forwards <= key < forwards + micros:  # nothing follows a W, or the first chunk's B
-                continue
-            if key >= forwards:
-                key -= micros
-            else:  # the last chunk's F is followed by its own B
-                key += micros if key + micros < forwards else forwards
-            target = home[key % forwards // micros]
-            awake.add(target)
-            heapq.heappush(ready[target][2 if key >= forwards else 0 if key < down else 1], (order[key], key))
-    assert sum(taken) == 2 * forwards, "a rank waits for ever"
-    made = tuple(tuple(Action(op, *divmod(key, micros)) for op, key in row) for row in rows)
-    return now, Table(made, home)
+            if (then := self.after(key)) is not None:
+                target = self.home[then % self.forwards // self.micros]
+                awake.add(target)
+                self.add(target, order[then], then)
+        return awake
+
+    def after(self, key: int) -> int | None:
+        """The action that needed this one's result; None after a W and after the first chunk's B."""
+        if key < 0 or self.forwards <= key < self.forwards + self.micros:
+            return None
+        if key >= self.forwards:
+            return key - self.micros
+        # the last chunk's F is followed by its own B
+        return key + (self.micros if key + self.micros < self.forwards else self.forwards)
 
 
 def cut(
@@ -420,39 +495,52 @@ def cut(
         extra = (first if chunk == 0 else 0) + (last if chunk == chunks - 1 else 0)
         return sums[stop] - sums[start] + extra
 
-    def starts(chunk: int, stop: int) -> range:
-        """Where the chunk may begin, if every chunk in front of it has a block."""
-        return range(chunk, stop) if chunk else range(1)
-
-    # dearest[j]: the dearest chunk of the first j blocks, cut into so many. It grows with j, and the last
-    # chunk gets cheaper with a later start: the best start is where they cross
-    dearest: list[float] = [0.0] * (layers + 1)
-    for chunk in range(chunks):
-        before, dearest = dearest, [math.inf] * (layers + 1)
-        for stop in range(chunk + 1, layers + 1) if chunk < chunks - 1 else (layers,):
-            options = starts(chunk, stop)
-            turn = bisect.bisect_left(
-                options, True, key=lambda s, c=chunk, e=stop, b=before: b[s] >= cost(c, s, e)
-            )
-            near = options[max(0, turn - 1) : turn + 1]
-            dearest[stop] = min(max(before[s] if chunk else 0, cost(chunk, s, stop)) for s in near)
-    most = dearest[layers]
-
-    # among cuts without a dearer chunk: the least sum of squares, and where each chunk then begins
-    least: list[float] = [0.0] + [math.inf] * layers
-    begin: list[list[int]] = []
-    for chunk in range(chunks):
-        before, least, at = least, [math.inf] * (layers + 1), [0] * (layers + 1)
-        for stop in range(chunk + 1, layers + 1):
-            for start in reversed(starts(chunk, stop)):
-                if (here := cost(chunk, start, stop)) > most:
-                    break
-                if (total := before[start] + here * here) <= least[stop]:
-                    least[stop], at[stop] = total, start
-        begin.append(at)
+    begin = _most_even(layers, chunks, cost, _cheapest(layers, chunks, cost))
     spans: list[range] = []
     stop = layers
     for at in reversed(begin):
         spans.append(range(at[stop], stop))
         stop = at[stop]
     return spans[::-1]
+
+
+def _starts(chunk: int, stop: int) -> range:
+    """Where a chunk may begin, if every chunk in front of it has a block."""
+    return range(chunk, stop) if chunk else range(1)
+
+
+def _cheapest(layers: int, chunks: int, cost: Callable[[int, int, int], float]) -> float:
+    """The dearest chunk of the best cut; cost: of a chunk from a block to a block.
+
+    `dearest[j]` is the dearest chunk of the first j blocks. It grows with j, and the last chunk gets cheaper
+    with a later start: the best start is where they cross.
+    """
+    dearest: list[float] = [0.0] * (layers + 1)
+    for chunk in range(chunks):
+        before, dearest = dearest, [math.inf] * (layers + 1)
+        for stop in range(chunk + 1, layers + 1) if chunk < chunks - 1 else (layers,):
+            options = _starts(chunk, stop)
+            turn = bisect.bisect_left(
+                options, True, key=lambda s, c=chunk, e=stop, b=before: b[s] >= cost(c, s, e)
+            )
+            near = options[max(0, turn - 1) : turn + 1]
+            dearest[stop] = min(max(before[s] if chunk else 0, cost(chunk, s, stop)) for s in near)
+    return dearest[layers]
+
+
+def _most_even(
+    layers: int, chunks: int, cost: Callable[[int, int, int], float], most: float
+) -> list[list[int]]:
+    """For each chunk and end, its start: the least sum of squares without a chunk dearer than `most`."""
+    least: list[float] = [0.0] + [math.inf] * layers
+    begin: list[list[int]] = []
+    for chunk in range(chunks):
+        before, least, at = least, [math.inf] * (layers + 1), [0] * (layers + 1)
+        for stop in range(chunk + 1, layers + 1):
+            for start in reversed(_starts(chunk, stop)):
+                if (here := cost(chunk, start, stop)) > most:
+                    break
+                if (total := before[start] + here * here) <= least[stop]:
+                    least[stop], at[stop] = total, start
+        begin.append(at)
+    return begin

@@ -150,79 +150,123 @@ def second_table(model: ModelConfig, spans: Sequence[range]) -> list[Shape]:
     return [(model.vocab, model.dim)] if model.tied and len(spans) > 1 and {0, model.layers} <= ends else []
 
 
-def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[str, int]:
-    """Bytes of a stage's rank that has these chunks, and activations of `kept` bytes."""
+class Numbers(NamedTuple):
+    """Elements of one block on a rank, and bytes of its backward."""
+
+    dense_piece: int  # this rank's share of the dense parameters
+    expert_piece: int
+    dense: int  # all of them
+    experts: int  # those of the rank's expert group
+    backward: int
+
+
+class Chunk(NamedTuple):
+    """What a chunk adds to its stage's rank, in elements; `working` in bytes."""
+
+    own: int  # this rank's share of all parameters
+    held: int  # of `own`, what this rank holds alone
+    whole: int  # the parameters whose gradients wait unreduced
+    copies: int  # working copies that stay
+    root: int  # gathered weights outside of blocks
+    passing: int  # the most that FSDP2 gathers at a block
+    working: int  # temporaries of the backward and the loss
+
+
+def _numbers(cfg: Config, axes: Axes, layer: int) -> Numbers:
+    dense, experts = block_shapes(cfg.model, layer)
+    return Numbers(
+        sharded(dense, axes.shard),
+        expert_shard(experts, axes),
+        numel(dense),
+        numel(experts) // axes.ep,
+        backward_bytes(cfg, axes, layer),
+    )
+
+
+def _chunk(cfg: Config, axes: Axes, span: range, blocks: Sequence[Numbers]) -> Chunk:
+    """A rank's part of one chunk; blocks: the numbers of its blocks."""
     model, shard, sharers = cfg.model, axes.shard, axes.sharers
     width = compute_bytes(cfg)
     alone = axes.stage == 1
-    several = several_micros(cfg, axes)
-    own = held = whole = root_gathered = copies = working = 0
-    passing_most = 0
-    # blocks are of few kinds: (dense, experts) shapes, and temporaries of the backward
-    kinds = {kind_of(model, layer): layer for span in spans for layer in span}
-    shapes_of = {kind: block_shapes(model, layer) for kind, layer in kinds.items()}
-    backward_of = {kind: backward_bytes(cfg, axes, layer) for kind, layer in kinds.items()}
-    numbers = {
-        kind: (
-            sharded(d, shard),
-            expert_shard(e, axes),
-            numel(d),
-            numel(e) // axes.ep,
-        )
-        for kind, (d, e) in shapes_of.items()
-    }
     unshared = sharers * axes.replicate == 1
-    for span in spans:
-        blocks = [numbers[kind_of(model, layer)] for layer in span]
-        root = chunk_root(model, span)
-        keeps = kept_whole(cfg, axes, span)
+    root = chunk_root(model, span)
+    keeps = kept_whole(cfg, axes, span)
+    own = sharded(root, shard) + sum(block.dense_piece + block.expert_piece for block in blocks)
+    experts = [block.experts for block in blocks]
+    held = own if alone else sum(experts) if unshared else 0
 
-        # Elements: this rank's share of all parameters, and of each block its parts whole.
-        mine = sharded(root, shard) + sum(dense_piece + piece for dense_piece, piece, _, _ in blocks)
-        dense = [n for _, _, n, _ in blocks]
-        padded = [dense_piece * shard for dense_piece, _, _, _ in blocks]  # as FSDP2 gathers them
-        experts = [n for _, _, _, n in blocks]
-        lone = mine if alone else sum(experts) if unshared else 0  # by this rank alone
-        own, held = own + mine, held + lone
-        whole += numel(root) + sum(dense) + sum(experts)
+    # What passes through FSDP2's hands at each block: its unit of blocks, and experts that are not kept.
+    together = [[i] for i in range(len(span))] if alone else units([width * block.dense for block in blocks])
+    padded = [block.dense_piece * shard for block in blocks]  # as FSDP2 gathers them
+    passing = [sum(padded[i] for i in unit) for unit in together for _ in unit]
+    shared = [0 if keeps or unshared else sharers * block.expert_piece for block in blocks]
+    return Chunk(
+        own=own,
+        held=held,
+        whole=numel(root) + sum(block.dense for block in blocks) + sum(experts),
+        copies=sum(experts) * keeps + held * (width < FP32),
+        root=0 if alone else sharded(root, shard) * shard,
+        passing=0 if alone else max(map(sum, zip(passing, shared, strict=True))),
+        working=_working(cfg, axes, span, blocks, passing, shared, keeps),
+    )
 
-        # What passes through FSDP2's hands at each block: its unit of blocks, and experts that are not kept.
-        together = [[i] for i in range(len(span))] if alone else units([width * n for n in dense])
-        passing = [sum(padded[i] for i in unit) for unit in together for _ in unit]
-        shared = [0 if keeps or unshared else sharers * piece for _, piece, _, _ in blocks]
-        copies += sum(experts) * keeps + lone * (width < FP32)
-        if not alone:
-            root_gathered += sharded(root, shard) * shard
-            passing_most = max(passing_most, *map(sum, zip(passing, shared, strict=True)))
 
-        # Gradients in the compute type, and what travels: FSDP2's in fp32; of kept experts, another layer's
-        # gradients and those that arrive.
-        gradients = [
-            (width + FP32 * (not alone)) * unreduced + (width + 2 * width * keeps) * n + FP32 * fsdp
-            for unreduced, n, fsdp in zip(passing, experts, shared, strict=True)
-        ]
-        backward = [backward_of[kind_of(model, layer)] for layer in span]
-        # the head's gradient waits in the compute type until the root reduces it
-        last = span.stop == model.layers
-        head = width * model.vocab * model.dim if last else 0
-        working = max(working, head + max(map(sum, zip(gradients, backward, strict=True))))
-        working = max(working, loss_bytes(cfg, axes) if last else 0)
+def _working(
+    cfg: Config,
+    axes: Axes,
+    span: range,
+    blocks: Sequence[Numbers],
+    passing: Sequence[int],
+    shared: Sequence[int],
+    keeps: bool,
+) -> int:
+    """Bytes of a chunk's backward or of the loss, whichever is more.
+
+    passing, shared: of each block, dense elements of its unit and expert elements that FSDP2 gathers.
+    keeps: the chunk's experts stay whole.
+    """
+    width = compute_bytes(cfg)
+    alone = axes.stage == 1
+    # Gradients in the compute type, and what travels: FSDP2's in fp32; of kept experts, another layer's
+    # gradients and those that arrive.
+    gradients = [
+        (width + FP32 * (not alone)) * unreduced + (width + 2 * width * keeps) * block.experts + FP32 * fsdp
+        for unreduced, block, fsdp in zip(passing, blocks, shared, strict=True)
+    ]
+    most = max(number + block.backward for number, block in zip(gradients, blocks, strict=True))
+    if span.stop < cfg.model.layers:
+        return most
+    # the head's gradient waits in the compute type until the root reduces it
+    return max(width * cfg.model.vocab * cfg.model.dim + most, loss_bytes(cfg, axes))
+
+
+def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[str, int]:
+    """Bytes of a stage's rank that has these chunks, and activations of `kept` bytes."""
+    model = cfg.model
+    width = compute_bytes(cfg)
+    several = several_micros(cfg, axes)
+    kinds = {kind_of(model, layer): layer for span in spans for layer in span}  # blocks are of few kinds
+    numbers = {kind: _numbers(cfg, axes, layer) for kind, layer in kinds.items()}
+    chunks = [_chunk(cfg, axes, span, [numbers[kind_of(model, layer)] for layer in span]) for span in spans]
+    own, held, whole, copies, gathered_root, *_ = (sum(column) for column in zip(*chunks, strict=True))
+    passing = max(chunk.passing for chunk in chunks)
+    working = max(chunk.working for chunk in chunks)
     # one that comes and one that leaves, of hidden states and of their gradients
     messages = 4 * local_tokens(cfg, axes) * model.dim * width if axes.pp > 1 else 0
-    trained = own - sharded(second_table(model, spans), shard)
+    trained = own - sharded(second_table(model, spans), axes.shard)
     parts = {
         "parameters": FP32 * own,
         "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
         "moments": 0 if cfg.optim.offload else 2 * FP32 * trained,
         "ema": FP32 * trained if cfg.optim.ema else 0,
-        "gathered": width * (copies + root_gathered + 2 * passing_most),
+        "gathered": width * (copies + gathered_root + 2 * passing),
         "accumulated": FP32 * whole if several else 0,
         "activations": kept,
         "working": working + messages,
         "exchange": exchange_bytes(cfg, axes),
     }
     root = [shape for span in spans for shape in chunk_root(model, span)]
-    dense_shapes = [shapes_of[kind_of(model, layer)][0] for span in spans for layer in span]
+    dense_shapes = [block_shapes(model, layer)[0] for span in spans for layer in span]
     parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
     frozen = frozen_on_a_rank(cfg, axes, spans)
     masters = held if width == FP32 else frozen.held

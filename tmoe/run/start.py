@@ -109,26 +109,25 @@ class Start:
         self.restore()
         if not cfg.eval_only:
             self.checkpoints.begin(self.step)
-        cfg = self.cfg
-
-        peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
-        facts = dict(data=self.data.describe(), **self.facts)
         # Together: rank 0 may find files in the run folder that it cannot continue.
-        self.metrics = run.together(
-            lambda: Metrics(
-                cfg,
-                rank=run.rank,
-                world=run.world,
-                device=run.device,
-                flops_per_token=flops_per_token(cfg.model, cfg.train.seq),
-                peak=peak,
-                start_step=self.step,
-                versions=known,
-                facts=facts,
-                held=held,
-            )
-        )
+        self.metrics = run.together(lambda: self.open_log(known, held))
         self.announce()
+
+    def open_log(self, known: dict[str, str], held: Any) -> Metrics:
+        """The log of the run; known: versions of packages; held: the claim of the run folder."""
+        cfg, run = self.cfg, self.run
+        return Metrics(
+            cfg,
+            rank=run.rank,
+            world=run.world,
+            device=run.device,
+            flops_per_token=flops_per_token(cfg.model, cfg.train.seq),
+            peak=peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None,
+            start_step=self.step,
+            versions=known,
+            facts=dict(data=self.data.describe(), **self.facts),
+            held=held,
+        )
 
     def with_length(self, cfg: Config) -> Config:
         """The settings with the number of steps that the data and --epochs give, here and in the task."""

@@ -131,19 +131,35 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
     nulls = 0 if sparse else sum(map(_nulls, _calls_and_tools(row)))
     row = _without_nulls(row)
     _require_meaning(row, where, kind)
-    tools, more = parse_given(row, where)
+    given = parse_given(row, where)
     unread = _unread(row, kind)
-
-    def conversation(messages: list[dict], first: int) -> Conversation:
-        return Conversation(messages, first, tools, more)
-
     if kind in ("messages", "conversations"):
         messages = parse_messages(row.get(kind), f"{where}: {kind}")
         messages = with_system(row, messages, where)
-        sample = conversation(messages, 0)
+        sample = Conversation(messages, 0, *given)
         if not sample.turns:
             raise DataError(f"{where}: {kind}: no turn of the assistant to learn")
         return Row((sample,), _key(messages[: sample.turns[0]], messages), nulls, unread=unread)
+    row, answers = _with_answers(row, where, kind)
+    values = [row.get("prompt"), *(row.get(field) for field in answers)]
+    if kind == "prompt/completion" or row.get("prompt") is not None:
+        if all(isinstance(one, str) for one in values):
+            return _plain_row(row, where, answers, values, unread)
+        prompt = _turns(row.get("prompt"), f"{where}: prompt", "user")
+    else:
+        prompt = None
+    parsed = [_turns(row.get(field), f"{where}: {field}", "assistant") for field in answers]
+    if prompt is not None:
+        prompt = with_system(row, prompt, where)
+    elif row.get("system"):
+        parsed = [with_system(row, one, where) for one in parsed]
+    samples = _after(prompt, parsed, where)
+    key = _key(samples[0][0][: samples[0][1]], values)
+    return Row(tuple(Conversation(*one, *given) for one in samples), key, nulls, unread=unread)
+
+
+def _with_answers(row: dict, where: str, kind: Kind) -> tuple[dict, tuple[str, ...]]:
+    """The row with lists of its prompt and answers, and the names of the answers' fields."""
     if kind == "prompt/completion":
         field = "completion" if "completion" in row else "response"
         answers = (field,)
@@ -154,29 +170,21 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
     row |= {field: listed(row[field]) for field in ("prompt", *answers) if field in row}
     if kind == "preference" and row.get("prompt") is None:
         row = _with_prompt(row, where)
-    given = [row.get("prompt"), *(row.get(field) for field in answers)]
-    if kind == "prompt/completion" or row.get("prompt") is not None:
-        texts = [one for one in given if isinstance(one, str)]
-        if len(texts) == len(given):
-            prompt, *texts = texts
-            if row.get("system"):
-                raise DataError(f"{where}: system: a prompt that is text has no place for it; give messages")
-            for field, text in zip(answers, texts, strict=True):
-                if not text:
-                    raise DataError(f"{where}: {field}: is empty, so there is nothing to learn")
-            unread += tuple(name for name in ("tools", "functions", "chat_template_kwargs") if row.get(name))
-            return Row(tuple(Plain(prompt, text) for text in texts), _key(prompt, given), unread=unread)
-        prompt = _turns(row.get("prompt"), f"{where}: prompt", "user")
-    else:
-        prompt = None
-    parsed = [_turns(row.get(field), f"{where}: {field}", "assistant") for field in answers]
-    if prompt is not None:
-        prompt = with_system(row, prompt, where)
-    elif row.get("system"):
-        parsed = [with_system(row, one, where) for one in parsed]
-    samples = _after(prompt, parsed, where)
-    key = _key(samples[0][0][: samples[0][1]], given)
-    return Row(tuple(conversation(*one) for one in samples), key, nulls, unread=unread)
+    return row, answers
+
+
+def _plain_row(
+    row: dict, where: str, answers: tuple[str, ...], values: list[Any], unread: tuple[str, ...]
+) -> Row:
+    """A row whose prompt and answers (values, in this order) are text."""
+    prompt, *texts = values
+    if row.get("system"):
+        raise DataError(f"{where}: system: a prompt that is text has no place for it; give messages")
+    for field, text in zip(answers, texts, strict=True):
+        if not text:
+            raise DataError(f"{where}: {field}: is empty, so there is nothing to learn")
+    unread += tuple(name for name in ("tools", "functions", "chat_template_kwargs") if row.get(name))
+    return Row(tuple(Plain(prompt, text) for text in texts), _key(prompt, values), unread=unread)
 
 
 def _unread(row: dict, kind: Kind) -> tuple[str, ...]:
@@ -346,15 +354,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         message["role"] = message.pop("from")
     if "content" not in message and "value" in message:
         message["content"] = message.pop("value")
-    role = message.get("role")
-    role = role.lower() if isinstance(role, str) else role
-    if role in CALLS:
-        role = "assistant"
-        message["tool_calls"] = said_calls(message.pop("content", None), where)
-    role = SAME_ROLE.get(role, role) if isinstance(role, str) else role
-    if role not in ROLES:
-        raise DataError(f"{where}: role {role!r}; valid: {', '.join((*ROLES, *SAME_ROLE, *CALLS))}")
-    message["role"] = role
+    role = message["role"] = _role(message, where)
     if "function_call" in message:
         message["tool_calls"] = [message.pop("function_call")]
     calls = _calls(message.pop("tool_calls", None), where)
@@ -372,12 +372,32 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         message["tool_calls"] = calls
     if not _learned(message, where):
         message["weight"] = 0
-    if reasoning := next((message[name] for name in REASONING if message.get(name)), None):
-        if not isinstance(reasoning, str):
-            raise DataError(f"{where}: {type(reasoning).__name__} as reasoning; must be text")
-        message |= dict.fromkeys(REASONING[:2], reasoning)
-        message.pop(REASONING[2], None)
+    _name_reasoning(message, where)
     return message
+
+
+def _name_reasoning(message: dict[str, Any], where: str) -> None:
+    """Puts a message's reasoning under both names that templates read."""
+    reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+    if not reasoning:
+        return
+    if not isinstance(reasoning, str):
+        raise DataError(f"{where}: {type(reasoning).__name__} as reasoning; must be text")
+    message |= dict.fromkeys(REASONING[:2], reasoning)
+    message.pop(REASONING[2], None)
+
+
+def _role(message: dict[str, Any], where: str) -> str:
+    """Whose message it is, by our names. A role that means calls has its content read as `tool_calls`."""
+    role = message.get("role")
+    role = role.lower() if isinstance(role, str) else role
+    if role in CALLS:
+        role = "assistant"
+        message["tool_calls"] = said_calls(message.pop("content", None), where)
+    role = SAME_ROLE.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise DataError(f"{where}: role {role!r}; valid: {', '.join((*ROLES, *SAME_ROLE, *CALLS))}")
+    return role
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:

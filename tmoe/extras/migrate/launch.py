@@ -177,9 +177,13 @@ def _program(words: list[str]) -> int:
             return i + 1
         elif takes and before in ("-m", "--module"):
             module = True
-        elif (word.endswith(".py") and word[0] != "-") or (module and DOTTED.fullmatch(word)):
+        elif _is_script(word) or (module and DOTTED.fullmatch(word)):
             return i + 1
     return 0
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and word[0] != "-"
 
 
 def _module(words: list[str], at: int) -> str:
@@ -259,6 +263,28 @@ def _number(options: Mapping[str, str], name: str, default: int | None = None) -
 
 def _of_mpi(name: str, options: Mapping[str, str]) -> tuple[int | None, int | None]:
     """(processes, of them on a node) that mpiexec, srun or the like starts."""
+    said = _said_counts(name, options)
+    each, total = _said(said, "each"), _said(said, "all")
+    if total:
+        return (total * (each or 1), each) if name == "jsrun" else (total, each)
+    if name not in MPI:
+        nodes = _said(said, "nodes")
+        nodes = 1 if nodes is None else nodes
+        return (nodes * each, each) if each else ((nodes, 1) if "nodes" in said else (None, None))
+    if "hosts" not in said or ".." in said["hosts"]:  # a list that is left open
+        return None, None
+    hosts = [host for host in said["hosts"].split(",") if host not in ("", "..", "...")]
+    slots = [host.partition(":")[2] for host in hosts]
+    return (each or 1) * len(hosts) if each else sum(int(n) if n.isdigit() else 1 for n in slots), each
+
+
+def _said(said: Mapping[str, str], kind: str) -> int | None:
+    """The number of this kind; None where there is none."""
+    return int(said[kind]) if said.get(kind, "").isdigit() else None
+
+
+def _said_counts(name: str, options: Mapping[str, str]) -> dict[str, str]:
+    """Values of the options that say processes, nodes or hosts, by their kind in COUNTS."""
     said: dict[str, str] = {}
     for option, value in options.items():
         kind = COUNTS.get(option, "")
@@ -269,18 +295,7 @@ def _of_mpi(name: str, options: Mapping[str, str]) -> tuple[int | None, int | No
         if kind == "map" and (found := re.match(r"ppr:(\d+):node", value)):
             kind, value = "each", found[1]
         said.setdefault(kind, value)
-    each = int(said["each"]) if said.get("each", "").isdigit() else None
-    total = int(said["all"]) if said.get("all", "").isdigit() else None
-    hosts = [host for host in said.get("hosts", "").split(",") if host not in ("", "..", "...")]
-    if total:
-        return (total * (each or 1), each) if name == "jsrun" else (total, each)
-    if name not in MPI:
-        nodes = int(said["nodes"]) if said.get("nodes", "").isdigit() else 1
-        return (nodes * each, each) if each else ((nodes, 1) if "nodes" in said else (None, None))
-    if "hosts" not in said or ".." in said["hosts"]:  # a list that is left open
-        return None, None
-    slots = [host.partition(":")[2] for host in hosts]
-    return (each or 1) * len(hosts) if each else sum(int(n) if n.isdigit() else 1 for n in slots), each
+    return said
 
 
 def _of_file(path: str) -> int | None:

@@ -96,6 +96,13 @@ def _layer(layer: str, experts: int, states: list[dict[str, Tensor]]) -> dict[st
     dim = gate.shape[1]
     if kind == "ffn":
         return {"router.weight": gate, **_ffn(layer, experts, dim, states, biased)}
+    return {"router.weight": gate, **_llama_ffn(layer, experts, dim, states, weights)}
+
+
+def _llama_ffn(
+    layer: str, experts: int, dim: int, states: list[dict[str, Tensor]], weights: list[str]
+) -> dict[str, Tensor]:
+    """A layer's experts of kind llama_ffn, whose ranks hold pieces of the flat matrices `weights`."""
     flat = {name: torch.cat([state[f"{layer}.{name}"].reshape(-1) for state in states]) for name in weights}
     hidden = {name: tensor.numel() // (experts * dim) for name, tensor in flat.items()}
     width = hidden[weights[0]]
@@ -106,7 +113,6 @@ def _layer(layer: str, experts: int, states: list[dict[str, Tensor]]) -> dict[st
     gate_EDF, up_EDF = (flat[name].view(experts, dim, width) for name in weights[:2])
     down_EFD = flat[weights[2]].view(experts, width, dim)
     return {
-        "router.weight": gate,
         "experts.gate_up": torch.cat([gate_EDF.mT, up_EDF.mT], dim=1).contiguous(),
         "experts.down": down_EFD.mT.contiguous(),
     }

@@ -8,17 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tmoe.hf.architectures.common import (
-    BLOCK,
-    LAYER,
-    MLP_TYPES,
-    also,
-    key_heads,
-    one,
-    put_sparse,
-    typed_layers,
-    write_mlp_types,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.deepseek import DEEPSEEK_V3, SHARED_EXPERTS, write_latent_keys
 from tmoe.hf.rules import HF, Field, Key, Layers
 
@@ -31,13 +21,17 @@ def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
     layers = found.get("layers") or 0
     first, step = said.get(FIRST_DENSE.name, 1), said.get(STEP.name, 1)
     sparse = [i for i in range(layers) if i >= first and i % step == 0]
-    if MLP_TYPES.name not in said:
-        put_sparse(found, sparse)
+    if c.MLP_TYPES.name not in said:
+        c.put_sparse(found, sparse)
         return []
-    problems = typed_layers(1).read(said, found)
+    problems = c.typed_layers(1).read(said, found)
     older = {FIRST_DENSE.name: first, STEP.name: step} if {FIRST_DENSE.name, STEP.name} & said.keys() else {}
-    if older and not problems and sparse != [i for i, k in enumerate(said[MLP_TYPES.name]) if k == "sparse"]:
-        problems.append(f"{older}: other blocks are dense than by {MLP_TYPES.name}; must be the same")
+    if (
+        older
+        and not problems
+        and sparse != [i for i, k in enumerate(said[c.MLP_TYPES.name]) if k == "sparse"]
+    ):
+        problems.append(f"{older}: other blocks are dense than by {c.MLP_TYPES.name}; must be the same")
     return problems
 
 
@@ -47,18 +41,18 @@ AXK1 = replace(
     class_name="AXK1ForCausalLM",
     rules=(
         *DEEPSEEK_V3.rules,
-        also(
-            one(f"{BLOCK}.ffn_post_norm.weight", f"{LAYER}.post_mlp_layernorm.weight"),
-            f"{LAYER}.mlp.post_mlp_layernorm.weight",
+        c.also(
+            c.one(f"{c.BLOCK}.ffn_post_norm.weight", f"{c.LAYER}.post_mlp_layernorm.weight"),
+            f"{c.LAYER}.mlp.post_mlp_layernorm.weight",
         ),
     ),
     fields=(
         *(field for field in DEEPSEEK_V3.fields if field.ours != "dense_layers"),
-        key_heads(64),
+        c.key_heads(64),
         Field("mla.q_rank", ("q_lora_rank",), 1536, least=1),
     ),
     ours=DEEPSEEK_V3.ours | {"norms": "moe"},
-    layers=Layers(read_layers, write_mlp_types),
-    keys=(SHARED_EXPERTS, MLP_TYPES, FIRST_DENSE, STEP, Key("n_group"), Key("topk_group")),
+    layers=Layers(read_layers, c.write_mlp_types),
+    keys=(SHARED_EXPERTS, c.MLP_TYPES, FIRST_DENSE, STEP, Key("n_group"), Key("topk_group")),
     write=write_latent_keys,
 )

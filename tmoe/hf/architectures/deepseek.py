@@ -11,26 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tmoe.config.model import ModelConfig
-from tmoe.hf.architectures.common import (
-    AUXILIARY,
-    BLOCK,
-    DECODER,
-    DENSE,
-    EXPERTS,
-    FFN,
-    LAYER,
-    LEADING_DENSE,
-    MOE,
-    MOE_FFN,
-    PLAIN,
-    RENORMALIZE,
-    SIZES,
-    TOP_K,
-    all_heads,
-    key_heads,
-    one,
-    swiglu,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Part, Rule, under
 
 CHOICE_BIAS = "e_score_correction_bias"
@@ -42,40 +23,43 @@ def query_rows(cfg: ModelConfig) -> int:
 
 
 QKV_A = (  # q_a_proj where queries have a latent, else q_proj
-    Part(f"{LAYER}.self_attn.q_proj.weight", query_rows),
-    Part(f"{LAYER}.self_attn.q_a_proj.weight", lambda cfg: cfg.mla.q_rank),
-    Part(f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight", lambda cfg: cfg.mla.kv_rank + cfg.mla.rope_dim),
+    Part(f"{c.LAYER}.self_attn.q_proj.weight", query_rows),
+    Part(f"{c.LAYER}.self_attn.q_a_proj.weight", lambda cfg: cfg.mla.q_rank),
+    Part(f"{c.LAYER}.self_attn.kv_a_proj_with_mqa.weight", lambda cfg: cfg.mla.kv_rank + cfg.mla.rope_dim),
 )
 LATENT = (
-    Rule(f"{BLOCK}.attention.qkv_a.weight", QKV_A),
+    Rule(f"{c.BLOCK}.attention.qkv_a.weight", QKV_A),
     *(
-        one(f"{BLOCK}.attention.{n}_norm.weight", f"{LAYER}.self_attn.{n}_a_layernorm.weight")
+        c.one(f"{c.BLOCK}.attention.{n}_norm.weight", f"{c.LAYER}.self_attn.{n}_a_layernorm.weight")
         for n in ("q", "kv")
     ),
-    *(one(f"{BLOCK}.attention.{n}_b.weight", f"{LAYER}.self_attn.{n}_b_proj.weight") for n in ("q", "kv")),
+    *(
+        c.one(f"{c.BLOCK}.attention.{n}_b.weight", f"{c.LAYER}.self_attn.{n}_b_proj.weight")
+        for n in ("q", "kv")
+    ),
 )
 SHARED = (  # what V3's MoE has beside experts and router; other families have it too
-    *swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_experts"),
-    one(f"{BLOCK}.moe.router.choice_bias", f"{LAYER}.mlp.gate.{CHOICE_BIAS}"),
+    *c.swiglu(f"{c.BLOCK}.moe.shared", f"{c.LAYER}.mlp.shared_experts"),
+    c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{c.LAYER}.mlp.gate.{CHOICE_BIAS}"),
 )
-V3_MOE = MOE + SHARED
-RULES = (*DECODER, *LATENT, *DENSE, *V3_MOE)
+V3_MOE = c.MOE + SHARED
+RULES = (*c.DECODER, *LATENT, *c.DENSE, *V3_MOE)
 
-BALANCE = AUXILIARY._replace(keys=("aux_loss_alpha",), null=0.001)
-ROUTED = EXPERTS._replace(keys=("n_routed_experts", "num_local_experts"))
+BALANCE = c.AUXILIARY._replace(keys=("aux_loss_alpha",), null=0.001)
+ROUTED = c.EXPERTS._replace(keys=("n_routed_experts", "num_local_experts"))
 SIGMOID = {"moe.score": "sigmoid", "moe.choice_bias": True}
 GROUPED = SIGMOID | {"moe.group_score": "top2"}
 SIGMOID_KEYS = dict(scoring_func=("sigmoid", None), topk_method=("noaux_tc", None))
 FIELDS = (
-    *SIZES,
+    *c.SIZES,
     Field("mla.q_rank", ("q_lora_rank",), 1536, 0, least=1),
     Field("mla.kv_rank", ("kv_lora_rank",)),
     Field("mla.nope_dim", ("qk_nope_head_dim",)),
     Field("mla.rope_dim", ("qk_rope_head_dim",)),
     Field("mla.v_dim", ("v_head_dim",)),
-    FFN,
-    MOE_FFN,
-    TOP_K,
+    c.FFN,
+    c.MOE_FFN,
+    c.TOP_K,
     BALANCE,
 )
 SHARED_EXPERTS = Key("n_shared_experts", null=False)
@@ -90,14 +74,14 @@ KEYS = (
 def one_group(scaling: float, renormalize: bool) -> tuple[Field, ...]:
     """Fields of an MoE like V3's in other families: all experts are one group if config.json says nothing."""
     return (
-        MOE_FFN,
-        TOP_K,
+        c.MOE_FFN,
+        c.TOP_K,
         BALANCE,
         ROUTED,
         Field("moe.scaling", ("routed_scaling_factor",), scaling),
         Field("moe.groups", ("n_group",), 1),
         Field("moe.top_groups", ("topk_group",), 1),
-        RENORMALIZE._replace(default=renormalize),
+        c.RENORMALIZE._replace(default=renormalize),
     )
 
 
@@ -154,16 +138,16 @@ DEEPSEEK_V2 = Architecture(
     RULES,
     (
         *FIELDS,
-        EXPERTS._replace(keys=("n_routed_experts", "num_experts")),
+        c.EXPERTS._replace(keys=("n_routed_experts", "num_experts")),
         shared_width(2),
-        LEADING_DENSE,
+        c.LEADING_DENSE,
         Field("moe.scaling", ("routed_scaling_factor",), 1.0),
         Field("moe.groups", (), lambda hf: hf["n_group"] if v2_groups(hf) else 1),
         Field("moe.top_groups", (), lambda hf: hf["topk_group"] if v2_groups(hf) else 1),
     ),
     ours={"attention": "mla", "moe.renormalize": False},
     # On norm_topk_prob, DeepSeek's own code and transformers disagree.
-    theirs=PLAIN
+    theirs=c.PLAIN
     | dict(
         attention_bias=False,
         mlp_bias=False,
@@ -183,18 +167,18 @@ DEEPSEEK_V3 = Architecture(
     RULES,
     (
         *FIELDS,
-        key_heads(128, all_heads),
+        c.key_heads(128, c.all_heads),
         ROUTED,
         shared_width(1),
-        LEADING_DENSE._replace(default=3),
+        c.LEADING_DENSE._replace(default=3),
         Field("mla.interleave", ("rope_interleave",), True, False),
         Field("moe.scaling", ("routed_scaling_factor",), 2.5),
         Field("moe.groups", ("n_group",), 8),
         Field("moe.top_groups", ("topk_group",), 4),
-        RENORMALIZE._replace(default=True, null=False),
+        c.RENORMALIZE._replace(default=True, null=False),
     ),
     ours={"attention": "mla"} | GROUPED,
-    theirs=PLAIN | SIGMOID_KEYS | dict(attention_bias=False),
+    theirs=c.PLAIN | SIGMOID_KEYS | dict(attention_bias=False),
     layers=LAYERS,
     keys=(*KEYS, Key("num_mtp_layers", null=False)),
     write=write_keys,

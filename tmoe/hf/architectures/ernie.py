@@ -10,32 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from tmoe.config.model import ModelConfig
-from tmoe.hf.architectures.common import (
-    AUXILIARY,
-    BLOCK,
-    DECODER,
-    DENSE,
-    FFN,
-    LAYER,
-    MOE,
-    MOE_FFN,
-    NORM_EPS,
-    PLAIN,
-    SAID_HEAD_DIM,
-    SIZES,
-    TOP_K,
-    key_heads,
-    put_sparse,
-    swiglu,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.deepseek import CHOICE_BIAS
 from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Layers, Part, Rule
 
 STATICS = f"moe_statics.{CHOICE_BIAS}"  # [1, E]
 BIAS = Rule(
-    f"{BLOCK}.moe.router.choice_bias",
-    (Part(f"{LAYER}.mlp.{STATICS}", framed=True),),
-    (Part(f"{LAYER}.mlp.gate.{STATICS}", framed=True),),
+    f"{c.BLOCK}.moe.router.choice_bias",
+    (Part(f"{c.LAYER}.mlp.{STATICS}", framed=True),),
+    (Part(f"{c.LAYER}.mlp.gate.{STATICS}", framed=True),),
 )
 FIRST, LAST, STEP = (
     Key(f"moe_layer_{name}", least=least, null=False)
@@ -50,7 +33,7 @@ def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
     last = said.get(LAST.name, -1)
     last = layers - 1 if last == -1 else last
     numbers = range(said.get(FIRST.name, 1), min(last, layers - 1) + 1)
-    put_sparse(found, [i for i in numbers if (i + 1) % said.get(STEP.name, 1) == 0])
+    c.put_sparse(found, [i for i in numbers if (i + 1) % said.get(STEP.name, 1) == 0])
     return []
 
 
@@ -72,25 +55,25 @@ ERNIE4_5_MOE = Architecture(
     "ernie4_5_moe",
     "Ernie4_5_MoeForCausalLM",
     (
-        *(DECODER + DENSE + MOE),
+        *(c.DECODER + c.DENSE + c.MOE),
         BIAS,
-        *swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_experts"),
+        *c.swiglu(f"{c.BLOCK}.moe.shared", f"{c.LAYER}.mlp.shared_experts"),
     ),
     (
-        *SIZES,
-        NORM_EPS,
+        *c.SIZES,
+        c.NORM_EPS,
         Field("tied", ("tie_word_embeddings",), True),
-        key_heads(4),
-        SAID_HEAD_DIM,
-        FFN,
-        MOE_FFN,
+        c.key_heads(4),
+        c.SAID_HEAD_DIM,
+        c.FFN,
+        c.MOE_FFN,
         Field("moe.experts", ("moe_num_experts", "num_experts"), 64),
-        TOP_K._replace(keys=("moe_k", "num_experts_per_tok"), default=6),
+        c.TOP_K._replace(keys=("moe_k", "num_experts_per_tok"), default=6),
         Field("moe.shared_dim", (), shared_width),
-        AUXILIARY._replace(null=0.001),
+        c.AUXILIARY._replace(null=0.001),
     ),
     ours={"rope.interleave": True, "moe.choice_bias": True, "moe.renormalize": True},
-    theirs=PLAIN | dict(use_bias=(False, None), moe_norm_min=1e-12),
+    theirs=c.PLAIN | dict(use_bias=(False, None), moe_norm_min=1e-12),
     layers=Layers(read_layers, write_layers),
     keys=(FIRST, LAST, STEP, SHARED_EXPERTS),
     write=write_keys,

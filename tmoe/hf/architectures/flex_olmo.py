@@ -5,47 +5,30 @@ next: hf/architectures/common.py
 
 from __future__ import annotations
 
-from tmoe.hf.architectures.common import (
-    ALL_MOE,
-    AUXILIARY,
-    BIASES,
-    BLOCK,
-    DECODER,
-    EXPERT_FFN,
-    EXPERTS,
-    LAYER,
-    MOE,
-    PLAIN,
-    QK_NORM,
-    RENORMALIZE,
-    SAID_HEAD_DIM,
-    SIZES,
-    TOP_K,
-    one,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.rules import Architecture
 
 NORMS = (
-    one(f"{BLOCK}.attention_post_norm.weight", f"{LAYER}.post_attention_layernorm.weight"),
-    one(f"{BLOCK}.ffn_post_norm.weight", f"{LAYER}.post_feedforward_layernorm.weight"),
+    c.one(f"{c.BLOCK}.attention_post_norm.weight", f"{c.LAYER}.post_attention_layernorm.weight"),
+    c.one(f"{c.BLOCK}.ffn_post_norm.weight", f"{c.LAYER}.post_feedforward_layernorm.weight"),
 )
 
 FLEX_OLMO = Architecture(
     "flex_olmo",
     "FlexOlmoForCausalLM",
-    NORMS + DECODER + QK_NORM + MOE,
+    NORMS + c.DECODER + c.QK_NORM + c.MOE,
     (
-        *SIZES,
-        *BIASES,
-        SAID_HEAD_DIM,
-        EXPERT_FFN,
-        EXPERTS._replace(default=7),
-        TOP_K._replace(default=5),
-        RENORMALIZE,
-        AUXILIARY._replace(default=0.01),
+        *c.SIZES,
+        *c.BIASES,
+        c.SAID_HEAD_DIM,
+        c.EXPERT_FFN,
+        c.EXPERTS._replace(default=7),
+        c.TOP_K._replace(default=5),
+        c.RENORMALIZE,
+        c.AUXILIARY._replace(default=0.01),
     ),
     ours=dict(qk_norm="full", norms="post"),
-    theirs=PLAIN,
-    layers=ALL_MOE,
+    theirs=c.PLAIN,
+    layers=c.ALL_MOE,
     theta=500000.0,
 )

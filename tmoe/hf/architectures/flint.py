@@ -8,21 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tmoe.hf.architectures.common import (
-    AUXILIARY,
-    BLOCK,
-    EXPERTS,
-    LAYER,
-    RENORMALIZE,
-    SAID_HEAD_DIM,
-    also,
-    one,
-    swiglu,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.qwen import ONLY_DENSE, QWEN3_MOE, SPARSE_STEP, read_layers, write_layers
 from tmoe.hf.rules import HF, Field, Layers, Windows
 
-ATTN = f"{LAYER}.self_attn"
+ATTN = f"{c.LAYER}.self_attn"
 
 
 def read_first_dense(said: HF, found: dict[str, Any]) -> list[str]:
@@ -41,14 +31,18 @@ FLINT = replace(
     class_name="FlintForCausalLM",
     rules=(
         *QWEN3_MOE.rules,
-        *swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_expert"),
-        also(one(f"{BLOCK}.attention.sinks", f"{ATTN}.softmax_offset"), f"{ATTN}.sinks"),
+        *c.swiglu(f"{c.BLOCK}.moe.shared", f"{c.LAYER}.mlp.shared_expert"),
+        c.also(c.one(f"{c.BLOCK}.attention.sinks", f"{ATTN}.softmax_offset"), f"{ATTN}.sinks"),
     ),
     fields=(
-        *(*QWEN3_MOE.fields, SAID_HEAD_DIM._replace(default=128), EXPERTS._replace(keys=("num_experts",))),
+        *(
+            *QWEN3_MOE.fields,
+            c.SAID_HEAD_DIM._replace(default=128),
+            c.EXPERTS._replace(keys=("num_experts",)),
+        ),
         Field("moe.shared_dim", ("shared_expert_intermediate_size",), 1024),
-        RENORMALIZE._replace(default=True),
-        AUXILIARY._replace(default=0.0005),
+        c.RENORMALIZE._replace(default=True),
+        c.AUXILIARY._replace(default=0.0005),
     ),
     ours={"qk_norm": "head", "sinks": True, "moe.score": "sigmoid"},
     layers=Layers(read_first_dense, write_layers),

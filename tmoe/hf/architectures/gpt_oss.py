@@ -6,23 +6,7 @@ next: hf/architectures/common.py
 from __future__ import annotations
 
 from tmoe.base.activations import ACTIVATIONS
-from tmoe.hf.architectures.common import (
-    ALL_MOE,
-    AUXILIARY,
-    BIASES,
-    BLOCK,
-    DECODER,
-    EXPERT_FFN,
-    LAYER,
-    LOCAL_EXPERTS,
-    NORM_EPS,
-    PLAIN,
-    SAID_HEAD_DIM,
-    SIZES,
-    TOP_K,
-    key_heads,
-    one,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.rules import Architecture, Field, Part, Rule, Windows
 
 ACTIVATION = "clamped"
@@ -34,28 +18,28 @@ def woven(theirs: str, transposed: bool = False) -> tuple[Part, Part]:
 
 
 MLP = (  # weights for x W, where tmoe and the others have W x
-    one(f"{BLOCK}.attention.sinks", f"{LAYER}.self_attn.sinks"),
-    *(one(f"{BLOCK}.moe.router.{kind}", f"{LAYER}.mlp.router.{kind}") for kind in ("weight", "bias")),
-    Rule(f"{BLOCK}.moe.experts.gate_up", woven(f"{LAYER}.mlp.experts.gate_up_proj", transposed=True)),
-    Rule(f"{BLOCK}.moe.experts.gate_up_bias", woven(f"{LAYER}.mlp.experts.gate_up_proj_bias")),
-    Rule(f"{BLOCK}.moe.experts.down", (Part(f"{LAYER}.mlp.experts.down_proj", transposed=True),)),
-    one(f"{BLOCK}.moe.experts.down_bias", f"{LAYER}.mlp.experts.down_proj_bias"),
+    c.one(f"{c.BLOCK}.attention.sinks", f"{c.LAYER}.self_attn.sinks"),
+    *(c.one(f"{c.BLOCK}.moe.router.{kind}", f"{c.LAYER}.mlp.router.{kind}") for kind in ("weight", "bias")),
+    Rule(f"{c.BLOCK}.moe.experts.gate_up", woven(f"{c.LAYER}.mlp.experts.gate_up_proj", transposed=True)),
+    Rule(f"{c.BLOCK}.moe.experts.gate_up_bias", woven(f"{c.LAYER}.mlp.experts.gate_up_proj_bias")),
+    Rule(f"{c.BLOCK}.moe.experts.down", (Part(f"{c.LAYER}.mlp.experts.down_proj", transposed=True),)),
+    c.one(f"{c.BLOCK}.moe.experts.down_bias", f"{c.LAYER}.mlp.experts.down_proj_bias"),
 )
 
 GPT_OSS = Architecture(
     "gpt_oss",
     "GptOssForCausalLM",
-    DECODER + MLP,
+    c.DECODER + MLP,
     (
-        *SIZES,
-        NORM_EPS,
-        key_heads(8),
-        *(bias._replace(default=True) for bias in BIASES),
-        SAID_HEAD_DIM._replace(default=64),
-        EXPERT_FFN,
-        LOCAL_EXPERTS,
-        TOP_K,
-        AUXILIARY,
+        *c.SIZES,
+        c.NORM_EPS,
+        c.key_heads(8),
+        *(bias._replace(default=True) for bias in c.BIASES),
+        c.SAID_HEAD_DIM._replace(default=64),
+        c.EXPERT_FFN,
+        c.LOCAL_EXPERTS,
+        c.TOP_K,
+        c.AUXILIARY,
         Field("moe.activation", (), ACTIVATION),
     ),
     ours={
@@ -64,8 +48,8 @@ GPT_OSS = Architecture(
         "moe.router_bias": True,
         "moe.bias": True,
     },
-    theirs=PLAIN | ACTIVATIONS[ACTIVATION].keys | dict(hidden_act=ACTIVATIONS[ACTIVATION].hidden_act),
-    layers=ALL_MOE,
+    theirs=c.PLAIN | ACTIVATIONS[ACTIVATION].keys | dict(hidden_act=ACTIVATIONS[ACTIVATION].hidden_act),
+    layers=c.ALL_MOE,
     theta=150000.0,
     rope=dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096),
     windows=Windows(("sliding_window", "layer_types"), lambda hf, layer: layer % 2 == 0, 128, null=False),

@@ -8,62 +8,50 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tmoe.config.model import ModelConfig
-from tmoe.hf.architectures.common import (
-    ALL_MOE,
-    AUXILIARY,
-    BIASES,
-    BLOCK,
-    DECODER,
-    EXPERT_FFN,
-    EXPERTS,
-    LAYER,
-    PLAIN,
-    SAID_HEAD_DIM,
-    SIZES,
-    TOP_K,
-    also,
-    one,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.rules import HF, Architecture, Field, Key, Windows
 
-SPARSE = f"{LAYER}.block_sparse_moe"
+SPARSE = f"{c.LAYER}.block_sparse_moe"
 MOE = (
-    also(one(f"{BLOCK}.moe.router.weight", f"{SPARSE}.router.layer.weight"), f"{SPARSE}.router.weight"),
-    also(
-        one(f"{BLOCK}.moe.experts.gate_up", f"{SPARSE}.input_linear.weight"), f"{SPARSE}.experts.gate_up_proj"
+    c.also(c.one(f"{c.BLOCK}.moe.router.weight", f"{SPARSE}.router.layer.weight"), f"{SPARSE}.router.weight"),
+    c.also(
+        c.one(f"{c.BLOCK}.moe.experts.gate_up", f"{SPARSE}.input_linear.weight"),
+        f"{SPARSE}.experts.gate_up_proj",
     ),
-    also(one(f"{BLOCK}.moe.experts.down", f"{SPARSE}.output_linear.weight"), f"{SPARSE}.experts.down_proj"),
+    c.also(
+        c.one(f"{c.BLOCK}.moe.experts.down", f"{SPARSE}.output_linear.weight"), f"{SPARSE}.experts.down_proj"
+    ),
 )
 FACTORS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 GRANITEMOE = Architecture(
     "granitemoe",
     "GraniteMoeForCausalLM",
-    DECODER + MOE,
+    c.DECODER + MOE,
     (
-        *SIZES,
-        *BIASES,
-        SAID_HEAD_DIM,
+        *c.SIZES,
+        *c.BIASES,
+        c.SAID_HEAD_DIM,
         *(Field(name, (name,), 1.0) for name in FACTORS),
-        EXPERT_FFN,
-        EXPERTS._replace(keys=("num_local_experts",)),
-        TOP_K,
-        AUXILIARY._replace(null=0.001),
+        c.EXPERT_FFN,
+        c.EXPERTS._replace(keys=("num_local_experts",)),
+        c.TOP_K,
+        c.AUXILIARY._replace(null=0.001),
     ),
     ours={"moe.softmax": "after"},
-    theirs=PLAIN,
-    layers=ALL_MOE,
+    theirs=c.PLAIN,
+    layers=c.ALL_MOE,
 )
 
-SHARED = f"{LAYER}.shared_mlp"
+SHARED = f"{c.LAYER}.shared_mlp"
 GRANITEMOESHARED = replace(
     GRANITEMOE,
     model_type="granitemoeshared",
     class_name="GraniteMoeSharedForCausalLM",
     rules=(
         *GRANITEMOE.rules,
-        one(f"{BLOCK}.moe.shared.gate_up.weight", f"{SHARED}.input_linear.weight"),
-        one(f"{BLOCK}.moe.shared.down.weight", f"{SHARED}.output_linear.weight"),
+        c.one(f"{c.BLOCK}.moe.shared.gate_up.weight", f"{SHARED}.input_linear.weight"),
+        c.one(f"{c.BLOCK}.moe.shared.down.weight", f"{SHARED}.output_linear.weight"),
     ),
     fields=(*GRANITEMOE.fields, Field("moe.shared_dim", ("shared_intermediate_size",), 0)),
 )
@@ -82,7 +70,7 @@ GRANITEMOE_SWA = replace(  # sinks, windows in three blocks of four, and a RoPE 
     class_name="GraniteMoeSWAForCausalLM",
     rules=(  # published as transformers 5 holds them
         *(rule._replace(parts=rule.held or rule.parts, held=()) for rule in GRANITEMOESHARED.rules),
-        one(f"{BLOCK}.attention.sinks", f"{LAYER}.self_attn.sinks"),
+        c.one(f"{c.BLOCK}.attention.sinks", f"{c.LAYER}.self_attn.sinks"),
     ),
     ours=GRANITEMOESHARED.ours | dict(sinks=True),
     keys=(BASES,),

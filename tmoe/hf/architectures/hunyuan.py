@@ -6,41 +6,16 @@ next: hf/architectures/deepseek.py
 from __future__ import annotations
 
 from tmoe.config.check import ConfigError
-from tmoe.hf.architectures.common import (
-    ALL_MOE,
-    BIASES,
-    BLOCK,
-    DECODER,
-    DENSE,
-    EXPERT_FFN,
-    EXPERTS,
-    FFN,
-    LAYER,
-    MLP_TYPES,
-    MOE_FFN,
-    NORM_EPS,
-    PLAIN,
-    QK_NORM,
-    SAID_HEAD_DIM,
-    SIZES,
-    TOP_K,
-    also,
-    experts,
-    key_heads,
-    leading_dense,
-    one,
-    swiglu,
-    typed_layers,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.deepseek import BALANCE, CHOICE_BIAS, SIGMOID, shared_width, write_shared
 from tmoe.hf.rules import HF, Architecture, Field, Key
 
-MLP = f"{LAYER}.mlp"
-SHARED = [swiglu(f"{BLOCK}.moe.shared", f"{MLP}.{name}") for name in ("shared_mlp", "shared_experts")]
+MLP = f"{c.LAYER}.mlp"
+SHARED = [c.swiglu(f"{c.BLOCK}.moe.shared", f"{MLP}.{name}") for name in ("shared_mlp", "shared_experts")]
 MOE = (  # names as published, and those of transformers 5
-    also(one(f"{BLOCK}.moe.router.weight", f"{MLP}.router.gate.weight"), f"{MLP}.gate.weight"),
-    also(one(f"{BLOCK}.moe.router.choice_bias", f"{MLP}.expert_bias"), f"{MLP}.{CHOICE_BIAS}"),
-    *experts(f"{MLP}.experts"),
+    c.also(c.one(f"{c.BLOCK}.moe.router.weight", f"{MLP}.router.gate.weight"), f"{MLP}.gate.weight"),
+    c.also(c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{MLP}.expert_bias"), f"{MLP}.{CHOICE_BIAS}"),
+    *c.experts(f"{MLP}.experts"),
     *(rule._replace(held=held.parts) for rule, held in zip(*SHARED, strict=True)),
 )
 ALWAYS = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
@@ -49,39 +24,41 @@ SHARED_EXPERTS = Key("num_shared_experts", least=0, null=False)
 HY_V3 = Architecture(
     "hy_v3",
     "HYV3ForCausalLM",
-    DECODER + QK_NORM + DENSE + MOE,
+    c.DECODER + c.QK_NORM + c.DENSE + MOE,
     (
-        *SIZES,
-        NORM_EPS,
+        *c.SIZES,
+        c.NORM_EPS,
         Field("init_std", ("initializer_range",), 0.006),
-        key_heads(8),
-        *BIASES,
-        SAID_HEAD_DIM._replace(default=128),
-        FFN,
-        MOE_FFN,
-        EXPERTS,
-        TOP_K,
+        c.key_heads(8),
+        *c.BIASES,
+        c.SAID_HEAD_DIM._replace(default=128),
+        c.FFN,
+        c.MOE_FFN,
+        c.EXPERTS,
+        c.TOP_K,
         BALANCE,
         shared_width(1, SHARED_EXPERTS.name),
         Field("moe.scaling", ("router_scaling_factor",), 2.826),
     ),
     ours={"qk_norm": "head"} | SIGMOID,
-    theirs=PLAIN | dict(mlp_bias=False, enable_moe_fp32_combine=(True, False)) | dict.fromkeys(ALWAYS, True),
-    layers=typed_layers(1),
-    keys=(SHARED_EXPERTS, MLP_TYPES),
+    theirs=c.PLAIN
+    | dict(mlp_bias=False, enable_moe_fp32_combine=(True, False))
+    | dict.fromkeys(ALWAYS, True),
+    layers=c.typed_layers(1),
+    keys=(SHARED_EXPERTS, c.MLP_TYPES),
     write=lambda cfg: write_shared(cfg, SHARED_EXPERTS.name),
     theta=11_158_840.0,
-    copies=dict(first_k_dense_replace=leading_dense(1)),
+    copies=dict(first_k_dense_replace=c.leading_dense(1)),
     fp32=(CHOICE_BIAS, "expert_bias"),
 )
 
 V1 = (
     *(
-        one(f"{BLOCK}.attention.{ours}_norm.weight", f"{LAYER}.self_attn.{theirs}_layernorm.weight")
+        c.one(f"{c.BLOCK}.attention.{ours}_norm.weight", f"{c.LAYER}.self_attn.{theirs}_layernorm.weight")
         for ours, theirs in dict(q="query", k="key").items()
     ),
-    one(f"{BLOCK}.moe.router.weight", f"{MLP}.gate.wg.weight"),
-    *experts(f"{MLP}.experts"),
+    c.one(f"{c.BLOCK}.moe.router.weight", f"{MLP}.gate.wg.weight"),
+    *c.experts(f"{MLP}.experts"),
     *SHARED[0],
 )
 MOE_TOPK_NAMES = ("moe_topk", "num_experts_per_tok")
@@ -100,21 +77,21 @@ def one_for_all(hf: HF) -> int:
 HUNYUAN_V1_MOE = Architecture(
     "hunyuan_v1_moe",
     "HunYuanMoEV1ForCausalLM",
-    DECODER + V1,
+    c.DECODER + V1,
     (
-        *SIZES,
-        NORM_EPS,
-        *BIASES,
-        SAID_HEAD_DIM,
-        EXPERT_FFN,
+        *c.SIZES,
+        c.NORM_EPS,
+        *c.BIASES,
+        c.SAID_HEAD_DIM,
+        c.EXPERT_FFN,
         Field("moe.shared_dim", ("intermediate_size",)),
-        EXPERTS._replace(default=1),
+        c.EXPERTS._replace(default=1),
         Field("moe.top_k", (), one_for_all),
     ),
     ours={"qk_norm": "rotated", "moe.renormalize": True},
     # what the published code can do and transformers' does not ask for
-    theirs=PLAIN | dict(use_qk_norm=True, use_mixed_mlp_moe=True, use_cla=(False, None), mlp_bias=False),
-    layers=ALL_MOE,
+    theirs=c.PLAIN | dict(use_qk_norm=True, use_mixed_mlp_moe=True, use_cla=(False, None), mlp_bias=False),
+    layers=c.ALL_MOE,
     keys=(MOE_TOPK, PER_TOKEN),
     write=lambda cfg: {MOE_TOPK.name: cfg.moe.top_k},
     fp32=("mlp.gate.wg.weight",),

@@ -5,15 +5,15 @@ next: hf/architectures/common.py
 
 from __future__ import annotations
 
-from tmoe.hf.architectures.common import ALL_DENSE, BIASES, DECODER, DENSE, FFN, HEAD_DIM, PLAIN, SIZES
+from tmoe.hf.architectures import common as c
 from tmoe.hf.rules import Architecture
 
 LLAMA = Architecture(
     "llama",
     "LlamaForCausalLM",
-    DECODER + DENSE,
-    (*SIZES, *BIASES, HEAD_DIM, FFN),
+    c.DECODER + c.DENSE,
+    (*c.SIZES, *c.BIASES, c.HEAD_DIM, c.FFN),
     ours={},
-    theirs=PLAIN | dict(mlp_bias=False),
-    layers=ALL_DENSE,
+    theirs=c.PLAIN | dict(mlp_bias=False),
+    layers=c.ALL_DENSE,
 )

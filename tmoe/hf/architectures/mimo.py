@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from tmoe.config.check import MOST
 from tmoe.hf.architectures import common, deepseek
-from tmoe.hf.architectures.common import BLOCK, FFN, LAYER, MLP_TYPES, PLAIN, SAID_HEAD_DIM, SIZES, also, one
+from tmoe.hf.architectures import common as c
 from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Windows
 
-ATTN = f"{LAYER}.self_attn"
+ATTN = f"{c.LAYER}.self_attn"
 FAR, NEAR = "full_attention", "sliding_attention"
 ROPE = {FAR: dict(rope_theta=5e6), NEAR: dict(rope_theta=1e4)}
 SHARE = 0.334  # of a head's channels that turn
@@ -49,7 +49,7 @@ def marks(key: str, marked: str, usual: Callable[[HF, int], bool]) -> Callable[[
 
 COPIES: dict[str, Callable[[HF], object]] = {
     "hybrid_layer_pattern": marks("layer_types", NEAR, slides),
-    "moe_layer_freq": marks(MLP_TYPES.name, "sparse", lambda hf, layer: layer > 0),
+    "moe_layer_freq": marks(c.MLP_TYPES.name, "sparse", lambda hf, layer: layer > 0),
     "layernorm_epsilon": lambda hf: hf.get("rms_norm_eps", 1e-5),
     "rope_theta": of_rope(FAR, "rope_theta", ROPE[FAR]["rope_theta"]),
     "swa_rope_theta": of_rope(NEAR, "rope_theta", ROPE[NEAR]["rope_theta"]),
@@ -66,24 +66,24 @@ MIMO_V2_FLASH = Architecture(
     "MiMoV2FlashForCausalLM",
     (
         *(common.DECODER + common.DENSE + common.MOE),
-        one(f"{BLOCK}.moe.router.choice_bias", f"{LAYER}.mlp.gate.{deepseek.CHOICE_BIAS}"),
-        also(one(f"{BLOCK}.attention.sinks", f"{ATTN}.attention_sink_bias"), f"{ATTN}.sinks"),
+        c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{c.LAYER}.mlp.gate.{deepseek.CHOICE_BIAS}"),
+        c.also(c.one(f"{c.BLOCK}.attention.sinks", f"{ATTN}.attention_sink_bias"), f"{ATTN}.sinks"),
     ),
     (
-        *(*SIZES, common.NORM_EPS, common.key_heads(4), common.BIASES[0], FFN),
-        *(SAID_HEAD_DIM._replace(default=192), Field("v_head_dim", ("v_head_dim",), 128, least=1)),
+        *(*c.SIZES, common.NORM_EPS, common.key_heads(4), common.BIASES[0], c.FFN),
+        *(c.SAID_HEAD_DIM._replace(default=192), Field("v_head_dim", ("v_head_dim",), 128, least=1)),
         *deepseek.one_group(scaling=1.0, renormalize=True),
         Field("moe.scaling", ("routed_scaling_factor",), 1.0, 1.0),
         Field("window_kv_heads", (), lambda hf: 2 * hf.get("num_key_value_heads", 4)),
         Field("value_multiplier", ("attention_value_scale",), 0.707, 1.0),
     ),
     ours={"window_sinks": True} | deepseek.GROUPED,
-    theirs=PLAIN
+    theirs=c.PLAIN
     | deepseek.SIGMOID_KEYS
     | dict(n_shared_experts=(None, 0), add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False),
     layers=common.typed_layers(1),
     keys=(
-        *(MLP_TYPES, Key("sliding_window_size", least=0)),
+        *(c.MLP_TYPES, Key("sliding_window_size", least=0)),
         *(Key(name, tuple[int, ...]) for name in ("hybrid_layer_pattern", "moe_layer_freq")),
     ),
     write=lambda cfg: dict(v_head_dim=cfg.value_dim),

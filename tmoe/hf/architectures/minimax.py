@@ -6,32 +6,17 @@ next: hf/architectures/common.py
 from __future__ import annotations
 
 from tmoe.config.model import ModelConfig
-from tmoe.hf.architectures.common import (
-    ALL_MOE,
-    AUXILIARY,
-    BLOCK,
-    DECODER,
-    EXPERT_FFN,
-    LAYER,
-    LOCAL_EXPERTS,
-    PLAIN,
-    QK_NORM,
-    SAID_HEAD_DIM,
-    SIZES,
-    TOP_K,
-    also,
-    experts,
-    key_heads,
-    one,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.deepseek import CHOICE_BIAS
 from tmoe.hf.rules import HF, Architecture
 
-SPARSE = f"{LAYER}.block_sparse_moe"
+SPARSE = f"{c.LAYER}.block_sparse_moe"
 MOE = (
-    also(one(f"{BLOCK}.moe.router.weight", f"{SPARSE}.gate.weight"), f"{LAYER}.mlp.gate.weight"),
-    also(one(f"{BLOCK}.moe.router.choice_bias", f"{SPARSE}.{CHOICE_BIAS}"), f"{LAYER}.mlp.{CHOICE_BIAS}"),
-    *experts(f"{SPARSE}.experts", "w1", "w3", "w2"),
+    c.also(c.one(f"{c.BLOCK}.moe.router.weight", f"{SPARSE}.gate.weight"), f"{c.LAYER}.mlp.gate.weight"),
+    c.also(
+        c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{SPARSE}.{CHOICE_BIAS}"), f"{c.LAYER}.mlp.{CHOICE_BIAS}"
+    ),
+    *c.experts(f"{SPARSE}.experts", "w1", "w3", "w2"),
 )
 
 
@@ -47,19 +32,19 @@ def write_keys(cfg: ModelConfig) -> HF:
 MINIMAX_M2 = Architecture(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
-    DECODER + QK_NORM + MOE,
+    c.DECODER + c.QK_NORM + MOE,
     (
-        *SIZES,
-        key_heads(8),
-        SAID_HEAD_DIM._replace(default=128),
-        EXPERT_FFN,
-        LOCAL_EXPERTS,
-        TOP_K,
-        AUXILIARY,
+        *c.SIZES,
+        c.key_heads(8),
+        c.SAID_HEAD_DIM._replace(default=128),
+        c.EXPERT_FFN,
+        c.LOCAL_EXPERTS,
+        c.TOP_K,
+        c.AUXILIARY,
     ),
     ours={"qk_norm": "full", "moe.score": "sigmoid", "moe.choice_bias": True},
     # what the published code can do and neither its configs nor transformers ask for
-    theirs=PLAIN
+    theirs=c.PLAIN
     | dict(
         attention_bias=False,
         router_jitter_noise=0.0,
@@ -70,7 +55,7 @@ MINIMAX_M2 = Architecture(
         shared_intermediate_size=0,
         sliding_window=None,
     ),
-    layers=ALL_MOE,
+    layers=c.ALL_MOE,
     write=write_keys,
     theta=5e6,
     partial=partial,

@@ -5,25 +5,16 @@ next: hf/architectures/common.py
 
 from __future__ import annotations
 
-from tmoe.hf.architectures.common import (
-    ALL_DENSE,
-    DECODER,
-    DENSE,
-    FFN,
-    HEAD_DIM,
-    PLAIN,
-    SIZES,
-    key_heads,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.rules import Architecture, Windows
 
 MISTRAL = Architecture(
     "mistral",
     "MistralForCausalLM",
-    DECODER + DENSE,
-    (*SIZES, key_heads(8), HEAD_DIM, FFN),
+    c.DECODER + c.DENSE,
+    (*c.SIZES, c.key_heads(8), c.HEAD_DIM, c.FFN),
     ours={},
-    theirs=PLAIN,
-    layers=ALL_DENSE,
+    theirs=c.PLAIN,
+    layers=c.ALL_DENSE,
     windows=Windows(("sliding_window",), lambda hf, layer: True, 4096),
 )

@@ -5,42 +5,26 @@ next: hf/architectures/common.py
 
 from __future__ import annotations
 
-from tmoe.hf.architectures.common import (
-    ALL_MOE,
-    AUXILIARY,
-    BIASES,
-    DECODER,
-    EXPERT_FFN,
-    EXPERTS,
-    HEAD_DIM,
-    MOE,
-    NORM_EPS,
-    PLAIN,
-    QK_NORM,
-    RENORMALIZE,
-    SIZES,
-    TOP_K,
-    width_of_head,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.rules import Architecture
 
 OLMOE = Architecture(
     "olmoe",
     "OlmoeForCausalLM",
-    DECODER + QK_NORM + MOE,
+    c.DECODER + c.QK_NORM + c.MOE,
     (
-        *SIZES,
-        NORM_EPS,
-        *BIASES,
-        HEAD_DIM._replace(keys=()),  # always D/H, because the query norm is as wide as the model
-        EXPERT_FFN,
-        EXPERTS,
-        TOP_K,
-        RENORMALIZE,
-        AUXILIARY._replace(default=0.01),
+        *c.SIZES,
+        c.NORM_EPS,
+        *c.BIASES,
+        c.HEAD_DIM._replace(keys=()),  # always D/H, because the query norm is as wide as the model
+        c.EXPERT_FFN,
+        c.EXPERTS,
+        c.TOP_K,
+        c.RENORMALIZE,
+        c.AUXILIARY._replace(default=0.01),
     ),
     ours=dict(qk_norm="full"),
-    theirs=PLAIN | dict(clip_qkv=None),
-    layers=ALL_MOE,
-    copies=dict(head_dim=width_of_head),
+    theirs=c.PLAIN | dict(clip_qkv=None),
+    layers=c.ALL_MOE,
+    copies=dict(head_dim=c.width_of_head),
 )

@@ -10,35 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from tmoe.config.model import ModelConfig
-from tmoe.hf.architectures.common import (
-    ALL_DENSE,
-    AUXILIARY,
-    BIASES,
-    BLOCK,
-    DECODER,
-    DENSE,
-    EXPERTS,
-    FFN,
-    LAYER,
-    MOE,
-    MOE_FFN,
-    PLAIN,
-    QK_NORM,
-    RENORMALIZE,
-    SAID_HEAD_DIM,
-    SIZES,
-    TOP_K,
-    all_heads,
-    key_heads,
-    one,
-    put_sparse,
-    swiglu,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Layers, Windows
 
 SHARED = (
-    *swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_expert"),
-    one(f"{BLOCK}.moe.shared_gate.weight", f"{LAYER}.mlp.shared_expert_gate.weight"),
+    *c.swiglu(f"{c.BLOCK}.moe.shared", f"{c.LAYER}.mlp.shared_expert"),
+    c.one(f"{c.BLOCK}.moe.shared_gate.weight", f"{c.LAYER}.mlp.shared_expert_gate.weight"),
 )
 
 NO_SHARED = r"model\.layers\.\d+\.mlp\.shared_expert(_gate|\.\w+_proj)\.weight"  # where its width is 0
@@ -58,7 +35,7 @@ def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
     if not all(0 <= i < layers for i in dense):
         return [f"mlp_only_layers={dense}: must be numbers of the {layers} layers, from 0 to {layers - 1}"]
     sparse = [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]
-    put_sparse(found, sparse)
+    c.put_sparse(found, sparse)
     return []
 
 
@@ -82,11 +59,11 @@ LATE = Windows(
 QWEN2 = Architecture(
     "qwen2",
     "Qwen2ForCausalLM",
-    DECODER + DENSE,
-    (*SIZES, key_heads(32, all_heads), SAID_HEAD_DIM, FFN),
+    c.DECODER + c.DENSE,
+    (*c.SIZES, c.key_heads(32, c.all_heads), c.SAID_HEAD_DIM, c.FFN),
     ours=dict(qkv_bias=True),
-    theirs=PLAIN,
-    layers=ALL_DENSE,
+    theirs=c.PLAIN,
+    layers=c.ALL_DENSE,
     keys=(USE_WINDOW, FULL_LAYERS._replace(null=False)),
     windows=LATE,
 )
@@ -94,11 +71,11 @@ QWEN2 = Architecture(
 QWEN3 = Architecture(
     "qwen3",
     "Qwen3ForCausalLM",
-    DECODER + QK_NORM + DENSE,
-    (*SIZES, key_heads(32, all_heads), *BIASES, SAID_HEAD_DIM._replace(default=128), FFN),
+    c.DECODER + c.QK_NORM + c.DENSE,
+    (*c.SIZES, c.key_heads(32, c.all_heads), *c.BIASES, c.SAID_HEAD_DIM._replace(default=128), c.FFN),
     ours=dict(qk_norm="head"),
-    theirs=PLAIN,
-    layers=ALL_DENSE,
+    theirs=c.PLAIN,
+    layers=c.ALL_DENSE,
     keys=(USE_WINDOW, FULL_LAYERS._replace(null=False)),
     windows=LATE,
 )
@@ -106,23 +83,23 @@ QWEN3 = Architecture(
 QWEN2_MOE = Architecture(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    DECODER + DENSE + MOE + SHARED,
+    c.DECODER + c.DENSE + c.MOE + SHARED,
     (
-        *SIZES,
-        key_heads(16),
-        BIASES[0]._replace(keys=("qkv_bias",), default=True),
-        SAID_HEAD_DIM,
-        FFN,
-        MOE_FFN,
+        *c.SIZES,
+        c.key_heads(16),
+        c.BIASES[0]._replace(keys=("qkv_bias",), default=True),
+        c.SAID_HEAD_DIM,
+        c.FFN,
+        c.MOE_FFN,
         Field("moe.shared_dim", (SHARED_WIDTH,), 5632),
         Field("moe.shared_gate", (), lambda hf: hf.get(SHARED_WIDTH, 5632) > 0),
-        EXPERTS._replace(keys=("num_experts",)),
-        TOP_K,
-        RENORMALIZE,
-        AUXILIARY,
+        c.EXPERTS._replace(keys=("num_experts",)),
+        c.TOP_K,
+        c.RENORMALIZE,
+        c.AUXILIARY,
     ),
     ours={},
-    theirs=PLAIN,
+    theirs=c.PLAIN,
     layers=LAYERS,
     keys=(SPARSE_STEP, ONLY_DENSE, USE_WINDOW, FULL_LAYERS._replace(null=False)),
     windows=Windows(
@@ -137,21 +114,21 @@ QWEN2_MOE = Architecture(
 QWEN3_MOE = Architecture(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    DECODER + QK_NORM + DENSE + MOE,
+    c.DECODER + c.QK_NORM + c.DENSE + c.MOE,
     (
-        *SIZES,
-        key_heads(4),
-        *BIASES,
-        SAID_HEAD_DIM,
-        FFN,
-        MOE_FFN,
-        EXPERTS,
-        TOP_K,
-        RENORMALIZE,
-        AUXILIARY,
+        *c.SIZES,
+        c.key_heads(4),
+        *c.BIASES,
+        c.SAID_HEAD_DIM,
+        c.FFN,
+        c.MOE_FFN,
+        c.EXPERTS,
+        c.TOP_K,
+        c.RENORMALIZE,
+        c.AUXILIARY,
     ),
     ours=dict(qk_norm="head"),
-    theirs=PLAIN,
+    theirs=c.PLAIN,
     layers=LAYERS,
     keys=(SPARSE_STEP, ONLY_DENSE, USE_WINDOW, FULL_LAYERS),
     windows=Windows(("sliding_window", "use_sliding_window"), lambda hf, layer: True, 4096),

@@ -8,35 +8,16 @@ next: hf/architectures/qwen.py
 
 from __future__ import annotations
 
-from tmoe.hf.architectures.common import (
-    AUXILIARY,
-    BIASES,
-    BLOCK,
-    DECODER,
-    DENSE,
-    EXPERTS,
-    FFN,
-    HEAD_DIM,
-    HELD,
-    LAYER,
-    MOE_FFN,
-    PLAIN,
-    QK_NORM,
-    SIZES,
-    TOP_K,
-    also,
-    key_heads,
-    one,
-)
+from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.qwen import LAYERS, ONLY_DENSE, SPARSE_STEP
 from tmoe.hf.rules import Architecture, Part, Rule, under
 
 MOE = (
-    one(f"{BLOCK}.moe.router.weight", f"{LAYER}.mlp.gate.weight"),
+    c.one(f"{c.BLOCK}.moe.router.weight", f"{c.LAYER}.mlp.gate.weight"),
     *(
-        also(
-            Rule(f"{BLOCK}.moe.experts.{name}", (Part(f"{HELD}.{name}_proj", transposed=True),)),
-            f"{HELD}.{name}_proj",
+        c.also(
+            Rule(f"{c.BLOCK}.moe.experts.{name}", (Part(f"{c.HELD}.{name}_proj", transposed=True),)),
+            f"{c.HELD}.{name}_proj",
         )
         for name in ("gate_up", "down")
     ),
@@ -45,20 +26,20 @@ MOE = (
 QWEN3_VL_MOE = Architecture(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
-    under(DECODER + QK_NORM + DENSE + MOE, "model.", "model.language_model."),
+    under(c.DECODER + c.QK_NORM + c.DENSE + MOE, "model.", "model.language_model."),
     (
-        *SIZES,
-        key_heads(16),
-        *BIASES,
-        HEAD_DIM,
-        FFN,
-        MOE_FFN._replace(default=1408),
-        EXPERTS._replace(default=60),
-        TOP_K._replace(default=4),
-        AUXILIARY,
+        *c.SIZES,
+        c.key_heads(16),
+        *c.BIASES,
+        c.HEAD_DIM,
+        c.FFN,
+        c.MOE_FFN._replace(default=1408),
+        c.EXPERTS._replace(default=60),
+        c.TOP_K._replace(default=4),
+        c.AUXILIARY,
     ),
     ours={"qk_norm": "head", "moe.renormalize": True},
-    theirs=PLAIN
+    theirs=c.PLAIN
     | dict(tie_word_embeddings=False, norm_topk_prob=(True, None), use_sliding_window=(False, None)),
     layers=LAYERS,
     keys=(SPARSE_STEP, ONLY_DENSE),

@@ -90,19 +90,56 @@ def _whole(experts: tuple[Tensor | None, ...], group: str) -> list[Tensor | None
     return [*found, *[None] * (len(experts) - len(found))]
 
 
-def _forward(x, gate_up, down, weights, ids, bias, activation, keep, group):
-    gate_up, down, bias = _whole((gate_up, down, bias), group)
-    return torch.ops.tmoe.moe_mlp(x, gate_up, down, weights, ids, bias, activation, ids.numel(), keep)
+class Call(NamedTuple):
+    """The arguments of the op moe_mlp_gathered."""
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    weights: Tensor
+    ids: Tensor
+    bias: Tensor | None
+    activation: str
+    keep: bool
+    group: str
 
 
-def _forward_fake(x, gate_up, down, weights, ids, bias, activation, keep, group):
-    n = group_of(group).size()
-    wide = [t if t is None else t.new_empty(n * t.shape[0], *t.shape[1:]) for t in (gate_up, down, bias)]
-    gate_up, down, bias = wide
-    return torch.ops.tmoe.moe_mlp(x, gate_up, down, weights, ids, bias, activation, ids.numel(), keep)
+class BackwardCall(NamedTuple):
+    """The arguments of the op moe_mlp_gathered_backward."""
+
+    dy: Tensor
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    weights: Tensor
+    h: Tensor
+    packed: Tensor
+    bias: Tensor | None
+    activation: str
+    group: str
 
 
-def _backward(dy, x, gate_up, down, weights, h, packed, bias, activation, group):
+def _mlp(call: Call, experts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    """The op moe_mlp with these gate_up, down and bias."""
+    gate_up, down, bias = experts
+    x, weights, ids = call.x, call.weights, call.ids
+    return torch.ops.tmoe.moe_mlp(
+        x, gate_up, down, weights, ids, bias, call.activation, ids.numel(), call.keep
+    )
+
+
+def _forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    return _mlp(call, _whole((call.gate_up, call.down, call.bias), call.group))
+
+
+def _forward_fake(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    n = group_of(call.group).size()
+    own = call.gate_up, call.down, call.bias
+    return _mlp(call, [t if t is None else t.new_empty(n * t.shape[0], *t.shape[1:]) for t in own])
+
+
+def _backward(call: BackwardCall) -> tuple[Tensor | None, ...]:
+    dy, x, gate_up, down, weights, h, packed, bias, activation, group = call
     gate_up, down, bias = _whole((gate_up, down, bias), group)
     dx, *of_matrices, d_weights, d_bias = torch.ops.tmoe.moe_mlp_backward(
         dy, x, gate_up, down, weights, h, packed, bias, activation, weights.numel()
@@ -113,16 +150,14 @@ def _backward(dy, x, gate_up, down, weights, h, packed, bias, activation, group)
 
 register_differentiable(
     "moe_mlp_gathered",
-    "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, str activation, "
-    "bool keep, str group) -> (Tensor, Tensor, Tensor)",
+    Call,
     returns="y",
     keeps="h packed",
     cpu=_forward,
     cuda=_forward,
     fake=_forward_fake,
     backward=Backward(
-        "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, Tensor packed, "
-        "Tensor? bias, str activation, str group) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        BackwardCall,
         gradients="x gate_up down weights bias",
         cpu=_backward,
         cuda=_backward,

@@ -62,6 +62,7 @@ from tmoe.ops import exchange
 from tmoe.ops.check import check_moe_mlp, check_shared
 from tmoe.ops.experts import swiglu
 from tmoe.ops.launch.launch import cdiv, device_facts
+from tmoe.ops.register import register
 from tmoe.parallel.agree import gathered, together
 from tmoe.parallel.collectives import group_of
 
@@ -423,64 +424,76 @@ def moe(
     of moe_mlp; then a token's results from several ranks are added in rank order, in float32. Differentiable
     in all tensors but ids; every rank of the group must then call backward.
     """
-    matrices = (None, None) if shared is None else shared
-    experts = (local.gate_up_L2FD, local.down_LDF, local.bias_L2F)
-    tensors = (x_TD, weights_TK, ids_TK, *experts, *matrices)
+    shared_gate_up, shared_down = (None, None) if shared is None else shared
+    gate_up, down, bias, activation = local
+    matrices = gate_up, down, bias, shared_gate_up, shared_down
+    tensors = (x_TD, weights_TK, ids_TK, *matrices)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    y_TD, _, shared_TD, _ = torch.ops.tmoe.symm_moe(
-        *tensors, local.activation, way.tokens, way.pairs, way.fp8, keep, way.group
-    )
+    tokens, pairs, fp8, group = way
+    assert pairs is not None  # which means all pairs of one rank
+    layer = Layer(x_TD, weights_TK, ids_TK, *matrices, activation, tokens, pairs, fp8, keep, group)
+    y_TD, _, shared_TD, _ = torch.ops.tmoe.symm_moe(*layer)
     return y_TD, None if shared is None else shared_TD
 
 
-# Library.define, as in ops/experts/op.py: the checks of the custom_op decorator cost as much as a kernel
-_lib = torch.library.Library("tmoe", "FRAGMENT")
-_lib.define(
-    "symm_moe(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, "
-    "Tensor? shared_gate_up, Tensor? shared_down, "
-    "str activation, SymInt tokens, SymInt pairs, bool fp8, bool keep, str group) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_lib.define(
-    "symm_moe_backward(Tensor dy, Tensor? d_shared, Tensor x, Tensor weights, Tensor ids, Tensor gate_up, "
-    "Tensor down, Tensor? bias, Tensor? shared_gate_up, Tensor? shared_down, Tensor h, Tensor shared_h, "
-    "str activation, SymInt tokens, SymInt pairs, bool fp8, str group) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+class Layer(NamedTuple):
+    """The arguments of the op symm_moe; `Local` and `Way` say what they mean."""
+
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    gate_up: Tensor
+    down: Tensor
+    bias: Tensor | None
+    shared_gate_up: Tensor | None
+    shared_down: Tensor | None
+    activation: str
+    tokens: int
+    pairs: int
+    fp8: bool
+    keep: bool  # H and the shared expert's pre-activations, for a backward
+    group: str
 
 
-def _forward(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    bias: Tensor | None,
-    shared_gate_up: Tensor | None,
-    shared_down: Tensor | None,
-    activation: str,
-    tokens: int,
-    pairs: int,
-    fp8: bool,
-    keep: bool,
-    group: str,
-) -> Tensors:
+class Backward(NamedTuple):
+    """The arguments of the op symm_moe_backward: two gradients, what `Layer` has, and what it kept."""
+
+    dy: Tensor
+    d_shared: Tensor | None
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    gate_up: Tensor
+    down: Tensor
+    bias: Tensor | None
+    shared_gate_up: Tensor | None
+    shared_down: Tensor | None
+    h: Tensor
+    shared_h: Tensor
+    activation: str
+    tokens: int
+    pairs: int
+    fp8: bool
+    group: str
+
+
+def _forward(layer: Layer) -> Tensors:
     """The op symm_moe.
 
     Returns y; H of the first `pairs` routed pairs (empty unless keep); y and the pre-activations of the
     shared SwiGLU (empty without it).
     """
+    x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, *_ = layer
+    activation, fp8, keep = layer.activation, layer.fp8, layer.keep
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
     if shared_gate_up is not None and shared_down is not None:
         check_shared(x, shared_gate_up, shared_down, fp8)
     with torch.cuda.device(x.device):
         x, weights, ids = (t.contiguous() for t in (x, weights, ids))
-        ex = exchange_of(group)
+        ex = exchange_of(layer.group)
         L = down.shape[0]
         D, K = x.shape[1], ids.shape[1]
-        ex.reserve(tokens, D * x.itemsize, K, fp8)
+        ex.reserve(layer.tokens, D * x.itemsize, K, fp8)
         if shared_gate_up is None or shared_down is None:
             shared_y = x.new_empty(0)
             shared_h = x.new_empty(0)
@@ -492,37 +505,20 @@ def _forward(
             shared_y, shared_h = swiglu.forward(x, shared_gate_up, shared_down)
             shared_h = shared_h if keep else x.new_empty(0)
             ex.arrived()
-        h = x.new_empty(pairs if keep else 0, gate_up.shape[1])
-        Experts(ex, gate_up, down, bias, activation, K, x.dtype, pairs).forward(h if keep else None)
+        h = x.new_empty(layer.pairs if keep else 0, gate_up.shape[1])
+        experts = Experts(ex, gate_up, down, bias, activation, K, x.dtype, layer.pairs)
+        experts.forward(h if keep else None)
         y = torch.empty_like(x)
         ex.pull(y, None, ids, L, fp8)
     return y, h, shared_y, shared_h
 
 
-_lib.impl("symm_moe", _forward, "CUDA")
-
-
-@torch.library.register_fake("tmoe::symm_moe", lib=_lib)
-def _forward_fake(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    bias: Tensor | None,
-    shared_gate_up: Tensor | None,
-    shared_down: Tensor | None,
-    activation: str,
-    tokens: int,
-    pairs: int,
-    fp8: bool,
-    keep: bool,
-    group: str,
-) -> Tensors:
-    h = x.new_empty(pairs if keep else 0, gate_up.shape[1])
-    if shared_gate_up is None:
+def _forward_fake(layer: Layer) -> Tensors:
+    x = layer.x
+    h = x.new_empty(layer.pairs if layer.keep else 0, layer.gate_up.shape[1])
+    if layer.shared_gate_up is None:
         return x.new_empty(x.shape), h, x.new_empty(0), x.new_empty(0)
-    shared_h = x.new_empty(x.shape[0], shared_gate_up.shape[0]) if keep else x.new_empty(0)
+    shared_h = x.new_empty(x.shape[0], layer.shared_gate_up.shape[0]) if layer.keep else x.new_empty(0)
     return x.new_empty(x.shape), h, x.new_empty(x.shape), shared_h
 
 
@@ -535,33 +531,17 @@ def _push_beside(ex: Exchange, wire: dict[str, Tensor], ids: Tensor, weights: Te
     ex.beside(ex.copy_x, wire)
 
 
-def _backward(
-    dy: Tensor,
-    d_shared: Tensor | None,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    bias: Tensor | None,
-    shared_gate_up: Tensor | None,
-    shared_down: Tensor | None,
-    h: Tensor,
-    shared_h: Tensor,
-    activation: str,
-    tokens: int,
-    pairs: int,
-    fp8: bool,
-    group: str,
-) -> Tensors:
+def _backward(layer: Backward) -> Tensors:
     """The op symm_moe_backward.
 
     Returns gradients of x by the experts, of weights, gate_up, down and the bias (empty without one); then of
     x by the shared SwiGLU, and of its two matrices (empty without it).
     """
-    with torch.cuda.device(x.device):
-        dy, x, weights, ids = (t.contiguous() for t in (dy, x, weights, ids))
-        ex = exchange_of(group)
+    gate_up, down, bias, shared_gate_up, shared_down, h, shared_h = layer[5:12]
+    fp8 = layer.fp8
+    with torch.cuda.device(layer.x.device):
+        dy, x, weights, ids = (t.contiguous() for t in (layer.dy, layer.x, layer.weights, layer.ids))
+        ex = exchange_of(layer.group)
         L, D, F = down.shape
         K = ids.shape[1]
         dx = torch.empty_like(x)
@@ -572,9 +552,9 @@ def _backward(
 
         # What travels while the shared expert's gradients are made, or before anything.
         if shared:
-            assert d_shared is not None and shared_down is not None
+            assert layer.d_shared is not None and shared_down is not None
             _push_beside(ex, {"dy": dy, "x": x}, ids, weights, L)
-            of_shared = swiglu.backward(d_shared.contiguous(), x, shared_gate_up, shared_down, shared_h)
+            of_shared = swiglu.backward(layer.d_shared.contiguous(), x, shared_gate_up, shared_down, shared_h)
             ex.arrived()
         else:
             of_shared = tuple(x.new_empty(0) for _ in range(3))
@@ -587,7 +567,7 @@ def _backward(
                 ex.unpack("dy", D, x.dtype, K)
 
         # The experts' own gradients, and what travels beside them.
-        experts = Experts(ex, gate_up, down, bias, activation, K, x.dtype, pairs)
+        experts = Experts(ex, gate_up, down, bias, layer.activation, K, x.dtype, layer.pairs)
 
         def x_is_here() -> None:
             if hidden and not shared:
@@ -611,37 +591,17 @@ def _backward(
     return dx, d_weights, d_gate_up, d_down, d_bias, *of_shared
 
 
-_lib.impl("symm_moe_backward", _backward, "CUDA")
-
-
-@torch.library.register_fake("tmoe::symm_moe_backward", lib=_lib)
-def _backward_fake(
-    dy: Tensor,
-    d_shared: Tensor | None,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    bias: Tensor | None,
-    shared_gate_up: Tensor | None,
-    shared_down: Tensor | None,
-    h: Tensor,
-    shared_h: Tensor,
-    activation: str,
-    tokens: int,
-    pairs: int,
-    fp8: bool,
-    group: str,
-) -> Tensors:
-    shared = (x, shared_gate_up, shared_down) if shared_gate_up is not None else (None,) * 3
+def _backward_fake(layer: Backward) -> Tensors:
+    x, weights, _, gate_up, down, bias = layer[2:8]
+    shared = (x, *layer[8:10]) if layer.shared_gate_up is not None else (None,) * 3
     present = (t.new_empty(t.shape) for t in (x, weights, gate_up, down))
     perhaps = (x.new_empty(0 if t is None else t.shape) for t in (bias, *shared))
     return *present, *perhaps
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensors) -> None:
-    *tensors, ctx.activation, ctx.tokens, ctx.pairs, ctx.fp8, _, ctx.group = inputs
+    *tensors, activation, tokens, pairs, fp8, _, group = inputs
+    ctx.how = activation, tokens, pairs, fp8, group
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1], output[3])
 
@@ -655,9 +615,8 @@ def _differentiate(
     dy = torch.zeros_like(x) if dy is None else dy
     if shared_down is not None and d_shared is None:
         d_shared = torch.zeros_like(x)
-    how = ctx.activation, ctx.tokens, ctx.pairs, ctx.fp8, ctx.group
     dx, d_weights, d_gate_up, d_down, d_bias, *of_shared = torch.ops.tmoe.symm_moe_backward(
-        dy, d_shared, *saved, *how
+        dy, d_shared, *saved, *ctx.how
     )
     if shared_down is None:
         d_shared_gate_up = d_shared_down = None
@@ -669,7 +628,17 @@ def _differentiate(
     return dx, d_weights, None, d_gate_up, d_down, d_bias, d_shared_gate_up, d_shared_down, *(None,) * 6
 
 
-torch.library.register_autograd("tmoe::symm_moe", _differentiate, setup_context=_save, lib=_lib)
+register(
+    "symm_moe",
+    Layer,
+    results=4,
+    cpu=None,
+    cuda=_forward,
+    fake=_forward_fake,
+    save=_save,
+    differentiate=_differentiate,
+)
+register("symm_moe_backward", Backward, results=8, cpu=None, cuda=_backward, fake=_backward_fake)
 
 
 def hides(ranks: int, itemsize: int, width: int) -> bool:

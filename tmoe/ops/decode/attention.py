@@ -70,7 +70,21 @@ def decode_attention(
     if softcap is not None:
         require(softcap > 0, "softcap", softcap, "above 0, or None")
     how = float(scale), window or 0, sinks_H, float(softcap or 0)
-    return torch.ops.tmoe.decode_attention(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B, *how)
+    return torch.ops.tmoe.decode_attention(*Query(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B, *how))
+
+
+class Query(NamedTuple):
+    """The arguments of the op, as `decode_attention` has them; 0: no window, no softcap."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    lengths: Tensor
+    scale: float
+    window: int
+    sinks: Tensor | None
+    softcap: float
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> None:
@@ -98,18 +112,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> No
 # ---- the plain twin ----
 
 
-def plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
+def plain(query: Query) -> Tensor:
     """The op by its definition, a sequence at a time: so here too a row's bits depend on nothing else."""
+    q, k, v, table, lengths, scale, window, sinks, softcap = query
     T, G = k.shape[1:3]
     most = table.shape[1] * T
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[3])
@@ -131,18 +136,8 @@ def plain(
     return out
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[3])
+def _fake(query: Query) -> Tensor:
+    return query.q.new_empty(*query.q.shape[:2], query.v.shape[3])
 
 
 # ---- kernels ----
@@ -170,6 +165,46 @@ def over_total(acc, top, total, sink, SINKS: tl.constexpr):
         total = total * shrink + tl.exp2(sink - higher)
         acc = acc * shrink[:, None]
     return acc / tl.where(total == 0, 1.0, total)[:, None]
+
+
+@triton.jit
+def scores_of(
+    q1, q2, k_rows, seen, c1, c2, scale, softcap,
+    C: tl.constexpr, C2: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(scores of a block of keys, -inf where a token is not seen; the keys' first channels)."""
+    k1 = tl.load(k_rows + c1[None, :], seen[:, None] & (c1 < C)[None, :], 0.0)
+    score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+    if C2:
+        k2 = tl.load(k_rows + c2[None, :], seen[:, None] & (c2 < C)[None, :], 0.0)
+        score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION)
+    if SOFTCAP:  # tanh x = 1 - 2 / (e^2x + 1)
+        score = 1 - 2 / (tl.exp2(score * (scale * 2)) + 1)
+        score *= softcap
+    else:
+        score *= scale
+    return tl.where(seen[None, :], score, float("-inf")), k1
+
+
+@triton.jit
+def store_rows(
+    out, sums, edges, sinks, acc, top, total, to, h, mine,
+    CV: tl.constexpr, CVP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Stores the result of rows `to` of the heads h, or with SPLIT the sums of this chunk."""
+    cv = tl.arange(0, CVP)
+    stored = mine[:, None] & (cv < CV)[None, :]
+    if SPLIT:
+        to = to * tl.num_programs(2) + tl.program_id(2)
+        tl.store(sums + to[:, None] * CV + cv[None, :], acc, stored)
+        tl.store(edges + to * 2, top, mine)
+        tl.store(edges + to * 2 + 1, total, mine)
+    else:
+        sink = top
+        if SINKS:
+            sink = tl.load(sinks + h, mine, 0.0).to(tl.float32) * 1.4426950408889634
+        result = over_total(acc, top, total, sink, SINKS)
+        tl.store(out + to[:, None] * CV + cv[None, :], result.to(out.dtype.element_ty), stored)
 
 
 @triton.jit(do_not_specialize=["scale", "softcap", "window", "M", "row"])
@@ -229,17 +264,9 @@ def decode_kernel(
         if WINDOW:
             seen &= at + n >= start
         k_rows = (k + page * k_page + g * k_head) + token[:, None] * k_token
-        k1 = tl.load(k_rows + c1[None, :], seen[:, None] & (c1 < C)[None, :], 0.0)
-        score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        if C2:
-            k2 = tl.load(k_rows + c2[None, :], seen[:, None] & (c2 < C)[None, :], 0.0)
-            score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION)
-        if SOFTCAP:  # tanh x = 1 - 2 / (e^2x + 1)
-            score = 1 - 2 / (tl.exp2(score * (scale * 2)) + 1)
-            score *= softcap
-        else:
-            score *= scale
-        score = tl.where(seen[None, :], score, float("-inf"))
+        score, k1 = scores_of(
+            q1, q2, k_rows, seen, c1, c2, scale, softcap, C, C2, SOFTCAP, PRECISION
+        )  # fmt: skip
         higher = tl.maximum(top, tl.max(score, 1))  # finite: each block has a token that is seen
         p = tl.exp2(score - higher[:, None])
         shrink = tl.exp2(top - higher)
@@ -253,19 +280,8 @@ def decode_kernel(
             acc = tl.dot(p.to(x.dtype), x, acc, input_precision=PRECISION)
         top = higher
 
-    stored = mine[:, None] & (cv < CV)[None, :]
     to = b.to(tl.int64) * H + h
-    if SPLIT:
-        to = to * tl.num_programs(2) + tl.program_id(2)
-        tl.store(sums + to[:, None] * CV + cv[None, :], acc, stored)
-        tl.store(edges + to * 2, top, mine)
-        tl.store(edges + to * 2 + 1, total, mine)
-    else:
-        sink = top
-        if SINKS:
-            sink = tl.load(sinks + h, mine, 0.0).to(tl.float32) * 1.4426950408889634
-        result = over_total(acc, top, total, sink, SINKS)
-        tl.store(out + to[:, None] * CV + cv[None, :], result.to(out.dtype.element_ty), stored)
+    store_rows(out, sums, edges, sinks, acc, top, total, to, h, mine, CV, CVP, SINKS, SPLIT)
 
 
 @triton.jit(do_not_specialize=["window", "M", "parts"])
@@ -328,18 +344,9 @@ def views_alike(k: Tensor, v: Tensor) -> bool:
     return a == b
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
+def forward(query: Query) -> Tensor:
     """The op on a GPU."""
+    q, k, v, table, lengths, scale, window, sinks, softcap = query
     B, H, C = q.shape
     (_, T, G, CV), M = v.shape, table.shape[1]
     out = empty((B, H, CV), q.dtype, q.device)
@@ -398,14 +405,7 @@ def trace(
     lengths = torch.empty(1, dtype=torch.int32, device="meta")
     for M in (1, 2 * CHUNK // 128):
         table = torch.empty(1, M, dtype=torch.int32, device="meta")
-        forward(q, k, v, table, lengths, 1.0, window, q[0, :, 0] if sinks else None, 0.0)
+        forward(Query(q, k, v, table, lengths, 1.0, window, q[0, :, 0] if sinks else None, 0.0))
 
 
-register(
-    "decode_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor table, Tensor lengths, float scale, int window, Tensor? sinks, "
-    "float softcap) -> Tensor",
-    cpu=plain,
-    cuda=forward,
-    fake=_fake,
-)
+register("decode_attention", Query, cpu=plain, cuda=forward, fake=_fake)

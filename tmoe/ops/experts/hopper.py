@@ -57,19 +57,16 @@ def locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM: gl.constexpr, K
 
 
 @gluon.jit
-def load_tiles(
+def load_tiles_of_rows(
     a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride, a_bufs, b_bufs, full, empty,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
-    KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, EDGE: gl.constexpr, LAYOUT: gl.constexpr,
+    KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The loader: every step's A and B of every tile of this program."""
+    """`load_tiles` of every product but dw; GATHER is "a" or ""."""
     it = 0
     for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
-        e, lo, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, KIND)
-        n_steps = steps
-        if KIND == "dw":
-            n_steps = gl.cdiv(hi - lo, BL)
-        if GATHER == "a" and KIND != "dw":
+        e, _, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, KIND)
+        if GATHER == "a":
             r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
             # Rows past the end are never stored. Where they are many they are left out, which costs full
             # tiles 5%. Reading token 0 for them all, in every program at the same time, cost half of a
@@ -77,50 +74,87 @@ def load_tiles(
             tok = gl.load(order + gl.minimum(r, hi - 1)) // K
             cols = gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT))
             a_rows = a + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
-        if GATHER != "" and KIND == "dw":
+        for k in range(steps):
+            s = it % S
+            mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+            arrived = full.index(s)
+            mbarrier.expect(arrived, ((0 if GATHER == "a" else BM) + BN) * BL * 2)
+            if GATHER == "a":
+                rows = a_bufs.index(s).reshape([BM, BL])
+                if BM == 64:
+                    thread_load(rows, a_rows + k * BL, mask=gl.expand_dims(r < hi, 1))
+                else:
+                    thread_load(rows, a_rows + k * BL)
+            else:
+                at = [RAGGED, hi, RAGGED - (hi - row), k * BL]
+                bulk_load(a, at, arrived, a_bufs.index(s))
+            if KIND == "up":
+                bulk_load(b, [2 * e, pn * (BN // 2), k * BL], arrived, b_bufs.index(s))
+            elif B_ROWS:
+                bulk_load(b, [e, pn * BN, k * BL], arrived, b_bufs.index(s))
+            else:
+                bulk_load(b, [e, k * BL, pn * BN], arrived, b_bufs.index(s))
+            if GATHER == "a":
+                async_copy.mbarrier_arrive(arrived, increment_count=False)
+            it += 1
+
+
+@gluon.jit
+def load_tiles_of_dw(
+    a, b, order, tiles, capacity, offsets, E, num_m, num_n, GROUP, stride, a_bufs, b_bufs, full, empty,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    GATHER: gl.constexpr, EDGE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """`load_tiles` of dw: a step is BL rows of the tile's expert."""
+    it = 0
+    for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, "dw"), gl.num_programs(0)):
+        _, lo, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, "dw")
+        if GATHER != "":
             r = lo + gl.arange(0, BL, layout=gl.SliceLayout(1, LAYOUT))
             tok = gl.load(order + r, mask=r < hi, other=0) // K
             W: gl.constexpr = BM if GATHER == "a" else BN
             cols = (row if GATHER == "a" else pn * BN) + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
-        for k in range(n_steps):
+        for k in range(gl.cdiv(hi - lo, BL)):
             s = it % S
             mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
             arrived = full.index(s)
             mbarrier.expect(arrived, ((0 if GATHER == "a" else BM) + (0 if GATHER == "b" else BN)) * BL * 2)
-            if KIND == "dw":
-                if GATHER != "":
-                    bufs = (a_bufs if GATHER == "a" else b_bufs).index(s).reshape([BL, W])
-                    source = (a if GATHER == "a" else b) + gl.expand_dims(tok.to(gl.int64) * stride, 1)
-                    here = gl.expand_dims(r < hi, 1)  # zeros past the end
-                    if EDGE:  # behind the last token's row there may be no memory
-                        here = here & gl.expand_dims(cols < stride, 0)
-                    thread_load(bufs, source + gl.expand_dims(cols, 0), mask=here)
-                    r += BL
-                    tok = gl.load(order + r, mask=r < hi, other=0) // K  # a step ahead
-                at = [RAGGED, hi, RAGGED - (hi - lo) + k * BL]
-                if GATHER != "a":
-                    bulk_load(a, at + [row], arrived, a_bufs.index(s))
-                if GATHER != "b":
-                    bulk_load(b, at + [pn * BN], arrived, b_bufs.index(s))
-            else:
-                if GATHER == "a":
-                    rows = a_bufs.index(s).reshape([BM, BL])
-                    if BM == 64:
-                        thread_load(rows, a_rows + k * BL, mask=gl.expand_dims(r < hi, 1))
-                    else:
-                        thread_load(rows, a_rows + k * BL)
-                else:
-                    at = [RAGGED, hi, RAGGED - (hi - row), k * BL]
-                    bulk_load(a, at, arrived, a_bufs.index(s))
-                if KIND == "up":
-                    bulk_load(b, [2 * e, pn * (BN // 2), k * BL], arrived, b_bufs.index(s))
-                elif B_ROWS:
-                    bulk_load(b, [e, pn * BN, k * BL], arrived, b_bufs.index(s))
-                else:
-                    bulk_load(b, [e, k * BL, pn * BN], arrived, b_bufs.index(s))
+            if GATHER != "":
+                bufs = (a_bufs if GATHER == "a" else b_bufs).index(s).reshape([BL, W])
+                source = (a if GATHER == "a" else b) + gl.expand_dims(tok.to(gl.int64) * stride, 1)
+                here = gl.expand_dims(r < hi, 1)  # zeros past the end
+                if EDGE:  # after the last token's row there may be no memory
+                    here = here & gl.expand_dims(cols < stride, 0)
+                thread_load(bufs, source + gl.expand_dims(cols, 0), mask=here)
+                r += BL
+                tok = gl.load(order + r, mask=r < hi, other=0) // K  # a step ahead
+            at = [RAGGED, hi, RAGGED - (hi - lo) + k * BL]
+            if GATHER != "a":
+                bulk_load(a, at + [row], arrived, a_bufs.index(s))
+            if GATHER != "b":
+                bulk_load(b, at + [pn * BN], arrived, b_bufs.index(s))
             if GATHER != "":
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             it += 1
+
+
+@gluon.jit
+def load_tiles(
+    a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride, a_bufs, b_bufs, full, empty,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, EDGE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The loader: every step's A and B of every tile of this program."""
+    if KIND == "dw":
+        load_tiles_of_dw(
+            a, b, order, tiles, capacity, offsets, E, num_m, num_n, GROUP, stride, a_bufs, b_bufs, full,
+            empty, BM, BN, BL, S, K, GATHER, EDGE, LAYOUT,
+        )  # fmt: skip
+    else:
+        load_tiles_of_rows(
+            a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride, a_bufs, b_bufs,
+            full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -348,6 +382,21 @@ def finish_tiles(
         )  # fmt: skip
 
 
+@gluon.jit
+def barriers(S: gl.constexpr, ARRIVALS: gl.constexpr):
+    """(full, empty) of S buffers, (staged, taken) of a tile; ARRIVALS: how many fill a buffer."""
+    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(S):
+        mbarrier.init(full.index(i), count=ARRIVALS)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(staged, count=1)
+    mbarrier.init(taken, count=1)
+    return full, empty, staged, taken
+
+
 @gluon.jit(do_not_specialize=["capacity", "N", "E", "GROUP"])
 def specialised(
     a, b, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n, steps,
@@ -391,16 +440,8 @@ def specialised(
     scale = gl.allocate_shared_memory(
         gl.float32, [BM // (4 * CREW), 4 * CREW], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(S):
-        # one arrival a cp.async thread
-        mbarrier.init(full.index(i), count=1 if GATHER == "" else 32 * CREW + 1)
-        mbarrier.init(empty.index(i), count=1)
-    mbarrier.init(staged, count=1)
-    mbarrier.init(taken, count=1)
+    # one arrival a cp.async thread
+    full, empty, staged, taken = barriers(S, 1 if GATHER == "" else 32 * CREW + 1)
     LANES_W: gl.constexpr = BL if KIND != "dw" else BM if GATHER == "a" else BN
     LANES: gl.constexpr = LANES_W // 8 if LANES_W < 256 else 32
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [CREW, 1], [1, 0])

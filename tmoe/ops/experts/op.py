@@ -6,7 +6,7 @@ makes a graph break, needs the host, or keeps a CUDA graph from being captured.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,6 +118,35 @@ def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None
     return getattr(torch.ops.tmoe, name)(*tensors, activation, pairs, keep)[0]
 
 
+class Call(NamedTuple):
+    """The arguments of the op moe_mlp and of its kin."""
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    weights: Tensor
+    ids: Tensor
+    bias: Tensor | None
+    activation: str
+    pairs: int
+    keep: bool  # H and the metadata, for a backward
+
+
+class BackwardCall(NamedTuple):
+    """The arguments of the op moe_mlp_backward and of its kin."""
+
+    dy: Tensor
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    weights: Tensor
+    h: Tensor
+    packed: Tensor
+    bias: Tensor | None
+    activation: str
+    pairs: int
+
+
 # Compiled graphs on disk hold the shapes that fakes gave, but are not named by them: an older tmoe's graph
 # must not be found again.
 torch.compiler.config.cache_key_tag += f" tmoe.moe_mlp {Metadata.sections(4000, 300, 2000)}"
@@ -128,18 +157,9 @@ def _rows(x: Tensor, ids: Tensor, pairs: int) -> int:
     return ids.numel() if x.device.type == "cpu" else pairs
 
 
-def _forward_cpu(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    pairs: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_cpu(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """y, H (empty unless keep) and the packed metadata."""
+    x, gate_up, down, weights, ids, bias, activation, _, keep = call
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
     N = ids.numel()
     E, F2, _ = gate_up.shape
@@ -152,32 +172,13 @@ def _forward_cpu(
     return y, h if keep else h.new_empty(0, F2), meta.packed
 
 
-def _forward_gpu(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    pairs: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
-    return remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), activation, pairs, keep)
+def _forward_gpu(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    check_moe_mlp(*call[:7])
+    return remembered(gpu.forward, call[:6], call.activation, call.pairs, call.keep)
 
 
-def _forward_fake(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    pairs: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    x, gate_up, down, weights, ids, bias, _, pairs, keep = call
     biased = {} if bias is None else {"gate_up_bias": bias}
     check_device(x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
     N = ids.numel()
@@ -186,19 +187,9 @@ def _forward_fake(
     return x.new_empty(x.shape), x.new_empty(rows if keep else 0, F2), Metadata.fake(N, E, rows, x)
 
 
-def _backward_cpu(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    h: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    pairs: int,
-) -> tuple[Tensor | None, ...]:
+def _backward_cpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
     """The gradients of x, gate_up, down, weights and the bias (None without one)."""
+    dy, x, gate_up, down, weights, h, packed, bias, activation, _ = call
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
@@ -207,15 +198,15 @@ def _backward_cpu(
         return cpu.moe_mlp_backward(dy, x, experts, weights, h, order, ends)
 
 
-def _backward_gpu(*args: Any) -> tuple[Tensor | None, ...]:
+def _backward_gpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
     """As _backward_cpu."""
-    *tensors, activation, pairs = args
+    *tensors, activation, pairs = call
     return remembered(gpu.backward, tensors, activation, pairs)
 
 
-def _of_x_cpu(*args: Any) -> tuple[tuple[Any, ...], Tensor, list[int]]:
-    """cpu.gradient_of_x, and order and ends of the rows; args: of `_backward_cpu`, without pairs."""
-    dy, x, gate_up, down, weights, h, packed, bias, activation = args
+def _of_x_cpu(call: BackwardCall) -> tuple[tuple[Any, ...], Tensor, list[int]]:
+    """cpu.gradient_of_x, and order and ends of the rows."""
+    dy, x, gate_up, down, weights, h, packed, bias, activation, _ = call
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
@@ -224,35 +215,24 @@ def _of_x_cpu(*args: Any) -> tuple[tuple[Any, ...], Tensor, list[int]]:
         return cpu.gradient_of_x(dy, x, experts, weights, h, order, ends), order, ends
 
 
-def _backward_frozen_cpu(*args: Any) -> tuple[Tensor | None, ...]:
+def _backward_frozen_cpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights and the bias (None without one)."""
-    gradients, _, _ = _of_x_cpu(*args[:-1])  # without pairs
+    gradients, _, _ = _of_x_cpu(call)
     return gradients[:3]
 
 
-def _backward_frozen_gpu(*args: Any) -> tuple[Tensor | None, ...]:
+def _backward_frozen_gpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
     """As _backward_frozen_cpu."""
-    *tensors, activation, pairs = args
+    *tensors, activation, pairs = call
     return remembered(gpu.backward_of_x, tensors, activation, pairs)[:3]
 
 
-def _backward_of_x_cpu(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    h: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    pairs: int,
-) -> tuple[Tensor | None, ...]:
+def _backward_of_x_cpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights and the bias (None without one); leaves those of the matrices."""
     require_collecting()
-    (*gradients, dh, act), order, ends = _of_x_cpu(dy, x, gate_up, down, weights, h, packed, bias, activation)
-    kept = _own(dy), _own(x), order // max(weights.shape[1], 1), dh, act
-    leave(Left(gate_up.detach(), down.detach(), kept, partial(_matrices_cpu, ends=ends)))
+    (*gradients, dh, act), order, ends = _of_x_cpu(call)
+    kept = _own(call.dy), _own(call.x), order // max(call.weights.shape[1], 1), dh, act
+    leave(Left(call.gate_up.detach(), call.down.detach(), kept, partial(_matrices_cpu, ends=ends)))
     return tuple(gradients)
 
 
@@ -262,12 +242,11 @@ def _matrices_cpu(*tensors: Tensor, ends: list[int]) -> tuple[Tensor, Tensor]:
         return cpu.gradients_of_matrices(*tensors, ends=ends)
 
 
-def _backward_of_x_gpu(*args: Any) -> tuple[Tensor | None, ...]:
+def _backward_of_x_gpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
     """As _backward_of_x_cpu."""
     require_collecting()
-    *tensors, activation, pairs = args
-    dy, x, gate_up, down, weights, _, packed, bias = tensors
-    *gradients, dh, act = remembered(gpu.backward_of_x, tensors, activation, pairs)
+    dy, x, gate_up, down, weights, _, packed, bias, activation, pairs = call
+    *gradients, dh, act = remembered(gpu.backward_of_x, call[:8], activation, pairs)
     kept = *map(_own, (dy, x, weights, packed)), dh, act
     work = partial(_matrices_gpu, bias=None if bias is None else bias.detach(), how=(activation, pairs))
     leave(Left(gate_up.detach(), down.detach(), kept, work))
@@ -286,27 +265,16 @@ def _own(t: Tensor) -> Tensor:
     return t.detach().clone(memory_format=torch.contiguous_format)
 
 
-_SCHEMA = (
-    "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, str activation, "
-    "SymInt pairs, bool keep) -> (Tensor, Tensor, Tensor)"
-)
-_OF_BACKWARD = (
-    "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, Tensor packed, "
-    "Tensor? bias, str activation, SymInt pairs) -> "
-)
 _FORWARD: dict[str, Any] = dict(
-    returns="y", keeps="h packed", cpu=_forward_cpu, cuda=_forward_gpu, fake=_forward_fake
+    schema=Call, returns="y", keeps="h packed", cpu=_forward_cpu, cuda=_forward_gpu, fake=_forward_fake
 )
 
-_BACKWARD_OF_X: dict[str, Any] = dict(
-    schema=_OF_BACKWARD + "(Tensor, Tensor, Tensor)", gradients="x weights bias"
-)
+_BACKWARD_OF_X: dict[str, Any] = dict(schema=BackwardCall, gradients="x weights bias")
 _Straight = register_differentiable(
     "moe_mlp",
-    _SCHEMA,
     **_FORWARD,
     backward=Backward(
-        _OF_BACKWARD + "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+        BackwardCall,
         gradients="x gate_up down weights bias",
         cpu=_backward_cpu,
         cuda=_backward_gpu,
@@ -316,14 +284,12 @@ _STRAIGHT = dict(
     moe_mlp=_Straight,
     moe_mlp_deferred=register_differentiable(
         "moe_mlp_deferred",
-        _SCHEMA,
         **_FORWARD,
         backward=Backward(**_BACKWARD_OF_X, cpu=_backward_of_x_cpu, cuda=_backward_of_x_gpu),
     ),
     # neither gate_up nor down needs a gradient
     moe_mlp_frozen=register_differentiable(
         "moe_mlp_frozen",
-        _SCHEMA,
         **_FORWARD,
         backward=Backward(**_BACKWARD_OF_X, cpu=_backward_frozen_cpu, cuda=_backward_frozen_gpu),
     ),

@@ -261,24 +261,30 @@ def _forward_fake(
     return logp, H, lse
 
 
+class Backward(NamedTuple):
+    """The arguments of the op logprobs_backward: gradients, and what `logprobs` had and kept."""
+
+    by_logp: Tensor
+    by_entropy: Tensor  # empty where it counts nothing
+    h: Tensor
+    weight: Tensor
+    targets: Tensor
+    lse: Tensor
+    entropy: Tensor
+    temperature: float
+    fp32_logits: bool
+    needs_h: bool
+    needs_w: bool
+
+
 @record_function("loss")
-def _backward(
-    by_logp: Tensor,
-    by_entropy: Tensor,
-    h: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    H: Tensor,
-    temperature: float,
-    fp32_logits: bool,
-    needs_h: bool,
-    needs_w: bool,
-) -> tuple[Tensor, Tensor]:
-    """The gradients by h and weight, in their types; by_entropy is empty where it counts nothing."""
+def _backward(call: Backward) -> tuple[Tensor, Tensor]:
+    """The gradients by h and weight, in their types."""
+    by_logp, by_entropy, h, weight, targets, lse, H, temperature, fp32_logits, needs_h, needs_w = call
     chunks = _Chunks(h, weight, targets, temperature, fp32_logits)
     sums = _Gradients(chunks, needs_h, needs_w)
-    by_logp, by_entropy = by_logp.to(lse.dtype).contiguous(), by_entropy.to(lse.dtype).contiguous()
+    by_logp = by_logp.to(lse.dtype).contiguous()
+    by_entropy = by_entropy.to(lse.dtype).contiguous()
     with_entropy = len(by_entropy) > 0
     for at in chunks.slices(gradient=True):
         by = by_logp[at], by_entropy[at] if with_entropy else None
@@ -288,22 +294,11 @@ def _backward(
     return none if by_h is None else by_h, none if by_weight is None else by_weight.to(weight.dtype)
 
 
-def _backward_fake(
-    by_logp: Tensor,
-    by_entropy: Tensor,
-    h: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    H: Tensor,
-    temperature: float,
-    fp32_logits: bool,
-    needs_h: bool,
-    needs_w: bool,
-) -> tuple[Tensor, Tensor]:
+def _backward_fake(call: Backward) -> tuple[Tensor, Tensor]:
+    h, weight = call.h, call.weight
     # row by row, however the weight lies
-    by_weight = weight.new_empty(weight.shape) if needs_w else h.new_empty(0)
-    return torch.empty_like(h) if needs_h else h.new_empty(0), by_weight
+    by_weight = weight.new_empty(weight.shape) if call.needs_w else h.new_empty(0)
+    return torch.empty_like(h) if call.needs_h else h.new_empty(0), by_weight
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -331,8 +326,8 @@ def _differentiate(
 
 register(
     "logprobs_backward",
-    "(Tensor by_logp, Tensor by_entropy, Tensor h, Tensor weight, Tensor targets, Tensor lse, "
-    "Tensor entropy, float temperature, bool fp32_logits, bool needs_h, bool needs_w) -> (Tensor, Tensor)",
+    Backward,
+    results=2,
     cpu=_backward,
     cuda=_backward,
     fake=_backward_fake,

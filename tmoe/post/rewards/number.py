@@ -163,7 +163,10 @@ def _value(found: re.Match[str]) -> Number | None:
     elif part["e"] or part["power"]:
         value *= Fraction(10) ** int(exponent)
     below = Fraction(part["bottom"] or part["below"] or "1")
-    if below == 0:
-        return None
-    value = int(part["whole"] or part["ones"] or "0") + value / below
+    return None if below == 0 else _number(part, value / below)
+
+
+def _number(part: dict[str, str], value: Fraction) -> Number:
+    """The number with its whole part, its sign and whether it is a percentage."""
+    value += int(part["whole"] or part["ones"] or "0")
     return Number(-value if part["sign"] == "-" else value, bool(part["percent"]))
