@@ -37,7 +37,7 @@ NEEDED = {"pytest": "pytest", "xdist": "pytest-xdist", "triton": "triton"}
 NEEDED |= {
     name: name for name in ("einops", "numpy", "rich", "safetensors", "tokenizers", "tyro", "filelock")
 }
-OPTIONAL = {"transformers": "tests/hf/test_hf_gpu.py"}
+OPTIONAL = {"transformers": "tests/hf/test_hf_gpu.py", "torchao": "tests/model/test_float8_gpu.py"}
 
 
 def workers(gpus: int, gib: float, cores: int) -> int:

@@ -106,7 +106,7 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     names = [f"{group}.{name}" for group in GROUPS for name in now[group]]
     names = [name for name in names if name not in by_hash]
     names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
-    names += ["train.seq", "train.dtype", "seed"]
+    names += ["train.seq", "train.dtype", "train.float8", "seed"]
     names += ["steps"] if goes_on else []  # the learning rates depend on it
     pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]
     changed = [(name, old, new) for name, old, new in pairs if old is not None and old != new]

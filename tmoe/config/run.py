@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from tmoe.config.check import COLDEST, FLOATS, MOST, TOP, check, divisors, require
+from tmoe.config.float8 import require_float8
 from tmoe.config.gpus import GpuName
 from tmoe.config.model import ModelConfig, no_bits, too_few_devices
 from tmoe.config.policies import SELECTIONS
@@ -38,6 +39,10 @@ class TrainConfig:
     0: as many as batch, accumulate and layout give"""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """compute type; master weights, gradient reduction and optimizer state are fp32 in both"""
+    float8: Literal["none", "rowwise"] = "none"
+    """rowwise: products of dense layers and shared experts in float8 e4m3, with a scale a row, in training
+    and evaluation (needs the float8 extra);
+    head, router, experts and generation stay in dtype"""
     isolate_documents: bool = True
     """tokens attend only inside their own document"""
     eval_every: int = 0
@@ -614,6 +619,8 @@ class Config:
         if self.task == "grpo":
             require_grpo(self)
         require_layout(self)
+        t, p = self.train, self.parallel
+        require_float8(t.float8, t.batch, t.seq, p.tp, p.cp)
         away = f"--grpo.offload: --task={self.task} makes no answers; valid with --task grpo"
         require(self.task == "grpo" or not self.grpo.offload, away)
 
@@ -674,6 +681,9 @@ def require_bits(cfg: Config) -> None:
     """ConfigError unless rollouts and updates can be equal in bits."""
     why, p, seq = no_bits(cfg.model), cfg.parallel, cfg.train.seq
     require(why is None, f"--grpo.bits: {why}")
+    float8 = f"--train.float8={cfg.train.float8}"
+    plain = cfg.train.float8 == "none"
+    require(plain, f"{float8}: --grpo.bits wants answers and updates of equal products; valid: one of them")
     require(not cfg.compile, "--grpo.bits: compiled blocks round otherwise; needs --no-compile")
     require(seq % 128 == 0, f"--train.seq={seq}: must be a multiple of 128 with --grpo.bits")
     divided = f"--parallel.tp={p.tp}, --parallel.cp={p.cp}, --parallel.etp={p.etp}"

@@ -1,4 +1,4 @@
-"""Lays a model out over a mesh, in one order: tp and cp, expert parallelism, recomputation, compile, FSDP2.
+"""Lays a model out over a mesh, in one order: tp and cp, float8, ep, recomputation, compile, FSDP2.
 
 Where the hooks stand, for one MoE block:
 
@@ -26,9 +26,11 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tmoe.base.private_torch import find
+from tmoe.config.float8 import require_float8
 from tmoe.config.model import too_few_devices
 from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.compiler import compiled
+from tmoe.model.float8 import apply_float8
 from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.adaptive import cost_of, ways
@@ -66,7 +68,7 @@ def parallelize(
     values (every rank must hold the same ones). Meta tensors stay meta, to be filled by `to_empty` and
     `init_weights`.
 
-    cfg: of it, `train.dtype`, `train.batch` and `.seq`, `parallel.dispatch`, `.wire`, `.checkpoint`,
+    cfg: of it, `train.dtype`, `.float8`, `.batch` and `.seq`, `parallel.dispatch`, `.wire`, `.checkpoint`,
         `.whole_gib`, `.shard`, `.cp_by`, `.tp_pieces` and `.adaptive_r` and `compile` are read. None: fp32,
         auto, same, none, 16, 3, keys, 1, none, eager.
     whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
@@ -110,6 +112,8 @@ def parallelize(
             valid = f"1 for a {type(model).__name__}: only a tmoe.Transformer can be divided so"
             size = getattr(mesh.axes, name)
             require(size == 1, f"parallelize: mesh.axes.{name}", f"{size}", valid)
+        valid = f"none for a {type(model).__name__}: torchao's convert_to_float8_training, called before"
+        require(cfg.train.float8 == "none", "parallelize: train.float8", cfg.train.float8, valid)
     elif mesh.axes.pp > 1 and model.first and model.last:
         valid = "1 for a whole Transformer; tmoe.parallel.pipeline(cfg, mesh) makes the parts of one"
         require(False, "parallelize: mesh.axes.pp", f"{mesh.axes.pp}", valid)
@@ -117,9 +121,12 @@ def parallelize(
     require_whole(model, mesh)
     for moe in layers:
         require_divisible(moe, mesh)
+    t = cfg.train
+    require_float8(t.float8, t.batch, t.seq, mesh.axes.tp, mesh.axes.cp)
     tokens = cfg.train.batch * cfg.train.seq // mesh.axes.parts
     if isinstance(model, Transformer):
         apply_spread(model, mesh, cfg)
+        apply_float8(model, cfg.train.float8)
     for moe in layers:
         apply_ep(moe, mesh, cfg.parallel.dispatch, tokens, cfg.parallel.wire)
         apply_way(moe, cfg.parallel.adaptive_r, tokens, 2 if cfg.train.dtype == "bf16" else 4)

@@ -9,8 +9,9 @@ next: tmoe/log/metrics.py
 from __future__ import annotations
 
 from tmoe.config.axes import Axes
+from tmoe.config.float8 import fits, shared_in_float8
 from tmoe.config.run import Config
-from tmoe.model.count import qk_width, v_width
+from tmoe.model.count import block_shapes, qk_width, v_width
 from tmoe.model.loss import chunk_rows
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.exchange.symm import hides
@@ -257,7 +258,8 @@ def runs_beside(cfg: Config, axes: Axes) -> bool:
     """Whether shared experts run inside the symm dispatcher's op, while its rows travel."""
     moe = cfg.model.moe
     hidden = hides(axes.ep, compute_bytes(cfg), moe.shared_dim) and not moe.latent_dim
-    return uses_symm(cfg, axes) and cfg.parallel.wire != "fp8" and hidden
+    in_float8 = shared_in_float8(cfg.train.float8, cfg.model.dim, moe.shared_dim)
+    return uses_symm(cfg, axes) and cfg.parallel.wire != "fp8" and hidden and not in_float8
 
 
 def exchange_bytes(cfg: Config, axes: Axes) -> int:
@@ -322,7 +324,20 @@ def backward_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     again = 2 * whole - layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint)
     gathered = 2 * (axes.tp - 1) * local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
     experts = gathered_expert_bytes(cfg, axes) if cfg.model.is_moe(layer) else 0
-    return again + gathered + experts + window_bytes(cfg, axes, layer)
+    return again + gathered + experts + window_bytes(cfg, axes, layer) + cast_bytes(cfg, axes, layer)
+
+
+def cast_bytes(cfg: Config, axes: Axes, layer: int) -> int:
+    """Bytes of the float8 copies that one layer's two products of the backward read (--train.float8).
+
+    dx: the gradient of the result, and the weight; dW: that gradient again, by columns, and the input. The
+    widest layer of the block counts.
+    """
+    if cfg.train.float8 == "none":
+        return 0
+    T, (dense, _) = local_tokens(cfg, axes), block_shapes(cfg.model, layer)
+    wide = [shape for shape in dense if len(shape) == 2 and fits(*shape)]
+    return max((T * (2 * rows + columns) + rows * columns for rows, columns in wide), default=0)
 
 
 def window_bytes(cfg: Config, axes: Axes, layer: int) -> int:
