@@ -4,6 +4,7 @@ next: tmoe/model/float8.py
 """
 
 import json
+from importlib.metadata import version
 
 import forked
 import pytest
@@ -17,7 +18,8 @@ from tmoe.model.float8 import float8_layers
 pytest.importorskip("torchao")
 pytestmark = pytest.mark.slow
 WIDE = """--model.dim 512 --model.heads 4 --model.kv-heads 2 --model.head-dim 128 --model.dense-layers 1
-    --model.ffn-dim 512 --model.moe.shared-dim 512 --train.batch 2 --train.float8 rowwise""".split()
+    --model.ffn-dim 512 --model.moe.shared-dim 512 --train.batch 2 --optim.lr 3e-4
+    --train.float8 rowwise""".split()
 
 
 def test_a_run_is_resumed_without_it_and_speaks(tmp_path):
@@ -26,6 +28,7 @@ def test_a_run_is_resumed_without_it_and_speaks(tmp_path):
     first = forked.run([*words, "--steps", "2"])
     assert first.returncode == 0, first.stderr
     assert "float8 (rowwise): 8 of 8 dense and shared layers" in first.stdout
+    assert f"; torchao {version('torchao')}" in first.stdout
     again = forked.run([*words, "--steps", "3", "--train.float8", "none"])
     assert again.returncode == 0, again.stderr
     assert "--train.float8=none (was rowwise)" in again.stdout and "float8 (rowwise)" not in again.stdout
@@ -42,7 +45,8 @@ def test_grpo_answers_in_bf16_and_learns_in_float8(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(dict(prompt=f"{i}+1=", answer=str(i + 1))) + "\n" for i in range(40)))
     words = ["train.py", *SMALL, *WIDE, "--out", tmp_path / "run", "--data.path", rows]
-    words += "--task grpo --grpo.rewards length --grpo.prompts 2 --grpo.group 2 --grpo.max-tokens 8".split()
+    words += "--task grpo --grpo.rewards length(8,4) --grpo.prompts 2".split()
+    words += "--grpo.group 2 --grpo.max-tokens 8".split()
     done = forked.run([*words, "--steps", "1"])
     assert done.returncode == 0, done.stderr
     (line,) = lines(tmp_path / "run")

@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from tmoe.base.versions import package_version
 from tmoe.config.check import ConfigError, require
 from tmoe.config.float8 import LEAST, MULTIPLE, NONE, WEIGHTS, fits, require_torchao
 from tmoe.config.gpus import GPUS
@@ -112,7 +112,7 @@ def load_torchao(float8: str) -> Any:
         import torchao.float8  # pyrefly: ignore[missing-import] (an extra)
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        got = f"torchao {version('torchao')} cannot be imported with torch {torch.__version__}"
+        got = f"torchao {package_version('torchao')} cannot be imported with torch {torch.__version__}"
         raise ConfigError(f"--train.float8={float8}: {got}: {why}; valid: another torchao, {NONE}") from None
     finally:
         logging.disable(level)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tmoe.base.optional import say
-from tmoe.base.versions import versions
+from tmoe.base.versions import package_version, versions
 from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.cli.defaults import plan_of, samples_a_step, with_length
@@ -202,7 +202,7 @@ class Start:
         counts = count_parameters(cfg.model)
         note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
         if line := describe(cfg):
-            note(line)
+            note(f"{line}; torchao {package_version('torchao')}")
         note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
         own = bool(cfg.data.val_path)
         for source, held in zip_longest(self.data.sources, () if own else self.val_data.sources):
