@@ -19,7 +19,7 @@ import tempfile
 from itertools import combinations
 from pathlib import Path
 
-from benchmarks.train import measure, running, write_line
+from benchmarks.train import at_least_one, measure, running, write_line
 from tmoe.cli.parse import parse
 from tmoe.log.lines import read_steps
 from tmoe.model.float8 import layers_in
@@ -32,8 +32,8 @@ TIMES = 2  # of the largest difference between seeds
 WINDOW = 20  # last steps whose mean is compared
 LOSS = """tiny --model.dim 512 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.head-dim 64
     --model.ffn-dim 1024 --model.dense-layers 1 --model.moe.experts 8 --model.moe.ffn-dim 256
-    --model.moe.shared-dim 512 --train.seq 256 --train.batch 16 --train.eval-every 0 --train.eval-batches 1
-    --checkpoint.mode off --resume none --log.no-progress --log.no-report"""
+    --model.moe.shared-dim 512 --train.seq 256 --train.batch 16 --optim.lr 1e-3 --train.eval-every 0
+    --train.eval-batches 1 --checkpoint.mode off --resume none --log.no-progress --log.no-report"""
 RUNS = {f"bf16, seed {seed}": ("none", seed) for seed in range(3)} | {"float8, seed 0": ("rowwise", 0)}
 
 
@@ -42,8 +42,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["steps", "loss"])
-    parser.add_argument("--steps", type=int, help="of each run; by default 30 for times, 500 for losses")
-    parser.add_argument("--rounds", type=int, default=2, help="of times: runs of each setting")
+    parser.add_argument(
+        "--steps", type=at_least_one, help="of each run; by default 30 for times, 500 for losses"
+    )
+    parser.add_argument("--rounds", type=at_least_one, default=2, help="of times: runs of each setting")
     parser.add_argument("--timeout", type=float, default=300, help="of times: seconds for a run")
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
@@ -71,15 +73,16 @@ def times(steps: int, rounds: int, timeout: float, more: list[str], to: Path | N
     print("| model | float8 | ms a step | tokens/s | x |\n|---|---|---|---|---|", flush=True)
     for name, words in MODELS.items():
         rates: dict[str, list[float]] = {"none": [], "rowwise": []}
+        tokens = 0  # a step
         for number in range(rounds):
             for kind in rates:
                 with tempfile.TemporaryDirectory() as out:
                     given = [*words.split(), "--train.float8", kind, *more]
                     result = measure(1, steps, given, Path(out, "run"), timeout)
+                tokens = result["tokens_per_step"]
                 rates[kind].append(result["tokens_per_s_gpu"])
                 if to:
                     write_line(to, result | dict(model=name, float8=kind, round=number))
-        tokens = result["tokens_per_step"]
         base = statistics.median(rates["none"])
         for kind, found in rates.items():
             rate = statistics.median(found)
