@@ -1,12 +1,12 @@
 """Compares dense products in float8 with bf16: times of whole steps, and the loss after some hundred.
 
-    python -m benchmarks.float8 steps --json float8.json
-    python -m benchmarks.float8 loss --steps 500 --json float8-loss.json
+    python -m benchmarks.float8 --json float8.json
+    python -m benchmarks.float8 --loss --steps 500 --json float8-loss.json
 
-`steps`: DeepSeek-V2-Lite of 10 blocks and Mixtral of 4, one GPU, each with --train.float8 none and rowwise in
+Times: DeepSeek-V2-Lite of 10 blocks and Mixtral of 4, one GPU, each with --train.float8 none and rowwise in
 turn, --rounds times: both see the same card in the same minutes. The median over the rounds counts.
 
-`loss`: a model whose dense and shared layers are all converted. Three runs are in bf16, with seeds 0, 1 and
+--loss: a model whose dense and shared layers are all converted. Three runs are in bf16, with seeds 0, 1 and
 2, and one is in float8 with seed 0, over the same text. The rule: the last losses of float8 and of bf16 of
 its seed differ by at most twice the largest difference between the three seeds. If it is broken, the command
 ends with code 1. It runs on a CPU too, with smaller batches after `--` and fewer steps.
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["steps", "loss"])
+    parser.add_argument("--loss", action="store_true", help="compare losses, not times")
     parser.add_argument(
         "--steps", type=at_least_one, help="of each run; by default 30 for times, 500 for losses"
     )
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
     args = parser.parse_args()
     more = [word for word in args.train if word != "--"]
-    if args.what == "steps":
+    if not args.loss:
         times(args.steps or 30, args.rounds, args.timeout, more, args.json)
         return
     steps = 500 if args.steps is None else args.steps
