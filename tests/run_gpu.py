@@ -34,8 +34,10 @@ CORES_KEPT = 2  # for the same
 WHOLE_WORKERS = 6  # its files
 # import name to the name that pip knows
 NEEDED = {"pytest": "pytest", "xdist": "pytest-xdist", "triton": "triton"}
-NEEDED |= {name: name for name in ("numpy", "rich", "safetensors", "tokenizers", "tyro", "filelock")}
-OPTIONAL = {"transformers": "tests/hf/test_hf_gpu.py"}
+NEEDED |= {
+    name: name for name in ("einops", "numpy", "rich", "safetensors", "tokenizers", "tyro", "filelock")
+}
+OPTIONAL = {"transformers": "tests/hf/test_hf_gpu.py", "torchao": "tests/model/test_float8_gpu.py"}
 
 
 def workers(gpus: int, gib: float, cores: int) -> int:

@@ -39,6 +39,8 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
         return f"--tokens {tokens}: must be above 0 and finite"
     if cfg.train.dtype != "bf16":
         return f"--train.dtype={cfg.train.dtype}: the constants were measured in bf16; add --train.dtype bf16"
+    if cfg.train.float8 != "none":
+        return f"--train.float8={cfg.train.float8}: not in this model; valid: none"
     if p.wire != "same":
         return f"--parallel.wire={p.wire}: not in this model; valid: same"
     if p.shard != 3:

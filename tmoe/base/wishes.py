@@ -27,8 +27,9 @@ WISHES = (
         "folder that tools for quantizing read",
     ),
     (
-        r"fp8|float8|fp4|transformer.?engine",
-        "products in fp8 are not there yet; valid: --train.dtype bf16; --parallel.wire fp8 sends rows in fp8",
+        r"fp8|fp4|transformer.?engine",
+        "products of experts in fp8 are not there yet; valid: --train.float8 rowwise for dense layers and "
+        "shared experts; --parallel.wire fp8 sends rows in fp8",
     ),
     (
         r"vllm|sglang|tensorrt|trt.?llm",
@@ -115,6 +116,7 @@ VALUES: dict[str, dict[str, str]] = {
         "bf16": "bfloat16 torch.bfloat16 fp16 float16 half auto mixed",
         "fp32": "float32 float full",
     },
+    "train.float8": {"rowwise": "true on e4m3 hybrid row-wise per_row tensorwise", "none": "false off no"},
     "optim.schedule": {
         "cosine": "cosine_with_min_lr cosine_decay",
         "constant": "constant_with_warmup none",

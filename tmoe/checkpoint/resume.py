@@ -138,7 +138,7 @@ def _changed(was: Any, cfg: Config, goes_on: bool) -> list[tuple[str, Any, Any]]
     names = [f"{group}.{name}" for group in GROUPS for name in now[group]]
     names = [name for name in names if name not in by_hash]
     names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
-    names += ["train.seq", "train.dtype", "seed"]
+    names += ["train.seq", "train.dtype", "train.float8", "seed"]
     names += ["steps"] if goes_on else []  # the learning rates depend on it
     pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]
     return [(name, old, new) for name, old, new in pairs if old is not None and old != new]

@@ -7,7 +7,7 @@ stage by stage, so placements and local shapes are the real ones; only activatio
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from tmoe.cli.parse import planned_world
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import count_parameters, flops_per_token
+from tmoe.model.float8 import describe, require_gpu, require_layers
 from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, cuts
@@ -68,10 +69,14 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
     axes = Axes.of(cfg.parallel, planned_world(cfg, 1))
     with one_error():
         require_matches(cfg)
+        require_layers(cfg)
+        require_gpu(cfg)
     found: dict[Kind, list[int]] = {}  # the stage of each parameter
+    # float8 changes no placement, and torchao need not be installed for a plan
+    placed = replace(cfg, train=replace(cfg.train, float8="none"))
     for stage in range(axes.pp):
         with fake_world(axes, stage * axes.stage) as mesh:
-            model = Stages(cfg, mesh) if axes.pp > 1 else whole(cfg, mesh)
+            model = Stages(placed, mesh) if axes.pp > 1 else whole(placed, mesh)
             for kind in kinds(model.state_dict()):
                 found.setdefault(kind, []).append(stage)
     counts = count_parameters(cfg.model)
@@ -85,6 +90,8 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
         f"parameters: {counts.total:,} total, {counts.active:,} active a token; "
         f"{flops_per_token(cfg.model, cfg.train.seq) / 1e9:.3f} GFLOP a token, forward and backward"
     )
+    if line := describe(cfg):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if axes.pp > 1:
         console.print(stages(cfg, axes, peaks))
     console.print(placements(found, axes))

@@ -35,6 +35,8 @@ class Gpu(NamedTuple):
     """of its memory, bytes a second"""
     links: float
     """NVLink or Infinity Fabric, bytes a second, both ways together"""
+    float8: bool = True
+    """whether it has float8 products (--train.float8)"""
 
     @property
     def room(self) -> float:
@@ -45,8 +47,8 @@ class Gpu(NamedTuple):
 GPUS: dict[str, Gpu] = {
     "h100": Gpu("H100 SXM 80 GB", 81_559 * 2**20, 989.4e12, 3.35e12, 900e9),
     "h200": Gpu("H200 SXM 141 GB", 143_771 * 2**20, 989.4e12, 4.8e12, 900e9),
-    "a100": Gpu("A100 SXM 80 GB", 81_920 * 2**20, 312e12, 2.039e12, 600e9),
-    "a100-40gb": Gpu("A100 SXM 40 GB", 40_960 * 2**20, 312e12, 1.555e12, 600e9),
+    "a100": Gpu("A100 SXM 80 GB", 81_920 * 2**20, 312e12, 2.039e12, 600e9, float8=False),
+    "a100-40gb": Gpu("A100 SXM 40 GB", 40_960 * 2**20, 312e12, 1.555e12, 600e9, float8=False),
     # 7.7 TB/s on HGX B200; 8 TB/s is the family's "up to"
     "b200": Gpu("B200 SXM 180 GB", 183_359 * 2**20, 2250e12, 7.7e12, 1800e9),
     # 7 links of 128 GB/s to the node's other GPUs

@@ -25,6 +25,7 @@ from tmoe.config.check import (
     divisors,
     require,
 )
+from tmoe.config.float8 import require_float8
 from tmoe.config.gpus import GpuName
 from tmoe.config.model import ModelConfig, no_bits, require_reach
 from tmoe.config.policies import SELECTIONS
@@ -48,6 +49,10 @@ class TrainConfig:
     0: as many as batch, accumulate and layout give"""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """compute type; master weights, gradient reduction and optimizer state are fp32 in both"""
+    float8: Literal["none", "rowwise"] = "none"
+    """rowwise: products of dense layers and shared experts in float8 e4m3, with a scale a row, in training
+    and evaluation (needs the float8 extra);
+    head, router, experts and generation stay in dtype"""
     isolate_documents: bool = True
     """tokens attend only inside their own document"""
     eval_every: int = 0
@@ -607,6 +612,8 @@ class Config:
         if self.task == "grpo":
             require_grpo(self)
         require_layout(self)
+        t, p = self.train, self.parallel
+        require_float8(t.float8, t.batch, t.seq, p.tp, p.cp)
         away = f"{run.said('task')} makes no answers; valid with {Setting('task')} grpo"
         run.require(self.task == "grpo" or not self.grpo.offload, "grpo.offload", away)
 
@@ -669,6 +676,8 @@ def require_bits(cfg: Config) -> None:
     why, p, run = no_bits(cfg.model), cfg.parallel, Section(cfg)
     bits = Setting("grpo.bits")
     run.require(why is None, "grpo.bits", why or "")
+    equal = f"{bits} wants answers and updates of equal products; valid: one of them"
+    run.require(cfg.train.float8 == "none", "train.float8", equal)
     eager = f"compiled blocks round otherwise; needs {Setting('compile', False)}"
     run.require(not cfg.compile, "grpo.bits", eager)
     run.require(cfg.train.seq % 128 == 0, "train.seq", f"must be a multiple of 128 with {bits}")

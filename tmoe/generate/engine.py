@@ -27,6 +27,7 @@ from tmoe.generate.sampler import Sampling
 from tmoe.generate.slots import Request, Room, Slots, rows_of
 from tmoe.generate.text import Text
 from tmoe.generate.whole import gathered, is_laid_out, require_whole
+from tmoe.model.float8 import float8_layers
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.own_experts import OwnExperts
 from tmoe.parallel.agree import attempt, by_reason
@@ -81,6 +82,7 @@ def require_bits(model: Transformer) -> None:
     """ConfigError unless rollouts of a model can have the bits of its forward."""
     why = no_bits(model.cfg)
     require(why is None, f"bits: {why}")
+    require(not float8_layers(model), "bits: the forward has float8 products and steps do not; needs none")
     eager = not any(isinstance(block, Block) and block.must_compile for block in model.blocks)
     alone = "bits: compiled blocks round otherwise than single steps"
     require(eager, f"{alone}; needs {Setting('compile', False)}")

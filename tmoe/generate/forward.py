@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from einops import einsum, rearrange
 from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig, RopeConfig
@@ -290,7 +291,7 @@ def put_heads(
     if not cfg.attention_gate:
         return q_BHC, None
     first = (cfg.heads + G) * cfg.head_dim + G * cfg.value_dim
-    return q_BHC, qkv_BX[:, first:].unflatten(-1, (cfg.heads, cfg.value_dim))
+    return q_BHC, rearrange(qkv_BX[:, first:], "b (head c) -> b head c", head=cfg.heads)
 
 
 def with_norms(attention: Attention, qkv_BX: Tensor) -> Tensor:
@@ -299,7 +300,7 @@ def with_norms(attention: Attention, qkv_BX: Tensor) -> Tensor:
     C = cfg.head_dim
     q, k, others = qkv_BX.tensor_split([cfg.heads * C, (cfg.heads + attention.key_heads) * C], -1)
     if cfg.qk_norm == "head":
-        q, k = (t.unflatten(-1, (-1, C)) for t in (q, k))
+        q, k = (rearrange(t, "b (head c) -> b head c", c=C) for t in (q, k))
     q, k = attention.q_norm(q), attention.k_norm(k)
     return torch.cat([q.reshape(len(qkv_BX), -1), k.reshape(len(qkv_BX), -1), others], -1)
 
@@ -311,14 +312,14 @@ def absorbed(attention: LatentAttention, x_B1D: Tensor, turns: Turns) -> tuple[T
     """
     q_nope, q_rot, latent, k_rot = attention.narrow(x_B1D, *turns)
     w_k_HNR, _ = matrices(attention)
-    q_latent = torch.einsum("bshn,hnr->bshr", q_nope, w_k_HNR)
+    q_latent = einsum(q_nope, w_k_HNR, "b s head nope, head nope rank -> b s head rank")
     return torch.cat([q_latent, q_rot], -1), torch.cat([latent.unsqueeze(2), k_rot], -1), None
 
 
 def matrices(attention: LatentAttention) -> tuple[Tensor, Tensor]:
     """Of each head, what makes its key [H, nope_dim, R] and its value [H, v_dim, R] of a latent."""
     mla = attention.mla
-    w_HXR = attention.kv_b.weight.unflatten(0, (attention.heads, mla.nope_dim + mla.v_dim))
+    w_HXR = rearrange(attention.kv_b.weight, "(head x) rank -> head x rank", head=attention.heads)
     w_k, w_v = w_HXR.split([mla.nope_dim, mla.v_dim], 1)
     return w_k, w_v
 
@@ -326,7 +327,7 @@ def matrices(attention: LatentAttention) -> tuple[Tensor, Tensor]:
 def output(attention: Attention | LatentAttention, y_BHC: Tensor) -> Tensor:
     """[B, D] of all heads' sums over values, or over latents."""
     if isinstance(attention, LatentAttention):
-        y_BHC = torch.einsum("bhr,hvr->bhv", y_BHC, matrices(attention)[1])
+        y_BHC = einsum(y_BHC, matrices(attention)[1], "b head rank, head v rank -> b head v")
     return attention.o(y_BHC.flatten(-2))
 
 
@@ -356,9 +357,9 @@ def attend_pages(
     """
     B, H, _ = q_BHC.shape
     G = k_PTGC.shape[2]
-    q_BGRC = q_BHC.unflatten(1, (G, H // G))
+    q_BGRC = rearrange(q_BHC, "b (g r) c -> b g r c", g=G)
     pages_BM = table_BM.long()
-    k_BGNC, v_BGNC = (t[pages_BM].flatten(1, 2).transpose(1, 2) for t in (k_PTGC, v_PTGC))
+    k_BGNC, v_BGNC = (rearrange(t[pages_BM], "b m t g c -> b g (m t) c") for t in (k_PTGC, v_PTGC))
     behind_BN = lengths_B[:, None] - 1 - torch.arange(k_BGNC.shape[2], device=q_BHC.device)
     seen_BN = behind_BN >= 0 if window is None else (behind_BN >= 0) & (behind_BN < window)
     seen = seen_BN[:, None, None]

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tmoe.config.check import Setting, require
 from tmoe.generate.cache import PAGE
+from tmoe.model.float8 import in_compute_type
 from tmoe.model.spread import ALONE
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.dispatch import SymmDispatcher
@@ -84,6 +85,7 @@ def gathered(model: Transformer, slots: int, told: Callable[[], bool] = lambda: 
         for exchange in exchanges(layers):
             stack.enter_context(graphs_end_here(exchange.group))
         stack.enter_context(room(layers, ranks.join(max(slots, ranks.at_once))))
+        stack.enter_context(in_compute_type(model))
         try:
             model.eval()
             for part in divided:

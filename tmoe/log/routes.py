@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
@@ -62,7 +63,7 @@ class Routes:
             place = next(part.parameters()).device
             tokens = part.own(torch.arange(seq, device=place)[None])[0].cpu().numpy()
             for i, block in enumerate(blocks):
-                ids = torch.cat([call[i].unflatten(0, (batch, len(tokens))) for call in kept])
+                ids = torch.cat([rearrange(call[i], "(b s) k -> b s k", b=batch) for call in kept])
                 arrays[f"ids.{block}"] = ids.cpu().numpy().astype(np.int16 if ids.max() < 2**15 else np.int32)
             arrays |= {"rows": np.array(rows), "tokens": tokens.astype(np.int64)}
         self.kept = []

@@ -4,6 +4,7 @@ next: model/spread.py, then model/attention_backend.py
 """
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig
@@ -73,8 +74,8 @@ class Attention(nn.Module):
             key_rows = slice(key_heads.start * C, key_heads.stop * C)
             k = spread.norm(self.k_norm, k, key_rows, max(1, spread.tp // G))
 
-        q, k = (t.unflatten(-1, (-1, C)) for t in (q, k))
-        v, *gates = (t.unflatten(-1, (-1, V)) for t in (v, *gates))
+        q, k = (rearrange(t, "b s (head c) -> b s head c", c=C) for t in (q, k))
+        v, *gates = (rearrange(t, "b s (head c) -> b s head c", c=V) for t in (v, *gates))
         v = v if cfg.value_multiplier == 1.0 else v * cfg.value_multiplier
         if cfg.qk_norm == "head":
             q = self.q_norm(q)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -219,7 +220,8 @@ def block_mask(
 def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
     """The lowest and the highest id of each block, [B, blocks]."""
     short = -documents_BS.shape[1] % BLOCK
-    blocks = torch.cat([documents_BS, documents_BS[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, BLOCK))
+    filled_BS = torch.cat([documents_BS, documents_BS[:, -1:].expand(-1, short)], 1)
+    blocks = rearrange(filled_BS, "b (block token) -> b block token", token=BLOCK)
     return blocks.amin(-1), blocks.amax(-1)
 
 

@@ -4,6 +4,7 @@ next: model/attention_backend.py
 """
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig
@@ -73,7 +74,7 @@ class LatentAttention(nn.Module):
         """
         mla = self.mla
         q, latent, k_rot = self.latents(x_BSD)
-        q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
+        q = rearrange(q, "b s (head c) -> b s head c", c=mla.nope_dim + mla.rope_dim)
         if self.scales_queries:  # before they turn, which is linear
             cos_SC, scale_S1 = cos_SC.split([mla.rope_dim, 1], -1)
             q = q * scale_S1.unsqueeze(-1).to(q.dtype)
@@ -85,7 +86,8 @@ class LatentAttention(nn.Module):
         """Keys [B, S, heads, nope_dim + rope_dim] and values [B, S, heads, v_dim] of what `narrow` gave."""
         mla = self.mla
         kv = linear_of_rows(self.kv_b, latent, self.rows(mla.nope_dim + mla.v_dim))
-        k_nope, v = kv.unflatten(-1, (-1, mla.nope_dim + mla.v_dim)).split([mla.nope_dim, mla.v_dim], -1)
+        kv = rearrange(kv, "b s (head c) -> b s head c", c=mla.nope_dim + mla.v_dim)
+        k_nope, v = kv.split([mla.nope_dim, mla.v_dim], -1)
         return torch.cat([k_nope, k_rot.expand(-1, -1, k_nope.shape[2], -1)], -1), v
 
     def rows(self, width: int) -> slice:
@@ -127,7 +129,7 @@ class LatentAttention(nn.Module):
 
         That is done to queries and keys alike, so no product changes.
         """
-        return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.mla.interleave else x
+        return rearrange(x, "... (pair two) -> ... (two pair)", two=2) if self.mla.interleave else x
 
 
 def softmax_scale(cfg: ModelConfig) -> float:

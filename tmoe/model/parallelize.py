@@ -1,4 +1,4 @@
-"""Lays a model out over a mesh, in one order: tp and cp, expert parallelism, recomputation, compile, FSDP2.
+"""Lays a model out over a mesh, in one order: tp and cp, float8, ep, recomputation, compile, FSDP2.
 
 Where the hooks stand, for one MoE block:
 
@@ -27,9 +27,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tmoe.base.private_torch import find
 from tmoe.config.check import ConfigError, Setting
+from tmoe.config.float8 import require_float8
 from tmoe.config.model import require_reach
 from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.compiler import compiled
+from tmoe.model.float8 import apply_float8
 from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.adaptive import cost_of, ways
@@ -67,7 +69,7 @@ def parallelize(
     values (every rank must hold the same ones). Meta tensors stay meta, to be filled by `to_empty` and
     `init_weights`.
 
-    cfg: of it, `train.dtype`, `train.batch` and `.seq`, `parallel.dispatch`, `.wire`, `.checkpoint`,
+    cfg: of it, `train.dtype`, `.float8`, `.batch` and `.seq`, `parallel.dispatch`, `.wire`, `.checkpoint`,
         `.whole_gib`, `.shard`, `.cp_by`, `.tp_pieces` and `.adaptive_r` and `compile` are read. None: fp32,
         auto, same, none, 16, 3, keys, 1, none, eager.
     whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
@@ -92,14 +94,17 @@ def parallelize(
     cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
     layers = [m for m in model.modules() if isinstance(m, MoE)]
     require_new(model, layers)
-    require_divided(model, mesh)
+    require_divided(model, mesh, cfg.train.float8)
     require_untied(model)
     require_whole(model, mesh)
     for moe in layers:
         require_divisible(moe, mesh)
+    t = cfg.train
+    require_float8(t.float8, t.batch, t.seq, mesh.axes.tp, mesh.axes.cp)
     tokens = cfg.train.batch * cfg.train.seq // mesh.axes.parts
     if isinstance(model, Transformer):
         apply_spread(model, mesh, cfg)
+        apply_float8(model, cfg.train.float8)
     for moe in layers:
         apply_ep(moe, mesh, cfg.parallel.dispatch, tokens, cfg.parallel.wire)
         apply_way(moe, cfg.parallel.adaptive_r, tokens, 2 if cfg.train.dtype == "bf16" else 4)
@@ -132,13 +137,15 @@ def require_new(model: nn.Module, layers: Sequence[MoE]) -> None:
         require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
 
 
-def require_divided(model: nn.Module, mesh: Mesh) -> None:
-    """ValueError where the mesh has axes that this model cannot be divided by."""
+def require_divided(model: nn.Module, mesh: Mesh, float8: str) -> None:
+    """ValueError where the mesh has axes, or float8 has a value, that this model cannot take."""
     if not isinstance(model, Transformer):
         for name in ("tp", "cp", "pp"):
             valid = f"1 for a {type(model).__name__}: only a tmoe.Transformer can be divided so"
             size = getattr(mesh.axes, name)
             require(size == 1, f"parallelize: mesh.axes.{name}", f"{size}", valid)
+        valid = f"none for a {type(model).__name__}: torchao's convert_to_float8_training, called before"
+        require(float8 == "none", "parallelize: train.float8", float8, valid)
     elif mesh.axes.pp > 1 and model.first and model.last:
         valid = "1 for a whole Transformer; tmoe.parallel.pipeline(cfg, mesh) makes the parts of one"
         require(False, "parallelize: mesh.axes.pp", f"{mesh.axes.pp}", valid)

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from tmoe.parallel.collectives import name_of
@@ -159,7 +160,7 @@ class Spread(NamedTuple):
         t_H = t_H[self.heads(t_H.shape[0])]
         if self.cp == 1 or self.by_keys:
             return t_H
-        return t_H.unflatten(0, (self.cp, -1))[self.cp_rank]
+        return rearrange(t_H, "(rank head) -> rank head", rank=self.cp)[self.cp_rank]
 
 
 ALONE = Spread()

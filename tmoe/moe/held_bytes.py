@@ -8,6 +8,7 @@ next: tmoe/model/held_bytes.py
 from __future__ import annotations
 
 from tmoe.config.axes import Axes
+from tmoe.config.float8 import shared_in_float8
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, INT32, compute_bytes, local_tokens
 from tmoe.moe.exchange.dispatch import pairs_bound
@@ -113,7 +114,8 @@ def runs_beside(cfg: Config, axes: Axes) -> bool:
     """Whether shared experts run inside the symm dispatcher's op, while its rows travel."""
     moe = cfg.model.moe
     hidden = hides(axes.ep, compute_bytes(cfg), moe.shared_dim) and not moe.latent_dim
-    return uses_symm(cfg, axes) and cfg.parallel.wire != "fp8" and hidden
+    in_float8 = shared_in_float8(cfg.train.float8, cfg.model.dim, moe.shared_dim)
+    return uses_symm(cfg, axes) and cfg.parallel.wire != "fp8" and hidden and not in_float8
 
 
 def exchange_bytes(cfg: Config, axes: Axes) -> int:

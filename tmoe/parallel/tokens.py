@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from tmoe.parallel.collectives import group_of
@@ -68,12 +69,12 @@ def _start_scatter(x_nBsX: Tensor, group: dist.ProcessGroup) -> _Travel:
 
 def _by_token(x_nBsX: Tensor) -> Tensor:
     """[n, B, S/n, ...] as [B, S, ...], without a copy where B is 1."""
-    return x_nBsX.movedim(0, 1).flatten(1, 2).contiguous()
+    return rearrange(x_nBsX, "n b s ... -> b (n s) ...").contiguous()
 
 
 def _by_rank(x_BSX: Tensor, ranks: int) -> Tensor:
     """[B, S, ...] as [n, B, S/n, ...]."""
-    return x_BSX.unflatten(1, (ranks, -1)).movedim(1, 0)
+    return rearrange(x_BSX, "b (n s) ... -> n b s ...", n=ranks)
 
 
 @torch.library.custom_op("tmoe::gather_tokens", mutates_args=())
@@ -102,12 +103,12 @@ def _(x_BSX, group):
 @torch.library.custom_op("tmoe::exchange_tokens", mutates_args=())
 def _exchange(x: Tensor, group: str, to_heads: bool) -> Tensor:
     ranks = group_of(group)
-    send = (
-        x.unflatten(2, (ranks.size(), -1)).movedim(2, 0) if to_heads else _by_rank(x, ranks.size())
-    ).contiguous()
+    n = ranks.size()
+    parts = rearrange(x, "b s (n h) ... -> n b s h ...", n=n) if to_heads else _by_rank(x, n)
+    send = parts.contiguous()
     come = torch.empty_like(send)
     dist.all_to_all_single(come, send, group=ranks)
-    return _by_token(come) if to_heads else come.movedim(0, 2).flatten(2, 3).contiguous()
+    return _by_token(come) if to_heads else rearrange(come, "n b s h ... -> b s (n h) ...").contiguous()
 
 
 @_exchange.register_fake

@@ -11,9 +11,11 @@ from typing import Any
 
 from tmoe.config import sizes
 from tmoe.config.axes import Axes
+from tmoe.config.float8 import fits
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model import held_bytes as of_model
+from tmoe.model.count import block_shapes
 from tmoe.model.held_bytes import grouped_elements, latent_elements, statistics
 from tmoe.moe import held_bytes as of_moe
 from tmoe.moe.held_bytes import gathered_expert_bytes, moe_bytes, slice_bytes, window_bytes
@@ -63,7 +65,20 @@ def backward_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     again = 2 * whole - layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint)
     gathered = 2 * (axes.tp - 1) * local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
     experts = gathered_expert_bytes(cfg, axes) if cfg.model.is_moe(layer) else 0
-    return again + gathered + experts + window_bytes(cfg, axes, layer)
+    return again + gathered + experts + window_bytes(cfg, axes, layer) + cast_bytes(cfg, axes, layer)
+
+
+def cast_bytes(cfg: Config, axes: Axes, layer: int) -> int:
+    """Bytes of the float8 copies that one layer's two products of the backward read (--train.float8).
+
+    dx: the gradient of the result, and the weight; dW: that gradient again, by columns, and the input. The
+    widest layer of the block counts.
+    """
+    if cfg.train.float8 == "none":
+        return 0
+    T, (dense, _) = local_tokens(cfg, axes), block_shapes(cfg.model, layer)
+    wide = [shape for shape in dense if len(shape) == 2 and fits(*shape)]
+    return max((T * (2 * rows + columns) + rows * columns for rows, columns in wide), default=0)
 
 
 def __getattr__(name: str) -> Any:

@@ -136,8 +136,9 @@ def verdict(cfg: Config, axes: Axes, gpu: str | None) -> list[str]:
     """
     need = held_at_most(cfg, axes)
     if gpu is None:
-        fit = [name for name, one in GPUS.items() if need <= one.room]
-        others = [name for name in GPUS if name not in fit]
+        able = {name: one for name, one in GPUS.items() if one.float8 or cfg.train.float8 == "none"}
+        fit = [name for name, one in able.items() if need <= one.room]
+        others = [name for name in able if name not in fit]
         return [f"fits: {', '.join(fit) or 'none'}; does not fit: {', '.join(others) or 'none'} (--gpu NAME)"]
     one = GPUS[gpu]
     has = f"{one.title} has {one.room / 2**30:.1f} GiB for tensors (data sheet, less CUDA's and fragments)"

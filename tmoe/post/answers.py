@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from tmoe.config.model import IGNORE
@@ -114,7 +115,7 @@ def pack(
     return Packed(
         ChatBatch(*five, numbers_AN=torch.from_numpy(padded)),
         torch.from_numpy(drawn).view(A, B, S),
-        None if routes is None else routes.unflatten(1, (A, B)).transpose(0, 1),
+        None if routes is None else rearrange(routes, "y (a b) s k -> a y b s k", a=A),
     )
 
 

@@ -172,6 +172,7 @@ class Preference(Task):
         cfg = self.cfg
         settings: dict[str, Any] = dict(dtype=cfg.train.dtype, seq=cfg.train.seq)
         settings |= dict(copies=self.copies) if self.copies > 1 else {}
+        settings |= dict(float8=cfg.train.float8) if cfg.train.float8 != "none" else {}
         again = "remove it, and the log-probs are taken again; or name another --out"
         if step:
             again = (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tmoe.base.optional import say
-from tmoe.base.versions import versions
+from tmoe.base.versions import package_version, versions
 from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.cli.defaults import plan_of, samples_a_step, with_length
@@ -28,6 +28,7 @@ from tmoe.hf.tokenizer import carried_by_start, unknown_of
 from tmoe.log.metrics import Metrics
 from tmoe.log.routes import Routes
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
+from tmoe.model.float8 import describe, require_device, require_layers
 from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, pipeline
@@ -59,6 +60,8 @@ class Start:
         axes = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes))
         run.together(lambda: require_matches(cfg))
+        run.together(lambda: require_layers(cfg))
+        run.together(lambda: require_device(cfg, run.device))
         run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
 
         # Data, read with the tokenizer of the weights to start from, if these have one.
@@ -197,6 +200,8 @@ class Start:
         cfg, note = self.cfg, self.metrics.note
         counts = count_parameters(cfg.model)
         note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
+        if line := describe(cfg):
+            note(f"{line}; torchao {package_version('torchao')}")
         note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
         own = bool(cfg.data.val_path)
         for source, held in zip_longest(self.data.sources, () if own else self.val_data.sources):

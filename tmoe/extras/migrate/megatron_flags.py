@@ -14,7 +14,7 @@ ITSELF = "tmoe decides for itself; results do not depend on it"
 LOGGED = "metrics.jsonl has what tmoe measures in each step"
 KERNELS = "which kernels run is tmoe's choice; results do not depend on it"
 STAGES = "tmoe cuts blocks into stages of about equal work itself"
-NO_FP8 = "tmoe has no fp8 products; leave it out to train in bf16"
+NO_FP8 = "tmoe has no fp8 products of experts; leave it out, or give dense layers `--train.float8 rowwise`"
 PUBLISHED = "of published models that --init HF_DIR reads (gpt-oss, Qwen3-Next, ...); there is no flag here"
 SKIPPED = "tmoe skips a step that is not finite, and ends after several in a row"
 ROTARY = "tmoe has rotary positions only"
@@ -167,8 +167,8 @@ ROWS: tuple[Row, ...] = (
     nothing("--moe-single-grouped-bias", KERNELS, "nothing"),
     nothing("--moe-permute-fusion", KERNELS, "nothing"),
     nothing("--moe-router-fusion", KERNELS, "nothing"),
-    nothing("--moe-router-padding-for-quantization", "of fp8, which tmoe does not have", "nothing"),
-    nothing("--moe-router-padding-for-fp8", "of fp8, which tmoe does not have", "nothing"),
+    nothing("--moe-router-padding-for-quantization", "of fp8 experts, which tmoe does not have", "nothing"),
+    nothing("--moe-router-padding-for-fp8", "of fp8 experts, which tmoe does not have", "nothing"),
     nothing("--moe-token-dispatcher-type", "`--parallel.dispatch auto` chooses; results do not depend on it"),
     nothing("--moe-flex-dispatcher-backend", "`--parallel.dispatch auto` chooses"),
     nothing("--moe-enable-deepep", "`--parallel.dispatch auto` chooses", "nothing"),

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor
 
 from tmoe.moe.exchange.dispatch import Dispatcher, Rows, pairs_bound
@@ -66,19 +67,19 @@ class PaddedDispatcher(Dispatcher):
         )[1:]
 
         # how many slots are filled rides as the last column of the weights
-        marks = torch.cat([weights_S[:-1].view(E, C), filled_E[:, None].to(weights_TK.dtype)], 1)
+        weights_EC = rearrange(weights_S[:-1], "(e c) -> e c", e=E)
+        marks = torch.cat([weights_EC, filled_E[:, None].to(weights_TK.dtype)], 1)
         if self.group is not None:
             rows_SD = exchange(rows_SD, self.group)
             marks = exchange(marks, self.group)
-        filled_PL1 = marks[:, C:].detach().view(P, L, 1)
+        filled_PL1 = rearrange(marks[:, C:].detach(), "(p l) 1 -> p l 1", p=P)
         local_L1 = torch.arange(L, dtype=torch.int32, device=ids_TK.device)[:, None]
         ids_PLC = torch.where(torch.arange(C, device=ids_TK.device) < filled_PL1, local_L1, -1)
 
         pairs = T * K if P == 1 else pairs_bound(T, K, P, L)
-        weights_R1 = marks[:, :C].reshape(everything, 1)
-        return Rows(rows_SD, weights_R1, ids_PLC.view(everything, 1), pairs or None), Slots(
-            slots_TK, everything
-        )
+        weights_R1 = rearrange(marks[:, :C], "e c -> (e c) 1")
+        ids_R1 = rearrange(ids_PLC, "p l c -> (p l c) 1")
+        return Rows(rows_SD, weights_R1, ids_R1, pairs or None), Slots(slots_TK, everything)
 
     def combine(self, y_RD: Tensor, plan: Any) -> Tensor:
         if self.group is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from tmoe.config.model import MoEConfig
@@ -77,12 +78,13 @@ def within_best(asked: Asked, wanted_TE: Tensor, scores_TE: Tensor, groups: int,
     Identity experts are in no group and always open.
     """
     E = asked.cfg.experts
-    inside = wanted_TE[:, :E].unflatten(-1, (groups, -1))
+    inside = rearrange(wanted_TE[:, :E], "t (group e) -> t group e", group=groups)
     if asked.cfg.group_score == "max":
         worth = inside.amax(-1)
     else:
         count = 2 if asked.cfg.group_score == "top2" else max(1, asked.K // best)
-        worth = scores_TE[:, :E].unflatten(-1, (groups, -1)).topk(count, -1).values.sum(-1)
+        by_group = rearrange(scores_TE[:, :E], "t (group e) -> t group e", group=groups)
+        worth = by_group.topk(count, -1).values.sum(-1)
     chosen = worth.topk(best, -1).indices
     closed = torch.ones_like(worth, dtype=torch.bool).scatter(-1, chosen, False)
     inside = inside.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)

@@ -1,0 +1,124 @@
+"""Compares dense products in float8 with bf16: times of whole steps, and the loss after some hundred.
+
+    python -m benchmarks.float8 --json float8.json
+    python -m benchmarks.float8 --loss --steps 500 --json float8-loss.json
+
+Times: DeepSeek-V2-Lite of 10 blocks and Mixtral of 4, one GPU, each with --train.float8 none and rowwise in
+turn, --rounds times: both see the same card in the same minutes. The median over the rounds counts.
+
+--loss: a model whose dense and shared layers are all converted. Three runs are in bf16, with seeds 0, 1 and
+2, and one is in float8 with seed 0, over the same text. The rule: the last losses of float8 and of bf16 of
+its seed differ by at most twice the largest difference between the three seeds. If it is broken, the command
+ends with code 1. It runs on a CPU too, with smaller batches after `--` and fewer steps.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from itertools import combinations
+from pathlib import Path
+
+from benchmarks.train import at_least_one, measure, running, write_line
+from tmoe.cli.parse import parse
+from tmoe.log.lines import read_steps
+from tmoe.model.float8 import layers_in
+
+MODELS = {
+    "deepseek-v2-lite, 10 blocks": "deepseek-v2-lite --model.layers 10 --train.batch 4",
+    "mixtral, 4 blocks": "mixtral-8x7b --model.layers 4 --train.batch 4",
+}
+TIMES = 2  # of the largest difference between seeds
+WINDOW = 20  # last steps whose mean is compared
+LOSS = """tiny --model.dim 512 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.head-dim 64
+    --model.ffn-dim 1024 --model.dense-layers 1 --model.moe.experts 8 --model.moe.ffn-dim 256
+    --model.moe.shared-dim 512 --train.seq 256 --train.batch 16 --optim.lr 1e-3 --train.eval-every 0
+    --train.eval-batches 1 --checkpoint.mode off --resume none --log.no-progress --log.no-report"""
+RUNS = {f"bf16, seed {seed}": ("none", seed) for seed in range(3)} | {"float8, seed 0": ("rowwise", 0)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--loss", action="store_true", help="compare losses, not times")
+    parser.add_argument(
+        "--steps", type=at_least_one, help="of each run; by default 30 for times, 500 for losses"
+    )
+    parser.add_argument("--rounds", type=at_least_one, default=2, help="of times: runs of each setting")
+    parser.add_argument("--timeout", type=float, default=300, help="of times: seconds for a run")
+    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
+    args = parser.parse_args()
+    more = [word for word in args.train if word != "--"]
+    if not args.loss:
+        times(args.steps or 30, args.rounds, args.timeout, more, args.json)
+        return
+    steps = 500 if args.steps is None else args.steps
+    if steps < WINDOW:
+        parser.error(f"--steps={steps}: must be {WINDOW} or more, whose losses are averaged")
+    left = layers_in(parse([*LOSS.split(), *more], "").model).left
+    if left:
+        parser.error(f"every dense and shared layer must be in float8; too narrow: {', '.join(left)}")
+    found = losses(steps, more)
+    if args.json:
+        write_line(args.json, dict(steps=steps, words=more, losses=found))
+    lines, held = compared({name: statistics.mean(curve[-WINDOW:]) for name, curve in found.items()})
+    print("\n".join(lines))
+    raise SystemExit(0 if held else 1)
+
+
+def times(steps: int, rounds: int, timeout: float, more: list[str], to: Path | None) -> None:
+    """Prints a table of steps with and without float8; each run becomes a line of `to`."""
+    print("| model | float8 | ms a step | tokens/s | x |\n|---|---|---|---|---|", flush=True)
+    for name, words in MODELS.items():
+        rates: dict[str, list[float]] = {"none": [], "rowwise": []}
+        tokens = 0  # a step
+        for number in range(rounds):
+            for kind in rates:
+                with tempfile.TemporaryDirectory() as out:
+                    given = [*words.split(), "--train.float8", kind, *more]
+                    result = measure(1, steps, given, Path(out, "run"), timeout)
+                tokens = result["tokens_per_step"]
+                rates[kind].append(result["tokens_per_s_gpu"])
+                if to:
+                    write_line(to, result | dict(model=name, float8=kind, round=number))
+        base = statistics.median(rates["none"])
+        for kind, found in rates.items():
+            rate = statistics.median(found)
+            row = f"| {name} | {kind} | {1e3 * tokens / rate:.1f} | {rate:,.0f} | {rate / base:.3f} |"
+            print(row, flush=True)
+
+
+def losses(steps: int, more: list[str]) -> dict[str, list[float]]:
+    """The losses of each run of RUNS, one after another."""
+    found = {}
+    with tempfile.TemporaryDirectory() as out:
+        for name, (float8, seed) in RUNS.items():
+            words = [*LOSS.split(), "--steps", str(steps), "--seed", str(seed), "--train.float8", float8]
+            folder = Path(out, name.replace(", ", "-").replace(" ", ""))
+            with running([sys.executable, "train.py", *words, "--out", str(folder), *more]) as process:
+                if code := process.wait():
+                    raise SystemExit(f"{name}: train.py ended with code {code}")
+            found[name] = [line["loss"] for _, line in read_steps(folder / "metrics.jsonl")]
+    return found
+
+
+def compared(last: dict[str, float]) -> tuple[list[str], bool]:
+    """A table of the last losses, and whether float8 is as near to bf16 as the rule wants.
+
+    last: mean of the last losses of each run of RUNS.
+    """
+    seeds = [loss for name, loss in last.items() if RUNS[name][0] == "none"]
+    spread = max(abs(a - b) for a, b in combinations(seeds, 2))
+    apart = abs(last["float8, seed 0"] - last["bf16, seed 0"])
+    held = apart <= TIMES * spread
+    lines = ["| run | last loss |", "|---|---|", *(f"| {name} | {loss:.4f} |" for name, loss in last.items())]
+    verdict = "held" if held else "broken"
+    rule = f"at most {TIMES} times the seeds' {spread:.4f}: {verdict}"
+    lines.append(f"float8 and bf16 of seed 0 are {apart:.4f} apart; {rule}")
+    return lines, held
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Which layers --train.float8 converts, by name and width, and the settings that it refuses.
+
+next: tmoe/model/float8.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+from tmoe.config.check import Setting, require
+
+NONE = f"or {Setting('train.float8')} none"
+# Weights of dense layers and shared experts. Head, router, shared gate, latents of experts and the experts
+# themselves are left out: their products are none of nn.Linear's, or narrow, or decide where tokens go.
+WEIGHTS = re.compile(
+    r"blocks\.\d+\.(attention\.(qkv|qkv_a|q_b|kv_b|o)|(ffn|moe\.shared)\.(gate_up|down))\.weight"
+)
+MULTIPLE = 16  # of both widths, and of the tokens: what the GPU's float8 products take
+LEAST = 512  # of both widths: below, casts cost more than the product saves
+
+
+def fits(rows: int, columns: int) -> bool:
+    """Whether a weight [rows, columns] is wide enough for float8 products."""
+    return min(rows, columns) >= LEAST and rows % MULTIPLE == columns % MULTIPLE == 0
+
+
+def shared_in_float8(float8: str, dim: int, width: int) -> bool:
+    """Whether shared experts [2 width, dim] and [dim, width] have a layer in float8.
+
+    The exchange of tokens then runs without them. float8: the value of --train.float8; width: 0 for none.
+    """
+    return float8 != "none" and width > 0 and (fits(2 * width, dim) or fits(dim, width))
+
+
+def require_float8(float8: str, batch: int, seq: int, tp: int, cp: int) -> None:
+    """ConfigError where --train.float8 cannot go with the layout (tp, cp) or the sizes of a micro-batch."""
+    if float8 == "none":
+        return
+    divided = " ".join(Setting(f"parallel.{name}", n) for name, n in dict(tp=tp, cp=cp).items() if n > 1)
+    wrong = f"not with {divided}: attention must multiply whole sequences by whole matrices"
+    require(not divided, "train.float8", float8, wrong, f"tp and cp of 1, {NONE}")
+    tokens = batch * seq
+    sizes = f"{Setting('train.batch', batch)} x {Setting('train.seq', seq)} = {tokens} tokens"
+    wrong = f"{sizes} are no multiple of {MULTIPLE}"
+    require(tokens % MULTIPLE == 0, "train.float8", float8, wrong, f"multiples of {MULTIPLE}, {NONE}")
+
+
+def require_torchao(float8: str) -> None:
+    """ConfigError where torchao is missing and a run needs it. float8: the value of --train.float8."""
+    here = float8 == "none" or importlib.util.find_spec("torchao") is not None
+    lacks = "needs the package torchao, which is not installed here"
+    require(here, "train.float8", float8, lacks, f"pip install 'tmoe[float8]', {NONE}")
