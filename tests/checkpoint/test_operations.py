@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tmoe.checkpoint import tools as offline
+from tmoe.cli.flags import flags_of_settings
+from tmoe.config.run import Config
 from tmoe.extras import upcycle
 from tmoe.hf import importer as hf
 
@@ -45,8 +47,15 @@ def source() -> list[str]:
 
 @pytest.mark.parametrize("message", [m for m in messages() if m not in FOREIGN])
 def test_quoted_messages_are_in_the_source(source, message):
-    fragments = [part.strip(" :,;") for part in message.split("…") if len(part.strip(" :,;()")) > 1]
-    assert fragments and all(any(part in text for text in source) for part in fragments), fragments
+    """Flags, which an error holds as fields, are settings; the text between them is in the source."""
+    flags = set(re.findall(r"--[a-z][a-z.-]*[a-z]", message))
+    known = {flag for flag, _ in flags_of_settings(Config)}
+    assert all(flag in known or any(flag in text for text in source) for flag in flags), flags
+    between = re.sub(r"--[a-z][a-z.-]*[a-z](=\w+)?", "…", message)
+    fragments = [part.strip(" ,") for part in re.split(r"[…:;()]|\bvalid\b", between)]
+    fragments = [part for part in fragments if len(part) > 1]
+    assert flags or fragments
+    assert all(any(part in text for text in source) for part in fragments), fragments
 
 
 def test_the_page_quotes_enough():

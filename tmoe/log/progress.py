@@ -40,7 +40,9 @@ class Bar:
             TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
         )
         # the estimate starts at the first finished step, so compilation is not in it
-        self.bar = Progress(*columns, auto_refresh=False, speed_estimate_period=300)
+        # a console of the bar's, since rich's shared one may be inside another program's display
+        console = Console()
+        self.bar = Progress(*columns, console=console, auto_refresh=False, speed_estimate_period=300)
         first = "first step: compiling" if cfg.compile else "first step"
         self.task = self.bar.add_task("", total=cfg.steps, completed=start_step, numbers=first)
         self.drawn = time.perf_counter()
