@@ -17,15 +17,17 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-PLACES = "train.py tmoe examples benchmarks tests/lib .ci docs README.md CONTRIBUTING.md CHANGELOG.md".split()
+PLACES = ["train.py", "tmoe", "examples", "benchmarks", "tests/lib", ".ci"]
+PLACES += ["docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 WORDS = re.compile(
-    r"(?<![-\w])(so many|of (its|their) own|taken for|comes to|there (is|are) of|what is no|go(es)? on|told|alike|beside"
-    r"|behind|anew|nobody|who has|without a word|by (itself|themselves)|the others'?|as it comes|sa(id|ys) so"
-    r"|here and there)(?![-\w])",
+    r"(?<![-\w])(so many|of (its|their) own|taken for|comes to|there (is|are) of|what is no|go(es)? on|told"
+    r"|alike|beside|behind|anew|nobody|who has|without a word|by (itself|themselves)|the others'?|as it comes"
+    r"|sa(id|ys) so|here and there)(?![-\w])",
     re.IGNORECASE,
 )
 BEGINNINGS = re.compile(
-    r"(Of|Those|What|By(?! default\b)|As(?! (a|the) (default|result|rule)\b| of\b| in\b)|Who|Whose|Behind|Beside)\b"
+    r"(Of|Those|What|By(?! default\b)|As(?! (a|the) (default|result|rule)\b| of\b| in\b)|Who|Whose|Behind"
+    r"|Beside)\b"
 )
 ALLOWED = re.compile(r"(?:#|<!--) prose: ([^#>]*?)\s*(?:-->|#|$)")
 SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`])")

@@ -40,7 +40,7 @@ def layouts(gpus: int, batch: int) -> Iterator[tuple[str, list[str]]]:
     yield f"tp{n}", [*whole, "--parallel.tp", n]
     yield f"tp{n} ep{n}", [*whole, "--parallel.tp", n, "--parallel.ep", n]
     yield f"cp{n} keys", [*whole, "--parallel.cp", n]
-    yield f"cp{n} heads", [*whole, "--parallel.cp", n, "--parallel.cp-by", "heads"]
+    yield f"cp{n} heads", [*whole, "--parallel.cp", n, "--parallel.cp-exchange", "heads"]
     size = batch // 2 if batch % 2 == 0 else batch
     micros = ["--train.batch", str(size), "--train.accumulate", str(batch * gpus // size)]
     yield f"pp{n}", [*micros, "--parallel.pp", n]

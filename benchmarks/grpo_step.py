@@ -69,7 +69,7 @@ def worth(sample):
 def grpo_words(args: argparse.Namespace, folder: Path, group: int) -> list[str]:
     """train.py's words, behind the model's: prompts and answers of equal lengths fill rows whole."""
     in_row = min(args.in_row, args.prompts * group)
-    sizes = dict(prompts=args.prompts, group=group, slots=args.slots)
+    sizes = dict(prompts=args.prompts, group=group, rollout_slots=args.slots)
     sizes["max-tokens"] = args.max_tokens
     found = ["--task", "grpo", *(word for name, n in sizes.items() for word in (f"--grpo.{name}", str(n)))]
     found += ["--grpo.rewards", f"{folder}/reward.py:worth", "--data.path", f"{folder}/prompts.jsonl"]

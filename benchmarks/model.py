@@ -48,7 +48,7 @@ from tmoe.config.presets import presets
 
 AXES = {
     *("--parallel.dp", "--parallel.ep", "--parallel.tp", "--parallel.cp", "--parallel.pp"),
-    *("--parallel.replicate", "--parallel.etp", "--parallel.cp-by", "--parallel.schedule"),
+    *("--parallel.replicate", "--parallel.etp", "--parallel.cp-exchange", "--parallel.schedule"),
     "--parallel.chunks",
 }
 OURS = {"--gpus", "--tokens", "--batch-tokens", "--parts", "--check", "--fit", "--gpu", "--constants"}

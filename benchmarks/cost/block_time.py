@@ -89,7 +89,7 @@ def products(cfg: Config, axes: Axes, layer: int) -> list[tuple[int, int, int]]:
     if model.attention == "mla":
         mla = model.mla
         queries, latent = H * qk_width(model), mla.kv_rank + mla.rope_dim
-        seen = own * (axes.cp if cfg.parallel.cp_by == "keys" else 1)
+        seen = own * (axes.cp if cfg.parallel.cp_exchange == "keys" else 1)
         if mla.q_rank:
             found = [(T, D, mla.q_rank + latent), (own, mla.q_rank, queries)]
         elif tp == 1:
@@ -141,7 +141,7 @@ def cp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, floa
     own = local_tokens(cfg, axes) * tp * compute_bytes(cfg)  # bytes of one channel of a rank's tokens
     H, latent = model.heads // tp, model.attention == "mla"
     G = H if latent else max(1, model.kv_heads // tp)
-    if cfg.parallel.cp_by == "keys":
+    if cfg.parallel.cp_exchange == "keys":
         channels = model.mla.kv_rank + model.mla.rope_dim if latent else 2 * G * model.head_dim
         seconds = ring(own * cp * channels, cp, tp, m)
     else:
@@ -176,7 +176,7 @@ def attention_seconds(cfg: Config, axes: Axes, layer: int, m: SimpleNamespace) -
     S = cfg.train.seq
     window = model.window_of(layer)
     windowed = 0 < window < S
-    by_keys = axes.cp > 1 and cfg.parallel.cp_by == "keys"
+    by_keys = axes.cp > 1 and cfg.parallel.cp_exchange == "keys"
     plain = not (cfg.train.isolate_documents or windowed or model.sinks or by_keys)
     widths = qk_width(model) + v_width(model)
     seen = min(window + m.window_more, S) if windowed else S

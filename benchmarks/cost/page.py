@@ -41,8 +41,8 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
         return f"--train.dtype={cfg.train.dtype}: the constants were measured in bf16; add --train.dtype bf16"
     if cfg.train.float8 != "none":
         return f"--train.float8={cfg.train.float8}: not in this model; valid: none"
-    if p.wire != "same":
-        return f"--parallel.wire={p.wire}: not in this model; valid: same"
+    if p.dispatch_dtype != "same":
+        return f"--parallel.dispatch-dtype={p.dispatch_dtype}: not in this model; valid: same"
     if p.shard != 3:
         return f"--parallel.shard={p.shard}: its gathers are not in this model; valid: 3"
     if not parts:
@@ -149,7 +149,7 @@ def spelled(cfg: Config, axes: Axes) -> str:
     p = cfg.parallel
     names = ("pp", "replicate", "dp", "ep", "etp", "cp", "tp")
     more = {"pp": f" {p.schedule}" + (f" {p.chunks}" if p.schedule == "interleaved" else "")}
-    more["cp"] = f" {p.cp_by}"
+    more["cp"] = f" {p.cp_exchange}"
     found = [f"{name} {n}{more.get(name, '')}" for name in names if (n := getattr(axes, name)) > 1]
     return " x ".join(found) or "dp 1"
 

@@ -52,9 +52,15 @@ def layout(cfg: Config, axes: Axes) -> tuple:
     parallel = cfg.parallel
     optim = cfg.optim
     step = train.batch, train.seq, train.accumulate, train.dtype, train.isolate_documents
-    spread = axes, parallel.dispatch, parallel.wire, parallel.checkpoint, parallel.whole_gib
+    spread = (
+        axes,
+        parallel.dispatch,
+        parallel.dispatch_dtype,
+        parallel.checkpoint,
+        parallel.gathered_gib,
+    )
     if axes.cp > 1:
-        spread += (parallel.cp_by,)
+        spread += (parallel.cp_exchange,)
     if axes.pp > 1:
         spread += parallel.schedule, parallel.chunks
     return cfg.model, step, spread, optim.offload, optim.ema > 0

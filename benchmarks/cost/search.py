@@ -60,7 +60,7 @@ class Work(NamedTuple):
 
     tp: int
     cp: int
-    cp_by: str
+    cp_exchange: str
     ep: int
     etp: int
     batch: int
@@ -251,7 +251,7 @@ class Search:
     def _settings(self, work: Work, flow: Flow = WHOLE, micros: int = 1) -> Config | None:
         """The settings of a run; None where train.py would refuse them."""
         parallel: dict[str, Any] = dict(dp=None, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp)
-        parallel |= dict(cp_by=work.cp_by)
+        parallel |= dict(cp_exchange=work.cp_exchange)
         parallel |= dict(pp=flow.pp, schedule=flow.schedule, chunks=None if flow.pp == 1 else flow.chunks)
         train = dict(batch=work.batch, accumulate=micros)
         try:

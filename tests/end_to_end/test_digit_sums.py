@@ -14,7 +14,7 @@ from tmoe.post.rollouts import read_rollouts
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--train.seq 64 --train.eval-every 0 --train.eval-batches 2 --no-compile --log.no-progress".split()
-GRPO = """--grpo.rewards exact --grpo.prompts 8 --grpo.group 16 --grpo.max-tokens 3 --grpo.slots 256
+GRPO = """--grpo.rewards exact --grpo.prompts 8 --grpo.group 16 --grpo.max-tokens 3 --grpo.rollout-slots 256
     --grpo.temperature 1.2 --optim.schedule constant --optim.warmup 0""".split()
 
 STEPS = "100"

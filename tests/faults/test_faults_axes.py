@@ -47,7 +47,7 @@ def fails(rank: int, world: int, argv: list[str], failing: int, where: str, how:
 
 
 TP = ["--parallel.tp", "2", "--train.batch", "2"]
-CP = ["--parallel.cp", "2", "--parallel.cp-by", "heads", "--train.batch", "2"]
+CP = ["--parallel.cp", "2", "--parallel.cp-exchange", "heads", "--train.batch", "2"]
 PP = ["--parallel.pp", "2", "--train.batch", "1", "--train.accumulate", "2"]
 ETP = ["--parallel.etp", "2", "--train.batch", "1"]
 

@@ -37,7 +37,7 @@ WARM = replace(WARM, repetition_penalty=1.2, suppress=(7, 8))
 def settings(axes: dict[str, int], model: str, **changes: Any) -> Config:
     parallel = {
         name: changes.pop(name)
-        for name in ("checkpoint", "whole_gib", "shard", "adaptive_r")
+        for name in ("checkpoint", "gathered_gib", "shard", "adaptive_r")
         if name in changes
     }
     return Config(
@@ -178,7 +178,7 @@ TRAININGS = [
     (dict(dp=2), "gqa", dict(shard=1)),
     (dict(dp=2), "gqa", dict(shard=2, checkpoint="block")),
     (dict(dp=2), "latent", dict(whole_forwards=False)),
-    (dict(dp=2), "gqa", dict(whole_gib=0.0)),
+    (dict(dp=2), "gqa", dict(gathered_gib=0.0)),
     (dict(ep=2), "gqa", dict(checkpoint="moe")),
     (dict(ep=2), "gpt_oss", dict(whole_forwards=False)),
     (dict(tp=2, dp=2), "gqa", {}),

@@ -27,7 +27,7 @@ SHORT = [*SMALL, "--compile", "--steps", "2", "--checkpoint.mode", "off", "--res
 LAYOUTS = {
     "plain, dropout": "1 --model.dropout 0.1 --model.moe.jitter 0.1",
     "two kinds, a frozen table": "1 --model.dense-layers 1 --model.ffn-dim 32 --optim.freeze embedding",
-    "experts by FSDP2": "2 --parallel.dp 2 --parallel.whole-gib 0 --train.dtype bf16",
+    "experts by FSDP2": "2 --parallel.dp 2 --parallel.gathered-gib 0 --train.dtype bf16",
     "ep, recomputed": "2 --parallel.ep 2 --parallel.checkpoint block",
     "pipeline": "2 --parallel.pp 2 --train.accumulate 2 --parallel.schedule v --model.layers 4",
 }

@@ -186,7 +186,7 @@ def test_every_product_of_a_step_and_none_of_an_answer(products):
     model(tokens)
     assert len(products) == 40
     with pytest.raises(ConfigError, match="bits: the forward has float8 products"):
-        Engine(model, bits=True)
+        Engine(model, bitwise=True)
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "block"])
@@ -268,7 +268,7 @@ def test_a_block_keeps_what_the_dry_run_says():
 
 
 ODD = TrainConfig(batch=1, seq=40, float8="rowwise")
-BITS = dict(task="grpo", grpo=GrpoConfig(rewards=("exact",), bits=True), compile=False)
+BITS = dict(task="grpo", grpo=GrpoConfig(rewards=("exact",), bitwise=True), compile=False)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ BITS = dict(task="grpo", grpo=GrpoConfig(rewards=("exact",), bits=True), compile
         (dict(parallel=ParallelConfig(tp=2)), "not with --parallel.tp=2: "),
         (dict(parallel=ParallelConfig(cp=4)), "not with --parallel.cp=4: "),
         (dict(train=ODD), "--train.batch=1 x --train.seq=40 = 40 tokens are no multiple of 16"),
-        (BITS, "--grpo.bits wants"),
+        (BITS, "--grpo.bitwise wants"),
     ],
     ids=["tp", "cp", "tokens", "bits"],
 )

@@ -184,6 +184,9 @@ def test_ranks_with_other_numbers_of_tokens_are_told(gloo):
 def test_pad_has_an_exchange_of_its_own():
     moe = replace(BASE, capacity_factor=1.0, pad=True)
     model = replace(Config().model, moe=moe)
-    for flags, words in ((dict(dispatch="symm"), "dispatch=symm"), (dict(wire="fp8"), "wire=fp8")):
+    for flags, words in (
+        (dict(dispatch="symm"), "dispatch=symm"),
+        (dict(dispatch_dtype="fp8"), "dispatch_dtype=fp8"),
+    ):
         with pytest.raises(ValueError, match=f"--parallel.{words}: not with --model.moe.pad"):
             Config(model=model, parallel=ParallelConfig(ep=2, **flags))

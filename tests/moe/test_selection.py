@@ -89,7 +89,7 @@ def test_expert_choice_is_each_experts_best_tokens(score, T, K, padded):
 def test_expert_choice_in_fewer_columns_keeps_a_tokens_best():
     logits = 2 * torch.randn(40, 8)
     every = of_logits(config(selection="expert-choice"))(logits)
-    few = of_logits(config(selection="expert-choice", columns=3))(logits)
+    few = of_logits(config(selection="expert-choice", max_top_k=3))(logits)
     assert few.ids_TK.shape == (40, 3)
     scores = logits.softmax(-1)
     for t in range(40):
@@ -657,14 +657,14 @@ CLASHES = [
         "--model.moe.selection=quantile: --model.moe.top-k=8 must be below --m",
     ),
     (dict(groups=4, top_groups=2, top_devices=1), "--model.moe.top-devices=1: not with --model.moe.groups=4"),
-    (dict(columns=4), "--model.moe.columns=4: only for --model.moe.selection expert-choice or tiles"),
+    (dict(max_top_k=4), "--model.moe.max-top-k=4: only for --model.moe.selection expert-choice or tiles"),
     (
-        dict(selection="tiles", columns=1),
-        "--model.moe.columns=1: must be --model.moe.top-k=2 to --model.moe.exp",
+        dict(selection="tiles", max_top_k=1),
+        "--model.moe.max-top-k=1: must be --model.moe.top-k=2 to --model.moe.exp",
     ),
     (
-        dict(selection="tiles", columns=9),
-        "--model.moe.columns=9: must be --model.moe.top-k=2 to --model.moe.exp",
+        dict(selection="tiles", max_top_k=9),
+        "--model.moe.max-top-k=9: must be --model.moe.top-k=2 to --model.moe.exp",
     ),
     (dict(tile=0), "--model.moe.tile=0: must be at least 1"),
     (dict(sinkhorn_iterations=0), "--model.moe.sinkhorn-iterations=0: must be at least 1"),

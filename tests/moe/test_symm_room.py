@@ -308,7 +308,10 @@ def test_without_gpus(gloo):
     first, second = gloo(2, refusals)
     assert first == second
     assert all(part in first[0] for part in ("--parallel.dispatch=symm", "GPU", "auto or nccl"))
-    assert all(part in first[1] for part in ("--parallel.wire=fp8", "symm", "--parallel.wire same"))
+    assert all(
+        part in first[1]
+        for part in ("--parallel.dispatch-dtype=fp8", "symm", "--parallel.dispatch-dtype same")
+    )
 
 
 def one_after_another(rank, world):

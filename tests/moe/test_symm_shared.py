@@ -62,7 +62,7 @@ def test_the_rule(preset, ep, hides):
     assert symm.hides(ep, 2, moe.shared_dim) == hides
     cfg = Config(model=presets()[preset].model, parallel=ParallelConfig(ep=ep))
     assert runs_beside(cfg, Axes(ep=ep)) == hides and not runs_beside(cfg, ALONE)
-    packed = Config(model=cfg.model, parallel=ParallelConfig(ep=ep, wire="fp8"))
+    packed = Config(model=cfg.model, parallel=ParallelConfig(ep=ep, dispatch_dtype="fp8"))
     nccl = Config(model=cfg.model, parallel=ParallelConfig(ep=ep, dispatch="nccl"))
     assert not runs_beside(packed, Axes(ep=ep)) and not runs_beside(nccl, Axes(ep=ep))
     T = cfg.train.batch * cfg.train.seq

@@ -207,7 +207,7 @@ def kernels(traces: list[tuple]) -> set[str]:
 @pytest.mark.parametrize("name", slow_but(["qwen3-30b-a3b"], ["qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-20b"]))
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_rollouts_pass_of_any_number_of_tokens_is_compiled(name, ep):
-    grpo = GrpoConfig(rewards=["length"], slots=64)
+    grpo = GrpoConfig(rewards=["length"], rollout_slots=64)
     cfg = replace(presets()[name], task="grpo", grpo=grpo, train=TrainConfig(batch=1, seq=2048))
     cfg = replace(cfg, parallel=ParallelConfig(ep=ep))
     known = kernels(warmup.traces(cfg))
@@ -230,7 +230,7 @@ def test_a_rollouts_pass_of_any_number_of_tokens_is_compiled(name, ep):
 )
 def test_a_rollouts_shared_dense_and_whole_experts_are_compiled(name, layout, widths):
     """With etp a rollout takes each expert whole."""
-    cfg = replace(presets()[name], task="grpo", grpo=GrpoConfig(rewards=["length"], slots=64))
+    cfg = replace(presets()[name], task="grpo", grpo=GrpoConfig(rewards=["length"], rollout_slots=64))
     known = kernels(warmup.traces(replace(cfg, parallel=ParallelConfig(**layout))))
     bf16 = torch.bfloat16
     assert kernels([(swiglu.trace, 1, width, bf16) for width in widths]) <= known

@@ -82,7 +82,7 @@ LAYOUTS = [
     ),
     (
         dict(heads=4),
-        dict(tp=2, cp=4, cp_by="heads"),
+        dict(tp=2, cp=4, cp_exchange="heads"),
         r"--parallel.cp=4: must divide the 2 heads .* valid: \[1, 2\]",
     ),
     (dict(), dict(cp=8), r"--train.seq=24: must be a multiple of 16, into which --parallel.cp=8 divides"),

@@ -233,7 +233,7 @@ def refused(rank: int, world: int, axes: dict[str, int], parallel: dict):
 @pytest.mark.parametrize(
     ("world", "axes", "parallel", "why"),
     [
-        (4, dict(pp=2, dp=2), dict(whole_gib=0), "FSDP2 holds the experts"),
+        (4, dict(pp=2, dp=2), dict(gathered_gib=0), "FSDP2 holds the experts"),
         (4, dict(pp=2, replicate=2), {}, "FSDP2 holds the experts"),
         (4, dict(pp=2, etp=2), {}, "--parallel.etp"),
     ],

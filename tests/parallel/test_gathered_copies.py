@@ -31,7 +31,7 @@ def build(ep: int, dtype: str, whole: float, checkpoint: str = "none", seed: int
         compile=False,
         model=MODEL,
         train=TrainConfig(seq=S, dtype=dtype),
-        parallel=ParallelConfig(ep=ep, whole_gib=whole, checkpoint=checkpoint),
+        parallel=ParallelConfig(ep=ep, gathered_gib=whole, checkpoint=checkpoint),
         optim=OptimConfig(lr=3e-3),
     )
     with torch.device("meta"):
@@ -340,5 +340,5 @@ def test_which_experts_are_kept():
     assert not mesh.keeps_whole(2, [8], 1, 0)
     assert not mesh.keeps_whole(2, [], 0, 16)
     assert mesh.keeps_whole(2, [8], 2**40, 1024)
-    with pytest.raises(tmoe.config.ConfigError, match=r"--parallel.whole-gib=-1"):
-        replace(ParallelConfig(), whole_gib=-1.0)
+    with pytest.raises(tmoe.config.ConfigError, match=r"--parallel.gathered-gib=-1"):
+        replace(ParallelConfig(), gathered_gib=-1.0)

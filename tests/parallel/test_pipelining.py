@@ -137,7 +137,12 @@ def uneven_step(rank: int, world: int, axes: dict, parallel: dict, lengths: list
             [15, 15],
             "--train.seq=15 with --parallel.tp=2: must be a multiple of tp",
         ),
-        (dict(pp=2, dp=2, cp=2), dict(cp_by="heads"), [15, 15], "--parallel.cp=2 --parallel.cp-by=heads"),
+        (
+            dict(pp=2, dp=2, cp=2),
+            dict(cp_exchange="heads"),
+            [15, 15],
+            "--parallel.cp=2 --parallel.cp-exchange=heads",
+        ),
         (dict(pp=2), {}, [16, 12], "micros: got tokens of shapes [(1, 12), (1, 16)]"),
     ],
 )

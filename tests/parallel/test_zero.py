@@ -59,7 +59,7 @@ def reference(gloo):
 CASES = [  # (processes, axes, what else differs)
     (4, dict(ep=2), dict(micros=2)),
     (4, dict(), dict(micros=1)),
-    (4, dict(ep=2), dict(micros=2, parallel=dict(whole_gib=0.0))),  # FSDP2 gathers experts as ever
+    (4, dict(ep=2), dict(micros=2, parallel=dict(gathered_gib=0.0))),  # FSDP2 gathers experts as ever
     (4, dict(replicate=2, ep=2), dict(micros=2)),
     (4, dict(cp=2, tp=2, ep=4), dict(micros=2)),
     (4, dict(pp=2, ep=2), dict(micros=4)),

@@ -303,7 +303,7 @@ SETTINGS = [
     dict(loss="dapo", dual_clip=1.05, entropy=0.1, kl=0.2, kl_estimator="k3"),
     dict(loss="grpo", clip_low=0.05, clip_high=0.05, ratio_cap=1.3, normaliser="constant", mismatch="off"),
     dict(loss="cispo", ratio_cap=1.05, normaliser="sequence", entropy=0.2),
-    dict(loss="dppo", pull=0.5, clip_low=1e-4, clip_high=1e-4),
+    dict(loss="dppo", ratio_penalty=0.5, clip_low=1e-4, clip_high=1e-4),
     dict(loss="gspo", dual_clip=1.02, kl=0.3, entropy=0.1),
     dict(loss="rloo", clip_high=0.01, kl=0.3, kl_estimator="k3", entropy=0.1),
 ]
@@ -396,7 +396,7 @@ def test_every_setting_of_a_loss_is_in_its_formula(settings):
 LOSSES = "dapo grpo dr_grpo gspo cispo dppo rloo".split()
 CASES = [("dapo", ["--grpo.updates", "2"]), *((loss, []) for loss in LOSSES[1:])]
 CASES += [("dapo", ["--grpo.kl", "0.1"]), ("gspo", ["--grpo.kl", "0.1", "--grpo.updates", "2"])]
-CASES += [("dapo", ["--grpo.kl", "0.1", "--grpo.kl-in", "reward", "--grpo.tries", "2"])]
+CASES += [("dapo", ["--grpo.kl", "0.1", "--grpo.kl-in", "reward", "--grpo.resample", "2"])]
 CASES += [("grpo", ["--grpo.prompts", "1", "--steps", "1"])]  # of two ranks, one has nothing to answer
 LAYOUTS = [
     (2, ["--parallel.ep", "2", "--train.batch", "2"]),
@@ -506,7 +506,7 @@ def test_a_reward_that_raises_is_counted_and_training_goes_on(data, tmp_path, gl
 @pytest.mark.slow
 def test_prompts_are_drawn_anew_where_rewards_are_equal(data, tmp_path, gloo):
     gloo(1, runs.run, words(data, tmp_path / "0", "--steps", "2", reward="seldom"))
-    gloo(1, runs.run, words(data, tmp_path / "3", "--steps", "2", "--grpo.tries", "3", reward="seldom"))
+    gloo(1, runs.run, words(data, tmp_path / "3", "--steps", "2", "--grpo.resample", "3", reward="seldom"))
     stays, anew = (lines(tmp_path / n, ("reward/equal", "reward/mean"))[0] for n in "03")
     assert 0 < stays[0] < 1 and 0 < anew[0] < 1
     assert anew[1] > stays[1]  # groups of 0 alone are gone
@@ -553,7 +553,7 @@ WRONG = [
     (dict(grpo=dict(dual_clip=1.0)), r"--grpo.dual-clip=1.0: must be above 1"),
     (dict(grpo=dict(loss="dppo", dual_clip=3.0)), r"--grpo.dual-clip=3.0: valid with dapo.*not with .*dppo"),
     (dict(grpo=dict(ratio_cap=1.25)), r"--grpo.ratio-cap=1.25: must be above 1 \+ --grpo.clip-high=0.28"),
-    (dict(grpo=dict(pull=0.1)), r"--grpo.pull=0.1: valid with dppo"),
+    (dict(grpo=dict(ratio_penalty=0.1)), r"--grpo.ratio-penalty=0.1: valid with dppo"),
     (dict(grpo=dict(loss="gspo", normaliser="token")), r"--grpo.normaliser=token: valid with dapo"),
     (dict(grpo=dict(entropy=-1.0)), r"--grpo.entropy=-1.0"),
     (dict(grpo=dict(advantage_eps=0.0)), r"--grpo.advantage-eps=0.0: must be positive"),
@@ -583,7 +583,7 @@ def test_what_cannot_be_meant_is_one_error(given, said):
 
 def test_the_warm_up_knows_a_rollout_s_kernels():
     """Experts and routers launch otherwise for the tokens of all slots than for a micro-batch."""
-    cfg = of_test(slots=48)
+    cfg = of_test(rollout_slots=48)
     wanted: set[str] = set()
     more = dict.fromkeys(t for t in traces(cfg) if t not in traces(replace(cfg, task="sft")))
     assert any(48 in t for t in more)

@@ -1,4 +1,4 @@
-"""--grpo.bits: a step's update finds the rollout's log-probs again in every bit; what cannot is refused."""
+"""--grpo.bitwise: a step's update has the rollout's log-probs in every bit; what cannot is refused."""
 
 import json
 
@@ -15,7 +15,7 @@ from tmoe.run import process as runtime
 
 FLAGS = """--task grpo --resume none --steps 1 --grpo.prompts 4 --grpo.group 4 --train.seq 256
     --model.rope.max-seq 256 --grpo.max-tokens 6 --data.val-fraction 0.2 --train.eval-batches 1
-    --grpo.rewards length(6,6) --no-compile --grpo.bits""".split()
+    --grpo.rewards length(6,6) --no-compile --grpo.bitwise""".split()
 
 
 @pytest.fixture(scope="module")

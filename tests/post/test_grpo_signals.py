@@ -47,9 +47,9 @@ def told_between_tokens(rank, world, argv, at):
 
 
 LAYOUTS = [
-    (2, ["--parallel.ep", "2", "--grpo.slots", "8"]),
-    (2, ["--parallel.dp", "2", "--grpo.slots", "1"]),
-    (1, ["--grpo.slots", "8"]),
+    (2, ["--parallel.ep", "2", "--grpo.rollout-slots", "8"]),
+    (2, ["--parallel.dp", "2", "--grpo.rollout-slots", "1"]),
+    (1, ["--grpo.rollout-slots", "8"]),
 ]
 
 

@@ -26,14 +26,14 @@ PREFERENCE = [["--preference.loss", name] for name in "sigmoid robust hinge ipo 
 GRPO = [f"--grpo.loss {name}".split() for name in "dapo grpo dr_grpo gspo cispo dppo rloo".split()]
 GRPO += [f"--grpo.advantage {name} --grpo.loss gspo".split() for name in ("mean", "leave-one-out")]
 GRPO += [f"--grpo.kl 0.1 --grpo.kl-in {where} --grpo.loss rloo".split() for where in ("loss", "reward")]
-GRPO += ["--grpo.overlong drop --grpo.tries 1 --grpo.replay rollout --grpo.normaliser constant".split()]
+GRPO += ["--grpo.overlong drop --grpo.resample 1 --grpo.replay rollout --grpo.normaliser constant".split()]
 GRPO += ["--grpo.kl 0.1 --grpo.entropy 0.01 --grpo.updates 2 --grpo.replay old".split()]
 TASKS = dict(pretrain=[[]], sft=[[], ["--sft.dft"]], preference=PREFERENCE, kto=[[]], grpo=GRPO)
 # The layouts of four ranks in which two of them read the same rows.
 DIVIDED = [
     "--parallel.tp 2 --parallel.ep 2",
-    "--parallel.cp 2 --parallel.cp-by keys",
-    "--parallel.cp 2 --parallel.cp-by heads --parallel.ep 4",
+    "--parallel.cp 2 --parallel.cp-exchange keys",
+    "--parallel.cp 2 --parallel.cp-exchange heads --parallel.ep 4",
 ]
 REWARD = 'def some(sample):\n    return sum(sample.answer.encode("utf-8", "surrogateescape")) % 7 / 7\n'
 

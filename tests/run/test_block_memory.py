@@ -70,7 +70,7 @@ def test_attention_keeps_what_autograd_keeps(model, tp, cp, by):
     cfg = Config(
         model=model,
         train=TrainConfig(batch=2, seq=S, isolate_documents=model not in PADDED),
-        parallel=ParallelConfig(tp=tp, cp=cp, cp_by=by),
+        parallel=ParallelConfig(tp=tp, cp=cp, cp_exchange=by),
     )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=axes.world)
     try:

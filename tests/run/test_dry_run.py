@@ -25,8 +25,11 @@ CASES = [
         ],
     ),
     ("--parallel.replicate 4 --world 8", ["('replicate', 'shard')", "8 readers"]),
-    ("--parallel.cp 4 --parallel.cp-by keys --world 8", ["by keys", "2 readers"]),
-    ("--parallel.cp 3 --parallel.cp-by heads --parallel.tp 2 --world 6", ["by heads", "3 of 6", "1 readers"]),
+    ("--parallel.cp 4 --parallel.cp-exchange keys --world 8", ["by keys", "2 readers"]),
+    (
+        "--parallel.cp 3 --parallel.cp-exchange heads --parallel.tp 2 --world 6",
+        ["by heads", "3 of 6", "1 readers"],
+    ),
     (
         "--parallel.pp 2 --parallel.schedule v --train.accumulate 4 --world 2",
         ["4 chunks of 4 blocks", "embedding, block 0, block 3, norm and head"],

@@ -74,8 +74,8 @@ def test_an_error_holds_its_fields_and_each_front_spells_it():
         tmoe.MoEConfig(experts=8, groups=3)
     fields = refused.value.setting, refused.value.value, refused.value.wrong, refused.value.valid
     assert fields == ("model.moe.groups", "3", "must divide --model.moe.experts=8", "[1, 2, 4, 8]")
-    switch = ConfigError.of("grpo.bits", True, f"needs {Setting('compile', False)}")
-    assert (switch.value, switch.spelt("flag")) == ("", "--grpo.bits: needs --no-compile")
+    switch = ConfigError.of("grpo.bitwise", True, f"needs {Setting('compile', False)}")
+    assert (switch.value, switch.spelt("flag")) == ("", "--grpo.bitwise: needs --no-compile")
     plain = ConfigError("no model here")
     assert (plain.setting, plain.value, plain.wrong) == ("", "", "no model here")
 

@@ -318,7 +318,7 @@ def test_exchange_worked_by_hand():
         == memory_per_rank(symm, Axes(ep=4))["exchange"]
         == 65536 * (4 * 4096 + 3 * 32)
     )
-    packed = Config(model=QWEN3, parallel=ParallelConfig(ep=4, wire="fp8"))
+    packed = Config(model=QWEN3, parallel=ParallelConfig(ep=4, dispatch_dtype="fp8"))
     assert exchange_bytes(packed, Axes(ep=4)) == 65536 * (4 * (4096 + 2048 + 4) + 3 * 32)
     nccl = Config(model=QWEN3, parallel=ParallelConfig(ep=4, dispatch="nccl"))
     assert exchange_bytes(nccl, Axes(ep=4)) == exchange_bytes(symm, ALONE) == 0
@@ -550,7 +550,7 @@ def test_memory_states_worked_by_hand():
     cfg = Config(model=QWEN3, optim=OptimConfig(ema=0.999))
     memory = memory_per_rank(cfg, Axes(dp=2, ep=4))
     sharded = memory_per_rank(
-        dataclasses.replace(cfg, parallel=ParallelConfig(whole_gib=0.0)), Axes(dp=2, ep=4)
+        dataclasses.replace(cfg, parallel=ParallelConfig(gathered_gib=0.0)), Axes(dp=2, ep=4)
     )
     own = (counts.total - experts) // 8 + experts // 4 // 2
     # the router's 128 rows, norms of 128: all divide
@@ -600,8 +600,8 @@ def test_memory_of_parameters_is_what_the_layout_gives_rank_0(dp, ep):
 )
 def test_parameters_are_what_the_layout_gives_the_first_rank_of_each_stage(axes, how):
     """And who holds experts: FSDP2 where there are replicas, or where ranks that share them keep none."""
-    for whole_gib in (16.0, 0.0):
-        parallel = ParallelConfig(pp=axes.pp, ep=axes.ep, whole_gib=whole_gib, **how)
+    for gathered_gib in (16.0, 0.0):
+        parallel = ParallelConfig(pp=axes.pp, ep=axes.ep, gathered_gib=gathered_gib, **how)
         cfg = Config(model=ODD, compile=False, train=TrainConfig(accumulate=axes.pp), parallel=parallel)
         said = memory_of_stages(cfg, axes)
         assert len(said) == axes.pp and memory_per_rank(cfg, axes) == max(said, key=peak_bytes)
@@ -690,7 +690,7 @@ def test_parts_of_a_sequence_divide_what_a_rank_keeps():
 def test_replicas_hold_the_same_and_gather_no_copies():
     one = memory_per_rank(Config(model=OLMOE), Axes(dp=2, ep=4))
     two = memory_per_rank(Config(model=OLMOE), Axes(replicate=2, dp=2, ep=4))
-    cut = Config(model=OLMOE, parallel=ParallelConfig(whole_gib=0.0))
+    cut = Config(model=OLMOE, parallel=ParallelConfig(gathered_gib=0.0))
     assert two == memory_per_rank(cut, Axes(dp=2, ep=4))
     assert one["parameters"] == two["parameters"] and one["gathered"] > two["gathered"]
 

@@ -69,7 +69,7 @@ def test_parts_are_those_that_a_run_allocates(words, gloo):
     ((alone, said, passing),) = gloo(1, measured, [*words, "--grpo.group", "4"])
     assert (alone.pool, alone.reference) == (said["pool"], said["reference"])
     assert alone.gathered == said["rollout"] - passing == 0
-    flags = ["--grpo.group", "4", "--parallel.dp", "2", "--parallel.whole-gib", "0"]
+    flags = ["--grpo.group", "4", "--parallel.dp", "2", "--parallel.gathered-gib", "0"]
     for found, said, passing in gloo(2, measured, [*words, *flags]):
         assert (found.pool, found.reference) == (said["pool"], said["reference"])
         assert found.gathered == said["rollout"] - passing
@@ -100,7 +100,7 @@ def test_an_update_holds_as_much_for_any_group(words, gloo):
 @pytest.mark.parametrize("axes", [Axes(), Axes(dp=2), Axes(ep=2)], ids=str)
 def test_the_prediction_of_a_fixed_pool_does_not_depend_on_the_group(axes):
     def of(group, **more):
-        grpo = GrpoConfig(rewards=("exact",), group=group, pool_gib=0.008, slots=8, **more)
+        grpo = GrpoConfig(rewards=("exact",), group=group, pool_gib=0.008, rollout_slots=8, **more)
         return memory_per_rank(Config(task="grpo", grpo=grpo, train=TrainConfig(seq=512)), axes)
 
     one, *others = (of(group) for group in (8, 64, 256))
@@ -111,7 +111,7 @@ def test_the_prediction_of_a_fixed_pool_does_not_depend_on_the_group(axes):
         name: size for name, size in one.items() if name not in ("reference", "rollout", "pool", "away")
     }
     assert peak_bytes(one) >= peak_bytes(without)
-    huge = replace(Config(), task="grpo", grpo=GrpoConfig(rewards=("exact",), slots=4096, group=4096))
+    huge = replace(Config(), task="grpo", grpo=GrpoConfig(rewards=("exact",), rollout_slots=4096, group=4096))
     parts = memory_per_rank(huge, axes)
     held = sum(parts[name] for name in ("parameters", "moments", "exchange", "rollout", "pool"))
     assert peak_bytes(parts) == held  # more than an update: the two take turns

@@ -112,7 +112,7 @@ def test_what_is_read_is_not_named(words, capsys):
             "tiny --checkpoint.mode off --checkpoint.every 5 --checkpoint.no-keep-best",
             "--checkpoint.every=5, --checkpoint.no-keep-best: unused with --checkpoint.mode=off",
         ),
-        ("tiny --parallel.cp-by heads", "--parallel.cp-by=heads: unused with --parallel.cp=1"),
+        ("tiny --parallel.cp-exchange heads", "--parallel.cp-exchange=heads: unused with --parallel.cp=1"),
         ("tiny --parallel.schedule v", "--parallel.schedule=v: unused with --parallel.pp=1"),
         (
             "tiny --model.moe.balance none --model.moe.balance-coeff 1",

@@ -29,7 +29,7 @@ WISHES = (
     (
         r"fp8|fp4|transformer.?engine",
         "products of experts in fp8 are not there yet; valid: --train.float8 rowwise for dense layers and "
-        "shared experts; --parallel.wire fp8 sends rows in fp8",
+        "shared experts; --parallel.dispatch-dtype fp8 sends rows in fp8",
     ),
     (
         r"vllm|sglang|tensorrt|trt.?llm",

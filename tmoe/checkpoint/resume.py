@@ -15,6 +15,7 @@ from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import Manifest, read_manifest
 from tmoe.config.check import Section, Setting, fits
 from tmoe.config.model import STEPS_READ, ModelConfig
+from tmoe.config.renamed import with_new_names
 from tmoe.config.run import Config
 from tmoe.config.same import as_flags, build_config, differences
 
@@ -59,7 +60,7 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     _require_same_text(step_dir, manifest, cfg, before, data)
 
     goes_on = not cfg.eval_only and step < cfg.steps
-    was = manifest.info.get("config", {})
+    was, _ = with_new_names(manifest.info.get("config", {}))
     changed = _changed(was, cfg, goes_on)
     noted = [f"--{name}={new} (was {old})" for name, old, new in changed]
     a_step = cfg.train.batch * cfg.train.accumulate * readers * cfg.train.seq

@@ -95,9 +95,9 @@ SYNONYMS = {
     "--grpo.overlong": "mask-truncated-completions overlong-filter",
     "--grpo.mismatch": "importance-sampling-correction vllm-importance-sampling-correction tis",
     "--grpo.mismatch-cap": "vllm-importance-sampling-cap tis-cap",
-    "--grpo.tries": "dynamic-sampling filter-groups max-num-gen-batches",
+    "--grpo.resample": "dynamic-sampling filter-groups max-num-gen-batches",
     "--grpo.entropy": "entropy-coef entropy-coeff",
-    "--grpo.slots": "max-num-seqs",
+    "--grpo.rollout-slots": "max-num-seqs",
 }
 
 

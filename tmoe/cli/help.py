@@ -27,7 +27,7 @@ PARALLEL = "parallel.dp parallel.ep parallel.tp parallel.cp parallel.pp parallel
 KEPT = "checkpoint.every checkpoint.keep log.every log.wandb"
 CHAT = "data.path data.tokenizer data.chat_template data.overlong data.val_fraction"
 GRPO = """grpo.rewards grpo.prompts grpo.group grpo.max_tokens grpo.temperature grpo.loss grpo.kl grpo.updates
-grpo.clip_low grpo.clip_high grpo.overlong grpo.slots grpo.reward_workers grpo.reward_timeout"""
+grpo.clip_low grpo.clip_high grpo.overlong grpo.rollout_slots grpo.reward_workers grpo.reward_timeout"""
 # Titles and dotted settings of each task's page.
 PAGES: dict[str, dict[str, str]] = {
     "pretrain": {

@@ -24,6 +24,7 @@ from tmoe.config.balance import require_coefficient_read
 from tmoe.config.check import ConfigError, Setting, fits, options_of, require, spell, spelt
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
+from tmoe.config.renamed import note_of, with_new_flags, with_new_names
 from tmoe.config.run import Config, DataConfig
 
 # Settings that say what one start does, not what the run is: who goes on with a run does not mean them.
@@ -54,12 +55,12 @@ def read_settings(words: list[str]) -> Source:
     A preset or a run folder (the first word), or without one the model of --init's folder, or `tiny`. Then
     the settings of --config's file. ConfigError for what cannot be read or names no setting.
     """
+    words, notes = with_new_flags(words)
     words, file = _without(words, "--config")
     first = words[0] if words and not words[0].startswith("-") else ""
     rest = words[1:] if first else words
     told = read_file(Path(file)) if file is not None else {}
     init = _value(rest, "--init") or told.get("init")
-    notes: list[str] = []
     given: dict[str, str] = {}
     record = False
     places: dict[str, str] = {}
@@ -91,6 +92,8 @@ def read_settings(words: list[str]) -> Source:
         places |= named
         record = is_record(Path(file))
         given = {} if record else named
+        old = [] if record else with_new_names(_parsed(Path(file)))[1]
+        notes.extend(f"{file}: {note_of(name)}" for name in old)
         run = cfg if record else run
     flags, of_file = _values(rest), set(given)
     cfg = _with_one_length(cfg, flags, told, file)
@@ -180,8 +183,8 @@ def _settings_of(told: dict[str, Any]) -> dict[str, Any]:
     """Settings as a file has them: its own, or under "config" with a run's facts beside them."""
     config = told.get("config")
     if not isinstance(config, dict):
-        return told
-    settings = {name: value for name, value in config.items() if name not in OF_A_START}
+        return with_new_names(told)[0]
+    settings = {name: value for name, value in with_new_names(config)[0].items() if name not in OF_A_START}
     train = settings.get("train")
     if isinstance(train, dict) and train.get("global_batch"):
         # accumulate followed from it and from the number of ranks, which may be another now

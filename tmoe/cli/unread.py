@@ -141,7 +141,7 @@ RULES = (
                 "with --parallel.pp above 1",
             ),
             (
-                "parallel.cp_by",
+                "parallel.cp_exchange",
                 lambda cfg: cfg.parallel.cp > 1,
                 "--parallel.cp=1",
                 "with --parallel.cp above 1",

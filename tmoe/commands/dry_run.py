@@ -43,8 +43,8 @@ LEGEND = {
     "activations": "what the backward needs of the forward: --train.batch, --parallel.checkpoint",
     "working": "the largest block's temporaries, or the loss's: --train.batch",
     "reference": "the model that --grpo.kl keeps, this rank's share in fp32",
-    "rollout": "weights gathered for a rollout, and its passes: --grpo.slots; gone in an update",
-    "pool": "keys and values in a rollout: --grpo.slots, --grpo.pool-gib; gone in an update",
+    "rollout": "weights gathered for a rollout, and its passes: --grpo.rollout-slots; gone in an update",
+    "pool": "keys and values in a rollout: --grpo.rollout-slots, --grpo.pool-gib; gone in an update",
     "away": "of the moments, what is on the host in a rollout (--grpo.offload)",
     "exchange": "buffers into which other ranks write rows for this one's experts (--parallel.dispatch)",
 }
@@ -135,7 +135,7 @@ def meaning(cfg: Config, axes: Axes) -> Iterator[str]:
         dp="ranks that share the same experts",
         ep=f"ranks that divide {model.moe.experts} experts: {model.moe.experts // axes.ep} each",
         etp=f"ranks that divide each expert: {model.moe.ffn_dim // axes.etp} of {model.moe.ffn_dim} channels",
-        cp=f"ranks that divide a sequence, by {p.cp_by}",
+        cp=f"ranks that divide a sequence, by {p.cp_exchange}",
         tp=f"ranks that divide attention's heads: {model.heads // axes.tp} of {model.heads}",
     )
     for name, what in says.items():

@@ -112,7 +112,7 @@ def of_layer(cfg: Config, T: int, dtype: torch.dtype, trained: bool = True) -> l
     if dtype == torch.bfloat16:
         found.append((router_product.trace, T, m.dim, moe.outputs, dtype))
     if ep > 1 and not moe.pad:
-        found.append((exchange.trace, T, W, K, ep, dtype, p.wire == "fp8", trained))
+        found.append((exchange.trace, T, W, K, ep, dtype, p.dispatch_dtype == "fp8", trained))
     if runs_beside(cfg, Axes(ep=p.ep, etp=p.etp)):
         found.append((swiglu.trace, T, moe.shared_dim, dtype))
         found.append((exchange.trace_routes, T, K, ep, dtype))
@@ -127,14 +127,14 @@ def of_rollout(cfg: Config, tokens: int, dtype: torch.dtype) -> list[tuple]:
     r = cfg.parallel.adaptive_r
     whole = replace(cfg.parallel, tp=1, cp=1, etp=1, adaptive_r=0 if r == 0 else None)
     whole = replace(cfg, parallel=whole)
-    counts = *COUNTS, max(tokens, cfg.grpo.slots)
+    counts = *COUNTS, max(tokens, cfg.grpo.rollout_slots)
     layers = [one for T in counts for one in of_layer(whole, T, dtype, trained=False)]
     return [*layers, *of_tokens(cfg, dtype)]
 
 
 def of_tokens(cfg: Config, dtype: torch.dtype) -> list[tuple]:
     """What a rollout launches for one token of each slot beside the experts: attention, norms, the draw."""
-    m, bits = cfg.model, cfg.grpo.bits
+    m, bits = cfg.model, cfg.grpo.bitwise
     latent = m.attention == "mla"
     scale = m.head_dim**-0.5 if m.attention_multiplier is None else m.attention_multiplier
     norm = "none" if bits else m.qk_norm

@@ -12,6 +12,7 @@ from tmoe.base.activations import activation, canonical
 from tmoe.config.balance import Balance, one_spelling, read_balance, require_noise
 from tmoe.config.check import ConfigError, Section, Setting, check, divisors, require
 from tmoe.config.policies import SCORES, SELECTIONS, ScoreName
+from tmoe.config.renamed import former_names
 
 # settings of a model that say how it is trained, which runs may change: the weights mean the same under all
 STEPS_READ = (
@@ -110,6 +111,7 @@ class MLAConfig:
         mla.require(self.rope_dim % 2 == 0, "rope_dim", "must be even (RoPE turns pairs)")
 
 
+@former_names("model.moe")
 @dataclass(frozen=True)
 class MoEConfig:
     """One Mixture-of-Experts layer: router, experts, shared experts, balancing terms."""
@@ -158,7 +160,7 @@ class MoEConfig:
     """factor on the K weights"""
     identity_experts: int = 0
     """further outputs of the router whose expert is the identity: y += weight * x (LongCat-Flash)"""
-    columns: int = 0
+    max_top_k: int = 0
     """expert-choice and tiles: most experts that a token may get; 0: all of them"""
     tile: int = 128
     """tiles: the experts' numbers of tokens become multiples of this"""
@@ -223,7 +225,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         zero = "bias_speed shared_dim balance_coeff z_coeff noise force_skew "
-        zero += "top_devices identity_experts columns latent_dim"
+        zero += "top_devices identity_experts max_top_k latent_dim"
         one = "experts ffn_dim groups tile sinkhorn_iterations cosine_dim"
         positive, share = "scaling cosine_temperature", "jitter quantile_ema"
         moe = check(self, "model.moe.", one=one, zero=zero, positive=positive, share=share)
@@ -281,7 +283,7 @@ class MoEConfig:
     @property
     def slots(self) -> int:
         """Columns of a routing's ids: K, or as many as a selection with columns of its own fills."""
-        return (self.columns or self.outputs) if SELECTIONS[self.selection].columns else self.top_k
+        return (self.max_top_k or self.outputs) if SELECTIONS[self.selection].columns else self.top_k
 
     def limits(self, devices: int = 1) -> bool:
         """Whether a token may choose from some groups or ranks alone; devices: ranks of the expert group."""
@@ -380,13 +382,13 @@ def require_policy(moe: MoEConfig) -> None:
             f"has weights of its own; not with {own.said('score')} {own.said('softmax')}",
         ),
         (
-            moe.columns > 0 and not entry.columns,
-            "columns",
+            moe.max_top_k > 0 and not entry.columns,
+            "max_top_k",
             f"only for {Setting('model.moe.selection')} {columned}",
         ),
         (
-            moe.columns > 0 and not moe.top_k <= moe.columns <= moe.outputs,
-            "columns",
+            moe.max_top_k > 0 and not moe.top_k <= moe.max_top_k <= moe.outputs,
+            "max_top_k",
             f"must be {own.said('top_k')} to {moe.outputs_said}, or 0",
         ),
         (

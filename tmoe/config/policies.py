@@ -32,7 +32,7 @@ class Selection(NamedTuple):
     module: str
     """where its `choose` is: a file in tmoe/moe, or any module by its whole name"""
     columns: bool = False
-    """a token may get more or fewer than K experts, up to --model.moe.columns"""
+    """a token may get more or fewer than K experts, up to --model.moe.max-top-k"""
     looks: Literal["", "training", "always"] = ""
     """when a token's experts depend on other tokens, later ones too"""
     limited: bool = True

@@ -29,6 +29,7 @@ from tmoe.config.float8 import require_float8
 from tmoe.config.gpus import GpuName
 from tmoe.config.model import ModelConfig, no_bits, require_reach
 from tmoe.config.policies import SELECTIONS
+from tmoe.config.renamed import former_names
 
 MOST |= dict.fromkeys(("dim", "head_dim", "v_head_dim", "ffn_dim", "shared_dim"), 2**20)
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
@@ -81,6 +82,7 @@ class TrainConfig:
         require(tokens < 2**31, "train.batch", sizes, wrong)
 
 
+@former_names("parallel")
 @dataclass(frozen=True)
 class ParallelConfig:
     """How ranks divide the work: world = pp x replicate x dp x ep x etp, and cp x tp divides dp x ep x etp.
@@ -99,7 +101,7 @@ class ParallelConfig:
     """in how many pieces a rank's tokens travel under tp, each beside the product of another"""
     cp: int = 1
     """context-parallel degree: ranks that divide a sequence's tokens"""
-    cp_by: Literal["keys", "heads"] = "keys"
+    cp_exchange: Literal["keys", "heads"] = "keys"
     """what context-parallel attention exchanges: keys (every rank gathers keys and values),
     heads (all-to-all: each rank has all tokens of some heads)"""
     pp: int = 1
@@ -124,7 +126,7 @@ class ParallelConfig:
     """how rows reach their experts: local (ep=1), nccl (all-to-all; gloo on CPU),
     symm (stores into the peers' memory; one NVLink node), auto: symm where it works, else all-to-all,
     across nodes in two hops, so that a token crosses the network once for each node"""
-    wire: Literal["same", "fp8"] = "same"
+    dispatch_dtype: Literal["same", "fp8"] = "same"
     """what rows travel as, with symm: their own type,
     or float8 e4m3 with a scale a row (half the bytes, 2.6% of rounding each way)"""
     shard: Literal[1, 2, 3] = 3
@@ -135,7 +137,7 @@ class ParallelConfig:
     checkpoint: Literal["none", "moe", "attention", "block"] = "none"
     """part of each block whose activations are computed again in the backward:
     MoE (or dense feed-forward) with its norm, attention with its norm, or the whole block"""
-    whole_gib: float = 16.0
+    gathered_gib: float = 16.0
     """where dp divides a rank's experts:
     up to so many GiB of them (in the compute type) are gathered once a step and kept;
     above that, FSDP2 gathers each layer's twice"""
@@ -149,7 +151,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         one = "dp ep tp tp_pieces cp pp chunks replicate etp"
-        parallel = check(self, "parallel.", one=one, zero="whole_gib")
+        parallel = check(self, "parallel.", one=one, zero="gathered_gib")
         valid = [0, *divisors(self.etp)]
         must = f"must be auto or one of {valid} with {parallel.said('etp')}"
         parallel.require(self.adaptive_r in (None, "auto", *valid), "adaptive_r", must)
@@ -158,8 +160,8 @@ class ParallelConfig:
         parallel.require(dispatch != "local" or alone, "dispatch", wrong)
         more = f"needs {Setting('parallel.ep')} above 1"
         parallel.require(dispatch != "symm" or not alone, "dispatch", f"{more}, not 1; use auto or local")
-        ok = self.wire != "fp8" or not (alone or dispatch == "nccl")
-        parallel.require(ok, "wire", f"{more} and symm, not ep={self.ep} and {dispatch}")
+        ok = self.dispatch_dtype != "fp8" or not (alone or dispatch == "nccl")
+        parallel.require(ok, "dispatch_dtype", f"{more} and symm, not ep={self.ep} and {dispatch}")
 
 
 @dataclass(frozen=True)
@@ -359,6 +361,7 @@ class PreferenceConfig:
         preference.require(0 <= self.smoothing < 0.5, "smoothing", "must be at least 0 and below 0.5")
 
 
+@former_names("grpo")
 @dataclass(frozen=True)
 class GrpoConfig:
     """Learning from rewards of the model's own answers (--task grpo)."""
@@ -389,7 +392,7 @@ class GrpoConfig:
     ratio_cap: float | None = None
     """cispo: most that a ratio weighs (None: 5); dapo, grpo, dr_grpo: ratios are at most this before all
     else, above 1 + clip-high (None: no bound)"""
-    pull: float | None = None
+    ratio_penalty: float | None = None
     """dppo: weight of the squared logarithm of the ratio, which draws tokens back; None: 0.001"""
     entropy: float = 0.0
     """weight of the policy's entropy, which is taken off the loss"""
@@ -412,7 +415,7 @@ class GrpoConfig:
     overlong: Literal["train", "drop"] = "train"
     """answers that max-tokens cuts off: trained like others, or left out of the loss (drop);
     the reward `length` lowers rewards as answers come near it"""
-    tries: int = 0
+    resample: int = 0
     """how often prompts are drawn anew in place of those whose answers are rewarded alike;
     0: these stay (and teach nothing)"""
     mismatch: Literal["truncate", "mask", "off"] | None = None
@@ -423,10 +426,10 @@ class GrpoConfig:
     replay: Literal["none", "rollout", "old"] = "none"
     """experts that updates take again, with weights of their own scores: those of the rollout (R3), or of the
     step's first update in its later ones (R2)"""
-    bits: bool = False
+    bitwise: bool = False
     """the rollout's log-probs are those of the update's forward in every bit, so ratios are exactly 1;
     slower, and needs --no-compile and a --train.seq that is a multiple of 128"""
-    slots: int = 64
+    rollout_slots: int = 64
     """answers that a rank makes at the same time"""
     pool_gib: float | None = None
     """room for their keys and values, taken for a rollout and given back after;
@@ -443,11 +446,14 @@ class GrpoConfig:
     saved. Validations are counted apart, by the same bound"""
     code: bool = False
     """let the reward `code` run what the model writes, without network and within limits"""
-    right: float = 1.0
+    pass_reward: float = 1.0
     """validation: the reward from which an answer is right, for pass@k"""
 
     def __post_init__(self) -> None:
-        one, zero = "prompts group max_tokens updates slots reward_workers", "kl tries pull entropy"
+        one, zero = (
+            "prompts group max_tokens updates rollout_slots reward_workers",
+            "kl resample ratio_penalty entropy",
+        )
         positive = "temperature clip_high pool_gib reward_timeout ratio_cap advantage_eps"
         grpo = check(self, "grpo.", one=one, zero=f"{zero} allow_empty", positive=positive)
         compared = "must be at least 2, for answers are compared with each other"
@@ -472,7 +478,7 @@ CLIPPED = "dapo", "grpo", "dr_grpo"  # losses of tokens by PPO's clip
 LOSSES_WITH = dict(  # of settings that not every loss has
     dual_clip=(*CLIPPED, "gspo", "rloo"),
     ratio_cap=(*CLIPPED, "cispo"),
-    pull=("dppo",),
+    ratio_penalty=("dppo",),
     normaliser=(*CLIPPED, "cispo", "dppo"),
 )
 
@@ -605,7 +611,7 @@ class Config:
         run.require(not has_moe or divides, "parallel.ep", wrong, divisors(experts))
         if has_moe:
             require_routing(self)
-        for name, other in (("parallel.dispatch", "symm"), ("parallel.wire", "fp8")):
+        for name, other in (("parallel.dispatch", "symm"), ("parallel.dispatch_dtype", "fp8")):
             padded = self.model.moe.pad and run.value(name) == other
             wrong = f"not with {Setting('model.moe.pad')}, which has its own all-to-all"
             run.require(not padded, name, wrong)
@@ -654,7 +660,7 @@ def require_grpo(cfg: Config) -> None:
         several = f"{run.said('model.moe.selection')} gives tokens more or fewer experts than top-k"
         run.require(not SELECTIONS[model.moe.selection].columns, "grpo.replay", several, "none")
     require_no_noise(model, "grpo")
-    if g.bits:
+    if g.bitwise:
         require_bits(cfg)
     below = f"must be below {run.said('train.seq')}, which prompts share"
     run.require(cfg.answer_tokens < t.seq, "grpo.max_tokens", below)
@@ -674,12 +680,12 @@ def require_no_noise(model: ModelConfig, task: str) -> None:
 def require_bits(cfg: Config) -> None:
     """ConfigError unless rollouts and updates can be equal in bits."""
     why, p, run = no_bits(cfg.model), cfg.parallel, Section(cfg)
-    bits = Setting("grpo.bits")
-    run.require(why is None, "grpo.bits", why or "")
+    bits = Setting("grpo.bitwise")
+    run.require(why is None, "grpo.bitwise", why or "")
     equal = f"{bits} wants answers and updates of equal products; valid: one of them"
     run.require(cfg.train.float8 == "none", "train.float8", equal)
     eager = f"compiled blocks round otherwise; needs {Setting('compile', False)}"
-    run.require(not cfg.compile, "grpo.bits", eager)
+    run.require(not cfg.compile, "grpo.bitwise", eager)
     run.require(cfg.train.seq % 128 == 0, "train.seq", f"must be a multiple of 128 with {bits}")
     divided = f"{p.tp}, {run.said('parallel.cp')}, {run.said('parallel.etp')}"
     wrong = f"divide what rollouts do whole; {bits} needs 1"
@@ -692,7 +698,7 @@ def require_layout(cfg: Config) -> None:
     require_heads(p, model)
 
     # tp and cp: a sequence's tokens.
-    parts = p.cp * p.tp * (2 if p.cp > 1 and p.cp_by == "keys" else 1)
+    parts = p.cp * p.tp * (2 if p.cp > 1 and p.cp_exchange == "keys" else 1)
     degrees = [run.said(name) for name in ("parallel.cp", "parallel.tp") if run.value(name) > 1]
     valid = f"must be a multiple of {parts}, into which {' x '.join(degrees)} divides each sequence"
     run.require(cfg.train.seq % parts == 0, "train.seq", valid)
@@ -784,7 +790,7 @@ def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
         degrees = [tp for tp in degrees if groups % tp == 0 or tp % groups == 0]
         parallel.require(p.tp in degrees, "tp", f"{divide} and fit {groups} key heads", degrees)
     parallel.require(p.tp in degrees, "tp", divide, degrees)
-    if p.cp_by == "heads":
+    if p.cp_exchange == "heads":
         own = heads // p.tp
-        valid = f"{divisors(own)}, or {Setting('parallel.cp_by')} keys"
+        valid = f"{divisors(own)}, or {Setting('parallel.cp_exchange')} keys"
         parallel.require(own % p.cp == 0, "cp", f"must divide the {own} heads that tp leaves a rank", valid)

@@ -11,6 +11,7 @@ from tmoe.base.listing import listed
 from tmoe.config.check import ConfigError, fits, spell
 from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.policies import SELECTIONS
+from tmoe.config.renamed import with_new_names
 
 # settings of ModelConfig that have settings of their own
 PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)
@@ -104,7 +105,7 @@ def _moe_facts(moe: MoEConfig) -> dict[str, Any]:
     if entry.weighs:
         found |= dict(renormalize=False, score="sigmoid" if moe.top_k == 1 else "softmax")
     if found["selection"] == "topk":
-        del found["columns"]
+        del found["max_top_k"]
     if moe.score != "cosine":
         found = {name: value for name, value in found.items() if not name.startswith("cosine_")}
     if moe.top_groups == moe.groups:
@@ -178,6 +179,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 def build_config(settings: dict[str, Any]) -> ModelConfig:
     """ModelConfig from nested settings, as config.json of a run holds them; ConfigError for anything else."""
+    settings, _ = with_new_names(settings, "model.")
     try:
         known = {name: value for name, value in _flat(settings).items() if name in KINDS}
         wrong = {name: value for name, value in known.items() if not fits(value, KINDS[name])}

@@ -43,7 +43,7 @@ def grouped_elements(cfg: Config, axes: Axes, layer: int) -> int:
     own, cp = local_tokens(cfg, axes) * axes.tp, axes.cp  # tokens that tp gathers
     window = model.window_of(layer)
     H, G = model.heads // axes.tp, max(1, model.kv_heads_in(window) // axes.tp)  # of this rank
-    by_keys = cp > 1 and cfg.parallel.cp_by == "keys"
+    by_keys = cp > 1 and cfg.parallel.cp_exchange == "keys"
     # Attention pads v and the result, except in flex attention, and where it calls cuDNN.
     masked = by_keys or cfg.train.isolate_documents or model.sinks_in(window) or 0 < window < cfg.train.seq
     padded = V < C and not masked
@@ -81,7 +81,7 @@ def latent_elements(cfg: Config, axes: Axes) -> int:
     mla, tp, cp = cfg.model.mla, axes.tp, axes.cp
     T = local_tokens(cfg, axes)
     own = T * tp  # tokens that tp gathers
-    by_keys = cp > 1 and cfg.parallel.cp_by == "keys"
+    by_keys = cp > 1 and cfg.parallel.cp_exchange == "keys"
     by_heads = cp > 1 and not by_keys
     H = cfg.model.heads // tp
     latent = mla.kv_rank + mla.rope_dim  # what keys and values are made of

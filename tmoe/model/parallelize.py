@@ -69,13 +69,13 @@ def parallelize(
     values (every rank must hold the same ones). Meta tensors stay meta, to be filled by `to_empty` and
     `init_weights`.
 
-    cfg: of it, `train.dtype`, `.float8`, `.batch` and `.seq`, `parallel.dispatch`, `.wire`, `.checkpoint`,
-        `.whole_gib`, `.shard`, `.cp_by`, `.tp_pieces` and `.adaptive_r` and `compile` are read. None: fp32,
-        auto, same, none, 16, 3, keys, 1, none, eager.
+    cfg: of it, `train.dtype`, `.float8`, `.batch` and `.seq`, `parallel.dispatch`, `.dispatch_dtype`,
+        `.checkpoint`, `.gathered_gib`, `.shard`, `.cp_exchange`, `.tp_pieces` and `.adaptive_r` and `compile`
+        are read. None: fp32, auto, same, none, 16, 3, keys, 1, none, eager.
     whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
         its end, and that micro-batches that do not sync are told to the model itself. FSDP2 then gathers
         small neighbours together, with one hook in front of the first and one behind the last. Experts that
-        dp ranks share stay whole, up to `parallel.whole_gib`, past FSDP2's bookkeeping (gathered_copies.py).
+        dp ranks share stay whole, up to `parallel.gathered_gib`, without FSDP2 (gathered_copies.py).
         If the promise were broken, blocks would be found gathered or not against what was asked, and
         gradients unreduced.
 
@@ -106,7 +106,7 @@ def parallelize(
         apply_spread(model, mesh, cfg)
         apply_float8(model, cfg.train.float8)
     for moe in layers:
-        apply_ep(moe, mesh, cfg.parallel.dispatch, tokens, cfg.parallel.wire)
+        apply_ep(moe, mesh, cfg.parallel.dispatch, tokens, cfg.parallel.dispatch_dtype)
         apply_way(moe, cfg.parallel.adaptive_r, tokens, 2 if cfg.train.dtype == "bf16" else 4)
     if isinstance(model, Transformer):
         model.balancer.all_reduce = partial(all_reduce, group=mesh.world.get_group())
@@ -167,7 +167,7 @@ def apply_spread(model: Transformer, mesh: Mesh, cfg: Config) -> None:
     if axes.parts == 1:
         return
     require_heads(replace(cfg.parallel, tp=axes.tp, cp=axes.cp), model.cfg)
-    spread = Spread.over(mesh, cfg.parallel.cp_by, cfg.parallel.tp_pieces)
+    spread = Spread.over(mesh, cfg.parallel.cp_exchange, cfg.parallel.tp_pieces)
     model.spread = spread
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -382,7 +382,7 @@ def _sharers(model: nn.Module, mesh: Mesh, cfg: Config) -> Sharers | None:
     keep = (
         at_the_end is not None
         and mesh.axes.replicate == 1
-        and keeps_whole(mesh.dp.size(), [len(p) for p in held], size, cfg.parallel.whole_gib)
+        and keeps_whole(mesh.dp.size(), [len(p) for p in held], size, cfg.parallel.gathered_gib)
     )
     return Sharers(mesh.dp.get_group()) if keep else None
 

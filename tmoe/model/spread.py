@@ -45,23 +45,23 @@ class Spread(NamedTuple):
     cp: int = 1
     cp_rank: int = 0
     cp_group: str = ""
-    cp_by: Literal["keys", "heads"] = "keys"
+    cp_exchange: Literal["keys", "heads"] = "keys"
     pieces: int = 1
     """in how many pieces a rank's tokens travel under tp, each beside the product of another"""
 
     @classmethod
-    def over(cls, mesh: Mesh, cp_by: Literal["keys", "heads"], pieces: int) -> Spread:
+    def over(cls, mesh: Mesh, cp_exchange: Literal["keys", "heads"], pieces: int) -> Spread:
         """That of this rank; the same words on all ranks of a group."""
         axes, place = mesh.axes, mesh.place
         if axes.parts == 1:
             return ALONE
         tp_group, cp_group = (name_of(mesh.groups[name]) for name in ("tp", "cp"))
-        return cls(axes.tp, place.tp, tp_group, axes.cp, place.cp, cp_group, cp_by, pieces)
+        return cls(axes.tp, place.tp, tp_group, axes.cp, place.cp, cp_group, cp_exchange, pieces)
 
     @property
     def by_keys(self) -> bool:
         """Whether this rank's queries meet the keys of all ranks."""
-        return self.cp > 1 and self.cp_by == "keys"
+        return self.cp > 1 and self.cp_exchange == "keys"
 
     def tokens(self, seq: int, device: torch.device) -> Tensor | None:
         """Positions of a sequence that this rank works on, int64; None: all of them.
@@ -75,7 +75,7 @@ class Spread(NamedTuple):
             return _positions(seq, self.cp, self.cp_rank, self.tp, self.tp_rank, device)
         if seq % parts:
             below = seq // parts * parts
-            cp = f"--parallel.cp={self.cp} --parallel.cp-by=heads and " if self.cp > 1 else ""
+            cp = f"--parallel.cp={self.cp} --parallel.cp-exchange=heads and " if self.cp > 1 else ""
             what = "cp x tp" if self.cp > 1 else "tp"
             raise ValueError(
                 f"--train.seq={seq} with {cp}--parallel.tp={self.tp}: must be a multiple of {what}, {parts}; "

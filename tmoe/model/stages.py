@@ -388,7 +388,7 @@ def obstacle(moe: MoE) -> str:
     if isinstance(moe.experts, FSDPModule):
         return (
             "FSDP2 holds the experts, and sums gradients at the end of the backward "
-            "(--parallel.replicate above 1, or experts above --parallel.whole-gib)"
+            "(--parallel.replicate above 1, or experts above --parallel.gathered-gib)"
         )
     if isinstance(moe.dispatcher, SymmDispatcher):
         return "symm stores each layer's tokens over the last one's (--parallel.dispatch nccl does not)"

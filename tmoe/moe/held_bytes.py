@@ -115,7 +115,7 @@ def runs_beside(cfg: Config, axes: Axes) -> bool:
     moe = cfg.model.moe
     hidden = hides(axes.ep, compute_bytes(cfg), moe.shared_dim) and not moe.latent_dim
     in_float8 = shared_in_float8(cfg.train.float8, cfg.model.dim, moe.shared_dim)
-    return uses_symm(cfg, axes) and cfg.parallel.wire != "fp8" and hidden and not in_float8
+    return uses_symm(cfg, axes) and cfg.parallel.dispatch_dtype != "fp8" and hidden and not in_float8
 
 
 def exchange_bytes(cfg: Config, axes: Axes) -> int:
@@ -127,7 +127,7 @@ def exchange_bytes(cfg: Config, axes: Axes) -> int:
         return 0
     rows = axes.ep * local_tokens(cfg, axes)
     W, width = cfg.model.expert_dim, compute_bytes(cfg)
-    packed = W * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
+    packed = W * width // 2 + FP32 if cfg.parallel.dispatch_dtype == "fp8" else 0
     return rows * (4 * (W * width + packed) + 3 * cfg.model.moe.slots * FP32)
 
 

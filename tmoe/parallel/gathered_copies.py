@@ -39,7 +39,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 # Calls a function at the end of the backward that runs. FSDP2 does so too; there is no public name for it.
 at_the_end = take(
     "torch.autograd.Variable._execution_engine.queue_callback",
-    "experts that data-parallel ranks share are gathered by FSDP2 (--parallel.whole-gib has no effect)",
+    "experts that data-parallel ranks share are gathered by FSDP2 (--parallel.gathered-gib has no effect)",
 )
 # Gradients on their way at a time: the backward waits for the oldest, or it would fill memory with them.
 AHEAD = 3

@@ -17,7 +17,7 @@ blocks has u. w: bytes of the compute type, 2 or 4. M: micro-batches of a step.
 
 A unit's own gradient, unreduced, comes on top while its backward runs. With M = 1 nothing waits between
 micro-batches, and 1 and 2 are one thing. Replicas (`--parallel.replicate`) add up once a step either way.
-Experts are not concerned: they lie on (dp, ep), kept whole or gathered as `--parallel.whole-gib` says, and
+Experts are not concerned: they lie on (dp, ep), kept whole or gathered as `--parallel.gathered-gib` says, and
 so is a rank that is alone and gathers nothing.
 
 In a pipeline this is the rule "weights stay gathered until a chunk's last backward": there 3 gathers twice a

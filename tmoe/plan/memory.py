@@ -390,7 +390,7 @@ def kept_whole(cfg: Config, axes: Axes, span: range | None = None) -> bool:
     elements = count * (numel(block_shapes(cfg.model, sparse)[1]) // axes.ep)
     experts = [cfg.model.moe.experts // axes.ep]
     size = compute_bytes(cfg) * elements
-    return axes.replicate == 1 and keeps_whole(axes.sharers, experts, size, cfg.parallel.whole_gib)
+    return axes.replicate == 1 and keeps_whole(axes.sharers, experts, size, cfg.parallel.gathered_gib)
 
 
 def padding(cfg: Config, axes: Axes) -> float:

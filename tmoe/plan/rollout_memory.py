@@ -34,7 +34,7 @@ def answers_at_once(cfg: Config, axes: Axes) -> list[Span]:
     """The answers of a rank's largest call, where every prompt is as long as --train.seq lets it be."""
     g, seq = cfg.grpo, cfg.train.seq
     own = ceil(ceil(g.prompts / axes.readers) / axes.parts)
-    prompts = min(own, max(1, 2 * g.slots // g.group))
+    prompts = min(own, max(1, 2 * g.rollout_slots // g.group))
     return [Span(p, seq - cfg.answer_tokens, seq) for p in range(prompts) for _ in range(g.group)]
 
 
@@ -43,7 +43,7 @@ def pool_bytes(cfg: Config, axes: Axes) -> int:
     dtype = torch.float32 if compute_bytes(cfg) == FP32 else torch.bfloat16
     page = PAGE * bytes_a_token(cfg.model, dtype)
     spans = answers_at_once(cfg, axes)
-    pages = 1 + most_needed(spans, min(cfg.grpo.slots, len(spans)))
+    pages = 1 + most_needed(spans, min(cfg.grpo.rollout_slots, len(spans)))
     pool = cfg.grpo.pool_gib
     return page * (pages if pool is None else min(pages, int(pool * 2**30 // page)))
 
@@ -53,7 +53,7 @@ def passing_bytes(cfg: Config, axes: Axes) -> int:
     rows = replace(cfg, train=replace(cfg.train, batch=-(-AT_ONCE // cfg.train.seq)))
     whole = replace(axes, cp=1, tp=1)  # attention is not divided: each rank has prompts of its own
     block = max(layer_bytes(rows, whole, layer) for layer in range(cfg.model.layers))
-    return max(block, cfg.grpo.slots * cfg.model.vocab * compute_bytes(cfg))
+    return max(block, cfg.grpo.rollout_slots * cfg.model.vocab * compute_bytes(cfg))
 
 
 def with_rollout(

@@ -150,7 +150,7 @@ class Grpo(Task):
         self.rewarded.begin()
         seconds = dict(rollout=0.0, rewards=0.0)
         generated = 0
-        for draw in range(g.tries + 1):
+        for draw in range(g.resample + 1):
             numbers = [self.data.number(step, draw, q) for q in range(missing)]
             began = time.perf_counter()
             mine = self.ask(model, self.data, numbers, 0, run)
@@ -166,13 +166,13 @@ class Grpo(Task):
             tell = {outcome.number for outcome, keep in zip(found, keeps, strict=True) if keep}
             drawn += missing
             equal += missing - len(tell)
-            if g.tries:
+            if g.resample:
                 mine = [answer for answer in mine if answer.number in tell]
                 found = [outcome for outcome in found if outcome.number in tell]
                 missing -= len(tell)
             answers += mine
             told += found
-            if not g.tries or not missing:
+            if not g.resample or not missing:
                 break
         learnt = self.learn(model, answers, told, run)
         rewards = {(one.number, one.sample): one.reward for one in told}
@@ -194,7 +194,7 @@ class Grpo(Task):
         part = place.cp * axes.tp + place.tp  # ranks that share a reader divide its prompts
         own = [reads[i] for i in share(len(reads), part, axes.parts)]
         most = math.ceil(math.ceil(len(numbers) / axes.readers) / axes.parts)
-        size = max(1, 2 * g.slots // g.group)
+        size = max(1, 2 * g.rollout_slots // g.group)
         waves = [own[i : i + size] for i in range(0, len(own), size)]
         sampling = Sampling(
             temperature=g.temperature,
@@ -203,7 +203,7 @@ class Grpo(Task):
             seed=self.cfg.seed,
         )
         replays = g.replay == "rollout" and base != HELD_OUT
-        engine = Engine(model, data.tokenizer, slots=g.slots, pool_gib=g.pool_gib, bits=g.bits)
+        engine = Engine(model, data.tokenizer, slots=g.rollout_slots, pool_gib=g.pool_gib, bits=g.bitwise)
         answers: list[Answer] = []
         for w in range(-(-most // size)):
             wave = waves[w] if w < len(waves) else []
@@ -263,7 +263,7 @@ class Grpo(Task):
     def learn(self, model: Transformer, answers: list[Answer], told: list[Outcome], run: Runtime) -> Step:
         """Packs this reader's answers, and computes what their loss needs. A collective."""
         g, train = self.g, self.cfg.train
-        to = BLOCK if g.bits else 1
+        to = BLOCK if g.bitwise else 1
         rows = rows_of(answers, train.seq, to)
         micros = max(1, *gathered(-(-len(rows) // train.batch), run.control))
         untrained = [g.overlong == "drop" and answer.truncated for answer in answers]
@@ -425,7 +425,7 @@ class Grpo(Task):
         finishes = ["length" if one.truncated else "stop" for one in told]
         rewards, prompts = [one.reward for one in told], [one.number for one in told]
         ks = [2**i for i in range(self.g.group.bit_length())]
-        found = estimates(prompts, rewards, finishes, ks, self.g.right)
+        found = estimates(prompts, rewards, finishes, ks, self.g.pass_reward)
         mean = found.pop(f"mean@{self.g.group}")
         self.validated.judge("validation")
         counts = {"reward/known": self.validated.known, "answers/count": self.validated.answers}

@@ -39,7 +39,9 @@ class PolicyLoss:
         self.mesh, self.measure = mesh, measure
         self.mismatch = g.mismatch or ("truncate" if LOSSES[g.loss].of == "tokens" else "off")
         self.kl = g.kl if g.kl_in == "loss" else 0.0
-        given = dict(low=g.clip_low, high=g.clip_high, dual=g.dual_clip, cap=g.ratio_cap, pull=g.pull)
+        given = dict(
+            low=g.clip_low, high=g.clip_high, dual=g.dual_clip, cap=g.ratio_cap, pull=g.ratio_penalty
+        )
         bounds: dict[str, Any] = {name: bound for name, bound in given.items() if bound is not None}
         self.policy = make_policy(
             g.loss,

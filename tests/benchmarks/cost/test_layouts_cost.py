@@ -36,7 +36,7 @@ def test_arithmetic_is_divided_not_changed(axes, by):
     """With as many tokens a rank, a rank does as many FLOPs: olmoe's key heads divide by tp."""
     m = free(product_rate=1e12)
     one = step_time.predict(laid(OLMOE, Axes(ep=8)), Axes(ep=8), m).parts
-    parts = step_time.predict(laid(OLMOE, axes, batch=16, cp_by=by), axes, m).parts
+    parts = step_time.predict(laid(OLMOE, axes, batch=16, cp_exchange=by), axes, m).parts
     for name in ("projections", "experts", "loss"):
         assert parts[name] == pytest.approx(one[name])
 
@@ -63,7 +63,7 @@ def test_cp_exchange_worked_by_hand():
     tokens = 16384 * 2 / 1e9
     keys = step_time.predict(laid(QWEN3, axes, 16), axes, m).parts["cp exchange"]
     assert keys == pytest.approx(48 * 2 * 3 * tokens * 2 * 4 * 128)
-    heads = step_time.predict(laid(QWEN3, axes, 16, cp_by="heads"), axes, m).parts["cp exchange"]
+    heads = step_time.predict(laid(QWEN3, axes, 16, cp_exchange="heads"), axes, m).parts["cp exchange"]
     assert heads == pytest.approx(48 * 2 * 3 / 4 * tokens * (2 * 32 + 2 * 4) * 128)
     latents = step_time.predict(laid(DEEPSEEK, axes, 16), axes, m).parts["cp exchange"]
     assert latents == pytest.approx(61 * 2 * 3 * tokens * 576)
@@ -76,7 +76,7 @@ def test_latent_keys_are_made_of_whole_sequences():
         block_time.products(laid(DEEPSEEK, a, 4 * a.cp), a, 5) for a in (Axes(ep=8), Axes(ep=8, cp=4))
     )
     assert [b for a, b in zip(one, four, strict=True) if a != b] == [(4 * 16384, 512, 128 * 256)]
-    by_heads = block_time.products(laid(DEEPSEEK, axes, 16, cp_by="heads"), axes, 5)
+    by_heads = block_time.products(laid(DEEPSEEK, axes, 16, cp_exchange="heads"), axes, 5)
     assert by_heads == one
 
 

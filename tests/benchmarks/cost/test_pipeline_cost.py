@@ -132,7 +132,7 @@ def test_ranks_that_share_whole_experts_lose_less():
         (Axes(pp=2, dp=2), 0.0, 0.5),
         (Axes(pp=2, replicate=2), 16.0, 0.5),
     ):
-        chunk = step_time.chunk_seconds(laid(axes, whole_gib=gib), axes, range(8), m, 1.0)
+        chunk = step_time.chunk_seconds(laid(axes, gathered_gib=gib), axes, range(8), m, 1.0)
         assert chunk.lost.forward == pytest.approx(loses * products)
 
 

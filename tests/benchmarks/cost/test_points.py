@@ -107,7 +107,7 @@ def test_a_new_file_is_checked_wherever_it_lies(tmp_path, monkeypatch):
         ("--parallel.ep 2", False),
         ("--parallel.ep 1", False),
         ("--parallel.checkpoint moe", False),
-        ("--parallel.whole-gib 0", False),
+        ("--parallel.gathered-gib 0", False),
         ("--parallel.dispatch nccl", False),
         ("--optim.offload", False),
         ("--optim.ema 0.9", False),
@@ -182,7 +182,7 @@ def test_the_summary_counts_by_hand():
         (
             "slowed",
             4,
-            lambda p: (p.axes, p.cfg.parallel.whole_gib, p.cfg.model.layers) == (Axes(dp=2), 16.0, 8),
+            lambda p: (p.axes, p.cfg.parallel.gathered_gib, p.cfg.model.layers) == (Axes(dp=2), 16.0, 8),
         ),
         ("host_rate", 1, lambda p: p.cfg.optim.offload and p.cfg.steps == 14),
     ],

@@ -313,7 +313,7 @@ def test_gradients_of_whole_experts_leave_a_node_by_each_members_card(size, stri
 def test_what_fsdp2_pads_is_counted(name, dp, ep, times):
     """FSDP2's own buffers on a group that does not exist: 4 experts over 128 ranks are gathered as 128."""
     axes = Axes(dp=dp, ep=ep)
-    words = f"{name} --model.layers 2 --parallel.ep {ep} --parallel.whole-gib 0 --no-compile"
+    words = f"{name} --model.layers 2 --parallel.ep {ep} --parallel.gathered-gib 0 --no-compile"
     cfg = parse(words.split(), "", world=dp * ep)
     moved = {1: 0, ep: 0}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp * ep)
@@ -341,7 +341,9 @@ def test_a_layer_without_experts_pays_no_collective_for_them():
     Each unit is gathered, gathered again unless it is the root, and reduced.
     """
     m = free(nic_hop=1.0, link_hop=0.0)
-    words = [f"deepseek-v2-lite --model.layers {layers} --parallel.whole-gib 0".split() for layers in (1, 2)]
+    words = [
+        f"deepseek-v2-lite --model.layers {layers} --parallel.gathered-gib 0".split() for layers in (1, 2)
+    ]
     seconds = [sum(network.fsdp_seconds(parse(w, "", world=64), Axes(dp=64), m)) for w in words]
     assert seconds == [7 * (2 + 1 + 2), 7 * (4 + 3 + 4)], "seven hops from node to node"
 
@@ -363,7 +365,10 @@ def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
     A step reduces everything once, in fp32.
     """
     axes = Axes(dp=dp, ep=ep)
-    train, sharded = replace(OLMOE.train, accumulate=accumulate), replace(OLMOE.parallel, whole_gib=0.0)
+    train, sharded = (
+        replace(OLMOE.train, accumulate=accumulate),
+        replace(OLMOE.parallel, gathered_gib=0.0),
+    )
     cfg = replace(OLMOE, train=train, parallel=sharded)
     experts = 16 * 64 * 3 * 2048 * 1024
     root = 2 * 50304 * 2048 + 2048
@@ -466,7 +471,7 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     assert step_time.predict(offloaded, axes, slow).parts["optimizer"] == pytest.approx(
         8 * parameters / dp / ep / 1e8
     )
-    sharded = replace(OLMOE, parallel=replace(OLMOE.parallel, whole_gib=0.0))
+    sharded = replace(OLMOE, parallel=replace(OLMOE.parallel, gathered_gib=0.0))
     alone = {(1, 1): parameters, (4, 2): 0, (1, 8): experts / 8}[dp, ep]
     kept = experts / ep if dp > 1 else 0
     # of a gradient that waits for the last micro-batch: the first of two is widened from 2 bytes to 4,

@@ -80,7 +80,7 @@ class PromptDataset(Dataset):
         seed = cfg.data.seed
         super().__init__(sources, weights, eos=eos, fingerprint=fingerprint, seed=seed)  # pyrefly: ignore
         self.tokenizer = tokenizer
-        self.prompts, self.draws = cfg.grpo.prompts, cfg.grpo.tries + 1
+        self.prompts, self.draws = cfg.grpo.prompts, cfg.grpo.resample + 1
         self.template, self.notes = chosen.template.digest, chosen.notes
         prompts = (prompt for source in sources for prompt in source.prompts)
         asked = (listed(prompt.row["prompt"]) for prompt in prompts)

@@ -288,7 +288,7 @@ def _lay_out(given: Given, out: Outcome, world: int | None) -> None:
         kind = given.text("--cp-comm-type")
         if kind not in kinds:
             out.refuse(f"--cp-comm-type={kind}", f"tmoe has {', '.join(kinds)}")
-        out.set("--parallel.cp-by", kinds.get(kind, "keys"))
+        out.set("--parallel.cp-exchange", kinds.get(kind, "keys"))
     sharding = dict(no_shard=1, optim=1, optim_grads=2, optim_grads_params=3)
     if given.has("--data-parallel-sharding-strategy"):
         out.set("--parallel.shard", sharding.get(given.text("--data-parallel-sharding-strategy"), 3))

@@ -182,10 +182,16 @@ ROWS: tuple[Row, ...] = (
     nothing("--moe-hybridep-num-blocks-unpermute", KERNELS),
     nothing("--moe-ncclep-zero-copy", KERNELS, "nothing"),
     nothing(
-        "--moe-dispatch-fwd-dtype", "`--parallel.wire fp8` is the narrower type that tmoe has", "one", "bf16"
+        "--moe-dispatch-fwd-dtype",
+        "`--parallel.dispatch-dtype fp8` is tmoe's narrower type",
+        "one",
+        "bf16",
     ),
     nothing(
-        "--moe-combine-bwd-dtype", "`--parallel.wire fp8` is the narrower type that tmoe has", "one", "bf16"
+        "--moe-combine-bwd-dtype",
+        "`--parallel.dispatch-dtype fp8` is tmoe's narrower type",
+        "one",
+        "bf16",
     ),
     nothing("--moe-mlp-glu-interleave-size", "how gate and up lie in memory", "one"),
     nothing("--moe-shared-expert-glu-interleave-size", "how gate and up lie in memory", "one"),
@@ -298,7 +304,7 @@ ROWS: tuple[Row, ...] = (
     worked("--tensor-model-parallel-size", "`--parallel.tp`"),
     same("--pipeline-model-parallel-size", "--parallel.pp"),
     same("--context-parallel-size", "--parallel.cp"),
-    worked("--cp-comm-type", "`--parallel.cp-by keys` (p2p, allgather) or `heads` (a2a)"),
+    worked("--cp-comm-type", "`--parallel.cp-exchange keys` (p2p, allgather) or `heads` (a2a)"),
     same("--expert-model-parallel-size", "--parallel.ep"),
     worked(
         "--expert-tensor-parallel-size",

@@ -221,7 +221,8 @@ def dispatcher_for(
         return SymmDispatcher(group, local_experts, tokens, fp8, min(widths))
     if fp8:
         raise ValueError(
-            f"--parallel.wire=fp8: only symm packs rows, and here: {obstacle}; use --parallel.wire same"
+            f"--parallel.dispatch-dtype=fp8: only symm packs rows, and here: {obstacle}; "
+            "use --parallel.dispatch-dtype same"
         )
     if dispatch == "symm":
         raise ValueError(f"--parallel.dispatch=symm: {obstacle}; use auto or nccl")

@@ -1,8 +1,8 @@
 """Expert choice: each expert takes its best tokens, as many as its capacity, and every expert equally many.
 
 (Zhou et al. 2022, arXiv 2202.09368.) A token may go to any number of experts, so ids have E columns, or
-`--model.moe.columns`. The choice depends on this rank's other tokens, later ones too: a causal model that is
-trained so is evaluated on another task than it was trained on.
+`--model.moe.max-top-k`. The choice depends on this rank's other tokens, later ones too: a causal model that
+is trained so is evaluated on another task than it was trained on.
 
 next: moe/select/tiles.py
 """
