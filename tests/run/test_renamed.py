@@ -1,4 +1,4 @@
-"""Old names of settings: flags, keys of files, records of runs and Python's names give the settings of today."""
+"""Old names of settings, as flags, in files, in records of runs and in Python, give the settings of today."""
 
 import json
 from dataclasses import fields, replace
