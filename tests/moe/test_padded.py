@@ -186,7 +186,7 @@ def test_pad_has_an_exchange_of_its_own():
     model = replace(Config().model, moe=moe)
     for flags, words in (
         (dict(dispatch="symm"), "dispatch=symm"),
-        (dict(dispatch_dtype="fp8"), "dispatch_dtype=fp8"),
+        (dict(dispatch_dtype="fp8"), "dispatch-dtype=fp8"),
     ):
         with pytest.raises(ValueError, match=f"--parallel.{words}: not with --model.moe.pad"):
             Config(model=model, parallel=ParallelConfig(ep=2, **flags))
