@@ -6,6 +6,9 @@ where its results go, follows from the names in both schemas. `register` does on
 An op of many arguments gives a NamedTuple in place of a schema, and its functions take that one value. torch
 passes flat arguments: `taking` alone makes the value of them.
 
+`on_any_device` registers a function that is the op on every device, such as an exchange between ranks. Its
+annotations are the schema.
+
 They use Library.define and not @custom_op: the decorator's own checks take 0.3 ms a call on the host, as long
 as a whole forward.
 
@@ -14,15 +17,20 @@ next: experts/op.py
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
+from tmoe.base.private_torch import find
 from tmoe.ops.check import check_tensors
 from tmoe.ops.launch.eager import no_second_derivative, unwatched
 
+R = TypeVar("R")
+
 lib = torch.library.Library("tmoe", "FRAGMENT")
+# torch.compiler.disable would import the compiler at once
+_not_compiled: Callable = find("torch._disable_dynamo") or torch.compiler.disable
 
 # the type of an argument, in Python and in the language of torch.library
 TYPES = {
@@ -80,6 +88,31 @@ def register(
     lib.impl(name, taking(schema, cuda), "CUDA")
     torch.library.register_fake(f"tmoe::{name}", taking(schema, fake), lib=lib)
     torch.library.register_autograd(f"tmoe::{name}", differentiate, setup_context=save, lib=lib)
+
+
+def on_any_device(
+    name: str,
+    *,
+    fake: Callable[..., R],
+    save: Callable | None = None,
+    differentiate: Callable = no_second_derivative,
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Decorator: register a function as tmoe::name for CPU and GPU, and return the op in its place.
+
+    The function's annotations are the schema. Its results must not be views of its arguments. The compiler
+    does not look into it, not even where the op runs between two compiled graphs.
+
+    Args:
+        fake, save, differentiate: as for `register`. fake has the function's parameters.
+    """
+
+    def decorate(run: Callable[..., R]) -> Callable[..., R]:
+        schema = torch.library.infer_schema(run, mutates_args=())
+        kernel = _not_compiled(run)
+        register(name, schema, cpu=kernel, cuda=kernel, fake=fake, save=save, differentiate=differentiate)
+        return getattr(torch.ops.tmoe, name).default
+
+    return decorate
 
 
 class Backward(NamedTuple):
