@@ -163,6 +163,7 @@ MANY = {
     "tmoe.ops.decode.attention": {"decode_attention"},
     "tmoe.ops.exchange": {"push", "pull"},
     "tmoe.ops.experts.cpu": {"moe_mlp_forward", "moe_mlp_backward", "gradients_of_matrices"},
+    "tmoe.ops.experts.op": {"trace"},
     "tmoe.ops.experts.gpu": {
         "forward",
         "backward",
@@ -170,7 +171,7 @@ MANY = {
         "backward_of_matrices",
         "specialised",
     },
-    "tmoe.ops.launch.precompile": {"trace"},
+    "tmoe.ops.register": {"register", "register_differentiable"},  # all but two by name
     "tmoe.log.metrics": {"__init__", "log"},
     "tmoe.extras.upcycle": {"upcycle", "plan_upcycle"},
 }

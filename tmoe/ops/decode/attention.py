@@ -10,6 +10,7 @@ next: tmoe/generate/
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from tmoe.ops.check import INTS, check_device, require
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
+from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import register
 
 CHUNK = 512  # tokens
@@ -408,4 +410,18 @@ def trace(
         forward(Query(q, k, v, table, lengths, 1.0, window, q[0, :, 0] if sinks else None, 0.0))
 
 
-register("decode_attention", Query, cpu=plain, cuda=forward, fake=_fake)
+def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
+    if not step.as_training:
+        for layer in step.layers:
+            sizes = layer.queries, layer.keys, layer.key_dim, layer.value_dim
+            yield trace, *sizes, layer.window, step.dtype, layer.sinks, layer.latent
+
+
+register(
+    "decode_attention",
+    Query,
+    cpu=plain,
+    cuda=forward,
+    fake=_fake,
+    traces={DecodeShapes: _of_decoding},
+)

@@ -22,6 +22,7 @@ from tmoe.ops.check import require
 from tmoe.ops.decode.attention import LOG2E, check
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
+from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import register
 
 BLOCK = 128  # tokens of a page, and of a side of a block of flex attention's mask
@@ -234,10 +235,17 @@ def trace(H: int, G: int, C: int, scale: float, dtype: torch.dtype) -> None:
     forward(q, k, torch.empty_like(k), table, lengths, scale)
 
 
+def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
+    if step.as_training:
+        for layer in step.layers:
+            yield trace, layer.queries, layer.keys, layer.key_dim, layer.scale, step.dtype
+
+
 register(
     "decode_in_blocks",
     "(Tensor q, Tensor k, Tensor v, Tensor table, Tensor lengths, float scale) -> Tensor",
     cpu=_plain,
     cuda=forward,
     fake=_fake,
+    traces={DecodeShapes: _of_decoding},
 )
