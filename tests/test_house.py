@@ -253,6 +253,13 @@ def test_ops_are_registered_in_one_way():
     none(wrong)
 
 
+def test_bits_is_read_in_one_place():
+    """The setting becomes a Rounding (model/rounding.py); layers, engine and sampler know no switch."""
+    settings = {"tmoe.config.run", "tmoe.post.grpo", "tmoe.commands.warmup"}
+    names = {path: {n.attr for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute)} for path in HOUSE}
+    assert {module_name(path) for path, used in names.items() if "bits" in used} == settings
+
+
 def calls(*within: ast.AST) -> set[str]:
     """Last names of what is called inside these nodes."""
     nodes = [n for node in within for n in ast.walk(node) if isinstance(n, ast.Call)]

@@ -34,6 +34,7 @@ from tmoe.generate.cache import layer_widths
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import AT_ONCE
 from tmoe.model.held_bytes import by_log_probs
+from tmoe.model.rounding import rounding
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.held_bytes import runs_beside, travelling
 from tmoe.moe.select.capacity import capacity
@@ -141,7 +142,7 @@ def of_rollout(cfg: Config, tokens: int, dtype: torch.dtype) -> list[tuple]:
 
 def decode_shapes(cfg: Config, dtype: torch.dtype) -> DecodeShapes:
     """A rollout's step for one token of each slot beside the experts: attention, norms, the draw."""
-    m = cfg.model
+    m, how = cfg.model, rounding(cfg.grpo.bits)
     blocks = {m.is_moe(layer) for layer in range(m.layers)}
     widths = [m.moe.shared_dim] * (True in blocks) + [m.ffn_dim] * (False in blocks)
     return DecodeShapes(
@@ -150,7 +151,8 @@ def decode_shapes(cfg: Config, dtype: torch.dtype) -> DecodeShapes:
         dtype=dtype,
         layers=tuple(attention_shapes(m, layer) for layer in range(m.layers)),
         ffn_dims=tuple(width for width in widths if width),
-        as_training=cfg.grpo.bits,
+        fused=how.fused,
+        in_blocks=how.in_blocks,
         filters=Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p),
     )
 

@@ -73,7 +73,7 @@ def trace(D: int, dtype: torch.dtype) -> None:
 
 
 def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
-    if not step.as_training and step.dim <= WIDEST:
+    if step.fused and step.dim <= WIDEST:
         yield trace, step.dim, step.dtype
 
 

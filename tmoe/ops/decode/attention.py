@@ -411,7 +411,7 @@ def trace(
 
 
 def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
-    if not step.as_training:
+    if not step.in_blocks:
         for layer in step.layers:
             sizes = layer.queries, layer.keys, layer.key_dim, layer.value_dim
             yield trace, *sizes, layer.window, step.dtype, layer.sinks, layer.latent

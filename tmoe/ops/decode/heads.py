@@ -238,7 +238,7 @@ def trace(how: Heads, G: int, C: int, V: int, R: int, dtype: torch.dtype) -> Non
 
 def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
     for layer in step.layers:
-        norm = "none" if step.as_training else layer.norm
+        norm = layer.norm if step.fused else "none"
         if not layer.latent and fits(layer.queries, layer.key_dim, norm):
             how = Heads(layer.queries, norm, layer.norm_eps, layer.interleave, layer.value_multiplier)
             sizes = layer.keys, layer.key_dim, layer.value_dim, layer.rotary_dim

@@ -236,7 +236,7 @@ def trace(H: int, G: int, C: int, scale: float, dtype: torch.dtype) -> None:
 
 
 def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
-    if step.as_training:
+    if step.in_blocks:
         for layer in step.layers:
             yield trace, layer.queries, layer.keys, layer.key_dim, layer.scale, step.dtype
 

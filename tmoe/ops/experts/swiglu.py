@@ -87,7 +87,7 @@ def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
 
 
 def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
-    if not step.as_training:
+    if step.fused:
         for width in step.ffn_dims:
             yield trace, 1, width, step.dtype
 

@@ -94,5 +94,6 @@ class DecodeShapes(NamedTuple):
     dtype: torch.dtype
     layers: tuple[AttentionShapes, ...]
     ffn_dims: tuple[int, ...]  # of shared experts and dense blocks
-    as_training: bool  # rounded as training rounds: --grpo.bits
+    fused: bool  # one kernel for several modules, as in model/rounding.py
+    in_blocks: bool  # attention in flex attention's order
     filters: Any  # of the draw: `Filters` of ops/decode/sample.py
