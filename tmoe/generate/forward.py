@@ -130,8 +130,6 @@ def decode(
     pages_B = table_BM.gather(1, at_B[:, None] // PAGE)[:, 0]
     places_B = pages_B.long() * PAGE + at_B % PAGE
     lengths_B = at_B + 1
-    # the kernel's twin goes through sequences one by one
-    attend_one = decode_attention if tokens_B.is_cuda else attend_pages
     fused = tokens_B.is_cuda and model.rounding.fused
     x = model.embed(tokens_B[:, None])
     blocks = cast(list[Block], list(model.blocks))
@@ -146,7 +144,7 @@ def decode(
         if model.rounding.in_blocks:
             y_BHC = decode_in_blocks(*pages, scale=scale)
         else:
-            y_BHC = attend_one(*pages, scale=scale, window=block.window or None, sinks_H=sinks_H)
+            y_BHC = decode_attention(*pages, scale=scale, window=block.window or None, sinks_H=sinks_H)
         y_BHC = gated(y_BHC, gate_BHC)
         y = block.branch(block.attention_post_norm(output(attention, y_BHC)[:, None]))
         x, normed = add_and_norm(x, y, block.ffn_norm, fused)
@@ -339,36 +337,3 @@ def softmax_of(attention: Attention | LatentAttention) -> tuple[float, Tensor | 
     cfg = attention.cfg
     scale = cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
     return scale, attention.sinks
-
-
-def attend_pages(
-    q_BHC: Tensor,
-    k_PTGC: Tensor,
-    v_PTGC: Tensor,
-    table_BM: Tensor,
-    lengths_B: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """ops/decode/attention.py's op for all sequences at once, over copies of their pages: for a CPU.
-
-    lengths_B: at least 1. The heads that share a key are rows of one product, so keys are read once.
-    """
-    B, H, _ = q_BHC.shape
-    G = k_PTGC.shape[2]
-    q_BGRC = rearrange(q_BHC, "b (g r) c -> b g r c", g=G)
-    pages_BM = table_BM.long()
-    k_BGNC, v_BGNC = (rearrange(t[pages_BM], "b m t g c -> b g (m t) c") for t in (k_PTGC, v_PTGC))
-    behind_BN = lengths_B[:, None] - 1 - torch.arange(k_BGNC.shape[2], device=q_BHC.device)
-    seen_BN = behind_BN >= 0 if window is None else (behind_BN >= 0) & (behind_BN < window)
-    seen = seen_BN[:, None, None]
-    if sinks_H is None:
-        y = F.scaled_dot_product_attention(q_BGRC, k_BGNC, v_BGNC, attn_mask=seen, scale=scale)
-        return y.flatten(1, 2)
-    scores = (q_BGRC @ k_BGNC.mT).float() * scale
-    scores = scores.masked_fill(~seen, float("-inf"))
-    sinks = sinks_H.float().view(1, G, H // G, 1).expand(B, -1, -1, -1)
-    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (weights.to(v_BGNC.dtype) @ v_BGNC).flatten(1, 2)

@@ -44,6 +44,7 @@ def decode_in_blocks(
     Raises ValueError for what does not fit.
     """
     check(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B)
+    require(q_BHC.dtype != torch.float64, "q", q_BHC.dtype, "bfloat16, float16 or float32")
     require(k_PTGC.shape[1] == BLOCK, "k", f"pages of {k_PTGC.shape[1]} tokens", f"{BLOCK}")
     require(v_PTGC.shape == k_PTGC.shape, "v", f"shape {tuple(v_PTGC.shape)}", f"k's {tuple(k_PTGC.shape)}")
     return torch.ops.tmoe.decode_in_blocks(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B, float(scale))
