@@ -48,9 +48,11 @@ from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.ops import exchange
 from tmoe.ops.exchange import section
 from tmoe.ops.experts import swiglu
+from tmoe.ops.experts.op import trace
 from tmoe.ops.launch.launch import launch
-from tmoe.ops.launch.precompile import precompile, trace, trace_router
+from tmoe.ops.launch.precompile import precompile
 from tmoe.ops.router import product as router_product
+from tmoe.ops.router.topk import trace as trace_router
 from tmoe.parallel import collectives
 from tmoe.parallel.mesh import Mesh
 

@@ -27,7 +27,9 @@ import triton
 from benchmarks import rivals
 from benchmarks.moe_layer import CYCLES_PER_MS, both, make, prepare, require_gpu, time_all
 from tmoe.commands.warmup import local_arch
-from tmoe.ops.launch.precompile import precompile, trace, trace_router
+from tmoe.ops.experts.op import trace
+from tmoe.ops.launch.precompile import precompile
+from tmoe.ops.router.topk import trace as trace_router
 
 MODELS = {  # name: (D, F, E, K)
     "granite-1b": (1024, 512, 32, 8),

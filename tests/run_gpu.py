@@ -81,9 +81,10 @@ def traces() -> list[tuple]:
     from tmoe.config.run import ParallelConfig
     from tmoe.ops import adamw
     from tmoe.ops import sum_parts as parts
-    from tmoe.ops.launch.precompile import trace, trace_router
+    from tmoe.ops.experts.op import trace
     from tmoe.ops.loss import cross_entropy, logprob_kernels
     from tmoe.ops.router import product as router_product
+    from tmoe.ops.router.topk import trace as trace_router
 
     found: list[tuple] = []
     for T, D, F, E, K, _ in test_ops_gpu.SHAPES:

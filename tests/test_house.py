@@ -163,6 +163,7 @@ MANY = {
     "tmoe.ops.decode.attention": {"decode_attention"},
     "tmoe.ops.exchange": {"push", "pull"},
     "tmoe.ops.experts.cpu": {"moe_mlp_forward", "moe_mlp_backward", "gradients_of_matrices"},
+    "tmoe.ops.experts.op": {"trace"},
     "tmoe.ops.experts.gpu": {
         "forward",
         "backward",
@@ -170,7 +171,7 @@ MANY = {
         "backward_of_matrices",
         "specialised",
     },
-    "tmoe.ops.launch.precompile": {"trace"},
+    "tmoe.ops.register": {"register", "register_differentiable"},  # all but two by name
     "tmoe.log.metrics": {"__init__", "log"},
     "tmoe.extras.upcycle": {"upcycle", "plan_upcycle"},
 }
@@ -238,6 +239,25 @@ def test_ops_name_no_axes():
     """einops costs 2 us a call more than a view: no kernel's host path, which is counted in us, calls it."""
     ops = (ROOT / "tmoe" / "ops").rglob("*.py")
     assert not [path.name for path in ops if "einops" in path.read_text()]
+
+
+def test_ops_are_registered_in_one_way():
+    """ops/register.py alone calls torch.library; an op's fake asks it for the size that is not known."""
+    wrong = []
+    for path in HOUSE:
+        if module_name(path) == "tmoe.ops.register":
+            continue
+        attributes = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute)]
+        used = {n.attr for n in attributes if ast.unparse(n.value) == "torch.library"} - {"get_ctx"}
+        wrong += [f"{path} uses torch.library.{name}" for name in sorted(used)]
+    none(wrong)
+
+
+def test_bits_is_read_in_one_place():
+    """The setting becomes a Rounding (model/rounding.py); layers, engine and sampler know no switch."""
+    settings = {"tmoe.config.run", "tmoe.post.grpo", "tmoe.commands.warmup"}
+    names = {path: {n.attr for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute)} for path in HOUSE}
+    assert {module_name(path) for path, used in names.items() if "bits" in used} == settings
 
 
 def calls(*within: ast.AST) -> set[str]:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from contextlib import nullcontext
@@ -28,6 +29,32 @@ from tmoe.cli.parse import parse
 from tmoe.config.axes import ALONE
 from tmoe.run import process as runtime
 from tmoe.run import profile
+
+
+@pytest.fixture(scope="module")
+def eight_steps(gloo, tmp_path_factory):
+    """The folder and the final state of a run of one process. Tests that write into the folder copy it."""
+    folder = tmp_path_factory.mktemp("eight-steps")
+    return folder, gloo(1, run, [*SMALL, "--train.batch", "2", "--out", str(folder)])[0]
+
+
+@pytest.fixture(scope="module")
+def two_steps(gloo, tmp_path_factory):
+    """The folder of a run of two steps, which is over. Tests copy it."""
+    folder = tmp_path_factory.mktemp("two-steps")
+    gloo(1, run, [*SMALL, "--optim.warmup", "1", "--out", str(folder), "--steps", "2"])
+    return folder
+
+
+ON_TWO = ["--parallel.ep", "2", "--train.batch", "2"]
+
+
+@pytest.fixture(scope="module")
+def straight(gloo, tmp_path_factory):
+    """The folder and the final state of a run of two processes, saved every third step. Tests only read."""
+    folder = tmp_path_factory.mktemp("straight")
+    flags = [*SMALL, "--checkpoint.every", "3", "--checkpoint.keep", "0", "--out", str(folder), *ON_TWO]
+    return folder, gloo(2, run, flags)[0]
 
 
 def test_run_folder(gloo, tmp_path):
@@ -91,23 +118,21 @@ def test_resume_same_layout_is_bitwise(gloo, tmp_path, mode):
 
 
 @pytest.mark.slow
-def test_resume_on_other_layouts(gloo, tmp_path):
+def test_resume_on_other_layouts(gloo, tmp_path, straight):
     """Saved by 2 processes at ep=2; loaded by 4 (dp2 x ep2), by 1, and by 2 at dp=2.
 
     The bits are equal, and the next losses agree.
     """
     flags = [*SMALL, "--checkpoint.every", "3", "--checkpoint.keep", "0"]
-    straight = [*flags, "--out", str(tmp_path / "a"), "--parallel.ep", "2", "--train.batch", "2"]
-    gloo(2, run, straight)
-    step3 = str(tmp_path / "a/checkpoints/step-3")
-    saved = gloo(2, load, [*straight, "--out", str(tmp_path / "x"), "--resume", step3])[0]
+    step3 = str(straight[0] / "checkpoints/step-3")
+    saved = gloo(2, load, [*flags, *ON_TWO, "--out", str(tmp_path / "x"), "--resume", step3])[0]
     for world, ep, batch, accumulate in [(4, 2, 1, 1), (1, 1, 2, 2), (2, 1, 2, 1)]:
         out = tmp_path / f"w{world}ep{ep}"
         argv = [*flags, "--out", str(out), "--resume", step3, "--parallel.ep", str(ep)]
         argv += ["--train.batch", str(batch), "--train.accumulate", str(accumulate)]
         assert_equal_state(gloo(world, load, argv)[0], saved)
         gloo(world, run, argv)
-        for ours, theirs in zip(lines(out), lines(tmp_path / "a")[3:], strict=True):
+        for ours, theirs in zip(lines(out), lines(straight[0])[3:], strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
@@ -150,20 +175,19 @@ def test_another_global_batch_goes_on_with_the_next_sample(gloo, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path):
+def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path, straight):
     """All ranks stop at the same boundary and the step is saved.
 
     `--resume auto` goes on with the same numbers.
     """
-    flags = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]
-    straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")])
+    flags = [*SMALL, *ON_TWO]
     gloo(2, run, [*flags, "--out", str(tmp_path / "b")], 3)
     stopped = max(r["step"] for r in lines(tmp_path / "b"))
     assert stopped in (4, 5)
     assert (tmp_path / f"b/checkpoints/step-{stopped}").is_dir()
     resumed = gloo(2, run, [*flags, "--out", str(tmp_path / "b")])
-    assert_equal_state(straight[0], resumed[0])
-    assert numbers(tmp_path / "b", 0) == numbers(tmp_path / "a", 0)
+    assert_equal_state(straight[1], resumed[0])
+    assert numbers(tmp_path / "b", 0) == numbers(straight[0], 0)
 
 
 def stopped_in_validation(rank: int, world: int, argv: list[str], last_step: int) -> tuple[int, bool, bool]:
@@ -239,10 +263,10 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, times):
     assert step.name in ("step-3", "step-4")
 
 
-def test_init_takes_weights_only(gloo, tmp_path):
+def test_init_takes_weights_only(gloo, tmp_path, eight_steps):
     flags = [*SMALL, "--train.batch", "2"]
-    first = gloo(1, run, [*flags, "--out", str(tmp_path / "a")])[0]
-    step8 = str(tmp_path / "a/checkpoints/step-8")
+    folder, first = eight_steps
+    step8 = str(folder / "checkpoints/step-8")
     fresh = gloo(1, load, [*flags, "--out", str(tmp_path / "b"), "--init", step8])[0]
     for name, tensor in fresh.items():
         if name.startswith("model."):
@@ -266,9 +290,9 @@ def test_resuming_with_other_settings_says_which(gloo, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_run_that_has_all_its_steps_says_so(gloo, tmp_path, steps):
+def test_a_run_that_has_all_its_steps_says_so(gloo, tmp_path, two_steps, steps):
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
     flags = [*SMALL, "--optim.warmup", "1", "--out", str(tmp_path)]
-    gloo(1, run, [*flags, "--steps", "2"])
     said = (
         f"nothing to do: --steps={steps}, and {tmp_path / 'checkpoints/step-2'} has 2 of them; "
         "name more to go on"
@@ -278,9 +302,9 @@ def test_a_run_that_has_all_its_steps_says_so(gloo, tmp_path, steps):
     assert gloo(1, changes, [*flags, "--steps", "3"])[0] == ["--steps=3 (was 2)"]
 
 
-def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
+def test_eval_only_agrees_with_the_run(gloo, tmp_path, eight_steps):
+    shutil.copytree(eight_steps[0], tmp_path, dirs_exist_ok=True)
     flags = [*SMALL, "--train.batch", "2", "--out", str(tmp_path)]
-    gloo(1, run, flags)
     done = forked.run(["train.py", *flags, "--eval-only"])
     assert done.returncode == 0, done.stderr
     assert f"validation loss {lines(tmp_path)[-1]['val_loss']:.4f}" in done.stdout + done.stderr

@@ -14,12 +14,10 @@ from tiers import slow_but
 
 from tmoe.generate import Engine, Sampling, slots, whole
 from tmoe.generate.cache import bytes_a_token
-from tmoe.generate.forward import attend_pages
 from tmoe.generate.pages import Pages, Span, alone, most_needed
 from tmoe.generate.prompt_chunks import chunks
 from tmoe.model.transformer import Transformer
 from tmoe.moe.layer import MoE
-from tmoe.ops.decode.attention import decode_attention
 
 LONG = {
     name: replace(cfg, rope=replace(cfg.rope, max_seq=400))
@@ -66,18 +64,6 @@ def test_admission_never_stops_and_no_page_has_two_writers(seed):
     assert sorted(pages.free) == list(range(1, count)), "all are free in the end"
     roomy = Pages(1 + most_needed(spans, 7), spans)
     assert all(roomy.admit(span) for span in spans[:7]), "so many neighbours have room at once"
-
-
-@pytest.mark.parametrize("window", [None, 3, 200])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_attention_over_pages_is_the_kernels(window, sinks):
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(s, generator=draw) for s in ((4, 6, 8), (9, 128, 2, 8), (9, 128, 2, 6)))
-    table = torch.tensor([[1, 2, 3], [4, 0, 0], [5, 6, 0], [8, 7, 1]], dtype=torch.int32)
-    lengths = torch.tensor([384, 1, 129, 300])
-    how = dict(scale=0.3, window=window, sinks_H=torch.randn(6, generator=draw) if sinks else None)
-    want = decode_attention(q, k, v, table, lengths, **how)
-    assert torch.allclose(attend_pages(q, k, v, table, lengths, **how), want, atol=1e-5)
 
 
 def long_model(name: str) -> Transformer:

@@ -191,7 +191,7 @@ def traces(world):
     from tmoe.moe.exchange.dispatch import pairs_bound
     from tmoe.ops import exchange
     from tmoe.ops.experts import swiglu
-    from tmoe.ops.launch.precompile import trace
+    from tmoe.ops.experts.op import trace
 
     found = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from tmoe.moe.exchange import symm
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.ops import exchange
-from tmoe.ops.launch import precompile
+from tmoe.ops.experts.op import trace
 from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel import agree
 
@@ -246,7 +246,7 @@ def test_a_graphs_table_is_not_kept(monkeypatch):
     ],
 )
 def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_k, dtype, biased):
-    """`precompile.trace` names all that a rank's share of a layer launches.
+    """`trace` of ops/experts/op.py names all that a rank's share of a layer launches.
 
     So no rank compiles while its peers wait.
     """
@@ -274,7 +274,7 @@ def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_
         mine.backward(h, lambda: None, lambda: None)
 
     def warm_up():
-        precompile.trace(T * world, dim, F, L, top_k, dtype, pairs, "swiglu", biased)
+        trace(T * world, dim, F, L, top_k, dtype, pairs, "swiglu", biased)
 
     launched, compiled = ({}, {})
     for run, found in ((experts, launched), (warm_up, compiled)):

@@ -114,6 +114,14 @@ def test_the_twin_is_the_definition(case):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6 if got.dtype == fp32 else 2**-8)
 
 
+def test_a_model_of_fp64_keeps_its_width_on_a_cpu():
+    q, k, v, table, lengths = pages((150, 0, 1, 64), dtype=torch.float64)
+    how = dict(window=40, sinks=torch.linspace(-1, 3, q.shape[1]).double(), softcap=None)
+    got = public((q, k, v, table, lengths), how)
+    want = definition(q, k, v, table, lengths, 0.3, *how.values())
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+
+
 @interpreted
 @pytest.mark.parametrize("case", slow_but(["all", "bf16 latents"], CASES))
 def test_the_kernels_are_the_definition(case):

@@ -103,8 +103,8 @@ def test_behind_the_models_norms_they_have_its_bits(name):
     layer = Layer(*(torch.zeros(3, 16, attention.key_heads, width) for width in widths))
 
     with torch.no_grad():
-        assert has_kernel(attention, bits=True)
-        got, gate = put_heads(attention, x_BD, turns, layer, places_B, bits=True)
+        assert has_kernel(attention, fused=False)
+        got, gate = put_heads(attention, x_BD, turns, layer, places_B, fused=False)
         q, k, v, want_gate = attention.project(x_BD[:, None], turns.cos[:, None], turns.sin[:, None])
 
     assert torch.equal(got, q[:, 0])

@@ -21,9 +21,9 @@ from tmoe import ops
 from tmoe.base import private_torch as stack
 from tmoe.ops import exchange
 from tmoe.ops.experts import op as mlp
+from tmoe.ops.experts.op import trace
 from tmoe.ops.launch import launch
 from tmoe.ops.launch.eager import unwatched
-from tmoe.ops.launch.precompile import trace
 from tmoe.ops.register import flat, taking
 from tmoe.ops.router import topk
 from tmoe.ops.router.product import router_product

@@ -11,6 +11,7 @@ from tmoe import ops
 from tmoe.base.activations import ACTIVATIONS
 from tmoe.ops import reference
 from tmoe.ops.experts import table
+from tmoe.ops.register import on_any_device
 
 # bf16 keeps 8 bits of mantissa, fp16 11, fp32 24: a few roundings in a row each
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -161,6 +162,34 @@ def test_opcheck():
     ends = torch.tensor([5, 5, 17], dtype=torch.int32)
     opcheck("grouped_mm", a, b, ends)
     opcheck("grouped_mm_backward", torch.randn(20, 4), a.detach(), b.detach(), ends)
+
+
+def test_the_compiler_does_not_look_into_an_op_of_any_device():
+    """Not even where a frame that is left to Python calls it, whose callees the compiler looks at."""
+    compiling, graphs = [], []
+
+    def fake(x):
+        return torch.empty_like(x)
+
+    @on_any_device("seen_by_the_compiler", fake=fake)
+    def op(x: torch.Tensor) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x.sin() + 1
+
+    def caller(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()  # in a loop: the compiler leaves the whole frame to Python
+            x = op(x)
+        return x
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    x = torch.ones(3)
+    assert torch.equal(torch.compile(caller, backend=keep)(x), (x.sin() + 1).sin() + 1)
+    assert compiling == [False, False] and graphs == []
+    torch.compiler.reset()
 
 
 @torch.library.custom_op("tmoe_test::first_rows", mutates_args=())

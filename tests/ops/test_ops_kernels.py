@@ -16,8 +16,9 @@ from tiers import slow_but
 from triton import knobs
 
 from tmoe.ops.experts import gpu, table
+from tmoe.ops.experts.op import trace
 from tmoe.ops.launch.launch import compile_only
-from tmoe.ops.launch.precompile import trace, trace_router
+from tmoe.ops.router.topk import trace as trace_router
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {  # name: (architecture, D, F, dtype): the fast path, float32, and widths that fit no tile

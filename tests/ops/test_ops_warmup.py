@@ -9,9 +9,12 @@ next: test_ops_gpu.py
 """
 
 import datetime
+import importlib
+import inspect
 import json
 import multiprocessing
 import os
+import pkgutil
 import random
 import signal
 import subprocess
@@ -27,13 +30,17 @@ import torch.distributed as dist
 from filelock import FileLock
 from tiers import slow_but
 
+from tmoe import ops as tmoe_ops
 from tmoe.commands import warmup
 from tmoe.commands.warmup import warm
 from tmoe.config.presets import presets
 from tmoe.config.run import GrpoConfig, ParallelConfig, TrainConfig
 from tmoe.ops.experts import swiglu
+from tmoe.ops.experts.op import trace
 from tmoe.ops.launch import precompile
 from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.shapes import StepShapes
+from tmoe.ops.register import collect
 
 ROOT = Path(__file__).parents[2]
 RANKS = 8
@@ -196,6 +203,35 @@ def test_nothing_is_asked_for_twice(monkeypatch):
     assert asked == [("cuda:90", n), ("cuda:80", n), ("cuda:90", len(warmup.traces(other)))]
 
 
+def test_every_op_with_kernels_is_asked(monkeypatch):
+    """Each `trace` of tmoe.ops is in what some configuration warms up."""
+    monkeypatch.setattr(warmup, "COUNTS", [64])
+    tiny = presets()["tiny"]
+    moe = tiny.model.moe
+    bf16 = replace(tiny, train=replace(tiny.train, dtype="bf16"), compile=False)
+    grpo = replace(bf16, task="grpo", grpo=GrpoConfig(rewards=["length"], slots=64))
+    shared = replace(presets()["moe-pilot-14b"], parallel=ParallelConfig(ep=2))
+    cfgs = [
+        grpo,
+        replace(grpo, grpo=replace(grpo.grpo, bits=True)),
+        replace(bf16, model=replace(tiny.model, moe=replace(moe, weigh="before"))),
+        replace(bf16, model=replace(tiny.model, moe=replace(moe, selection="sinkhorn"))),
+        shared,
+    ]
+    asked = {run for cfg in cfgs for run, *_ in warmup.traces(cfg)}
+    found = set()
+    for module in pkgutil.walk_packages(tmoe_ops.__path__, "tmoe.ops."):
+        names = vars(importlib.import_module(module.name)).items()
+        found |= {f for name, f in names if name.startswith("trace") and inspect.isfunction(f)}
+    # no layer calls rms_norm
+    assert {f.__module__ for f in found - asked} <= {"tmoe.ops.norm", "tmoe.ops.register"}, found - asked
+
+
+def test_a_second_op_of_a_name_is_refused():
+    with pytest.raises(ValueError, match="StepShapes: got adamw"):
+        collect("adamw", {StepShapes: lambda shapes: []})
+
+
 def kernels(traces: list[tuple]) -> set[str]:
     found: set[str] = set()
     with compile_only("cuda:90", lambda name, key, compile: found.add(key)):
@@ -215,7 +251,8 @@ def test_a_rollouts_pass_of_any_number_of_tokens_is_compiled(name, ep):
     for T in [1, 63, 255, 504, 1023, 8191, *(draw.randint(1, 8192) for _ in range(30))]:
         of_pass = warmup.of_layer(cfg, T, torch.bfloat16, trained=False)
         assert kernels(of_pass) <= known, T
-        run, rows, *how = of_pass[0]  # the experts', which with nccl have as many rows as come
+        # the experts', which with nccl have as many rows as come
+        (run, rows, *how), *_ = [one for one in of_pass if one[0] is trace]
         if ep > 1:
             assert kernels([(run, draw.randint(1, rows), *how)]) <= known, T
 

@@ -1,5 +1,6 @@
 """--task grpo: the same in every layout, resumed bit for bit, its loss by hand, and what it refuses."""
 
+import functools
 import json
 import os
 import random
@@ -447,17 +448,6 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("world", "more"), slow_but(RESUMED[:1], RESUMED), ids=str)
-def test_a_run_stopped_in_a_rollout_goes_on_bit_for_bit(data, tmp_path, gloo, world, more):
-    """The parts with the moments away in rollouts: they are back when the state is saved."""
-    want = gloo(world, runs.run, words(data, tmp_path / "whole", *more))[0]
-    flags = words(data, tmp_path / "parts", *more, "--grpo.offload", "--resume", "auto")
-    assert gloo(world, told_to_stop, flags, 1) == [1] * world
-    got = gloo(world, runs.run, flags)[0]
-    runs.assert_equal_state(got, want)
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-
-
 def offloaded(rank, world, argv):
     """A run, and what moments and gradients hold in each rollout and validation."""
     cfg = parse(argv, "", rank=rank, world=world)
@@ -481,17 +471,44 @@ def offloaded(rank, world, argv):
     return runs.whole(trainer), held
 
 
-@pytest.mark.parametrize(("world", "more"), slow_but(RESUMED[1:], RESUMED), ids=str)
-def test_moments_are_away_in_rollouts_and_come_back_bit_for_bit(data, tmp_path, gloo, world, more):
-    """On a CPU its memory stands in for the host's as well. A checkpoint is written behind each step."""
-    flags = [*more, "--checkpoint.every", "1", "--steps", "2"]
-    want, held = gloo(world, offloaded, words(data, tmp_path / "0", *flags))[0]
-    assert len(held) == 3 and all(size > 0 for size, _ in held)
-    assert all(gradients == 0 for _, gradients in held)
-    got, held = gloo(world, offloaded, words(data, tmp_path / "1", *flags, "--grpo.offload"))[0]
-    assert held == [(0, 0)] * 3
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory, gloo):
+    """whole(world, *more): folder, final state and what was held of a run with its moments in place.
+
+    It is saved behind each step, and made once.
+    """
+
+    @functools.cache
+    def ran(world, *more):
+        folder = tmp_path_factory.mktemp("whole")
+        state, held = gloo(world, offloaded, words(data, folder, *more, "--checkpoint.every", "1"))[0]
+        return folder, state, held
+
+    return ran
+
+
+@pytest.mark.parametrize(("world", "more"), slow_but(RESUMED[:1], RESUMED), ids=str)
+def test_a_run_stopped_in_a_rollout_goes_on_bit_for_bit(data, tmp_path, gloo, whole, world, more):
+    """The parts with the moments away in rollouts: they are back when the state is saved."""
+    folder, want, _ = whole(world, *more)
+    flags = words(data, tmp_path / "parts", *more, "--grpo.offload", "--resume", "auto")
+    assert gloo(world, told_to_stop, flags, 1) == [1] * world
+    got = gloo(world, runs.run, flags)[0]
     runs.assert_equal_state(got, want)
-    assert lines(tmp_path / "1") == lines(tmp_path / "0")
+    assert lines(tmp_path / "parts") == lines(folder)
+
+
+@pytest.mark.parametrize(("world", "more"), slow_but(RESUMED[1:], RESUMED), ids=str)
+def test_moments_are_away_in_rollouts_and_come_back_bit_for_bit(data, tmp_path, gloo, whole, world, more):
+    """On a CPU its memory stands in for the host's as well. A checkpoint is written behind each step."""
+    folder, want, held = whole(world, *more)
+    assert len(held) == 4 and all(size > 0 for size, _ in held)
+    assert all(gradients == 0 for _, gradients in held)
+    flags = words(data, tmp_path, *more, "--checkpoint.every", "1", "--grpo.offload")
+    got, held = gloo(world, offloaded, flags)[0]
+    assert held == [(0, 0)] * 4
+    runs.assert_equal_state(got, want)
+    assert lines(tmp_path) == lines(folder)
 
 
 def test_a_reward_that_raises_is_counted_and_training_goes_on(data, tmp_path, gloo):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -122,37 +123,55 @@ def one_step(trainer: train.Trainer) -> list[float]:
     return numbers
 
 
-def assert_as_alone(
-    gloo,
-    data: Path,
-    out: Path,
-    world: int,
-    layouts: list[str],
-    tasks=tuple(TASKS),
-    both: str = "",
-    alone: str = "--train.batch 4",
-) -> None:
-    """layouts: flags, with --train.batch and --train.accumulate for four rows a step.
-
-    both: further flags. alone: those of one process, as many micro-batches: the loss `global` counts them.
-    """
-    cases = [(task, more) for task in tasks for more in TASKS[task]]
-
-    def runs(name: str, flags: str) -> list[tuple[str, list[list[str]]]]:
-        more = [*flags.split(), *both.split()]
-        made = {task: [words(data, task, loss, *more) for loss in TASKS[task]] for task in tasks}
-        return [(f"{name}-{task}", losses) for task, losses in made.items()]
-
-    (want,) = gloo(1, several, str(out), runs("alone", alone))
-    made = [run for n, flags in enumerate(layouts) for run in runs(str(n), flags)]
-    for found in gloo(world, several, str(out), made):
-        for i, got in enumerate(found):
-            at = i % len(cases)
-            assert got == pytest.approx(want[at], rel=1e-5, abs=1e-6), (layouts[i // len(cases)], cases[at])
+def runs_of(data: Path, tasks: tuple[str, ...], name: str, flags: str) -> list[tuple[str, list[list[str]]]]:
+    """Every loss of the tasks, as `several` takes them. name: of their folders."""
+    made = {task: [words(data, task, loss, *flags.split()) for loss in TASKS[task]] for task in tasks}
+    return [(f"{name}-{task}", losses) for task, losses in made.items()]
 
 
-def test_two_readers_of_two_ranks_each(data, tmp_path, gloo):
-    assert_as_alone(gloo, data, tmp_path, 4, [f"{flags} --train.batch 2" for flags in DIVIDED])
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory, gloo):
+    """alone(tasks, flags): the numbers of one process, computed once for all layouts."""
+
+    @functools.cache
+    def numbers(tasks: tuple[str, ...], flags: str) -> list[list[float]]:
+        (found,) = gloo(
+            1, several, str(tmp_path_factory.mktemp("alone")), runs_of(data, tasks, "alone", flags)
+        )
+        return found
+
+    return numbers
+
+
+@pytest.fixture
+def assert_as_alone(gloo, data, tmp_path, alone):
+    def compare(
+        world: int,
+        layouts: list[str],
+        tasks: tuple[str, ...] = tuple(TASKS),
+        both: str = "",
+        one: str = "--train.batch 4",
+    ) -> None:
+        """layouts: flags, with --train.batch and --train.accumulate for four rows a step.
+
+        both: further flags. one: those of one process, as many micro-batches: the loss `global` counts them.
+        """
+        cases = [(task, more) for task in tasks for more in TASKS[task]]
+        want = alone(tasks, f"{one} {both}")
+        made = [
+            run for n, flags in enumerate(layouts) for run in runs_of(data, tasks, str(n), f"{flags} {both}")
+        ]
+        for found in gloo(world, several, str(tmp_path), made):
+            for i, got in enumerate(found):
+                at = i % len(cases)
+                case = layouts[i // len(cases)], cases[at]
+                assert got == pytest.approx(want[at], rel=1e-5, abs=1e-6), case
+
+    return compare
+
+
+def test_two_readers_of_two_ranks_each(assert_as_alone):
+    assert_as_alone(4, [f"{flags} --train.batch 2" for flags in DIVIDED])
 
 
 def test_neither_packing_nor_micro_batches_change_what_grpo_learns(data, tmp_path, gloo):
@@ -182,12 +201,12 @@ def test_neither_packing_nor_micro_batches_change_what_grpo_learns(data, tmp_pat
         (8, "--parallel.replicate 2 --parallel.ep 2 --parallel.tp 2 --train.batch 1"),
     ],
 )
-def test_every_axis(data, tmp_path, gloo, world, flags):
-    assert_as_alone(gloo, data, tmp_path, world, [flags])
+def test_every_axis(assert_as_alone, world, flags):
+    assert_as_alone(world, [flags])
 
 
 @pytest.mark.slow
-def test_stages_of_two_readers_of_two_ranks_each(data, tmp_path, gloo):
+def test_stages_of_two_readers_of_two_ranks_each(assert_as_alone):
     layouts = [f"--parallel.pp 2 {flags} --train.batch 1 --train.accumulate 2" for flags in DIVIDED[:2]]
     tasks, two = ("pretrain", "sft", "preference", "kto"), "--train.batch 2 --train.accumulate 2"
-    assert_as_alone(gloo, data, tmp_path, 8, layouts, tasks, "--model.layers 2", two)
+    assert_as_alone(8, layouts, tasks, "--model.layers 2", two)

@@ -26,8 +26,8 @@ PREFERENCE = dict(
 # Losses whose advantages are not normalised unless --grpo.advantage says so.
 OTHER_ADVANTAGE = ("dr_grpo", "rloo")
 WHOLE_ANSWERS = ("gspo", "rloo")  # losses without a mismatch correction unless --grpo.mismatch says so
-OF_UPDATES = """loss clip_low clip_high dual_clip ratio_cap ratio_penalty entropy normaliser advantage advantage_eps
-updates kl kl_in kl_estimator overlong resample mismatch mismatch_cap replay"""
+OF_UPDATES = """loss clip_low clip_high dual_clip ratio_cap ratio_penalty entropy normaliser advantage
+advantage_eps updates kl kl_in kl_estimator overlong resample mismatch mismatch_cap replay"""
 # Settings of OptimConfig that a validation does not read: all but the average and what is frozen.
 OF_OPTIM = tuple(f"optim.{one.name}" for one in fields(OptimConfig) if one.name not in ("ema", "freeze"))
 

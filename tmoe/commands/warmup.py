@@ -26,7 +26,7 @@ from tmoe.base.private_torch import find
 from tmoe.cli.parse import require_cache_folder
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
-from tmoe.config.model import IGNORE
+from tmoe.config.model import IGNORE, ModelConfig
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
 from tmoe.front import Parser
@@ -34,22 +34,22 @@ from tmoe.generate.cache import layer_widths
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import AT_ONCE
 from tmoe.model.held_bytes import by_log_probs
+from tmoe.model.rounding import rounding
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.held_bytes import runs_beside, travelling
 from tmoe.moe.select.capacity import capacity
-from tmoe.ops import adamw, exchange
-from tmoe.ops import sum_parts as parts
-from tmoe.ops.decode import add_norm, sample
-from tmoe.ops.decode import attention as decode_attention
-from tmoe.ops.decode import heads as decode_heads
-from tmoe.ops.decode import in_blocks as decode_in_blocks
-from tmoe.ops.experts import rows as row_ops
-from tmoe.ops.experts import swiglu
 from tmoe.ops.launch.launch import device_facts
-from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
-from tmoe.ops.loss import cross_entropy, logprob_kernels
-from tmoe.ops.router import product as router_product
-from tmoe.ops.router import sinkhorn
+from tmoe.ops.launch.precompile import precompile, whole
+from tmoe.ops.launch.shapes import (
+    AttentionShapes,
+    DecodeShapes,
+    ExchangeShapes,
+    LayerShapes,
+    PassShapes,
+    RouterShapes,
+    StepShapes,
+)
+from tmoe.ops.register import traces_of
 
 ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
 ARCH_VALID = (
@@ -63,23 +63,27 @@ _warm: set[tuple] = set()  # (architecture, trace) of all that this process has 
 
 
 def traces(cfg: Config) -> list[tuple]:
-    """What a rank launches under this configuration, as precompile takes it."""
+    """What a rank launches under this configuration, as precompile takes it.
+
+    The ops say it themselves: each registration has the traces of its kernels (ops/register.py).
+    """
     m = cfg.model
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
     tokens = cfg.train.batch * cfg.train.seq // (cfg.parallel.cp * cfg.parallel.tp)
     found = of_layer(cfg, tokens, dtype)
-    found.append((cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype))
-    if by_log_probs(cfg):
-        found.append((logprob_kernels.trace, m.vocab, IGNORE, dtype))
-    found.append((adamw.trace, dtype))
-    found.append((parts.trace, dtype))
+    found += traces_of(StepShapes(m.vocab, m.dim, IGNORE, dtype, by_log_probs(cfg)))
     if cfg.task == "grpo":
         found += of_rollout(cfg, tokens, dtype)
     return found
 
 
 def of_layer(cfg: Config, T: int, dtype: torch.dtype, trained: bool = True) -> list[tuple]:
-    """What an MoE layer launches for T tokens of this rank. trained: False: in a forward without gradients.
+    """What an MoE layer launches for T tokens of this rank; trained: False: in a forward alone."""
+    return traces_of(layer_shapes(cfg, T, dtype, trained))
+
+
+def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> LayerShapes:
+    """An MoE layer for T tokens of this rank.
 
     With expert parallelism a rank holds E / ep experts, and up to T * ep rows arrive, each with its K slots.
     """
@@ -91,32 +95,38 @@ def of_layer(cfg: Config, T: int, dtype: torch.dtype, trained: bool = True) -> l
     if ep == 1 and moe.slots > moe.top_k:
         pairs = T * moe.top_k * 9 // 8
     pairs = pairs and pairs * etp
-    rows, slots, F = T * ep * etp, K, moe.ffn_dim // etp
+    rows, slots = T * ep * etp, K
     if moe.pad:
         rows, slots, pairs = E * capacity(T, K, moe) * etp, 1, pairs or T * K * etp
-    W, how = m.expert_dim, (moe.activation, moe.bias, trained)
-    if moe.weigh == "activation":
-        found: list[tuple] = [(trace, rows, W, F, E // ep, slots, dtype, pairs, *how)]
+    weighed_inside = moe.weigh == "activation"
+    if weighed_inside:
+        passes = [PassShapes(rows, slots, pairs)]
         if ep > 1 and not (trained or moe.pad):  # with nccl any number arrives, an odd one too
-            found.append((trace, rows - 1, W, F, E // ep, slots, dtype, pairs, *how))
+            passes.append(PassShapes(rows - 1, slots, pairs))
     else:  # one row for each pair, whose only expert has the weight 1
-        n = T * K * etp
-        found = [(trace, n, W, F, E // ep, 1, dtype, None, *how), (row_ops.trace, rows, n, W, dtype)]
-        found.append((row_ops.trace, rows * slots, n, 1, torch.float32))
+        passes = [PassShapes(T * K * etp, 1, None)]
     if moe.by_softmax_topk(ep):
-        found.append((trace_router, T, moe.outputs, moe.top_k, moe.renormalize or moe.softmax == "after"))
+        chosen, renormalize = moe.top_k, moe.renormalize or moe.softmax == "after"
     else:  # the op chooses alone; quantile balancing looks at one expert more
-        found.append((trace_router, T, moe.outputs, moe.top_k + (moe.selection == "quantile"), False))
-    if moe.selection == "sinkhorn":
-        found.append((sinkhorn.trace, T, moe.outputs))
-    if dtype == torch.bfloat16:
-        found.append((router_product.trace, T, m.dim, moe.outputs, dtype))
-    if ep > 1 and not moe.pad:
-        found.append((exchange.trace, T, W, K, ep, dtype, p.dispatch_dtype == "fp8", trained))
-    if runs_beside(cfg, Axes(ep=p.ep, etp=p.etp)):
-        found.append((swiglu.trace, T, moe.shared_dim, dtype))
-        found.append((exchange.trace_routes, T, K, ep, dtype))
-    return found
+        chosen, renormalize = moe.top_k + (moe.selection == "quantile"), False
+    shared_dim = moe.shared_dim if runs_beside(cfg, Axes(ep=p.ep, etp=p.etp)) else 0
+    return LayerShapes(
+        tokens=T,
+        dim=m.dim,
+        dtype=dtype,
+        trained=trained,
+        width=m.expert_dim,
+        ffn_dim=moe.ffn_dim // etp,
+        experts=E // ep,
+        activation=moe.activation,
+        biased=moe.bias,
+        passes=tuple(passes),
+        moved=None if weighed_inside else (rows, slots),
+        router=RouterShapes(moe.outputs, chosen, renormalize, moe.selection == "sinkhorn"),
+        exchange=ExchangeShapes(ep, K, p.dispatch_dtype == "fp8", not moe.pad, shared_dim)
+        if ep > 1
+        else None,
+    )
 
 
 def of_rollout(cfg: Config, tokens: int, dtype: torch.dtype) -> list[tuple]:
@@ -129,36 +139,44 @@ def of_rollout(cfg: Config, tokens: int, dtype: torch.dtype) -> list[tuple]:
     whole = replace(cfg, parallel=whole)
     counts = *COUNTS, max(tokens, cfg.grpo.rollout_slots)
     layers = [one for T in counts for one in of_layer(whole, T, dtype, trained=False)]
-    return [*layers, *of_tokens(cfg, dtype)]
+    return [*layers, *traces_of(decode_shapes(cfg, dtype))]
 
 
-def of_tokens(cfg: Config, dtype: torch.dtype) -> list[tuple]:
-    """What a rollout launches for one token of each slot beside the experts: attention, norms, the draw."""
-    m, bits = cfg.model, cfg.grpo.bitwise
-    latent = m.attention == "mla"
-    scale = m.head_dim**-0.5 if m.attention_multiplier is None else m.attention_multiplier
-    norm = "none" if bits else m.qk_norm
-    found: list[tuple] = []
-    for layer in range(m.layers):
-        (G, C, V), window, rope = layer_widths(m, layer), m.window_of(layer), m.rope_of(layer)
-        if bits:
-            found.append((decode_in_blocks.trace, m.heads, G, C, scale, dtype))
-        else:
-            found.append(
-                (decode_attention.trace, m.heads, G, C, V, window, dtype, m.sinks_in(window), latent)
-            )
-        if not latent and decode_heads.fits(m.heads, C, norm):
-            R = m.rotary_dim if rope else 0
-            how = decode_heads.Heads(m.heads, norm, m.norm_eps, m.rope.interleave, m.value_multiplier)
-            found.append((decode_heads.trace, how, G, C, V, R, dtype))
-    if not bits:
-        blocks = {m.is_moe(layer) for layer in range(m.layers)}
-        widths = [m.moe.shared_dim] * (True in blocks) + [m.ffn_dim] * (False in blocks)
-        found += [(swiglu.trace, 1, width, dtype) for width in widths if width]
-        if m.dim <= add_norm.WIDEST:
-            found.append((add_norm.trace, m.dim, dtype))
-    drawn = Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p)
-    return [*dict.fromkeys(found), (sample.trace, m.vocab, dtype, drawn)]
+def decode_shapes(cfg: Config, dtype: torch.dtype) -> DecodeShapes:
+    """A rollout's step for one token of each slot beside the experts: attention, norms, the draw."""
+    m, how = cfg.model, rounding(cfg.grpo.bitwise)
+    blocks = {m.is_moe(layer) for layer in range(m.layers)}
+    widths = [m.moe.shared_dim] * (True in blocks) + [m.ffn_dim] * (False in blocks)
+    return DecodeShapes(
+        vocab=m.vocab,
+        dim=m.dim,
+        dtype=dtype,
+        layers=tuple(attention_shapes(m, layer) for layer in range(m.layers)),
+        ffn_dims=tuple(width for width in widths if width),
+        fused=how.fused,
+        in_blocks=how.in_blocks,
+        filters=Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p),
+    )
+
+
+def attention_shapes(m: ModelConfig, layer: int) -> AttentionShapes:
+    """Attention of a layer to its cache."""
+    keys, key_dim, value_dim = layer_widths(m, layer)
+    return AttentionShapes(
+        queries=m.heads,
+        keys=keys,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        window=m.window_of(layer),
+        sinks=m.sinks_in(m.window_of(layer)),
+        latent=m.attention == "mla",
+        scale=m.head_dim**-0.5 if m.attention_multiplier is None else m.attention_multiplier,
+        norm=m.qk_norm,
+        norm_eps=m.norm_eps,
+        rotary_dim=m.rotary_dim if m.rope_of(layer) else 0,
+        interleave=m.rope.interleave,
+        value_multiplier=m.value_multiplier,
+    )
 
 
 def local_arch() -> str | None:

@@ -101,10 +101,11 @@ def mask_of(model: Transformer, chunk: Chunk, window: int) -> Mask:
     cfg = model.cfg
     width, sinks = min(qk_width(cfg), v_width(cfg)), cfg.sinks_in(window)
     S, device = chunk.tokens_1S.shape[1], chunk.tokens_1S.device
+    in_blocks = model.rounding.in_blocks
     if chunk.seen_J is None:
-        return make_mask(chunk.documents_1S, window, S, device, width, sinks, in_blocks=model.bits)
+        return make_mask(chunk.documents_1S, window, S, device, width, sinks, in_blocks=in_blocks)
     J = chunk.seen_J.shape[0]
-    return make_mask(None, window, J, device, width, sinks, chunk.at_1S[0], model.bits)
+    return make_mask(None, window, J, device, width, sinks, chunk.at_1S[0], in_blocks)
 
 
 def decode(
@@ -129,9 +130,7 @@ def decode(
     pages_B = table_BM.gather(1, at_B[:, None] // PAGE)[:, 0]
     places_B = pages_B.long() * PAGE + at_B % PAGE
     lengths_B = at_B + 1
-    # the kernel's twin goes through sequences one by one
-    attend_one = decode_attention if tokens_B.is_cuda else attend_pages
-    fused = tokens_B.is_cuda and not model.bits  # by kernels that round where training does not
+    fused = tokens_B.is_cuda and model.rounding.fused
     x = model.embed(tokens_B[:, None])
     blocks = cast(list[Block], list(model.blocks))
     normed = blocks[0].attention_norm(x)
@@ -139,13 +138,13 @@ def decode(
     routes = []
     for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
         attention = block.attention
-        q_BHC, gate_BHC = put_one(attention, normed, here[block.rope], layer, places_B, model.bits)
+        q_BHC, gate_BHC = put_one(attention, normed, here[block.rope], layer, places_B, fused)
         scale, sinks_H = softmax_of(attention)
         pages = q_BHC, *layer, table_BM, lengths_B
-        if model.bits:
+        if model.rounding.in_blocks:
             y_BHC = decode_in_blocks(*pages, scale=scale)
         else:
-            y_BHC = attend_one(*pages, scale=scale, window=block.window or None, sinks_H=sinks_H)
+            y_BHC = decode_attention(*pages, scale=scale, window=block.window or None, sinks_H=sinks_H)
         y_BHC = gated(y_BHC, gate_BHC)
         y = block.branch(block.attention_post_norm(output(attention, y_BHC)[:, None]))
         x, normed = add_and_norm(x, y, block.ffn_norm, fused)
@@ -250,15 +249,15 @@ def put_one(
     turns: Turns,
     layer: Layer,
     places_B: Tensor,
-    bits: bool,
+    fused: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Queries and gates [B, H, C] of one token each; its key and value go into the cache.
 
-    bits: rounded as training rounds them, which the plain way does by itself.
+    fused: norms of heads may be part of their kernel. Else, and without a kernel, they round as in training.
     """
     latent = isinstance(attention, LatentAttention)
-    if x_B1D.is_cuda and not latent and has_kernel(attention, bits):
-        return put_heads(attention, x_B1D[:, 0], turns, layer, places_B, bits)
+    if x_B1D.is_cuda and not latent and has_kernel(attention, fused):
+        return put_heads(attention, x_B1D[:, 0], turns, layer, places_B, fused)
     one = Turns(turns.cos[:, None], turns.sin[:, None])
     if latent:
         q, k, v, gate = (*absorbed(attention, x_B1D, one), None)
@@ -268,22 +267,22 @@ def put_one(
     return q[:, 0].contiguous(), None if gate is None else gate[:, 0]
 
 
-def has_kernel(attention: Attention, bits: bool) -> bool:
+def has_kernel(attention: Attention, fused: bool) -> bool:
     """Whether ops/decode/heads.py can take the attention's heads.
 
-    bits: behind norms of the modules, so these may not come after the rotation.
+    fused: norms are part of the kernel; else they are the modules', which cannot follow the rotation.
     """
     cfg = attention.cfg
-    return cfg.qk_norm != "rotated" if bits else fits(cfg.heads, cfg.head_dim, cfg.qk_norm)
+    return fits(cfg.heads, cfg.head_dim, cfg.qk_norm) if fused else cfg.qk_norm != "rotated"
 
 
 def put_heads(
-    attention: Attention, x_BD: Tensor, turns: Turns, layer: Layer, places_B: Tensor, bits: bool
+    attention: Attention, x_BD: Tensor, turns: Turns, layer: Layer, places_B: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """put_one by ops/decode/heads.py. bits: norms are the modules', whose sums have another order."""
+    """put_one by ops/decode/heads.py. fused: norms as well; the modules' have sums of another order."""
     cfg, G, norm = attention.cfg, attention.key_heads, attention.cfg.qk_norm
     qkv_BX = attention.qkv(x_BD)
-    if bits and norm != "none":
+    if norm != "none" and not fused:
         qkv_BX, norm = with_norms(attention, qkv_BX), "none"
     how = Heads(cfg.heads, norm, cfg.norm_eps, cfg.rope.interleave, cfg.value_multiplier)
     norms = None if norm == "none" else (attention.q_norm.weight, attention.k_norm.weight)
@@ -338,36 +337,3 @@ def softmax_of(attention: Attention | LatentAttention) -> tuple[float, Tensor | 
     cfg = attention.cfg
     scale = cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
     return scale, attention.sinks
-
-
-def attend_pages(
-    q_BHC: Tensor,
-    k_PTGC: Tensor,
-    v_PTGC: Tensor,
-    table_BM: Tensor,
-    lengths_B: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """ops/decode/attention.py's op for all sequences at once, over copies of their pages: for a CPU.
-
-    lengths_B: at least 1. The heads that share a key are rows of one product, so keys are read once.
-    """
-    B, H, _ = q_BHC.shape
-    G = k_PTGC.shape[2]
-    q_BGRC = rearrange(q_BHC, "b (g r) c -> b g r c", g=G)
-    pages_BM = table_BM.long()
-    k_BGNC, v_BGNC = (rearrange(t[pages_BM], "b m t g c -> b g (m t) c") for t in (k_PTGC, v_PTGC))
-    behind_BN = lengths_B[:, None] - 1 - torch.arange(k_BGNC.shape[2], device=q_BHC.device)
-    seen_BN = behind_BN >= 0 if window is None else (behind_BN >= 0) & (behind_BN < window)
-    seen = seen_BN[:, None, None]
-    if sinks_H is None:
-        y = F.scaled_dot_product_attention(q_BGRC, k_BGNC, v_BGNC, attn_mask=seen, scale=scale)
-        return y.flatten(1, 2)
-    scores = (q_BGRC @ k_BGNC.mT).float() * scale
-    scores = scores.masked_fill(~seen, float("-inf"))
-    sinks = sinks_H.float().view(1, G, H // G, 1).expand(B, -1, -1, -1)
-    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (weights.to(v_BGNC.dtype) @ v_BGNC).flatten(1, 2)

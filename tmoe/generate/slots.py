@@ -37,11 +37,6 @@ from tmoe.model.transformer import Transformer
 from tmoe.ops.decode.sample import Keys, sample
 from tmoe.ops.loss.logprob import logprobs
 
-# With bits, rows of a step are a multiple of this: of fewer, libraries choose other kernels. On an H200 with
-# torch 2.11 cuBLAS splits an inner width of 4096 below 128 rows. MKL has a kernel of its own below 4, and a
-# sigmoid of fewer than 32 numbers is not in the CPU's vectors.
-FEW = {"cuda": 128, "cpu": 32}
-
 
 @dataclass(eq=False)
 class Request:
@@ -92,8 +87,7 @@ class Room(NamedTuple):
 
 def rows_of(model: Transformer, slots: int, graphs: bool = True) -> int:
     """How many rows a step of so many slots has."""
-    few = FEW.get(model.head_weight.device.type, 1) if model.bits else 1
-    return -(-(rounded(slots) if graphs else slots) // few) * few
+    return model.rounding.rows(rounded(slots) if graphs else slots, model.head_weight.device.type)
 
 
 class Slots:
@@ -201,7 +195,7 @@ class Slots:
         found = []
         device = self.state_6B.device
         prompts = [(ids[prompt], fresh[prompt]) for prompt in fresh]
-        blocks = self.model.bits or device.type == "cuda"
+        blocks = self.model.rounding.in_blocks or device.type == "cuda"
         for chunk in chunks(prompts, self.ranks.at_once, device, blocks=blocks):
             rows = self.ranks.rows(chunk.tokens_1S.numel())
             with self.on_device():
@@ -297,7 +291,7 @@ class Slots:
             seen_BV = self.seen_BV[:B].scatter_(1, token_B[:, None], True)
         drawn = sample(self.penalised(logits_BV, seen_BV), keys, self.sampling, self.barred(made_B, early))
         ids_B = drawn.tokens_B.long()
-        if self.model.bits:  # as training takes it, whose sum has another order than the sampler's
+        if self.model.rounding.log_probs_of_loss:  # the sampler's sum has another order
             drawn = drawn._replace(logprobs_B=logprobs(h_BD, self.model.head_weight, ids_B, heat))
         elif seen_BV is not None:  # of the model's own logits
             plain_BV = (logits_BV.float() / heat).log_softmax(-1)

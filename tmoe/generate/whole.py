@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tmoe.config.check import Setting, require
-from tmoe.generate.cache import PAGE
 from tmoe.model.float8 import in_compute_type
 from tmoe.model.spread import ALONE
 from tmoe.model.transformer import Block, Transformer
@@ -118,8 +117,7 @@ class Ranks:
         # no more than exchanges have room for: they keep what they once had, and copy all of it
         rooms = [exchange.tokens for exchange in exchanges(layers) if exchange.tokens]
         self.at_once = min([AT_ONCE if self.device.type == "cuda" else ON_CPU, *rooms])
-        if model.bits:  # a long prompt's pieces begin on blocks
-            self.at_once = max(PAGE, self.at_once // PAGE * PAGE)
+        self.at_once = model.rounding.piece(self.at_once)
 
     def join(self, rows: int) -> int:
         """The most rows that any rank has in the next pass, which all must make; below 0: none has one.

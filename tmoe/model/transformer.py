@@ -19,6 +19,7 @@ from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import Given, Objective, cross_entropy
 from tmoe.model.rope import Tables, kinds_of, turns_of
+from tmoe.model.rounding import rounding
 from tmoe.model.spread import ALONE
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
@@ -174,7 +175,7 @@ class Transformer(nn.Module):
         # model/parallelize.py: how tp and cp divide sequences, and the name of the ranks that divide experts
         self.spread = ALONE
         self.expert_group = ""
-        self.bits = False  # see keep_bits
+        self.rounding = rounding(bits=False)  # see keep_bits
         self.init_weights()
         whole = self.first and self.last
         if whole and any(block.moe for block in self.blocks) and not self.embedding.weight.is_meta:
@@ -191,10 +192,10 @@ class Transformer(nn.Module):
         Attention goes through its blocks of 128 in one order, so a sequence must begin on one. A gap behind a
         sequence, marked as padding, is of that sequence's document. An Engine with bits calls this.
         """
-        self.bits = on
+        self.rounding = rounding(bits=on)
         for module in self.modules():
             if isinstance(module, SwiGLU):
-                module.bits = on
+                module.fused = self.rounding.fused
 
     def counted(self) -> Iterator[nn.Parameter]:
         """Parameters that the gradient norm counts: all of them, each once (see model/stages.py)."""
@@ -341,10 +342,7 @@ class Transformer(nn.Module):
         members_BSN = self.members(tokens_BS, padding_BS, given)
         self.spread.tokens(S, tokens_BS.device)  # each stage of a pipeline hears of what cannot be divided
         if padding_BS is not None:
-            if documents_BS is None:
-                documents_BS = padding_BS.long() if self.bits else torch.zeros_like(tokens_BS)
-            if not self.bits:
-                documents_BS = documents_BS.masked_fill(padding_BS, -1)
+            documents_BS = self.rounding.documents(documents_BS, padding_BS, tokens_BS)
             padding_BS = self.own(padding_BS)
 
         device = tokens_BS.device
@@ -354,7 +352,14 @@ class Transformer(nn.Module):
         at_Q = rotated if self.spread.by_keys else None
         masks = {
             window: make_mask(
-                documents_BS, window, S, device, width, self.cfg.sinks_in(window), at_Q, self.bits
+                documents_BS,
+                window,
+                S,
+                device,
+                width,
+                self.cfg.sinks_in(window),
+                at_Q,
+                self.rounding.in_blocks,
             )
             for window in {self.cfg.window_of(i) for i in range(self.cfg.layers)}
         }

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.launch.shapes import StepShapes
+from tmoe.ops.register import collect
 
 BLOCK = 1024
 # numbers in the table's line for a tensor: its first program, its elements, and the addresses of its weight,
@@ -171,3 +173,10 @@ def trace(dtype: torch.dtype) -> None:
         for copy in [None] if dtype == torch.float32 else [None, weight.to(dtype)]:
             parts = weight, weight.to(grad), weight, weight, copy
             adamw_([(*parts, number)], number, number, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+
+
+def _of_step(step: StepShapes) -> Iterable[tuple]:
+    yield trace, step.dtype
+
+
+collect("adamw", {StepShapes: _of_step})

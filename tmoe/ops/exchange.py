@@ -21,6 +21,8 @@ Memory order: a barrier of its threads orders a program's stores before its rele
 peers' cells.
 """
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,8 @@ from triton.runtime.jit import JITFunction
 
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.launch.shapes import LayerShapes
+from tmoe.ops.register import collect
 
 # cells of a state: one for each rank's arrivals, then the two below; more ranks than an NVLink node has
 RANKS = 32
@@ -428,3 +432,16 @@ def trace_routes(T: int, K: int, world: int, dtype: torch.dtype) -> None:
     weights = torch.empty(T, K, device="meta")
     at = torch.empty(world, dtype=torch.int64, device="meta")
     push(x, ids, weights, at, at, at, at, 0, T, 1, 264, meet=False)
+
+
+def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
+    if layer.exchange is None:
+        return
+    ranks, slots, fp8, alone, shared_dim = layer.exchange
+    if alone:
+        yield trace, layer.tokens, layer.width, slots, ranks, layer.dtype, fp8, layer.trained
+    if shared_dim:
+        yield trace_routes, layer.tokens, slots, ranks, layer.dtype
+
+
+collect("exchange", {LayerShapes: _of_layer})

@@ -6,23 +6,37 @@ where its results go, follows from the names in both schemas. `register` does on
 An op of many arguments gives a NamedTuple in place of a schema, and its functions take that one value. torch
 passes flat arguments: `taking` alone makes the value of them.
 
+`collect` keeps the traces of an op's kernels, which are compiled before training (commands/warmup.py): each
+registration takes `traces` for it, and a file whose kernels are launched without an op of torch calls it.
+
+`on_any_device` registers a function that is the op on every device, such as an exchange between ranks. Its
+annotations are the schema.
+
 They use Library.define and not @custom_op: the decorator's own checks take 0.3 ms a call on the host, as long
 as a whole forward.
 
 next: experts/op.py
 """
 
-from collections.abc import Callable
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from operator import itemgetter
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
-from tmoe.ops.check import check_tensors
+from tmoe.base.private_torch import find
+from tmoe.ops.check import check_tensors, require
 from tmoe.ops.launch.eager import no_second_derivative, unwatched
 
+R = TypeVar("R")
+
 lib = torch.library.Library("tmoe", "FRAGMENT")
+# torch.compiler.disable would import the compiler at once
+_not_compiled: Callable = find("torch._disable_dynamo") or torch.compiler.disable
 
 # the type of an argument, in Python and in the language of torch.library
 TYPES = {
@@ -33,6 +47,43 @@ TYPES = {
     bool: "bool",
     str: "str",
 }
+
+
+# from shapes to (trace, *arguments), as precompile takes them; by the type of shapes, by the op's name
+Traces = Callable[[Any], Iterable[tuple]]
+_collected: dict[type, dict[str, Traces]] = {}
+
+
+def collect(name: str, traces: Mapping[type, Traces]) -> None:
+    """Keep what an op launches.
+
+    Args:
+        name: of the op; another op's is refused by ValueError.
+        traces: for each type of ops/launch/shapes.py with which the op has to do, a function of such a value.
+    """
+    for kind, of in traces.items():
+        known = _collected.setdefault(kind, {})
+        require(name not in known, f"traces of {kind.__name__}", name, "one registration for each op")
+        known[name] = of
+
+
+def traces_of(shapes: Any) -> list[tuple]:
+    """What all ops of tmoe launch for `shapes`, a value of ops/launch/shapes.py; each trace once."""
+    _import_ops()
+    by_name = sorted(_collected.get(type(shapes), {}).items())
+    return list(dict.fromkeys(trace for _, traces in by_name for trace in traces(shapes)))
+
+
+@cache
+def _import_ops() -> None:
+    """Import every file of tmoe.ops, and with it its registrations."""
+    package = importlib.import_module("tmoe.ops")
+    for module in pkgutil.walk_packages(package.__path__, "tmoe.ops."):
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            if not (error.name or "").startswith("triton"):  # a triton without gluon has no such kernels
+                raise
 
 
 def flat(schema: str | type, results: int) -> str:
@@ -62,6 +113,7 @@ def register(
     fake: Callable,
     save: Callable | None = None,
     differentiate: Callable = no_second_derivative,
+    traces: Mapping[type, Traces] | None = None,
 ) -> None:
     """Register tmoe::name.
 
@@ -73,13 +125,40 @@ def register(
         fake: gives tensors of the results' shapes and types, for tracing.
         save, differentiate: setup_context and backward of torch.library.register_autograd. Without them the
             op has no derivative, as one that computes gradients itself.
+        traces: what it launches on a GPU, see `collect`.
     """
+    collect(name, traces or {})
     lib.define(name + flat(schema, results), tags=torch.Tag.pt2_compliant_tag)
     if cpu is not None:
         lib.impl(name, taking(schema, cpu), "CPU")
     lib.impl(name, taking(schema, cuda), "CUDA")
     torch.library.register_fake(f"tmoe::{name}", taking(schema, fake), lib=lib)
     torch.library.register_autograd(f"tmoe::{name}", differentiate, setup_context=save, lib=lib)
+
+
+def on_any_device(
+    name: str,
+    *,
+    fake: Callable[..., R],
+    save: Callable | None = None,
+    differentiate: Callable = no_second_derivative,
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Decorator: register a function as tmoe::name for CPU and GPU, and return the op in its place.
+
+    The function's annotations are the schema. Its results must not be views of its arguments. The compiler
+    does not look into it, not even where the op runs between two compiled graphs.
+
+    Args:
+        fake, save, differentiate: as for `register`. fake has the function's parameters.
+    """
+
+    def decorate(run: Callable[..., R]) -> Callable[..., R]:
+        schema = torch.library.infer_schema(run, mutates_args=())
+        kernel = _not_compiled(run)
+        register(name, schema, cpu=kernel, cuda=kernel, fake=fake, save=save, differentiate=differentiate)
+        return getattr(torch.ops.tmoe, name).default
+
+    return decorate
 
 
 class Backward(NamedTuple):
@@ -105,6 +184,7 @@ def register_differentiable(
     cuda: Callable,
     fake: Callable,
     backward: Backward,
+    traces: Mapping[type, Traces] | None = None,
 ) -> type[torch.autograd.Function]:
     """Register tmoe::name and tmoe::name_backward.
 
@@ -112,6 +192,7 @@ def register_differentiable(
         schema: as for `register`.
         returns, keeps: names of the op's results: those for its caller, then those for backward alone.
         cpu, cuda, fake: as for `register`; cuda runs with the first argument's GPU current.
+        traces: as for `register`, for both ops.
 
     Returns the op on a GPU past torch's dispatcher, for calls that are `unwatched`. It gives only the results
     for the caller; `run` and `run_backward` are its kernels.
@@ -143,6 +224,7 @@ def register_differentiable(
         fake=taking(schema, fake),
         save=rule.save,
         differentiate=differentiate,
+        traces=traces,
     )
 
     seen = len(returns.split())

@@ -4,11 +4,15 @@ torch's own reduction over an outer axis of 2 runs at a third of the memory's ra
 the same multiprocessors.
 """
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
 
 from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.launch.shapes import StepShapes
+from tmoe.ops.register import collect
 
 BLOCK = 4096
 
@@ -53,3 +57,10 @@ def trace(dtype: torch.dtype) -> None:
     """Launch it for gradients of dtype and sums over micro-batches; on meta tensors, inside compile_only."""
     for kind in {dtype, torch.float32}:
         sum_parts(torch.empty(2, 64, dtype=kind, device="meta"))
+
+
+def _of_step(step: StepShapes) -> Iterable[tuple]:
+    yield trace, step.dtype
+
+
+collect("sum_parts", {StepShapes: _of_step})

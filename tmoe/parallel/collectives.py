@@ -17,7 +17,7 @@ Each rank says its numbers, for loops and layers of a user's own; both different
     all_to_all_v   forward: block p of the rows goes to rank p   backward: the blocks go back
     all_gather_v   forward: rows of all ranks, in rank order     backward: each rank's rows, summed over ranks
 
-They are `torch.library.custom_op` and not an autograd.Function: on torch 2.11 a Function with collectives
+They are ops of ops/register.py and not an autograd.Function: on torch 2.11 a Function with collectives
 inside trained silently wrong under one compile backend. The number of rows that arrive is one unbacked size,
 made by the op that learns the counts (`plan`, `gather_uneven_ids`, `count_arrivals`) alone. So nothing
 recompiles when the routing changes, and the host waits for the device once, for the counts.
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from tmoe.base.private_torch import find
 from tmoe.ops.check import require
+from tmoe.ops.register import on_any_device
 
 # how functional collectives find a group by name
 _resolve_process_group = find("torch.distributed.distributed_c10d._resolve_process_group")
@@ -79,7 +80,17 @@ def sum_over_all(t: Tensor) -> Tensor:
     return t
 
 
-@torch.library.custom_op("tmoe::plan", mutates_args=())
+def _fake_plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    ctx = torch.library.get_ctx()
+    ranks = dist.get_world_size(group_of(group))
+    return (
+        ids_TK.new_empty((ctx.new_dynamic_size(), ids_TK.shape[1]), dtype=torch.int32),
+        ids_TK.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
+        torch.empty((2, ranks), dtype=torch.int64, device="cpu"),
+    )
+
+
+@on_any_device("plan", fake=_fake_plan)
 def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
     """Which rank sends which token where: a token goes once to each rank that holds one of its experts.
 
@@ -106,49 +117,6 @@ def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor
     return all_to_all(ids_SK.to(torch.int32), send, receive, group), order_S.clone(), splits_2P
 
 
-@plan.register_fake
-def _(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    ctx = torch.library.get_ctx()
-    ranks = dist.get_world_size(group_of(group))
-    return (
-        ids_TK.new_empty((ctx.new_dynamic_size(), ids_TK.shape[1]), dtype=torch.int32),
-        ids_TK.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
-        torch.empty((2, ranks), dtype=torch.int64, device="cpu"),
-    )
-
-
-@torch.library.custom_op("tmoe::push", mutates_args=())
-def push(x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, group: str) -> Tensor:
-    """Sends rows x_TD[order_S] to their ranks; returns the R rows that arrive here.
-
-    ids_RK only tells how many arrive.
-    """
-    send, receive = splits_2P.tolist()
-    return all_to_all(x_TD[order_S], send, receive, group)
-
-
-@push.register_fake
-def _(x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, group: str) -> Tensor:
-    return x_TD.new_empty(ids_RK.shape[0], *x_TD.shape[1:])
-
-
-@torch.library.custom_op("tmoe::pull", mutates_args=())
-def pull(
-    rows_RD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, tokens: int, group: str
-) -> Tensor:
-    """Sends rows back to where `push` took them from, and adds up those of a token: x_TD, T = tokens.
-
-    The sum goes over ranks in rank order, in fp32 (fp64 for fp64 rows); the result has the rows' type.
-    """
-    send, receive = splits_2P.tolist()
-    return add_up(all_to_all(rows_RD, receive, send, group), order_S, send, tokens)
-
-
-@pull.register_fake
-def _(rows_RD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, tokens: int, group: str) -> Tensor:
-    return rows_RD.new_empty(tokens, *rows_RD.shape[1:])
-
-
 def _push_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TD, ids_RK, order_S, splits_2P, ctx.group = inputs
     ctx.tokens = x_TD.shape[0]
@@ -157,6 +125,20 @@ def _push_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _push_backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
     return pull(grad_RD, *ctx.saved_tensors, ctx.tokens, ctx.group), None, None, None, None
+
+
+def _fake_push(x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, group: str) -> Tensor:
+    return x_TD.new_empty(ids_RK.shape[0], *x_TD.shape[1:])
+
+
+@on_any_device("push", fake=_fake_push, save=_push_setup, differentiate=_push_backward)
+def push(x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, group: str) -> Tensor:
+    """Sends rows x_TD[order_S] to their ranks; returns the R rows that arrive here.
+
+    ids_RK only tells how many arrive.
+    """
+    send, receive = splits_2P.tolist()
+    return all_to_all(x_TD[order_S], send, receive, group)
 
 
 def _pull_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -168,14 +150,34 @@ def _pull_backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
     return push(grad_TD, *ctx.saved_tensors, ctx.group), None, None, None, None, None
 
 
-push.register_autograd(_push_backward, setup_context=_push_setup)
-pull.register_autograd(_pull_backward, setup_context=_pull_setup)
+def _fake_pull(
+    rows_RD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, tokens: int, group: str
+) -> Tensor:
+    return rows_RD.new_empty(tokens, *rows_RD.shape[1:])
+
+
+@on_any_device("pull", fake=_fake_pull, save=_pull_setup, differentiate=_pull_backward)
+def pull(
+    rows_RD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, tokens: int, group: str
+) -> Tensor:
+    """Sends rows back to where `push` took them from, and adds up those of a token: x_TD, T = tokens.
+
+    The sum goes over ranks in rank order, in fp32 (fp64 for fp64 rows); the result has the rows' type.
+    """
+    send, receive = splits_2P.tolist()
+    return add_up(all_to_all(rows_RD, receive, send, group), order_S, send, tokens)
 
 
 # ---- another number of rows on each rank ----
 
 
-@torch.library.custom_op("tmoe::gather_uneven_ids", mutates_args=())
+def _fake_gather_uneven_ids(ids_RK, group):
+    rows = torch.library.get_ctx().new_dynamic_size()
+    counts = torch.empty(group_of(group).size(), dtype=torch.int64, device="cpu")
+    return ids_RK.new_empty(rows, ids_RK.shape[1]), counts
+
+
+@on_any_device("gather_uneven_ids", fake=_fake_gather_uneven_ids)
 def gather_uneven_ids(ids_RK: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """ids_MK of the rows of all ranks; int64 [n] on the CPU: how many rows each rank has."""
     ranks = group_of(group)
@@ -184,13 +186,6 @@ def gather_uneven_ids(ids_RK: Tensor, group: str) -> tuple[Tensor, Tensor]:
     dist.all_gather_into_tensor(counts, count, group=ranks)
     counts_P = counts.cpu()
     return _gather(ids_RK, counts_P, group), counts_P
-
-
-@gather_uneven_ids.register_fake
-def _(ids_RK, group):
-    rows = torch.library.get_ctx().new_dynamic_size()
-    counts = torch.empty(group_of(group).size(), dtype=torch.int64, device="cpu")
-    return ids_RK.new_empty(rows, ids_RK.shape[1]), counts
 
 
 def _gather(x_RX: Tensor, counts_P: Tensor, group: str) -> Tensor:
@@ -202,18 +197,39 @@ def _gather(x_RX: Tensor, counts_P: Tensor, group: str) -> Tensor:
     return out
 
 
-@torch.library.custom_op("tmoe::gather_uneven", mutates_args=())
+def _gather_setup(ctx, inputs, output):
+    x_RX, _, counts_P, ctx.group = inputs
+    ctx.save_for_backward(x_RX.new_empty(x_RX.shape[0], 0), counts_P)  # of x, the number of its rows
+
+
+def _gather_backward(ctx, grad_MX):
+    return add_up_uneven(grad_MX, *ctx.saved_tensors, ctx.group), None, None, None
+
+
+def _fake_gather_uneven(x_RX, ids_MK, counts_P, group):
+    return x_RX.new_empty(ids_MK.shape[0], *x_RX.shape[1:])
+
+
+@on_any_device("gather_uneven", fake=_fake_gather_uneven, save=_gather_setup, differentiate=_gather_backward)
 def gather_uneven(x_RX: Tensor, ids_MK: Tensor, counts_P: Tensor, group: str) -> Tensor:
     """Rows of all ranks, [M, ...] in rank order; ids_MK only tells how many."""
     return _gather(x_RX, counts_P, group)
 
 
-@gather_uneven.register_fake
-def _(x_RX, ids_MK, counts_P, group):
-    return x_RX.new_empty(ids_MK.shape[0], *x_RX.shape[1:])
+def _add_up_setup(ctx, inputs, output):
+    x_MX, _, counts_P, ctx.group = inputs
+    ctx.save_for_backward(x_MX.new_empty(x_MX.shape[0], 0), counts_P)
 
 
-@torch.library.custom_op("tmoe::add_up_uneven", mutates_args=())
+def _add_up_backward(ctx, grad_RX):
+    return gather_uneven(grad_RX, *ctx.saved_tensors, ctx.group), None, None, None
+
+
+def _fake_add_up_uneven(x_MX, ids_RK, counts_P, group):
+    return x_MX.new_empty(ids_RK.shape[0], *x_MX.shape[1:])
+
+
+@on_any_device("add_up_uneven", fake=_fake_add_up_uneven, save=_add_up_setup, differentiate=_add_up_backward)
 def add_up_uneven(x_MX: Tensor, ids_RK: Tensor, counts_P: Tensor, group: str) -> Tensor:
     """This rank's rows of the sum over ranks, added in rank order in fp32 (fp64 as it is).
 
@@ -226,33 +242,6 @@ def add_up_uneven(x_MX: Tensor, ids_RK: Tensor, counts_P: Tensor, group: str) ->
     dist.all_to_all_single(come, x_MX.contiguous(), [own] * ranks.size(), counts, group=ranks)
     parts = come.view(ranks.size(), own, *x_MX.shape[1:])
     return parts.sum(0, dtype=torch.promote_types(x_MX.dtype, torch.float32)).to(x_MX.dtype)
-
-
-@add_up_uneven.register_fake
-def _(x_MX, ids_RK, counts_P, group):
-    return x_MX.new_empty(ids_RK.shape[0], *x_MX.shape[1:])
-
-
-def _gather_setup(ctx, inputs, output):
-    x_RX, _, counts_P, ctx.group = inputs
-    ctx.save_for_backward(x_RX.new_empty(x_RX.shape[0], 0), counts_P)  # of x, the number of its rows
-
-
-def _gather_backward(ctx, grad_MX):
-    return add_up_uneven(grad_MX, *ctx.saved_tensors, ctx.group), None, None, None
-
-
-def _add_up_setup(ctx, inputs, output):
-    x_MX, _, counts_P, ctx.group = inputs
-    ctx.save_for_backward(x_MX.new_empty(x_MX.shape[0], 0), counts_P)
-
-
-def _add_up_backward(ctx, grad_RX):
-    return gather_uneven(grad_RX, *ctx.saved_tensors, ctx.group), None, None, None
-
-
-gather_uneven.register_autograd(_gather_backward, setup_context=_gather_setup)
-add_up_uneven.register_autograd(_add_up_backward, setup_context=_add_up_setup)
 
 
 # ---- numbers of rows that a caller says ----
@@ -319,7 +308,13 @@ def _checked_group(what: str, x: object, group: dist.ProcessGroup | None) -> dis
     return group
 
 
-@torch.library.custom_op("tmoe::count_arrivals", mutates_args=())
+def _fake_count_arrivals(x: Tensor, counts_P: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()
+    splits = torch.empty((2, counts_P.shape[0]), dtype=torch.int64, device="cpu")
+    return x.new_empty(rows, 0), splits
+
+
+@on_any_device("count_arrivals", fake=_fake_count_arrivals)
 def count_arrivals(x: Tensor, counts_P: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """[R, 0] for the R rows that will arrive here; int64 [2, P] on the CPU: rows sent and received."""
     ranks = group_of(group)
@@ -339,25 +334,6 @@ def count_arrivals(x: Tensor, counts_P: Tensor, group: str) -> tuple[Tensor, Ten
     return x.new_empty(int(come.sum()), 0), torch.stack([told, come])
 
 
-@count_arrivals.register_fake
-def _(x: Tensor, counts_P: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    rows = torch.library.get_ctx().new_dynamic_size()
-    splits = torch.empty((2, counts_P.shape[0]), dtype=torch.int64, device="cpu")
-    return x.new_empty(rows, 0), splits
-
-
-@torch.library.custom_op("tmoe::exchange_by_counts", mutates_args=())
-def exchange_by_counts(x: Tensor, come_R0: Tensor, splits_2P: Tensor, group: str) -> Tensor:
-    """The rows that arrive; come_R0 only tells how many. Its transpose swaps the two rows of splits."""
-    send, receive = splits_2P.tolist()
-    return all_to_all(x, send, receive, group)
-
-
-@exchange_by_counts.register_fake
-def _(x: Tensor, come_R0: Tensor, splits_2P: Tensor, group: str) -> Tensor:
-    return x.new_empty(come_R0.shape[0], *x.shape[1:])
-
-
 def _exchange_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, _, splits_2P, ctx.group = inputs
     ctx.save_for_backward(x.new_empty(x.shape[0], 0), splits_2P.flip(0))
@@ -367,4 +343,17 @@ def _exchange_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return exchange_by_counts(gradient, *ctx.saved_tensors, ctx.group), None, None, None
 
 
-exchange_by_counts.register_autograd(_exchange_backward, setup_context=_exchange_setup)
+def _fake_exchange_by_counts(x: Tensor, come_R0: Tensor, splits_2P: Tensor, group: str) -> Tensor:
+    return x.new_empty(come_R0.shape[0], *x.shape[1:])
+
+
+@on_any_device(
+    "exchange_by_counts",
+    fake=_fake_exchange_by_counts,
+    save=_exchange_setup,
+    differentiate=_exchange_backward,
+)
+def exchange_by_counts(x: Tensor, come_R0: Tensor, splits_2P: Tensor, group: str) -> Tensor:
+    """The rows that arrive; come_R0 only tells how many. Its transpose swaps the two rows of splits."""
+    send, receive = splits_2P.tolist()
+    return all_to_all(x, send, receive, group)

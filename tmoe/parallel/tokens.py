@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from tmoe.ops.register import on_any_device
 from tmoe.parallel.collectives import group_of
 
 # torch 2.13's names, and 2.11's
@@ -77,30 +78,52 @@ def _by_rank(x_BSX: Tensor, ranks: int) -> Tensor:
     return rearrange(x_BSX, "b (n s) ... -> n b s ...", n=ranks)
 
 
-@torch.library.custom_op("tmoe::gather_tokens", mutates_args=())
-def _gather(x_BsX: Tensor, group: str) -> Tensor:
-    return _by_token(_start_gather(x_BsX, group_of(group)).wait())
+def _keep_group(ctx, inputs, output):
+    ctx.group, *ctx.rest = inputs[1:]
 
 
-@_gather.register_fake
-def _(x_BsX, group):
+def _gather_grads(ctx, grad):
+    return _scatter_sum(grad, ctx.group), None
+
+
+def _fake_gather(x_BsX, group):
     B, s, *rest = x_BsX.shape
     return x_BsX.new_empty(B, s * group_of(group).size(), *rest)
 
 
-@torch.library.custom_op("tmoe::scatter_sum_tokens", mutates_args=())
+@on_any_device("gather_tokens", fake=_fake_gather, save=_keep_group, differentiate=_gather_grads)
+def _gather(x_BsX: Tensor, group: str) -> Tensor:
+    return _by_token(_start_gather(x_BsX, group_of(group)).wait())
+
+
+def _scatter_sum_grads(ctx, grad):
+    return _gather(grad, ctx.group), None
+
+
+def _fake_scatter_sum(x_BSX, group):
+    B, S, *rest = x_BSX.shape
+    return x_BSX.new_empty(B, S // group_of(group).size(), *rest)
+
+
+@on_any_device(
+    "scatter_sum_tokens", fake=_fake_scatter_sum, save=_keep_group, differentiate=_scatter_sum_grads
+)
 def _scatter_sum(x_BSX: Tensor, group: str) -> Tensor:
     ranks = group_of(group)
     return _start_scatter(_by_rank(x_BSX, ranks.size()), ranks).wait()
 
 
-@_scatter_sum.register_fake
-def _(x_BSX, group):
-    B, S, *rest = x_BSX.shape
-    return x_BSX.new_empty(B, S // group_of(group).size(), *rest)
+def _exchange_grads(ctx, grad):
+    return _exchange(grad, ctx.group, not ctx.rest[0]), None, None
 
 
-@torch.library.custom_op("tmoe::exchange_tokens", mutates_args=())
+def _fake_exchange(x, group, to_heads):
+    n = group_of(group).size()
+    B, s, h, *rest = x.shape
+    return x.new_empty(B, s * n, h // n, *rest) if to_heads else x.new_empty(B, s // n, h * n, *rest)
+
+
+@on_any_device("exchange_tokens", fake=_fake_exchange, save=_keep_group, differentiate=_exchange_grads)
 def _exchange(x: Tensor, group: str, to_heads: bool) -> Tensor:
     ranks = group_of(group)
     n = ranks.size()
@@ -109,24 +132,6 @@ def _exchange(x: Tensor, group: str, to_heads: bool) -> Tensor:
     come = torch.empty_like(send)
     dist.all_to_all_single(come, send, group=ranks)
     return _by_token(come) if to_heads else rearrange(come, "n b s h ... -> b s (n h) ...").contiguous()
-
-
-@_exchange.register_fake
-def _(x, group, to_heads):
-    n = group_of(group).size()
-    B, s, h, *rest = x.shape
-    return x.new_empty(B, s * n, h // n, *rest) if to_heads else x.new_empty(B, s // n, h * n, *rest)
-
-
-def _keep_group(ctx, inputs, output):
-    ctx.group, *ctx.rest = inputs[1:]
-
-
-_gather.register_autograd(lambda ctx, grad: (_scatter_sum(grad, ctx.group), None), setup_context=_keep_group)
-_scatter_sum.register_autograd(lambda ctx, grad: (_gather(grad, ctx.group), None), setup_context=_keep_group)
-_exchange.register_autograd(
-    lambda ctx, grad: (_exchange(grad, ctx.group, not ctx.rest[0]), None, None), setup_context=_keep_group
-)
 
 
 def gather(x_BsX: Tensor, group: str) -> Tensor:
@@ -162,37 +167,6 @@ def _joined(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-@torch.library.custom_op("tmoe::gathered_linear", mutates_args=())
-def _gathered_linear(x_BsD: Tensor, weight: Tensor, bias: Tensor | None, group: str, pieces: int) -> Tensor:
-    """Products of one piece of every rank's tokens while the next ones travel."""
-    coming = [_start_gather(piece, group_of(group)) for piece in _pieces(x_BsD, pieces, 1)]
-    return _by_token(_joined([F.linear(piece.wait(), weight, bias) for piece in coming], 2))
-
-
-@_gathered_linear.register_fake
-def _(x_BsD, weight, bias, group, pieces):
-    B, s, _ = x_BsD.shape
-    return x_BsD.new_empty(B, s * group_of(group).size(), weight.shape[0])
-
-
-@torch.library.custom_op("tmoe::gathered_linear_backward", mutates_args=())
-def _gathered_linear_backward(
-    dy_BSO: Tensor, x_BsD: Tensor, weight: Tensor, group: str
-) -> tuple[Tensor, Tensor]:
-    """dx, added up over ranks, and dW of this rank's rows. x travels during dx's product, dx during dW's."""
-    ranks = group_of(group)
-    x_nBsD = _start_gather(x_BsD, ranks)
-    dy_nBsO = _by_rank(dy_BSO, ranks.size()).contiguous()
-    dx_BsD = _start_scatter(dy_nBsO @ weight, ranks)
-    dweight = dy_nBsO.flatten(0, -2).T @ x_nBsD.wait().flatten(0, -2)
-    return dx_BsD.wait(), dweight
-
-
-@_gathered_linear_backward.register_fake
-def _(dy_BSO, x_BsD, weight, group):
-    return x_BsD.new_empty(x_BsD.shape), weight.new_empty(weight.shape)
-
-
 def _gathered_linear_setup(ctx, inputs, output):
     x_BsD, weight, bias, ctx.group, _ = inputs
     ctx.has_bias = bias is not None
@@ -205,7 +179,38 @@ def _gathered_linear_grads(ctx, dy_BSO):
     return dx_BsD, dweight, dbias, None, None
 
 
-_gathered_linear.register_autograd(_gathered_linear_grads, setup_context=_gathered_linear_setup)
+def _fake_gathered_linear(x_BsD, weight, bias, group, pieces):
+    B, s, _ = x_BsD.shape
+    return x_BsD.new_empty(B, s * group_of(group).size(), weight.shape[0])
+
+
+@on_any_device(
+    "gathered_linear",
+    fake=_fake_gathered_linear,
+    save=_gathered_linear_setup,
+    differentiate=_gathered_linear_grads,
+)
+def _gathered_linear(x_BsD: Tensor, weight: Tensor, bias: Tensor | None, group: str, pieces: int) -> Tensor:
+    """Products of one piece of every rank's tokens while the next ones travel."""
+    coming = [_start_gather(piece, group_of(group)) for piece in _pieces(x_BsD, pieces, 1)]
+    return _by_token(_joined([F.linear(piece.wait(), weight, bias) for piece in coming], 2))
+
+
+def _fake_gathered_linear_backward(dy_BSO, x_BsD, weight, group):
+    return x_BsD.new_empty(x_BsD.shape), weight.new_empty(weight.shape)
+
+
+@on_any_device("gathered_linear_backward", fake=_fake_gathered_linear_backward)
+def _gathered_linear_backward(
+    dy_BSO: Tensor, x_BsD: Tensor, weight: Tensor, group: str
+) -> tuple[Tensor, Tensor]:
+    """dx, added up over ranks, and dW of this rank's rows. x travels during dx's product, dx during dW's."""
+    ranks = group_of(group)
+    x_nBsD = _start_gather(x_BsD, ranks)
+    dy_nBsO = _by_rank(dy_BSO, ranks.size()).contiguous()
+    dx_BsD = _start_scatter(dy_nBsO @ weight, ranks)
+    dweight = dy_nBsO.flatten(0, -2).T @ x_nBsD.wait().flatten(0, -2)
+    return dx_BsD.wait(), dweight
 
 
 def gathered_linear(
@@ -221,7 +226,26 @@ def gathered_linear(
     return _gathered_linear(x_BsD, weight, bias, group, chunks)
 
 
-@torch.library.custom_op("tmoe::linear_scattered", mutates_args=())
+def _linear_scattered_setup(ctx, inputs, output):
+    y_BSO, weight, ctx.group, ctx.pieces = inputs
+    ctx.save_for_backward(y_BSO, weight)
+
+
+def _linear_scattered_grads(ctx, dz_BsD):
+    return *_linear_scattered_backward(dz_BsD, *ctx.saved_tensors, ctx.group, ctx.pieces), None, None
+
+
+def _fake_linear_scattered(y_BSO, weight, group, pieces):
+    B, S, _ = y_BSO.shape
+    return y_BSO.new_empty(B, S // group_of(group).size(), weight.shape[0])
+
+
+@on_any_device(
+    "linear_scattered",
+    fake=_fake_linear_scattered,
+    save=_linear_scattered_setup,
+    differentiate=_linear_scattered_grads,
+)
 def _linear_scattered(y_BSO: Tensor, weight: Tensor, group: str, pieces: int) -> Tensor:
     """A piece of every rank's tokens on its way while the next one is computed."""
     ranks = group_of(group)
@@ -230,13 +254,11 @@ def _linear_scattered(y_BSO: Tensor, weight: Tensor, group: str, pieces: int) ->
     return _joined([piece.wait() for piece in going], 1)
 
 
-@_linear_scattered.register_fake
-def _(y_BSO, weight, group, pieces):
-    B, S, _ = y_BSO.shape
-    return y_BSO.new_empty(B, S // group_of(group).size(), weight.shape[0])
+def _fake_linear_scattered_backward(dz_BsD, y_BSO, weight, group, pieces):
+    return y_BSO.new_empty(y_BSO.shape), weight.new_empty(weight.shape)
 
 
-@torch.library.custom_op("tmoe::linear_scattered_backward", mutates_args=())
+@on_any_device("linear_scattered_backward", fake=_fake_linear_scattered_backward)
 def _linear_scattered_backward(
     dz_BsD: Tensor, y_BSO: Tensor, weight: Tensor, group: str, pieces: int
 ) -> tuple[Tensor, Tensor]:
@@ -250,23 +272,6 @@ def _linear_scattered_backward(
         dys.append(dz_nBsD @ weight)
         dweight.addmm_(dz_nBsD.flatten(0, -2).T, part.flatten(0, -2))
     return _by_token(_joined(dys, 2)), dweight
-
-
-@_linear_scattered_backward.register_fake
-def _(dz_BsD, y_BSO, weight, group, pieces):
-    return y_BSO.new_empty(y_BSO.shape), weight.new_empty(weight.shape)
-
-
-def _linear_scattered_setup(ctx, inputs, output):
-    y_BSO, weight, ctx.group, ctx.pieces = inputs
-    ctx.save_for_backward(y_BSO, weight)
-
-
-def _linear_scattered_grads(ctx, dz_BsD):
-    return *_linear_scattered_backward(dz_BsD, *ctx.saved_tensors, ctx.group, ctx.pieces), None, None
-
-
-_linear_scattered.register_autograd(_linear_scattered_grads, setup_context=_linear_scattered_setup)
 
 
 def linear_scattered(y_BSO: Tensor, weight: Tensor, group: str, chunks: int = 1) -> Tensor:

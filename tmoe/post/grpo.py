@@ -37,8 +37,8 @@ from tmoe.generate.pages import Span
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import Stopped
 from tmoe.model.ahead import Pass
-from tmoe.model.attention_backend import BLOCK
 from tmoe.model.loss import Given, Objective
+from tmoe.model.rounding import rounding
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.moe.trace import keeping, replaying
@@ -263,7 +263,7 @@ class Grpo(Task):
     def learn(self, model: Transformer, answers: list[Answer], told: list[Outcome], run: Runtime) -> Step:
         """Packs this reader's answers, and computes what their loss needs. A collective."""
         g, train = self.g, self.cfg.train
-        to = BLOCK if g.bitwise else 1
+        to = rounding(g.bitwise).begin
         rows = rows_of(answers, train.seq, to)
         micros = max(1, *gathered(-(-len(rows) // train.batch), run.control))
         untrained = [g.overlong == "drop" and answer.truncated for answer in answers]

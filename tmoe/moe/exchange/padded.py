@@ -22,6 +22,7 @@ from torch import Tensor
 from tmoe.moe.exchange.dispatch import Dispatcher, Rows, pairs_bound
 from tmoe.moe.select.capacity import places
 from tmoe.ops.check import require
+from tmoe.ops.register import on_any_device
 from tmoe.parallel import collectives
 from tmoe.parallel.collectives import group_of
 
@@ -87,7 +88,20 @@ class PaddedDispatcher(Dispatcher):
         return from_slots(y_RD, plan.slots_TK)
 
 
-@torch.library.custom_op("tmoe::to_slots", mutates_args=())
+def _to_setup(ctx, inputs, output):
+    _, slots_TK, _ = inputs
+    ctx.save_for_backward(slots_TK)
+
+
+def _to_grads(ctx, grad):
+    return from_slots(grad, *ctx.saved_tensors), None, None
+
+
+def _fake_to_slots(x_TD, slots_TK, count):
+    return x_TD.new_empty(count, *x_TD.shape[1:])
+
+
+@on_any_device("to_slots", fake=_fake_to_slots, save=_to_setup, differentiate=_to_grads)
 def to_slots(x_TD: Tensor, slots_TK: Tensor, count: int) -> Tensor:
     """Rows [count, D]: x[t] in the slots of token t, zeros in the others. The slot `count` is cut off."""
     rows = x_TD.new_zeros(count + 1, *x_TD.shape[1:])
@@ -96,12 +110,21 @@ def to_slots(x_TD: Tensor, slots_TK: Tensor, count: int) -> Tensor:
     return rows[:count]
 
 
-@to_slots.register_fake
-def _(x_TD, slots_TK, count):
-    return x_TD.new_empty(count, *x_TD.shape[1:])
+def _from_setup(ctx, inputs, output):
+    rows_SD, slots_TK = inputs
+    ctx.count = rows_SD.shape[0]
+    ctx.save_for_backward(slots_TK)
 
 
-@torch.library.custom_op("tmoe::from_slots", mutates_args=())
+def _from_grads(ctx, grad):
+    return to_slots(grad, *ctx.saved_tensors, ctx.count), None
+
+
+def _fake_from_slots(rows_SD, slots_TK):
+    return rows_SD.new_empty(slots_TK.shape[0], *rows_SD.shape[1:])
+
+
+@on_any_device("from_slots", fake=_fake_from_slots, save=_from_setup, differentiate=_from_grads)
 def from_slots(rows_SD: Tensor, slots_TK: Tensor) -> Tensor:
     """y[t], the sum of the rows in token t's slots, in fp32 (fp64 for fp64) and in the order of choices."""
     dtype = torch.promote_types(rows_SD.dtype, torch.float32)
@@ -114,11 +137,6 @@ def from_slots(rows_SD: Tensor, slots_TK: Tensor) -> Tensor:
     return y_TD.to(rows_SD.dtype)
 
 
-@from_slots.register_fake
-def _(rows_SD, slots_TK):
-    return rows_SD.new_empty(slots_TK.shape[0], *rows_SD.shape[1:])
-
-
 def require_alike(rows: int, group: str) -> None:
     """ValueError on every rank of the group unless all have so many rows. A collective."""
     edges = torch.tensor([rows, -rows])
@@ -128,7 +146,19 @@ def require_alike(rows: int, group: str) -> None:
     require(most == least, "slots", f"{rows} here, {least} to {most} on its ranks", valid)
 
 
-@torch.library.custom_op("tmoe::exchange_slots", mutates_args=())
+def _exchange_setup(ctx, inputs, output):
+    ctx.group = inputs[1]
+
+
+def _exchange_grads(ctx, grad):
+    return exchange(grad, ctx.group), None
+
+
+def _fake_exchange(rows, group):
+    return rows.new_empty(rows.shape)
+
+
+@on_any_device("exchange_slots", fake=_fake_exchange, save=_exchange_setup, differentiate=_exchange_grads)
 def exchange(rows: Tensor, group: str) -> Tensor:
     """The rows in as many equal parts as the group has ranks: part p goes to rank p.
 
@@ -139,32 +169,3 @@ def exchange(rows: Tensor, group: str) -> Tensor:
     out = rows.new_empty(rows.shape)
     dist.all_to_all_single(out, rows.contiguous(), group=group_of(group))
     return out
-
-
-@exchange.register_fake
-def _(rows, group):
-    return rows.new_empty(rows.shape)
-
-
-def _to_setup(ctx, inputs, output):
-    _, slots_TK, _ = inputs
-    ctx.save_for_backward(slots_TK)
-
-
-def _from_setup(ctx, inputs, output):
-    rows_SD, slots_TK = inputs
-    ctx.count = rows_SD.shape[0]
-    ctx.save_for_backward(slots_TK)
-
-
-def _exchange_setup(ctx, inputs, output):
-    ctx.group = inputs[1]
-
-
-to_slots.register_autograd(
-    lambda ctx, grad: (from_slots(grad, *ctx.saved_tensors), None, None), setup_context=_to_setup
-)
-from_slots.register_autograd(
-    lambda ctx, grad: (to_slots(grad, *ctx.saved_tensors, ctx.count), None), setup_context=_from_setup
-)
-exchange.register_autograd(lambda ctx, grad: (exchange(grad, ctx.group), None), setup_context=_exchange_setup)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tmoe.moe.exchange.dispatch import Rows
 from tmoe.ops.check import require
 from tmoe.ops.experts.rows import gather_rows, scatter_rows
+from tmoe.ops.register import on_any_device
 
 
 class Sorted(NamedTuple):
@@ -26,15 +27,14 @@ class Sorted(NamedTuple):
     ends_L: Tensor  # int32: expert e has the pairs from ends[e - 1] to ends[e]
 
 
-@torch.library.custom_op("tmoe::first_rows", mutates_args=())
+def _fake_first_rows(order_N: Tensor, ends_L: Tensor) -> Tensor:
+    return order_N.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+@on_any_device("first_rows", fake=_fake_first_rows)
 def first_rows(order_N: Tensor, ends_L: Tensor) -> Tensor:
     """The first ends[-1] numbers of order. The host waits for the device."""
     return order_N[: int(ends_L[-1])].clone()
-
-
-@first_rows.register_fake
-def _(order_N: Tensor, ends_L: Tensor) -> Tensor:
-    return order_N.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
 def sort_pairs(ids_RK: Tensor, experts: int, exact: bool) -> Sorted:

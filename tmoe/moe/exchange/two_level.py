@@ -34,6 +34,7 @@ from torch import Tensor
 
 from tmoe.moe.exchange.dispatch import AllToAllDispatcher, Dispatcher, Rows, pairs_bound
 from tmoe.moe.router import Routing
+from tmoe.ops.register import on_any_device
 from tmoe.parallel.collectives import add_up, all_to_all, group_of
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,17 @@ def reorder(rows_RD: Tensor, sizes: Sequence[int], now: Sequence[int], then: Seq
     return torch.cat([parts[p] for p in then])
 
 
-@torch.library.custom_op("tmoe::two_level_plan", mutates_args=())
+def _fake_plan(ids_TK, local_experts, nodes, group):
+    ctx = torch.library.get_ctx()
+    return (
+        ids_TK.new_empty((ctx.new_dynamic_size(), ids_TK.shape[1]), dtype=torch.int32),
+        ids_TK.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
+        ids_TK.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
+        torch.empty((6, len(nodes)), dtype=torch.int64, device="cpu"),
+    )
+
+
+@on_any_device("two_level_plan", fake=_fake_plan)
 def plan(
     ids_TK: Tensor, local_experts: int, nodes: list[int], group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -142,18 +153,21 @@ def plan(
     return ids_RK, order_S.clone(), order_W, torch.tensor([out_1, in_1, out_2, in_2, arrival, sizes])
 
 
-@plan.register_fake
-def _(ids_TK, local_experts, nodes, group):
-    ctx = torch.library.get_ctx()
-    return (
-        ids_TK.new_empty((ctx.new_dynamic_size(), ids_TK.shape[1]), dtype=torch.int32),
-        ids_TK.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
-        ids_TK.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
-        torch.empty((6, len(nodes)), dtype=torch.int64, device="cpu"),
-    )
+def _push_setup(ctx, inputs, output):
+    x_TD, *plan, ctx.group = inputs
+    ctx.tokens = x_TD.shape[0]
+    ctx.save_for_backward(*plan)
 
 
-@torch.library.custom_op("tmoe::two_level_push", mutates_args=())
+def _push_backward(ctx, grad_RD):
+    return pull(grad_RD, *ctx.saved_tensors, ctx.tokens, ctx.group), None, None, None, None, None
+
+
+def _fake_push(x_TD, ids_RK, order_S, order_W, parts_6P, group):
+    return x_TD.new_empty(ids_RK.shape[0], *x_TD.shape[1:])
+
+
+@on_any_device("two_level_push", fake=_fake_push, save=_push_setup, differentiate=_push_backward)
 def push(
     x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, order_W: Tensor, parts_6P: Tensor, group: str
 ) -> Tensor:
@@ -164,12 +178,20 @@ def push(
     return reorder(x_RD, sizes, arrival, range(len(sizes)))
 
 
-@push.register_fake
-def _(x_TD, ids_RK, order_S, order_W, parts_6P, group):
-    return x_TD.new_empty(ids_RK.shape[0], *x_TD.shape[1:])
+def _pull_setup(ctx, inputs, output):
+    _, *plan, _, ctx.group = inputs
+    ctx.save_for_backward(*plan)
 
 
-@torch.library.custom_op("tmoe::two_level_pull", mutates_args=())
+def _pull_backward(ctx, grad_TD):
+    return push(grad_TD, *ctx.saved_tensors, ctx.group), None, None, None, None, None, None
+
+
+def _fake_pull(rows_RD, ids_RK, order_S, order_W, parts_6P, tokens, group):
+    return rows_RD.new_empty(tokens, *rows_RD.shape[1:])
+
+
+@on_any_device("two_level_pull", fake=_fake_pull, save=_pull_setup, differentiate=_pull_backward)
 def pull(
     rows_RD: Tensor,
     ids_RK: Tensor,
@@ -188,34 +210,6 @@ def pull(
     rows_RD = reorder(rows_RD, sizes, range(len(sizes)), arrival)
     sums_UD = add_up(all_to_all(rows_RD, in_2, out_2, group), order_W, out_2, sum(in_1))
     return add_up(all_to_all(sums_UD, in_1, out_1, group), order_S, out_1, tokens)
-
-
-@pull.register_fake
-def _(rows_RD, ids_RK, order_S, order_W, parts_6P, tokens, group):
-    return rows_RD.new_empty(tokens, *rows_RD.shape[1:])
-
-
-def _push_setup(ctx, inputs, output):
-    x_TD, *plan, ctx.group = inputs
-    ctx.tokens = x_TD.shape[0]
-    ctx.save_for_backward(*plan)
-
-
-def _push_backward(ctx, grad_RD):
-    return pull(grad_RD, *ctx.saved_tensors, ctx.tokens, ctx.group), None, None, None, None, None
-
-
-def _pull_setup(ctx, inputs, output):
-    _, *plan, _, ctx.group = inputs
-    ctx.save_for_backward(*plan)
-
-
-def _pull_backward(ctx, grad_TD):
-    return push(grad_TD, *ctx.saved_tensors, ctx.group), None, None, None, None, None, None
-
-
-push.register_autograd(_push_backward, setup_context=_push_setup)
-pull.register_autograd(_pull_backward, setup_context=_pull_setup)
 
 
 class TwoLevelDispatcher(Dispatcher):

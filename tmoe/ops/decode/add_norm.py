@@ -3,6 +3,8 @@
 next: tmoe/generate/forward.py
 """
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,8 @@ from torch import Tensor
 from tmoe.ops.check import FLOATS, check_device, require
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, empty, launch
+from tmoe.ops.launch.shapes import DecodeShapes
+from tmoe.ops.register import collect
 
 WIDEST = 16384  # numbers of a row: they stay in registers
 
@@ -66,3 +70,11 @@ def trace(D: int, dtype: torch.dtype) -> None:
     """Launch the kernel on meta tensors, inside compile_only."""
     x = torch.empty(1, D, dtype=dtype, device="meta")
     add_norm(x, x, x[0], 1e-6)
+
+
+def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
+    if step.fused and step.dim <= WIDEST:
+        yield trace, step.dim, step.dtype
+
+
+collect("add_norm", {DecodeShapes: _of_decoding})

@@ -10,6 +10,7 @@ next: tmoe/generate/
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from tmoe.ops.check import INTS, check_device, require
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
+from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import register
 
 CHUNK = 512  # tokens
@@ -41,7 +43,7 @@ def decode_attention(
     """softmax(scale * q k^T) v of each sequence's last token, whose own key is in its pages already.
 
     Args:
-        q_BHC: [B, H, C], contiguous; bfloat16, float16 or float32. B may be 0.
+        q_BHC: [B, H, C], contiguous; bfloat16, float16 or float32 (float64 on a CPU). B may be 0.
         k_PTGC: [P, T, G, C], P pages of T tokens; H is a multiple of G, and heads h with equal h // (H / G)
             share a key. T is a power of 2 from 16 on (128 in tmoe). Any strides, channels next to each other.
         v_PTGC: [P, T, G, channels of a value]. It may be a view of the first channels of k, as latents
@@ -56,9 +58,10 @@ def decode_attention(
         sinks_H: a logit for each head that takes part in the softmax and has no value, as in gpt-oss.
         softcap: scores become softcap * tanh(score / softcap).
 
-    Returns o_BHC: [B, H, channels of a value], of q's type. Sums are in fp32. Not differentiable. On a GPU it
-    launches one kernel, or two where a table is wider than a chunk, allocates B H (M T / CHUNK) sums in fp32,
-    asks the GPU nothing, and so may be captured in a graph. Raises ValueError for what does not fit.
+    Returns o_BHC: [B, H, channels of a value], of q's type. Sums are in fp32 (fp64 for fp64). It is not
+    differentiable. On a GPU it launches one kernel, or two where a table is wider than a chunk, allocates
+    B H (M T / CHUNK) sums in fp32, asks the GPU nothing, and so may be captured in a graph. Raises ValueError
+    for what does not fit.
     """
     check(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B)
     H = q_BHC.shape[1]
@@ -91,7 +94,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> No
     """Raise ValueError unless queries, pages and their table fit each other."""
     require(q.dim() == 3 and q.is_contiguous(), "q", f"shape {tuple(q.shape)}", "[B, H, C], contiguous")
     types = torch.bfloat16, torch.float16, torch.float32
-    require(q.dtype in types, "q", q.dtype, "bfloat16, float16 or float32")
+    fits = q.dtype in types or (q.dtype == torch.float64 and q.device.type == "cpu")
+    require(fits, "q", q.dtype, "bfloat16, float16 or float32; float64 on a CPU")
     B, H, C = q.shape
     fits = k.dim() == 4 and k.shape[3] == C and k.stride(3) == 1 and k.shape[2] and H % k.shape[2] == 0
     require(fits, "k", f"shape {tuple(k.shape)}", f"[P, T, G, C={C}], G a divisor of H={H}")
@@ -117,6 +121,7 @@ def plain(query: Query) -> Tensor:
     q, k, v, table, lengths, scale, window, sinks, softcap = query
     T, G = k.shape[1:3]
     most = table.shape[1] * T
+    wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[3])
     for b, n in enumerate(lengths.tolist()):
         require(0 <= n <= most, "lengths", n, f"at most M T = {most}")
@@ -125,12 +130,12 @@ def plain(query: Query) -> Tensor:
         first = max(0, n - window) if window else 0
         pages = table[b, first // T : cdiv(n, T)].long()
         seen = slice(first % T, n - first // T * T)
-        k_GNC, v_GNC = (t[pages].flatten(0, 1)[seen].transpose(0, 1).float() for t in (k, v))
-        scores_GRN = q[b].float().unflatten(0, (G, -1)) @ k_GNC.mT * scale
+        k_GNC, v_GNC = (t[pages].flatten(0, 1)[seen].transpose(0, 1).to(wide) for t in (k, v))
+        scores_GRN = q[b].to(wide).unflatten(0, (G, -1)) @ k_GNC.mT * scale
         if softcap:
             scores_GRN = softcap * (scores_GRN / softcap).tanh()
         if sinks is not None:
-            scores_GRN = torch.cat([scores_GRN, sinks.float().view(G, -1, 1)], -1)
+            scores_GRN = torch.cat([scores_GRN, sinks.to(wide).view(G, -1, 1)], -1)
         weights_GRN = scores_GRN.softmax(-1)[..., : n - first]
         out[b] = (weights_GRN @ v_GNC).flatten(0, 1)
     return out
@@ -408,4 +413,18 @@ def trace(
         forward(Query(q, k, v, table, lengths, 1.0, window, q[0, :, 0] if sinks else None, 0.0))
 
 
-register("decode_attention", Query, cpu=plain, cuda=forward, fake=_fake)
+def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
+    if not step.in_blocks:
+        for layer in step.layers:
+            sizes = layer.queries, layer.keys, layer.key_dim, layer.value_dim
+            yield trace, *sizes, layer.window, step.dtype, layer.sinks, layer.latent
+
+
+register(
+    "decode_attention",
+    Query,
+    cpu=plain,
+    cuda=forward,
+    fake=_fake,
+    traces={DecodeShapes: _of_decoding},
+)

@@ -7,6 +7,7 @@ as model/attention.py does, with the same roundings between, and writes keys and
 next: tmoe/generate/forward.py
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from tmoe.ops.check import FLOATS, check_device, require
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, empty, launch
+from tmoe.ops.launch.shapes import DecodeShapes
+from tmoe.ops.register import collect
 
 MOST = 16384  # numbers of a row that are normed together: they stay in registers
 TILE = 2048  # numbers of a program, where heads are normed by themselves
@@ -231,3 +234,15 @@ def trace(how: Heads, G: int, C: int, V: int, R: int, dtype: torch.dtype) -> Non
     widths = (H * C, G * C) if how.norm == "full" else (C, C)
     norms = None if how.norm == "none" else (qkv.new_empty(widths[0]), qkv.new_empty(widths[1]))
     decode_heads(qkv, cos, cos, places, (k, v), how, norms)
+
+
+def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
+    for layer in step.layers:
+        norm = layer.norm if step.fused else "none"
+        if not layer.latent and fits(layer.queries, layer.key_dim, norm):
+            how = Heads(layer.queries, norm, layer.norm_eps, layer.interleave, layer.value_multiplier)
+            sizes = layer.keys, layer.key_dim, layer.value_dim, layer.rotary_dim
+            yield trace, how, *sizes, step.dtype
+
+
+collect("decode_heads", {DecodeShapes: _of_decoding})

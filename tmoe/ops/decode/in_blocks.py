@@ -22,6 +22,7 @@ from tmoe.ops.check import require
 from tmoe.ops.decode.attention import LOG2E, check
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
+from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import register
 
 BLOCK = 128  # tokens of a page, and of a side of a block of flex attention's mask
@@ -43,6 +44,7 @@ def decode_in_blocks(
     Raises ValueError for what does not fit.
     """
     check(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B)
+    require(q_BHC.dtype != torch.float64, "q", q_BHC.dtype, "bfloat16, float16 or float32")
     require(k_PTGC.shape[1] == BLOCK, "k", f"pages of {k_PTGC.shape[1]} tokens", f"{BLOCK}")
     require(v_PTGC.shape == k_PTGC.shape, "v", f"shape {tuple(v_PTGC.shape)}", f"k's {tuple(k_PTGC.shape)}")
     return torch.ops.tmoe.decode_in_blocks(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B, float(scale))
@@ -234,10 +236,17 @@ def trace(H: int, G: int, C: int, scale: float, dtype: torch.dtype) -> None:
     forward(q, k, torch.empty_like(k), table, lengths, scale)
 
 
+def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
+    if step.in_blocks:
+        for layer in step.layers:
+            yield trace, layer.queries, layer.keys, layer.key_dim, layer.scale, step.dtype
+
+
 register(
     "decode_in_blocks",
     "(Tensor q, Tensor k, Tensor v, Tensor table, Tensor lengths, float scale) -> Tensor",
     cpu=_plain,
     cuda=forward,
     fake=_fake,
+    traces={DecodeShapes: _of_decoding},
 )

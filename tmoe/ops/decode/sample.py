@@ -12,6 +12,7 @@ next: tmoe/generate/sampler.py
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +23,8 @@ from tmoe.ops.check import FLOATS, check_device, require
 from tmoe.ops.decode.sample_kernels import sample_kernel
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
+from tmoe.ops.launch.shapes import DecodeShapes
+from tmoe.ops.register import collect
 
 GROUP = 64  # neighbouring tokens of whom the greatest is kept
 BLOCK = 4096  # tokens that are read at once
@@ -232,3 +235,10 @@ def trace(V: int, dtype: torch.dtype, filters: Filters) -> None:
     number = torch.empty(1, dtype=torch.int64, device="meta")
     for barred in (None, torch.empty(1, V, dtype=torch.bool, device="meta")):
         forward(logits, Keys(0, number, number, number), filters, barred)
+
+
+def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
+    yield trace, step.vocab, step.dtype, step.filters
+
+
+collect("sample", {DecodeShapes: _of_decoding})

@@ -5,6 +5,7 @@ tensor descriptors nor the choice of kernels. Output shapes follow from input sh
 makes a graph break, needs the host, or keeps a CUDA graph from being captured.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor
 
 from tmoe.base.activations import ACTIVATIONS
+from tmoe.base.activations import activation as named
 from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
 from tmoe.ops.experts.deferred import Left, leave, require_collecting
 from tmoe.ops.experts.routing import Metadata
 from tmoe.ops.launch.eager import mapped, unwatched
+from tmoe.ops.launch.launch import cdiv
 from tmoe.ops.launch.replay import remembered
+from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import Backward, register_differentiable
 
 
@@ -265,6 +269,52 @@ def _own(t: Tensor) -> Tensor:
     return t.detach().clone(memory_format=torch.contiguous_format)
 
 
+def trace(
+    T: int,
+    D: int,
+    F: int,
+    E: int,
+    K: int,
+    dtype: torch.dtype,
+    pairs: int | None = None,
+    activation: str = "swiglu",
+    biased: bool = False,
+    trained: bool = True,
+) -> None:
+    """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only.
+
+    trained: False: forward alone, not training.
+    """
+    x = torch.empty(T, D, dtype=dtype, device="meta")
+    rows = named(activation).halves * F
+    gate_up = torch.empty(E, rows, D, dtype=dtype, device="meta")
+    down = torch.empty(E, D, F, dtype=dtype, device="meta")
+    bias = torch.empty(E, rows, dtype=dtype, device="meta") if biased else None
+    weights = torch.empty(T, K, device="meta")
+    ids = torch.empty(T, K, dtype=torch.int32, device="meta")
+    how = bias, activation, T * K if pairs is None else pairs
+    _, _, packed = gpu.forward(x, gate_up, down, weights, ids, *how, False)
+    if trained:
+        _, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
+        gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
+    if pairs is None:
+        return
+    # in an expert group symm.py's sums leave unused rows alone
+    layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
+    rows = layer.empty(pairs, D)
+    layer.combine(rows, weights, x, add=False, fill=False)
+    if trained:
+        ds = layer.empty(cdiv(F, layer.config("dh").BN), pairs, dtype=torch.float32)
+        layer.combine(rows, None, x, ds, weights, add=False, fill=False)
+
+
+def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
+    how = layer.activation, layer.biased, layer.trained
+    for rows, slots, pairs in layer.passes:
+        sizes = rows, layer.width, layer.ffn_dim, layer.experts, slots
+        yield trace, *sizes, layer.dtype, pairs, *how
+
+
 _FORWARD: dict[str, Any] = dict(
     schema=Call, returns="y", keeps="h packed", cpu=_forward_cpu, cuda=_forward_gpu, fake=_forward_fake
 )
@@ -279,6 +329,7 @@ _Straight = register_differentiable(
         cpu=_backward_cpu,
         cuda=_backward_gpu,
     ),
+    traces={LayerShapes: _of_layer},
 )
 _STRAIGHT = dict(
     moe_mlp=_Straight,

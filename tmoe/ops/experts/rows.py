@@ -6,6 +6,7 @@ bits in every run, on a CPU and on a GPU. A plain index_add_ on a GPU adds in an
 next: moe/exchange/sorted_rows.py
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tmoe.ops import reference
 from tmoe.ops.check import FLOATS, INTS, check_device, check_tensors, require
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import register
 
 
@@ -150,6 +152,14 @@ def _scatter_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     return torch.ops.tmoe.gather_rows(gradient, *ctx.saved_tensors), None, None
 
 
+def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
+    if layer.moved is not None:
+        rows, slots = layer.moved
+        for moved in layer.passes:
+            yield trace, rows, moved.rows, layer.width, layer.dtype
+            yield trace, rows * slots, moved.rows, 1, torch.float32  # their weights
+
+
 register(
     "gather_rows",
     "(Tensor x, Tensor ids) -> Tensor",
@@ -158,6 +168,7 @@ register(
     fake=_gather_fake,
     save=_gather_save,
     differentiate=_gather_gradient,
+    traces={LayerShapes: _of_layer},
 )
 register(
     "scatter_rows",

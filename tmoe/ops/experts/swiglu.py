@@ -7,6 +7,7 @@ Products are torch.mm. Between two of them stands one pass over memory, which in
 together.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from tmoe.ops.experts import kernels
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.launch.shapes import DecodeShapes, LayerShapes
+from tmoe.ops.register import collect
 
 TILE = 4096  # elements of a program
 
@@ -76,3 +79,17 @@ def trace(T: int, F: int, dtype: torch.dtype) -> None:
     h, act = (torch.empty(T, width, dtype=dtype, device="meta") for width in (2 * F, F))
     activate(h)
     activate(h, act)
+
+
+def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
+    if layer.exchange is not None and layer.exchange.shared_dim:
+        yield trace, layer.tokens, layer.exchange.shared_dim, layer.dtype
+
+
+def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
+    if step.fused:
+        for width in step.ffn_dims:
+            yield trace, 1, width, step.dtype
+
+
+collect("swiglu", {LayerShapes: _of_layer, DecodeShapes: _of_decoding})

@@ -19,58 +19,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 from triton import knobs
 
-from tmoe.base.activations import activation as named
 from tmoe.base.private_torch import take
-from tmoe.ops.experts import gpu
-from tmoe.ops.experts.routing import Metadata
-from tmoe.ops.launch.launch import cdiv, compile_only
-from tmoe.ops.router import topk
+from tmoe.ops.launch.launch import compile_only
 
 FileCacheManager: Any = take(
     "triton.runtime.cache.FileCacheManager", "torn files in its cache are not replaced"
 )
-
-
-def trace(
-    T: int,
-    D: int,
-    F: int,
-    E: int,
-    K: int,
-    dtype: torch.dtype,
-    pairs: int | None = None,
-    activation: str = "swiglu",
-    biased: bool = False,
-    trained: bool = True,
-) -> None:
-    """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only.
-
-    trained: False: forward alone, not training.
-    """
-    x = torch.empty(T, D, dtype=dtype, device="meta")
-    rows = named(activation).halves * F
-    gate_up = torch.empty(E, rows, D, dtype=dtype, device="meta")
-    down = torch.empty(E, D, F, dtype=dtype, device="meta")
-    bias = torch.empty(E, rows, dtype=dtype, device="meta") if biased else None
-    weights = torch.empty(T, K, device="meta")
-    ids = torch.empty(T, K, dtype=torch.int32, device="meta")
-    how = bias, activation, T * K if pairs is None else pairs
-    _, _, packed = gpu.forward(x, gate_up, down, weights, ids, *how, False)
-    if trained:
-        _, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
-        gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
-    if pairs is None:
-        return
-    # in an expert group symm.py's sums leave unused rows alone
-    layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
-    rows = layer.empty(pairs, D)
-    layer.combine(rows, weights, x, add=False, fill=False)
-    if trained:
-        ds = layer.empty(cdiv(F, layer.config("dh").BN), pairs, dtype=torch.float32)
-        layer.combine(rows, None, x, ds, weights, add=False, fill=False)
 
 
 class WholeCache(FileCacheManager or object):  # pyrefly: ignore
@@ -136,13 +92,6 @@ def _compile(compile: Callable, path: Path, wait: bool) -> bool:
         return True
 
 
-def trace_router(T: int, E: int, K: int, renormalize: bool) -> None:
-    """Run softmax_topk forward and backward on meta tensors, inside compile_only."""
-    logits = torch.empty(T, E, device="meta")
-    weights, ids = topk.forward(logits, K, renormalize)
-    topk.backward(weights, logits, weights, ids, renormalize)
-
-
 def work(arch: str, traces: Sequence[tuple]) -> tuple[int, int]:
     """One process's share: how many kernels it compiled itself, and how many there are."""
     compiled: list[int] = []
@@ -168,7 +117,8 @@ def work(arch: str, traces: Sequence[tuple]) -> tuple[int, int]:
 def precompile(arch: Any, traces: Sequence[tuple], processes: int) -> tuple[int, int]:
     """Compile all kernels that the traces launch on arch, in this many processes: (compiled, wanted).
 
-    arch: "cuda:90" or the like. traces: [(trace or its like, *arguments)].
+    arch: "cuda:90" or the like. traces: [(trace, *arguments)], by `traces_of` of
+    ops/register.py or from a list.
 
     The processes are forked: they only compile, and a fork does not import torch again. Call it before
     threads and process groups exist.

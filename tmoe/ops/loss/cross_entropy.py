@@ -3,12 +3,16 @@
 One kernel, which reads each row twice and writes it once.
 """
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tmoe.ops.launch.launch import cdiv, device_facts, launch
+from tmoe.ops.launch.shapes import StepShapes
+from tmoe.ops.register import collect
 
 # triton 3.8's code for rows of fp32 misses 64 registers a thread by one; 3.6's fits
 WIDER = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
@@ -122,3 +126,10 @@ def trace(V: int, D: int, ignore: int, dtype: torch.dtype) -> None:
         cross_entropy_(logits, torch.empty(1, dtype=torch.int64, device="meta"), V, ignore, grad)
     for of in dict.fromkeys((torch.float32, dtype)):  # the head's, and the hidden states'
         scaled(torch.empty(V, D, dtype=of, device="meta"), torch.empty((), device="meta"), dtype)
+
+
+def _of_step(step: StepShapes) -> Iterable[tuple]:
+    yield trace, step.vocab, step.dim, step.ignore, step.dtype
+
+
+collect("cross_entropy", {StepShapes: _of_step})

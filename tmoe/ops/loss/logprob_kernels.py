@@ -3,13 +3,17 @@
 next: logprob.py
 """
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tmoe.ops.launch.launch import launch
+from tmoe.ops.launch.shapes import StepShapes
 from tmoe.ops.loss.cross_entropy import aligned
+from tmoe.ops.register import collect
 
 BLOCK = 4096  # columns at a time
 
@@ -165,3 +169,11 @@ def trace(V: int, ignore: int, dtype: torch.dtype) -> None:
         for entropy in (False, True):
             logp, lse, H = measure(logits, targets, V, ignore, 1.0, entropy)
             gradient(logits, targets, V, ignore, 1.0, (lse, H), (logp, H if entropy else None), dtype)
+
+
+def _of_step(step: StepShapes) -> Iterable[tuple]:
+    if step.by_log_probs:
+        yield trace, step.vocab, step.ignore, step.dtype
+
+
+collect("logprobs", {StepShapes: _of_step})

@@ -11,7 +11,7 @@ of W. One would do for a plain sum, but the gradient of a softmax adds up to zer
 left of the sum must not be the rounding of its terms.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from tmoe.ops.check import require
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import Backward, register_differentiable
 
 HI, MID, LO = 0, 1, 2
@@ -216,6 +217,11 @@ def trace(T: int, D: int, E: int, dtype: torch.dtype) -> None:
     backward(forward(x, weight), x, weight)
 
 
+def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
+    if layer.dtype == torch.bfloat16:
+        yield trace, layer.tokens, layer.dim, layer.router.outputs, layer.dtype
+
+
 register_differentiable(
     "router_product",
     "(Tensor x, Tensor weight) -> Tensor",
@@ -229,4 +235,5 @@ register_differentiable(
         cpu=_without_autocast(backward),
         cuda=_without_autocast(backward),
     ),
+    traces={LayerShapes: _of_layer},
 )

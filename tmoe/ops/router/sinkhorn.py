@@ -9,6 +9,8 @@ The kernel's programs share the tokens and meet once an iteration, all resident,
 What they meet with is added up in the same order in each of them: equal inputs give equal bits.
 """
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from tmoe.ops import reference
 from tmoe.ops.check import check_tensors, require
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, device_facts, launch
+from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import register
 
 WARPS = 8
@@ -162,10 +165,16 @@ def trace(T: int, E: int) -> None:
         forward(logits, live, 1)
 
 
+def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
+    if layer.router.sinkhorn:
+        yield trace, layer.tokens, layer.router.outputs
+
+
 register(
     "sinkhorn",
     "(Tensor logits, Tensor? live, int iterations) -> (Tensor, Tensor)",
     cpu=reference.sinkhorn,
     cuda=_forward_cuda,
     fake=_fake,
+    traces={LayerShapes: _of_layer},
 )

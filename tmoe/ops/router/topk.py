@@ -4,6 +4,8 @@ In eager mode softmax and topk write the probabilities and keep them for backwar
 layer of 64 experts and 32768 tokens. Here backward computes them again from the logits.
 """
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from tmoe.ops.check import FLOATS, check_tensors, require
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.eager import unwatched
 from tmoe.ops.launch.launch import cdiv, early, launch
+from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import Backward, register_differentiable
 
 
@@ -227,6 +230,18 @@ def backward(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormali
     return d_logits
 
 
+def trace(T: int, E: int, K: int, renormalize: bool) -> None:
+    """Run softmax_topk forward and backward on meta tensors, inside compile_only."""
+    logits = torch.empty(T, E, device="meta")
+    weights, ids = forward(logits, K, renormalize)
+    backward(weights, logits, weights, ids, renormalize)
+
+
+def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
+    outputs, chosen, renormalize, _ = layer.router
+    yield trace, layer.tokens, outputs, chosen, renormalize
+
+
 _Straight = register_differentiable(
     "softmax_topk",
     "(Tensor logits, int K, bool renormalize) -> (Tensor, Tensor)",
@@ -240,4 +255,5 @@ _Straight = register_differentiable(
         cpu=_backward_cpu,
         cuda=backward,
     ),
+    traces={LayerShapes: _of_layer},
 )
