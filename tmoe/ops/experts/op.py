@@ -283,9 +283,11 @@ def trace(
     biased: bool = False,
     trained: bool = True,
 ) -> None:
-    """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only.
+    """Run moe_mlp's forward (for training and without) and backward on meta tensors, inside compile_only.
 
-    trained: False: forward alone, not training.
+    T, D, F, E, K: tokens, width of tokens, width of an expert, number of experts, experts of a token.
+    pairs: most (token, expert) pairs of this rank in an expert group; None: no expert group.
+    trained: False: only the forward without training.
     """
     x = torch.empty(T, D, dtype=dtype, device="meta")
     rows = named(activation).halves * F
@@ -301,7 +303,7 @@ def trace(
         gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
     if pairs is None:
         return
-    # in an expert group symm.py's sums leave unused rows alone
+    # in an expert group the sums of symm.py do not write unused rows
     layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
     rows = layer.empty(pairs, D)
     layer.combine(rows, weights, x, add=False, fill=False)
