@@ -83,7 +83,7 @@ def test_more_ranks_than_gpus_is_one_error(monkeypatch, capsys, set_):
         monkeypatch,
         capsys,
         set_,
-        "3 processes on this host, which shows 2 GPUs, and each needs one of its own: start 2 (",
+        "3 processes on this host, which shows 2 GPUs, and each needs a separate GPU: start 2 (",
     )
 
 

@@ -1,12 +1,13 @@
-"""The ops that everything else stands on: experts, their choice, grouped products, moves of rows, log-probs.
+"""The ops that the other packages use: experts, their choice, grouped products, row copies, log-probs.
 
-`moe_mlp` is a whole layer of experts, `softmax_topk` chooses them, `grouped_mm` multiplies groups of rows by
-their own matrices, `gather_rows` and `scatter_rows` take rows to where they are needed and back. `logprobs`
-and `token_loss` are what losses of post-training are made of.
+`moe_mlp` is a whole layer of experts. `softmax_topk` chooses experts. `grouped_mm` multiplies each group of
+rows by the group's matrix. `gather_rows` copies rows into the order in which they are needed, and
+`scatter_rows` adds them up in the original order. Losses of post-training are built from `logprobs` and
+`token_loss`.
 
-The ops know tensors only: no config, no module, no process group. All run on CPU and GPU, differentiate in
-all but their integer arguments, trace under torch.compile(fullgraph=True), and have their definition in
-`reference.py`.
+The ops depend on tensors only, not on a config, a module or a process group. All of them run on CPU and GPU,
+are differentiable in all arguments that are not integers, trace under torch.compile(fullgraph=True), and have
+their definition in `reference.py`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """AdamW on any number of tensors in one pass over their memory.
 
-Clipping, the choice not to step, and the copy to compute with are all part of that pass.
+The same pass clips, can skip the step, and writes the working copies.
 """
 
 from collections import defaultdict
@@ -17,8 +17,8 @@ from tmoe.ops.launch.shapes import StepShapes
 from tmoe.ops.register import collect
 
 BLOCK = 1024
-# numbers in the table's line for a tensor: its first program, its elements, and the addresses of its weight,
-# grad, mean, square, copy and step
+# length of the table's line for a tensor: its first program, its number of elements, and the addresses of its
+# weight, grad, mean, square, copy and step
 ROW = tl.constexpr(8)
 DTYPES = {
     torch.float32: tl.float32,
@@ -30,7 +30,7 @@ DTYPES = {
 
 @triton.jit
 def pointer(line, dtype, WIDE: tl.constexpr):
-    """The tensor whose address stands in the table; WIDE: it is 16-byte aligned."""
+    """A pointer to the tensor whose address is in the table. WIDE: it is 16-byte aligned."""
     p = tl.load(line).to(tl.pointer_type(dtype), bitcast=True)
     return tl.multiple_of(p, 16) if WIDE else p
 
@@ -45,7 +45,7 @@ def adamw_kernel(
         return
     program = tl.program_id(0)
     low, high = program * 0, lines
-    # the last line whose first program is no later than this one: 9 reads from L1 for 400 tensors
+    # find the last line whose first program is at most this program: 9 reads from L1 for 400 tensors
     while high - low > 1:
         middle = (low + high) // 2
         later = tl.load(table + middle * ROW) > program
@@ -92,21 +92,25 @@ def adamw_(
     Args:
         tensors: (weight, grad, mean, square, copy, step) of each parameter, all on one GPU.
             weight, mean, square: fp32 and contiguous; weight decays by lr * decay.
-            grad: float of any type, contiguous, of weight's shape; it counts times `factor`, and is not
+            grad: float of any type, contiguous, of weight's shape; it is multiplied by `factor`, and is not
                 written.
-            copy: contiguous, receives the new weight, rounded to its type; or None.
+            copy: contiguous; the new weight is written to it, rounded to its type; or None.
             step: 0-dim fp32, the number of this step, from 1.
-        betas: the corrections 1 - beta^step are computed in fp32: in the first steps the step's length is off
-            by 1e-6 of itself at 0.99, 1e-5 at 0.999, 1e-4 at 0.9999. (A series without this loss spilled
-            registers.)
-        factor, finite: 0-dim fp32. Where finite is 0 nothing is written. These scalars stay on the GPU, so
-            the host does not wait for them.
+        factor: 0-dim fp32, multiplies the gradients.
+        finite: 0-dim fp32; if it is 0 nothing is written. Both scalars stay on the GPU, so the host does not
+            wait for them.
+        lr: learning rate.
+        betas: decay rates of mean and square. The corrections 1 - beta^step are computed in fp32. In the
+            first steps the relative error of the step's length is therefore 1e-6 at 0.99, 1e-5 at 0.999 and
+            1e-4 at 0.9999. (A series without this error spilled registers.)
+        eps: added to the root of the corrected square.
+        decay: weight decay.
 
     Raises ValueError for tensors that are not as above, RuntimeError while a CUDA graph is captured.
 
-    Memory traffic is 28 bytes an element with a bf16 gradient and a bf16 copy, and takes all of the time on
-    the GPU. One launch takes all tensors of equal types: with one launch for each, 408 in moe-pilot-14b, the
-    host was slower than the GPU.
+    Memory traffic is 28 bytes an element with a bf16 gradient and a bf16 copy, and accounts for all of the
+    time on the GPU. One launch handles all tensors of equal types: with one launch a tensor, 408 in
+    moe-pilot-14b, the host was slower than the GPU.
     """
     tables = defaultdict(list)
     programs = defaultdict(int)
@@ -117,9 +121,9 @@ def adamw_(
         _check(parts, step, finite, factor.device)
         starts = [0 if t is None else t.data_ptr() for t in parts]
 
-        # The part that is not wide is launched apart, so that the same binary works on an element however a
-        # tensor is cut: another binary may round otherwise. All pieces of a tensor cut at multiples of 16
-        # elements are wide where the tensor is.
+        # The part that is not wide is launched separately. So the same binary works on an element however a
+        # tensor is sharded; another binary may round differently. If a tensor is cut at multiples of 16
+        # elements, all its pieces are wide wherever the tensor is.
         wide = 0 if any(start % 16 for start in starts) else numel - numel % 16
         for begin, end in ((0, wide), (wide, numel)):
             if begin < end:
@@ -132,7 +136,8 @@ def adamw_(
         with torch.cuda.device_of(factor):
             if factor.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "AdamW's step cannot be captured in a CUDA graph: the next step's gradients lie elsewhere"
+                    "AdamW's step cannot be captured in a CUDA graph: "
+                    "the next step's gradients have other addresses"
                 )
             table = torch.tensor(lines, dtype=torch.int64, pin_memory=factor.is_cuda).to(
                 factor.device, non_blocking=True
@@ -145,7 +150,7 @@ def adamw_(
 
 
 def _check(parts: list[Any], step: Any, finite: Tensor, device: torch.device) -> None:
-    """ValueError unless weight, grad, mean, square, copy and step are as `adamw_` takes them."""
+    """Raises ValueError unless weight, grad, mean, square, copy and step are as `adamw_` requires."""
     weight, _, mean, square, _ = parts
     numel = weight.numel()
     if not (
@@ -165,8 +170,11 @@ def _check(parts: list[Any], step: Any, finite: Tensor, device: torch.device) ->
 
 
 def trace(dtype: torch.dtype) -> None:
-    """Launch what training in dtype needs, with and without copies; on meta tensors, inside compile_only."""
-    # 17 elements are cut into a wide part and a rest; meta tensors begin at address 0
+    """Launch the kernels that training in dtype needs, with and without copies.
+
+    They run on meta tensors, inside compile_only.
+    """
+    # 17 elements are split into a wide part and a remainder; meta tensors begin at address 0
     weight = torch.empty(17, device="meta")
     number = torch.empty((), device="meta")
     for grad in {torch.float32, dtype}:

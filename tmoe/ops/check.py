@@ -1,4 +1,4 @@
-"""Argument checks of the ops: one ValueError that names the argument, what it got and what is valid."""
+"""Argument checks of the ops: a ValueError that names the argument, the value it got and the valid values."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from tmoe.base import activations
 from tmoe.base.private_torch import take
 
 _tracks_gradients = take(
-    "torch._C._functorch.is_gradtrackingtensor", "torch.func's gradients meet torch's own words"
+    "torch._C._functorch.is_gradtrackingtensor", "torch.func's gradients raise torch's own error"
 )
-# this tells without a look at each tensor that there is no tangent
+# this shows that there is no tangent, without a check of each tensor
 _LEVELS = hasattr(forward_ad, "_current_level")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # and float64 on the CPU
@@ -20,16 +20,16 @@ INTS = (torch.int32, torch.int64)
 def require(ok: object, name: str, got: object, valid: object) -> None:
     """Raise ValueError unless ok.
 
-    Hot paths test first and call this with False: composing the words costs more than the test.
+    Frequent callers test first and call this with False: composing the message costs more than the test.
     """
     if not ok:
         raise ValueError(f"{name}: got {got}, valid is {valid}")
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on where x lies.
+    """Whether autocast is on for x's device.
 
-    torch may not be asked about the meta device, which has no autocast.
+    torch raises an error if it is asked about the meta device, which has no autocast.
     """
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
@@ -37,9 +37,9 @@ def autocasts(x: Tensor) -> bool:
 def check_tensors(**tensors: object) -> None:
     """Raise unless every argument is a tensor that these ops can differentiate.
 
-    ValueError for what is no tensor, None included. NotImplementedError for a forward-mode tangent, which
-    torch would drop in silence, and for a tensor of torch.func's gradients, about which torch would say
-    something unrelated.
+    ValueError for an argument that is not a tensor, None included. NotImplementedError for a forward-mode
+    tangent, which torch would drop in silence, and for a tensor of torch.func's gradients, for which torch
+    would raise an unrelated error.
     """
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
@@ -109,8 +109,8 @@ def check_moe_mlp(
 
 
 def check_shared(x_TD: Tensor, gate_up_2GD: Tensor, down_DG: Tensor, fp8: bool) -> None:
-    """Raise ValueError unless a SwiGLU's matrices fit the tokens that it is to run beside."""
-    require(not fp8, "fp8", fp8, "False beside a shared expert")
+    """Raise ValueError unless a shared expert's SwiGLU matrices fit the tokens x_TD."""
+    require(not fp8, "fp8", fp8, "False with a shared expert")
     require(down_DG.dim() == 2, "shared_down", f"shape {tuple(down_DG.shape)}", "[D, G]")
     D = x_TD.shape[1]
     G = down_DG.shape[1]
@@ -138,7 +138,7 @@ def check_grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends_E: Tensor) -> None:
 
 
 def _check_types(first: str, x: Tensor, **others: Tensor) -> None:
-    """Raise ValueError unless x has a type that its device computes in, and the others have the same."""
+    """Raise ValueError unless x's device can compute in x's type, and `others` have the same type."""
     valid = (*FLOATS, torch.float64) if x.device.type == "cpu" else FLOATS
     require(x.dtype in valid, first, x.dtype, f"one of {valid} on {x.device.type}")
     for name, t in others.items():
@@ -146,9 +146,9 @@ def _check_types(first: str, x: Tensor, **others: Tensor) -> None:
 
 
 def check_device(x: Tensor, **others: Tensor) -> None:
-    """Raise ValueError unless all tensors lie on x's device.
+    """Raise ValueError unless all tensors are on x's device.
 
-    Fakes check it too: of tensors on several devices, torch runs the fake if one of them is meta.
+    Fake implementations check it as well: torch runs them if one of several tensors is on the meta device.
     """
     for name, t in others.items():
         require(t.device == x.device, name, t.device, f"the input's {x.device}")

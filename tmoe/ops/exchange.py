@@ -1,23 +1,25 @@
 """Exchanges rows between the GPUs of one node: kernels that write to, or read from, the peers' memory.
 
 Every rank owns the same sections of memory (x, ids, weights, y, ...). A kernel gets, for each section, the
-addresses of all ranks' sections as int64 [WORLD]; it does not know whose they are, nor how they came to be
-mapped here. In every section rank p's token t has slot p * capacity + t on whichever rank it goes to: no rank
-needs to know what another sends, no count is exchanged, nothing is sorted, and equal inputs give equal bits.
-Slots to which no token went have ids -1, and their rows are never read.
+addresses of all ranks' sections as int64 [WORLD]; it does not depend on how these sections were mapped into
+its address space. In every section rank p's token t has slot p * capacity + t on every rank that receives it.
+So no rank needs to know how many rows another rank sends, no count is exchanged, no rows are sorted, and
+equal inputs give equal bits. Slots without a token have ids -1, and their rows are never read.
 
-    push    my tokens' rows -> their slots on each rank that holds one of their experts (a row is read once);
-            then all ranks meet
-    pull    all ranks meet; then y[t] = sum of my token's slots on those ranks, in float32, in rank order
+    push    copies this rank's rows to their slots on each rank that holds one of their experts (a row is
+            read once); then a barrier of all ranks
+    pull    a barrier of all ranks; then y[t] = the sum of this rank's token's slots on those ranks, in
+            float32, in rank order
 
-Rows may be packed for the way: float8 e4m3 and a float32 scale a row, half the bytes of bfloat16.
+Rows may be packed for the transfer, as float8 e4m3 with a float32 scale a row: half the bytes of bfloat16.
 
-To meet: each program of a rank adds one to the rank's cell on every rank when its stores are done (of a pull,
-one program, before it reads); a program that waits does so until all cells have grown by as many. What they
-have grown to is kept on the device, so a captured graph replays and the host never waits. An exchange needs
-no further launch: the last program of a push waits, and every program of a pull.
+The barrier: on every rank there is a cell for each rank. After its stores, each program of a push adds one to
+its rank's cell on every rank; in a pull, one program does so before it reads. A waiting program waits until
+every cell has grown by the number of programs that add to it. The value that the cells have reached is kept
+on the device, so a captured graph can be replayed and the host never waits. An exchange needs no further
+launch: the last program of a push waits, and so does every program of a pull.
 
-Memory order: a barrier of its threads orders a program's stores before its release, at system scope, on the
+Memory order: a barrier of a program's threads orders its stores before its release, at system scope, on the
 peers' cells.
 """
 
@@ -34,27 +36,27 @@ from tmoe.ops.launch.launch import cdiv, launch
 from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import collect
 
-# cells of a state: one for each rank's arrivals, then the two below; more ranks than an NVLink node has
+# cells for the ranks' arrivals in a state, more than an NVLink node has ranks; MET and PASSED follow them
 RANKS = 32
-MET = tl.constexpr(RANKS)  # what every cell had grown to at the last meeting
-PASSED = tl.constexpr(RANKS + 1)  # programs of the running pull that have read MET
-STATE = 2 * RANKS  # int32 of one state, zero before its first use
-# tokens that a program moves at a time, fewer where they would not fill the GPU: measured best on H200s
+MET = tl.constexpr(RANKS)  # value of every cell at the end of the last barrier
+PASSED = tl.constexpr(RANKS + 1)  # number of programs of the running pull that have read MET
+STATE = 2 * RANKS  # length of a state in int32, zero before its first use
+# tokens that a program copies at a time, or fewer if they would not fill the GPU; fastest on H200s
 TOKENS = 16
-TILE = 16384  # elements
+TILE = 16384  # elements of a program's tile at most
 WARPS = 8
 
 
 @triton.jit
 def section(addresses, q, dtype):
-    """Rank q's section as a pointer, which is 16-byte aligned."""
+    """A pointer to rank q's section, which is 16-byte aligned."""
     return tl.multiple_of(tl.load(addresses + q).to(tl.pointer_type(dtype), bitcast=True), 16)
 
 
 @triton.jit
 def arrive(states, rank, WORLD: tl.constexpr, WP: tl.constexpr):
-    """Tell every rank, this one too, that all that this program has stored is there."""
-    tl.debug_barrier()  # of all of its threads
+    """Signal to every rank, including this rank, that all stores of this program are visible."""
+    tl.debug_barrier()  # of all threads of the program
     q = tl.arange(0, WP)
     cells = tl.load(states + q, mask=q < WORLD, other=0).to(tl.pointer_type(tl.int32), bitcast=True) + rank
     tl.atomic_add(cells, 1, mask=q < WORLD, sem="release", scope="sys")
@@ -62,26 +64,26 @@ def arrive(states, rank, WORLD: tl.constexpr, WP: tl.constexpr):
 
 @triton.jit
 def wait(own, arrivals, WORLD: tl.constexpr, WP: tl.constexpr):
-    """Wait until every rank has arrived `arrivals` times since the last meeting; returns what MET then is.
+    """Wait until every rank has arrived `arrivals` times since the last barrier; returns the new MET.
 
-    Counts may wrap.
+    Counts may wrap around.
     """
     q = tl.arange(0, WP)
     meeting = tl.load(own + MET) + arrivals
     while tl.min(tl.load(own + q, mask=q < WORLD, other=meeting, volatile=True) - meeting) < 0:
         pass
     tl.atomic_add(own + q, 0, mask=q < WORLD, sem="acquire", scope="sys")
-    tl.debug_barrier()  # what a thread has acquired, all threads may read
+    tl.debug_barrier()  # all threads may read the data that one thread has acquired
     return meeting
 
 
 @triton.jit
 def pass_together(own, WORLD: tl.constexpr, WP: tl.constexpr):
-    """`wait` for every program of a launch, all of which then go on.
+    """The barrier of a pull, in which every program of a launch waits.
 
-    Returns what MET then is, and how many programs came through before this one. PASSED grows in the
-    operation that acquires: one trip to memory, where a count at a program's end was one more (0.5 to 0.8
-    us).
+    Returns the new MET, and the number of programs that passed the barrier before this program. PASSED is
+    incremented by the operation that acquires, so both need one access to memory; a count at the end of a
+    program needed a further access (0.5 to 0.8 us).
     """
     q = tl.arange(0, WP)
     meeting = tl.load(own + MET) + 1
@@ -89,7 +91,7 @@ def pass_together(own, WORLD: tl.constexpr, WP: tl.constexpr):
         pass
     tl.debug_barrier()  # no thread reads MET after this
     q = tl.arange(0, 2 * WP)
-    last = q == WORLD  # stands for PASSED
+    last = q == WORLD  # the element for the cell PASSED
     cells = own + tl.where(last, PASSED, q)
     before = tl.atomic_add(cells, last.to(tl.int32), mask=q <= WORLD, sem="acquire", scope="sys")
     tl.debug_barrier()
@@ -98,7 +100,7 @@ def pass_together(own, WORLD: tl.constexpr, WP: tl.constexpr):
 
 @triton.jit
 def owners(ids, t, T, L, K: tl.constexpr, KP: tl.constexpr):
-    """ids of tokens t, and the ranks that hold them, [tokens, KP]; both -1 where there is none."""
+    """Expert ids of tokens t, and the ranks that hold these experts, [tokens, KP]; -1 where there is none."""
     k = tl.arange(0, KP)
     slots = t.to(tl.int64)[:, None] * K + k[None, :]
     expert = tl.load(ids + slots, mask=(t < T)[:, None] & (k < K)[None, :], other=-1)
@@ -111,9 +113,11 @@ def push_kernel(
     K: tl.constexpr, KP: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, SCALED: tl.constexpr, ROUTES: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x [T, D] to their slots; SCALED: with a scale each.
+    """Copy rows of x [T, D] to their slots.
 
-    ROUTES: also each slot's K ids, local to the receiver, and weights. MEET: then meet.
+    SCALED: also the scale of each row.
+    ROUTES: also each slot's K ids, local to the receiver, and weights.
+    MEET: then run the barrier.
     """
     k = tl.arange(0, KP)
     for block in range(tl.program_id(0), tl.cdiv(capacity, BT), tl.num_programs(0)):
@@ -137,7 +141,7 @@ def push_kernel(
             inside = (cols < D)[None, :]
             tile = tl.load(x + t.to(tl.int64)[:, None] * D + cols[None, :], mask=(t < T)[:, None] & inside)
             for i in tl.static_range(WORLD):
-                q = (rank + 1 + i) % WORLD  # neighbours first, so that no rank is the first of all
+                q = (rank + 1 + i) % WORLD  # from the next rank on, so that the ranks' first targets differ
                 goes = tl.max((owner == q).to(tl.int32), 1) > 0
                 to = section(to_x, q, x.dtype.element_ty) + row[:, None] * D + cols[None, :]
                 tl.store(to, tile, mask=goes[:, None] & inside)
@@ -162,9 +166,11 @@ def pull_kernel(
     K: tl.constexpr, KP: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, SCALED: tl.constexpr, WEIGHTS: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """Meet (MEET); then y [T, D] = sums of my tokens' slots over ranks; SCALED: these are packed.
+    """y [T, D] = sums of this rank's tokens' slots over ranks.
 
-    WEIGHTS: also d_weights [T, K], from the slot's owner.
+    SCALED: the slots are packed.
+    WEIGHTS: also copy d_weights [T, K], from the slot's owner.
+    MEET: run the barrier first.
     """
     own = section(states, rank, tl.int32)
     k = tl.arange(0, KP)
@@ -176,7 +182,7 @@ def pull_kernel(
             arrive(states, rank, WORLD, WP)
         meeting, before = pass_together(own, WORLD, WP)
     for _ in range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
-        # which ranks have the next tokens, while these come
+        # load the owners of the next tokens while these rows are read
         _, ahead = owners(ids, t + tl.num_programs(0) * BT, T, L, K, KP)
         row = (rank * capacity + t).to(tl.int64)
         for col in range(0, D, BD):
@@ -213,7 +219,7 @@ def pull_kernel(
 
 @triton.jit
 def filled(ids, t, n, K: tl.constexpr, KP: tl.constexpr):
-    """Which of the slots t exist; with ids, to which of them a token came."""
+    """Mask of the slots t that exist; with ids, of those that hold a token."""
     there = t < n
     if ids is not None:
         k = tl.arange(0, KP)
@@ -226,9 +232,9 @@ def filled(ids, t, n, K: tl.constexpr, KP: tl.constexpr):
 def pack_kernel(
     x, ids, packed, scales, n, D, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """x [n, D] = packed * scales: packed in float8 e4m3, scales the rows' largest magnitude over 448.
+    """Pack rows: x [n, D] = packed * scales, with packed in float8 e4m3.
 
-    448 is the largest float8 e4m3.
+    A scale is the row's largest magnitude divided by 448, the largest float8 e4m3.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     there = filled(ids, t, n, K, KP)
@@ -252,7 +258,7 @@ def pack_kernel(
 def unpack_kernel(
     x, ids, packed, scales, n, D, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """The inverse, for the slots to which a token came."""
+    """The inverse of pack_kernel, for the slots that hold a token."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     there = filled(ids, t, n, K, KP)
     rows = t.to(tl.int64)[:, None] * D
@@ -268,7 +274,7 @@ def unpack_kernel(
 def meet_kernel(
     states, rank, WORLD: tl.constexpr, WP: tl.constexpr, ARRIVE: tl.constexpr, WAIT: tl.constexpr
 ):
-    """Meet, and nothing else, or one half of it; one program."""
+    """The barrier alone, or one half of it (ARRIVE, WAIT), in one program."""
     own = section(states, rank, tl.int32)
     if ARRIVE:
         arrive(states, rank, WORLD, WP)
@@ -277,9 +283,9 @@ def meet_kernel(
 
 
 def _tiling(tokens: int, programs: int, D: int, K: int, world: int) -> tuple[tuple[int], tuple[int, ...]]:
-    """The grid, equal on all ranks, and the sizes that push and pull kernels take."""
-    # one program for each multiprocessor and TOKENS rows, if that is not fewer: a second one for 8 rows each
-    # cost 1 us of 17, or 2 of 38
+    """The grid, equal on all ranks, and the size arguments of the push and pull kernels."""
+    # Each program gets TOKENS rows, but at least one program runs on each multiprocessor (`programs` / 2). A
+    # second program a multiprocessor, with 8 rows each, cost 1 us of 17, or 2 of 38.
     programs = min(programs, max(programs // 2, cdiv(tokens, TOKENS)))
     rows = TOKENS
     while rows > 2 and cdiv(tokens, rows) < programs:
@@ -304,18 +310,26 @@ def push(
     scales_T: Tensor | None = None,
     to_scales: Tensor | None = None,
 ) -> None:
-    """Rows x_TD to their slots on the ranks that hold their experts; with weights_TK also ids and weights.
+    """Copies rows x_TD to their slots on the ranks that hold their experts.
+
+    With weights_TK it also copies ids and weights.
 
     Args:
-        x_TD: [T, D] of any float type, T <= capacity; contiguous, as all.
-        ids_TK: int32 experts of the whole group, -1 for none; rank q holds local_experts of them from q *
-            local_experts on.
+        x_TD: [T, D] of any float type, T <= capacity; contiguous, like all tensors.
+        ids_TK: int32 expert ids of the whole group, -1 for none; rank q holds the local_experts experts from
+            q * local_experts on.
         weights_TK: float [T, K], or None: the receivers have ids and weights already.
-        to_x, to_ids, to_weights, states: int64 [WORLD], addresses on this device of each rank's rows [WORLD *
-            capacity, D], ids (int32) and weights (float32) [WORLD * capacity, K], and state (int32 [STATE]).
-        programs: at most so many, half of them where rows are few; the same on all ranks.
+        to_x: int64 [WORLD], addresses on this device of each rank's rows [WORLD * capacity, D].
+        to_ids: as to_x, of each rank's ids (int32 [WORLD * capacity, K]).
+        to_weights: as to_x, of each rank's weights (float32 [WORLD * capacity, K]).
+        states: as to_x, of each rank's state (int32 [STATE]).
+        rank: this rank's number in the group.
+        capacity: slots for each rank's tokens.
+        local_experts: number of experts of a rank.
+        programs: most programs of the launch, of which half run if rows are few; the same on all ranks.
         meet: whether the kernel ends only when all ranks' rows have arrived everywhere.
-        scales_T, to_scales: of packed rows, their scales and the addresses of each rank's [WORLD * capacity].
+        scales_T: scales of packed rows, or None.
+        to_scales: as to_x, of each rank's scales [WORLD * capacity].
     """
     T, D = x_TD.shape
     grid, sizes = _tiling(capacity, programs, D, ids_TK.shape[1], to_x.shape[0])
@@ -340,10 +354,13 @@ def pull(
     meet: bool = True,
     from_scales: Tensor | None = None,
 ) -> None:
-    """y_TD = sums over ranks of my tokens' slots, in rank order, in float32.
+    """y_TD = sums over ranks of this rank's tokens' slots, in rank order, in float32.
 
-    Unless it is None, d_weights_TK comes from the slots' owners. Arguments are those of push; meet: whether
-    all ranks meet before any reads; from_scales: y is packed, and these are its scales.
+    Args:
+        d_weights_TK: gradients of weights, copied from the slots' owners; or None.
+        meet: whether all ranks run the barrier before any rank reads.
+        from_scales: addresses of the scales, if y is packed.
+        The other arguments are those of push.
     """
     T, D = y_TD.shape
     grid, sizes = _tiling(T, programs, D, ids_TK.shape[1], from_y.shape[0])
@@ -368,22 +385,24 @@ def _pack(kernel: JITFunction, x: Tensor, ids_RK: Tensor | None, packed: Tensor,
 
 
 def pack(x: Tensor, ids_RK: Tensor | None, packed: Tensor, scales: Tensor) -> None:
-    """Rows of x [n, D] into packed (float8 e4m3) times scales (float32 [n]).
+    """Writes rows of x [n, D] as packed (float8 e4m3) times scales (float32 [n]).
 
-    With ids only those of slots to which a token came.
+    With ids it writes only the slots that hold a token.
     """
     _pack(pack_kernel, x, ids_RK, packed, scales)
 
 
 def unpack(x: Tensor, ids_RK: Tensor | None, packed: Tensor, scales: Tensor) -> None:
-    """The inverse: x of the slots to which a token came."""
+    """The inverse of pack: writes x for the slots that hold a token."""
     _pack(unpack_kernel, x, ids_RK, packed, scales)
 
 
 def meet(states: Tensor, rank: int, arrive: bool = True, wait: bool = True) -> None:
-    """All ranks' streams wait here for each other, or do one half of it.
+    """A barrier of all ranks' streams, or one half of it.
 
-    A stream that only arrives, with what it has copied to the peers, goes on; a later launch waits.
+    arrive: signal to the peers that this stream's copies are complete. Without `wait` the stream does not
+        wait for the peers; a later launch does.
+    wait: wait for all ranks' signals.
     """
     world = states.shape[0]
     launch(meet_kernel, (1,), states, rank, world, power_of_2(world), arrive, wait, num_warps=1)
@@ -392,9 +411,9 @@ def meet(states: Tensor, rank: int, arrive: bool = True, wait: bool = True) -> N
 def trace(
     T: int, D: int, K: int, world: int, dtype: torch.dtype, fp8: bool = False, trained: bool = True
 ) -> None:
-    """Launch every kernel on meta tensors, inside compile_only, as a GPU like Hopper's would.
+    """Launch every kernel on meta tensors, inside compile_only, as on a Hopper GPU.
 
-    trained: False: those of a forward alone.
+    trained: False: only the kernels of a forward.
     """
     x = torch.empty(T, D, dtype=dtype, device="meta")
     ids = torch.empty(T, K, dtype=torch.int32, device="meta")
@@ -426,7 +445,7 @@ def trace(
 
 
 def trace_routes(T: int, K: int, world: int, dtype: torch.dtype) -> None:
-    """The same for the push of ids and weights alone, whose rows are brought by copy engines."""
+    """Launch the push of ids and weights alone, as `trace` does. Copy engines then copy the rows."""
     x = torch.empty(T, 0, dtype=dtype, device="meta")
     ids = torch.empty(T, K, dtype=torch.int32, device="meta")
     weights = torch.empty(T, K, device="meta")

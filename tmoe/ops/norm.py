@@ -1,9 +1,9 @@
-"""rms_norm: rows divided by their root mean square, in an order of summation that no number of rows changes.
+"""rms_norm: rows divided by their root mean square, summed in an order that does not depend on their number.
 
-Compiled norms reduce by kernels that are chosen by the whole shape, so a row alone may differ in its last bit
-from the same row among thousands. Here a program has as many rows as their width allows, and no fewer where
-there are fewer: so decoding one token and training on thousands give the same bits. It is for RMSNorm of
-[T, D] and of heads [T, H, C] alike.
+Compiled norms choose their reduction kernel by the whole shape, so a single row may differ in its last bit
+from the same row among thousands. In this kernel the number of rows of a program depends on their width
+alone. So decoding one token and training on thousands of tokens give the same bits. The op serves RMSNorm of
+[T, D] and of heads [T, H, C].
 """
 
 import torch
@@ -21,10 +21,11 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once to x's type.
 
     Args:
-        x: [..., D], fp32, bf16 or fp16 (fp64 on a CPU); any strides. No rows are fine.
+        x: [..., D], fp32, bf16 or fp16 (fp64 on a CPU); any strides. The number of rows may be 0.
         weight_D: [D], of any of these types.
+        eps: added to the mean square.
 
-    Differentiable in both. Raises ValueError for what does not fit.
+    Differentiable in x and weight. Raises ValueError for arguments that do not fit.
     """
     check_tensors(x=x, weight=weight_D)
     types = FLOATS if x.is_cuda else (*FLOATS, torch.float64)
@@ -38,7 +39,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The op by its definition."""
+    """The op in plain PyTorch, by its definition."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * _inverse(wide, eps) * weight.to(wide.dtype)).to(x.dtype).contiguous()
 
@@ -48,7 +49,7 @@ def _inverse(wide: Tensor, eps: float) -> Tensor:
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """With n = x r, r the inverse root: dx = r (g - n mean(g n)), g = dy weight; dweight = sum of dy n."""
+    """With r the inverse root, n = x r and g = dy weight: dx = r (g - n mean(g n)), dweight = sum of dy n."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     r = _inverse(wide, eps)
     n, dy = wide * r, dy.to(wide.dtype)
@@ -59,7 +60,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor
 
 @triton.jit(do_not_specialize=["T", "eps"])
 def rms_norm_kernel(x, weight, y, T, eps, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows of D numbers, padded to DP."""
+    """Normalizes ROWS rows of D numbers, padded to DP."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, DP)
     at = t.to(tl.int64)[:, None] * D + c[None, :]
@@ -77,7 +78,7 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     D = x.shape[-1]
     T = x.numel() // D
     DP = power_of_2(D)
-    rows = max(1, 2048 // DP)  # a function of the width alone
+    rows = max(1, 2048 // DP)  # depends on the width alone
     if T:
         launch(rms_norm_kernel, (cdiv(T, rows),), x, weight, y, T, eps, D, DP, rows, num_warps=4)
     return y

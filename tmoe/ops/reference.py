@@ -1,9 +1,10 @@
-"""The ops as their definitions say, in plain differentiable PyTorch: what tests and benchmarks compare with.
+"""The definitions of the ops in plain differentiable PyTorch, as references for tests and benchmarks.
 
-Nothing here is fast. Run on float64 copies of the (rounded) inputs, it gives the exact answer and, through
-autograd, the exact gradients.
+These functions are not fast. On float64 copies of the (rounded) inputs they return the exact result and,
+through autograd, the exact gradients.
 
-Top-k experts are from Shazeer et al. 2017 (arXiv 1701.06538), activations in tmoe/base/activations.py.
+Top-k experts are from Shazeer et al. 2017 (arXiv 1701.06538); activations are defined in
+tmoe/base/activations.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ def moe_mlp(
 ) -> torch.Tensor:
     """y[t] = sum_k weights[t, k] * down[e] @ act(gate[e] @ x[t] + ..., up[e] @ x[t] + ...), e = ids[t, k].
 
-    The dots stand for the bias. An id of -1 adds nothing. Without a gate gate_up is [E, F, D], all of it up.
+    The dots stand for the bias. An id of -1 adds nothing. For an activation without a gate, gate_up is
+    [E, F, D] and contains only the up matrices.
     """
     y_TD = torch.zeros_like(x_TD)
     for e in range(gate_up_E2FD.shape[0]):
@@ -38,11 +40,11 @@ def moe_mlp(
 
 
 def softmax_topk(logits_TE: torch.Tensor, K: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The K largest of softmax(logits), in fp32 or more, and their experts.
+    """The K largest of softmax(logits), in fp32 or fp64, and their experts.
 
-    Divided by their sum if renormalize.
+    If renormalize, they are divided by their sum.
 
-    Chosen by logits: a softmax that has underflowed to 0 no longer tells experts apart.
+    Experts are chosen by logits, because softmax values that have underflowed to 0 are all equal.
     """
     wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     ids_TK = wide_TE.detach().topk(K, -1).indices
@@ -55,18 +57,18 @@ def softmax_topk(logits_TE: torch.Tensor, K: int, renormalize: bool) -> tuple[to
 def sinkhorn(
     logits_TE: torch.Tensor, live_T: torch.Tensor | None, iterations: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What to add to the logits of each expert so that the softmax over experts gives all the same load.
+    """Potentials: a number to add to the logits of each expert so that the softmax loads all experts equally.
 
-    Returns potentials_E and the residual: the largest relative error of a load, 0-dim. The plan with equal
-    rows and (but for the residual) equal columns is softmax(logits + potentials) / T.
     live: bool, False at tokens that do not count.
+    Returns potentials_E and the residual: the largest relative error of a load, 0-dim. The plan with equal
+    row sums and (up to the residual) equal column sums is softmax(logits + potentials) / T.
     """
     wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     E = wide_TE.shape[1]
     weight_T = torch.ones_like(wide_TE[:, 0]) if live_T is None else live_T.to(wide_TE.dtype)
 
     def uneven(potentials_E: torch.Tensor) -> torch.Tensor:
-        """Each expert's load, where 1 is even."""
+        """Each expert's load, as a multiple of the mean load."""
         plan_TE = (wide_TE + potentials_E).softmax(-1) * weight_T[:, None]
         return plan_TE.sum(0) * (E / weight_T.sum().clamp(min=1))
 
@@ -114,13 +116,13 @@ def token_loss(
 
 
 def gather_rows(x_TD: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
-    """out[n] = x[ids[n]]; zeros where ids[n] is no row of x."""
+    """out[n] = x[ids[n]]; zeros where ids[n] is not a row of x."""
     (n,) = torch.where((ids_N >= 0) & (ids_N < x_TD.shape[0]))
     return x_TD.new_zeros(ids_N.shape[0], x_TD.shape[1]).index_copy(0, n, x_TD[ids_N[n].long()])
 
 
 def scatter_rows(y_ND: torch.Tensor, ids_N: torch.Tensor, rows: int) -> torch.Tensor:
-    """out[t] = the sum over n with ids[n] = t of y[n], in fp32 or more."""
+    """out[t] = the sum of y[n] over all n with ids[n] = t, in fp32 or fp64."""
     (n,) = torch.where((ids_N >= 0) & (ids_N < rows))
     wide = torch.promote_types(y_ND.dtype, torch.float32)
     total = torch.zeros(rows, y_ND.shape[1], dtype=wide, device=y_ND.device)

@@ -1,10 +1,10 @@
-"""Registers an op with torch: its schema, kernels and fake, its gradients, and a way past the dispatcher.
+"""Registers an op with torch: its schema, kernels, fake and gradients; also makes a call without dispatcher.
 
-`register_differentiable` does an op together with the op of its gradients. What is kept for backward, and
-where its results go, follows from the names in both schemas. `register` does one op, with a rule of its own.
+`register_differentiable` registers an op and the op of its gradients. The names in both schemas determine the
+tensors kept for backward, and the arguments of its gradients. `register` registers one op with a given rule.
 
-An op of many arguments gives a NamedTuple in place of a schema, and its functions take that one value. torch
-passes flat arguments: `taking` alone makes the value of them.
+An op of many arguments has a NamedTuple in place of a schema, and its functions get that one value. torch
+passes separate arguments, which only `taking` converts into the value.
 
 `collect` keeps the traces of an op's kernels, which are compiled before training (commands/warmup.py): each
 registration takes `traces` for it, and a file whose kernels are launched without an op of torch calls it.
@@ -38,7 +38,7 @@ lib = torch.library.Library("tmoe", "FRAGMENT")
 # torch.compiler.disable would import the compiler at once
 _not_compiled: Callable = find("torch._disable_dynamo") or torch.compiler.disable
 
-# the type of an argument, in Python and in the language of torch.library
+# the type of an argument in Python, and in the schema language of torch.library
 TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -49,17 +49,18 @@ TYPES = {
 }
 
 
-# from shapes to (trace, *arguments), as precompile takes them; by the type of shapes, by the op's name
+# Functions from shapes to [(trace, *arguments)] for precompile, by the type of shapes and the op's name.
 Traces = Callable[[Any], Iterable[tuple]]
 _collected: dict[type, dict[str, Traces]] = {}
 
 
 def collect(name: str, traces: Mapping[type, Traces]) -> None:
-    """Keep what an op launches.
+    """Keep the traces of an op's kernels.
 
     Args:
-        name: of the op; another op's is refused by ValueError.
-        traces: for each type of ops/launch/shapes.py with which the op has to do, a function of such a value.
+        name: name of the op; ValueError if it has traces already.
+        traces: for each type of ops/launch/shapes.py that uses the op, a function from a value of that type
+            to traces.
     """
     for kind, of in traces.items():
         known = _collected.setdefault(kind, {})
@@ -68,7 +69,7 @@ def collect(name: str, traces: Mapping[type, Traces]) -> None:
 
 
 def traces_of(shapes: Any) -> list[tuple]:
-    """What all ops of tmoe launch for `shapes`, a value of ops/launch/shapes.py; each trace once."""
+    """The traces of all ops of tmoe for `shapes`, a value of ops/launch/shapes.py; each trace once."""
     _import_ops()
     by_name = sorted(_collected.get(type(shapes), {}).items())
     return list(dict.fromkeys(trace for _, traces in by_name for trace in traces(shapes)))
@@ -87,7 +88,11 @@ def _import_ops() -> None:
 
 
 def flat(schema: str | type, results: int) -> str:
-    """The schema of an op whose arguments are the fields of a NamedTuple, and whose results are tensors."""
+    """The schema string of an op whose arguments are the fields of a NamedTuple. Its results are tensors.
+
+    schema: the NamedTuple, or a string, which is returned.
+    results: number of results.
+    """
     if isinstance(schema, str):
         return schema
     fields = [f"{TYPES[kind]} {name}" for name, kind in get_type_hints(schema).items()]
@@ -96,9 +101,9 @@ def flat(schema: str | type, results: int) -> str:
 
 
 def taking(schema: str | type, run: Callable) -> Callable:
-    """`run`, which takes an op's arguments as one NamedTuple, as a kernel of flat ones.
+    """A kernel with separate arguments from `run`, whose only argument is the NamedTuple `schema`.
 
-    schema: the NamedTuple; a string: run takes them flat itself.
+    schema: the NamedTuple; if it is a string, `run` has separate arguments and is returned.
     """
     return run if isinstance(schema, str) else lambda *arguments: run(schema(*arguments))
 
@@ -118,13 +123,13 @@ def register(
     """Register tmoe::name.
 
     Args:
-        schema: "(arguments) -> results", in the language of torch.library; or a NamedTuple of the arguments,
-            which cpu, cuda and fake then take as one value.
-        results: with a NamedTuple, how many tensors are returned.
-        cpu, cuda: compute the results on such a device; cpu: None where only a GPU does.
-        fake: gives tensors of the results' shapes and types, for tracing.
+        schema: "(arguments) -> results", in the schema language of torch.library; or a NamedTuple of the
+            arguments, which cpu, cuda and fake then get as one value.
+        results: with a NamedTuple, the number of tensors that are returned.
+        cpu, cuda: compute the results on such a device; cpu: None if the op runs only on a GPU.
+        fake: returns tensors of the results' shapes and types, for tracing.
         save, differentiate: setup_context and backward of torch.library.register_autograd. Without them the
-            op has no derivative, as one that computes gradients itself.
+            op has no derivative, which is right for an op that computes gradients itself.
         traces: what it launches on a GPU, see `collect`.
     """
     collect(name, traces or {})
@@ -162,15 +167,16 @@ def on_any_device(
 
 
 class Backward(NamedTuple):
-    """The op of an op's gradients, which is registered as NAME_backward.
+    """The op that computes an op's gradients, which is registered as NAME_backward.
 
-    Its first argument is the gradient of the op's first result. The others have the names of arguments or
-    results of the op, and are kept for it: tensors first, and first of all one that is never None.
+    Its first argument is the gradient of the op's first result. All further arguments have the names of
+    arguments or results of the op, which are kept for backward: first a tensor that is never None, then
+    other tensors, then arguments that are not tensors.
     """
 
     schema: str | type  # as for `register`
-    gradients: str  # names of the op's arguments, whose gradients are the results
-    cpu: Callable  # both may give None as the gradient of an argument that is None
+    gradients: str  # names of the op's arguments whose gradients are the results
+    cpu: Callable  # cpu and cuda may return None as the gradient of an argument that is None
     cuda: Callable
 
 
@@ -190,12 +196,12 @@ def register_differentiable(
 
     Args:
         schema: as for `register`.
-        returns, keeps: names of the op's results: those for its caller, then those for backward alone.
+        returns, keeps: names of the op's results: first the results for its caller, then for backward alone.
         cpu, cuda, fake: as for `register`; cuda runs with the first argument's GPU current.
         traces: as for `register`, for both ops.
 
-    Returns the op on a GPU past torch's dispatcher, for calls that are `unwatched`. It gives only the results
-    for the caller; `run` and `run_backward` are its kernels.
+    Returns the op on a GPU without torch's dispatcher, for calls that are `unwatched`. It returns only the
+    results for the caller; `run` and `run_backward` are its kernels.
     """
     names = [*returns.split(), *keeps.split()]
     flat_schema = flat(schema, len(names))
@@ -238,7 +244,7 @@ def register_differentiable(
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-            # else the gradient is batched, counted, compiled, or to be differentiated again
+            # otherwise the gradient is batched, counted, compiled, or will be differentiated again
             alone = gradient is not None and unwatched(gradient) and not torch.is_grad_enabled()
             return rule.gradients(ctx, gradient, Straight.run_backward if alone else registered_backward)
 
@@ -248,10 +254,15 @@ def register_differentiable(
 
 
 class _Rule:
-    """What is kept of a call for its gradients, and where these go; both follow from names."""
+    """Keeps the arguments of a call's backward, and assigns its gradients to the op's arguments, by names."""
 
     def __init__(self, schema: str, results: list[str], backward: str, gradients: str) -> None:
-        """schema, backward: of the op and of its gradients; results: their names; gradients: see Backward."""
+        """Reads the names.
+
+        schema, backward: schemas of the op and of the op of its gradients.
+        results: names of the op's results.
+        gradients: see `Backward`.
+        """
         names = [name for _, name in _arguments(schema)]
         (_, self.incoming), *kept = _arguments(backward)
         places = {name: i for i, name in enumerate([*names, *results])}
@@ -263,7 +274,7 @@ class _Rule:
         self.like = [kept_names.index(name) for name in gradients.split()]
 
     def save(self, ctx: Any, inputs: tuple, output: Any) -> None:
-        """The setup_context: keep what the backward op takes."""
+        """The setup_context: keeps the arguments of the backward op."""
         every = (*inputs, *_tuple(output))
         ctx.others = self.others(every)
         ctx.set_materialize_grads(False)
@@ -275,7 +286,7 @@ class _Rule:
         if gradient is None:
             return tuple(found)
         check_tensors(**{self.incoming: gradient})
-        # asked for saved tensors once: a checkpoint recomputes for each look
+        # saved_tensors is read only once, because a checkpoint recomputes at each access
         results = _tuple(run(gradient, *ctx.saved_tensors, *ctx.others))
         needed = ctx.needs_input_grad
         for i, result in zip(self.places, results, strict=True):
@@ -284,7 +295,7 @@ class _Rule:
         return tuple(found)
 
     def fake_backward(self, gradient: Tensor, *kept: Any) -> Any:
-        """The fake of the backward op: a gradient is like its argument, empty for None."""
+        """The fake of the backward op: a gradient has its argument's shape, and is empty for None."""
         return _bare(
             tuple(
                 kept[0].new_empty(0) if kept[i] is None else kept[i].new_empty(kept[i].shape)
@@ -300,24 +311,24 @@ def _arguments(schema: str) -> list[tuple[str, str]]:
 
 
 def _picker(places: list[int]) -> Callable[[tuple], tuple]:
-    """What gives a tuple's elements at these places."""
+    """A function that returns a tuple's elements at these places."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda every: tuple(every[i] for i in places)
 
 
 def _tuple(results: Any) -> tuple:
-    """An op's results, of which one alone is no tuple."""
+    """An op's results as a tuple, which a single result is not."""
     return results if type(results) is tuple else (results,)
 
 
 def _bare(results: tuple) -> Any:
-    """Results as an op returns them."""
+    """Results as an op returns them: a single result without a tuple."""
     return results if len(results) > 1 else results[0]
 
 
 def _with_gpu_of(at: int, run: Callable) -> Callable:
-    """run, with the GPU current on which its argument number `at` lies."""
+    """`run` with the GPU of its argument number `at` as the current device."""
 
     def run_there(*args: Any) -> Any:
         with torch.cuda.device(args[at].device):
@@ -327,7 +338,7 @@ def _with_gpu_of(at: int, run: Callable) -> Callable:
 
 
 def _without_none(run: Callable) -> Callable:
-    """A backward op's kernel, with an empty tensor in place of None: a registered op returns tensors."""
+    """A backward op's kernel that returns an empty tensor for None: a registered op must return tensors."""
 
     def filled(*args: Any) -> Any:
         return _bare(tuple(args[1].new_empty(0) if t is None else t for t in _tuple(run(*args))))

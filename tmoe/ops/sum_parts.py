@@ -1,7 +1,7 @@
-"""The sum of a gradient's parts from several ranks, in fp32 and in rank order, in one pass over memory.
+"""Sums a gradient's parts from several ranks in fp32 and in rank order, in one pass over memory.
 
-torch's own reduction over an outer axis of 2 runs at a third of the memory's rate, next to products that need
-the same multiprocessors.
+torch's own reduction over an outer axis of size 2 reaches a third of the memory's bandwidth, while products
+use the same multiprocessors.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ BLOCK = 4096
 
 @triton.jit(do_not_specialize=["P", "units"])
 def sum_parts_kernel(parts, out, P, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """out [n] = parts [P, n] added up, where n is `units` times UNIT.
+    """out [n] = the sum of parts [P, n] over P, where n is `units` times UNIT.
 
     With a UNIT of 16 the compiler knows that it may load 16 bytes at a time.
     """
@@ -35,7 +35,7 @@ def sum_parts_kernel(parts, out, P, units, UNIT: tl.constexpr, BLOCK: tl.constex
 
 
 def sum_parts(parts: torch.Tensor) -> torch.Tensor:
-    """parts [P, ...] of any float type, contiguous, on a GPU, added up: [...] in fp32."""
+    """The sum of parts [P, ...] over P: [...] in fp32. parts: any float type, contiguous, on a GPU."""
     out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
     if n := out.numel():
         unit = 1 if n % 16 else 16
@@ -54,7 +54,10 @@ def sum_parts(parts: torch.Tensor) -> torch.Tensor:
 
 
 def trace(dtype: torch.dtype) -> None:
-    """Launch it for gradients of dtype and sums over micro-batches; on meta tensors, inside compile_only."""
+    """Launch the kernel for gradients of dtype and for fp32 sums over micro-batches.
+
+    It runs on meta tensors, inside compile_only.
+    """
     for kind in {dtype, torch.float32}:
         sum_parts(torch.empty(2, 64, dtype=kind, device="meta"))
 

@@ -1,6 +1,6 @@
 """AdamW on parameters of any meshes: its groups, its step, its state by name.
 
-Sees tensors and their names, never the model.
+It handles tensors and their names, never the model.
 
 next: checkpoint/checkpoints.py
 """
@@ -28,7 +28,7 @@ from tmoe.parallel.mesh import local_part
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 STATE = (*MOMENTS, "step")
-PIECE = 2**26  # elements whose moments are on the GPU at a time, for each of two streams: 1 GiB
+PIECE = 2**26  # elements whose offloaded moments are on the GPU at a time, on each of two streams: 1 GiB
 
 
 def parameter_groups(
@@ -38,16 +38,20 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """AdamW's groups: with and without decay, per mesh, per factor of the learning rate (`lr_factor`).
 
-    Parameters that need no gradient are left out. factors: (pattern, factor); the first pattern that is found
-    in a name gives the factor, 1 where none is.
+    Parameters that need no gradient are left out.
+
+    weight_decay: of the parameters with decay.
+    factors: (pattern, factor); the first pattern that matches in a name gives its factor; without a match the
+        factor is 1.
 
     A parameter with fewer than two axes (norms, biases, sinks) and the experts' stacked biases [E, 2F] get no
-    decay: they scale or shift, and have no matrix norm to bound. Experts [E, 2F, D] are matrices and do. So
-    does the embedding: tied, it is the head, and one rule for both cases is plainer. (OLMo 2 leaves it out,
-    so that rows of rare tokens do not shrink between visits.)
+    decay: they scale or shift, and have no matrix norm to bound. Experts [E, 2F, D] are matrices and decay.
+    The embedding decays as well: if it is tied, it is also the head, and one rule for both cases is simpler.
+    (OLMo 2 exempts the embedding, so that rows of rare tokens do not shrink between their occurrences.)
 
-    Per mesh, because fused and foreach AdamW refuse plain tensors among DTensors ("got mixed torch.Tensor and
-    DTensor"), and DTensor promises nothing about operands of two meshes (fused AdamW took them on 2.13).
+    Groups are per mesh, because fused and foreach AdamW refuse plain tensors among DTensors ("got mixed
+    torch.Tensor and DTensor"), and DTensor gives no guarantee for operands on two meshes (fused AdamW
+    accepted them on 2.13).
     """
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for name, p in named_parameters:
@@ -63,17 +67,18 @@ def parameter_groups(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW with clipping and the choice to skip a step, both on the device: the host does not wait.
+    """torch's AdamW, which clips and can skip a step on the device, so that the host does not wait.
 
-    On a GPU one pass over the memory of all parameters does the step (ops/adamw.py): gradients of any float
-    type are read once and not written, and working copies (parallel/copies.py) are written beside the
-    weights.
+    On a GPU the step is one pass over the memory of all parameters (ops/adamw.py). Gradients of any float
+    type are read once and not written, and working copies (parallel/copies.py) are written in the same pass
+    as the weights.
 
-    keeps_fresh: everything else that writes to the weights calls `make_stale`, so no forward need cast them
-        again.
-    offload: the moments lie in pinned host memory.
-    factor, finite: of the step to come, see `decide`.
-    streams: two, made by the first step that needs them: the allocator keeps for each what it has used.
+    keeps_fresh: all other code that writes to the weights calls `make_stale`, so a forward need not cast the
+        weights again.
+    offload: the moments are stored in pinned host memory.
+    factor, finite: of the next step, see `decide`.
+    streams: two, made by the first step that needs them and reused, because the allocator caches memory for
+        each stream.
     """
 
     keeps_fresh = False
@@ -88,11 +93,11 @@ class AdamW(torch.optim.AdamW):
             if any(group[name] for group in self.param_groups):
                 raise ValueError(f"AdamW: {name}=True, valid is False: ops/adamw.py has one rule")
         self.host = HostRoom()
-        # So that a GradScaler unscales the gradients and skips steps itself.
+        # False, so that a GradScaler unscales the gradients and skips steps itself.
         self._step_supports_amp_scaling = False
 
     def away(self, wanted: bool) -> AbstractContextManager[None]:
-        """Inside, where wanted, the moments lie in the host's memory and take no room on the device."""
+        """Inside this context, if `wanted`, the moments are in host memory and use none on the device."""
         if not wanted:
             return nullcontext()
         states = [state for state in self.state.values() if state]
@@ -100,18 +105,22 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def decide(self, finite: Tensor, norm: Tensor, clip: float) -> None:
-        """Decides how the next `step` goes: whether it clips, and whether it is skipped.
+        """Decides whether the next `step` clips, and whether it is skipped.
 
-        finite: 0-dim on the device; where it is 0, parameters and state stay as they are.
-        norm: of the gradients, 0-dim on the device. clip: the norm that they are clipped to (0: not).
-        All are equal on all ranks.
+        finite: 0-dim on the device; if it is 0, parameters and state do not change.
+        norm: norm of the gradients, 0-dim on the device.
+        clip: norm to which the gradients are clipped (0: no clipping).
+        All three must be equal on all ranks.
         """
         self.finite = finite
         self.factor = (clip / (norm + 1e-6)).clamp(max=1.0).float() if clip else None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Takes a step as `decide` said last, or else without clipping. ValueError for a closure."""
+        """Takes a step as the last `decide` set it, or without clipping if `decide` was not called.
+
+        ValueError for a closure.
+        """
         if closure is not None:
             raise ValueError("AdamW.step: got a closure, valid is None: compute loss and gradients before")
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -128,7 +137,7 @@ class AdamW(torch.optim.AdamW):
         if self.offload and not self.streams:
             self.streams = torch.cuda.Stream(), torch.cuda.Stream()
         streams = cycle(self.streams) if self.offload else None
-        ones: list[Tensor] = []  # other streams read them until they are waited for
+        ones: list[Tensor] = []  # kept alive, because other streams read them until the wait below
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -137,11 +146,11 @@ class AdamW(torch.optim.AdamW):
                 if not self.state[p]:
                     self.state[p] = _new_state(p, p.device, self.offload)
 
-            # The step of this group, on the device from end to end.
+            # The step of this group runs entirely on the device.
             ones.append(torch.ones((), device=params[0].device))
             factor = ones[-1] if self.factor is None else self.factor
             finite = ones[-1] if self.finite is None else self.finite
-            # A list, for a lone 0-dim tensor is taken for a number and read by the host.
+            # A list: torch treats a single 0-dim tensor as a number, which the host would read.
             torch._foreach_add_([self.state[p]["step"] for p in params], [finite] * len(params))
             step = partial(
                 adamw_,
@@ -155,9 +164,9 @@ class AdamW(torch.optim.AdamW):
 
             copies = self._step_of_group(params, step, streams)
 
-            # A skipped step writes no copy: one that did not hold the parameter before does not hold it now.
+            # A skipped step writes no copy, so a copy that was out of date before the step still is.
             current = [copy.seen == version(copy.master) for copy in copies]
-            # Our kernels write by address, which autograd does not see.
+            # The kernels write by address, which autograd does not see.
             torch.autograd.graph.increment_version(params)
             for copy, was in zip(copies, current, strict=True):
                 copy.written(self.keeps_fresh and was)
@@ -171,7 +180,7 @@ class AdamW(torch.optim.AdamW):
         step: Callable[[list[tuple]], None],
         streams: Iterator[torch.cuda.Stream] | None,
     ) -> list[WorkingCopy]:
-        """Steps parameters: all in one call, or one by one on `streams`, where moments come from the host.
+        """Steps parameters: all in one call, or one by one on `streams`, with moments copied from the host.
 
         Returns the working copies that the step wrote.
         """
@@ -182,7 +191,7 @@ class AdamW(torch.optim.AdamW):
             copy = working_copy(p)
             if copy and copy.tensor.dtype == p.dtype:
                 copy.written(False)
-                copy = None  # it is the weight itself, or takes it before the next forward
+                copy = None  # the copy is the weight itself, or is updated before the next forward
             tensors: list = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy and copy.mine]
             tensors = [None if t is None else local_part(t) for t in tensors]
             if streams is None:
@@ -201,13 +210,15 @@ def stream_moments(
     streams: Iterator[torch.cuda.Stream],
     step: Callable[[list[tuple]], None],
 ) -> None:
-    """Runs `step` on pieces of one parameter whose moments come from pinned memory and go back there.
+    """Runs `step` on pieces of one parameter, and copies their moments from pinned memory and back.
 
-    Pieces take turns on two streams, so that one's way in overlaps with the other's way out. A stream works
-    on one piece at a time, in bounded memory.
+    Pieces alternate between two streams, so that the copy to the device of one piece overlaps with the copy
+    to the host of the other. A stream works on one piece at a time, in bounded memory.
 
-    tensors: weight, grad, mean, square, working copy (or None). number: the step count.
-    step: takes [(weight, grad, mean, square, copy, number)].
+    tensors: weight, grad, mean, square, working copy (or None).
+    number: the step count.
+    streams: yields the streams in turn.
+    step: called with [(weight, grad, mean, square, copy, number)].
     """
     pieces = [repeat(None) if t is None else t.view(-1).split(PIECE) for t in tensors]
     for weight, grad, *moments, copy in zip(*pieces, strict=False):  # repeat is endless
@@ -227,16 +238,16 @@ def build_optimizer(
     device: torch.device,
     keeps_fresh: bool = False,
 ) -> AdamW:
-    """AdamW over `parameter_groups`, fused on CUDA and CPU. keeps_fresh: as AdamW's.
+    """AdamW over `parameter_groups`, fused on CUDA and CPU. keeps_fresh: as in AdamW.
 
-    60 DTensors [200, 300] on a CPU core: fused 4.2 ms a step, foreach 21 ms, one by one 32 ms. The difference
-    is DTensor's dispatch, which fused passes once a group.
+    For 60 DTensors [200, 300] on a CPU core, fused needs 4.2 ms a step, foreach 21 ms, and a call for each
+    parameter 32 ms. The difference is DTensor's dispatch, which fused runs only once a group.
     """
     groups = parameter_groups(named_parameters, cfg.weight_decay, cfg.factors)
     if device.type == "cuda":
         for p in (p for group in groups for p in group["params"]):
-            p.grad_dtype = None  # any: a bf16 gradient that is not reduced need not become fp32
-    groups = groups or [dict(params=[], weight_decay=0.0)]  # a pipeline stage that is frozen
+            p.grad_dtype = None  # any type: a bf16 gradient that is not reduced need not become fp32
+    groups = groups or [dict(params=[], weight_decay=0.0)]  # empty in a frozen pipeline stage
     optimizer = AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type in ("cuda", "cpu"))
     optimizer.keeps_fresh = keeps_fresh
     optimizer.offload = cfg.offload and device.type == "cuda"
@@ -246,29 +257,29 @@ def build_optimizer(
 def init_state(optimizer: AdamW) -> None:
     """Makes both moments and the step count of every parameter, all zero.
 
-    So a checkpoint can be loaded into them before the first step. (AdamW makes them in that step, and leaves
-    out parameters without a gradient.)
+    A checkpoint can then be loaded into them before the first step. (AdamW itself makes them in the first
+    step, and only for parameters with a gradient.)
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
-            device = p.device if group["fused"] else "cpu"  # where AdamW would put it
+            device = p.device if group["fused"] else "cpu"  # the device that AdamW uses for the step count
             optimizer.state[p] = _new_state(p, device, optimizer.offload)
 
 
 def _new_state(p: Tensor, device: torch.device | str, offload: bool) -> dict[str, Tensor]:
-    """The state of a parameter before its first step. device: of the step count."""
+    """The state of a parameter before its first step. device: the device of the step count."""
     step = torch.zeros((), dtype=torch.float32, device=device)
     return dict(step=step, exp_avg=_zeros_like(p, offload), exp_avg_sq=_zeros_like(p, offload))
 
 
 def _zeros_like(p: Tensor, offload: bool) -> Tensor:
-    """Zeros laid out as p; with offload in pinned host memory, whatever the device of p's mesh is."""
+    """Zeros with p's layout; with offload they are in pinned host memory, whatever the device of p's mesh."""
     if not offload:
         return torch.zeros_like(p, memory_format=torch.preserve_format)
     zeros = torch.zeros(local_part(p).shape, dtype=p.dtype, pin_memory=True)
     if not isinstance(p, DTensor):
         return zeros
-    # from_local would move it to the mesh's device. FSDP2 keeps its offloaded parameters the same way.
+    # from_local would move the zeros to the mesh's device. FSDP2 stores offloaded parameters in the same way.
     return DTensor(zeros, need(p, "_spec", "--optim.offload"), requires_grad=False)
 
 
@@ -277,7 +288,7 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """The state by name: `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` (0-dim) of each parameter.
 
-    These are the state itself, not copies, so to load into them in place restores the optimizer. Call
+    They are the state itself, not copies, so loading into them in place restores the optimizer. Call
     `init_state` first.
     """
     state = optimizer.state
@@ -287,7 +298,7 @@ def optimizer_tensors(
 
 
 def _local(t: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank, without its history."""
+    """The part of a tensor that is stored on this rank, detached from the graph."""
     return t.detach().to_local() if isinstance(t, DTensor) else t.detach()
 
 

@@ -1,4 +1,4 @@
-"""Takes tensors off their device for a while: their bytes wait in the host's memory and come back whole.
+"""Moves tensors to host memory for the duration of a context, and restores them afterwards.
 
 next: optim/adamw.py
 """
@@ -15,17 +15,19 @@ from tmoe.parallel.mesh import local_part
 
 
 class HostRoom:
-    """Room in the host's memory, pinned for a GPU, and kept from one time to the next: pinning is slow."""
+    """Buffers in host memory, pinned for a GPU, and kept for reuse because pinning is slow."""
 
     def __init__(self) -> None:
         self.rooms: list[Tensor] = []
 
     @contextmanager
     def holding(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, these tensors hold nothing; afterwards what they held, in every bit, also on an error.
+        """Inside this context the tensors have no memory; afterwards their values are restored bit for bit.
 
-        They stay themselves, so whatever refers to them, a checkpoint's list of tensors for one, need not
-        know. Their addresses change. tensors: none of them shares its memory with another that is in use.
+        They are restored after an error as well. The tensor objects stay the same, so references to them stay
+        valid, for example in a checkpoint's list of tensors. Their addresses change.
+
+        tensors: no tensor shares its memory with another tensor that is in use.
         """
         local = {t.untyped_storage()._cdata: t for t in map(local_part, tensors)}
         storages = [t.untyped_storage() for t in local.values()]
@@ -36,11 +38,11 @@ class HostRoom:
         for room, storage in zip(self.rooms, storages, strict=True):
             room.copy_(bytes_of(storage), non_blocking=True)
         if on_gpu:
-            torch.cuda.synchronize()  # no stream reads or writes them any more
+            torch.cuda.synchronize()  # afterwards no stream reads or writes the tensors
         for storage in storages:
             storage.resize_(0)
         if on_gpu:
-            torch.cuda.empty_cache()  # so that whoever asks how much is free hears of theirs
+            torch.cuda.empty_cache()  # so that their memory is reported as free
         try:
             yield
         finally:
@@ -50,5 +52,5 @@ class HostRoom:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All of it, as whole numbers of one byte."""
+    """All bytes of a storage, as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -13,10 +13,10 @@ from tmoe.parallel.copies import make_stale
 
 
 class Ema:
-    """Exponential moving average of the weights: fp32, sharded as they are; starts as a copy of them.
+    """Exponential moving average of the weights: fp32, sharded like the weights, and at first a copy of them.
 
-    After n updates the start still counts with decay^n, so decay should be near 1 - 1/(a tenth of the run) or
-    below.
+    After n updates the initial weights still count with decay^n, so decay should be at most about
+    1 - 1/(a tenth of the run).
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], decay: float):
@@ -25,30 +25,31 @@ class Ema:
         self._averages = {n: p.detach().to(torch.float32, copy=True) for n, p in self._parameters.items()}
 
     def restart(self) -> None:
-        """Makes the averages copies of the weights once more, after weights were loaded from elsewhere."""
+        """Sets the averages to copies of the weights again, after other weights were loaded."""
         _copy(_locals(self._averages), _locals(self._parameters))
 
     @torch.no_grad()
     def update(self, taken: Tensor | None = None) -> None:
         """Sets average = decay * average + (1 - decay) * weight; call it once after each step.
 
-        taken: 0-dim; 0 leaves the averages as they are.
+        taken: 0-dim; with 0 the averages do not change. None: as 1.
         """
         weight = 1.0 - self.decay if taken is None else taken * (1.0 - self.decay)
         for average, w in zip(_locals(self._averages), _locals(self._parameters), strict=True):
             average.lerp_(w.float(), weight)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Name to average: the fp32 tensors themselves, to save and to load into in place."""
+        """The averages by name: the fp32 tensors themselves, to save, and to load into in place."""
         return dict(self._averages)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the parameters hold the averages; afterwards, also on an error, exactly their old values.
+        """Inside this context the parameters hold the averages; afterwards exactly their old values.
 
-        fp32 weights and averages change places one by one, so there is no second copy of the model. Weights
-        of other types are copied. FSDP2 modules have to be sharded at both ends: they are after a backward;
-        after a forward alone call `.reshard()` inside.
+        They are restored after an error as well. fp32 weights and averages are exchanged one by one, so no
+        second copy of the model is needed. Weights of other types are copied. FSDP2 modules must be sharded
+        when the context begins and ends. They are sharded after a backward; after a forward alone call
+        `.reshard()` inside the context.
         """
         pairs = list(zip(_locals(self._parameters), _locals(self._averages), strict=True))
         exact = [(w, a) for w, a in pairs if w.dtype == a.dtype]

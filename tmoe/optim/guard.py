@@ -1,4 +1,4 @@
-"""What a run does about steps that are not finite."""
+"""Guards a run against NaN and infinity: checks tensors, and counts steps that were not finite."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tmoe.optim.adamw import _locals
 
 
 def require_finite(tensors: Mapping[str, Tensor]) -> None:
-    """ValueError naming every tensor of which this rank's part holds a NaN or an infinity."""
-    pieces = [  # aminmax makes no copy, and NaN is both ends; one wait for all of them
+    """Raises ValueError that names every tensor of which this rank's part contains NaN or infinity."""
+    pieces = [  # aminmax makes no copy and returns NaN twice if there is a NaN; the host waits once for all
         (name, torch.stack(torch.aminmax(piece)).isfinite().all())
         for name, part in zip(tensors, _locals(tensors), strict=True)
         for piece in part.detach().flatten().split(2**28)
@@ -30,11 +30,11 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 class SkipGuard:
-    """Counts steps skipped because loss or gradient norm was not finite, and says which losses are spikes.
+    """Counts steps skipped because loss or gradient norm was not finite, and detects spikes of the loss.
 
-    A step is skipped by not taking it. Multiplying its update by 0 would not do: 0 * NaN is NaN. A spike is a
-    loss above SPIKE times the median of the last WINDOW finite ones, once there are WARM of them. It is
-    taken, as clipping bounds it.
+    A skipped step is not taken at all. Multiplying its update by 0 would not work, because 0 * NaN is NaN. A
+    spike is a loss above SPIKE times the median of the last WINDOW finite losses; the first WARM losses are
+    never spikes. A step with a spike is taken, because clipping bounds its update.
     """
 
     WINDOW = 64
@@ -42,10 +42,10 @@ class SkipGuard:
     SPIKE = 2.0
 
     class TooMany(RuntimeError):
-        """max_skips steps in a row were not finite; raised on every rank in the same step."""
+        """Raised on every rank in the same step, after max_skips steps in a row that were not finite."""
 
     def __init__(self, max_skips: int, spikes: bool = True):
-        """spikes: whether to look for them: not where losses lie around 0."""
+        """max_skips: steps in a row. spikes: whether to detect spikes; False where losses are around 0."""
         self.max_skips = max_skips
         self.spikes = spikes
         self.in_a_row = 0
@@ -53,20 +53,20 @@ class SkipGuard:
         self.losses: deque[float] = deque(maxlen=self.WINDOW)
 
     def strange(self, finite: bool, loss: float) -> bool:
-        """Counts a step; True if it should be looked at: its loss is a spike, or it was skipped.
+        """Counts a step. Returns True if the step deserves attention: its loss is a spike, or it was skipped.
 
-        Every rank passes the same values.
+        Every rank must call it with the same values.
         """
         known = self.spikes and len(self.losses) >= self.WARM
         spike = known and loss > self.SPIKE * statistics.median(self.losses)
-        if math.isfinite(loss):  # the window outlives a NaN
+        if math.isfinite(loss):  # a NaN does not enter the window
             self.losses.append(loss)
         self.in_a_row = 0 if finite else self.in_a_row + 1
         self.total += not finite
         return spike or not finite
 
     def give_up(self, step: int) -> None:
-        """Raises TooMany once max_skips steps in a row, of which `step` is the last, were not finite."""
+        """Raises TooMany if max_skips steps in a row, the last of them `step`, were not finite."""
         if self.in_a_row >= self.max_skips:
             raise self.TooMany(
                 f"step {step}: loss or gradient norm was not finite {self.in_a_row} times in a row "

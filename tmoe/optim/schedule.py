@@ -8,14 +8,14 @@ import torch
 
 from tmoe.config.run import OptimConfig
 
-MOST_WARMUP = 100  # steps of a warm-up that no setting gives
+MOST_WARMUP = 100  # most steps of a warm-up, if no setting gives its length
 
 
 def warmup_of(steps: int, cfg: OptimConfig) -> int:
     """Steps of warm-up in a run of `steps`.
 
-    They are `warmup`, or the share `warmup_fraction` of the steps up to the decay's end. Where `warmup` is
-    None they are a tenth of these steps, and at most MOST_WARMUP.
+    The number is `warmup`, or the share `warmup_fraction` of the steps up to the decay's end. If `warmup` is
+    None and no share is set, it is a tenth of these steps, and at most MOST_WARMUP.
     """
     end = cfg.decay_steps or steps
     if cfg.warmup is None and not cfg.warmup_fraction:
@@ -26,9 +26,10 @@ def warmup_of(steps: int, cfg: OptimConfig) -> int:
 def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
     """Share of the peak learning rate in step 0 ... steps-1 of a run.
 
-    Warm-up: (step + 1) / warmup, so no step is wasted on 0 and the last one is at the peak. Then the decay to
-    m = min_lr, with x from 0 at its start towards 1 at `steps`, or at `decay_steps` if these are given. (No
-    step before that end reaches x = 1, so none is wasted if m is 0.) Behind the end m holds.
+    During warm-up the factor is (step + 1) / warmup, so no step is wasted on 0 and the last warm-up step has
+    factor 1. Then it decays to m = min_lr. x grows from 0 at the start of the decay to 1 at `steps`, or at
+    `decay_steps` if that is set. (No step before that end reaches x = 1, so no step is wasted if m is 0.)
+    After the end the factor is m.
 
         cosine         m + (1 - m)(1 + cos(pi x))/2
         linear, wsd    1 - (1 - m) x; wsd from step (1 - decay_fraction) end on
@@ -46,6 +47,6 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of all groups, each times its own `lr_factor`, if it has one."""
+    """Sets the learning rate of all groups to `lr`, times the group's `lr_factor` if it has this key."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)

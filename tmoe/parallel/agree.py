@@ -1,9 +1,9 @@
-"""Lets ranks agree: on whose work failed and why, on what each has found, on whether all have the same facts.
+"""Lets ranks agree on which of them failed and why, on each rank's value, and on whether their facts match.
 
     gathered    each rank's value
-    attempt     runs work on every rank; no rank waits for one whose work has failed
+    attempt     runs work on every rank; no rank waits for a rank whose work has failed
     unlike      the facts in which ranks differ
-    together    words through a store, where not all ranks may come
+    together    words exchanged through a store, for calls that some ranks may never make
 
 next: parallel/collectives.py
 """
@@ -19,12 +19,15 @@ from tmoe.base.private_torch import find
 from tmoe.parallel.mesh import default_store
 
 T = TypeVar("T")
-# where a group met
+# the store through which a group was formed
 _get_process_group_store = find("torch.distributed.distributed_c10d._get_process_group_store")
 
 
 def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Each rank's value, which pickle takes, in rank order. A collective; group None: this process alone."""
+    """Each rank's value, in rank order. The value must be picklable.
+
+    A collective of the group; group None: this process alone.
+    """
     if group is None:
         return [value]
     values: list[Any] = [None] * group.size()
@@ -33,7 +36,7 @@ def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def named(error: BaseException) -> str:
-    """The type and words of an error."""
+    """The type and message of an error."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -43,10 +46,13 @@ def attempt(
     errors: tuple[type[Exception], ...] = (Exception,),
     words: Callable[[Exception], str] = named,
 ) -> tuple[T | None, Exception | None, dict[int, str]]:
-    """Runs `work` on every rank; every rank hears which failed. A collective; group None: this process alone.
+    """Runs `work` on every rank, and reports to every rank which ranks failed.
 
-    errors: what counts as a failure; others are not caught. words: puts an error into words.
-    Returns the result and the error of this rank, and the words of each rank that failed.
+    A collective of the group; group None: this process alone.
+
+    errors: exceptions that count as a failure; any other exception is not caught.
+    words: turns an error into text.
+    Returns the result and the error of this rank, and the text of each rank that failed, by rank.
     """
     result = None
     error = None
@@ -59,7 +65,7 @@ def attempt(
 
 
 def by_reason(failures: Mapping[int, str]) -> dict[str, list[int]]:
-    """Each different reason, with the ranks that failed for it."""
+    """Each distinct reason, with the ranks that failed for that reason."""
     ranks: dict[str, list[int]] = {}
     for rank, why in failures.items():
         ranks.setdefault(why, []).append(rank)
@@ -67,7 +73,10 @@ def by_reason(failures: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def unlike(facts: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[str]:
-    """A line for each fact that differs on some rank from rank 0's; the same on all ranks. A collective."""
+    """A line for each fact that has another value on some rank than on rank 0.
+
+    A collective; all ranks get the same lines.
+    """
     told = gathered(dict(facts), group)
     lines = []
     for name, value in told[0].items():
@@ -78,24 +87,27 @@ def unlike(facts: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[st
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store in which the group met, or keys of its own in the default store."""
+    """The store through which the group was formed, else the default store with a prefix for this group."""
     if _get_process_group_store:
         return _get_process_group_store(group)
     return dist.PrefixStore(f"tmoe {group.group_name}", default_store())
 
 
 def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], Any]) -> list[Any] | None:
-    """The words of all ranks of a group that call this with one key, in rank order, through its store.
+    """Exchanges a word between all ranks of a group, through the group's store; returns them in rank order.
 
-    None once ahead() says that a rank never will call. For what should be a collective although other ranks
-    may see no reason for it: all_gather_object would wait for them until the watchdog ends the process.
+    All ranks must call it with the same key. The result is None once ahead() returns True, because some rank
+    then never will call. Use it for an exchange that only some ranks may see a reason for: all_gather_object
+    would wait for the other ranks until the watchdog ends the process.
 
-    word: what JSON can hold. ahead: waits for this rank's own work; then whether the others have gone on.
+    word: this rank's word, any value that JSON can represent.
+    ahead: waits for this rank's own work, then returns whether the other ranks have moved on without this
+        exchange.
     Raises TimeoutError after the store's timeout.
     """
     ranks = dist.get_process_group_ranks(group)
     store, rank = store_of(group), group.rank()
-    calls = f"tmoe {key} of {ranks}"  # groups that were split from one share its store
+    calls = f"tmoe {key} of {ranks}"  # groups split from the same parent group share its store
     call = store.add(calls, 0)
     prefix = f"{calls} {call}"
     keys = [f"{prefix} {q}" for q in ranks]
@@ -109,7 +121,7 @@ def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], 
                 raise TimeoutError(f"{key}: ranks {missing} did not come within {store.timeout}")
             time.sleep(0.01)
 
-    # `ahead` waits for this rank's own work: once its word is out, no rank waits for work that it still does.
+    # `ahead` waits for this rank's own work. So once the word is stored, no rank waits for unfinished work.
     if ahead():
         return None
     store.set(keys[rank], json.dumps(word))
@@ -117,17 +129,17 @@ def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], 
 
     def all_here() -> bool:
         nonlocal passed
-        passed = bool(ahead())  # before the words: a peer's may be of a later call
+        passed = bool(ahead())  # checked before the words, because a peer's word may belong to a later call
         return passed or store.check(keys)
 
     wait(all_here, keys[rank])
     if passed:
-        store.delete_key(keys[rank])  # or a rank that comes later would read it in another call
+        store.delete_key(keys[rank])  # otherwise a later rank would read the word in another call
         return None
     words = [json.loads(store.get(k)) for k in keys]
-    if store.add(prefix, 1) == len(keys):  # all have read: the next call may begin
+    if store.add(prefix, 1) == len(keys):  # all ranks have read the words: the next call may begin
         for k in (*keys, prefix):
             store.delete_key(k)
         store.add(calls, 1)
-    wait(lambda: store.add(calls, 0) > call, prefix)  # or this rank's next word would be read as this one
+    wait(lambda: store.add(calls, 0) > call, prefix)  # otherwise the next word would be read as this word
     return words

@@ -1,21 +1,21 @@
-"""Rows between the ranks of a group, forward and backward, as custom ops without graph breaks.
+"""Exchanges rows between the ranks of a group, forward and backward, as custom ops without graph breaks.
 
-A token goes at most once to a rank, for dispatchers:
+For dispatchers, which send a token at most once to each rank:
 
     plan   forward: all-to-all of counts and ids            backward: none (ids have no gradient)
     push   forward: copy rows to their ranks, all-to-all    backward: pull
-    pull   forward: all-to-all back, add up a token's rows  backward: push
+    pull   forward: all-to-all back, sum of a token's rows  backward: push
 
-Each rank has another number of rows, for a group that divides experts:
+For a group that divides experts, where the number of rows differs between ranks:
 
-    gather_uneven_ids   ids of all ranks' rows, and how many each rank has    backward: none
+    gather_uneven_ids   ids of all ranks' rows, and the number of each rank   backward: none
     gather_uneven       forward: rows of all ranks, in rank order             backward: add_up_uneven
-    add_up_uneven       forward: of each rank's sums, this rank's rows        backward: gather_uneven
+    add_up_uneven       forward: this rank's rows of the sum over ranks       backward: gather_uneven
 
-Each rank says its numbers, for loops and layers of a user's own; both differentiate to any order:
+For users' loops and layers, where the caller gives the numbers of rows; differentiable to any order:
 
-    all_to_all_v   forward: block p of the rows goes to rank p   backward: the blocks go back
-    all_gather_v   forward: rows of all ranks, in rank order     backward: each rank's rows, summed over ranks
+    all_to_all_v   forward: block p of the rows to rank p      backward: the blocks are sent back
+    all_gather_v   forward: rows of all ranks, in rank order   backward: each rank's rows, summed over ranks
 
 They are ops of ops/register.py and not an autograd.Function: on torch 2.11 a Function with collectives
 inside trained silently wrong under one compile backend. The number of rows that arrive is one unbacked size,
@@ -38,9 +38,9 @@ from tmoe.ops.register import on_any_device
 
 # how functional collectives find a group by name
 _resolve_process_group = find("torch.distributed.distributed_c10d._resolve_process_group")
-_named: dict[str, dist.ProcessGroup] = {}  # by `name_of`, for a torch that does not find groups by name
+_named: dict[str, dist.ProcessGroup] = {}  # filled by `name_of`, for a torch that cannot find groups by name
 
-WRONG = -1  # a rank sends it in place of a count where its own counts do not fit its rows
+WRONG = -1  # sent in place of each count by a rank whose counts do not add up to its rows
 
 
 def name_of(group: dist.ProcessGroup) -> str:
@@ -50,21 +50,21 @@ def name_of(group: dist.ProcessGroup) -> str:
 
 
 def group_of(name: str) -> dist.ProcessGroup:
-    """The group of this name, as `name_of` gave it."""
+    """The group whose name `name_of` returned."""
     return _resolve_process_group(name) if _resolve_process_group else _named[name]
 
 
 def all_to_all(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-    """Forward: block p of the rows goes to rank p. Its transpose swaps send and receive."""
+    """Sends block p of the rows to rank p. The backward swaps send and receive."""
     out = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group_of(group))
     return out
 
 
 def add_up(rows_SD: Tensor, order_S: Tensor, parts: list[int], tokens: int) -> Tensor:
-    """Rows added to tokens order_S of [T, D], part after part.
+    """[T, D] with each row added to its token, order_S, one part after the other.
 
-    The sum is made in fp32 (fp64 for fp64 rows); the result has the rows' type.
+    Sums are computed in fp32 (fp64 for fp64 rows); the result has the rows' type.
     """
     dtype = torch.promote_types(rows_SD.dtype, torch.float32)
     out_TD = rows_SD.new_zeros((tokens, *rows_SD.shape[1:]), dtype=dtype)
@@ -74,7 +74,7 @@ def add_up(rows_SD: Tensor, order_S: Tensor, parts: list[int], tokens: int) -> T
 
 
 def sum_over_all(t: Tensor) -> Tensor:
-    """Sum over all ranks of the default group; no gradient flows through it."""
+    """The sum over all ranks of the default group; it has no gradient."""
     t = t.detach().clone()
     dist.all_reduce(t)
     return t
@@ -92,9 +92,10 @@ def _fake_plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, 
 
 @on_any_device("plan", fake=_fake_plan)
 def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rank sends which token where: a token goes once to each rank that holds one of its experts.
+    """Plans which tokens are sent to which ranks: a token once to each rank that holds one of its experts.
 
-    ids_TK: int32 global expert ids, -1 for none; rank p holds experts p*local_experts and on.
+    ids_TK: int32 global expert ids, -1 for none; rank p holds the experts from p*local_experts on.
+    local_experts: number of experts of a rank.
     Returns:
         ids_RK: int32, the arrived rows' ids local to this rank, -1 where another rank holds the expert.
         order_S: int64, token of each sent row, by rank, then token.
@@ -133,9 +134,9 @@ def _fake_push(x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor,
 
 @on_any_device("push", fake=_fake_push, save=_push_setup, differentiate=_push_backward)
 def push(x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, group: str) -> Tensor:
-    """Sends rows x_TD[order_S] to their ranks; returns the R rows that arrive here.
+    """Sends rows x_TD[order_S] to their ranks; returns the R rows that this rank receives.
 
-    ids_RK only tells how many arrive.
+    ids_RK serves only for its length, R.
     """
     send, receive = splits_2P.tolist()
     return all_to_all(x_TD[order_S], send, receive, group)
@@ -160,15 +161,15 @@ def _fake_pull(
 def pull(
     rows_RD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, tokens: int, group: str
 ) -> Tensor:
-    """Sends rows back to where `push` took them from, and adds up those of a token: x_TD, T = tokens.
+    """Sends rows back to the ranks from which `push` sent them, and sums a token's rows: x_TD, T = tokens.
 
-    The sum goes over ranks in rank order, in fp32 (fp64 for fp64 rows); the result has the rows' type.
+    The sum runs over ranks in rank order, in fp32 (fp64 for fp64 rows); the result has the rows' type.
     """
     send, receive = splits_2P.tolist()
     return add_up(all_to_all(rows_RD, receive, send, group), order_S, send, tokens)
 
 
-# ---- another number of rows on each rank ----
+# ---- a different number of rows on each rank ----
 
 
 def _fake_gather_uneven_ids(ids_RK, group):
@@ -179,7 +180,7 @@ def _fake_gather_uneven_ids(ids_RK, group):
 
 @on_any_device("gather_uneven_ids", fake=_fake_gather_uneven_ids)
 def gather_uneven_ids(ids_RK: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """ids_MK of the rows of all ranks; int64 [n] on the CPU: how many rows each rank has."""
+    """ids_MK of the rows of all ranks, and the number of rows of each rank: int64 [n] on the CPU."""
     ranks = group_of(group)
     count = torch.tensor([ids_RK.shape[0]], device=ids_RK.device)
     counts = count.new_empty(ranks.size())
@@ -199,7 +200,7 @@ def _gather(x_RX: Tensor, counts_P: Tensor, group: str) -> Tensor:
 
 def _gather_setup(ctx, inputs, output):
     x_RX, _, counts_P, ctx.group = inputs
-    ctx.save_for_backward(x_RX.new_empty(x_RX.shape[0], 0), counts_P)  # of x, the number of its rows
+    ctx.save_for_backward(x_RX.new_empty(x_RX.shape[0], 0), counts_P)  # only the number of rows is needed
 
 
 def _gather_backward(ctx, grad_MX):
@@ -212,7 +213,7 @@ def _fake_gather_uneven(x_RX, ids_MK, counts_P, group):
 
 @on_any_device("gather_uneven", fake=_fake_gather_uneven, save=_gather_setup, differentiate=_gather_backward)
 def gather_uneven(x_RX: Tensor, ids_MK: Tensor, counts_P: Tensor, group: str) -> Tensor:
-    """Rows of all ranks, [M, ...] in rank order; ids_MK only tells how many."""
+    """Rows of all ranks, [M, ...] in rank order; ids_MK serves only for its length, M."""
     return _gather(x_RX, counts_P, group)
 
 
@@ -231,9 +232,9 @@ def _fake_add_up_uneven(x_MX, ids_RK, counts_P, group):
 
 @on_any_device("add_up_uneven", fake=_fake_add_up_uneven, save=_add_up_setup, differentiate=_add_up_backward)
 def add_up_uneven(x_MX: Tensor, ids_RK: Tensor, counts_P: Tensor, group: str) -> Tensor:
-    """This rank's rows of the sum over ranks, added in rank order in fp32 (fp64 as it is).
+    """This rank's rows of the sum over ranks, added in rank order in fp32 (fp64 for fp64).
 
-    ids_RK only tells how many rows are this rank's.
+    ids_RK serves only for its length, this rank's number of rows.
     """
     ranks = group_of(group)
     counts = counts_P.tolist()
@@ -244,7 +245,7 @@ def add_up_uneven(x_MX: Tensor, ids_RK: Tensor, counts_P: Tensor, group: str) ->
     return parts.sum(0, dtype=torch.promote_types(x_MX.dtype, torch.float32)).to(x_MX.dtype)
 
 
-# ---- numbers of rows that a caller says ----
+# ---- numbers of rows that the caller gives ----
 
 
 def all_to_all_v(
@@ -255,14 +256,14 @@ def all_to_all_v(
     """Sends the first send_counts[0] rows of x to rank 0, the next send_counts[1] to rank 1, and so on.
 
     Args:
-        x: [R, ...] of any type; R may differ between ranks, and be 0. What follows R must be equal.
-        send_counts: one whole number for each rank of the group, together R.
+        x: [R, ...] of any type; R may differ between ranks, and be 0. The other dimensions must be equal.
+        send_counts: one whole number for each rank of the group, whose sum is R.
         group: any group that this rank is in; None: all ranks.
 
-    Returns the rows that arrive, those of rank 0 first, and how many come from each rank: int64 on the CPU.
-    The first is differentiable in x. All ranks of the group must call it.
+    Returns the rows that this rank receives, in rank order, and the number from each rank: int64 on the CPU.
+    The rows are differentiable in x. All ranks of the group must call it.
 
-    Raises ValueError, on every rank of the group, where the counts of one do not add up to its rows.
+    Raises ValueError, on every rank of the group, if the counts of any rank do not add up to its rows.
     """
     ranks = _checked_group("all_to_all_v", x, group)
     counts_P = send_counts if isinstance(send_counts, Tensor) else torch.tensor(send_counts)
@@ -278,31 +279,31 @@ def all_gather_v(x: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Ten
     """The rows of all ranks of a group, in rank order.
 
     Args:
-        x: [R, ...] of any type; R may differ between ranks, and be 0. What follows R must be equal.
+        x: [R, ...] of any type; R may differ between ranks, and be 0. The other dimensions must be equal.
         group: any group that this rank is in; None: all ranks.
 
-    Returns the rows, and how many are from each rank: int64 on the CPU. The first is differentiable in x:
-    gradients of all ranks add up, in fp32 and in rank order. All ranks of the group must call it.
+    Returns the rows, and the number from each rank: int64 on the CPU. The rows are differentiable in x: the
+    gradients of all ranks are summed, in fp32 and in rank order. All ranks of the group must call it.
     """
     name = name_of(_checked_group("all_gather_v", x, group))
-    # ids of no columns: what is wanted of them is their number
+    # ids without columns, because only their number is needed
     come_M0, counts_P = gather_uneven_ids(x.new_empty((x.shape[0], 0), dtype=torch.int32), name)
     return gather_uneven(x, come_M0, counts_P, name), counts_P
 
 
 def _checked_group(what: str, x: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, once x is found to have rows and the group this rank."""
+    """The group; ValueError unless x has rows and this rank is in the group."""
     if not isinstance(x, Tensor) or x.dim() == 0:
         require(False, f"{what}: x", "a number" if isinstance(x, Tensor) else repr(x)[:80], "rows [R, ...]")
     if torch.compiler.is_compiling() and x.shape[0] == 0 and x.requires_grad:
-        # inductor leaves out what makes an empty gradient, the exchange as well: peers would wait for it
+        # inductor leaves out the computation of an empty gradient, even the exchange: peers would wait for it
         valid = "rows on every rank that wants gradients, or a call outside of the graph"
         require(False, f"{what}: x", "no rows in a compiled graph", valid)
     if not dist.is_initialized():
         valid = "one, made by tmoe.parallel.build_mesh or torch.distributed.init_process_group before"
         require(False, f"{what}: group", "no process group", valid)
     group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):  # also what new_group gives to a rank outside of it
+    if not isinstance(group, dist.ProcessGroup):  # new_group returns another type to a rank outside the group
         require(False, f"{what}: group", repr(group)[:80], "a process group that this rank is in")
     assert group is not None
     return group
@@ -316,7 +317,7 @@ def _fake_count_arrivals(x: Tensor, counts_P: Tensor, group: str) -> tuple[Tenso
 
 @on_any_device("count_arrivals", fake=_fake_count_arrivals)
 def count_arrivals(x: Tensor, counts_P: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """[R, 0] for the R rows that will arrive here; int64 [2, P] on the CPU: rows sent and received."""
+    """[R, 0] for the R rows that this rank will receive; int64 [2, P] on the CPU: rows sent and received."""
     ranks = group_of(group)
     told = counts_P.cpu()
     fits = bool((told >= 0).all()) and int(told.sum()) == x.shape[0]
@@ -354,6 +355,6 @@ def _fake_exchange_by_counts(x: Tensor, come_R0: Tensor, splits_2P: Tensor, grou
     differentiate=_exchange_backward,
 )
 def exchange_by_counts(x: Tensor, come_R0: Tensor, splits_2P: Tensor, group: str) -> Tensor:
-    """The rows that arrive; come_R0 only tells how many. Its transpose swaps the two rows of splits."""
+    """The received rows; come_R0 serves only for its length. The backward swaps the two rows of splits."""
     send, receive = splits_2P.tolist()
     return all_to_all(x, send, receive, group)

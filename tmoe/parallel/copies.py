@@ -1,11 +1,11 @@
 """Working copies: how a rank computes in bf16 with parameters that it holds whole.
 
-They do the work of FSDP2 for a group of one. FSDP2 treats one rank like many: it casts into a send buffer,
-gathers into another, splits that, and sends gradients back the same way: 28 bytes an element a step. Here a
-parameter stays an fp32 DTensor for all that use it by name (optimizer, checkpoint). While its module runs, a
-copy in the compute type stands in its place, and the copy's gradient becomes the parameter's. That moves 6
-bytes an element, or 2 where the optimizer writes the copy while it has the weight at hand
-(`tmoe.optim.AdamW`).
+They replace FSDP2 for a group of one rank. FSDP2 treats one rank like many: it casts into a send buffer,
+gathers into another buffer, splits that buffer, and returns gradients by the same steps, which moves 28 bytes
+an element a step. With working copies a parameter stays an fp32 DTensor for all code that uses it by name
+(optimizer, checkpoint). While its module runs, a copy in the compute type replaces the parameter, and the
+gradient of the copy becomes the gradient of the parameter. That moves 6 bytes an element, or 2 where the
+optimizer writes the copy in the same pass as the weight (`tmoe.optim.AdamW`).
 
 next: parallel/gathered_copies.py
 """
@@ -31,12 +31,13 @@ take(
 
 
 class WorkingCopy:
-    """A parameter's stand-in.
+    """The copy of a parameter that its module computes with.
 
-    master: the parameter. tensor: the copy.
+    master: the parameter.
+    tensor: the copy.
     fresh: the copy holds the parameter's present value, because the optimizer has just written both.
     hooked: the copy has its gradient hook.
-    seen: the parameter's version in the last forward. (Autograd counts writes in place so. A DTensor's local
+    seen: the parameter's version in the last forward: autograd's count of in-place writes. (A DTensor's local
         part and a copy do not share the count.)
     """
 
@@ -48,38 +49,39 @@ class WorkingCopy:
         self.tensor = nn.Parameter(self.allocate(local_part(master).detach(), dtype), requires_grad=False)
 
     def allocate(self, local: Tensor, dtype: torch.dtype) -> Tensor:
-        return local.to(dtype)  # of equal type: the parameter's own memory
+        return local.to(dtype)  # if the types are equal, this is the parameter's own memory
 
     @property
     def mine(self) -> Tensor:
-        """The part that this rank writes: all of it.
+        """The part of the copy that this rank writes: the whole copy.
 
-        Autograd does not count such writes: a graph may hold the copy, whose value stays equal.
+        Autograd does not count these writes. A graph may hold the copy, whose value does not change.
         """
         return self.tensor.data
 
     def written(self, fresh: bool) -> None:
-        """Notes that the parameter has changed. fresh: `mine` has changed with it."""
+        """Notes that the parameter has changed. fresh: `mine` holds the new value as well."""
         self.fresh = fresh
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Brings the copy up to date before a forward.
 
-        The parameter may have been written, frozen or unfrozen since the last one.
+        The parameter may have been written, frozen or unfrozen since the last forward.
         """
         self.tensor.requires_grad_(self.master.requires_grad)
         if self.master.requires_grad and not self.hooked:
-            # Python's collector does not see what autograd's hooks hold: a hook must not hold the copy.
+            # Python's garbage collector does not see references held by autograd's hooks, so a hook must
+            # not hold the copy.
             copy = weakref.ref(self)
             self.tensor.register_post_accumulate_grad_hook(
                 lambda tensor: (alive := copy()) and alive.deliver(tensor)
             )
             self.hooked = True
         if self.seen != version(self.master):
-            # The backward of an earlier forward is to be refused.
+            # The new version makes autograd refuse the backward of an earlier forward.
             torch.autograd.graph.increment_version(self.tensor)
-            self.seen = version(self.master)  # which may be the copy's own count
+            self.seen = version(self.master)  # read afterwards: master and copy may share one count
         self.update()
 
     def update(self) -> None:
@@ -89,20 +91,21 @@ class WorkingCopy:
 
     @torch.no_grad()
     def deliver(self, tensor: Tensor) -> None:
-        """Hands on a gradient of the copy that autograd has finished."""
+        """Adds the copy's gradient, which autograd has finished, to the parameter's gradient."""
         self.give(self.take(tensor))
 
     @torch.no_grad()
     def deliver_later(self, grad: Tensor, last: bool) -> None:
-        """Hands on a gradient that was made after its backward; last: the step's last one of this copy.
+        """Adds a gradient that was computed after its backward to the parameter's gradient.
 
+        last: this is the copy's last gradient of the step.
         RuntimeError if the parameter was written since the forward.
         """
         self.require_unwritten()
         self.give(grad)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The copy's gradient, which the copy then lacks.
+        """Returns the copy's gradient and removes it from the copy.
 
         RuntimeError if the parameter was written since the forward.
         """
@@ -123,8 +126,8 @@ class WorkingCopy:
     def give(self, grad: Tensor) -> None:
         """Adds `grad` to the parameter's gradient.
 
-        The first micro-batch's becomes the parameter's as it is, if the parameter takes its type
-        (Tensor.grad_dtype; None: any). More add up in fp32.
+        The gradient of the first micro-batch becomes the parameter's gradient without a copy, if the
+        parameter accepts its type (Tensor.grad_dtype; None: any). Further gradients are added in fp32.
         """
         master = self.master
         if master.grad is not None:
@@ -142,7 +145,7 @@ class WorkingCopy:
                 stride=master.stride(),
             )
         master.grad = grad
-        # as FSDP2 does: autograd does not know of this gradient
+        # As in FSDP2, the hooks are called explicitly, because autograd does not know of this gradient.
         for hook in (getattr(master, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(master)
 
@@ -153,12 +156,12 @@ def stand_in(
     leave_out: Collection[nn.Parameter] = (),
     new: Callable[[nn.Parameter, torch.dtype], WorkingCopy] = WorkingCopy,
 ) -> Callable[[], AbstractContextManager]:
-    """Puts working copies in the place of a module's parameters, from now on, whenever the module runs.
+    """Replaces a module's parameters by working copies whenever the module runs from now on.
 
-    dtype: of the copies; None: that of each parameter.
-    leave_out: parameters that stay as they are.
+    dtype: type of the copies; None: the type of each parameter.
+    leave_out: parameters that are not replaced.
     new: makes a copy.
-    Returns a context in which the copies are in place as well, for what runs a part of `module` without
+    Returns a context in which the copies are in place as well, for code that runs a part of `module` without
     calling it.
     """
     slots = [
@@ -167,7 +170,7 @@ def stand_in(
         for name, p in owner.named_parameters(recurse=False)
         if p not in leave_out
     ]
-    masters: list[list[Any]] = []  # of the calls under way
+    masters: list[list[Any]] = []  # the replaced parameters, a list for each call in progress
 
     @torch.inference_mode(False)  # copies outlive the caller's mode, and autograd refuses inference tensors
     def enter(*_: Any) -> None:
@@ -197,7 +200,7 @@ def stand_in(
 
 
 def version(parameter: Tensor) -> int:
-    """How often the parameter was written in place, as autograd counts it; 0 for inference tensors."""
+    """Autograd's count of in-place writes to the parameter; 0 for inference tensors."""
     return 0 if parameter.is_inference() else parameter._version
 
 
@@ -207,12 +210,12 @@ def working_copy(parameter: Tensor) -> WorkingCopy | None:
 
 
 def make_stale(parameters: Iterable[Tensor]) -> None:
-    """Tells working copies that their parameters have changed.
+    """Marks working copies as out of date, because their parameters have changed.
 
-    Call it after every write to parameters beside the optimizer's, if the optimizer keeps copies fresh.
+    If the optimizer keeps copies fresh, call this after every write to parameters other than the optimizer's.
     """
     for p in parameters:
         if copy := working_copy(p):
             copy.written(False)
-            # Backwards of earlier forwards are to be refused, and the version does not tell of such writes.
+            # The backward of an earlier forward must be refused; the version does not count such writes.
             copy.seen = -1

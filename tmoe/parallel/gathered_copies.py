@@ -1,17 +1,17 @@
 """Working copies of experts that several ranks share: gathered once a step, gradients summed by their owner.
 
-FSDP2 casts a shard, gathers it and splits what came, forward and backward again; a gradient it casts, cuts,
-and reduces in fp32. Here, instead:
+FSDP2 casts a shard, gathers it and splits the result, in the forward and again in the backward. It casts and
+splits a gradient and reduces it in fp32. Gathered copies work differently:
 
-    after a step    A rank's part of the copy, into which the optimizer has written, goes to the others: no
-                    cast, no buffer, no split. (A part that was not written, as on a CPU and in fp32, is cast
-                    and goes with every forward.)
-    backward        A part of a gradient goes to its owner in the compute type, as it was computed. The owner
-                    adds the parts up in fp32.
+    after a step    The optimizer has written this rank's part of the copy. The part is sent to the other
+                    ranks without a cast, a buffer or a split. (If the optimizer did not write the part, as
+                    on a CPU and in fp32, the part is cast and sent in every forward.)
+    backward        A part of a gradient is sent to its owner in the compute type, as it was computed. The
+                    owner adds the parts up in fp32.
 
-That is half of FSDP2's bytes between ranks, a fifth of its copies in memory where two share, and the same
-sum. It costs the memory of the copies; docs/decisions/004-experts-kept-whole.md says what it gives. Both ways
-run beside the compute, as FSDP2's do: streams wait for what they need alone.
+That needs half of FSDP2's bytes between ranks and, where two ranks share experts, a fifth of its copies in
+memory, for the same sum. It costs the memory of the copies; docs/decisions/004-experts-kept-whole.md measures
+the gain. As in FSDP2, both transfers overlap with the compute: a stream waits only for the tensors it needs.
 
 next: moe/exchange/dispatch.py
 """
@@ -36,24 +36,25 @@ from tmoe.parallel.mesh import local_part
 
 # torch 2.13's name, and 2.11's
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Calls a function at the end of the backward that runs. FSDP2 does so too; there is no public name for it.
+# Calls a function at the end of the current backward. FSDP2 uses it too; it has no public name.
 at_the_end = take(
     "torch.autograd.Variable._execution_engine.queue_callback",
     "experts that data-parallel ranks share are gathered by FSDP2 (--parallel.gathered-gib has no effect)",
 )
-# Gradients on their way at a time: the backward waits for the oldest, or it would fill memory with them.
+# Most gradients in transfer at a time. The backward waits for the oldest; otherwise they would fill memory.
 AHEAD = 3
-# Of the experts' products: collectives as large as the experts run beside them (ops/experts/gpu.py).
+# Waves of the experts' products, because collectives as large as the experts run at the same time
+# (ops/experts/gpu.py).
 WAVES = 4
 
 
 class Sharers:
-    """The ranks that share experts (the dp axis), and the streams beside the compute.
+    """The ranks that share experts (the dp axis), and the streams of their transfers.
 
-    sync: gradients travel in the next backward.
+    sync: the next backward sends gradients.
     begun: CUDA event at which the model's forward began, while it runs.
-    travelling: events at which gradients have left, with the gradients.
-    numbers: of the copies; all ranks make copies, and send what is left, in the same order.
+    travelling: gradients in transfer, each with the event at which its transfer ends.
+    numbers: numbers of the copies. All ranks make copies, and send unsent gradients, in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -68,10 +69,11 @@ class Sharers:
         self.numbers = itertools.count()
 
     def follow(self, model: FSDPModule) -> None:
-        """Attaches the sharers to the model; all that they write outside of themselves is written here.
+        """Attaches the sharers to the model. No other method changes an object outside the sharers.
 
-        Hooks tell when the model's forward begins and ends. The model's `set_requires_gradient_sync` tells
-        the sharers what it tells FSDP2. The experts' kernels of this process run in four waves.
+        Hooks report when the model's forward begins and ends. The model's `set_requires_gradient_sync` sets
+        `sync` of the sharers together with FSDP2's flag. The experts' kernels of this process run in four
+        waves.
         """
         gpu.waves = WAVES
         on_gpu = "nccl" in dist.get_backend(self.group)
@@ -88,7 +90,7 @@ class Sharers:
 
         def tell(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
             told(requires_gradient_sync, recurse=recurse)
-            if recurse:  # else it is about the root's own parameters
+            if recurse:  # otherwise the call concerns only the root's own parameters
                 self.sync = requires_gradient_sync
 
         told = model.set_requires_gradient_sync
@@ -98,9 +100,9 @@ class Sharers:
         model.register_forward_hook(end, always_call=True)
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """The stream of this name, made on first use, of high priority as FSDP2's are.
+        """The stream of this name, made on first use, with high priority like FSDP2's streams.
 
-        Peers wait for what travels, and kernels of others may wait for the peers.
+        The priority is high because peers wait for the data, and other kernels may wait for the peers.
         """
         if name not in self.streams:
             self.streams[name] = torch.cuda.Stream(priority=-1)
@@ -108,10 +110,12 @@ class Sharers:
 
     @contextmanager
     def ahead(self, tensor: Tensor) -> Iterator[None]:
-        """Runs what is inside on the stream "gather", for which the caller's stream then waits.
+        """Runs the body on the stream "gather"; the caller's stream then waits for that stream.
 
-        Inside a forward of the model it does not wait for that forward's work: masters and copies are as they
-        were at its beginning. tensor: says whether there are streams at all.
+        Inside a forward of the model the body does not wait for that forward's work, because masters and
+        copies have not changed since the forward began.
+
+        tensor: if it is not on a GPU, there are no streams and the body runs as it is.
         """
         if not tensor.is_cuda:
             yield
@@ -125,7 +129,7 @@ class Sharers:
 
     @contextmanager
     def beside(self, grad: Tensor) -> Iterator[None]:
-        """Runs what is inside on the stream "send"; the end of the backward waits for it."""
+        """Runs the body, which sends `grad`, on the stream "send"; the end of the backward waits for it."""
         if not grad.is_cuda:
             yield
             return
@@ -139,9 +143,9 @@ class Sharers:
             self.travelling.append((side.record_event(), grad))
 
     def finish(self) -> None:
-        """Ends a backward: sends what earlier micro-batches left, and waits for all that is on its way.
+        """Ends a backward: sends gradients left unsent by earlier micro-batches, and waits for all transfers.
 
-        What is left is of experts that this backward did not reach.
+        Such gradients belong to experts that this backward did not reach.
         """
         for copy in sorted(self.copies, key=lambda copy: copy.number):
             if copy.unsent is not None and not copy.held:
@@ -164,10 +168,11 @@ class Sharers:
 class GatheredCopy(WorkingCopy):
     """A copy of all experts of a parameter of which each sharer holds an equal part.
 
-    spread: the other ranks' parts are here as well.
-    number: the same on all sharers.
+    spread: the copy contains the present parts of all ranks.
+    number: the copy's number, the same on all sharers.
     unsent: the gradient of micro-batches that did not sync.
-    held: more of `unsent` is to come after its backward (`deliver_later`), so no backward's end sends it.
+    held: more will be added to `unsent` after its backward (`deliver_later`), so the end of a backward does
+        not send it.
     """
 
     def __init__(self, master: nn.Parameter, dtype: torch.dtype, sharers: Sharers):
@@ -180,9 +185,9 @@ class GatheredCopy(WorkingCopy):
         super().__init__(master, dtype)
 
     def allocate(self, local: Tensor, dtype: torch.dtype) -> Tensor:
-        """Room for the parts of all sharers, in memory of the stream that writes there.
+        """Allocates room for the parts of all sharers, on the stream that writes the copy.
 
-        Memory that the forward has freed may still be read by its kernels.
+        Memory that the forward has freed on its own stream may still be read by its kernels.
         """
         with torch.cuda.stream(self.sharers.stream("gather")) if local.is_cuda else nullcontext():
             return local.new_empty(self.sharers.size * local.shape[0], *local.shape[1:], dtype=dtype)
@@ -198,7 +203,10 @@ class GatheredCopy(WorkingCopy):
         self.spread = False
 
     def update(self) -> None:
-        """Casts this rank's part and gathers all; a collective of the sharers, unless everything is there."""
+        """Casts this rank's part and gathers all parts, unless the copy is already up to date.
+
+        A collective of the sharers.
+        """
         if self.fresh and self.spread:
             return
         with self.sharers.ahead(self.tensor):
@@ -210,7 +218,7 @@ class GatheredCopy(WorkingCopy):
 
     @torch.no_grad()
     def deliver(self, tensor: Tensor) -> None:
-        """Sends a gradient of the copy. Those of micro-batches that do not sync add up here, in fp32."""
+        """Sends a gradient of the copy. Gradients of micro-batches that do not sync are summed in fp32."""
         grad = self.take(tensor)
         if self.unsent is not None:
             grad = self.unsent.float().add_(grad)
@@ -222,9 +230,9 @@ class GatheredCopy(WorkingCopy):
 
     @torch.no_grad()
     def deliver_later(self, grad: Tensor, last: bool) -> None:
-        """Adds up what was made after its backward, in fp32, and sends the sum with the last.
+        """Sums gradients that were computed after their backward, in fp32, and sends the sum after the last.
 
-        All sharers call it in one order, and `Sharers.finish` afterwards.
+        All sharers call it in the same order, and call `Sharers.finish` afterwards.
         """
         self.require_unwritten()
         self.unsent = grad if self.unsent is None else self.unsent.float().add_(grad)
@@ -234,7 +242,7 @@ class GatheredCopy(WorkingCopy):
 
     @torch.no_grad()
     def send(self, grad: Tensor) -> None:
-        """Gives each owner the sum of its part. A collective of the sharers."""
+        """Sends each owner its part of a gradient; the owner sums the parts. A collective of the sharers."""
         self.unsent = None
         with self.sharers.beside(grad):
             self.give(self.sharers.owned(grad.contiguous()))

@@ -1,7 +1,7 @@
-"""Clips gradients to a global norm that no layout changes: any mixture of meshes, one scalar exchanged.
+"""Clips gradients to a global norm that does not depend on the layout, over any mixture of meshes.
 
-Every element of the model has one owner in the default process group, which adds it to the sum of p-th
-powers; one all-reduce of that sum follows. The owners follow from placements alone:
+Every element of the model has one owner rank in the default process group. The owner adds the element to its
+sum of p-th powers, and one all-reduce of that scalar follows. Placements alone determine the owners:
 
     axis of the mesh that shards a gradient         each rank owns its shard
     axis that replicates it                         coordinate 0 owns it
@@ -9,11 +9,11 @@ powers; one all-reduce of that sum follows. The owners follow from placements al
                                                     but "pp" separates different tensors
     plain tensor                                    replicated on all ranks, rank 0 owns it
 
-The collective depends on no gradient and no parameter, so a rank without gradients, or without tensors, takes
-part like any other. To reduce each mesh's sum over its own axes would need more collectives, and ranks
-outside of a mesh would clip what they share with its ranks by another factor.
+The collective depends on no gradient and no parameter, so ranks without gradients, or without tensors, take
+part as well. A reduction of each mesh's sum over its own axes would need more collectives. Ranks outside a
+mesh would also clip the parameters that they share with its ranks by another factor.
 
-`torch.nn.utils.clip_grad_norm_` raises as soon as DTensors live on two meshes (seen on 2.13: "All operands
+`torch.nn.utils.clip_grad_norm_` raises an error if DTensors are on two meshes (seen on 2.13: "All operands
 in aten.stack.default must have the same mesh").
 
 next: optim/adamw.py
@@ -45,23 +45,23 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales all gradients in place by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils does.
 
-    A collective: every rank of the default process group (if there is one) calls it, whatever its rank holds.
-    A gradient may be None on any rank. A gradient with a Partial placement is summed first, by a collective
-    over its mesh. The host does not wait for the device, unless error_if_nonfinite is set. With max_norm=inf
-    gradients are left alone.
+    A collective: every rank of the default process group (if there is one) must call it, whichever parameters
+    it holds. A gradient may be None on any rank. A gradient with a Partial placement is summed first, by a
+    collective over its mesh. The host does not wait for the device, unless error_if_nonfinite is set. With
+    max_norm=inf gradients are not changed.
 
     params: parameters, plain or DTensor with any placements, on any meshes.
-    max_norm: largest norm that stays.
-    norm_type: p > 0 or inf; "inf" is taken as well. (torch also takes p <= 0; its p = 0 counts tensors, not
-        elements.)
+    max_norm: largest norm that is not scaled down.
+    norm_type: p > 0 or inf; the string "inf" is accepted as well. (torch also accepts p <= 0; its p = 0
+        counts tensors, not elements.)
     error_if_nonfinite: raise RuntimeError on every rank, before scaling, if the norm is NaN or inf.
-    foreach: False launches one kernel a tensor; None and True one for many.
-    Returns the norm before clipping that one process holding everything would see: a plain 0-dim tensor,
-    equal on all ranks, fp32 (fp64 if a gradient on this rank is). NaN or inf anywhere makes it non-finite
-    everywhere, a rank's diverged copy of a replicated gradient included. torch instead adds up the norms of
-    bf16 gradients in bf16.
-    Raises ValueError for what is no number or no tensor, if norm_type is not positive, and if max_norm is
-    below 0 or NaN: a negative one would turn all gradients round.
+    foreach: False launches one kernel a tensor; None and True launch one kernel for many tensors.
+    Returns the norm before clipping, as a single process that holds all gradients would compute it: a plain
+    0-dim tensor, equal on all ranks, fp32 (fp64 if a gradient on this rank is fp64). NaN or inf on any rank,
+    even in a diverged copy of a replicated gradient, makes the norm non-finite on all ranks. (torch's own
+    function adds up the norms of bf16 gradients in bf16.)
+    Raises ValueError if an argument is not a number or not a tensor, if norm_type is not positive, and if
+    max_norm is below 0 or NaN: a negative max_norm would reverse the sign of all gradients.
     """
     try:
         max_norm = float(max_norm)
@@ -90,9 +90,9 @@ def clip_grad_norm_(
 
 
 def _device(params: list[Tensor]) -> torch.device:
-    """Where scalars meet.
+    """The device on which the scalars are reduced.
 
-    The process group decides, not what this rank holds, or ranks would meet in different backends.
+    The process group determines it, not this rank's tensors; otherwise ranks could use different backends.
     """
     if dist.is_initialized():
         nccl = "nccl" in dist.get_backend_config()
@@ -101,7 +101,7 @@ def _device(params: list[Tensor]) -> torch.device:
 
 
 def _total_norm(grads: list[Tensor], p: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """The norm of order p of all ranks' gradients, a 0-dim tensor on `device`. A collective."""
+    """The norm of order p over the gradients of all ranks, a 0-dim tensor on `device`. A collective."""
     owned: list[Tensor] = []
     copies: list[Tensor] = []
     owners: dict[Any, bool] = {}
@@ -119,11 +119,11 @@ def _owns(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
     here = mesh.get_coordinate()
     if here is None:
         return False
-    # Not `not is_shard()`: FSDP2's _StridedShard, the stored placement of experts, says False there on 2.13.
+    # Not `not is_shard()`: on 2.13 it is False for FSDP2's _StridedShard, the stored placement of experts.
     copied = [placement.is_replicate() or placement.is_partial() for placement in placements]
     first = not any(coordinate and copy for coordinate, copy in zip(here, copied, strict=True))
-    # The root is the mesh itself unless that was sliced, which a mesh of the whole world never is. torch has
-    # no public name for it.
+    # The root is the mesh itself, unless the mesh is a slice; a mesh of the whole world never is a slice.
+    # torch has no public name for the root.
     whole = not hasattr(mesh, "_get_root_mesh") and mesh.size() == dist.get_world_size()
     root = (
         mesh if whole else need(mesh, "_get_root_mesh", "clip_grad_norm_ of parameters on a part of a mesh")()
@@ -136,7 +136,7 @@ def _owns(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
 
 
 def _summed(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, its pending sums added up."""
+    """This rank's part of a gradient, with Partial placements summed."""
     if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
         whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
         grad = grad.redistribute(placements=whole)
@@ -144,16 +144,16 @@ def _summed(grad: Tensor) -> Tensor:
 
 
 def _local(grad: Tensor) -> Tensor:
-    """The part of a gradient that lies on this rank."""
+    """The part of a gradient that is stored on this rank."""
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _norms(tensors: list[Tensor], p: float, foreach: bool | None, device: torch.device) -> Tensor:
     """The norm of each tensor that is not empty: fp64 [n] on `device`.
 
-    A GPU adds up in fp32, as its reductions are trees. A CPU adds one after the other and does so in fp64:
-    the fp32 norm of 4M normal numbers was off by 7.5e-5 for p=2 and 1.1e-3 for p=1, more than layouts may
-    differ by. It costs 1 ns an element instead of 0.15 ns.
+    A GPU adds in fp32, because its reductions are trees. A CPU adds sequentially, and therefore in fp64: the
+    fp32 norm of 4M normal numbers was off by 7.5e-5 for p=2 and 1.1e-3 for p=1, which is more than layouts
+    may differ by. The fp64 sum costs 1 ns an element instead of 0.15 ns.
     """
     norms = []
     for (kind, dtype), group in _by_device_and_dtype(tensors).items():
@@ -167,7 +167,7 @@ def _norms(tensors: list[Tensor], p: float, foreach: bool | None, device: torch.
 
 
 def _by_device_and_dtype(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """The tensors that are not empty, in groups for one foreach kernel each."""
+    """The non-empty tensors, grouped so that one foreach kernel handles each group."""
     groups = defaultdict(list)
     for t in tensors:
         if t.numel():
@@ -176,13 +176,13 @@ def _by_device_and_dtype(tensors: list[Tensor]) -> dict[tuple[torch.device, torc
 
 
 def _reduce(owned: Tensor, copies: Tensor, p: float) -> Tensor:
-    """The norm of all ranks' norms, by the one collective.
+    """The norm over all ranks' norms, computed by the only collective.
 
-    Copies add nothing to it, but their NaN or inf reaches every rank.
+    Copies do not contribute to the sum, but a NaN or inf in a copy reaches every rank.
     """
     if p == math.inf:
         norms = torch.cat([owned, copies, owned.new_zeros(1)])
-        # backends lose NaN in a maximum, so it travels as a flag
+        # backends lose NaN in a maximum, so a separate flag carries it
         pair = torch.stack(
             [norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().to(norms.dtype)]
         )

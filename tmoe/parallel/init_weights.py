@@ -2,12 +2,12 @@
 
 The scheme: matrices are normal with standard deviation `std`. Matrices whose output is added to the residual
 stream (attention `o`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow
-with depth (GPT-2). Norm weights are one; biases, sinks, the
-logarithm of a cosine router's scale and buffers are zero.
+with depth (GPT-2). Norm weights are one; biases, sinks, the logarithm of a cosine router's scale and buffers
+are zero.
 
-Each tensor draws from a generator of its own, seeded by a hash of (seed, name). A rank draws the full tensor
-and keeps its part, so every mesh starts from the same numbers, and cutting layers changes no draw, only the
-residual scale. (CPU and CUDA generators differ: equal seeds give equal weights on one kind of device.)
+Each tensor is drawn from a separate generator, seeded by a hash of (seed, name). A rank draws the full tensor
+and keeps its part, so every mesh starts from the same numbers. Removing layers changes only the residual
+scale, not the draws. (CPU and CUDA generators differ: equal seeds give equal weights on one kind of device.)
 """
 
 import hashlib
@@ -18,17 +18,18 @@ from torch import nn
 
 from tmoe.parallel.mesh import local_part, local_slices
 
-# Ends of the names of matrices that write to the residual stream.
+# Suffixes of the names of matrices whose output is added to the residual stream.
 RESIDUAL = ("o.weight", "down.weight", "down", "from_latent.weight")
 ZERO = ("bias", "sinks", "log_scale")
 
 
 @torch.no_grad()
 def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int | None = None) -> None:
-    """Fills every parameter in place, and zeroes buffers. Meta tensors are left alone.
+    """Fills every parameter in place, and zeroes buffers. Parameters on the meta device are skipped.
 
-    std: of matrices. layers: of the model, for the scale of what writes to the residual stream.
-    seed: None draws one from torch's global generator.
+    std: standard deviation of matrices.
+    layers: number of layers of the model, for the scale of matrices that write to the residual stream.
+    seed: seed of all draws; None draws a seed from torch's global generator.
     """
     if seed is None:
         seed = int(torch.randint(2**31, (), device="cpu"))
@@ -46,4 +47,4 @@ def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int 
         generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         full = torch.empty(parameter.shape, device=local.device).normal_(0.0, scale, generator=generator)
         local.copy_(full[local_slices(parameter)])
-        del full  # whole parameters, which every rank draws, must not be in memory two at a time
+        del full  # every rank draws whole parameters, and two of them must not be in memory at a time

@@ -1,29 +1,30 @@
 """The world that a launcher announces (torchrun, mpiexec, srun): this process's place in it, how to join it.
 
-Where a process learns its place, by launcher:
+Each launcher sets environment variables, from which a process reads its place:
 
-    torchrun, or any that sets its variables
+    torchrun, or any launcher that sets the same variables
         rank, world             RANK, WORLD_SIZE
         on this node            LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK
-        where the ranks meet    MASTER_ADDR, MASTER_PORT
+        address of the store    MASTER_ADDR, MASTER_PORT
     mpiexec of Open MPI
         rank, world             OMPI_COMM_WORLD_RANK, _SIZE
         on this node            OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE
-        where the ranks meet    on one node here; on several MASTER_ADDR
+        address of the store    on one node 127.0.0.1; on several nodes MASTER_ADDR
     mpiexec of MPICH or Intel MPI
         rank, world             PMI_RANK, PMI_SIZE
         on this node            MPI_LOCALRANKID, MPI_LOCALNRANKS
-        where the ranks meet    as with Open MPI
+        address of the store    as with Open MPI
     mpiexec of MVAPICH or of Cray's PALS, jsrun, flux run
-        rank, world             RANKS (below) has their variables
-        on this node            RANKS; a launcher that does not say it must name MASTER_ADDR
-        where the ranks meet    as with Open MPI
+        rank, world             the variables in RANKS (below)
+        on this node            the variables in RANKS; without them MASTER_ADDR must be set
+        address of the store    as with Open MPI
     srun
         rank, world             SLURM_PROCID, SLURM_STEP_NUM_TASKS
         on this node            SLURM_LOCALID, SLURM_NODEID
-        where the ranks meet    the first node of SLURM_STEP_NODELIST
+        address of the store    the first node of SLURM_STEP_NODELIST
 
-The upper ones win: torchrun may run inside an srun task, and mpiexec starts its own daemons with srun.
+Launchers higher in this list take precedence: torchrun may run inside an srun task, and mpiexec starts its
+own daemons with srun.
 
 next: parallel/mesh.py
 """
@@ -41,11 +42,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(minutes=10)  # of a collective, and of the ranks' first meeting
-PORT = 29500  # where nothing tells this job from another one on the same host; torch's own default
-# Slurm numbers interactive, batch and external steps from here on. No ranks are started in them.
+PATIENCE = timedelta(minutes=10)  # time limit of a collective, and of the first connection of all ranks
+PORT = 29500  # torch's default port, if no variable distinguishes this job from others on the same host
+# Slurm numbers interactive, batch and external steps from this number on. Such steps start no ranks.
 SPECIAL_STEP = 2**32 - 6
-# srun alone sets these. A shell of sbatch or salloc has SLURM_PROCID=0 and SLURM_NTASKS without them.
+# Only srun sets these variables. A shell of sbatch or salloc has just SLURM_PROCID=0 and SLURM_NTASKS.
 STEP_MARKS = (
     "SLURM_STEP_ID",
     "SLURM_STEPID",
@@ -55,7 +56,8 @@ STEP_MARKS = (
 )
 PARTS = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
 Names = tuple[tuple[str, ...], ...]
-# By launcher, the variables of PARTS; each is the first of its names that is set. PMIx and ALPS say no size.
+# For each launcher, the names of the variables of PARTS, in order; the first name that is set is used. PMIx
+# and ALPS have no variable for the size.
 RANKS: tuple[tuple[str, Names], ...] = (
     ("mpiexec", tuple((f"OMPI_COMM_WORLD_{part}",) for part in PARTS)),
     ("mpiexec", tuple((f"MV2_COMM_WORLD_{part}",) for part in PARTS)),
@@ -75,18 +77,21 @@ RANKS: tuple[tuple[str, Names], ...] = (
     ("mpiexec", (("PMIX_RANK",), (), (), ())),
     ("aprun", (("ALPS_APP_PE",), (), (), ())),
 )
-TOLD_WHOLE = ("", "torchrun", "environment")  # launchers that say where the ranks meet, or that are none
+TOLD_WHOLE = ("", "torchrun", "environment")  # with these, MASTER_ADDR and MASTER_PORT must be set; "": none
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place. None: the launcher does not say.
+    """This process's place in the world. None: the launcher does not announce this value.
 
-    node: equal on ranks that share a node.
-    launcher: "torchrun", "srun" or one of RANKS; "": none.
-        "environment": RANK and WORLD_SIZE of unknown origin.
-    told: the variables that rank and size come from, with their values.
+    rank, size: of this process, and of the world.
+    local_rank, local_size: of this process among the ranks of its node, and their number.
+    node: name of the node, equal on ranks that share a node.
+    nodes: number of nodes.
+    launcher: "torchrun", "srun" or a launcher of RANKS; "": no launcher.
+        "environment": RANK and WORLD_SIZE are set, but not by torchrun.
+    told: the variables that rank and size were read from, with their values, for messages.
     """
 
     rank: int = 0
@@ -100,16 +105,16 @@ class World:
 
 
 def launcher_world() -> World:
-    """This process's place by the environment; rank and size by the default process group where there is one.
+    """This process's place according to the environment; rank and size from the default group if it exists.
 
-    ValueError, in one line, for variables that are half set, hold no such number, or contradict each other.
+    ValueError, in one line, if variables are incomplete, hold no valid number, or contradict each other.
     """
     rank = env_number("RANK")
     size = env_number("WORLD_SIZE", least=1)
     if dist.is_initialized():
         try:
             other = world_of_mpiexec_or_srun()
-        except ValueError:  # the process group was made in spite of it
+        except ValueError:  # the process group exists in spite of the wrong variables
             other = None
         launcher = other.launcher if other else ""
         world = World(
@@ -136,7 +141,7 @@ def launcher_world() -> World:
 
 
 def with_places(world: World, other: World | None) -> World:
-    """`world` with its place on the node, by torchrun's variables or by `other` if it is the same world."""
+    """`world` with its place on the node, from torchrun's variables, or from `other` if it is equal."""
     same = other if other and (other.rank, other.size) == (world.rank, world.size) else World()
     local_rank = env_number("LOCAL_RANK")
     local_size = env_number("LOCAL_WORLD_SIZE", least=1)
@@ -153,9 +158,9 @@ def with_places(world: World, other: World | None) -> World:
 
 
 def require_whole(rank: int | None, size: int | None, world: World) -> None:
-    """ValueError for half of RANK and WORLD_SIZE that no launcher completes, or a rank outside the world.
+    """Raises ValueError if only one of RANK and WORLD_SIZE is known, or if the rank is outside the world.
 
-    Also for a place on the node without both.
+    It is also raised if LOCAL_RANK or LOCAL_WORLD_SIZE is set without both.
     """
     half = not world.launcher and (rank is not None or (size or 1) > 1)
     if half or (world.launcher in ("torchrun", "environment") and world.rank >= world.size):
@@ -178,7 +183,7 @@ def require_whole(rank: int | None, size: int | None, world: World) -> None:
 
 
 def require_agreement(rank: int | None, size: int | None, other: World) -> None:
-    """ValueError where RANK or WORLD_SIZE, set alone, is another than the launcher's."""
+    """ValueError if RANK or WORLD_SIZE is set alone and differs from the launcher's value."""
     for name, ours, theirs in (("RANK", rank, other.rank), ("WORLD_SIZE", size, other.size)):
         if ours not in (None, theirs):
             raise ValueError(
@@ -190,7 +195,7 @@ def require_agreement(rank: int | None, size: int | None, other: World) -> None:
 def world_of_mpiexec_or_srun() -> World | None:
     """The world that mpiexec or srun announces, None if neither started this process.
 
-    ValueError where they contradict each other, or one of them itself.
+    ValueError if the variables of mpiexec and srun contradict each other, or those of one are inconsistent.
     """
     srun = world_of_srun()
     mpi = world_of_ranks(srun)
@@ -209,10 +214,10 @@ def world_of_mpiexec_or_srun() -> World | None:
 
 
 def world_of_ranks(srun: World | None) -> World | None:
-    """The world by RANKS, of the first launcher that sets both rank and size; None without such variables.
+    """The world of the first launcher of RANKS that sets both rank and size; None without such variables.
 
-    ValueError for one of the two alone, with which each rank would train alone. Inside srun it is none: srun
-    sets some of these variables for programs of its own.
+    ValueError if only one of the two is set, because each rank would then train alone. Inside srun this is
+    not an error: srun sets some of these variables for MPI programs.
     """
     half = ""
     for launcher, names in RANKS:
@@ -234,17 +239,18 @@ def world_of_ranks(srun: World | None) -> World | None:
                     f"{said} in the environment without the number of ranks, which {launcher} does not set: "
                     f"start with torchrun, set RANK=${names[0][0]} and WORLD_SIZE for each rank, or unset it"
                 )
-    shell = any(os.environ.get(name) for name in STEP_MARKS)  # of srun --pty, which sets PMIx's rank, too
+    # a shell of srun --pty, which sets PMIX_RANK as well
+    shell = any(os.environ.get(name) for name in STEP_MARKS)
     if half and srun is None and not (shell and "PMIX_RANK=0 " in half):
         raise ValueError(half)
     return None
 
 
 def world_of_srun() -> World | None:
-    """The world of the srun step that this process is a task of, None if it is not one.
+    """The world of the srun step that this process is a task of, None if it is not a task.
 
-    A batch script and a shell of salloc are none. Nor is one on a terminal of `srun --pty`, in which the
-    other tasks are not started.
+    A batch script and a shell of salloc are not tasks. A process started from a terminal of `srun --pty` is
+    not treated as a task either, because the other tasks of that step do not start the program.
     """
     rank = env_number("SLURM_PROCID", sets="srun")
     if rank is None:
@@ -293,9 +299,9 @@ def nodes_of_step() -> int | None:
 
 
 def tasks_on_this_node(size: int) -> int | None:
-    """The number of tasks on this node, by SLURM_STEP_TASKS_PER_NODE.
+    """The number of tasks on this node, from SLURM_STEP_TASKS_PER_NODE.
 
-    That reads 4(x2),3 for nodes of 4, 4 and 3 tasks.
+    The variable is "4(x2),3" for nodes with 4, 4 and 3 tasks.
     """
     if nodes_of_step() == 1:
         return size
@@ -308,9 +314,12 @@ def tasks_on_this_node(size: int) -> int | None:
 
 
 def env_number(name: str, least: int = 0, sets: str = "torchrun") -> int | None:
-    """An environment variable that the launcher `sets` sets, None if it is not there.
+    """The number in an environment variable, None if the variable is not set.
 
-    ValueError if it holds no whole number from `least` on.
+    name: of the variable.
+    least: smallest valid number.
+    sets: the launcher that sets the variable, for the message.
+    ValueError if the variable does not hold a whole number of at least `least`.
     """
     text = os.environ.get(name)
     if text is None:
@@ -323,12 +332,12 @@ def env_number(name: str, least: int = 0, sets: str = "torchrun") -> int | None:
 
 
 def first_number(names: tuple[str, ...], least: int = 0, sets: str = "mpiexec") -> int | None:
-    """The `env_number` of the first of these names that is set, None if none is."""
+    """The `env_number` of the first variable of `names` that is set, None if none is set."""
     return next((env_number(name, least, sets) for name in names if name in os.environ), None)
 
 
 def require_a_gpu_each(world: World) -> None:
-    """ValueError where this node has more ranks than GPUs, or where nothing says which GPU is this rank's."""
+    """ValueError if this node has more ranks than GPUs, or if no variable determines this rank's GPU."""
     gpus = torch.cuda.device_count()
     here = max((world.local_rank or 0) + 1, world.local_size or 1)
     if 0 < gpus < here:
@@ -336,9 +345,9 @@ def require_a_gpu_each(world: World) -> None:
             world.launcher == "srun"
         )
         raise ValueError(
-            f"{here} processes on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and each needs one of "
-            f"its own: start {gpus} (torchrun --nproc-per-node {gpus}), or let every process see all of the "
-            f"host's GPUs (CUDA_VISIBLE_DEVICES{srun})"
+            f"{here} processes on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and each needs a "
+            f"separate GPU: start {gpus} (torchrun --nproc-per-node {gpus}), or let every process see all of "
+            f"the host's GPUs (CUDA_VISIBLE_DEVICES{srun})"
         )
     if gpus > 1 and world.launcher and world.size > 1 and world.local_rank is None:
         raise ValueError(
@@ -348,9 +357,9 @@ def require_a_gpu_each(world: World) -> None:
 
 
 def meeting_place(world: World) -> tuple[str, int]:
-    """Address and port of rank 0, where the ranks of a world find each other.
+    """Address and port of rank 0's store, through which the ranks of a world connect.
 
-    ValueError, with what to type, where nothing says what they are.
+    ValueError, with the command to type, if no variable determines them.
     """
     address = os.environ.get("MASTER_ADDR")
     port = env_number("MASTER_PORT", least=1)
@@ -386,26 +395,26 @@ def meeting_place(world: World) -> tuple[str, int]:
 
 
 def job_port(world: World) -> int:
-    """A port that is the same for all ranks of this job, and that two jobs on a host seldom share."""
+    """A port that is the same for all ranks of this job, and rarely the same for two jobs on a host."""
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "FLUX_JOB_ID", "PALS_APID")
     if world.launcher == "srun":
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
     job = ".".join(os.environ[name] for name in names if os.environ.get(name))
-    return 20000 + zlib.crc32(job.encode()) % 9000 if job else PORT  # below what systems give out themselves
+    return 20000 + zlib.crc32(job.encode()) % 9000 if job else PORT  # below the systems' ephemeral ports
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's list: gpu07 of gpu[07-09,12],login1."""
+    """The first host of a Slurm node list: gpu07 for gpu[07-09,12],login1."""
     return re.split(r",(?![^\[]*\])", re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes))[0]
 
 
 def join(patience: timedelta = PATIENCE) -> World:
-    """Makes the default process group of the world that the launcher announces, and takes this rank's GPU.
+    """Makes the default process group of the world that the launcher announces, and selects this rank's GPU.
 
-    Without a launcher the group is of this process alone.
+    Without a launcher the group contains only this process.
 
-    patience: how long the meeting and each collective wait.
-    ValueError, in one line, where that cannot work.
+    patience: how long the ranks wait for each other, to connect and in each collective.
+    ValueError, in one line, if that cannot work.
     """
     world = launcher_world()
     require_a_gpu_each(world)
@@ -426,8 +435,8 @@ def join(patience: timedelta = PATIENCE) -> World:
 
 
 def store_of(world: World, patience: timedelta) -> dist.Store:
-    """The store through which the ranks find each other. ValueError if rank 0 is not there in time."""
-    if world.size == 1:  # needs no address to meet at
+    """The store through which the ranks connect. ValueError if rank 0 does not open it in time."""
+    if world.size == 1:  # needs no address
         return dist.HashStore()
     if shares_store():
         return meet(world.rank, world.size, patience)
@@ -443,19 +452,19 @@ def store_of(world: World, patience: timedelta) -> dist.Store:
 
 
 def shares_store() -> bool:
-    """Whether torchrun's agent holds the store, one for all lives of its workers (--max-restarts)."""
+    """Whether torchrun's agent holds the store, which then outlives restarts of workers (--max-restarts)."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def meet(rank: int, world: int, patience: timedelta = PATIENCE) -> dist.Store:
-    """The agent's store, under a prefix of this life of the workers alone.
+    """The agent's store, under a prefix that is used only until the next restart of the workers.
 
-    Under a common prefix gloo would look for the dead workers' addresses. The environment does not tell lives
-    apart: RESTART_COUNT grows only on the agent whose worker died. So each rank leaves a name of its own.
-    Rank 0 repeats all names that it reads, beside the name of this life; a rank that finds its own among them
-    has met this life's rank 0.
+    Under a constant prefix gloo would look up the addresses of dead workers. The environment does not
+    distinguish restarts: RESTART_COUNT grows only on the agent whose worker died. So each rank stores a
+    random name. Rank 0 stores all names that it reads, together with a prefix for this start of the workers.
+    A rank that finds its own name among them knows that they are from rank 0 of the same start.
 
-    RuntimeError if ranks do not come within `patience`.
+    RuntimeError if not all ranks connect within `patience`.
     """
     agents, _, _ = next(dist.rendezvous("env://", rank, world, timeout=patience))
     store = dist.PrefixStore("tmoe lives", agents)
@@ -465,7 +474,7 @@ def meet(rank: int, world: int, patience: timedelta = PATIENCE) -> dist.Store:
     life = me
     missing = [f"{me} {r}" for r in range(1, world)]
     while rank == 0 and missing:
-        # a dead worker's, until the new one has come
+        # a name may be a dead worker's until the new worker has stored its own
         names = [name.decode() for name in store.multi_get([f"{r}" for r in range(world)])]
         store.set("life", json.dumps([life, names]))
         missing = [key for key in missing if not store.check([key])]

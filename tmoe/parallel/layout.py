@@ -1,8 +1,8 @@
-"""Tells from names and shapes which rank holds which box of each tensor, as model/parallelize.py shards.
+"""Computes from names and shapes which rank holds which box of each tensor, as model/parallelize.py shards.
 
-A checkpoint loads into any layout, whatever its files hold. Written in the layout of the world that will read
-it, each rank finds its rows in its own files. tests/checkpoint/test_tools.py compares with what real ranks
-save.
+A checkpoint loads into any layout, however its tensors are divided into files. If it is written in the layout
+of the world that will read it, each rank finds its rows in its own files. tests/checkpoint/test_tools.py
+compares these boxes with the files that real ranks save.
 
 next: checkpoint/rewrite.py
 """
@@ -18,9 +18,9 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import MOST, ConfigError, Setting
 from tmoe.parallel.mesh import shard_dim
 
-# parameters of tmoe.moe.experts.Experts, or of somebody's own, and what the optimizer keeps for them
+# parameters of tmoe.moe.experts.Experts, or of a user's experts, and the optimizer's state for them
 EXPERTS = re.compile(r"(.*\.)?experts\.(own\..+|[^.]+)")
-# every rank holds it whole, in fp32 whatever the weights are
+# every rank holds these buffers whole, in fp32 whatever the type of the weights
 BUFFERS = re.compile(r"(.*\.)?router\.choice_bias")
 
 
@@ -33,9 +33,9 @@ class Box(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The boxes of one tensor by offset, and how a manifest words their placement.
+    """The boxes of one tensor, sorted by offset, and the description of their placement for a manifest.
 
-    Each element is in one box.
+    Each element is in exactly one box.
     """
 
     placement: str
@@ -58,9 +58,9 @@ def axes_of_flags(world: int, ep: int) -> Axes:
 def lay_out(shapes: dict[str, tuple[int, ...]], axes: Axes) -> dict[str, Layout]:
     """Layout of every tensor, by name; rank = dp index * ep + ep index.
 
-    Experts [E, ...] are cut along E over ep, then over dp; everything else along its first axis over all
-    ranks. Buffers and what has no first axis (step counts) or no elements lie with rank 0.
-    Raises ConfigError where ep does not divide a tensor's experts.
+    Experts [E, ...] are split along E over ep, then over dp. Every other tensor is split along its first axis
+    over all ranks. Buffers, tensors without a first axis (step counts) and tensors without elements belong to
+    rank 0. Raises ConfigError if ep does not divide a tensor's experts.
     """
     ep = axes.ep
     modules: dict[str, list[tuple[int, ...]]] = {}
@@ -83,7 +83,7 @@ def _layout(shape: tuple[int, ...], axes: Axes, dim: int | None) -> Layout:
         placement = f"world={world}: {Shard(0)!r}"
     else:
         boxes = [_expert_box(shape, axes, dim, rank) for rank in range(world)]
-        # in torch's words of how FSDP2 places what another axis cut before it
+        # torch's notation for how FSDP2 shards a tensor that is already sharded over another axis
         over_dp = f"_StridedShard(dim=0, sf={ep})" if dim == 0 and ep > 1 else repr(Shard(dim))
         placement = f"dp={dp}: {over_dp}, ep={ep}: {Shard(0)!r}"
     return Layout(
@@ -92,12 +92,12 @@ def _layout(shape: tuple[int, ...], axes: Axes, dim: int | None) -> Layout:
 
 
 def _replicated(shape: tuple[int, ...]) -> Layout:
-    """Every rank holds it; rank 0 writes it."""
+    """The layout of a tensor that every rank holds and rank 0 writes."""
     return Layout("replicated", (Box(0, (0,) * len(shape), shape),))
 
 
 def _expert_box(shape: tuple[int, ...], axes: Axes, dim: int, rank: int) -> Box:
-    """Its experts are cut over ep first, then over dp along `dim`."""
+    """A rank's box of a tensor of experts, which are split over ep first, then over dp along `dim`."""
     of_dp, of_ep = divmod(rank, axes.ep)
     group = shape[0] // axes.ep
     offset, held = _part((group, *shape[1:]), dim, axes.dp, of_dp)
@@ -107,9 +107,9 @@ def _expert_box(shape: tuple[int, ...], axes: Axes, dim: int, rank: int) -> Box:
 def _part(
     shape: tuple[int, ...], dim: int, parts: int, index: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of the index-th of torch.chunk(parts, dim).
+    """Offset and shape of the index-th part of torch.chunk(parts, dim).
 
-    Lengths are equal; the last ones are shorter, or empty.
+    All parts have equal length, except that the last parts may be shorter or empty.
     """
     length = -(-shape[dim] // parts)
     start = min(index * length, shape[dim])

@@ -1,21 +1,21 @@
 """The device meshes of a run, and which part of a tensor a rank holds.
 
-Sixteen ranks, pp 2, dp 2, ep 4, cp 2, tp 2. The experts' axes and attention's are two ways to divide the same
-ranks (folding), ep and tp fastest, so that their groups are neighbours on one node:
+An example: sixteen ranks with pp 2, dp 2, ep 4, cp 2, tp 2. The experts' axes and attention's axes divide the
+same ranks in two ways (folding). ep and tp vary fastest, so that their groups are neighbours on one node:
 
     rank            0    1    2    3    4    5    6    7       8..15: stage 1, the same
     experts     dp  0    0    0    0    1    1    1    1       same experts, each rank trains its part of them
                 ep  0    1    2    3    0    1    2    3       all-to-all inside {0..3} and {4..7}
-    attention reader 0   0    0    0    1    1    1    1       reads sequences of its own
+    attention reader 0   0    0    0    1    1    1    1       each reader reads other sequences
                 cp  0    0    1    1    0    0    1    1       a part of each sequence
-                tp  0    1    0    1    0    1    0    1       a part of that part; in attention, heads
+                tp  0    1    0    1    0    1    0    1       a part of cp's part; in attention, heads
 
-Storage knows dp and ep alone. Experts are cut over ep and then over the ranks that share them; all else is
-cut over the ranks of a stage. So a step folder does not say what tp, cp and etp were.
+Stored tensors are sharded over dp and ep only. Experts are sharded over ep and then over the ranks that share
+them; all other tensors over the ranks of a stage. So a step folder does not depend on tp, cp and etp.
 
-torchrun numbers a node's ranks in a row. So where ep divides every node's processes, the exchange of tokens
-stays inside nodes. A layout that would take an expert group across nodes is refused unless it is asked for; a
-tp group never spans nodes.
+torchrun numbers the ranks of a node consecutively. So if ep divides the number of processes of every node,
+tokens are exchanged inside nodes. A layout with an expert group across nodes is refused unless the caller
+allows it; a tp group never spans nodes.
 
 next: parallel/agree.py
 """
@@ -46,31 +46,31 @@ from tmoe.parallel.launcher import join, launcher_world
 
 _get_default_store = take(
     "torch.distributed.distributed_c10d._get_default_store",
-    "ranks meet in a store of their own beside the group's",
+    "ranks open a store of tmoe's in addition to the group's",
 )
-# What FSDP2 gathers at once. Its hooks are Python: 3.6 ms a unit and step on a slow host, a quarter of
-# moe-pilot-14b's step when each of its 45 blocks was a unit. Two blocks a unit took as long on a fast host,
-# where nothing waits for Python (docs/decisions/005-units-of-blocks.md).
-UNIT = 2**26  # bytes that are enough for a unit
-UNIT_BLOCKS = 4  # blocks of a unit at most
+# Size of a unit: the blocks that FSDP2 gathers at once. FSDP2's hooks are Python and took 3.6 ms a unit and
+# step on a slow host, a quarter of moe-pilot-14b's step when each of its 45 blocks was a unit. On a fast host
+# nothing waits for Python, and units of two blocks took as long (docs/decisions/005-units-of-blocks.md).
+UNIT = 2**26  # bytes at which a unit is complete
+UNIT_BLOCKS = 4  # most blocks in a unit
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The meshes that a model is laid out over, all of the ranks of this rank's pipeline stage."""
+    """The meshes over which a model is sharded, each made of ranks of this rank's pipeline stage."""
 
     axes: Axes
     grid: DeviceMesh
-    """the 2D (dp, ep) mesh of the experts in this replica; its dp counts etp as well"""
+    """the 2D (dp, ep) mesh of the experts in this replica; its axis dp includes etp"""
     world: DeviceMesh
     """the stage's ranks in one row"""
     shard: DeviceMesh
-    """what FSDP2 cuts dense parameters over: `world`, or (replicate, shard)"""
+    """the mesh over which FSDP2 shards dense parameters: `world`, or (replicate, shard)"""
     sharers: DeviceMesh
-    """what FSDP2 cuts experts over: `dp`, or (replicate, dp)"""
+    """the mesh over which FSDP2 shards experts: `dp`, or (replicate, dp)"""
     groups: dict[str, dist.ProcessGroup]
-    """where an axis is more than 1: tp, cp, etp, pp, and parts (the cp x tp ranks of one sequence);
-    "etp 2" and so on: for other divisors of etp, groups of so many of its ranks"""
+    """groups of the axes that are larger than 1: tp, cp, etp, pp, and parts (the cp x tp ranks of one
+    sequence); "etp 2" and so on: groups of 2 neighbouring ranks of etp, one for each other divisor of etp"""
     nodes: tuple[str, ...] = ()
     """the node of each rank of the default group; empty where no group could span nodes"""
 
@@ -86,11 +86,11 @@ class Mesh:
 
     @property
     def place(self) -> Place:
-        """Where this rank stands on every axis."""
+        """This rank's coordinate on every axis."""
         return self.axes.place(dist.get_rank())
 
 
-# A key in the store for each mesh of this process group: ranks build them in one order.
+# A key in the store for each mesh of this process group. All ranks build meshes in the same order.
 _meetings = itertools.count()
 
 
@@ -107,20 +107,21 @@ def build_mesh(
 ) -> Mesh:
     """The mesh of the default process group; the axes are those of `tmoe.config.axes.Axes`.
 
-    Where there is no group, it joins the world that torchrun, mpiexec or srun announces, and takes this
-    rank's GPU; without a launcher the world is this process. dp None takes what the other axes leave of the
-    world.
+    If there is no process group, it first joins the world that torchrun, mpiexec or srun announces, and
+    selects this rank's GPU. Without a launcher the world is this process alone. With dp=None, dp is the size
+    of the world divided by the other axes.
 
-    Raises ValueError, on every rank and before any collective, when the axes do not multiply to the world,
-    when tp and cp do not fit into a stage, or when a tp or etp group, or without ep_across_nodes an expert
-    group, would span nodes (the launcher's, else by host and local rank); it names the flag to change. It
-    also raises where launcher.py cannot join, and says what to type.
+    Raises ValueError, on every rank and before any collective, if the product of the axes is not the size of
+    the world, if tp and cp do not fit into a stage, or if a tp or etp group would span nodes; also if an
+    expert group would span nodes without ep_across_nodes. (Nodes are the launcher's, else they follow from
+    host and local rank.) The message names the flag to change. ValueError is also raised if launcher.py
+    cannot join the world; that message says what to type.
     """
     if missing := lacks():
         raise RuntimeError(missing)
     if not dist.is_initialized():
         join()
-    atexit.unregister(let_threads_finish)  # of an earlier mesh in this process
+    atexit.unregister(let_threads_finish)  # registered by an earlier mesh in this process
     atexit.register(let_threads_finish)
     others = dict(tp=tp, cp=cp, pp=pp, replicate=replicate, etp=etp)
     axes = Axes.over(dist.get_world_size(), dp=dp, ep=ep, **others)
@@ -132,17 +133,17 @@ def build_mesh(
 
 
 def _meshes(axes: Axes, nodes: tuple[str, ...]) -> Mesh:
-    """Makes the meshes; every rank makes all of them, in one order."""
+    """Makes the meshes; every rank makes all of them, in the same order."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
 
     def view(**sizes: int) -> DeviceMesh:
-        """All ranks, divided along these axes, without those of 1 in front."""
+        """A mesh of all ranks with these axes, in this order."""
         mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
             set_timeout(patience(), group)
         return mesh
 
-    # Axes that only some layouts have stand in front, by name: the gradient norm asks the root mesh for "pp".
+    # Axes that only some layouts have are the first ones. The gradient norm looks up "pp" in the root mesh.
     stages = dict(pp=axes.pp) if axes.pp > 1 else {}
     copies = dict(replicate=axes.replicate) if axes.replicate > 1 else {}
     grid = view(**stages, **copies, dp=axes.sharers, ep=axes.ep)
@@ -158,7 +159,7 @@ def _meshes(axes: Axes, nodes: tuple[str, ...]) -> Mesh:
         groups["etp"] = view(row=axes.world // (axes.etp * axes.ep), etp=axes.etp, ep=axes.ep)[
             "etp"
         ].get_group()
-        # smaller groups of neighbours, for layers whose calls say how many ranks divide an expert
+        # smaller groups of neighbours, for layers whose calls choose how many ranks divide an expert
         for d in divisors(axes.etp)[1:-1]:
             parted = view(row=axes.world // (d * axes.ep), etp=d, ep=axes.ep)
             groups[f"etp {d}"] = parted["etp"].get_group()
@@ -178,9 +179,10 @@ def _meshes(axes: Axes, nodes: tuple[str, ...]) -> Mesh:
 def let_threads_finish() -> None:
     """Lets gloo's threads free the tensors of the last collectives before Python ends, for a second at most.
 
-    They need the interpreter for it. Python ends a thread that asks for it too late, and C++ then ends the
-    process by SIGABRT: 15 of 46 runs of README's loop on two ranks. Threads that free something run or wait
-    for a processor; all others sleep. They live on where the group was destroyed.
+    The threads need the interpreter to free tensors. Python ends a thread that requests the interpreter too
+    late, and C++ then ends the process by SIGABRT: it happened in 15 of 46 runs of README's loop on two
+    ranks. A thread that frees tensors is running or waiting for a processor; all other threads sleep. The
+    threads still exist after the group was destroyed.
     """
     end = time.monotonic() + 1
     while time.monotonic() < end:
@@ -193,7 +195,7 @@ def let_threads_finish() -> None:
 
 
 def _state(stat: Path) -> str:
-    """What the kernel says of a thread: R runs or waits for a processor. Empty where it has ended."""
+    """The kernel's state of a thread: "R" if it runs or waits for a processor, "" if it has ended."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -203,8 +205,8 @@ def _state(stat: Path) -> str:
 def patience() -> timedelta:
     """How long a collective of the default group waits for its peers.
 
-    Every other group is to wait as long. torch would give it half an hour on gloo, and a rank that stopped
-    would hold its subgroup for that time after the others had ended.
+    Every other group gets the same limit. torch's default on gloo is half an hour; if a rank stopped, the
+    ranks of its subgroup would wait that long after all other ranks had ended.
     """
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
@@ -215,27 +217,24 @@ def patience() -> timedelta:
 
 
 def set_timeout(limit: timedelta, group: dist.ProcessGroup) -> None:
-    """Sets how long a group's collectives wait, by torch 2.14's public name or the private one before.
+    """Sets how long a group's collectives wait, by torch 2.14's public function or the earlier private one.
 
-    A dry run's groups have none.
+    The groups of a dry run have no limit.
     """
     if dist.get_backend(group) == "fake":
         return
     change = getattr(dist, "set_timeout", None) or find("torch.distributed.distributed_c10d._set_pg_timeout")
     if change is None:
-        note(
-            f"torch {torch.__version__} cannot change a group's timeout: "
-            "subgroups wait as long as torch lets them"
-        )
+        note(f"torch {torch.__version__} cannot change a group's timeout: subgroups keep torch's default")
     else:
         change(limit, group)
 
 
 def default_store() -> dist.Store:
-    """The store where the default group met.
+    """The store through which the default group was formed.
 
-    Where torch does not give it away, it is a new one for all ranks, and the first call is a collective of
-    them.
+    If torch does not expose that store, the result is a new store of all ranks, and the first call is a
+    collective of all ranks.
     """
     return _get_default_store() if _get_default_store else _own_store(dist.group.WORLD)
 
@@ -259,11 +258,11 @@ def _own_store(group: dist.ProcessGroup) -> dist.Store:
 
 
 def nodes_of_ranks() -> list[str]:
-    """The node of each rank, as the launcher numbers them.
+    """The name of each rank's node, from the launcher's numbers of nodes.
 
-    Where the launcher sets local ranks at most, ranks of one host whose local ranks go on where they began
-    are a node. No rank knows what the others' nodes hold, which may differ; they tell each other through the
-    process group's store.
+    If the launcher does not number nodes, a node is a host together with the rank of local rank 0, so that
+    consecutive ranks of one host share a node. Nodes may have different numbers of ranks, and a rank knows
+    only its own node, so the ranks exchange the names through the process group's store.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(f"tmoe nodes {next(_meetings)}", default_store())
@@ -281,9 +280,10 @@ ACROSS = f"{Setting('parallel.ep_across_nodes')} to exchange tokens over the slo
 
 
 def require_inside_nodes(axes: Axes, nodes: Sequence[str], ep_across_nodes: bool) -> None:
-    """ValueError unless neighbouring ranks of tp, of etp and of ep share a node.
+    """Raises ValueError unless all ranks of each tp, etp and ep group share a node.
 
-    nodes: the node of each rank. ep_across_nodes: expert groups may span nodes.
+    nodes: the node of each rank.
+    ep_across_nodes: expert groups may span nodes.
     """
     sizes = sorted(set(Counter(nodes).values()))
 
@@ -306,10 +306,9 @@ def require_inside_nodes(axes: Axes, nodes: Sequence[str], ep_across_nodes: bool
 
 
 def require_a_group_per_node(axes: Axes) -> None:
-    """ValueError if there are more nodes than expert groups, so that one must span two.
+    """Raises ValueError if there are more nodes than expert groups, so that a group must span two nodes.
 
-    That is all that is certain, on every rank alike, before a process group exists. `build_mesh` finds the
-    other cases.
+    Before a process group exists, no other case is known on every rank. `build_mesh` checks the other cases.
     """
     nodes = launcher_world().nodes or 1
     world, ep = axes.world, axes.ep
@@ -320,27 +319,29 @@ def require_a_group_per_node(axes: Axes) -> None:
 
 
 def shard_dim(shapes: Sequence[Sequence[int]], dp: int) -> int:
-    """Dimension along which the dp ranks cut a rank's expert parameters of these shapes.
+    """Dimension along which the dp ranks shard a rank's expert parameters of these shapes.
 
-    It is the experts, or 2F and D where dp divides those only. FSDP2 cuts dimension 0 unevenly, so that some
-    ranks hold less or nothing, but no other dimension.
+    It is dimension 0, the experts, or dimension 1 (2F and D) if dp divides only that. FSDP2 can shard
+    dimension 0 unevenly, so that some ranks hold less or nothing, but no other dimension.
     """
     even = [all(len(shape) > dim and shape[dim] % dp == 0 for shape in shapes) for dim in (0, 1)]
     return 1 if even == [False, True] else 0
 
 
 def keeps_whole(dp: int, experts: Sequence[int], size: float, most: float) -> bool:
-    """Whether dp ranks that share experts keep them whole.
+    """Whether dp ranks that share experts keep whole copies of them.
 
-    experts: how many a rank has of each layer. size: their bytes in all. most: GiB up to which they are kept.
+    experts: a rank's number of experts in each layer.
+    size: bytes of all these experts.
+    most: limit in GiB up to which experts are kept whole.
     """
     return dp > 1 and 0 < size <= most * 2**30 and all(n % dp == 0 for n in experts)
 
 
 def units(sizes: Sequence[int]) -> list[list[int]]:
-    """Which neighbouring blocks FSDP2 gathers together, given the bytes of each.
+    """Groups neighbouring blocks into the units that FSDP2 gathers at once. sizes: bytes of each block.
 
-    A unit has the fewest blocks that reach UNIT bytes, at most UNIT_BLOCKS.
+    A unit has the fewest blocks that reach UNIT bytes, at most UNIT_BLOCKS. Returns the blocks of each unit.
     """
     found: list[list[int]] = []
     for i in range(len(sizes)):
@@ -359,10 +360,10 @@ def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
     """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, n) for n in tensor.shape)
-    (held,) = tensor.__create_chunk_list__()  # what DCP plans its shards with
+    (held,) = tensor.__create_chunk_list__()  # the function by which DCP plans its shards
     return tuple(slice(o, o + n) for o, n in zip(held.offsets, held.sizes, strict=True))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds: a DTensor's local shard, else the tensor itself."""
+    """The part of a tensor that this rank holds: a DTensor's local shard, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

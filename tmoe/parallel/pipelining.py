@@ -1,9 +1,9 @@
 """Runs a pipeline's table on this rank: forwards, backwards, and the messages between stages.
 
-Every directed edge between two stages has a process group of its own, of two ranks. Messages carry no tag:
-the receiver posts buffers in the order in which its neighbour's row of the table sends, one ahead of need.
-torch's own pipelines send and receive on one communicator, where compute waits; and their split backwards
-refuse compiled blocks (docs/decisions/051-own-pipeline.md).
+Every directed edge between two stages has a separate process group of two ranks. Messages carry no tag: the
+receiver posts buffers in the order in which the sender's row of the table sends, one buffer ahead of need.
+torch's own pipelines send and receive on one communicator, so compute waits for messages, and their split
+backwards refuse compiled blocks (docs/decisions/051-own-pipeline.md).
 
 next: parallel/schedule.py
 """
@@ -28,23 +28,23 @@ class Chunk(Protocol):
     """A part of the model that one rank computes."""
 
     def forward_micro(self, micro: int, x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
-        """Hidden states for the chunk behind (None: there is none), and losses that begin here.
+        """Runs the forward of a micro-batch. x: hidden states of the previous chunk; None: no such chunk.
 
-        x: hidden states of the chunk in front; None: there is none.
+        Returns hidden states for the next chunk (None: no such chunk), and the losses computed in this chunk.
         """
         ...
 
     def begin_backward(self, micro: int, last: bool) -> None:
-        """A micro-batch's backward is next; last: of this step, so that gradients travel with it."""
+        """Prepares for a micro-batch's backward. last: it is the step's last, and sends gradients."""
         ...
 
     def finish_experts(self, left: list[Left], last: bool) -> None:
-        """Makes the gradients that a backward has left; last: of this step, so that they travel."""
+        """Computes the gradients that a backward has deferred. last: the step's last, which sends them."""
         ...
 
 
 class Shape(NamedTuple):
-    """What travels between stages."""
+    """Shape, type and device of the hidden states that one stage sends to another."""
 
     shape: tuple[int, ...]  # [B, s, D]: a micro-batch's tokens of this rank
     dtype: torch.dtype
@@ -52,11 +52,11 @@ class Shape(NamedTuple):
 
 
 def first_by_host() -> bool:
-    """Whether the first pass sends its messages from host to host, past the GPUs.
+    """Whether the first pass sends its messages through the hosts' memory, not from GPU to GPU.
 
-    NCCL's send and receive are kernels that spin until the peer's runs. A kernel that CUDA loads at its first
-    launch may have to wait for all that run, so a stage that compiles while it receives can wait for itself.
-    After one pass all kernels are loaded.
+    NCCL's send and receive are kernels that spin until the peer's kernel runs. CUDA may load a kernel at its
+    first launch, and may then have to wait for all running kernels. So a stage that compiles while it
+    receives can wait for itself. After one pass all kernels are loaded.
     """
     return "nccl" in dist.get_backend()
 
@@ -71,16 +71,16 @@ class Edges:
         ranks = range(mesh.axes.world)
         column = {place(r).pp: r for r in ranks if place(r)._replace(pp=0) == here._replace(pp=0)}
         self.ranks = column
-        # Communicators are made eagerly and by all ranks in one order: made at first use, two stages could
-        # each wait for the other's.
+        # All ranks make the communicators eagerly and in one order. If they were made at first use, two
+        # stages could each wait for the other to make another communicator.
         self.groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self.hosts: dict[tuple[int, int], dist.ProcessGroup] = {}  # the same edges, between CPUs
-        self.passed: set[str] = set()  # kinds of passes that were made
+        self.passed: set[str] = set()  # kinds of passes that have run
         on_gpus = "nccl" in dist.get_backend()
         for pairs in rounds(table):
             pair = next((pair for pair in pairs if here.pp in pair), None)
-            # A rank without a neighbour in this round makes groups of its own: torch names a group by the
-            # number of groups that its members have.
+            # A rank without a neighbour in this round makes groups with itself as the only member, because
+            # torch names a group by the number of groups that its members have.
             for edge in (pair, (pair[1], pair[0])) if pair else (None, None):
                 members = [column[stage] for stage in edge or (here.pp,)]
                 group = _new_group(members, None)
@@ -92,7 +92,7 @@ class Edges:
             self._meet()
 
     def _meet(self) -> None:
-        """Sends one number along each edge, in one order on all ranks."""
+        """Sends one number along each edge, in the same order on all ranks, which connects NCCL's peers."""
         for (source, target), group in self.groups.items():
             number = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
             if source == self.here:
@@ -101,7 +101,7 @@ class Edges:
                 dist.recv(number, self.ranks[source], group=group)
 
     def begin(self, shape: Shape, kinds: str) -> None:
-        """A pass begins, in which messages of these kinds travel."""
+        """Begins a pass in which messages of these kinds are sent."""
         self.shape = shape
         self.by_host = first_by_host() and kinds not in self.passed
         self.passed.add(kinds)
@@ -115,12 +115,12 @@ class Edges:
         }
         self.posted: dict[Message, tuple[Any, Tensor]] = {}
         self.leaving: deque[tuple[Any, Tensor]] = deque()
-        self.inside: dict[Message, Tensor] = {}  # from one of this rank's chunks to another
+        self.inside: dict[Message, Tensor] = {}  # messages between two chunks of this rank
         for source in self.coming:
             self._post(source)
 
     def _post(self, source: int) -> Message | None:
-        """Makes room for the next message of a neighbour."""
+        """Posts the receive of a neighbour's next message; None if the neighbour sends no more."""
         message = next(self.coming[source], None)
         if message is not None:
             device = torch.device("cpu") if self.by_host else self.shape.device
@@ -152,7 +152,7 @@ class Edges:
         self.leaving.append((dist.isend(x, self.ranks[to], group=group), x))
 
     def finish(self) -> None:
-        """Waits until all that was sent has left."""
+        """Waits until every sent message has left this rank."""
         for work, x in self.leaving:
             _wait(work, x)
         self.leaving.clear()
@@ -160,9 +160,10 @@ class Edges:
 
 
 def _wait(work: Any, x: Tensor) -> None:
-    """Waits for a message: as long as a collective waits for its peers.
+    """Waits for a message, at most as long as a collective waits for its peers.
 
-    gloo would wait for ever. On a GPU the stream waits, not the host, and NCCL's watchdog has the limit.
+    Without a limit gloo would wait for ever. On a GPU the stream waits, not the host, and NCCL's watchdog
+    enforces the limit.
     """
     if x.is_cpu:
         work.wait(patience())
@@ -171,7 +172,7 @@ def _wait(work: Any, x: Tensor) -> None:
 
 
 def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
-    """A group that its members alone make; a collective of them. backend None: the default group's."""
+    """Makes a group by a collective of its members alone. backend None: the default group's backend."""
     group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     set_timeout(patience(), group)
@@ -179,7 +180,7 @@ def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
 
 
 def rounds(table: Table) -> list[list[tuple[int, int]]]:
-    """Pairs of stages that exchange messages, in rounds in which each stage has one neighbour at most."""
+    """Pairs of stages that exchange messages, in rounds; in a round each stage has at most one neighbour."""
     found: list[list[tuple[int, int]]] = []
     for pair in sorted({(min(edge), max(edge)) for edge in messages(table)}):
         for one in found:
@@ -192,7 +193,7 @@ def rounds(table: Table) -> list[list[tuple[int, int]]]:
 
 
 class Pipeline:
-    """This rank's row of a table, carried out over its chunks, which are given by number."""
+    """Runs this rank's row of a table over its chunks, which are given by number."""
 
     def __init__(self, chunks: Mapping[int, Chunk], table: Table, mesh: Mesh):
         self.chunks = chunks
@@ -205,7 +206,7 @@ class Pipeline:
         """Forward and backward of every micro-batch."""
         self.edges.begin(shape, "FB")
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | None, list[Tensor]]] = {}
-        left: dict[tuple[int, int], list[Left]] = {}  # by I for W
+        left: dict[tuple[int, int], list[Left]] = {}  # work that an I defers to its W
         final = {(a.op == "W", a.chunk): i for i, a in enumerate(self.row) if a.op != "F"}
         for i, action in enumerate(self.row):
             op, chunk, micro = action
@@ -244,7 +245,7 @@ class Pipeline:
         roots: list[tuple[Tensor, Tensor | None]] = [(loss, None) for loss in losses if loss.requires_grad]
         if y is not None:
             grad = self.edges.receive(Message("B", chunk, micro))
-            roots += [(y, grad)] if y.requires_grad else []  # else all before is frozen
+            roots += [(y, grad)] if y.requires_grad else []  # otherwise all blocks before it are frozen
         if roots:
             torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
         if x is not None:

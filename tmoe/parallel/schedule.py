@@ -1,20 +1,20 @@
-"""Pipeline schedules as tables: which rank does what with which micro-batch, in which order; and its time.
+"""Pipeline schedules as tables of each rank's actions, in order, and a simulation of the time they need.
 
-A model is cut into pp * chunks chunks of neighbouring blocks. What a rank does is a list of actions
+A model is split into pp * chunks chunks of neighbouring blocks. A rank runs a list of actions
 (op, chunk, micro-batch):
 
-    F  forward                      needs F of the chunk before
-    B  backward                     needs B (or I) of the chunk behind, and this chunk's F
-    I  backward without W's part    the same; the experts' weights wait for their gradients
-    W  the gradients that I left    needs I, and nobody waits for it: it fills gaps
+    F  forward                          needs F of the previous chunk
+    B  backward                         needs B (or I) of the next chunk, and this chunk's F
+    I  backward without W's part        needs the same as B; the gradients of experts' weights are deferred
+    W  the gradients deferred by an I   needs I; no other action waits for a W, so it fills gaps
 
     1f1b         chunk c on rank c        forward and backward in turn; bubble (pp-1) / (M+pp-1)
     interleaved  chunk c on rank c % pp   M a multiple of pp; bubble (pp-1) / (chunks*M+pp-1)
     v            down and up again        two chunks a rank; the first and the last chunk share rank 0
 
-Every rank makes the whole table, a pure function of its arguments. So a receiver knows in which order its
-neighbour sends (`messages`): no message carries a tag, and no rank asks another. `simulate` proves a table:
-nothing is left out or done twice, and nobody waits for ever.
+M is the number of micro-batches. Every rank makes the whole table, which is a pure function of its arguments.
+So a receiver knows in which order its neighbour sends (`messages`): no message carries a tag, and no rank
+asks another. `simulate` proves that a table leaves out no action, repeats none, and has no deadlock.
 
 next: tokens.py
 """
@@ -31,14 +31,20 @@ from typing import Literal, NamedTuple, get_args
 Schedule = Literal["1f1b", "interleaved", "v"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
-# How v orders what is ready: a forward is due so many times F's duration after that of the chunk before it,
-# a backward so many times I's. With these three, tables were as short as with the best of 42 such pairs,
-# for 2 to 16 ranks, 1 to 64 micro-batches, and W of 15, 27 and 0 percent of the work.
+# Pairs (a, b) by which v orders actions that are ready: a forward is due `a` times F's duration after the
+# forward of the previous chunk, a backward `b` times I's duration after that of the next chunk. With these
+# three pairs, tables were as short as with the best of 42 such pairs, for 2 to 16 ranks, 1 to 64
+# micro-batches, and W of 15, 27 and 0 percent of the work.
 PACES = ((4.0, 2.0), (4.0, 3.0), (3.0, 1.5))
 
 
 class Action(NamedTuple):
-    """One thing that a rank does. op: F, B, I or W; chunk: of the whole model, from 0; micro: micro-batch."""
+    """One action of a rank.
+
+    op: F, B, I or W.
+    chunk: number of the chunk in the whole model, from 0.
+    micro: number of the micro-batch.
+    """
 
     op: str
     chunk: int
@@ -46,7 +52,12 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a neighbour sends. kind: F (hidden states) or B (their gradient); chunk: the one that receives."""
+    """A tensor that one chunk sends to another.
+
+    kind: F (hidden states) or B (their gradient).
+    chunk: number of the chunk that receives it.
+    micro: number of the micro-batch.
+    """
 
     kind: str
     chunk: int
@@ -54,7 +65,7 @@ class Message(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Durations of F, of I and of W in one chunk, in any one unit; B takes I's and W's together."""
+    """Durations of F, of I and of W in one chunk, in any common unit; B lasts as long as I and W together."""
 
     forward: float
     inputs: float
@@ -62,23 +73,23 @@ class Cost(NamedTuple):
 
 
 class Table(NamedTuple):
-    """`ranks`: what each rank does, in order; `home`: the rank of each chunk."""
+    """`ranks`: the actions of each rank, in order; `home`: the rank of each chunk."""
 
     ranks: tuple[tuple[Action, ...], ...]
     home: tuple[int, ...]
 
 
 class Simulation(NamedTuple):
-    """What a table costs, with each rank's numbers by rank."""
+    """The cost of a table. `held`, `kept` and `stashed` have a number for each rank."""
 
     time: float  # from the first action to the end of the last
-    bubble: float  # share of all ranks' time in which they have nothing to do
-    held: tuple[int, ...]  # most forwards whose backward is to come, in chunks
-    kept: tuple[int, ...]  # most W that wait, in chunks
-    stashed: tuple[int, ...]  # most messages that are here before their turn
+    bubble: float  # share of all ranks' time in which they are idle
+    held: tuple[int, ...]  # most forwards at a time whose backward has not run, in chunks
+    kept: tuple[int, ...]  # most W at a time that wait, in chunks
+    stashed: tuple[int, ...]  # most messages at a time that have arrived before they are used
 
 
-EVEN = Cost(1, 1, 1)  # every matrix product costs as much: its gradients are two of them
+EVEN = Cost(1, 1, 1)  # all matrix products cost the same, and the gradients of a product are two products
 EXPERTS = Cost(100, 155, 45)  # only the experts' weights wait: a sixth of the work of a Qwen3-like layer
 
 
@@ -96,11 +107,14 @@ def table(
 ) -> Table:
     """The actions of each of pp ranks for `micros` micro-batches and `chunks` chunks a rank.
 
-    Args: deferred puts the experts' weight gradients off (I and W for B). cost: of a chunk, which orders v
-    and what is deferred; the same on every rank. limit: most forwards of v that wait for their backward on
-    a rank, in chunks; None is 2 * pp, as many layers as 1F1B's first rank holds. waiting: most W that wait
-    on a rank, each with its inputs and their gradients; None is pp * chunks. With twice that v's bubble was
-    a quarter smaller, with more the same.
+    Args:
+        schedule: "1f1b", "interleaved" or "v".
+        deferred: defers the experts' weight gradients (I and W in place of B).
+        cost: durations in a chunk, which order the actions of v and the deferred W; the same on every rank.
+        limit: in v, most forwards that wait for their backward on a rank, in chunks; None is 2 * pp, which
+            is as many layers as 1F1B's first rank holds.
+        waiting: most W that wait on a rank, each with its inputs and their gradients; None is pp * chunks.
+            With twice as many v's bubble was a quarter smaller; with more it did not shrink further.
 
     Raises ValueError that names the flags (`validate`).
     """
@@ -109,7 +123,7 @@ def table(
     waiting = pp * chunks if waiting is None else waiting
     if limit < 2 or waiting < 1:
         raise ValueError(
-            f"limit={limit}, waiting={waiting}: v holds at least 2 chunks, and 1 W waits at least"
+            f"limit={limit}, waiting={waiting}: limit must be at least 2, and waiting at least 1"
         )
     home = homes(schedule, pp, chunks)
     if schedule == "v":
@@ -127,9 +141,9 @@ def table(
 
 
 def validate(schedule: str, pp: int, micros: int, chunks: int, layers: int | None = None) -> None:
-    """ValueError that names flag, value and what is valid, unless there is a table for these.
+    """Raises ValueError that names flag, value and valid values, unless these settings have a table.
 
-    layers: of the model, where known.
+    layers: number of layers of the model, where known.
     """
     for flag, value in (
         ("--parallel.pp", pp),
@@ -173,9 +187,9 @@ def homes(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
 
 
 def messages(table: Table) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """(source, target) of every edge that is used: its messages in the order of sending.
+    """The messages of every used edge (source, target), in the order of sending.
 
-    Chunks that share a rank need none.
+    Chunks on the same rank need no message.
     """
     found: dict[tuple[int, int], list[Message]] = {}
     for source, row in enumerate(table.ranks):
@@ -187,7 +201,7 @@ def messages(table: Table) -> dict[tuple[int, int], tuple[Message, ...]]:
 
 
 def result(action: Action, chunks: int) -> Message | None:
-    """What another chunk gets of an action."""
+    """The message with an action's result for another chunk; None if no chunk needs the result."""
     op, chunk, micro = action
     if op == "F" and chunk + 1 < chunks:
         return Message("F", chunk + 1, micro)
@@ -197,11 +211,12 @@ def result(action: Action, chunks: int) -> Message | None:
 
 
 def simulate(table: Table, cost: Cost | Sequence[Cost] = EVEN, latency: float = 0) -> Simulation:
-    """Runs a table in thought.
+    """Simulates the run of a table.
 
-    cost: of a chunk, or of each; latency: of a message between ranks, which keeps neither from its work.
+    cost: durations in every chunk, or a list with the durations in each chunk.
+    latency: time of a message between ranks, during which both ranks can work.
 
-    Raises ValueError where an action is missing, comes twice or on another rank than its chunk's, and where
+    Raises ValueError where an action is missing, occurs twice or is on another rank than its chunk, and where
     ranks wait for each other.
     """
     count = len(table.home)
@@ -220,7 +235,7 @@ def simulate(table: Table, cost: Cost | Sequence[Cost] = EVEN, latency: float = 
 
 
 class _Run:
-    """A run of a table: how far each rank is, what has arrived, and what each rank holds."""
+    """A simulated run of a table: each rank's progress, the arrived messages, and what each rank holds."""
 
     def __init__(self, table: Table, costs: list[Cost], latency: float):
         pp = len(table.ranks)
@@ -228,18 +243,18 @@ class _Run:
         self.costs = costs
         self.latency = latency
         self.seconds = [dict(F=f, B=i + w, I=i, W=w) for f, i, w in costs]
-        self.there: dict[Message, float] = {}  # when a message arrives
-        self.last: dict[int, float] = {}  # when the last chunk's F of a micro-batch ended
+        self.there: dict[Message, float] = {}  # time at which a message arrives
+        self.last: dict[int, float] = {}  # time at which the last chunk's F of a micro-batch ended
         self.place = [0] * pp
         self.now: list[float] = [0] * pp
         self.flying = [0] * pp
         self.left = [0] * pp
-        self.held = [0] * pp  # the most that were flying
-        self.kept = [0] * pp  # the most that were left
+        self.held = [0] * pp  # the maximum of `flying` so far
+        self.kept = [0] * pp  # the maximum of `left` so far
         self.stash: list[list[tuple[float, int]]] = [[] for _ in range(pp)]
 
     def ready(self, action: Action) -> float | None:
-        """When what an action needs is there; None: that is not known yet."""
+        """Time at which all inputs of an action are available; None: not known yet."""
         op, chunk, micro = action
         if op == "W" or (op == "F" and chunk == 0):
             return 0
@@ -248,7 +263,10 @@ class _Run:
         return self.there.get(Message("F" if op == "F" else "B", chunk, micro))
 
     def step(self, rank: int) -> list[int] | None:
-        """A rank's next action. Returns the ranks that it sends to; None where it has none, or waits."""
+        """Runs a rank's next action.
+
+        Returns the ranks to which it sends its result; None if the rank has no action left, or must wait.
+        """
         row = self.table.ranks[rank]
         home = self.table.home
         if self.place[rank] == len(row):
@@ -274,7 +292,7 @@ class _Run:
         return [target] if target != rank else []
 
     def hold(self, rank: int, op: str) -> None:
-        """Counts the forwards and the W that wait."""
+        """Updates the counts of forwards without a backward (`flying`) and of waiting W (`left`)."""
         self.flying[rank] += dict(F=1, W=0).get(op, -1)
         self.left[rank] += dict(I=1, W=-1).get(op, 0)
         self.held[rank] = max(self.held[rank], self.flying[rank])
@@ -289,7 +307,7 @@ class _Run:
 
     def simulation(self, micros: int) -> Simulation:
         time, work, pp = max(self.now), micros * sum(map(sum, self.costs)), len(self.now)
-        # what is used at a moment goes before what comes: (time, -1) sorts before (time, 1)
+        # a use sorts before an arrival at the same time: (time, -1) before (time, 1)
         stashed = [
             max(itertools.accumulate((step for _, step in sorted(steps)), initial=0)) for steps in self.stash
         ]
@@ -298,7 +316,10 @@ class _Run:
 
 
 def _check_actions(table: Table) -> int:
-    """Number of micro-batches. ValueError unless a chunk's rank does F and B, or F, I and W, of each once."""
+    """The number of micro-batches in a table.
+
+    ValueError unless a chunk's rank runs F and B, or F, I and W, of each micro-batch exactly once.
+    """
     seen: dict[tuple[int, int], str] = {}
     for rank, row in enumerate(table.ranks):
         for op, chunk, micro in row:
@@ -317,7 +338,7 @@ def _check_actions(table: Table) -> int:
 
 
 def _1f1b(pp: int, micros: int) -> list[list[Action]]:
-    """Forwards until the first backward can come, then one of each: rank r holds pp - r at most."""
+    """Forwards until the first backward is ready, then one of each in turn: rank r holds at most pp - r."""
     return [
         _one_of_each(
             [Action("F", r, m) for m in range(micros)], [Action("B", r, m) for m in range(micros)], pp - r - 1
@@ -327,7 +348,7 @@ def _1f1b(pp: int, micros: int) -> list[list[Action]]:
 
 
 def _interleaved(pp: int, micros: int, chunks: int) -> list[list[Action]]:
-    """Narayanan et al. 2021: groups of pp micro-batches pass all chunks of a rank in turn."""
+    """Narayanan et al. 2021: a rank runs its chunks in turn, each for a group of pp micro-batches."""
 
     def passes(op: str, rank: int) -> list[Action]:
         order = range(chunks) if op == "F" else reversed(range(chunks))
@@ -340,17 +361,17 @@ def _interleaved(pp: int, micros: int, chunks: int) -> list[list[Action]]:
 
 
 def _one_of_each(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """`ahead` forwards, then a forward and a backward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     turns = zip(forwards[ahead:], backwards, strict=False)
     return [*forwards[:ahead], *itertools.chain(*turns), *backwards[len(forwards) - ahead :]]
 
 
 def _v_order(home: tuple[int, ...], micros: int, cost: Cost, pace: tuple[float, float]) -> list[float]:
-    """Whose turn it is on a rank among what is ready: the smallest number's.
+    """The priority of every action: a rank runs the action with the least number among its ready actions.
 
-    A micro-batch is due when the ranks have done the work of all before it. Returns a number for every
-    action: F of all micro-batches for every chunk, then B.
+    A micro-batch is due when the ranks have done the work of all micro-batches before it. Returns a number
+    for every action: F of all micro-batches for every chunk, then B in the same order.
     """
     count, (f, i, w) = len(home), cost
     forward, backward, round_ = pace[0] * f, pace[1] * i, 2 * (f + i + w)
@@ -360,14 +381,15 @@ def _v_order(home: tuple[int, ...], micros: int, cost: Cost, pace: tuple[float, 
 
 
 class _Filling:
-    """Makes a table: whenever a rank is free it takes the first of its ready actions in `order`, else a W.
+    """Makes a table: a free rank runs the first of its ready actions in `order`, or a W if none is ready.
 
-    order: as `_v_order` gives it; B becomes I where deferred. limit None keeps to the order: its numbers are
-    places in a rank's row, and a rank waits for the next one, or does a W. With a limit, a chunk of the first
-    half (the way down of a V) leaves one place free. So the way up never waits for memory: its last chunk's
-    backward follows at once, which frees the place of the last but one, and so on: nothing is ever stuck.
+    order: priorities as `_v_order` returns them; if gradients are deferred, I takes the place of B.
+    limit: None keeps strictly to the order. Its numbers are then places in a rank's row, and a rank waits for
+        the next place, or runs a W. With a limit, a chunk of the first half (the way down of a V) leaves one
+        place free. So a chunk on the way up never waits for memory: the backward of the last chunk follows
+        at once and frees the place for the chunk before it, and so on. This prevents a deadlock.
 
-    An action is one number, its place in `order`: quicker than tuples, of which there are thousands.
+    An action is one number, its index in `order`, because thousands of tuples would be slower.
     """
 
     def __init__(self, home: tuple[int, ...], micros: int, deferred: bool, limit: int | None, waiting: int):
@@ -378,7 +400,7 @@ class _Filling:
         self.limit = limit
         self.waiting = waiting
         self.forwards = micros * len(home)
-        self.down = self.forwards // 2 if limit else 0  # actions below it are forwards of the way down
+        self.down = self.forwards // 2 if limit else 0  # lower numbers are forwards on the way down
         self.most = limit or 2 * self.forwards
         self.ready: list[list[list[tuple[float, int]]]] = [[[], [], []] for _ in range(pp)]  # F down, F up, B
         self.rows: list[list[tuple[str, int]]] = [[] for _ in range(pp)]
@@ -386,10 +408,10 @@ class _Filling:
         self.busy = [0.0] * pp
         self.flying = [0] * pp
         self.taken = [0] * pp
-        self.ends: list[tuple[float, int, int]] = []  # of what is under way; -1 is a W
+        self.ends: list[tuple[float, int, int]] = []  # (end, rank, action) of running actions; -1 is a W
 
     def run(self, cost: Cost, order: Sequence[float]) -> tuple[float, Table]:
-        """The time and the table."""
+        """Returns the time that the table needs, and the table."""
         backward = cost.inputs + (0 if self.deferred else cost.weights)
         for m in range(self.micros):
             self.add(self.home[0], order[m], m)
@@ -415,12 +437,12 @@ class _Filling:
         return now, Table(made, self.home)
 
     def add(self, rank: int, place: float, key: int) -> None:
-        """An action is ready on a rank."""
+        """Notes that an action is ready on a rank."""
         kind = 2 if key >= self.forwards else 0 if key < self.down else 1
         heapq.heappush(self.ready[rank][kind], (place, key))
 
     def next_of(self, rank: int) -> list[tuple[float, int]] | None:
-        """The queue whose first action comes next on a rank, as far as memory allows; None: there is none."""
+        """The queue whose first action a rank runs next, within the limits of memory; None: no such queue."""
         if len(self.later[rank]) >= self.waiting:
             return None
         best: list[tuple[float, int]] | None = None
@@ -431,7 +453,7 @@ class _Filling:
         return best
 
     def take(self, rank: int, queue: list[tuple[float, int]]) -> int:
-        """Puts the queue's first action into the rank's row, and returns it."""
+        """Moves the queue's first action into the rank's row, and returns the action."""
         _, key = heapq.heappop(queue)
         self.taken[rank] += 1
         if key < self.forwards:
@@ -445,12 +467,15 @@ class _Filling:
         return key
 
     def start(self, rank: int, key: int, end: float) -> None:
-        """The rank is busy until `end`."""
+        """Notes that the rank is busy with an action until `end`."""
         self.busy[rank] = end
         heapq.heappush(self.ends, (end, rank, key))
 
     def end(self, now: float, order: Sequence[float]) -> set[int]:
-        """Ends all that ends now, before any rank chooses; returns the ranks that may go on."""
+        """Ends all actions that end at `now`, before any rank chooses its next action.
+
+        Returns the ranks that may have a new action to run.
+        """
         awake = set()
         while self.ends and self.ends[0][0] == now:
             _, rank, key = heapq.heappop(self.ends)
@@ -462,7 +487,7 @@ class _Filling:
         return awake
 
     def after(self, key: int) -> int | None:
-        """The action that needed this one's result; None after a W and after the first chunk's B."""
+        """The action that needs this action's result; None after a W and after the first chunk's B."""
         if key < 0 or self.forwards <= key < self.forwards + self.micros:
             return None
         if key >= self.forwards:
@@ -474,13 +499,16 @@ class _Filling:
 def cut(
     layers: int, chunks: int, costs: Sequence[float] | None = None, first: float = 0, last: float = 0
 ) -> list[range]:
-    """The blocks of each of `chunks` chunks (all ranks' together): the dearest chunk is as cheap as can be.
+    """Divides a model's blocks into the `chunks` chunks of all ranks, so that the largest cost is least.
 
-    Every chunk gets neighbours, one at least. Of several such cuts the most even one, by squares; of those
-    the one with fewer blocks in front, where ranks hold most micro-batches.
+    Every chunk gets neighbouring blocks, at least one. If several cuts have the same largest cost, the cut
+    with the least sum of squared costs is returned; among equal sums, the cut with fewer blocks in the first
+    chunks, where ranks hold most micro-batches.
 
-    Args: costs: of each block, at least 0, in any one unit (None: all equal). first and last: what the first
-    chunk (embedding) and the last one (head and loss) have to do besides.
+    Args:
+        costs: cost of each block, at least 0, in any common unit (None: all equal).
+        first: additional cost of the first chunk (embedding).
+        last: additional cost of the last chunk (head and loss).
     """
     costs = [1] * layers if costs is None else list(costs)
     if chunks < 1 or chunks > layers:
@@ -505,15 +533,15 @@ def cut(
 
 
 def _starts(chunk: int, stop: int) -> range:
-    """Where a chunk may begin, if every chunk in front of it has a block."""
+    """Blocks at which a chunk may begin, if every chunk before it has at least one block."""
     return range(chunk, stop) if chunk else range(1)
 
 
 def _cheapest(layers: int, chunks: int, cost: Callable[[int, int, int], float]) -> float:
-    """The dearest chunk of the best cut; cost: of a chunk from a block to a block.
+    """The largest cost of a chunk in the best cut. cost: of a chunk, from its first block to its end.
 
-    `dearest[j]` is the dearest chunk of the first j blocks. It grows with j, and the last chunk gets cheaper
-    with a later start: the best start is where they cross.
+    `dearest[j]` is the largest cost of a chunk in the best cut of the first j blocks. It grows with j, and
+    the last chunk gets cheaper with a later start, so the best start is where the two costs cross.
     """
     dearest: list[float] = [0.0] * (layers + 1)
     for chunk in range(chunks):
@@ -531,7 +559,10 @@ def _cheapest(layers: int, chunks: int, cost: Callable[[int, int, int], float]) 
 def _most_even(
     layers: int, chunks: int, cost: Callable[[int, int, int], float], most: float
 ) -> list[list[int]]:
-    """For each chunk and end, its start: the least sum of squares without a chunk dearer than `most`."""
+    """The start of each chunk for each end, in the cut with the least sum of squared costs.
+
+    No chunk of that cut costs more than `most`.
+    """
     least: list[float] = [0.0] + [math.inf] * layers
     begin: list[list[int]] = []
     for chunk in range(chunks):

@@ -1,4 +1,4 @@
-"""Finds the expert parameters of any module, and makes optimizer groups of them and of the rest.
+"""Finds the expert parameters of any module, and makes optimizer groups of experts and of other parameters.
 
 next: parallel/grad_norm.py
 """
@@ -12,23 +12,23 @@ from torch.distributed.tensor import DTensor
 
 
 def tag_experts(module: nn.Module, patterns: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Groups for an optimizer: the parameters that are no experts, then the experts, with `moe: True`.
+    """Parameter groups for an optimizer: first all other parameters, then the experts, with `moe: True`.
 
         optimizer = torch.optim.AdamW(tmoe.parallel.tag_experts(model), lr=1e-4)
 
     A parameter is an expert if one of these holds for it, or for another name of the same parameter:
 
-    - it is a DTensor that is split over the axis "ep" of its mesh, as `parallelize` and `swap_experts` leave
-      it;
+    - it is a DTensor that is split over the axis "ep" of its mesh, as after `parallelize` or `swap_experts`;
     - it has the attribute `allreduce` set to False, as DeepSpeed and Megatron mark experts;
     - `re.search` finds one of the `patterns` in its name: r"(^|\\.)experts\\." fits most models.
 
     A group is {"params": tensors, "param_names": their names in `module`}, in the order of
-    `named_parameters`; experts have "moe": True besides, the others no such key. Each parameter is in one
-    group once, under its first name. Frozen ones are in none, and a group without parameters is left out.
+    `named_parameters`. The group of experts has the additional key "moe": True; the other group has no such
+    key. Each parameter occurs once, in one group, under its first name. Frozen parameters are in no group,
+    and a group without parameters is left out.
 
-    Raises ValueError where no parameter, frozen ones included, is an expert, and for a pattern that fits no
-    name or is no regular expression.
+    Raises ValueError if no parameter, frozen parameters included, is an expert, and if a pattern matches no
+    name or is not a regular expression.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):

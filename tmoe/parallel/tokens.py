@@ -1,15 +1,16 @@
-"""Moves tokens between the ranks that share a sequence (tp, cp), forward and backward, as ops that compile.
+"""Exchanges tokens between the ranks that share a sequence (tp, cp), forward and backward, as compilable ops.
 
-    gather       [B, S/n, ...] -> [B, S, ...]          backward: scatter_sum, for every rank used all tokens
-    scatter_sum  [B, S, ...] -> [B, S/n, ...]          backward: gather, for every rank's part is in the sum
-    exchange     [B, S/n, H, ...] <-> [B, S, H/n, ...] backward: the way back
+    gather       [B, S/n, ...] -> [B, S, ...]          backward: scatter_sum, since every rank used all tokens
+    scatter_sum  [B, S, ...] -> [B, S/n, ...]          backward: gather, since every rank's part is in the sum
+    exchange     [B, S/n, H, ...] <-> [B, S, H/n, ...] backward: the exchange in the other direction
 
-    gathered_linear   linear(gather(x))       keeps this rank's x alone, and gathers again in its backward
-    linear_scattered  scatter_sum(linear(y))  in pieces: one travels while the next is computed
+    gathered_linear   linear(gather(x))       keeps only this rank's x, and gathers again in its backward
+    linear_scattered  scatter_sum(linear(y))  in pieces: one is sent while the next is computed
 
-n is the size of the group, found by name (`collectives.name_of`); for a group of one all are the identity,
-or a plain linear. S is n parts, one a rank, in the group's order; `positions` says which positions of the
-sequence those are. Sums over ranks are made in the tensors' own type, as NCCL makes them.
+n is the size of the group, which is found by name (`collectives.name_of`). For a group of one rank, gather,
+scatter_sum and exchange are the identity, and the two products are a plain linear. S consists of n parts, one
+for each rank, in the group's order; `positions` returns the positions of a part in the sequence. Sums over
+ranks are computed in the tensors' type, as by NCCL.
 
 next: moe/exchange/dispatch.py
 """
@@ -32,18 +33,18 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @torch.compiler.assume_constant_result
 def size_of(group: str) -> int:
-    """Number of ranks; in a compiled graph a constant."""
+    """The number of ranks of a group; in a compiled graph it is a constant."""
     return group_of(group).size()
 
 
 def _require_even(length: int, ranks: int, what: str) -> None:
-    """ValueError unless the ranks get as much each."""
+    """ValueError unless `length` is a multiple of `ranks`."""
     if length % ranks:
         raise ValueError(f"{length} {what}: must be a multiple of the group's {ranks} ranks")
 
 
 class _Travel(NamedTuple):
-    """A collective under way, and what it reads and writes: whoever holds this keeps both alive."""
+    """A running collective with its input and output, which it keeps alive."""
 
     work: Any
     sent: Tensor
@@ -55,21 +56,21 @@ class _Travel(NamedTuple):
 
 
 def _start_gather(x_BsX: Tensor, group: dist.ProcessGroup) -> _Travel:
-    """On its way to [n, B, S/n, ...], dimension 0 the rank."""
+    """Starts a gather to [n, B, S/n, ...]; dimension 0 is the rank."""
     x_BsX = x_BsX.contiguous()
     out = x_BsX.new_empty(group.size(), *x_BsX.shape)
     return _Travel(_all_gather(out.flatten(0, 1), x_BsX, group=group, async_op=True), x_BsX, out)
 
 
 def _start_scatter(x_nBsX: Tensor, group: dist.ProcessGroup) -> _Travel:
-    """[n, B, S/n, ...] on its way to this rank's sum, [B, S/n, ...]."""
+    """Starts a reduce-scatter of [n, B, S/n, ...] to this rank's part of the sum, [B, S/n, ...]."""
     x_nBsX = x_nBsX.contiguous()
     out = torch.empty_like(x_nBsX[0])
     return _Travel(_reduce_scatter(out, x_nBsX.flatten(0, 1), group=group, async_op=True), x_nBsX, out)
 
 
 def _by_token(x_nBsX: Tensor) -> Tensor:
-    """[n, B, S/n, ...] as [B, S, ...], without a copy where B is 1."""
+    """[n, B, S/n, ...] as [B, S, ...], without a copy if B is 1."""
     return rearrange(x_nBsX, "n b s ... -> b (n s) ...").contiguous()
 
 
@@ -135,12 +136,15 @@ def _exchange(x: Tensor, group: str, to_heads: bool) -> Tensor:
 
 
 def gather(x_BsX: Tensor, group: str) -> Tensor:
-    """[B, S/n, ...] to [B, S, ...]: the tokens of all ranks, in the group's order. Each brings as many."""
+    """[B, S/n, ...] to [B, S, ...]: the tokens of all ranks, in the group's order.
+
+    Every rank must have the same number of tokens.
+    """
     return x_BsX if size_of(group) == 1 else _gather(x_BsX, group)
 
 
 def scatter_sum(x_BSX: Tensor, group: str) -> Tensor:
-    """[B, S, ...] to [B, S/n, ...]: of the sum over the group's ranks, this rank's tokens.
+    """[B, S, ...] to [B, S/n, ...]: this rank's tokens of the sum over the group's ranks.
 
     ValueError unless n divides S.
     """
@@ -150,9 +154,10 @@ def scatter_sum(x_BSX: Tensor, group: str) -> Tensor:
 
 
 def exchange(x: Tensor, group: str, to_heads: bool) -> Tensor:
-    """From all heads of my tokens to my heads of all tokens, [B, S/n, H, ...] to [B, S, H/n, ...].
+    """From all heads of this rank's tokens to its heads of all tokens, [B, S/n, H, ...] to [B, S, H/n, ...].
 
-    Without to_heads back. ValueError unless n divides the heads (back: the tokens).
+    to_heads: False: the opposite direction.
+    ValueError unless n divides the number of heads (in the opposite direction: of tokens).
     """
     n = size_of(group)
     _require_even(x.shape[2 if to_heads else 1], n, "heads" if to_heads else "tokens")
@@ -191,7 +196,7 @@ def _fake_gathered_linear(x_BsD, weight, bias, group, pieces):
     differentiate=_gathered_linear_grads,
 )
 def _gathered_linear(x_BsD: Tensor, weight: Tensor, bias: Tensor | None, group: str, pieces: int) -> Tensor:
-    """Products of one piece of every rank's tokens while the next ones travel."""
+    """Multiplies one piece of every rank's tokens while the next pieces are gathered."""
     coming = [_start_gather(piece, group_of(group)) for piece in _pieces(x_BsD, pieces, 1)]
     return _by_token(_joined([F.linear(piece.wait(), weight, bias) for piece in coming], 2))
 
@@ -204,7 +209,10 @@ def _fake_gathered_linear_backward(dy_BSO, x_BsD, weight, group):
 def _gathered_linear_backward(
     dy_BSO: Tensor, x_BsD: Tensor, weight: Tensor, group: str
 ) -> tuple[Tensor, Tensor]:
-    """dx, added up over ranks, and dW of this rank's rows. x travels during dx's product, dx during dW's."""
+    """dx, summed over ranks, and dW of this rank's rows.
+
+    x is gathered during the product for dx, and dx is sent during the product for dW.
+    """
     ranks = group_of(group)
     x_nBsD = _start_gather(x_BsD, ranks)
     dy_nBsO = _by_rank(dy_BSO, ranks.size()).contiguous()
@@ -216,10 +224,14 @@ def _gathered_linear_backward(
 def gathered_linear(
     x_BsD: Tensor, weight: Tensor, bias: Tensor | None, group: str, chunks: int = 1
 ) -> Tensor:
-    """linear(gather(x), weight, bias), [B, S/n, D] to [B, S, O]; backward gathers x again, it is not kept.
+    """linear(gather(x), weight, bias), [B, S/n, D] to [B, S, O]; backward gathers x again.
 
-    Args: weight [O, D] and bias [O]: this rank's rows (its heads), of x's type. chunks: pieces of a rank's
-    tokens that travel one by one, each while the one before is multiplied.
+    Args:
+        x_BsD: this rank's tokens.
+        weight: [O, D], this rank's rows (its heads), of x's type.
+        bias: [O], this rank's rows, of x's type; or None.
+        group: name of the group.
+        chunks: number of pieces of a rank's tokens; a piece is gathered while the one before is multiplied.
     """
     if size_of(group) == 1:
         return F.linear(x_BsD, weight, bias)
@@ -247,7 +259,7 @@ def _fake_linear_scattered(y_BSO, weight, group, pieces):
     differentiate=_linear_scattered_grads,
 )
 def _linear_scattered(y_BSO: Tensor, weight: Tensor, group: str, pieces: int) -> Tensor:
-    """A piece of every rank's tokens on its way while the next one is computed."""
+    """Sends a piece of every rank's tokens while the next piece is computed."""
     ranks = group_of(group)
     parts = _pieces(_by_rank(y_BSO, ranks.size()), pieces, 2)
     going = [_start_scatter(F.linear(part, weight), ranks) for part in parts]
@@ -262,7 +274,7 @@ def _fake_linear_scattered_backward(dz_BsD, y_BSO, weight, group, pieces):
 def _linear_scattered_backward(
     dz_BsD: Tensor, y_BSO: Tensor, weight: Tensor, group: str, pieces: int
 ) -> tuple[Tensor, Tensor]:
-    """dy of all tokens, and dW of this rank's columns: a piece of dz travels during another's products."""
+    """dy of all tokens, and dW of this rank's columns. A piece of dz is gathered during others' products."""
     ranks = group_of(group)
     coming = [_start_gather(piece, ranks) for piece in _pieces(dz_BsD, pieces, 1)]
     parts = _pieces(_by_rank(y_BSO, ranks.size()), pieces, 2)
@@ -277,8 +289,13 @@ def _linear_scattered_backward(
 def linear_scattered(y_BSO: Tensor, weight: Tensor, group: str, chunks: int = 1) -> Tensor:
     """scatter_sum(linear(y, weight)), [B, S, O] to [B, S/n, D]; the caller adds a bias to the sum, once.
 
-    Args: weight [D, O]: this rank's columns (its heads), of y's type. chunks: pieces of every rank's
-    tokens, each on its way while the next is multiplied. ValueError unless n divides S.
+    Args:
+        y_BSO: all tokens, this rank's columns.
+        weight: [D, O], this rank's columns (its heads), of y's type.
+        group: name of the group.
+        chunks: number of pieces of every rank's tokens; a piece is sent while the next is multiplied.
+
+    ValueError unless n divides S.
     """
     n = size_of(group)
     _require_even(y_BSO.shape[1], n, "tokens")
@@ -290,11 +307,11 @@ def linear_scattered(y_BSO: Tensor, weight: Tensor, group: str, chunks: int = 1)
 def positions(
     seq: int, cp: int = 1, cp_rank: int = 0, tp: int = 1, tp_rank: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """int64 [seq / (cp tp)]: which positions of a sequence a rank works on.
+    """The positions of a sequence that a rank works on: int64 [seq / (cp tp)].
 
-    Rank r of cp holds chunks r and 2 cp - 1 - r of 2 cp, a head and a tail, so that causal attention is as
-    much work on every rank; of that a rank of tp holds its part, contiguous. ValueError unless seq is a
-    multiple of 2 cp tp (without cp: of tp).
+    Rank r of cp holds chunks r and 2 cp - 1 - r of 2 cp, a head and a tail, so that causal attention needs
+    the same work on every rank. A rank of tp holds a contiguous part of these positions. ValueError unless
+    seq is a multiple of 2 cp tp (without cp: of tp).
     """
     for flag, value, ranks in (("cp", cp_rank, cp), ("tp", tp_rank, tp)):
         if not 0 <= value < ranks:
@@ -316,14 +333,14 @@ def positions(
 
 
 def key_order(cp: int) -> tuple[int, ...]:
-    """Where each of a sequence's 2 cp chunks lies in what `gather` over cp brings (one chunk, without cp)."""
+    """The places of a sequence's 2 cp chunks (without cp: of one chunk) in the result of `gather` over cp."""
     if cp == 1:
         return (0,)
     return tuple(2 * c if c < cp else 2 * (2 * cp - 1 - c) + 1 for c in range(2 * cp))
 
 
 def in_key_order(x_BSX: Tensor, cp: int) -> Tensor:
-    """What `gather` over cp brought, [B, S, ...], in the order of the sequence: whole chunks are copied."""
+    """The result of `gather` over cp, [B, S, ...], in the order of the sequence: whole chunks are copied."""
     if cp == 1:
         return x_BSX
     chunks = x_BSX.chunk(2 * cp, 1)

@@ -1,11 +1,11 @@
-"""ZeRO-1 and ZeRO-2 on FSDP2: weights gathered once a step, gradients summed whole or cut.
+"""ZeRO-1 and ZeRO-2 on FSDP2: weights gathered once a step, gradients summed whole or sharded.
 
-FSDP2 alone gathers a unit of blocks in front of its forward and again in front of its backward, in every
-micro-batch. Here a unit stays gathered from its first forward of a step to its last backward. Masters,
-optimizer state, names and checkpoints are FSDP2's as ever: cut over N ranks.
+FSDP2 alone gathers a unit of blocks before its forward and again before its backward, in every micro-batch.
+Under ZeRO-1 and ZeRO-2 a unit stays gathered from its first forward of a step to its last backward. Master
+weights, optimizer state, names and checkpoints are unchanged: FSDP2 shards them over N ranks.
 
-P: dense parameters of a stage, of which the embedding, final norm and head are P0 and the largest unit of
-blocks has u. w: bytes of the compute type, 2 or 4. M: micro-batches of a step.
+P: number of dense parameters of a stage. P0: those of the embedding, final norm and head. u: those of the
+largest unit of blocks. w: bytes of the compute type, 2 or 4. M: micro-batches of a step.
 
     --parallel.shard                     3 (default)          2                  1 (ZeRO-1)
     masters and AdamW's moments          12 P/N bytes         12 P/N             12 P/N
@@ -15,13 +15,13 @@ blocks has u. w: bytes of the compute type, 2 or 4. M: micro-batches of a step.
     gathers of a unit in a step          2 M (the root: M)    1                  1
     reduce-scatters of it                1                    M                  1
 
-A unit's own gradient, unreduced, comes on top while its backward runs. With M = 1 nothing waits between
-micro-batches, and 1 and 2 are one thing. Replicas (`--parallel.replicate`) add up once a step either way.
-Experts are not concerned: they lie on (dp, ep), kept whole or gathered as `--parallel.gathered-gib` says, and
-so is a rank that is alone and gathers nothing.
+While a unit's backward runs, its unreduced gradient needs memory in addition. With M = 1 no gradients are
+kept between micro-batches, and 1 and 2 are equivalent. Replicas (`--parallel.replicate`) sum their gradients
+once a step in both cases. Experts are unaffected: they are sharded over (dp, ep), and are kept whole or
+gathered according to `--parallel.gathered-gib`. A single rank, which gathers nothing, is unaffected as well.
 
-In a pipeline this is the rule "weights stay gathered until a chunk's last backward": there 3 gathers twice a
-micro-batch, however many forwards are in flight.
+In a pipeline the rule is "weights stay gathered until a chunk's last backward". There `--parallel.shard 3`
+gathers twice a micro-batch, however many forwards are in flight.
 
 next: parallel/grad_norm.py
 """
@@ -35,13 +35,15 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def keep_gathered(root: FSDPModule, dense: Sequence[FSDPModule], shard: int) -> None:
-    """Keeps what `dense` gathers until the micro-batch that `root` is told to sync with, or the only one.
+    """Keeps the gathered weights of `dense` until the backward of the micro-batch that syncs gradients.
 
-    That one is named by `root.set_requires_gradient_sync(True)` before its backward, as ever. Behind its
-    backward, and behind every forward without gradients, weights are cut again, so that no write to the
-    masters finds an old copy in use: the next forward gathers what they hold then.
+    The caller marks that micro-batch by `root.set_requires_gradient_sync(True)` before its backward, as usual
+    with FSDP2; a single micro-batch needs no mark. After its backward, and after every forward without
+    gradients, the weights are sharded again. So a write to the master weights never leaves an old copy in
+    use: the next forward gathers their new values.
 
-    dense: modules under FSDP2, the root among them, without those of experts. shard: 1 or 2.
+    dense: modules under FSDP2, including the root, without modules of experts.
+    shard: 1 or 2.
     """
     for module in dense:
         module.set_reshard_after_forward(False, recurse=False)

@@ -1,4 +1,4 @@
-"""add_norm: the residual stream plus a branch, and the RMS norm of the sum, in one launch.
+"""add_norm: adds a branch to the residual stream, and computes the RMS norm of the sum, in one launch.
 
 next: tmoe/generate/forward.py
 """
@@ -16,17 +16,18 @@ from tmoe.ops.launch.launch import cdiv, empty, launch
 from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import collect
 
-WIDEST = 16384  # numbers of a row: they stay in registers
+WIDEST = 16384  # most numbers of a row, which is kept in registers
 
 
 def add_norm(x_BD: Tensor, y_BD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + y, rms_norm(x + y) * weight), the sum rounded to x's type first, as two ops would.
+    """(x + y, rms_norm(x + y) * weight). The sum is rounded to x's type first, as two separate ops would do.
 
     Args:
-        x_BD, y_BD: [B, D], contiguous, of one type: fp32, bf16 or fp16. D at most 16,384.
+        x_BD, y_BD: [B, D], contiguous, both of the same type: fp32, bf16 or fp16. D at most 16,384.
         weight_D: [D], of any of these types.
+        eps: added to the mean square.
 
-    For a GPU; not differentiable. Raises ValueError for what does not fit.
+    For a GPU; not differentiable. Raises ValueError for arguments that do not fit.
     """
     fit = x_BD.dim() == 2 and x_BD.is_contiguous() and 0 < x_BD.shape[1] <= WIDEST
     require(fit, "x", f"shape {tuple(x_BD.shape)}", f"[B, D <= {WIDEST}], contiguous")
@@ -51,7 +52,7 @@ def add_norm(x_BD: Tensor, y_BD: Tensor, weight_D: Tensor, eps: float) -> tuple[
 def add_norm_kernel(
     x, y, weight, total, normed, B, eps, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """ROWS rows of D numbers, padded to DP."""
+    """Handles ROWS rows of D numbers, padded to DP."""
     b = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, DP)
     at = b.to(tl.int64)[:, None] * D + c[None, :]

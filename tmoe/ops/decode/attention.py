@@ -1,10 +1,10 @@
-"""decode_attention: one query a sequence over keys and values that lie in pages, its order fixed by the row.
+"""decode_attention: one query a sequence over keys and values in pages, in an order that only the row fixes.
 
-A sequence's keys are cut into chunks of CHUNK tokens, counted from its first token. A program goes through
-one chunk; a second kernel adds the chunks up, from first to last. So neither the batch, nor neighbours, nor
-which pages a sequence has, nor the width of the table changes a bit of a row, and one sequence alone keeps
-as many multiprocessors busy as it has chunks and heads of keys. What chunks cost beside one long program is
-the fp32 sums between both kernels: 3% of the bytes of keys and values where 8 heads share a key.
+A sequence's keys are split into chunks of CHUNK tokens, counted from its first token. A program handles one
+chunk; a second kernel adds the chunks up, from first to last. So the bits of a row do not depend on the
+batch, the other rows, the pages of a sequence or the width of the table. A single sequence uses as many
+multiprocessors as it has chunks times heads of keys. The only cost of chunks, compared with one long program,
+is the fp32 sums between the two kernels: 3% of the bytes of keys and values if 8 heads share a key.
 
 next: tmoe/generate/
 """
@@ -45,23 +45,25 @@ def decode_attention(
     Args:
         q_BHC: [B, H, C], contiguous; bfloat16, float16 or float32 (float64 on a CPU). B may be 0.
         k_PTGC: [P, T, G, C], P pages of T tokens; H is a multiple of G, and heads h with equal h // (H / G)
-            share a key. T is a power of 2 from 16 on (128 in tmoe). Any strides, channels next to each other.
-        v_PTGC: [P, T, G, channels of a value]. It may be a view of the first channels of k, as latents
-            are: on a GPU they are then read once, where there are a power of 2 of them and more than
-            half of k's.
+            share a key. T is a power of 2 from 16 on (128 in tmoe). Any strides, but contiguous channels.
+        v_PTGC: [P, T, G, channels of a value]. It may be a view of the first channels of k, as with latents.
+            On a GPU these channels are then read only once, if their number is a power of 2 and more than
+            half of k's channels.
         table_BM: [B, M] int32, rows contiguous: page m of sequence b holds its tokens m T to (m + 1) T - 1.
-            Pages behind a sequence's length, and in front of its window, may be any number, and pages' unused
-            tokens may hold anything, NaN too.
-        lengths_B: [B] int32 or int64: tokens of each, the query's own among them; 0: the result is 0. At most
-            M T: more is an error on a CPU, and cut on a GPU, where nobody waits to look.
-        window: how many tokens the query sees, itself among them; None: all.
+            Entries for pages after a sequence's length, or before its window, may be any number. Unused
+            tokens of pages may have any value, even NaN.
+        lengths_B: [B] int32 or int64: tokens of each sequence, including the query's own; 0: the result is 0.
+            At most M T: a larger length is an error on a CPU. On a GPU it is reduced to M T, because the host
+            does not wait to check it.
+        scale: factor of the scores.
+        window: number of tokens that the query sees, including itself; None: all.
         sinks_H: a logit for each head that takes part in the softmax and has no value, as in gpt-oss.
         softcap: scores become softcap * tanh(score / softcap).
 
     Returns o_BHC: [B, H, channels of a value], of q's type. Sums are in fp32 (fp64 for fp64). It is not
-    differentiable. On a GPU it launches one kernel, or two where a table is wider than a chunk, allocates
-    B H (M T / CHUNK) sums in fp32, asks the GPU nothing, and so may be captured in a graph. Raises ValueError
-    for what does not fit.
+    differentiable. On a GPU it launches one kernel, or two if a table is wider than a chunk, and allocates
+    B H (M T / CHUNK) sums in fp32. The host does not wait for the GPU, so the op can be captured in a graph.
+    Raises ValueError for arguments that do not fit.
     """
     check(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B)
     H = q_BHC.shape[1]
@@ -77,7 +79,7 @@ def decode_attention(
 
 
 class Query(NamedTuple):
-    """The arguments of the op, as `decode_attention` has them; 0: no window, no softcap."""
+    """The arguments of the op, as in `decode_attention`; 0 means no window, or no softcap."""
 
     q: Tensor
     k: Tensor
@@ -113,11 +115,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> No
     check_device(q, k=k, v=v, table=table, lengths=lengths)
 
 
-# ---- the plain twin ----
+# ---- the op in plain PyTorch ----
 
 
 def plain(query: Query) -> Tensor:
-    """The op by its definition, a sequence at a time: so here too a row's bits depend on nothing else."""
+    """The op by its definition, one sequence at a time, so that a row's bits do not depend on other rows."""
     q, k, v, table, lengths, scale, window, sinks, softcap = query
     T, G = k.shape[1:3]
     most = table.shape[1] * T
@@ -150,7 +152,7 @@ def _fake(query: Query) -> Tensor:
 
 @triton.jit
 def chunks_of(length, window, CHUNK: tl.constexpr, WINDOW: tl.constexpr):
-    """(the first token that is seen, the chunk that it is in, how many chunks there are from there on)."""
+    """(the first visible token, the chunk that contains it, the number of chunks from that chunk on)."""
     start = 0
     if WINDOW:
         start = tl.maximum(length - window, 0)
@@ -160,13 +162,13 @@ def chunks_of(length, window, CHUNK: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def over_total(acc, top, total, sink, SINKS: tl.constexpr):
-    """acc / total, where the sink has its share too; 0 for no keys. top, total: [R], acc: [R, C].
+    """acc / total, with the sink's weight in total; 0 if there are no keys. top, total: [R], acc: [R, C].
 
-    Powers are of 2; sink is in the same units as top.
+    Weights are powers of 2; sink is in the same units as top.
     """
     if SINKS:
         higher = tl.maximum(top, sink)
-        shrink = tl.exp2(top - higher)  # 0 for no keys: top is -inf then, and a sink is finite
+        shrink = tl.exp2(top - higher)  # 0 without keys: then top is -inf, and a sink is finite
         total = total * shrink + tl.exp2(sink - higher)
         acc = acc * shrink[:, None]
     return acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -177,7 +179,7 @@ def scores_of(
     q1, q2, k_rows, seen, c1, c2, scale, softcap,
     C: tl.constexpr, C2: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(scores of a block of keys, -inf where a token is not seen; the keys' first channels)."""
+    """(scores of a block of keys, -inf at tokens that are not visible; the keys' first channels)."""
     k1 = tl.load(k_rows + c1[None, :], seen[:, None] & (c1 < C)[None, :], 0.0)
     score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
     if C2:
@@ -196,7 +198,7 @@ def store_rows(
     out, sums, edges, sinks, acc, top, total, to, h, mine,
     CV: tl.constexpr, CVP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Stores the result of rows `to` of the heads h, or with SPLIT the sums of this chunk."""
+    """Stores the result in rows `to`, for the heads h, or with SPLIT the sums of this chunk."""
     cv = tl.arange(0, CVP)
     stored = mine[:, None] & (cv < CV)[None, :]
     if SPLIT:
@@ -222,11 +224,11 @@ def decode_kernel(
     SHARED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sequence, for up to ROWS of the heads that share its keys.
+    """Handles one chunk of one sequence, for up to ROWS of the heads that share its keys.
 
-    Keys have C1 + C2 channels, the last of which are padding; values have CVP. `row`: the table's stride. A
-    chunk has PAGES pages. With SPLIT the weighted sum, the highest score and the sum of weights go to `sums`
-    and `edges` (scores in powers of 2), else the result goes to `out`.
+    Keys have C1 + C2 channels, of which the last are padding; values have CVP. `row`: the table's stride. A
+    chunk has PAGES pages. With SPLIT the weighted sum is stored in `sums`, and the highest score and the sum
+    of weights in `edges` (scores as exponents of 2). Otherwise the result is stored in `out`.
     """
     R: tl.constexpr = H // G
     BLOCKS: tl.constexpr = (R + ROWS - 1) // ROWS
@@ -253,7 +255,7 @@ def decode_kernel(
         c2 = C1 + tl.arange(0, C2)
         q2 = tl.load(q_rows + c2[None, :], mine[:, None] & (c2 < C)[None, :], 0.0)
     cv = tl.arange(0, CVP)
-    # all page numbers before the loop: a load that waits for a load would not be sent ahead
+    # all page numbers are read before the loop: a load that depends on another load is not prefetched
     nth = tl.arange(0, PAGES)
     used = ((chunk * PAGES + nth) * PAGE < end) & ((chunk * PAGES + nth + 1) * PAGE > start)
     pages = tl.load(table + b.to(tl.int64) * row + chunk * PAGES + nth, used, 0)
@@ -272,7 +274,7 @@ def decode_kernel(
         score, k1 = scores_of(
             q1, q2, k_rows, seen, c1, c2, scale, softcap, C, C2, SOFTCAP, PRECISION
         )  # fmt: skip
-        higher = tl.maximum(top, tl.max(score, 1))  # finite: each block has a token that is seen
+        higher = tl.maximum(top, tl.max(score, 1))  # finite: each block has a visible token
         p = tl.exp2(score - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(p, 1)
@@ -295,7 +297,7 @@ def decode_sum_kernel(
     CV: tl.constexpr, CVP: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence: its chunks added up, from first to last."""
+    """Adds up the chunks of one head of one sequence, from first to last."""
     h = tl.program_id(0)
     b = tl.program_id(1)
     length = tl.minimum(tl.load(lengths + b).to(tl.int32), M * PAGE)
@@ -321,19 +323,19 @@ def decode_sum_kernel(
 
 
 class Tile(NamedTuple):
-    """How a program is cut. Its order of summation is BN's alone, so that may not depend on the batch."""
+    """Sizes of a program. `tokens` alone fixes the order of summation, so it must not depend on the batch."""
 
-    rows: int  # heads that share a key, as rows of a product
+    rows: int  # heads that share a key, which are the rows of a product
     tokens: int
     warps: int
     stages: int
 
 
 def tile(arch: str, R: int, C: int, CV: int, itemsize: int) -> Tile:
-    """For R heads that share keys of C channels and values of CV.
+    """The tile for R heads that share keys of C channels and values of CV channels.
 
-    On an H100 three programs of 128 channels have room on a multiprocessor, so 190 KB are on their way to it.
-    Nothing spills but fp32 latents of 512 channels, whose queries alone fill the registers.
+    On an H100 three programs of 128 channels fit on a multiprocessor, so its loads in flight are 190 KB. Only
+    fp32 latents of 512 channels spill registers, because their queries alone fill the registers.
     """
     hip = arch.startswith("hip")
     wide = max(C, CV) > 256
@@ -344,7 +346,7 @@ def tile(arch: str, R: int, C: int, CV: int, itemsize: int) -> Tile:
 
 
 def views_alike(k: Tensor, v: Tensor) -> bool:
-    """Whether v is the first channels of k. Meta tensors have no addresses, but storages."""
+    """Whether v is a view of the first channels of k, by storages, since meta tensors have no addresses."""
     a, b = ((t.untyped_storage()._cdata, t.storage_offset(), t.stride()) for t in (k, v))
     return a == b
 
@@ -360,9 +362,9 @@ def forward(query: Query) -> Tensor:
     pages = max(1, CHUNK // T)
     chunk = pages * T
     parts = cdiv(M * T, chunk)
-    if window:  # at most so many chunks have one of its tokens
+    if window:  # the most chunks that can contain tokens of the window
         parts = min(parts, cdiv(window - 1, chunk) + 1)
-    arch = device_facts(q.device)[0] if q.device.type != "cpu" else "cuda:90"  # cpu: the interpreter's
+    arch = device_facts(q.device)[0] if q.device.type != "cpu" else "cuda:90"  # cpu: triton's interpreter
     rows, tokens, warps, stages = tile(arch, H // G, C, CV, q.element_size())
     tokens = min(tokens, T)
     C1 = max(16, power_of_2(C + 1) // 2)
@@ -374,7 +376,7 @@ def forward(query: Query) -> Tensor:
         sums = empty((B, H, parts, CV), torch.float32, q.device)
         edges = empty((B, H, parts, 2), torch.float32, q.device)
     to_powers_of_2 = LOG2E / softcap if softcap else LOG2E
-    precision = "ieee" if arch.startswith("hip") else "tf32x3"  # of fp32: on its tensor cores, as exact
+    precision = "ieee" if arch.startswith("hip") else "tf32x3"  # for fp32; tf32x3: as exact, on tensor cores
     launch(
         decode_kernel, (G * cdiv(H // G, rows), B, parts), q, k, v, table, lengths,
         out if sinks is None else sinks, out, sums, edges, scale * to_powers_of_2, softcap * LOG2E, window, M,
@@ -400,9 +402,9 @@ def trace(
     sinks: bool = False,
     latent: bool | None = None,
 ) -> None:
-    """Launch the kernels on meta tensors, inside compile_only: tables of one chunk, and of more.
+    """Launch the kernels on meta tensors, inside compile_only, for tables of one chunk and of more chunks.
 
-    latent: whether the values are views of the keys; None: where they have other widths.
+    latent: whether values are views of the keys; None: True if their widths differ.
     """
     q, k = (torch.empty(1, *shape, C, dtype=dtype, device="meta") for shape in ((H,), (128, G)))
     latent = C != CV if latent is None else latent

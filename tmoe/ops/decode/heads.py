@@ -1,8 +1,9 @@
-"""decode_heads: a token's queries, keys and values, from their product to where attention reads them.
+"""decode_heads: norms and rotates a token's queries and keys, and writes its keys and values to the pages.
 
 Norm, rotation, factor and copies into the cache are some twenty small kernels in plain PyTorch, and a token's
-step waits for each of them. Here a program takes a few heads of one row: it norms and turns queries and keys
-as model/attention.py does, with the same roundings between, and writes keys and values to their pages.
+step waits for each of them. In this kernel a program handles a few heads of one row. It norms and rotates
+queries and keys as model/attention.py does, with the same intermediate roundings, and writes keys and values
+to their pages.
 
 next: tmoe/generate/forward.py
 """
@@ -21,17 +22,17 @@ from tmoe.ops.launch.launch import cdiv, empty, launch
 from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import collect
 
-MOST = 16384  # numbers of a row that are normed together: they stay in registers
-TILE = 2048  # numbers of a program, where heads are normed by themselves
+MOST = 16384  # most numbers of a row that are normed together, because they are kept in registers
+TILE = 2048  # numbers that a program handles, if each head is normed separately
 
 
 class Heads(NamedTuple):
-    """How the rows of a product become heads."""
+    """The layout and the treatment of the heads in a row of the product."""
 
-    queries: int  # heads H; keys and values have G, of as many channels as the pages
-    norm: str = "none"  # of queries and keys: none, head, full (all heads together), rotated (head, turned)
+    queries: int  # number of query heads, H; keys and values have G heads, with the pages' channels
+    norm: str = "none"  # none, head (each head), full (all heads together), rotated (each, after rotation)
     eps: float = 0.0
-    interleave: bool = False  # pairs that turn are neighbours
+    interleave: bool = False  # rotated pairs are neighbouring channels
     value_multiplier: float = 1.0
 
 
@@ -44,19 +45,21 @@ def decode_heads(
     how: Heads,
     norms: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Writes each row's key and value into the pages; returns its queries [B, H, C], normed and turned.
+    """Writes each row's key and value into the pages; returns its queries [B, H, C], normed and rotated.
 
     Args:
-        qkv_BX: rows of H C queries, G C keys, G V values, and anything behind them; fp32, bf16 or fp16.
-        cos_BR, sin_BR: fp32, rope_table's rows of the tokens; R = 0 to C channels turn, an even number.
-        places_B: int64, where each token lies: page * T + its place there. Rows with equal places write the
-            same place, and any of them stays.
+        qkv_BX: rows of H C queries, G C keys and G V values, followed by any other columns; fp32, bf16 or
+            fp16.
+        cos_BR, sin_BR: fp32, rope_table's rows of the tokens; R is the number of rotated channels, an even
+            number from 0 to C.
+        places_B: int64, the slot of each token: page * T + its place in the page. If rows have equal slots,
+            any of them may remain.
         pages: keys [P, T, G, C] and values [P, T, G, V] of qkv's type, contiguous.
         how: see Heads.
-        norms: weights of queries and keys, [C], for "full" [H C] and [G C]; None where nothing is normed.
+        norms: weights of queries and keys, [C], for "full" [H C] and [G C]; None without a norm.
 
     For a GPU; not differentiable. A norm of more than 16,384 numbers is refused (`fits`).
-    Raises ValueError for what does not fit.
+    Raises ValueError for arguments that do not fit.
     """
     k_PTGC, v_PTGC = pages
     _check(qkv_BX, (cos_BR, sin_BR), places_B, pages, how, norms)
@@ -75,13 +78,13 @@ def decode_heads(
         v_PTGC, how.eps, how.value_multiplier, qkv_BX.stride(0), cos_BR.stride(0), sin_BR.stride(0),
         H, G, C, V, R, CP, rows, of_q, of_k, how.norm, how.interleave, how.value_multiplier != 1.0,
         num_warps=8 if rows * CP > 4096 else 4,
-        enable_fp_fusion=False,  # a rotation has the roundings, and so the bits, of model/rope.py's
+        enable_fp_fusion=False,  # so that a rotation rounds as in model/rope.py and has the same bits
     )  # fmt: skip
     return q_BHC
 
 
 def fits(H: int, C: int, norm: str) -> bool:
-    """Whether the kernel has room for a norm of these queries."""
+    """Whether the kernel has room for this norm of H query heads of C channels."""
     return norm != "full" or power_of_2(H) * power_of_2(C) <= MOST
 
 
@@ -138,7 +141,7 @@ def _check(
 
 @triton.jit
 def inverse_root(x_HC, width, eps, WHOLE: tl.constexpr):
-    """1 / sqrt(mean of squares + eps) of each head [rows, 1], or of all of them together."""
+    """1 / sqrt(mean of squares + eps) of each head [rows, 1], or with WHOLE of all heads together."""
     squares = tl.sum(x_HC * x_HC, 1)
     if WHOLE:
         squares = tl.zeros_like(squares) + tl.sum(squares, 0)
@@ -150,9 +153,9 @@ def turned_heads(
     x, weight, cos, sin, h, heads, eps,
     C: tl.constexpr, R: tl.constexpr, CP: tl.constexpr, NORM: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
-    """Heads h of a row [rows, C], normed and turned, in x's type.
+    """Heads h of a row [rows, C], normed and rotated, in x's type.
 
-    Each number's partner in its pair is read too, so no number changes its place between threads.
+    A thread also reads the partner of each of its numbers, so no number is exchanged between threads.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     c = tl.arange(0, CP)
@@ -197,7 +200,7 @@ def decode_heads_kernel(
     ROWS: tl.constexpr, OF_Q: tl.constexpr, OF_K: tl.constexpr, NORM: tl.constexpr,
     INTERLEAVE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads of one row: first programs have queries, then keys, then values."""
+    """Handles ROWS heads of one row: the first programs handle queries, the next keys, the last values."""
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     x = qkv + b * row

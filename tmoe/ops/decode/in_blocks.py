@@ -1,11 +1,12 @@
 """decode_in_blocks: one query a sequence over paged keys, in the order and arithmetic of flex attention.
 
-Training attends through flex attention, whose program goes through blocks of 128 keys: first those that its
-mask cuts, which for a causal mask without a window is the diagonal one, then the full ones, from first to
-last. Here the heads that share a key are the rows of the same products, tile by tile in the same order, with
-the same scaling and powers of 2. So a token that is decoded has the bits of the same token in training, where
-its sequence begins on a block and the row is a multiple of blocks. tmoe/ops/decode/attention.py goes through
-chunks of a sequence at once, so it is faster for few long ones, in other bits.
+Training uses flex attention. Its program visits blocks of 128 keys: first the blocks that the mask covers
+partly, which for a causal mask without a window is the diagonal block, then the full blocks, from first to
+last. In this op the rows of a product are the heads that share a key. The products run tile by tile in the
+same order, with the same scaling and powers of 2. So a decoded token has the same bits as the same token in
+training, if in training its sequence begins at a block's start and the row's length is a multiple of a block.
+tmoe/ops/decode/attention.py handles the chunks of a sequence in parallel, so it is faster for few long
+sequences, with other bits.
 
 next: tmoe/model/attention_backend.py
 """
@@ -25,8 +26,8 @@ from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
 from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import register
 
-BLOCK = 128  # tokens of a page, and of a side of a block of flex attention's mask
-AHEAD = 16  # pages whose numbers are read at once
+BLOCK = 128  # tokens of a page, and of a side of a block in flex attention's mask
+AHEAD = 16  # pages whose page numbers are read at once
 
 
 def decode_in_blocks(
@@ -40,8 +41,8 @@ def decode_in_blocks(
 ) -> Tensor:
     """softmax(scale * q k^T) v of each sequence's last token, whose own key is in its pages already.
 
-    Arguments and result are `decode_attention`'s, with pages of 128 tokens, and keys and values of one width.
-    Raises ValueError for what does not fit.
+    Arguments and result are as in `decode_attention`, with pages of 128 tokens, and keys and values of equal
+    width. Raises ValueError for arguments that do not fit.
     """
     check(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B)
     require(q_BHC.dtype != torch.float64, "q", q_BHC.dtype, "bfloat16, float16 or float32")
@@ -55,8 +56,8 @@ def tiles_in_order(
 ) -> Tensor:
     """Attention of M queries over tiles of keys and values [H, N, C], one after the other, in plain torch.
 
-    With each tile, which pairs [M, N] are seen; None: all. Sums are fp32. Differentiable; the highest score
-    has no gradient, for the result does not depend on it.
+    tiles: (keys, values, mask of visible pairs [M, N]); mask None: all pairs are visible.
+    Sums are fp32. Differentiable; the highest score has no gradient, since it does not affect the result.
     """
     H, M, C = q_HMC.shape
     q, wide = q_HMC.float(), dict(dtype=torch.float32, device=q_HMC.device)
@@ -76,7 +77,7 @@ def tiles_in_order(
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """A sequence at a time; its query is a row of a block of 128, as it is in training."""
+    """The op in plain torch, one sequence at a time. Its query is a row of a block of 128, as in training."""
     H, C = q.shape[1:]
     R = H // k.shape[2]
     out = torch.zeros_like(q)
@@ -89,7 +90,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, scal
         for m in [last, *range(last)]:
             k_HNC, v_HNC = (t[int(table[b, m])].transpose(0, 1).repeat_interleave(R, 0) for t in (k, v))
             seen = torch.arange(BLOCK) <= row
-            if m == last:  # nobody has written behind the query
+            if m == last:  # the tokens after the query are not written yet
                 k_HNC, v_HNC = (t.masked_fill(~seen[:, None], 0.0) for t in (k_HNC, v_HNC))
             tiles.append((k_HNC, v_HNC, seen.expand(BLOCK, BLOCK) if m == last else None))
         block = q.new_zeros(H, BLOCK, C)
@@ -107,11 +108,13 @@ def tile_of_keys(
     q, k, v, k_token, v_token, token, seen, cut, acc, total, top,
     C: tl.constexpr, CP: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(acc, total, top) with one tile more: what flex attention's forward_block_mn does, step by step.
+    """(acc, total, top) after one more tile, with the same steps as flex attention's forward_block_mn.
 
-    k, v: the first token's of a page. seen: tokens that the query sees; others are not read.
-    cut: whether the mask cuts this block. There the compiler finds a mask between the scaling and the
-    subtraction, and rounds twice; in full blocks it makes one instruction of both, and so does this.
+    k, v: pointers to the first token of a page.
+    seen: tokens that the query sees; other tokens are not read.
+    cut: whether the mask covers this block only partly. In such a block of flex attention, a mask separates
+        the scaling from the subtraction, so they round twice. In full blocks the compiler fuses both into one
+        instruction, and so does this function.
     """
     RCP_LN2: tl.constexpr = 1.44269504  # pyrefly: ignore[bad-assignment]
     c = tl.arange(0, CP)
@@ -137,7 +140,7 @@ def blocks_kernel(
     SCALE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
     ROWS: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, for up to ROWS of the heads that share its keys. `row`: the table's stride."""
+    """Handles one sequence, for up to ROWS of the heads that share its keys. `row`: the table's stride."""
     R: tl.constexpr = H // G
     BLOCKS: tl.constexpr = (R + ROWS - 1) // ROWS
     g = tl.program_id(0) // BLOCKS
@@ -158,10 +161,10 @@ def blocks_kernel(
     acc = tl.zeros((ROWS, CP), tl.float32)
     n = tl.arange(0, BN)
     nth = tl.arange(0, AHEAD)
-    diagonal = tl.maximum(length - 1, 0) // PAGE  # the block that holds the query; those before it are full
+    diagonal = tl.maximum(length - 1, 0) // PAGE  # the query's block; all blocks before it are full
     blocks = tl.where(length > 0, diagonal + 1, 0)
     for first in range(0, blocks, AHEAD):
-        # page numbers before the loop: a load that waits for a load would not be sent ahead
+        # page numbers are read before the loop: a load that depends on another load is not prefetched
         block = tl.where(first + nth == 0, diagonal, first + nth - 1)
         pages = tl.load(table + block, first + nth < blocks, 0)
         for start in range(0, tl.minimum(blocks - first, AHEAD) * PAGE, BN):
@@ -179,20 +182,21 @@ def blocks_kernel(
 
 
 class Tile(NamedTuple):
-    """How a program is cut."""
+    """Sizes of a program."""
 
     rows: int  # heads that share a key
-    tokens: int  # as flex attention's BLOCK_N: this orders sums
+    tokens: int  # equal to flex attention's BLOCK_N, because it determines the order of sums
     warps: int
     stages: int
 
 
 def tile(arch: str, C: int, itemsize: int) -> Tile:
-    """For keys of C channels.
+    """The tile for keys of C channels.
 
-    tokens: as torch cuts them for flex attention. rows: 16 a warp, as there, and so many that warps lie below
-    each other in both products (on Hopper four warps are one instruction, elsewhere it takes as many rows as
-    channels): so a row's sums go over the same threads as there. Heads of 64 spill 16 bytes on Hopper.
+    tokens: torch's BLOCK_N for flex attention. rows: 16 for each warp, as in flex attention, and enough rows
+    that all warps divide the rows of both products, not the columns (on Hopper four warps are one
+    instruction; elsewhere this needs as many rows as channels). So a row's sums run over the same threads as
+    in flex attention. Heads of 64 channels spill 16 bytes on Hopper.
     """
     hopper = arch == "cuda:90"
     if itemsize == 4:
@@ -212,13 +216,13 @@ def forward(
     scale: float,
     cut: Tile | None = None,
 ) -> Tensor:
-    """The op on a GPU. cut: None: as `tile` says."""
+    """The op on a GPU. cut: sizes of a program; None: those of `tile`."""
     B, H, C = q.shape
     G = k.shape[2]
     out = empty(q.shape, q.dtype, q.device)
     if not B:
         return out
-    arch = device_facts(q.device)[0] if q.device.type != "cpu" else "cuda:90"  # cpu: the interpreter's
+    arch = device_facts(q.device)[0] if q.device.type != "cpu" else "cuda:90"  # cpu: triton's interpreter
     rows, tokens, warps, stages = tile(arch, C, q.element_size()) if cut is None else cut
     CP = max(16, power_of_2(C))
     launch(

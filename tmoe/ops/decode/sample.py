@@ -1,12 +1,13 @@
-"""sample: a token from each row of logits, filtered as in transformers but without a sort; random numbers.
+"""sample: draws a token from each row of logits, filtered as in transformers but without a sort.
 
-A row's numbers are functions of (seed, prompt, sample, place) by Philox, so slots, batches and ranks change
-no token. The kernel and `uniforms` compute the same bits.
+A row's random number is a function of (seed, prompt, sample, place) by Philox, so slots, batches and ranks do
+not affect the tokens. The kernel and `uniforms` compute the same bits.
 
-One program a row reads the logits once and keeps the greatest of each 64 and their sum of weights. Without
-filters that names the 64 in which the token lies. Filters first bound their threshold from below by these
-numbers: k groups whose greatest is t or more have k tokens of t or more. Tokens above the bound are
-listed, and the threshold is found by halving an interval of ordered bits over that list, in registers.
+One program a row reads the logits once, and keeps the greatest logit and the sum of weights of each group of
+64 tokens. Without filters these sums determine the group that contains the drawn token. With filters they
+first give a lower bound of the filters' threshold: if k groups have a greatest logit of at least t, at least
+k tokens have a logit of at least t. Tokens above the bound are listed. The threshold is then found by
+bisection over that list, on integers that have the order of the logits, in registers.
 
 next: tmoe/generate/sampler.py
 """
@@ -26,10 +27,10 @@ from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
 from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import collect
 
-GROUP = 64  # neighbouring tokens of whom the greatest is kept
+GROUP = 64  # neighbouring tokens of which the greatest logit is kept
 BLOCK = 4096  # tokens that are read at once
-HELD = 2048  # tokens of the list that stay in registers
-LISTED = 8192  # tokens that the list has room for; more, and each step of a search reads the row
+HELD = 2048  # tokens of the list that are kept in registers
+LISTED = 8192  # room of the list in tokens; with more tokens, each step of a search reads the row
 
 
 class Filters(Protocol):
@@ -46,12 +47,12 @@ class Filters(Protocol):
 
 
 class Keys(NamedTuple):
-    """What the random number of each row is a function of; int64 [B], on the logits' device."""
+    """The arguments of each row's random number: the seed, and int64 [B] on the logits' device."""
 
     seed: int
     prompt_B: Tensor
     sample_B: Tensor
-    place_B: Tensor  # of the token in its answer
+    place_B: Tensor  # position of the token in its answer
 
 
 class Drawn(NamedTuple):
@@ -59,24 +60,25 @@ class Drawn(NamedTuple):
 
     tokens_B: Tensor
     logprobs_B: (
-        Tensor  # by the softmax of logits / temperature over the whole vocabulary; greedy: of the logits
+        Tensor  # under softmax(logits / temperature) over the whole vocabulary; greedy: under softmax(logits)
     )
-    sampler_logprobs_B: Tensor  # by what it was drawn from; greedy: 0
+    sampler_logprobs_B: Tensor  # under the filtered distribution it was drawn from; greedy: 0
 
 
 def sample(logits_BV: Tensor, keys: Keys, filters: Filters, barred: Tensor | None = None) -> Drawn:
-    """`draw` with the numbers of `keys`, on a GPU in one launch that asks the GPU nothing.
+    """`draw` with the random numbers of `keys`; on a GPU one launch, for which the host does not wait.
 
-    On a GPU sums are added in another order than `draw`'s, so a token whose share lies within 1e-6 of a
-    filter's edge may be left out here and not there. Logits equal to the k-th all stay, in both. Of equal
-    logits at the edge of top_p as many stay in both: here those with the higher ids, in `draw`, as in
-    transformers, those that torch.sort happens to put last.
+    The GPU adds in another order than `draw`, so the two may differ on a token whose probability is within
+    1e-6 of a filter's threshold. Both keep all logits equal to the k-th. If several logits at the threshold
+    of top_p are equal, both keep the same number of them: the GPU keeps the tokens with the higher ids;
+    `draw`, like transformers, keeps the tokens that torch.sort happens to put last.
 
     Args:
         logits_BV: [B, V] of any float type, rows contiguous. B may be 0.
-        keys: see there.
+        keys: see `Keys`.
         filters: temperature, top_k, top_p, min_p, as in `tmoe.generate.Sampling`.
-        barred: bool [B, V] or [V], contiguous: True at tokens that may not come. One of each row may.
+        barred: bool [B, V] or [V], contiguous: True at tokens that must not be drawn. In each row at least
+            one token must be allowed.
 
     Raises ValueError for shapes, types or devices that do not fit.
     """
@@ -103,38 +105,40 @@ def sample(logits_BV: Tensor, keys: Keys, filters: Filters, barred: Tensor | Non
 
 
 def philox(seed: int, counter: list[int]) -> np.random.Philox:
-    """numpy's generator; of a list it would take numbers from 2^63 on through floats."""
+    """numpy's generator, made from arrays: it would convert numbers from 2^63 on in a list to floats."""
     return np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array(counter, np.uint64))
 
 
 def uniforms(seed: int, prompt: int, sample: int, count: int) -> Tensor:
-    """Numbers [count] in [0, 1) for the tokens of one answer: functions of the seed, both numbers, the place.
+    """Random numbers [count] in [0, 1) for the tokens of one answer.
 
-    Philox 4x64 (Salmon et al. 2011), counted by place: the first numbers do not depend on `count`.
+    Each is a function of seed, prompt, sample and the token's place in the answer, by Philox 4x64 (Salmon et
+    al. 2011) with the place as its counter. So the first numbers do not depend on `count`.
     """
     raw = philox(seed, [0, prompt, sample, 0]).random_raw(count)
     return torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def uniforms_at(keys: Keys) -> Tensor:
-    """The number of each row, fp64 [B], on the CPU: that of its place among its answer's `uniforms`."""
+    """The random number of each row, fp64 [B] on the CPU: `uniforms` of its answer at its place."""
     found = []
     rows = zip(*(t.tolist() for t in keys[1:]), strict=True)
     for prompt, number, place in rows:
-        counter = [place // 4, prompt, number, 0]  # four numbers each
+        counter = [place // 4, prompt, number, 0]  # four numbers for each counter
         raw = philox(keys.seed, counter).random_raw(place % 4 + 1)[-1]
         found.append(int(raw >> np.uint64(11)) * 2.0**-53)
     return torch.tensor(found, dtype=torch.float64)
 
 
-# ---- the plain twin ----
+# ---- the op in plain PyTorch ----
 
 
 def draw(logits_BV: Tensor, uniform_B: Tensor, filters: Filters, barred: Tensor | None = None) -> Drawn:
-    """One token a row, the one at which the filtered probabilities, added up in order of ids, pass uniform.
+    """Draws one token a row: the first at which the filtered probabilities, summed by id, exceed uniform.
 
-    barred: bool [B, V] or [V], True at tokens that may not come; log-probabilities over the whole vocabulary
-    know nothing of it.
+    uniform_B: random numbers in [0, 1).
+    barred: bool [B, V] or [V], True at tokens that must not be drawn; log-probabilities over the whole
+        vocabulary do not depend on it.
     """
     z_BV = logits_BV.float()
     greedy = filters.temperature == 0
@@ -159,10 +163,10 @@ def keep(z_BV: Tensor, filters: Filters) -> Tensor:
         least_B1 = z_BV.topk(filters.top_k, -1).values[:, -1:]
         z_BV = z_BV.masked_fill(z_BV < least_B1, -math.inf)
     if filters.top_p < 1:
-        # from the least probable on: what all up to and with a token have together
+        # the sum of the probabilities up to and including each token, from the least probable on
         sorted_BV, order_BV = z_BV.sort(dim=-1, descending=False)
         below_BV = sorted_BV.softmax(-1).cumsum(-1) <= 1 - filters.top_p
-        below_BV[:, -1] = False  # the most probable one stays
+        below_BV[:, -1] = False  # the most probable token is always kept
         z_BV = z_BV.masked_fill(below_BV.scatter(-1, order_BV, below_BV), -math.inf)
     if filters.min_p > 0:
         p_BV = z_BV.softmax(-1)
@@ -171,9 +175,9 @@ def keep(z_BV: Tensor, filters: Filters) -> Tensor:
 
 
 def pick(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Ids [B] at which sums of the probabilities pass uniform's share of the whole.
+    """Ids [B] at which the cumulative probabilities exceed uniform times their total.
 
-    Never one whose probability is 0. Some id where probabilities are NaN.
+    It never returns a token with probability 0. If probabilities are NaN it returns some valid id.
     """
     sums_BV = p_BV.double().cumsum(-1)
     whole_B1 = sums_BV[:, -1:]
@@ -205,9 +209,9 @@ def forward(logits: Tensor, keys: Keys, filters: Filters, barred: Tensor | None)
         not greedy and filters.top_p < 1,
         not greedy and filters.min_p > 0,
     )
-    # Blocks under way, as many as the registers of two programs on a multiprocessor allow.
+    # Blocks loaded at a time: as many as the registers of two programs on a multiprocessor allow.
     stages = 4 if logits.dtype == torch.float32 and V % 16 == logits.stride(0) % 16 == 0 else 2
-    on_cuda = device.type != "cpu" and device_facts(device)[0].startswith("cuda")  # the interpreter: a CPU
+    on_cuda = device.type != "cpu" and device_facts(device)[0].startswith("cuda")  # cpu: the interpreter
     options = {"maxnreg": 128} if on_cuda else {}
     launch(
         sample_kernel, (B,), logits, logits if barred is None else barred, *keys[1:], tokens, logprobs, own,

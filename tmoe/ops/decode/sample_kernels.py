@@ -1,7 +1,7 @@
-"""The kernel of `sample`: draws a token from each row of logits in one program, as sample.py's header says.
+"""The kernel of `sample`: draws a token from each row of logits in one program, as described in sample.py.
 
-Every step of a draw is a function: the reading of the row, the bound by groups, the list of tokens above the
-bound, the threshold of top_k and top_p, the draw. They take the row's pointers and settings first.
+Every step of a draw is a function: reading the row, the bound from groups, the list of tokens above the
+bound, the threshold of top_k and top_p, the draw. Their first arguments are the row's pointers and settings.
 
 next: tmoe/ops/decode/sample.py
 """
@@ -18,7 +18,7 @@ def product(a, b):
 
 @triton.jit
 def uniform(seed, prompt, number, place):
-    """The number of `uniforms` at this place: Philox 4x64, ten rounds, as numpy counts."""
+    """The random number of `uniforms` at this place: Philox 4x64, ten rounds, with numpy's counter."""
     a = tl.full((1,), 0xD2E7470EE14C6C93, tl.uint64)
     b = tl.full((1,), 0xCA5A826395121157, tl.uint64)
     zero = tl.zeros((1,), tl.uint64)
@@ -44,8 +44,8 @@ def uniform(seed, prompt, number, place):
 
 @triton.jit
 def ordered(z):
-    """Integers in the order of the numbers."""
-    bits = (z + 0.0).to(tl.int32, bitcast=True)  # + 0.0: no -0.0
+    """Integers that have the same order as the fp32 numbers z."""
+    bits = (z + 0.0).to(tl.int32, bitcast=True)  # + 0.0 turns -0.0 into 0.0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
@@ -57,7 +57,7 @@ def number_of(key):
 
 @triton.jit
 def scores(logits, barred, ids, here, temperature, DIVIDE: tl.constexpr, BARRED: tl.constexpr):
-    """(logits over the temperature, the same with -inf where a token may not come) of these tokens."""
+    """(logits over the temperature, the same with -inf at barred tokens) of the tokens `ids`."""
     z = tl.load(logits + ids, here, float("-inf")).to(tl.float32)
     if DIVIDE:
         z = tl.div_rn(z, tl.zeros_like(z) + temperature)
@@ -72,7 +72,7 @@ def listed(
     logits, barred, ids, short, n, start, temperature, HELD: tl.constexpr, DIVIDE: tl.constexpr,
     BARRED: tl.constexpr,
 ):  # fmt: skip
-    """(score, id, whether there is one) of tokens start to start + HELD of the list, or of the row."""
+    """(score, id, whether the token exists) of tokens start to start + HELD of the list, or of the row."""
     i = start + tl.arange(0, HELD)
     here = i < n
     token = tl.where(short, tl.load(ids + i, here & short, 0), i)
@@ -88,8 +88,8 @@ def read_row(
 ):  # fmt: skip
     """Stores the greatest score of each group and the sum of its weights, e^(z - greatest).
 
-    Returns the greatest of all scores and the sum of e^(z - greatest), barred tokens counted. Without barred
-    tokens it returns -inf and 0, and the groups hold both numbers.
+    If there are barred tokens, it returns the greatest of all scores and the sum of e^(z - greatest), both
+    including barred tokens. Otherwise it returns -inf and 0, because the groups' numbers give both.
     """
     g = tl.arange(0, BG)
     c = tl.arange(0, GROUP)
@@ -107,7 +107,7 @@ def read_row(
             base = tl.where(higher > float("-inf"), higher, 0.0)
             total_of_all = total_of_all * tl.exp(of_all - base) + tl.sum(tl.exp(every - base))
             of_all = higher
-    tl.debug_barrier()  # other threads' stores
+    tl.debug_barrier()  # makes the stores visible to the other threads
     return of_all, total_of_all
 
 
@@ -128,7 +128,7 @@ def draw_from_all(
     logits, barred, temperature, u, mass, top, group,
     V: tl.constexpr, NGP: tl.constexpr, GROUP: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
 ):  # fmt: skip
-    """(token, sum of weights) of a draw without filters: first the group, then the token inside it."""
+    """(token, sum of weights) of a draw without filters: first a group is drawn, then a token in it."""
     until = tl.cumsum(mass.to(tl.float64), 0)
     kept = tl.max(until)
     aim = u * kept
@@ -148,8 +148,8 @@ def bound_by_groups(
     most, mass, whole, top, above, group, top_k, cut, min_p,
     NG: tl.constexpr, GROUP: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
-    """A key below which no token stays, from the groups' numbers alone."""
-    least = tl.full((), -2139095041, tl.int64)  # of -inf
+    """A key below which the filters keep no token, computed from the groups' numbers alone."""
+    least = tl.full((), -2139095041, tl.int64)  # the key of -inf
     group_key = ordered(most)
     bound = least
     if TOP_K:
@@ -175,7 +175,7 @@ def bound_by_groups(
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
         bound = low
-    if MIN_P and not (TOP_K and TOP_P):  # the share of top_p is one of all that top_k keeps
+    if MIN_P and not (TOP_K and TOP_P):  # top_p is a share of all tokens that top_k keeps
         bound = tl.maximum(bound, ordered(top + tl.log(min_p) - 1e-2).to(tl.int64))
     return tl.minimum(bound, above - 1)
 
@@ -186,9 +186,10 @@ def list_tokens(
     V: tl.constexpr, NG: tl.constexpr, GROUP: tl.constexpr, HELD: tl.constexpr, LISTED: tl.constexpr,
     DIVIDE: tl.constexpr, BARRED: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens from the bound on, in the order of their ids; returns (whether they fit, how many).
+    """Lists the tokens with keys of at least the bound, in the order of their ids.
 
-    Where the list has no room for them the number is V, and `listed` reads the row.
+    Returns (whether they fit into the list, how many they are). If the list has no room for them the number
+    is V, and `listed` reads the row.
     """
     c = tl.arange(0, GROUP)
     chosen = (ordered(most) >= bound) & (group < NG)
@@ -220,7 +221,7 @@ def count_from(
     key, key0, here0, logits, barred, ids, short, n, temperature,
     HELD: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
 ):  # fmt: skip
-    """How many listed tokens have this key or a greater one; key0, here0: of the first HELD."""
+    """The number of listed tokens with this key or a greater one; key0, here0: of the first HELD tokens."""
     found = tl.sum((here0 & (key0 >= key)).to(tl.int32))
     for start in range(HELD, n, HELD):
         z, _, here = listed(logits, barred, ids, short, n, start, temperature, HELD, DIVIDE, BARRED)
@@ -233,7 +234,10 @@ def weight_from(
     key, key0, here0, w0, top, logits, barred, ids, short, n, temperature,
     HELD: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of weights of listed tokens with this key or a greater one; w0: weights of the first HELD."""
+    """The sum of weights of listed tokens with this key or a greater one.
+
+    key0, here0, w0: keys, existence and weights of the first HELD tokens.
+    """
     found = tl.sum(tl.where(here0 & (key0 >= key), w0, 0.0))
     for start in range(HELD, n, HELD):
         z, _, here = listed(logits, barred, ids, short, n, start, temperature, HELD, DIVIDE, BARRED)
@@ -247,7 +251,10 @@ def threshold(
     HELD: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """(the least key that stays, how many tokens with that key go, by their ids), from top_k and top_p."""
+    """(the least key that top_k and top_p keep, how many of the tokens with that key are left out).
+
+    Among tokens with that key, the tokens with the lowest ids are left out.
+    """
     z0, _, here0 = listed(logits, barred, ids, short, n, 0, temperature, HELD, DIVIDE, BARRED)
     key0 = ordered(z0)
     w0 = tl.exp(z0 - top)
@@ -272,7 +279,7 @@ def threshold(
         after_k = whole
         if TOP_K:
             after_k = over
-        # what lies below a key is what is over, less what lies from it on
+        # the weight below a key is the weight that top_k keeps, less the weight from the key on
         stays = after_k - cut * after_k
         low = lowest
         high = above
@@ -303,7 +310,7 @@ def draw_from_list(
     V: tl.constexpr, HELD: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
     TOP_P: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
-    """(token, sum of weights) of a draw from the listed tokens that stay, in the order of their ids."""
+    """(token, sum of weights) of a draw from the listed tokens that the filters keep, in order of ids."""
     token = tl.full((), V, tl.int32)
     last = tl.full((), 0, tl.int32)
     kept = tl.full((), 0.0, tl.float64)
@@ -345,9 +352,9 @@ def sample_kernel(
     GREEDY: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
-    """One row. `cut`: 1 - top_p. Scratch of a row: greatest, sums, groups [NGP], ids [LISTED].
+    """Draws one row's token. `cut`: 1 - top_p. Scratch of a row: greatest, sums, groups [NGP], ids [LISTED].
 
-    Weights are e^(z - top), top the greatest score of a token that may come.
+    Weights are e^(z - top), where top is the greatest score of a token that is not barred.
     """
     b = tl.program_id(0).to(tl.int64)
     logits += b * row
@@ -371,7 +378,7 @@ def sample_kernel(
         total_of_all = whole
     full = of_all + tl.log(total_of_all)
 
-    kept = whole.to(tl.float64)  # what the token is drawn from
+    kept = whole.to(tl.float64)  # total weight of the tokens that the draw chooses from
     if GREEDY:
         token = greatest_token(
             logits, barred, temperature, most, top, group, V, NG, GROUP, DIVIDE, BARRED

@@ -1,1 +1,1 @@
-"""The fused op of a layer of experts: its kernels, their tables, and the CPU's path."""
+"""The fused op of a layer of experts: its kernels, their tables, and its implementation for CPUs."""

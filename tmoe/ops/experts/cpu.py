@@ -1,7 +1,7 @@
-"""The ops on the CPU: sorted rows, one matrix product for each expert that has rows, gradients by hand.
+"""The ops on the CPU: sorted rows, one matrix product for each expert that has rows, explicit gradients.
 
-Same contract and same saved tensors as the Triton path: only the pre-activations H and the row order live
-between forward and backward.
+Contract and saved tensors are those of the Triton kernels: only the pre-activations H and the row order are
+kept between forward and backward.
 """
 
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tmoe.base.activations import activation as named
 
-FEW = 16  # rows of a product, at least, where bits must not depend on their number
+FEW = 16  # least rows of a product, so that the bits of a row do not depend on the number of rows
 
 
 def route(ids_TK: Tensor, E: int) -> tuple[Tensor, list[int]]:
-    """Sort rows by expert, stably: the order (row -> flat slot t*K+k), and the ends of the experts' rows.
+    """A stable sort of rows by expert: the order (row -> flat slot t*K+k), and the ends of the experts' rows.
 
     Raises ValueError for an id that is neither -1 nor in [0, E).
     """
@@ -25,7 +25,7 @@ def route(ids_TK: Tensor, E: int) -> tuple[Tensor, list[int]]:
             f"ids: got {int(flat.min())}..{int(flat.max())}, valid are 0..{E - 1} and -1 for 'not here'"
         )
     ends = torch.bincount(flat.to(torch.int64) + 1, minlength=E + 1).cumsum(0).tolist()
-    not_here = ends[0]  # slots, which come first
+    not_here = ends[0]  # number of slots with id -1, which are first
     order = torch.argsort(flat, stable=True)[not_here:]
     return order, [end - not_here for end in ends[1:]]
 
@@ -45,7 +45,7 @@ def spans(ends: list[int]) -> list[tuple[int, int, int]]:
 
 
 def combine(rows_ND: Tensor, order: Tensor, weights_TK: Tensor | None, T: int, K: int) -> Tensor:
-    """Each token's rows, weighted, summed in fp32 in slot order. Without weights they count as they are.
+    """The weighted sum of each token's rows, in fp32 in slot order. Without weights all factors are 1.
 
     y[t] = sum_k w[t, k] * rows[row of (t, k)]
     """
@@ -53,7 +53,7 @@ def combine(rows_ND: Tensor, order: Tensor, weights_TK: Tensor | None, T: int, K
     n = order.numel()
     D = rows_ND.shape[1]
 
-    # rows_ND[n] is the zero row of the slots that are not here
+    # rows_ND[n] is the row of zeros for slots with id -1
     row_TK = torch.full((T * K,), n, dtype=torch.int64)
     row_TK[order] = torch.arange(n)
     row_TK = row_TK.view(T, K)
@@ -72,13 +72,16 @@ def combine(rows_ND: Tensor, order: Tensor, weights_TK: Tensor | None, T: int, K
 
 
 def mm(a_RD: Tensor, b_DF: Tensor, out_RF: Tensor) -> None:
-    """a b, written into out. Of few rows MKL would take a kernel of its own, which gives a row other bits."""
+    """Writes the product a b into out.
+
+    Few rows are padded, because for them MKL uses another kernel, which gives a row other bits.
+    """
     R = a_RD.shape[0]
     if R >= FEW:
         torch.mm(a_RD, b_DF, out=out_RF)
     else:
         whole_WD = torch.cat([a_RD, a_RD.new_zeros(FEW - R, a_RD.shape[1])])
-        out_WF = out_RF.new_empty(FEW, out_RF.shape[1])  # given, so that autocast has no say
+        out_WF = out_RF.new_empty(FEW, out_RF.shape[1])  # passed as out, so that autocast has no effect
         out_RF.copy_(torch.mm(whole_WD, b_DF, out=out_WF)[:R])
 
 
@@ -99,7 +102,7 @@ def moe_mlp_forward(
     ends: list[int],
     h: Tensor,
 ) -> Tensor:
-    """y_TD; the pre-activations are written into h [>= rows, 2F], without a gate [>= rows, F]."""
+    """y_TD. It writes the pre-activations into h [>= rows, 2F], or [>= rows, F] without a gate."""
     gate_up_E2FD, down_EDF, bias_E2F, activation = experts
     T, D = x_TD.shape
     K = weights_TK.shape[1]
@@ -144,14 +147,14 @@ def gradient_of_x(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """The gradients of x, weights and bias (None without one); dH [N, 2F], the weighted activation [N, F].
 
-    The last two are what `gradients_of_matrices` needs.
+    The last two are inputs of `gradients_of_matrices`.
     """
     gate_up_E2FD, down_EDF, bias_E2F, activation = experts
     T, D = x_TD.shape
     K = weights_TK.shape[1]
     N = order.numel()
     tokens = order // max(K, 1)
-    s_N = weights_TK.reshape(-1)[order].to(_acc(x_TD))  # in the type that forward uses
+    s_N = weights_TK.reshape(-1)[order].to(_acc(x_TD))  # in the same type as in forward
     d_bias = None if bias_E2F is None else bias_E2F.new_zeros(bias_E2F.shape)
     ds_N = torch.empty(N, dtype=weights_TK.dtype)
     dh_N2F = h.new_empty(N, h.shape[1])
@@ -162,7 +165,7 @@ def gradient_of_x(
         s = s_N[lo:hi, None]
         dy = dy_TD.index_select(0, tokens[lo:hi])
         act = named(activation).of(h[lo:hi])
-        # before the routing weight is applied: its product with act is the weight's own gradient
+        # computed before the routing weight is applied, since its product with act is the weight's gradient
         d_act = dy @ down_EDF[e]
         ds_N[lo:hi] = torch.linalg.vecdot(d_act.to(_acc(d_act)), act.to(_acc(act)))
         act_NF[lo:hi] = act.mul_(s)
@@ -195,12 +198,12 @@ def gradients_of_matrices(
 
 
 def _acc(t: Tensor) -> torch.dtype:
-    """The type to add in: fp32, or wider if t is."""
+    """The type of sums: fp32, or t's type if that is wider."""
     return torch.promote_types(t.dtype, torch.float32)
 
 
 def grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends: list[int]) -> Tensor:
-    """c_NF of the definition in reference.py; ends are the groups' ends."""
+    """c_NF as defined in reference.py. ends: the groups' ends."""
     c_NF = a_ND.new_empty(a_ND.shape[0], b_EFD.shape[1])
     for e, lo, hi in spans(ends):
         torch.mm(a_ND[lo:hi], b_EFD[e].T, out=c_NF[lo:hi])

@@ -1,4 +1,4 @@
-"""What backwards of moe_mlp_deferred leave to do: the gradients of experts' matrices, and what these need.
+"""Collects the gradients of experts' matrices that backwards of moe_mlp_deferred have not computed yet.
 
 next: op.py
 """
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 class Left(NamedTuple):
-    """The gradients of one layer's matrices, which one backward has left to do."""
+    """The gradients of one layer's matrices, deferred by one backward, with the inputs to compute them."""
 
     gate_up: Tensor
     down: Tensor
     kept: tuple[Tensor, ...]
-    """what they need beside the matrices, in memory of its own"""
+    """the other inputs of the gradients, in memory that no other tensor uses"""
     work: Callable[..., tuple[Tensor, Tensor]]
 
     @property
     def bytes(self) -> int:
-        """Of what is kept."""
+        """Size of the kept tensors in bytes."""
         return sum(t.nbytes for t in self.kept)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
@@ -29,13 +29,14 @@ class Left(NamedTuple):
         return self.work(self.gate_up, self.down, *self.kept)
 
 
-# Of the `collecting` under way. Of the process, not of a thread: on a GPU a backward runs in autograd's own.
+# One list for each active `collecting`. They are global to the process, because on a GPU a backward runs on
+# autograd's thread.
 _lists: list[list[Left]] = []
 
 
 @contextmanager
 def collecting() -> Iterator[list[Left]]:
-    """A list of all that backwards inside leave to do, in their order."""
+    """A list of the gradients that backwards inside this context defer, in order."""
     left: list[Left] = []
     _lists.append(left)
     try:
@@ -45,15 +46,15 @@ def collecting() -> Iterator[list[Left]]:
 
 
 def require_collecting() -> None:
-    """RuntimeError unless somebody collects what backwards leave to do: it would be lost."""
+    """RuntimeError unless a `collecting` is active, because deferred gradients would be lost."""
     if not _lists:
         raise RuntimeError(
-            "the gradients of these experts' matrices are put off, and nobody collects them: "
-            "of a pipeline with --parallel.schedule=v call forward_backward, not backward"
+            "the gradients of these experts' matrices are deferred, and no caller collects them: "
+            "in a pipeline with --parallel.schedule=v call forward_backward, not backward"
         )
 
 
 def leave(left: Left) -> None:
-    """Leaves work to the innermost `collecting`."""
+    """Appends deferred gradients to the list of the innermost `collecting`."""
     require_collecting()
     _lists[-1].append(left)

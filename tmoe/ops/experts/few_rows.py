@@ -1,18 +1,20 @@
 """Both products of a layer whose experts have few rows each, in one launch for Hopper (Gluon).
 
-With few rows the time is that of reading the weights, so here they are read without a stop. Two launches of
-`specialised` lose a ramp and a tail each, and its tiles of 64 rows bring the weights of an expert with 65
-through L2 twice. Here one warp streams the weights of all up tiles and then of all down tiles through a ring,
-and waits for nothing but room in it. Other warps bring the rows: those of `act` once their expert's up tiles
-are stored, by whichever programs had them. The consumers do the epilogues themselves, while the ring fills.
+With few rows a layer takes as long as reading its weights, so this kernel reads them without interruption.
+Two launches of `specialised` lose time at the start and at the end of each launch, and with its tiles of 64
+rows the weights of an expert with 65 rows are read through L2 twice. In this kernel one warp loads the
+weights of all up tiles and then of all down tiles into a ring of buffers, and waits only for free buffers.
+Other warps load the rows. Rows of `act` are loaded after the up tiles of their expert have been stored by all
+programs that computed them. The consumers run the epilogues themselves, while the ring is filled.
 
-Tiles are drawn from a counter, all of up before any of down: so when a program holds a down tile, every up
-tile that it may wait for is held by a program that runs. A kernel on another stream (NCCL's, beside compute)
-may keep multiprocessors for as long as it likes.
+Tiles are drawn from a counter, all up tiles before the first down tile. So when a program has a down tile,
+every up tile that it may wait for belongs to a running program. Therefore a kernel on another stream, for
+example NCCL's, may occupy multiprocessors for any length of time without a deadlock.
 
-Weights on their way stand in a queue, and what L2 has already (rows, tables) stands behind them: 128 KB a
-multiprocessor take 4 us at the speed of memory. Two stages are enough to keep memory busy; with a ring of
-four, the others hold what has come (docs/kernels.md, eleventh).
+Loads of weights form a queue in memory, and loads of data that is already in L2 (rows, tables) wait at the
+end of that queue: 128 KB a multiprocessor take 4 us at the memory's bandwidth. Two stages in flight are
+enough to keep memory busy; in a ring of four, the other stages hold loaded weights (docs/kernels.md,
+eleventh).
 """
 
 from triton.experimental import gluon
@@ -35,8 +37,8 @@ from tmoe.ops.experts.kernels import activate, halves_of, slices
 def place_of(t, tiles, capacity, offsets, num_n, BM: gl.constexpr):
     """Tile t's expert e, the expert's rows lo..hi, the tile's first row and its column block.
 
-    The order is expert by expert, and within one rows run fastest: what several row tiles multiply with comes
-    from memory once.
+    The order is expert by expert, and within an expert rows vary fastest, so that weights which several row
+    tiles need are read from memory once.
     """
     m = t // num_n
     e = gl.load(tiles + 4 + m)
@@ -50,7 +52,7 @@ def place_of(t, tiles, capacity, offsets, num_n, BM: gl.constexpr):
 
 @gluon.jit
 def publish(t, i, drawn, told, heard, Q: gl.constexpr):
-    """The weights' loader tells the others its i-th tile."""
+    """Publishes the i-th tile of this program, from the loader of weights to the other warps."""
     s = i % Q
     mbarrier.wait(heard.index(s), (i // Q & 1) ^ 1)
     drawn.index(s).store(gl.full([1], t, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
@@ -59,7 +61,7 @@ def publish(t, i, drawn, told, heard, Q: gl.constexpr):
 
 @gluon.jit
 def hear(i, drawn, told, heard, Q: gl.constexpr, WARPS: gl.constexpr):
-    """This program's i-th tile; one that does not exist when there are no more."""
+    """This program's i-th tile, as published; after the last tile, a number beyond the table."""
     s = i % Q
     mbarrier.wait(told.index(s), i // Q & 1)
     t = gl.max(drawn.index(s).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
@@ -69,9 +71,9 @@ def hear(i, drawn, told, heard, Q: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def room(it, full, empty, S: gl.constexpr, FLIGHT: gl.constexpr):
-    """The place in the ring of step `it`, once it is free and step it - FLIGHT has come."""
+    """The buffer for step `it` in the ring, once it is free and the load of step it - FLIGHT is complete."""
     if FLIGHT < S:
-        before = it + S - FLIGHT  # never negative; one phase on
+        before = it + S - FLIGHT  # S is added so that it is never negative, which shifts the phase by one
         mbarrier.wait(full.index(before % S), (before // S & 1) ^ 1, pred=it >= FLIGHT)
     mbarrier.wait(empty.index(it % S), (it // S & 1) ^ 1)
     return it % S
@@ -86,20 +88,20 @@ def load_weights(
     GUESS: gl.constexpr,
     HALVES: gl.constexpr, Q: gl.constexpr,
 ):  # fmt: skip
-    """The weights' loader: draws tiles, one ahead.
+    """The loader of weights: draws tiles, one ahead of the tile it loads.
 
-    It is held up by the ring's room, and by the rule that only FLIGHT stages may be on their way.
+    It waits for free buffers in the ring, and keeps at most FLIGHT stages in flight.
 
-    While routing still runs it asks for the first GUESS steps of the tile that is this program's where every
-    expert has one row tile. They are thrown away, but some program is going to ask for them again, and L2 has
-    them then. Two steps asked for at once, and L2 fetching 256 bytes for 128, cost 0 to 2% each; deeper rings
+    While routing still runs, it loads the first GUESS steps of the tile that this program would get if every
+    expert had one row tile. The loaded data is discarded, but some program will load it again, and then finds
+    it in L2. Loading two steps at once, or 256 bytes into L2 for each 128, cost 0 to 2% each; rings deeper
     than four stages gain nothing.
     """
     if GUESS > 0:
         p = gl.program_id(0)
         mbarrier.expect(guessed, GUESS * BN * BL * 2)
         for j in gl.static_range(GUESS):
-            # zeros where there is no such expert
+            # loads zeros if there is no such expert
             at = [HALVES * (p // num_up), p % num_up * (BN // HALVES), j * BL]
             bulk_load(gate_up, at, guessed, bufs.index(j))
     gdc_wait()
@@ -138,7 +140,7 @@ def load_weights(
 def rows_at(
     index, row, hi, stride, BM: gl.constexpr, CHUNK: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """For each CHUNK rows of a tile, where they lie: rows index[r] // K, or r itself without an index."""
+    """The offsets of each CHUNK rows of a tile: of rows index[r] // K, or of rows r without an index."""
     offsets = ()
     for i in gl.static_range(BM // CHUNK):
         r = gl.minimum(row + i * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT)), hi - 1)
@@ -153,9 +155,9 @@ def feed(
     source, offsets, count, steps, it, bufs, full, empty,
     BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One tile's rows, step by step.
+    """Loads one tile's rows, step by step.
 
-    Chunks behind the last of its `count` rows are left out, since their rows are never stored.
+    Chunks after the last of its `count` rows are left out, since their rows are never stored.
     """
     cols = gl.expand_dims(gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT)), 0)
     chunks = reinterpret(bufs, bufs.dtype, [S * BM // CHUNK, CHUNK, BL], bufs.layout)
@@ -180,9 +182,9 @@ def load_rows(
     LAYOUT: gl.constexpr,
     Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The rows' loader: tokens through the routing order, then rows of act.
+    """The loader of rows: reads rows of x through the routing order, and for down tiles rows of act.
 
-    Rows of act are read when all up tiles of their expert have been stored.
+    Rows of act are read after all up tiles of their expert have been stored.
     """
     gdc_wait()
     ups = gl.load(tiles) * num_up
@@ -200,7 +202,8 @@ def load_rows(
             wanted = gl.cdiv(hi - lo, BM) * num_up
             while gl.load(ready + e, volatile=True) < wanted:
                 pass
-            # by one thread, which tells the others; an atomic whose result is unused would be left out
+            # One thread executes the atomic and broadcasts its result. The result is used below, because
+            # the compiler removes an atomic whose result is unused.
             stored = gl.atomic_add(ready + e, 0, sem="acquire", scope="gpu")
             at = rows_at(None, row, hi + gl.minimum(stored - wanted, 0), F, BM, CHUNK, K, LAYOUT)
             it = feed(act, at, hi - row, down_steps, it, bufs, full, empty, BM, BL, S, CHUNK, LAYOUT)
@@ -214,13 +217,13 @@ def multiply(
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """One tile's product, and the next places in both rings."""
+    """One tile's product, and the next positions in both rings."""
     acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, layout=MMA))
     for k in range(steps):
         a = ia % SA
         b = ib % SB
         mbarrier.wait(a_full.index(a), ia // SA & 1)
-        fence_async_shared()  # cp.async wrote through the generic proxy, wgmma reads through the async one
+        fence_async_shared()  # cp.async writes through the generic proxy, wgmma reads through the async proxy
         mbarrier.wait(b_full.index(b), ib // SB & 1)
         tile = b_bufs.index(b).reshape([BN, BL]).permute((1, 0))
         acc = warpgroup_mma(a_bufs.index(a), tile, acc, is_async=True, use_acc=k > 0)
@@ -237,10 +240,10 @@ def multiply(
 
 @gluon.jit
 def store(c, part, row, hi, col, width, stride, LAYOUT: gl.constexpr):
-    """A slice of a tile to rows below hi of c, by ordinary stores.
+    """Stores a slice of a tile to the rows below hi of c, by ordinary stores.
 
-    L2 is told to keep them before the weights that flow past: act and y are read again soon, and H finds its
-    way to memory later, too.
+    The eviction policy makes L2 keep these rows longer than the weights: act and y are read again soon, and H
+    can be written to memory later.
     """
     part = gl.convert_layout(part.to(c.dtype.element_ty), LAYOUT)
     r = row + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, LAYOUT))
@@ -258,7 +261,10 @@ def consume(
     SB: gl.constexpr, ACT: gl.constexpr,
     Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumers: products and epilogues; an expert's count of stored up tiles goes up behind each."""
+    """The consumers: compute products and epilogues.
+
+    After each up tile they increment its expert's count of stored up tiles.
+    """
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16]
     )
@@ -292,7 +298,7 @@ def consume(
                     gate += gl.expand_dims(gl.load(at, mask=cols < F, other=0.0).to(gl.float32), 0)
                     if HALVES == 2:
                         up += gl.expand_dims(gl.load(at + F, mask=cols < F, other=0.0).to(gl.float32), 0)
-                gate = gate.to(act.dtype.element_ty)  # backward has no wider one
+                gate = gate.to(act.dtype.element_ty)  # rounded, because backward has only the rounded values
                 up = up.to(act.dtype.element_ty) if HALVES == 2 else gate
                 if h is not None:
                     store(h, gate, row, hi, col, F, HALVES * F, OUT)
@@ -328,17 +334,19 @@ def few_rows(
         H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e])
         act [N, F] from H, and y [N, D] = act @ down[e]^T
 
-    gate_up is [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; without a gate
-    gate_up is [E, F, D] in boxes as down's, and H [N, F]. ready [E] and counter [1], int32, must be zero. SA,
-    SB: stages of the rings of rows and of weights, of which FLIGHT may be on their way at once. GUESS (at
-    most SB): see load_weights; not 0 only where routing lets this kernel
-    in as it begins. For its sake each kind of warps waits for the kernels before by itself (gdc_wait).
+    gate_up: [2E, F, D] in boxes of [2, BN/2, BL]; without a gate [E, F, D] in boxes of [1, BN, BL], and H is
+        [N, F].
+    down: [E, D, F] in boxes of [1, BN, BL].
+    ready, counter: int32 [E] and [1], must be zero.
+    SA, SB: stages of the rings of rows and of weights. FLIGHT: most stages of weights in flight.
+    GUESS: see load_weights; at most SB, and 0 unless the routing kernel lets this kernel start early. Because
+        of GUESS each kind of warps calls gdc_wait separately.
     """
     WARPS: gl.constexpr = BM // 16
     GATHER: gl.constexpr = 4 if BM == 64 else 2
     HALVES: gl.constexpr = halves_of(ACT)
     B_BOX: gl.constexpr = [HALVES, BN // HALVES, BL]
-    Q: gl.constexpr = 4  # tiles that are known, and that not all kinds of warps have begun
+    Q: gl.constexpr = 4  # most published tiles that some kind of warps has not begun
     dtype: gl.constexpr = act.dtype.element_ty
     a_bufs = gl.allocate_shared_memory(
         dtype, [SA, BM, BL], gl.NVMMASharedLayout.get_default_for([BM, BL], dtype)
@@ -359,12 +367,12 @@ def few_rows(
         mbarrier.init(told.index(i), count=1)
         mbarrier.init(heard.index(i), count=2)
     for i in gl.static_range(SA):
-        mbarrier.init(a_full.index(i), count=32 * GATHER)  # one arrival a cp.async thread
+        mbarrier.init(a_full.index(i), count=32 * GATHER)  # one arrival for each cp.async thread
         mbarrier.init(a_empty.index(i), count=1)
     for i in gl.static_range(SB):
         mbarrier.init(b_full.index(i), count=1)
         mbarrier.init(b_empty.index(i), count=1)
-    fence_async_shared()  # a guess may come back at once
+    fence_async_shared()  # the load of a guess may complete at once
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BL, BL // 8], [GATHER, 1], [1, 0])
     gl.warp_specialize([
         (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps,

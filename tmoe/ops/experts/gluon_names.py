@@ -1,7 +1,7 @@
-"""Names of Gluon that changed between versions of triton: the new name, else the old one, else None.
+"""Names of Gluon that changed between versions of triton: the new name, else the old name, else None.
 
-Where one is None the portable kernels run (`gluon_lacks` of ops/launch/launch.py). The old names of copies
-stay in triton 3.9 and raise an error when a kernel that calls them is compiled.
+If a name is None, the portable kernels run (`gluon_lacks` of ops/launch/launch.py). Triton 3.9 still has the
+old names of copies, but raises an error when a kernel that calls them is compiled.
 """
 
 from triton.experimental.gluon import language as gl
@@ -18,6 +18,6 @@ bulk_load = _first(tma, "async_load", "async_copy_global_to_shared")
 bulk_store = _first(tma, "async_store", "async_copy_shared_to_global")
 # cp.async: each thread copies its own elements into a tile
 thread_load = _first(async_copy, "async_load", "async_copy_global_to_shared")
-# the same shared memory with another dtype, shape and layout
+# a view of the same shared memory with another dtype, shape and layout
 reinterpret = _first(getattr(gl, "shared_memory_descriptor", None), "reinterpret", "_reinterpret")
 thread_barrier = _first(gl, "thread_barrier", "barrier")

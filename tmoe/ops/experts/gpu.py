@@ -1,11 +1,12 @@
 """moe_mlp and grouped_mm on the GPU: which kernels run, in which order, on which buffers.
 
-Forward: route, up (gathers x, keeps H), down, combine; up and down are one launch where experts have few
-rows. Backward: dh (gathers dy, recomputes the activation), down's gradient, dx, gate_up's gradient, combine.
+Forward: route, up (gathers x, keeps H), down, combine; up and down are one launch if experts have few rows.
+Backward: dh (gathers dy, recomputes the activation), down's gradient, dx, gate_up's gradient, combine.
 
-With a bound on the routed pairs, the same steps run over windows of that many sorted rows, adding up. Windows
-behind the first are empty unless routing is skewed, and H is recomputed for them. Where a configuration asks
-for gathered copies instead of gathering inside a kernel, one copy serves all kernels that read it.
+With a bound on the routed pairs, the same steps run over windows of that many sorted rows, and their results
+are added up. All windows after the first are empty unless routing is skewed, and H is recomputed for them. If
+a configuration uses gathered copies instead of gathering inside a kernel, all kernels that read the rows
+share one copy.
 """
 
 from collections.abc import Iterator
@@ -35,23 +36,23 @@ from tmoe.ops.launch.launch import (
 try:
     from tmoe.ops.experts import hopper
     from tmoe.ops.experts.few_rows import few_rows
-except ImportError:  # then launch.py's gluon_lacks says that no GPU can run them
+except ImportError:  # then gluon_lacks of launch.py reports that no GPU can run them
     hopper = few_rows = None
 
-Operand = Tensor | Descriptor  # as a kernel takes it
+Operand = Tensor | Descriptor  # an operand of a kernel
 Outs = tuple[Any, Any, Any]  # tensors or None
 
-# Waves of programs in a launch. One is best where products have the GPU to themselves. A program that finds
-# its multiprocessor taken by a collective's kernel begins when another one ends: a launch in one wave then
-# takes twice its time, in four a quarter more. Measured on two GPUs that share experts: 96.8, 97.4, 99.6 and
-# 99.9 thousand tokens/s in 1, 2, 4 and 8 waves; with ep=2, 48.3 in 1 and 48.1 in 4.
+# Waves of programs in a launch. One wave is best if products have the GPU to themselves. If a collective's
+# kernel occupies a multiprocessor, a program for it must wait until another program ends. A launch in one
+# wave then takes twice its time, in four waves a quarter more. Measured on two GPUs that share experts: 96.8,
+# 97.4, 99.6 and 99.9 thousand tokens/s in 1, 2, 4 and 8 waves; with ep=2, 48.3 in 1 and 48.1 in 4 waves.
 waves = 1
 
 
 def has_tma(x: Tensor, D: int, F: int, *tensors: Tensor) -> bool:
-    """Whether descriptors can describe the operands.
+    """Whether tensor descriptors can describe the operands.
 
-    They can on Hopper, with 16-bit elements, whole 64-wide steps and aligned bases.
+    They can on Hopper, with 16-bit elements, D and F multiples of 64 and addresses aligned to 16 bytes.
     """
     return (
         device_facts(x.device)[2]
@@ -63,19 +64,19 @@ def has_tma(x: Tensor, D: int, F: int, *tensors: Tensor) -> bool:
 
 
 def plain(t: Tensor, block: list[int], tma: bool) -> Operand:
-    """A tensor as kernels take it: a descriptor with this box, or itself."""
+    """A tensor as an operand of a kernel: a descriptor with boxes of shape `block`, or the tensor itself."""
     return describe(t, block) if tma else t
 
 
 def ragged(t: Tensor, block: list[int], tma: bool) -> Operand:
-    """Expert-sorted rows [N, width] as kernels take them: a descriptor that clips at any row, or itself."""
+    """Expert-sorted rows [N, width] as an operand: a descriptor that clips at any row, or the tensor."""
     return describe_ragged(t, block) if tma else t
 
 
 def halves(h_N2F: Tensor, F: int, block: list[int], tma: bool) -> tuple[Operand, Operand | None]:
-    """The gate and up columns of H as two operands, so that a box never reaches from one into the other.
+    """The gate and up columns of H as two operands, so that no box contains columns of both.
 
-    H of experts without a gate, [N, F], is the first.
+    For experts without a gate, H [N, F] is the first operand and the second is None.
     """
     if h_N2F.shape[1] == F:
         return ragged(h_N2F, block, tma), None
@@ -83,14 +84,14 @@ def halves(h_N2F: Tensor, F: int, block: list[int], tma: bool) -> tuple[Operand,
 
 
 class Product(NamedTuple):
-    """What hopper.specialised multiplies; see there for the rest."""
+    """The operands of hopper.specialised, which documents the other fields."""
 
     a: Tensor
     b: Tensor
     width: int  # columns of the result
-    length: int = 0  # summed over; dw: over each expert's rows instead
+    length: int = 0  # length of the sum; unused in dw, which sums over each expert's rows
     b_rows: bool = False
-    gather: str = ""  # the operand ("a", "b") that is still [T, D]
+    gather: str = ""  # the operand ("a", "b") that is [T, D] and not gathered yet
     h: Tensor | None = None
     ds: Tensor | None = None
     bias: Tensor | None = None
@@ -109,7 +110,15 @@ class Layer:
         operands: tuple[Tensor, ...] = (),
         activation: str = "swiglu",
     ) -> None:
-        """x [T, D]: the tokens; shape: (E, D, F); operands: the experts' matrices, for their alignment."""
+        """Chooses precision and kind of kernels.
+
+        x: the tokens [T, D].
+        shape: (E, D, F).
+        K: experts of a token.
+        meta: the routing metadata of a window.
+        weights: routing weights [T, K], if a kernel needs them.
+        operands: the experts' matrices, whose alignment is checked.
+        """
         self.x, self.meta, self.weights = x, meta, weights
         self.K, self.activation = K, activations.full(activation)
         self.E, self.D, self.F = shape
@@ -118,11 +127,11 @@ class Layer:
         self.T, self.N = x.shape[0], meta.P
         self.arch, self.sms, _ = device_facts(x.device)
         self.tma = has_tma(x, self.D, self.F, *operands)
-        # kernels without descriptors address an expert's matrices by 32 bits
+        # kernels without descriptors index an expert's matrices with 32 bits
         if not self.tma and 2 * self.D * self.F >= 2**31:
             valid = "2 D F below 2^31 where there are no tensor descriptors"
             require(False, "an expert's matrices", f"D={self.D}, F={self.F}", valid)
-        fast = tf32() and self.arch.startswith(("cuda", "hip:gfx942"))  # triton knows TF32 of no other chip
+        fast = tf32() and self.arch.startswith(("cuda", "hip:gfx942"))  # triton has TF32 for no other chips
         self.precision = "tf32" if fast else "ieee"
 
     def config(self, kernel: str) -> Config:
@@ -130,7 +139,10 @@ class Layer:
         return pick(kernel, self.arch, self.x.dtype, self.D, self.F, self.N / self.E, self.tma)
 
     def grid(self, cfg: Config, tiles: int) -> tuple[int]:
-        """As many programs as stay resident, in `waves`; tiles is the host's upper bound on the work."""
+        """The number of programs: as many as can be resident, times `waves`, and at most `tiles`.
+
+        tiles: the host's upper bound on the number of tiles.
+        """
         return (max(1, min(self.sms * cfg.ctas * waves, tiles)),)
 
     def row_tiles(self, cfg: Config, width: int, columns: int) -> int:
@@ -138,15 +150,15 @@ class Layer:
         return (self.N // cfg.BM + self.E) * cdiv(width, columns)
 
     def tile_args(self, cfg: Config | Few) -> tuple[Tensor, int, Tensor]:
-        """The table of row tiles, its capacity and the experts' offsets, as kernels take them."""
+        """Arguments of a kernel: the table of row tiles, its capacity and the experts' offsets."""
         return self.meta.tiles[cfg.BM], Metadata.capacity(self.N, self.E, cfg.BM), self.meta.offsets
 
     def even(self, cfg: Config, length: int) -> bool:
-        """Whether a length is whole steps."""
+        """Whether a length is a multiple of the configuration's step."""
         return length % cfg.BL == 0
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A new tensor, of x's type unless told otherwise."""
+        """A new tensor on x's device. dtype: None: x's type."""
         return empty(shape, dtype or self.x.dtype, self.x.device)
 
     def gathered(self, t_TD: Tensor) -> Tensor:
@@ -167,7 +179,7 @@ class Layer:
         finish = kind in ("up", "ungated", "dh")
         columns = cfg.BN // 2 if kind == "up" else cfg.BN
 
-        # operands: descriptors, unless they are gathered
+        # operands are descriptors, unless the kernel gathers them
         a_box = [cfg.BL, cfg.BM] if dw else [cfg.BM, cfg.BL]
         if dw:
             b_box = [cfg.BL, cfg.BN]
@@ -179,7 +191,7 @@ class Layer:
         b_arg = b if gather == "b" else describe_ragged(b, b_box) if dw else describe(b, b_box)
         box = [cfg.BM, cfg.BN // cfg.SUB]
 
-        # results: some are stored by the copy engine, some by the finishers
+        # the copy engine stores some results, the finishers others
         c, c2, c3 = outs
         keeps_h = kind in ("up", "ungated") and c is not None
         if keeps_h:
@@ -188,7 +200,7 @@ class Layer:
             result: Any = outs[0]
             c = c3 = describe(result, [1, *box]) if dw else describe_ragged(result, box)
 
-        # tiles: of every expert's matrix, or of its rows
+        # tiles divide every expert's matrix, or its rows
         num_m = cdiv(a.shape[1], cfg.BM) if dw else 0
         num_n = cdiv(width, columns)
         if dw:
@@ -257,7 +269,7 @@ class Layer:
     def products(self, gate_up: Tensor, bias: Tensor | None, h_N2F: Tensor | None, down: Tensor) -> Tensor:
         """act @ down^T [N, D], expert by expert; writes H unless it is None.
 
-        Once for each metadata: it may use up `ready` and `counter`.
+        Call it once for each metadata, because it may change `ready` and `counter`.
         """
         cfg = few(self.arch, self.N / self.E, self.tma)
         if cfg is None:
@@ -268,7 +280,7 @@ class Layer:
         n = self.halves
         num_up = cdiv(self.F, BN // n)
         num_down = cdiv(self.D, BN)
-        # routing lets this launch in as it begins, unless slots are many or this is a later window
+        # the routing kernel lets this launch start early, unless slots are many or this is a later window
         let_in = 0 < self.meta.N <= FEW
         guess = cfg.flight if cfg.flight < cfg.weight_stages and let_in else 0
         launch(
@@ -284,7 +296,7 @@ class Layer:
         return y
 
     def dh(self, dy: Tensor, down: Tensor, h_N2F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dH [N, H], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
+        """dH [N, H], s * act [N, F], partial sums of ds [parts, N]. dy: [T, D], or its gathered rows."""
         cfg = self.config("dh")
         parts = cdiv(self.F, cfg.BN)
         dh = self.empty(self.N, self.H)
@@ -310,9 +322,9 @@ class Layer:
         return dh, act, ds
 
     def dw(self, kernel: str, a: Tensor, b: Tensor, gather: str, c: Tensor | None = None) -> Tensor:
-        """[E, P, Q] = rows of a transposed times rows of b, added to c if it is given.
+        """[E, P, Q] = for each expert, its rows of a transposed times its rows of b; added to c if given.
 
-        gather names the operand ("a", "b") that is still [T, D], or "".
+        gather: the operand ("a", "b") that is [T, D] and not gathered yet, or "".
         """
         add = c is not None
         cfg = self.config("dw_add" if add else kernel)
@@ -342,17 +354,19 @@ class Layer:
         add: bool | None = None,
         fill: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """y [T, D] in fixed order, weighted unless weights is None; with ds also the weights' gradient.
+        """y [T, D], the sum of each token's rows in a fixed order; with ds also the weights' gradient.
 
-        Added to y and d_weights if they are given, or with add=False written over them. fill=False leaves the
-        rows of tokens that have no slot here (in any window) as they are, in y and in d_weights, instead of
-        writing zeros.
+        weights: factors of the rows; None: no factors.
+        y, d_weights: tensors to which the results are added; None: new tensors.
+        add: False: overwrite y and d_weights instead of adding. None: add if y is given.
+        fill: False: y and d_weights do not change for tokens without a slot in any window. True: they get
+            zeros.
         """
         add = y is not None if add is None else add
         y = self.empty(self.T, self.D) if y is None else y
         if ds is not None and d_weights is None:
             d_weights = self.empty(*self.weights.shape, dtype=self.weights.dtype)
-        # where most slots are not here: look before loading, two at a time
+        # if most slots have no row in the window, check before loading, two slots at a time
         sparse = 2 * self.N <= self.T * self.K
         block, group, warps = (2048, 2, 2) if sparse else (1024, self.K, 4)
         block = min(block, power_of_2(self.D))
@@ -368,7 +382,7 @@ class Layer:
         return y, d_weights
 
     def bias_gradient(self, dh: Tensor, d_bias: Tensor | None = None) -> Tensor:
-        """[E, H], the sum of each expert's rows of dH; added to d_bias, if it is given."""
+        """[E, H], the sum of each expert's rows of dH; added to d_bias if given."""
         add = d_bias is not None
         W = dh.shape[1]
         block = 128
@@ -388,7 +402,7 @@ class Layer:
         return d_bias
 
     def clear_rest(self, c: Tensor) -> Tensor:
-        """Zeros in the rows of c [N, W] that belong to no expert."""
+        """Stores zeros in the rows of c [N, W] that belong to no expert; returns c."""
         N, W = c.shape
         R = 16
         block = min(1024, power_of_2(W))
@@ -417,11 +431,11 @@ def forward(
     pairs: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """moe_mlp: y, H of the first window (empty unless keep) and the packed metadata."""
+    """moe_mlp: returns y, H of the first window (empty unless keep) and the packed metadata."""
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
     bias = None if bias is None else bias.contiguous()
     h = empty((pairs if keep else 0, gate_up.shape[1]), x.dtype, x.device)
-    if len(x) == 1 and not keep and pairs == ids.numel() > 0:  # nobody reads the metadata
+    if len(x) == 1 and not keep and pairs == ids.numel() > 0:  # then the metadata is never read
         packed = empty((Metadata.size(pairs, down.shape[0]),), torch.int32, x.device)
         return one_token(x, gate_up, down, weights, ids, bias, activation), h, packed
     meta = route(ids, down.shape[0], pairs)
@@ -432,7 +446,7 @@ def forward(
         layer = Layer(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
         rows = layer.products(gate_up, bias, h if keep and y is None else None, down)
         y, _ = layer.combine(rows, weights, y)
-        del rows  # before the next window's are made
+        del rows  # before the rows of the next window are allocated
     return y, h, meta.packed
 
 
@@ -457,7 +471,7 @@ def backward(
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
         if dx is not None:
-            h = layer.empty(pairs, gate_up.shape[1])  # of a window behind the first: computed again
+            h = layer.empty(pairs, gate_up.shape[1])  # recomputed for every window after the first
             layer.up(gate_up, bias, h)
 
         fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
@@ -472,7 +486,7 @@ def backward(
         )
         if bias is not None:
             d_bias = layer.bias_gradient(dh, d_bias)
-        del h, dh, ds  # before the next window's are made
+        del h, dh, ds  # before those of the next window are allocated
     return dx, d_gate_up, d_down, d_weights, d_bias
 
 
@@ -488,11 +502,11 @@ def backward_of_x(
     activation: str,
     pairs: int,
 ) -> tuple[Tensor | None, ...]:
-    """The part of `backward` that others wait for: the gradients of x, weights and bias (None without one).
+    """The part of `backward` that other stages wait for: the gradients of x, weights and bias (None without).
 
-    And what `backward_of_matrices` needs of the first window: dH [pairs, 2F] and the weighted activation
-    [pairs, F]. To keep them costs F elements a pair more than H alone, from which dH's product, a sixth of
-    those of the backward, would have to be made again.
+    It also returns the inputs of `backward_of_matrices` for the first window: dH [pairs, 2F] and the weighted
+    activation [pairs, F]. They need F elements a pair more than H alone. If H were kept instead, dH's product
+    would have to be recomputed, a sixth of the backward's products.
     """
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     bias = None if bias is None else bias.contiguous()
@@ -504,14 +518,14 @@ def backward_of_x(
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
         if kept:
-            h = layer.empty(pairs, gate_up.shape[1])  # of a window behind the first: computed again
+            h = layer.empty(pairs, gate_up.shape[1])  # recomputed for every window after the first
             layer.up(gate_up, bias, h)
         dh, act, ds = layer.dh(dy if layer.config("dh").gather else layer.gathered(dy), down, h)
         dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, dx, ds, d_weights)
         if bias is not None:
             d_bias = layer.bias_gradient(dh, d_bias)
         kept = kept or (dh, act)
-        del h, dh, act, ds  # before the next window's are made
+        del h, dh, act, ds  # before those of the next window are allocated
     return dx, d_weights, d_bias, *kept
 
 
@@ -530,8 +544,10 @@ def backward_of_matrices(
 ) -> tuple[Tensor, Tensor]:
     """The rest of `backward`: the gradients of gate_up and down.
 
-    dy, x, weights: contiguous. dh, act: as `backward_of_x` has given them. Of windows behind the first, which
-    are empty unless routing is skewed, H, dH and the activation are computed again.
+    dy, x, weights: contiguous.
+    dh, act: as `backward_of_x` returned them.
+    H, dH and the activation are recomputed for every window after the first. These windows hold rows only if
+    routing is skewed.
     """
     gate_up, down = gate_up.contiguous(), down.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -554,12 +570,12 @@ def backward_of_matrices(
         d_gate_up = layer.dw(
             "dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up
         )
-        del dh  # before the next window's are made
+        del dh  # before that of the next window is allocated
     return d_gate_up, d_down
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """c of grouped_mm: the down projection of rows that are sorted already."""
+    """c of grouped_mm, computed by the kernel of the down projection, since rows are already sorted."""
     a, b = a.contiguous(), b.contiguous()
     if a.shape[0] == 0:
         return a.new_empty(0, b.shape[1])

@@ -1,4 +1,4 @@
-"""grouped_mm: rows in consecutive groups, each group times its own matrix; one differentiable op."""
+"""grouped_mm: multiplies each of several groups of consecutive rows by its matrix; differentiable."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ from tmoe.ops.register import Backward, register_differentiable
 
 
 def grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """c[ends[e-1]:ends[e]] = a[ends[e-1]:ends[e]] @ b[e].T; rows past the last end give zeros.
+    """c[ends[e-1]:ends[e]] = a[ends[e-1]:ends[e]] @ b[e].T; rows past the last end are zeros in c.
 
     Args:
         a_ND: rows [N, D]; float32, bfloat16 or float16 (float64 on the CPU).
-        b_EFD: one matrix a group [E, F, D]; dtype of a.
-        ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N. They stay on
-            the device, so only the CPU refuses others.
+        b_EFD: one matrix for each group [E, F, D]; dtype of a.
+        ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N. The host does
+            not read them from a GPU, so only the CPU refuses invalid ends.
 
     Returns c_NF [N, F] in the dtype of a, accumulated in float32, differentiable in a and b. Raises
     ValueError for shapes, dtypes or devices that do not fit together. Definition:

@@ -1,13 +1,13 @@
 """The products for Hopper, warp-specialised (Gluon): a loader, consumers and finishers.
 
-The plain kernels of kernels.py stop loading during a tile's epilogue, and the tensor cores stand still. Here
-the loader keeps the ring of operand tiles full all through it. The consumers are eight warps on a 128x256
-tile, or four on 64x256 where experts have few rows; all they do with a finished tile is to round it into
-shared memory. From there a plain product leaves by the copy engine; the epilogues that cost instructions are
-the finishers' work, while the next tile is multiplied.
+The plain kernels of kernels.py stop loading during a tile's epilogue, so the tensor cores are idle. In these
+kernels the loader keeps the ring of operand tiles full during the epilogue. The consumers are eight warps on
+a 128x256 tile, or four on 64x256 if experts have few rows. They only round a finished tile into shared
+memory. From there the copy engine stores a plain product. Epilogues that need many instructions are run by
+the finishers, while the consumers multiply the next tile.
 
-Two warpgroups taking turns on 128x128 tiles hide epilogues too, but read more shared memory and L2 for each
-product (docs/kernels.md has the figures). The loader gathers rows itself (GATHER: two or four warps of
+Two warpgroups that alternate on 128x128 tiles hide epilogues too, but read more shared memory and L2 for each
+product (docs/kernels.md has the figures). The loader either gathers rows (GATHER: two or four warps of
 cp.async), or is one warp that issues bulk copies.
 
 Operands, results and tile order are those of `up_kernel`, `rows_kernel`, `dh_kernel` and `dw_kernel`.
@@ -39,7 +39,7 @@ from tmoe.ops.experts.kernels import (
 
 @gluon.jit
 def tile_count(tiles, E, num_m, num_n, KIND: gl.constexpr):
-    """How many tiles there are: for dw from the shapes, else from the table."""
+    """The number of tiles: for dw from the shapes, otherwise from the table."""
     if KIND == "dw":
         return E * num_m * num_n
     else:
@@ -68,9 +68,9 @@ def load_tiles_of_rows(
         e, _, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, KIND)
         if GATHER == "a":
             r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-            # Rows past the end are never stored. Where they are many they are left out, which costs full
-            # tiles 5%. Reading token 0 for them all, in every program at the same time, cost half of a
-            # tile's time.
+            # Rows past the end are never stored. Tiles of 64 rows do not load them, which costs full tiles
+            # 5%. If all of them read token 0, in every program at the same time, that cost half of a tile's
+            # time.
             tok = gl.load(order + gl.minimum(r, hi - 1)) // K
             cols = gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT))
             a_rows = a + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
@@ -122,8 +122,8 @@ def load_tiles_of_dw(
             if GATHER != "":
                 bufs = (a_bufs if GATHER == "a" else b_bufs).index(s).reshape([BL, W])
                 source = (a if GATHER == "a" else b) + gl.expand_dims(tok.to(gl.int64) * stride, 1)
-                here = gl.expand_dims(r < hi, 1)  # zeros past the end
-                if EDGE:  # after the last token's row there may be no memory
+                here = gl.expand_dims(r < hi, 1)  # rows past the end are zeros
+                if EDGE:  # the memory after the last token's row may not be mapped
                     here = here & gl.expand_dims(cols < stride, 0)
                 thread_load(bufs, source + gl.expand_dims(cols, 0), mask=here)
                 r += BL
@@ -144,7 +144,7 @@ def load_tiles(
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, EDGE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The loader: every step's A and B of every tile of this program."""
+    """The loader: loads A and B for every step of every tile of this program."""
     if KIND == "dw":
         load_tiles_of_dw(
             a, b, order, tiles, capacity, offsets, E, num_m, num_n, GROUP, stride, a_bufs, b_bufs, full,
@@ -159,7 +159,7 @@ def load_tiles(
 
 @gluon.jit
 def store_tile(c, smem, e, hi, row, col, KIND: gl.constexpr):
-    """Hand a tile in shared memory to the copy engine; rows from hi on are clipped."""
+    """Store a tile from shared memory by the copy engine; rows from hi on are clipped."""
     if KIND == "dw":
         bulk_store(c, [e, row, col], smem.reshape([1] + smem.shape))
     else:
@@ -174,10 +174,10 @@ def consume_tiles(
     OUTS: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumers: the product of every tile of this program, rounded into shared memory.
+    """The consumers: compute the product of every tile of this program, rounded into shared memory.
 
-    From there "rows" and "dw" leave by the copy engine, through OUTS buffers; the tiles of "up", "ungated"
-    and "dh" are left to the finishers.
+    From there the copy engine stores "rows" and "dw", through OUTS buffers; the finishers process the tiles
+    of "up", "ungated" and "dh".
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16]
@@ -196,7 +196,7 @@ def consume_tiles(
             s = it % S
             mbarrier.wait(full.index(s), it // S & 1)
             if GATHER != "":
-                # cp.async wrote through the generic proxy, wgmma reads through the async one
+                # cp.async writes through the generic proxy, wgmma reads through the async proxy
                 fence_async_shared()
             a_tile = a_bufs.index(s)
             if KIND == "dw":
@@ -210,7 +210,7 @@ def consume_tiles(
             acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True, use_acc=k > 0)
             # wait returns a plain tensor
             acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-            mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=k > 0)  # the step before is done
+            mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=k > 0)  # the previous step is done
             it += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=n_steps > 0)
@@ -230,7 +230,7 @@ def consume_tiles(
                     part += gl.expand_dims(loaded.to(gl.float32), 0)
                 out.index(j).store(part.to(out.dtype))
             if KIND == "up" or KIND == "ungated":
-                fence_async_shared()  # the copy engine reads it
+                fence_async_shared()  # the copy engine reads the tile
             mbarrier.arrive(staged, count=1)
             phase ^= 1
         else:
@@ -256,9 +256,9 @@ def finish_up(
     BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, KEEP: gl.constexpr,
     R: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The finishers of "up", and of "ungated".
+    """The finishers of "up" and "ungated".
 
-    H, if it is kept, leaves shared memory by the copy engine, the activation by ordinary stores.
+    The copy engine stores H, if it is kept; the activation is written by ordinary stores.
     """
     W: gl.constexpr = BN // SUB
     HALVES: gl.constexpr = halves_of(ACT)
@@ -291,7 +291,7 @@ def finish_up(
 
 @gluon.jit
 def load_h(h, r, hi, col, F, SUB: gl.constexpr, W: gl.constexpr, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
-    """SUB slices of gate and up in turn, of the rows r below hi; without a gate SUB slices of H."""
+    """SUB slices of gate and up, alternating, for the rows r below hi; without a gate SUB slices of H."""
     loaded = ()
     for j in gl.static_range(SUB):
         cols = col + j * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
@@ -316,8 +316,8 @@ def finish_dh(
     From the staged gradient of act and from H they compute the gradients of both halves of H, s * act, and
     this column tile's part of <d_act, act>.
 
-    H is loaded 2 R rows ahead. With R rows the loads' latency, not the arithmetic, set the pace (dh of
-    Qwen3's shape took 1.57 ms, and takes 1.43).
+    H is loaded 2 R rows ahead. With R rows the latency of loads, not the arithmetic, was the limit (dh of
+    Qwen3's shape took 1.57 ms; with 2 R rows it takes 1.43).
     """
     W: gl.constexpr = BN // SUB
     HALVES: gl.constexpr = halves_of(ACT)
@@ -368,7 +368,7 @@ def finish_tiles(
     BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr,
     KEEP: gl.constexpr, LAYOUT: gl.constexpr, CREW: gl.constexpr,
 ):  # fmt: skip
-    """The finishers; a warp takes four rows at a time."""
+    """The finishers; a warp handles four rows at a time."""
     if KIND == "up" or KIND == "ungated":
         finish_up(
             c, c2, c3, tiles, capacity, offsets, F, num_n, GROUP, out, staged, taken,
@@ -384,7 +384,10 @@ def finish_tiles(
 
 @gluon.jit
 def barriers(S: gl.constexpr, ARRIVALS: gl.constexpr):
-    """(full, empty) of S buffers, (staged, taken) of a tile; ARRIVALS: how many fill a buffer."""
+    """Barriers (full, empty) of S buffers and (staged, taken) of a tile.
+
+    ARRIVALS: number of arrivals after which a buffer is full.
+    """
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -410,21 +413,24 @@ def specialised(
 
         "rows"  C = A @ B[e]
         "up"    c, c2, c3 = gate, up, act
-        "ungated"  the same of experts without a gate: c, c3 = H, act
+        "ungated"  as "up", for experts without a gate: c, c3 = H, act
         "dh"    c, c3 = dH, s * act, from h = H; and partial sums of ds
         "dw"    C[e] = A[rows]^T @ B[rows]
 
-    GATHER names the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, read through the
-    routing order. EDGE: the last tile of a gathered dw is wider than its rows. KEEP false: "up" stores act
-    alone. ACT: the activation, see `activate`. bias [E, 2F] or None is added to H.
+    GATHER: the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, and is read through the
+        routing order; "": none.
+    EDGE: the last tile of a gathered dw is wider than its rows.
+    KEEP: if False, "up" stores act alone.
+    ACT: the activation, see `activate`.
+    bias: [E, 2F] or None; added to H.
     """
     WARPS: gl.constexpr = 4 if BM == 64 else 8
     A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [1, 1, BM, BL]
     B_DW: gl.constexpr = [1, 1, BL, BN] if KIND == "dw" else [1, BL, BN]
     B_BOX: gl.constexpr = [2, BN // 2, BL] if KIND == "up" else [1, BN, BL] if B_ROWS else B_DW
     FINISH: gl.constexpr = KIND == "up" or KIND == "ungated" or KIND == "dh"
-    # warps that gather, and warps that finish: more than twelve in all would leave ptxas too few registers
-    # for 256 columns
+    # Number of warps that gather, and of warps that finish. With more than twelve warps in all, ptxas would
+    # have too few registers for 256 columns.
     CREW: gl.constexpr = 2 if FINISH and BM == 128 else 4
     ELEMENT: gl.constexpr = c3.dtype.element_ty if FINISH else c3.dtype
     OUT_BOX: gl.constexpr = [BM, BN // SUB]
@@ -440,7 +446,7 @@ def specialised(
     scale = gl.allocate_shared_memory(
         gl.float32, [BM // (4 * CREW), 4 * CREW], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    # one arrival a cp.async thread
+    # one arrival for each cp.async thread
     full, empty, staged, taken = barriers(S, 1 if GATHER == "" else 32 * CREW + 1)
     LANES_W: gl.constexpr = BL if KIND != "dw" else BM if GATHER == "a" else BN
     LANES: gl.constexpr = LANES_W // 8 if LANES_W < 256 else 32

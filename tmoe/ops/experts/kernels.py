@@ -1,14 +1,15 @@
 """The Triton kernels of the experts: four products over expert-sorted rows, and the sum over a token's rows.
 
 Every product is persistent (a fixed grid strides over tiles; the number of tiles is read on the device) and
-exists once. With TMA, operands are tensor descriptors and results leave through ragged descriptors, whose
-hardware clipping keeps a tile from writing into the next expert's rows. Without, the same arguments are
-pointers and masks do the clipping: on every other GPU, and for every shape that descriptors cannot describe.
-GATHER reads an operand's rows through the routing order, so gathered copies of x and dy never exist. SUB
-slices the accumulator's columns in the epilogue: less shared memory and fewer live registers.
+has a single kernel for both kinds of operands. With TMA, operands are tensor descriptors, and results are
+stored through ragged descriptors, whose hardware clipping prevents a tile from writing into the next expert's
+rows. Without TMA, the same arguments are pointers and masks do the clipping; this path serves all other GPUs,
+and all shapes that descriptors cannot describe. GATHER reads an operand's rows through the routing order, so
+x and dy need no gathered copies. SUB slices the accumulator's columns in the epilogue, which needs less
+shared memory and fewer live registers.
 
-Letters as everywhere: N routed rows, D model width, F expert width, E experts, K experts per token. `e, lo,
-hi, row` locate a tile: expert, the expert's rows lo..hi, the tile's first row.
+The letters are those of all modules: N routed rows, D model width, F expert width, E experts, K experts per
+token. `e, lo, hi, row` locate a tile: its expert, the expert's rows lo..hi, the tile's first row.
 """
 
 import triton
@@ -24,7 +25,7 @@ RAGGED = tl.constexpr(0x40000000)  # the origin of create_ragged_descriptor's tw
 def tile_at(t, tiles, capacity, offsets, num_n, GROUP):
     """Tile t's expert, the expert's rows lo..hi, the tile's first row and its column tile.
 
-    Within GROUP row tiles, rows run fastest, so the tiles in flight at once share both operands in L2.
+    Within GROUP row tiles, rows vary fastest, so tiles that run at the same time share both operands in L2.
     """
     num_m = tl.load(tiles)
     per_group = GROUP * num_n
@@ -39,7 +40,7 @@ def tile_at(t, tiles, capacity, offsets, num_n, GROUP):
 
 @triton.jit
 def weight_tile_at(t, by_size, offsets, num_m, num_n, GROUP):
-    """Tile t of the experts' weight gradients: experts by decreasing row count, then as in tile_at."""
+    """Tile t of the experts' weight gradients: experts by decreasing row count, tiles in tile_at's order."""
     e = tl.load(by_size + t // (num_m * num_n))
     u = t % (num_m * num_n)
     first = u // (GROUP * num_n) * GROUP
@@ -51,9 +52,9 @@ def weight_tile_at(t, by_size, offsets, num_m, num_n, GROUP):
 
 @triton.jit
 def load_tile(desc, lo, count, r, c):
-    """Rows lo+r.. of a ragged descriptor, zeros from row lo+count on.
+    """Rows from lo+r on of a ragged descriptor, with zeros from row lo+count on.
 
-    (triton.tools.ragged_tma's own fails in the interpreter.)
+    (The function of triton.tools.ragged_tma fails in the interpreter.)
     """
     t = desc.load([RAGGED, lo + count, RAGGED - count + r, c])
     return tl.reshape(t, (t.shape[2], t.shape[3]))
@@ -115,9 +116,9 @@ def product(
 ):  # fmt: skip
     """acc[BM, BN] = A rows @ B[e] over the length L.
 
-    A's rows are consecutive, or with GATHER those of the tokens order[r] // K. B[e] is [width, L] rows if
-    B_ROWS, else [L, width]; with PAIR it is [2, width, L] and the columns are BN/2 gate columns, then the
-    same BN/2 up columns.
+    A's rows are consecutive, or with GATHER the rows of the tokens order[r] // K. B[e] is [width, L] if
+    B_ROWS, else [L, width]; with PAIR it is [2, width, L], and the tile's columns are BN/2 gate columns,
+    followed by the BN/2 up columns of the same numbers.
     """
     BW: tl.constexpr = BN // 2 if PAIR else BN  # width of B covered by this tile
     l = tl.arange(0, BL)
@@ -169,7 +170,7 @@ def product(
 
 @triton.jit
 def reciprocal(d, FAST: tl.constexpr):
-    """1 / d; FAST (NVIDIA): by the hardware's, one instruction of 1 ulp instead of eight."""
+    """1 / d. FAST (NVIDIA): one hardware instruction with an error of 1 ulp, instead of eight."""
     if FAST:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
@@ -186,9 +187,9 @@ def sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def normal_cdf(x, FAST: tl.constexpr):
-    """(1 + erf(x / sqrt 2)) / 2, of which GELU is x times.
+    """(1 + erf(x / sqrt 2)) / 2, so that GELU is x * normal_cdf(x).
 
-    FAST: to 1e-7 by five terms (Abramowitz and Stegun 7.1.26), in fewer registers than erf takes.
+    FAST: to 1e-7 by five terms (Abramowitz and Stegun 7.1.26), in fewer registers than erf needs.
     """
     if FAST:
         t = reciprocal(1 + 0.3275911 * 0.7071067811865476 * tl.abs(x), FAST)
@@ -199,18 +200,18 @@ def normal_cdf(x, FAST: tl.constexpr):
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
 
 
-UNGATED = activations.UNGATED  # read by constexpr functions alone
+UNGATED = activations.UNGATED  # read only by constexpr functions
 
 
 @triton.constexpr_function
 def name_of(ACT):
-    """The entry of tmoe/base/activations.py that an activation with all its constants names."""
+    """The name, in tmoe/base/activations.py, of an activation that is spelled with all its constants."""
     return ACT.partition(":")[0]
 
 
 @triton.constexpr_function
 def halves_of(ACT):
-    """Columns of H for each of act: 2 with a gate, else 1."""
+    """Columns of H for each column of act: 2 with a gate, else 1."""
     return 1 if ACT.partition(":")[0] in UNGATED else 2
 
 
@@ -222,7 +223,7 @@ def constant(ACT, name):
 
 @triton.jit
 def within(x, LIMIT: tl.constexpr):
-    """x within +-LIMIT; NaN stays NaN."""
+    """x clamped to -LIMIT .. LIMIT; NaN stays NaN."""
     nan: tl.constexpr = tl.PropagateNan.ALL
     return tl.maximum(tl.minimum(x, LIMIT, propagate_nan=nan), -LIMIT, propagate_nan=nan)
 
@@ -244,9 +245,10 @@ def gelu_gate(x, FAST: tl.constexpr):
 
 @triton.jit
 def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
-    """SwiGLU: silu(gate) * up; the others: see tmoe/base/activations.py. Without a gate both are the same.
+    """The activation ACT: silu(gate) * up for SwiGLU; tmoe/base/activations.py defines all activations.
 
-    This is the place to add another activation, with its derivative below.
+    Without a gate, `gate` and `up` are the same tensor. A new activation is added to this function, and its
+    derivative to activate_backward.
     """
     NAME: tl.constexpr = name_of(ACT)
     if NAME == "clamped":
@@ -278,8 +280,8 @@ def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
 def activate_backward(gate, up, d, w, FAST: tl.constexpr, ACT: tl.constexpr):
     """Recompute the activation and chain the gradient d of w * act: (w * act, d_gate, d_up, d * act).
 
-    It takes ten multiplications: the epilogue that calls this is bound by instructions, so what is shared is
-    computed once. Without a gate d_gate is the whole gradient, and d_up is the same.
+    It needs ten multiplications: the epilogue that calls it is bound by instructions, so common factors are
+    computed once. Without a gate d_gate is the whole gradient, and d_up is equal to it.
     """
     NAME: tl.constexpr = name_of(ACT)
     if NAME == "clamped":
@@ -341,9 +343,9 @@ def up_kernel(
     ACT: tl.constexpr,
     KEEP: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """H = X[tokens] @ gate_up[e]^T (+ bias[e]) and act = silu(gate) * up.
+    """H = X[tokens] @ gate_up[e]^T (+ bias[e]) and act = silu(gate) * up, or the activation ACT.
 
-    A tile has BN/2 columns of each half; without a gate BN columns, of h_gate alone.
+    A tile has BN/2 columns of each half; without a gate it has BN columns, and H is h_gate alone.
     """
     HALVES: tl.constexpr = halves_of(ACT)
     BF: tl.constexpr = BN // HALVES
@@ -387,7 +389,7 @@ def rows_kernel(
 ):  # fmt: skip
     """C[rows of e] = A[rows of e] @ B[e]^T (B_ROWS) or @ B[e].
 
-    This is the down projection, the product of grouped_mm, and every dX.
+    It serves the down projection, the product of grouped_mm, and every dX.
     """
     num_n = tl.cdiv(W, BN)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
@@ -409,9 +411,9 @@ def dh_kernel(
 ):  # fmt: skip
     """dH, s * act (for down's gradient) and partial sums of ds.
 
-    They come from dA = dY[tokens] @ down[e], with the activation recomputed from H. ds[pn, r] is this column
-    tile's part of <dA, act>, the gradient of row r's routing weight s; combine_kernel adds the parts in fixed
-    order. Without a gate H and dH are h_gate and dh_gate alone.
+    They are computed from dA = dY[tokens] @ down[e], with the activation recomputed from H. ds[pn, r] is this
+    column tile's part of <dA, act>, the gradient of row r's routing weight s; combine_kernel adds the parts
+    in a fixed order. Without a gate H and dH are h_gate and dh_gate alone.
     """
     HALVES: tl.constexpr = halves_of(ACT)
     num_n = tl.cdiv(F, BN)
@@ -445,7 +447,7 @@ def dw_operand(
     a, order, tok, lo, hi, k, col, width, BL: tl.constexpr, BW: tl.constexpr, GATHER: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows lo+k*BL.. of the expert, BW columns from col; zeros past the expert's end."""
+    """BL rows of the expert from lo+k*BL on, and BW columns from col on; zeros past the expert's end."""
     if GATHER:
         here = lo + k * BL + tl.arange(0, BL) < hi
         cols = col + tl.arange(0, BW)
@@ -463,15 +465,15 @@ def dw_kernel(
 ):  # fmt: skip
     """C[e] = a[rows of e]^T @ b[rows of e], [P, Q] for every expert; GATHER is "a", "b" or "".
 
-    ADD: added to what C holds. Experts come by decreasing row count. An expert without rows stores zeros: no
-    memset. The token index of the next step is loaded a step ahead by hand, since an index load inside the
-    loop halves the depth of the compiler's pipeline.
+    ADD: add to the values of C. Experts are handled by decreasing row count. For an expert without rows zeros
+    are stored, so no memset is needed. The token index of the next step is loaded one step ahead explicitly,
+    since an index load inside the loop halves the depth of the compiler's pipeline.
     """
     num_m = tl.cdiv(P, BM)
     num_n = tl.cdiv(Q, BN)
     experts = E
     if ADD:
-        experts = tl.where(tl.load(offsets + E) > 0, E, 0)  # nothing to add, the usual case: done
+        experts = tl.where(tl.load(offsets + E) > 0, E, 0)  # usually there are no rows to add
     for t in tl.range(tl.program_id(0), experts * num_m * num_n, tl.num_programs(0)):
         e, lo, hi, pm, pn = weight_tile_at(t, by_size, offsets, num_m, num_n, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
@@ -507,7 +509,7 @@ def add_slots(
 ):  # fmt: skip
     """acc + the (weighted) rows at[FIRST..FIRST + G - 1] of token t, in this order.
 
-    All of them are asked for before any is added.
+    All loads are issued before the first row is added.
     """
     loaded = ()
     for k in tl.static_range(FIRST, FIRST + G):
@@ -519,7 +521,7 @@ def add_slots(
             )
             w = 1.0
             if WEIGHTED:
-                # a slot that is not here may carry any weight, NaN too
+                # a slot without a row may have any weight, even NaN
                 w = tl.load(weights + t * K + k, mask=here, other=0.0).to(tl.float32)
             loaded = loaded + (x, w)
     for j in tl.static_range(G):
@@ -533,7 +535,7 @@ def add_slots(
 
 @triton.jit
 def any_here(at, N, FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr):
-    """Whether any of the rows at[FIRST..FIRST + G - 1] is one of the N."""
+    """Whether any of the rows at[FIRST..FIRST + G - 1] is in the window of N rows."""
     some = tl.zeros((), tl.int1)
     for k in tl.static_range(FIRST, FIRST + G):
         if k < K:
@@ -545,9 +547,9 @@ def any_here(at, N, FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr):
 def add_parts(
     t, row_of, ds, d_weights, base, N, num_parts, K: tl.constexpr, KP: tl.constexpr, ADD: tl.constexpr
 ):
-    """d_weights of token t: the sum of the parts that dh left in ds, in order.
+    """Stores d_weights of token t: the sum of the parts that dh_kernel stored in ds, in order.
 
-    Where a slot is not here it is 0 (ADD: what is there stays).
+    For a slot without a row in the window it is 0 (with ADD it does not change).
     """
     k = tl.arange(0, KP)
     row = tl.load(row_of + t * K + k, mask=k < K, other=-1) - base
@@ -577,7 +579,7 @@ def combine_token(
         stored |= row >= 0
         slots = slots + (row - base,)
     if ADD:
-        stored = any_here(slots, N, 0, K, K)  # adding nothing changes nothing
+        stored = any_here(slots, N, 0, K, K)  # without a row to add, y does not change
     elif FILL:
         stored = tl.full((), True, tl.int1)
     if stored:
@@ -604,12 +606,14 @@ def combine_kernel(
 ):  # fmt: skip
     """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k] - base], in float32 in slot order.
 
-    DS: also d_weights from ds.
+    A slot whose row is outside of the N rows from base on adds nothing; G slots are skipped together if none
+    of them has a row.
 
-    Slots whose row lies outside of the N rows from base on add nothing; where none of G slots is here, all G
-    are passed over. ADD: added to what y and d_weights hold, by a few programs that go over all tokens;
-    nearly always there is nothing to add. Not FILL: a token without any slot in row_of keeps what y and
-    d_weights hold of it. EARLY: see launch.py's early.
+    DS: also compute d_weights from ds.
+    ADD: add to the values of y and d_weights, in a few programs that loop over all tokens, because there is
+        nearly always nothing to add.
+    FILL: if False, y and d_weights do not change for a token without any slot in row_of.
+    EARLY: see `early` in launch.py.
     """
     if EARLY:
         gdc_wait()
@@ -628,7 +632,7 @@ def combine_kernel(
 def bias_kernel(dh, d_bias, offsets, W, R: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     """d_bias[e] = sum of the expert's rows of dH [N, W], in float32, in order.
 
-    ADD: added to what d_bias holds.
+    ADD: add to the values of d_bias.
     """
     e = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -648,7 +652,7 @@ def bias_kernel(dh, d_bias, offsets, W, R: tl.constexpr, BLOCK: tl.constexpr, AD
 
 @triton.jit(do_not_specialize=["E"])
 def gather_kernel(x, order, offsets, rows, D, E, K: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
-    """rows[r] = x[order[r] // K] for the rows that are here; R rows a program keep enough loads in flight."""
+    """rows[r] = x[order[r] // K] for all rows of experts; R rows a program keep enough loads in flight."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = r < tl.load(offsets + E)
@@ -660,7 +664,7 @@ def gather_kernel(x, order, offsets, rows, D, E, K: tl.constexpr, R: tl.constexp
 
 @triton.jit(do_not_specialize=["N", "E"])
 def clear_kernel(c, offsets, N, E, W, R: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in the rows of C [N, W] past the last expert's end."""
+    """Stores zeros in the rows of C [N, W] past the last expert's end."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     rest = (r >= tl.load(offsets + E)) & (r < N)

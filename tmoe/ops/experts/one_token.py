@@ -1,8 +1,9 @@
 """moe_mlp of a single token without gradients: products of a matrix and a vector, in two launches.
 
-Its time is that of reading K experts. few_rows.py's tiles of 256 columns are too few for all multiprocessors
-then, and routing and the sum over experts would be launches of their own. Here a program reads a few rows of
-an expert's matrix; in the second launch it goes through all K experts and adds them up.
+It takes as long as reading K experts. With the tiles of few_rows.py, of 256 columns, there would be too few
+tiles for all multiprocessors, and routing and the sum over experts would need further launches. In this
+module a program reads a few rows of an expert's matrix; in the second launch it loops over all K experts and
+adds them up.
 """
 
 import triton
@@ -14,7 +15,7 @@ from tmoe.ops.experts.kernels import activate, halves_of
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, empty, launch
 
-ROWS = 4  # of a matrix, for a program
+ROWS = 4  # rows of a matrix that a program reads
 
 
 def one_token(
@@ -26,7 +27,7 @@ def one_token(
     bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """y [1, D], all as moe_mlp's; contiguous, on a GPU."""
+    """y [1, D]. Arguments are as in moe_mlp, contiguous, and on a GPU."""
     E, D, F = down.shape
     K = ids_1K.shape[1]
     act_KF = empty((K, F), x_1D.dtype, x_1D.device)
@@ -46,7 +47,7 @@ def one_token(
 def times_vector(
     matrix, vector, rows, here, L: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr
 ):  # fmt: skip
-    """Rows of a matrix [., L] times a vector [L], in fp32."""
+    """The product of rows of a matrix [., L] and a vector [L], in fp32."""
     l = tl.arange(0, BL)
     acc = tl.zeros((BR, BL), tl.float32)
     for first in range(0, L, BL):
@@ -75,7 +76,7 @@ def up_one(
     gate = times_vector(matrix, x, f, here, D, BR, BL)
     if bias is not None:
         gate += tl.load(bias + e * HALVES * F + f, here, 0.0).to(tl.float32)
-    gate = gate.to(act.dtype.element_ty)  # as H keeps it in training
+    gate = gate.to(act.dtype.element_ty)  # rounded like H in training
     up = gate
     if HALVES == 2:
         up = times_vector(matrix, x, F + f, here, D, BR, BL)
@@ -95,7 +96,7 @@ def down_one(
     d = tl.program_id(0) * BR + tl.arange(0, BR)
     here = d < D
     nth = tl.arange(0, KP)
-    # before the loop: a load that waits for a load would not be sent ahead
+    # loaded before the loop: a load that depends on another load is not prefetched
     all_ids = tl.load(ids + nth, nth < K, -1).to(tl.int32)
     all_weights = tl.load(weights + nth, nth < K, 0.0).to(tl.float32)
     total = tl.zeros((BR,), tl.float32)

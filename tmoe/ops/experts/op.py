@@ -1,8 +1,8 @@
 """moe_mlp: a whole layer of experts as one differentiable op, opaque to compilers.
 
-Opaque, not a triton_op: inductor would otherwise re-trace the launches, and it models neither the ragged
-tensor descriptors nor the choice of kernels. Output shapes follow from input shapes alone, so nothing here
-makes a graph break, needs the host, or keeps a CUDA graph from being captured.
+The op is opaque, not a triton_op: inductor would re-trace the launches of a triton_op, and it models neither
+the ragged tensor descriptors nor the choice of kernels. Output shapes depend on input shapes alone, so the op
+makes no graph break, does not wait for the host, and can be captured in a CUDA graph.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ def moe_mlp(
     activation: str = "swiglu",
     pairs: int | None = None,
 ) -> Tensor:
-    """Each token through its K experts, e = ids[t, k].
+    """Applies to each token its K experts, e = ids[t, k].
 
         y[t] = sum_k weights[t, k] * down[e] act(gate[e] x[t], up[e] x[t])
 
@@ -45,30 +45,31 @@ def moe_mlp(
         gate_up_E2FD: [E, 2F, D], gate rows first, then up; dtype of x.
         down_EDF: [E, D, F]; dtype of x.
         weights_TK: routing weights [T, K]; float32 or the dtype of x.
-        ids_TK: experts [T, K]; int32 or int64 in 0..E-1, or -1 for a slot that is not here and adds nothing.
-            Any routing: empty experts, all tokens on one, an expert twice for one token. On a GPU an id
-            outside the range counts as -1 (checking it would stall the stream); on the CPU it raises. The row
-            of a token whose slots are all -1 is not read.
+        ids_TK: experts [T, K]; int32 or int64 in 0..E-1, or -1 for a slot without an expert on this rank,
+            which adds nothing. Any routing is valid: experts without tokens, all tokens on one expert, an
+            expert twice for one token. On a GPU an id outside the range counts as -1 (checking it would stall
+            the stream); on the CPU it raises ValueError. The row of a token whose slots are all -1 is not
+            read.
         gate_up_bias_E2F: [E, 2F] or None, added to gate and up; dtype of x.
-        activation: "swiglu": silu(gate) * up, or another of tmoe/base/activations.py, some with constants:
-            "clamped:alpha=1.702,limit=7" is gpt-oss's. Of those without a gate ("relu2", "relu", "gelu")
-            gate_up is [E, F, D], its bias [E, F], and H has F columns.
-        pairs: on a GPU, how many (token, expert) pairs to allocate memory for at once; None: all T*K. When
-            more are here, as only the device knows, they pass in further rounds of `pairs` whose
-            pre-activations are computed again in backward. Any routing stays right, with memory that follows
-            `pairs`. (An expert group receives T of each rank's tokens at most, but on average only one share
-            of their pairs.)
+        activation: "swiglu", which is silu(gate) * up, or another activation of tmoe/base/activations.py.
+            Some have constants: "clamped:alpha=1.702,limit=7" is that of gpt-oss. For activations without a
+            gate ("relu2", "relu", "gelu") gate_up is [E, F, D], its bias [E, F], and H has F columns.
+        pairs: on a GPU, the number of (token, expert) pairs for which memory is allocated at a time; None:
+            all T*K. If more pairs are routed to this rank, which only the device knows, they are computed in
+            further rounds of `pairs`, whose pre-activations are recomputed in backward. So every routing is
+            computed correctly, with memory proportional to `pairs`. (An expert group receives at most T of
+            each rank's tokens, but on average only one rank's share of their pairs.)
 
-    Returns y_TD [T, D] in the dtype of x. Products accumulate in float32; a token's experts are added in
-    float32 in slot order, so equal inputs give equal bits. (Between two rounds of `pairs` sums are rounded to
-    the dtype of x: y's, and those of the matrices' gradients, which in bf16 are off by 0.4% in one round and
-    by up to 1% in sixty.)
+    Returns y_TD [T, D] in the dtype of x. Products accumulate in float32. A token's experts are added in
+    float32 in slot order, so equal inputs give equal bits. (Between two rounds of `pairs` the sums of y and
+    of the matrices' gradients are rounded to the dtype of x. In bf16 these gradients have an error of 0.4% in
+    one round, and of up to 1% in sixty.)
 
-    Differentiable in all but ids. Where neither gate_up nor down needs a gradient, the backward does not make
-    theirs: half of its products. Between forward and backward it keeps, beyond its inputs, the
-    pre-activations H [min(pairs, T*K), 2F] and 8 bytes a routed row of metadata. Raises ValueError for
-    shapes, dtypes or devices that do not fit together. Definition: `tmoe.ops.reference.moe_mlp`; scheme of
-    what is kept: SonicMoE, Guo et al. 2025.
+    Differentiable in all arguments but ids. If neither gate_up nor down needs a gradient, the backward does
+    not compute their gradients, which are half of its products. Between forward and backward it keeps, in
+    addition to its inputs, the pre-activations H [min(pairs, T*K), 2F] and 8 bytes of metadata for each
+    routed row. Raises ValueError for shapes, dtypes or devices that do not fit together. Definition:
+    `tmoe.ops.reference.moe_mlp`. The choice of kept tensors is that of SonicMoE, Guo et al. 2025.
     """
     tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
     trained = any(isinstance(t, Tensor) and (t.requires_grad or mapped(t)) for t in tensors[1:3])
@@ -87,24 +88,25 @@ def moe_mlp_deferred(
     activation: str = "swiglu",
     pairs: int | None = None,
 ) -> Tensor:
-    """moe_mlp, whose backward leaves the gradients of gate_up and down to be done later (deferred.py).
+    """moe_mlp with a backward that defers the gradients of gate_up and down (deferred.py).
 
-    For matrices that need no gradient of autograd: those of somebody who collects what is left, and finds by
-    its address the tensor that a gradient belongs to. In between, beyond the matrices, dH, the weighted
-    activation, copies of x and of its y's gradient, and metadata are kept: N (3F elements + 8 bytes) and
-    2 T D elements. (Copies: a compiled graph uses memory of x and y's gradient again.)
+    The matrices must not need a gradient from autograd. The caller collects the deferred gradients
+    (`collecting`), and finds the tensor to which a gradient belongs by its address. Until then dH, the
+    weighted activation, copies of x and of y's gradient, and metadata are kept in addition to the matrices:
+    N (3F elements + 8 bytes) and 2 T D elements. (Copies are needed because a compiled graph reuses the
+    memory of x and of y's gradient.)
 
     Raises ValueError as moe_mlp does, and for matrices that need a gradient.
     """
     for name, t in (("gate_up", gate_up_E2FD), ("down", down_EDF)):
         if isinstance(t, Tensor) and t.requires_grad:
-            require(False, name, "a tensor that needs a gradient", "one without, since it is put off")
+            require(False, name, "a tensor that needs a gradient", "one without, since it is deferred")
     tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
     return _run("moe_mlp_deferred", tensors, activation, pairs)
 
 
 def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None) -> Tensor:
-    """Checks what moe_mlp is given, and calls the op of this name."""
+    """Checks the arguments of moe_mlp, and calls the op of this name."""
     x, gate_up, down, weights, ids, bias = tensors
     biased = {} if bias is None else {"gate_up_bias": bias}
     check_tensors(x=x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
@@ -116,14 +118,14 @@ def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None
     else:
         if not (isinstance(pairs, (int, torch.SymInt)) and pairs is not True and pairs > 0):
             require(False, "pairs", repr(pairs), "a positive whole number or None")
-        pairs = min((pairs + 127) // 128 * 128, ids.numel())  # windows start on 16 bytes
+        pairs = min((pairs + 127) // 128 * 128, ids.numel())  # so that windows are aligned to 16 bytes
     if x.is_cuda and unwatched(*tensors):
         return _STRAIGHT[name].apply(*tensors, activation, pairs, keep)
     return getattr(torch.ops.tmoe, name)(*tensors, activation, pairs, keep)[0]
 
 
 class Call(NamedTuple):
-    """The arguments of the op moe_mlp and of its kin."""
+    """The arguments of the ops moe_mlp, moe_mlp_frozen and moe_mlp_deferred."""
 
     x: Tensor
     gate_up: Tensor
@@ -133,11 +135,11 @@ class Call(NamedTuple):
     bias: Tensor | None
     activation: str
     pairs: int
-    keep: bool  # H and the metadata, for a backward
+    keep: bool  # whether to keep H and the metadata for a backward
 
 
 class BackwardCall(NamedTuple):
-    """The arguments of the op moe_mlp_backward and of its kin."""
+    """The arguments of the op moe_mlp_backward and of the backwards of the other two ops."""
 
     dy: Tensor
     x: Tensor
@@ -151,13 +153,13 @@ class BackwardCall(NamedTuple):
     pairs: int
 
 
-# Compiled graphs on disk hold the shapes that fakes gave, but are not named by them: an older tmoe's graph
-# must not be found again.
+# Compiled graphs on disk contain the shapes from fake implementations, but their cache keys do not. With the
+# tag, a graph of an older tmoe whose metadata had another layout is not used.
 torch.compiler.config.cache_key_tag += f" tmoe.moe_mlp {Metadata.sections(4000, 300, 2000)}"
 
 
 def _rows(x: Tensor, ids: Tensor, pairs: int) -> int:
-    """Rows of H. The CPU has room for all of them, since pages that are never touched cost nothing."""
+    """Rows of H. On the CPU they are all rows, since memory pages that are never used cost nothing."""
     return ids.numel() if x.device.type == "cpu" else pairs
 
 
@@ -198,24 +200,24 @@ def _backward_cpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
     experts = cpu.Experts(gate_up, down, bias, activation)
-    with torch.autocast("cpu", enabled=False):  # which may be on where backward is called
+    with torch.autocast("cpu", enabled=False):  # autocast may be on where backward is called
         return cpu.moe_mlp_backward(dy, x, experts, weights, h, order, ends)
 
 
 def _backward_gpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
-    """As _backward_cpu."""
+    """The gradients of `_backward_cpu`, on the GPU."""
     *tensors, activation, pairs = call
     return remembered(gpu.backward, tensors, activation, pairs)
 
 
 def _of_x_cpu(call: BackwardCall) -> tuple[tuple[Any, ...], Tensor, list[int]]:
-    """cpu.gradient_of_x, and order and ends of the rows."""
+    """The results of cpu.gradient_of_x, and order and ends of the rows."""
     dy, x, gate_up, down, weights, h, packed, bias, activation, _ = call
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
     experts = cpu.Experts(gate_up, down, bias, activation)
-    with torch.autocast("cpu", enabled=False):  # which may be on where backward is called
+    with torch.autocast("cpu", enabled=False):  # autocast may be on where backward is called
         return cpu.gradient_of_x(dy, x, experts, weights, h, order, ends), order, ends
 
 
@@ -226,13 +228,13 @@ def _backward_frozen_cpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
 
 
 def _backward_frozen_gpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
-    """As _backward_frozen_cpu."""
+    """The gradients of `_backward_frozen_cpu`, on the GPU."""
     *tensors, activation, pairs = call
     return remembered(gpu.backward_of_x, tensors, activation, pairs)[:3]
 
 
 def _backward_of_x_cpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weights and the bias (None without one); leaves those of the matrices."""
+    """The gradients of x, weights and the bias (None without one); defers those of the matrices."""
     require_collecting()
     (*gradients, dh, act), order, ends = _of_x_cpu(call)
     kept = _own(call.dy), _own(call.x), order // max(call.weights.shape[1], 1), dh, act
@@ -247,7 +249,7 @@ def _matrices_cpu(*tensors: Tensor, ends: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _backward_of_x_gpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
-    """As _backward_of_x_cpu."""
+    """The gradients of `_backward_of_x_cpu`, on the GPU."""
     require_collecting()
     dy, x, gate_up, down, weights, _, packed, bias, activation, pairs = call
     *gradients, dh, act = remembered(gpu.backward_of_x, call[:8], activation, pairs)
@@ -281,9 +283,11 @@ def trace(
     biased: bool = False,
     trained: bool = True,
 ) -> None:
-    """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only.
+    """Run moe_mlp's forward (for training and without) and backward on meta tensors, inside compile_only.
 
-    trained: False: forward alone, not training.
+    T, D, F, E, K: tokens, width of tokens, width of an expert, number of experts, experts of a token.
+    pairs: most (token, expert) pairs of this rank in an expert group; None: no expert group.
+    trained: False: only the forward without training.
     """
     x = torch.empty(T, D, dtype=dtype, device="meta")
     rows = named(activation).halves * F
@@ -299,7 +303,7 @@ def trace(
         gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
     if pairs is None:
         return
-    # in an expert group symm.py's sums leave unused rows alone
+    # in an expert group the sums of symm.py do not write unused rows
     layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
     rows = layer.empty(pairs, D)
     layer.combine(rows, weights, x, add=False, fill=False)

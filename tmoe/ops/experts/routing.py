@@ -1,13 +1,13 @@
 """Routing metadata, one packed int32 tensor: which sorted row belongs to which slot of ids.
 
-Row r of expert e is slot order[r] = t * K + k; row_of[t * K + k] = r, or -1 when the slot is not here. The
-other tables speak of a window of P rows at a time (offsets[e] to offsets[e + 1] are expert e's rows in it),
-so that memory follows P, not N. Inside an expert, rows keep the order of their slots (a stable sort), so
-every sum has one fixed order.
+Row r of expert e is slot order[r] = t * K + k; row_of[t * K + k] = r, or -1 if the slot has no expert on this
+rank. The other tables describe one window of P rows (offsets[e] to offsets[e + 1] are expert e's rows in the
+window), so memory is proportional to P, not N. Within an expert, rows keep the order of their slots (a stable
+sort), so every sum has one fixed order.
 
-On the GPU three kernels compute it without a sort of all slots, without an atomic and without the host: a
-histogram of each block of slots, a scan along the blocks of each expert, and the stable rank of each slot
-inside its block. Where slots are few, one kernel does it all.
+On the GPU three kernels compute the metadata without sorting all slots, without atomics and without the host:
+a histogram of each block of slots, a scan along the blocks of each expert, and the stable rank of each slot
+inside its block. If slots are few, a single kernel does all steps.
 """
 
 import torch
@@ -18,28 +18,28 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmoe.ops.launch.launch import cdiv, early, empty, launch
 
-# row tile heights that the kernels use; each has its table of (expert, first row)
+# heights of row tiles that the kernels use; each has a table of (expert, first row)
 TILES = (64, 128)
 BLOCK = 512  # slots that a program counts and ranks
-FEW = 8192  # up to this many slots, one launch does it all
+FEW = 8192  # up to this number of slots, one launch does all steps
 
 
 def _pad(n: int) -> int:
-    """Entries of a section, rounded up to 16 bytes, so that pointer specialisation never depends on T."""
+    """Entries of a section, rounded up to 16 bytes, so that specialisation on pointers never depends on T."""
     return (n + 3) // 4 * 4
 
 
 class Metadata:
-    """Views into the packed tensor, for a window of P of the N sorted rows (all of them without a bound).
+    """Views into the packed tensor, for a window of P of the N sorted rows (all rows without a bound).
 
-    Of the window:
+    Tables for the window:
       offsets [E+1]; by_size [E], experts by decreasing row count (long loops first);
-      ready [E] and counter [1], zeros until few_rows.py has counted there;
+      ready [E] and counter [1], zeros until the kernel of few_rows.py counts in them;
       tiles[BM], a table of BM-row tiles: count [4, only the first used], then expert [capacity], then first
           row [capacity].
-    Of all rows:
+    Tables for all rows:
       ends [E]; order [N]; row_of [N].
-    The window's first row is `base`; `order` is cut to start there.
+    The window's first row is `base`; `order` begins at that row.
     """
 
     def __init__(self, packed: Tensor, N: int, E: int, P: int | None = None) -> None:
@@ -64,14 +64,14 @@ class Metadata:
     def sections(N: int, E: int, P: int) -> list[int]:
         """Entries of each section.
 
-        A table of BM-row tiles has at most P // BM + E entries, a bound that the host knows.
+        A table of BM-row tiles has at most P // BM + E entries, a bound that needs no data from the device.
         """
         tables = [4 + 2 * Metadata.capacity(P, E, bm) for bm in TILES]
         return [_pad(E + 1), _pad(E), _pad(E + 1), *tables, _pad(E), _pad(N), _pad(N)]
 
     @staticmethod
     def capacity(P: int, E: int, bm: int) -> int:
-        """How many tiles of bm rows a table has room for."""
+        """The number of tiles of bm rows for which a table has room."""
         return _pad(P // bm + E)
 
     def capacities(self) -> list[int]:
@@ -85,7 +85,7 @@ class Metadata:
 
     @classmethod
     def fake(cls, N: int, E: int, P: int | None, like: Tensor) -> Tensor:
-        """A tensor of the packed one's size, on the device of `like`, for fakes."""
+        """A tensor with the size of the packed tensor, on the device of `like`, for fake implementations."""
         return like.new_empty(cls.size(N, E, P), dtype=torch.int32)
 
     def window(self, base: int) -> "Metadata":
@@ -95,7 +95,7 @@ class Metadata:
         return meta
 
     def over(self, base: int, packed: Tensor) -> "Metadata":
-        """The metadata of the P rows from base on, whose tables lie in `packed` already."""
+        """The metadata of the P rows from base on, whose tables are in `packed` already."""
         meta = Metadata(packed, 0, self.E, self.P)
         meta.base = base
         meta.order = self.order[base:]
@@ -105,19 +105,19 @@ class Metadata:
 
 @triton.jit(do_not_specialize=["N", "NB"])
 def histogram(ids, counts, N, NB, E: tl.constexpr, BINS: tl.constexpr, B: tl.constexpr):
-    """counts[e, b] = slots of block b that go to expert e."""
+    """counts[e, b] = the number of slots of block b that are routed to expert e."""
     b = tl.program_id(0)
     i = b * B + tl.arange(0, B)
     x = tl.load(ids + i, mask=i < N, other=-1)
     here = (x >= 0) & (x < E)
-    counted = tl.histogram(tl.where(here, x, E).to(tl.int32), BINS)  # bin E takes what is not here
+    counted = tl.histogram(tl.where(here, x, E).to(tl.int32), BINS)  # bin E counts slots without a row
     e = tl.arange(0, BINS)
     tl.store(counts + e * NB + b, counted, mask=e < E)
 
 
 @triton.jit(do_not_specialize=["NB"])
 def scan(counts, totals, NB, CHUNK: tl.constexpr):
-    """counts[e, :] becomes its own exclusive prefix sum, totals[e] its sum."""
+    """Replaces counts[e, :] by its exclusive prefix sum, and stores its sum in totals[e]."""
     e = tl.program_id(0)
     run = tl.zeros((), tl.int32)
     for s in range(tl.cdiv(NB, CHUNK)):
@@ -132,7 +132,10 @@ def scan(counts, totals, NB, CHUNK: tl.constexpr):
 def write_tiles(
     table, capacity, e, first, lo, count, BM: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """This expert's part of the table of BM-row tiles, from its `first` on; the last one writes the count."""
+    """Writes this expert's part of the table of BM-row tiles, from tile `first` on.
+
+    The last expert also writes the count.
+    """
     mine = (count + BM - 1) // BM
     for s in range(tl.cdiv(mine, CHUNK)):
         q = s * CHUNK + tl.arange(0, CHUNK)
@@ -147,10 +150,11 @@ def write_expert(
     p, lo, count, tot, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1,
     E: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
 ):  # fmt: skip
-    """Entries of every table for expert p, whose rows are `count` from lo on, from the row counts of all.
+    """Writes the entries of every table for expert p, which has `count` rows from lo on.
 
-    A sum over all experts is a round of barriers: one sum finds both tables' first tiles, as halves of 64
-    bits.
+    tot, ee: the row counts of all experts, and their numbers.
+    A sum over all experts needs a round of barriers. So one sum computes the first tiles for both tables, as
+    the halves of 64 bits.
     """
     tl.store(offsets + p, lo)
     tl.store(ready + p, 0)
@@ -167,7 +171,7 @@ def write_expert(
 
 @triton.jit
 def clip(n, base, P):
-    """How many of the first n rows lie in the window of P rows from base on."""
+    """The number of the first n rows that are in the window of P rows from base on."""
     return tl.minimum(tl.maximum(n - base, 0), P)
 
 
@@ -176,7 +180,7 @@ def tabulate(
     ends, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, base, P,
     E: tl.constexpr, EP: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
 ):  # fmt: skip
-    """The tables of rows that are sorted already: program e writes expert e's entries from all ends."""
+    """Writes the tables for sorted rows: program e writes expert e's entries, computed from all ends."""
     ee = tl.arange(0, EP)
     hi = tl.load(ends + ee, mask=ee < E, other=0)
     lo = tl.load(ends + ee - 1, mask=(ee > 0) & (ee < E), other=0)
@@ -194,9 +198,9 @@ def place(
 ):  # fmt: skip
     """Program p writes expert p's table entries (p < E) and places the slots of block p (p < NB).
 
-    A block's slots are sorted by (expert, slot) in registers, so its rows are written side by side. Counting
-    the earlier slots of the same expert, one column an expert, took 30 of routing's 40 us for 262,144 slots
-    of 128 experts; all of routing takes 18 us this way.
+    A block's slots are sorted by (expert, slot) in registers, so neighbouring rows are written together. An
+    earlier version counted the preceding slots of the same expert, with one column an expert: that took 30 of
+    routing's 40 us for 262,144 slots of 128 experts. With the sort all of routing takes 18 us.
     """
     p = tl.program_id(0)
     ee = tl.arange(0, EP)
@@ -228,12 +232,12 @@ def place(
         before = tl.load(base + ee * NB + p, mask=ee < E, other=0)
         behind = tl.load(base + ee * NB + p + 1, mask=(ee < E) & (p + 1 < NB), other=0)
         count = tl.where(p + 1 < NB, behind, tot) - before
-        # from a slot's place in the block to its row
+        # the difference between a slot's row and its place in the sorted block
         shift = end - tot + before - (tl.cumsum(count, 0) - count)
         j = tl.arange(0, B)
         x = tl.load(ids + p * B + j, mask=p * B + j < N, other=-1)
         here = (x >= 0) & (x < E)
-        key = tl.sort(tl.where(here, x, E).to(tl.int32) * B + j)  # what is not here comes last
+        key = tl.sort(tl.where(here, x, E).to(tl.int32) * B + j)  # slots without a row are last
         x = key // B
         i = p * B + key % B
         row = tl.gather(shift, tl.minimum(x, E - 1), 0) + j
@@ -247,25 +251,25 @@ def place_few(
     UNIT: tl.constexpr, NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr,
     BM1: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All of it in one launch, for at most NP slots: program p reads every slot and places those of expert p.
+    """All steps in one launch, for at most NP slots: program p reads every slot and places those of expert p.
 
-    The slots are `units` times UNIT: with a UNIT of 16 the compiler knows that it may load 16 bytes at a
-    time.
+    The number of slots is `units` times UNIT. With a UNIT of 16 the compiler knows that it may load 16 bytes
+    at a time.
     """
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()  # few_rows.py's programs, which ask for weights while they wait
+        gdc_launch_dependents()  # the programs of few_rows.py, which prefetch weights while they wait
     N = units * UNIT
     p = tl.program_id(0)
     ee = tl.arange(0, BINS)
-    # four neighbours a thread: a scan over them asks other threads a quarter as often
+    # four neighbouring slots a thread, so that a scan exchanges values with other threads a quarter as often
     i = tl.arange(0, NP // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     x = tl.load(ids + i, mask=i < N, other=-1)
     here = (x >= 0) & (x < E)
     x = tl.where(here, x, E).to(tl.int32)
     mine = (x == p).to(tl.int32)
     count = tl.sum(mine, 1)
-    both = tl.sum(tl.sum((x < p).to(tl.int32), 1) | (count << 16))  # at most FEW each
+    both = tl.sum(tl.sum((x < p).to(tl.int32), 1) | (count << 16))  # each half is at most FEW
     lo = both & 0xFFFF
     hi = lo + (both >> 16)
     row = (lo - 1 + tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(mine, 1)
@@ -305,15 +309,16 @@ def power_of_2(n: int) -> int:
 
 
 def empty_metadata(N: int, E: int, P: int | None, device: torch.device) -> Metadata:
-    """Metadata whose tables are not filled yet."""
+    """Metadata with uninitialised tables."""
     return Metadata(empty((Metadata.size(N, E, P),), torch.int32, device), N, E, P)
 
 
 def route(ids_TK: Tensor, E: int, P: int | None = None) -> Metadata:
     """Metadata of ids [T, K], on its device, without waiting on the host.
 
-    ids_TK: int32 or int64; anything outside 0..E-1 is not here. P: rows of the window that the tables speak
-    of; None: all.
+    ids_TK: int32 or int64; a slot with any id outside 0..E-1 gets no row.
+    E: number of experts.
+    P: rows of the window that the tables describe; None: all rows.
     """
     N = ids_TK.numel()
     meta = empty_metadata(N, E, P, ids_TK.device)
@@ -343,7 +348,7 @@ def route(ids_TK: Tensor, E: int, P: int | None = None) -> Metadata:
 
 
 def tabulate_from(ends_E: Tensor, meta: Metadata) -> None:
-    """Fill meta's tables from the cumulative ends of the groups of all rows."""
+    """Fill meta's tables from the cumulative ends of all groups of rows."""
     E = meta.E
     launch(
         tabulate, (E,), ends_E, meta.offsets, meta.by_size, meta.ready, *meta.tiles.values(),
@@ -353,9 +358,9 @@ def tabulate_from(ends_E: Tensor, meta: Metadata) -> None:
 
 
 def group(ends_E: Tensor, N: int) -> Metadata:
-    """Metadata of N rows that are sorted already, from the cumulative ends of their groups.
+    """Metadata of N sorted rows, from the cumulative ends of their groups.
 
-    order and row_of stay empty.
+    order and row_of are not filled.
     """
     meta = empty_metadata(N, ends_E.shape[0], N, ends_E.device)
     tabulate_from(ends_E, meta)

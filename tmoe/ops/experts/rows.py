@@ -1,7 +1,7 @@
-"""gather_rows and scatter_rows: rows by number, and the sum of rows that have the same number.
+"""gather_rows and scatter_rows: select rows by number, and sum the rows that have the same number.
 
-Each is the gradient of the other, to any order. A sum goes over its rows in their order, in fp32: the same
-bits in every run, on a CPU and on a GPU. A plain index_add_ on a GPU adds in any order, and in bf16.
+Each is the gradient of the other, to any order. A sum adds its rows in their order, in fp32, so it has the
+same bits in every run, on a CPU and on a GPU. A plain index_add_ on a GPU adds in any order, and in bf16.
 
 next: moe/exchange/sorted_rows.py
 """
@@ -25,10 +25,10 @@ from tmoe.ops.register import register
 def gather_rows(x_TD: Tensor, ids_N: Tensor) -> Tensor:
     """[N, D]: row n is x[ids[n]]; zeros where ids[n] is -1, or any other number outside of 0 to T - 1.
 
-    A row may be taken any number of times, or never.
+    A row may be selected any number of times, or never.
 
     Args:
-        x_TD: any float type (fp64 on a CPU only). T may be 0, and so may N.
+        x_TD: any float type (fp64 on a CPU only). T and N may be 0.
         ids_N: int32 or int64.
 
     Differentiable in x. Raises ValueError for shapes or types that do not fit. Definition:
@@ -39,16 +39,22 @@ def gather_rows(x_TD: Tensor, ids_N: Tensor) -> Tensor:
 
 
 def scatter_rows(y_ND: Tensor, ids_N: Tensor, rows: int) -> Tensor:
-    """[rows, D]: row t is the sum of all y[n] with ids[n] = t; -1, or an id beyond the rows, adds to none.
+    """[rows, D]: row t is the sum of all y[n] with ids[n] = t.
 
-    The sum is made in fp32 (fp64 for fp64 rows), in the order of n, and has y's type. A row of -1 may hold
-    anything, NaN too. On a GPU the time grows with the most rows that meet in one.
+    A row y[n] with id -1, or with an id beyond the rows, is not added, and may have any values, even NaN.
+    Sums are computed in fp32 (fp64 for fp64 rows), in the order of n, and rounded to y's type. On a GPU the
+    time grows with the largest number of rows in one sum.
+
+    Args:
+        y_ND: any float type (fp64 on a CPU only).
+        ids_N: int32 or int64.
+        rows: number of rows of the result.
 
     Differentiable in y. Raises ValueError for shapes or types that do not fit. Definition:
     `tmoe.ops.reference.scatter_rows`.
     """
     check_rows("y", y_ND, "[N, D]", ids_N)
-    if ids_N.shape[0] != y_ND.shape[0]:  # words with a size in them would bind a graph to that size
+    if ids_N.shape[0] != y_ND.shape[0]:  # a message with a size in it would bind a graph to that size
         require(False, "ids", f"shape {tuple(ids_N.shape)}", f"[N={y_ND.shape[0]}]")
     whole = isinstance(rows, int | torch.SymInt) and not isinstance(rows, bool)
     if not whole or rows < 0:
@@ -57,7 +63,7 @@ def scatter_rows(y_ND: Tensor, ids_N: Tensor, rows: int) -> Tensor:
 
 
 def check_rows(name: str, x: Tensor, letters: str, ids_N: Tensor) -> None:
-    """Raise ValueError unless x are rows of a float type and ids are numbers, on one device."""
+    """Raise ValueError unless x has rows of a float type and ids are integers, on one device."""
     check_tensors(**{name: x, "ids": ids_N})
     require(x.dim() == 2, name, f"{x.dim()} dimensions", letters)
     valid = (*FLOATS, torch.float64) if x.device.type == "cpu" else FLOATS
@@ -69,7 +75,7 @@ def check_rows(name: str, x: Tensor, letters: str, ids_N: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["T", "N"])
 def gather_rows_kernel(x, ids, out, T, N, D, RB: tl.constexpr, CB: tl.constexpr):
-    """RB rows by CB columns a program."""
+    """Copies RB rows and CB columns in each program."""
     n = tl.program_id(0) * RB + tl.arange(0, RB)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     i = tl.load(ids + n, n < N, -1).to(tl.int64)
@@ -80,7 +86,7 @@ def gather_rows_kernel(x, ids, out, T, N, D, RB: tl.constexpr, CB: tl.constexpr)
 
 @triton.jit
 def scatter_rows_kernel(y, order, starts, out, D, CB: tl.constexpr):
-    """CB columns of one row of the result a program: the sum over order[starts[t]:starts[t+1]]."""
+    """CB columns of one row of the result in each program: the sum over order[starts[t]:starts[t+1]]."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     total = tl.zeros((CB,), tl.float32)
@@ -107,7 +113,7 @@ def gather_gpu(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def scatter_gpu(y: Tensor, ids: Tensor, rows: int) -> Tensor:
-    """The op on a GPU. Ids of no row are sorted before the first row's start or behind the last one's end."""
+    """The op on a GPU. Invalid ids are sorted before the first row's start, or after the last row's end."""
     y = y.contiguous()
     D = y.shape[1]
     out = y.new_empty(rows, D)

@@ -1,10 +1,10 @@
-"""A dense SwiGLU step by step, for an op that moves rows beside its products: gradients by hand, no autograd.
+"""A dense SwiGLU with explicit gradients, for an op that exchanges rows at the same time.
 
     forward     h = x gate_up^T   act = silu(gate) up   y = act down^T
     backward    d_act = dy down   act again, dh         the gradients of down, x and gate_up
 
-Products are torch.mm. Between two of them stands one pass over memory, which in backward computes act and dh
-together.
+The gradients do not use autograd. Products are torch.mm. Between two products there is one pass over memory,
+which in backward computes act and dh together.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ TILE = 4096  # elements of a program
 
 @triton.jit(do_not_specialize=["T"])
 def swiglu_kernel(h, act, d_act, dh, T, F, BT: tl.constexpr, BF: tl.constexpr):
-    """act [T, F] = silu(gate) * up of h [T, 2F], gate columns first; unless d_act is None also dh."""
+    """act [T, F] = silu(gate) * up from h [T, 2F], gate columns first; also dh, unless d_act is None."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     f = tl.program_id(1) * BF + tl.arange(0, BF)
     here = (t < T)[:, None] & (f < F)[None, :]
@@ -45,7 +45,7 @@ def swiglu_kernel(h, act, d_act, dh, T, F, BT: tl.constexpr, BF: tl.constexpr):
 
 
 def activate(h_T2F: Tensor, d_act_TF: Tensor | None = None) -> tuple[Tensor, Any]:
-    """act [T, F] from h [T, 2F]; given the gradient of act, also that of h (else None). All contiguous."""
+    """act [T, F] from h [T, 2F]; also the gradient of h, None unless that of act is given. All contiguous."""
     T = h_T2F.shape[0]
     F = h_T2F.shape[1] // 2
     act = torch.empty(T, F, dtype=h_T2F.dtype, device=h_T2F.device)

@@ -1,9 +1,9 @@
-"""Which configuration a kernel launches with: the tuned table, and the rule between its entries.
+"""Chooses the configuration of a kernel: from the tuned table, or by rules for shapes that it lacks.
 
-Nothing is benchmarked in training. `table.json` is filled offline by benchmarks/tune.py, keyed by
-architecture, kernel, D, F and rows per expert. A shape that it lacks takes the entry nearest in the
-logarithms of these numbers, which is the same one on all ranks of a job. Kernels without tensor descriptors
-(other GPUs, other dtypes, odd widths) take fixed portable tiles.
+Training runs no benchmarks. benchmarks/tune.py fills `table.json` offline, with keys of architecture, kernel,
+D, F and rows per expert. A shape that is not in the table uses the entry that is nearest in the logarithms of
+these numbers, which is the same entry on all ranks of a job. Kernels without tensor descriptors (other GPUs,
+other dtypes, odd widths) use fixed portable tiles.
 """
 
 import functools
@@ -16,18 +16,18 @@ import torch
 
 
 class Config(NamedTuple):
-    """How one kernel is cut and launched."""
+    """Tile sizes and launch settings of one kernel."""
 
-    BM: int  # tile rows (of C; routed rows, or P in dw)
-    BN: int  # tile columns
-    BL: int  # step along the summed length
+    BM: int  # rows of a tile of the result (routed rows, or P in dw)
+    BN: int  # columns of a tile
+    BL: int  # step along the length of the sum
     GROUP: int  # row tiles that share a sweep over the columns (L2)
     SUB: int  # column slices of the epilogue
     warps: int
     stages: int
-    ctas: int  # programs an SM
+    ctas: int  # programs on an SM
     gather: bool  # read routed rows inside the kernel, instead of from a gathered copy
-    outs: int = 0  # staging buffers of hopper.py's kernel (up, dh: SUB of them); 0: kernels.py's kernel
+    outs: int = 0  # staging buffers of the kernel in hopper.py (up, dh: SUB); 0: the kernel in kernels.py
 
 
 class Entry(NamedTuple):
@@ -53,9 +53,9 @@ def entries(arch: str) -> list[Entry]:
 
 @functools.cache
 def tuned(kernel: str, arch: str, D: int, F: int, bucket: float) -> Config:
-    """The entry nearest to the shape; bucket is log2 of the rows per expert.
+    """The entry nearest to the shape. bucket: log2 of the rows per expert.
 
-    Rows per expert count most, since they decide the tile height.
+    Rows per expert have the largest weight, since they determine the height of tiles.
     """
     key = (math.log2(D), math.log2(F), bucket)
 
@@ -72,27 +72,27 @@ def pick(
 ) -> Config:
     """The configuration of a kernel for an architecture ("cuda:90"), element type and shape."""
     if tma:
-        return tuned(kernel, arch, D, F, round(2 * math.log2(max(rows_per_expert, 1))) / 2)  # half octaves
+        return tuned(kernel, arch, D, F, round(2 * math.log2(max(rows_per_expert, 1))) / 2)  # steps of 1/2
     return portable(kernel, arch, dtype, D % 64 == 0 and F % 64 == 0)
 
 
 class Few(NamedTuple):
-    """How the kernel of few_rows.py is cut, in columns of 256 and steps of 64."""
+    """Sizes of the kernel of few_rows.py, whose tiles have 256 columns and steps of 64."""
 
-    BM: int  # tile rows
+    BM: int  # rows of a tile
     row_stages: int
     weight_stages: int
     SUB: int  # column slices of the epilogues
-    flight: int  # stages of weights that may be on their way at once
+    flight: int  # most stages of weights that are loaded at the same time
 
 
 def few(arch: str, rows_per_expert: float, tma: bool) -> Few | None:
-    """The cut of few_rows.py's kernel, or None where it does not pay (too many rows an expert) or cannot run.
+    """The sizes of the kernel of few_rows.py; None if it is slower (too many rows an expert) or cannot run.
 
-    Measured on an H200, forward of a layer alone, one launch against two, means over shapes: 0.98 of the time
-    at 4 to 32 rows an expert, 0.97 at 64, 0.98 at 96, 0.90 at 128, 0.94 at 192. Two stages on their way in
-    place of four, and a guess: 0.98 at 64, with a fifth stage of rows; at 32, 1.00 where tokens spread evenly
-    and 1.02 where half of the experts have none; 1.00 at 128, 1.01 at 4.
+    Measured on an H200, the forward of a layer alone, time of one launch divided by that of two, means over
+    shapes: 0.98 at 4 to 32 rows an expert, 0.97 at 64, 0.98 at 96, 0.90 at 128, 0.94 at 192. With two stages
+    in flight in place of four, and a guess: 0.98 at 64, with a fifth stage of rows; at 32, 1.00 if tokens are
+    spread evenly and 1.02 if half of the experts have none; 1.00 at 128, 1.01 at 4.
     """
     if arch != "cuda:90" or not tma or rows_per_expert > 192:
         return None
@@ -101,7 +101,7 @@ def few(arch: str, rows_per_expert: float, tma: bool) -> Few | None:
     return Few(128, 5, 4, 8, 2 if rows_per_expert <= 96 else 4)
 
 
-# Hopper, where the table has no entry for the kernel.
+# Configurations for Hopper, if the table has no entry for the kernel.
 DESCRIPTOR = {
     "up": Config(128, 256, 64, 16, 4, 8, 3, 1, True, 4),
     "down": Config(128, 256, 64, 16, 2, 8, 3, 1, False, 2),
@@ -109,16 +109,16 @@ DESCRIPTOR = {
     "dx": Config(128, 256, 64, 16, 2, 8, 3, 1, False, 2),
     "dw_down": Config(128, 256, 64, 16, 2, 8, 4, 1, True, 1),
     "dw_up": Config(256, 128, 64, 16, 2, 8, 4, 1, True, 1),
-    "dw_add": Config(128, 128, 64, 16, 2, 8, 3, 1, True),  # either dw, adding to what is there
+    "dw_add": Config(128, 128, 64, 16, 2, 8, 3, 1, True),  # both dw kernels, if they add to C
 }
 
 
 def portable(kernel: str, arch: str, dtype: torch.dtype, even: bool) -> Config:
     """Tiles of the kernels without descriptors.
 
-    Ampere's cp.async wants three stages, CDNA two; float32 multiplies without matrix units, in small tiles.
-    Where the widths fit no whole tiles the masks take registers, so tiles are smaller still, and the
-    epilogues that both read and write go by halves (no spills: tests hold it to that).
+    Ampere's cp.async needs three stages, CDNA two. float32 is multiplied without matrix units, in small
+    tiles. If the widths are not multiples of a tile, masks need registers, so tiles are smaller, and
+    epilogues that both read and write run in two halves. No kernel spills registers; tests check that.
     """
     sub = 2 if arch.startswith("cuda") and (kernel == "dh" or (kernel == "dw_add" and even)) else 1
     if dtype == torch.float32:

@@ -1,1 +1,1 @@
-"""How kernels are started: launching, replaying, calling without dispatch, compiling ahead."""
+"""Starts kernels: launches, replays, calls without torch's dispatcher, compiles ahead of time."""

@@ -1,9 +1,9 @@
-"""Whether an op may call its kernels directly, past torch's dispatcher.
+"""Decides whether an op may call its kernels directly, without torch's dispatcher.
 
-In eager mode the dispatcher costs as much as the launches of a small layer: a registered op passes it and a
-Python autograd rule of torch.library, forward and backward. On a slow host that was 0.3 to 0.4 of 1.3 ms for
-a layer of 512 tokens (docs/decisions/015-launch-fast-path.md); a plain autograd.Function around the same code
-needs neither.
+In eager mode the dispatcher costs as much as the launches of a small layer. A registered op runs through the
+dispatcher and through a Python autograd rule of torch.library, in forward and backward. On a slow host that
+was 0.3 to 0.4 of 1.3 ms for a layer of 512 tokens (docs/decisions/015-launch-fast-path.md). A plain
+autograd.Function around the same code needs neither.
 
 next: register.py
 """
@@ -21,16 +21,16 @@ _transform = take("torch._C._functorch.peek_interpreter_stack", _SLOWER)
 _trace = take("torch._C._get_tracing_state", _SLOWER)
 _is_legacy_batch = take("torch._C._functorch.is_legacy_batchedtensor", _SLOWER)
 _is_batch = take(
-    "torch._C._functorch.is_batchedtensor", "layers keep what a backward needs, whether one comes or not"
+    "torch._C._functorch.is_batchedtensor", "layers keep tensors for a backward even if none follows"
 )
-_SEES = None not in (_modes, _transform, _trace, _is_legacy_batch)  # whether torch tells what watches
+_SEES = None not in (_modes, _transform, _trace, _is_legacy_batch)  # whether torch has all these queries
 
 
 def unwatched(*tensors: Tensor | None) -> bool:
-    """Whether nothing would see or change the op between here and its kernels.
+    """Whether nothing observes or changes the op between this call and its kernels.
 
-    That is: no compiler or tracer, no dispatch mode (fakes, checkpoint policies, counters), no functional
-    transform, no tensor of a class of its own. None counts as a tensor.
+    True if there is no compiler or tracer, no dispatch mode (fakes, checkpoint policies, counters), no
+    functional transform, and no tensor subclass among `tensors`. None counts as a plain tensor.
     """
     return (
         not torch.compiler.is_compiling()
@@ -43,24 +43,24 @@ def unwatched(*tensors: Tensor | None) -> bool:
 
 
 def no_second_derivative(ctx: Any, *_: Any) -> NoReturn:
-    """The autograd rule of an op that is a gradient itself: it raises.
+    """The autograd rule of an op that computes a gradient: it raises RuntimeError.
 
-    Not once_differentiable, which says nothing where the first gradient needs none (behind a sum), nor where
-    torch.autograd.grad names its inputs.
+    once_differentiable would not raise if the first gradient needs no gradient itself (after a sum), or if
+    torch.autograd.grad names the inputs.
     """
     raise RuntimeError("tmoe's ops have no second derivative")
 
 
 def mapped(t: Tensor) -> bool:
-    """Whether torch.vmap runs the op once for each of many tensors behind this one.
+    """Whether t is a batch of torch.vmap, for which the op runs once for each tensor of the batch.
 
-    Such a tensor says that it needs no gradient though those behind it may.
+    The batch has requires_grad=False even if its tensors need gradients.
     """
     return not torch.compiler.is_compiling() and (_is_batch is None or _is_batch(t))
 
 
 def _plain(t: Tensor) -> bool:
-    """Whether t has no class of its own and is not a batch behind one tensor.
+    """Whether t is neither a tensor subclass nor a legacy batch, which wraps many tensors in one.
 
     Such a batch (`is_grads_batched`) has no address.
     """

@@ -1,8 +1,8 @@
-"""How a kernel is launched, and how launches become compilations for a GPU that may be absent.
+"""Launches kernels, or compiles them in place of launching, for a GPU that may be absent.
 
 triton's own launch spends 100 to 200 us of Python on a kernel with six tensor descriptors (building, checking
-and hashing their layouts): longer than such a kernel runs at T=4096. Here a launch looks its binary up by
-what the binary depends on, and calls it.
+and hashing their layouts), which is longer than such a kernel runs at T=4096. `launch` finds the binary in a
+table whose key is everything that the binary depends on, and calls it.
 """
 
 import ast
@@ -28,22 +28,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmoe.base.private_torch import note
 
-# Kernels may fuse a product and a sum, in every version of triton: 3.9 warns where nothing says so, and 3.10
-# changes the default.
+# Kernels may fuse a product and a sum, in every version of triton. Without this variable triton 3.9 warns,
+# and 3.10 has another default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 _target = None  # inside compile_only: the architecture compiled for
-_compiling = None  # inside compile_only: called with what would be launched
+_compiling = None  # inside compile_only: the function that each launch calls
 _thread = threading.local()  # .ready: it has a CUDA context
 _settled: set[str] = set()  # modules of which triton knows all keys
-# checked first, since isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
+# checked first, since isinstance(..., torch.Tensor) costs 0.3 us if the result is False
 _PLAIN = {bool, str, float, type(None)}
-_binaries = {}  # (id of the kernel, device, what its binary depends on) -> what launches it
-MAPS = 1024  # tensor maps kept for each descriptor of a binary: a step finds those of all its layers again
+_binaries = {}  # (id of the kernel, device, key of its binary) -> the function that launches it
+MAPS = 1024  # tensor maps kept for each descriptor of a binary: enough to reuse those of all layers of a step
 
 
 class Address(NamedTuple):
-    """What is left of a tensor where only its address is needed."""
+    """Stands in for a tensor where only its address is needed."""
 
     address: int
 
@@ -53,9 +53,9 @@ class Address(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """A tensor and the box that the copy engine moves.
+    """A tensor and the box that the copy engine copies at a time.
 
-    It becomes triton's or Gluon's own descriptor when a kernel is compiled.
+    It is converted to triton's or Gluon's descriptor when a kernel is compiled.
     """
 
     base: torch.Tensor | Address
@@ -63,13 +63,13 @@ class Descriptor(NamedTuple):
     strides: tuple[int, ...]
     block: list[int]
     padding: str = "zero"
-    round_f32_to_tf32: bool = False  # triton 3.8 asks
+    round_f32_to_tf32: bool = False  # triton 3.8 reads this attribute
 
 
 def strides_of(t: Tensor) -> tuple[int, ...]:
-    """A tensor's strides; dimensions of one element get those of a contiguous tensor.
+    """A tensor's strides; dimensions of one element get the strides of a contiguous tensor.
 
-    In torch these may be anything, but the copy engine takes multiples of 16 bytes.
+    In torch the strides of such dimensions are arbitrary, but the copy engine requires multiples of 16 bytes.
     """
     strides = list(t.stride())
     for i in reversed(range(len(strides))):
@@ -79,12 +79,12 @@ def strides_of(t: Tensor) -> tuple[int, ...]:
 
 
 def describe(t: Tensor, block: list[int]) -> Descriptor:
-    """A whole tensor, in boxes of this block."""
+    """A descriptor of a whole tensor, with boxes of shape `block`."""
     return Descriptor(t, t.shape, strides_of(t), block)
 
 
 def describe_ragged(t_NW: Tensor, block: list[int]) -> Descriptor:
-    """Expert-sorted rows, so that a kernel can clip at any row.
+    """A descriptor of expert-sorted rows that lets a kernel clip boxes at any row.
 
     triton.tools.ragged_tma explains the two extra dimensions.
     """
@@ -94,7 +94,7 @@ def describe_ragged(t_NW: Tensor, block: list[int]) -> Descriptor:
 
 
 def _native(arg: Any, kernel: Any) -> Any:
-    """What triton itself accepts in place of a Descriptor."""
+    """`arg`, with a Descriptor converted to the class that triton or Gluon accepts."""
     if not isinstance(arg, Descriptor):
         return arg
     tensor = arg.base, list(arg.shape), list(arg.strides), arg.block
@@ -125,25 +125,25 @@ def _facts(index: int) -> tuple[str, int, bool]:
 
 
 def early(device: torch.device) -> dict[str, bool]:
-    """Options of a launch whose programs may start while the kernel before it still runs.
+    """Options of a launch whose programs may start while the previous kernel still runs.
 
-    This is programmatic dependent launch. Such a kernel waits by gdc_wait before it uses anything in memory:
-    then everything before it on the stream has ended. Empty where a GPU cannot do it, and on a CPU (triton's
-    interpreter).
+    This is programmatic dependent launch. Such a kernel must call gdc_wait before it accesses memory; after
+    gdc_wait all earlier work on the stream has ended. Empty if the GPU does not support it, and on a CPU
+    (triton's interpreter).
     """
     return {"launch_pdl": True} if device.type != "cpu" and device_facts(device)[2] else {}
 
 
 def tf32() -> bool:
-    """Whether fp32 products may use TF32, however that was set.
+    """Whether fp32 products may use TF32, whichever of torch's settings enabled it.
 
-    Once `fp32_precision` has been set, torch raises on `allow_tf32`.
+    After `fp32_precision` has been set, torch raises an error on `allow_tf32`.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _has_descriptors(arch: str) -> bool:
-    # hopper.py is written for its wgmma; Blackwell takes the portable kernels until it has its own
+    # hopper.py uses Hopper's wgmma; Blackwell runs the portable kernels, since it has no kernels yet
     """Whether the kernels for Hopper run on this architecture with this triton."""
     if arch != "cuda:90":
         return False
@@ -156,7 +156,7 @@ def _has_descriptors(arch: str) -> bool:
 
 @functools.cache
 def gluon_lacks() -> str:
-    """What the kernels for Hopper use and this triton's Gluon does not have; "" if nothing.
+    """Names that the kernels for Hopper use and this triton's Gluon does not have; "" if there are none.
 
     Gluon is experimental, so its names change.
     """
@@ -181,9 +181,10 @@ def gluon_lacks() -> str:
 def _settle(module: str) -> None:
     """Let triton compute the keys of a module's kernels, callees first.
 
-    That includes the modules that it takes functions from. A key holds the constants of all functions that
-    are called, but triton leaves out those of a function whose own key it does not know yet. Keys would then
-    depend on what was launched first, and one process would not find what another has compiled.
+    The keys of the modules from which it imports functions are computed as well. A kernel's key contains the
+    constants of all functions that it calls, but triton leaves out the constants of a function whose key it
+    has not computed yet. Keys would then depend on which kernel was launched first, and a process would not
+    find the binaries that another process has compiled.
     """
     if module in _settled or module not in sys.modules:
         return
@@ -196,7 +197,7 @@ def _settle(module: str) -> None:
 def _fixed(kernel: Any) -> tuple[bool, ...]:
     """For each parameter, whether the binary does not depend on its value.
 
-    Kept as an attribute of the kernel, since a dict would hash the kernel in Python.
+    The result is kept as an attribute of the kernel, because a dict would hash the kernel in Python.
     """
     for module in (
         "triton.language.standard",
@@ -209,9 +210,9 @@ def _fixed(kernel: Any) -> tuple[bool, ...]:
 
 
 def _key(args: Sequence, fixed: Sequence[bool]) -> tuple[list, list]:
-    """What a binary depends on, and the arguments as its launcher takes them.
+    """The key of a binary, which holds all that the binary depends on, and the values for its launcher.
 
-    The key is finer than triton's own distinctions; that costs no more than another lookup.
+    The key distinguishes more cases than triton does; each further case costs only one more lookup.
     """
     hip = torch.version.hip or str(_target).startswith("hip")
     key, values = [], []
@@ -226,7 +227,7 @@ def _key(args: Sequence, fixed: Sequence[bool]) -> tuple[list, list]:
             key += arg.block
         elif isinstance(arg, torch.Tensor):
             key.append(arg.dtype)
-            if hip:  # there triton also distinguishes whether 32 bits reach all of a tensor
+            if hip:  # for HIP triton also distinguishes whether 32 bits can address all of a tensor
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             arg = arg.data_ptr()
             key.append(arg % 16)
@@ -239,15 +240,15 @@ def _key(args: Sequence, fixed: Sequence[bool]) -> tuple[list, list]:
 def launcher(compiled: Any, kernel: Any, values: list) -> Callable[[tuple[int, ...], int, list], None]:
     """A function (grid, stream, values) that launches a binary by triton's own C function.
 
-    It skips the Python in front of that function, which encodes every tensor map anew (8 us each, 30 of them
-    in a layer's forward and backward) and calls hooks that are not there. A map holds an address, sizes and
-    strides, nothing of the tensor, so one that was made for them serves again. Where triton's launcher does
-    not do what `_own_launcher` knows, triton launches.
+    It skips the Python code before that function, which encodes every tensor map at each launch (8 us each,
+    30 of them in a layer's forward and backward) and calls hooks even if none is set. A map depends only on
+    an address, sizes and strides, so it is encoded once and reused. If triton's launcher differs from the
+    versions that `_own_launcher` knows, triton launches the kernel itself.
 
-    A function that goes the short way has `parts`: the C function, what it takes between stream and values,
-    and (index, encoder, known maps) of each descriptor.
+    A function that calls the C function directly has the attribute `parts`: the C function, its arguments
+    between stream and values, and (index, encoder, known maps) of each descriptor.
 
-    values: those of the first launch.
+    values: the values of the first launch.
     """
 
     def as_triton_does(grid: tuple[int, ...], stream: int, values: list) -> None:
@@ -261,7 +262,7 @@ def launcher(compiled: Any, kernel: Any, values: list) -> Callable[[tuple[int, .
     hooks = knobs.runtime
 
     def direct(grid: tuple[int, ...], stream: int, values: list) -> None:
-        if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):  # a profiler listens
+        if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):  # a profiler observes launches
             return as_triton_does(grid, stream, values)
         flat = []
         start = 0
@@ -277,7 +278,7 @@ def launcher(compiled: Any, kernel: Any, values: list) -> Callable[[tuple[int, .
 
 
 def encoded(descriptor: Descriptor, encode: Callable[[Descriptor], list], known: dict) -> list:
-    """What the C function takes for a descriptor, from `known` if it was made before."""
+    """The C function's arguments for a descriptor, from `known` if they were encoded before."""
     key = descriptor.base.data_ptr(), descriptor.shape, descriptor.strides
     found = known.get(key)
     if found is None:
@@ -288,24 +289,24 @@ def encoded(descriptor: Descriptor, encode: Callable[[Descriptor], list], known:
 
 
 def heard(hook: Any) -> Any:
-    """Whether anything listens to launches: triton keeps a chain of calls, or takes None or a function."""
+    """Whether a hook observes launches. In triton a hook is a chain of calls, or None, or a function."""
     return getattr(hook, "calls", hook)
 
 
 class Short(NamedTuple):
-    """How triton's C function is called: call(*grid, stream, *head, *flat)."""
+    """The call of triton's C function: call(*grid, stream, *head, *flat)."""
 
     call: Callable
     head: tuple
-    # of each descriptor among the values: (index, what makes the list that stands in `flat` for it)
+    # for each descriptor among the values: (index, function that makes the list for it in `flat`)
     maps: list
 
 
 def _own_launcher(compiled: Any, kernel: Any, values: list) -> "Short | None":
-    """The way past triton's launcher of a CUDA binary; None where there is none.
+    """The direct call that replaces triton's launcher of a CUDA binary; None if it is not possible.
 
-    There is none for another GPU's binary, for one that needs scratch memory, and for one whose C function
-    would get something other than tmoe hands over; a note tells of the last.
+    It is not possible for a binary of another kind of GPU, for a binary that needs scratch memory, and if
+    triton would call the C function with other arguments than tmoe; a note reports the last case.
     """
     try:
         from triton.backends.nvidia import driver
@@ -321,17 +322,17 @@ def _own_launcher(compiled: Any, kernel: Any, values: list) -> "Short | None":
         pass
     note(
         f"triton {triton.__version__}'s launcher is unknown: "
-        "its own Python launches each kernel, which takes longer"
+        "triton's Python launches each kernel, which takes longer"
     )
     return None
 
 
 def _short_way(compiled: Any, encode: Callable) -> Short | None:
-    """A Short by the names in triton 3.6 or 3.8; None for descriptors that no tensor map stands for."""
+    """A Short by the names in triton 3.6 or 3.8; None if a descriptor is not passed as a tensor map."""
     run = compiled.run
     options = compiled.function, run.launch_cooperative_grid, run.launch_pdl
     function, metas, wrapped = run.launch, [], {}
-    if inspect.isfunction(run.launch):  # it makes tensor maps of descriptors
+    if inspect.isfunction(run.launch):  # a Python function that encodes descriptors as tensor maps
         wrapped = inspect.getclosurevars(run.launch).nonlocals
         function, metas = wrapped["launcher"], wrapped["tensordesc_meta"]
         if not metas or None in metas:
@@ -353,11 +354,11 @@ def _short_way(compiled: Any, encode: Callable) -> Short | None:
 
 
 def _hands_over_the_same(short: Short, compiled: Any, kernel: Any, values: list) -> bool:
-    """Whether triton's own launcher would give its C function, for these values, what the short way gives.
+    """Whether triton's launcher would call its C function with the same arguments as `short`, for `values`.
 
-    Nothing is launched.
+    It records the arguments with a replaced C function, so no kernel is launched.
     """
-    grid, stream = (2, 3, 5), 7  # any
+    grid, stream = (2, 3, 5), 7  # arbitrary numbers
     told = []
 
     def hear(*args: Any) -> None:
@@ -395,14 +396,14 @@ def _with_function(launch: Any, function: Callable) -> Callable:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options), or inside compile_only its compilation."""
+    """Runs kernel[grid](*args, **options), or inside compile_only compiles it."""
     if _compiling is not None:
         compile = functools.partial(kernel.warmup, *[_native(a, kernel) for a in args], grid=grid, **options)
         key = kernel.__name__, _target, *options.values(), *_key(args, _fixed(kernel))[0]
         _compiling(kernel.__name__, str(key), compile)
         return
     tape = getattr(_thread, "tape", None)
-    if not isinstance(kernel, JITFunction):  # the interpreter's
+    if not isinstance(kernel, JITFunction):  # a kernel of triton's interpreter
         if tape:
             tape.launched(kernel, grid, args, args)
         kernel[grid](*[_native(a, kernel) for a in args], **options)
@@ -422,11 +423,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def current_stream() -> int:
-    """The current device's stream, for a launch that this thread makes now."""
+    """The current stream of the current device, for a launch from this thread."""
     if not hasattr(_thread, "ready"):
-        # Autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context
-        # that a call makes. The question whether a graph is captured makes one too; mem_get_info might end
-        # a capture.
+        # Autograd's thread may call this function before any call of CUDA, and a tensor map needs the context
+        # that the first call of CUDA makes. is_current_stream_capturing makes a context too; mem_get_info
+        # might end a capture.
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.mem_get_info()
         _thread.ready = True
@@ -435,7 +436,7 @@ def current_stream() -> int:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.empty, recorded by a tape if one listens."""
+    """torch.empty, recorded by this thread's tape if there is one."""
     t = torch.empty(shape, dtype=dtype, device=device)
     if tape := getattr(_thread, "tape", None):
         tape.allocated(t)
@@ -444,7 +445,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 @contextlib.contextmanager
 def recording(tape: Any) -> Iterator[None]:
-    """This thread's allocations and launches are told to the tape (replay.py)."""
+    """Inside this context the tape (replay.py) records this thread's allocations and launches."""
     _thread.tape = tape
     try:
         yield
@@ -458,7 +459,7 @@ def compiling() -> bool:
 
 
 class _Driver:
-    """What triton's compiler asks a driver, for a target that is only named."""
+    """The methods of a driver that triton's compiler calls, for a target GPU that may be absent."""
 
     def __init__(self, arch: str) -> None:
         kind, version = arch.split(":")
@@ -468,7 +469,7 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> str:
-        return str(self.target)  # the key of triton's per-device caches: no mixing with a real device's
+        return str(self.target)  # the key of triton's per-device caches, different from any real device's key
 
     def get_current_stream(self, device: Any) -> int:
         return 0
@@ -479,11 +480,11 @@ class _Driver:
 
 @contextlib.contextmanager
 def compile_only(arch: str, visit: Callable[[str, str, Callable], Any]) -> Iterator[None]:
-    """Instead of launching, call visit(kernel's name, key, compile) at every launch.
+    """Inside this context every launch calls visit(kernel's name, key, compile) and launches nothing.
 
     Tensors may be on the meta device. compile() returns the kernel compiled for arch ("cuda:90",
-    "hip:gfx942"), which may be absent; it must be called inside. Equal keys mean equal binaries. Not
-    re-entrant.
+    "hip:gfx942"); the GPU may be absent. compile() must be called inside the context. Equal keys mean equal
+    binaries. Not re-entrant.
     """
     global _compiling, _target
     before = getattr(triton.runtime.driver, "_active", None)

@@ -1,9 +1,9 @@
 """Compiles every kernel that given layers launch into triton's cache, each once, in any number of processes.
 
-A kernel is compiled under a file lock of its own, which the system releases when its holder dies; a process
-that finds a lock taken goes on with the next kernel and comes back. Processes wait for nothing but files, so
-no collective can be left waiting. Kernels that the cache already holds whole are only looked at, so a
-half-written cache, or one that lost or tore files, costs only what is missing.
+Each kernel is compiled under a separate file lock, which the operating system releases if its holder dies. A
+process that finds a lock taken compiles the next kernel and tries the first again later. Processes wait only
+for files, so no collective can be left waiting. Kernels whose files are complete in the cache are only
+checked. So after an interruption, or if files were lost or truncated, only the missing kernels are compiled.
 """
 
 import contextlib
@@ -25,18 +25,19 @@ from tmoe.base.private_torch import take
 from tmoe.ops.launch.launch import compile_only
 
 FileCacheManager: Any = take(
-    "triton.runtime.cache.FileCacheManager", "torn files in its cache are not replaced"
+    "triton.runtime.cache.FileCacheManager", "truncated files in its cache are not replaced"
 )
 
 
 class WholeCache(FileCacheManager or object):  # pyrefly: ignore
-    """Triton's cache, without kernels whose files were torn by a power cut or removed by a cleaner.
+    """Triton's cache, without kernels whose files were truncated by a power cut or removed by a cleaner.
 
-    triton itself fails on some of them at each start, and finds out about a torn binary when it is loaded.
+    triton itself fails on some of these kernels at each start, and detects a truncated binary only when it
+    loads the binary.
     """
 
     def get_group(self, filename: str) -> dict | None:
-        """As triton's, but None for a kernel with a missing or torn file."""
+        """Like triton's get_group, but returns None for a kernel with a missing or truncated file."""
         try:
             group = super().get_group(filename) or {}
             json.loads(Path(group[filename]).read_text())
@@ -47,7 +48,7 @@ class WholeCache(FileCacheManager or object):  # pyrefly: ignore
 
 
 def whole(path: str | Path) -> bool:
-    """Whether an ELF file of 64 bits reaches as far as its header says: its tables come last."""
+    """Whether a 64-bit ELF file is as long as its header says: its tables are at its end."""
     with open(path, "rb") as file:
         head = file.read(64)
         size = os.fstat(file.fileno()).st_size
@@ -60,7 +61,7 @@ def whole(path: str | Path) -> bool:
 
 def compile_under_locks(wanted: dict[str, Callable], folder: Path) -> None:
     """Run every compile of wanted {key: compile}; returns when all kernels are in the cache."""
-    # each process in an order of its own
+    # the order differs between processes, so that they seldom want the same lock
     names = sorted(wanted, key=lambda key: hashlib.sha256(f"{os.getpid()}{key}".encode()).digest())
     while names:
         busy = [
@@ -68,17 +69,17 @@ def compile_under_locks(wanted: dict[str, Callable], folder: Path) -> None:
             for key in names
             if not _compile(wanted[key], folder / hashlib.sha256(key.encode()).hexdigest(), False)
         ]
-        if len(busy) == len(names):  # all are being compiled by other processes: wait for one
+        if len(busy) == len(names):  # other processes are compiling all of them: wait for one kernel
             key = busy.pop(0)
             _compile(wanted[key], folder / hashlib.sha256(key.encode()).hexdigest(), True)
         names = busy
 
 
 def _compile(compile: Callable, path: Path, wait: bool) -> bool:
-    """Compile, or load what another process compiled, under the lock; False if it is taken and wait is false.
+    """Compile a kernel under the lock at `path`, or load the binary that another process compiled.
 
-    It goes without a lock where there can be none: in a cache that is whole and read-only, or another user's,
-    triton only reads.
+    Returns False if the lock is taken and wait is False. If no lock file can be made, it runs without a lock:
+    from a complete cache that is read-only, or belongs to another user, triton only reads.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -93,12 +94,12 @@ def _compile(compile: Callable, path: Path, wait: bool) -> bool:
 
 
 def work(arch: str, traces: Sequence[tuple]) -> tuple[int, int]:
-    """One process's share: how many kernels it compiled itself, and how many there are."""
+    """Compiles this process's share; returns how many kernels it compiled, and how many there are in all."""
     compiled: list[int] = []
     wanted: dict[str, Callable] = {}
     before, cache = knobs.compilation.listener, knobs.cache.manager_class
     knobs.compilation.listener = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)
-    # a cache of the user's own, on a network say, is left as it is
+    # a cache manager that the user has set, for example for a network cache, is not replaced
     if FileCacheManager and cache in (None, FileCacheManager):
         knobs.cache.manager_class = WholeCache
     folder = Path(knobs.cache.dir) / "tmoe-locks"
@@ -115,13 +116,14 @@ def work(arch: str, traces: Sequence[tuple]) -> tuple[int, int]:
 
 
 def precompile(arch: Any, traces: Sequence[tuple], processes: int) -> tuple[int, int]:
-    """Compile all kernels that the traces launch on arch, in this many processes: (compiled, wanted).
+    """Compile all kernels that the traces launch on arch; returns (number compiled, number wanted).
 
-    arch: "cuda:90" or the like. traces: [(trace, *arguments)], by `traces_of` of
-    ops/register.py or from a list.
+    arch: for example "cuda:90".
+    traces: [(trace, *arguments)], from `traces_of` of ops/register.py or from a list.
+    processes: number of processes that compile.
 
-    The processes are forked: they only compile, and a fork does not import torch again. Call it before
-    threads and process groups exist.
+    The processes are forked, because they only compile and a fork does not import torch again. Call this
+    function before threads and process groups exist.
     """
     if processes == 1:
         return work(arch, traces)
@@ -143,22 +145,23 @@ def precompile(arch: Any, traces: Sequence[tuple], processes: int) -> tuple[int,
     except EOFError:
         raise RuntimeError(
             f"a process that compiled kernels for {arch} died: out of memory "
-            f"(fewer take less: --processes 1), or a compiler that does not know {arch}"
+            f"(use fewer processes: --processes 1), or a compiler that does not support {arch}"
         ) from None
     finally:
         for process, _ in started:
-            # it has ended, unless another has failed; a killed one leaves usable locks and cache files
+            # The process has ended, unless another process has failed. A killed process leaves usable locks
+            # and cache files.
             process.terminate()
             process.join()
     return sum(compiled for compiled, _ in done), done[0][1]
 
 
 def _tell(sender: Connection, arch: str, traces: Sequence[tuple]) -> None:
-    """A child process: send what `work` returns, or an error in its place."""
+    """Runs in a child process: sends the result of `work`, or an error."""
     try:
         answer = work(arch, traces)
     except Exception as error:
         traceback.print_exc()
-        # not the error itself: a compiler's may not survive the pipe
+        # a new error, because a compiler's error may not be picklable
         answer = RuntimeError(f"compiling kernels for {arch}: {type(error).__name__}: {error}")
     sender.send(answer)

@@ -1,9 +1,10 @@
-"""Remembers a call's allocations and launches: a later call with equal shapes only needs new addresses.
+"""Records a call's allocations and launches, and replays them with new addresses in calls of equal shapes.
 
-What gpu.py decides on the host (configurations, tiles, boxes, binaries) follows from shapes, types and
-alignments alone, and nothing but `empty` and `launch` touches the device there. So the second call of a kind
-is recorded, and the third decides nothing. In a layer's backward, which autograd runs on its own thread with
-cold caches, deciding was most of the host's time (docs/decisions/016-replay.md).
+The decisions of gpu.py on the host (configurations, tiles, boxes, binaries) depend on shapes, types and
+alignments alone, and gpu.py uses the device only through `empty` and `launch`. So the second call of a kind
+is recorded, and from the third call on the record is replayed without any decision. In a layer's backward,
+which autograd runs on its own thread with cold caches, these decisions took most of the host's time
+(docs/decisions/016-replay.md).
 
 next: gpu.py
 """
@@ -22,18 +23,20 @@ from tmoe.ops.launch import launch
 from tmoe.ops.launch.launch import Address, Descriptor, encoded, heard
 
 TorchDispatchMode: Any = take(
-    "torch.utils._python_dispatch.TorchDispatchMode", "every call of a layer decides its launches anew"
+    "torch.utils._python_dispatch.TorchDispatchMode", "every call of a layer decides its launches again"
 )
 
-KEPT = 256  # kinds of call: else batches of ever new sizes would fill memory
+KEPT = 256  # most kinds of call that are kept; without a limit, batches of new sizes would fill memory
 Tensors = Sequence[Tensor | None]
-_programs: dict = {}  # kind -> None when it was seen once, then its Program, or False where it has none
+_programs: dict = {}  # kind -> None after its first call, then its Program, or False if it has none
 
 
 def remembered(run: Callable[..., tuple], tensors: Tensors, *how: Hashable) -> tuple:
-    """run(*tensors, *how), where run is a function of gpu.py.
+    """Returns run(*tensors, *how), replayed if possible. run: a function of gpu.py.
 
-    tensors (or None) lie on the current device; results are tensors that run has allocated, or None.
+    tensors: tensors on the current device, or None.
+    how: further arguments of run.
+    The results are tensors that run has allocated, or None.
     """
     hooks = knobs.runtime
     if (
@@ -57,7 +60,7 @@ def remembered(run: Callable[..., tuple], tensors: Tensors, *how: Hashable) -> t
     program = _programs.get(kind, ...)
     if program is ...:
         if len(_programs) >= KEPT:
-            # one step each, since another thread may do the same
+            # list() and pop() are atomic, since another thread may do the same
             _programs.pop(list(_programs)[0], None)  # noqa: RUF015
         _programs[kind] = None
         return run(*tensors, *how)
@@ -71,14 +74,14 @@ def remembered(run: Callable[..., tuple], tensors: Tensors, *how: Hashable) -> t
 
 
 class Tape:
-    """Records what `launch` and `empty` do, and finds which tensor's memory an address belongs to.
+    """Records the calls of `launch` and `empty`, and finds the tensor to whose memory an address belongs.
 
-    `whole` becomes False when something cannot be replayed.
+    `whole` becomes False if any of them cannot be replayed.
     """
 
     def __init__(self, tensors: Tensors) -> None:
-        self.spans: list[tuple[int, int]] = []  # of each buffer: its first address, and the one past its end
-        self.holders: list[Callable[[], Tensor | None]] = []  # of each buffer: its tensor, if it lives
+        self.spans: list[tuple[int, int]] = []  # for each buffer: its first address, and the address after it
+        self.holders: list[Callable[[], Tensor | None]] = []  # for each buffer: its tensor, None if deleted
         self.events: list[tuple] = []
         self.whole = True
         self.inputs = len(tensors)
@@ -89,15 +92,15 @@ class Tape:
             self.whole = False  # inputs overlap: an address in both could belong to either
 
     def _add(self, t: Tensor | None) -> None:
-        """Number the buffer of a tensor (None: an empty one)."""
+        """Number the buffer of a tensor (None: an empty buffer)."""
         begin = 0 if t is None else t.data_ptr()
         self.spans.append((begin, begin if t is None else begin + t.nbytes))
         self.holders.append((lambda: None) if t is None else weakref.ref(t))
 
     def _find(self, address: int) -> tuple[int, int]:
-        """(number of the buffer, bytes from its start).
+        """(number of the buffer that contains the address, bytes from its start).
 
-        A buffer counts while its own tensor lives: afterwards another one may get its memory.
+        A buffer counts only while its tensor exists: afterwards another buffer may get its memory.
         """
         for i in reversed(range(len(self.spans))):
             begin, end = self.spans[i]
@@ -107,25 +110,25 @@ class Tape:
         return 0, 0
 
     def allocated(self, t: Tensor) -> None:
-        """`empty` has made t."""
+        """Records that `empty` has allocated t."""
         self._add(t)
         self.events.append(("empty", t.shape, t.dtype))
 
     def launched(self, run: Any, grid: tuple[int, ...], args: Sequence, values: Sequence) -> None:
-        """`launch` calls run(grid, stream, values) for these arguments."""
+        """Records that `launch` calls run(grid, stream, values) for these arguments."""
         if not hasattr(run, "parts"):
-            self.whole = False  # triton's own launcher
+            self.whole = False  # triton's own launcher, which cannot be replayed
             return
         call, head, maps = run.parts
         encoders = {i: (encode, known) for i, encode, known in maps}
-        flat: list = []  # what the C function takes; None where an address has to be filled in
-        slots, boxes = [], []  # where addresses and tensor maps belong in it
-        used = set()  # buffers
+        flat: list = []  # arguments of the C function; None where an address has to be filled in
+        slots, boxes = [], []  # positions of addresses and of tensor maps in `flat`
+        used = set()  # buffers that this launch uses
         for i, (arg, value) in enumerate(zip(args, values, strict=True)):
             if isinstance(arg, Descriptor):
                 buffer, offset = self._find(arg.base.data_ptr())
-                length = 1 + 2 * len(arg.shape)  # a map, then sizes and strides once more
-                box = arg._replace(base=Address(0))  # else the tensor would live as long as the program
+                length = 1 + 2 * len(arg.shape)  # a map, followed by sizes and strides
+                box = arg._replace(base=Address(0))  # otherwise the program would keep the tensor alive
                 boxes.append((len(flat), len(flat) + length, buffer, offset, box, *encoders[i]))
                 flat += [None] * length
                 used.add(buffer)
@@ -139,7 +142,7 @@ class Tape:
         self.events.append(("launch", call, grid, head, flat, slots, boxes, used))
 
     def program(self, results: Tensors) -> "Program | Literal[False]":
-        """What was recorded, as a Program that returns the like of results; False if it has no replay."""
+        """The record as a Program that returns tensors like `results`; False if it cannot be replayed."""
         numbers = {
             id(holder()): i
             for i, holder in enumerate(self.holders)
@@ -153,7 +156,7 @@ class Tape:
         for at, event in enumerate(self.events):
             last |= dict.fromkeys(event[-1], at) if event[0] == "launch" else {}
 
-        # a buffer that the call allocated itself, and does not return, is freed behind its last launch
+        # a buffer that the call allocated and does not return is freed after the last launch that uses it
         steps = []
         for at, event in enumerate(self.events):
             steps.append(event[:-1] if event[0] == "launch" else event)
@@ -163,7 +166,7 @@ class Tape:
 
 
 class Foreign(TorchDispatchMode or object):  # pyrefly: ignore
-    """Tells a tape of torch's own ops, which no program repeats."""
+    """Marks a tape as not replayable if the call runs torch's own ops, which a program cannot repeat."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -176,10 +179,10 @@ class Foreign(TorchDispatchMode or object):  # pyrefly: ignore
 
 
 class Program:
-    """What a call does, step by step.
+    """The recorded steps of a call, which calling the program repeats.
 
-    Buffers are numbered: first the call's tensors, then those that it allocates. Each is freed behind its
-    last use.
+    Buffers are numbered: first the call's tensors, then the tensors that it allocates. Each allocated buffer
+    is freed after its last use.
     """
 
     def __init__(self, steps: list[tuple], results: list[int | None]) -> None:

@@ -1,9 +1,9 @@
-"""What a rank launches, as values from which each op makes traces of its kernels.
+"""Describes the work of a rank by shapes, from which each op makes traces of its kernels.
 
-`collect` of ops/register.py keeps a function of such a value for each op.
+`collect` of ops/register.py keeps, for each op, a function from such shapes to traces.
 
-A value has sizes, types and choices, and no setting: an op knows nothing of a configuration. Values are made
-from a configuration by commands/warmup.py.
+Shapes contain sizes, types and choices, but no settings, because ops do not depend on a configuration.
+commands/warmup.py makes shapes from a configuration.
 
 next: ops/register.py
 """
@@ -20,34 +20,34 @@ class StepShapes(NamedTuple):
     dim: int
     ignore: int  # the target that does not count
     dtype: torch.dtype
-    by_log_probs: bool  # whether the loss is made of log-probs
+    by_log_probs: bool  # whether the loss is computed from log-probs
 
 
 class PassShapes(NamedTuple):
-    """Rows that go through a rank's experts in one call of moe_mlp."""
+    """Rows that a rank's experts compute in one call of moe_mlp."""
 
     rows: int
-    slots: int  # of a row
-    pairs: int | None  # of rows and experts, for which there is memory; None: rows * slots
+    slots: int  # slots of a row
+    pairs: int | None  # most (row, expert) pairs for which memory is allocated; None: rows * slots
 
 
 class RouterShapes(NamedTuple):
     """A router's choice."""
 
     outputs: int
-    chosen: int  # of the outputs, for a token
+    chosen: int  # number of outputs chosen for a token
     renormalize: bool
     sinkhorn: bool
 
 
 class ExchangeShapes(NamedTuple):
-    """Rows between the ranks of an expert group."""
+    """The exchange of rows between the ranks of an expert group."""
 
     ranks: int
     slots: int
     fp8: bool
-    alone: bool  # rows are exchanged by kernels; else only beside shared experts, if there are some
-    shared_dim: int  # width of shared experts that run beside it; 0: none
+    alone: bool  # kernels exchange the rows; False: they do so only together with shared experts
+    shared_dim: int  # width of shared experts that run at the same time; 0: none
 
 
 class LayerShapes(NamedTuple):
@@ -57,22 +57,22 @@ class LayerShapes(NamedTuple):
     dim: int
     dtype: torch.dtype
     trained: bool  # False: a forward without gradients
-    width: int  # of the rows that experts take
-    ffn_dim: int  # of this rank's part of an expert
-    experts: int  # of this rank
+    width: int  # width of the experts' input rows
+    ffn_dim: int  # width of this rank's part of an expert
+    experts: int  # number of this rank's experts
     activation: str
     biased: bool
     passes: tuple[PassShapes, ...]
-    moved: tuple[int, int] | None  # rows, slots of a row, that are sorted by expert first
+    moved: tuple[int, int] | None  # (rows, slots of a row) that are sorted by expert before the experts
     router: RouterShapes
     exchange: ExchangeShapes | None
 
 
 class AttentionShapes(NamedTuple):
-    """Attention of one layer to the cache, for one token."""
+    """Attention of one layer over the cache, for one token."""
 
-    queries: int  # heads
-    keys: int  # heads
+    queries: int  # number of query heads
+    keys: int  # number of key heads
     key_dim: int
     value_dim: int
     window: int | None
@@ -93,7 +93,7 @@ class DecodeShapes(NamedTuple):
     dim: int
     dtype: torch.dtype
     layers: tuple[AttentionShapes, ...]
-    ffn_dims: tuple[int, ...]  # of shared experts and dense blocks
+    ffn_dims: tuple[int, ...]  # widths of shared experts and dense blocks
     fused: bool  # one kernel for several modules, as in model/rounding.py
     in_blocks: bool  # attention in flex attention's order
     filters: Any  # of the draw: `Filters` of ops/decode/sample.py

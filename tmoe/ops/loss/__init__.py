@@ -1,1 +1,1 @@
-"""Ops of losses: the head, cross-entropy and log-probabilities, without logits [T, V]."""
+"""Ops of losses: the head, cross-entropy and log-probabilities, without storing logits [T, V]."""

@@ -1,6 +1,6 @@
-"""Cross-entropy of a block of logits and its gradient in their place.
+"""Cross-entropy of a block of logits, and its gradient, which overwrites the logits.
 
-One kernel, which reads each row twice and writes it once.
+It is one kernel, which reads each row twice and writes it once.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from tmoe.ops.launch.launch import cdiv, device_facts, launch
 from tmoe.ops.launch.shapes import StepShapes
 from tmoe.ops.register import collect
 
-# triton 3.8's code for rows of fp32 misses 64 registers a thread by one; 3.6's fits
+# For rows of fp32 triton 3.8 needs one register a thread more than 64; triton 3.6 does not.
 WIDER = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 
 
@@ -39,7 +39,7 @@ def cross_entropy_kernel(
     for start in range(0, V, BLOCK):
         x = tl.load(logits + start + columns, start + columns < V, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x))
-        from_here = tl.where(higher > float("-inf"), higher, 0.0)  # -inf alone so far: no -inf - -inf
+        from_here = tl.where(higher > float("-inf"), higher, 0.0)  # avoids -inf - -inf if all are -inf so far
         total = total * tl.exp(top - from_here) + tl.sum(tl.exp(x - from_here))
         top = higher
     lse = top + tl.log(total)
@@ -51,7 +51,7 @@ def cross_entropy_kernel(
                     logits + start + columns, tl.zeros((BLOCK,), logits.dtype.element_ty), start + columns < W
                 )
     else:
-        inside = (target >= 0) & (target < V)  # else this would read another row's logits
+        inside = (target >= 0) & (target < V)  # otherwise it would read another row's logits
         lse = tl.where(inside, lse, float("nan"))
         tl.store(losses + row, lse - tl.load(logits + target, inside, other=0.0).to(tl.float32))
         tl.debug_barrier()  # the target's logit is read before a thread writes over it
@@ -63,10 +63,11 @@ def cross_entropy_kernel(
 
 
 def aligned(V: int, width: int) -> int:
-    """Columns of logits for V tokens of `width` bytes each, so that each row begins on 16 bytes.
+    """Columns of logits for V tokens of `width` bytes each, such that each row is aligned to 16 bytes.
 
-    Products with other rows run at a sixth of the speed. Measured on an H200 with V = 49155 in bf16 and 16384
-    rows of 1536, loss and gradients: 62 ms, and 11 ms for V = 49152. Rows that are only spaced so: 49 ms.
+    Products with unaligned rows run at a sixth of the speed. Measured on an H200 with V = 49155 in bf16 and
+    16384 rows of 1536, loss and gradients took 62 ms, and 11 ms for V = 49152. With aligned row strides but
+    V = 49155 columns they took 49 ms.
     """
     return cdiv(V * width, 16) * 16 // width
 
@@ -74,12 +75,13 @@ def aligned(V: int, width: int) -> int:
 def cross_entropy_(logits_RW: Tensor, targets_R: Tensor, V: int, ignore: int, grad: bool) -> Tensor:
     """-log softmax(logits[:, :V])[target] of each row, fp32 [R], 0 where the target is `ignore`; on the GPU.
 
-    With grad the logits become softmax - onehot (zeros in rows to ignore, and from column V on), rounded to
-    their type; without, they stay as they are.
+    With grad the logits are overwritten by softmax - onehot, rounded to their type; it is 0 in ignored rows
+    and from column V on. Without grad the logits do not change.
 
     logits_RW: contiguous, of any float type; the arithmetic is fp32. A row that fits in the cache is read
-    from memory once. A target that is neither `ignore` nor in 0 .. V - 1 makes its row's loss and gradient
-    NaN: to raise, the host would have to wait for the GPU.
+        from memory once.
+    targets_R: the target of each row. A target that is neither `ignore` nor in 0 .. V - 1 makes its row's
+        loss and gradient NaN, because the host would have to wait for the GPU to raise an error.
     """
     R, W = logits_RW.shape
     losses = torch.empty(R, dtype=torch.float32, device=logits_RW.device)
@@ -106,8 +108,9 @@ def scale_kernel(x, factor, out, numel, BLOCK: tl.constexpr):
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool = False) -> Tensor:
     """x * factor, rounded to dtype, in one pass. x is contiguous; factor is 0-dim, on the GPU.
 
-    torch.mul(x, factor, out=...) runs at a third of the bandwidth where the types differ. in_place: over x,
-    where dtype is its own.
+    torch.mul(x, factor, out=...) reaches a third of the bandwidth if the types differ.
+
+    in_place: write the result over x, if dtype is x's type.
     """
     out = x if in_place and x.dtype == dtype else torch.empty_like(x, dtype=dtype)
     if n := x.numel():
@@ -119,12 +122,12 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool = False
 def trace(V: int, D: int, ignore: int, dtype: torch.dtype) -> None:
     """Launch the kernels on meta tensors, inside compile_only.
 
-    For logits with and without gradient, and for the gradient of the head [V, D].
+    They are launched for logits with and without gradient, and for the gradient of the head [V, D].
     """
     logits = torch.empty(1, aligned(V, dtype.itemsize), dtype=dtype, device="meta")
     for grad in (True, False):
         cross_entropy_(logits, torch.empty(1, dtype=torch.int64, device="meta"), V, ignore, grad)
-    for of in dict.fromkeys((torch.float32, dtype)):  # the head's, and the hidden states'
+    for of in dict.fromkeys((torch.float32, dtype)):  # gradients of the head, and of the hidden states
         scaled(torch.empty(V, D, dtype=of, device="meta"), torch.empty((), device="meta"), dtype)
 
 

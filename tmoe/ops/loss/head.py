@@ -1,4 +1,4 @@
-"""Products with an output head, chunk by chunk: what the loss and log-probs share."""
+"""Products with an output head, as the loss and log-probs compute them chunk by chunk."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from tmoe.ops.loss.cross_entropy import aligned, scaled
 
 
 def widened(weight_VD: Tensor) -> Tensor:
-    """The weight, on a GPU with so many rows of zeros more that logits are aligned.
+    """The weight, on a GPU padded with rows of zeros so that rows of logits are aligned.
 
-    Their columns have no share in any softmax.
+    The columns of the padding take no part in any softmax.
     """
     V, D = weight_VD.shape
     more = aligned(V, weight_VD.element_size()) - V if weight_VD.is_cuda else 0
@@ -17,12 +17,12 @@ def widened(weight_VD: Tensor) -> Tensor:
 
 
 def wide_products(t: Tensor) -> bool:
-    """Whether a product of 16-bit operands can give fp32, unrounded: cuBLAS's alone."""
+    """Whether a product of 16-bit operands can return unrounded fp32, which only cuBLAS supports."""
     return t.is_cuda and t.element_size() == 2 and not torch.version.hip
 
 
 def summed_type(dtype: torch.dtype) -> torch.dtype:
-    """What sums over tokens are taken in: fp32, or fp64 for fp64."""
+    """The type of sums over tokens: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -42,9 +42,9 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool = False) -> Tensor:
-    """grad * factor (0-dim fp32), rounded once to dtype. in_place: grad is not needed any more.
+    """grad * factor (0-dim fp32), rounded once to dtype. in_place: grad may be overwritten.
 
-    The factor in bf16 would be off by up to 0.2%, the same for all tokens of a step.
+    A factor in bf16 would have an error of up to 0.2%, the same for all tokens of a step.
     """
     if grad.is_cuda:
         return scaled(grad, factor, dtype, in_place)

@@ -1,8 +1,8 @@
-"""Log-probs of given tokens, and losses made of them, without ever holding logits of [T, V].
+"""Log-probs of given tokens, and losses computed from them, without ever storing logits of [T, V].
 
-`logprobs` keeps h, W and a number a row, and makes logits again in backward: 8 TVD floating-point operations
-with both gradients. `token_loss` takes a function of each token's log-prob and differentiates it while the
-token's logits exist: 6 TVD. Both hold one chunk of logits at a time.
+`logprobs` keeps h, W and a number a row, and recomputes the logits in backward: 8 TVD floating-point
+operations with both gradients. `token_loss` is given a function of each token's log-prob and differentiates
+it while the token's logits exist: 6 TVD. Both store one chunk of logits at a time.
 
 next: logprob_kernels.py
 """
@@ -19,9 +19,10 @@ from tmoe.ops.loss import logprob_kernels as kernels
 from tmoe.ops.loss.head import add_product, summed_type, times, wide_products, widened
 from tmoe.ops.register import register
 
-IGNORE = -100  # the target of a token that counts nothing, as in torch
-# Of logits held at once: 1024 rows of 152k columns in bf16. With 4096 rows the sum of the head's gradient
-# costs a tenth of the time less (390 ms for 433 on an H200), for 1.2 GiB.
+IGNORE = -100  # the target of a token that does not count, as in torch
+# Bytes of logits stored at a time: 1024 rows of 152k columns in bf16. With 4096 rows the time falls by a
+# tenth (390 ms in place of 433 on an H200), because the sum of the head's gradient is cheaper, but it needs
+# 1.2 GiB.
 CHUNK_BYTES = 304 * 2**20
 
 
@@ -39,15 +40,16 @@ def logprobs(
     dtype. Definition: `tmoe.ops.reference.logprobs`.
 
     Args:
-        h_TD: final hidden states, as the head takes them. T may be 0.
+        h_TD: final hidden states, the head's input. T may be 0.
         weight_VD: the head, of h's type and any V.
-        targets_T: int64 or int32. Where -100, the results are 0 and nothing has a gradient. Another target
-            outside of 0 .. V - 1 is torch's error of an index on a CPU, and NaN on a GPU.
+        targets_T: int64 or int32. At -100 the results are 0 and have no gradient. Any other target outside of
+            0 .. V - 1 raises torch's index error on a CPU, and gives NaN on a GPU.
         temperature: above 0.
-        fp32_logits: do not round logits to h's type. In bf16 a logit of 20 is off by up to 0.06.
+        entropy: also return the entropy.
+        fp32_logits: do not round logits to h's type. In bf16 a logit of 20 has an error of up to 0.06.
 
-    Returns logp_T, or (logp_T, entropy_T): fp32, for fp64 inputs fp64. Raises ValueError for what does not
-    fit.
+    Returns logp_T, or (logp_T, entropy_T): fp32, or fp64 for fp64 inputs. Raises ValueError for arguments
+    that do not fit.
     """
     _check(h_TD, weight_VD, targets_T, temperature, entropy, fp32_logits)
     options = float(temperature), entropy, fp32_logits
@@ -56,11 +58,11 @@ def logprobs(
 
 
 class TokenLoss(NamedTuple):
-    """What token_loss gives. Only the loss has a gradient."""
+    """The results of token_loss. Only the loss has a gradient."""
 
     loss: Tensor  # 0-dim fp32 (fp64 for fp64)
     logp_T: Tensor
-    entropy_T: Tensor | None  # where it was asked for
+    entropy_T: Tensor | None  # None unless `entropy` is True
 
 
 def token_loss(
@@ -75,18 +77,18 @@ def token_loss(
 ) -> TokenLoss:
     """The sum over tokens of f(log-prob, *inputs), or with `entropy` of f(log-prob, entropy, *inputs).
 
-    As f(logprobs(h, W, targets), ...).sum(), but f is called with the tokens of a chunk, and differentiated
-    by autograd while the chunk's logits exist: a quarter of the products less. Differentiable once, in h and
-    weight, and by one backward. Where a compiler traces it, f is called once with all tokens, behind
-    `logprobs`.
+    The result equals f(logprobs(h, W, targets), ...).sum(). But f is called with the tokens of one chunk, and
+    autograd differentiates it while the chunk's logits exist, which saves a quarter of the products.
+    Differentiable once, in h and weight, and by one backward. If a compiler traces it, f is called once with
+    all tokens, after `logprobs`.
 
     Args:
-        f: elementwise: from vectors of R tokens to their R losses. What it gives for targets of -100 is left
-            out, NaN too.
-        inputs: what else it takes: tensors whose first dimension is T, without gradient.
+        f: elementwise function from vectors of R tokens to their R losses. Its values at targets of -100 are
+            ignored, even NaN.
+        inputs: further arguments of f: tensors whose first dimension is T, without gradient.
         h_TD, weight_VD, targets_T, temperature, fp32_logits: as for `logprobs`.
 
-    Raises ValueError for what does not fit, and for losses of another shape.
+    Raises ValueError for arguments that do not fit, and for losses of another shape.
     """
     _check(h_TD, weight_VD, targets_T, temperature, entropy, fp32_logits)
     for i, t in enumerate(inputs):
@@ -100,7 +102,7 @@ def token_loss(
         logp, *more = found if entropy else (found,)
         losses = _losses(f, logp, more, inputs, targets_T != IGNORE)
         return TokenLoss(losses.sum(), logp.detach(), more[0].detach() if entropy else None)
-    if not torch.is_grad_enabled():  # needs_input_grad stays true then: validation would make gradients
+    if not torch.is_grad_enabled():  # needs_input_grad would stay True, and validation would make gradients
         h_TD, weight_VD = h_TD.detach(), weight_VD.detach()
     options = float(temperature), entropy, fp32_logits
     loss, logp, H = _autocast(
@@ -133,7 +135,7 @@ def _check(
 
 
 def _autocast(h: Tensor, weight: Tensor, run: Callable[[Tensor, Tensor], tuple]) -> tuple:
-    """run(h, weight), which under autocast get its dtype, as for F.linear."""
+    """run(h, weight); under autocast both are first cast to autocast's dtype, as for F.linear."""
     if not autocasts(h) or h.dtype == torch.float64:
         return run(h, weight)
     kind = h.device.type
@@ -143,9 +145,9 @@ def _autocast(h: Tensor, weight: Tensor, run: Callable[[Tensor, Tensor], tuple])
 
 
 def chunk_rows(columns: int, width: int) -> int:
-    """Rows of logits held at once, of `width` bytes each.
+    """Rows of logits stored at a time. columns: of a row. width: bytes for each logit.
 
-    A power of two, whose tiles leave no matrix unit without work.
+    It is a power of two, so that the tiles of a product use all matrix units.
     """
     return 1 << max(0, (CHUNK_BYTES // (columns * width)).bit_length() - 1)
 
@@ -157,7 +159,7 @@ class _Chunks:
         self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature: float, fp32_logits: bool
     ) -> None:
         self.h, self.V = h_TD, weight_VD.shape[0]
-        self.targets = targets_T.long().contiguous()  # a column of a matrix stays one through flatten
+        self.targets = targets_T.long().contiguous()  # targets may be strided, as a column of a matrix is
         self.scale = 1.0 / temperature
         self.weight = widened(weight_VD)
         self.wide = fp32_logits and h_TD.element_size() == 2
@@ -165,22 +167,23 @@ class _Chunks:
         self.head = self.weight.float() if self.wide and not self.unrounded else self.weight
 
     def slices(self, gradient: bool) -> Iterator[slice]:
-        """The chunks' rows.
+        """The rows of each chunk.
 
-        gradient: whether the gradient of logits will be made; wide ones keep it beside them.
+        gradient: whether the gradient of logits will be computed. For fp32 logits of 16-bit inputs, the
+            gradient needs memory in addition to the logits.
         """
         width = 4 + 2 * gradient if self.wide else self.h.element_size()
         rows = chunk_rows(self.weight.shape[0], width)
         return (slice(i, min(i + rows, len(self.h))) for i in range(0, len(self.h), rows))
 
     def logits(self, at: slice) -> Tensor:
-        """[R, W] of these rows, to be used up; perhaps with columns beyond V."""
+        """Logits [R, W] of these rows, which the caller may overwrite. W may exceed V."""
         if self.unrounded:
             return torch.mm(self.h[at], self.head.t(), out_dtype=torch.float32)
         return self.h[at].to(self.head.dtype) @ self.head.t()
 
     def measure(self, logits: Tensor, at: slice, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probs, log-sum-exps, entropies), [R] each; entropies empty unless asked for."""
+        """(log-probs, log-sum-exps, entropies), [R] each; entropies are empty unless `entropy` is True."""
         targets = self.targets[at]
         if logits.is_cuda:
             return kernels.measure(logits, targets, self.V, IGNORE, self.scale, entropy)
@@ -194,7 +197,7 @@ class _Chunks:
     def gradient(
         self, logits: Tensor, at: slice, found: tuple[Tensor, Tensor], by: tuple[Tensor, Tensor | None]
     ) -> Tensor:
-        """The gradient by the logits, in h's type. It uses them up; see `kernels.gradient`."""
+        """The gradient by the logits, in h's type. It may overwrite the logits; see `kernels.gradient`."""
         targets = self.targets[at]
         if logits.is_cuda:
             dtype = self.h.dtype
@@ -211,9 +214,9 @@ class _Chunks:
 
 
 class _Gradients:
-    """The gradients by h (h's type) and by the weight (a sum in fp32), grown chunk by chunk.
+    """The gradients by h (h's type) and by the weight (a sum in fp32), accumulated chunk by chunk.
 
-    One that is not needed is None.
+    A gradient that is not needed is None.
     """
 
     def __init__(self, chunks: _Chunks, needs_h: bool, needs_w: bool) -> None:
@@ -228,7 +231,7 @@ class _Gradients:
             self.weight = add_product(self.weight, by_logits.t(), self.chunks.h[at])
 
     def of_weight(self) -> Tensor | None:
-        """[V, D], the columns of alignment cut off."""
+        """The gradient by the weight [V, D], without the rows of padding."""
         if not self.needs_w:
             return None
         if self.weight is None:  # no rows
@@ -240,7 +243,7 @@ class _Gradients:
 # ---- log-probs, which a backward differentiates later ----
 
 
-@record_function("loss")  # benchmarks/trace.py tells its products from the blocks'
+@record_function("loss")  # benchmarks/trace.py distinguishes the loss's products from those of the blocks
 def _forward(
     h: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool, fp32_logits: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +252,7 @@ def _forward(
     for at in chunks.slices(gradient=False):
         logp, lse, H = chunks.measure(chunks.logits(at), at, entropy)
         for whole, part in zip(out, (logp, H, lse), strict=True):
-            whole[at] = part  # of an empty one nothing
+            whole[at] = part  # copies nothing if the entropies are empty
     return out
 
 
@@ -262,10 +265,10 @@ def _forward_fake(
 
 
 class Backward(NamedTuple):
-    """The arguments of the op logprobs_backward: gradients, and what `logprobs` had and kept."""
+    """The arguments of the op logprobs_backward: gradients, and the inputs and kept results of `logprobs`."""
 
     by_logp: Tensor
-    by_entropy: Tensor  # empty where it counts nothing
+    by_entropy: Tensor  # empty if there is no gradient by the entropy
     h: Tensor
     weight: Tensor
     targets: Tensor
@@ -296,7 +299,7 @@ def _backward(call: Backward) -> tuple[Tensor, Tensor]:
 
 def _backward_fake(call: Backward) -> tuple[Tensor, Tensor]:
     h, weight = call.h, call.weight
-    # row by row, however the weight lies
+    # contiguous, whatever the strides of the weight
     by_weight = weight.new_empty(weight.shape) if call.needs_w else h.new_empty(0)
     return torch.empty_like(h) if call.needs_h else h.new_empty(0), by_weight
 
@@ -354,7 +357,7 @@ def _losses(
     inputs: Sequence[Tensor],
     keep: Tensor,
 ) -> Tensor:
-    """What f gives for these tokens, 0 where a token is to be ignored."""
+    """The losses that f returns for these tokens, 0 at ignored tokens."""
     losses = f(logp, *entropies, *inputs)
     if not isinstance(losses, Tensor) or losses.shape != logp.shape:
         got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)[:80]
@@ -363,9 +366,10 @@ def _losses(
 
 
 class _TokenLoss(torch.autograd.Function):
-    """The loss in eager code; its backward only multiplies by the incoming scale.
+    """The loss in eager code; its backward only multiplies by the incoming gradient.
 
-    The gradients are no saved tensors: a backward takes them, and that by h is not held twice.
+    The gradients are not saved tensors: a backward removes them from ctx, so that the gradient by h is not
+    stored twice.
     """
 
     @staticmethod
@@ -397,7 +401,7 @@ class _TokenLoss(torch.autograd.Function):
             if any(needs):
                 by = _derivatives(total, of, keep)
                 sums.add(at, chunks.gradient(logits, at, (lse, H.detach()), by))
-            del logits  # beside which the next chunk would be made
+            del logits  # otherwise two chunks would be in memory
         ctx.made = sums.h, sums.of_weight()
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(logps, entropies)
@@ -406,12 +410,12 @@ class _TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the logits are gone
+        if torch.is_grad_enabled():  # the logits no longer exist
             raise RuntimeError("the loss has no second derivative: no create_graph")
         if by_loss is None:
             return (None,) * 6
         if ctx.made is None:
-            raise RuntimeError("token_loss: was differentiated before, and its gradients are made once")
+            raise RuntimeError("token_loss: was differentiated before; it allows one backward only")
         (by_h, by_weight), ctx.made = ctx.made, None
         if by_h is not None:
             by_h = times(by_h, by_loss, by_h.dtype, in_place=True)
@@ -423,7 +427,7 @@ class _TokenLoss(torch.autograd.Function):
 def _derivatives(total: Tensor, of: Sequence[Tensor], keep: Tensor) -> tuple[Tensor, Tensor | None]:
     """The derivatives of f by log-probs and entropies, [R] each. None for entropies that f does not use.
 
-    0 where a token is to be ignored: f may have an infinite derivative there.
+    They are 0 at ignored tokens, because f may have an infinite derivative there.
     """
     found = [None] * len(of)
     if total.requires_grad:

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a block of logits, and the gradient in its place: a kernel for each.
+"""Log-probs and entropies of a block of logits, and their gradient by the logits: a kernel for each.
 
 next: logprob.py
 """
@@ -44,22 +44,22 @@ def logprob_kernel(
             tl.store(entropy + row, 0.0)
     else:
         top = tl.full((), float("-inf"), tl.float32)
-        total = tl.full((), 0.0, tl.float32)  # of e^(x - top)
-        drawn = tl.full((), 0.0, tl.float32)  # of e^(x - top) (x - top)
+        total = tl.full((), 0.0, tl.float32)  # the sum of e^(x - top)
+        drawn = tl.full((), 0.0, tl.float32)  # the sum of e^(x - top) (x - top)
         for start in range(0, V, BLOCK):
             x = tl.load(logits + start + columns, start + columns < V, other=float("-inf")).to(tl.float32)
             x *= scale
             higher = tl.maximum(top, tl.max(x))
-            from_here = tl.where(higher > float("-inf"), higher, 0.0)  # -inf alone so far: no -inf - -inf
+            from_here = tl.where(higher > float("-inf"), higher, 0.0)  # avoids -inf - -inf
             shrink = tl.exp(top - from_here)
             share = tl.exp(x - from_here)
-            if ENTROPY:  # what is 0 may stand beside -inf
+            if ENTROPY:  # `where` avoids 0 * -inf
                 step = tl.where(top > float("-inf"), top - from_here, 0.0)
                 here = tl.sum(tl.where(share > 0, share * (x - from_here), 0.0))
                 drawn = shrink * (drawn + total * step) + here
             total = total * shrink + tl.sum(share)
             top = higher
-        inside = (target >= 0) & (target < V)  # else this would read another row's logits
+        inside = (target >= 0) & (target < V)  # otherwise it would read another row's logits
         z = top + tl.log(total)
         z = tl.where(inside, z, float("nan"))
         tl.store(logp + row, tl.load(logits + target, inside, other=0.0).to(tl.float32) * scale - z)
@@ -84,7 +84,7 @@ def logprob_gradient_kernel(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row's gradient by its logits, which `grad` may lie over. See `gradient`."""
+    """One row's gradient by its logits; `grad` may be the logits themselves. See `gradient`."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * W
     grad += row * W
@@ -96,7 +96,7 @@ def logprob_gradient_kernel(
     else:
         z = tl.load(lse + row)
         g = tl.load(by_logp + row) * scale
-        H = tl.load(entropy + row)  # without ENTROPY these are other tensors, and unused
+        H = tl.load(entropy + row)  # without ENTROPY, entropy and by_entropy are unused placeholders
         g_H = tl.load(by_entropy + row) * scale
         for start in range(0, W, BLOCK):
             x = tl.load(logits + start + columns, start + columns < V, other=float("-inf")).to(tl.float32)
@@ -104,7 +104,7 @@ def logprob_gradient_kernel(
             p = tl.exp(x)
             d = g * (tl.where(start + columns == target, 1.0, 0.0) - p)
             if ENTROPY:
-                d -= g_H * tl.where(p == 0, 0.0, p * (x + H))  # NaN stays
+                d -= g_H * tl.where(p == 0, 0.0, p * (x + H))  # NaN is kept
             tl.store(grad + start + columns, d.to(grad.dtype.element_ty), start + columns < W)
 
 
@@ -113,9 +113,9 @@ def measure(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-prob of the target, log-sum-exp, entropy) of softmax(scale * logits[:, :V]); on the GPU.
 
-    fp32 [R] each, 0 in rows to ignore; the entropy empty unless asked for. The logits, contiguous and of any
-    float type, are read once. A target that is neither `ignore` nor in 0 .. V - 1 gives NaN: to raise, the
-    host would have to wait for the GPU.
+    Each is fp32 [R], 0 in ignored rows; the entropy is empty unless `entropy` is True. The logits, contiguous
+    and of any float type, are read once. A target that is neither `ignore` nor in 0 .. V - 1 gives NaN,
+    because the host would have to wait for the GPU to raise an error.
     """
     R, W = logits_RW.shape
     logp, lse, H = (
@@ -140,12 +140,13 @@ def gradient(
     by: tuple[Tensor, Tensor | None],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient by the logits, [R, W] in dtype: over the logits where they have that type. On the GPU.
+    """The gradient by the logits, [R, W] in dtype, on the GPU. It overwrites logits of that type.
 
-    With p the softmax, H its entropy, g and g_H the gradients by log-prob and entropy:
-    scale * (g (onehot(target) - p) - g_H p (ln p + H)). Zeros in rows to ignore and from column V on.
+    With p the softmax, H its entropy, g and g_H the gradients by log-prob and entropy, it is
+    scale * (g (onehot(target) - p) - g_H p (ln p + H)). It is 0 in ignored rows and from column V on.
 
-    found: log-sum-exp and entropy, as `measure` gave them. by: g, and g_H or None.
+    found: log-sum-exp and entropy, as `measure` returned them.
+    by: g, and g_H or None.
     """
     R, W = logits_RW.shape
     grad = logits_RW if logits_RW.dtype == dtype else torch.empty_like(logits_RW, dtype=dtype)

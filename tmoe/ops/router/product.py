@@ -1,14 +1,14 @@
 """router_product: a router's logits as accurate as an fp32 product, on the matrix units that multiply bf16.
 
-A number of 24 significant bits is the sum of three of 8 bits: hi = bf16(a), mid = bf16(a - hi), lo = a - hi -
-mid, exact down to 2^-110 (below, bf16's exponents end: at most 2^-134 is lost). Products of bf16 are exact in
-fp32, and the units add in fp32; so the product of x with the pieces of W side by side, and the sum of what
-they give, is as accurate as fp32's. A bf16 W is one piece.
+A number of 24 significant bits is the sum of three pieces of 8 bits: hi = bf16(a), mid = bf16(a - hi), lo =
+a - hi - mid. The sum is exact down to 2^-110; below that bf16's exponents end, and at most 2^-134 is lost.
+Products of bf16 are exact in fp32, and the matrix units add in fp32. So x is multiplied by the pieces of W in
+one product, and the sum of the results is as accurate as an fp32 product. A bf16 W is a single piece.
 
-The gradient dlogits is fp32 and is split too. dW takes as many pieces as its type can show: three, or two
-(right to 2^-17 of each element, where bf16 shows 2^-8). dx is bf16: it takes two of dlogits and at most two
-of W. One would do for a plain sum, but the gradient of a softmax adds up to zero over experts, and what is
-left of the sum must not be the rounding of its terms.
+The gradient dlogits is fp32 and is split as well. dW uses as many pieces as its type can represent: three, or
+two (accurate to 2^-17 of each element, while bf16 resolves 2^-8). dx is bf16: it uses two pieces of dlogits
+and at most two of W. One piece would be enough for a plain sum. But the gradient of a softmax sums to zero
+over experts, and the small remainder of that sum must not consist of the rounding errors of its terms.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,9 +26,9 @@ from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import Backward, register_differentiable
 
 HI, MID, LO = 0, 1, 2
-PIECES = {torch.bfloat16: 1, torch.float16: 2}  # of W; three of what is wider
+PIECES = {torch.bfloat16: 1, torch.float16: 2}  # pieces of W by its type; wider types have three
 LARGEST = torch.finfo(torch.bfloat16).max
-ALIGN = 8  # experts: rows of bf16 pieces start on 16 bytes, or cuBLAS reads them without its fast loads
+ALIGN = 8  # experts; cuBLAS uses its fast loads only if rows of bf16 pieces are aligned to 16 bytes
 
 
 def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -36,14 +36,14 @@ def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
     Args:
         x_TD: [T, D] bfloat16; T may be 0 and may change without recompilation.
-        weight_ED: [E, D] of any float type (float64 counts as float32). Any E and D; on a GPU multiples of 4
-            and 8 are fast.
+        weight_ED: [E, D] of any float type (float64 is converted to float32). Any E and D; on a GPU it is
+            fast if E is a multiple of 4 and D of 8.
 
-    Returns logits_TE fp32, differentiable once in both arguments, with gradients in their types. Keeps
-    nothing but its inputs. What an fp32 product makes inf or NaN, this makes inf or NaN. Raises ValueError
-    for shapes, types or devices that do not fit.
+    Returns logits_TE fp32, differentiable once in both arguments, with gradients in their types. For backward
+    it keeps only its inputs. Elements that are inf or NaN in an fp32 product are inf or NaN in this product.
+    Raises ValueError for shapes, types or devices that do not fit.
 
-    Not for float16 x: it would take two pieces, so twice the work, and no model here trains in it.
+    float16 x is not supported: it would need two pieces, so twice the work, and no tmoe model trains in it.
     """
     require(x_TD.dim() == 2, "x", f"shape {tuple(x_TD.shape)}", "[T, D]")
     require(x_TD.dtype == torch.bfloat16, "x", x_TD.dtype, torch.bfloat16)
@@ -55,7 +55,7 @@ def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def _without_autocast(run: Callable) -> Callable:
-    """run(*tensors), in the types that it asks for."""
+    """`run` with autocast off, so that its products use the types of its tensors."""
 
     def exact(*tensors: Tensor) -> Any:
         with torch.autocast(tensors[0].device.type, enabled=False):
@@ -72,7 +72,7 @@ def _forward_fake(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def forward(x: Tensor, weight: Tensor) -> Tensor:
-    """logits [T, E] fp32: one product, and with a W of several pieces the sum of theirs."""
+    """logits [T, E] fp32: one product, followed by the sum over the pieces if W has several."""
     T = x.shape[0]
     E = weight.shape[0]
     pieces = PIECES.get(weight.dtype, 3)
@@ -96,7 +96,7 @@ def backward(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
         return torch.empty_like(x), torch.zeros_like(weight)
     # [lo |] mid | hi         times x: dW
     #        mid | hi [| hi]  times the rows of W hi, hi [, mid]: dx
-    # without mid * mid, which is 2^-16 of hi * hi
+    # mid * mid is left out, because it is 2^-16 of hi * hi
     several = pieces > 1
     d = beside(dlogits, (LO,) * (pieces == 3) + (MID, HI) + (HI,) * several)
     width = cdiv(E, ALIGN) * ALIGN
@@ -107,14 +107,14 @@ def backward(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """a b of bf16 operands, added in fp32 and rounded once to dtype."""
-    if not a.is_cuda or torch.version.hip:  # only cuBLAS takes bf16 and gives fp32
+    """The product a b of bf16 operands, summed in fp32 and rounded once to dtype."""
+    if not a.is_cuda or torch.version.hip:  # only cuBLAS multiplies bf16 with an fp32 result
         return (a.float() @ b.float()).to(dtype)
     return torch.mm(a, b, out_dtype=dtype)
 
 
 def add(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Their sum in fp32, rounded once to dtype. The small parts come first, and are added first."""
+    """The sum of parts in fp32, rounded once to dtype. Parts are ordered from small to large."""
     total = parts[0]
     for part in parts[1:-1]:
         total = total + part
@@ -122,9 +122,9 @@ def add(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def beside(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
-    """[R, pieces * columns]: the pieces of a in this order, side by side.
+    """The pieces of a in this order, concatenated along columns: [R, pieces * columns].
 
-    Each is padded with zeros to a multiple of ALIGN columns.
+    Each piece is padded with zeros to a multiple of ALIGN columns.
     """
     R, C = a_RC.shape
     columns = cdiv(C, ALIGN) * ALIGN
@@ -134,7 +134,10 @@ def beside(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def stacked(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
-    """[pieces * rows, C]: the pieces of a in this order, below each other, padded likewise."""
+    """The pieces of a in this order, concatenated along rows: [pieces * rows, C].
+
+    Each piece is padded with zeros to a multiple of ALIGN rows.
+    """
     R, C = a_RC.shape
     rows = cdiv(R, ALIGN) * ALIGN
     out = torch.empty(len(order) * rows, C, dtype=torch.bfloat16, device=a_RC.device)
@@ -143,9 +146,9 @@ def stacked(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def split(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
-    """Fill out with pieces of a, and with zeros around them.
+    """Fill out with pieces of a, padded with zeros.
 
-    out is a view [pieces, rows >= R, columns >= C] whose columns are next to each other.
+    out_PRC: a view [pieces, rows >= R, columns >= C] with contiguous columns.
     """
     if a_RC.device.type != "cpu":  # meta tensors too: see trace
         return split_gpu(a_RC.contiguous(), order, out_PRC)
@@ -159,7 +162,8 @@ def split(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
 def three_pieces(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(hi, mid, lo), bf16.
 
-    Where bf16(a) would be inf and a is not, hi is bf16's largest. Of inf and NaN all is in hi.
+    If bf16(a) would be inf for a finite a, hi is bf16's largest number. For inf and NaN, hi has the value and
+    mid and lo are 0.
     """
     a = a.float()
     finite = a.abs() < float("inf")
@@ -176,7 +180,7 @@ def split_kernel(
     ORDER: tl.constexpr,
     LARGEST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """`three_pieces` of BR x BC elements; PIECE, ROW: strides of out; two bits of ORDER name a piece."""
+    """`three_pieces` of BR x BC elements. PIECE, ROW: strides of out. Two bits of ORDER select each piece."""
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     row, column = r.to(tl.int64)[:, None], c[None, :]
@@ -211,7 +215,7 @@ def split_gpu(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
 
 
 def trace(T: int, D: int, E: int, dtype: torch.dtype) -> None:
-    """Run the op on meta tensors inside compile_only, as precompile.py does; dtype: of the weight."""
+    """Run the op on meta tensors inside compile_only, for precompile.py. dtype: the weight's type."""
     x = torch.empty(T, D, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(E, D, dtype=dtype, device="meta")
     backward(forward(x, weight), x, weight)

@@ -1,12 +1,14 @@
 """sinkhorn: potentials that give every expert the same load, by a fixed number of iterations in one launch.
 
-An iteration adds a number to each expert's logits, minus the logarithm of its load under the softmax so far,
-where 1 is even. That is Sinkhorn's in log space (Cuturi 2013): the softmax makes the rows right, the step the
-columns. Nesterov's momentum of 1/2 doubles the rate where it is slow and costs nothing: with logits of
-standard deviation 6 (256 tokens, 128 experts) 32 iterations leave a residual of 2e-5, where they left 1e-2.
+An iteration subtracts, from each expert's logits, the logarithm of its load under the present softmax; a load
+is a multiple of the mean load. This is Sinkhorn's iteration in log space (Cuturi 2013): the softmax
+normalizes the rows, the subtraction the columns. Nesterov's momentum of 1/2 doubles a slow rate of
+convergence at no cost: with logits of standard deviation 6 (256 tokens, 128 experts) 32 iterations leave a
+residual of 2e-5; without momentum it was 1e-2.
 
-The kernel's programs share the tokens and meet once an iteration, all resident, so the launch is cooperative.
-What they meet with is added up in the same order in each of them: equal inputs give equal bits.
+The kernel's programs share the tokens and synchronize once an iteration. All of them must be resident, so the
+launch is cooperative. Each program adds up all programs' loads in the same order, so equal inputs give equal
+bits.
 """
 
 from collections.abc import Iterable
@@ -24,12 +26,12 @@ from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import register
 
 WARPS = 8
-REGISTERS = 64  # a thread, at most
+REGISTERS = 64  # most registers a thread
 PARTS = 16  # programs whose sums are read at a time
 
 
 def sinkhorn(logits_TE: Tensor, live_T: Tensor | None, iterations: int) -> tuple[Tensor, Tensor]:
-    """What to add to each expert's logits so that the softmax over experts loads all of them evenly.
+    """Potentials: a number to add to each expert's logits so that the softmax loads all experts evenly.
 
     Args:
         logits_TE: [T, E] float32 or float64; T may be 0.
@@ -54,7 +56,7 @@ def sinkhorn(logits_TE: Tensor, live_T: Tensor | None, iterations: int) -> tuple
 
 @triton.jit
 def meet(arrived, arrivals):
-    """Wait until all programs have come here; what they have stored before is there then."""
+    """Wait until all programs have called this; afterwards their earlier stores are visible."""
     tl.debug_barrier()  # of all threads of this program
     tl.atomic_add(arrived, 1, sem="release", scope="gpu")
     while tl.load(arrived, volatile=True) < arrivals:
@@ -68,19 +70,20 @@ def sinkhorn_kernel(
     logits, live, potentials, residual, parts, arrived, T, iterations, first, programs,
     E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, LIVE: tl.constexpr,
 ):  # fmt: skip
-    """One of `programs` that share T tokens, R at a time; the launch's own begin at `first`.
+    """One of `programs` programs that share T tokens, R at a time; this launch has those from `first` on.
 
-    parts: [2, programs, 2, EP], each program's loads, and its tokens in the first number behind them, of even
-    and of odd iterations: who stores again has seen all others finish reading. arrived: 0.
+    parts: [2, programs, 2, EP], for even and for odd iterations, each program's loads, followed by its number
+        of tokens. With two buffers a program overwrites only numbers that all other programs have read.
+    arrived: counter of the synchronization, 0 before the launch.
     """
     program = first + tl.program_id(0)
     e = tl.arange(0, EP)
     now = tl.zeros((EP,), tl.float32)
     uneven = now
-    # Half of the last move. The last position itself cannot be carried: triton 3.6 takes a name that is set
-    # to another carried one for a constant, and only there (its interpreter does not).
+    # Half of the last step. The loop cannot carry the last position itself: if a carried name is set to
+    # another carried name, triton 3.6 treats it as a constant (its interpreter does not).
     momentum = tl.zeros((EP,), tl.float32)
-    for i in range(iterations + 1):  # the last one only looks at the residual
+    for i in range(iterations + 1):  # the last one only computes the residual
         last = i == iterations
         ahead = tl.where(last, now, now + momentum)
         load = tl.zeros((EP,), tl.float32)
@@ -109,7 +112,7 @@ def sinkhorn_kernel(
             q = p + tl.arange(0, PARTS)
             theirs = parts + ((i % 2) * programs + q).to(tl.int64) * 2 * EP
             there = q < programs
-            # past the first cache, which may hold what was here two iterations ago
+            # bypass the L1 cache, which may hold values from two iterations ago
             loads = tl.load(theirs[:, None] + e[None, :], there[:, None], 0.0, cache_modifier=".cg")
             load += tl.sum(loads, 0)
             tokens += tl.load(theirs + EP, there, 0.0, cache_modifier=".cg")
@@ -123,12 +126,12 @@ def sinkhorn_kernel(
 
 
 def rows_a_turn(E: int) -> int:
-    """Tokens that a program looks at together: 8 numbers a thread."""
+    """Tokens that a program handles at a time: 8 numbers a thread."""
     return max(1, 2048 // power_of_2(E))
 
 
 def forward(logits: Tensor, live: Tensor | None, iterations: int) -> tuple[Tensor, Tensor]:
-    """The op on the GPU; fp64 by its definition."""
+    """The op on the GPU; fp64 logits use the reference."""
     if logits.dtype == torch.float64:
         return reference.sinkhorn(logits, live, iterations)
     logits = logits.contiguous()
@@ -139,7 +142,7 @@ def forward(logits: Tensor, live: Tensor | None, iterations: int) -> tuple[Tenso
     parts = logits.new_empty(2, programs, 2, power_of_2(E))
     arrived = torch.zeros(1, dtype=torch.int32, device=logits.device)
     marks = None if live is None else live.contiguous()
-    # ptxas would spill for a second program beside, which never comes; AMD's compiler knows no such option
+    # ptxas would spill to make room for a second program, which never runs; AMD's compiler has no such option
     room = {} if arch.startswith("hip") else {"maxnreg": REGISTERS}
     launch(
         sinkhorn_kernel, (programs,), logits, marks, potentials, residual, parts, arrived, T, iterations,
@@ -159,7 +162,7 @@ def _fake(logits: Tensor, live: Tensor | None, iterations: int) -> tuple[Tensor,
 
 
 def trace(T: int, E: int) -> None:
-    """Run it on meta tensors, with padding and without, inside compile_only."""
+    """Run the kernel on meta tensors, with padding and without, inside compile_only."""
     logits = torch.empty(T, E, device="meta")
     for live in (None, torch.empty(T, dtype=torch.bool, device="meta")):
         forward(logits, live, 1)

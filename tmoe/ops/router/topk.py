@@ -1,7 +1,7 @@
-"""softmax_topk: a router's choice of experts as one differentiable op that keeps nothing extra for backward.
+"""softmax_topk: a router's choice of experts as one differentiable op that keeps no probabilities.
 
 In eager mode softmax and topk write the probabilities and keep them for backward: 16 MiB and 0.5 ms for a
-layer of 64 experts and 32768 tokens. Here backward computes them again from the logits.
+layer of 64 experts and 32768 tokens. This op recomputes them from the logits in backward.
 """
 
 from collections.abc import Iterable
@@ -22,15 +22,15 @@ from tmoe.ops.register import Backward, register_differentiable
 
 
 def softmax_topk(logits_TE: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The K largest of softmax(logits[t]), in decreasing order, and which they are.
+    """The K largest of softmax(logits[t]), in decreasing order, and their experts.
 
-    With renormalize they are divided by their sum; this is also the softmax over the K largest logits. Of
-    equal logits the lower expert comes first (on a GPU; on a CPU the order is torch.topk's). NaN counts as
-    largest, and its token's weights are NaN.
+    If logits are equal, the lower expert is first (on a GPU; on a CPU the order is torch.topk's). NaN counts
+    as largest, and its token's weights are NaN.
 
     Args:
         logits_TE: [T, E], any float type (fp64 on a CPU only). T may be 0.
         K: 1 <= K <= E.
+        renormalize: divide the K weights by their sum, which gives the softmax over the K largest logits.
 
     Returns weights_TK fp32 (fp64 for fp64 logits), differentiable, and ids_TK int32. Raises ValueError for
     shapes or types that do not fit. Definition: `tmoe.ops.reference.softmax_topk`.
@@ -70,7 +70,7 @@ def _forward_fake(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Te
 
 
 def _backward_cpu(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
-    """w_k (dw_k - <w, dw>) at the chosen; without renormalize the pull -p_e <w, dw> goes to all experts."""
+    """w_k (dw_k - <w, dw>) at chosen experts; without renormalize all others get -p_e <w, dw>."""
     weighted = weights * dw
     pull = weighted.sum(-1, keepdim=True)
     if renormalize:
@@ -86,10 +86,11 @@ def topk_kernel(
     RENORMALIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """R tokens a program: K times the largest key.
+    """Chooses K experts for each of R tokens, by taking the largest key K times.
 
-    A key is the logit's order-preserving bits above its expert's, reversed. A row lies in EP / W tiles of W
-    columns; a thread looks for the largest in them by itself before it asks other threads.
+    The upper bits of a key are the logit's order-preserving bits; the lower bits are EP - 1 - expert. A row
+    is divided into EP / W tiles of W columns. A thread first finds the largest key in its columns of all
+    tiles, and then compares with other threads.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -105,7 +106,7 @@ def topk_kernel(
         )
         most = tl.maximum(most, x[c])
     most = tl.max(most, 1)
-    # the softmax's sum in whole numbers, so that no order shows: R and W depend on how many rows there are
+    # The softmax's sum is in whole numbers, so that its order does not matter: R and W depend on T.
     parts = tl.zeros((R, W), tl.int64)
     bad = tl.zeros((R, W), tl.int32)  # the row has NaN or +inf
     keys = ()
@@ -115,7 +116,8 @@ def topk_kernel(
         share = tl.exp(x[c] - most[:, None])
         bad |= (share != share).to(tl.int32)
         parts += (tl.where(share == share, share, 0.0) * 1099511627776.0).to(tl.int64)  # 2^40
-        bits = tl.where(x[c] == x[c], x[c] + 0.0, float("inf")).to(tl.int32, bitcast=True)  # + 0.0: no -0.0
+        # + 0.0 turns -0.0 into 0.0
+        bits = tl.where(x[c] == x[c], x[c] + 0.0, float("inf")).to(tl.int32, bitcast=True)
         bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         keys = keys + (tl.where(e[None, :] < E, (bits.to(tl.int64) << 32) | (EP - 1 - e)[None, :], taken),)
     total = tl.sum(parts, 1).to(tl.float32) * 9.094947017729282e-13
@@ -129,7 +131,7 @@ def topk_kernel(
             largest = tl.maximum(largest, keys[c])
         largest = tl.max(largest, 1)
         chosen = tl.where(k[None, :] == j, largest[:, None], chosen)
-        if RENORMALIZE:  # one after the other: the order of a sum over lanes would depend on R
+        if RENORMALIZE:  # added sequentially: the order of a sum over lanes would depend on R
             bits = (largest >> 32).to(tl.int32)
             value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
             of_chosen += tl.exp(value - most)
@@ -156,7 +158,10 @@ def topk_backward_kernel(
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """As in `_backward_cpu`; a chosen expert's is w (dw - <w, dw>) in both cases, and stored by itself."""
+    """The gradient of `_backward_cpu`. At a chosen expert it is w (dw - <w, dw>) with renormalize or without.
+
+    The gradients of chosen experts are stored separately.
+    """
     r = tl.program_id(0) * R + tl.arange(0, R)
     e = tl.arange(0, EP)
     k = tl.arange(0, KP)
@@ -183,8 +188,8 @@ def topk_backward_kernel(
 def rows_a_program(E: int, T: int) -> int:
     """Tokens a program: their logits fill at most 16 registers of each of 128 threads.
 
-    Fewer where that leaves under some 128 programs to share the work (512 tokens of 128 experts: 8.3 us
-    became 2.9).
+    A program handles fewer tokens if there would be fewer than about 128 programs (512 tokens of 128 experts:
+    8.3 us became 2.9).
     """
     return max(1, min(2048 // power_of_2(E), power_of_2(T) // 128))
 
@@ -192,9 +197,9 @@ def rows_a_program(E: int, T: int) -> int:
 def tile_width(E: int, K: int, R: int) -> int:
     """Columns of a tile.
 
-    32 columns are 8 threads a row, which ask each other 3 times where 32 threads ask 5 times. Few rows need
-    more columns, or threads would do each other's work. The program is unrolled, so it has no more than 128
-    tile maxima (or K).
+    32 columns are 8 threads a row, which exchange values 3 times; 32 threads a row exchange 5 times. With few
+    rows a tile needs more columns; otherwise several threads would do the same work. The program is unrolled,
+    so the number of tiles times K is at most 128 (or K).
     """
     EP = power_of_2(E)
     return min(EP, max(32, 512 // R, EP * power_of_2(K) // 128))
@@ -217,7 +222,7 @@ def forward(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
-    """Its gradient on the GPU."""
+    """The op's gradient on the GPU."""
     dw, logits, weights, ids = (t.contiguous() for t in (dw, logits, weights, ids))
     T, E = logits.shape
     d_logits = torch.empty_like(logits)
