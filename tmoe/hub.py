@@ -1,7 +1,8 @@
-"""Files of repositories on the Hugging Face hub: downloaded once for a machine, then read from its cache.
+"""Files of repositories on the Hugging Face hub: downloaded once per machine, then read from the cache.
 
-huggingface_hub does it, with its own cache, login and progress bars. It is there because tokenizers needs it,
-and is imported late. Without a connection the cache is read; what is missing there is said in one line.
+huggingface_hub downloads them, with its cache, login and progress bars. It is installed because tokenizers
+requires it, and it is imported only when needed. Without a connection the files are read from the cache. An
+error of one line names what the cache lacks.
 
 next: hf/hub.py for models, data/hub.py for data sets
 """
@@ -29,11 +30,13 @@ def download(
     kind: Kind = "model",
     revision: str | None = None,
 ) -> Path:
-    """The folder in the cache that holds a repository's files of these patterns.
+    """The folder in the cache that holds the files of a repository that match these patterns.
 
-    Missing files are downloaded with a progress bar, by one process of a machine. Other processes wait for
-    its files.
-    ConfigError, in one line, where the hub has no such repository or does not answer and the cache lacks it.
+    One process of a machine downloads missing files and shows a progress bar. The other processes wait for
+    it.
+
+    Raises ConfigError, in one line, where the hub has no such repository, or where the hub does not answer
+    and the cache lacks the files.
     """
     import huggingface_hub
 
@@ -50,7 +53,7 @@ def download(
 
 
 def cache() -> Path:
-    """The folder of huggingface_hub's cache, made where it is missing."""
+    """The folder of huggingface_hub's cache. It is created if it is missing."""
     from huggingface_hub import constants
 
     place = Path(constants.HF_HUB_CACHE)
@@ -59,12 +62,12 @@ def cache() -> Path:
 
 
 def folder_name(name: str, kind: Kind) -> str:
-    """A file's or folder's name that no other repository has."""
+    """A name for a file or folder that is unique to a repository."""
     return f"{'' if kind == 'model' else '--datasets'}--{name.replace('/', '--')}"
 
 
 def fetch(name: str, kind: Kind = "model") -> str:
-    """The command to type where the hub can be reached."""
+    """The download command to type on a machine that can reach the hub."""
     what = name if kind == "model" else f"{name} --repo-type dataset"
     return (
         f"where the hub can be reached: hf download {what}, or hf download {what} --local-dir {name} "
@@ -74,7 +77,7 @@ def fetch(name: str, kind: Kind = "model") -> str:
 
 @contextmanager
 def one_line(name: str, kind: Kind = "model") -> Iterator[None]:
-    """Errors of the hub as ConfigError, in one line that says what to do. name: also as hub:ORG/NAME."""
+    """Turns errors of the hub into a ConfigError of one line with advice. name: ORG/NAME or hub:ORG/NAME."""
     from huggingface_hub import errors
 
     here = "no such folder here, and " if kind == "model" else ""
