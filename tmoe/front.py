@@ -274,4 +274,4 @@ def unexpected(
     word = tokens[0]
     if hint and (said := hint(word)):
         return said
-    return f"{word}: one word too many: no flag, and no flag's value; {shows}"
+    return f"{word}: unexpected word, neither a flag nor a flag's value; {shows}"

@@ -71,7 +71,7 @@ def fetch(name: str, kind: Kind = "model") -> str:
     what = name if kind == "model" else f"{name} --repo-type dataset"
     return (
         f"where the hub can be reached: hf download {what}, or hf download {what} --local-dir {name} "
-        f"for a folder to bring here"
+        f"to get a folder that can be copied here"
     )
 
 
@@ -85,7 +85,7 @@ def one_line(name: str, kind: Kind = "model") -> Iterator[None]:
         yield
     except errors.GatedRepoError:
         raise ConfigError(
-            f"{name}: the hub gives it to those alone who asked for it on its page; then: hf auth login"
+            f"{name}: access is restricted: request it on its page of the hub, then run hf auth login"
         ) from None
     except errors.RepositoryNotFoundError:
         what = "model" if kind == "model" else "data set"
@@ -93,9 +93,9 @@ def one_line(name: str, kind: Kind = "model") -> Iterator[None]:
             f"{name}: {here}no such {what} on the hub for this login (hf auth whoami)"
         ) from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"{name}: the hub has no such revision of it (branch, tag or commit)") from None
+        raise ConfigError(f"{name}: no such revision on the hub (branch, tag or commit)") from None
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
-            f"{name}: {here}the hub does not give it ({why}); {fetch(name.removeprefix('hub:'), kind)}"
+            f"{name}: {here}no download from the hub ({why}); {fetch(name.removeprefix('hub:'), kind)}"
         ) from None

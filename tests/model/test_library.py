@@ -130,7 +130,7 @@ def test_a_model_is_laid_out_once(gloo, world):
         assert [text.split(" is laid")[0] for text in said[:3]] == [
             f"parallelize: this {name}" for name in ("Theirs", "Transformer", "ModuleList")
         ]
-        assert "spread over a mesh already" in said[3] and untouched == "Tensor"
+        assert "sharded over a mesh already" in said[3] and untouched == "Tensor"
 
 
 def test_stand_alone_layer_and_its_losses():
@@ -391,7 +391,7 @@ def lay_out_shared(rank: int, world: int, shared: str) -> None:
     if shared != "layer":
         says = (
             r"parallelize: 2.experts.\w+: got the parameter of 0.experts.\w+, "
-            r"valid is one of this layer alone"
+            r"valid is a parameter of this layer alone"
         )
         with pytest.raises(ValueError, match=says):
             tmoe.parallel.parallelize(model, mesh)

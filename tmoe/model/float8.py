@@ -108,7 +108,7 @@ def load_torchao(float8: str) -> Any:
     """torchao.float8. ConfigError if torchao is missing, or cannot be imported with this torch."""
     require_torchao(float8)
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it logs a line for each kernel that is built for other GPUs
+    logging.disable(logging.WARNING)  # torchao logs a line for each kernel built for other GPUs
     try:
         import torchao.float8  # pyrefly: ignore[missing-import] (an extra)
     except Exception as error:

@@ -43,7 +43,7 @@ CHUNK_LOGITS_GPU = 2**30
 def loss_and_gradients(
     h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, needs_h: bool, needs_w: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, and its gradients by h (h's type) and by the weight (fp32).
+    """The loss, and its gradients with respect to h (in h's type) and to the weight (fp32).
 
     A gradient that is not needed is None. Gradients are computed while a chunk's logits exist. With p =
     softmax(h W^T): d loss / d logits = p - onehot(target). Products are in the type of h and W, softmax is in

@@ -141,7 +141,7 @@ def require_divided(model: nn.Module, mesh: Mesh, float8: str) -> None:
     """ValueError if the mesh has axes, or float8 has a value, that this model does not support."""
     if not isinstance(model, Transformer):
         for name in ("tp", "cp", "pp"):
-            valid = f"1 for a {type(model).__name__}: only a tmoe.Transformer can be divided so"
+            valid = f"1 for a {type(model).__name__}: only a tmoe.Transformer can be divided by this axis"
             size = getattr(mesh.axes, name)
             require(size == 1, f"parallelize: mesh.axes.{name}", f"{size}", valid)
         valid = f"none for a {type(model).__name__}: torchao's convert_to_float8_training, called before"
@@ -183,7 +183,7 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     Raises ValueError if ep does not divide the experts, or if the experts are sharded already.
     """
     if is_spread(moe.experts):
-        raise ValueError("apply_ep: the experts of this MoE are spread over a mesh already; call it once")
+        raise ValueError("apply_ep: the experts of this MoE are sharded over a mesh already; call it once")
     require_divisible(moe, mesh)
     ep = mesh.ep.size()
     L = moe.router.cfg.experts // ep
@@ -248,7 +248,12 @@ def require_divisible(moe: MoE, mesh: Mesh) -> None:
     cfg = moe.router.cfg
     require_reach(cfg, ep)
     if isinstance(moe.experts, OwnExperts):
-        require(etp == 1, "--parallel.etp", etp, "1 with experts of your own: it divides the width of tmoe's")
+        require(
+            etp == 1,
+            "--parallel.etp",
+            etp,
+            "1 with experts of your own: etp divides the width of tmoe's experts",
+        )
         return
     width = moe.experts.gate_up.shape[1] // cfg.halves
     if width % etp:
@@ -297,7 +302,7 @@ def require_untied(model: nn.Module) -> None:
                 p not in owner,
                 f"parallelize: {here}",
                 f"the parameter of {owner.get(p)}",
-                "one of this layer alone",
+                "a parameter of this layer alone",
             )
             owner[p] = here
 
@@ -443,7 +448,7 @@ def hold_whole(
     done: Collection[nn.Parameter] = (),
     new: Callable[[nn.Parameter, torch.dtype], WorkingCopy] = WorkingCopy,
 ) -> set[nn.Parameter]:
-    """Makes the parameters of `module` that are not done yet DTensors, and returns them.
+    """Converts the parameters of `module` that are not in `done` to DTensors, and returns them.
 
     While the module runs, working copies in `dtype` (None: the parameters' dtype), made by `new`, replace
     them. place: (local tensor, mesh, placements) of a parameter.

@@ -102,7 +102,7 @@ class Spread(NamedTuple):
         return slice(first, first + max(1, heads // self.tp))
 
     def project(self, linear: nn.Linear, x_BsD: Tensor, rows: Sequence[slice]) -> Tensor:
-        """The result of these rows of `linear` for the tokens of the tp group, [B, S, rows]."""
+        """The rows `rows` of linear(x) for the tokens of the tp group, [B, S, rows]."""
         if self.tp == 1:
             return linear(x_BsD)
         weight, bias = rows_of(linear, rows)
@@ -174,7 +174,7 @@ def rows_of(linear: nn.Linear, rows: Sequence[slice]) -> tuple[Tensor, Tensor | 
 
 
 def linear_of_rows(linear: nn.Linear, x: Tensor, rows: slice) -> Tensor:
-    """The result of these rows of `linear`."""
+    """The rows `rows` of linear(x)."""
     if rows == slice(0, linear.weight.shape[0]):
         return linear(x)
     return F.linear(x, linear.weight[rows], None if linear.bias is None else linear.bias[rows])

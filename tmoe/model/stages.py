@@ -229,7 +229,7 @@ class Stages(nn.Module):
         return (first[0], last[0]) if self.cfg.tied and first and last else None
 
     def _follows(self, part: Part, name: str) -> bool:
-        """Whether this is the second copy of a tied table whose first copy is on this rank too."""
+        """Whether `part` has the second copy of a tied table whose first copy is on this rank too."""
         return name == "embedding.weight" and not part.first and self.ends is not None
 
     def forward_backward(
@@ -279,12 +279,12 @@ class Stages(nn.Module):
         """ValueError, before anything is sent, if the recorded ids do not fit these micro-batches."""
         if self.replayed is None or not layers_of(self):
             return
-        got, valid = len(self.replayed), f"those of --train.accumulate={len(self.micros)}"
-        require(got == len(self.micros), "ids", f"those of {got} micro-batches", valid)
+        got, valid = len(self.replayed), f"ids of --train.accumulate={len(self.micros)} micro-batches"
+        require(got == len(self.micros), "ids", f"ids of {got} micro-batches", valid)
         for micro, ids in zip(self.micros, self.replayed, strict=True):
             tokens = micro.tokens_BS.numel() // self.mesh.axes.parts
             for ids_TK in ids.values():
-                require(len(ids_TK) == tokens, "ids", f"those of {len(ids_TK)} tokens", f"of {tokens}")
+                require(len(ids_TK) == tokens, "ids", f"ids of {len(ids_TK)} tokens", f"ids of {tokens}")
 
     def replay(self, part: Part, micro: int) -> None:
         """Gives a part's layers the recorded ids of a micro-batch, inside `replaying`."""

@@ -155,9 +155,9 @@ def alone(t: Tensor) -> Tensor:
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"balancer.all_reduce: not set in a world of {dist.get_world_size()} ranks; parallelize sets it, "
-            "and under another wrapper "
-            "a function that returns the sum of a tensor over the ranks that train together does"
+            f"balancer.all_reduce: not set in a world of {dist.get_world_size()} ranks; parallelize sets it. "
+            "Under another wrapper, "
+            "set it to a function that returns the sum of a tensor over the ranks that train together"
         )
     return t
 

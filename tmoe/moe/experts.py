@@ -48,7 +48,7 @@ class LocalExperts(NamedTuple):
     def to(self, dtype: torch.dtype) -> "LocalExperts":
         """The same experts in another dtype. Gradients reach the original weights in the original dtype."""
         if self.deferred and dtype != self.gate_up.dtype:
-            valid = f"{self.gate_up.dtype}, that of experts whose weights' gradients are put off"
+            valid = f"{self.gate_up.dtype}, the dtype of experts whose weight gradients are deferred"
             require(False, "autocast", dtype, valid)
         gate_up_bias, down_bias = (
             t if t is None else t.to(dtype) for t in (self.gate_up_bias, self.down_bias)
@@ -74,7 +74,7 @@ class LocalExperts(NamedTuple):
     def gathered(self, group: str) -> "LocalExperts":
         """The experts of all ranks of a group, in rank order. They are gathered while the op runs."""
         if self.deferred:
-            valid = "1: a pipeline puts off the gradients of this rank's own experts"
+            valid = "1: a pipeline defers the gradients of this rank's own experts"
             require(False, "adaptive_r", 0, valid)
         return self._replace(group=group)
 

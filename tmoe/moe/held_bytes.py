@@ -45,7 +45,7 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
         R = etp * rows_received(T, moe.top_k, ep)
         if moe.weigh != "activation":
             return kept + sorted_bytes(cfg, axes, R)
-        kept += R * W * width if ep * etp > 1 else 0  # rows received; if none are sent, read in place
+        kept += R * W * width if ep * etp > 1 else 0  # received rows; without an exchange none
     return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
 
 

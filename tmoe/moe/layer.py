@@ -325,7 +325,7 @@ class MoE(nn.Module):
         cfg, call = self.router.cfg, call or Call()
         dispatcher = self.dispatcher if call.way is None else self.ways[call.way]
         if dispatcher.ranks == 1 and experts.held != cfg.experts:
-            valid = f"all {cfg.experts}, or spread by parallelize"
+            valid = f"all {cfg.experts}, or experts sharded by parallelize"
             require(False, "experts", f"{experts.held} of them on this rank", valid)
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
@@ -397,7 +397,7 @@ def balancing_loss(
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     got = f"a {type(model).__name__} without MoE layers"
-    require(len(layers) > 0, "balancing_loss: model", got, "a module with some")
+    require(len(layers) > 0, "balancing_loss: model", got, "a module with MoE layers")
     for name, moe in layers.items():
         check_load(name, moe)
     totals_Y = step_totals([moe.load for moe in layers.values()], tokens, sequences)

@@ -23,7 +23,7 @@ from tmoe.config.model import MoEConfig
 class Load(NamedTuple):
     """One layer's sums over the tokens of each of B sequences, without padding.
 
-    `stack` combines the loads of Y MoE layers, with Y as the first dimension. Counts are of the router's
+    `stack` combines the loads of Y MoE layers, with Y as the first dimension. Counts refer to the router's
     choice, groups and bias included, before any pair is dropped. The losses and the choice bias are computed
     from these counts.
     """

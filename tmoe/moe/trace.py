@@ -83,9 +83,9 @@ def replaying(model: nn.Module, ids: Tensor | Sequence[Tensor]) -> Iterator[None
     layers = layers_of(model)
     pipeline = is_pipeline(model)
     calls: Any = ids if pipeline else [ids]
-    valid = f"those of {len(layers)}, as in the model"
+    valid = f"ids of {len(layers)} layers, as in the model"
     for call in calls:
-        require(len(call) == len(layers), "ids", f"those of {len(call)} layers", valid)
+        require(len(call) == len(layers), "ids", f"ids of {len(call)} layers", valid)
     taken = [[of_layer.flatten(0, -2).to(torch.int32) for of_layer in call] for call in calls]
     before = [moe.given_TK for moe in layers]
     if pipeline:

@@ -141,7 +141,10 @@ def verdict(cfg: Config, axes: Axes, gpu: str | None) -> list[str]:
         others = [name for name in able if name not in fit]
         return [f"fits: {', '.join(fit) or 'none'}; does not fit: {', '.join(others) or 'none'} (--gpu NAME)"]
     one = GPUS[gpu]
-    has = f"{one.title} has {one.room / 2**30:.1f} GiB for tensors (data sheet, less CUDA's and fragments)"
+    has = (
+        f"{one.title} has {one.room / 2**30:.1f} GiB for tensors "
+        "(data sheet, without CUDA's own memory and fragments)"
+    )
     if need <= one.room:
         return [f"verdict: fits. {need / 2**30:.1f} GiB at most at one time; {has}"]
     change = smallest_change(cfg, [axes], lambda c, a: held_at_most(c, a) <= one.room)

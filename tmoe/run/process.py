@@ -198,7 +198,7 @@ class Runtime:
                     if time.monotonic() > deadline:
                         holder = signed(file)
                         file.close()
-                        wrong = f"another process{holder} trains into it; end that one, or choose another"
+                        wrong = f"another process{holder} trains into it; end it, or choose another folder"
                         raise ConfigError.of("out", out, wrong) from None
                     time.sleep(0.1)
                 except OSError:  # no locks on this file system
@@ -312,7 +312,7 @@ def start(seed: int, timeout: float = PATIENCE.total_seconds(), also_stop_on: It
 
     if threading.current_thread() is threading.main_thread():
         hear_signals(runtime, also_stop_on)
-    atexit.unregister(settle_output)  # of an earlier run in this process
+    atexit.unregister(settle_output)  # registered by an earlier run in this process
     atexit.register(settle_output)
     return runtime
 
@@ -333,7 +333,7 @@ def hear_signals(runtime: Runtime, also_stop_on: Iterable[str]) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             with suppress(OSError):  # Ctrl-C may end a `tee` that reads stderr first
                 # not print, which the signal may have interrupted
-                os.write(2, b"\nCtrl-C: this step is finished and saved; a second one ends without it\n")
+                os.write(2, b"\nCtrl-C: this step is finished and saved; a second one ends without saving\n")
 
     named = [signal.Signals[name] for name in also_stop_on]
     for signum in [*ENDS, *named]:
@@ -388,9 +388,9 @@ class OnItsWay:
     """Tensors (in any nest of tuples) whose copy to the host has begun.
 
     `read` waits for these copies alone, not for later work of the GPU. `ended`, once read, is the time at
-    which the GPU had computed them, on the clock of time.perf_counter(). The time at which the host reads
-    them would be wrong: when the host is late, a part of one step's time is counted in the next step, and a
-    step of 124% MFU was observed.
+    which the copies were complete on the GPU, on the clock of time.perf_counter(). The time at which the host
+    reads them would be wrong: when the host is late, a part of one step's time is counted in the next step,
+    and a step of 124% MFU was observed.
     """
 
     last: "tuple[torch.cuda.Event, float] | None" = None  # the copy read before, and when it ended

@@ -164,7 +164,7 @@ class Start:
 
         def look() -> tuple[Config, list[str]]:
             cfg = self.cfg
-            if counts := resume.counts_of(path):  # steps may have had another size: other samples are left
+            if counts := resume.counts_of(path):  # earlier steps of another size left other samples
                 self.data.go_on(*counts, **self.shape())
                 cfg = with_length(cfg, self.data.samples, self.a_step, self.data.ahead)
             return cfg, resume.require_same_run(path, cfg, facts, readers)
@@ -230,7 +230,7 @@ class Start:
         if run.rank or cfg.eval_only or self.step >= cfg.steps:
             return
         path = self.checkpoints.newest
-        where = f"its state is in {path}, and the same command goes on" if path else "nothing of it was saved"
+        where = f"its state is in {path}, and the same command continues it" if path else "nothing was saved"
         off = " (--checkpoint.mode off)" if cfg.checkpoint.mode == "off" else ""
         say(f"stopped{run.told and f' by {run.told}'} after step {self.step}: {where}{off}", sys.stderr)
 

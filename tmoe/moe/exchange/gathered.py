@@ -58,7 +58,7 @@ class _Travel(NamedTuple):
 
 
 def _gathered(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """[L, ...] of each rank as [E, ...]; all tensors are sent at once."""
+    """The [L, ...] of all ranks as one [E, ...]; all tensors are sent at once."""
     coming = []
     for t in tensors:
         t = t.contiguous()
@@ -68,7 +68,7 @@ def _gathered(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tenso
 
 
 def _owned(grads: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """[E, ...] of each rank as [L, ...] of the sum over ranks, computed in fp32 (fp64 for fp64)."""
+    """This rank's part [L, ...] of the sum over ranks of each [E, ...], added in fp32 (fp64 for fp64)."""
     coming = []
     for grad in grads:
         grad = grad.contiguous()

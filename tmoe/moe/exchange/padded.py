@@ -124,8 +124,8 @@ def require_alike(rows: int, group: str) -> None:
     edges = torch.tensor([rows, -rows])
     dist.all_reduce(edges, dist.ReduceOp.MAX, group_of(group))
     most, least = edges[0].item(), -edges[1].item()
-    valid = "as many tokens on every rank of an expert group, with --model.moe.pad"
-    require(most == least, "slots", f"{rows} here, {least} to {most} on its ranks", valid)
+    valid = "the same number of tokens on all ranks of an expert group, with --model.moe.pad"
+    require(most == least, "slots", f"{rows} on this rank, {least} to {most} in the group", valid)
 
 
 @torch.library.custom_op("tmoe::exchange_slots", mutates_args=())

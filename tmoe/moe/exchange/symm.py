@@ -31,12 +31,12 @@ together: they do not grow with the number of layers.
 **Which rank may write when.** A meeting is a barrier between the streams of all ranks (`meet`). A rank writes
 into a peer's x, dy, ids or weights only in a push, or in a copy that follows a push. It reads a peer's y only
 in a pull. Before a rank pushes, it has finished the previous pull. In that pull it met all ranks, after their
-experts had read x, ids and weights. Therefore its rows may be overwritten, and a push needs no meeting before
-it. Before the experts of a rank write y, the rank has met all ranks again: in the push, or while it waited
-for the copies during a shared expert. The other ranks reached that meeting after their pull of the previous
-y. Only backward needs more: its weight gradients read x and dy, and its sums are read, after the last of
-these meetings. Therefore backward ends with one more meeting. All calls of one group must be made on one
-stream, and in the same order on every rank. A rank without tokens makes the calls as well.
+experts had read x, ids and weights. Therefore the rank may overwrite the peers' rows, and a push needs no
+meeting before it. Before the experts of a rank write y, the rank has met all ranks again: in the push, or
+while it waited for the copies during a shared expert. The other ranks reached that meeting after their pull
+of the previous y. Only backward needs more: its weight gradients read x and dy, and its sums are read, after
+the last of these meetings. Therefore backward ends with one more meeting. All calls of one group must be made
+on one stream, and in the same order on every rank. A rank without tokens makes the calls as well.
 
 **fp8** on the wire: rows are packed to float8 e4m3, with one scale per row, before they are sent. The
 receiver unpacks them, so experts and sums read the dtype of x. This halves the bytes. Each movement adds

@@ -61,10 +61,10 @@ class Places(NamedTuple):
     """The positions of a group's ranks, from the view of one rank."""
 
     table_JM: Tensor  # the ranks of each node, by place; one row for each rank reached by hop 1
-    row_P: Tensor  # the row of each rank
+    row_P: Tensor  # the row of `table_JM` for each rank
     mine_M: Tensor  # the ranks of this rank's node
     mates: list[int]  # the same as a list
-    place_P: list[int]  # of each rank on its node
+    place_P: list[int]  # the place of each rank on its node
 
 
 @cache

@@ -47,7 +47,7 @@ def explain(
     if first is not None:
         its = causes[first]
         earlier = [str(r) for r, words in stood.items() if words["at"] < its["at"]]
-        behind = f", behind the standstill of rank {', '.join(earlier)}" if earlier else ""
+        behind = f", after the standstill of rank {', '.join(earlier)}" if earlier else ""
         also = (
             "rank {} also failed, in step {}: {}{}"
             if lines
@@ -58,14 +58,14 @@ def explain(
 
     # The others.
     lines += [
-        f"rank {r} lost it, in step {words['step']}" for r, words in lost.items() if r not in (rank, first)
+        f"rank {r} lost a peer in step {words['step']}" for r, words in lost.items() if r not in (rank, first)
     ]
     for r, words in stood.items():
         if r != rank:
             lines.append(f"rank {r} stood still, in step {words['step']}, {after(words['sites'])}")
     for r in quiet:
         if r not in silent:
-            lines.append(f"rank {r} lives, in step {now[r]['step']}, {after(now[r]['sites'])}")
+            lines.append(f"rank {r} is alive, in step {now[r]['step']}, {after(now[r]['sites'])}")
 
     # Where their journals differ. A rank that is gone has made fewer calls: that is not a difference.
     journals = {r: words["sites"] for r, words in now.items() if words["votes"] == now[rank]["votes"]}
@@ -86,7 +86,7 @@ def _in_short(
     if gone:
         steps = {now[r]["step"] for r in gone if r in now}
         where = f" in step {max(steps)}" if steps else " before the first step"
-        losers = f"; rank {', '.join(map(str, lost))} lost it" if lost else ""
+        losers = f"; rank {', '.join(map(str, lost))} lost contact" if lost else ""
         return f"in short: rank {', '.join(map(str, gone))} was killed or stopped{where}{losers}"
     if first is not None:
         return f"in short: rank {first} failed in step {now[first]['step']}: {now[first]['failure']}"
