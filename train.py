@@ -270,7 +270,7 @@ class Trainer(Start):
                 for micro in micros:
                     model(**micro._asdict(), totals=Totals(one, one, one), objective=objective)
                     total += model.task_loss
-            model.reshard()  # no backward follows to free what the root gathered
+            model.reshard()  # no backward follows that would free the gathered weights of the root
         model.train()
         self.graphs.passed("validate")
         if stopped:

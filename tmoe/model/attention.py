@@ -66,7 +66,7 @@ class Attention(nn.Module):
             (H * C, key_heads, C),
             ((H + G) * C, key_heads, V),
             *([((H + G) * C + G * V, heads, V)] if cfg.attention_gate else []),
-        ]  # queries, keys, values, gates in qkv's rows: the first row, this rank's heads, rows of a head
+        ]  # for queries, keys, values and gates: first row in qkv's weight, this rank's heads, rows per head
         rows = [slice(first + own.start * n, first + own.stop * n) for first, own, n in spans]
         qkv = spread.project(self.qkv, x_BSD, rows)
         q, k, v, *gates = qkv.split([part.stop - part.start for part in rows], -1)

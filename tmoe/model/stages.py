@@ -58,7 +58,7 @@ class Part(Transformer):
     def forward(  # pyrefly: ignore
         self, x: Tensor, context: Context, micro: Micro, totals: Totals, objective: Objective | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states, or on the last part its share of the loss; and the balancing loss of its blocks.
+        """Hidden states (the last part: its share of the loss), and the balancing loss of its blocks or None.
 
         x: whole rows of tokens on the first part, else hidden states of this rank's tokens.
         """

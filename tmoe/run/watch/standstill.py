@@ -162,5 +162,5 @@ def _leave() -> None:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # a full disk must not keep the process
+    finally:  # a full disk must not keep the process alive
         os._exit(1)

@@ -56,7 +56,7 @@ def explain(
         lines.append(also.format(first, its["step"], its["failure"], behind))
     lines.append(own_end)
 
-    # The others.
+    # The other ranks.
     lines += [
         f"rank {r} lost a peer in step {words['step']}" for r, words in lost.items() if r not in (rank, first)
     ]
