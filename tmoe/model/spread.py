@@ -109,7 +109,7 @@ class Spread(NamedTuple):
         return gathered_linear(x_BsD, weight, bias, self.tp_group, self.pieces)
 
     def output(self, linear: nn.Linear, y_BSO: Tensor) -> Tensor:
-        """`linear` over all ranks' heads, for this rank's tokens; y: this rank's heads, all tokens."""
+        """linear(y), summed over all ranks' heads, for this rank's tokens; y: own heads, all tokens."""
         if self.tp == 1:
             return linear(y_BSO)
         width = y_BSO.shape[-1]

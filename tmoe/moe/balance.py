@@ -238,8 +238,8 @@ class Balancer:
 
         A product of two sums over a sequence is not the sum of the products over its parts. Therefore the
         counts, by which losses multiply, become those of whole sequences. The sums of the importance loss do
-        too, and keep the gradient of this rank's part. All other sums stay this rank's share. This is one
-        collective for all layers where tp or cp divide sequences.
+        too, and keep the gradient of this rank's part. All other sums stay this rank's share. Where tp
+        or cp divide sequences, this is one collective for all layers.
         """
         if self.over_parts is None:
             return load, 1.0

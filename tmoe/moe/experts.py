@@ -25,7 +25,7 @@ from tmoe.parallel.mesh import local_part
 class LocalExperts(NamedTuple):
     """This rank's experts with gathered weights: y = down(activation(gate x, up x)).
 
-    Without a gate (relu2, relu, gelu) gate_up holds up only, [L, F, D], and its bias is [L, F].
+    Without a gate (relu2, relu, gelu) gate_up is the up matrix alone, [L, F, D], and its bias is [L, F].
 
     Called on Rows, it returns y [R, D]: for each row, the weighted sum over its experts that are on this
     rank.
@@ -114,8 +114,8 @@ class Experts(nn.Module):
     """Holds the weights of all experts: gate_up [E, 2F, D] and down [E, D, F].
 
     With cfg.bias there are also gate_up_bias [E, 2F] and down_bias [E, D]; without it, both are None. With an
-    activation that has no gate, gate_up holds up only, [E, F, D], and its bias is [E, F]. Once parallelized,
-    the weights are DTensors, sharded on ep, then on dp.
+    activation that has no gate, gate_up is the up matrix alone, [E, F, D], and its bias is [E, F]. Once
+    parallelized, the weights are DTensors, sharded on ep, then on dp.
 
     Calling the module opens a scope: `experts(fn, *args)` runs fn(*args, local) with this rank's experts
     gathered. FSDP2 attaches its all-gather and reduce-scatter to that call. The call is outside the compiled

@@ -13,7 +13,7 @@ from tmoe.moe.select.selection import Asked, Choice, best_tokens, in_columns, sh
 
 
 def choose(asked: Asked) -> Choice:
-    """The ceil(T K / E) best of T tokens for each expert, by each token's shares of its scores."""
+    """Each expert's ceil(T K / E) best of T tokens: the tokens whose share for this expert is largest."""
     shares_TE = shares(asked.cfg, asked.logits_TE)
     T, E = shares_TE.shape
     if asked.live_T is None:
