@@ -459,7 +459,8 @@ def test_experts_that_are_not_whole_or_no_parameters_are_refused(gloo):
     for name in ("gate_up", "down"):  # as sharding by hand leaves them
         setattr(moe.experts, name, nn.Parameter(getattr(moe.experts, name).detach()[:half]))
     with pytest.raises(
-        ValueError, match=f"experts: got {half} of them on this rank, valid is all {CFG.experts}, or spread"
+        ValueError,
+        match=f"experts: got {half} of them on this rank, valid is all {CFG.experts}, or experts sharded",
     ):
         moe(torch.randn(3, D))
     for said in gloo(2, parametrized):
