@@ -43,7 +43,7 @@ class LatentAttention(nn.Module):
         H = cfg.heads
         queries = H * (mla.nope_dim + mla.rope_dim)
         self.widths = (mla.q_rank or queries, mla.kv_rank, mla.rope_dim)
-        self.qkv_a = nn.Linear(cfg.dim, sum(self.widths), bias=False)  # one product of x
+        self.qkv_a = nn.Linear(cfg.dim, sum(self.widths), bias=False)  # all products of x in one
         if mla.q_rank:
             self.q_norm = nn.RMSNorm(mla.q_rank, LATENT_EPS)
             self.q_b = nn.Linear(mla.q_rank, queries, bias=False)

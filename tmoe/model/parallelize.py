@@ -159,7 +159,7 @@ def all_reduce(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def apply_spread(model: Transformer, mesh: Mesh, cfg: Config) -> None:
-    """Sets how tp and cp divide heads and tokens in every attention, and whose sums the balancer adds.
+    """Sets how tp and cp divide heads and tokens in every attention, and over which ranks the balancer adds.
 
     Raises ValueError if they cannot divide this model's heads.
     """
