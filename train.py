@@ -1,10 +1,10 @@
 """Trains a Mixture-of-Experts language model.
 
     python train.py tiny --steps 20                                       one process
-    torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2             two, the experts spread between them
+    torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2             two, the experts sharded over them
     torchrun --nproc-per-node 8 train.py qwen3-30b-a3b --parallel.ep 8 --data.path shards/
     python train.py qwen3-30b-a3b --dry-run --world 64 --parallel.ep 8    what each of 64 GPUs would hold
-    python train.py runs/tiny --steps 400                                 a run goes on with its settings
+    python train.py runs/tiny --steps 400                                 continue a run with its settings
     python train.py --task sft --help                                     the usual settings of a task
 
 next: tmoe/run/start.py, tmoe/data/dataset.py, tmoe/model/transformer.py
@@ -41,7 +41,7 @@ from tmoe.run.start import Start
 
 Unread = tuple[
     int, OnItsWay, float, int
-]  # what `log` takes, of a step whose numbers are on their way to the host
+]  # arguments of `log` for a step whose numbers are still being copied to the host
 
 
 def main(argv: list[str]) -> None:
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
         cfg = replace(cfg, compile=False)
         if rank == 0:
             print("no C++ compiler found: running eager (--no-compile)", file=sys.stderr)
-    warmup.warm([cfg])  # no collective must wait for a compiler: before the process group exists
+    warmup.warm([cfg])  # before the process group exists: no collective must wait for a compiler
     run = runtime.start(cfg.seed, cfg.train.collective_timeout, cfg.train.also_stop_on)
     with run.watch, run.refusing(SkipGuard.TooMany, NothingToLearn):
         trainer = Trainer(cfg, run)
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
 
 
 class Trainer(Start):
-    """A run: Start makes mesh, data, task, model, optimizer and checkpoints; `train` is the loop."""
+    """A run. Start builds mesh, data, task, model, optimizer and checkpoints; `train` is the loop."""
 
     task: Task
 
@@ -75,7 +75,7 @@ class Trainer(Start):
         self.unread: Unread | None = None  # the step whose numbers are not logged yet
 
     def prepare(self) -> None:
-        """What comes before the first step: graphs are compiled, and the task learns what it must know."""
+        """Prepares the first step: compiles the graphs, and calls the task's own preparation."""
         cfg, run = self.cfg, self.run
         if cfg.compile and (cfg.eval_only or self.step < cfg.steps):
             data = self.val_data if cfg.eval_only else self.data
@@ -102,7 +102,7 @@ class Trainer(Start):
             for step in run.watch.over(range(self.step, cfg.steps), cfg.train.timeout, saving):
                 with optimizer.away(self.task.offloads):
                     batch = self.task.rollout(model, next(data), run, step)
-                if batch is None:  # told to stop in a rollout: a resumed run makes it again
+                if batch is None:  # a stop was requested in the rollout; a resumed run repeats it
                     self.leave()
                     break
                 totals, stop = self.agree(batch)
@@ -112,9 +112,9 @@ class Trainer(Start):
                 for _ in range(self.task.updates):
                     loss = self.forward_backward(batch, totals)
                     norm = clip_grad_norm_(model.counted(), inf)
-                    run.watch.vote()  # all ranks raise if one skipped a collective: sums are wrong then
+                    run.watch.vote()  # all ranks raise if one skipped a collective: the sums would be wrong
                     finite = all_finite(loss, norm)
-                    # whether to clip, whether to skip the step
+                    # decides whether to clip the gradients and whether to skip the step
                     optimizer.decide(finite, norm, cfg.optim.clip)
                     optimizer.step()
                     model.update_bias(finite)
@@ -136,10 +136,11 @@ class Trainer(Start):
         numbers: tuple[Tensor, Tensor, Tensor],
         profile: Profiler | None,
     ) -> None:
-        """What follows a step: its line in the log, then checkpoint, validation and trace where they are due.
+        """Finishes a step: its line in the log, and the checkpoint, validation and trace that are due.
 
-        numbers: loss, gradient norm and whether both are finite, 0-dim on the device. While they travel
-        to the host the GPU works on the next step, so a step is logged one step late, unless more is due now.
+        numbers: loss, gradient norm and whether both are finite, 0-dim on the device. The GPU works on the
+        next step while they are copied to the host. Therefore a step is logged one step late, unless a
+        checkpoint or a validation is due now.
         """
         cfg, run = self.cfg, self.run
         self.graphs.passed("train")
@@ -149,7 +150,7 @@ class Trainer(Start):
         save = last or self.every(cfg.checkpoint.every)
         validate = not stop and (last or self.every(cfg.train.eval_every))
 
-        # Log the step before, then start this one's numbers on their way.
+        # Log the previous step, then start the copy of this step's numbers to the host.
         if self.unread is not None:
             self.log(*self.unread)
         router = self.model.read_log() if self.metrics.due(step) else None
@@ -160,10 +161,10 @@ class Trainer(Start):
             self.unread = None
             run.watch.pause()
 
-        # Nothing but the last step is saved in a row of skipped ones, which would push good checkpoints out.
+        # Within a row of skipped steps only the run's last step is saved: other saves would delete good ones.
         if save and (last or not self.guard.in_a_row):
             self.save()
-        if last:  # whole on disk before the validation, which may be long: a run ended in it loses nothing
+        if last:  # on disk before the validation, which may be long and be interrupted
             self.checkpoints.finish()
         if validate and (val_loss := self.validate()) is not None:
             self.metrics.validated(val_loss, self.val_measured)
@@ -173,13 +174,13 @@ class Trainer(Start):
         if last and not stop:
             self.test()
         if profile:
-            run.watch.pause()  # writing a trace takes its time
+            run.watch.pause()  # writing a trace takes long
             profile.step()
         self.checkpoints.poll()
         self.metrics.note(*self.checkpoints.news(last))
 
     def leave(self) -> None:
-        """Told to stop before the step's batch was there: saves the state of the steps that are done."""
+        """Saves the state of the finished steps, when a stop was requested before the step had its batch."""
         if self.unread is not None:
             self.log(*self.unread)
             self.unread = None
@@ -189,7 +190,7 @@ class Trainer(Start):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the loop: where no step teaches anything more, the state of the steps done is saved."""
+        """Around the loop: saves the state of the finished steps if the data has nothing left to learn."""
         began = self.step
         try:
             yield
@@ -201,13 +202,14 @@ class Trainer(Start):
             raise NothingToLearn("; ".join(filter(None, [str(error), where]))) from None
 
     def every(self, steps: int) -> bool:
-        """Whether what is done once in so many steps (0: never) is due after the step just done."""
+        """Whether something that is done every `steps` steps (0: never) is due after the step just done."""
         return steps > 0 and self.step % steps == 0
 
     def forward_backward(self, batch: Batch, totals: Totals) -> Tensor:
         """Forward and backward of all micro-batches; returns the global batch's mean loss, 0-dim.
 
-        Gradients are left in the parameters, summed over ranks with the last micro-batch.
+        The gradients are in the parameters afterwards. They are summed over ranks during the last
+        micro-batch.
         """
         model, device, objective = self.model, self.run.device, self.task.objective_of(batch)
         micros = self.task.micros(batch, device)
@@ -223,7 +225,7 @@ class Trainer(Start):
         return self.over_all(loss, batch, totals)
 
     def over_all(self, loss: Tensor, batch: Batch, totals: Totals) -> Tensor:
-        """The loss over all ranks, of this rank's share; what the log says beside it is kept."""
+        """The loss over all ranks, from this rank's share. Keeps the other numbers that the log shows."""
         own = self.task.divisor(batch) / self.mesh.axes.parts
         self.mean = loss * totals.targets / max(own, 1)
         loss, *self.measured = sum_over_all(
@@ -232,7 +234,7 @@ class Trainer(Start):
         return loss
 
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
-        """Counts of the whole step, and whether any rank was told to stop: one small sum between CPUs."""
+        """Counts of the whole step, and whether any rank must stop. Costs one small all-reduce on the CPU."""
         own = (self.task.divisor(batch), batch.count(), batch.count_sequences()) if self.counts else (0, 0, 0)
         targets, tokens, sequences, stops = self.run.sums(*own, self.run.stop)
         totals = [max(targets, 1.0), tokens, sequences]
@@ -240,9 +242,10 @@ class Trainer(Start):
 
     @torch.no_grad()
     def validate(self, data: Dataset | None = None) -> float | None:
-        """Mean loss over the first eval_batches batches of held-out data; None once told to stop.
+        """Mean loss over the first eval_batches batches of held-out data; None if a stop was requested.
 
-        Of the averaged weights, if the run keeps an average. data: the validation data unless given.
+        If the run keeps averaged weights, the loss is that of the averaged weights. data: the validation data
+        unless given.
         """
         cfg, model, device = self.cfg, self.model, self.run.device
         total, divisor = torch.zeros((), device=device), 0.0
@@ -267,7 +270,7 @@ class Trainer(Start):
                 for micro in micros:
                     model(**micro._asdict(), totals=Totals(one, one, one), objective=objective)
                     total += model.task_loss
-            model.reshard()  # no backward follows to free what the root gathered
+            model.reshard()  # no backward follows that would free the gathered weights of the root
         model.train()
         self.graphs.passed("validate")
         if stopped:
@@ -278,7 +281,7 @@ class Trainer(Start):
         return val_loss
 
     def test(self) -> None:
-        """The loss of the test data, if some were held out: a line of its own in the log, and a note."""
+        """Logs the loss of the test data, if some were held out, as a line of the log and as a note."""
         if self.test_data is None or (loss := self.validate(self.test_data)) is None:
             return
         if not self.cfg.eval_only:
@@ -286,7 +289,7 @@ class Trainer(Start):
         self.metrics.note(validation("test", loss, self.val_measured, self.step))
 
     def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
-        """Guards a step and writes it down. Waits until its numbers are on the host."""
+        """Checks a step's loss and logs the step. Waits until the step's numbers are on the host."""
         loss, norm, finite, mean, router, measured = numbers.read()
         if self.guard.strange(bool(finite), loss.item()):
             samples = self.data.indices(step, **self.shape())
@@ -308,7 +311,8 @@ class Trainer(Start):
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on.
 
-        The position in the data is the step itself. Weights that hold NaN end the run instead.
+        The position in the data is the step itself. If weights hold NaN, the run ends with an error and saves
+        nothing.
         """
         if self.cfg.checkpoint.mode == "off":
             return

@@ -130,12 +130,12 @@ WRONG = [
     ("rollouts", "RUN --best", "--best: needs a value"),
     ("warmup", "--arch", "--arch"),
     # a word too many, a command that there is not
-    ("train", "tiny foo", "foo: one word too many"),
+    ("train", "tiny foo", "foo: unexpected word"),
     ("train", "--steps 3 tiny", "tiny: a preset or a run folder is the first word"),
-    ("generate", "A B C", "C: one word too many"),
+    ("generate", "A B C", "C: unexpected word"),
     ("checkpoint", "inspct A", "inspct: no such command; valid: inspect, verify, reshard, average"),
     ("hf", "exprt A", "exprt: no such command"),
-    ("report", "A B", "B: one word too many"),
+    ("report", "A B", "B: unexpected word"),
     ("train", "tiny -- --steps 3", "--: no such flag"),
     # what is not there
     ("train", "NONE/run", "NONE/run: no such run folder"),

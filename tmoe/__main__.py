@@ -1,4 +1,4 @@
-"""The installed command: tmoe train|generate|hf|checkpoint|... WORDS, and python -m tmoe the same.
+"""The installed command `tmoe train|generate|hf|checkpoint|... WORDS`; `python -m tmoe` is the same.
 
     tmoe train tiny --steps 20                                       train.py of this folder
     torchrun --nproc-per-node 2 -m tmoe train tiny --parallel.ep 2   on two processes
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tmoe.front import end
 
-# A command, and what it does.
+# Each command, and a description of it.
 MODULES = {
     "checkpoint": "shows, verifies, reshards and averages step folders",
     "data": "turns text into token shards, and shows chat rows as they are trained on",
@@ -32,7 +32,7 @@ TRAIN = "trains, finetunes and evaluates: train.py of this folder"
 
 
 def main() -> None:
-    """Runs what the first word names, in this process, with the words behind it."""
+    """Runs the command that the first word names, in this process, with the words that follow."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in MODULES:
         sys.argv = sys.argv[1:]
@@ -51,14 +51,14 @@ def main() -> None:
 
 
 def train() -> None:
-    """Become `python train.py` of the current folder, or end and say where that file is to be had."""
+    """Becomes `python train.py` of the current folder, or ends with a message that says where the file is."""
     entry = Path("train.py")
     try:
         ours = "from tmoe" in entry.read_text()
     except (OSError, ValueError):
         ours = False
     if not ours and {"-h", "--help", "--help-all"} & set(sys.argv[2:]):
-        from tmoe.cli.parse import parse  # 1 s, which no other command needs
+        from tmoe.cli.parse import parse  # takes 1 s, and no other command needs it
 
         parse(sys.argv[2:], "")
     if not ours:

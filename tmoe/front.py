@@ -1,9 +1,10 @@
-"""The front of every command: its words become values, and an error is one line on stderr and an exit code.
+"""The front of every command: words become values, and an error becomes one line on stderr and an exit code.
 
     error: --parallel.ep=3 (from runs/a/config.json): must divide --model.moe.experts=8; valid: [1, 2, 4, 8]
 
-Exit code 2: the command is refused: a flag, or a file or folder that it names, is missing or cannot be used.
-Exit code 1: work that had begun failed (the disk is full), or a Ctrl-C ended it. train.py has the same codes.
+Exit code 2: the command was refused, because a flag, or a file or folder that it names, is missing or
+invalid.
+Exit code 1: work that had begun failed (the disk is full), or Ctrl-C ended it. train.py uses the same codes.
 
 next: tmoe/config/check.py, tmoe/cli/parse.py
 """
@@ -28,28 +29,28 @@ from tmoe.base.private_torch import find
 from tmoe.base.wishes import meant_by_value, wish
 from tmoe.config.check import ConfigError, options_of, spell
 
-# tyro's hook for refused words. A tyro without the hook prints a box and ends with code 2.
+# tyro's hook for refused words. A tyro without the hook prints a box and exits with code 2.
 _on_parse_error = find("tyro._errors.on_parse_error")
-# Codes of an OSError that is about a path, besides those with a class.
+# errno codes of errors that are about a path and have no exception class in `failed`.
 NAMED = errno.ENOTEMPTY, errno.EXDEV, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EROFS
-# Settings of this process that no flag gave: --flag to (value, the file with the value).
+# Settings of this process that were not given by a flag: --flag to (value, the file with the value).
 _places: dict[str, tuple[Any, str]] = {}
 
 
 class Ended(SystemExit):
-    """The end of a command by wrong words. str: the line, which stderr has already. code: 2."""
+    """The end of a command whose words were refused. str: the line, already printed on stderr. code: 2."""
 
     code = 2
 
 
 def remember(places: Mapping[str, tuple[Any, str]]) -> None:
-    """Record where the settings of this process are from: --flag to (value, the file with the value)."""
+    """Record which file each setting of this process was read from: --flag to (value, the file)."""
     _places.clear()
     _places.update(places)
 
 
 def spelt(error: BaseException) -> str:
-    """An error in the words of a command line, with the file of each value that no flag gave."""
+    """The text of an error in terms of flags, with the file of each value that was not given by a flag."""
     text = error.spelt("flag") if isinstance(error, ConfigError) else str(error)
     for flag, (value, place) in _places.items():
         joined = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -64,27 +65,27 @@ def spelt(error: BaseException) -> str:
 
 @contextmanager
 def one_message(*kinds: type[Exception], interrupted: str = "interrupted") -> Iterator[None]:
-    """Around a command: an expected error (ValueError, OSError, `kinds`) ends the process with its line.
+    """Context of a command: an expected error (ValueError, OSError, `kinds`) ends the process with one line.
 
-    Exit code 2; for a fault of the machine (`failed`) and for a Ctrl-C 1.
+    The exit code is 2. It is 1 for a fault of the machine (`failed`) and for Ctrl-C.
 
-    interrupted: the answer to a Ctrl-C.
+    interrupted: the text of the line after Ctrl-C.
     """
     try:
         yield
     except (OSError, ValueError, *kinds) as error:
         if failed(error):
-            raise SystemExit(f"error: {spelt(error)}") from None  # Python prints it: code 1
+            raise SystemExit(f"error: {spelt(error)}") from None  # Python prints it; exit code 1
         end(spelt(error))
     except KeyboardInterrupt:
         raise SystemExit(f"error: {interrupted}") from None
 
 
 def failed(error: BaseException) -> bool:
-    """Whether the error is of the machine: no room on the disk, a device that fails.
+    """Whether the machine caused the error: the disk is full, or a device fails.
 
-    The other errors are about what the user named: a path that is missing, that may not be read, that is
-    there already.
+    All other errors concern a path that the user named: it is missing, it may not be read, or it exists
+    already.
     """
     named = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
     cause: BaseException | None = error
@@ -103,7 +104,7 @@ def end(text: str) -> NoReturn:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line, as those of every command; of a node's ranks the first prints it."""
+    """argparse with one-line errors, as in all commands. Only the first rank of a node prints the line."""
 
     def __init__(self, text: str | None):
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,12 +126,12 @@ def call(
     hint: Callable[[str], str] | None = None,
     **more: Any,
 ) -> Any:
-    """The value of a class or function that a command line's words are the arguments of.
+    """Calls a class or function with the words of a command line as arguments, and returns the result.
 
     Raises ConfigError for words that are refused, SystemExit(0) after --help.
 
-    what: a class, a function, or a dict of them by subcommand. known: the flags; None: those of `what`.
-    hint: what an unexpected word is answered with, "" for the usual answer. more: as of tyro.cli.
+    what: a class, a function, or a dict of them by subcommand. known: the flags; None: the flags of `what`.
+    hint: returns the message for an unexpected word, "" for the usual message. more: arguments of tyro.cli.
     """
     words = list(words)
     commands = what if isinstance(what, dict) else {}
@@ -152,7 +153,7 @@ def call(
 
 
 def flags_of(what: Any) -> Iterator[str]:
-    """The flags of a function or of a flat dataclass, as one types them."""
+    """The flags of a function or of a flat dataclass, as they are typed on a command line."""
     if is_dataclass(what):
         names = [one.name for one in fields(what)]
     else:
@@ -165,7 +166,7 @@ def flags_of(what: Any) -> Iterator[str]:
 
 
 def value_of(words: Sequence[str], flag: str) -> str:
-    """The words that a flag was given, the last time that it was; "" where there are none."""
+    """The value that the last occurrence of a flag has, its words joined by spaces; "" if it has none."""
     found = ""
     for i, word in enumerate(words):
         head, equals, value = word.partition("=")
@@ -182,7 +183,7 @@ def value_of(words: Sequence[str], flag: str) -> str:
 def _refusal(
     event: Any, words: list[str], flags: list[str], hint: Callable[[str], str] | None
 ) -> ConfigError:
-    """The error of an event of tyro's: which word is wrong, and what is valid."""
+    """The error for an event of tyro: which word is wrong, and which words are valid."""
     kind = type(event).__name__
     shows = f"{event.prog} {'--help-all' if '--help-all' in flags else '--help'} shows all"
     if kind == "UnrecognizedArgs":
@@ -209,7 +210,7 @@ def _refusal(
 
 
 def unknown_flags(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Words that look like flags and are none. tyro takes such a word for a positional argument's value."""
+    """Words that look like flags and are not. tyro reads such a word as a positional argument's value."""
     heads = {
         word: word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--[a-zA-Z]", word)
     }
@@ -221,7 +222,7 @@ def unknown_flags(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def _wrong_value(argument: Any, words: list[str]) -> ConfigError:
-    """The error of one argument's value."""
+    """The error for an invalid value of one argument."""
     name, must = named(argument), f"must be {in_words(argument.field.type)}"
     given = value_of(words, name)
     if argument.is_positional():
@@ -237,20 +238,20 @@ def _wrong_value(argument: Any, words: list[str]) -> ConfigError:
 
 
 def meant_in(flag: str, given: str, kind: Any) -> str:
-    """The hint at the option that a wrong value means; "" where the setting has no options."""
+    """A hint at the option that a wrong value probably means; "" where the setting has no options."""
     options = [str(one) for one in options_of(kind)]
     return meant_by_value(flag.replace("-", "_"), given, options) if options else ""
 
 
 def named(argument: Any) -> str:
-    """The name of an argument: its flag, or the word in capitals that --help has for it."""
+    """The name of an argument: its flag, or the word in capitals that --help shows for it."""
     if argument.is_positional():
         return argument.lowered.metavar.strip("[]").split()[0].rstrip("}").lstrip("{")
     return argument.display_name().split("/")[0]
 
 
 def in_words(kind: Any) -> str:
-    """A type of an argument in words."""
+    """The type of an argument, in words."""
     if get_args(kind) and hasattr(kind, "__metadata__"):
         return in_words(get_args(kind)[0])
     return spell(kind)
@@ -262,7 +263,7 @@ def unexpected(
     shows: str,
     hint: Callable[[str], str] | None = None,
 ) -> str:
-    """What is wrong with the first word that is neither a flag nor a flag's value."""
+    """The message for the first word that is neither a flag nor the value of a flag."""
     flag = next((one for one in tokens if re.match(r"--?[a-zA-Z]", one)), "")
     if flag:
         name = flag.partition("=")[0]
@@ -273,4 +274,4 @@ def unexpected(
     word = tokens[0]
     if hint and (said := hint(word)):
         return said
-    return f"{word}: one word too many: no flag, and no flag's value; {shows}"
+    return f"{word}: unexpected word, neither a flag nor a flag's value; {shows}"

@@ -1,7 +1,8 @@
-"""Files of repositories on the Hugging Face hub: downloaded once for a machine, then read from its cache.
+"""Files of repositories on the Hugging Face hub: downloaded once per machine, then read from the cache.
 
-huggingface_hub does it, with its own cache, login and progress bars. It is there because tokenizers needs it,
-and is imported late. Without a connection the cache is read; what is missing there is said in one line.
+huggingface_hub downloads them, with its cache, login and progress bars. It is installed because tokenizers
+requires it, and it is imported only when needed. Without a connection the files are read from the cache. An
+error of one line names what the cache lacks.
 
 next: hf/hub.py for models, data/hub.py for data sets
 """
@@ -29,11 +30,13 @@ def download(
     kind: Kind = "model",
     revision: str | None = None,
 ) -> Path:
-    """The folder in the cache that holds a repository's files of these patterns.
+    """The folder in the cache that holds the files of a repository that match these patterns.
 
-    Missing files are downloaded with a progress bar, by one process of a machine. Other processes wait for
-    its files.
-    ConfigError, in one line, where the hub has no such repository or does not answer and the cache lacks it.
+    One process of a machine downloads missing files and shows a progress bar. The other processes wait for
+    it.
+
+    Raises ConfigError, in one line, where the hub has no such repository, or where the hub does not answer
+    and the cache lacks the files.
     """
     import huggingface_hub
 
@@ -50,7 +53,7 @@ def download(
 
 
 def cache() -> Path:
-    """The folder of huggingface_hub's cache, made where it is missing."""
+    """The folder of huggingface_hub's cache. It is created if it is missing."""
     from huggingface_hub import constants
 
     place = Path(constants.HF_HUB_CACHE)
@@ -59,22 +62,22 @@ def cache() -> Path:
 
 
 def folder_name(name: str, kind: Kind) -> str:
-    """A file's or folder's name that no other repository has."""
+    """A name for a file or folder that is unique to a repository."""
     return f"{'' if kind == 'model' else '--datasets'}--{name.replace('/', '--')}"
 
 
 def fetch(name: str, kind: Kind = "model") -> str:
-    """The command to type where the hub can be reached."""
+    """The download command to type on a machine that can reach the hub."""
     what = name if kind == "model" else f"{name} --repo-type dataset"
     return (
         f"where the hub can be reached: hf download {what}, or hf download {what} --local-dir {name} "
-        f"for a folder to bring here"
+        f"to get a folder that can be copied here"
     )
 
 
 @contextmanager
 def one_line(name: str, kind: Kind = "model") -> Iterator[None]:
-    """Errors of the hub as ConfigError, in one line that says what to do. name: also as hub:ORG/NAME."""
+    """Turns errors of the hub into a ConfigError of one line with advice. name: ORG/NAME or hub:ORG/NAME."""
     from huggingface_hub import errors
 
     here = "no such folder here, and " if kind == "model" else ""
@@ -82,7 +85,7 @@ def one_line(name: str, kind: Kind = "model") -> Iterator[None]:
         yield
     except errors.GatedRepoError:
         raise ConfigError(
-            f"{name}: the hub gives it to those alone who asked for it on its page; then: hf auth login"
+            f"{name}: access is restricted: request it on its page of the hub, then run hf auth login"
         ) from None
     except errors.RepositoryNotFoundError:
         what = "model" if kind == "model" else "data set"
@@ -90,9 +93,9 @@ def one_line(name: str, kind: Kind = "model") -> Iterator[None]:
             f"{name}: {here}no such {what} on the hub for this login (hf auth whoami)"
         ) from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"{name}: the hub has no such revision of it (branch, tag or commit)") from None
+        raise ConfigError(f"{name}: no such revision on the hub (branch, tag or commit)") from None
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
-            f"{name}: {here}the hub does not give it ({why}); {fetch(name.removeprefix('hub:'), kind)}"
+            f"{name}: {here}no download from the hub ({why}); {fetch(name.removeprefix('hub:'), kind)}"
         ) from None

@@ -1,8 +1,8 @@
-"""The door of `python -m tmoe.migrate` and `tmoe migrate`: tmoe/extras/migrate/command.py has the command."""
+"""The entry of `python -m tmoe.migrate` and `tmoe migrate`: the command is tmoe/extras/migrate/command.py."""
 
 from tmoe.extras.migrate.command import main
 
-__path__: list[str] = []  # modules below this name are found by tmoe/base/moved.py
+__path__: list[str] = []  # tmoe/base/moved.py finds the modules below this name
 
 if __name__ == "__main__":
     main()

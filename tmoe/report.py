@@ -1,4 +1,4 @@
-"""The door of `python -m tmoe.report` and `tmoe report`: tmoe/commands/report.py has the command."""
+"""The entry of `python -m tmoe.report` and `tmoe report`: the command is tmoe/commands/report.py."""
 
 import functools
 

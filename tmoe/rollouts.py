@@ -1,4 +1,4 @@
-"""The door of `python -m tmoe.rollouts` and `tmoe rollouts`: tmoe/commands/rollouts.py has the command."""
+"""The entry of `python -m tmoe.rollouts` and `tmoe rollouts`: the command is tmoe/commands/rollouts.py."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The door of `python -m tmoe.routing` and `tmoe routing`: tmoe/commands/routing.py has the command."""
+"""The entry of `python -m tmoe.routing` and `tmoe routing`: the command is tmoe/commands/routing.py."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The door of `python -m tmoe.upcycle` and `tmoe upcycle`: tmoe/extras/upcycle.py has the command."""
+"""The entry of `python -m tmoe.upcycle` and `tmoe upcycle`: the command is tmoe/extras/upcycle.py."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The door of `python -m tmoe.warmup` and `tmoe warmup`: tmoe/commands/warmup.py has the command."""
+"""The entry of `python -m tmoe.warmup` and `tmoe warmup`: the command is tmoe/commands/warmup.py."""
 
 import functools
 

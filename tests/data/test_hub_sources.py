@@ -85,7 +85,7 @@ def test_config_split_and_revision(served):
         (":third:train", "no config 'third'; valid: main, other"),
         (":train[:1000]", f"cannot be named; valid: hub:{NAME}:train, all of it, with fewer --steps"),
         (":main:train[10%:20%]", f"cannot be named; valid: hub:{NAME}:main:train, all of it"),
-        ("@v9", "the hub has no such revision of it (branch, tag or commit)"),
+        ("@v9", "no such revision on the hub (branch, tag or commit)"),
         (":a:b:c", "must be hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT]"),
         ("::train", "must be hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT]"),
         ("x", "no such data set on the hub for this login (hf auth whoami)"),
@@ -99,14 +99,14 @@ def test_what_is_not_there_is_one_line(served, spec, says):
 
 
 def test_a_gated_set_and_a_hub_that_is_away_are_one_line(monkeypatch, tmp_path):
-    given = pytest.raises(DataError, match=r"^hub:org/small.set: the hub gives it to those alone who asked")
+    given = pytest.raises(DataError, match=r"^hub:org/small.set: access is restricted")
     with serving(NAME, FILES, monkeypatch, tmp_path / "cache", gated=True), given:
         names(f"hub:{NAME}")
-    with pytest.raises(DataError, match=r"hub does not give it .*: hf download org/small.set --repo-type d"):
+    with pytest.raises(DataError, match=r"no download from the hub .*: hf download org/small.set --repo"):
         names("hub:org/small.set@v2")
     forget()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
-    with pytest.raises(DataError, match=r"^hub:org/small.set: the hub does not give it") as error:
+    with pytest.raises(DataError, match=r"^hub:org/small.set: no download from the hub") as error:
         names(f"hub:{NAME}")
     assert "\n" not in str(error.value)
 

@@ -140,7 +140,7 @@ def test_1_own_data_own_tokenizer_own_model(day):
     steps = [line["step"] for _, line in read_steps(out / "metrics.jsonl")]
     last = steps[-1]
     assert steps == list(range(1, last + 1)) and (out / f"checkpoints/step-{last}").is_dir()
-    state = f"its state is in run/checkpoints/step-{last}, and the same command goes on"
+    state = f"its state is in run/checkpoints/step-{last}, and the same command continues it"
     assert said.splitlines()[-1] == f"stopped by SIGINT after step {last}: {state}"
     assert (out / ".lock").read_text() == ""
 

@@ -105,7 +105,7 @@ def test_25_a_killed_rank_is_named_first_and_alone(tmp_path, world):
         note = ends[rank].said[ends[rank].said.index("rank 1 is silent for") :].strip().splitlines()
         assert note[1].startswith(f"rank {rank} ended in step 4, "), note
         assert note[-1].startswith("in short: rank 1 was killed or stopped in step 4"), note
-        assert world > 2 or note[-1].endswith(f"; rank {losers} lost it"), note
+        assert world > 2 or note[-1].endswith(f"; rank {losers} lost contact"), note
         assert "part at number" not in ends[rank].said and "failed" not in "".join(note), note
     assert json.loads(told.read_text())["message"]["message"].startswith(
         "in short: rank 1 was killed or stopped in step 4"
@@ -131,7 +131,7 @@ LOSS = "RuntimeError: [../gloo/tcp/pair.cc:534] Connection closed by peer [127.0
             heard(r0=(9.0, LOSS, ["a", "b"]), r1=(8.9, None, ["a"])),
             ["rank 1 is silent"],
             ["first to fail", "part at"],
-            "rank 1 was killed or stopped in step 3; rank 0 lost it",
+            "rank 1 was killed or stopped in step 3; rank 0 lost contact",
         ),
         # gloo aborts a rank that got too much: here they did part
         (

@@ -56,7 +56,7 @@ def test_a_name_is_downloaded_once_and_then_a_folder(tmp_path, monkeypatch, caps
         assert "\n" not in str(error.value)
     for where, words in (
         ("cache", "lacks model-00001|IncompleteSnapshotError"),
-        ("none", "the hub does not give it"),
+        ("none", "no download from the hub"),
     ):
         if where == "cache":
             next((tmp_path / "cache").rglob("model-00001*.safetensors")).unlink()

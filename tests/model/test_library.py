@@ -130,7 +130,7 @@ def test_a_model_is_laid_out_once(gloo, world):
         assert [text.split(" is laid")[0] for text in said[:3]] == [
             f"parallelize: this {name}" for name in ("Theirs", "Transformer", "ModuleList")
         ]
-        assert "spread over a mesh already" in said[3] and untouched == "Tensor"
+        assert "sharded over a mesh already" in said[3] and untouched == "Tensor"
 
 
 def test_stand_alone_layer_and_its_losses():
@@ -391,7 +391,7 @@ def lay_out_shared(rank: int, world: int, shared: str) -> None:
     if shared != "layer":
         says = (
             r"parallelize: 2.experts.\w+: got the parameter of 0.experts.\w+, "
-            r"valid is one of this layer alone"
+            r"valid is a parameter of this layer alone"
         )
         with pytest.raises(ValueError, match=says):
             tmoe.parallel.parallelize(model, mesh)
@@ -459,7 +459,8 @@ def test_experts_that_are_not_whole_or_no_parameters_are_refused(gloo):
     for name in ("gate_up", "down"):  # as sharding by hand leaves them
         setattr(moe.experts, name, nn.Parameter(getattr(moe.experts, name).detach()[:half]))
     with pytest.raises(
-        ValueError, match=f"experts: got {half} of them on this rank, valid is all {CFG.experts}, or spread"
+        ValueError,
+        match=f"experts: got {half} of them on this rank, valid is all {CFG.experts}, or experts sharded",
     ):
         moe(torch.randn(3, D))
     for said in gloo(2, parametrized):

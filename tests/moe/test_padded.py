@@ -178,7 +178,7 @@ def unequal(rank: int, world: int) -> str:
 
 def test_ranks_with_other_numbers_of_tokens_are_told(gloo):
     found = gloo(2, unequal)
-    assert all("--model.moe.pad" in words and "24 to 40 on its ranks" in words for words in found), found
+    assert all("--model.moe.pad" in words and "24 to 40 in the group" in words for words in found), found
 
 
 def test_pad_has_an_exchange_of_its_own():

@@ -107,8 +107,8 @@ def test_a_replay_goes_through_a_pipeline_by_micro_batch(gloo, world, axes, micr
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("micros", "ids: got those of 1 micro-batches, valid"),
-        ("tokens", "ids: got those of 124 tokens, valid"),
+        ("micros", "ids: got ids of 1 micro-batches, valid"),
+        ("tokens", "ids: got ids of 124 tokens, valid"),
     ],
 )
 def test_a_replay_of_other_micro_batches_is_refused_before_anything_travels(gloo, wrong, said):

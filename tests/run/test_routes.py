@@ -108,7 +108,7 @@ def test_compiled_blocks_replay_too():
 
 def test_wrong_replays_are_refused():
     model, tokens = model_and_tokens(1)
-    with pytest.raises(ValueError, match="ids: got those of 1 layers, valid is those of 2"):
+    with pytest.raises(ValueError, match="ids: got ids of 1 layers, valid is ids of 2 layers"):
         replaying(model, torch.zeros(1, 64, 3)).__enter__()
     with pytest.raises(ValueError, match="ids"), replaying(model, torch.zeros(2, 60, 3)):
         model(tokens, tokens)

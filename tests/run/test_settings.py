@@ -272,7 +272,7 @@ def test_no_folder_to_start_from(capsys, monkeypatch, tmp_path):
     assert "step-9: no such folder; valid: a run folder, a step folder or a Hugging Face folder" in said
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refusal(["--init", "Qwen/Qwen3-30B-A3B"], capsys)
-    assert "--init=Qwen/Qwen3-30B-A3B: no such folder here, and the hub does not give it" in said
+    assert "--init=Qwen/Qwen3-30B-A3B: no such folder here, and no download from the hub" in said
     assert "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen/Qwen3-30B-A3B" in said and "mean" not in said
     # a run's path has the form of a name on the hub
     monkeypatch.chdir(tmp_path)

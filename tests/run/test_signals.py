@@ -84,7 +84,8 @@ def test_a_signal_to_one_rank_saves_all_and_ends_with_0(tmp_path, world, signum,
     step = f"{tmp_path}/checkpoints/{whole_steps(tmp_path)[0]}"
     assert f"saved {step}\n" in ends[0].said
     *_, last = ends[0].said.splitlines()
-    assert last.startswith("stopped") and f": its state is in {step}, and the same command goes on" in last
+    assert last.startswith("stopped")
+    assert f": its state is in {step}, and the same command continues it" in last
 
 
 @pytest.mark.parametrize("signum", slow_but([signal.SIGHUP], [signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU]))

@@ -1,4 +1,4 @@
-"""The Transformer, its loss, and the plan that lays it out over a mesh."""
+"""The Transformer, its loss, and the code that lays it out over a mesh."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
 """Compiles the blocks before the first step, so that no collective waits for a compiler.
 
-From cold caches a compiler takes minutes, and not as many on every rank. A collective of the first step would
-wait for the slowest rank, and give up on it. So each rank hands its blocks to the compiler before: forward
-and backward are compiled, and not run. Nothing is gathered for it, and nothing travels. Then the ranks wait
-for each other without a collective (run/watch, `meet`).
+From cold caches a compiler takes minutes, and the ranks take different times. A collective of the first step
+would wait for the slowest rank, and time out. Therefore each rank compiles its blocks before: forward and
+backward are compiled, and not run. This gathers and sends nothing. Then the ranks wait for each other without
+a collective (run/watch, `meet`).
 
 next: parallel/zero.py
 """
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 
 class Pass(NamedTuple):
-    """A kind of forward: each kind is a graph of its own."""
+    """A kind of forward. Each kind has a separate graph."""
 
     grad: bool = True
-    """with a backward, in training; else in evaluation"""
+    """True: with a backward, in training; False: in evaluation"""
     replay: bool = False
-    """with experts that are given, in place of a choice (moe/trace.py)"""
+    """whether experts are given instead of chosen (moe/trace.py)"""
     traced: bool = False
-    """its choices are handed out, as those of all later passes are then (moe/trace.py)"""
+    """whether its choices are returned; all later passes then return theirs too (moe/trace.py)"""
 
 
 def compile_ahead(
@@ -49,10 +49,11 @@ def compile_ahead(
     micro: Micro,
     passes: Iterable[Pass],
 ) -> None:
-    """Compiles all blocks for micro-batches as this one. No collective; weights may be anywhere.
+    """Compiles all blocks for micro-batches like `micro`. No collective; weights may be on any device.
 
-    dtype: of the products. micro: shapes and types count, values do not. Its rows are whole, as the model
-    takes them. Where compiling fails, a line says so: it fails in the first step as well, or is done there.
+    dtype: the dtype of the products. micro: only shapes and types matter, not values. Its rows are whole, as
+    in the model's input. If compiling fails, a line is logged: the first step then compiles, or fails in the
+    same way.
     """
     if compiler is None:
         return
@@ -68,18 +69,18 @@ def compile_ahead(
                         compile_part(part, mesh, wide, micro, kind)
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        log.warning("blocks could not be compiled before the first step, which has to do it: %s", why)
+        log.warning("blocks could not be compiled before the first step, which will compile them: %s", why)
     finally:
         model.train()
 
 
 def compile_part(part: Transformer, mesh: Mesh, dtype: torch.dtype, micro: Micro, kind: Pass) -> None:
-    """Of one kind of forward, the blocks of a model or of a pipeline's chunk."""
+    """Compiles the blocks of a model or of a pipeline's chunk for one kind of forward."""
     rows = micro.tokens_BS, micro.documents_BS, micro.padding_BS, micro.positions_BS
     context = part.context(*rows, micro.given)
     B, S = part.own(micro.tokens_BS).shape
     x = torch.zeros(B, S, part.cfg.dim, dtype=dtype, device=micro.tokens_BS.device)
-    # hidden states that come from another chunk always want a gradient
+    # hidden states from another chunk always require a gradient
     grads = not part.first or part.embedding.weight.requires_grad
     for block in part.blocks:
         assert isinstance(block, Block)
@@ -90,7 +91,7 @@ def compile_part(part: Transformer, mesh: Mesh, dtype: torch.dtype, micro: Micro
 
 
 def compile_block(block: Block, x: Tensor, context: Context) -> None:
-    """As Block.forward calls its `compute`, past the hooks of FSDP2, which gather."""
+    """Calls `compute` as Block.forward does, without the hooks of FSDP2, which gather."""
     inputs = x, *context.turns[block.rope], context.masks[block.window], *context.of_tokens
     try:
         if block.moe is None:
@@ -104,7 +105,7 @@ def compile_block(block: Block, x: Tensor, context: Context) -> None:
 
 @contextmanager
 def empty_parameters(block: Block, mesh: Mesh, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, parameters without memory are in the place of the block's, as it sees them when it runs."""
+    """In this context, the block's parameters are replaced by parameters of the same kind without memory."""
     scopes = [module for module in block.modules() if isinstance(module, Experts)]
     spread = {p: isinstance(scope, FSDPModule) for scope in scopes for p in scope.parameters()}
     slots = [
@@ -123,9 +124,9 @@ def empty_parameters(block: Block, mesh: Mesh, dtype: torch.dtype) -> Iterator[N
 
 
 def stand_in(p: nn.Parameter, mesh: Mesh, dtype: torch.dtype, by_fsdp: bool | None) -> nn.Parameter:
-    """What p is to the block that runs: whole, or of experts those of this rank. It has no memory.
+    """A parameter without memory in the form of p that a running block sees: whole, or this rank's experts.
 
-    by_fsdp: of experts, whether FSDP2 gathers them; None: it is none of theirs.
+    by_fsdp: for a parameter of experts, whether FSDP2 gathers it; None for other parameters.
     """
     shape = list(p.shape)
     if by_fsdp is not None:
@@ -140,7 +141,7 @@ def stand_in(p: nn.Parameter, mesh: Mesh, dtype: torch.dtype, by_fsdp: bool | No
 
 @contextmanager
 def given_experts(block: Block, tokens: int, replay: bool) -> Iterator[None]:
-    """Inside, the block's MoE layer is given experts, if this is asked for."""
+    """In this context, the block's MoE layer is given experts, if `replay` is True."""
     layers = layers_of(block) if replay else []
     slots = (moe.router.cfg.slots for moe in layers)
     give(layers, [torch.zeros(tokens, K, dtype=torch.int32) for K in slots])

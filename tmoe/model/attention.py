@@ -16,9 +16,10 @@ from tmoe.model.spread import ALONE
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(C)) v over earlier tokens.
 
-    G key/value heads serve H query heads (Ainslie et al. 2023). Values may have other channels than keys.
-    window: how many tokens one sees, itself among them; 0: itself and all before it. `sinks`: see attend.
-    With `attention_gate` each channel of the result is multiplied by a sigmoid of the input's product.
+    G key/value heads serve H query heads (Ainslie et al. 2023). Values may have another number of channels
+    than keys. window: the number of tokens that a token attends to, itself included; 0: itself and all
+    earlier tokens. `sinks`: see attend. With `attention_gate` each channel of the result is multiplied by the
+    sigmoid of a projection of the input.
     """
 
     def __init__(self, cfg: ModelConfig, window: int = 0):
@@ -28,7 +29,7 @@ class Attention(nn.Module):
         self.spread = ALONE  # model/parallelize.py: how tp and cp divide the work
         self.key_heads = cfg.kv_heads_in(window)
         H, G, C, V = cfg.heads, self.key_heads, cfg.head_dim, cfg.value_dim
-        # rows: queries, keys, values, and gates of the queries' heads; one product
+        # rows: queries, keys, values, and gates of the query heads, in one product
         self.qkv = nn.Linear(cfg.dim, (H + G) * C + (G + H * cfg.attention_gate) * V, cfg.qkv_bias)
         self.o = nn.Linear(H * V, cfg.dim, cfg.o_bias)
         self.sinks = nn.Parameter(torch.empty(H)) if cfg.sinks_in(window) else None
@@ -40,15 +41,15 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
         """y [B, s, D] for the s tokens of this rank: all S of the sequence, unless tp or cp divide them.
 
-        cos_SC, sin_SC: rope_table's, of the tokens that tp gathers. mask: make_mask's; None for plain causal
-        attention.
+        cos_SC, sin_SC: from rope_table, for the tokens that tp gathers.
+        mask: from make_mask; None for plain causal attention.
         """
         spread, C = self.spread, self.cfg.head_dim
         q, k, v, gate = self.project(x_BSD, cos_SC, sin_SC)
-        if spread.by_keys:  # together: one exchange
+        if spread.by_keys:  # k and v together, in one exchange
             k, v = spread.gather_keys(torch.cat([k, v], -1)).split([C, self.cfg.value_dim], -1)
         q, k, v = spread.to_heads(q, k, v)
-        window = 0 if spread.by_keys else self.window  # which the mask holds, for queries that are not all
+        window = 0 if spread.by_keys else self.window  # with by_keys the mask includes the window
         sinks_H = spread.of_heads(self.sinks)
         y = attend(q, k, v, mask, self.cfg.attention_multiplier, window, sinks_H)
         return spread.output(self.o, gated(spread.from_heads(y), gate).flatten(-2))
@@ -56,7 +57,7 @@ class Attention(nn.Module):
     def project(
         self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys [B, S, heads, C], normed and rotated, values, gates, of this rank's heads."""
+        """Queries, keys [B, S, heads, C], normed and rotated; values and gates; all for this rank's heads."""
         cfg, spread, C, V = self.cfg, self.spread, self.cfg.head_dim, self.cfg.value_dim
         H, G = cfg.heads, self.key_heads
         heads, key_heads = spread.heads(H), spread.key_heads(G)
@@ -65,7 +66,7 @@ class Attention(nn.Module):
             (H * C, key_heads, C),
             ((H + G) * C, key_heads, V),
             *([((H + G) * C + G * V, heads, V)] if cfg.attention_gate else []),
-        ]  # queries, keys, values, gates in qkv's rows: the first row, this rank's heads, rows of a head
+        ]  # for queries, keys, values and gates: first row in qkv's weight, this rank's heads, rows per head
         rows = [slice(first + own.start * n, first + own.stop * n) for first, own, n in spans]
         qkv = spread.project(self.qkv, x_BSD, rows)
         q, k, v, *gates = qkv.split([part.stop - part.start for part in rows], -1)
@@ -88,5 +89,5 @@ class Attention(nn.Module):
 
 
 def gated(y_BSHC: Tensor, gate_BSHC: Tensor | None) -> Tensor:
-    """Attention's result times sigmoid(gate), where there is one."""
+    """Attention's result times sigmoid(gate), if there is a gate."""
     return y_BSHC if gate_BSHC is None else y_BSHC * gate_BSHC.sigmoid()

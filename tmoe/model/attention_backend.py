@@ -1,4 +1,4 @@
-"""Softmax attention over earlier tokens of the same document: the mask, and the fastest kernel that takes it.
+"""Softmax attention over earlier tokens of the same document: masks, and the fastest kernel for each.
 
 next: moe/layer.py
 """
@@ -25,24 +25,25 @@ choice = take("torch._fused_sdp_choice", _PADDED)
 
 
 class InOrder(NamedTuple):
-    """A mask whose blocks are to be gone through in flex attention's order on a CPU."""
+    """A mask whose blocks are processed in flex attention's order on a CPU."""
 
     mask: BlockMask
 
 
-Mask = Tensor | BlockMask | InOrder | None  # what `attend` takes, see make_mask
+Mask = Tensor | BlockMask | InOrder | None  # the mask argument of `attend`, see make_mask
 
-# Flex attention's kernels. Below 128 tokens torch would take one for decoding, which does not compile where
-# S * H / G, rounded up to a power of two, is above the mask's 128: KERNEL names the other.
-# torch chooses tiles by queries' width and type alone. `tiles` takes smaller ones where they need more shared
+# Flex attention's kernels. Below 128 tokens torch would use its decoding kernel, which does not compile where
+# S * H / G, rounded up to a power of two, is above the mask's 128: KERNEL selects the other kernel. torch
+# chooses tiles by queries' width and type alone. `tiles` uses smaller tiles where torch's need more shared
 # memory than an H200 has (fp32 144: 280 KB of 227; 16 bits 288: 256; values wider than queries) or an A100
-# (fp32 72 to 127, for which torch takes larger ones than for 128: 177 of 163).
+# has (fp32 72 to 127, for which torch uses larger tiles than for 128: 177 of 163).
 KERNEL: Any = {"BACKEND": "TRITON"}
 SMALL: Any = KERNEL | {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
 BACKWARD: Any = {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
 SMALLER: Any = KERNEL | {"fwd_BLOCK_M": 16, "fwd_BLOCK_N": 16, "fwd_num_stages": 2}
-# Latent attention's 192 and 128 in 16 bits on an H200, forward and backward: 1.10 and 3.73 ms; with torch's
-# tiles 1.37 and 6.43. For heads of 64 and of 128 nothing tried was more than 6% faster than torch's.
+# Latent attention's heads of 192 and 128 channels in 16 bits on an H200, forward and backward: 1.10 and 3.73
+# ms; with torch's tiles 1.37 and 6.43. For heads of 64 and of 128 no tiles that were tried were more than 6%
+# faster than torch's.
 LATENT: Any = KERNEL | {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_stages": 3, "fwd_num_warps": 8}
 LATENT |= {
     "bwd_BLOCK_M1": 64,
@@ -52,12 +53,13 @@ LATENT |= {
     "bwd_num_stages": 2,
     "bwd_num_warps": 8,
 }
-BLOCK = 128  # tokens a side of a mask's blocks
-NARROWEST = 16  # channels of a head that flex attention takes
-# How blocks are compiled. Without this, inductor lengthens strides above 1024 to multiples of 128 bytes. In
-# torch 2.11, beside a pad, a view may then be read with the longer strides of a buffer that was written with
-# the shorter, in silence (pytorch issue 194281; docs/decisions/020-no-comprehensive-padding.md). On an H200
-# heads of 8 padded to 16 in fp32 had gradients of queries and keys up to 5000 times their size at S=127.
+BLOCK = 128  # tokens per side of a mask's blocks
+NARROWEST = 16  # fewest channels of a head that flex attention supports
+# How blocks are compiled. Without this option, inductor lengthens strides above 1024 to multiples of 128
+# bytes. In torch 2.11, if a graph has a pad, a view may then be read with the longer strides of a buffer that
+# was written with the shorter strides, without an error (pytorch issue 194281;
+# docs/decisions/020-no-comprehensive-padding.md). On an H200, heads of 8 padded to 16 in fp32 had gradients
+# of queries and keys up to 5000 times too large at S=127.
 COMPILE: Any = dict(dynamic=False, options={"comprehensive_padding": False})
 
 
@@ -65,21 +67,21 @@ COMPILE: Any = dict(dynamic=False, options={"comprehensive_padding": False})
 def _compiled(fn: Any, *sizes: Any) -> Callable:
     """A compiled copy of fn for each size and mode.
 
-    Dynamo compiles a function for eight kinds of calls and runs it eager for the ninth, in which flex
-    attention holds all of [B, H, S, S] in fp32. Of one size and mode there are six at most: two windows, and
-    documents of two types or none.
+    Dynamo compiles a function for eight kinds of calls. For the ninth it runs the function eager, and flex
+    attention then holds all of [B, H, S, S] in fp32. For one size and mode there are at most six kinds: two
+    windows, and documents of two types or none.
     """
     copy = FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
-    return torch.compile(copy, **COMPILE)  # at first use: importing its compiler takes two seconds
+    return torch.compile(copy, **COMPILE)  # at first use: importing the compiler takes two seconds
 
 
 def fused(fn: Callable, *sizes: Any) -> Callable:
-    """fn for flex attention's use: in eager blocks compiled by itself, for calls of these sizes in this mode.
+    """fn for flex attention: in eager blocks it is compiled separately, for these sizes and this mode.
 
-    A compiled block takes fn itself into its graph.
+    In a compiled block fn itself becomes part of the graph.
     """
-    # before the mode is asked for: torch 2.11's Dynamo cannot trace that question
+    # before the mode is read: torch 2.11's Dynamo cannot trace that call
     if torch.compiler.is_compiling():
         return fn
     return _compiled(fn, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *sizes)
@@ -87,7 +89,7 @@ def fused(fn: Callable, *sizes: Any) -> Callable:
 
 @torch.compiler.assume_constant_result
 def on_hopper() -> bool:
-    """Whether the current GPU is an H100, H200 or another of their kind."""
+    """Whether the current GPU is an H100, H200 or another GPU of compute capability 9.0."""
     return (
         torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
     )
@@ -95,11 +97,11 @@ def on_hopper() -> bool:
 
 @functools.cache
 def _cudnn(width: int, values: int, dtype: torch.dtype, *settings: Any) -> bool:
-    """`unequal`'s answer, kept for each of torch's settings that it depends on."""
+    """The result of `unequal`, cached for each combination of torch's settings that it depends on."""
     if no_dispatch is None or no_transforms is None or choice is None:
         return False
-    # What a tracer or a transform would make is no memory. It is asked for training, whatever the first call
-    # is for.
+    # Tensors of a tracer or a transform have no memory. torch is asked for the kernel of training, whatever
+    # the first call is for.
     with no_dispatch(), no_transforms(), torch.inference_mode(False):
         shapes = [(1, 1, BLOCK, n) for n in (width, width, values)]
         q, k, v = (torch.empty(s, dtype=dtype, device="cuda", requires_grad=True) for s in shapes)
@@ -108,11 +110,11 @@ def _cudnn(width: int, values: int, dtype: torch.dtype, *settings: Any) -> bool:
 
 @torch.compiler.assume_constant_result
 def unequal(width: int, values: int, dtype: torch.dtype) -> bool:
-    """Whether torch takes cuDNN's kernels for queries and values of these two widths.
+    """Whether torch uses cuDNN's kernels for queries and values of these two widths.
 
-    It is asked for one head of 128 tokens. (H200, 192 and 128: 2.70 ms, and 4.13 for both of 192.)
+    torch is asked for one head of 128 tokens. (H200, 192 and 128: 2.70 ms, and 4.13 for both of 192.)
     """
-    if not torch.cuda.is_available():  # a tensor on a GPU that is not there: a tracer's
+    if not torch.cuda.is_available():  # a tracer's tensor on a GPU that does not exist
         return False
     settings = (
         torch.backends.cuda.cudnn_sdp_enabled(),
@@ -123,7 +125,7 @@ def unequal(width: int, values: int, dtype: torch.dtype) -> bool:
 
 
 def tiles(dtype: torch.dtype, width: int, values: int, hopper: bool) -> Any:
-    """What flex attention is told of its kernel for heads of so many channels."""
+    """Options of flex attention's kernel for heads with these numbers of channels."""
     wide = max(width, values)
     if hopper and dtype.itemsize == 2 and values <= 128 < width < 256:
         return LATENT
@@ -144,15 +146,15 @@ def make_mask(
     queries_Q: Tensor | None = None,
     in_blocks: bool = False,
 ) -> Mask:
-    """What `attend` takes as mask for a layer of this window (0: none).
+    """The mask argument of `attend` for a layer of this window (0: no window).
 
-    With documents_BS, tokens attend inside their document only.
-    width: channels of a head's queries or values, whichever are fewer; flex attention takes 16 and more.
-    sinks: whether the layer has them. On a GPU only flex attention and masked kernels take them (64 heads of
-        64, 4 x 4096 tokens, H200: 7.4 and 28.3 ms forward and backward).
-    queries_Q: positions of the queries among the S keys, where these are not all; the mask then holds the
-        window as well. None: all.
-    in_blocks: blocks of 128 in flex attention's order whatever else would be faster, on a CPU too.
+    With documents_BS, tokens attend only within their document.
+    width: channels of a head's queries or values, whichever are fewer; flex attention supports 16 and more.
+    sinks: whether the layer has sinks. On a GPU only flex attention and masked kernels support them (64 heads
+        of 64, 4 x 4096 tokens, H200: 7.4 and 28.3 ms forward and backward).
+    queries_Q: positions of the queries among the S keys, if there are fewer queries than keys; the mask then
+        includes the window. None: all positions.
+    in_blocks: use blocks of 128 in flex attention's order even if another kernel is faster, on a CPU too.
     """
     if in_blocks:
         blocks = block_mask(documents_BS, window, S, device, queries_Q)
@@ -172,17 +174,17 @@ def block_mask(
     device: torch.device,
     queries_Q: Tensor | None = None,
 ) -> BlockMask:
-    """Which blocks of 128 x 128 hold anything to see.
+    """Which blocks of 128 x 128 contain a visible pair.
 
-    queries_Q: as make_mask's; rows of the mask are then these queries.
-    Their number changes with the documents, but no shape does, so nothing recompiles.
-    On an H200 with S=4096 and C=128 it has 73% of the speed of cuDNN's plain causal kernel, and three times
-    that of its masked one. FlashAttention 2 with sequences of variable length is level at 16 documents and
-    three times as slow with room for 1024. torch's create_block_mask is not used: it looks at all S x S
-    pairs, for which it wants a compiler. With it gpt-oss's first step came after 94 s, without it after 46.
+    queries_Q: as in make_mask; the rows of the mask are then these queries. The number of these blocks
+    changes with the documents, but no shape does, so nothing recompiles. On an H200 with S=4096 and C=128 it
+    has 73% of the speed of cuDNN's plain causal kernel, and three times that of its masked one.
+    FlashAttention 2 with sequences of variable length is equally fast at 16 documents, and three times as
+    slow with room for 1024. torch's create_block_mask is not used: it evaluates all S x S pairs, and needs a
+    compiler for that. With it gpt-oss's first step finished after 94 s, without it after 46.
     """
     reach = window if 0 < window < S else S
-    # of queries: their positions, and the documents that they are in
+    # positions of the queries, and their documents
     at_Q = torch.arange(S, device=device) if queries_Q is None else queries_Q
     rows = at_Q.shape[0]
     documents_BQ = documents_BS
@@ -196,7 +198,7 @@ def block_mask(
             return seen
         return seen & (documents_BQ[b, q] == documents_BS[b, j])
 
-    # Extreme positions of each block of queries and of keys; a block beyond the end has more than are there.
+    # Extreme positions of each block of queries and of keys; a block at the end may exceed the sequence.
     first_q, last_q = (edge[0][:, None] for edge in _extremes(at_Q[None]))
     full_q = torch.arange(BLOCK, rows + BLOCK, BLOCK, device=device)[:, None] <= rows
     first_k = torch.arange(0, S, BLOCK, device=device)
@@ -207,8 +209,8 @@ def block_mask(
     if documents_BS is not None and documents_BQ is not None:
         low_q, high_q = (edge[:, None, :, None] for edge in _extremes(documents_BQ))
         low_k, high_k = (edge[:, None, None] for edge in _extremes(documents_BS))
-        # A pair of one document may be there only if the two blocks' ids overlap. Where ids come again, or do
-        # not rise, there need not be one.
+        # Two blocks can have a pair of the same document only if their ranges of ids overlap. If ids recur or
+        # are not sorted, overlapping ranges do not imply such a pair.
         some = some & (low_q <= high_k) & (low_k <= high_q)
         whole = whole & (low_q == high_k) & (low_k == high_q)
     part = some & ~whole
@@ -218,7 +220,7 @@ def block_mask(
 
 
 def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest id of each block, [B, blocks]."""
+    """The lowest and the highest id of each block, each [B, blocks]."""
     short = -documents_BS.shape[1] % BLOCK
     filled_BS = torch.cat([documents_BS, documents_BS[:, -1:].expand(-1, short)], 1)
     blocks = rearrange(filled_BS, "b (block token) -> b block token", token=BLOCK)
@@ -226,10 +228,10 @@ def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are marked, and all of a row's blocks, those that are marked first.
+    """The number of marked blocks of each row, and all blocks of a row with the marked blocks first.
 
-    Contiguous, as flex attention's kernels read them whatever their strides say: a transposed order gives
-    other keys' gradients, in silence.
+    Contiguous, because flex attention's kernels ignore strides: a transposed order gives wrong gradients of
+    keys, without an error.
     """
     blocks = blocks.contiguous()
     order = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
@@ -237,13 +239,13 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def document_mask(documents_BS: Tensor) -> Tensor:
-    """[B, 1, S, S] bool, True where a query may look: earlier or itself, in its own document."""
+    """[B, 1, S, S] bool, True where a query may attend: to itself and earlier tokens of its document."""
     same = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same.tril()[:, None]
 
 
 def position_mask(documents_BS: Tensor | None, window: int, S: int, queries_Q: Tensor) -> Tensor:
-    """[B or 1, 1, Q, S] bool, True where the query at a position may look; window 0: at all before it."""
+    """[B or 1, 1, Q, S] bool, True where the query at a position may attend; window 0: to all before it."""
     i = queries_Q[:, None]
     j = torch.arange(S, device=queries_Q.device)
     seen = (i >= j) & (i - j < window) if 0 < window < S else i >= j
@@ -254,7 +256,7 @@ def position_mask(documents_BS: Tensor | None, window: int, S: int, queries_Q: T
 
 
 def window_mask(S: int, window: int, device: torch.device) -> Tensor:
-    """[S, S] bool, True where a query may look: itself or one of the window - 1 tokens before it.
+    """[S, S] bool, True where a query may attend: to itself or one of the window - 1 tokens before it.
 
     (Beltagy et al. 2020)
     """
@@ -274,11 +276,11 @@ def attend(
 
     G key/value heads serve H query heads (Ainslie et al. 2023).
 
-    mask: None for plain causal attention, else document_mask's, or make_mask's for this window.
-    scale: None gives 1/sqrt(C).
+    mask: None for plain causal attention, else from document_mask, or from make_mask for this window.
+    scale: None: 1/sqrt(C).
     window: see window_mask; 0: none.
-    sinks_H: a logit for each query head that every token's softmax runs over as well, and whose value is
-        zero, so that a head can attend to nothing (gpt-oss, OpenAI 2025; Xiao et al. 2023).
+    sinks_H: a logit for each query head that is part of every token's softmax and whose value is zero, so
+        that a head can attend to nothing (gpt-oss, OpenAI 2025; Xiao et al. 2023).
     """
     S, H, C = q_BSHC.shape[1:]
     if isinstance(mask, InOrder):
@@ -300,11 +302,11 @@ def attend(
     width = v_BSGC.shape[-1]
     gpu = q_BSHC.is_cuda
     if width < C and not (gpu and (mask is not None or (G == H and unequal(C, width, q_BSHC.dtype)))):
-        # latent attention, sinks: flash kernels want one width, and without them [B, H, S, S] is kept
+        # latent attention, sinks: flash kernels need equal widths, and without them [B, H, S, S] is kept
         # (CPU: 2.5 times as slow)
         v_BSGC = add_zeros(v_BSGC, C - width, -1)
     if mask is not None and gpu:
-        # with a mask only the unfused backend takes grouped heads: [B, H, S, S]
+        # with a mask only the unfused backend supports grouped heads: [B, H, S, S]
         k_BSGC, v_BSGC = (t.repeat_interleave(H // G, 2) for t in (k_BSGC, v_BSGC))
     y_BHSC = F.scaled_dot_product_attention(
         q_BSHC.transpose(1, 2),
@@ -321,7 +323,7 @@ def attend(
 def attend_in_blocks(
     q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: BlockMask, scale: float, sinks_H: Tensor | None
 ) -> Tensor:
-    """`attend` through torch's flex attention, which skips blocks without anything to see.
+    """`attend` through torch's flex attention, which skips blocks without visible pairs.
 
     (Dong et al. 2024)
     """
@@ -333,7 +335,7 @@ def attend_in_blocks(
     out: Any = fused(flex_attention, *sizes)(q, k, v, block_mask=mask, **how)
     if sinks_H is None:
         y = out
-    else:  # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that is left for tokens
+    else:  # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax left for tokens
         y, lse = out[0], out[1].lse
         y = y * (lse - sinks_H[:, None]).sigmoid().unsqueeze(-1).to(y.dtype)
     return y.transpose(1, 2)
@@ -344,10 +346,9 @@ def add_sinks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Adds a key whose product with every query of head h is sinks_H[h] and whose value is zero.
 
-    Any kernel then computes sinks. Returns q, k, v and the mask.
-    The H/G query heads of a key head differ in their sink, so heads grow by H/G channels (rounded up to 8,
-    which fused kernels ask for): a query has a one in its head's channel, other keys have zeros, the new key
-    has the sinks.
+    Any kernel then computes sinks. Returns q, k, v and the mask. The H/G query heads of a key head have
+    different sinks. Therefore heads grow by H/G channels (rounded up to 8, which fused kernels require): a
+    query has a one in its head's channel, the old keys have zeros, and the new key has the sinks.
     """
     B, S, H, C = q_BSHC.shape
     G = k_BSGC.shape[2]
@@ -363,10 +364,10 @@ def add_sinks(
 
 
 def add_zeros(t: Tensor, n: int, dim: int) -> Tensor:
-    """t and n more zeros along dim.
+    """t with n more zeros along dim.
 
-    It is no pad: a pad's gradient is a pad by less than nothing, which inductor may get wrong in silence
-    where a norm stands before it (pytorch issue 195582).
+    This is not F.pad: the gradient of a pad is a pad by a negative amount, which inductor may compute
+    wrongly, without an error, if a norm precedes it (pytorch issue 195582).
     """
     shape = list(t.shape)
     shape[dim] = n
@@ -374,9 +375,9 @@ def add_zeros(t: Tensor, n: int, dim: int) -> Tensor:
 
 
 def plain_in_blocks(q_BHSC: Tensor, k_BGNC: Tensor, v_BGNC: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Flex attention's order on a CPU, where torch's own takes whole rows: [B, H, S, C].
+    """Attention in flex attention's order on a CPU, where torch's kernel processes whole rows: [B, H, S, C].
 
-    A row's bits depend on its document alone, as ops/decode/in_blocks.py has them too.
+    The bits of a row depend on its document alone, as in ops/decode/in_blocks.py.
     """
     B, H, S, _ = q_BHSC.shape
     short_q, short_k = -S % BLOCK, -k_BGNC.shape[2] % BLOCK

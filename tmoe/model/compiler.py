@@ -1,4 +1,4 @@
-"""torch.compile's own compiler, which can be told to compile graphs and not to run them.
+"""torch.compile's compiler, with a switch to compile graphs without running them.
 
 next: model/ahead.py
 """
@@ -19,11 +19,11 @@ _Inductor: Any = take("torch._TorchCompileInductorWrapper", WITHOUT)
 
 
 class NotRun(Exception):
-    """A graph was compiled, and not run."""
+    """Raised instead of running a graph: the graph was compiled, and not run."""
 
 
 class Compiler:
-    """A backend of torch.compile: graphs run as inductor makes them, but for those of `only_compiling`."""
+    """A backend of torch.compile: inductor's graphs run, except inside `only_compiling`."""
 
     def __init__(self) -> None:
         self.inductor = _Inductor(None, COMPILE["options"], COMPILE["dynamic"])
@@ -41,8 +41,8 @@ class Compiler:
 
     @contextmanager
     def only_compiling(self) -> Iterator[None]:
-        """Inside, what is called is compiled, forward and backward, and raises NotRun where it would run."""
-        # else torch compiles a backward when it first runs, but for graphs with sizes that only a run knows
+        """In this context, calls compile forward and backward, and raise NotRun instead of running."""
+        # by default torch compiles a backward when it first runs, unless sizes are known only at run time
         name = "force_non_lazy_backward_lowering"
         known = find(f"torch._functorch.config.{name}") is not None
         self.runs = False

@@ -15,13 +15,13 @@ Shape = tuple[int, ...]
 
 
 class Counts(NamedTuple):
-    """Numbers of parameters: all, those one token passes through, and those of them that multiply."""
+    """Numbers of parameters: all, those that one token uses, and those of them that multiply."""
 
     total: int
     active: int
-    """K experts of a layer instead of E; everything else whole, both embedding and head"""
+    """with K experts of a layer instead of E; all other parameters, embedding and head included"""
     active_flops: int
-    """active without the input embedding (a look-up), with the output head (tied or not)"""
+    """active without the input embedding (a look-up), but with the output head (tied or not)"""
 
 
 def attention_shapes(model: ModelConfig, layer: int) -> list[Shape]:
@@ -55,7 +55,7 @@ def v_width(model: ModelConfig) -> int:
 
 
 def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shape]]:
-    """Shapes of one block's parameters: (dense, experts); only the experts are spread over ep."""
+    """Shapes of one block's parameters: (dense, experts); only the experts are sharded over ep."""
     D = model.dim
     moe = model.moe
     dense = [(D,)] * sum(model.norms_of(layer)) + attention_shapes(model, layer)
@@ -85,7 +85,7 @@ def root_shapes(model: ModelConfig) -> list[Shape]:
 
 
 def numel(shapes: list[Shape]) -> int:
-    """Elements of all of them."""
+    """Number of elements of all these shapes."""
     return sum(prod(shape) for shape in shapes)
 
 
@@ -105,15 +105,16 @@ def flops_per_token(model: ModelConfig, seq: int) -> float:
 
     Without windows: 6*active_flops + 6*layers*H*C*S.
 
-    Parameters: one that multiplies costs one multiply-add, 2 FLOPs, in the forward, and twice that in the
-        backward (the gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1).
-    Attention: it has no parameters. q.k and the sum over v are 2*C FLOPs a head and visible position each, so
-        4*H*C*S over a whole sequence. A causal token sees S/2 positions on average: 2*H*C*S forward, times 3
-        with the backward: 6*H*C*S a layer. A window of W < S lets it see W - W^2/(2S): the first W tokens
-        W/2, the others W. Latent attention's C is the mean of its query and value widths.
+    Parameters: a parameter that multiplies costs one multiply-add, 2 FLOPs, in the forward, and twice that in
+        the backward (the gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1).
+    Attention: it has no parameters. q.k and the sum over v are 2*C FLOPs each per head and visible position,
+        so 4*H*C*S over a whole sequence. A causal token sees S/2 positions on average: 2*H*C*S forward, times
+        3 with the backward: 6*H*C*S a layer. With a window of W < S it sees W - W^2/(2S) on average: the
+        first W tokens see W/2, all later tokens W. Latent attention's C is the mean of its query and value
+        widths.
 
-    Recomputation (flash attention's backward, activation checkpointing) is not counted, and document borders
-    do not lower the count.
+    Recomputation (flash attention's backward, activation checkpointing) is not counted. Document borders do
+    not lower the count.
     """
     windows = [min(model.window_of(layer) or seq, seq) for layer in range(model.layers)]
     visible = sum(W - W * W / (2 * seq) for W in windows)
@@ -122,19 +123,19 @@ def flops_per_token(model: ModelConfig, seq: int) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by `torch.cuda.get_device_name()`; None where it is unknown.
+    """Dense bf16 FLOP/s of a GPU by `torch.cuda.get_device_name()`; None if it is unknown.
 
-    It is known of H100 and H200 as SXM module (NVIDIA's data sheet prints 1979 TFLOP/s with sparsity). Their
-    PCIe and NVL cards are clocked lower and a MIG slice has fewer units: an MFU against this number would be
-    wrong, so there is none.
+    It is known for H100 and H200 as SXM modules (NVIDIA's data sheet prints 1979 TFLOP/s with sparsity).
+    Their PCIe and NVL cards have lower clocks and a MIG slice has fewer units: an MFU computed with this
+    number would be wrong, so the function returns None for them.
     """
     sxm = re.search(r"\bG?H[12]00\b", device_name) and not re.search(r"PCIe|NVL|MIG", device_name)
     return 989.4e12 if sxm else None
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B), 0 to 1; None where the peak is unknown.
+    """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B), 0 to 1; None if the peak is unknown.
 
-    tokens_per_s, peak: those of one GPU.
+    tokens_per_s, peak: values of one GPU.
     """
     return flops_per_token * tokens_per_s / peak if peak else None

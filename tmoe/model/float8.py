@@ -1,8 +1,8 @@
-"""Dense layers and shared experts whose products are float8's, by torchao (--train.float8).
+"""Converts dense layers and shared experts to float8 products, by torchao (--train.float8).
 
 A converted layer casts its input, its weight and the gradient of its result to float8 e4m3 in each product,
-with a scale a row that is a power of two ("rowwise"). Parameters keep their names, types and places: masters,
-optimizer, checkpoints and exports do not know of it.
+with one scale per row that is a power of two ("rowwise"). Parameters keep their names, types and layout:
+master weights, optimizer, checkpoints and exports do not change.
 
 next: model/parallelize.py
 """
@@ -37,11 +37,11 @@ class Layers(NamedTuple):
 
     converted: list[str]
     left: list[str]
-    """too narrow, or of a width that float8 products do not take"""
+    """too narrow, or of a width that float8 products do not support"""
 
 
 def layers_in(model: ModelConfig) -> Layers:
-    """The layers that float8 converts and leaves, in the order of the model."""
+    """The layers that float8 converts, and the layers that it does not convert, in the order of the model."""
     found = Layers([], [])
     for name, shape in model_shapes(model).items():
         if WEIGHTS.fullmatch(name):
@@ -50,7 +50,7 @@ def layers_in(model: ModelConfig) -> Layers:
 
 
 def require_layers(cfg: Config) -> None:
-    """ConfigError where --train.float8 would convert no layer of the model."""
+    """ConfigError if --train.float8 would convert no layer of the model."""
     if cfg.train.float8 == "none" or layers_in(cfg.model).converted:
         return
     none = "no dense layer or shared expert of this model has two widths"
@@ -59,7 +59,7 @@ def require_layers(cfg: Config) -> None:
 
 
 def describe(cfg: Config) -> str:
-    """A line: how many layers multiply in float8, and which are left out. "" without --train.float8."""
+    """A line: how many layers multiply in float8, and which do not. "" without --train.float8."""
     if cfg.train.float8 == "none":
         return ""
     converted, left = layers_in(cfg.model)
@@ -72,9 +72,9 @@ def describe(cfg: Config) -> str:
 
 
 def require_device(cfg: Config, device: torch.device) -> None:
-    """ConfigError where --train.float8 cannot run here: no torchao, or a GPU without float8 products.
+    """ConfigError if --train.float8 cannot run here: torchao is missing, or the GPU has no float8 products.
 
-    A CPU computes the same products without gain in time.
+    A CPU computes the same products, but not faster.
     """
     if cfg.train.float8 == "none":
         return
@@ -85,7 +85,7 @@ def require_device(cfg: Config, device: torch.device) -> None:
 
 
 def require_gpu(cfg: Config) -> None:
-    """ConfigError where the GPU of a dry run has no float8 products."""
+    """ConfigError if the GPU of a dry run has no float8 products."""
     fits = cfg.train.float8 == "none" or cfg.gpu is None or GPUS[cfg.gpu].float8
     wrong = f"has no float8 products, for {Setting('train.float8', cfg.train.float8)}"
     valid = f"{', '.join(name for name, one in GPUS.items() if one.float8)}, {NONE}"
@@ -105,10 +105,10 @@ def lacking(device: torch.device) -> str:
 
 
 def load_torchao(float8: str) -> Any:
-    """torchao.float8. ConfigError where torchao is missing, or cannot be imported with this torch."""
+    """torchao.float8. ConfigError if torchao is missing, or cannot be imported with this torch."""
     require_torchao(float8)
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it reports kernels of its wheel for other GPUs, one a line
+    logging.disable(logging.WARNING)  # torchao logs a line for each kernel built for other GPUs
     try:
         import torchao.float8  # pyrefly: ignore[missing-import] (an extra)
     except Exception as error:
@@ -123,9 +123,9 @@ def load_torchao(float8: str) -> Any:
 def apply_float8(model: nn.Module, float8: Literal["none", "rowwise"]) -> None:
     """Converts the layers of a Transformer, or of a part of one, in place; "none" converts nothing.
 
-    Call it before `apply_ep`, which reads whether shared experts are plain, and before anything compiles.
-    A layer that is no plain nn.Linear (an adapter, a parametrization) or has hooks stays as it is.
-    Raises ConfigError where torchao is missing.
+    Call it before `apply_ep`, which reads whether shared experts are plain, and before any compilation. A
+    layer that is not a plain nn.Linear (an adapter, a parametrization) or has hooks is not converted. Raises
+    ConfigError if torchao is missing.
     """
     if float8 == "none":
         return
@@ -143,17 +143,17 @@ def _is_converted(module: nn.Module, name: str) -> bool:
 
 
 def float8_layers(model: nn.Module) -> list[nn.Linear]:
-    """The converted layers of a model. It has none where torchao was never imported."""
+    """The converted layers of a model; an empty list if torchao was never imported."""
     kind = getattr(sys.modules.get("torchao.float8.float8_linear"), "Float8Linear", None)
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 @contextmanager
 def in_compute_type(model: nn.Module) -> Iterator[None]:
-    """Inside, converted layers multiply as nn.Linear does, in the type of their weights: for rollouts.
+    """In this context, converted layers multiply in the type of their weights, for rollouts.
 
-    A step of decoding has few rows, so casts of whole weights would cost more than its products.
-    Blocks that are compiled keep their float8 products.
+    A step of decoding has few rows, so casts of whole weights would cost more than the float8 products save.
+    Compiled blocks keep their float8 products.
     """
     layers = [layer for layer in float8_layers(model) if "forward" not in vars(layer)]  # calls may be nested
     for layer in layers:

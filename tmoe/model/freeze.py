@@ -1,4 +1,4 @@
-"""Parameters that are not trained: chosen by a pattern over their names.
+"""Parameters that are not trained: chosen by a regular expression over their names.
 
 next: model/parallelize.py
 """
@@ -18,11 +18,11 @@ from tmoe.model.transformer import Transformer
 
 
 def freeze(model: nn.Module, pattern: str | None, dtype: Literal["bf16", "fp32"] = "fp32") -> list[str]:
-    """Freezes every parameter in whose name `pattern` (a regular expression) is found; returns their names.
+    """Freezes every parameter whose name contains a match of `pattern` (a regex); returns their names.
 
-    A frozen parameter has no gradient, no optimizer state, and is held in `dtype`: that of the products, so
-    that no master copy lies beside it. A router that is frozen does not move its choice bias either. Call it
-    before `parallelize`. pattern None freezes nothing.
+    A frozen parameter has no gradient and no optimizer state. It is held in `dtype`, the dtype of the
+    products, so that no master copy is needed. The choice bias of a frozen router does not move either. Call
+    this function before `parallelize`. pattern None freezes nothing.
     """
     frozen = matching(pattern, (name for name, _ in model.named_parameters())) if pattern else []
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -34,12 +34,12 @@ def freeze(model: nn.Module, pattern: str | None, dtype: Literal["bf16", "fp32"]
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that the pattern is found in."""
+    """The names in which the pattern is found."""
     return [name for name in names if re.search(pattern, name)]
 
 
 def require_matches(cfg: Config) -> None:
-    """ConfigError where a pattern of --optim.freeze or .lr-factors is in no name, or freezes everything."""
+    """ConfigError if a pattern of --optim.freeze or .lr-factors matches no name, or freezes everything."""
     patterns = {"freeze": [cfg.optim.freeze] if cfg.optim.freeze else []}
     patterns["lr_factors"] = [pattern for pattern, _ in cfg.optim.factors]
     if not any(patterns.values()):

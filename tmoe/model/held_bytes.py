@@ -1,7 +1,8 @@
 """Bytes that attention and the loss hold on a rank, in closed form.
 
-T are the tokens of one rank: under tp and cp a part of each of its sequences. Inside attention a rank has
-more tokens and fewer heads: tp gathers the tokens of its group, cp by keys the keys of whole sequences.
+T is the number of tokens of one rank: under tp and cp a part of each of its sequences. Inside attention a
+rank has more tokens and fewer heads: tp gathers the tokens of its group, cp by keys the keys of whole
+sequences.
 
 next: tmoe/plan/block_memory.py
 """
@@ -16,11 +17,11 @@ from tmoe.model.loss import chunk_rows
 from tmoe.ops.loss import logprob
 from tmoe.ops.loss.cross_entropy import aligned
 
-VECTORS = 12  # numbers a token: log-prob, entropy, log-sum-exp, their gradients, what a loss takes
+VECTORS = 12  # per token: log-prob, entropy, log-sum-exp, their gradients, inputs of a loss
 
 
 def statistics(cfg: Config, axes: Axes, layer: int) -> int:
-    """Elements in fp32 that attention keeps: logsumexp, and root mean squares of the norms inside it."""
+    """Elements in fp32 that attention keeps: logsumexp, and root mean squares of its inner norms."""
     model, tp = cfg.model, axes.tp
     T = local_tokens(cfg, axes)
     kept = T * model.heads  # 1/tp of the heads for tp times the tokens
@@ -29,7 +30,7 @@ def statistics(cfg: Config, axes: Axes, layer: int) -> int:
     H, G = model.heads // tp, max(1, model.kv_heads_in(model.window_of(layer)) // tp)
     if model.qk_norm in ("head", "rotated"):
         kept += T * tp * (H + G)
-    if model.qk_norm == "full":  # under tp q and k themselves in fp32: mean squares come of all ranks
+    if model.qk_norm == "full":  # under tp q and k in fp32: mean squares are summed over ranks
         kept += T * tp * (2 + ((H + G) * model.head_dim if tp > 1 else 0))
     return kept
 
@@ -37,37 +38,37 @@ def statistics(cfg: Config, axes: Axes, layer: int) -> int:
 def grouped_elements(cfg: Config, axes: Axes, layer: int) -> int:
     """Elements in the compute type that grouped-query attention keeps between its norm and its result.
 
-    The result, operand of the output projection, is among them.
+    They include the result, which is the operand of the output projection.
     """
     model, C, V = cfg.model, cfg.model.head_dim, cfg.model.value_dim
     own, cp = local_tokens(cfg, axes) * axes.tp, axes.cp  # tokens that tp gathers
     window = model.window_of(layer)
     H, G = model.heads // axes.tp, max(1, model.kv_heads_in(window) // axes.tp)  # of this rank
     by_keys = cp > 1 and cfg.parallel.cp_exchange == "keys"
-    # Attention pads v and the result, except in flex attention, and where it calls cuDNN.
+    # Attention pads v and the result, except in flex attention and in calls of cuDNN.
     masked = by_keys or cfg.train.isolate_documents or model.sinks_in(window) or 0 < window < cfg.train.seq
     padded = V < C and not masked
-    read = C if padded else V  # channels of a value, and of a result, as attention has them
+    read = C if padded else V  # channels of a value, and of a result, inside attention
     gate = H * V * model.attention_gate
-    kept = own * (H * V + gate)  # the result, and what it was before a gate multiplied it
+    kept = own * (H * V + gate)  # the result, and the result before the gate
     if axes.tp > 1:
-        kept += ((H + G) * C + G * V + gate) * model.dim  # the rows of qkv's weight, copied together
-    # q, k, v as one product gives them: v is a view into it, unless it travels, is padded or has a factor;
-    # QK-norm reads q and k there. So is the gate, which else is kept alone.
+        kept += ((H + G) * C + G * V + gate) * model.dim  # copy of the rows of qkv's weight
+    # q, k, v as the result of one product: v is a view into it, unless it is sent, padded or has a factor.
+    # QK-norm reads q and k from it. The gate is part of it too; otherwise the gate is kept alone.
     turned = model.qk_norm != "none" or model.rope_of(layer) is not None
     copied = padded or model.value_multiplier != 1.0
     whole = model.qk_norm != "none" or (cp == 1 and not (turned and copied))
     kept += own * ((H + G) * C + G * V + gate if whole else gate)
-    if cp == 1:  # q and k after RoPE and norms; v and the result that are not as they came
+    if cp == 1:  # q and k after RoPE and norms; v and the result if they are copies
         return kept + own * ((H + G) * C * turned + G * read * copied + H * C * padded)
     if by_keys:
         return kept + own * H * C + own * cp * G * (C + V)  # keys and values of all tokens
-    # all tokens of 1/cp of the heads: q, k, v, and the result before it travels home
+    # all tokens of 1/cp of the heads: q, k, v, and the result before it is sent back
     return kept + own * (H + key_copies(H, G, cp) * G) * (C + read)
 
 
 def key_copies(H: int, G: int, cp: int) -> int:
-    """How often cp by heads repeats G key heads so that each rank has those of its query heads."""
+    """How often cp by heads repeats G key heads, so that each rank has the key heads of its query heads."""
     if G % cp == 0:
         return 1
     return cp // G if cp % G == 0 else H // G
@@ -76,7 +77,7 @@ def key_copies(H: int, G: int, cp: int) -> int:
 def latent_elements(cfg: Config, axes: Axes) -> int:
     """Elements in the compute type that latent attention keeps between its norm and its result.
 
-    The result, operand of the output projection, is among them.
+    They include the result, which is the operand of the output projection.
     """
     mla, tp, cp = cfg.model.mla, axes.tp, axes.cp
     T = local_tokens(cfg, axes)
@@ -84,27 +85,27 @@ def latent_elements(cfg: Config, axes: Axes) -> int:
     by_keys = cp > 1 and cfg.parallel.cp_exchange == "keys"
     by_heads = cp > 1 and not by_keys
     H = cfg.model.heads // tp
-    latent = mla.kv_rank + mla.rope_dim  # what keys and values are made of
+    latent = mla.kv_rank + mla.rope_dim  # the inputs of keys and values
     queries, values = H * qk_width(cfg.model), H * v_width(cfg.model)
 
-    # the output of one product, which the latents' norms read; under tp queries are a product of their own
+    # the output of one product, which the latents' norms read; under tp queries are a separate product
     kept = T * ((mla.q_rank or (queries if tp == 1 else 0)) + latent)
-    # latents after their norms, operands of the next products: under tp as they came
+    # latents after their norms, operands of the next products; under tp gathered
     if tp == 1:
         kept += T * (mla.q_rank + (0 if by_keys else mla.kv_rank))
     elif mla.q_rank or not by_keys:
         kept += own * (mla.q_rank + latent)
     if tp > 1 and not mla.q_rank:
-        kept += queries * cfg.model.dim  # the rows of their weight, copied
+        kept += queries * cfg.model.dim  # copy of the rows of their weight
     if by_keys:
         kept += own * cp * latent
-    seen = own * cp if by_keys else own  # tokens whose keys and values are here
-    kept += own * queries + seen * queries  # q and k, joined of their parts with and without position
-    # Attention pads v and the result, except in flex attention, and where it calls cuDNN.
+    seen = own * cp if by_keys else own  # tokens whose keys and values are on this rank
+    kept += own * queries + seen * queries  # q and k, concatenated from their parts
+    # Attention pads v and the result, except in flex attention and in calls of cuDNN.
     narrow = mla.v_dim < qk_width(cfg.model)
     if narrow and not by_keys and not cfg.train.isolate_documents:
         kept += own * 2 * queries
-    elif by_heads:  # v, and the result before it travels home
+    elif by_heads:  # v, and the result before it is sent back
         kept += own * 2 * values
     else:
         # the product of keys and values: v is a view into it
@@ -116,10 +117,10 @@ def loss_bytes(cfg: Config, axes: Axes) -> int:
     """Most bytes that the loss holds at one time, in its forward or in its backward.
 
     Forward: a chunk of logits, which become their gradient; the head's gradient in fp32; a copy of the head
-        where rows are added to it for alignment.
-    Backward: that gradient, and its scaled copy in the compute type.
-    Always: hidden states before and after the final norm, and their gradient. A loss made of log-probs
-        (`ops.token_loss`, `ops.logprobs`) has VECTORS numbers a token as well.
+        if rows are added to it for alignment.
+    Backward: the head's gradient, and its scaled copy in the compute type.
+    Always: hidden states before and after the final norm, and their gradient. A loss computed from log-probs
+        (`ops.token_loss`, `ops.logprobs`) also holds VECTORS numbers per token.
     """
     width = compute_bytes(cfg)
     if not by_log_probs(cfg):
@@ -129,7 +130,7 @@ def loss_bytes(cfg: Config, axes: Axes) -> int:
 
 
 def by_log_probs(cfg: Config) -> bool:
-    """Whether the task's loss is made of log-probs; else it is the fused cross-entropy."""
+    """Whether the task's loss is computed from log-probs; otherwise it is the fused cross-entropy."""
     return cfg.task in ("preference", "grpo") or (cfg.task == "sft" and cfg.sft.dft)
 
 

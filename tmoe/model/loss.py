@@ -1,4 +1,4 @@
-"""Cross-entropy through the output head without ever holding logits of [T, V]; what a loss is to a model."""
+"""Cross-entropy through the output head without ever holding logits of [T, V]; the type of an objective."""
 
 from typing import Any, Protocol
 
@@ -13,39 +13,41 @@ from tmoe.ops.loss.head import add_product, summed_type, times, widened
 from tmoe.ops.register import register
 
 Given = dict[str, Tensor]
-"""What a task gives its objective beside the targets, by name: a value for each token, or others."""
+"""The inputs that a task gives its objective besides the targets, by name: a value per token, or others."""
 
 
 class Objective(Protocol):
-    """What a model is trained for: this rank's share of a sum, before it is divided by the step's count."""
+    """A training objective: this rank's share of a sum, before the division by the step's count."""
 
     def __call__(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given, /) -> Tensor:
         """0-dim fp32, differentiable in h and weight.
 
-        h_TD: final hidden states of this rank's own tokens, as the head takes them. weight_VD: the head.
-        targets_T: the token that follows each, -100 where nothing is trained. given: of these tokens [T], or
-        as the task gave it.
-        Under tp and cp the ranks of a group have different tokens of the same rows, and all of them are
-        called.
+        h_TD: final hidden states of this rank's own tokens, the input of the head.
+        weight_VD: the head.
+        targets_T: the token that follows each token, -100 where nothing is trained.
+        given: values of these tokens [T], or other tensors as the task gave them.
+
+        Under tp and cp the ranks of a group have different tokens of the same rows, and the objective is
+        called on all of them.
         """
         ...
 
 
 CHUNK_LOGITS = 2**25  # logits held at once on a CPU: 128 MiB in fp32
-# On a GPU: 4096 rows at V = 152k. At 1024 the sum of the head's gradient costs 25% on top of its product, at
-# 4096 nothing.
+# On a GPU: 4096 rows at V = 152k. With 1024 rows, adding up the head's gradient takes 25% of its product's
+# time; with 4096 it takes none.
 CHUNK_LOGITS_GPU = 2**30
 
 
-@record_function("loss")  # benchmarks/trace.py tells its products from the blocks'
+@record_function("loss")  # benchmarks/trace.py separates its products from the blocks' by this name
 def loss_and_gradients(
     h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, needs_h: bool, needs_w: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, and its gradients by h (h's type) and by the weight (fp32).
+    """The loss, and its gradients with respect to h (in h's type) and to the weight (fp32).
 
-    A gradient that is not needed is None. They are made while a chunk's logits exist.
-    With p = softmax(h W^T): d loss / d logits = p - onehot(target). Products in the type of h and W, softmax
-    in fp32, the head's gradient accumulates in fp32.
+    A gradient that is not needed is None. Gradients are computed while a chunk's logits exist. With p =
+    softmax(h W^T): d loss / d logits = p - onehot(target). Products are in the type of h and W, softmax is in
+    fp32, and the head's gradient accumulates in fp32.
     """
     V = weight_VD.shape[0]
     rows = chunk_rows(V, h_TD.is_cuda)
@@ -62,7 +64,7 @@ def loss_and_gradients(
             grad_h[i : i + rows] = grad @ weight
         if needs_w:
             grad_w = add_product(grad_w, grad.t(), h)
-        del grad  # a chunk of logits, on a GPU, beside which the next would be made
+        del grad  # frees a chunk of logits (on a GPU) before the next is made
     if needs_w and grad_w is None:  # no rows
         grad_w = weight.new_zeros(weight.shape, dtype=summed_type(weight.dtype))
     return loss, grad_h, grad_w if grad_w is None else grad_w[:V]
@@ -80,7 +82,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        if torch.is_grad_enabled():  # the logits are gone
+        if torch.is_grad_enabled():  # the logits are freed
             raise RuntimeError("the loss has no second derivative: no create_graph")
         grad_h, grad_w = ctx.saved_tensors
         if grad_h is not None:
@@ -90,9 +92,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_h, grad_w, None
 
 
-# The same for compilers, which would trace every chunk, and on a GPU the kernels' launches.
+# The same as an op for compilers, which would trace every chunk, and on a GPU the kernels' launches.
 def _forward(h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool) -> tuple[Tensor, ...]:
-    """loss_and_gradients; what is not needed is empty, since an op returns tensors."""
+    """loss_and_gradients with empty tensors instead of None, since an op returns tensors."""
     gradients = loss_and_gradients(h, weight, targets, needs_h, needs_w)
     return tuple(h.new_empty(0) if t is None else t for t in gradients)
 
@@ -101,7 +103,7 @@ def _forward_fake(
     h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool
 ) -> tuple[Tensor, ...]:
     grad_h = torch.empty_like(h) if needs_h else h.new_empty(0)
-    # row by row, however the weight lies
+    # contiguous, whatever the layout of the weight
     wide = summed_type(weight.dtype)
     grad_w = weight.new_empty(weight.shape, dtype=wide) if needs_w else h.new_empty(0)
     return h.new_empty((), dtype=torch.float32), grad_h, grad_w
@@ -149,7 +151,7 @@ register(
 
 
 def chunk_rows(V: int, gpu: bool) -> int:
-    """Rows of logits held at once; on a GPU a power of two, whose tiles leave no matrix unit without work."""
+    """Rows of logits held at once; on a GPU a power of two, so that tiles keep all matrix units busy."""
     return 1 << max(0, (CHUNK_LOGITS_GPU // V).bit_length() - 1) if gpu else max(1, CHUNK_LOGITS // V)
 
 
@@ -158,8 +160,8 @@ def softmax_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """-log p[target] [R] in fp32, and p - onehot(target) in the type of logits.
 
-    Both are 0 where a target is to be ignored. It uses up the logits: [R, V], on a GPU perhaps with further
-    columns, whose gradient is 0.
+    Both are 0 where a target is ignored. The function overwrites the logits: [R, V], on a GPU possibly with
+    more columns, whose gradient is 0.
     """
     if logits.is_cuda:
         return cross_entropy_(logits, targets_R, V, IGNORE, needs_grad), logits
@@ -175,17 +177,17 @@ def softmax_and_gradient(
 
 
 def cross_entropy(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
-    """The objective of pretraining: `cross_entropy_sum`. It is given nothing more."""
+    """The objective of pretraining: `cross_entropy_sum`. `given` is not used."""
     return cross_entropy_sum(h_TD, weight_VD, targets_T)
 
 
 def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """Sum over tokens of -log softmax(h W^T)[target], nats, 0-dim fp32; targets of -100 count nothing.
+    """Sum over tokens of -log softmax(h W^T)[target], nats, 0-dim fp32; targets of -100 are not counted.
 
-    Differentiable in h and weight, once: the gradient is made in forward. Under autocast its products are in
-    autocast's dtype. Another target outside of 0 .. V - 1 is torch's error of an index on a CPU. On a GPU it
-    makes the loss and the gradients NaN, without a wait for the host. Raises ValueError for targets of
-    another length than h, or on another device.
+    It is differentiable in h and weight, once: the gradient is computed in forward. Under autocast its
+    products are in autocast's dtype. Any other target outside of 0 .. V - 1 raises torch's index error on a
+    CPU. On a GPU such a target makes the loss and the gradients NaN, so that the host need not wait. Raises
+    ValueError if the targets have another length than h, or are on another device.
     """
     if targets_T.shape != h_TD.shape[:1]:
         raise ValueError(
@@ -193,9 +195,9 @@ def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Ten
         )
     if targets_T.device != h_TD.device:
         raise ValueError(f"targets: on {targets_T.device}, must be on {h_TD.device}, where h is")
-    # the kernel takes them as neighbours, but a column of a matrix stays one through flatten
+    # the kernel needs them contiguous; flatten keeps a matrix column strided
     targets_T = targets_T.contiguous()
-    if not torch.is_grad_enabled():  # needs_input_grad stays true then: validation would make gradients
+    if not torch.is_grad_enabled():  # needs_input_grad stays true, and validation would compute gradients
         h_TD = h_TD.detach()
         weight_VD = weight_VD.detach()
     if autocasts(h_TD) and h_TD.dtype != torch.float64:  # as for F.linear

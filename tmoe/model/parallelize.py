@@ -1,10 +1,10 @@
-"""Lays a model out over a mesh, in one order: tp and cp, float8, ep, recomputation, compile, FSDP2.
+"""Lays a model out over a mesh, in this order: tp and cp, float8, ep, recomputation, compile, FSDP2.
 
-Where the hooks stand, for one MoE block:
+Where the hooks are, for one MoE block:
 
     Block.forward             FSDP2 over all ranks: gathers norms, attention, router, shared expert
-      Experts.forward         over dp: gathers this rank's experts, by gathered_copies.py or, where they
-                              are many, by FSDP2
+      Experts.forward         over dp: gathers this rank's experts, by gathered_copies.py or, if they are
+                              large, by FSDP2
         Block.compute         one compiled graph, fullgraph: no hook inside
 
 next: parallel/zero.py
@@ -48,13 +48,13 @@ from tmoe.parallel.gathered_copies import GatheredCopy, Sharers, at_the_end
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
 from tmoe.parallel.zero import keep_gathered
 
-# build_mesh refuses a torch without it
+# build_mesh refuses a torch without _StridedShard
 _StridedShard: Any = find("torch.distributed.tensor.placement_types._StridedShard")
 
-Place = tuple[Tensor, DeviceMesh, Sequence[Placement]]  # of a parameter: what this rank holds, and where
+Place = tuple[Tensor, DeviceMesh, Sequence[Placement]]  # a parameter's part on this rank, and its layout
 
-# torch tells every rank that an expert's full_tensor() takes two all-gathers, one over ep and one over dp. It
-# does.
+# torch warns on every rank that an expert's full_tensor() takes two all-gathers, one over ep and one over dp.
+# That is intended.
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
     lambda record: "sequential" not in str(record.msg)
 )
@@ -65,25 +65,25 @@ def parallelize(
 ) -> nn.Module:
     """Shards `model` (a Transformer, or any module that holds tmoe.MoE layers) over `mesh`, in place.
 
-    Parameters become DTensors: experts on (dp, ep), everything else over all ranks. Real tensors keep their
-    values (every rank must hold the same ones). Meta tensors stay meta, to be filled by `to_empty` and
+    Parameters become DTensors: experts on (dp, ep), all others over all ranks. Real tensors keep their values
+    (every rank must hold the same values). Meta tensors stay meta, and are filled later by `to_empty` and
     `init_weights`.
 
-    cfg: of it, `train.dtype`, `.float8`, `.batch` and `.seq`, `parallel.dispatch`, `.dispatch_dtype`,
-        `.checkpoint`, `.gathered_gib`, `.shard`, `.cp_exchange`, `.tp_pieces` and `.adaptive_r` and `compile`
-        are read. None: fp32, auto, same, none, 16, 3, keys, 1, none, eager.
+    cfg: its fields `train.dtype`, `.float8`, `.batch` and `.seq`, `parallel.dispatch`, `.wire`,
+        `.checkpoint`, `.gathered_gib`, `.shard`, `.cp_exchange`, `.tp_pieces` and `.adaptive_r` and `compile` are
+        read. None: fp32, auto, same, none, 16, 3, keys, 1, none, eager.
     whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
-        its end, and that micro-batches that do not sync are told to the model itself. FSDP2 then gathers
-        small neighbours together, with one hook in front of the first and one behind the last. Experts that
-        dp ranks share stay whole, up to `parallel.gathered_gib`, without FSDP2 (gathered_copies.py).
-        If the promise were broken, blocks would be found gathered or not against what was asked, and
-        gradients unreduced.
+        its end, and that set_requires_gradient_sync is called on the model itself for micro-batches that do
+        not sync. FSDP2 then gathers small neighbouring blocks together, with one hook before the first block
+        and one after the last. Experts that dp ranks share stay whole, up to `parallel.gathered_gib`, outside
+        FSDP2's bookkeeping (gathered_copies.py). If the promise is broken, blocks may be gathered or
+        resharded at the wrong time, and gradients may not be reduced.
 
-    Of somebody's own model FSDP2 finds what the forward returns in tuples, lists, dicts and dataclasses. A
-    backward that begins at anything else leaves gradients unreduced.
+    In a model of your own, FSDP2 finds the outputs of the forward in tuples, lists, dicts and dataclasses. A
+    backward that begins at any other output leaves gradients unreduced.
 
-    Raises ValueError, on every rank and before anything changes, for a model that is laid out already or
-    cannot be.
+    Raises ValueError, on every rank and before anything changes, for a model that is already laid out or
+    cannot be laid out.
     """
     for name, value, kind in (
         ("model", model, nn.Module),
@@ -119,9 +119,9 @@ def parallelize(
 
 
 def require_new(model: nn.Module, layers: Sequence[MoE]) -> None:
-    """ValueError for a model that is laid out already, has no forward, or has compiled blocks."""
+    """ValueError for a model that is already laid out, has no forward, or has compiled blocks."""
     if isinstance(model, FSDPModule) or any(is_spread(moe.experts) for moe in layers):
-        kind = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's own name
+        kind = type(model).__name__.removeprefix("FSDP")  # FSDP2 prepends it to the class name
         raise ValueError(
             f"parallelize: this {kind} is laid out over a mesh already; call it once, on a new model"
         )
@@ -132,16 +132,16 @@ def require_new(model: nn.Module, layers: Sequence[MoE]) -> None:
     for i, block in enumerate(model.blocks if isinstance(model, Transformer) else ()):
         valid = (
             "a Block; parallelize comes before torch.compile, "
-            "and compiles each by itself where cfg.compile is true"
+            "and compiles each block separately if cfg.compile is true"
         )
         require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
 
 
 def require_divided(model: nn.Module, mesh: Mesh, float8: str) -> None:
-    """ValueError where the mesh has axes, or float8 has a value, that this model cannot take."""
+    """ValueError if the mesh has axes, or float8 has a value, that this model does not support."""
     if not isinstance(model, Transformer):
         for name in ("tp", "cp", "pp"):
-            valid = f"1 for a {type(model).__name__}: only a tmoe.Transformer can be divided so"
+            valid = f"1 for a {type(model).__name__}: only a tmoe.Transformer can be divided by this axis"
             size = getattr(mesh.axes, name)
             require(size == 1, f"parallelize: mesh.axes.{name}", f"{size}", valid)
         valid = f"none for a {type(model).__name__}: torchao's convert_to_float8_training, called before"
@@ -159,9 +159,9 @@ def all_reduce(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def apply_spread(model: Transformer, mesh: Mesh, cfg: Config) -> None:
-    """Every attention learns how tp and cp divide heads and tokens, and the balancer whose tokens to add.
+    """Sets how tp and cp divide heads and tokens in every attention, and over which ranks the balancer adds.
 
-    Raises ValueError where they cannot divide this model's heads.
+    Raises ValueError if they cannot divide this model's heads.
     """
     axes = mesh.axes
     if axes.parts == 1:
@@ -179,11 +179,11 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     """Makes the experts of a layer DTensors, Shard(0) on ep, and gives it the dispatcher of the expert group.
 
     Rank p of the group holds experts p*L to (p+1)*L - 1.
-    dispatch, wire: as in ParallelConfig. tokens: the most that any rank has in a call, 0 if not known.
-    Raises ValueError where ep does not divide the experts, or where they are spread already.
+    dispatch, wire: as in ParallelConfig. tokens: the most tokens of any rank in a call, 0 if not known.
+    Raises ValueError if ep does not divide the experts, or if the experts are sharded already.
     """
     if is_spread(moe.experts):
-        raise ValueError("apply_ep: the experts of this MoE are spread over a mesh already; call it once")
+        raise ValueError("apply_ep: the experts of this MoE are sharded over a mesh already; call it once")
     require_divisible(moe, mesh)
     ep = mesh.ep.size()
     L = moe.router.cfg.experts // ep
@@ -193,10 +193,10 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     if moe.router.cfg.pad:
         moe.dispatcher = PaddedDispatcher(ep * L, mesh.ep.get_group() if ep > 1 else None)
     elif ep > 1 or dispatch == "nccl":
-        # the shared expert may be somebody's own module; beside latent experts it runs by itself
+        # the shared expert may be a module of the user; with latent experts it never runs inside the exchange
         beside = getattr(moe.shared, "plain", False) and moe.to_latent is None
         width = moe.shared.down.in_features if beside else 0
-        # symm's op takes whole experts, so it cannot serve ranks that divide them
+        # symm's op uses whole experts, so it does not support ranks that divide experts
         way = "nccl" if mesh.axes.etp > 1 else dispatch
         lacks = moe.experts.symm_lacks
         moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, way, tokens, wire == "fp8", lacks, width)
@@ -211,7 +211,7 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     if isinstance(moe.experts, OwnExperts):
         moe.experts.held = L
         owners = list(moe.experts.modules())
-    spread: dict[Tensor, nn.Parameter] = {}  # of somebody's own experts, two modules may share a parameter
+    spread: dict[Tensor, nn.Parameter] = {}  # two modules of own experts may share a parameter
     for owner in owners:
         for name, full in list(owner.named_parameters(recurse=False)):
             if full not in spread:
@@ -222,14 +222,15 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
 
 
 def is_spread(experts: Experts) -> bool:
-    """Whether these experts' parameters lie on a mesh already."""
+    """Whether the parameters of these experts are sharded over a mesh already."""
     return any(isinstance(p, DTensor) for p in experts.parameters())
 
 
 def apply_way(moe: MoE, adaptive_r: int | str | None, tokens: int, element: int) -> None:
-    """What travels in calls that do not say it, by ParallelConfig.adaptive_r.
+    """Sets the default of what calls exchange, by ParallelConfig.adaptive_r.
 
-    tokens: of each rank in a call; element: bytes. "auto" chooses once, as for a step of training.
+    tokens: number of tokens of each rank in a call; element: bytes per element. "auto" chooses once, for a
+    training step.
     """
     if adaptive_r is None:
         return
@@ -247,7 +248,12 @@ def require_divisible(moe: MoE, mesh: Mesh) -> None:
     cfg = moe.router.cfg
     require_reach(cfg, ep)
     if isinstance(moe.experts, OwnExperts):
-        require(etp == 1, "--parallel.etp", etp, "1 with experts of your own: it divides the width of tmoe's")
+        require(
+            etp == 1,
+            "--parallel.etp",
+            etp,
+            "1 with experts of your own: etp divides the width of tmoe's experts",
+        )
         return
     width = moe.experts.gate_up.shape[1] // cfg.halves
     if width % etp:
@@ -257,8 +263,9 @@ def require_divisible(moe: MoE, mesh: Mesh) -> None:
 def require_whole(model: nn.Module, mesh: Mesh) -> None:
     """Raises ValueError unless all experts can be laid out.
 
-    An MoE's experts must be parameters of their own. Experts outside of an MoE, as swap_experts leaves them,
-    must lie on this mesh already.
+    An MoE's experts must have the parameters gate_up and down, and parameters of your own experts must be
+    stacked, [E, ...]. Experts outside of an MoE, as swap_experts creates them, must be sharded over this mesh
+    already.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     for layer, moe in layers.items():
@@ -283,9 +290,9 @@ def require_whole(model: nn.Module, mesh: Mesh) -> None:
 
 
 def require_untied(model: nn.Module) -> None:
-    """Raises ValueError where two layers share a parameter of their experts.
+    """Raises ValueError if two layers share a parameter of their experts.
 
-    Spread over a mesh, it would become two parameters, each trained by itself.
+    Sharded over a mesh, it would become two parameters that are trained separately.
     """
     owner: dict[nn.Parameter, str] = {}
     for layer, moe in model.named_modules():
@@ -295,7 +302,7 @@ def require_untied(model: nn.Module) -> None:
                 p not in owner,
                 f"parallelize: {here}",
                 f"the parameter of {owner.get(p)}",
-                "one of this layer alone",
+                "a parameter of this layer alone",
             )
             owner[p] = here
 
@@ -303,8 +310,8 @@ def require_untied(model: nn.Module) -> None:
 def apply_checkpoint(model: Transformer, policy: str) -> None:
     """Recomputes the activations of a part of each block in the backward (Chen et al. 2016).
 
-    They are the same to the bit: the generators are wound back. The routers' load is taken from the forward
-    alone. policy: that of ParallelConfig.checkpoint.
+    The recomputed activations are equal to the bit, because the random generators are reset. The routers'
+    load is taken from the forward alone. policy: as in ParallelConfig.checkpoint.
     """
     parts = dict(none=[], attention=["attend"], moe=["feed_forward"], block=["compute"])[policy]
     for block in model.blocks:
@@ -317,7 +324,7 @@ def recomputed(part: Callable, block: Block) -> Callable:
     """A method of `block` whose activations are computed again in the backward."""
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():  # the graph's own parameters are inputs of it
+        if torch.compiler.is_compiling():  # the graph's parameters are inputs of the graph
             return checkpoint(part, *args, use_reentrant=False)
         return checkpoint(
             part, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), block.standing_in())
@@ -329,8 +336,7 @@ def recomputed(part: Callable, block: Block) -> Callable:
 def apply_compile(model: Transformer) -> None:
     """Compiles each block's compute as one graph. A block that runs eager after this raises RuntimeError.
 
-    Identical blocks share the graph, and so does every routing: sizes that depend on the routing are
-    unbacked.
+    Identical blocks share the graph, and so do all routings: sizes that depend on the routing are unbacked.
     """
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -342,21 +348,21 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     """Shards parameters in fp32, to be gathered in bf16 or fp32; gradients are reduced in fp32.
 
     Gradients are summed, never averaged: the loss is already divided by the counts of the global batch, and
-    experts and dense parameters live on groups of different size. `parallel.shard` says how long dense
-    weights stay gathered and when their gradients are reduced (parallel/zero.py).
+    experts and dense parameters are sharded over groups of different size. `parallel.shard` sets how long
+    dense weights stay gathered and when their gradients are reduced (parallel/zero.py).
 
-    What a rank holds whole (experts where dp is 1, all of a Transformer in a world of 1) is left out, see
-    parallel/copies.py. So are experts that it shares but keeps whole (whole_forwards), see
-    parallel/gathered_copies.py, unless there are replicas. Somebody's own model stays with FSDP2 in a world
-    of 1, too: its own checkpointing runs parts of it in the backward, where working copies stand in only for
-    modules that are called by themselves.
+    Parameters that a rank holds whole (experts if dp is 1, all of a Transformer in a world of 1) are not
+    given to FSDP2, see parallel/copies.py. Nor are experts that a rank shares but keeps whole
+    (whole_forwards), see parallel/gathered_copies.py, unless there are replicas. A model of your own is given
+    to FSDP2 in a world of 1 too: its checkpointing may run parts of it in the backward, and working copies
+    replace parameters only in modules that are called directly.
     """
     dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     sharers = _sharers(model, mesh, cfg) if whole_forwards else None
     whole = _shard_experts(model, mesh, policy, sharers)
     _shard_blocks(model, mesh, policy, whole, whole_forwards)
-    # where the rank is alone, for the methods that FSDP2 gives to the model
+    # also if the rank is alone, for the methods that FSDP2 adds to the model
     root = fully_shard(model, mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -370,12 +376,12 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
 
 
 def _scopes(model: nn.Module) -> list[Experts]:
-    """The modules of experts that have parameters."""
+    """The expert modules that have parameters."""
     return [m for m in model.modules() if isinstance(m, Experts) and next(m.parameters(), None) is not None]
 
 
 def _sharers(model: nn.Module, mesh: Mesh, cfg: Config) -> Sharers | None:
-    """The ranks that share this one's experts, if they keep them whole; None: they do not."""
+    """The ranks that share this rank's experts, if they keep them whole; else None."""
     held = [p.to_local() for experts in _scopes(model) for p in experts.parameters()]
     width = 2 if cfg.train.dtype == "bf16" else 4
     size = width * sum(p.numel() for p in held)
@@ -391,7 +397,7 @@ def _shard_experts(
     model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, sharers: Sharers | None
 ) -> set[nn.Parameter]:
     """Shards experts over the ranks that share them; returns the parameters that a rank holds whole."""
-    # the placement that FSDP2 gives to experts: the shards of ep, cut once more by dp
+    # the placement that FSDP2 gives to experts: the shards of ep, sharded again by dp
     cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
     dp = mesh.dp.size()
     new = partial(GatheredCopy, sharers=sharers) if sharers else WorkingCopy
@@ -419,7 +425,7 @@ def _shard_blocks(
     whole: set[nn.Parameter],
     whole_forwards: bool,
 ) -> None:
-    """Shards a Transformer's blocks; a rank that is alone holds them and the rest, which `whole` gets."""
+    """Shards a Transformer's blocks. In a world of 1 all parameters are held whole and added to `whole`."""
     if not isinstance(model, Transformer):
         return
     blocks = list(model.blocks)
@@ -442,10 +448,10 @@ def hold_whole(
     done: Collection[nn.Parameter] = (),
     new: Callable[[nn.Parameter, torch.dtype], WorkingCopy] = WorkingCopy,
 ) -> set[nn.Parameter]:
-    """Makes the parameters of `module` that are not done yet DTensors, and returns them.
+    """Converts the parameters of `module` that are not in `done` to DTensors, and returns them.
 
-    While the module runs, working copies in `dtype` (None: their own), made by `new`, stand in for them.
-    place: (local tensor, mesh, placements) of a parameter.
+    While the module runs, working copies in `dtype` (None: the parameters' dtype), made by `new`, replace
+    them. place: (local tensor, mesh, placements) of a parameter.
     """
     spread: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():

@@ -12,18 +12,18 @@ from torch import Tensor
 from tmoe.base.private_torch import take
 from tmoe.config.model import ModelConfig, RopeConfig
 
-Tables = dict[RopeConfig | None, tuple[Tensor, Tensor]]  # rope_table's by kind of block
-_modes = take("torch._C._len_torch_dispatch_stack", "every forward makes its table of rotations anew")
+Tables = dict[RopeConfig | None, tuple[Tensor, Tensor]]  # results of rope_table, by kind of block
+_modes = take("torch._C._len_torch_dispatch_stack", "every forward computes its table of rotations again")
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians a position for each of the C/2 pairs (fp32), and the factor on cos and sin.
+    """Radians per position for each of the C/2 pairs (fp32), and the factor on cos and sin.
 
     Scalings: none, linear (Chen et al. 2023), llama3 (Llama 3.1's released code), yarn (Peng et al. 2023,
-    "NTK by parts"). They are in fp32 and in the order of transformers' operations, to the last bit: a rounded
-    frequency is what published weights were trained with.
+    "NTK by parts"). They are computed in fp32 and in the order of transformers' operations, so that all bits
+    are equal: published weights were trained with frequencies that were rounded in this way.
     """
-    # on the CPU whatever the default device is, for fp32's last bit
+    # on the CPU, whatever the default device is, for the last bit of fp32
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
     period = rope.theta ** (pairs / head_dim)  # positions per radian
     freq = 1.0 / period
@@ -32,17 +32,17 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     if rope.scaling == "linear":
         return freq / rope.factor, 1.0
     if rope.scaling == "llama3":
-        turns = rope.original_max_seq / (2 * math.pi / freq)  # rotations over the range that was trained
+        turns = rope.original_max_seq / (2 * math.pi / freq)  # rotations over the trained range
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         keep = keep.clamp(0, 1)
         return (1 - keep) * freq / rope.factor + keep * freq, 1.0
 
     def pair_at(rotations: float) -> float:
-        """The (fractional) pair that turns this often over the trained range."""
+        """The (fractional) pair that makes this number of rotations over the trained range."""
         radians = rope.original_max_seq / (rotations * 2 * math.pi)
         return head_dim * math.log(radians) / (2 * math.log(rope.theta))
 
-    # pairs up to `low` keep their frequency, those from `high` on are divided by the factor
+    # pairs up to `low` keep their frequency; from pair `high` on the frequency is divided by the factor
     low = pair_at(rope.beta_fast)
     high = pair_at(rope.beta_slow)
     if rope.truncate:
@@ -61,7 +61,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature for ranges stretched `factor` times: 0.1 mscale ln(factor) + 1.
+    """YaRN's temperature for ranges that are extended `factor` times: 0.1 mscale ln(factor) + 1.
 
     (Peng et al. 2023, section 3.4)
     """
@@ -69,37 +69,38 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, C] in fp32, kept for the next call; with rope.query_beta cos is [S, C + 1].
+    """cos and sin [S, C] in fp32, cached for the next call; with rope.query_beta cos is [S, C + 1].
 
-    The last column of that cos is query_scale's, so it goes wherever the rows of a position go.
+    The last column of that cos is query_scale, so that it is selected and sent together with the row of a
+    position.
 
-    What a tracer (torch.export's) or a mode makes is not kept: it may be no tensors.
+    Results that a tracer (torch.export's) or a mode computes are not cached: they may not be real tensors.
     """
     traced = torch.compiler.is_compiling() or _modes is None or _modes() > 0
     return (make_rope_table if traced else kept_rope_table)(rope, head_dim, seq, device)
 
 
 def kinds_of(cfg: ModelConfig) -> frozenset[RopeConfig | None]:
-    """Rotations of all blocks (`rope_of`)."""
+    """The set of rotations of all blocks (`rope_of`)."""
     return frozenset(cfg.rope_of(i) for i in range(cfg.layers))
 
 
 def turns_of(
     cfg: ModelConfig, seq: int, device: torch.device, kinds: frozenset[RopeConfig | None] | None = None
 ) -> Tables:
-    """rope_table's of each kind of block. Where nothing turns they have no channels.
+    """The rope_table of each kind of block. Tables of blocks without RoPE have no channels.
 
-    kinds: kinds_of's, from a caller that is compiled: dynamo cannot trace how a setting is made.
+    kinds: the result of kinds_of, required in compiled code: dynamo cannot trace the creation of a config.
     """
     kinds = kinds_of(cfg) if kinds is None else kinds
     return {rope: rope_table(rope or cfg.rope, cfg.rotary_dim if rope else 0, seq, device) for rope in kinds}
 
 
 def make_rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """rope_table's; the two halves of C repeat.
+    """The table of rope_table; the two halves of C are equal.
 
-    Pairs are (i, i + C/2), as in Hugging Face's models. The angle is fp32's product, as theirs: an exact one
-    differs by 6e-8 of itself, and logits 6,000 tokens in by 3e-5.
+    Pairs are (i, i + C/2), as in Hugging Face's models. The angle is a product in fp32, as in those models:
+    an exact angle differs by a relative 6e-8, and logits at position 6,000 by 3e-5.
     """
     freq, factor = rope_frequencies(rope, head_dim)
     at_S = torch.arange(seq, dtype=torch.float32, device="cpu")
@@ -112,7 +113,7 @@ def make_rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.dev
 
 
 def query_scale(rope: RopeConfig, at_S: Tensor) -> Tensor:
-    """The factor on queries at these positions, in the shape and type of `at_S`: logits grow with the range.
+    """The factor on queries at these positions, in the shape and type of `at_S`; logits grow with position.
 
     1 + query_beta ln(1 + floor(position / original_max_seq)): Llama 4's released code, with Mistral 4's
     constants.
@@ -125,10 +126,10 @@ kept_rope_table = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(mak
 
 
 def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor, interleave: bool = False) -> Tensor:
-    """Turns each pair of channels by its position's angle: computed in fp32, returned in x's dtype.
+    """Rotates each pair of channels by its position's angle: computed in fp32, returned in x's dtype.
 
-    cos_SC, sin_SC: rope_table's, or [B, S, C] where each row has positions of its own. Where they have fewer
-        channels than x, only x's first ones turn.
+    cos_SC, sin_SC: from rope_table, or [B, S, C] if each row has its own positions. If they have fewer
+        channels than x, only the first channels of x are rotated.
     interleave: pairs are neighbours (2i, 2i+1), else (i, i + C/2).
     """
     C = cos_SC.shape[-1]

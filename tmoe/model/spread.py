@@ -1,12 +1,12 @@
-"""What attention knows of tp and cp: this rank's tokens and heads, and the ranks that it exchanges with.
+"""How tp and cp divide attention: this rank's tokens and heads, and the ranks that it exchanges with.
 
-Storage knows nothing of these axes. Outside attention every rank works on its own tokens with whole matrices.
-A gradient is then a sum over a rank's tokens and heads, zero elsewhere, and FSDP2's sum over the stage
-completes it.
+The storage of weights does not depend on these axes. Outside attention every rank processes its own tokens
+with whole matrices. A gradient is then a sum over a rank's tokens and heads, zero elsewhere, and FSDP2's sum
+over the stage completes it.
 
-    tp        gathers tokens before the projections, of which the rows of this rank's heads are used, and
+    tp        gathers tokens before the projections, which use the rows of this rank's heads, and
               scatters the sum of all heads' results (sequence parallelism: Korthikanti et al. 2022)
-    cp, keys  queries stay; keys and values of all tokens are gathered
+    cp, keys  queries are not sent; keys and values of all tokens are gathered
     cp, heads all-to-all: from all heads of a rank's tokens to its heads of all tokens (Jacobs et al. 2023)
 
 next: model/attention.py
@@ -47,11 +47,11 @@ class Spread(NamedTuple):
     cp_group: str = ""
     cp_exchange: Literal["keys", "heads"] = "keys"
     pieces: int = 1
-    """in how many pieces a rank's tokens travel under tp, each beside the product of another"""
+    """number of pieces of a rank's tokens under tp; one piece is sent during the product of another"""
 
     @classmethod
     def over(cls, mesh: Mesh, cp_exchange: Literal["keys", "heads"], pieces: int) -> Spread:
-        """That of this rank; the same words on all ranks of a group."""
+        """The Spread of this rank; all ranks of a group must pass the same arguments."""
         axes, place = mesh.axes, mesh.place
         if axes.parts == 1:
             return ALONE
@@ -60,13 +60,13 @@ class Spread(NamedTuple):
 
     @property
     def by_keys(self) -> bool:
-        """Whether this rank's queries meet the keys of all ranks."""
+        """Whether this rank's queries attend to the keys of all ranks."""
         return self.cp > 1 and self.cp_exchange == "keys"
 
     def tokens(self, seq: int, device: torch.device) -> Tensor | None:
-        """Positions of a sequence that this rank works on, int64; None: all of them.
+        """Positions of the tokens of a sequence that this rank processes, int64; None: all of them.
 
-        ValueError where the ranks cannot divide it.
+        Raises ValueError if the ranks cannot divide the sequence.
         """
         parts = self.cp * self.tp
         if parts == 1:
@@ -84,7 +84,7 @@ class Spread(NamedTuple):
         return _positions(seq, 1, 0, parts, self.cp_rank * self.tp + self.tp_rank, device)
 
     def queries(self, seq: int, device: torch.device) -> Tensor | None:
-        """Positions of the tokens whose queries this rank rotates: those of its tp group; None: all."""
+        """Positions of the tokens whose queries this rank rotates: the tokens of its tp group; None: all."""
         if self.cp == 1:
             return None
         if self.by_keys:
@@ -97,19 +97,19 @@ class Spread(NamedTuple):
         return slice(self.tp_rank * own, (self.tp_rank + 1) * own)
 
     def key_heads(self, heads: int) -> slice:
-        """This rank's key/value heads: its share, or the one that its query heads use where tp is larger."""
+        """This rank's key/value heads: its share, or, if tp is larger, the one that its query heads use."""
         first = self.tp_rank * heads // self.tp
         return slice(first, first + max(1, heads // self.tp))
 
     def project(self, linear: nn.Linear, x_BsD: Tensor, rows: Sequence[slice]) -> Tensor:
-        """These rows of linear(x) for the tokens of the tp group, [B, S, rows]."""
+        """The rows `rows` of linear(x) for the tokens of the tp group, [B, S, rows]."""
         if self.tp == 1:
             return linear(x_BsD)
         weight, bias = rows_of(linear, rows)
         return gathered_linear(x_BsD, weight, bias, self.tp_group, self.pieces)
 
     def output(self, linear: nn.Linear, y_BSO: Tensor) -> Tensor:
-        """linear of all ranks' heads together, for this rank's tokens; y: this rank's heads, all tokens."""
+        """linear(y), summed over all ranks' heads, for this rank's tokens; y: own heads, all tokens."""
         if self.tp == 1:
             return linear(y_BSO)
         width = y_BSO.shape[-1]
@@ -118,7 +118,7 @@ class Spread(NamedTuple):
         return y if linear.bias is None else y + linear.bias
 
     def norm(self, norm: nn.RMSNorm, x_BSO: Tensor, own: slice, copies: int) -> Tensor:
-        """RMSNorm over the channels of all ranks' heads, of which x has those in `own`.
+        """RMSNorm over the channels of all ranks' heads; x has the channels in `own`.
 
         copies: how many ranks of the tp group have the same heads.
         """
@@ -126,18 +126,18 @@ class Spread(NamedTuple):
             return norm(x_BSO)
         x = x_BSO.float()
         square_BS1 = x.square().sum(-1, keepdim=True) / copies
-        # the sum over the ranks, for all of them; its gradient is the sum of theirs
+        # the sum over ranks, gathered to all of them; its gradient is the sum of the ranks' gradients
         total_BS1 = gather(scatter_sum(square_BS1, self.tp_group), self.tp_group)
         eps = torch.finfo(x_BSO.dtype).eps if norm.eps is None else norm.eps
         y = x * (total_BS1 / norm.weight.shape[0] + eps).rsqrt() * norm.weight[own].float()
         return y.to(x_BSO.dtype)
 
     def gather_keys(self, x_BSX: Tensor) -> Tensor:
-        """Keys, values or latents of all tokens of the sequence, in order; unless cp is by keys, x itself."""
+        """Keys, values or latents of all tokens of the sequence, in order; x itself unless cp is by keys."""
         return in_key_order(gather(x_BSX, self.cp_group), self.cp) if self.by_keys else x_BSX
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From this rank's tokens to some heads of all tokens; as they are unless cp is by heads."""
+        """All heads of this rank's tokens to some heads of all tokens; unchanged unless cp is by heads."""
         if self.cp == 1 or self.by_keys:
             return q, k, v
         H, G = q.shape[2], k.shape[2]
@@ -148,13 +148,13 @@ class Spread(NamedTuple):
         return q, k, v
 
     def from_heads(self, y_BSHC: Tensor) -> Tensor:
-        """The way back of `to_heads`."""
+        """The inverse of `to_heads`."""
         if self.cp == 1 or self.by_keys:
             return y_BSHC
         return exchange(y_BSHC, self.cp_group, False)
 
     def of_heads(self, t_H: Tensor | None) -> Tensor | None:
-        """What belongs to the heads whose attention this rank computes, of a value a head."""
+        """The part of a value per head that belongs to the heads whose attention this rank computes."""
         if t_H is None:
             return None
         t_H = t_H[self.heads(t_H.shape[0])]
@@ -167,14 +167,14 @@ ALONE = Spread()
 
 
 def rows_of(linear: nn.Linear, rows: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of these rows, in their order."""
+    """Weight and bias of these rows, in the order of `rows`."""
     weight = torch.cat([linear.weight[part] for part in rows])
     bias = None if linear.bias is None else torch.cat([linear.bias[part] for part in rows])
     return weight, bias
 
 
 def linear_of_rows(linear: nn.Linear, x: Tensor, rows: slice) -> Tensor:
-    """These rows of linear(x)."""
+    """The rows `rows` of linear(x)."""
     if rows == slice(0, linear.weight.shape[0]):
         return linear(x)
     return F.linear(x, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
@@ -182,6 +182,6 @@ def linear_of_rows(linear: nn.Linear, x: Tensor, rows: slice) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _positions(seq: int, cp: int, cp_rank: int, tp: int, tp_rank: int, device: torch.device) -> Tensor:
-    """`positions`, kept for the next call: no copy to the GPU stands in front of every forward."""
+    """`positions`, cached for the next call, so that forwards need no copy to the GPU."""
     with torch.inference_mode(False):
         return positions(seq, cp, cp_rank, tp, tp_rank, device)

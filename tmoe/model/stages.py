@@ -1,12 +1,13 @@
-"""A Transformer over pipeline stages: the chunks that this rank computes, with the surface of a whole model.
+"""A Transformer over pipeline stages: this rank's chunks, with the interface of a whole model.
 
-A chunk is a Transformer without the blocks, embedding, norm or head that others hold. Names and seeds are
-those of the whole model, so step folders do not say how it was cut. Hidden states alone travel. A chunk's
-balancing loss begins its backward where it is computed.
+A chunk is a Transformer without the blocks, embedding, norm or head that other chunks have. Names and seeds
+are those of the whole model, so step folders do not depend on how the model was cut. Only hidden states are
+sent between stages. The backward of a chunk's balancing loss begins in that chunk.
 
-A tied table lies on the first stage and on the last. Their gradients are added up, so both stay the same; the
-first one's is counted in the norm and saved. Where one stage has both ends (v), the last chunk's is no
-parameter: it is written anew from the first chunk's before each pass, and gives it its gradient behind.
+A tied table is stored on the first stage and on the last. The gradients of the two copies are added up, so
+the copies stay equal. The first copy is counted in the norm and saved. If one stage has both ends (schedule
+v), the copy of the last chunk is not a parameter: it is overwritten with the first chunk's table before each
+pass, and its gradient is added to that table's gradient afterwards.
 
 next: parallel/pipelining.py
 """
@@ -52,12 +53,12 @@ log = logging.getLogger(__name__)
 
 
 class Part(Transformer):
-    """Some blocks of a Transformer, and embedding, norm and head where they are its first or last."""
+    """Some blocks of a Transformer: the first part has the embedding, the last has norm and head."""
 
     def forward(  # pyrefly: ignore
         self, x: Tensor, context: Context, micro: Micro, totals: Totals, objective: Objective | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states, or on the last part its share of the loss; and the balancing loss of its blocks.
+        """Hidden states (the last part: its share of the loss), and the balancing loss of its blocks or None.
 
         x: whole rows of tokens on the first part, else hidden states of this rank's tokens.
         """
@@ -72,7 +73,7 @@ class Part(Transformer):
 
 
 class _Chunk:
-    """A part, as the pipeline calls it: with the micro-batches of the step at hand."""
+    """A part in the form that the pipeline calls: with the micro-batches of the current step."""
 
     def __init__(self, stages: Stages, part: Part):
         self.stages = stages
@@ -93,15 +94,16 @@ class _Chunk:
 
     def begin_backward(self, micro: int, last: bool) -> None:
         self.stages.replay(self.part, micro)  # for layers that are recomputed
-        # With --parallel.shard 1 or 2 this also says until when weights stay gathered: the chunk's last
-        # backward of the step (parallel/zero.py).
+        # With --parallel.shard 1 or 2 this also determines how long weights stay gathered: until the chunk's
+        # last backward of the step (parallel/zero.py).
         self.part.set_requires_gradient_sync(last)
         self.part.set_is_last_backward(last)
 
     def finish_experts(self, left: list[Left], last: bool) -> None:
-        """Gives each layer's working copies what a backward has left; they are found by their address.
+        """Computes the gradients that a backward deferred, and gives them to each layer's working copies.
 
-        (A number for each layer in the op would have to be in its graph, which all layers share.)
+        The copies are found by their address. (A layer number as argument of the op would be a constant of
+        its graph, which all layers share.)
         """
         found = {copies[0].tensor.data_ptr(): copies for copies in self.copies()}
         for layer in left:
@@ -112,27 +114,27 @@ class _Chunk:
                         copy.deliver_later(grad, last)
 
     def copies(self) -> list[tuple[WorkingCopy, WorkingCopy]]:
-        """Of gate_up and down of each layer's experts, where there are copies already."""
+        """The copies of gate_up and down of each layer's experts, for layers that have copies already."""
         pairs = [[working_copy(p) for p in (e.gate_up, e.down)] for e in self.experts]
         return [(a, b) for a, b in pairs if a is not None and b is not None]
 
     def end_step(self) -> None:
-        """Waits for what has been sent after backwards."""
+        """Waits for the gradients that were sent after backwards."""
         copies = [copy for pair in self.copies() for copy in pair]
         for sharers in {copy.sharers for copy in copies if isinstance(copy, GatheredCopy)}:
             sharers.finish()
 
 
 class Stages(nn.Module):
-    """This rank's parts of a Transformer. Names of parameters are those of the whole model.
+    """This rank's parts of a Transformer. Parameters have their names in the whole model.
 
     `forward_backward` and `evaluate` are collectives of all stages.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh):
-        """Lays the parts out over the mesh; they are on the meta device, see `Transformer`.
+        """Lays the parts out over the mesh. They are on the meta device, see `Transformer`.
 
-        Raises ValueError where the model cannot be cut into as many chunks, naming the flags.
+        Raises ValueError, naming the flags, if the model cannot be cut into this number of chunks.
         """
         super().__init__()
         p = cfg.parallel
@@ -163,34 +165,34 @@ class Stages(nn.Module):
 
     @property
     def part(self) -> Part:
-        """One of this rank's parts, for what all of them know."""
+        """One of this rank's parts, for facts that are the same in all parts."""
         return next(iter(self))
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draws all weights anew; see parallel/init_weights.py."""
+        """Draws all weights again; see parallel/init_weights.py."""
         for part in self:
             part.init_weights(seed)
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of all parts, by their names in the whole model."""
+        """The parameters of all parts, by their names in the whole model."""
         for part in self:
             yield from ((name, p) for name, p in part.named_parameters() if not self._follows(part, name))
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
-        """Of all parts, by their names in the whole model."""
+        """The tensors of all parts, by their names in the whole model."""
         tensors = ((part, *named) for part in self for named in part.state_dict().items())
         return {name: t for part, name, t in tensors if not self._follows(part, name)}
 
     def counted(self) -> Iterator[nn.Parameter]:
-        """Parameters without the second copy of a tied table: what the gradient norm counts."""
+        """The parameters that the gradient norm counts: all except the second copy of a tied table."""
         return (p for name, p in self.named_parameters() if not self.is_copy(name))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """tmoe.parallel.clip_grad_norm_ over all stages.
 
-        A tied table counts once, and both copies are scaled. Returns the norm before clipping, 0-dim, equal
-        on all ranks. A collective of all ranks.
+        A tied table is counted once, and both copies are scaled. Returns the norm before clipping, 0-dim,
+        equal on all ranks. A collective of all ranks.
         """
         norm = clip_grad_norm_(self.counted(), math.inf)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -200,11 +202,11 @@ class Stages(nn.Module):
         return norm
 
     def is_copy(self, name: str) -> bool:
-        """Whether a tensor of this name is here the second copy of what another stage holds."""
+        """Whether the tensor of this name on this rank is the second copy of a tensor of another stage."""
         return self.copies is not None and name.endswith("embedding.weight") and not self.part.first
 
     def _group_of_copies(self) -> dist.ProcessGroup | None:
-        """The two ranks that hold the same shard of a tied table, if this is one of them."""
+        """The two ranks that hold the same shard of a tied table, if this rank is one of them."""
         first, last = self.table.home[0], self.table.home[-1]
         here = self.mesh.place
         if not self.cfg.tied or first == last or here.pp not in (first, last):
@@ -222,21 +224,21 @@ class Stages(nn.Module):
 
     @property
     def ends(self) -> tuple[Part, Part] | None:
-        """The first chunk and the last, where this rank has both and they share a tied table."""
+        """The first chunk and the last, if this rank has both and they share a tied table."""
         first, last = ([part for part in self if getattr(part, end)] for end in ("first", "last"))
         return (first[0], last[0]) if self.cfg.tied and first and last else None
 
     def _follows(self, part: Part, name: str) -> bool:
-        """Whether this is the second copy of a tied table that this rank has in its first part."""
+        """Whether `part` has the second copy of a tied table whose first copy is on this rank too."""
         return name == "embedding.weight" and not part.first and self.ends is not None
 
     def forward_backward(
         self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None = None
     ) -> Tensor:
-        """This rank's share of the step's loss, 0-dim; gradients are left in the parameters.
+        """This rank's share of the step's loss, 0-dim; the gradients are stored in the parameters.
 
-        micros: as many as --train.accumulate, whole rows, the same on all ranks that share them.
-        objective: what is trained for; None: cross-entropy.
+        micros: --train.accumulate micro-batches, whole rows, the same on all ranks that share them.
+        objective: the training objective; None: cross-entropy.
         """
         for part in self:
             part.balancer.start_step()
@@ -251,7 +253,7 @@ class Stages(nn.Module):
     def evaluate(
         self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None = None
     ) -> Tensor:
-        """This rank's share of the loss, without gradients; arguments as those of `forward_backward`."""
+        """This rank's share of the loss, without gradients; the arguments are those of `forward_backward`."""
         self._begin(micros, totals, objective)
         self.pipeline.evaluate(self._shape())
         return self.loss
@@ -274,15 +276,15 @@ class Stages(nn.Module):
         self.loss = torch.zeros((), device=self.micros[0].tokens_BS.device)
 
     def _check_replay(self) -> None:
-        """ValueError before anything travels where recorded ids are not these micro-batches'."""
+        """ValueError, before anything is sent, if the recorded ids do not fit these micro-batches."""
         if self.replayed is None or not layers_of(self):
             return
-        got, valid = len(self.replayed), f"those of --train.accumulate={len(self.micros)}"
-        require(got == len(self.micros), "ids", f"those of {got} micro-batches", valid)
+        got, valid = len(self.replayed), f"ids of --train.accumulate={len(self.micros)} micro-batches"
+        require(got == len(self.micros), "ids", f"ids of {got} micro-batches", valid)
         for micro, ids in zip(self.micros, self.replayed, strict=True):
             tokens = micro.tokens_BS.numel() // self.mesh.axes.parts
             for ids_TK in ids.values():
-                require(len(ids_TK) == tokens, "ids", f"those of {len(ids_TK)} tokens", f"of {tokens}")
+                require(len(ids_TK) == tokens, "ids", f"ids of {len(ids_TK)} tokens", f"ids of {tokens}")
 
     def replay(self, part: Part, micro: int) -> None:
         """Gives a part's layers the recorded ids of a micro-batch, inside `replaying`."""
@@ -297,14 +299,14 @@ class Stages(nn.Module):
 
     @torch.no_grad()
     def _copy_table(self) -> None:
-        """Writes a tied table's second copy on this rank from the first, shard by shard."""
+        """Overwrites a tied table's second copy on this rank with the first copy, shard by shard."""
         if self.ends:
-            self.reshard()  # a pass without gradients may have left them gathered
+            self.reshard()  # a pass without gradients may have left the tables gathered
             first, copy = (local_part(part.embedding.weight) for part in self.ends)
             copy.copy_(first)
 
     def _add_copies(self) -> None:
-        """Adds up the gradients of a tied table, on the shards."""
+        """Adds up the gradients of a tied table's copies, on the shards."""
         if self.ends:
             first, copy = (part.embedding.weight for part in self.ends)
             if copy.grad is not None:
@@ -316,12 +318,12 @@ class Stages(nn.Module):
             dist.all_reduce(local_part(grad), group=self.copies)
 
     def update_bias(self, taken: Tensor | None = None) -> None:
-        """Lets the routers' choice bias follow the step's loads; see Transformer.update_bias."""
+        """Updates the routers' choice bias by the step's loads; see Transformer.update_bias."""
         for part in self:
             part.update_bias(taken)
 
     def read_log(self) -> RouterStats | None:
-        """What all stages recorded since the last call, layer by layer; a collective of all ranks."""
+        """The statistics of all stages since the last call, layer by layer; a collective of all ranks."""
         cfg = self.cfg
         layers = [layer for layer in range(cfg.layers) if cfg.is_moe(layer)]
         if not layers:
@@ -341,7 +343,7 @@ class Stages(nn.Module):
         return next(self.part.parameters()).device
 
     def own(self, t_BS: Tensor) -> Tensor:
-        """This rank's tokens of whole rows whose loss it computes: none unless it has the last part."""
+        """This rank's tokens of whole rows whose loss it computes: none if it does not have the last part."""
         own = self.part.own(t_BS)
         return own if any(part.last for part in self) else own[:0]
 
@@ -352,20 +354,20 @@ class Stages(nn.Module):
 
 
 def scopes(part: Part) -> list[Experts]:
-    """The experts of each of a part's MoE layers."""
+    """The experts of each MoE layer of a part."""
     return [module for module in part.modules() if isinstance(module, Experts)]
 
 
 def can_defer(parts: Iterable[Part]) -> bool:
-    """Whether the experts of all ranks can put their weights' gradients off; rank 0 notes why not.
+    """Whether the experts of all ranks can defer their weights' gradients; if not, rank 0 logs why.
 
-    A collective of all ranks, whose tables must be equal.
+    A collective of all ranks. All ranks need the same result, because their tables must be equal.
     """
     layers = [module for part in parts for module in part.modules() if isinstance(module, MoE)]
     here = next(filter(None, map(obstacle, layers)), "")
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
-    fake = dist.get_backend() == "fake"  # a dry run asks nobody
+    fake = dist.get_backend() == "fake"  # a dry run has no other ranks to ask
     told = [(bool(layers), here)] if fake else gathered((bool(layers), here), world)
     why = next((why for _, why in told if why), "")
     if why and dist.get_rank() == 0:
@@ -378,9 +380,9 @@ def can_defer(parts: Iterable[Part]) -> bool:
 
 
 def obstacle(moe: MoE) -> str:
-    """Why the weights' gradients of a layer's experts cannot be put off, "" if they can."""
+    """Why a layer's experts cannot defer their weights' gradients, "" if they can."""
     if isinstance(moe.dispatcher, ExpertTensorDispatcher):
-        return "--parallel.etp above 1 cuts a rank's matrices anew in each forward"
+        return "--parallel.etp above 1 cuts a rank's matrices again in each forward"
     if isinstance(moe.dispatcher, WeightsDispatcher):
         return "--parallel.adaptive-r=0 gathers other ranks' matrices in each forward"
     if moe.experts.weigh != "activation":
@@ -391,12 +393,12 @@ def obstacle(moe: MoE) -> str:
             "(--parallel.replicate above 1, or experts above --parallel.gathered-gib)"
         )
     if isinstance(moe.dispatcher, SymmDispatcher):
-        return "symm stores each layer's tokens over the last one's (--parallel.dispatch nccl does not)"
+        return "symm overwrites each layer's tokens with the next layer's (--parallel.dispatch nccl does not)"
     return ""
 
 
 def cuts(cfg: ModelConfig, chunks: int) -> list[range]:
-    """The blocks of each chunk, by the parameters that a token passes through; the head counts as well."""
+    """The blocks of each chunk, balanced by the parameters that a token uses; the head counts as well."""
     costs = []
     for layer in range(cfg.layers):
         dense, experts = block_shapes(cfg, layer)
@@ -408,11 +410,11 @@ def pipeline(cfg: Config, mesh: Mesh) -> Stages:
     """This rank's parts of the Transformer of cfg.model, laid out over the mesh, on the meta device.
 
     Fill them with `to_empty` and `init_weights`, or load a step folder into `named_parameters()`. A step is
-    `forward_backward`, then `clip_grad_norm_`, then the optimizer over `parameters()`. Of cfg,
-    `parallel.schedule`, `.chunks` and `train.accumulate` are read beside what `parallelize` reads. With
-    `parallel.shard` 1 or 2 a chunk's weights stay gathered until its last backward: one gather a step, where
-    3 gathers twice a micro-batch.
+    `forward_backward`, then `clip_grad_norm_`, then the optimizer over `parameters()`. The function reads the
+    fields of cfg that `parallelize` reads, and also `parallel.schedule`, `.chunks` and `train.accumulate`.
+    With `parallel.shard` 1 or 2 a chunk's weights stay gathered until its last backward: one gather per step,
+    where 3 gathers twice per micro-batch.
 
-    Raises ValueError where the model cannot be cut into as many chunks, naming the flags.
+    Raises ValueError, naming the flags, if the model cannot be cut into this number of chunks.
     """
     return Stages(cfg, mesh)

@@ -1,4 +1,4 @@
-"""The Transformer: embedding, blocks, head. It knows nothing of how many ranks there are.
+"""The Transformer: embedding, blocks, head. It is independent of the number of ranks.
 
 next: model/attention.py, then moe/layer.py
 """
@@ -27,7 +27,7 @@ from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_un
 from tmoe.moe.router import Router
 from tmoe.parallel.init_weights import initialise
 
-# says of a tensor's dimension that compiled graphs are to take any size
+# marks a dimension of a tensor as dynamic: compiled graphs must accept any size of it
 let_vary = take("torch._dynamo.mark_dynamic", "blocks are compiled for each number of sequences in a row")
 let_vary = let_vary or (lambda tensor, dim: None)
 
@@ -35,8 +35,8 @@ let_vary = let_vary or (lambda tensor, dim: None)
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)). The feed-forward is an MoE or dense.
 
-    What is added passes dropout and, in Granite's models, gets a factor (`residual_multiplier`). Norms may
-    stand behind attention and feed-forward as well, or only there (`norms`).
+    The result of each half passes dropout and, in Granite's models, is multiplied by a factor
+    (`residual_multiplier`). Norms may also follow attention and feed-forward, or only follow them (`norms`).
     """
 
     def __init__(self, cfg: ModelConfig, layer: int):
@@ -55,14 +55,14 @@ class Block(nn.Module):
         self.moe = MoE(cfg.dim, cfg.moe, init=False) if cfg.is_moe(layer) else None
         self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim) if self.moe is None else None
         self.must_compile = False
-        # what recomputing needs; set by model/parallelize.py
+        # a context in which the forward is recomputed; set by model/parallelize.py
         self.standing_in: Callable[[], AbstractContextManager] = nullcontext
 
     def forward(self, x: Tensor, *context: Any) -> tuple[Tensor, Load | None]:
-        """`compute`, with this rank's experts gathered.
+        """Calls `compute` with this rank's experts gathered.
 
-        It is eager on purpose: FSDP2's hooks, of the block and of the experts' scope, stand around the
-        compiled `compute`.
+        This method is eager on purpose: FSDP2's hooks, of the block and of the experts' scope, run outside
+        the compiled `compute`.
         """
         if self.moe is None:
             return self.compute(x, *context)
@@ -80,10 +80,10 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Load | None]:
         """The block's output [B, S, D], and its router's load (None without an MoE).
 
-        cos_SC, sin_SC, mask: see Attention. padding: bool [B, S], True at tokens to leave out of the MoE.
+        cos_SC, sin_SC, mask: see Attention. padding: bool [B, S], True at tokens that the MoE leaves out.
         members: see `Context`.
         """
-        # traced once, so it costs nothing when compiled
+        # evaluated once while tracing, so it costs nothing in the compiled graph
         if self.must_compile and not torch.compiler.is_compiling():
             raise RuntimeError("a block that should be compiled ran eager; --no-compile allows that")
         x = self.attend(x, cos_SC, sin_SC, mask)
@@ -105,18 +105,18 @@ class Block(nn.Module):
         return x + self.branch(self.ffn_post_norm(y_TD.view_as(x))), load
 
     def branch(self, y: Tensor) -> Tensor:
-        """What is added to the residual stream: y after dropout, times the multiplier."""
+        """The term that is added to the residual stream: y after dropout, times the multiplier."""
         y = F.dropout(y, self.dropout, self.training) if self.dropout else y
         return y if self.multiplier == 1.0 else y * self.multiplier
 
 
 def norm_if(there: bool, cfg: ModelConfig) -> nn.Module:
-    """A norm of the residual stream's width; where the model has none, what it stands beside passes."""
+    """A norm of the residual stream's width, or an identity where the model has no norm."""
     return nn.RMSNorm(cfg.dim, cfg.norm_eps) if there else nn.Identity()
 
 
 class Blocks(nn.ModuleList):
-    """Neighbouring blocks of a model, each named by its number in the whole model."""
+    """Consecutive blocks of a model, each named by its number in the whole model."""
 
     def __init__(self, cfg: ModelConfig, numbers: range):
         super().__init__()
@@ -124,25 +124,25 @@ class Blocks(nn.ModuleList):
             self.add_module(str(i), Block(cfg, i))
 
     def __getitem__(self, place: int | slice) -> Any:
-        """By place, counted from 0, whatever the names are."""
+        """The block at a place, counted from 0, whatever the blocks' names are."""
         found: Any = list(self)[place]
         return nn.ModuleList(found) if isinstance(place, slice) else found
 
 
 class Context(NamedTuple):
-    """What all blocks of a forward share."""
+    """Inputs that all blocks of a forward share."""
 
     turns: Tables  # cos and sin by kind of block, [S, C];
-    # [B, S, C] where rows have positions of their own
+    # [B, S, C] if each row has its own positions
     masks: dict[int, Mask]  # by window
     padding_BS: Tensor | None  # of this rank's tokens
-    # fp32 [B, S, sequences of a row], 1 where a token is of a sequence; None where rows are sequences, or no
-    # loss wants to know
+    # fp32 [B, S, sequences of a row], 1 where a token belongs to a sequence; None if rows are sequences, or
+    # if no loss needs it
     members_BSN: Tensor | None
 
     @property
     def of_tokens(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the MoE layers are given of each token."""
+        """The inputs of the MoE layers that have a value for each token."""
         return self.padding_BS, self.members_BSN
 
 
@@ -150,15 +150,15 @@ class Transformer(nn.Module):
     """A decoder-only language model.
 
     `model(tokens_BS)` returns logits [B, S, V]. `model(tokens_BS, targets_BS)` returns the loss: mean
-    cross-entropy over the targets that are not -100, plus the balancing losses. Weights are initialised as
-    parallel/init_weights.py says.
+    cross-entropy over the targets that are not -100, plus the balancing losses. Weights are initialised by
+    parallel/init_weights.py.
 
-    Where tp or cp divide sequences, each rank of a group is given the same whole rows, works on its own
-    tokens of them (`own`), and returns their logits, or its share of the loss: shares add up to the loss.
+    Where tp or cp divide sequences, all ranks of a group get the same whole rows. Each rank computes its own
+    tokens of them (`own`), and returns their logits, or its share of the loss. The shares add up to the loss.
     """
 
     def __init__(self, cfg: ModelConfig, span: range | None = None):
-        """span: the blocks that it has, for a part of a model (model/stages.py); None: all."""
+        """span: the blocks of this module, if it is a part of a model (model/stages.py); None: all blocks."""
         super().__init__()
         self.cfg = cfg
         span = range(cfg.layers) if span is None else span
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
         has_head = self.last and not cfg.tied
         self.head = nn.Linear(cfg.dim, cfg.vocab, bias=False) if has_head else None
         self.balancer = Balancer(cfg.moe)
-        # model/parallelize.py: how tp and cp divide sequences, and the name of the ranks that divide experts
+        # set by model/parallelize.py: how tp and cp divide sequences, and the name of the expert group
         self.spread = ALONE
         self.expert_group = ""
         self.rounding = rounding(bits=False)  # see keep_bits
@@ -183,14 +183,15 @@ class Transformer(nn.Module):
             warn_if_acausal(cfg.moe)
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draws all weights anew; see parallel/init_weights.py."""
+        """Draws all weights again; see parallel/init_weights.py."""
         initialise(self, self.cfg.init_std, self.cfg.layers, seed)
 
     def keep_bits(self, on: bool = True) -> None:
-        """From now on a forward gives a token's bits whatever is beside it, and single steps give them too.
+        """From now on a forward computes the same bits for a token, whichever other tokens are in its batch.
 
-        Attention goes through its blocks of 128 in one order, so a sequence must begin on one. A gap behind a
-        sequence, marked as padding, is of that sequence's document. An Engine with bits calls this.
+        Single decoding steps give the same bits too. Attention processes blocks of 128 tokens in a fixed
+        order, so a sequence must begin at a multiple of 128. A gap after a sequence, marked as padding,
+        belongs to that sequence's document. An Engine with bits calls this method.
         """
         self.rounding = rounding(bits=on)
         for module in self.modules():
@@ -202,25 +203,25 @@ class Transformer(nn.Module):
         return self.parameters()
 
     def is_copy(self, name: str) -> bool:
-        """Whether a tensor of this name is a second copy of another rank's: in a whole model none is."""
+        """Whether a tensor of this name duplicates a tensor of another rank. In a whole model none does."""
         return False
 
     def read_log(self) -> RouterStats | None:
-        """What the routers recorded since the last call, over all ranks; None if nothing was.
+        """The routers' statistics since the last call, over all ranks; None if nothing was recorded.
 
         A collective.
         """
         return self.balancer.read_log(self.routers())
 
     def update_bias(self, taken: Tensor | None = None) -> None:
-        """Lets the routers' choice bias follow the step's loads (MoEConfig.choice_bias).
+        """Updates the routers' choice bias by the step's loads (MoEConfig.choice_bias).
 
         Call it once after each optimizer step, on every rank. taken: 0 for a step that was skipped.
         """
         self.balancer.update_bias(self.routers(), taken)
 
     def routers(self) -> Iterator[Router]:
-        """Of the MoE layers, from the first to the last."""
+        """The routers of the MoE layers, from the first to the last."""
         return (block.moe.router for block in self.blocks if block.moe is not None)
 
     def forward(
@@ -238,24 +239,25 @@ class Transformer(nn.Module):
         """Logits [B, S, V], or with targets the loss.
 
         Args:
-            tokens_BS, targets_BS: int64; targets of -100 count nothing.
-            documents_BS: number of the document that a token belongs to; tokens attend inside their own only.
-            padding_BS: bool, True at tokens that no other attends to, that go to no expert and count in no
-                loss.
-            positions_BS: int64, where RoPE sees each token; None: its place in the row.
-            totals: targets, tokens and sequences of the whole step over all ranks, when this call is a part
-                of it; the losses of the parts then add up. None: this call is all.
-            objective: what is trained for; None: cross-entropy.
-            given: what the objective is given beside the targets, by name: a value for each token [B, S],
-                or for whatever else it counts [M]. Two names are the model's own: "noise", see
-                `embed`, and "members", bool [B, S, n], True where a token is of the n-th sequence that is
-                packed into its row. The balancing loss `sequence` is then a mean over these sequences.
-                Without it, a row is one sequence.
+            tokens_BS, targets_BS: int64; targets of -100 are not counted.
+            documents_BS: number of the document that a token belongs to; tokens attend only within their
+                document.
+            padding_BS: bool, True at tokens that no other token attends to, that are sent to no expert and
+                are counted in no loss.
+            positions_BS: int64, position of each token for RoPE; None: its index in the row.
+            totals: targets, tokens and sequences of the whole step over all ranks, if this call is a part of
+                the step; the losses of the parts then add up. None: this call is the whole step.
+            objective: the training objective; None: cross-entropy.
+            given: inputs of the objective besides the targets, by name: a value for each token [B, S], or for
+                other items that the objective counts [M]. The model uses two names itself: "noise", see
+                `embed`, and "members", bool [B, S, n], True where a token belongs to the n-th sequence that
+                is packed into its row. The balancing loss `sequence` is then a mean over these sequences.
+                Without "members", a row is one sequence.
 
-        Raises ValueError for tensors of another shape, dtype or device, or longer sequences than RoPE's
+        Raises ValueError for tensors of a wrong shape, dtype or device, or for sequences longer than RoPE's
         range.
         """
-        if targets_BS is not None and isinstance(tokens_BS, Tensor):  # `context` names what is none
+        if targets_BS is not None and isinstance(tokens_BS, Tensor):  # `context` raises for other types
             check_marks("targets", targets_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         given = given or {}
         rows = tokens_BS, documents_BS, padding_BS, positions_BS
@@ -276,9 +278,9 @@ class Transformer(nn.Module):
         objective: Objective | None = None,
         given: Given | None = None,
     ) -> Tensor:
-        """This rank's share of the task's loss, divided by count; kept in `task_loss`.
+        """This rank's share of the task's loss, divided by count; stored in `task_loss`.
 
-        h_BSD: of this rank's own tokens. targets_BS, given: of whole rows.
+        h_BSD: for this rank's own tokens. targets_BS, given: for whole rows.
         """
         h_TD = self.scaled(h_BSD).flatten(0, 1)
         targets_T = self.own(targets_BS).flatten()
@@ -289,15 +291,15 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]."""
+        """The head's matrix [V, D]."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def scaled(self, h_BSD: Tensor) -> Tensor:
-        """Final hidden states as the head takes them (`logits_scaling`)."""
+        """Final hidden states as the input of the head (`logits_scaling`)."""
         return h_BSD if self.cfg.logits_scaling == 1.0 else h_BSD / self.cfg.logits_scaling
 
     def own(self, t_BS: Tensor) -> Tensor:
-        """This rank's tokens of whole rows; all of them unless tp or cp divide sequences."""
+        """This rank's tokens of whole rows; all tokens unless tp or cp divide sequences."""
         tokens = self.spread.tokens(t_BS.shape[1], t_BS.device)
         return t_BS if tokens is None else t_BS[:, tokens]
 
@@ -311,7 +313,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Load | None]:
         """Final hidden states [B, S, D], and the routers' load stacked over MoE layers; see `forward`.
 
-        The load is None where there is no such layer. Of `given`, the model's own names are read.
+        The load is None without MoE layers. Only the model's own names are read from `given`.
         """
         context = self.context(tokens_BS, documents_BS, padding_BS, positions_BS, given)
         x, load = self.run_blocks(self.embed(tokens_BS, (given or {}).get("noise")), context)
@@ -325,7 +327,7 @@ class Transformer(nn.Module):
         positions_BS: Tensor | None = None,
         given: Given | None = None,
     ) -> Context:
-        """Rotations, and a mask for each window; of whole rows. Raises ValueError as `forward` does."""
+        """RoPE tables, and a mask for each window, for whole rows. Raises ValueError as `forward` does."""
         if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2:
             raise ValueError(
                 f"tokens: got {getattr(tokens_BS, 'shape', type(tokens_BS))}, valid is a tensor [B, S]"
@@ -340,7 +342,7 @@ class Transformer(nn.Module):
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
         members_BSN = self.members(tokens_BS, padding_BS, given)
-        self.spread.tokens(S, tokens_BS.device)  # each stage of a pipeline hears of what cannot be divided
+        self.spread.tokens(S, tokens_BS.device)  # raises on each stage of a pipeline if S cannot be divided
         if padding_BS is not None:
             documents_BS = self.rounding.documents(documents_BS, padding_BS, tokens_BS)
             padding_BS = self.own(padding_BS)
@@ -366,7 +368,7 @@ class Transformer(nn.Module):
         return Context(turns, masks, padding_BS, members_BSN)
 
     def members(self, tokens_BS: Tensor, padding_BS: Tensor | None, given: Given | None) -> Tensor | None:
-        """fp32 [B, S, n], 1 where a token is of a row's n-th sequence; None where no loss asks.
+        """fp32 [B, S, n], 1 where a token belongs to its row's n-th sequence; None if no loss needs it.
 
         Raises ValueError as `forward` does.
         """
@@ -378,7 +380,7 @@ class Transformer(nn.Module):
         if padding_BS is not None:
             members_BSN = members_BSN & ~padding_BS[..., None]
         members_BSN = self.own(members_BSN).float()
-        if members_BSN.shape[-1] == 1:  # compilers make a constant of it
+        if members_BSN.shape[-1] == 1:  # compilers treat a size of 1 as a constant
             members_BSN = torch.cat([members_BSN, torch.zeros_like(members_BSN)], -1)
         if not torch.compiler.is_compiling():
             let_vary(members_BSN, 2)
@@ -387,7 +389,7 @@ class Transformer(nn.Module):
     def turns(
         self, S: int, device: torch.device, rotated: Tensor | None, positions_BS: Tensor | None
     ) -> dict[Any, tuple[Tensor, Tensor]]:
-        """Cosines and sines of each RoPE at positions (None: 0 to S), of the rows `rotated` (None: all)."""
+        """Cosines and sines of each RoPE at positions (None: 0 to S), for the rows `rotated` (None: all)."""
         turns = turns_of(self.cfg, S, device, self.ropes)
         at = rotated
         if positions_BS is not None:
@@ -397,9 +399,9 @@ class Transformer(nn.Module):
         return {rope: (cos_SC[at], sin_SC[at]) for rope, (cos_SC, sin_SC) in turns.items()}
 
     def embed(self, tokens_BS: Tensor, noise_BS: Tensor | None = None) -> Tensor:
-        """What the first block takes, of this rank's own tokens of whole rows.
+        """The input of the first block, for this rank's own tokens of whole rows.
 
-        noise_BS: in training, each channel of a token's embedding gets uniform(-1, 1) times this added
+        noise_BS: in training, uniform(-1, 1) times this value is added to each channel of a token's embedding
             (NEFTune, Jain et al. 2023).
         """
         x = self.embedding(self.own(tokens_BS))
@@ -408,7 +410,7 @@ class Transformer(nn.Module):
         return x if self.cfg.embedding_multiplier == 1.0 else x * self.cfg.embedding_multiplier
 
     def run_blocks(self, x: Tensor, context: Context) -> tuple[Tensor, Load | None]:
-        """All blocks one after the other, and their load, which is recorded for the log in training."""
+        """Runs all blocks in order. In training their load is recorded for the log."""
         turns, masks = context.turns, context.masks
         loads = []
         for block in self.blocks:

@@ -1,10 +1,10 @@
-"""Keeps experts evenly used: what each router measures per sequence, and the losses made of it.
+"""Keeps experts evenly used: the sums that each router measures per sequence, and the losses of them.
 
 Every MoE layer returns only sums per sequence. The loss is computed once, for all layers together, outside
-the compiled blocks. So the global-batch loss costs one all-reduce per micro-batch, however deep the model is,
-and activation checkpointing cannot count a token twice.
+the compiled blocks. Therefore the global-batch loss costs one all-reduce per micro-batch, however deep the
+model is, and activation checkpointing cannot count a token twice.
 
-A mask of padding is True at tokens to leave out, here and wherever tmoe takes one.
+In tmoe a padding mask is always True at the tokens to leave out.
 
 next: moe/losses.py
 """
@@ -24,7 +24,7 @@ from tmoe.moe.router import Router, Routing
 from tmoe.moe.select.quantile import Quantiles
 from tmoe.moe.select.scores import SCORES
 
-FEW = 16  # columns of ids that are compared with every expert
+FEW = 16  # up to this number of columns, ids are compared with every expert
 
 
 def measure(
@@ -38,13 +38,15 @@ def measure(
 ) -> Load:
     """A layer's sums for the losses, from its routing of T tokens: `sequences` rows of equal length.
 
-    padding_T: bool, True at tokens to leave out. score: that of MoEConfig. Scores that are no softmax are
-    divided by their sum (DeepSeek-V3, 2024, eq. 19). That is computed as a softmax of their logarithms, whose
-    shares still add up to one where all scores are nearly 0.
-    taken: the same routing without the pairs that full experts dropped; None: none were. Losses and the
-    choice bias count before that: behind it the counts of full experts are all the same.
-    cfg: whose losses want more than the sums of sequence, batch and global; None: none does.
-    members_BSN: fp32, 1 where a token is of the n-th sequence that its row holds; None: rows are sequences.
+    padding_T: bool, True at tokens to leave out. score: as in MoEConfig. Scores other than softmax are
+    divided by their sum (DeepSeek-V3, 2024, eq. 19). This is computed as a softmax of their logarithms, so
+    that the shares add up to one even where all scores are nearly 0.
+    taken: the same routing without the pairs that full experts dropped; None: no pairs were dropped. Losses
+    and the choice bias use the counts before dropping, because the counts of full experts are equal after it.
+    cfg: the config whose losses may need more sums than `sequence`, `batch` and `global` do; None: no more
+    sums.
+    members_BSN: fp32, 1 where a token belongs to the n-th sequence of its row; None: each row is one
+    sequence.
     """
     z_T = routing.logits_TE.logsumexp(-1)
     logits_TE = SCORES[score].log(routing.logits_TE)
@@ -58,7 +60,7 @@ def measure(
     else:
         dropped_TE = chosen_TE - chosen(taken.ids_TK, E).to(probs_TE.dtype)
 
-    # entropy = lse - sum of share * logit; the logit of an expert that is switched off is -inf, its term 0
+    # entropy = lse - sum of share * logit. A disabled expert has the logit -inf; its term is 0
     logs_TE = logits_TE.detach()
     shares_TE = probs_TE.detach()
     mean_log_T = (shares_TE * logs_TE.where(shares_TE > 0, 0)).sum(-1)
@@ -68,7 +70,7 @@ def measure(
     noted_TX = logits_TE.detach()[:, :0] if routing.noted_TX is None else routing.noted_TX
     per_sequence = partial(_per_sequence, sequences=sequences)
     tokens_B = per_sequence(keep_T)
-    # selections with columns of their own fill K of them in the mean
+    # some selections have more than K columns, of which K are used on average
     K = routing.ids_TK.shape[-1] if cfg is None or cfg.slots == cfg.top_k else cfg.top_k
     load = Load(
         per_sequence(probs_TE * keep_T[:, None]),
@@ -88,14 +90,14 @@ def measure(
 
 def _per_sequence(v_T: Tensor, sequences: int) -> Tensor:
     """Sums over the tokens of each sequence."""
-    length = v_T.shape[0] // max(sequences, 1)  # computed, since unflatten's -1 fails for 0 sequences
+    length = v_T.shape[0] // max(sequences, 1)  # computed, because unflatten's -1 fails for 0 sequences
     return v_T.unflatten(0, (sequences, length)).sum(1)
 
 
 def _with_members(load: Load, members_BSN: Tensor, probs_TE: Tensor, chosen_TE: Tensor) -> Load:
-    """The load with the sums of the sequences that rows hold.
+    """The load with the sums of the sequences in each row.
 
-    They are products: a product adds up in one order, and takes any number of sequences.
+    The sums are computed as matrix products, which add in a fixed order and work for any number of sequences.
     """
     with torch.autocast(members_BSN.device.type, enabled=False):
         by_row = [t_TX.unflatten(0, members_BSN.shape[:2]) for t_TX in (probs_TE, chosen_TE)]
@@ -112,7 +114,7 @@ def _with_losses(
     per_sequence: Callable[[Tensor], Tensor],
     cfg: MoEConfig,
 ) -> Load:
-    """The load with the sums that only some losses want; keep_T: 1, or 0 at tokens to leave out."""
+    """The load with the sums that only some losses need; keep_T: 1, or 0 at tokens to leave out."""
     if "gshard" in cfg.losses:
         first_TE = chosen(routing.ids_TK[:, :1], routing.logits_TE.shape[-1]).to(keep_T.dtype)
         load = with_fields(load, first_BE=per_sequence(first_TE * keep_T[:, None]))
@@ -129,11 +131,12 @@ def _with_losses(
 
 
 def chosen(ids_TK: Tensor, E: int) -> Tensor:
-    """How often each token has chosen each expert, [T, E]; ids of -1 are nowhere."""
-    # one comparison for each of the K choices: one_hot allocates [T, K, E], scatter_add adds in random order
+    """How often each token chose each expert, [T, E]; ids of -1 are not counted."""
+    # one comparison for each of the K choices: one_hot allocates [T, K, E], and scatter_add adds in random
+    # order
     if ids_TK.shape[1] <= FEW:
         return (ids_TK[:, :, None] == torch.arange(E, device=ids_TK.device)).sum(1)
-    # columns of a selection's own, up to E of them, each expert in one at most
+    # a selection with up to E columns, in which each expert occurs at most once
     places_TE = torch.zeros(len(ids_TK), E + 1, dtype=torch.bool, device=ids_TK.device)
     return places_TE.scatter(1, ids_TK.long() + 1, True)[:, 1:]
 
@@ -147,38 +150,39 @@ def stack(loads: list[Load]) -> Load:
 def alone(t: Tensor) -> Tensor:
     """The sum over one rank: the tensor itself.
 
-    RuntimeError where there are more ranks: each would steer by its own counts, and their models drift apart.
+    RuntimeError if there are more ranks: each rank would balance by its own counts, and the models would
+    diverge.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"balancer.all_reduce: not set in a world of {dist.get_world_size()} ranks; parallelize sets it, "
-            "and under another wrapper "
-            "a function that returns the sum of a tensor over the ranks that train together does"
+            f"balancer.all_reduce: not set in a world of {dist.get_world_size()} ranks; parallelize sets it. "
+            "Under another wrapper, "
+            "set it to a function that returns the sum of a tensor over the ranks that train together"
         )
     return t
 
 
 class Balancer:
-    """Turns the layers' loads into the balancing losses, or into steps of the routers' choice bias.
+    """Computes the balancing losses, or the steps of the routers' choice bias, from the layers' loads.
 
-    It keeps the counts of the step, sums for the log, and a trace of the choices where one is kept.
+    It keeps the counts of the step, sums for the log, and a trace of the choices if one is recorded.
     """
 
     def __init__(self, cfg: MoEConfig):
         self.cfg = cfg
-        self.all_reduce: Callable[[Tensor], Tensor] = alone  # sum over the ranks; set by parallelize
+        self.all_reduce: Callable[[Tensor], Tensor] = alone  # sum over ranks; set by parallelize
         # sum over the ranks that divide sequences, if any do; set by parallelize
         self.over_parts: Callable[[Tensor], Tensor] | None = None
         self.log: RouterLog | None = None
-        self.losses_YX: Tensor | None = None  # for the log as well: what cfg.logged names, without factors
-        self.steps = 0  # that losses_YX is of
-        self.trace: list[Tensor] | None = None  # ids [Y, T, K] of each call, while they are to be kept
+        self.losses_YX: Tensor | None = None  # for the log too: the losses of cfg.logged, without factors
+        self.steps = 0  # number of steps in losses_YX
+        self.trace: list[Tensor] | None = None  # ids [Y, T, K] of each call, while a trace is recorded
         self.start_step()
 
     def start_step(self) -> None:
-        """Forgets the last step's counts (the global-batch loss averages over one step's micro-batches)."""
+        """Resets the step's counts (the global-batch loss averages over one step's micro-batches)."""
         self.seen_YE: Tensor | None = None
-        self.routed_YE: Tensor | None = None  # int64, this rank's, where a choice bias is to be updated
+        self.routed_YE: Tensor | None = None  # int64, this rank's counts, for the update of a choice bias
         self.quantiles = Quantiles()
         self.begun = False
 
@@ -186,12 +190,13 @@ class Balancer:
         """This rank's share of the balancing losses and z-loss of one micro-batch, summed over layers.
 
         The shares of all ranks and micro-batches add up to the loss of the step.
-        load: stacked over layers. totals: those of the step; None: this call is the whole step.
-        A load made with gradients off, as in a checkpoint with use_reentrant=True, gives a loss without
-        gradients, and no error: its tensors look like those of a frozen router, whose loss rightly has none.
+        load: stacked over layers. totals: the counts of the step; None: this call is the whole step.
+        If the load was made with gradients off, as in a checkpoint with use_reentrant=True, the loss has no
+        gradient, and no error is raised: such a load looks like the load of a frozen router, whose loss
+        rightly has no gradient.
         """
         terms = self.cfg.losses
-        # an evaluation between two micro-batches is not part of the step
+        # an evaluation between two micro-batches does not belong to the step
         trains = torch.is_grad_enabled()
         part = totals is not None and trains
         step_YE = self._counts_of_step(load, part) if "global" in terms else None
@@ -220,7 +225,7 @@ class Balancer:
     def _counts_of_step(self, load: Load, part: bool) -> Tensor:
         """Routed pairs of the step so far over all ranks, [Y, E]. A collective.
 
-        part: this micro-batch is part of a step, whose counts add up.
+        part: whether this micro-batch is part of a step, over which the counts are added up.
         """
         counts_YE = self.all_reduce(load.counts_BE.sum(1))
         if part:
@@ -229,12 +234,12 @@ class Balancer:
         return counts_YE
 
     def _of_whole_sequences(self, load: Load) -> tuple[Load, Tensor | float]:
-        """The load with the sums of whole sequences, and how many ranks divide them.
+        """The load with the sums of whole sequences, and the number of ranks that divide them.
 
-        A product of two sums over a sequence is no sum of its parts' products. Sums that losses multiply by,
-        the counts, become those of whole sequences, and so do those of importance, which keep the gradient of
-        this rank's part. All else stays this rank's share. A collective where tp or cp divide sequences, one
-        for all layers.
+        A product of two sums over a sequence is not the sum of the products over its parts. Therefore the
+        counts, by which losses multiply, become those of whole sequences. The sums of the importance loss do
+        too, and keep the gradient of this rank's part. All other sums stay this rank's share. Where tp
+        or cp divide sequences, this is one collective for all layers.
         """
         if self.over_parts is None:
             return load, 1.0
@@ -250,9 +255,9 @@ class Balancer:
 
     @torch.no_grad()
     def _note(self, losses_YX: Tensor, part: bool) -> None:
-        """Adds a micro-batch's losses to those of the next log line.
+        """Adds a micro-batch's losses to the sums for the next log line.
 
-        part: the step that it belongs to has begun with `start_step`.
+        part: whether the micro-batch belongs to a step that began with `start_step`.
         """
         self.steps += not (part and self.begun)
         self.begun = part
@@ -261,10 +266,10 @@ class Balancer:
 
     @torch.no_grad()
     def record(self, load: Load) -> None:
-        """Adds a micro-batch to what the next log line shows, and to the counts that update_bias uses.
+        """Adds a micro-batch to the sums for the next log line, and to the counts that update_bias uses.
 
-        Counts are those before dropping. Under pad-to-capacity those after it would be equal for all experts,
-        and the bias would never move.
+        The counts are those before dropping. Under pad-to-capacity the counts after dropping would be equal
+        for all experts, and the bias would never move.
         """
         counts_LE = load.counts_BE.sum(1)
         if self.cfg.choice_bias:
@@ -281,7 +286,7 @@ class Balancer:
             load.choices_B.sum(1) - counts_LE.sum(-1),
             load.tokens_B.sum(1),
         )
-        # fp64: a step's counts may pass 2^24, above which fp32 cannot add 1
+        # fp64: a step's counts may exceed 2^24, above which fp32 cannot add 1
         new = RouterLog(*(v.double() for v in sums))
         if self.log is None:
             self.log = new
@@ -289,10 +294,10 @@ class Balancer:
             self.log = RouterLog(*(a + b for a, b in zip(self.log, new, strict=True)))
 
     def update_bias(self, routers: Iterable[Router], taken: Tensor | None = None) -> None:
-        """Moves each router's choice bias, after an optimizer step, by the loads recorded since it began.
+        """Moves each router's choice bias after an optimizer step, by the loads recorded during the step.
 
-        A collective, one for all layers. taken: 0 if the step was skipped. Nothing changes if it was skipped,
-        if nothing was recorded, or without a choice bias.
+        One collective for all layers. taken: 0 if the step was skipped. Nothing changes if the step was
+        skipped, if nothing was recorded, or without a choice bias.
         """
         routers = list(routers)
         biases = [router.choice_bias for router in routers if router.choice_bias is not None]
@@ -302,7 +307,7 @@ class Balancer:
         if taken is not None:
             self.routed_YE = self.routed_YE * taken.long()
         for router, counts_E in zip(routers, self.all_reduce(self.routed_YE), strict=True):
-            if router.weight.requires_grad:  # a frozen router chooses as it did
+            if router.weight.requires_grad:  # the choice of a frozen router does not change
                 router.update_bias(counts_E)
         self.routed_YE = None
 
@@ -310,12 +315,12 @@ class Balancer:
     def take_log(self, routers: Iterable[Router] = ()) -> Tensor | None:
         """This rank's sums since the last call, [Y, log_width] in fp64; None if nothing was recorded.
 
-        routers: of the layers, for their choice bias, if that is wanted.
+        routers: the layers' routers, if their choice bias is wanted.
         """
         if self.log is None:
             return None
         counts_LE, dropped_LE, *single = self.log
-        one_L1 = torch.ones_like(counts_LE[:, :1])  # of each rank: what is the same on all of them is divided
+        one_L1 = torch.ones_like(counts_LE[:, :1])  # to average values that all ranks share
         biases = [router.choice_bias for router in routers if router.choice_bias is not None]
         bias_LE = torch.stack(biases).double() if biases else torch.zeros_like(counts_LE)
         losses_LX = self.losses_YX
@@ -328,21 +333,21 @@ class Balancer:
         return torch.cat(parts, 1)
 
     def read_log(self, routers: Iterable[Router] = ()) -> "RouterStats | None":
-        """What was recorded since the last call, over all ranks; None if nothing was.
+        """The statistics recorded since the last call, over all ranks; None if nothing was recorded.
 
-        A collective: every rank calls it, or none.
+        A collective: either all ranks call it, or none.
         """
         own = self.take_log(routers)
         return None if own is None else stats_of(self.all_reduce(own), self.cfg)
 
 
 def log_width(cfg: MoEConfig) -> int:
-    """Columns of `Balancer.take_log`."""
+    """Number of columns of `Balancer.take_log`."""
     return 3 * cfg.outputs + len(cfg.logged) + 5
 
 
 def stats_of(sums: Tensor, cfg: MoEConfig) -> "RouterStats":
-    """What a log line says of them; sums: those of `Balancer.take_log`, over all ranks."""
+    """The statistics for a log line; sums: the result of `Balancer.take_log`, summed over all ranks."""
     columns = [*[cfg.outputs] * 3, len(cfg.logged), *[1] * 5]
     counts_LE, dropped_LE, bias_LE, losses_LX, *single = sums.split(columns, 1)
     entropy_L, open_L, tokens_L, steps_L, ranks_L = (v[:, 0] for v in single)
@@ -358,7 +363,7 @@ def stats_of(sums: Tensor, cfg: MoEConfig) -> "RouterStats":
 
 
 class RouterLog(NamedTuple):
-    """Sums since the last log line, one row for each MoE layer."""
+    """Sums since the last log line, with one row for each MoE layer."""
 
     counts_LE: Tensor
     dropped_LE: Tensor
@@ -368,14 +373,14 @@ class RouterLog(NamedTuple):
 
 
 class RouterStats(NamedTuple):
-    """What a log line says of the routers of L MoE layers."""
+    """The statistics of the routers of L MoE layers in a log line."""
 
     counts_LE: Tensor  # routed pairs per expert, before dropping
     entropy_L: Tensor  # mean entropy of the router's distribution, nats
-    # choices that reached no expert: those that a router left open (-1), of K per token, and dropped pairs
+    # choices that reached no expert: choices that a router left open (-1), of K per token, and dropped pairs
     dropped_L: Tensor
     dropped_LE: Tensor  # dropped pairs per expert
-    bias_LE: Tensor  # the choice bias when the line was made; 0 without one
-    # means over the line's steps of what MoEConfig.logged names, losses without
-    # their coefficients (an even load has 1 in sequence, batch, global and gshard)
+    bias_LE: Tensor  # the choice bias at the time of the line; 0 without one
+    # means over the line's steps of the losses that MoEConfig.logged names, without their coefficients (with
+    # an even load, sequence, batch, global and gshard are 1)
     losses_LX: Tensor

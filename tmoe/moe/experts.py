@@ -23,9 +23,9 @@ from tmoe.parallel.mesh import local_part
 
 
 class LocalExperts(NamedTuple):
-    """This rank's experts, their weights gathered: y = down(activation(gate x, up x)).
+    """This rank's experts with gathered weights: y = down(activation(gate x, up x)).
 
-    Without a gate (relu2, relu, gelu) gate_up is up alone, [L, F, D], and its bias [L, F].
+    Without a gate (relu2, relu, gelu) gate_up is the up matrix alone, [L, F, D], and its bias is [L, F].
 
     Called on Rows, it returns y [R, D]: for each row, the weighted sum over its experts that are on this
     rank.
@@ -36,19 +36,19 @@ class LocalExperts(NamedTuple):
     gate_up_bias: Tensor | None = None  # [L, 2F]
     down_bias: Tensor | None = None  # [L, D]
     activation: str = "swiglu"
-    deferred: bool = False  # the matrices are detached, their gradients made later: ops/experts/deferred.py
+    deferred: bool = False  # matrices are detached, gradients computed later: ops/experts/deferred.py
     group: str | None = None  # the ranks whose experts are gathered for the op: moe/exchange/gathered.py
-    weigh: str = "activation"  # where weights apply: MoEConfig.weigh
+    weigh: str = "activation"  # where weights are applied: MoEConfig.weigh
 
     @property
     def held(self) -> int:
-        """L."""
+        """L, the number of experts of this rank."""
         return len(self.gate_up)
 
     def to(self, dtype: torch.dtype) -> "LocalExperts":
-        """The same experts in another dtype; gradients reach the original weights in their own."""
+        """The same experts in another dtype. Gradients reach the original weights in the original dtype."""
         if self.deferred and dtype != self.gate_up.dtype:
-            valid = f"{self.gate_up.dtype}, that of experts whose weights' gradients are put off"
+            valid = f"{self.gate_up.dtype}, the dtype of experts whose weight gradients are deferred"
             require(False, "autocast", dtype, valid)
         gate_up_bias, down_bias = (
             t if t is None else t.to(dtype) for t in (self.gate_up_bias, self.down_bias)
@@ -59,7 +59,7 @@ class LocalExperts(NamedTuple):
         )
 
     def part(self, own: Slice) -> "LocalExperts":
-        """Of each expert, this rank's slice of its width."""
+        """This rank's slice of the width of each expert."""
         gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
         halves = activation(self.activation).halves
         return LocalExperts(
@@ -72,9 +72,9 @@ class LocalExperts(NamedTuple):
         )
 
     def gathered(self, group: str) -> "LocalExperts":
-        """Those of all ranks of a group, in rank order. They are gathered while the op runs."""
+        """The experts of all ranks of a group, in rank order. They are gathered while the op runs."""
         if self.deferred:
-            valid = "1: a pipeline puts off the gradients of this rank's own experts"
+            valid = "1: a pipeline defers the gradients of this rank's own experts"
             require(False, "adaptive_r", 0, valid)
         return self._replace(group=group)
 
@@ -99,12 +99,12 @@ class LocalExperts(NamedTuple):
             y_RD = op(rows.x_RD, *matrices, *routed, rows.pairs)
         else:
             y_RD = moe_mlp_gathered(rows.x_RD, *matrices, *routed, self.group)
-            if down_bias is not None:  # in fp32, in which its gradients are then added up
+            if down_bias is not None:  # in fp32, so that its gradients are summed in fp32
                 whole = tokens.gather(down_bias[None].float(), self.group)[0]
                 down_bias = whole.to(down_bias.dtype)
         if down_bias is None:
             return y_RD
-        # each row's weight for each expert; column 0 collects what has the id -1, and is cut off
+        # each row's weight for each expert; column 0 collects the weights with id -1, and is cut off
         weights_RE = rows.weights_RK.new_zeros(y_RD.shape[0], down_bias.shape[0] + 1)
         weights_RE = weights_RE.scatter_add(1, rows.ids_RK.long() + 1, rows.weights_RK)[:, 1:]
         return y_RD + weights_RE.to(y_RD.dtype) @ down_bias
@@ -113,13 +113,13 @@ class LocalExperts(NamedTuple):
 class Experts(nn.Module):
     """Holds the weights of all experts: gate_up [E, 2F, D] and down [E, D, F].
 
-    With cfg.bias also gate_up_bias [E, 2F] and down_bias [E, D]; without, both are None. Of an activation
-    without a gate gate_up is up alone, [E, F, D], and its bias [E, F]. Once parallelized, the weights are
-    DTensors, sharded on ep, then on dp.
+    With cfg.bias there are also gate_up_bias [E, 2F] and down_bias [E, D]; without it, both are None. With an
+    activation that has no gate, gate_up is the up matrix alone, [E, F, D], and its bias is [E, F]. Once
+    parallelized, the weights are DTensors, sharded on ep, then on dp.
 
-    Calling it opens a scope: `experts(fn, *args)` runs fn(*args, local) with this rank's experts gathered.
-    FSDP2 attaches its all-gather and reduce-scatter to that call. The call stands outside the compiled graph,
-    which is fn: inside a graph those hooks fail, on torch 2.11 and on 2.13.
+    Calling the module opens a scope: `experts(fn, *args)` runs fn(*args, local) with this rank's experts
+    gathered. FSDP2 attaches its all-gather and reduce-scatter to that call. The call is outside the compiled
+    graph, which is fn: inside a graph FSDP2's hooks fail, on torch 2.11 and on 2.13.
     """
 
     def __init__(self, dim: int, cfg: MoEConfig):
@@ -131,11 +131,11 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(cfg.experts, dim)) if cfg.bias else None
         self.activation = cfg.activation
         self.weigh = cfg.weigh
-        self.deferred = False  # model/stages.py: a pipeline makes the matrices' gradients after the backward
+        self.deferred = False  # model/stages.py: a pipeline computes the matrices' gradients later
 
     @property
     def symm_lacks(self) -> str:
-        """What of these experts the symm dispatcher cannot do, "" if it can do all."""
+        """The feature of these experts that the symm dispatcher does not support; "" if it supports all."""
         if self.weigh != "activation":
             return f"--model.moe.weigh={self.weigh}"
         return "experts whose down projection has a bias" if self.down_bias is not None else ""
@@ -145,8 +145,9 @@ class Experts(nn.Module):
             None if bias is None else local_part(bias) for bias in (self.gate_up_bias, self.down_bias)
         )
         matrices = local_part(self.gate_up), local_part(self.down)
-        # Detached here: an input of a compiled graph that wants a gradient and gets none calls its hooks with
-        # None. Without a gradient for x the op would have no backward that could leave anything.
+        # Detached here: if an input of a compiled graph requires a gradient and gets none, its hooks are
+        # called with None. If x had no gradient, the op would have no backward, and could not store the
+        # inputs of the deferred gradients.
         deferred = self.deferred and torch.is_grad_enabled() and args[0].requires_grad
         if deferred:
             matrices = matrices[0].detach(), matrices[1].detach()

@@ -1,6 +1,6 @@
 """Bytes that an MoE layer and its exchange hold on a rank, in closed form.
 
-T are the tokens of one rank: under tp and cp a part of each of its sequences.
+T is the number of tokens of one rank: under tp and cp a part of each of its sequences.
 
 next: tmoe/model/held_bytes.py
 """
@@ -15,7 +15,7 @@ from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.exchange.symm import hides
 from tmoe.moe.select.capacity import capacity
 
-NODE = 8  # GPUs of a host that reach each other's memory
+NODE = 8  # GPUs of a host that can access each other's memory
 
 
 def moe_bytes(cfg: Config, axes: Axes) -> int:
@@ -25,35 +25,35 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
     T, K = local_tokens(cfg, axes), moe.slots
     W = cfg.model.expert_dim
     kept = T * moe.outputs * FP32  # the router's logits
-    kept += 2 * T * moe.latent_dim * width  # what latent experts read and give, both operands of products
+    kept += 2 * T * moe.latent_dim * width  # input and output of latent experts, operands of products
     if moe.jitter:
-        kept += 2 * T * D * FP32  # its input after jitter, operand of an fp32 product, and the factors
-    # shared experts: gate, up, and their product, which is recomputed where one op does them and the routed
-    # experts
+        kept += 2 * T * D * FP32  # input after jitter, operand of an fp32 product, and the factors
+    # shared experts: gate, up, and their product, which is recomputed if one op runs the shared and the
+    # routed experts
     kept += (2 if runs_beside(cfg, axes) else 3) * T * moe.shared_dim * width
-    # H: under etp 1/etp of the width, of etp times the pairs
+    # H: under etp 1/etp of the width, for etp times the pairs
     kept += (
         (pairs_bound(T, moe.top_k, ep, moe.experts // ep) or T * moe.top_k) * moe.halves * moe.ffn_dim * width
     )
     if uses_symm(cfg, axes):
-        # weights and ids; the backward pushes x again, and sorts the slots again
+        # weights and ids; the backward sends x again, and sorts the slots again
         return kept + T * K * (FP32 + INT32)
-    if moe.pad:  # slots of one pair each, filled or not, and which slots are a token's
+    if moe.pad:  # one slot per pair, filled or not, and each token's slots
         R, K = etp * moe.experts * capacity(T, K, moe), 1
         kept += R * W * width + T * moe.top_k * 2 * INT32
     else:
         R = etp * rows_received(T, moe.top_k, ep)
         if moe.weigh != "activation":
             return kept + sorted_bytes(cfg, axes, R)
-        kept += R * W * width if ep * etp > 1 else 0  # rows received; else they are read in place
+        kept += R * W * width if ep * etp > 1 else 0  # received rows; without an exchange none
     return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
 
 
 def left_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes that one MoE layer's backward keeps for the gradients of its experts' matrices (schedule v).
 
-    dH and the weighted activation of the pairs, copies of the rows and of their results' gradients, weights,
-    and the rows' order.
+    These are dH and the weighted activation of the pairs, copies of the rows and of their results' gradients,
+    weights, and the order of the rows.
     """
     moe, W, width = cfg.model.moe, cfg.model.expert_dim, compute_bytes(cfg)
     T = local_tokens(cfg, axes)
@@ -63,22 +63,23 @@ def left_bytes(cfg: Config, axes: Axes) -> int:
 
 
 def sorted_bytes(cfg: Config, axes: Axes, R: int) -> int:
-    """Bytes that autograd keeps of R rows received where weights apply before or after the experts.
+    """Bytes that autograd keeps of R rows received if weights are applied before or after the experts.
 
-    A row for each pair: what the experts read, and what its weight multiplies. Then the weights, and numbers.
+    For each pair: the row that the experts read, and the row that its weight multiplies. In addition the
+    weights and the row and slot numbers.
     """
     moe, width = cfg.model.moe, compute_bytes(cfg)
-    N = axes.etp * local_tokens(cfg, axes) * moe.top_k  # as many pairs come as go, if experts are evenly used
+    N = axes.etp * local_tokens(cfg, axes) * moe.top_k  # an even load: as many pairs received as sent
     slots = N if axes.ep > 1 else R * moe.top_k
     pairs = 2 * slots * cfg.model.expert_dim * width + slots * FP32
-    # of each pair its row and slot, and the op's weight of 1, id, place and order; of each slot its id
+    # per pair: its row and slot, and the op's weight of 1, id, place and order; per slot: its id
     return pairs + slots * (2 * INT32 + FP32 + 3 * INT32)
 
 
 def travelling(cfg: Config, axes: Axes) -> tuple[int, int]:
-    """Ranks that a layer's tokens travel to (ep), and that divide an expert (etp), by `adaptive_r`.
+    """How many ranks a layer's tokens are sent to (ep), and how many divide an expert (etp), by `adaptive_r`.
 
-    "auto" is taken for the layout's own.
+    "auto" counts as the layout without adaptive_r.
     """
     r = cfg.parallel.adaptive_r
     if r == 0:
@@ -95,7 +96,7 @@ def gathered_expert_bytes(cfg: Config, axes: Axes) -> int:
 
 
 def slice_bytes(cfg: Config, axes: Axes) -> int:
-    """Bytes of a rank's slice of its experts of one layer, a copy that etp makes; 0 without etp."""
+    """Bytes of the copy that etp makes of a rank's slice of its experts of one layer; 0 without etp."""
     moe = cfg.model.moe
     ep, etp = travelling(cfg, axes)
     elements = (moe.halves + 1) * moe.experts // ep * (moe.ffn_dim // etp) * cfg.model.expert_dim
@@ -103,7 +104,7 @@ def slice_bytes(cfg: Config, axes: Axes) -> int:
 
 
 def uses_symm(cfg: Config, axes: Axes) -> bool:
-    """Whether `--parallel.dispatch` comes to symm, given hosts of NODE GPUs that share NVLink."""
+    """Whether `--parallel.dispatch` selects symm, assuming hosts of NODE GPUs that share NVLink."""
     near = 1 < axes.ep <= NODE and axes.etp == 1
     moe = cfg.model.moe
     by_tokens = cfg.parallel.adaptive_r != 0 and cfg.parallel.dispatch != "nccl"
@@ -111,7 +112,7 @@ def uses_symm(cfg: Config, axes: Axes) -> bool:
 
 
 def runs_beside(cfg: Config, axes: Axes) -> bool:
-    """Whether shared experts run inside the symm dispatcher's op, while its rows travel."""
+    """Whether shared experts run inside the symm dispatcher's op, while its rows are sent."""
     moe = cfg.model.moe
     hidden = hides(axes.ep, compute_bytes(cfg), moe.shared_dim) and not moe.latent_dim
     in_float8 = shared_in_float8(cfg.train.float8, cfg.model.dim, moe.shared_dim)
@@ -119,9 +120,9 @@ def runs_beside(cfg: Config, axes: Axes) -> bool:
 
 
 def exchange_bytes(cfg: Config, axes: Axes) -> int:
-    """Bytes that `reserve` of moe/exchange/symm.py takes, once for all layers.
+    """Bytes that `reserve` of moe/exchange/symm.py allocates, once for all layers.
 
-    Of T*ep rows: x, dy, y and sums, and the ids, weights and gradients of the weights of their K slots.
+    For T*ep rows: x, dy, y and sums, and the ids, weights and gradients of the weights of their K slots.
     """
     if not uses_symm(cfg, axes):
         return 0
@@ -134,8 +135,8 @@ def exchange_bytes(cfg: Config, axes: Axes) -> int:
 def rows_received(T: int, top_k: int, ep: int) -> int:
     """Rows R that arrive when every rank sends T tokens with uniform routing, one row per (token, rank).
 
-    A given rank holds none of a token's K experts with probability (1 - 1/ep)^K, where experts are many more
-    than K.
+    A given rank holds none of a token's K experts with probability (1 - 1/ep)^K, if there are many more
+    experts than K.
     """
     return round(T * ep * (1.0 - (1.0 - 1.0 / ep) ** top_k))
 
@@ -143,7 +144,7 @@ def rows_received(T: int, top_k: int, ep: int) -> int:
 def window_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     """Bytes that the windows after the first add to a block's backward, empty or not.
 
-    They are H, and with symm dH and the activations too, beside those of the first window.
+    They are H, and with symm also dH and the activations, in addition to those of the first window.
     """
     moe, ep = cfg.model.moe, travelling(cfg, axes)[0]
     T = local_tokens(cfg, axes)
@@ -155,6 +156,6 @@ def window_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     pairs = pairs_bound(T, moe.top_k, ep, L) or slots
     if pairs >= slots:  # one window
         return 0
-    # under etp 1/etp of the width, of etp times the pairs
+    # under etp 1/etp of the width, for etp times the pairs
     columns = 2 * moe.halves + 1 if symm else moe.halves
     return columns * pairs * moe.ffn_dim * compute_bytes(cfg)

@@ -39,13 +39,15 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
-        # whether a forward without gradients may round once where one with them rounds twice
-        self.fused = True
+        # whether a forward without gradients rounds as a forward with gradients does: see
+        # Transformer.keep_bits
+        self.bits = False
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.gate_up(x)
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or h.dtype == torch.float64
-        if h.is_cuda and self.fused and not plain:  # rounded once, as when it is compiled
+        plain = plain or self.bits
+        if h.is_cuda and not plain:  # rounded once, as in the compiled graph
             act, _ = activate(h.flatten(0, -2).contiguous())
             return self.down(act.view(*h.shape[:-1], -1))
         gate, up = h.chunk(2, -1)
@@ -55,8 +57,8 @@ class SwiGLU(nn.Module):
     def plain(self) -> bool:
         """Whether a call of this module does nothing but multiply by its two matrices.
 
-        False with adapters, parametrizations or biases, or with a hook that must be told of each call. (A
-        hook that is added after a graph was compiled is not called by that graph.)
+        False with adapters, parametrizations or biases, or with a hook that must run at each call. (A
+        compiled graph does not call a hook that was added after the compilation.)
         """
         parts = (self.gate_up, self.down)
         if type(self) is not SwiGLU:
@@ -70,7 +72,7 @@ class SwiGLU(nn.Module):
         return not hooked and not any("forward" in module.__dict__ for module in modules)
 
     def matrices(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """gate_up [2F, D] and down [D, F], for an op that multiplies x by them itself.
+        """gate_up [2F, D] and down [D, F], for an op that multiplies x by them directly.
 
         None where a call of this module would cast x or the matrices.
         """
@@ -82,8 +84,8 @@ class SwiGLU(nn.Module):
 def check_marks(name: str, marks: Tensor, tokens: Tensor, shape: torch.Size, *dtypes: torch.dtype) -> None:
     """Raises ValueError unless `marks` holds one mark for each token.
 
-    It must have this shape, one of these dtypes, and be on the device of `tokens`. Another shape might
-    broadcast, or flatten in another order.
+    They must have this shape and one of these dtypes, and be on the device of `tokens`. Marks of another
+    shape might broadcast, or flatten in another order.
     """
     ok = isinstance(marks, Tensor) and marks.dtype in dtypes and marks.shape == shape
     if not ok or marks.device != tokens.device:
@@ -99,7 +101,7 @@ def check_marks(name: str, marks: Tensor, tokens: Tensor, shape: torch.Size, *dt
 def warn_if_untrained(cfg: MoEConfig) -> None:
     """Warns, once per process and on one rank, of routers that the task's loss does not train.
 
-    A warning, not an error, for a model whose weights may still be loaded.
+    This is a warning and not an error, because the weights of the model may still be loaded.
     """
     if cfg.untrained and not (dist.is_initialized() and dist.get_rank()):
         warnings.warn(spelt(cfg.untrained), stacklevel=1)
@@ -112,13 +114,13 @@ def warn_if_acausal(cfg: MoEConfig) -> None:
 
 
 class Call(NamedTuple):
-    """What one call of a layer sets otherwise than its MoEConfig; None: as that says.
+    """The settings of one call of a layer that differ from its MoEConfig; None: the value of the MoEConfig.
 
-    top_k: in digits, for dynamo makes a symbol of a number that changes from call to call.
-    most: pairs that an expert takes; a 0-dim tensor, so that compiled calls share a graph whatever it is, or
-        a number where sizes depend on it.
+    top_k: the number in digits, because dynamo turns a number that changes from call to call into a symbol.
+    most: the most pairs that an expert accepts: a 0-dim tensor, so that all values share one compiled graph,
+        or an int where sizes depend on it.
     way: a key of MoE.ways.
-    ids_TK: the experts to take instead of a choice.
+    ids_TK: the experts to use instead of the router's choice.
     """
 
     top_k: str | None = None
@@ -131,17 +133,18 @@ class MoE(nn.Module):
     """y = sum over a token's K experts of weight * expert(x), plus the shared experts, which see every token.
 
     `MoE(dim, cfg)(x)` takes x [B, S, D] or [T, D] and returns y of the same shape and dtype. Under autocast
-    it computes in autocast's dtype. Inside a Transformer, a Block calls `route` itself: see there.
+    it computes in autocast's dtype. Inside a Transformer, a Block calls `route` directly.
 
-    After a call the router's load is in `self.load` (None before), and `balancing_loss` makes a loss of it. A
-    load with gradients keeps the call's graph alive until the next call: set it to None where you want no
-    such loss.
+    After a call the router's load is in `self.load` (None before), and `balancing_loss` computes a loss from
+    it. A load with gradients keeps the call's graph alive until the next call. Set it to None if you do not
+    want such a loss.
 
     Recompute the layer only with `checkpoint(..., use_reentrant=False)`. With True the layer is called
-    without gradients, so the balancing loss of that load has none, and no error says so. torch.compile
-    accepts no checkpoint in which a module sets `load`: compile inside the checkpoint, or checkpoint `route`.
+    without gradients, so the balancing loss of that load has no gradient, and no error is raised.
+    torch.compile accepts no checkpoint in which a module sets `load`: compile inside the checkpoint, or
+    checkpoint `route`.
 
-    With `choice_bias`, add up its counts over the step and the ranks, and give them to
+    With `choice_bias`, sum the counts of the load over the step and the ranks, and pass them to
     `self.router.update_bias`.
     """
 
@@ -153,12 +156,15 @@ class MoE(nn.Module):
         init: bool = True,
         experts: Callable[[Tensor, Tensor], Tensor] | None = None,
     ):
-        """init: draw the weights; False where the builder of the model draws or loads them.
+        """Builds the router, the experts and the shared experts.
 
-        experts: your own, a module or a function of sorted rows and the ends of their groups
-            (docs/experts.md); their parameters stay as they come. None: tmoe's, as cfg says.
+        init: draw the weights; False where the code that builds the model draws or loads them.
 
-        ConfigError where they are drawn and the task's loss would not train the router
+        experts: your own experts, a module or a function of sorted rows and the ends of their groups
+            (docs/experts.md); their parameters keep their values. None: tmoe's experts, as cfg configures
+            them.
+
+        Raises ConfigError where the weights are drawn and the task's loss would not train the router
         (`MoEConfig.untrained`).
         """
         super().__init__()
@@ -177,20 +183,20 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
         self.dispatcher: Dispatcher = PaddedDispatcher(cfg.experts) if cfg.pad else LocalDispatcher()
         self.dispatcher.mean_K = cfg.top_k if cfg.slots > cfg.top_k else 0
-        # model/parallelize.py: what adaptive_r chooses among, by str(r), and what each costs
+        # model/parallelize.py: the dispatchers of adaptive_r, by str(r), and the cost of each
         self.ways: dict[str, Dispatcher] = {}
         self.cost: Cost | None = None
         self.load: Any = None  # a Load
-        # moe/trace.py: whether the load holds the choices, and choices that are given to the router
+        # moe/trace.py: whether the load holds the choices; the choices that the router must use
         self.traced = False
         self.given_TK: Tensor | None = None
         if init:
             initialise(self)
-        if experts is not None:  # after the weights were drawn: these have their values
+        if experts is not None:  # after the weights were drawn: own experts keep their values
             self.experts = OwnExperts(experts, cfg)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a copy or a pickle: without `load`, which belongs to one call and its graph."""
+        """The state for a copy or a pickle, without `load`, which belongs to one call and its graph."""
         return self.__dict__ | {"load": None}
 
     def forward(
@@ -206,17 +212,19 @@ class MoE(nn.Module):
         """y, of x's shape and dtype; sets `self.load`.
 
         Args:
-            padding: bool of x's leading shape, True at tokens that go to no expert, not to the shared ones
-                either (so y is 0), and that count in no loss.
-            top_k, capacity_factor: for this call, instead of the MoEConfig's; a factor of 0 drops nothing.
-                All ranks must give the same. Where `route` is compiled, the first use of each top_k compiles,
-                and that of a factor (of each one, where the layer pads).
-            adaptive_r: what travels in this call, with equal results: 0: the expert group's weights, 1:
-                tokens, a divisor of etp: tokens, with experts divided among so many ranks
-                (moe/exchange/adaptive.py); "auto": the cheapest by the number of tokens, which then must be
-                the same on all ranks. All ranks must give the same; the first use of each compiles.
-            ids: whole numbers of x's leading shape and K more, -1 for no expert: the experts to take instead
-                of a choice, weighed by this call's scores (Router.forward).
+            padding: bool of x's leading shape, True at tokens that are sent to no expert. They skip the
+                shared experts too (so y is 0), and count in no loss.
+            top_k, capacity_factor: values for this call, instead of the MoEConfig's; a factor of 0 drops
+                nothing. All ranks must give the same values. Where `route` is compiled, the first use of each
+                top_k compiles a graph, and so does the first use of a factor (of each factor, where the layer
+                pads).
+            adaptive_r: what the ranks exchange in this call, with equal results. 0: the expert group's
+                weights. 1: tokens. A divisor of etp: tokens, with each expert divided among r ranks
+                (moe/exchange/adaptive.py). "auto": the cheapest for the number of tokens, which must then be
+                the same on all ranks. All ranks must give the same value; the first use of each value
+                compiles a graph.
+            ids: integers of x's leading shape plus a dimension K, -1 for no expert: the experts to use
+                instead of the router's choice. Their weights are this call's scores (Router.forward).
         """
         if not isinstance(x, Tensor):
             require(False, "x", repr(x)[:80], f"a tensor [..., T, dim={self.dim}]")
@@ -227,8 +235,8 @@ class MoE(nn.Module):
         call = self.call(x, top_k, capacity_factor, adaptive_r, ids)
         route = self.route if call is None else partial(self.route, call=call)
         y_TD, self.load = self.experts(route, x, padding)
-        # the view is made here, outside the scope: given a view, FSDP2's hook would be lost to an in-place op
-        # on it
+        # The view is made outside the scope of the experts. If FSDP2 got a view, an in-place op on it would
+        # remove FSDP2's hook.
         return y_TD.view_as(x)
 
     def call(
@@ -239,7 +247,7 @@ class MoE(nn.Module):
         adaptive_r: int | str | None = None,
         ids: Tensor | None = None,
     ) -> Call | None:
-        """The checked settings of one call on x; None where it sets nothing."""
+        """The checked settings of one call on x; None if the call sets nothing."""
         if ids is not None:
             ok = isinstance(ids, Tensor) and ids.shape[:-1] == x.shape[:-1]
             got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)[:80]
@@ -251,7 +259,7 @@ class MoE(nn.Module):
         digits, K = None, cfg.top_k
         if top_k is not None:
             most = cfg.reach(self.router.devices)
-            # by comparison: few other things can be done with a symbol of dynamo's
+            # by comparison, because dynamo's symbols support few other operations
             K = next((k for k in range(1, most + 1) if k == top_k), 0)
             if not K or type(top_k) is not int:
                 require(False, "top_k", repr(top_k), f"a whole number from 1 to {most}")
@@ -268,11 +276,11 @@ class MoE(nn.Module):
         return Call(digits, most if cfg.pad else torch.full((), most, device=x.device), way, ids)
 
     def way(self, adaptive_r: int | str, tokens: int, top_k: int, element: int) -> str | None:
-        """The key in `ways` of what a call of so many tokens asks for; None: on one rank all are the same.
+        """The key in `ways` for a call with this number of tokens; None: on one rank all ways are equal.
 
-        element: bytes of one in x.
+        element: bytes of one element of x.
         """
-        here = {0} if self.cost is None or self.cost.ep == 1 else set()  # where nothing travels 0 is 1
+        here = {0} if self.cost is None or self.cost.ep == 1 else set()  # without an exchange 0 equals 1
         valid = sorted({1} | here | {int(r) for r in self.ways})
         ok = adaptive_r == "auto" or (type(adaptive_r) is int and adaptive_r in valid)
         if not ok:
@@ -294,7 +302,8 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, Load]:
         """The layer's computation, given this rank's experts: y [T, D], and the load of each row.
 
-        members: fp32 [B, S, n], 1 where a token is of a sequence: where rows hold several.
+        members: fp32 [B, S, n], 1 where a token belongs to the n-th sequence of its row; given where rows
+        hold several sequences.
         """
         cfg = self.router.cfg
         y_TD, chosen, taken = self.mix(x, padding, experts, call)
@@ -312,16 +321,16 @@ class MoE(nn.Module):
     def mix(
         self, x: Tensor, padding: Tensor | None, experts: LocalExperts | OwnLocal, call: Call | None = None
     ) -> tuple[Tensor, Routing, Routing]:
-        """y [T, D], where its tokens went, and the same without the pairs that full experts dropped."""
+        """y [T, D], the tokens' routing, and that routing without the pairs that full experts dropped."""
         cfg, call = self.router.cfg, call or Call()
         dispatcher = self.dispatcher if call.way is None else self.ways[call.way]
         if dispatcher.ranks == 1 and experts.held != cfg.experts:
-            valid = f"all {cfg.experts}, or spread by parallelize"
+            valid = f"all {cfg.experts}, or experts sharded by parallelize"
             require(False, "experts", f"{experts.held} of them on this rank", valid)
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
         if padding_T is not None:
-            # attention to nothing gives NaN there, which would spread to every gradient
+            # attention over no tokens gives NaN at padding, which would spread to every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
         chosen = self.router(
@@ -340,8 +349,8 @@ class MoE(nn.Module):
         if cfg.pad:
             assert isinstance(most, int)
             routing = PaddedRouting(taken.weights_TK, taken.ids_TK, most)
-        own_TD = x_TD  # what identity experts return
-        if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one dtype
+        own_TD = x_TD  # the output of identity experts
+        if autocasts(x) and x.dtype != torch.float64:  # as F.linear does; the experts' op needs one dtype
             dtype = torch.get_autocast_dtype(x.device.type)
             x_TD = x_TD.to(dtype)
             experts = experts.to(dtype)
@@ -352,7 +361,7 @@ class MoE(nn.Module):
         return y_TD, chosen, taken
 
     def mixed(self, x_TD: Tensor, routing: Any, experts: Any, dispatcher: Any) -> Tensor:
-        """The routed experts' sum, through the latent where there is one, plus the shared expert's result."""
+        """The routed experts' sum, computed in the latent space if there is one, plus the shared expert's."""
         shared_TD = None
         if self.to_latent is not None:
             y_TD = self.from_latent(dispatcher(self.to_latent(x_TD), routing, experts))
@@ -381,14 +390,14 @@ def balancing_loss(
     Args:
         tokens, sequences: how many the layers get in the whole step, over all ranks and micro-batches,
             without padding; a call with [T, D] is one sequence. None: the step is this call alone, and the
-            ranks count together (a collective).
+            counts are summed over ranks (a collective).
 
-    Raises ValueError where `model` has no MoE layer, or a layer whose last call left no load, or left a load
+    Raises ValueError where `model` has no MoE layer, or where a layer's last call left no load, or a load
     without gradients.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     got = f"a {type(model).__name__} without MoE layers"
-    require(len(layers) > 0, "balancing_loss: model", got, "a module with some")
+    require(len(layers) > 0, "balancing_loss: model", got, "a module with MoE layers")
     for name, moe in layers.items():
         check_load(name, moe)
     totals_Y = step_totals([moe.load for moe in layers.values()], tokens, sequences)
@@ -401,7 +410,7 @@ def balancing_loss(
 
 
 def check_load(name: str, moe: MoE) -> None:
-    """Raises ValueError unless a layer's last call left a load that a loss can be made of."""
+    """Raises ValueError unless the last call of a layer left a load from which a loss can be computed."""
     where = f"balancing_loss: {name or 'model'}"
     valid = "a layer that was called before (a Transformer adds these losses itself: model(tokens, targets))"
     require(moe.load is not None, where, "no load", valid)
@@ -415,7 +424,7 @@ def check_load(name: str, moe: MoE) -> None:
 def step_totals(
     loads: list[Load], tokens: float | Tensor | None, sequences: float | Tensor | None
 ) -> list[Totals]:
-    """What each layer's losses are divided by: the given counts, else those of this call over all ranks."""
+    """The divisors of each layer's losses: the given counts, else the counts of this call over all ranks."""
     both = (tokens is None) == (sequences is None)
     got = f"tokens={tokens}, sequences={sequences}"
     require(both, "balancing_loss", got, "both of the whole step, or none")

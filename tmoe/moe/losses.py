@@ -1,10 +1,10 @@
-"""The load-balancing losses: each a function of a micro-batch's sums, by its name in --model.moe.balance.
+"""The load-balancing losses: each is a function of a micro-batch's sums, named in --model.moe.balance.
 
-One more is a function here, a line in LOSSES, and its name in config/balance.py. What it needs beside the
-sums of Load goes into `measure` (moe/balance.py).
+A new loss is a function here, a line in LOSSES, and its name in config/balance.py. Any sum that it needs
+besides those of Load is added in `measure` (moe/balance.py).
 
-Y here: MoE layers. Every function returns a rank's share of the step's loss, [Y], without its coefficient.
-The shares of all ranks and micro-batches add up.
+Y: the number of MoE layers. Every function returns a rank's share of the step's loss, [Y], without its
+coefficient. The shares of all ranks and micro-batches add up to the loss.
 
 next: moe/exchange/dispatch.py
 """
@@ -23,9 +23,9 @@ from tmoe.config.model import MoEConfig
 class Load(NamedTuple):
     """One layer's sums over the tokens of each of B sequences, without padding.
 
-    `stack` puts the loads of Y MoE layers together, with Y as the first dimension.
-    Counts are of what the router chose, groups and bias included, before any pair is dropped: they are the
-    map of the losses, and what the choice bias follows.
+    `stack` combines the loads of Y MoE layers, with Y as the first dimension. Counts refer to the router's
+    choice, groups and bias included, before any pair is dropped. The losses and the choice bias are computed
+    from these counts.
     """
 
     probs_BE: Tensor  # sum over tokens of each expert's share of a token's scores, differentiable
@@ -33,23 +33,23 @@ class Load(NamedTuple):
     tokens_B: Tensor  # fp32
     z_B: Tensor  # sum over tokens of logsumexp(logits)^2, differentiable
     entropy_B: Tensor  # sum over tokens of the entropy of those shares, nats, no gradient
-    choices_B: Tensor  # K per token: as many pairs as there would be if no choice were left open (-1)
-    dropped_BE: Tensor  # of the pairs routed, those that a full expert did not take, fp32
-    # only where a loss asks for them
+    choices_B: Tensor  # K per token: the number of pairs if no choice were left open (-1)
+    dropped_BE: Tensor  # the routed pairs that a full expert did not accept, fp32
+    # only where a loss needs them
     first_BE: Tensor | None = None  # tokens by their first choice
-    clean_BE: Tensor | None = None  # probs_BE of the logits before noise, differentiable
+    clean_BE: Tensor | None = None  # probs_BE computed from the logits before noise, differentiable
     smooth_BE: Tensor | None = None  # tokens times the chance that noise chooses the expert, differentiable
-    # sums of what the selection notes: Sinkhorn's residual over tokens [B, 1], quantiles [B, E], else [B, 0]
+    # sums of the selection's notes: Sinkhorn's residual over tokens [B, 1], quantiles [B, E], else [B, 0]
     noted_BX: Tensor | None = None
-    ids_TK: Tensor | None = None  # the choices themselves, where a trace of them is kept
-    # where rows hold several sequences each: the first three sums, of each of N sequences
+    ids_TK: Tensor | None = None  # the choices, if they are traced
+    # if rows hold several sequences: the first three sums for each of N sequences
     probs_NE: Tensor | None = None
     counts_NE: Tensor | None = None
     tokens_N: Tensor | None = None
 
 
 def with_fields(load: Load, **given: Tensor | None) -> Load:
-    """The load with these fields set. (dynamo of torch 2.11 cannot return what a `_replace` has made.)"""
+    """The load with these fields set. (dynamo of torch 2.11 cannot return the result of `_replace`.)"""
     fields: Any = [given.get(name, value) for name, value in zip(Load._fields, load, strict=True)]
     return Load(*fields)
 
@@ -63,12 +63,12 @@ class Totals(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """What a loss needs to know beside the micro-batch's own sums."""
+    """The inputs of a loss in addition to the micro-batch's own sums."""
 
     totals: Totals
-    # routed pairs of the step so far, over all ranks; None where no loss asks for them
+    # routed pairs of the step so far, over all ranks; None if no loss needs them
     step_YE: Tensor | None
-    # ranks that divide each sequence, and so have each a part of the micro-batch's loss
+    # number of ranks that divide each sequence; each has a part of the micro-batch's loss
     parts: Tensor | float
 
 
@@ -76,7 +76,7 @@ def sequence(load: Load, scope: Scope) -> Tensor:
     """E sum_e f_e P_e of each sequence (Switch, Fedus et al. 2021, eq. 4): the mean over sequences.
 
     f_e: the expert's share of the sequence's routed pairs; P_e: its mean share of the scores. A sequence is a
-    row, or, of rows that are packed, what was packed into them.
+    row, or, if rows are packed, one of the sequences packed into it.
     """
     probs_YNE, counts_YNE, tokens_YN = load.probs_NE, load.counts_NE, load.tokens_N
     if probs_YNE is None or counts_YNE is None or tokens_YN is None:
@@ -87,18 +87,18 @@ def sequence(load: Load, scope: Scope) -> Tensor:
 
 
 def batch(load: Load, scope: Scope) -> Tensor:
-    """The same of a rank's micro-batch as a whole; micro-batches weigh as many tokens as they have."""
+    """The same for a rank's micro-batch as a whole. Micro-batches are weighted by their number of tokens."""
     return _overlap(load.counts_BE.sum(1), load, scope)
 
 
 def whole_step(load: Load, scope: Scope) -> Tensor:
-    """The same with f_e of all ranks and of the step's micro-batches so far."""
+    """The same with f_e over all ranks and over the step's micro-batches so far."""
     assert scope.step_YE is not None
     return _overlap(scope.step_YE, load, scope)
 
 
 def gshard(load: Load, scope: Scope) -> Tensor:
-    """batch with first choices alone in f (GShard, Lepikhin et al. 2020; Tutel's default)."""
+    """`batch` with only first choices in f (GShard, Lepikhin et al. 2020; Tutel's default)."""
     assert load.first_BE is not None
     return _overlap(load.first_BE.sum(1), load, scope)
 
@@ -111,7 +111,8 @@ def importance(load: Load, scope: Scope) -> Tensor:
     """
     assert load.clean_BE is not None and load.smooth_BE is not None
     loss_Y = (_cv_squared(load.clean_BE.sum(1)) + _cv_squared(load.smooth_BE.sum(1))) / 2
-    # No sum of its parts': where ranks divide sequences each has the whole value and its own part's gradient.
+    # Not a sum over parts: ranks that divide sequences each have the whole value, and the gradient of their
+    # part.
     share_Y = loss_Y - loss_Y.detach() + loss_Y.detach() / scope.parts
     return share_Y * load.tokens_B.sum(1) / scope.totals.tokens.clamp(min=1)
 
@@ -122,7 +123,7 @@ LOSSES: dict[str, Callable[[Load, Scope], Tensor]] = {
     "global": whole_step,
     "gshard": gshard,
     "importance": importance,
-    "importance-tutel": importance,  # of another smooth load: see `smooth_load`
+    "importance-tutel": importance,  # with a different smooth load: see `smooth_load`
 }
 
 
@@ -131,7 +132,7 @@ def _experts(load: Load) -> int:
 
 
 def _overlap(counts_YE: Tensor, load: Load, scope: Scope) -> Tensor:
-    """E sum_e f_e P_e, which is least where experts are evenly used; f: shares of counts_YE."""
+    """E sum_e f_e P_e, which is smallest if experts are evenly used; f: shares of counts_YE."""
     share_YE = counts_YE / counts_YE.sum(-1, keepdim=True).clamp(min=1)
     overlap_Y = (share_YE * load.probs_BE.sum(1)).sum(-1)
     return _experts(load) * overlap_Y / scope.totals.tokens.clamp(min=1)
@@ -144,11 +145,12 @@ def _cv_squared(sums_YE: Tensor) -> Tensor:
 
 
 def smooth_load(clean_TE: Tensor, last_T: Tensor, cfg: MoEConfig) -> Tensor:
-    """The chance, of the noise alone, that a token chooses each expert: [T, E], differentiable.
+    """The probability, over the noise alone, that a token chooses each expert: [T, E], differentiable.
 
-    It is Phi((logit - last) / sigma). last: a token's K-th chosen logit, noise included. sigma: that of the
-    noise. Tutel compares not the logits but their softmax with it (tutel/impls/losses.py, seen at ac0e51b):
-    "importance-tutel" does so too, for runs that go on as they were.
+    It is Phi((logit - last) / sigma). last: a token's K-th chosen logit, noise included. sigma: the standard
+    deviation of the noise. Tutel compares `last` not with the logits but with their softmax
+    (tutel/impls/losses.py, seen at ac0e51b). "importance-tutel" does the same, so that a run that began with
+    Tutel can continue with the same loss.
     """
     ours_TE = clean_TE.softmax(-1) if "importance-tutel" in cfg.losses else clean_TE
     return torch.special.ndtr((ours_TE - last_T[:, None]) * (cfg.outputs / cfg.noise))

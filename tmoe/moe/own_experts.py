@@ -1,4 +1,4 @@
-"""Experts of your own, under tmoe's routing and expert parallelism: a module or a function over sorted rows.
+"""Experts of your own under tmoe's routing and expert parallelism: a module or a function of sorted rows.
 
 docs/experts.md has the contract and an example.
 
@@ -23,15 +23,15 @@ from tmoe.parallel.mesh import local_part
 
 
 class OwnLocal(NamedTuple):
-    """This rank's experts, their parameters gathered; called on Rows they give y [R, D], as LocalExperts."""
+    """This rank's experts with gathered parameters. Called on Rows, they return y [R, D]."""
 
     run: Callable[[Tensor, Tensor], Tensor]
-    parameters: dict[str, Tensor]  # [L, ...], of `run` where that is a module
+    parameters: dict[str, Tensor]  # [L, ...], the parameters of `run` if it is a module
     held: int  # L
     weigh: str
 
     def to(self, dtype: torch.dtype) -> OwnLocal:
-        """The same experts in another dtype; gradients reach the original parameters in their own."""
+        """The same experts in another dtype. Gradients reach the original parameters in their dtype."""
         cast = {name: p.to(dtype) if p.is_floating_point() else p for name, p in self.parameters.items()}
         return OwnLocal(self.run, cast, self.held, self.weigh)
 
@@ -45,25 +45,26 @@ class OwnLocal(NamedTuple):
 
 
 class OwnExperts(Experts):
-    """A scope, as Experts is one, around experts that somebody else wrote.
+    """A scope around experts that the user wrote; Experts is the scope of tmoe's experts.
 
-    own: called as own(x_ND, ends_L) -> y_ND. Where it is a module, its parameters are `own.*` of this one's,
-        each [E, ...], of which a call finds this rank's [L, ...]. Buffers stay whole on every rank.
+    own: called as own(x_ND, ends_L) -> y_ND. If it is a module, its parameters are named `own.*` in this
+        module. Each is [E, ...], and a call gets this rank's part [L, ...]. Buffers are complete on every
+        rank.
     """
 
     def __init__(self, own: Callable[[Tensor, Tensor], Tensor], cfg: MoEConfig):
-        nn.Module.__init__(self)  # not that of Experts: it has no weights of its own
+        nn.Module.__init__(self)  # not the constructor of Experts, which creates weights
         require(callable(own), "experts", repr(own)[:80], "a module or a function (x_ND, ends_L) -> y_ND")
         self.own = own
         self.experts: int = cfg.experts
-        self.held: int = cfg.experts  # model/parallelize.py: of this rank
+        self.held: int = cfg.experts  # experts of this rank; set by model/parallelize.py
         self.weigh = cfg.weigh
         self.slice = None
         self.deferred = False
         self.require_stacked()
 
     def require_stacked(self) -> None:
-        """Raises ValueError for a parameter that is not [E, ...]: its rows would go to the wrong ranks."""
+        """Raises ValueError for a parameter that is not [E, ...]: sharding would split it wrongly."""
         for name, p in self.named_parameters():
             ok = p.dim() > 0 and p.shape[0] == self.experts
             shape = f"shape {tuple(p.shape)}"

@@ -1,7 +1,7 @@
 """Chooses experts for every token and weighs them: logits, scores, a selection, weights.
 
-Scores are a table (moe/select/scores.py), a selection is a file (moe/select/selection.py says how), names and
-what goes together are in config/policies.py.
+The scores are a table (moe/select/scores.py). Each selection is a file (moe/select/selection.py describes the
+interface). config/policies.py has the names, and which of them can be combined.
 
 next: moe/select/scores.py, then moe/balance.py
 """
@@ -24,14 +24,14 @@ from tmoe.ops import softmax_topk
 from tmoe.ops.check import require
 from tmoe.ops.router.product import router_product
 
-HOTTEST = math.log(100.0)  # the most that a cosine router's scale may grow to, as a logarithm (Tutel)
+HOTTEST = math.log(100.0)  # upper bound of a cosine router's log scale (Tutel)
 
 
 class Routing(NamedTuple):
-    """What the router decided for T tokens."""
+    """The router's decision for T tokens."""
 
     weights_TK: Tensor  # fp32, differentiable
-    # int32 expert ids, -1 for nowhere (padding, an unused column). Ids from E on are identity experts
+    # int32 expert ids, -1 for no expert (padding, an unused column). Ids from E on are identity experts
     ids_TK: Tensor
     logits_TE: Tensor  # fp32, differentiable, with noise; identity experts included
     clean_TE: Tensor | None = None  # the logits without noise
@@ -39,9 +39,10 @@ class Routing(NamedTuple):
 
 
 def without_identity(routing: Routing, cfg: MoEConfig) -> tuple[Routing, Tensor | None]:
-    """The part of a routing that goes to experts with weights, and each token's weight on identity experts.
+    """The routing to experts that have weights, and each token's total weight on identity experts.
 
-    Identity experts need no product and no exchange: y += weight * x. None where the layer has none.
+    Identity experts need no product and no exchange: y += weight * x. The second value is None if the layer
+    has no identity experts.
     """
     if not cfg.identity_experts:
         return routing, None
@@ -53,7 +54,7 @@ def without_identity(routing: Routing, cfg: MoEConfig) -> tuple[Routing, Tensor 
 def on_matrix_units(x_TD: Tensor) -> bool:
     """Whether `router_product` is faster than an fp32 product of an fp32 copy of x.
 
-    It needs matrix units that multiply bf16 and keep the result in fp32.
+    The product needs matrix units that multiply bf16 and accumulate in fp32.
     """
     return x_TD.is_cuda and torch.version.hip is None and x_TD.dtype == torch.bfloat16
 
@@ -61,14 +62,14 @@ def on_matrix_units(x_TD: Tensor) -> bool:
 class Router(nn.Module):
     """Chooses some of E experts for each token by logits, usually the K largest of x W^T.
 
-    Logits: `logits`. Choice: the file of `cfg.selection`. Weights:
+    Logits: the method `logits`. Choice: the file of `cfg.selection`. Weights:
     `softmax="before"`: the chosen experts' scores, divided by their sum if `renormalize`.
     `softmax="after"`: the softmax over the chosen logits (Mixtral; the same numbers as before + renormalize).
 
     Both are multiplied by `scaling`. `router_bias`: logits = x W^T + b (gpt-oss).
-    Scores and weights are fp32, and the product has fp32 accuracy, whatever the dtypes of x and W; with
-    `router_dtype="fp64"` both are fp64, and weights and logits are rounded to fp32 at the end, unless x is
-    fp64 itself. `on_matrix_units` says where bf16 is multiplied without conversion.
+    Scores and weights are fp32, and the product has fp32 accuracy, whatever the dtypes of x and W. With
+    `router_dtype="fp64"` scores, weights and product are fp64, and weights and logits are rounded to fp32 at
+    the end, unless x is fp64. `on_matrix_units` decides whether bf16 is multiplied without conversion.
     """
 
     def __init__(self, dim: int, cfg: MoEConfig):
@@ -79,7 +80,7 @@ class Router(nn.Module):
         self.devices = 1  # ranks of the expert group, for top_devices; set by parallelize
         cosine = cfg.score == "cosine"
         self.projection = nn.Linear(dim, cfg.cosine_dim) if cosine else None
-        # cosines are multiplied by exp(this) / cosine_temperature
+        # cosines are multiplied by exp(log_scale) / cosine_temperature
         self.log_scale = nn.Parameter(torch.zeros(1)) if cosine else None
         self.weight = nn.Parameter(torch.empty(cfg.outputs, cfg.cosine_dim if cosine else dim))
         self.bias = nn.Parameter(torch.empty(cfg.outputs)) if cfg.router_bias else None
@@ -100,10 +101,10 @@ class Router(nn.Module):
 
         Args:
             x_TD: any float dtype.
-            padding_T: bool, True at tokens to leave out.
-            top_k: experts a token in this call, 1 to E; None: as configured.
-            ids: [T, any number of columns], int: the experts to take, -1 for none, instead of a choice; their
-                weights are made of this call's scores. For a recorded routing.
+            padding_T: bool, True at tokens that are not routed.
+            top_k: experts per token in this call, 1 to E; None: as configured.
+            ids: [T, any number of columns], int: the experts to use instead of a choice, -1 for none. Their
+                weights are computed from this call's scores. Used to replay a recorded routing.
         """
         K = self.experts_a_token(top_k)
         # autocast does not exist on the meta device
@@ -111,7 +112,7 @@ class Router(nn.Module):
             clean_TE = self.logits(x_TD)
             logits_TE = self.disturbed(clean_TE, padding_T, K)
             if ids is not None:
-                # quantiles are of this call's logits, whoever chose
+                # quantiles are computed from this call's logits, even where the ids are given
                 noting = self.cfg.selection == "quantile"
                 noted_TX = self.chosen(logits_TE, padding_T, K).noted_TX if noting else None
                 choice = Choice(self.checked(ids, x_TD), noted_TX)
@@ -138,7 +139,7 @@ class Router(nn.Module):
         return Routing(weights_TK, ids_TK, logits_TE, clean_TE, noted_TX)
 
     def experts_a_token(self, top_k: int | None) -> int:
-        """K of a call; ValueError where so many cannot be chosen."""
+        """K of a call; raises ValueError where a token cannot have that many experts."""
         if top_k is None:
             return self.cfg.top_k
         most = self.cfg.reach(self.devices)
@@ -147,7 +148,7 @@ class Router(nn.Module):
         return top_k
 
     def checked(self, ids: Tensor, x_TD: Tensor) -> Tensor:
-        """Given ids; ValueError for a wrong shape, dtype or device."""
+        """The given ids; raises ValueError for a wrong shape, dtype or device."""
         ok = isinstance(ids, Tensor) and ids.dim() == 2 and len(ids) == len(x_TD)
         ok = ok and not (ids.is_floating_point() or ids.dtype == torch.bool) and ids.device == x_TD.device
         got = f"{ids.dtype} {tuple(ids.shape)} on {ids.device}" if isinstance(ids, Tensor) else repr(ids)[:80]
@@ -155,7 +156,7 @@ class Router(nn.Module):
         return ids
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """x W^T + b; or, for score=cosine, cosines with the rows of W times a scale, plus b."""
+        """x W^T + b; for score=cosine: the cosines with the rows of W, times a scale, plus b."""
         jitter = self.cfg.jitter if self.training else 0.0
         bias = None if self.bias is None else self.bias.to(self.dtype)
         narrow = self.projection is None and not self.wide
@@ -177,14 +178,14 @@ class Router(nn.Module):
         return logits_TE if bias is None else logits_TE + bias
 
     def disturbed(self, logits_TE: Tensor, padding_T: Tensor | None, K: int) -> Tensor:
-        """Logits plus noise in training (Tutel), or others in their place, for benchmarks."""
+        """Logits plus noise in training (Tutel), or artificial logits instead, for benchmarks."""
         if self.cfg.noise and self.training:
             logits_TE = logits_TE + torch.randn_like(logits_TE) * (self.cfg.noise / self.cfg.outputs)
         return logits_TE if self.cfg.force == "none" else forced(self.cfg, logits_TE, padding_T, K)
 
     @torch.no_grad()
     def chosen(self, logits_TE: Tensor, padding_T: Tensor | None, K: int) -> Choice:
-        """What the selection answers."""
+        """The choice that the selection makes."""
         live_T = None if padding_T is None else ~padding_T
         logits_TE = logits_TE.detach()
         scores_TE = SCORES[self.cfg.score].of(logits_TE)
@@ -194,7 +195,7 @@ class Router(nn.Module):
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor, K: int, given: bool = False) -> Tensor:
         """The weights of these experts, before scaling; 0 where an id is -1.
 
-        given: the ids were given; they may have -1, as those of selections with columns of their own.
+        given: whether the ids were given. Given ids may hold -1, as the ids of some selections do.
         """
         cfg, entry = self.cfg, SELECTIONS[self.cfg.selection]
         at_TK, here_TK = ids_TK.long(), None
@@ -214,26 +215,28 @@ class Router(nn.Module):
     def update_bias(self, counts_E: Tensor) -> None:
         """Moves the bias towards an even load: choice_bias += bias_speed * sign(mean load - load).
 
-        (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing", algorithm 1.) Identity experts keep theirs
-        (LongCat-Flash, 2025, section 2.1.1): when all others have their share, so have they together.
+        (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing", algorithm 1.) The bias of identity experts
+        does not change (LongCat-Flash, 2025, section 2.1.1): when each other expert has its share, the
+        identity experts together have theirs.
+
         counts_E: the step's routed pairs over all ranks, whole numbers in any dtype. They are exact, so that
-        every rank and every layout takes the same step.
+        the bias is the same on every rank and in every layout.
         """
         if not self.cfg.choice_bias or self.choice_bias is None:
             raise ValueError(
                 "choice_bias: got False, valid is True in MoEConfig where the bias is to be updated"
             )
-        if not isinstance(counts_E, Tensor):  # only then: repr of a tensor reads it, and waits for the GPU
+        if not isinstance(counts_E, Tensor):  # checked first: repr of a tensor would wait for the GPU
             require(False, "counts", repr(counts_E)[:80], "a tensor")
         same_shape = counts_E.shape == self.choice_bias.shape
         require(same_shape, "counts", tuple(counts_E.shape), f"[E={self.cfg.outputs}]")
-        counts_E = counts_E.double()  # E times a load may be too large for int32 and for float32
+        counts_E = counts_E.double()  # E times a load may overflow int32, and float32 may round it
         error_E = counts_E.sum() - counts_E * self.cfg.outputs
         error_E[self.cfg.experts :] = 0
         self.choice_bias += self.cfg.bias_speed * error_E.sign()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Router":
-        """Keeps the choice bias fp32 under `.bfloat16()`, where a step of 0.001 would round to nothing.
+        """Keeps the choice bias fp32 under `.bfloat16()`, where a step of 0.001 would be rounded away.
 
         `.to(device)` moves it as usual.
         """

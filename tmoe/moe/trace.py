@@ -1,14 +1,15 @@
-"""Which experts each token went to: kept while a model runs, and given to it again in place of a choice.
+"""Records which experts each token is sent to, and replays a recorded choice.
 
     with keeping(model) as calls:            # calls[i]: [Y, T, K] of the i-th forward in training
         model(tokens, targets).backward()
-    with replaying(model, calls[0]):         # around the backward too: recomputed layers take them again
+    with replaying(model, calls[0]):         # around the backward too: recomputed layers replay them again
         model(tokens, targets).backward()
 
-A replay takes the choice alone. Weights are of the live scores, and gradients flow through them.
+A replay fixes the choice alone. Weights are computed from the current scores, and gradients flow through
+them.
 
-Both take the stages of a pipeline as well: calls[i] is then micro-batch i, in the MoE layers of this rank's
-chunks, and a replay takes `calls` whole, as stages work on many micro-batches at a time.
+Both functions also accept the stages of a pipeline. calls[i] is then micro-batch i, in the MoE layers of this
+rank's chunks. A replay needs the whole list `calls`, because stages process several micro-batches at a time.
 
 next: moe/exchange/dispatch.py
 """
@@ -33,10 +34,10 @@ def layers_of(model: nn.Module) -> list[MoE]:
 
 
 def trace(model: nn.Module) -> None:
-    """Makes the layers hand out their choices with their loads, from the next call on.
+    """Makes the layers return their choices with their loads, from the next call on.
 
-    Compiled layers hand them out by another graph. So a run that traces some steps calls this once, before
-    the first one.
+    A compiled layer needs another graph to return them. Therefore a run that traces some steps calls this
+    function once, before the first step.
     """
     for moe in layers_of(model):
         moe.traced = True
@@ -44,10 +45,10 @@ def trace(model: nn.Module) -> None:
 
 @contextmanager
 def keeping(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, the choices [Y, T, K] of each forward in training are added to the list; -1: no expert.
+    """In this context, the choices [Y, T, K] of each training forward are appended to the list; -1: none.
 
-    model: a Transformer, whose Y MoE layers are traced from now on. T: its rank's own tokens. Of a pipeline's
-    stages the list is filled at the end.
+    model: a Transformer, whose Y MoE layers are traced from now on, or a pipeline's stages. T: the tokens of
+    this rank. For a pipeline's stages the list is filled at the end.
     """
     if is_pipeline(model):
         with ExitStack() as inside:
@@ -70,20 +71,21 @@ def keeping(model: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def replaying(model: nn.Module, ids: Tensor | Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the MoE layers take these experts.
+    """In this context, the MoE layers use these experts.
 
-    ids: one [T, K] or [B, S, K] for each layer, whole numbers, -1 for no expert, of the tokens that each call
-    gets on this rank; of a pipeline's stages such ids for each micro-batch. Keep the backward inside, or
-    recomputed layers would choose anew.
-    Raises ValueError for another number of layers; the layers' calls do for another number of tokens, and a
-    pipeline for one of micro-batches.
+    ids: one [T, K] or [B, S, K] for each layer, whole numbers, -1 for no expert, for the tokens that each
+        call gets on this rank. For a pipeline's stages: such a list for each micro-batch. Keep the backward
+        inside the context; otherwise recomputed layers would choose again.
+
+    Raises ValueError for a wrong number of layers. The layers' calls raise it for a wrong number of tokens,
+    and a pipeline raises it for a wrong number of micro-batches.
     """
     layers = layers_of(model)
     pipeline = is_pipeline(model)
     calls: Any = ids if pipeline else [ids]
-    valid = f"those of {len(layers)}, as in the model"
+    valid = f"ids of {len(layers)} layers, as in the model"
     for call in calls:
-        require(len(call) == len(layers), "ids", f"those of {len(call)} layers", valid)
+        require(len(call) == len(layers), "ids", f"ids of {len(call)} layers", valid)
     taken = [[of_layer.flatten(0, -2).to(torch.int32) for of_layer in call] for call in calls]
     before = [moe.given_TK for moe in layers]
     if pipeline:
@@ -99,11 +101,11 @@ def replaying(model: nn.Module, ids: Tensor | Sequence[Tensor]) -> Iterator[None
 
 
 def give(layers: Iterable[MoE], ids: Iterable[Tensor | None]) -> None:
-    """Makes each layer take its [T, K] from now on; None: choose."""
+    """Makes each layer use its [T, K] from now on; None: the layer chooses."""
     for moe, given_TK in zip(layers, ids, strict=True):
         moe.given_TK = None if given_TK is None else given_TK.to(moe.router.weight.device)
 
 
 def is_pipeline(model: nn.Module) -> bool:
-    """Whether these are a pipeline's stages (model/stages.py), which this module may not import."""
+    """Whether the model is a pipeline's stages (model/stages.py, which this module may not import)."""
     return hasattr(model, "replayed")

@@ -1,1 +1,1 @@
-"""The plan of memory: what each rank will hold, worked out before a run starts."""
+"""The plan of memory: the bytes that each rank will hold, computed before a run starts."""

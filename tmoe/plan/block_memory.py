@@ -1,6 +1,6 @@
-"""Bytes that one block holds on a rank, in closed form: a sum of what its parts hold.
+"""Bytes that one block holds on a rank, in closed form: the sum over its parts.
 
-The parts' own formulas are in their rooms: tmoe/model/held_bytes.py, tmoe/moe/held_bytes.py.
+The formulas of the parts are in tmoe/model/held_bytes.py and tmoe/moe/held_bytes.py.
 
 next: tmoe/plan/memory.py
 """
@@ -22,19 +22,20 @@ from tmoe.moe.held_bytes import gathered_expert_bytes, moe_bytes, slice_bytes, w
 
 
 def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -> int:
-    """Bytes that autograd keeps of one block: of attention, then of the feed-forward of its kind.
+    """Bytes that autograd keeps of one block: of its attention and of its feed-forward.
 
-    checkpoint: the part that is recomputed in the backward, of which only the input is kept.
+    checkpoint: the part that is recomputed in the backward; only the input of that part is kept.
 
-    This is for a compiled block: inductor recomputes pointwise results in the backward, but keeps operands of
-    matrix products. Within 2% of the saved tensors of such blocks (tests/run/test_memory.py,
-    test_block_memory.py); eager blocks keep 1.3 to 2 times as much.
+    The formula is for a compiled block: inductor recomputes pointwise results in the backward, but keeps
+    operands of matrix products. It is within 2% of the saved tensors of such blocks
+    (tests/run/test_memory.py, test_block_memory.py); eager blocks keep 1.3 to 2 times as much.
     """
     model, width = cfg.model, compute_bytes(cfg)
     T, D = local_tokens(cfg, axes), model.dim
 
-    # the residual stream, operand of qkv itself unless a norm stands between: its output, root mean square
-    norm = T * (D * width + FP32)  # a norm behind a branch keeps what that gave
+    # the residual stream, which is qkv's operand if no norm precedes it; a norm adds its output and root mean
+    # square
+    norm = T * (D * width + FP32)  # a norm after a branch keeps the branch's result
     around_attention, around_feed_forward = model.norms_of(layer)
     attention = T * D * width + around_attention * norm
     latent = model.attention == "mla"
@@ -57,9 +58,9 @@ def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -
 
 
 def backward_bytes(cfg: Config, axes: Axes, layer: int) -> int:
-    """Temporaries of one block's backward: gradients of saved tensors, what is recomputed, later windows.
+    """Temporaries of one block's backward: gradients of saved tensors, recomputed tensors, later windows.
 
-    Under tp the gathered input of the projections and its gradient, of all the group's tokens.
+    Under tp they include the gathered input of the projections and its gradient, for all the group's tokens.
     """
     whole = layer_bytes(cfg, axes, layer)
     again = 2 * whole - layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint)
@@ -72,7 +73,7 @@ def cast_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     """Bytes of the float8 copies that one layer's two products of the backward read (--train.float8).
 
     dx: the gradient of the result, and the weight; dW: that gradient again, by columns, and the input. The
-    widest layer of the block counts.
+    result is that of the widest layer of the block.
     """
     if cfg.train.float8 == "none":
         return 0
@@ -82,7 +83,7 @@ def cast_bytes(cfg: Config, axes: Axes, layer: int) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    """A formula that was here, from the room that has it now; until version 0.2."""
+    """A formula that was in this module, from the module that has it now; until version 0.2."""
     for room in (sizes, of_moe, of_model):
         if name in vars(room):
             return vars(room)[name]

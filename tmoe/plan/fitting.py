@@ -1,8 +1,8 @@
-"""The smallest change of a run that lets it fit into a GPU's memory, in the words of its flags.
+"""The smallest change of settings with which a run fits into a GPU's memory, as flags.
 
-Changes are tried in the order of what they cost: recomputing, smaller micro-batches (for as many tokens a
-step, then for fewer), moments on the host, all of these; then twice the ranks, over which parameters are
-divided, and so on.
+Changes are tried in the order of their cost: recomputing; smaller micro-batches (with the same tokens per
+step, then with fewer); moments on the host; all of these together; then twice the ranks, over which
+parameters are divided, and so on.
 
 next: commands/dry_run.py
 """
@@ -20,13 +20,13 @@ from tmoe.config.run import Config
 from tmoe.plan.memory import held_at_most, memory_per_rank, peak_bytes
 
 Recompute = Literal["moe", "attention", "block"]
-MOST_TIMES = 64  # as many ranks are looked at
+MOST_TIMES = 64  # the most times that the number of ranks is multiplied
 
 
 def smallest_change(cfg: Config, layouts: Iterable[Axes], fits: Callable[[Config, Axes], bool]) -> str:
-    """Flags that make one of these layouts fit; "" where none of those tried is enough.
+    """Flags with which one of these layouts fits; "" if no change that was tried is sufficient.
 
-    layouts: of one world. fits: whether a run of these settings does.
+    layouts: layouts of the same world size. fits: whether a run with these settings fits.
     """
     layouts, ways = list(layouts), changes(cfg)
     times = 1
@@ -42,9 +42,9 @@ def smallest_change(cfg: Config, layouts: Iterable[Axes], fits: Callable[[Config
 
 
 def changes(cfg: Config) -> list[tuple[list[str], Config]]:
-    """Settings that need less memory for the same steps, and the flags that give them.
+    """Settings that need less memory for the same steps, each with its flags.
 
-    First the run's own, last the strongest of each kind together.
+    The first are the run's own settings; the last combine the strongest change of each kind.
     """
     found: list[tuple[list[str], Config]] = [([], cfg)]
     both, together = [], cfg
@@ -62,15 +62,15 @@ Knob = tuple[list[str], Callable[[Config], Config]]
 
 
 def knobs(cfg: Config) -> list[Knob]:
-    """One change each: the cheapest first."""
+    """Single changes, the cheapest first."""
     found: list[Knob] = []
-    if cfg.eval_only:  # parameters, which more ranks alone divide
+    if cfg.eval_only:  # the state is parameters only, which only more ranks divide
         return found
     for kind in get_args(Recompute):
         if cfg.parallel.checkpoint == "none" or kind == "block" != cfg.parallel.checkpoint:
             found.append(([f"--parallel.checkpoint {kind}"], _recomputing(kind)))
     halves = [cfg.train.batch >> n for n in range(1, cfg.train.batch.bit_length())]
-    for batch in halves:  # as many tokens a step; but gradients of micro-batches that add up take room too
+    for batch in halves:  # same tokens per step; but gradients that add up need memory too
         times = -(-cfg.train.batch // batch) * cfg.train.accumulate
         words = [f"--train.batch {batch}"]
         words += [] if cfg.train.global_batch else [f"--train.accumulate {times}"]
@@ -92,7 +92,7 @@ def _batch(batch: int, accumulate: int) -> Callable[[Config], Config]:
 
 
 def applied(cfg: Config, change: Callable[[Config], Config]) -> Config | None:
-    """The changed settings; None where they do not go together."""
+    """The changed settings; None if the settings contradict each other."""
     try:
         return change(cfg)
     except ConfigError:
@@ -100,11 +100,11 @@ def applied(cfg: Config, change: Callable[[Config], Config]) -> Config | None:
 
 
 def require_room(cfg: Config, axes: Axes, room: int) -> None:
-    """Raises ConfigError where a rank of `room` bytes surely cannot hold its part; it says what would fit.
+    """Raises ConfigError if a rank with `room` bytes certainly cannot hold its part, and says what would fit.
 
-    Its part is parameters, gradients and moments, which every step has at one time, or half of what
-    `peak_bytes` estimates; with eval_only its parameters. Between that and the full estimate the run is
-    tried: the estimate is for balanced routing.
+    The part is parameters, gradients and moments, which every step holds at the same time, or half of the
+    estimate of `peak_bytes`; with eval_only it is the parameters. If the room is between that and the full
+    estimate, the run is tried, because the estimate assumes balanced routing.
     """
     need, what = needed(cfg, axes)
     if need <= room:
@@ -119,20 +119,20 @@ def require_room(cfg: Config, axes: Axes, room: int) -> None:
 
 
 def needed(cfg: Config, axes: Axes) -> tuple[int, str]:
-    """Bytes that a rank surely needs, and what for."""
+    """Bytes that a rank certainly needs, and a name for them."""
     parts = memory_per_rank(cfg, axes)
     if cfg.eval_only:
         return parts["parameters"], "parameters"
     state = sum(parts[name] for name in ("parameters", "gradients", "moments"))
-    if "pool" in parts and cfg.grpo.pool_gib is None:  # answers wait where it is smaller
+    if "pool" in parts and cfg.grpo.pool_gib is None:  # with a smaller pool answers wait
         parts["pool"] = 0
     return max((state, "parameters, gradients and moments"), (peak_bytes(parts) // 2, "half of a step"))
 
 
 def verdict(cfg: Config, axes: Axes, gpu: str | None) -> list[str]:
-    """Whether a rank's part fits into this GPU, and what would; without a GPU into which of all.
+    """Whether a rank's part fits into this GPU, and which change would fit; without a GPU, which GPUs fit.
 
-    By what tensors need at most at one time, the allocator's fragments and CUDA's own memory.
+    The comparison uses the most that tensors need at one time, the allocator's fragments and CUDA's memory.
     """
     need = held_at_most(cfg, axes)
     if gpu is None:
@@ -141,7 +141,10 @@ def verdict(cfg: Config, axes: Axes, gpu: str | None) -> list[str]:
         others = [name for name in able if name not in fit]
         return [f"fits: {', '.join(fit) or 'none'}; does not fit: {', '.join(others) or 'none'} (--gpu NAME)"]
     one = GPUS[gpu]
-    has = f"{one.title} has {one.room / 2**30:.1f} GiB for tensors (data sheet, less CUDA's and fragments)"
+    has = (
+        f"{one.title} has {one.room / 2**30:.1f} GiB for tensors "
+        "(data sheet, without CUDA's own memory and fragments)"
+    )
     if need <= one.room:
         return [f"verdict: fits. {need / 2**30:.1f} GiB at most at one time; {has}"]
     change = smallest_change(cfg, [axes], lambda c, a: held_at_most(c, a) <= one.room)

@@ -1,7 +1,7 @@
-"""Bytes that a rank holds, by purpose, in closed form: nothing is built, no process is needed.
+"""Bytes that a rank holds, by purpose, in closed form: the model is not built, and no process is started.
 
-Memory is an estimate of what FSDP2 and autograd hold, term by term, so that a reader can find the term that
-is too large.
+The result estimates the memory that FSDP2 and autograd hold, term by term, so that a reader can find the term
+that is too large.
 
 next: tmoe/plan/block_memory.py
 """
@@ -37,32 +37,35 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
 
     parameters, gradients, moments, ema: fp32, sharded. moments are AdamW's two, 0 with optim.offload. ema is
         0 where no average is kept. Gradients that need no reduction stay in the compute type, unless
-        micro-batches add up: those of what a rank holds whole, which is the experts where nobody shares them,
-        and all where a rank is alone on its stage.
+        micro-batches add up. These are the gradients of parameters that a rank holds whole: the experts if no
+        other rank shares them, and all parameters if a rank is alone on its stage.
     gathered: in the compute type, the root, and two each of FSDP2's units of blocks and of the experts: one
-        at work and one prefetched. Of what a rank holds or keeps whole, the working copies of all blocks.
-    accumulated: with more than one micro-batch, gradients that wait unreduced in fp32 until the last one.
-    activations: what autograd keeps from a forward to its backward, for balanced routing: of a micro-batch,
-        or of all that a stage has in flight.
+        in use and one prefetched. For parameters that a rank holds or keeps whole: the working copies of all
+        blocks.
+    accumulated: with more than one micro-batch, gradients that are kept unreduced in fp32 until the last
+        micro-batch.
+    activations: the tensors that autograd keeps from a forward to its backward, for balanced routing: of one
+        micro-batch, or of all micro-batches that a stage has in flight.
     working: temporaries of the backward, in the loss or in a block, whichever is more; messages of a stage.
-    exchange: the peers' window into this rank with the symm dispatcher, which torch's allocator does not see.
-    reference, rollout, pool: of --task grpo alone. The trained weights that --grpo.kl keeps, fp32, sharded;
-        weights gathered for a rollout, in the compute type, and the temporaries of its passes; keys and
-        values.
-    away: moments that are not there in a rollout.
+    exchange: the memory of this rank that peers access with the symm dispatcher. torch's allocator does not
+        count it.
+    reference, rollout, pool: only with --task grpo. reference: the trained weights that --grpo.kl keeps,
+        fp32, sharded. rollout: weights gathered for a rollout, in the compute type, and the temporaries of
+        its passes. pool: keys and values.
+    away: moments that are not on the GPU during a rollout.
 
-    Raises ConfigError if ep does not divide the experts, ValueError if a pipeline cannot be cut so.
+    Raises ConfigError if ep does not divide the experts, ValueError if the pipeline cannot be cut.
     """
     return max(memory_of_stages(cfg, axes), key=peak_bytes)
 
 
 def held_at_most(cfg: Config, axes: Axes) -> int:
-    """Bytes that tensors of the fullest rank take at one time: what a GPU's room must hold."""
+    """Most bytes of tensors that the fullest rank holds at one time: the memory that a GPU must have."""
     return peak_bytes(memory_per_rank(cfg, axes))
 
 
 def memory_of_stages(cfg: Config, axes: Axes) -> list[dict[str, int]]:
-    """`memory_per_rank`'s bytes of a rank of each pipeline stage, by stage."""
+    """The bytes of `memory_per_rank` for a rank of each pipeline stage, by stage."""
     model = cfg.model
     divides = not any(map(model.is_moe, range(model.layers))) or model.moe.experts % axes.ep == 0
     wrong = f"must divide {Setting('model.moe.experts', model.moe.experts)}"
@@ -86,13 +89,13 @@ def chunk_spans(model: ModelConfig, chunks: int) -> tuple[range, ...]:
 
 
 def plan(cfg: Config, axes: Axes) -> Table:
-    """The pipeline's table: what each stage does with which chunk, in which order."""
+    """The pipeline's table: which action each stage does on which chunk, in which order."""
     p = cfg.parallel
     return table(p.schedule, axes.pp, cfg.train.accumulate, p.chunks_a_stage, deferred=defers(cfg, axes))
 
 
 def defers(cfg: Config, axes: Axes) -> bool:
-    """Whether gradients of experts' matrices are put off, as `obstacle` of model/stages.py decides."""
+    """Whether gradients of experts' matrices are deferred, as `obstacle` of model/stages.py decides."""
     model, p = cfg.model, cfg.parallel
     whole = axes.replicate == 1 and (axes.sharers == 1 or kept_whole(cfg, axes))
     plain = axes.etp == 1 and p.adaptive_r != 0 and model.moe.weigh == "activation"
@@ -101,10 +104,10 @@ def defers(cfg: Config, axes: Axes) -> bool:
 
 
 def in_flight(cfg: Config, axes: Axes, order: Table, spans: Sequence[range]) -> list[int]:
-    """Most bytes that autograd keeps on each stage at one time, for forwards whose backward is to come.
+    """Most bytes that autograd keeps on each stage at one time, for forwards whose backward has not run.
 
-    They are a chunk's blocks, and its result unless that is the loss. Where gradients of experts' matrices
-    are put off, what these need waits as well.
+    They are a chunk's blocks, and its result unless that is the loss. If gradients of experts' matrices are
+    deferred, the tensors that these gradients need are kept as well.
     """
     result = local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
     sizes = [blocks_bytes(cfg, axes, span) + result for span in spans]
@@ -123,29 +126,29 @@ def in_flight(cfg: Config, axes: Axes, order: Table, spans: Sequence[range]) -> 
 
 
 def blocks_bytes(cfg: Config, axes: Axes, span: range) -> int:
-    """Bytes that autograd keeps of these blocks from a micro-batch's forward to its backward."""
+    """Bytes that autograd keeps for these blocks from a micro-batch's forward to its backward."""
     kinds = {kind_of(cfg.model, layer): layer for layer in span}
     bytes_of = {kind: layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint) for kind, layer in kinds.items()}
     return sum(bytes_of[kind_of(cfg.model, layer)] for layer in span)
 
 
 def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool, int]:
-    """What the bytes of a block depend on: an MoE or dense, with rotary positions or without, its window."""
+    """The properties on which a block's bytes depend: MoE or dense, with or without RoPE, its window."""
     return model.is_moe(layer), model.rope_of(layer) is not None, model.window_of(layer)
 
 
 def chunk_root(model: ModelConfig, span: range) -> list[Shape]:
-    """Shapes of what a chunk holds beside its blocks: the table on the first, norm and head on the last."""
+    """Shapes of a chunk's parameters outside blocks: the table on the first, norm and head on the last."""
     if len(span) == model.layers:
         return root_shapes(model)
-    entry: Shape = (model.vocab, model.dim)  # of the embedding, of the head, or of the copy of a tied table
+    entry: Shape = (model.vocab, model.dim)  # of the embedding, of the head, or of a tied table's copy
     first: list[Shape] = [entry] if span.start == 0 else []
     last: list[Shape] = [entry, (model.dim,)] if span.stop == model.layers else []
     return first + last
 
 
 def second_table(model: ModelConfig, spans: Sequence[range]) -> list[Shape]:
-    """The tied table's second copy on a stage of these chunks, which no optimizer has (model/stages.py)."""
+    """The tied table's second copy on a stage of these chunks, which is in no optimizer (model/stages.py)."""
     ends = {span.start for span in spans} | {span.stop for span in spans}
     return [(model.vocab, model.dim)] if model.tied and len(spans) > 1 and {0, model.layers} <= ends else []
 
@@ -155,20 +158,20 @@ class Numbers(NamedTuple):
 
     dense_piece: int  # this rank's share of the dense parameters
     expert_piece: int
-    dense: int  # all of them
-    experts: int  # those of the rank's expert group
+    dense: int  # all dense parameters
+    experts: int  # all experts of the rank's expert group
     backward: int
 
 
 class Chunk(NamedTuple):
-    """What a chunk adds to its stage's rank, in elements; `working` in bytes."""
+    """The numbers that a chunk adds to its stage's rank, in elements; `working` in bytes."""
 
     own: int  # this rank's share of all parameters
-    held: int  # of `own`, what this rank holds alone
-    whole: int  # the parameters whose gradients wait unreduced
-    copies: int  # working copies that stay
+    held: int  # the part of `own` that no other rank shares
+    whole: int  # the parameters whose gradients are kept unreduced
+    copies: int  # working copies that stay for the whole run
     root: int  # gathered weights outside of blocks
-    passing: int  # the most that FSDP2 gathers at a block
+    passing: int  # the most that FSDP2 gathers for a block
     working: int  # temporaries of the backward and the loss
 
 
@@ -184,7 +187,7 @@ def _numbers(cfg: Config, axes: Axes, layer: int) -> Numbers:
 
 
 def _chunk(cfg: Config, axes: Axes, span: range, blocks: Sequence[Numbers]) -> Chunk:
-    """A rank's part of one chunk; blocks: the numbers of its blocks."""
+    """A rank's part of one chunk; blocks: the Numbers of its blocks."""
     model, shard, sharers = cfg.model, axes.shard, axes.sharers
     width = compute_bytes(cfg)
     alone = axes.stage == 1
@@ -195,7 +198,7 @@ def _chunk(cfg: Config, axes: Axes, span: range, blocks: Sequence[Numbers]) -> C
     experts = [block.experts for block in blocks]
     held = own if alone else sum(experts) if unshared else 0
 
-    # What passes through FSDP2's hands at each block: its unit of blocks, and experts that are not kept.
+    # The elements that FSDP2 gathers for each block: its unit of blocks, and experts that are not kept whole.
     together = [[i] for i in range(len(span))] if alone else units([width * block.dense for block in blocks])
     padded = [block.dense_piece * shard for block in blocks]  # as FSDP2 gathers them
     passing = [sum(padded[i] for i in unit) for unit in together for _ in unit]
@@ -222,13 +225,14 @@ def _working(
 ) -> int:
     """Bytes of a chunk's backward or of the loss, whichever is more.
 
-    passing, shared: of each block, dense elements of its unit and expert elements that FSDP2 gathers.
-    keeps: the chunk's experts stay whole.
+    passing, shared: for each block, the dense elements of its unit and the expert elements that FSDP2
+    gathers.
+    keeps: whether the chunk's experts stay whole.
     """
     width = compute_bytes(cfg)
     alone = axes.stage == 1
-    # Gradients in the compute type, and what travels: FSDP2's in fp32; of kept experts, another layer's
-    # gradients and those that arrive.
+    # Gradients in the compute type, and buffers that are sent: FSDP2's in fp32; for kept experts, another
+    # layer's gradients and the gradients that are received.
     gradients = [
         (width + FP32 * (not alone)) * unreduced + (width + 2 * width * keeps) * block.experts + FP32 * fsdp
         for unreduced, block, fsdp in zip(passing, blocks, shared, strict=True)
@@ -236,12 +240,12 @@ def _working(
     most = max(number + block.backward for number, block in zip(gradients, blocks, strict=True))
     if span.stop < cfg.model.layers:
         return most
-    # the head's gradient waits in the compute type until the root reduces it
+    # the head's gradient is kept in the compute type until the root reduces it
     return max(width * cfg.model.vocab * cfg.model.dim + most, loss_bytes(cfg, axes))
 
 
 def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[str, int]:
-    """Bytes of a stage's rank that has these chunks, and activations of `kept` bytes."""
+    """Bytes of a rank of a stage with these chunks, and activations of `kept` bytes."""
     model = cfg.model
     width = compute_bytes(cfg)
     several = several_micros(cfg, axes)
@@ -251,7 +255,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     own, held, whole, copies, gathered_root, *_ = (sum(column) for column in zip(*chunks, strict=True))
     passing = max(chunk.passing for chunk in chunks)
     working = max(chunk.working for chunk in chunks)
-    # one that comes and one that leaves, of hidden states and of their gradients
+    # one message received and one sent, of hidden states and of their gradients
     messages = 4 * local_tokens(cfg, axes) * model.dim * width if axes.pp > 1 else 0
     trained = own - sharded(second_table(model, spans), axes.shard)
     parts = {
@@ -274,7 +278,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
 
 
 def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequence[range]) -> dict[str, int]:
-    """The same parts with --optim.freeze: frozen parameters have no gradient, no moments, no master."""
+    """The same parts with --optim.freeze: frozen parameters have no gradient, moments or master weights."""
     if not cfg.optim.freeze:
         return parts
     dense, experts, own, held = frozen_on_a_rank(cfg, axes, spans)
@@ -285,7 +289,7 @@ def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequen
         "parameters": (FP32 - width) * own,
         "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
         "moments": 0 if cfg.optim.offload else 2 * FP32 * trained,
-        "gathered": width * held * (width < FP32),  # what is held whole needs no working copy
+        "gathered": width * held * (width < FP32),  # parameters held whole need no working copy
         "accumulated": FP32 * (dense + experts // axes.ep) if several else 0,
     }
     return {name: size - less.get(name, 0) for name, size in parts.items()}
@@ -296,15 +300,15 @@ class Frozen(NamedTuple):
 
     dense: int
     experts: int
-    """of these and of `dense` all"""
+    """`dense` and `experts` count all frozen elements of the stage, before sharding"""
     own: int
-    """what this rank stores"""
+    """the frozen elements that this rank stores"""
     held: int
-    """of `own` what no rank shares: it computes with them in place"""
+    """the part of `own` that no rank shares: the rank computes with it in place"""
 
 
 def frozen_on_a_rank(cfg: Config, axes: Axes, spans: Sequence[range]) -> Frozen:
-    """What --optim.freeze freezes, of a rank of the stage that has these chunks."""
+    """The frozen elements on a rank of the stage that has these chunks, by --optim.freeze."""
     if not cfg.optim.freeze:
         return Frozen(0, 0, 0, 0)
     found = [frozen_elements(cfg.model, cfg.optim.freeze, span) for span in spans]
@@ -317,7 +321,7 @@ def frozen_on_a_rank(cfg: Config, axes: Axes, spans: Sequence[range]) -> Frozen:
 
 @functools.lru_cache(64)
 def frozen_elements(model: ModelConfig, pattern: str, span: range) -> tuple[int, int]:
-    """Elements of these blocks (and embedding, norm and head beside them) that are frozen: dense, experts."""
+    """Frozen elements of these blocks, and of embedding, norm and head if they are there: dense, experts."""
     with torch.device("meta"):
         part = Transformer(model, span)
     sizes = {name: p.numel() for name, p in part.named_parameters()}
@@ -329,12 +333,12 @@ def frozen_elements(model: ModelConfig, pattern: str, span: range) -> tuple[int,
 def kept_for_a_step(
     parts: dict[str, int], cfg: Config, axes: Axes, root: list[Shape], blocks: list[list[Shape]]
 ) -> dict[str, int]:
-    """The same parts as --parallel.shard has them, which 3 leaves as they are (parallel/zero.py).
+    """The same parts for --parallel.shard 1 or 2; 3 leaves them unchanged (parallel/zero.py).
 
-    1 and 2: all dense weights are gathered, not two units of blocks. 2: of their gradients a rank's shard
-    waits between micro-batches, not the whole.
+    1 and 2: all dense weights are gathered, not two units of blocks. 2: between micro-batches a rank keeps
+    its shard of their gradients, not the whole gradients.
 
-    root, blocks: shapes of a rank's dense weights, outside of its blocks and of each block.
+    root, blocks: shapes of a rank's dense weights, outside of its blocks and in each block.
     """
     if cfg.parallel.shard == 3 or axes.stage == 1:
         return parts
@@ -349,11 +353,11 @@ def kept_for_a_step(
 
 
 def peak_bytes(memory: dict[str, int]) -> int:
-    """Largest sum of `memory_per_rank`'s terms that live at the same time.
+    """Largest sum of `memory_per_rank`'s terms that are in memory at the same time.
 
-    Sharded gradients appear block by block while the backward frees activations (and unreduced gradients), so
-    the larger of the two counts, not their sum. An update and a rollout take turns. CUDA's context, NCCL's
-    buffers and the allocator's fragments come on top.
+    Sharded gradients are created block by block while the backward frees activations (and unreduced
+    gradients), so the larger of the two counts, not their sum. An update and a rollout alternate. CUDA's
+    context, NCCL's buffers and the allocator's fragments are not included.
     """
     always = sum(memory[name] for name in ("parameters", "moments", "ema", "exchange"))
     always += memory.get("reference", 0)
@@ -366,8 +370,8 @@ def peak_bytes(memory: dict[str, int]) -> int:
 def sharded(shapes: list[Shape], ranks: int) -> int:
     """Elements on the fullest rank.
 
-    FSDP2 cuts dimension 0 into equal pieces, rounded up. The last ones are short, but travel as long as the
-    others.
+    FSDP2 cuts dimension 0 into equal pieces, rounded up. The last pieces are short, but are padded to the
+    same length when they are sent.
     """
     return sum(-(-rows // ranks) * prod(rest) for rows, *rest in shapes)
 
@@ -380,13 +384,13 @@ def expert_shard(shapes: list[Shape], axes: Axes) -> int:
 
 
 def kept_whole(cfg: Config, axes: Axes, span: range | None = None) -> bool:
-    """Whether ranks that share experts keep those of these blocks whole; None: of all blocks.
+    """Whether ranks that share experts keep the experts of these blocks whole; None: of all blocks.
 
-    Each chunk of a pipeline decides for itself. With replicas FSDP2 has all experts.
+    Each chunk of a pipeline decides separately. With replicas FSDP2 has all experts.
     """
     span = range(cfg.model.layers) if span is None else span
     sparse = next((layer for layer in span if cfg.model.is_moe(layer)), span.start)
-    count = sum(map(cfg.model.is_moe, span))  # of blocks that are alike
+    count = sum(map(cfg.model.is_moe, span))  # of equal blocks
     elements = count * (numel(block_shapes(cfg.model, sparse)[1]) // axes.ep)
     experts = [cfg.model.moe.experts // axes.ep]
     size = compute_bytes(cfg) * elements
@@ -394,10 +398,10 @@ def kept_whole(cfg: Config, axes: Axes, span: range | None = None) -> bool:
 
 
 def padding(cfg: Config, axes: Axes) -> float:
-    """How many times a rank's experts FSDP2 moves when it gathers them, or reduces their gradients.
+    """The factor by which padding enlarges FSDP2's gathers and reductions of a rank's experts.
 
-    More than 1 where it cuts them unevenly, as each piece travels as long as the longest. Of the chunk of a
-    pipeline where it is most.
+    It is more than 1 if FSDP2 cuts the experts unevenly, because each piece is as long as the longest when it
+    is sent. In a pipeline it is the largest factor of a chunk.
     """
     model = cfg.model
     spans = chunk_spans(model, axes.pp * (cfg.parallel.chunks_a_stage if axes.pp > 1 else 1))

@@ -17,13 +17,14 @@ from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import Span, most_needed
 from tmoe.plan.block_memory import layer_bytes
 
-AT_ONCE = 8192  # tokens of prompts in one pass, as generate/whole.py has it on a GPU
+AT_ONCE = 8192  # tokens of prompts in one pass; generate/whole.py has the same on a GPU
 
 
 def several_micros(cfg: Config, axes: Axes) -> bool:
     """Whether gradients add up over micro-batches.
 
-    With --task grpo as many follow as the answers fill; here none shares its row.
+    With --task grpo the number of micro-batches depends on how answers are packed; this formula counts a row
+    for each answer.
     """
     if cfg.task != "grpo":
         return cfg.train.accumulate > 1
@@ -31,7 +32,7 @@ def several_micros(cfg: Config, axes: Axes) -> bool:
 
 
 def answers_at_once(cfg: Config, axes: Axes) -> list[Span]:
-    """The answers of a rank's largest call, where every prompt is as long as --train.seq lets it be."""
+    """The answers of a rank's largest call, if every prompt is as long as --train.seq allows."""
     g, seq = cfg.grpo, cfg.train.seq
     own = ceil(ceil(g.prompts / axes.readers) / axes.parts)
     prompts = min(own, max(1, 2 * g.rollout_slots // g.group))
@@ -39,7 +40,7 @@ def answers_at_once(cfg: Config, axes: Axes) -> list[Span]:
 
 
 def pool_bytes(cfg: Config, axes: Axes) -> int:
-    """Keys and values: of all slots, or --grpo.pool-gib if that is less."""
+    """Bytes of keys and values: of all slots, or --grpo.pool-gib if that is less."""
     dtype = torch.float32 if compute_bytes(cfg) == FP32 else torch.bfloat16
     page = PAGE * bytes_a_token(cfg.model, dtype)
     spans = answers_at_once(cfg, axes)
@@ -49,9 +50,9 @@ def pool_bytes(cfg: Config, axes: Axes) -> int:
 
 
 def passing_bytes(cfg: Config, axes: Axes) -> int:
-    """Temporaries of a rollout: a block's, for a row of prompts, or the logits of all slots."""
+    """Temporaries of a rollout: those of a block, for a row of prompts, or the logits of all slots."""
     rows = replace(cfg, train=replace(cfg.train, batch=-(-AT_ONCE // cfg.train.seq)))
-    whole = replace(axes, cp=1, tp=1)  # attention is not divided: each rank has prompts of its own
+    whole = replace(axes, cp=1, tp=1)  # attention is not divided: each rank has its own prompts
     block = max(layer_bytes(rows, whole, layer) for layer in range(cfg.model.layers))
     return max(block, cfg.grpo.rollout_slots * cfg.model.vocab * compute_bytes(cfg))
 
@@ -59,10 +60,10 @@ def passing_bytes(cfg: Config, axes: Axes) -> int:
 def with_rollout(
     parts: dict[str, int], cfg: Config, axes: Axes, whole: int, masters: int, trained: int
 ) -> dict[str, int]:
-    """The same parts, and with --task grpo those that it adds.
+    """The same parts, plus the parts that --task grpo adds.
 
-    whole: elements of a rank's weights, gathered. masters: of these, what it computes with in place.
-    trained: elements that it stores, without frozen ones.
+    whole: elements of a rank's weights, gathered. masters: the part of them that a rank computes with in
+    place. trained: elements that the rank stores, without frozen ones.
     """
     if cfg.task != "grpo":
         return parts

@@ -1,1 +1,1 @@
-"""The process around a run: its start, its signals, the watch over its ranks, traces."""
+"""The process of a run: its start, its signals, the watch over its ranks, traces."""

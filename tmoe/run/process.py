@@ -1,4 +1,4 @@
-"""The process around a run: process groups, device, seeds, signals, and what ranks must decide together."""
+"""The process of a run: process groups, device, seeds, signals, and decisions that ranks make together."""
 
 import atexit
 import fcntl
@@ -45,10 +45,10 @@ from tmoe.parallel.mesh import default_store, patience
 from tmoe.run.watch import Watch
 
 T = TypeVar("T")
-STORE_EVERY = 32  # steps of answers between two looks into the store: each takes a message there and back
-STARTS = count()  # of this process: as many on all ranks
-LINGERS = 10.0  # s that a killed run may take to be gone
-# Signals by which terminals, launchers and schedulers end a job, and what each is set to in a fresh process.
+STORE_EVERY = 32  # calls of `hears` between two reads of the store, each a network round trip
+STARTS = count()  # numbers the starts of this process; equal on all ranks
+LINGERS = 10.0  # seconds that a killed run may take to end
+# Signals by which terminals, launchers and schedulers end a job, and their handlers in a new process.
 ENDS = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
@@ -64,7 +64,7 @@ counters = take("torch._dynamo.utils.counters", "recompiles are not counted")
 class Runtime:
     """One process of the run.
 
-    control: a gloo group, through which small facts travel between CPUs: no GPU waits for them.
+    control: a gloo group, through which small facts are sent between CPUs, so that no GPU waits for them.
     """
 
     rank: int
@@ -72,10 +72,10 @@ class Runtime:
     device: torch.device
     control: dist.ProcessGroup
     watch: Watch
-    stop: bool = field(default=False)  # whether a signal that ends the run has arrived here
+    stop: bool = field(default=False)  # whether this rank received a signal that ends the run
     told: str = field(default="")  # the name of that signal
-    handlers: dict[int, Any] = field(default_factory=dict)  # what signals were set to before this run
-    key: str = field(default="")  # in the store, once any rank was told to stop
+    handlers: dict[int, Any] = field(default_factory=dict)  # the handlers before this run
+    key: str = field(default="")  # the store has this key once any rank must stop
     asked: int = field(default=0)
     said: bool = field(default=False)
 
@@ -86,10 +86,10 @@ class Runtime:
         return t.tolist()
 
     def hears(self) -> bool:
-        """Whether this rank was told to stop, or another rank, of which it hears some calls later.
+        """Whether this rank or another rank was asked to stop; the latter is known some calls later.
 
-        No collective, for ranks that are not at the same place: the others' word comes through the store,
-        which is asked in one call of STORE_EVERY. `sums(stop)` is what all agree on afterwards.
+        No collective, so ranks may call it at different places. Other ranks report a stop through the store,
+        which is read in one of STORE_EVERY calls. Afterwards all ranks agree by `sums(stop)`.
         """
         if self.world == 1:
             return self.stop
@@ -105,13 +105,13 @@ class Runtime:
     def put(self, t: torch.Tensor) -> torch.Tensor:
         """The tensor on the device.
 
-        It goes through pinned memory, or the host would wait for all that the GPU has to do.
+        It is copied from pinned memory; otherwise the host would wait for all work of the GPU.
         """
         return t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank says why all end: one rank of each node, as each node has a log of its own."""
+        """Whether this rank prints why all ranks end: one rank per node, as each node has its own log."""
         return self.rank == 0 or launcher_world().local_rank == 0
 
     @property
@@ -120,16 +120,16 @@ class Runtime:
 
     @property
     def memory(self) -> int:
-        """Bytes of this rank's GPU, or its share of the host's."""
+        """Bytes of memory of this rank's GPU, or its share of the host's memory."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (launcher_world().local_size or 1)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Runs `work`, which calls no collective, on every rank, and returns what it returns.
+        """Runs `work`, which calls no collective, on every rank, and returns its result.
 
         If it raises ValueError or OSError on any rank, all ranks end with code 2. The first rank of each node
-        prints each different message once, with the ranks that met it.
+        prints each different message once, with the ranks that raised it.
         """
         result, _, failures = attempt(work, self.control, (ValueError, OSError), front.spelt)
         reasons = sorted(by_reason(failures).items())
@@ -137,10 +137,10 @@ class Runtime:
         return cast(T, result)
 
     def alike(self, facts: Mapping[str, Any]) -> None:
-        """Ends all ranks with code 2 where a rank has other facts than rank 0, and says which.
+        """Ends all ranks with code 2 if a rank has other facts than rank 0, and prints which.
 
-        Ranks that train with other settings or data add up what does not belong together, and nothing else
-        would tell.
+        Ranks with different settings or data would add up gradients that do not belong together, without an
+        error.
         """
         self._refuse(unlike(facts, self.control))
 
@@ -155,11 +155,11 @@ class Runtime:
 
     @contextmanager
     def refusing(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Around collective work that fails on all ranks alike: an error ends them with code 2.
+        """Around collective work that fails on all ranks in the same way: an error ends them with code 2.
 
-        The first rank of each node says why, once and without a traceback.
+        The first rank of each node prints the reason, once and without a traceback.
 
-        kinds: the errors that are meant; by default CheckpointError and ValueError.
+        kinds: the handled exceptions; by default CheckpointError and ValueError.
         """
         kinds = kinds or (CheckpointError, ValueError)
         try:
@@ -172,11 +172,11 @@ class Runtime:
             raise SystemExit(2) from None
 
     def claim(self, out: str) -> BinaryIO | None:
-        """Keeps other processes out of the run folder until rank 0 closes the returned file or is gone.
+        """Locks the run folder against other processes until rank 0 closes the returned file or ends.
 
-        Rank 0 of another run that is still there may take LINGERS seconds to go: only then it is known which
-        checkpoint it leaves. If it stays, ConfigError is raised as `together` has it. Where the file system
-        knows no locks, other processes are not kept out.
+        Rank 0 of another run that still holds the lock may take LINGERS seconds to end: only then its last
+        checkpoint is known. If it does not end, ConfigError is raised through `together`. If the file system
+        has no locks, other processes are not locked out.
         """
 
         def take() -> BinaryIO | None:
@@ -198,21 +198,23 @@ class Runtime:
                     if time.monotonic() > deadline:
                         holder = signed(file)
                         file.close()
-                        wrong = f"another process{holder} trains into it; end that one, or choose another"
+                        wrong = f"another process{holder} trains into it; end it, or choose another folder"
                         raise ConfigError.of("out", out, wrong) from None
                     time.sleep(0.1)
-                except OSError:  # no locks here
+                except OSError:  # no locks on this file system
                     return file
 
         return self.together(take)
 
     def blame(self, step: int, loss: float, norm: float, mean: float, samples: list[int]) -> None:
-        """Says on rank 0 why a step is strange. A collective of all ranks.
+        """Logs on rank 0 why a step is strange. A collective of all ranks.
 
-        Either the gradient norm alone is not finite; or it is the loss, and then the rank whose tokens have
-        the highest mean loss, or one that is not finite, is named with its samples.
+        If only the gradient norm is not finite, the norm is logged. Otherwise the loss is strange, and the
+        log names the rank whose tokens have the highest mean loss, or a loss that is not finite, with the
+        samples of that rank.
 
-        loss, norm: of all ranks. mean: of this rank's own targets. samples: those that this rank read.
+        loss, norm: of all ranks. mean: mean loss of this rank's own targets. samples: samples that this rank
+        read.
         """
         told = gathered((mean, samples), self.control)
         rank = max(range(self.world), key=lambda r: told[r][0] if math.isfinite(told[r][0]) else math.inf)
@@ -223,10 +225,10 @@ class Runtime:
             log.warning(words, step, loss, rank, *told[rank])
 
     def close(self) -> None:
-        """Leaves the process group. A collective: rank 0 holds the store, which no rank may still need then.
+        """Leaves the process group. A collective: rank 0 holds the store, and must outlast all uses of it.
 
-        Signals do again what they did before the run, unless the run was told to stop: a second signal must
-        not end a process halfway that is ending already.
+        The signal handlers of before the run are restored, unless the run was asked to stop: a second signal
+        must not interrupt a process that is already ending.
         """
         (told,) = self.sums(self.stop)
         if not told:
@@ -236,25 +238,25 @@ class Runtime:
 
 
 def sign(lock: BinaryIO) -> None:
-    """Writes into a run's lock who holds it: process and host. A disk that is full now keeps no run out."""
+    """Writes the holder into a run's lock: process and host. An error, as of a full disk, is ignored."""
     with suppress(OSError):
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"{os.getpid()} {socket.gethostname()}\n".encode())
 
 
 def signed(lock: BinaryIO) -> str:
-    """Who holds a run's lock, to stand behind "another process"; "" where it does not say."""
+    """The holder of a run's lock, formatted to follow "another process"; "" if the lock does not name it."""
     lock.seek(0)
     words = lock.read(300).decode(errors="replace").split()
     return f", {words[0]} on {words[1]}," if len(words) == 2 else ""
 
 
 def launched() -> tuple[int, int]:
-    """(rank, world) as the launcher announces them, or of the process group that is there.
+    """(rank, world) as the launcher announces them, or those of an existing process group.
 
-    A plain `python train.py` is rank 0 of 1. An announcement that cannot be right ends the process with code
-    2: half of it is missing, the world has no such rank, a host has more ranks than GPUs, there is no place
-    to meet at.
+    A plain `python train.py` is rank 0 of 1. An invalid announcement ends the process with code 2: a part of
+    it is missing, the world has no such rank, a host has more ranks than GPUs, or there is no address for the
+    rendezvous.
     """
     with one_error():
         if missing := lacks():
@@ -269,7 +271,7 @@ def launched() -> tuple[int, int]:
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """Around what comes before the process group: a ValueError ends it with code 2 and one message."""
+    """Around code before the process group exists: a ValueError ends it with code 2 and one message."""
     try:
         yield
     except ValueError as error:
@@ -280,17 +282,17 @@ def one_error() -> Iterator[None]:
 
 
 def start(seed: int, timeout: float = PATIENCE.total_seconds(), also_stop_on: Iterable[str] = ()) -> Runtime:
-    """Joins the process group, takes the device, seeds every generator and begins to hear signals.
+    """Joins the process group, selects the device, seeds every generator and installs signal handlers.
 
     Seeds depend on the rank, for dropout and jitter.
 
-    timeout: seconds that the ranks' meeting and each collective wait for a rank.
+    timeout: seconds that the rendezvous and each collective wait for a rank.
     also_stop_on: names of signals that end the run besides those of ENDS.
     """
     rank, world = launched()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tmoe").setLevel(logging.INFO)
-    if not torch.cuda.is_available():  # torch's compiler would warn of it on each rank
+    if not torch.cuda.is_available():  # else torch's compiler warns on each rank
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     place = launcher_world()
     device = torch.device("cpu")
@@ -310,28 +312,28 @@ def start(seed: int, timeout: float = PATIENCE.total_seconds(), also_stop_on: It
 
     if threading.current_thread() is threading.main_thread():
         hear_signals(runtime, also_stop_on)
-    atexit.unregister(settle_output)  # of an earlier run in this process
+    atexit.unregister(settle_output)  # registered by an earlier run in this process
     atexit.register(settle_output)
     return runtime
 
 
 def hear_signals(runtime: Runtime, also_stop_on: Iterable[str]) -> None:
-    """From now on the signals of ENDS, and those named in `also_stop_on`, set runtime.stop.
+    """From now on the signals of ENDS, and the signals named in `also_stop_on`, set runtime.stop.
 
-    A signal that is ignored stays so, and one that has a handler keeps it: nohup makes a process ignore
-    SIGHUP, and a shell makes what it starts in the background ignore Ctrl-C. SIGTERM and signals asked for by
-    name are always heard.
+    An ignored signal stays ignored, and an existing handler stays: nohup makes a process ignore SIGHUP, and a
+    shell makes background processes ignore Ctrl-C. SIGTERM and the signals of `also_stop_on` are always
+    handled.
     """
-    # A launcher hands on the Ctrl-C that the terminal has given each process already.
+    # A launcher forwards the Ctrl-C that the terminal has already sent to each process.
     launcher = bool(launcher_world().launcher)
 
     def hear(signum: int, frame: FrameType | None) -> None:
         runtime.stop, runtime.told = True, signal.Signals(signum).name
         if signum == signal.SIGINT and not launcher:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            with suppress(OSError):  # Ctrl-C ends a `tee` behind stderr first
-                # not print, in the middle of which the signal may have come
-                os.write(2, b"\nCtrl-C: this step is finished and saved; a second one ends without it\n")
+            with suppress(OSError):  # Ctrl-C may end a `tee` that reads stderr first
+                # not print, which the signal may have interrupted
+                os.write(2, b"\nCtrl-C: this step is finished and saved; a second one ends without saving\n")
 
     named = [signal.Signals[name] for name in also_stop_on]
     for signum in [*ENDS, *named]:
@@ -360,20 +362,20 @@ def has_compiler() -> bool:
         return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
     try:
         return bool(get_cpp_compiler())
-    except RuntimeError:  # InvalidCxxCompiler is one
+    except RuntimeError:  # InvalidCxxCompiler is a RuntimeError
         return False
 
 
 def all_finite(*values: torch.Tensor) -> torch.Tensor:
-    """1 if all values are finite, else 0: a 0-dim fp32 tensor, for which no host waits.
+    """1 if all values are finite, else 0: a 0-dim fp32 tensor, computed without a wait of the host.
 
-    The values are the same on all ranks, so every rank decides alike.
+    The values are the same on all ranks, so every rank makes the same decision.
     """
     return torch.stack([v.isfinite() for v in values]).all().float()
 
 
 def to_host(tree: Any) -> Any:
-    """The same nest of tuples, named tuples and lists, with its tensors on their way to the CPU."""
+    """The same nest of tuples, named tuples and lists, with its tensors being copied to the CPU."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", non_blocking=True)
     if isinstance(tree, tuple | list):
@@ -385,12 +387,13 @@ def to_host(tree: Any) -> Any:
 class OnItsWay:
     """Tensors (in any nest of tuples) whose copy to the host has begun.
 
-    `read` waits for them alone, not for what the GPU was given since. `ended`, once read: when the GPU had
-    them, as time.perf_counter() tells time. The time at which the host reads them would not do: when the host
-    is late, a part of one step's time is counted in the next one's, and a step of 124% MFU was seen.
+    `read` waits for these copies alone, not for later work of the GPU. `ended`, once read, is the time at
+    which the copies were complete on the GPU, on the clock of time.perf_counter(). The time at which the host
+    reads them would be wrong: when the host is late, a part of one step's time is counted in the next step,
+    and a step of 124% MFU was observed.
     """
 
-    last: "tuple[torch.cuda.Event, float] | None" = None  # the one read before, and when it ended
+    last: "tuple[torch.cuda.Event, float] | None" = None  # the copy read before, and when it ended
 
     def __init__(self, tree: T):
         self.host = to_host(tree)

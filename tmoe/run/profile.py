@@ -1,4 +1,4 @@
-"""What watches a run's speed: compiled graphs, the garbage collector, the profiler's trace."""
+"""Observes a run's speed: compiled graphs, the garbage collector, the profiler's trace."""
 
 import gc
 import os
@@ -18,8 +18,8 @@ class Graphs:
     """Counts compiled graphs: new ones after a phase's first pass are recompiles, and a steady run has none.
 
     Compilation leaves half a million Python objects that stay. Python's garbage collector takes 0.2 to 0.5 s
-    to walk them, on each rank at another time while the others wait. So after a phase's first pass it is told
-    to leave alone what is there; `collecting` takes that back.
+    to traverse them, on each rank at a different time, while the other ranks wait. Therefore the objects that
+    exist after a phase's first pass are excluded from collection (`gc.freeze`); `collecting` reverts that.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Graphs:
         self.recompiles = 0
 
     def passed(self, phase: str) -> None:
-        """Call after each pass of a phase ("train", "validate")."""
+        """Counts the new graphs; call it after each pass of a phase ("train", "validate")."""
         total = counters["stats"]["unique_graphs"] if counters else 0
         new = total - sum(self.known.values())
         if phase in self.known:
@@ -40,7 +40,7 @@ class Graphs:
 
 @contextmanager
 def collecting() -> Iterator[None]:
-    """On leaving, Python's garbage collector is given back all objects, those that the caller froze too."""
+    """On exit, Python's garbage collector handles all objects again, also those that the caller froze."""
     try:
         yield
     finally:
@@ -50,25 +50,27 @@ def collecting() -> Iterator[None]:
 def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> AbstractContextManager:
     """Traces these steps (numbered from 1, as in metrics.jsonl) into the folder `out`.
 
-    Call `.step()` of what it gives after each step behind the first `start`; it gives None if there is
-    nothing to trace. If a trace cannot be made or written, one line says so, the run goes on, and nothing
-    more is traced.
+    Call `.step()` of the returned object after each step that follows the first `start` steps. The context
+    gives None if there is nothing to trace. If a trace cannot be made or written, one line reports it, the
+    run continues, and nothing more is traced.
     """
 
     def action(i: int) -> ProfilerAction:
         step = start + i + 1
         follows = step + 1 in steps
-        # Before the first of some steps the GPU ends what it has been given: that would be in the trace.
+        # Before the first traced step the GPU finishes its earlier work, which would otherwise be in the
+        # trace.
         if step in steps and step - 1 not in steps and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         if step in steps:
             return ProfilerAction.RECORD if follows else ProfilerAction.RECORD_AND_SAVE
-        # The tracer starts a step early. Each rank takes its own time for that, which the others would spend
-        # waiting in the traced step.
+        # The tracer starts a step early, because the ranks take different times to start it: in the traced
+        # step they would wait for each other.
         return ProfilerAction.WARMUP if follows else ProfilerAction.NONE
 
     def write(p: torch.profiler.profile) -> None:
-        # Raises nothing: torch's profiler, left halfway through a step, may crash the process when it stops.
+        # Raises nothing: if torch's profiler is left in the middle of a step, it may crash the process when
+        # it stops.
         look(lambda: export(p))
 
     def export(p: torch.profiler.profile) -> None:
@@ -76,7 +78,7 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
         aside = path.with_name(f"part-of-{path.name}")
         try:
             p.export_chrome_trace(str(aside))
-            os.replace(aside, path)  # so a trace that is cut short never has the name
+            os.replace(aside, path)  # so a file with this name is always complete
         finally:
             aside.unlink(missing_ok=True)
 
@@ -86,7 +88,7 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
 
 
 class Profiler(torch.profiler.profile):
-    """torch's profiler as an onlooker: once anything in it has failed, writing too, it records no more."""
+    """torch's profiler as an Onlooker: once anything in it has failed, also writing, it records no more."""
 
     def __init__(self, look: Onlooker, **settings: Any):
         super().__init__(**settings)

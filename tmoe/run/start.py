@@ -1,6 +1,6 @@
-"""The start of a run: everything it owns is made, a step folder or --init is loaded, the facts are noted.
+"""The start of a run: everything it owns is built, a step folder or --init is loaded, facts are logged.
 
-Start is the base of Trainer in train.py, which has the loop and all that a step does.
+Start is the base class of Trainer in train.py, which has the loop and the code of a step.
 
 next: run/process.py
 """
@@ -43,14 +43,14 @@ from tmoe.run.process import Runtime
 
 
 class Start:
-    """Everything that a run owns, made in the order in which it is needed.
+    """Everything that a run owns, built in the order in which it is needed.
 
-    The constructor loads the step to continue from and writes the notes of a start. It is a collective: an
-    error of one rank ends all ranks with code 2 and one message.
+    The constructor loads the step to continue from and writes the notes of the start. It is a collective: an
+    error on one rank ends all ranks with code 2 and one message.
     """
 
     def __init__(self, cfg: Config, run: Runtime, task_of: Callable[[Config, Mesh], Any]):
-        """task_of: makes the task (tmoe/post/task.py) of these settings on this mesh."""
+        """task_of: creates the task (tmoe/post/task.py) from these settings on this mesh."""
         self.cfg = cfg
         self.run = run
         run.alike(flags_of(cfg))
@@ -64,7 +64,7 @@ class Start:
         run.together(lambda: require_device(cfg, run.device))
         run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
 
-        # Data, read with the tokenizer of the weights to start from, if these have one.
+        # Data, read with the tokenizer of the initial weights, if they have one.
         self.carried = run.together(lambda: carried_by_start(cfg))
         self.task = task_of(cfg, self.mesh)
         opened = run.together(lambda: [self.task.open(split, self.carried) for split in ("train", "val")])
@@ -80,26 +80,26 @@ class Start:
         self.facts = run.together(lambda: self.task.facts(self.val_data))
 
         # Model and optimizer.
-        with run.refusing():  # a dispatcher that was asked for and does not work here
+        with run.refusing():  # the requested dispatcher may not work on these ranks
             self.model = build_model(cfg, self.mesh, run.device)
-        # keeps_fresh: besides the optimizer only Ema writes weights here, and Ema marks them stale.
+        # keeps_fresh: besides the optimizer only Ema writes weights, and Ema marks them stale.
         parameters = self.model.named_parameters()
         self.optimizer = build_optimizer(parameters, cfg.optim, run.device, keeps_fresh=True)
         if not cfg.eval_only:
             init_state(self.optimizer)
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
 
-        # The steps that are done.
+        # The progress of the run.
         self.step = 0
         self.tokens = 0
-        self.saved: int | None = None  # the step whose checkpoint this process wrote last
-        self.began = ""  # where weights came from, if from --init
+        self.saved: int | None = None  # the step of the last checkpoint that this process wrote
+        self.began = ""  # the source of the weights, if they were loaded by --init
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.guard = SkipGuard(cfg.optim.max_skips, self.task.spikes)
         self.routes = Routes(cfg.log.routes, cfg.out, self.model, run.rank)
 
         # Checkpoints, and the step to continue from.
-        known = versions() if run.rank == 0 else {}  # rank 0 writes them down
+        known = versions() if run.rank == 0 else {}  # only rank 0 writes them
         self.checkpoints = Checkpoints(
             Path(cfg.out) / "checkpoints",
             keep=cfg.checkpoint.keep,
@@ -112,7 +112,7 @@ class Start:
         self.restore()
         if not cfg.eval_only:
             self.checkpoints.begin(self.step)
-        # Together: rank 0 may find files in the run folder that it cannot continue.
+        # On all ranks together: rank 0 may find files in the run folder that it cannot continue.
         self.metrics = run.together(lambda: self.open_log(known, held))
         self.announce()
 
@@ -133,7 +133,7 @@ class Start:
         )
 
     def with_length(self, cfg: Config) -> Config:
-        """The settings with the number of steps that the data and --epochs give, here and in the task."""
+        """The settings with the number of steps that data and --epochs give; also set in the task."""
         samples = self.data.samples
         self.cfg = self.task.cfg = self.run.together(lambda: with_length(cfg, samples, self.a_step))
         return self.cfg
@@ -159,12 +159,12 @@ class Start:
         run.together(lambda: require_finite(self.tensors(("model",))))
 
     def go_on_from(self, path: Path) -> None:
-        """Loads a step folder: all that the next step depends on, or only weights for --eval-only."""
+        """Loads a step folder: all state that the next step depends on, or only weights for --eval-only."""
         run, facts, readers = self.run, self.data.facts(), self.mesh.axes.readers
 
         def look() -> tuple[Config, list[str]]:
             cfg = self.cfg
-            if counts := resume.counts_of(path):  # steps may have been of another size: others are left
+            if counts := resume.counts_of(path):  # earlier steps of another size left other samples
                 self.data.go_on(*counts, **self.shape())
                 cfg = with_length(cfg, self.data.samples, self.a_step, self.data.ahead)
             return cfg, resume.require_same_run(path, cfg, facts, readers)
@@ -180,13 +180,13 @@ class Start:
         self.tokens = state["tokens"]
         self.guard.load_state_dict(state["guard"])
         self.task.load_state(state.get("task", {}))
-        self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init says now
+        self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init is now
         self.checkpoints.info["config"]["steps"] = cfg.steps
-        if rng is not None:  # None with another number of ranks, which draws other numbers, or not wanted
+        if rng is not None:  # None with another number of ranks, which draw other numbers, or if not wanted
             runtime.set_rng_states(rng, run.device)
 
     def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, Tensor]:
-        """Name to tensor of what a checkpoint holds; names begin with the part, "model." for example."""
+        """Name to tensor of a checkpoint's contents; names begin with the part, for example "model."."""
         parameters = dict(self.model.named_parameters())
         parts = dict(
             model=self.model.state_dict(),
@@ -196,7 +196,7 @@ class Start:
         return {f"{part}.{name}": t for part in wanted for name, t in parts[part].items()}
 
     def announce(self) -> None:
-        """Notes at the start: the size of the model, the layout, the data, and where a resumed run stands."""
+        """Logs notes: the size of the model, the layout, the data, and the step of a resumed run."""
         cfg, note = self.cfg, self.metrics.note
         counts = count_parameters(cfg.model)
         note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
@@ -225,17 +225,17 @@ class Start:
             note("; ".join([f"resumed after step {self.step}", *self.changes]))
 
     def say_end(self) -> None:
-        """The last line on stderr of rank 0, of a run that a signal ended: where its state is."""
+        """Prints the last line on stderr of rank 0, if a signal ended the run: where the run's state is."""
         cfg, run = self.cfg, self.run
         if run.rank or cfg.eval_only or self.step >= cfg.steps:
             return
         path = self.checkpoints.newest
-        where = f"its state is in {path}, and the same command goes on" if path else "nothing of it was saved"
+        where = f"its state is in {path}, and the same command continues it" if path else "nothing was saved"
         off = " (--checkpoint.mode off)" if cfg.checkpoint.mode == "off" else ""
         say(f"stopped{run.told and f' by {run.told}'} after step {self.step}: {where}{off}", sys.stderr)
 
     def shape(self) -> dict[str, int]:
-        """This rank's part of a step, as batches are asked for: sizes, rank and number of readers."""
+        """This rank's part of a step, as arguments of `batch`: sizes, rank and number of readers."""
         train = self.cfg.train
         sizes = dict(batch=train.batch, accumulate=train.accumulate)
         return dict(**sizes, rank=self.mesh.place.reader, world=self.mesh.axes.readers)
@@ -248,14 +248,15 @@ class Start:
 
 
 def chat_of(data: Dataset) -> dict[str, Any]:
-    """The chat format, as a step's manifest keeps it: {} or {"chat": ...}."""
+    """The chat format for a step's manifest: {} or {"chat": ...}."""
     return {} if data.chat is None else {"chat": data.chat.as_json()}
 
 
 def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer | Stages:
-    """The model, or this rank's stages of it, laid out over the mesh, its weights drawn from the seed.
+    """The model, or this rank's stages of it, laid out over the mesh, with weights drawn from the seed.
 
-    It is made on the meta device: no rank ever holds the whole model. Then each rank fills its shards.
+    It is built on the meta device, so that no rank ever holds the whole model. Then each rank fills its
+    shards.
     """
     if mesh.axes.pp > 1:
         model = pipeline(cfg, mesh)

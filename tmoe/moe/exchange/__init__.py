@@ -1,1 +1,1 @@
-"""The ways of a token to its experts on other ranks, and back."""
+"""How tokens are sent to experts on other ranks, and results back."""

@@ -1,13 +1,13 @@
-"""Whether tokens go to experts or experts to tokens, chosen in each call (Tutel's adaptive parallelism).
+"""Chooses in each call between sending tokens and sending weights (Tutel's adaptive parallelism).
 
-Weights lie as they lie. A way, by its number r, says what travels in a call:
+The sharding of the weights never changes. A way, by its number r, defines what a call sends:
 
     0          the expert group's weights, to every rank: no token leaves its rank
     1          tokens, to the ranks that hold their experts
-    d          where n ranks share each expert (--parallel.etp n), for the divisors d of n: tokens as well,
-               and d ranks at a time gather their rows and divide the experts' width
+    d          if n ranks share each expert (--parallel.etp n), for the divisors d of n: tokens as well,
+               and groups of d ranks gather their rows and divide the experts' width
 
-Results and gradients are the same but for rounding. `Cost` says which is cheapest.
+Results and gradients are equal up to rounding. `Cost` estimates which way is cheapest.
 
 next: moe/exchange/gathered.py, moe/exchange/expert_tensor.py
 """
@@ -31,7 +31,7 @@ from tmoe.parallel.mesh import Mesh
 
 
 class WeightsDispatcher(Dispatcher):
-    """r = 0: the group's experts are gathered for the op, and `inner` finds all of them here."""
+    """r = 0: the group's experts are gathered for the op, so that `inner` has all of them on this rank."""
 
     def __init__(self, inner: Dispatcher, group: dist.ProcessGroup):
         self.inner = inner
@@ -43,9 +43,9 @@ class WeightsDispatcher(Dispatcher):
 
 
 def ways(by_tokens: Dispatcher, cfg: MoEConfig, mesh: Mesh, gathers: bool) -> dict[str, Dispatcher]:
-    """The dispatcher of each r that differs from the others, by str(r). by_tokens: that of r = 1.
+    """The dispatcher of each distinct way, by str(r). by_tokens: the dispatcher of r = 1.
 
-    gathers: the experts are of a kind whose weights can be gathered, for r = 0.
+    gathers: whether the weights of these experts can be gathered, which r = 0 needs.
     """
     found = {"1": by_tokens}
     if mesh.axes.ep > 1 and gathers:
@@ -57,22 +57,22 @@ def ways(by_tokens: Dispatcher, cfg: MoEConfig, mesh: Mesh, gathers: bool) -> di
     return found
 
 
-# What a way costs -------------------------------------------------------------------------------------------
+# Cost of a way ----------------------------------------------------------------------------------------------
 
 
 class Machine(NamedTuple):
     """Seconds for one unit of each of `Terms`, in the same order."""
 
-    byte: float  # that a rank sends to its group
+    byte: float  # per byte that a rank sends to its group
     start: float
     wait: float
     memory: float
     product: float
 
 
-# All that `Cost` takes for granted of a machine. Guesses from exchanges that were measured on H200 (NCCL's
-# all-to-all, 160 to 285 GB/s a rank) and from data sheets; `python -m benchmarks.adaptive` measures them anew
-# and prints a line of this table.
+# All assumptions of `Cost` about a machine. They are guesses from exchanges that were measured on H200
+# (NCCL's all-to-all, 160 to 285 GB/s a rank) and from data sheets. `python -m benchmarks.adaptive` measures a
+# machine and prints a line for this table.
 MACHINES = dict(
     nvlink=Machine(1 / 250e9, 25e-6, 60e-6, 1 / 2.5e12, 1 / 500e12),
     network=Machine(1 / 40e9, 40e-6, 90e-6, 1 / 2.5e12, 1 / 500e12),
@@ -81,34 +81,34 @@ MACHINES = dict(
 
 
 class Terms(NamedTuple):
-    """What a rank does in a layer's call, by what it costs."""
+    """The work of a rank in one call of a layer, by kind of cost."""
 
     sent: float  # bytes to the group
     starts: float  # collectives
-    waits: float  # of the host, for counts
+    waits: float  # times that the host waits for counts
     memory: float  # bytes of experts and their gradients that are read or written
     products: float  # multiplications and additions
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a layer's experts and of what travels for them, by r, where experts are evenly used.
+    """Estimated seconds of a layer's experts and of the exchange for them, by r, if experts are evenly used.
 
     With n = ep, T tokens on each rank, b bytes an element, and experts of W = 3 D F b bytes (2 D F b
     and 4 T K D F without a gate):
 
-        rows away      T (n-1) h,  h = 1 - (1 - 1/n)^K: the chance that a rank has one of a token's experts
-        rows here      T n h
+        rows sent      T (n-1) h,  h = 1 - (1 - 1/n)^K: the chance that a rank has one of a token's experts
+        rows received  T n h
 
         r = 0   sent     E (n-1)/n W in forward; in backward again, and once more for gradients
-                memory   E W as often, to put and to read; and the op's own reads of E W
-        r = d   sent     2 D b (rows away + (d-1) rows here), there and back; in backward again
+                memory   E W each time, written and read; and the op's own reads of E W
+        r = d   sent     2 D b (rows sent + (d-1) rows received), there and back; in backward again
                 memory   the op's own reads of E/n W; for d > 1 slices of 1/d of them are copied
         products         6 T K D F, and twice as many more in backward, for all r
 
-    The op reads weights once in forward and twice in backward. Beside these, each collective has a start,
-    and where counts are exchanged the host waits for them. Dense in all but the routing: a skewed one makes
-    r = 0 better than this says, as no rank then waits for the fullest one.
+    The op reads weights once in forward and twice in backward. In addition, each collective has a start cost,
+    and where counts are exchanged the host waits for them. The estimate assumes an even routing. With a
+    skewed routing r = 0 is better than this estimate, because no rank then waits for the fullest rank.
     """
 
     machine: Machine
@@ -118,7 +118,7 @@ class Cost:
     ffn_dim: int
     ep: int
     element: int  # bytes
-    waits: bool  # the exchange of tokens waits for counts
+    waits: bool  # whether the exchange of tokens waits for counts
     backward: bool
     matrices: int = 3  # of an expert, D F elements each; without a gate 2
 
@@ -134,8 +134,8 @@ class Cost:
         hit = 1 - (1 - 1 / n) ** self.top_k
         rows = (n - 1) * tokens * hit + (r - 1) * tokens * n * hit
         ways = 4 if self.backward else 2
-        exchanges = (n > 1) + (r > 1)  # over ep, over the ranks that divide an expert
-        # beside rows: weights of pairs there, their gradients back, ids, counts
+        exchanges = (n > 1) + (r > 1)  # over ep, and over the ranks that divide an expert
+        # besides rows: the weights of pairs, their gradients, ids and counts
         starts = exchanges * (ways + (4 if self.backward else 3))
         slices = weights / n / r
         memory = passes * (slices + (2 * slices if r > 1 else 0))
@@ -145,12 +145,12 @@ class Cost:
         return sum(map(operator.mul, self.terms(r, tokens), self.machine))
 
     def cheapest(self, ways: Sequence[int], tokens: int) -> int:
-        """Of these r; the first of equals."""
+        """The r of these `ways` with the least seconds; among equal ones, the first."""
         return min(ways, key=lambda r: self.seconds(r, tokens))
 
 
 def cost_of(by_tokens: Dispatcher, cfg: MoEConfig, dim: int, mesh: Mesh) -> Cost:
-    """Of a layer on this mesh, in bf16 and training; by_tokens: the dispatcher of r = 1."""
+    """The Cost of a layer on this mesh, in bf16 and training; by_tokens: the dispatcher of r = 1."""
     group = mesh.ep.get_group()
     link = "gloo"
     if dist.get_backend(group) != "gloo":

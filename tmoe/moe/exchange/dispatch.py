@@ -1,8 +1,8 @@
-"""Takes tokens to the ranks that hold their experts and brings the sums back, by one of several backends.
+"""Sends tokens to the ranks that hold their experts and returns the sums, by one of several backends.
 
-`dispatch` sends a token at most once to each rank, with its K pairs (local expert id or -1, weight). So a
-rank receives at most T rows from each peer, however skewed the routing is, and nothing is dropped.
-`combine` needs only the plan: the two calls share no other state.
+`dispatch` sends a token at most once to each rank, with its K pairs (local expert id or -1, weight).
+Therefore a rank receives at most T rows from each peer, however skewed the routing is, and no token is
+dropped. `combine` needs only the plan: the two calls share no other state.
 
     LocalDispatcher         ep=1
     AllToAllDispatcher      torch.distributed, any backend; the host waits once a layer for the counts
@@ -25,16 +25,16 @@ from tmoe.parallel.agree import gathered
 
 
 class Rows(NamedTuple):
-    """The R tokens that this rank's experts work on."""
+    """The R tokens that this rank's experts process."""
 
     x_RD: Tensor
     weights_RK: Tensor  # fp32
     ids_RK: Tensor  # int32, local to this rank; -1: an expert of another rank
-    pairs: int | None = None  # how many routed pairs to allocate for at once, see moe_mlp
+    pairs: int | None = None  # number of routed pairs to allocate for at once, see moe_mlp
 
 
 class Plan(NamedTuple):
-    """How the rows came: all that combine needs. Frozen."""
+    """How the rows were sent: the only input of combine besides y. Frozen."""
 
     ids_RK: Tensor
     order_S: Tensor
@@ -43,11 +43,12 @@ class Plan(NamedTuple):
 
 
 def pairs_bound(tokens: int, top_k: int, ep: int, local_experts: int) -> int | None:
-    """How many routed pairs to allocate for at once; None for ep=1.
+    """The number of routed pairs to allocate for at once; None for ep=1.
 
-    It is 1.5 times what arrives when experts are evenly used, at most all that can arrive, in whole tiles of
-    128. Memory follows this number, not the worst case. Pairs beyond it cost time (further rounds), never
-    correctness. They cost much time on a rank that has few tokens of its own while its peers have many.
+    It is 1.5 times the number of pairs that arrive when experts are evenly used, at most all pairs that can
+    arrive, in whole tiles of 128. The memory depends on this number, not on the worst case. Pairs beyond it
+    cost time (further rounds), never correctness. They cost much time on a rank that has few tokens while its
+    peers have many.
     """
     if ep == 1:
         return None
@@ -60,8 +61,8 @@ def pairs_bound(tokens: int, top_k: int, ep: int, local_experts: int) -> int | N
 class Shared(Protocol):
     """A shared expert, such as SwiGLU of moe/layer.py.
 
-    An op may multiply by its matrices instead of calling it, where it is `plain` and `matrices` is not None.
-    All ranks must agree on `plain` beforehand: ranks that decide differently wait for each other forever.
+    If it is `plain` and `matrices` is not None, an op may multiply by its matrices instead of calling it. All
+    ranks must agree on `plain` beforehand: ranks that decide differently would wait for each other forever.
     """
 
     def __call__(self, x_TD: Tensor, /) -> Tensor: ...
@@ -75,10 +76,10 @@ class Shared(Protocol):
 class Dispatcher:
     """Applies the experts of all ranks to this rank's tokens: y_TD = dispatcher(x_TD, routing, experts)."""
 
-    # experts of a token on average, where ids have more columns than that (expert choice): what memory is
-    # allocated for. 0: as many as columns
+    # Mean number of experts per token, where ids have more columns than that (expert choice); memory is
+    # allocated for this number. 0: the number of columns
     mean_K = 0
-    ranks = 1  # of the expert group; 1: every expert is here
+    ranks = 1  # of the expert group; 1: every expert is on this rank
 
     def __call__(self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor]) -> Tensor:
         rows, plan = self.dispatch(x_TD, routing)
@@ -87,7 +88,7 @@ class Dispatcher:
     def beside(
         self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor], shared: Shared
     ) -> tuple[Tensor, Tensor]:
-        """y_TD, and shared(x_TD), which may run while tokens travel."""
+        """y_TD and shared(x_TD). shared(x_TD) may run while tokens are sent."""
         return self(x_TD, routing, experts), shared(x_TD)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan | None]:
@@ -98,10 +99,10 @@ class Dispatcher:
 
 
 class LocalDispatcher(Dispatcher):
-    """ep=1: every expert is here."""
+    """ep=1: every expert is on this rank."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, None]:
-        # an eighth more: counts that are rounded up do not take a second round
+        # an eighth more, so that counts that are rounded up do not need a second round
         pairs = self.mean_K * max(len(x_TD), 1) * 9 // 8 if self.mean_K else None
         return Rows(x_TD, routing.weights_TK, routing.ids_TK, pairs), None
 
@@ -136,15 +137,15 @@ class AllToAllDispatcher(Dispatcher):
 class SymmDispatcher(Dispatcher):
     """Exchanges tokens by kernels that store into the peers' memory; see symm.py.
 
-    `experts` are LocalExperts, whose weights its op takes. The op also takes the weights of `shared`, where
-    tokens can travel while the shared expert runs and it is nothing but its two matrices.
+    `experts` are LocalExperts; the op uses their weights. The op also uses the weights of `shared`, if tokens
+    can be sent while the shared expert runs and the shared expert consists of its two matrices only.
 
-    tokens: the most that any rank has in a call, 0 if not known. The first call makes room for `tokens`, and
-        for the most that any rank brings. Later the room grows only if all ranks bring more in the same call;
-        if only some do, those raise ValueError. More room makes each later call of the group slower: kernels,
-        and copies of dX, go over all slots, used or not.
-    fp8: rows travel as float8 e4m3: half the bytes, 2.6% of rounding each way.
-    width: that of a shared expert which is plain on every rank of the group, 0 without one.
+    tokens: the most tokens of any rank in a call, 0 if not known. The first call allocates room for `tokens`,
+        and for the most that any rank has. Later the room grows only if all ranks have more in the same call;
+        if only some ranks do, those raise ValueError. More room makes each later call of the group slower:
+        kernels, and copies of dX, process all slots, used or not.
+    fp8: rows are sent as float8 e4m3: half the bytes, 2.6% of rounding each way.
+    width: the width of a shared expert that is plain on every rank of the group, 0 without one.
     """
 
     def __init__(
@@ -161,18 +162,18 @@ class SymmDispatcher(Dispatcher):
         return self.layer(x_TD, routing, experts)[0]
 
     def beside(self, x_TD: Tensor, routing: Routing, experts: Any, shared: Shared) -> tuple[Tensor, Tensor]:
-        """y_TD and shared(x_TD), in one op where tokens can travel while the shared expert runs.
+        """y_TD and shared(x_TD), in one op if tokens can be sent while the shared expert runs.
 
-        ValueError where the shared expert has become more than its matrices: if that happened on one rank
-        alone, ranks would wait for each other forever.
+        Raises ValueError if the shared expert no longer consists of its matrices only: if that happened on
+        one rank alone, the ranks would wait for each other forever.
         """
         if not (self.width and symm.hides(self.ranks, x_TD.element_size(), self.width)):
             return super().beside(x_TD, routing, experts, shared)
         if not getattr(shared, "plain", False):
             raise ValueError(
                 "moe.shared: has got hooks, adapters or other layers since parallelize, "
-                "which an exchange beside it would pass by; "
-                "change it before, on all ranks, or use --parallel.dispatch nccl"
+                "which an exchange that multiplies by its matrices would skip; "
+                "change it before parallelize, on all ranks, or use --parallel.dispatch nccl"
             )
         matrices = shared.matrices(x_TD)
         if matrices is None:
@@ -182,7 +183,7 @@ class SymmDispatcher(Dispatcher):
     def layer(
         self, x_TD: Tensor, routing: Routing, experts: Any, shared: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Any]:
-        """The y_TD of symm.moe, and that of a SwiGLU of the two matrices `shared` (None without them)."""
+        """y_TD of symm.moe, and y of a SwiGLU with the two matrices `shared` (None without them)."""
         tokens = max(self.tokens, x_TD.shape[0], 1)
         K = self.mean_K or routing.ids_TK.shape[1]
         pairs = pairs_bound(tokens, K, self.ranks, self.local_experts)
@@ -203,12 +204,14 @@ def dispatcher_for(
     """The dispatcher of an expert group, by `--parallel.dispatch`: auto, nccl or symm.
 
     A collective, with the same answer on all ranks.
-    auto: symm where the peers' memory can be reached, else nccl. tokens, fp8: see SymmDispatcher.
-    lacks: what of the experts symm cannot do (`Experts.symm_lacks`), "" if it can do all.
-    width: that of the shared expert if it is plain on this rank, else 0.
-    Raises ValueError where symm cannot work, but symm or fp8 on the wire, which only symm has, is asked for.
+    auto: symm if the peers' memory can be accessed, else nccl. tokens, fp8: see SymmDispatcher.
+    lacks: the feature of the experts that symm does not support (`Experts.symm_lacks`), "" if it supports
+    all.
+    width: the width of the shared expert if it is plain on this rank, else 0.
+    Raises ValueError if symm cannot work, and symm or fp8 on the wire, which only symm supports, was
+    requested.
     """
-    if dist.get_backend(group) == "fake":  # a dry run moves nothing
+    if dist.get_backend(group) == "fake":  # a dry run sends nothing
         return AllToAllDispatcher(group, local_experts)
     if dispatch == "nccl":
         obstacle = "--parallel.dispatch=nccl"

@@ -1,9 +1,9 @@
 """Expert tensor parallelism: the ranks of a group divide the width of each expert that they share.
 
-The group's ranks gather each other's routed rows, multiply by their slice of F, and add the results up: gate
-and up give the same slice of F, of which down takes the columns. Storage does not know it: a slice's gradient
-is zero elsewhere, and the sum over the ranks that share experts completes it. It saves activations of [R, F],
-and costs n times the rows; more ep is nearly always faster.
+The group's ranks gather each other's routed rows, multiply by their slice of F, and add the results up. Gate
+and up use the same slice of F, and down uses the columns of that slice. The storage of the weights does not
+change: a slice's gradient is zero elsewhere, and the sum over the ranks that share experts completes it. It
+saves activations of [R, F], and sends n times the rows; more ep is nearly always faster.
 
 next: parallel/collectives.py
 """
@@ -20,7 +20,7 @@ from tmoe.parallel import collectives
 
 
 class Gathered(NamedTuple):
-    """How rows came, to this rank and from it to its group: all that combine needs."""
+    """How rows were sent to this rank and from it to its group: the only input of combine besides y."""
 
     inner: Plan | None
     ids_RK: Tensor
@@ -28,7 +28,7 @@ class Gathered(NamedTuple):
 
 
 class ExpertTensorDispatcher(Dispatcher):
-    """Another dispatcher, whose rows are gathered over the ranks of a group, which divide experts."""
+    """A dispatcher that gathers the rows of another dispatcher over a group of ranks that divide experts."""
 
     def __init__(self, inner: Dispatcher, group: dist.ProcessGroup):
         self.inner = inner
@@ -54,13 +54,13 @@ class ExpertTensorDispatcher(Dispatcher):
 
 
 class Slice(NamedTuple):
-    """Which part of each expert's width is this rank's."""
+    """The part of each expert's width that belongs to this rank."""
 
     index: int
     count: int
 
     def of_rows(self, gate_up: Tensor, halves: int) -> Tensor:
-        """[L, 2F, ...], gate rows first, to [L, 2F/n, ...]; without a gate (halves: 1) F for 2F."""
+        """[L, 2F, ...], gate rows first, to [L, 2F/n, ...]; without a gate (halves: 1) F instead of 2F."""
         parts = [half.chunk(self.count, 1)[self.index] for half in gate_up.chunk(halves, 1)]
         return torch.cat(parts, 1)
 
@@ -69,8 +69,9 @@ class Slice(NamedTuple):
         return down.chunk(self.count, 2)[self.index].contiguous()
 
     def once(self, bias: Tensor) -> Tensor:
-        """What one rank alone adds. On the others zeros that have a gradient: FSDP2 waits for one.
+        """The bias on the one rank that adds it. On other ranks zeros with a gradient: FSDP2 waits for one.
 
-        A product on all ranks: hooks of parameters send gradients, and must fire in one order.
+        All ranks multiply, so that all have the same graph: hooks of parameters send gradients, and must fire
+        in the same order.
         """
         return bias * (1.0 if self.index == 0 else 0.0)

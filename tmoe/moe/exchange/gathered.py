@@ -1,11 +1,11 @@
-"""The experts' op over the weights of a whole expert group, which come to the tokens and are not kept.
+"""The experts' op over the weights of a whole expert group, which are gathered for the op and not kept.
 
     forward    all-gather of the group's experts, then moe_mlp over all E of them
-    backward   the same all-gather, moe_mlp's gradients, and an all-to-all that brings the parts of an
-               expert's gradient to its owner, who adds them up in fp32 and in rank order
+    backward   the same all-gather, moe_mlp's gradients, and an all-to-all that sends the parts of an
+               expert's gradient to its owner, which adds them up in fp32 and in rank order
 
-All E experts of a layer are in memory while its op runs, and their gradients with them in backward; kept for
-it is what moe_mlp keeps, and this rank's own experts.
+All E experts of a layer are in memory while its op runs, and in backward their gradients too. Kept for
+backward are the tensors that moe_mlp keeps, and this rank's own experts.
 
 next: moe/exchange/adaptive.py
 """
@@ -21,7 +21,7 @@ from tmoe.ops.register import Backward, register_differentiable
 from tmoe.ops.sum_parts import sum_parts
 from tmoe.parallel.collectives import group_of
 
-# torch 2.13's name, and 2.11's
+# the name in torch 2.13, and the name in 2.11
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -35,10 +35,10 @@ def moe_mlp_gathered(
     activation: str,
     group: str,
 ) -> Tensor:
-    """`moe_mlp` over the experts of all ranks of a group, in rank order; ids count those.
+    """`moe_mlp` over the experts of all ranks of a group, in rank order; ids number all these experts.
 
     Gradients of this rank's experts are the sums over the group. A collective of the group, forward and
-    backward; ranks may have unequal numbers of tokens, or none.
+    backward. The ranks may have unequal numbers of tokens, or none.
     """
     tensors = (x_TD, gate_up_L2FD, down_LDF, weights_TK, ids_TK, gate_up_bias_L2F)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -46,7 +46,7 @@ def moe_mlp_gathered(
 
 
 class _Travel(NamedTuple):
-    """A collective under way, and what it reads and writes: whoever holds this keeps both alive."""
+    """A running collective with its input and output. Holding this object keeps both tensors alive."""
 
     work: Any
     sent: Tensor
@@ -58,7 +58,7 @@ class _Travel(NamedTuple):
 
 
 def _gathered(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """[L, ...] of each rank as [E, ...]; all of them travel at once."""
+    """The [L, ...] of all ranks as one [E, ...]; all tensors are sent at once."""
     coming = []
     for t in tensors:
         t = t.contiguous()
@@ -68,7 +68,7 @@ def _gathered(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tenso
 
 
 def _owned(grads: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """[E, ...] of each rank as [L, ...] of the sum over ranks, made in fp32 (fp64 for fp64)."""
+    """This rank's part [L, ...] of the sum over ranks of each [E, ...], added in fp32 (fp64 for fp64)."""
     coming = []
     for grad in grads:
         grad = grad.contiguous()

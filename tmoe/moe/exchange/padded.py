@@ -1,13 +1,13 @@
 """Pads every expert's rows to its capacity, so that all sizes of a layer are known beforehand.
 
-A rank lays its pairs out in C slots for each of the E experts, and sends L C slots to each rank of the expert
-group, filled or not: an all-to-all of equal parts. So the host waits for nothing and a CUDA graph can hold
-the layer, while dispatch.py's all-to-all sends what is there and waits for the counts. Empty slots travel as
-zeros. They have the id -1, so no product is spent on them.
+A rank puts its pairs into C slots for each of the E experts, and sends L C slots to each rank of the expert
+group, filled or not: an all-to-all of equal parts. Therefore the host waits for nothing, and a CUDA graph can
+hold the layer. In contrast, the all-to-all of dispatch.py sends only the routed rows, and waits for their
+counts. Empty slots are sent as zeros. They have the id -1, so no product is spent on them.
 
     to_slots     [T, D] -> [E C, D]    a copy for each pair that is not dropped     backward: from_slots
     from_slots   [E C, D] -> [T, D]    each token's rows, added up in fp32          backward: to_slots
-    exchange     part p of the rows goes to rank p                                  backward: exchange
+    exchange     part p of the rows is sent to rank p                               backward: exchange
 
 next: parallel/collectives.py
 """
@@ -28,7 +28,7 @@ from tmoe.parallel.collectives import group_of
 
 
 class PaddedRouting(NamedTuple):
-    """A Routing whose experts have `capacity` slots each, and no more pairs than that."""
+    """A Routing whose experts have `capacity` slots each, and at most that number of pairs."""
 
     weights_TK: Tensor
     ids_TK: Tensor
@@ -36,16 +36,16 @@ class PaddedRouting(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where each pair lies among this rank's E C slots; E C where it was dropped. All that combine needs."""
+    """The slot of each pair among this rank's E C slots; E C if it was dropped. All that combine needs."""
 
     slots_TK: Tensor
     count: int
 
 
 class PaddedDispatcher(Dispatcher):
-    """Static shapes: E times C slots a rank. All ranks of the group have the same C.
+    """Static shapes: E times C slots per rank. All ranks of the group have the same C.
 
-    group: None: every expert is here.
+    group: None: every expert is on this rank.
     """
 
     def __init__(self, experts: int, group: dist.ProcessGroup | None = None):
@@ -58,7 +58,7 @@ class PaddedDispatcher(Dispatcher):
         weights_TK, ids_TK, C = routing
         (T, K), E, P, L = ids_TK.shape, self.experts, self.ranks, self.experts // self.ranks
 
-        everything = E * C  # also the number of the slot for what is dropped, which is cut off
+        everything = E * C  # also the slot number of dropped pairs; that slot is cut off
         places_TK = places(ids_TK, torch.arange(T * K, device=ids_TK.device), E)
         slots_TK = torch.where(ids_TK >= 0, ids_TK * C + places_TK, everything)
         rows_SD = to_slots(x_TD, slots_TK, everything)
@@ -67,7 +67,7 @@ class PaddedDispatcher(Dispatcher):
             0, (ids_TK + 1).long().flatten(), torch.ones_like(places_TK).flatten()
         )[1:]
 
-        # how many slots are filled rides as the last column of the weights
+        # the number of filled slots is sent as the last column of the weights
         weights_EC = rearrange(weights_S[:-1], "(e c) -> e c", e=E)
         marks = torch.cat([weights_EC, filled_E[:, None].to(weights_TK.dtype)], 1)
         if self.group is not None:
@@ -103,7 +103,7 @@ def _fake_to_slots(x_TD, slots_TK, count):
 
 @on_any_device("to_slots", fake=_fake_to_slots, save=_to_setup, differentiate=_to_grads)
 def to_slots(x_TD: Tensor, slots_TK: Tensor, count: int) -> Tensor:
-    """Rows [count, D]: x[t] in the slots of token t, zeros in the others. The slot `count` is cut off."""
+    """Rows [count, D]: x[t] in the slots of token t, zeros elsewhere. The slot `count` is cut off."""
     rows = x_TD.new_zeros(count + 1, *x_TD.shape[1:])
     for slots_T in slots_TK.unbind(1):
         rows.index_copy_(0, slots_T, x_TD)
@@ -138,12 +138,12 @@ def from_slots(rows_SD: Tensor, slots_TK: Tensor) -> Tensor:
 
 
 def require_alike(rows: int, group: str) -> None:
-    """ValueError on every rank of the group unless all have so many rows. A collective."""
+    """Raises ValueError on every rank of the group unless all have this number of rows. A collective."""
     edges = torch.tensor([rows, -rows])
     dist.all_reduce(edges, dist.ReduceOp.MAX, group_of(group))
     most, least = edges[0].item(), -edges[1].item()
-    valid = "as many tokens on every rank of an expert group, with --model.moe.pad"
-    require(most == least, "slots", f"{rows} here, {least} to {most} on its ranks", valid)
+    valid = "the same number of tokens on all ranks of an expert group, with --model.moe.pad"
+    require(most == least, "slots", f"{rows} on this rank, {least} to {most} in the group", valid)
 
 
 def _exchange_setup(ctx, inputs, output):
@@ -160,9 +160,10 @@ def _fake_exchange(rows, group):
 
 @on_any_device("exchange_slots", fake=_fake_exchange, save=_exchange_setup, differentiate=_exchange_grads)
 def exchange(rows: Tensor, group: str) -> Tensor:
-    """The rows in as many equal parts as the group has ranks: part p goes to rank p.
+    """Splits the rows into equal parts, one for each rank of the group, and sends part p to rank p.
 
-    On a CPU it raises ValueError where ranks have other numbers of rows. On a GPU nobody waits to look.
+    On a CPU it raises ValueError if ranks have different numbers of rows. On a GPU this is not checked,
+    because the check would wait for the device.
     """
     if not rows.is_cuda:
         require_alike(rows.shape[0], group)

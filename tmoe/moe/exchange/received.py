@@ -1,8 +1,8 @@
 """Runs a rank's experts on the rows that it received: moe_mlp's kernels, results in the exchange's buffers.
 
 The work between two movements of the exchange is one part. From its third call on, a part repeats its
-launches without deciding anything again (ops/launch/replay.py). A layer with two empty windows has 40
-launches, and 45 such layers were a tenth of what a slow host does in a step of moe-pilot-14b.
+launches without repeating its decisions (ops/launch/replay.py). A layer with two empty windows has 40
+launches, and on a slow host 45 such layers took a tenth of the host's time in a step of moe-pilot-14b.
 
 next: moe/exchange/symm.py
 """
@@ -21,7 +21,7 @@ from tmoe.ops.launch.replay import remembered
 class Experts:
     """The experts of one call, over the sections of an Exchange `ex` (moe/exchange/symm.py).
 
-    A slot to which no token came keeps whatever y and d_weights hold there: it is not used.
+    A slot that received no token keeps the old contents of y and d_weights, which are not used.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Experts:
         self.how = (activation, pairs)
 
     def do(self, part: Callable, *tensors: Tensor | None) -> Any:
-        """A part's result for these operands; its launches are replayed where that is possible."""
+        """The result of a part for these operands. Its launches are replayed if that is possible."""
         return remembered(part, (*self.operands, *tensors), *self.how)
 
     def forward(self, h: Tensor | None) -> None:
@@ -54,12 +54,12 @@ class Experts:
     def backward(
         self, h: Tensor, x_is_here: Callable[[], None], dx_is_there: Callable[[], None]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """d_gate_up, d_down, d_bias (None without a bias); dx and d_weights go into their sections.
+        """d_gate_up, d_down, d_bias (None without a bias); dx and d_weights are written into their sections.
 
         x_is_here() is called before anything reads x, and dx_is_there() once dx and d_weights are complete.
-        So what moves x runs beside the products before the first call, and what moves dx beside those after
-        the second. Windows after the first, which are empty unless routing is skewed, compute H again in each
-        half.
+        Therefore the transfer of x overlaps with the products before the first call, and the transfer of dx
+        with the products after the second. Windows after the first, which are empty unless routing is skewed,
+        compute H again in each half.
         """
         dh, act, *packed = self.do(gradient_of_x, self.ids, h)
         x_is_here()
@@ -88,11 +88,11 @@ class Work(NamedTuple):
     pairs: int
 
     def windows(self, ids: Tensor) -> Iterator[Metadata]:
-        """The windows of the sorted rows, as metadata, from the ids."""
+        """The windows of the sorted rows, as metadata, computed from the ids."""
         return gpu.windows(route(ids, self.down.shape[0], self.pairs), ids.numel())
 
     def windows_in(self, packed: Sequence[Tensor]) -> list[Metadata]:
-        """The same windows, from metadata that `windows` has computed before."""
+        """The same windows, from metadata that `windows` computed earlier."""
         first = Metadata(packed[0], self.weights.numel(), self.down.shape[0], self.pairs)
         return [first, *(first.over(i * self.pairs, more) for i, more in enumerate(packed[1:], 1))]
 
@@ -115,7 +115,7 @@ class Work(NamedTuple):
         return layer.dh(dy, self.down, h)
 
     def gradient_of_x(self, window: Metadata, dh: Tensor, ds: Tensor, add: bool) -> None:
-        """Writes dx into y, and d_weights; add: adds them to what is there."""
+        """Writes dx into y, and d_weights; add: adds them to the present values."""
         layer = self.layer(window)
         rows = layer.rows("dx", dh, self.gate_up, False)
         layer.combine(rows, None, self.y, ds, self.d_weights, add, fill=False)
@@ -138,8 +138,8 @@ class Work(NamedTuple):
         return d_gate_up, d_down, d_bias
 
 
-# The parts. Arguments of each: Experts.operands, then its own tensors, then Experts.how. The docstring names
-# its own tensors before the colon, and what it computes after it.
+# The parts. The arguments of each part are Experts.operands, then its own tensors, then Experts.how. Its
+# docstring names the own tensors before the colon, and the results after it.
 
 
 def taken(args: tuple[Any, ...]) -> tuple[Work, tuple[Any, ...]]:
@@ -180,7 +180,7 @@ def add_to_gradient_of_x(*args: Any) -> tuple[()]:
 
 
 def gradients_of_experts(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dH, the weighted activation, packed metadata, all of the first window: its gradients of the experts."""
+    """dH, weighted activation, packed metadata, all of the first window: its gradients of the experts."""
     work, (dh, act, *packed) = taken(args)
     return work.gradients_of_experts(work.windows_in(packed)[0], dh, act)
 

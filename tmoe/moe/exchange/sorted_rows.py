@@ -1,8 +1,8 @@
-"""Runs experts on rows sorted by expert, one row for each pair of token and expert, weighed before or after.
+"""Runs experts on rows sorted by expert: one row for each pair of token and expert, weighted before or after.
 
-It is the general way: whatever an expert does with a row, it has it for itself. tmoe's own experts need it
-only where weights do not apply on the activation; else `moe_mlp` reads rows where they lie and writes one
-sum for each token.
+This works for any experts, because each expert has separate copies of its rows. tmoe's own experts need it
+only if weights are not applied to the activation. Otherwise `moe_mlp` reads rows in place and writes one sum
+for each token.
 
 next: moe/own_experts.py
 """
@@ -22,8 +22,8 @@ from tmoe.ops.register import on_any_device
 class Sorted(NamedTuple):
     """The N pairs of a rank's R rows and its experts, by expert, then by row; -1 where there is no pair."""
 
-    rows_N: Tensor  # int32: of 0 to R - 1
-    slots_N: Tensor  # int32: of the R * K numbers of ids
+    rows_N: Tensor  # int32: row of each pair, 0 to R - 1
+    slots_N: Tensor  # int32: slot of each pair among the R * K ids
     ends_L: Tensor  # int32: expert e has the pairs from ends[e - 1] to ends[e]
 
 
@@ -38,10 +38,10 @@ def first_rows(order_N: Tensor, ends_L: Tensor) -> Tensor:
 
 
 def sort_pairs(ids_RK: Tensor, experts: int, exact: bool) -> Sorted:
-    """The pairs of ids that are from 0 to experts - 1.
+    """The pairs whose ids are from 0 to experts - 1.
 
-    exact: N is their number, at the price of a wait for the device. Else N is R * K, and behind the last end
-    are pairs of -1.
+    exact: N is the number of pairs, which costs a wait for the device. Otherwise N is R * K, and the entries
+    after the last end are -1.
     """
     flat = ids_RK.flatten()
     here = (flat >= 0) & (flat < experts)
@@ -59,8 +59,9 @@ def sort_pairs(ids_RK: Tensor, experts: int, exact: bool) -> Sorted:
 def over_sorted_rows(rows: Rows, experts: int, run: Callable[[Tensor, Sorted], Tensor], weigh: str) -> Tensor:
     """y [R, D]: for each row the sum over its pairs of weight * run(x), or of run(weight * x) ("before").
 
-    run: takes x [N, D] by expert, and gives rows of the same shape. Behind the last end x is zero, and what
-    run gives there is not looked at; where rows came from other ranks, nothing is behind it.
+    run: receives x [N, D] sorted by expert, and returns rows of the same shape. After the last end x is zero,
+    and the results of run are ignored there. If the rows were received from other ranks, there are no rows
+    after the last end.
     """
     pairs = sort_pairs(rows.ids_RK, experts, exact=rows.pairs is not None)
     weights_N1 = gather_rows(rows.weights_RK.reshape(-1, 1), pairs.slots_N)

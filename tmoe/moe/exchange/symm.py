@@ -9,37 +9,38 @@
     backward    its gradients ─ meet ─ dH, dX, then as above
                 └ copy dy, x ───┘
 
-One opaque op does dispatch, experts and combine, so no other code ever holds a view of the buffers, which all
-layers share. No size in the op depends on the routing, and nothing in it needs the host: it compiles into one
-graph, and a CUDA graph can capture it.
+One opaque op does dispatch, experts and combine. Therefore no other code ever holds a view of the buffers,
+which all layers share. No size in the op depends on the routing, and the op never waits for the host: it
+compiles into one graph, and a CUDA graph can capture it.
 
-**What runs beside the products.** Products that fill the GPU leave no multiprocessor for a kernel that moves
-rows. The copy engines need none: while the products run, they carry x (a second time) and the partial dX. The
-products are 3 to 8% slower for it (docs/decisions/022-copy-engines.md, 023-exchange-beside-shared-expert.md).
-The copy engines copy every row to every rank, because only the device knows which rank needs which row. Most
-layers need most of these copies anyway (90% at K=8 on 4 ranks), and the rest costs no time where the products
-take longer than the copies (`hides`). Where they do not, kernels move those rows too, and nothing runs beside
-them. x and dy must arrive before the experts can begin. They travel beside products only where there is a
-shared expert, which needs no rows of other ranks.
+**Copies during the products.** Products that fill the GPU leave no multiprocessor for a kernel that moves
+rows. The copy engines need no multiprocessor: while the products run, they copy x (a second time) and the
+partial dX. This makes the products 3 to 8% slower (docs/decisions, 022 and 023). The copy engines copy every
+row to every rank, because only the device knows which rank needs which row. Most layers need most of these
+copies anyway (90% at K=8 on 4 ranks), and the other copies cost no time if the products take longer than the
+copies (`hides`). If the products are shorter, kernels send those rows too, and no copy overlaps with the
+products. x and dy must arrive before the experts can begin. Their copies overlap with products only if there
+is a shared expert, which needs no rows of other ranks.
 
-**What is kept for backward.** The received rows are not kept: backward moves x again. Keeping them would take
-T * ranks rows per layer (the static bound), or a copy of those that came, out of the buffer. At 24 layers of
-Qwen3-30B-A3B, 16384 tokens per GPU and ep=4 that is 5.5 GiB. So a layer keeps its inputs, and the
-pre-activations H of `pairs` routed pairs. The buffers hold four times T * ranks rows for all layers together:
-they do not grow with the number of layers.
+**Tensors that are kept for backward.** The received rows are not kept: backward sends x again. Keeping them
+would take T * ranks rows per layer (the static bound), or a copy of the received rows outside the buffer. At
+24 layers of Qwen3-30B-A3B, 16384 tokens per GPU and ep=4 that is 5.5 GiB. Therefore a layer keeps its inputs,
+and the pre-activations H of `pairs` routed pairs. The buffers hold four times T * ranks rows for all layers
+together: they do not grow with the number of layers.
 
-**Which rank may write when.** A rank writes into a peer's x, dy, ids or weights only in a push, or in a copy
-that follows one. It reads a peer's y only in a pull. A rank that pushes has left the pull before. In that
-pull it met all ranks, after their experts had read x, ids and weights. So its rows may go, and no meeting is
-needed before them. A rank whose experts write y has met all ranks after that: in the push, or where it waited
-for the copies beside a shared expert. The others came to that meeting after their pull of the last y. Only in
-backward is this not enough: there weight gradients read x and dy, and sums are read, after the last meeting.
-So backward ends with a meeting of its own. All calls of one group must be made on one stream, and in the same
-order on every rank. A rank without tokens makes the call as well.
+**Which rank may write when.** A meeting is a barrier between the streams of all ranks (`meet`). A rank writes
+into a peer's x, dy, ids or weights only in a push, or in a copy that follows a push. It reads a peer's y only
+in a pull. Before a rank pushes, it has finished the previous pull. In that pull it met all ranks, after their
+experts had read x, ids and weights. Therefore the rank may overwrite the peers' rows, and a push needs no
+meeting before it. Before the experts of a rank write y, the rank has met all ranks again: in the push, or
+while it waited for the copies during a shared expert. The other ranks reached that meeting after their pull
+of the previous y. Only backward needs more: its weight gradients read x and dy, and its sums are read, after
+the last of these meetings. Therefore backward ends with one more meeting. All calls of one group must be made
+on one stream, and in the same order on every rank. A rank without tokens makes the calls as well.
 
-**fp8** on the wire: rows are packed to float8 e4m3, with one scale per row, before they leave. They are
-unpacked where they arrive, so experts and sums see the dtype of x. That halves the bytes; each movement adds
-rounding of about 2.6% of a row's norm, forward and backward.
+**fp8** on the wire: rows are packed to float8 e4m3, with one scale per row, before they are sent. The
+receiver unpacks them, so experts and sums read the dtype of x. This halves the bytes. Each movement adds
+rounding of about 2.6% of a row's norm, in forward and in backward.
 
 next: moe/exchange/dispatch.py
 """
@@ -71,7 +72,7 @@ symmetric = find("torch.distributed._symmetric_memory")
 _detect_dma_connectivity = find("torch._C._distributed_c10d._detect_dma_connectivity")
 
 LINK = 370e9  # bytes per second that one GPU's copy engines send to its peers, on an H200
-PRODUCT = 600e12  # operations per second of a matrix product
+PRODUCT = 600e12  # operations per second of a matrix product, on an H200
 
 Tensors = tuple[Tensor, ...]
 
@@ -85,21 +86,22 @@ class Exchange:
         self.group = group
         self.rank = group.rank()
         self.world = group.size()
-        # there is room for so many
+        # the buffers have room for these numbers
         self.capacity = 0  # tokens per rank
         self.width = 0  # bytes per row
         self.K = 0  # experts per token
-        # copies run here; the high priority lets the kernel that announces them go before the next product
+        # The stream of the copies. With its high priority, the kernel that announces them precedes the next
+        # product
         self.side = torch.cuda.Stream(priority=-1)
-        self.captured = False  # a CUDA graph holds the addresses
-        self.packs = False  # there is room for packed rows
+        self.captured = False  # whether a CUDA graph holds the addresses
+        self.packs = False  # whether the buffers have room for packed rows
 
-    @torch.inference_mode(False)  # the buffers outlive the caller's mode, and backward copies into them
+    @torch.inference_mode(False)  # buffers outlive the caller's mode; backward copies into them
     def reserve(self, tokens: int, width: int, K: int, fp8: bool = False) -> None:
-        """Makes room for `tokens` rows of `width` bytes per rank; fp8: for packed rows too.
+        """Allocates room for `tokens` rows of `width` bytes per rank; fp8: for packed rows too.
 
-        A collective where the room is not enough yet. ValueError on a rank that needs more room while another
-        rank does not: that other rank has gone on into the exchange, and waits there for this one.
+        A collective if the room is not sufficient yet. ValueError on a rank that needs more room while
+        another rank does not: the other rank has already started the exchange, and waits there for this rank.
         """
         capturing = torch.cuda.is_current_stream_capturing()
         if tokens <= self.capacity and width <= self.width and K <= self.K and fp8 <= self.packs:
@@ -115,8 +117,8 @@ class Exchange:
             first = dist.get_global_rank(self.group, self.ahead()[0])
             raise ValueError(
                 f"symm: {tokens} tokens here, room for {self.capacity}, and in the same call no more than "
-                f"that on rank {first} of this expert group: room grows only where all its ranks ask for "
-                f"more at once. Say beforehand the most tokens that any rank will have, here {tokens} or "
+                f"that on rank {first} of this expert group: room grows only if all ranks of the group need "
+                f"more in the same call. Set the largest number of tokens of any rank before, {tokens} or "
                 "more: train.batch * train.seq of parallelize's cfg, or tokens of apply_ep"
             )
         if len({tuple(ask[1:]) for ask in asks}) > 1:
@@ -129,7 +131,7 @@ class Exchange:
         self.K = max(self.K, K)
         self.packs = self.packs or fp8
 
-        # bytes of each section
+        # the size of each section in bytes
         rows = self.world * self.capacity
         pair = _up(rows * self.K * 4)
         row = _up(rows * self.width)
@@ -140,7 +142,7 @@ class Exchange:
             sizes |= {f"{name} packed": _up(row // 2) for name in ("x", "dy", "y", "sums")}
             sizes |= {f"{name} scales": _up(rows * 4) for name in ("x", "dy", "y", "sums")}
 
-        # the old buffers are given up, so no peer may still be using them
+        # the old buffers are freed, so no peer may still be using them
         torch.cuda.synchronize()
         dist.barrier(self.group)
         # tmoe never uses multicast, and on some hosts mapping multicast memory fails
@@ -167,9 +169,9 @@ class Exchange:
         dist.barrier(self.group)
 
     def ahead(self) -> list[int]:
-        """Ranks of the group that have arrived at a meeting to which this rank has not come.
+        """Ranks of the group that wait at a meeting that this rank has not reached.
 
-        Waits for this rank's own work on the device.
+        Synchronizes with this rank's work on the device.
         """
         if not self.capacity:
             return []
@@ -193,7 +195,7 @@ class Exchange:
         return self.rows(f"{name} packed", D, torch.float8_e4m3fn), scales
 
     def wire_x(self, name: str, x_TD: Tensor, fp8: bool) -> dict[str, Tensor]:
-        """What travels for this rank's tokens, by the section it goes to: x_TD, or packed rows and scales."""
+        """The tensors to send for this rank's tokens, by section: x_TD, or packed rows and scales."""
         if not fp8:
             return {name: x_TD}
         packed = torch.empty_like(x_TD, dtype=torch.float8_e4m3fn)
@@ -202,7 +204,7 @@ class Exchange:
         return {f"{name} packed": packed, f"{name} scales": scales}
 
     def wire_y(self, D: int, dtype: torch.dtype, K: int, fp8: bool) -> dict[str, Tensor]:
-        """The same for all slots of this rank's y; packed rows and scales lie in sections of their own."""
+        """The same for all slots of this rank's y; packed rows and scales are in separate sections."""
         y = self.rows("y", D, dtype)
         if not fp8:
             return {"y": y}
@@ -223,8 +225,8 @@ class Exchange:
     ) -> None:
         """Sends x_TD into section `name` of the ranks that hold its experts.
 
-        With weights_TK also ids and weights. meet: waits until all ranks have sent theirs. programs: None
-        fills the GPU.
+        With weights_TK, ids and weights are sent too. meet: waits until all ranks have sent their rows.
+        programs: None fills the GPU.
         """
         to = self.addresses
         (section, rows), *packed = self.wire_x(name, x_TD, fp8).items()
@@ -239,7 +241,7 @@ class Exchange:
         )  # fmt: skip
 
     def unpack(self, name: str, D: int, dtype: torch.dtype, K: int) -> None:
-        """Fills section `name` from the packed rows that have arrived for it."""
+        """Fills section `name` from the packed rows that were received for it."""
         exchange.unpack(self.rows(name, D, dtype), self.routes("ids", K, torch.int32), *self.packed(name, D))
 
     def pull(
@@ -253,7 +255,7 @@ class Exchange:
     ) -> None:
         """Writes the sums over all ranks' y for this rank's tokens into y_TD.
 
-        Also d_weights_TK, unless it is None. programs: None fills the GPU.
+        It also writes d_weights_TK, unless that is None. programs: None fills the GPU.
         """
         of = self.addresses
         wire = self.wire_y(y_TD.shape[1], y_TD.dtype, ids_TK.shape[1], fp8)
@@ -265,9 +267,9 @@ class Exchange:
         )  # fmt: skip
 
     def copy(self, q: int, name: str, slot: int, rows: Tensor) -> None:
-        """Copies contiguous rows into section `name` of rank q, from `slot` on.
+        """Copies contiguous rows into section `name` of rank q, starting at `slot`.
 
-        To another rank that goes without a kernel.
+        A copy to another rank needs no kernel.
         """
         if n := len(rows):
             whole = rows.view(-1).view(torch.uint8)
@@ -290,9 +292,9 @@ class Exchange:
     def sum(
         self, y_TD: Tensor, d_weights_TK: Tensor, ids_TK: Tensor, L: int, wire: dict[str, Tensor]
     ) -> None:
-        """Writes y_TD, the sums for this rank's tokens over all ranks' y that were copied here.
+        """Writes y_TD: the sums for this rank's tokens over all ranks' y, which were copied to this rank.
 
-        d_weights_TK comes from the peers' d_weights.
+        d_weights_TK is read from the peers' d_weights.
         """
         of = self.addresses
         rows, *scales = (self.table(name, y) for name, y in wire.items())
@@ -303,10 +305,10 @@ class Exchange:
         )  # fmt: skip
 
     def table(self, name: str, y: Tensor) -> Tensor:
-        """Addresses [world] at which a pull finds the slots of this rank's tokens in this rank's own memory.
+        """Addresses [world] at which a pull reads the slots of this rank's tokens in this rank's memory.
 
-        For this rank they are in y, for another rank in that rank's part of the sums. Each address is given
-        as if the section began with rank 0's tokens.
+        The slots of this rank are in y, those of another rank in its part of the sums. Each address is
+        given as if the section began with rank 0's tokens.
         """
         width = y[0].numel() * y.itemsize
         if (name, width) in self.tables:
@@ -315,20 +317,20 @@ class Exchange:
         sums = self.sections[name.replace("y", "sums", 1)].data_ptr()
         parts = sums + (q - self.rank) * (self.capacity * width)
         table = torch.where(q == self.rank, self.sections[name].data_ptr(), parts)
-        # a table made while a CUDA graph is captured is empty until the graph is replayed
+        # a table that is made while a CUDA graph is captured is empty until the graph is replayed
         if not (y.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.tables[name, width] = table
         return table
 
     def meet(self) -> None:
-        """The stream waits until all ranks' streams have come here."""
+        """The stream waits until the streams of all ranks have reached this meeting."""
         exchange.meet(self.addresses["main"], self.rank)
 
     def beside(self, copy: Callable[[Any], None], wire: Any) -> Any:
-        """Runs copy(wire) on the side stream while the caller's stream goes on, then tells all ranks.
+        """Runs copy(wire) on the side stream, in parallel with the caller's stream, then signals all ranks.
 
-        The copies start after all work that the caller's stream was given before. Returns wire, whose memory
-        must live until `arrived`.
+        The copies start after all work that was enqueued on the caller's stream before. Returns wire, whose
+        memory must live until `arrived`.
         """
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
@@ -337,15 +339,15 @@ class Exchange:
         return wire
 
     def arrived(self) -> None:
-        """The caller's stream waits until the copies of all ranks, one `beside` on each, are everywhere."""
+        """The caller's stream waits until the side streams' copies on all ranks are complete."""
         # First wait for this rank's own copies. Otherwise a CUDA graph might wait for peers before it runs
-        # the branch that they wait for.
+        # the branch that the peers wait for.
         torch.cuda.current_stream().wait_stream(self.side)
         exchange.meet(self.addresses["side"], self.rank, arrive=False)
 
 
 def _others_first(rank: int, world: int) -> list[int]:
-    """All ranks, this rank last; each rank begins with another one."""
+    """All ranks, this rank last; each rank begins with a different rank."""
     return [(rank + i) % world for i in range(1, world + 1)]
 
 
@@ -360,17 +362,17 @@ def _all(t: Tensor) -> int:
 
 
 def exchange_of(group: str) -> Exchange:
-    """The Exchange of a group, made at first use; its memory is made by the first `reserve`."""
+    """The Exchange of a group, created at first use; the first `reserve` allocates its memory."""
     ranks = group_of(group)
     ex = _exchanges.get(group)
-    if ex is None or ex.group is not ranks:  # a new world may use a name again
+    if ex is None or ex.group is not ranks:  # a new world may reuse a name
         ex = _exchanges[group] = Exchange(ranks)
     return ex
 
 
 @contextmanager
 def graphs_end_here(group: str) -> Iterator[None]:
-    """CUDA graphs that are captured inside are gone when it ends, and the room may grow again."""
+    """CUDA graphs captured in this context are discarded at its end; then the room may grow again."""
     ex = exchange_of(group)
     captured = ex.captured
     try:
@@ -380,7 +382,7 @@ def graphs_end_here(group: str) -> Iterator[None]:
 
 
 class Local(NamedTuple):
-    """This rank's L experts, as moe_mlp takes them."""
+    """This rank's L experts, in the form that moe_mlp takes."""
 
     gate_up_L2FD: Tensor
     down_LDF: Tensor
@@ -389,15 +391,15 @@ class Local(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How tokens travel in a call."""
+    """How tokens are exchanged in a call."""
 
     tokens: int
-    """the most that any rank has in this call, at least T;
-    if it is more than in any call before, the call is a collective that allocates"""
+    """the most tokens of any rank in this call, at least T;
+    if it is more than in all calls before, the call is a collective that allocates"""
     pairs: int | None
     """a multiple of 128, see moe_mlp"""
     fp8: bool
-    """rows are packed on their way, forward and backward"""
+    """rows are packed for the transfer, forward and backward"""
     group: str
     """name of the expert group"""
 
@@ -414,15 +416,17 @@ def moe(
 
     Args:
         x_TD: [T, D], float32, bfloat16 or float16, on this rank's GPU. T may be 0, and may differ between
-        ranks. weights_TK: float [T, K]. ids_TK: int32 [T, K], experts 0 .. ranks * L - 1, or -1. local, way:
-        this rank's experts, and how tokens travel. shared: None, or the matrices gate_up [2G, D] and down [D,
-        G] of a SwiGLU for every token, on all ranks;
-            only without fp8. Rows then travel by copy engines while it runs: worth it where
-            `hides(ranks, bytes of a number, G)`.
+            ranks.
+        weights_TK: float [T, K].
+        ids_TK: int32 [T, K], experts 0 .. ranks * L - 1, or -1.
+        local, way: this rank's experts, and how tokens are exchanged.
+        shared: None, or the matrices gate_up [2G, D] and down [D, G] of a SwiGLU for every token, on all
+            ranks; only without fp8. Copy engines then send the rows while the SwiGLU runs, which is faster
+            where `hides(ranks, bytes of a number, G)`.
 
     Returns y_TD in x's dtype, and the y of the shared SwiGLU (None without one). Products and sums are those
-    of moe_mlp; then a token's results from several ranks are added in rank order, in float32. Differentiable
-    in all tensors but ids; every rank of the group must then call backward.
+    of moe_mlp. Then a token's results from several ranks are added in rank order, in float32. The function is
+    differentiable in all tensors except ids; every rank of the group must then call backward.
     """
     shared_gate_up, shared_down = (None, None) if shared is None else shared
     gate_up, down, bias, activation = local
@@ -430,14 +434,14 @@ def moe(
     tensors = (x_TD, weights_TK, ids_TK, *matrices)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     tokens, pairs, fp8, group = way
-    assert pairs is not None  # which means all pairs of one rank
+    assert pairs is not None  # None means all pairs of one rank
     layer = Layer(x_TD, weights_TK, ids_TK, *matrices, activation, tokens, pairs, fp8, keep, group)
     y_TD, _, shared_TD, _ = torch.ops.tmoe.symm_moe(*layer)
     return y_TD, None if shared is None else shared_TD
 
 
 class Layer(NamedTuple):
-    """The arguments of the op symm_moe; `Local` and `Way` say what they mean."""
+    """The arguments of the op symm_moe; `Local` and `Way` describe them."""
 
     x: Tensor
     weights: Tensor
@@ -451,12 +455,12 @@ class Layer(NamedTuple):
     tokens: int
     pairs: int
     fp8: bool
-    keep: bool  # H and the shared expert's pre-activations, for a backward
+    keep: bool  # whether to keep H and the shared expert's pre-activations for backward
     group: str
 
 
 class Backward(NamedTuple):
-    """The arguments of the op symm_moe_backward: two gradients, what `Layer` has, and what it kept."""
+    """The arguments of the op symm_moe_backward: two gradients, fields of `Layer`, and kept tensors."""
 
     dy: Tensor
     d_shared: Tensor | None
@@ -534,8 +538,8 @@ def _push_beside(ex: Exchange, wire: dict[str, Tensor], ids: Tensor, weights: Te
 def _backward(layer: Backward) -> Tensors:
     """The op symm_moe_backward.
 
-    Returns gradients of x by the experts, of weights, gate_up, down and the bias (empty without one); then of
-    x by the shared SwiGLU, and of its two matrices (empty without it).
+    Returns the gradients that the experts give: of x, weights, gate_up, down and the bias (empty without
+    one). Then the gradients that the shared SwiGLU gives: of x and of its two matrices (empty without it).
     """
     gate_up, down, bias, shared_gate_up, shared_down, h, shared_h = layer[5:12]
     fp8 = layer.fp8
@@ -548,9 +552,10 @@ def _backward(layer: Backward) -> Tensors:
         d_weights = torch.empty_like(weights)
         hidden = hides(ex.world, x.itemsize, K * F)
         shared = shared_gate_up is not None
-        copied = []  # what `beside` copies from, alive until it has arrived
+        copied = []  # sources of the running copies, kept alive until `arrived`
 
-        # What travels while the shared expert's gradients are made, or before anything.
+        # Rows that are sent while the shared expert's gradients are computed, or first if there is no shared
+        # expert.
         if shared:
             assert layer.d_shared is not None and shared_down is not None
             _push_beside(ex, {"dy": dy, "x": x}, ids, weights, L)
@@ -566,7 +571,7 @@ def _backward(layer: Backward) -> Tensors:
             if fp8:
                 ex.unpack("dy", D, x.dtype, K)
 
-        # The experts' own gradients, and what travels beside them.
+        # The experts' gradients, and the rows that are sent during them.
         experts = Experts(ex, gate_up, down, bias, layer.activation, K, x.dtype, layer.pairs)
 
         def x_is_here() -> None:
@@ -585,7 +590,7 @@ def _backward(layer: Backward) -> Tensors:
         if hidden:
             ex.arrived()
             ex.sum(dx, d_weights, ids, L, copied[-1])
-        ex.meet()  # weight gradients have read x and dy, and sums are read
+        ex.meet()  # weight gradients have read x and dy, and the sums are read
     d_gate_up, d_down, d_bias = grads
     d_bias = x.new_empty(0) if d_bias is None else d_bias
     return dx, d_weights, d_gate_up, d_down, d_bias, *of_shared
@@ -609,9 +614,9 @@ def _save(ctx: Any, inputs: tuple, output: Tensors) -> None:
 def _differentiate(
     ctx: Any, dy: Tensor | None, _: Tensor | None, d_shared: Tensor | None, __: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: a checkpoint recomputes for each look
+    saved = ctx.saved_tensors  # read once: a checkpoint recomputes at each access
     x, bias, shared_down = saved[0], saved[5], saved[7]
-    # zeros where a result was not used: no rank may stay away
+    # zeros where a result was not used: every rank must take part
     dy = torch.zeros_like(x) if dy is None else dy
     if shared_down is not None and d_shared is None:
         d_shared = torch.zeros_like(x)
@@ -622,7 +627,7 @@ def _differentiate(
         d_shared_gate_up = d_shared_down = None
     else:
         dx_shared, d_shared_gate_up, d_shared_down = of_shared
-        # here, where a compiled graph adds what the router and the residual give in the same pass
+        # added here, where a compiled graph adds the gradients of router and residual in the same pass
         dx = dx + dx_shared
     d_bias = None if bias is None else d_bias
     return dx, d_weights, None, d_gate_up, d_down, d_bias, d_shared_gate_up, d_shared_down, *(None,) * 6
@@ -642,21 +647,22 @@ register("symm_moe_backward", Backward, results=8, cpu=None, cuda=_backward, fak
 
 
 def hides(ranks: int, itemsize: int, width: int) -> bool:
-    """Whether the copy engines bring rows to all peers while products run beside them.
+    """Whether the copy engines send the rows to all peers in less time than the products take.
 
-    itemsize: bytes of a row's numbers. width: the products do 6 D width operations a row; it is K F for dH
-    and dX,
-        or for weight gradients, of K experts, and a shared expert's own.
-    All ranks must decide alike, so neither this rank's tokens nor their routing count.
+    itemsize: bytes of one number of a row.
+    width: the products do 6 D width operations per row. It is K F for dH and dX, and for the weight gradients
+        of K experts; for a shared expert it is its own width.
+
+    All ranks must decide the same, so the result depends neither on this rank's tokens nor on their routing.
     """
     return itemsize * (ranks - 1) / LINK < 6 * width / PRODUCT
 
 
 @functools.cache
 def obstacle(ranks: dist.ProcessGroup) -> str:
-    """Why this group cannot exchange through its peers' memory, "" if it can.
+    """Why this group cannot exchange tokens through its peers' memory; "" if it can.
 
-    A collective, with one answer on all ranks.
+    A collective, with the same result on all ranks.
     """
     if "nccl" not in dist.get_backend(ranks) or torch.version.hip:
         return "its ranks do not run on NVIDIA's GPUs"
@@ -671,7 +677,7 @@ def obstacle(ranks: dist.ProcessGroup) -> str:
 
 
 def _obstacle_here(gpus: list[tuple[str, str]]) -> str:
-    """What this rank finds, given (host, GPU) of all ranks."""
+    """The obstacle that this rank detects, given (host, GPU) of all ranks."""
     known = hasattr(symmetric, "empty") and hasattr(symmetric, "rendezvous") and _detect_dma_connectivity
     if not known:
         return f"torch {torch.__version__} has no symmetric memory that tmoe knows"

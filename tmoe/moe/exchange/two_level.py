@@ -1,23 +1,24 @@
-"""Takes rows to other nodes in two hops: over the network once for each node, then over the node's own links.
+"""Sends rows to other nodes in two hops: over the network once per node, then over the links inside the node.
 
-A token whose experts lie on three ranks of another node crosses the network three times in the flat
-all-to-all of dispatch.py, and once here. A group of two nodes with three ranks each:
+In the flat all-to-all of dispatch.py, a token with experts on three ranks of another node crosses the network
+three times; here it crosses the network once. A group of two nodes with three ranks each:
 
               node 0   node 1
-    place 0     0 ------ 3       hop 1, along a line: a row for each (token, node) goes to the rank
-    place 1     1 ------ 4         there that has the sender's own place
-    place 2     2 ------ 5       hop 2, along a column: from there a row for each (token, rank)
+    place 0     0 ------ 3       hop 1, along a line: a row for each (token, node) is sent to the rank
+    place 1     1 ------ 4         of that node that has the sender's place
+    place 2     2 ------ 5       hop 2, along a column: that rank sends a row for each (token, rank)
 
     plan   forward: all-to-all of counts, ids by both hops           backward: none (ids have no gradient)
     push   forward: rows by hop 1, then by hop 2                     backward: pull
     pull   forward: rows back by hop 2 and added up for each token   backward: push
                     on its node, the sums back by hop 1, and added
 
-Rows arrive in the flat one's order, so experts compute the same bits. Both hops are all-to-alls of the whole
-group of which most parts are empty: they need no process group, and so no communicator, of their own.
+Rows arrive in the same order as with the flat all-to-all, so experts compute the same bits. Both hops are
+all-to-alls of the whole group in which most parts are empty. Therefore they need no additional process groups
+or communicators.
 
-In shapes, P ranks on J nodes with M places each; S rows that this rank sends by hop 1, U rows that came to it
-by hop 1, W rows that it sends by hop 2, R rows that came to it by hop 2.
+Shapes: P ranks on J nodes with M places each; S rows that this rank sends by hop 1, U rows that it receives
+by hop 1, W rows that it sends by hop 2, R rows that it receives by hop 2.
 
 next: moe/experts.py
 """
@@ -41,13 +42,13 @@ log = logging.getLogger(__name__)
 
 
 class TwoLevelPlan(NamedTuple):
-    """How the rows came: all that combine needs. Frozen.
+    """How the rows were sent: the only input of combine besides y. Frozen.
 
-    ids_RK: int32, the arrived rows' ids local to this rank, -1 where another rank holds the expert.
+    ids_RK: int32, the received rows' ids local to this rank, -1 where another rank holds the expert.
     order_S: int64, token of each row sent by hop 1; by node, then token.
-    order_W: int64, which of the U rows each row sent by hop 2 is; by rank, then row.
+    order_W: int64, the index among the U rows of each row sent by hop 2; by rank, then row.
     parts_6P: int64 on the CPU: rows sent to and received from each rank by hop 1, the same by hop 2, the
-        ranks in the order in which rows of their tokens arrive, and how many rows are of each rank's tokens.
+        ranks in the order in which rows of their tokens arrive, and the number of rows of each rank's tokens.
     """
 
     ids_RK: Tensor
@@ -58,18 +59,18 @@ class TwoLevelPlan(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the ranks of a group stand, seen from one of them."""
+    """The positions of a group's ranks, from the view of one rank."""
 
-    table_JM: Tensor  # the ranks of each node, by place; a row of it for each rank that hop 1 leads to
-    row_P: Tensor  # the row of each rank
+    table_JM: Tensor  # the ranks of each node, by place; one row for each rank reached by hop 1
+    row_P: Tensor  # the row of `table_JM` for each rank
     mine_M: Tensor  # the ranks of this rank's node
-    mates: list[int]  # the same
-    place_P: list[int]  # of each rank on its node
+    mates: list[int]  # the same as a list
+    place_P: list[int]  # the place of each rank on its node
 
 
 @cache
 def places(nodes: tuple[int, ...], rank: int, device: torch.device) -> Places:
-    """Made once, as the host waits for a GPU to which it sends a list. nodes: each rank's, any numbers."""
+    """Cached, since sending a list to a GPU makes the host wait. nodes: each rank's node, any numbers."""
     members: dict[int, list[int]] = {}
     for p, node in enumerate(nodes):
         members.setdefault(node, []).append(p)
@@ -87,12 +88,12 @@ def owners(ids_TK: Tensor, local_experts: int) -> Tensor:
 
 
 def goes_to(ids_TK: Tensor, local_experts: int, ranks_P: Tensor) -> Tensor:
-    """bool [P, T]: whether one of the token's experts is with this rank."""
+    """bool [P, T]: whether this rank holds one of the token's experts."""
     return (owners(ids_TK, local_experts)[None] == ranks_P[:, None, None]).any(-1)
 
 
 def reorder(rows_RD: Tensor, sizes: Sequence[int], now: Sequence[int], then: Sequence[int]) -> Tensor:
-    """A copy of rows in parts of sizes[p] that stand in the order `now`, in the order `then`."""
+    """A copy of rows with its parts, of sizes[p] rows each, reordered from the order `now` to `then`."""
     parts = dict(zip(now, rows_RD.split([sizes[p] for p in now]), strict=True))
     return torch.cat([parts[p] for p in then])
 
@@ -113,14 +114,17 @@ def plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tensors of a TwoLevelPlan.
 
-    Args: ids_TK int32 global expert ids, -1 for none; rank p holds experts p*local_experts and on; nodes: the
-    node of each rank, equally many ranks on each.
+    Args:
+        ids_TK: int32 global expert ids, -1 for none; rank p holds local_experts experts from p*local_experts
+            on.
+        nodes: the node of each rank; each node has the same number of ranks.
     """
     rank, everyone = dist.get_rank(group_of(group)), range(len(nodes))
     table_JM, row_P, mine_M, mates, place_P = places(tuple(nodes), rank, ids_TK.device)
     place = place_P[rank]
 
-    # What each rank is told: how many of this rank's tokens go to each place of its node, and to the node.
+    # The counts for each rank: how many of this rank's tokens are sent to each place of its node, and to the
+    # node.
     goes_PT = goes_to(ids_TK, local_experts, torch.arange(len(nodes), device=ids_TK.device))
     goes_JMT = goes_PT[table_JM]
     goes_JT = goes_JMT.any(1)
@@ -142,9 +146,9 @@ def plan(
 
     ids_UK = all_to_all(ids_TK[order_S], out_1, in_1, group)
     goes_MU, W = goes_to(ids_UK, local_experts, mine_M), sum(out_2)
-    # Of a size that is known, so that the host need not wait for the network.
+    # The size is given, so that the host need not wait for the network.
     found_W2 = torch.nonzero_static(goes_MU, size=W) if W else goes_MU.new_empty((0, 2), dtype=torch.int64)
-    # clone: views into one buffer, and compiled callers assert 16-byte alignment
+    # clone: both are views into one buffer, and compiled callers assert 16-byte alignment
     to_W, order_W = mine_M[found_W2[:, 0]], found_W2[:, 1].clone()
     ids_WK = ids_UK[order_W]
     there_WK = owners(ids_WK, local_experts) == to_W[:, None]
@@ -171,7 +175,7 @@ def _fake_push(x_TD, ids_RK, order_S, order_W, parts_6P, group):
 def push(
     x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, order_W: Tensor, parts_6P: Tensor, group: str
 ) -> Tensor:
-    """Rows of x_TD to their ranks; returns the R rows that arrive here (ids_RK only tells how many)."""
+    """Sends rows of x_TD to their ranks; returns the R rows that arrive here (only R is read from ids_RK)."""
     out_1, in_1, out_2, in_2, arrival, sizes = parts_6P.tolist()
     x_UD = all_to_all(x_TD[order_S], out_1, in_1, group)
     x_RD = all_to_all(x_UD[order_W], out_2, in_2, group)
@@ -201,10 +205,10 @@ def pull(
     tokens: int,
     group: str,
 ) -> Tensor:
-    """Rows back to where push took them from, added up to x_TD, T = tokens.
+    """Sends rows back to the tokens from which push took them, and adds them up to x_TD, T = tokens.
 
-    A token's rows are added in fp32 (fp64 as it is), first those of a node, in rank order. The sum travels in
-    the rows' own type.
+    A token's rows are added in fp32 (fp64 in fp64), first those of one node, in rank order. The sum is sent
+    in the rows' dtype.
     """
     out_1, in_1, out_2, in_2, arrival, sizes = parts_6P.tolist()
     rows_RD = reorder(rows_RD, sizes, range(len(sizes)), arrival)
@@ -215,8 +219,8 @@ def pull(
 class TwoLevelDispatcher(Dispatcher):
     """An expert group over several nodes with equally many ranks on each, on gloo, NCCL or RCCL.
 
-    The host waits for the device once a layer, as for the flat one.
-    nodes: the node of each rank of the group, any numbers. local_experts: how many each rank holds.
+    The host waits for the device once per layer, as with the flat dispatcher.
+    nodes: the node of each rank of the group, any numbers. local_experts: the number of experts on each rank.
     """
 
     def __init__(self, group: str, local_experts: int, nodes: Sequence[int]):
@@ -238,11 +242,12 @@ class TwoLevelDispatcher(Dispatcher):
 
 
 def over_nodes(dispatcher: Dispatcher, nodes: Sequence[str], top_k: int | None = None) -> Dispatcher:
-    """The two-level dispatcher in place of a flat one whose group spans nodes; any other one as it is.
+    """The two-level dispatcher instead of a flat one whose group spans nodes; any other dispatcher unchanged.
 
-    nodes: the node of each rank of the default group, by `Mesh.nodes`; empty where nobody knows. top_k:
-    experts of a token, None where nobody knows. Tokens with one expert, or a group with one rank on each
-    node, have nothing to gain. A group with unequal numbers stays flat, and a note says so.
+    nodes: the node of each rank of the default group, by `Mesh.nodes`; empty if unknown. top_k: experts per
+    token, None if unknown. The two-level dispatcher is not used for tokens with one expert, or for a group
+    with one rank on each node: it would save nothing. A group with unequal numbers of ranks on its nodes
+    keeps the flat dispatcher, and a note is logged.
     """
     if not (nodes and top_k != 1 and isinstance(dispatcher, AllToAllDispatcher)):
         return dispatcher
@@ -270,14 +275,14 @@ def note_uneven(sizes: tuple[int, ...]) -> None:
 
 
 class Across(NamedTuple):
-    """Of what crosses from node to node: with the flat all-to-all, and in two hops."""
+    """The amount that is sent between nodes: with the flat all-to-all, and in two hops."""
 
     flat: float
     two_level: float
 
 
 def rows_across(ids_TK: Tensor, local_experts: int, nodes: Sequence[int], rank: int) -> Across:
-    """Rows that leave the node of `rank` in one movement of its tokens, given their ids (-1: nowhere)."""
+    """Rows that leave the node of `rank` in one movement of its tokens, given their ids (-1: no expert)."""
     away = [p for p, node in enumerate(nodes) if node != nodes[rank]]
     goes_PT = goes_to(ids_TK, local_experts, torch.arange(len(nodes), device=ids_TK.device))
     by_node = [
@@ -291,8 +296,8 @@ def bytes_across(
 ) -> Across:
     """Bytes that cross nodes for the tokens of `rank` in one layer, there and back, counts included.
 
-    row: bytes of a token, x_TD[0]. Forward: ids and weights of 4 bytes each, x there, y back. Backward: dy
-    there, dx and the weights' gradients back.
+    row: bytes of a token, x_TD[0]. Forward sends ids and weights of 4 bytes each and x, and returns y.
+    Backward sends dy, and returns dx and the gradients of the weights.
     """
     K = ids_TK.shape[1]
     away = sum(node != nodes[rank] for node in nodes)
@@ -303,7 +308,7 @@ def bytes_across(
 
 
 def expected_rows_across(tokens: int, top_k: int, ranks: int, nodes: int) -> Across:
-    """`rows_across` where experts are evenly used, and many more than K."""
+    """`rows_across` if experts are evenly used and there are many more experts than K."""
 
     def hit(parts: int) -> float:
         return 1.0 - (1.0 - 1.0 / parts) ** top_k

@@ -1,16 +1,16 @@
-"""Bounds how many of a micro-batch's tokens an expert takes: which pairs it drops, and in which order.
+"""Limits how many of a micro-batch's tokens an expert accepts: which pairs it drops, and in which order.
 
-A pair is a token and one of its K experts. An expert of a rank's micro-batch of T tokens takes its first C
-pairs, by one of four orders:
+A pair is a token and one of its K experts. An expert accepts its first C pairs of a rank's micro-batch of T
+tokens, in one of four orders:
 
     probs      the largest weights first (Megatron-Core's default)
     position   the first tokens first (Megatron-Core)
     choice     all tokens' first choices, then all second ones; the first tokens first (GShard, Tutel)
     priority   the same, but the tokens with the best scores first (Tutel's batch-prioritised routing)
 
-Equal weights or scores: the lower token first, on every machine, as the sorts are stable. Weights of pairs
-that stay are not changed. A dropped pair has the id -1, so it is neither sent nor multiplied. No size depends
-on the routing, and the host waits for nothing.
+Among equal weights or scores the lower token is first, on every machine, because the sorts are stable. The
+weights of pairs that are kept do not change. A dropped pair has the id -1, so it is neither sent nor
+multiplied. No size depends on the routing, and the host waits for nothing.
 
 next: moe/exchange/padded.py
 """
@@ -25,9 +25,10 @@ from tmoe.moe.router import Routing
 
 
 def capacity(tokens: int, top_k: int, cfg: MoEConfig, factor: float | None = None) -> int:
-    """C: how many pairs an expert takes of `tokens` tokens, padding counted; at most all tokens.
+    """C: how many pairs of `tokens` tokens an expert accepts, padding counted; at most all tokens.
 
-    factor: None: that of `cfg`. 0: all tokens. Below 0: as above 0, for no room follows the need here.
+    factor: None: the factor of `cfg`. 0: all tokens. Below 0: its absolute value is used, because capacities
+    never depend on the load here.
     """
     factor = cfg.capacity_factor if factor is None else factor
     if not factor:
@@ -41,7 +42,7 @@ def capacity(tokens: int, top_k: int, cfg: MoEConfig, factor: float | None = Non
 
 
 def order(routing: Routing, drop: str, score: str) -> Tensor:
-    """int64 [N]: pairs, by their number t K + k, in the order in which experts take them."""
+    """int64 [N]: pairs, by their number t K + k, in the order in which experts accept them."""
     T, K = routing.ids_TK.shape
     pairs_TK = torch.arange(T * K, device=routing.ids_TK.device).view(T, K)
     if drop == "position":
@@ -55,18 +56,18 @@ def order(routing: Routing, drop: str, score: str) -> Tensor:
 
 
 def best_score(logits_TE: Tensor, score: str) -> Tensor:
-    """A number for each token that rises with its best expert's score.
+    """A number for each token that increases with the score of its best expert.
 
-    Softmax: the logarithm of that score. Other scores rise with their own logit alone: the largest logit.
+    Softmax: the logarithm of that score. Any other score depends on its own logit alone: the largest logit.
     """
     best_T = logits_TE.amax(-1)
     return best_T - logits_TE.logsumexp(-1) if score == "softmax" else best_T
 
 
 def places(ids_TK: Tensor, order_N: Tensor, experts: int) -> Tensor:
-    """int64 [T, K]: how many pairs of the same expert come before each pair in this order."""
+    """int64 [T, K]: how many pairs of the same expert precede each pair in this order."""
     ids_N = ids_TK.flatten()[order_N].long()
-    ids_N = torch.where(ids_N < 0, experts, ids_N)  # nowhere: a group of its own, behind all experts
+    ids_N = torch.where(ids_N < 0, experts, ids_N)  # no expert: a separate group after all experts
     sorted_N, from_N = ids_N.sort(stable=True)
     starts = torch.searchsorted(sorted_N, torch.arange(experts + 1, device=ids_N.device))
     places_N = torch.arange(ids_N.numel(), device=ids_N.device) - starts[sorted_N]
@@ -74,9 +75,9 @@ def places(ids_TK: Tensor, order_N: Tensor, experts: int) -> Tensor:
 
 
 def limited(routing: Routing, most: int | Tensor, cfg: MoEConfig) -> Routing:
-    """The routing in which each expert takes its first `most` pairs; the others' ids are -1.
+    """The routing in which each expert accepts its first `most` pairs; the ids of dropped pairs are -1.
 
-    most: 0-dim int64 on the device where it changes from call to call of one compiled graph.
+    most: a 0-dim int64 tensor on the device if it changes between calls of one compiled graph.
     """
     T, E = routing.logits_TE.shape
     if isinstance(most, int) and most >= T:

@@ -1,8 +1,8 @@
-"""Expert choice: each expert takes its best tokens, as many as its capacity, and every expert equally many.
+"""Expert choice: each expert chooses its best tokens, as many as its capacity, so all loads are equal.
 
-(Zhou et al. 2022, arXiv 2202.09368.) A token may go to any number of experts, so ids have E columns, or
-`--model.moe.max-top-k`. The choice depends on this rank's other tokens, later ones too: a causal model that
-is trained so is evaluated on another task than it was trained on.
+(Zhou et al. 2022, arXiv 2202.09368.) A token may be chosen by any number of experts, so ids have E columns,
+or `--model.moe.max-top-k`. The choice depends on this rank's other tokens, later tokens included. Therefore a
+causal model that is trained with it is evaluated on a different task than it was trained on.
 
 next: moe/select/tiles.py
 """
@@ -13,7 +13,7 @@ from tmoe.moe.select.selection import Asked, Choice, best_tokens, in_columns, sh
 
 
 def choose(asked: Asked) -> Choice:
-    """Each expert's ceil(T K / E) best of T tokens, by the shares of the tokens' scores."""
+    """Each expert's ceil(T K / E) best of T tokens: the tokens whose share for this expert is largest."""
     shares_TE = shares(asked.cfg, asked.logits_TE)
     T, E = shares_TE.shape
     if asked.live_T is None:

@@ -1,7 +1,7 @@
 """Routing that does not follow the logits, for benchmarks: evenly loaded experts, or a chosen imbalance.
 
-Other logits take the place of the router's, whatever the selection. Their gradient goes to the router's
-logits unchanged (straight-through), so a step does all the work of a real one.
+Artificial logits replace the router's, for every selection. Their gradient is copied to the router's logits
+unchanged (straight-through), so a step does all the work of a real step.
 
 next: moe/select/selection.py
 """
@@ -13,16 +13,17 @@ from tmoe.config.model import MoEConfig
 
 
 def forced(cfg: MoEConfig, logits_TE: Tensor, padding_T: Tensor | None, K: int) -> Tensor:
-    """The logits in place of the router's: values of their own, the gradient of the router's."""
+    """The artificial logits: their values are made here, their gradient is the router's."""
     with torch.no_grad():
         made_TE = even(logits_TE, padding_T, K) if cfg.force == "even" else skewed(logits_TE, cfg.force_skew)
     return logits_TE + (made_TE - logits_TE).detach()
 
 
 def even(logits_TE: Tensor, padding_T: Tensor | None, K: int) -> Tensor:
-    """Logits whose K largest deal the experts out in turn: counts differ by one at most, without padding too.
+    """Logits whose K largest assign the experts in turn: counts differ by at most one, also without padding.
 
-    Experts are dealt in a mixed order, so that a token's lie on as many ranks as those of a real routing.
+    The experts are assigned in a mixed order, so that a token's experts are on as many ranks as in a real
+    routing.
     """
     T, E = logits_TE.shape
     place_T = torch.arange(T, device=logits_TE.device)
@@ -36,7 +37,7 @@ def even(logits_TE: Tensor, padding_T: Tensor | None, K: int) -> Tensor:
 def skewed(logits_TE: Tensor, deviation: float) -> Tensor:
     """Normal logits, plus a number for each expert that is normal with this standard deviation.
 
-    Those numbers are the same for all tokens, ranks, layers and steps.
+    These numbers are the same for all tokens, ranks, layers and steps.
     """
     E = logits_TE.shape[1]
     middle_E = (mixed(E, logits_TE.device).double() + 0.5) / E
@@ -45,8 +46,8 @@ def skewed(logits_TE: Tensor, deviation: float) -> Tensor:
 
 
 def mixed(E: int, device: torch.device) -> Tensor:
-    """The numbers 0 to E-1 in an order without pattern, always the same."""
-    # Multiplicative hashing (Knuth) in 15 bits: inductor counts in int32, which a product must not leave.
+    """The numbers 0 to E-1 in a fixed order without pattern."""
+    # Multiplicative hashing (Knuth) in 15 bits: inductor computes in int32, and the product must fit into it.
     number_E = torch.arange(E, device=device)
     hashed_E = (number_E + 1) * 20173 % 2**15
     hashed_E = (hashed_E ^ (hashed_E >> 7)) * 26597 % 2**15

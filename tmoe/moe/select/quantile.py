@@ -1,10 +1,10 @@
-"""Quantile balancing: a bias on each logit that is the value at which its expert would get an even load.
+"""Quantile balancing: a bias on each logit that would give its expert an even load.
 
 The choice is top-k of logits plus the choice bias. After each step that bias becomes minus the mean, over the
-step's sequences, of each expert's quantile: the logit above its token's cutoff that an even share of the
-sequence's tokens exceeds. (Megatron-Core's quantile_balancing. There the tokens are a micro-batch of one
-rank; here they are a sequence, so that neither layout nor micro-batches change the bias, but for tp and cp,
-which divide sequences.)
+step's sequences, of each expert's quantile. The quantile is the value of logit minus the token's cutoff that
+an even share of the sequence's tokens exceeds. (Megatron-Core's quantile_balancing. There the tokens are a
+micro-batch of one rank. Here they are a sequence, so that neither the layout nor the micro-batches change the
+bias. Exceptions are tp and cp, which divide sequences.)
 
 next: moe/balance.py
 """
@@ -18,7 +18,7 @@ from tmoe.moe.select.selection import Asked, Choice, best_experts
 
 
 def choose(asked: Asked) -> Choice:
-    """Top-k of logits plus bias. Notes each token's cutoff, the best number that was not chosen."""
+    """Top-k of logits plus bias. Notes each token's cutoff, which is the largest sum that was not chosen."""
     assert asked.bias_E is not None
     K, E = asked.K, asked.logits_TE.shape[-1]
     wanted_TE = asked.logits_TE + asked.bias_E
@@ -30,7 +30,7 @@ def choose(asked: Asked) -> Choice:
 def quantiles(
     logits_TE: Tensor, cutoff_T1: Tensor, K: int, sequences: int, padding_T: Tensor | None
 ) -> Tensor:
-    """Of each sequence and expert, the (n K / E + 1)-th largest of logit - cutoff over its n tokens, [B, E].
+    """The (n K / E + 1)-th largest logit - cutoff over the n tokens of each sequence, per expert: [B, E].
 
     It is 0 for a sequence without tokens.
     """
@@ -49,10 +49,10 @@ def quantiles(
 
 
 class Quantiles:
-    """A step's quantiles of Y layers, added up over micro-batches, and the bias that follows from them."""
+    """Sums over micro-batches of a step's quantiles in Y layers, and the bias that follows from them."""
 
     def __init__(self) -> None:
-        self.sums_YX: Tensor | None = None  # fp64: of each expert, and behind them the number of sequences
+        self.sums_YX: Tensor | None = None  # fp64: a sum for each expert, then the number of sequences
 
     def record(self, noted_YBE: Tensor, tokens_YB: Tensor) -> None:
         """Adds a micro-batch."""
@@ -68,10 +68,10 @@ class Quantiles:
         all_reduce: Callable[[Tensor], Tensor],
         taken: Tensor | None,
     ) -> None:
-        """Sets each layer's choice bias: -(ema * old quantile + (1 - ema) * the step's), less its own mean.
+        """Sets each layer's choice bias: -(ema * old quantile + (1 - ema) * the step's), minus its mean.
 
-        A collective, where anything was recorded. Nothing changes where no sequence had a token, or where
-        `taken` is 0.
+        A collective, if anything was recorded. Nothing changes if no sequence had a token, or if `taken` is
+        0.
         """
         if self.sums_YX is None:
             return

@@ -1,8 +1,8 @@
-"""Scores of experts: what a router makes of logits, in one table, and what the losses read of them.
+"""Scores of experts: a table of functions of the logits, which the router and the losses use.
 
-Their names are in config/policies.py. A score is given by its logarithm, up to a number that is the same for
-all experts of a token. Shares, a token's scores divided by their sum, are the softmax of these logarithms:
-they add up to one where every score is nearly 0, or has underflowed to 0.
+The names are in config/policies.py. A score is defined by its logarithm, up to a constant for all experts of
+a token. A token's shares are its scores divided by their sum. They are computed as the softmax of these
+logarithms, so that they add up to one even if every score is nearly 0 or has underflowed to 0.
 
 next: moe/select/selection.py
 """
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class Score(NamedTuple):
-    """One way to make scores, of logits whose last dimension is all experts."""
+    """One kind of score, computed from logits whose last dimension holds all experts."""
 
     of: Callable[[Tensor], Tensor]
     """the scores, differentiable"""
     log: Callable[[Tensor], Tensor]
-    """their logarithms up to a number for each token, differentiable and finite where logits are"""
+    """their logarithms up to a constant for each token, differentiable, and finite where logits are"""
 
 
 def same(logits: Tensor) -> Tensor:
@@ -36,9 +36,9 @@ def softmax(logits: Tensor) -> Tensor:
 def log_sqrt_softplus(logits: Tensor) -> Tensor:
     """log(sqrt(log(1 + exp(x)))).
 
-    Far below 0 softplus is exp(x), which underflows; its logarithm is x.
+    Far below 0, softplus is exp(x), which underflows. The logarithm of exp(x) is x.
     """
-    low = logits < -15  # exp(-15) / 2, the next term of the series, is below fp32's rounding of x
+    low = logits < -15  # exp(-15) / 2, the next term of the series, is less than fp32's rounding of x
     near = logits.where(~low, 0)
     softplus = near.clamp(min=0) + (-near.abs()).exp().log1p()
     below = logits - logits.clamp(max=0).exp() / 2
@@ -56,16 +56,17 @@ SCORES = {
     "cosine": Score(softmax, same),
 }
 
-# Below this sum of a token's scores their logarithms are used: far enough above fp32's least number, and so
-# far below any usual sum that DeepSeek's 1e-20 in the divisor, which is left out, changed no bit.
+# If the sum of a token's scores is smaller than this, their logarithms are used. The limit is far above the
+# smallest fp32 number, and far below any usual sum: DeepSeek's 1e-20 in the divisor, which is left out here,
+# never changed a bit.
 LEAST = 1e-12
 
 
 def normalised(scores_TK: Tensor, logs_TK: Tensor, here_TK: Tensor | None = None) -> Tensor:
-    """Scores divided by their sum, which add up to one however small they are.
+    """Scores divided by their sum; the results add up to one even for tiny scores.
 
-    logs: their logarithms up to a number for each token. here: bool, False where there is no expert; such a
-    place gets 0, and so do all of a token that has none.
+    logs: the logarithms of the scores, up to a constant for each token. here: bool, False where there is no
+    expert; the result is 0 at such a place, and at all places of a token without experts.
     """
     if here_TK is not None:
         scores_TK = scores_TK.where(here_TK, 0)

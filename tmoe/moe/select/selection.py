@@ -1,8 +1,8 @@
-"""What a selection of experts is asked and answers; plain top-k, and what several selections share.
+"""The interface of a selection of experts; plain top-k, and functions that several selections share.
 
-A selection is a function `choose(asked) -> Choice` in a file of its own, and a line in the table SELECTIONS
-of config/policies.py. It runs without gradient, inside the compiled block: nothing waits for the host, and no
-size depends on numbers.
+A selection is a function `choose(asked) -> Choice` in a separate file, and a line in the table SELECTIONS of
+config/policies.py. It runs without gradient, inside the compiled block. It must not wait for the host, and no
+size may depend on values of tensors.
 
 next: moe/select/sinkhorn.py
 """
@@ -22,23 +22,23 @@ from tmoe.ops import softmax_topk
 
 
 class Asked(NamedTuple):
-    """What a router asks of a selection: T tokens' numbers for all experts. None has a gradient."""
+    """The input of a selection: the router's numbers of T tokens for all experts. None has a gradient."""
 
     cfg: MoEConfig
-    K: int  # experts a token, on average where a selection has columns of its own
+    K: int  # experts per token; an average where a selection has more columns than K
     logits_TE: Tensor
     scores_TE: Tensor
     bias_E: Tensor | None  # the choice bias
     live_T: Tensor | None  # bool, False at padding; None: no padding
-    devices: int  # ranks of the expert group, each with as many neighbouring experts
+    devices: int  # ranks of the expert group; each has equally many neighbouring experts
     training: bool
 
 
 class Choice(NamedTuple):
-    """Which experts each token goes to."""
+    """Which experts each token is sent to."""
 
     ids_TK: Tensor  # any integer type; in the token's order of preference; -1: no expert
-    noted_TX: Tensor | None = None  # numbers for the log, or for the selection's own balance
+    noted_TX: Tensor | None = None  # numbers for the log, or for the balancing of the selection
 
 
 def choose(asked: Asked) -> Choice:
@@ -50,20 +50,20 @@ def best_experts(wanted_TE: Tensor, K: int) -> Tensor:
     """Ids of each token's K largest numbers, in decreasing order."""
     if wanted_TE.dtype != torch.float32:
         return wanted_TE.topk(K, -1).indices
-    return softmax_topk(wanted_TE, K, False)[1]  # on a GPU one short launch, where topk sorts
+    return softmax_topk(wanted_TE, K, False)[1]  # one short launch on a GPU, where topk sorts
 
 
 def preference(asked: Asked) -> Tensor:
     """The numbers [T, E] whose K largest are chosen; -inf outside a token's best groups or ranks.
 
-    With a choice bias: scores plus that bias. Without: logits, which have the same order as scores, and which
+    With a choice bias: scores plus the bias. Without: logits, which have the same order as scores. Logits
     still differ between experts whose scores have underflowed to 0 or rounded to 1.
     """
     cfg = asked.cfg
     scores_TE = asked.scores_TE if asked.bias_E is None else asked.scores_TE + asked.bias_E
     wanted_TE = asked.logits_TE if asked.bias_E is None else scores_TE
     if cfg.softmax == "after":
-        scores_TE = wanted_TE  # as there are no scores yet, groups are compared by logits (Megatron)
+        scores_TE = wanted_TE  # without scores yet, groups are compared by logits (Megatron)
     groups, best = cfg.groups, cfg.top_groups
     if cfg.top_devices:
         groups, best = asked.devices, min(cfg.top_devices, asked.devices)
@@ -71,11 +71,11 @@ def preference(asked: Asked) -> Tensor:
 
 
 def within_best(asked: Asked, wanted_TE: Tensor, scores_TE: Tensor, groups: int, best: int) -> Tensor:
-    """`wanted`, but -inf at the experts of all groups other than a token's `best` ones.
+    """`wanted`, with -inf at the experts outside a token's `best` groups.
 
-    Groups are neighbouring experts. A group is worth its best expert (DeepSeek-V2, 2024, section 2.2.2), or
-    the sum of its two best scores (DeepSeek-V3, 2024, released code), or of its best K / `best` (Megatron).
-    Identity experts are in no group and always open.
+    Groups are neighbouring experts. The value of a group is its best expert (DeepSeek-V2, 2024, section
+    2.2.2), or the sum of its two best scores (DeepSeek-V3, 2024, released code), or the sum of its best K /
+    `best` scores (Megatron). Identity experts are in no group and can always be chosen.
     """
     E = asked.cfg.experts
     inside = rearrange(wanted_TE[:, :E], "t (group e) -> t group e", group=groups)
@@ -92,9 +92,9 @@ def within_best(asked: Asked, wanted_TE: Tensor, scores_TE: Tensor, groups: int,
 
 
 def best_tokens(worth_TE: Tensor, counts_E: Tensor, live_T: Tensor | None) -> Tensor:
-    """Which (token, expert) pairs belong together, bool [T, E], where expert e takes its counts_E[e] best.
+    """The chosen (token, expert) pairs, bool [T, E]: expert e chooses its counts_E[e] best tokens.
 
-    Of equal tokens the earlier one comes first, on every machine.
+    Among equal tokens the earlier one is chosen first, on every machine.
     """
     if live_T is not None:
         worth_TE = worth_TE.masked_fill(~live_T[:, None], float("-inf"))
@@ -106,9 +106,9 @@ def best_tokens(worth_TE: Tensor, counts_E: Tensor, live_T: Tensor | None) -> Te
 
 
 def in_columns(taken_TE: Tensor, worth_TE: Tensor, columns: int) -> Tensor:
-    """The experts of each token as ids [T, columns], -1 in the columns that are left over.
+    """The experts of each token as ids [T, columns], -1 in unused columns.
 
-    With fewer columns than experts a token keeps those that are worth most.
+    With fewer columns than experts, a token keeps the experts of highest worth.
     """
     E = taken_TE.shape[1]
     if columns == E:
@@ -118,11 +118,11 @@ def in_columns(taken_TE: Tensor, worth_TE: Tensor, columns: int) -> Tensor:
 
 
 def shares(cfg: MoEConfig, logits_TE: Tensor) -> Tensor:
-    """A token's scores divided by their sum, over all experts."""
+    """Each token's scores divided by their sum over all experts."""
     return SCORES[cfg.score].log(logits_TE).softmax(-1)
 
 
 def selection(name: str) -> Callable[[Asked], Choice]:
-    """The function of a line of SELECTIONS."""
+    """The function `choose` that a line of SELECTIONS names."""
     module = SELECTIONS[name].module
     return importlib.import_module(module if "." in module else f"tmoe.moe.select.{module}").choose

@@ -1,21 +1,21 @@
-"""Watches the ranks of a run: if one stops, dies, raises or takes another path, all say which and where.
+"""Watches the ranks of a run: if one stops, dies, raises or diverges, all ranks report which and where.
 
-    heartbeat     a thread writes its rank's step into the store five times a second; a stopped rank falls
+    heartbeat     a thread writes its rank's step into the store five times a second; a stopped rank becomes
                   silent
-    standstill    a step in which nothing moves for --train.timeout ends the process, wherever its main
-                  thread waits
+    standstill    a step without progress for --train.timeout ends the process, wherever its main thread
+                  waits
     journal       each collective's name, size, type and call site, chained into a checksum for each group
-    vote          once a step, before the weights change: the ranks of each group have called the same, or all
-                  ranks raise
+    vote          once a step, before the weights change: unless the ranks of each group have made the same
+                  calls, all ranks raise
     words         an exception that ends the run gets a note: which ranks are silent, which failed first,
-                  where the paths parted; its last line says it in short, and torchrun's report has that line
+                  where their calls differed; its last line is a summary, which torchrun's report shows
 
-Gloo and NCCL name none of these. A peer that hangs reads as a timeout on the rank that waits. A collective
-that one rank skips pairs with its next one and returns a wrong sum. Gloo aborts the process that receives
-more than it asked for, so the store hears of a collective of CPU tensors before it runs.
+Gloo and NCCL report none of these. If a peer hangs, the rank that waits reports a timeout. A collective that
+one rank skips is paired with that rank's next collective and returns a wrong sum. Gloo aborts a process that
+receives more than it asked for, so a collective of CPU tensors is written into the store before it runs.
 
 The journal costs about 15 us a collective, the vote 0.3 ms a step on two gloo ranks. (torch's flight recorder
-works on gloo too, but dumping its records costs 9 us each and its stacks a second.)
+works on gloo too, but dumping its records costs 9 us each, and dumping its stacks takes a second.)
 
 next: run/watch/heartbeat.py
 """
@@ -44,9 +44,9 @@ from tmoe.run.watch.journal import Journal, Originals, attach, detach, parting
 from tmoe.run.watch.standstill import NO_FILE, Standstill, end_process, leave_behind
 from tmoe.run.watch.words import cause
 
-# Numbers the watches of this process, equal on all ranks: each has keys of its own in the store.
+# Numbers of the watches of this process, equal on all ranks: each watch has separate keys in the store.
 ENTRIES = itertools.count()
-MEETINGS = itertools.count()  # and their meetings
+MEETINGS = itertools.count()  # numbers of their meetings
 
 
 class DivergenceError(RuntimeError):
@@ -54,43 +54,43 @@ class DivergenceError(RuntimeError):
 
 
 class Watch:
-    """Inside `with watch:` collectives are journalled, the heart beats, and what escapes gets a note.
+    """In `with watch:` collectives are journalled, the heart beats, and an escaping exception gets a note.
 
-    Journalled are the collectives of the thread that entered. A world of one rank watches nothing.
+    Only collectives of the thread that entered are journalled. In a world of one rank nothing is watched.
 
-    store: reachable by all ranks. control: the group of the votes; calls on it are not journalled. All ranks
-    make their Watch together, and their times count from there.
+    store: reachable from all ranks. control: the group of the votes; calls on it are not journalled. All
+    ranks create their Watch together, and their times count from that moment.
     """
 
     def __init__(self, rank: int, world: int, store: dist.Store, control: dist.ProcessGroup):
         self.rank = rank
         self.world = world
         self.control = control
-        self.connection = store.clone() if world > 1 else store  # a connection of its own
+        self.connection = store.clone() if world > 1 else store  # a separate connection
         self.journal = Journal(rank, world)
         self.heart = Heartbeat(rank, world, self.journal)
         self.clock = Standstill(self._give_up)
         self._aside = False  # whether collectives are left out of the journal
         self._thread = threading.current_thread()
         self._beating: threading.Thread | None = None
-        self._attached: Originals = {}  # empty where nothing is watched
+        self._attached: Originals = {}  # empty if nothing is watched
 
     def over(
         self, steps: Iterable[int], timeout: float = 0.0, saving: Callable[[], bool] = lambda: False
     ) -> Iterator[int]:
-        """The steps, one by one, each noted as the one under way.
+        """The steps, one by one; each is recorded as the current step.
 
-        timeout: seconds for which a step may stand still before this process ends, on top of the time that
-        the step before took (a host may have all of that to wait for). 0: no limit. The first step, which
-        compiles, has none.
-        saving: whether a save is under way. For one a step may wait as long as a collective may.
+        timeout: seconds for which a step may be without progress before this process ends, in addition to the
+        time of the step before (a host may have to wait for all of that). 0: no limit. The first step, which
+        compiles, has no limit.
+        saving: whether a save is running. A step may wait for a save as long as a collective may wait.
         """
         self.clock.saving = saving
         began = None
         for index in steps:
             self.heart.step = index + 1
             if timeout and began and self._attached and self.clock.since is None:
-                # After a pause: other ranks may still be at work that this rank did not have.
+                # After a pause: other ranks may still have work that this rank did not have.
                 dist.barrier(group=self.control)
             now = time.monotonic()
             self.clock.begin(timeout + now - began if timeout and began else 0.0, now)
@@ -101,18 +101,18 @@ class Watch:
             yield index
 
     def pause(self) -> None:
-        """Stops the clock until the next step begins: a save or a validation takes as long as it takes."""
+        """Stops the clock until the next step begins, because a save or a validation may take any time."""
         self.clock.pause()
 
     def moved(self) -> None:
-        """Says that work goes on of which no collective tells."""
+        """Reports progress that no collective shows."""
         self.clock.moved()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, collectives show that work goes on, and are left out of the journal.
+        """In this context, collectives count as progress, and are not journalled.
 
-        For rollouts: each expert group calls as many as its own answers are long.
+        For rollouts: the number of an expert group's collectives depends on the length of its answers.
         """
         self._aside = True
         try:
@@ -121,17 +121,18 @@ class Watch:
             self._aside = False
 
     def meet(self) -> None:
-        """Waits until all ranks are here, for as long as they live. No collective: its patience would end.
+        """Waits until all ranks are here, as long as they live. Not a collective, which would time out.
 
-        RuntimeError if a rank has failed, or is silent for as long as a collective would wait. Rank 0 looks
-        at all others, and these at rank 0: the store could not serve all who look at all.
+        RuntimeError if a rank has failed, or is silent for as long as a collective would wait. Rank 0 checks
+        all other ranks, and they check rank 0: the store could not serve all ranks if each checked all
+        others.
         """
         if self.world == 1:
             return
         here = f"tmoe meeting {next(MEETINGS)}"
         self.connection.add(here, 1)
         others = (range(1, self.world) if self.rank == 0 else [0]) if self._attached else []
-        heard: dict[int, tuple[int, float]] = {}  # of each of them: its last beat, and when it was new
+        heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat, and when that was new
         while self.connection.add(here, 0) < self.world:
             time.sleep(BEAT_S)
             now = time.monotonic()
@@ -147,7 +148,7 @@ class Watch:
                     raise RuntimeError(f"connection lost: rank {r} is silent before the first step")
 
     def vote(self) -> None:
-        """Raises DivergenceError on all ranks unless the ranks of each group called the same in this step.
+        """Raises DivergenceError on all ranks unless each group's ranks made the same calls in this step.
 
         A collective of all ranks.
         """
@@ -165,7 +166,7 @@ class Watch:
         if self.world > 1:
             if not faulthandler.is_enabled():
                 with suppress(*NO_FILE):
-                    faulthandler.enable()  # so a process that aborts says where, at least on its own stderr
+                    faulthandler.enable()  # so an aborting process reports where, at least on its own stderr
             self.heart.store = dist.PrefixStore(f"watch {next(ENTRIES)}", self.connection)
             self._thread = threading.current_thread()
             self.clock.enter()
@@ -178,7 +179,7 @@ class Watch:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is None:
-                self.vote()  # on what followed the last step's vote: validation, metrics
+                self.vote()  # covers the calls after the last step's vote: validation, metrics
         except Exception as caught:
             error = caught
             raise
@@ -186,21 +187,22 @@ class Watch:
             self._end(error)
 
     def _heard(self, name: str, group: dist.ProcessGroup, args: tuple, frame: Any) -> None:
-        """Before each collective of this process: into the journal with the watched thread's own."""
-        # Background threads (Python's own, a checkpoint's) keep their own pace and are left out.
-        # Autograd's threads are not Python's: Python calls them "Dummy-N".
+        """Called before each collective of this process; journals the collectives of the watched thread."""
+        # Background threads (Python's, a checkpoint's) run at a different pace and are left out. Autograd's
+        # threads are not Python's: Python calls them "Dummy-N".
         thread = threading.current_thread()
         if group is self.control or not (thread is self._thread or thread.name.startswith("Dummy")):
             return
         if not self._aside and self.journal.note(name, group, args, frame):
-            # At once, as gloo may abort this process. Where NCCL hangs, the heartbeat tells later.
+            # At once, because gloo may abort this process. If NCCL hangs, the heartbeat sends the lines
+            # later.
             self.heart.tell()
         self.clock.moved()
 
     def _end(self, error: BaseException | None) -> None:
         self.clock.end()
         detach(self._attached)
-        # Not SystemExit, of which all ranks have said why.
+        # Not for SystemExit, whose reason all ranks have printed.
         if self._attached and isinstance(error, Exception):
             words = self.heart.words(error)
             error.add_note(words)
@@ -210,7 +212,7 @@ class Watch:
             if torch.cuda.is_initialized():
                 leave_behind(error)
         if self._beating:
-            # A thread that comes back from the store while Python ends would end the process by
+            # If a thread returned from the store while Python ends, it would end the process by
             # std::terminate, with code -6.
             self._beating.join(BEAT_S if error else heartbeat.HEARS_S)
         self._attached = {}

@@ -1,7 +1,7 @@
-"""What a rank writes into the store, five times a second and at its end, and what it reads of the others.
+"""The state that a rank writes into the store, five times a second and at its end, and reads of other ranks.
 
-Times are of the monotonic clock, from a moment that all ranks share: a wall clock jumps, and those of two
-hosts differ.
+Times are of the monotonic clock, from a moment that all ranks share, because a wall clock may jump, and the
+wall clocks of two hosts differ.
 
 next: run/watch/journal.py
 """
@@ -21,16 +21,16 @@ from tmoe.run.watch.journal import Journal
 from tmoe.run.watch.words import after, cause, explain
 
 BEAT_S = 0.2
-GRACE_S = 0.8  # how long a failing rank listens for the others before it says what it knows
-HEARS_S = 10.0  # how long a rank that ends waits for the store's answers, whose host may be stopped
-GONE = (RuntimeError, dist.DistStoreError)  # what a store raises when its host is gone
+GRACE_S = 0.8  # how long a failing rank reads the states of all ranks before it reports
+HEARS_S = 10.0  # how long an ending rank waits for the store, whose host may be stopped
+GONE = (RuntimeError, dist.DistStoreError)  # exceptions of a store whose host is gone
 
 
 class Heartbeat:
-    """One rank's words in the store: its step, its journal since the last vote, why it ends.
+    """One rank's state in the store: its step, its journal since the last vote, and the reason of its end.
 
-    All ranks make theirs together, and their times count from there. `store` is set before anything else is
-    called.
+    All ranks create theirs together, and their times count from that moment. `store` is set before any method
+    is called.
     """
 
     store: dist.Store
@@ -39,21 +39,21 @@ class Heartbeat:
         self.rank = rank
         self.world = world
         self.journal = journal
-        self.step = 0  # from 1, as the log counts; 0 is before the first
+        self.step = 0  # counted from 1, as in the log; 0 is before the first
         self.votes = 0
         self.began = time.monotonic()
         self._beats = self._told = 0
         self._telling = threading.Lock()
 
     def start(self, each: Callable[[], None], ended: threading.Event) -> threading.Thread:
-        """Starts the thread that writes, and calls `each`, at every beat until `ended`."""
+        """Starts the thread that publishes the state, and calls `each`, at every beat until `ended`."""
         thread = threading.Thread(target=self._beat, args=(each, ended), name="heartbeat", daemon=True)
         thread.start()
         return thread
 
     def _beat(self, each: Callable[[], None], ended: threading.Event) -> None:
         while not ended.wait(BEAT_S):
-            with suppress(*GONE):  # if the store is gone, collectives will say so
+            with suppress(*GONE):  # if the store is gone, collectives will fail too
                 self.publish()
             each()
 
@@ -64,8 +64,8 @@ class Heartbeat:
             self.store.set(f"{self.rank}.journal", f"{self.votes}\n")
 
     def tell(self) -> None:
-        """Sends the store what it has not heard of the journal; there is no answer to wait for."""
-        with self._telling, suppress(*GONE):  # if the store is gone, collectives will say so
+        """Appends the new lines of the journal to the store, without waiting for an answer."""
+        with self._telling, suppress(*GONE):  # if the store is gone, collectives will fail too
             new = self.journal.lines[self._told :]
             self._told += len(new)
             if new:
@@ -78,11 +78,11 @@ class Heartbeat:
         self.store.set(str(self.rank), json.dumps(words))
 
     def now(self) -> float:
-        """Seconds since the ranks made their watches; comparable between ranks, whatever wall clocks say."""
+        """Seconds since the ranks created their watches; comparable between ranks, unlike wall clocks."""
         return time.monotonic() - self.began
 
     def hear(self) -> dict[int, dict[str, Any]]:
-        """What each rank said last, and its journal since its last vote."""
+        """The last state of each rank, with its journal since its last vote."""
         heard = {}
         for r in range(self.world):
             if self.store.check([str(r), f"{r}.journal"]):
@@ -91,7 +91,7 @@ class Heartbeat:
         return heard
 
     def words(self, error: BaseException | None) -> str:
-        """`last_words`, if they come within HEARS_S: a stopped host of the store does not answer."""
+        """`last_words`, if it returns within HEARS_S: the store does not answer if its host is stopped."""
         heard: list[str] = []
         hearing = threading.Thread(target=lambda: heard.append(self.last_words(error)), daemon=True)
         hearing.start()
@@ -100,7 +100,7 @@ class Heartbeat:
         return heard[0] if heard else silence
 
     def last_words(self, error: BaseException | None) -> str:
-        """Tells of this rank's end, an error or a standstill; returns what is known of the other ranks."""
+        """Publishes this rank's end, an error or a standstill; returns what is known of all other ranks."""
         try:
             self.publish(cause(error) if error else None, stands=not error)
             before = self.hear()

@@ -1,11 +1,11 @@
-"""The journal of a rank's collectives since the last vote: each call in words, and a checksum for each group.
+"""The journal of a rank's collectives since the last vote: each call in words, and a checksum per group.
 
 Ranks of one process group must call the same collectives, of equal sizes. Ranks of different groups need not:
-the rows that one group reads may hold more sequences than those of another. So calls are compared within the
-group of the collective, and nowhere else.
+the rows that one group reads may hold more sequences than those of another. Therefore calls are compared only
+within the group of the collective.
 
-`attach` stands at the process group's own methods, below every function of torch.distributed and whatever was
-wrapped around one.
+`attach` replaces the methods of the process group itself. All functions of torch.distributed, and all
+wrappers of these functions, call them.
 
 next: run/watch/words.py
 """
@@ -29,7 +29,7 @@ from torch.distributed import c10d_logger, distributed_c10d
 
 from tmoe.parallel import agree
 
-# Methods of a process group, and the names by which people call them.
+# Methods of a process group, and the names of the functions that users call.
 METHODS = dict(
     allreduce="all_reduce",
     allreduce_coalesced="all_reduce_coalesced",
@@ -55,21 +55,21 @@ METHODS = dict(
 )
 UNEVEN = {"all_to_all_single", "all_to_all", "gather", "scatter"}  # sizes may differ between ranks
 DTYPES = {t: str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)}
-AMONG = " among ranks "  # between a call and its group, where that is a part of the world
+AMONG = " among ranks "  # between a call and its group, if the group is a part of the world
 NOTHING = "nothing yet"
-# Files whose frames lie between a call site and the process group.
+# Files whose frames are between a call site and the process group.
 INSIDE = {distributed_c10d.__file__, c10d_logger.__file__, agree.__file__}
 
 
 Heard = Callable[[str, dist.ProcessGroup, tuple, Any], None]
-"""takes a collective's name, group, the arguments of the group's method and its caller's frame"""
+"""called with a collective's name, group, the arguments of the group's method and its caller's frame"""
 Originals = dict[str, Any]
-"""methods of the process group, by name, as its class held them"""
+"""methods of the process group, by name, as its class had them"""
 
 
 def attach(heard: Heard) -> Originals:
-    """Every collective of this process calls `heard` before it runs, until `detach` of what this returns."""
-    # The method as the class holds it is kept: what getattr gives would not bind again.
+    """Makes every collective call `heard` before it runs, until `detach` is called with the result."""
+    # The attribute of the class is kept; the result of getattr would not bind again.
     originals = {name: vars(dist.ProcessGroup)[name] for name in METHODS if name in vars(dist.ProcessGroup)}
     for name in originals:
         setattr(dist.ProcessGroup, name, _announced(METHODS[name], getattr(dist.ProcessGroup, name), heard))
@@ -77,7 +77,7 @@ def attach(heard: Heard) -> Originals:
 
 
 def detach(originals: Originals) -> None:
-    """Puts the methods back that `attach` returned."""
+    """Restores the methods that `attach` returned."""
     for name, original in originals.items():
         setattr(dist.ProcessGroup, name, original)
 
@@ -94,7 +94,7 @@ def _announced(name: str, call: Callable[..., Any], heard: Heard) -> Callable[..
 class Journal:
     """The calls of one rank since the last vote.
 
-    lines: each call in words; the words of a call in a part of the world end with the ranks of its group.
+    lines: each call in words. If a call's group is a part of the world, its words end with the group's ranks.
     """
 
     def __init__(self, rank: int, world: int):
@@ -104,14 +104,14 @@ class Journal:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets all calls."""
+        """Clears all calls."""
         self.lines: list[str] = []
-        self._checksums: dict[tuple[int, ...], int] = {}  # of the calls of each group, in their order
+        self._checksums: dict[tuple[int, ...], int] = {}  # of the calls of each group, in order
 
     def note(self, name: str, group: dist.ProcessGroup, args: tuple, frame: Any) -> bool:
-        """Writes a call down. Returns whether its tensors are on the CPU (or it has none).
+        """Records a call. Returns whether its tensors are on the CPU (or it has none).
 
-        name: as people call it. args: of the process group's method. frame: of the caller.
+        name: the name that users call. args: of the process group's method. frame: of the caller.
         """
         tensors = _first_tensors(args)
         options = args[-1] if args else None
@@ -124,8 +124,8 @@ class Journal:
     def share(self) -> int:
         """This rank's share of a sum over all ranks, which is 0 if the members of every group agree.
 
-        The first member of a group of n counts n - 1 times what it has called, each other member -1 times.
-        Where one differs, the sum is 0 by chance alone, once in 2^38. It stays below 2^63 for 100,000 ranks.
+        The first member of a group of n adds n - 1 times the digest of its calls, each other member -1 times.
+        If one differs, the sum is 0 only by chance, once in 2^38. It stays below 2^63 for 100,000 ranks.
         """
         total = 0
         for ranks, checksum in self._checksums.items():
@@ -135,7 +135,7 @@ class Journal:
         return total
 
     def _ranks(self, group: dist.ProcessGroup) -> tuple[int, ...]:
-        """The ranks of a group, in their order; this rank alone for a group that torch does not know."""
+        """The ranks of a group, in ascending order; only this rank for a group that torch does not know."""
         name = group.group_name
         if name not in self._groups:
             try:
@@ -147,13 +147,13 @@ class Journal:
 
 
 def parting(journals: Mapping[int, list[str]], skipped: bool = True) -> str | None:
-    """In words, where ranks of one group called different collectives; None where none did.
+    """Describes where ranks of one group called different collectives; None if they called the same.
 
-    journals: lines of each rank, as `Journal` has them. skipped: whether a call that a rank has not made is a
-        difference as well. It is none where that rank may be gone.
+    journals: lines of each rank, as in `Journal`. skipped: whether a call that a rank has not made is a
+        difference as well. It is not a difference if that rank may be gone.
 
-    The members of each group are compared by the calls of all groups that all of them are in, so that the
-    first difference is where one of them took another path. Two calls that differ are named before a call
+    The members of each group are compared by the calls of all groups that contain all of them, so that the
+    first difference is where one of them took another path. Two calls that differ are reported before a call
     that one rank lacks, and a small group before a large one.
     """
     parsed = {line: _group_of(line) for line in {line for lines in journals.values() for line in lines}}
@@ -183,7 +183,7 @@ def parting(journals: Mapping[int, list[str]], skipped: bool = True) -> str | No
 
 
 def spell(ranks: tuple[int, ...]) -> str:
-    """Ranks in words that stay short for those of a mesh: "0, 5", "0 to 6", "0 to 12 by 4"."""
+    """Ranks in words, short for regular ranges: "0, 5", "0 to 6", "0 to 12 by 4"."""
     step = ranks[1] - ranks[0] if len(ranks) > 2 else 0
     if step < 1 or ranks != tuple(range(ranks[0], ranks[-1] + 1, step)):
         return ", ".join(map(str, ranks))
@@ -191,7 +191,7 @@ def spell(ranks: tuple[int, ...]) -> str:
 
 
 def _group_of(line: str) -> frozenset[int]:
-    """The ranks that a journal's line names; none for a call of the whole world."""
+    """The ranks that a journal's line names; an empty set for a call of the whole world."""
     _, among, words = line.rpartition(AMONG)
     if not among:
         return frozenset()
@@ -201,7 +201,7 @@ def _group_of(line: str) -> frozenset[int]:
 
 
 def _first_tensors(args: tuple) -> list[Tensor]:
-    """The tensors of a collective's first argument: outputs, or what is reduced in place."""
+    """The tensors of a collective's first argument: its outputs, or tensors that are reduced in place."""
     found = args[0] if args else []
     while isinstance(found, list) and found and isinstance(found[0], list):
         found = found[0]
@@ -209,7 +209,7 @@ def _first_tensors(args: tuple) -> list[Tensor]:
 
 
 def _operands(name: str, tensors: list[Tensor], options: Any) -> str:
-    """In words, what is equal on all ranks of a group: number of elements, type, operation, root."""
+    """The facts that are equal on all ranks of a group: number of elements, type, operation, root."""
     words = ""
     if tensors and name not in UNEVEN:
         words = f"of {sum([t.numel() for t in tensors])} {DTYPES[tensors[0].dtype]} "
@@ -221,7 +221,7 @@ def _operands(name: str, tensors: list[Tensor], options: Any) -> str:
 
 
 def _call_site(frame: Any) -> str:
-    """From where torch.distributed was called: file, line and function."""
+    """Where torch.distributed was called: file, line and function."""
     while frame.f_code.co_filename in INSIDE:
         frame = frame.f_back
     return _place(frame.f_code, frame.f_lineno)

@@ -1,4 +1,4 @@
-"""Ends a process whose step stands still, or whose error nothing catches, wherever its threads wait.
+"""Ends a process whose step stands still, or whose error is not caught, even if its threads are blocked.
 
 next: run/watch/__init__.py
 """
@@ -20,34 +20,34 @@ from typing import Any
 from tmoe.base import last_line
 from tmoe.parallel.mesh import patience
 
-LEAVES = "_tmoe_leaves"  # marks an exception that, if nothing catches it, ends the process at once
-# What faulthandler raises for a notebook's stderr, a closed one, none.
+LEAVES = "_tmoe_leaves"  # marks an exception that, if it is not caught, ends the process at once
+# What faulthandler raises if stderr belongs to a notebook, is closed, or does not exist.
 NO_FILE = (OSError, AttributeError, RuntimeError, ValueError)
 
 
 class Standstill:
-    """The clock of the step under way.
+    """The clock of the current step.
 
-    give_up: called by `guard` with the seconds for which nothing moved, where these are above the limit.
+    give_up: called by `guard` with the seconds without progress, if they exceed the limit.
     """
 
     def __init__(self, give_up: Callable[[float], None]):
         self.give_up = give_up
-        self.timeout = 0.0  # seconds that the step may stand still; 0: no limit
+        self.timeout = 0.0  # seconds that the step may take without progress; 0: no limit
         self.saving: Callable[[], bool] = lambda: False
-        self.since: float | None = None  # when anything last moved in this step; None: the clock stands
+        self.since: float | None = None  # time of the last progress in this step; None: the clock is stopped
         self.ended = threading.Event()
-        self._saved = False  # whether a save was under way at the last look
+        self._saved = False  # whether a save was running at the last call of `guard`
         self._guarding = threading.Lock()
-        self._armed = False  # whether faulthandler's only timer is ours: it may be the user's
+        self._armed = False  # whether faulthandler's only timer is ours and not the user's
 
     def enter(self) -> None:
-        """Before the first step of a run: its event `ended` is a new one."""
+        """Prepares the clock for the first step of a run, with a new event `ended`."""
         self.ended = threading.Event()
         self.since = None
 
     def begin(self, timeout: float, now: float) -> None:
-        """Starts the clock of a step. now: of the monotonic clock."""
+        """Starts the clock of a step. now: time of the monotonic clock."""
         self.timeout = timeout
         self.since = now
 
@@ -68,15 +68,16 @@ class Standstill:
     def guard(self) -> None:
         """Ends this process if its step stands still; faulthandler's timer does so if this thread cannot.
 
-        Where the GPU waits for a peer and its queue is full, inductor's launches wait with Python's lock
-        held, and no thread of Python runs. faulthandler's thread needs no lock and ends the process then.
+        If the GPU waits for a peer and its queue is full, inductor's launches wait while holding Python's
+        lock, and no Python thread runs. faulthandler's thread needs no lock, and ends the process in that
+        case.
         """
         with self._guarding:
             if self.ended.is_set():
                 return
             saves = self.saving()
             if self._saved and not saves and self.since is not None:
-                # A save has ended: what waited for its disk may go on now.
+                # A save has ended: code that waited for its disk can continue now.
                 self.since = time.monotonic()
             self._saved = saves
 
@@ -98,16 +99,16 @@ class Standstill:
 
 
 def end_process(stood: float, thread: threading.Thread, words: Callable[[Any], str], within: float) -> None:
-    """Says where the watched thread is and what is known of the other ranks, then ends the process.
+    """Prints where the watched thread is and what is known of the other ranks, then ends the process.
 
-    If the thread is already ending by an exception, that is said too. The process has to be ended: no
-    exception reaches a thread that waits for a peer in gloo, or for a GPU whose kernels wait for one.
+    If the thread is already ending by an exception, that is printed too. The process must be ended, because
+    no exception reaches a thread that waits for a peer in gloo, or for a GPU whose kernels wait for a peer.
 
-    words: what is known of all ranks, of the thread's exception or None. within: seconds that all this takes
-    at most.
+    words: returns what is known of all ranks, given the thread's exception or None. within: the most seconds
+    that this function may take.
     """
     with open(os.devnull, "w") as nowhere:
-        # A timer for the end, as to say all this reads files and writes into pipes, which may be what hangs.
+        # A timer for the end, because these messages need files and pipes, which may be what hangs.
         faulthandler.dump_traceback_later(within, exit=True, file=nowhere)
         main = thread.ident or 0
         error: Any = sys._current_exceptions().get(main)
@@ -125,12 +126,12 @@ def end_process(stood: float, thread: threading.Thread, words: Callable[[Any], s
 
 
 def leave_behind(error: BaseException) -> None:
-    """Ends the process if nothing catches the error, after its traceback and what threads have to end.
+    """Ends the process if the error is not caught, once its traceback is printed and threads have ended.
 
-    CUDA's own end waits for kernels, and those for a peer that does not come: four ranks that shared an H200
-    had said all after 21 s and were still there after 106.
+    CUDA's normal exit waits for its kernels, which may wait for a peer that is gone: four ranks that shared
+    an H200 had printed everything after 21 s and were still running after 106.
     """
-    # A mark on the error, not a reference to it: that would keep its frames, and the model in them.
+    # A mark on the error, not a reference to it: a reference would keep its frames, and the model in them.
     setattr(error, LEAVES, True)
     hook = sys.excepthook
     if hasattr(hook, LEAVES):
@@ -146,7 +147,7 @@ def leave_behind(error: BaseException) -> None:
 
 
 def _all_of(error: BaseException) -> list[BaseException]:
-    """The error, the errors that it was raised from or while handling, and those that a group holds."""
+    """The error, the errors from which or during which it was raised, and the errors in a group."""
     found: list[BaseException] = []
     more: list[Any] = [error]
     while more:
@@ -161,5 +162,5 @@ def _leave() -> None:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # a full disk must not keep the process
+    finally:  # a full disk must not keep the process alive
         os._exit(1)

@@ -1,4 +1,4 @@
-"""What became of the ranks of a run, in words: which is silent, which failed first, where their paths parted.
+"""Describes what happened to the ranks of a run: which is silent, which failed first, where calls differed.
 
 next: run/watch/standstill.py
 """
@@ -9,7 +9,7 @@ import re
 
 from tmoe.run.watch.journal import parting
 
-# Words of errors that a lost peer causes: gloo's, NCCL's and the store's.
+# Words in the errors that a lost peer causes: errors of gloo, NCCL and the store.
 LOST = re.compile(
     r"gloo|NCCL|nccl|[Cc]onnection|[Ss]ocket|Broken pipe|[Tt]imed? ?out|remote process|DistStore"
 )
@@ -19,12 +19,12 @@ STRAYED = "DivergenceError: "
 def explain(
     rank: int, world: int, before: dict[int, dict], now: dict[int, dict], clock: float, own_end: str
 ) -> list[str]:
-    """What became of the ranks: the cause first, then the others, last all of it in one line.
+    """Describes what happened to the ranks: the cause first, then the other ranks' states, then a summary.
 
-    A rank that is dead or stopped is the cause before any error, as far as these are of a kind that a lost
-    peer gives; an error of another kind is a cause too.
+    If a rank is dead or stopped, it is the cause of all errors of the kind that a lost peer gives. An error
+    of another kind is a cause too.
 
-    before, now: what was heard of each rank, at two moments. clock: the second moment, `Heartbeat.now`.
+    before, now: the states of the ranks, read at two moments. clock: the second moment, `Heartbeat.now`.
     own_end: the line of this rank.
     """
     failed = {r: words for r, words in now.items() if words["failure"]}
@@ -47,7 +47,7 @@ def explain(
     if first is not None:
         its = causes[first]
         earlier = [str(r) for r, words in stood.items() if words["at"] < its["at"]]
-        behind = f", behind the standstill of rank {', '.join(earlier)}" if earlier else ""
+        behind = f", after the standstill of rank {', '.join(earlier)}" if earlier else ""
         also = (
             "rank {} also failed, in step {}: {}{}"
             if lines
@@ -56,18 +56,18 @@ def explain(
         lines.append(also.format(first, its["step"], its["failure"], behind))
     lines.append(own_end)
 
-    # The others.
+    # The other ranks.
     lines += [
-        f"rank {r} lost it, in step {words['step']}" for r, words in lost.items() if r not in (rank, first)
+        f"rank {r} lost a peer in step {words['step']}" for r, words in lost.items() if r not in (rank, first)
     ]
     for r, words in stood.items():
         if r != rank:
             lines.append(f"rank {r} stood still, in step {words['step']}, {after(words['sites'])}")
     for r in quiet:
         if r not in silent:
-            lines.append(f"rank {r} lives, in step {now[r]['step']}, {after(now[r]['sites'])}")
+            lines.append(f"rank {r} is alive, in step {now[r]['step']}, {after(now[r]['sites'])}")
 
-    # Where their journals part. A rank that is gone has not come as far as the others: that is no parting.
+    # Where their journals differ. A rank that is gone has made fewer calls: that is not a difference.
     journals = {r: words["sites"] for r, words in now.items() if words["votes"] == now[rank]["votes"]}
     gone = silent or never or (first is not None and first not in lost)
     parted = parting(journals, skipped=not gone)
@@ -78,7 +78,7 @@ def explain(
 def _in_short(
     rank: int, now: dict[int, dict], gone: list[int], first: int | None, lost: list[int], parted: bool
 ) -> str:
-    """The one line that stands last, as a reader of the end alone would want it."""
+    """The summary in the last line, for a reader who sees only the end of the log."""
     divergence = [words["failure"] for words in now.values() if f"{words['failure']}".startswith(STRAYED)]
     if parted or divergence:
         where = f": {divergence[0].removeprefix(STRAYED)}" if divergence else ", as above"
@@ -86,7 +86,7 @@ def _in_short(
     if gone:
         steps = {now[r]["step"] for r in gone if r in now}
         where = f" in step {max(steps)}" if steps else " before the first step"
-        losers = f"; rank {', '.join(map(str, lost))} lost it" if lost else ""
+        losers = f"; rank {', '.join(map(str, lost))} lost contact" if lost else ""
         return f"in short: rank {', '.join(map(str, gone))} was killed or stopped{where}{losers}"
     if first is not None:
         return f"in short: rank {first} failed in step {now[first]['step']}: {now[first]['failure']}"
@@ -98,9 +98,9 @@ def after(sites: list[str]) -> str:
 
 
 def cause(error: BaseException | None) -> str:
-    """What was raised, after what was being handled at that time.
+    """The exceptions in the order in which they were raised, each as its first line.
 
-    The end of a run may fail too, and that is not why it ends.
+    The code that ends a run may fail too; that failure is not the reason of the end.
     """
     said: list[str] = []
     while error:
