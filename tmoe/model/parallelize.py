@@ -69,9 +69,9 @@ def parallelize(
     (every rank must hold the same values). Meta tensors stay meta, and are filled later by `to_empty` and
     `init_weights`.
 
-    cfg: its fields `train.dtype`, `.float8`, `.batch` and `.seq`, `parallel.dispatch`, `.wire`,
-        `.checkpoint`, `.gathered_gib`, `.shard`, `.cp_exchange`, `.tp_pieces` and `.adaptive_r` and `compile` are
-        read. None: fp32, auto, same, none, 16, 3, keys, 1, none, eager.
+    cfg: its fields `train.dtype`, `.float8`, `.batch` and `.seq`, `parallel.dispatch`, `.dispatch_dtype`,
+        `.checkpoint`, `.gathered_gib`, `.shard`, `.cp_exchange`, `.tp_pieces` and `.adaptive_r` and `compile`
+        are read. None: fp32, auto, same, none, 16, 3, keys, 1, none, eager.
     whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
         its end, and that set_requires_gradient_sync is called on the model itself for micro-batches that do
         not sync. FSDP2 then gathers small neighbouring blocks together, with one hook before the first block
