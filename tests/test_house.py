@@ -257,7 +257,7 @@ def test_bits_is_read_in_one_place():
     """The setting becomes a Rounding (model/rounding.py); layers, engine and sampler know no switch."""
     settings = {"tmoe.config.run", "tmoe.post.grpo", "tmoe.commands.warmup"}
     names = {path: {n.attr for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute)} for path in HOUSE}
-    assert {module_name(path) for path, used in names.items() if "bits" in used} == settings
+    assert {module_name(path) for path, used in names.items() if "bitwise" in used} == settings
 
 
 def calls(*within: ast.AST) -> set[str]:

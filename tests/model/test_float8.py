@@ -186,7 +186,7 @@ def test_every_product_of_a_step_and_none_of_an_answer(products):
     model(tokens)
     assert len(products) == 40
     with pytest.raises(ConfigError, match="bits: the forward has float8 products"):
-        Engine(model, bitwise=True)
+        Engine(model, bits=True)
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "block"])

@@ -332,7 +332,7 @@ def of_settings(g, logits, answers, advantages, old, reference):
         elif g.loss == "dppo":
             far = lp.exp() - old[i].exp()
             keep = ~((far > high) if A > 0 else (far < -low))
-            each = (-keep.double() * rho * A + g.pull * moved**2) * w
+            each = (-keep.double() * rho * A + g.ratio_penalty * moved**2) * w
         else:
             first = rho.clamp(max=g.ratio_cap) if g.ratio_cap else rho
             each = -torch.minimum(first * A, rho.clamp(1 - low, 1 + high) * A)
@@ -385,7 +385,7 @@ def test_every_setting_of_a_loss_is_in_its_formula(settings):
         (got,) = torch.autograd.grad(loss_of, weight)
         (expected,) = torch.autograd.grad(want, weight)
         assert torch.allclose(got, expected, rtol=1e-4, atol=2e-6)
-    for name in settings.keys() - {"loss", "kl_estimator", "pull"}:  # each of them counts here
+    for name in settings.keys() - {"loss", "kl_estimator", "ratio_penalty"}:  # each of them counts here
         if (cfg.grpo.loss, name) != ("cispo", "ratio_cap"):
             without = replace(cfg.grpo, **{name: getattr(GrpoConfig, name)}, kl_estimator=None)
             other = of_settings(without, logits, answers, advantages, old, reference)
