@@ -27,7 +27,7 @@ REFUSED = {  # family: what it is refused with
     "jetmoe": NONE,
     "llama4": f"Llama4TextExperts {UNMARKED}",
     "longcat_flash": f"LongcatFlashExperts {UNMARKED}",
-    "muse_spark": "is marked has_post_expert_norm=True: a norm behind each expert",
+    "muse_spark": "is marked has_post_expert_norm=True: a norm after each expert",
     "nllb_moe": NONE,
     "step3p7": f"Step3p7Experts {UNMARKED}",
     "switch_transformers": NONE,
