@@ -1,4 +1,4 @@
-"""Translates a command of a known framework: its table of flags, then what every command has in common.
+"""Translates a command of a known framework: by its table of flags, then by rules for all frameworks.
 
 next: tables.py
 """
@@ -19,7 +19,7 @@ FRAMEWORKS: dict[str, tuple[tuple[Row, ...], Translation]] = {
     "tutel": (tutel.ROWS, tutel.translate),
     "fms": (fms.ROWS, fms.translate),
 }
-# Variables that need no word: the launcher's own, and those that a translation has read.
+# Variables for which no note is needed, because launchers set them.
 SILENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "MASTER_ADDR",
@@ -33,11 +33,11 @@ SILENT = {
 def translate(framework: str, words: Sequence[str], world: int | None = None) -> Outcome:
     """The outcome of a command of a framework.
 
-    words: the command, with or without launchers in front. world: number of ranks; None: as many as the
-    launcher says, else the fewest over which the layout folds.
+    words: the command, with or without its launchers.
+    world: number of ranks; None: the number that the launcher starts, else the smallest for the layout.
 
-    Raises ConfigError for a command that cannot be. Its message has a line for each fault of the command,
-    flags without a counterpart included.
+    Raises ConfigError for an invalid command. Its message has a line for each fault of the command, including
+    flags without a counterpart.
     """
     launch = launcher.read(words)
     out = FRAMEWORKS[framework][1](launch, world or launch.world)

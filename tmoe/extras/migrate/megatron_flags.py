@@ -1,4 +1,4 @@
-"""Megatron-Core's flags, each with what it becomes.
+"""The table of Megatron-Core's flags and their counterparts.
 
 next: megatron.py
 """
