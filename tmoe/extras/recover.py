@@ -79,7 +79,7 @@ def recover(
 ) -> None:
     """Write a Hugging Face folder from a folder of torch.distributed.checkpoint.
 
-    If it is killed, the same command resumes it.
+    If the command is killed, running it again resumes it.
 
     Args:
         dcp_dir: folder with .metadata and the .distcp files of all nodes, or the trainer's checkpoint folder

@@ -24,9 +24,9 @@ E G / K instead. The function is then exact if the router's logits are equal, an
 training. Megatron multiplies gate, up and down each by the cube root of the factor, which changes the
 function of SwiGLU; the factor in `down` alone is exact.
 
-Exit codes: 0: done; 2: refused, with the reason on stderr; 1: failed or interrupted. If a command is killed,
-the same command resumes it. Memory is that of a few tensors. Only the weights are used, as fp32; optimizer
-state and averages of a dense model are of no use.
+Exit codes: 0: done; 2: refused, with the reason on stderr; 1: failed or interrupted. If the command is
+killed, running it again resumes it. Memory is that of a few tensors. Only the weights are used, as fp32;
+optimizer state and averages of a dense model are of no use.
 
 next: checkpoint/rewrite.py
 """
@@ -77,7 +77,7 @@ def upcycle(
     dry_run: bool = False,
 ) -> None:
     """Write a Mixture-of-Experts step folder that computes the same function as a dense step folder.
-    If it is killed, the same command resumes it.
+    If the command is killed, running it again resumes it.
 
     Args:
         dense: step folder of a dense model
@@ -85,8 +85,8 @@ def upcycle(
         experts: number of experts, E; a multiple of granularity
         top_k: experts per token, K; a multiple of granularity
         granularity: number of experts into which a copy of a feed-forward is cut, G; divides its hidden width
-        renormalize: make the K weights sum to 1; without it the function is only close to the dense one, but
-            at K=1 the loss trains the routers only without it
+        renormalize: make the K weights sum to 1; without this the function is only close to the dense one. At
+            K=1 the loss trains the routers only with --no-renormalize
         dense_layers: number of leading blocks that stay dense
         moe_every: after the leading dense blocks, the first and then every n-th block becomes an MoE block
         seed: seed of the routers' weights

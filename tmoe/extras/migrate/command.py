@@ -8,8 +8,8 @@
     python -m tmoe.migrate import tutel 'c/{rank}-of-{size}.ckpt' OUT.safetensors -- --size 8
 
 The whole command may be given, with its launchers and variables. The command of tmoe is printed on stdout,
-notes on stderr. Exit code 0: the command does the same. Exit code 2: stdout is empty, and stderr has a line
-for each flag that has no counterpart, has a wrong value, or is missing.
+notes on stderr. Exit code 0: the printed command does the same. Exit code 2: stdout is empty, and stderr has
+a line for each flag that has no counterpart, has a wrong value, or is missing.
 docs/migrate.md lists every flag.
 
 next: frameworks.py, tables.py

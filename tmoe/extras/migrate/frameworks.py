@@ -42,12 +42,14 @@ def translate(framework: str, words: Sequence[str], world: int | None = None) ->
     launch = launcher.read(words)
     out = FRAMEWORKS[framework][1](launch, world or launch.world)
     if world and launch.world and world != launch.world:
-        out.notes.append(f"--world={world}: is taken; the launcher in the command starts {launch.world}")
+        out.notes.append(f"--world={world}: is used; the launcher in the command starts {launch.world}")
     if launch.each and out.world % launch.each == 0:
         out.per_node = launch.each
     if left := sorted(launch.variables.keys() - SILENT - out.read - launch.handed_on):
         shown = " ".join(f"{name}={launch.variables[name]}" for name in left)
-        out.notes.append(f"{shown}: variables are left out; set in front of this command what still matters")
+        out.notes.append(
+            f"{shown}: variables are left out; set those that are still needed before this command"
+        )
     misfits(out, names.kinds())
     if out.wrong:
         raise ConfigError("\n".join([*out.wrong, *out.refused]))

@@ -96,7 +96,7 @@ def plan_import(path: Path, model: ModelConfig) -> Plan:
     """
     if model.attention == "mla":
         raise CheckpointError(
-            f"{path}: of latent attention, whose layout is not known here; export it to Hugging Face with "
+            f"{path}: of latent attention, whose layout tmoe does not know; export it to Hugging Face with "
             "Megatron-Bridge, and import that: python -m tmoe.hf import"
         )
     stock = StockFolder(find_step(path))
@@ -116,7 +116,7 @@ def plan_import(path: Path, model: ModelConfig) -> Plan:
             problems.append(f"{key}: {there if row is None else there[1:]}, the flags give {shape}")
         places[name] = place
     left = [key for key in stock.tensors if key.startswith(THEIRS) and key not in used]
-    problems += [f"{key}: the model that the flags say has no such tensor" for key in sorted(left)]
+    problems += [f"{key}: the model of the flags has no such tensor" for key in sorted(left)]
     refuse(f"{stock.path} is not the model of the flags", problems)
 
     outputs = [

@@ -145,7 +145,7 @@ class Given:
             if not flag.startswith("--"):
                 of_shell = re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", word)
                 why = "a shell's variable: write out the flags that it holds" if of_shell else ""
-                outcome.refuse(word, why or "no flag stands before this value")
+                outcome.refuse(word, why or "no flag precedes this value")
                 continue
             values = [value] if equals else []
             while words and not re.match(r"--\w", words[0]) and not equals:

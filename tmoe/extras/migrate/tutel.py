@@ -28,7 +28,7 @@ ROWS: tuple[Row, ...] = (
     worked("num_experts_per_device", "as num_local_experts"),
     same("hidden_size_per_expert", "--model.moe.ffn-dim"),
     nothing("scan_expert_func", "experts are known by name; `tmoe.parallel.tag_experts` for other modules"),
-    refused("result_func", "a function cannot stand on a command line; apply it to what tmoe.MoE returns"),
+    refused("result_func", "a function cannot be given on a command line; apply it to what tmoe.MoE returns"),
     nothing("group", "`--parallel.ep` makes the groups"),
     worked("seeds", "the first is `--seed`", "some"),
     nothing(
@@ -50,7 +50,7 @@ ROWS: tuple[Row, ...] = (
         "no expert, adaptive:R is `--parallel.etp N --parallel.adaptive-r R`, model `--parallel.etp N`; auto "
         "is R 1 there; a call may choose again: `moe(x, adaptive_r=)`",
     ),
-    nothing("use_2dh", "across nodes rows travel in two hops by themselves", "one"),
+    nothing("use_2dh", "across nodes rows are always sent in two hops", "one"),
     nothing("pad_samples", "deprecated there"),
     # the gate
     worked("k", "`--model.moe.top-k`"),
@@ -68,10 +68,10 @@ ROWS: tuple[Row, ...] = (
     refused("reserve_dims", "tmoe's layer takes [B, S, D] or [T, D]"),
     nothing("inequivalent_tokens", "ranks may have different numbers of tokens"),
     worked("adaptive_r", "as parallel_type adaptive:R"),
-    nothing("megablocks_size", "of inference on one GPU; tmoe pads nothing"),
+    nothing("megablocks_size", "for inference on one GPU; tmoe does not pad"),
     # the experts
     worked("activation_fn", "relu or gelu of ffn: `--model.moe.activation`; silu of llama_ffn; else refused"),
-    refused("output_dim", "experts give the width that they take"),
+    refused("output_dim", "the output of experts is as wide as their input"),
     worked("has_fc1_bias", "with has_fc2_bias `--model.moe.bias`; of ffn, True where left out"),
     worked("has_fc2_bias", "with has_fc1_bias `--model.moe.bias`; of ffn, True where left out"),
     # helloworld's
@@ -101,7 +101,7 @@ ROWS: tuple[Row, ...] = (
         "--expert_type",
         "ffn, where left out: `--model.moe.activation relu --model.moe.bias`; llama_ffn: SwiGLU",
     ),
-    nothing("--local_rank", "the launcher says it"),
+    nothing("--local_rank", "the launcher sets it"),
     # of a process's groups and environment
     nothing("group_count", "`--parallel.ep` and `--parallel.dp` make the groups"),
     nothing("backend", "NCCL on GPUs, gloo on CPUs"),
@@ -234,8 +234,8 @@ def _lay_out(given: Given, out: Outcome, each: int) -> None:
     if degree > 1:
         out.set("--parallel.etp", shared)
     if degree == 0 and not _is_true(given, "is_postscore", True):
-        why = "tmoe gathers experts only where weights stand on the activation; results are the same"
-        out.notes.append(f"adaptive:0 with is_postscore=False: tokens travel: {why}")
+        why = "tmoe gathers experts only if weights multiply the activation; results are the same"
+        out.notes.append(f"adaptive:0 with is_postscore=False: tokens are sent: {why}")
     elif degree not in (1, shared):
         out.set("--parallel.adaptive-r", degree)
 

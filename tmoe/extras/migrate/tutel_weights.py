@@ -50,7 +50,7 @@ def gather(pattern: str, size: int, namespace: str = "") -> dict[str, Tensor]:
         raise CheckpointError(
             f"{_file(pattern, 0, size)}: no MoE layer of Tutel ({COUNT[1:]} is nowhere): if the file is of "
             "an old version, load and save it once with the present one; if the state dict lies deeper, name "
-            "the way there with --namespace"
+            "its keys with --namespace"
         )
     problems = [
         f"{name}: in the file of rank {rank}, not in all"
@@ -86,7 +86,7 @@ def _layer(layer: str, experts: int, states: list[dict[str, Tensor]]) -> dict[st
     problems += [
         f"{layer}.{name}: not known in a layer of gate top and experts {kind}" for name in sorted(own - known)
     ]
-    refuse(f"{layer} is no layer that is known", problems)
+    refuse(f"{layer} is not a known kind of layer", problems)
     gate = states[0][f"{layer}.{router}"]
     ranks = len(states)
     if gate.dim() != 2 or gate.shape[0] != experts or (experts % ranks and ranks % experts):
