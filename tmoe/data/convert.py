@@ -48,7 +48,7 @@ def convert(
         shard_tokens: most tokens in a shard, unless one document is longer
         text_field: name of the string field that holds a row's text
         skip_malformed: documents that may be left out because they are malformed; the first are named
-        columns: column names of the data to read as ours, OURS=THEIRS: text=content
+        columns: columns to rename, OURS=THEIRS: text=content
     """
     if not sources or shard_tokens < 1 or skip_malformed < 0:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Consecutive tokens of a source, and how a source is cut into training and validation.
+"""Holds consecutive tokens of a source, and cuts a source into training, validation and test data.
 
 next: data/sources.py
 """

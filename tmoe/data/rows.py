@@ -68,11 +68,11 @@ class Found(NamedTuple):
     packed: str = ""
     """program that compressed the file; "" if it is not compressed"""
     named: bool = False
-    """whether the file's name ends as that of JSON lines (.jsonl, .ndjson)"""
+    """whether the file's name has an ending of JSON lines (.jsonl, .ndjson)"""
     rows: tuple[dict, ...] = ()
     """its first rows, at most two"""
     columns: tuple[str, ...] = ()
-    """column names of the data to read as ours, OURS=THEIRS"""
+    """columns to rename, OURS=THEIRS"""
 
     @property
     def sure(self) -> bool:

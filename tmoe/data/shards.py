@@ -1,4 +1,4 @@
-"""Token shards: files that hold a header of one line of JSON, and then token ids.
+"""Writes and opens token shards: files with a header of one line of JSON, followed by token ids.
 
 next: data/dataset.py
 """

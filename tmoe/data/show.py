@@ -39,7 +39,7 @@ def show(
         tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one
         chat_template: a jinja file in place of the tokenizer's own chat template
         rows: how many rows
-        columns: column names of the data to read as ours, OURS=THEIRS: messages=conversations
+        columns: columns to rename, OURS=THEIRS: messages=conversations
     """
     require_columns(columns, "columns")
     console = Console(highlight=False, soft_wrap=True)
@@ -52,7 +52,7 @@ def show(
     coloured = console.color_system is not None
     console.print(
         Text.assemble(
-            "trained tokens are ", ("green", TRAINED) if coloured else "in ⟦ ⟧", "; what is not, plain"
+            "trained tokens are ", ("green", TRAINED) if coloured else "in ⟦ ⟧", "; other tokens are plain"
         )
     )
     read = (one for path, file in source.files for one in ((file, *row) for row in read_rows(path, file, "")))

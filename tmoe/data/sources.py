@@ -146,7 +146,7 @@ class _Texts:
         documents = list(read_documents(self.source, self.field, self.skips))
         part_of, facts = self._divide(documents)
         wanted = [document for document in documents if part_of(document) in (split, "whole")]
-        nothing = np.zeros(0, np.uint8)  # concatenate wants at least one array
+        nothing = np.zeros(0, np.uint8)  # concatenate needs at least one array
         tokens = np.concatenate([nothing, *encode_documents(wanted, self.tokenizer, self.skips)])
         return Run(tokens, self.source.name), len(documents) == 1, facts._replace(skipped=self.skips.tell())
 
@@ -381,7 +381,7 @@ def _is_unicode(document: Document, tokenizer: Tokenizer, skips: Skips) -> bool:
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Lists of 256 documents, or fewer if they reach 4 million characters.
+    """Lists of at most 256 documents; a list ends early once it holds 4 MB of text.
 
     The lists are short because an encoding tokenizer needs a hundred or more bytes for each byte of text.
     """

@@ -184,7 +184,7 @@ class Survey(NamedTuple):
     root: Path
     files: list[tuple[Path, Found]]
     columns: tuple[str, ...] = ()
-    """column names of the data to read as ours, OURS=THEIRS"""
+    """columns to rename, OURS=THEIRS"""
 
     def tell(self, facts: Facts) -> str:
         """The source in words: its kind, files, documents, how the first begins, what was left out."""
@@ -207,7 +207,7 @@ BESIDE = (*NAMES, SETTINGS, TEMPLATE)  # files of a tokenizer that may be in a f
 def survey(name: str, columns: tuple[str, ...] = ()) -> Survey:
     """Reads the first bytes of every file of a source. DataError if the files are of several kinds.
 
-    columns: column names of the rows to read as ours, OURS=THEIRS.
+    columns: columns of the rows to rename, OURS=THEIRS.
     """
     root, files = text_files(name)
     if name == "stdlib" and not columns:

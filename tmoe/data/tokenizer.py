@@ -25,7 +25,7 @@ class DataError(ValueError):
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer; the three classes below implement it."""
+    """The interface that ByteTokenizer, JsonTokenizer and SentencePieceTokenizer implement."""
 
     vocab: int
     """ids are below this"""

@@ -133,7 +133,7 @@ def read_config(hf: HF) -> ModelConfig:
         raise
     key = next(iter(by_name["moe.activation"].keys), "")
     if key in hf and cfg.moe.activation != "swiglu" and (_has_dense(cfg) or cfg.moe.shared_dim):
-        words = "in dense blocks and shared experts, which have the same, only 'silu' is computed"
+        words = "dense blocks and shared experts have the same activation, and only 'silu' is computed there"
         _refuse(arch, [f"{key}={hf[key]!r}: {words}"])
     return cfg
 
@@ -298,7 +298,7 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     stated = hf.get("rope_scaling") or hf.get("rope_parameters")
     stated = arch.rope if stated is None else stated
     if parts := [key for key, value in stated.items() if isinstance(value, dict)]:
-        return [f"RoPE of its own for each of {', '.join(parts)}: one for all layers is computed"]
+        return [f"separate settings of RoPE for each of {', '.join(parts)}: one for all layers is computed"]
     return _read_one_rope(arch, hf, stated, found)
 
 

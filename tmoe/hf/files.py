@@ -116,8 +116,8 @@ class Folder:
         refuse(f"{self.path} holds {method} tensors that cannot be read", problems)
         if not self.views:
             raise ConfigError(
-                f"{self.path / CONFIG}: {QUANTISED}: quant_method={method!r}, but no tensor is packed so; "
-                f"where the weights are plain, remove {QUANTISED}"
+                f"{self.path / CONFIG}: {QUANTISED}: quant_method={method!r}, but no tensor has that format; "
+                f"if the weights are not quantised, remove {QUANTISED}"
             )
         for name, view in self.views.items():
             file = self.file_of[view.parts[0]]

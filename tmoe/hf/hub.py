@@ -82,7 +82,7 @@ def require_login(repo: str) -> None:
         HfApi().whoami()
     except Exception as error:  # no token, a wrong one, no connection
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        wrong = f"the hub knows no login here ({why}); hf auth login"
+        wrong = f"this machine has no login to the hub ({why}); hf auth login"
         raise ConfigError.of("push", repo, wrong) from None
 
 

@@ -5,11 +5,11 @@
     python -m tmoe.hf export STEP_DIR HF_DIR                    from_pretrained loads it
     python -m tmoe.hf export STEP_DIR HF_DIR --like ORIGINAL    config, tokenizer and files as in ORIGINAL
     python -m tmoe.hf export STEP_DIR HF_DIR --push OWNER/NAME  the same, and uploads it to the hub
-    python -m tmoe.hf recover DCP_DIR OUT ORIGINAL              the same from torch.distributed.checkpoint
+    python -m tmoe.hf recover DCP_DIR OUT ORIGINAL              a Hugging Face folder from a DCP folder
     python -m tmoe.hf families                                  which MoE families of transformers work here
 
 Exit codes: 0: done; 2: refused, with the reason on stderr; 1: failed or interrupted. If a command is
-killed, the same command resumes it. Memory is that of a few tensors. Weights in a step folder are fp32, as in
+killed, running it again resumes it. Memory is that of a few tensors. Weights in a step folder are fp32, as in
 training, which holds bf16 and fp16 exactly; an export gives every tensor its original type. A step folder
 also stores the files of HF_DIR that are not weights, as tensors hf.file.NAME of bytes.
 
@@ -82,7 +82,7 @@ def import_hf(
     ep: int = 1,
     dry_run: bool = False,
 ) -> None:
-    """Write a step folder from a Hugging Face folder. If it is killed, the same command resumes it.
+    """Write a step folder from a Hugging Face folder. If the command is killed, running it again resumes it.
 
     Args:
         hf_dir: folder with config.json and safetensors, or a name on the hub

@@ -1,4 +1,4 @@
-"""Plans each tensor of a Hugging Face folder: it is read, a copy of another, carried, or refused by name.
+"""Plans each tensor of a Hugging Face folder: it is read, is a copy, is kept for an export, or is refused.
 
 Import, direct start and export all use this plan. So they accept the same folders, and refuse other folders
 with the same message.
@@ -30,7 +30,7 @@ class Reading(NamedTuple):
     copies: dict[str, str]
     """tensor -> the tensor that it repeats; it is not read, and an export writes it again"""
     extra: list[str]
-    """tensors that are carried unread: computed from the config, or of blocks after the model's last"""
+    """tensors that are only kept for an export: computed from the config, or of blocks after the last"""
     problems: list[str]
     """a line for each tensor that is missing, unknown, or of a wrong shape or type"""
     held: set[str]

@@ -176,9 +176,9 @@ class Architecture:
     layers: Layers
     """which blocks are MoE"""
     keys: tuple[Key, ...] = ()
-    """keys that are not copied to one setting, in addition to those of every architecture (hf/config.py)"""
+    """keys that are in no Field, in addition to those of every architecture (hf/config.py)"""
     write: Callable[[ModelConfig], HF] = lambda cfg: {}
-    """keys of config.json that are computed from more than one setting"""
+    """keys of config.json that are computed from settings instead of copied from one"""
     theta: float = 10000.0
     """RoPE base if config.json has none"""
     rope: HF = field(default_factory=dict)

@@ -94,7 +94,7 @@ class SwappedExperts(Experts):
     def _local(self, dtype: torch.dtype) -> LocalExperts:
         """The rank's part in the op's layout: gate_up [L, 2F, D], down [L, D, F], and biases or None.
 
-        Biases are [L, 2F] and [L, D]. Without a gate, 2F is F.
+        Biases are [L, 2F] and [L, D]. Without a gate, F takes the place of 2F.
         """
         names, transposed, woven = self.marks.names, self.marks.transposed, self.marks.woven
         found: list[Any] = []
@@ -248,7 +248,7 @@ def _held_elsewhere(model: nn.Module, name: str) -> str:
     if any(type(hook).__name__ != "AlignDevicesHook" or hook.offload for hook in own):
         kinds = ", ".join(type(hook).__name__ for hook in own)
         return (
-            f"has accelerate's hook {kinds}, which would go; swap a model without "
+            f"has accelerate's hook {kinds}, which would be lost; swap a model without "
             f"(accelerate.hooks' remove_hook_...)"
         )
     if "forward" in vars(module) and not own:

@@ -57,7 +57,7 @@ def _newest(steps: Path) -> Path | None:
 
 def unknown_of(init: str) -> str:
     """The note of a run whose --init has no known tokenizer; it names tokenizer files that are not read."""
-    said = f"--init={init}: its tokenizer is not known, so nothing tells whether the data are of it"
+    said = f"--init={init}: its tokenizer is not known, so it cannot be checked that the data are of it"
     return said + unread_in(Path(init))
 
 
@@ -68,7 +68,7 @@ def unread_in(folder: Path) -> str:
         return ""
     return (
         f": of {', '.join(there)} none is read; transformers' AutoTokenizer.from_pretrained(DIR)"
-        f".save_pretrained(DIR) writes {TOKENIZER}, next to the weights or to be named"
+        f".save_pretrained(DIR) writes {TOKENIZER}, to be put next to the weights or named"
     )
 
 

@@ -106,7 +106,7 @@ class ExpertParallel(TrainerCallback):
     def _prepare_model(
         self, model: nn.Module, device_placement: Any = None, evaluation_mode: Any = False
     ) -> Any:
-        """Prepares autocast and compilation as requested, without DDP, which evaluation_mode prevents."""
+        """Prepares autocast and compilation as requested, without DDP, which evaluation_mode=True omits."""
         return self._prepare(model, device_placement=False, evaluation_mode=True)
 
     def _mean_backward(self, loss: Tensor, **kwargs: Any) -> None:

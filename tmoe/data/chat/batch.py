@@ -33,8 +33,8 @@ class ChatBatch(NamedTuple):
     sequences_ABS: torch.Tensor
     """int64: index of the sequence within the micro-batch, from 0; -1 in the padding"""
     numbers_AN: torch.Tensor
-    """int64: for each sequence of a micro-batch its number in the data set (below ChatDataset.sequences); -1
-    fills up micro-batches with fewer sequences than another"""
+    """int64: for each sequence of a micro-batch its number in the data set (below ChatDataset.sequences),
+    followed by -1 if another micro-batch has more sequences"""
 
     def micros(self, device: torch.device, documents: bool) -> Iterator[Micro]:
         """Each micro-batch, copied to the device, as by `Batch.micros`.

@@ -74,9 +74,9 @@ def _is_part(value: Any) -> bool:
 
 
 def json_object(value: Any, where: str) -> dict[str, Any]:
-    """The object that a value is or that a text holds as JSON, encoded once or twice; {} for null and blanks.
+    """The value if it is an object, or the object in a text of JSON, which may be encoded twice.
 
-    DataError, which names `where`, for other values.
+    Null and blank text give {}. DataError, which names `where`, for other values.
     """
     for _ in range(2):  # some data sets encode the JSON text as JSON again
         if isinstance(value, str) and value.strip():

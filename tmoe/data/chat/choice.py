@@ -63,11 +63,11 @@ def another(flag: str, template: ChatTemplate, theirs: ChatFormat | None) -> str
         return ""
     if (template.text, template.tools) == (theirs.template, theirs.tools):
         return ""
-    return f"{flag}: is used; the weights know another template, {theirs.source}"
+    return f"{flag}: is used instead of the template of the weights, {theirs.source}"
 
 
 def format_of(tokenizer: Tokenizer, template: ChatTemplate, forms: set[str], vocab: int) -> ChatFormat:
-    """The format that a run's saved steps store: that of its rows, added to that of its first weights.
+    """The format that a run's saved steps store: that of its rows, and else that of its first weights.
 
     forms: "conversation" if the template rendered rows, "text" if rows are texts, or both.
     vocab: number of ids of the model; ends that are not below it are left out.

@@ -156,7 +156,7 @@ class Encoder:
                     )
 
     def _shadow(self, sample: Conversation) -> tuple[set[int], list[Counter[str]] | None]:
-        """Indices of the strings that the texts of such conversations lack, and the marks in their texts."""
+        """For conversations of this shape: indices of strings that their texts lack, and the texts' marks."""
         found = shadow(sample.messages, sample.tools)
         key = json.dumps([found[:2], sample.turns, sample.more], sort_keys=True, default=str)
         if key not in self._shadows:
@@ -186,7 +186,7 @@ class Encoder:
         for piece, known in zip(pieces, marks, strict=True):
             if new := self._marks(piece) - known:
                 raise DataError(
-                    f"its texts make {next(iter(new))!r}, which is a mark, and no text of the row"
+                    f"its texts make {next(iter(new))!r}, a special token that no text of the row holds"
                 )
 
     # ---- tokens ----
@@ -201,7 +201,7 @@ class Encoder:
                 start = piece.spans[0][0]
                 return DataError(
                     f"{piece.text[max(start - 20, 0) : start + 20]!r}: a turn's first characters make one "
-                    "token with those before them, so no answer can begin so"
+                    "token with those before them, so no answer can begin with them"
                 )
             trained = np.zeros(len(whole.ids), bool)
             for low, high in piece.spans:
@@ -217,7 +217,7 @@ class Encoder:
         return found
 
     def _in_parts(self, piece: Piece) -> Encoded | None:
-        """The tokens if the text is encoded in parts, a new one from each trained span on, as in generation.
+        """The tokens of the text encoded in parts; a part begins with each trained span, as in generation.
 
         None if these tokens decode to another text: some tokenizers put a blank before every text.
         """

@@ -99,7 +99,7 @@ class Marker:
                     found = self._normalized.search(self._normal(text))
                 if found:
                     shown = start + (place.removeprefix(".") if start.endswith(" ") else place)
-                    mark = f"{found.group()!r}, which the tokenizer would take for a mark of its own"
+                    mark = f"{found.group()!r}, which the tokenizer would read as a special token"
                     raise DataError(f"{shown} holds {mark}")
 
 

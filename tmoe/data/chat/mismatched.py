@@ -61,8 +61,9 @@ def _partners(source: ChatSource) -> np.ndarray:
     prompts = [source.sequence(i)[0][: source.firsts[i]].tobytes() for i in units]
     if len(set(prompts)) < 2:
         raise DataError(
-            f"{source.name}: one prompt in a split: --preference.loss kto takes completions under other "
-            "prompts, and needs two or more in each; change --data.val-fraction, or give more data"
+            f"{source.name}: a split has only one prompt: --preference.loss kto needs completions under "
+            "other prompts, and so two or more prompts in each split; change --data.val-fraction, or give "
+            "more data"
         )
     following = [(n + 1) % count for n in range(count)]
     for n in reversed(range(2 * count)):  # two passes, because the first rows follow the last

@@ -246,7 +246,7 @@ class Pieces:
         end = text.rfind(eos, 0, _common(text, longer)) if eos else -1
         if end < 0:
             raise DataError(
-                f"the chat template ({self.template.source}) begins another turn of the assistant where none "
+                f"the chat template ({self.template.source}) begins another turn of the assistant, and none "
                 "is asked for; name another with --data.chat-template"
             )
         return text[: end + len(eos)]

@@ -251,7 +251,9 @@ def parse_given(row: dict, where: str) -> tuple[list | None, dict[str, Any]]:
     tools = [_tool(one, f"{where}: {field}[{i}]") for i, one in enumerate(tools)]
     more = _json(row.get("chat_template_kwargs"), f"{where}: chat_template_kwargs", dict) or {}
     if taken := [name for name in TAKEN if name in more]:
-        raise DataError(f"{where}: chat_template_kwargs: {', '.join(taken)}: not from there; leave it out")
+        raise DataError(
+            f"{where}: chat_template_kwargs: {', '.join(taken)}: cannot be set there; leave it out"
+        )
     return tools or None, more
 
 
@@ -422,7 +424,9 @@ def _learned(message: dict[str, Any], where: str) -> bool:
     """Whether the message is trained if it is the assistant's; removes the fields that state it."""
     told = {name: message.pop(name) for name in (*TRAINS, *UNCLEAR) if name in message}
     if unclear := [name for name in told if name in UNCLEAR]:
-        raise DataError(f'{where}: {unclear[0]}: not known here; "weight": 0 leaves a turn out, 1 trains it')
+        raise DataError(
+            f'{where}: {unclear[0]}: is not supported; "weight": 0 leaves a turn out, 1 trains it'
+        )
     for name, value in told.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(f"{where}: {name} {value!r}: must be 0 or 1")
@@ -507,5 +511,5 @@ def _nulls(value: Any) -> int:
 
 
 def _key(prompt: Any, whole: Any) -> str:
-    """The key of a row: that of its prompt, so that no prompt is in two splits, or without one of `whole`."""
+    """A row's key, made from its prompt, so that no prompt is in two splits; else made from `whole`."""
     return json.dumps(prompt or whole, sort_keys=True, default=str)

@@ -74,7 +74,7 @@ class ChatSource:
         self._places = kept["places"]
         self.rows = kept["rows"]
         self.of_unit = 2 if pairs else 1
-        """number of sequences that are kept together in one row: 2 for a preference"""
+        """number of sequences of a unit, which is kept together in one row: 2 for a preference, else 1"""
 
         units = np.flatnonzero((kept["splits"] == SPLITS.index(split))[:: self.of_unit])
         if not len(units):

@@ -189,7 +189,7 @@ class _Rows:
                 if failed is None and not whole:
                     failed = DataError(
                         "an answer of several turns, of which the template renders earlier ones in "
-                        "another way than the last; only the last can be learned: split it"
+                        "another way than the last; only the last can be learned: split the row"
                     )
                 if failed is None and self.kind == "preference" and _equal(*sequences):
                     failed = DataError(

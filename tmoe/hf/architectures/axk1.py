@@ -31,7 +31,9 @@ def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
         and not problems
         and sparse != [i for i, k in enumerate(said[c.MLP_TYPES.name]) if k == "sparse"]
     ):
-        problems.append(f"{older}: other blocks are dense than by {c.MLP_TYPES.name}; must be the same")
+        problems.append(
+            f"{older}: the dense blocks differ from those of {c.MLP_TYPES.name}; must be the same"
+        )
     return problems
 
 

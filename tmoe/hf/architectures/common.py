@@ -30,7 +30,8 @@ def swiglu(
 ) -> tuple[Rule, Rule]:
     """The rules of gate_up (gate rows above up rows) and of down.
 
-    ours, theirs: the modules in our and their names; `theirs` has the three projections, and may be {expert}.
+    ours, theirs: the modules in our and their names; `theirs` has the three projections, and may
+        contain {expert}.
     """
     weight = "" if ours.endswith("experts") else ".weight"  # parameters of Experts, Linear layers elsewhere
     both = (Part(f"{theirs}.{gate}.weight"), Part(f"{theirs}.{up}.weight"))
@@ -38,7 +39,7 @@ def swiglu(
 
 
 def also(rule: Rule, held: str) -> Rule:
-    """The rule, for a tensor that transformers 5 holds whole, as tmoe does, under the name `held`."""
+    """The rule for a tensor that transformers 5, like tmoe, holds as one tensor, under the name `held`."""
     return rule._replace(held=(Part(held),))
 
 

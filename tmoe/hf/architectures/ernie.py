@@ -1,4 +1,4 @@
-"""ERNIE-4.5's entry: RoPE rotates pairs of adjacent channels, and a bias shifts the choice by softmax scores.
+"""ERNIE-4.5's entry: RoPE on pairs of adjacent channels, and softmax scores with a choice bias.
 
 Its config.json states the MoE blocks by the first block, the last block and the step between them.
 
@@ -28,7 +28,7 @@ SHARED_EXPERTS = Key("moe_num_shared_experts", least=0, null=False)
 
 
 def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
-    """MoE are the blocks from first to last (-1: the model's last) whose number from 1 the step divides."""
+    """MoE blocks: those from first to last (-1: the model's last) whose number, from 1, the step divides."""
     layers = found.get("layers") or 0
     last = said.get(LAST.name, -1)
     last = layers - 1 if last == -1 else last

@@ -13,7 +13,7 @@ ACTIVATION = "clamped"
 
 
 def woven(theirs: str, transposed: bool = False) -> tuple[Part, Part]:
-    """Parts of a tensor whose rows take turns: gate, up, gate, up. The even rows are the gate's."""
+    """The two parts of a tensor with alternating rows: gate, up, gate, up. The even rows are gate rows."""
     return Part(theirs, None, transposed, 2, 0), Part(theirs, None, transposed, 2, 1)
 
 
