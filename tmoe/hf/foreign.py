@@ -181,7 +181,7 @@ def hint(path: Path) -> str:
 
 
 def renamed(expected: Iterable[str], there: Collection[str]) -> str:
-    """The reason why most expected names of tensors are missing, if these have a common prefix; else ""."""
+    """The reason why most expected names of tensors are missing, if a prefix explains it; else ""."""
     missing = [name for name in expected if name not in there]
     ends = {wrapper: sum(f"{wrapper}{name}" in there for name in missing) for wrapper in WRAPPERS}
     wrapper = max(WRAPPERS, key=lambda one: ends[one])

@@ -112,7 +112,7 @@ def import_hf(
         kinds = Counter(re.sub(r"experts\.\d+", "experts.*", name) for name in unread)
         head = (
             f"{len(unread)} tensors, computed or of blocks that predict further tokens, "
-            f"are carried as they are:"
+            f"are kept unchanged for an export:"
         )
         print(listed(head, [name + (f" ({count})" if count > 1 else "") for name, count in kinds.items()]))
 

@@ -192,7 +192,7 @@ class Encoder:
     # ---- tokens ----
 
     def _cut(self, plan: list[Piece], encoded: list[list[Encoded]]) -> list[Tokens] | DataError:
-        """The tokens of each piece up to the last trained token; DataError if an answer cannot be learned."""
+        """The tokens of each piece up to its last trained token, or an error if no answer can be learned."""
         found = []
         for piece, (whole, *ends) in zip(plan, encoded, strict=True):
             if not all(_begins(whole, end, *edge) for end, edge in zip(ends, piece.edges, strict=True)):
