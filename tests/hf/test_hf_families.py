@@ -23,7 +23,7 @@ NONE = "is marked as experts by transformers"
 REFUSED = {  # family: what it is refused with
     "dbrx": NONE,
     "doge": NONE,
-    "inkling2": r"a gate of its own, Inkling2Experts\._apply_gate; the fused op computes swiglu",
+    "inkling2": r"its own gate, Inkling2Experts\._apply_gate; the fused op computes swiglu",
     "jetmoe": NONE,
     "llama4": f"Llama4TextExperts {UNMARKED}",
     "longcat_flash": f"LongcatFlashExperts {UNMARKED}",

@@ -130,7 +130,7 @@ def own_gate(self, gate_up):
 @pytest.mark.parametrize(
     ("name", "mark", "says"),
     [
-        ("qwen3_moe", dict(_apply_gate=own_gate), "computes a gate of its own, own_gate"),
+        ("qwen3_moe", dict(_apply_gate=own_gate), "computes its own gate, own_gate"),
         (
             "qwen3_moe",
             dict(has_gate=False),
@@ -145,7 +145,7 @@ def own_gate(self, gate_up):
         (
             "gpt_oss",
             dict(is_concatenated=True),
-            r"computes a gate of its own, GptOssExperts\._apply_gate; the fused op computes swiglu",
+            r"computes its own gate, GptOssExperts\._apply_gate; the fused op computes swiglu",
         ),
     ],
 )
@@ -183,9 +183,9 @@ def test_a_gate_that_is_another_somewhere_is_refused(gate):
     model = make("qwen3_moe")
     theirs = model.model.layers[0].mlp.experts
     of_class(theirs, _apply_gate=gate)
-    says = "a gate of its own, failing fails on random numbers: RuntimeError"
+    says = "its own gate, failing fails on random numbers: RuntimeError"
     if gate is not failing:
-        says = f"computes a gate of its own, {gate.__name__}; the fused op computes swiglu"
+        says = f"computes its own gate, {gate.__name__}; the fused op computes swiglu"
     refused(model, rf"model\.layers\.0\.mlp\.experts {says}")
 
 

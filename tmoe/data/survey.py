@@ -136,7 +136,7 @@ def _files_in(path: Path, name: str) -> list[Path]:
         elif entry.is_symlink() or not entry.is_dir():
             raise DataError(
                 f"{entry}: neither a file nor a folder but a pipe, or a link to a folder; "
-                "remove it, and name a folder that it leads to as a source of its own"
+                "remove it, and name a folder that it leads to as a separate source"
             )
     if not files:
         raise DataError(f"{name}: the folder holds no files")
@@ -193,7 +193,7 @@ class Survey(NamedTuple):
         form = f"{self.form} ({','.join(packed)})" if packed else self.form
         parts = [
             f"{form} in {counted(len(self.files), 'file')}",
-            *([f"{among} of them JSON, read as text like the others"] if among else []),
+            *([f"{among} of them JSON, read as text like the other files"] if among else []),
             counted(facts.documents, "document") if facts.documents >= 0 else "documents not counted",
             *([f"the first begins {facts.first!r}"] if facts.first else []),
             *([facts.skipped] if facts.skipped else []),
@@ -260,7 +260,7 @@ def _several_kinds(
         patterns.append(f"'{root}/**/*{suffix}'")
     return DataError(
         f"{name}: holds files of several kinds, {'; '.join(kinds)}. A source is of one kind: name it by a "
-        f"pattern in quotes, as {' or '.join(patterns)}, or name its files, or move the others away"
+        f"pattern in quotes, as {' or '.join(patterns)}, or name its files, or move the other files away"
     )
 
 

@@ -406,7 +406,9 @@ def _read_bases(key: str, hf: HF, found: dict[str, Any]) -> list[str]:
     far = _bases_of(bases, windowed, 0)
     near = _bases_of(bases, windowed, 1)
     if len(far) > 1 or len(near) > 1:
-        return [f"{key}={bases!r}: one base for blocks with a window and one for the others is computed"]
+        return [
+            f"{key}={bases!r}: one base for blocks with a window and one for all other blocks is computed"
+        ]
     if near and near != far and found["rope.scaling"] != "none":
         return [f"{key}={bases!r}: with a scaling of RoPE only one base for all is computed"]
     found["rope.theta"] = next(iter(far or near), found["rope.theta"])

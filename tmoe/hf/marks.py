@@ -174,7 +174,7 @@ def _candidates(module: Any, gated: bool) -> Iterator[str]:
 def _named(module: Any, gated: bool) -> str:
     """The module's function in words: its class's own gate, or the activation and its name in the config."""
     if gated and module._apply_gate.__module__ != "transformers.integrations.moe":
-        return f"a gate of its own, {module._apply_gate.__qualname__}"
+        return f"its own gate, {module._apply_gate.__qualname__}"
     act = getattr(module, "act_fn", None)
     config = getattr(module, "config", None)
     said = next((v for k in ("hidden_act", "mlp_hidden_act") if (v := getattr(config, k, None))), None)

@@ -89,7 +89,7 @@ class ExpertParallel(TrainerCallback):
             ),
             "has an optimizer already; let the Trainer make it": getattr(t, "optimizer", None),
             "has fp16=True; bf16=True and fp32 are valid": getattr(t.accelerator, "scaler", None),
-            "has DeepSpeed or FSDP of its own; leave deepspeed and fsdp out of its arguments": (
+            "has its own DeepSpeed or FSDP; leave deepspeed and fsdp out of its arguments": (
                 getattr(t, "is_deepspeed_enabled", False) or getattr(t, "is_fsdp_enabled", False)
             ),
             "trains an adapter of PEFT; valid is the model itself": hasattr(t.model, "peft_config"),

@@ -146,7 +146,7 @@ def _ffn(
         told = ", ".join(f"{layer}.experts.{name}: {size}" for name, size in sizes.items())
         raise CheckpointError(
             f"{told} elements of an expert in all ranks; must be {dim} x one width twice, and biases of that "
-            f"width and of {padded}; experts with an output_dim of their own are not read"
+            f"width and of {padded}; experts with another output_dim are not read"
         )
     found = {
         "experts.gate_up": up.view(experts, width, dim),
