@@ -314,7 +314,7 @@ def simple(body: str) -> JsonTokenizer:
         (
             "(m.content + (m.name or ''))",
             asked(answer("<|im_", name="start|>")),
-            r"make '<\|im_start\|>', which is a mark",
+            r"make '<\|im_start\|>', a special token that no text",
         ),
     ],
 )
@@ -394,7 +394,7 @@ def test_weights(tokenizer: str):
     [
         (asked(answer("a", weight=0.5)), "weight 0.5: must be 0 or 1"),
         (asked(answer("a", weight="1")), "weight '1': must be 0 or 1"),
-        (asked(answer("a", mask=True)), r"messages\[1\]: mask: not known here"),
+        (asked(answer("a", mask=True)), r"messages\[1\]: mask: is not supported"),
         (asked(answer("a", train=False, weight=1)), "one says that it is trained"),
         (asked(user("b") | dict(train=True), answer("a")), "only turns of the assistant"),
         (asked(answer("a"), label=False), "label=False: a row is trained as it is"),

@@ -288,7 +288,7 @@ BAD = {
         r":2: messages\[1\]: tool_calls: must be .* here is \{'function': 'f'\}"
     ),
     json.dumps(GOOD | dict(chat_template_kwargs=dict(messages=[], add_generation_prompt=True))): (
-        r":2: chat_template_kwargs: messages, add_generation_prompt: not from there"
+        r":2: chat_template_kwargs: messages, add_generation_prompt: cannot be set there"
     ),
 }
 

@@ -159,10 +159,11 @@ def test_bad_combinations(texts: Path, shards: Path, bpe: Path, tmp_path: Path):
     for name, tokenizer in (("base", bpe), ("chat", chat / "tokenizer.json")):
         convert((str(texts),), out=tmp_path / f"{name}-shards", tokenizer=str(tokenizer))
     with pytest.raises(
-        DataError, match=r"chat-shards: made with .*, eos \d+, not .*, eos \d+; .* end documents alike"
+        DataError,
+        match=r"chat-shards: made with .*, eos \d+, not .*, eos \d+; .* end documents with the same id",
     ):
         data(tmp_path / "base-shards", tmp_path / "chat-shards", vocab=300)
-    with pytest.raises(DataError, match=r"base-shards: made with .* end documents alike"):
+    with pytest.raises(DataError, match=r"base-shards: made with .* end documents with the same id"):
         data(tmp_path / "base-shards", tokenizer=str(chat / "tokenizer.json"), vocab=300)
     with pytest.raises(DataError, match=r"ids up to 255: .*vocab=128 is too small; valid: 256 or more"):
         data(texts, vocab=128)

@@ -167,7 +167,7 @@ def test_a_cut_bin_and_a_lonely_index(tmp_path):
         stream(prefix.with_suffix(".idx"))
     indexed.write(tmp_path / "data", ENDED)
     prefix.with_suffix(".idx").unlink()
-    with pytest.raises(DataError, match=r"data.bin: .*a Megatron data set's data.idx must lie beside it"):
+    with pytest.raises(DataError, match=r"data.bin: .*a Megatron data set needs data.idx in its folder"):
         stream(ids)
 
 

@@ -235,7 +235,7 @@ def test_json_among_texts_is_text_unless_it_holds_rows(tmp_path: Path):
         (folder / name).write_bytes(content)
     assert found(folder) == [content for _, content in sorted(files.items()) if content]
     assert (
-        ", 2 of them JSON, taken as text like the others"
+        ", 2 of them JSON, read as text like the other files"
         in data(folder, seq=4, val_fraction=0.5).sources[0].taken
     )
     (folder / "rows.json").write_bytes(LINES)

@@ -157,7 +157,7 @@ def test_a_setting_of_another_type_is_named(tmp_path, key, value, message):
         (
             "quantization_config",
             dict(quant_method="mxfp4"),
-            "quant_method='mxfp4', but no tensor is packed so",
+            "quant_method='mxfp4', but no tensor has that format",
         ),
     ],
 )

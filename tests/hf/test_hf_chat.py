@@ -126,7 +126,7 @@ def test_the_template_of_a_run_goes_where_its_weights_go(gloo, base: Path, tmp_p
     ]
     found = gloo(1, trained, argvs)[0]
     assert [code for code, _ in found] == [0, 0, 0, 0, 0, 2, 0], [said[-300:] for _, said in found][3:]
-    known = "the weights know another template"
+    known = ": is used instead of the template of the weights"
     assert [known in said for _, said in found] == [True, *[False] * 3, True, False, False]
     assert f"--data.chat-template={at / 'other.jinja'}: is used" in found[4][1]
     assert "--data.chat-template" in found[5][1] and "--init" in found[5][1]

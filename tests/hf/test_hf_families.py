@@ -23,11 +23,11 @@ NONE = "is marked as experts by transformers"
 REFUSED = {  # family: what it is refused with
     "dbrx": NONE,
     "doge": NONE,
-    "inkling2": r"a gate of its own, Inkling2Experts\._apply_gate; the fused op computes swiglu",
+    "inkling2": r"its own gate, Inkling2Experts\._apply_gate; the fused op computes swiglu",
     "jetmoe": NONE,
     "llama4": f"Llama4TextExperts {UNMARKED}",
     "longcat_flash": f"LongcatFlashExperts {UNMARKED}",
-    "muse_spark": "is marked has_post_expert_norm=True: a norm behind each expert",
+    "muse_spark": "is marked has_post_expert_norm=True: a norm after each expert",
     "nllb_moe": NONE,
     "step3p7": f"Step3p7Experts {UNMARKED}",
     "switch_transformers": NONE,

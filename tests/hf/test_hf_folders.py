@@ -146,7 +146,7 @@ def test_a_cache_of_links_and_a_config_of_few_words(folder, tmp_path):
 
 def test_a_tokenizer_in_files_that_are_not_read_is_named(tmp_path):
     said = unknown_of(str(tmp_path))
-    assert said.endswith("its tokenizer is not known, so nothing tells whether the data are of it")
+    assert said.endswith("its tokenizer is not known, so it cannot be checked that the data are of it")
     for name in ("merges.txt", "vocab.json", "qwen.tiktoken"):
         (tmp_path / name).write_text("{}")
     said = unknown_of(str(tmp_path))

@@ -133,7 +133,7 @@ def test_an_export_is_uploaded(tmp_path, monkeypatch, capsys):
     assert tensors_of(tmp_path / "late").keys() == tensors_of(tmp_path / "out").keys()
     api.fails = "login"
     for flags, words in (
-        (dict(push="me/mine"), r"--push=me/mine: the hub knows no login here \(Token is required\)"),
+        (dict(push="me/mine"), r"--push=me/mine: this machine has no login to the hub \(Token is required\)"),
         (dict(push="mine"), "--push=mine: must be OWNER/NAME"),
         (dict(private=True), "--private: needs --push"),
     ):

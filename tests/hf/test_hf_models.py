@@ -176,7 +176,7 @@ def test_every_wrong_setting_is_listed(tmp_path):
     assert callable(getattr(importlib.import_module(said[1]), said[2]))  # it can be imported by that name
     kinds = dict(full_attention=dict(rope_theta=1e4), sliding_attention=dict(rope_theta=1e6))
     (hf_dir / "config.json").write_text(json.dumps(config | dict(rope_parameters=kinds)))
-    with pytest.raises(ConfigError, match="RoPE of its own for each of full_attention, sliding_attention"):
+    with pytest.raises(ConfigError, match="separate settings of RoPE for each of full_attention, sliding"):
         import_hf(hf_dir, tmp_path / "step")
     (hf_dir / "config.json").write_text(json.dumps(config | dict(model_type="gemma")))
     with pytest.raises(

@@ -158,7 +158,7 @@ def test_experts_as_transformers_5_saves_them_are_one_model_with_the_published(t
     as_published(saved, "layers.0.mlp.experts.gate_up_proj")
     with pytest.raises(MismatchError, match=r"1 layers are spelled in two ways") as error:
         import_hf(saved, tmp_path / "both")
-    assert f"{down}: beside model.language_model.layers.0.mlp.experts.gate_up_proj" in str(error.value)
+    assert f"{down}: as well as model.language_model.layers.0.mlp.experts.gate_up_proj" in str(error.value)
 
 
 def test_a_square_tensor_is_as_its_neighbour():

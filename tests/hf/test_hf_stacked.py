@@ -126,7 +126,7 @@ def test_a_layer_each_is_read_and_both_in_one_are_refused(tmp_path, name):
                 road()
             lines = str(error.value).splitlines()
             assert any(
-                f"model.layers.{layer}." in line and ": beside model." in line for line in lines[1:]
+                f"model.layers.{layer}." in line and ": as well as model." in line for line in lines[1:]
             ), lines
             assert len(lines) <= 20
     assert not (tmp_path / "other").exists()

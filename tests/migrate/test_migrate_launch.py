@@ -93,7 +93,7 @@ def test_a_launcher_names_the_world():
     assert out.command().startswith("torchrun --nnodes 4 --nproc-per-node 4 train.py tiny ")
     other = translate("tutel", words.split(), 8)
     assert other.flags["--parallel.ep"] == ["8"]
-    assert "--world=8: is taken; the launcher in the command starts 16" in other.notes
+    assert "--world=8: is used; the launcher in the command starts 16" in other.notes
 
 
 def test_variables_that_are_left_out_are_named():
@@ -105,7 +105,7 @@ def test_a_variable_of_the_environment_is_no_note(monkeypatch):
     """`-x PATH` hands on what every process of tmoe has as well."""
     words = f"mpirun -np 2 -x PATH -x A=1 python -m {HELLO}".split()
     notes = [note for note in translate("tutel", words).notes if "variables" in note]
-    assert notes == ["A=1: variables are left out; set in front of this command what still matters"]
+    assert notes == ["A=1: variables are left out; set those that are still needed before this command"]
 
 
 def test_a_shells_list_is_named_as_such():

@@ -109,7 +109,7 @@ def test_megatron_names_what_does_not_fit(tmp_path, original):
     said = str(end.value)
     assert "blocks.0.moe.router.weight: missing in the checkpoint (decoder.layers.mlp.router.weight" in said
     assert "linear_fc2.weight: (6, 16, 7), the flags give (6, 16, 12)" in said
-    assert "q_layernorm.weight: the model that the flags say has no such tensor" in said
+    assert "q_layernorm.weight: the model of the flags has no such tensor" in said
     assert not (tmp_path / "step").exists()
 
 

@@ -105,7 +105,7 @@ def test_labels_and_prompts_are_of_the_file(tmp_path):
         opened(path)
     for few in (rows[:2], [row | dict(completion=str(n)) for row in rows[:2] for n in range(4)]):
         path.write_text("\n".join(map(json.dumps, few)))
-        with pytest.raises(DataError, match=r"one prompt in a split: .*two or more in each"):
+        with pytest.raises(DataError, match=r"a split has only one prompt: .*two or more prompts in each"):
             Mismatched(opened(path))
     with pytest.raises(ConfigError, match=r"--preference.desirable-weight=0.0: must be positive"):
         PreferenceConfig(desirable_weight=0.0)

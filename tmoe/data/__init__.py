@@ -1,4 +1,4 @@
-"""From text to batches: sources, tokenizers, shards, and the order of samples."""
+"""Turns text into batches: sources, tokenizers, shards, and the order of samples."""
 
 from typing import TYPE_CHECKING
 

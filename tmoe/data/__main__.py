@@ -1,4 +1,4 @@
-"""python -m tmoe.data: text and JSONL to token shards; --show shows chat rows, --facts makes some."""
+"""python -m tmoe.data: writes text and JSONL as token shards; --show prints chat rows, --facts makes some."""
 
 from tmoe.base.disk import expand_home
 from tmoe.data.convert import convert

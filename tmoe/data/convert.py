@@ -37,7 +37,7 @@ def convert(
     memory-mapped token shards.
 
     Other commands: --show FILE prints chat rows as they are trained on, --facts FOLDER makes a tiny chat set;
-    python -m tmoe.data --show --help and --facts --help tell more.
+    python -m tmoe.data --show --help and --facts --help describe them.
 
     Args:
         sources: 'stdlib', files, folders of files of one kind, patterns in quotes: 'set/*.jsonl.gz',
@@ -48,13 +48,13 @@ def convert(
         shard_tokens: most tokens in a shard, unless one document is longer
         text_field: name of the string field that holds a row's text
         skip_malformed: documents that may be left out because they are malformed; the first are named
-        columns: other names of columns, OURS=THEIRS: text=content
+        columns: columns to rename, OURS=THEIRS: text=content
     """
     if not sources or shard_tokens < 1 or skip_malformed < 0:
         raise DataError(
             "needs at least one source, --shard-tokens of at least 1 and --skip-malformed of at least 0"
         )
-    from tmoe.config.run import require_columns  # late: --help does not wait for torch
+    from tmoe.config.run import require_columns  # imported late, so that --help need not load torch
 
     require_columns(columns, "columns")
     surveyed = [survey(name, columns) for name in sources]
@@ -70,7 +70,7 @@ def convert(
     chosen = load_tokenizer(tokenizer, "--tokenizer")
     counts = [Counts() for _ in surveyed]
 
-    # Documents are read, encoded and written one after another: these are generators.
+    # These are generators: one document after another is read, encoded and written.
     with Progress(*bar) as progress:
         task = progress.add_task("tokenizing", total=size)
         read = (
@@ -91,14 +91,14 @@ def convert(
 
 
 class Counts:
-    """What a source gave to a conversion: documents, tokens, how the first document begins."""
+    """Counts of one source in a conversion: its documents and tokens, and how the first document begins."""
 
     documents = 0
     tokens = 0
     first = ""
 
     def tokens_of(self, encoded: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """The ids as they are, counted on their way."""
+        """Yields the ids unchanged and counts documents and tokens."""
         for ids in encoded:
             self.documents += 1
             self.tokens += len(ids)
@@ -108,7 +108,7 @@ class Counts:
 def _track(
     source: Survey, field: str, skips: Skips, count: Counts, progress: Progress, task: TaskID
 ) -> Iterator[Document]:
-    """The documents of a source as they are, with the progress bar moved along."""
+    """Yields the documents of a source unchanged and advances the progress bar."""
     for number, document in enumerate(read_documents(source, field, skips)):
         if number == 0:
             count.first = beginning(document.text)

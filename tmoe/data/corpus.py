@@ -1,4 +1,4 @@
-"""Consecutive tokens of a source, and how a source is cut into training and validation.
+"""Holds consecutive tokens of a source, and cuts a source into training, validation and test data.
 
 next: data/sources.py
 """
@@ -16,7 +16,7 @@ Split = Literal["train", "val", "test"]
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of one file, in memory or mapped."""
+    """Consecutive tokens of one file, in memory or memory-mapped."""
 
     tokens: np.ndarray
     where: str
@@ -26,7 +26,7 @@ class Run(NamedTuple):
     """how many of the tokens before a position are not in the file"""
 
     def bad_id(self, position: int, vocab: int) -> DataError:
-        """The error of an id outside the model's vocabulary. position: of the token in this run."""
+        """The error for an id outside the model's vocabulary. position: index of the token in this run."""
         at = self.offset + (position - self.inserted(position)) * self.tokens.itemsize
         token = int(self.tokens[position])
         return DataError(
@@ -42,20 +42,20 @@ class Corpus(NamedTuple):
     runs: list[Run]
     eos: int
     fingerprint: str
-    """of the tokenizer that made the ids"""
+    """fingerprint of the tokenizer that made the ids"""
     taken: str
-    """what the source was taken for, its documents, how the first begins, what was left out"""
+    """the source in words: how it is read, its documents, how the first begins, what was left out"""
 
 
 class HeldOut(NamedTuple):
-    """Shares of the documents that training does not see."""
+    """Shares of the documents that are held out of training, for validation and for the test."""
 
     val: float
     test: float = 0.0
 
 
 def cut(run: Run, shares: HeldOut, split: Split, eos: int) -> Run:
-    """One split of a run that is cut at the ends of documents: training data first, test data last."""
+    """One split of a run that is cut at the ends of documents: training, then validation, then test data."""
     both = shares.val + shares.test
     if split == "train":
         return _cut(run, both, True, eos)
@@ -66,13 +66,12 @@ def cut(run: Run, shares: HeldOut, split: Split, eos: int) -> Run:
 def _cut(run: Run, fraction: float, first: bool, eos: int) -> Run:
     """The first 1 - fraction of a run, or the rest of it.
 
-    The cut follows the first eos in the first half of that rest. Where no document ends there, it goes
-    through
-    a document: otherwise validation could have almost nothing.
+    The cut follows the first eos in the first half of that rest. If no document ends in that half, the cut
+    splits a document: otherwise validation could have almost no data.
     """
     at = len(run.tokens) - int(len(run.tokens) * fraction)
     half = at + (len(run.tokens) - at) // 2
-    # In pieces: the first eos is near, and the rest should stay on disk.
+    # Search in pieces: the first eos is near, and the rest of the file should not be read from disk.
     for low in range(at, half, 1 << 20):
         ends = np.flatnonzero(run.tokens[low : min(low + (1 << 20), half)] == eos)
         if ends.size:

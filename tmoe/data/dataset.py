@@ -1,8 +1,8 @@
-"""Batches of token windows whose order is a pure function of (seed, epoch, global sample).
+"""Makes batches of token windows; their order is a pure function of (seed, epoch, global sample).
 
 Global sample g -> source (weights) -> n-th sample of that source -> epoch and position -> permutation ->
-window. Every arrow is arithmetic, so any rank can jump to any sample at once, and neither world size nor
-workers change the order. data/convert.py makes the shards that are read here:
+window. Every arrow is arithmetic, so any rank can compute any sample directly, and neither the world size nor
+the number of workers changes the order. data/convert.py makes the shards that this module reads:
 
     python -m tmoe.data texts/ more.jsonl --out shards/ --tokenizer tokenizer.json
     python -m tmoe.data 'set/**/*.parquet' --out shards/ --tokenizer HF_DIR --text-field content
@@ -36,12 +36,12 @@ from tmoe.data.sources import open_corpus
 from tmoe.data.survey import survey
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 
-# A weight's digits are limited: 1e99999999 would be computed, digit by digit.
+# The number of digits is limited, because Fraction would compute all digits of 1e99999999.
 WEIGHT = re.compile(r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?")
 
 
 class Micro(NamedTuple):
-    """One micro-batch of a rank: rows of tokens [B, S], whole, the same on all ranks that share them."""
+    """One micro-batch of a rank: whole rows of tokens [B, S], the same on all ranks that share the rows."""
 
     tokens_BS: torch.Tensor
     targets_BS: torch.Tensor
@@ -49,41 +49,42 @@ class Micro(NamedTuple):
     padding_BS: torch.Tensor | None = None
     positions_BS: torch.Tensor | None = None
     given: dict[str, torch.Tensor] | None = None
-    """what a task gives its loss beside the targets, by name: a value for each token [B, S], or [M] others"""
+    """a task's inputs to its loss in addition to the targets, by name: [B, S] with a value for each token,
+    or [M] of another length"""
 
 
 class Batch(NamedTuple):
-    """What one rank consumes in one step, int64 [A, B, S]: A micro-batches of B windows."""
+    """The data of one rank for one step, int64 [A, B, S]: A micro-batches of B windows of S tokens."""
 
     tokens_ABS: torch.Tensor
     targets_ABS: torch.Tensor
     """next token; IGNORE at a document's eos, where the next token belongs to another document"""
     documents_ABS: torch.Tensor
-    """number of the document within the row, from 0; an eos belongs to the document that it ends"""
+    """index of the document within the row, from 0; an eos belongs to the document that it ends"""
 
     def micros(self, device: torch.device, documents: bool) -> Iterator[Micro]:
-        """Each micro-batch on the device; None for documents that are not wanted."""
+        """Each micro-batch, copied to the device. documents: False leaves `documents_BS` None."""
         for micro in zip(*self, strict=True):
             tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
             yield Micro(tokens_BS, targets_BS, documents_BS if documents else None)
 
     def count(self) -> int:
-        """Tokens, without padding."""
+        """Number of tokens, without padding."""
         return self.tokens_ABS.numel()
 
     def count_sequences(self) -> int:
-        """Sequences, over which the `sequence` balancing loss is a mean: rows."""
+        """Number of sequences, over which the `sequence` balancing loss is a mean; here the rows."""
         return self.tokens_ABS[..., 0].numel()
 
 
 def permute(index: int, n: int, key: str) -> int:
     """Image of `index` under a pseudo-random permutation of range(n) that `key` chooses.
 
-    O(1) memory, about 10 us. Generalised Feistel network with cycle walking (Black & Rogaway, Ciphers with
-    Arbitrary Finite Domains, 2002): each round adds a keyed hash of one coordinate to the other on the
-    smallest near-square grid that holds n points. The grid has less than sqrt(n) + 1 points to spare, so
-    hardly any index walks twice; on the power-of-two grid of a plain Feistel network up to three in four
-    would.
+    It needs O(1) memory and about 10 us. It is a generalised Feistel network with cycle walking (Black &
+    Rogaway, Ciphers with Arbitrary Finite Domains, 2002): each round adds a keyed hash of one coordinate to
+    the other, on the smallest near-square grid that holds n points. Fewer than sqrt(n) + 1 points of the grid
+    are unused, so hardly any index needs a second walk. On the power-of-two grid of a plain Feistel network
+    up to three in four would need one.
     """
     rows = math.isqrt(n - 1) + 1
     columns = -(-n // rows)
@@ -102,12 +103,13 @@ def _hash(text: str) -> int:
 
 
 def choose(index: int, weights: list[int]) -> tuple[int, int]:
-    """Source of global sample `index`, and how many samples that source has given before it.
+    """Source of global sample `index`, and the number of earlier samples from that source.
 
-    Halves the list of sources until one is left. p is the exact share of the left half in the weights of both
-    halves. Of the first g samples that reach them, floor(g p) went to the left half. So they are evenly
-    spread, and any g is reached without those before it. After g samples a source has given its share of g
-    to within the depth, ceil(log2(sources)), and after sum(weights) samples its weight exactly.
+    The list of sources is halved until one is left. With p the left half's exact share of the weights of both
+    halves, the left half gets floor(g p) of the first g samples that reach the two halves. So its samples are
+    evenly spread, and the source of sample g is computed without the samples before it. After g samples, a
+    source's count differs from its share of g by at most the depth, ceil(log2(sources)). After sum(weights)
+    samples, its count is exactly its weight.
     """
     low, high = 0, len(weights)
     while high - low > 1:
@@ -137,7 +139,7 @@ class Source:
         self.tokens = self.starts.pop()
         self.samples = (self.tokens - 1) // seq
         self.predicted = self.samples * seq
-        """tokens of an epoch that are trained, those behind a document's end counted too"""
+        """trained tokens of an epoch; the target after a document's eos, which is ignored, is counted too"""
         if self.samples < 1:
             raise DataError(
                 f"{self.name}: {self.tokens} tokens in its {split} split, one sample needs {seq + 1}; "
@@ -153,7 +155,7 @@ class Source:
         return np.concatenate([self._read(run, start, end) for run in range(first, last)])
 
     def _read(self, number: int, start: int, end: int) -> np.ndarray:
-        """The part of one run that lies in [start, end) of the stream."""
+        """The tokens of one run that are within [start, end) of the source's concatenated runs."""
         run = self.runs[number]
         base = self.starts[number]
         low = max(start - base, 0)
@@ -168,7 +170,7 @@ class Source:
         return tokens
 
     def frequencies(self) -> np.ndarray:
-        """Share of each id [V] in all tokens, counted 2^22 at a time, as int64."""
+        """Share of each id in all tokens, float64 [V]. 2^22 tokens at a time are read, as int64."""
         counts = np.zeros(self.vocab)
         for run in self.runs:
             for low in range(0, len(run.tokens), 1 << 22):
@@ -180,9 +182,9 @@ class Dataset:
     """An endless, randomly accessible sequence of samples, mixed from sources; make one with `open_data`."""
 
     chat: ChatFormat | None = None
-    """how conversations of the weights are written once they are trained on this; a step keeps it"""
+    """how a model that is trained on this data writes conversations; stored with each saved step"""
     notes: tuple[str, ...] = ()
-    """lines for the start of a run"""
+    """lines that are logged at the start of a run"""
 
     def __init__(
         self, sources: list[Source], weights: list[int], *, eos: int, fingerprint: str, seed: int
@@ -191,14 +193,14 @@ class Dataset:
         self.weights = weights
         self.eos = eos
         self.seed = seed
-        # Samples by which a run is ahead of its step number, since earlier steps had another size.
+        # How many samples a run is ahead of its step number, because earlier steps had another size.
         self.ahead = 0
         self.fingerprint = fingerprint
         self.seq = sources[0].seq
         self.vocab = sources[0].vocab
         self.tokens = sum(source.tokens for source in sources)
         self.samples = sum(source.samples for source in sources)
-        """windows in one pass over every source; without weights, the first `samples` samples are it"""
+        """windows in one pass over every source; without weights, the pass is the first `samples` samples"""
 
     def sample(self, index: int) -> np.ndarray:
         """Global sample `index` (from 0, endless) as int64 [S + 1]."""
@@ -214,7 +216,7 @@ class Dataset:
     def go_on(
         self, step: int, tokens: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
     ) -> None:
-        """Continue behind `step` steps that took `tokens` tokens in all, whatever the size of each.
+        """Continues after `step` steps that used `tokens` tokens in all, whatever the size of each step.
 
         No sample is given twice, and none is left out.
         """
@@ -223,12 +225,12 @@ class Dataset:
     def indices(
         self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
     ) -> list[int]:
-        """One rank's part of a step, as global samples.
+        """One rank's part of a step, as indices of global samples.
 
-        They are ahead + (step * accumulate + a) * world * batch + rank * batch + b.
+        The indices are ahead + (step * accumulate + a) * world * batch + rank * batch + b.
 
-        Concatenated by (a, rank, b), the ranks' parts are the same samples in the same order for every
-        (world, batch, accumulate) of one product.
+        Concatenated by (a, rank, b), the ranks' parts are the same samples in the same order for all values
+        of (world, batch, accumulate) with the same product.
         """
         firsts = [self.ahead + ((step * accumulate + a) * world + rank) * batch for a in range(accumulate)]
         return [first + b for first in firsts for b in range(batch)]
@@ -243,16 +245,16 @@ class Dataset:
         return Batch(tokens, windows[..., 1:].masked_fill(ends, IGNORE), ends.cumsum(-1) - ends.long())
 
     def trained_a_sample(self) -> float:
-        """Tokens of a sample that are trained, the mean over the mixture; 0 where that is not known."""
+        """Mean number of trained tokens of a sample, over the mixture; 0 if it is not known."""
         weighted = zip(self.sources, self.weights, strict=True)
         return sum(weight * s.predicted / s.samples for s, weight in weighted) / sum(self.weights)
 
     def facts(self) -> dict[str, Any]:
-        """What a step records of the data that it was trained on, as values that JSON can hold."""
+        """Facts about the data that a saved step records, as values that JSON can hold."""
         return {"is": self.describe(), "tokenizer": self.fingerprint, "eos": self.eos}
 
     def extent(self, split: str) -> dict[str, Any]:
-        """What tells two nodes' copies of the data apart without reading them."""
+        """Facts that differ if two nodes' copies of the data differ; reading the data is not needed."""
         found = dict(tokens=self.tokens, samples=self.samples, tokenizer=self.fingerprint, eos=self.eos)
         return {f"--data.path: {name} of the {split} data": value for name, value in found.items()}
 
@@ -264,9 +266,9 @@ class Dataset:
 
 
 def unigram_entropy(dataset: Dataset) -> float | None:
-    """Entropy of the mixture's byte frequencies, nats a byte: the loss of the best model without context.
+    """Entropy of the mixture's byte frequencies, in nats a byte: the loss of the best model without context.
 
-    Reads every token once. None for tokens other than bytes, and for data that would take long to read.
+    Reads every token once. None if the tokens are not bytes, or if there are more than 2^30 of them.
     """
     if dataset.fingerprint != "bytes" or dataset.tokens > 2**30:
         return None
@@ -281,19 +283,18 @@ def unigram_entropy(dataset: Dataset) -> float | None:
 def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carried | None = None) -> Dataset:
     """Opens the sources of `--data.path` for windows of seq tokens and their targets.
 
-    Without weights, each source gives one sample for each window that it has (in proportion to its tokens,
-    so that an epoch passes everything once). With weights, it gives samples in proportion to them, whatever
-    the sources'
-    sizes: small sources then begin their next epoch, shuffled anew, while large ones are still in their
-    first.
+    Without weights, each source gives one sample for each of its windows (in proportion to its tokens, so
+    that an epoch reads everything once). With weights, a source gives samples in proportion to its weight,
+    whatever the sizes of the sources. Small sources then start their next epoch, in a new order, while large
+    sources are still in their first.
 
-    Text is tokenised here (data/sources.py): make shards of what many runs read. Shards carry their
-    tokenizer's fingerprint, so `--data.tokenizer` may stay at its default when every source is shards.
+    This function tokenises text (data/sources.py): make shards of data that many runs read. Shards hold their
+    tokenizer's fingerprint, so `--data.tokenizer` may keep its default if every source is shards.
     carried: the tokenizer of the model that the run starts from. It is the default, and data of another
         tokenizer is refused, except with cfg.new_tokenizer.
     DataError for anything that cannot be trained on, the same on every rank.
     """
-    part: Split = "train" if cfg.val_path else split  # of sources, where validation has its own
+    part: Split = "train" if cfg.val_path else split  # with --data.val-path no source is divided
     flag, names, weights = sources_of(cfg, split)
     if cfg.new_tokenizer:
         carried = None
@@ -313,7 +314,7 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
             raise DataError(
                 f"{corpus.name}: made with tokenizer {corpus.fingerprint}, eos {corpus.eos}, "
                 f"not {first.fingerprint}, eos {first.eos}; sources that are mixed, and --data.tokenizer "
-                "if given, must be of one tokenizer and end documents alike"
+                "if given, must be of one tokenizer and end documents with the same id"
             )
     weights = weights or [source.samples for source in sources]
     data = Dataset(sources, weights, eos=first.eos, fingerprint=first.fingerprint, seed=cfg.seed)
@@ -329,14 +330,14 @@ def sources_of(cfg: DataConfig, split: Split) -> tuple[str, list[str], list[int]
 
 
 def refused(flag: str, names: Sequence[str], error: DataError) -> DataError:
-    """The error of sources with the flag that names them: `--data.path=a.jsonl: a.jsonl:3: not JSON`."""
+    """The sources' error with the flag that names them added: `--data.path=a.jsonl: a.jsonl:3: not JSON`."""
     text = str(error)
     whole = [name for name in names if text.startswith(f"{name}: ")]
     return DataError(f"{flag}={text}" if whole and len(names) == 1 else f"{flag}={' '.join(names)}: {text}")
 
 
 def require_alike(data: Dataset, val_data: Dataset) -> None:
-    """DataError where validation data of their own are of another tokenizer than the training data."""
+    """DataError if the data of --data.val-path are of another tokenizer than the training data."""
     if (data.fingerprint, data.eos) != (val_data.fingerprint, val_data.eos):
         raise DataError(
             f"--data.val-path: of tokenizer {val_data.fingerprint}, eos {val_data.eos}; --data.path is of "
@@ -345,9 +346,9 @@ def require_alike(data: Dataset, val_data: Dataset) -> None:
 
 
 def _choose_tokenizer(spec: str, carried: Carried | None) -> Tokenizer:
-    """The one of `--data.tokenizer`; for 'auto' the one that the start carries, else bytes.
+    """The tokenizer of `--data.tokenizer`; for 'auto' that of the weights the run starts from, else bytes.
 
-    Conversations are written as the start says.
+    Its format of conversations is that of these weights.
     """
     if spec == "auto" and carried and carried.files:
         return carried.load()
@@ -360,9 +361,9 @@ def _choose_tokenizer(spec: str, carried: Carried | None) -> Tokenizer:
 
 
 def parse_sources(specs: Iterable[str], flag: str = "--data.path") -> tuple[list[str], list[int]]:
-    """Names and weights of PATH or PATH:WEIGHT.
+    """Names and weights of sources, each PATH or PATH:WEIGHT.
 
-    Weights are whole numbers of the same proportion, [] if there are none.
+    The weights are returned as whole numbers in the same proportion, or [] if there are none.
     """
     parsed = [_parse_source(spec, flag) for spec in specs]
     names = [name for name, _ in parsed]
@@ -382,7 +383,7 @@ def _parse_source(spec: str, flag: str) -> tuple[str, Fraction | None]:
     if spec.startswith(PREFIX) and not WEIGHT.fullmatch(weight):  # a split, or the name itself
         return spec, None
     try:
-        # Exact: 0.3 is 3/10, so that proportions hold at any sample number.
+        # The fraction is exact (0.3 is 3/10), so that proportions hold at any sample number.
         value = Fraction(weight if WEIGHT.fullmatch(weight.strip()) else 0)
     except (ValueError, ZeroDivisionError):
         value = Fraction(0)
@@ -397,9 +398,9 @@ def _parse_source(spec: str, flag: str) -> tuple[str, Fraction | None]:
 class Loader:
     """Iterates over a rank's batches from a step on; one background thread makes the next batch.
 
-    Endless. Its position is `step`, the step of the batch that comes next. Nothing else must be saved to
-    resume. An error in the background is raised by `next` of the step that it belongs to, and again if
-    asked again.
+    The iteration is endless. Its position is `step`, the step of the next batch; nothing else must be saved
+    to resume. An error of the background thread is raised by `next` for the step in which it occurred, and is
+    raised again by each further call.
     """
 
     def __init__(
@@ -413,7 +414,7 @@ class Loader:
         world: int = 1,
         pin: bool = False,
     ) -> None:
-        """pin: batches in page-locked memory, for copies to the GPU that do not block."""
+        """pin: make batches in page-locked memory, for copies to the GPU that do not block."""
         self.step = start_step
         self.pin = pin
         self._dataset = dataset
@@ -437,7 +438,7 @@ class Loader:
         return batch
 
     def close(self) -> None:
-        """Ends the thread; waits for the batch in the making, if any. Closing twice is fine."""
+        """Ends the thread after the batch that it is making, if any. It may be called twice."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:

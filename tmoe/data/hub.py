@@ -1,16 +1,17 @@
-"""A data set of the Hugging Face hub as a source: hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT].
+"""Finds and downloads a data set of the Hugging Face hub: hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT].
 
     hub:HuggingFaceH4/ultrachat_200k:train_sft      a split
     hub:openai/gsm8k:main:train                     a config (a subset) and a split
     hub:ORG/NAME                                    the split "train", or the only one
     hub:ORG/NAME@refs/convert/parquet:default:train the hub's own parquet of a set in other formats
 
-Configs and splits are those of the set's card (README.md, `configs:`). Without them file names decide, as in
-Hugging Face's datasets: SPLIT-00000-of-00003.parquet, or "train", "validation" or "test" (and other words of
-KEYWORDS) in a file's or folder's name. The files of the chosen split alone are downloaded.
+Configs and splits are read from the set's card (README.md, `configs:`). If the card lists none, file names
+decide, as in Hugging Face's library `datasets`: SPLIT-00000-of-00003.parquet, or "train", "validation" or
+"test" (and other words of KEYWORDS) in a file's or folder's name. Only the files of the chosen split are
+downloaded.
 
 A listing of the files is kept in the cache for each commit. So a run whose revision is pinned needs no
-connection once its files are there.
+connection once its files are in the cache.
 
 next: data/survey.py
 """
@@ -46,7 +47,7 @@ NO_DATA = (
     "config.json",
     "LICENSE.txt",
 )
-FORMATS = "parquet", "jsonl", "ndjson", "json", "txt"  # of as many files the first counts
+FORMATS = "parquet", "jsonl", "ndjson", "json", "txt"  # in order of preference if two have as many files
 SHARDED = re.compile(r"data/.+?-\d{5}-of-\d{5}[^/]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 KEYWORDS = {
@@ -63,11 +64,11 @@ class Wanted(NamedTuple):
     name: str
     revision: str | None
     rest: tuple[str, ...]
-    """config and split, or one of the two"""
+    """config and split, or only one of the two"""
 
 
 def parse(spec: str) -> Wanted:
-    """The parts of `hub:...`. DataError for another shape."""
+    """The parts of a source `hub:...`. DataError if it does not have the form of SHAPE."""
     first, *rest = spec.removeprefix(PREFIX).split(":")
     name, at, revision = first.partition("@")
     if slices := next((one for one in rest if "[" in one), ""):
@@ -81,9 +82,10 @@ def parse(spec: str) -> Wanted:
 
 
 def pinned(spec: str) -> str:
-    """The source with the commit that the hub has now in place of a branch, a tag or nothing.
+    """The source with its branch, tag or missing revision replaced by the hub's current commit.
 
-    A weight at its end stays. Other sources stay as they are. DataError where the hub does not say.
+    A weight at its end is kept. Sources that are not of the hub are returned unchanged. DataError if the
+    hub's commit cannot be found out.
     """
     if not spec.startswith(PREFIX):
         return spec
@@ -94,9 +96,9 @@ def pinned(spec: str) -> str:
 
 
 def files_of(spec: str) -> tuple[Path, list[Path]]:
-    """Root and files, in their order, of a source `hub:...`; downloads those that the cache lacks.
+    """Root and files, in reading order, of a source `hub:...`; downloads those that the cache lacks.
 
-    DataError, in one line, where there is no such set, config or split, and where the hub does not give it.
+    DataError, in one line, if there is no such set, config or split, or if the hub refuses the download.
     """
     wanted = parse(spec)
     commit, names = listing(wanted.name, wanted.revision)
@@ -111,15 +113,15 @@ def files_of(spec: str) -> tuple[Path, list[Path]]:
     return folder, [folder / name for name in sorted(chosen)]
 
 
-# ---- what is there ----
+# ---- listing and download ----
 
 
 @cache
 def listing(name: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
     """Commit and file names of a data set's revision (None: its main branch).
 
-    The hub is asked unless the revision is a commit that was listed before. Without a connection the newest
-    listing of the revision counts, or what the cache holds of it.
+    The hub is asked unless the revision is a commit that was listed before. Without a connection, the newest
+    kept listing of the revision is used, or else the files of the revision in the cache.
     """
     from huggingface_hub import HfApi, errors
 
@@ -159,7 +161,7 @@ def _kept(name: str, revision: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def _cached(name: str, revision: str) -> tuple[str, tuple[str, ...]] | None:
-    """A listing by huggingface_hub's cache, of a revision that another program downloaded."""
+    """A listing of huggingface_hub's cache, for a revision that another program downloaded; else None."""
     ref = _snapshot(name, "").parent / "refs" / revision
     commit = ref.read_text().strip() if ref.is_file() else revision
     folder = _snapshot(name, commit)
@@ -170,7 +172,7 @@ def _cached(name: str, revision: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def _snapshot(name: str, commit: str) -> Path:
-    """Where huggingface_hub's cache has the files of a commit."""
+    """The folder of huggingface_hub's cache for the files of a commit."""
     return hub.cache() / f"datasets--{name.replace('/', '--')}" / "snapshots" / commit
 
 
@@ -179,7 +181,7 @@ def _downloaded(name: str, commit: str, files: tuple[str, ...]) -> Path:
     try:
         with hub.one_line(PREFIX + name, "dataset"):
             there = _snapshot(name, commit)
-            if all((there / file).is_file() for file in files):  # huggingface_hub names whole files alone
+            if all((there / file).is_file() for file in files):  # only complete files have these names
                 return there
             return hub.download(name, [glob.escape(file) for file in files], (), "dataset", commit)
     except ConfigError as error:
@@ -187,13 +189,13 @@ def _downloaded(name: str, commit: str, files: tuple[str, ...]) -> Path:
         raise DataError(said if said.startswith(PREFIX) else PREFIX + said) from None
 
 
-# ---- which of it ----
+# ---- configs and splits ----
 
 
 def configs_of(names: Iterable[str], card: Path | None) -> tuple[Configs, str]:
-    """Files of each split of each config, and the config that is meant where none is named ("": none is).
+    """Files of each split of each config, and the default config ("" if there is none).
 
-    The card says it, else the files' names.
+    Both are read from the card if it lists configs, else from the files' names.
     """
     names = list(names)
     told = _metadata(card).get("configs") if card else None
@@ -215,12 +217,15 @@ def _metadata(card: Path) -> dict[str, Any]:
 
     try:
         return metadata_load(card) or {}
-    except Exception as error:  # of the YAML parser; the files' names still say much
+    except Exception as error:  # an error of the YAML parser
         raise DataError(f"{card}: its front matter is no YAML: {error}".replace("\n", " ")) from None
 
 
 def _of_card(told: list[dict[str, Any]], names: list[str]) -> tuple[Configs, str]:
-    """Configs as the front matter has them, and the usual one: config_name, data_files, data_dir, default."""
+    """The configs of the card's front matter, and the default one.
+
+    The keys that are read: config_name, data_files, data_dir, default.
+    """
     found: Configs = {}
     usual = "default"
     for one in told:
@@ -244,7 +249,7 @@ def _of_card(told: list[dict[str, Any]], names: list[str]) -> tuple[Configs, str
 
 
 def _pattern(path: str) -> re.Pattern:
-    """A card's glob: ** over folders, * and ? inside a name, [...] as in fnmatch."""
+    """A card's glob as a regular expression: ** crosses folders, * and ? do not, [...] is as in fnmatch."""
     parts = re.split(r"(\*\*/?|\*|\?|\[[^\]]+\])", path.removeprefix("./"))
     spelled = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.compile("".join(spelled.get(p, p if p.startswith("[") else re.escape(p)) for p in parts))
@@ -256,10 +261,11 @@ def _is_data(name: str) -> bool:
 
 
 def _by_split(names: list[str]) -> dict[str, list[str]]:
-    """Files by the split that their names say; all are "train" where none says one.
+    """Files by the split in their names; all files are "train" if no name has a split.
 
-    As in Hugging Face's datasets: where there are data/SPLIT-00000-of-00003 and the like, those alone; and
-    files of one format, the commonest, so that a set that is there twice is read once.
+    The rules are those of Hugging Face's library `datasets`. If there are files such as
+    data/SPLIT-00000-of-00003, only these are used. Only files of the commonest format are used, so that
+    a set that is published in two formats is read once.
     """
     names = [name for name in names if SHARDED.fullmatch(name)] or names
     found: dict[str, list[str]] = {}
@@ -279,11 +285,11 @@ def _format_of(name: str) -> str:
 
 
 def split_of(path: str) -> str | None:
-    """The split that a path names; None for none."""
+    """The split in a path's names; None if there is none."""
     folder, _, file = path.rpartition("/")
     if found := re.match(r"(.+?)-\d{5}-of-\d{5}", file):
         return found[1]
-    if folder and re.fullmatch(r"\d+\.parquet", file):  # the hub's own parquet: CONFIG/SPLIT/0000.parquet
+    if folder and re.fullmatch(r"\d+\.parquet", file):  # parquet made by the hub: CONFIG/SPLIT/0000.parquet
         return folder.rpartition("/")[2].removeprefix("partial-")
     for part in reversed(path.split("/")):
         words = re.split(r"[-._ 0-9]+", part.lower())
@@ -294,9 +300,9 @@ def split_of(path: str) -> str | None:
 
 
 def split_of_rows(path: str) -> str | None:
-    """The split of a file of rows whose name, or whose folder's name, is a split's; None for other files.
+    """The split of a file of rows whose name, or whose folder's name, is that of a split; else None.
 
-    Stricter than `split_of`: a folder may hold test_parser.jsonl or texts of a topic named eval.
+    It is stricter than `split_of`: a folder may hold test_parser.jsonl, or texts of a topic named eval.
     """
     read = READ.fullmatch(path)
     if not read or read[1].lower() == "txt":
@@ -313,9 +319,10 @@ def split_of_rows(path: str) -> str | None:
 
 
 def choose(spec: str, configs: Configs, usual: str, rest: tuple[str, ...]) -> tuple[str, ...]:
-    """The files that a source means. DataError that names what there is instead.
+    """The files of the config and split that a source names. DataError lists the valid ones.
 
-    rest: config and split, or one of them: a split of the usual config comes before a config of that name.
+    rest: config and split, or only one of them. A single name means a split of the default config if it has
+        such a split, else a config.
     """
     known = ", ".join(list(configs)[:20]) or "none"
     config, split = usual, None

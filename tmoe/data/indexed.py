@@ -1,13 +1,15 @@
-"""Megatron's indexed data sets: token ids in NAME.bin, and in NAME.idx which of them are a document.
+"""Reads Megatron's indexed data sets: token ids in NAME.bin, bounds of sequences and documents in NAME.idx.
 
-NAME.idx, little-endian: the magic MMIDIDX\\0\\0, version 1 (uint64), a code for the ids' type (one byte), the
-numbers of sequences and of documents plus one (uint64), then for each sequence its ids (int32) and its first
-byte in NAME.bin (int64), and for each document its first sequence (int64), the number of sequences at last.
-A data set of pictures has a byte more a sequence and is refused.
+NAME.idx is little-endian and holds, in this order:
+    the magic MMIDIDX\\0\\0, the version 1 (uint64), a code for the type of the ids (one byte);
+    the number of sequences, and the number of documents plus one (uint64 each);
+    the number of ids of each sequence (int32), then the first byte of each sequence in NAME.bin (int64);
+    the first sequence of each document (int64), and at the end the number of sequences.
+A data set of pictures has one byte more for each sequence and is refused.
 
-The split is Megatron's own: sequences in order, training data first. Documents end with the tokenizer's eos
-where they were made so (--append-eod); where they were not, it is put behind each while reading, so that
-tokens do not attend across documents.
+The split is the one that Megatron makes: sequences in order, training data first. Documents end with the
+tokenizer's eos if the data set was made with --append-eod. Otherwise eos is added after each document while
+reading, so that tokens do not attend across documents.
 
 next: data/sources.py
 """
@@ -29,24 +31,24 @@ MAGIC = b"MMIDIDX\0\0"
 HEAD = len(MAGIC) + 8 + 1 + 8 + 8
 TYPES = dict(enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1))
 PIECE = 1 << 22  # sequences that are checked at a time
-LOOKED = 1000  # documents whose last id tells whether they end with eos
+LOOKED = 1000  # documents whose last ids are read to find out whether documents end with eos
 
 
 def beside(path: Path) -> Path:
-    """The index of a file of ids."""
+    """The path of the index (.idx) that belongs to a .bin."""
     return path.with_suffix(".idx")
 
 
 def is_indexed(path: Path) -> bool:
-    """Whether this is the .bin of a Megatron data set: its index lies beside it."""
+    """Whether this is the .bin of a Megatron data set: its .idx is in the same folder."""
     return path.suffix == ".bin" and beside(path).is_file()
 
 
 def open_indexed(path: Path) -> Indexed:
-    """A data set after its index has been checked. DataError names the file, and what is wrong where."""
+    """Opens a data set and checks its index. DataError names the file, the place in it and the fault."""
     index = beside(path)
     for file in (path, index):
-        if not file.is_file():  # opening a pipe would wait for a writer
+        if not file.is_file():  # opening a pipe would block until something writes to it
             raise DataError(f"{file}: missing or no regular file; a Megatron data set is a .bin and its .idx")
     size = index.stat().st_size
     with index.open("rb") as file:
@@ -82,7 +84,7 @@ class Indexed:
     dtype: np.dtype
     sequences: int
     entries: int
-    """documents plus one"""
+    """number of documents plus one"""
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -94,7 +96,7 @@ class Indexed:
 
     @cached_property
     def documents(self) -> np.ndarray:
-        """First sequence of each document; the number of sequences at the end."""
+        """First sequence of each document, and at the end the number of sequences."""
         return self._array("<i8", self.entries, HEAD + 12 * self.sequences)
 
     @cached_property
@@ -105,7 +107,7 @@ class Indexed:
         return np.memmap(beside(self.path), dtype=kind, mode="r", offset=offset, shape=(count,))
 
     def check(self) -> None:
-        """DataError unless sequences follow each other through the whole .bin, and documents through them."""
+        """DataError unless the sequences cover the .bin without gaps, and the documents the sequences."""
         index = beside(self.path)
         at = 0
         for low in range(0, self.sequences, PIECE):
@@ -131,7 +133,10 @@ class Indexed:
             raise DataError(f"{index}: the documents' first sequences do not rise from 0 to {self.sequences}")
 
     def starts(self, documents: int | None = None) -> np.ndarray:
-        """First id of each document that has any, and the end of the last. documents: of so many."""
+        """Position of the first id of each document that is not empty, and the end of the last document.
+
+        documents: only the first `documents` documents; None: all.
+        """
         first = self.documents[: None if documents is None else documents + 1]
         at = self.pointers[np.minimum(first, self.sequences - 1)] // self.dtype.itemsize
         return np.unique(np.where(first == self.sequences, len(self.ids), at))
@@ -142,7 +147,7 @@ class Indexed:
         return {int(n) for n in self.whole(self.ids[self.starts(LOOKED)[1:] - 1])}
 
     def whole(self, ids: np.ndarray) -> np.ndarray:
-        """The ids as int64. DataError where they are stored as floats and are no whole numbers."""
+        """The ids as int64. DataError if they are stored as floats and are not whole numbers."""
         if self.dtype.kind == "f":
             odd = ~np.isfinite(ids) | (ids != np.trunc(ids)) | (np.abs(ids) > 2**53)
             if odd.any():
@@ -150,9 +155,9 @@ class Indexed:
         return ids.astype(np.int64)
 
     def run(self, shares: HeldOut, split: Split, eos: int) -> Run:
-        """One split, as Megatron's --split cuts it: by the number of sequences, in order.
+        """One split, cut as by Megatron's --split: by the number of sequences, in order.
 
-        Documents that do not end with eos get it.
+        If documents do not end with eos, eos is added after each.
         """
         cuts = (0.0, 1 - shares.val - shares.test, 1 - shares.test, 1.0)
         number = ("train", "val", "test").index(split)
@@ -169,9 +174,9 @@ class Indexed:
 
 
 class Separated:
-    """Ids `low` to `high` of a data set, read when they are sliced, eos behind each document if it is given.
+    """Ids `low` to `high` of a data set, read when they are sliced; `eos`, if given, follows each document.
 
-    It has of an array what a source needs: length, slices, single ids, itemsize.
+    It offers the parts of an array's interface that a source needs: length, slices, single ids, itemsize.
     """
 
     def __init__(self, data: Indexed, low: int, high: int, eos: int | None) -> None:
@@ -181,7 +186,7 @@ class Separated:
         starts = data.starts()
         inside = starts[(starts > low) & (starts < high)]
         self.edges = np.concatenate([[low], inside, [high]]) if high > low else np.array([low])
-        # Where each document begins here, its separators and those before it counted.
+        # Position at which each document begins in this object, with the separators before it counted.
         extra = np.arange(len(self.edges)) if eos is not None else 0
         self.places = self.edges - low + extra
 
@@ -189,7 +194,7 @@ class Separated:
         return int(self.places[-1])
 
     def separators(self, position: int) -> int:
-        """How many of the tokens before a position are not in the file."""
+        """How many of the tokens before a position are added separators, which are not in the file."""
         number = int(np.searchsorted(self.places, position, side="right")) - 1
         return number if self.eos is not None else 0
 
@@ -213,9 +218,9 @@ class Separated:
 
 
 def eos_of(data: list[Indexed], known: int | None) -> int:
-    """The id that ends documents: the tokenizer's, or, where none is known, the one that they all end with.
+    """The id that ends documents: the tokenizer's, or without a tokenizer the last id of every document.
 
-    DataError where neither tells it.
+    DataError if no tokenizer is known and documents end with different ids.
     """
     if known is not None:
         return known

@@ -1,4 +1,4 @@
-"""What a file of a source holds, told by its first bytes, and its rows.
+"""Finds out what a file of a source holds, from its first bytes, and reads its rows.
 
 Rows are JSON lines, a JSON array or parquet; files may be compressed.
 
@@ -29,10 +29,10 @@ from tmoe.data.tokenizer import DataError
 Form = Literal["token shards", "Megatron data sets", "JSON lines", "JSON", "parquet", "plain text", "nothing"]
 
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz"}
-# Bytes 1 to 3 of a frame of other data, which a reader of zstd skips; byte 0 is 0x50 to 0x5f
-# (RFC 8878, section 3.1.2), bytes 4 to 7 are its size.
+# Bytes 1 to 3 of a frame of other data, which a zstd reader skips. Byte 0 is 0x50 to 0x5f, and bytes 4 to 7
+# are the frame's size (RFC 8878, section 3.1.2).
 SKIPPABLE = b"\x2a\x4d\x18"
-WINDOW = 1 << 31  # bytes: zstd's largest, of files made with --long=31; memory is taken as a file needs it
+WINDOW = 1 << 31  # bytes: zstd's largest window, of files made with --long=31; only needed memory is used
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 ROWS_SUFFIXES = (".jsonl", ".ndjson", ".json")
 FROM_ARROW = (
@@ -40,7 +40,7 @@ FROM_ARROW = (
 )
 REFUSED = {
     **POINTERS,
-    MAGIC: "the index of a Megatron data set, whose .bin is not beside it",
+    MAGIC: "the index of a Megatron data set, whose .bin is not in the same folder",
     b"PK\x03\x04": "a zip archive; unpack it",
     b"Rar!": "a rar archive; unpack it",
     b"7z\xbc\xaf": "a 7z archive; unpack it",
@@ -57,32 +57,32 @@ REFUSED = {
     b"\xfe\xff": "text in UTF-16; save it as UTF-8",
 }
 HEAD = 4096
-PIECE = 1 << 20  # characters that a JSON reader takes at a time
-MOST_GUESSED = 1 << 24  # characters in which the first value must end, in a file that is not named .json
+PIECE = 1 << 20  # characters that the JSON reader reads at a time
+MOST_GUESSED = 1 << 24  # characters within which the first value must end, in a file not named .json
 
 
 class Found(NamedTuple):
-    """What a file was taken for."""
+    """The kind of data that was found in a file."""
 
     form: Form
     packed: str = ""
-    """by which program it is compressed"""
+    """program that compressed the file; "" if it is not compressed"""
     named: bool = False
-    """whether its name says rows as well"""
+    """whether the file's name has an ending of JSON lines (.jsonl, .ndjson)"""
     rows: tuple[dict, ...] = ()
-    """the first two at most"""
+    """its first rows, at most two"""
     columns: tuple[str, ...] = ()
-    """other names of columns, OURS=THEIRS"""
+    """columns to rename, OURS=THEIRS"""
 
     @property
     def sure(self) -> bool:
-        """Whether these are rows of a data set, and not a JSON file among others, such as a package.json."""
+        """Whether these are rows of a data set, not a single JSON file such as a package.json."""
         if self.form == "parquet" or self.named:
             return True
         return len(self.rows) > 1 and kind_of_row(self.rows[0]) != ""
 
 
-# What rows of chat data (data/chat/rows.py) are called, and the task that trains on them.
+# Kind of chat row (data/chat/rows.py) -> its name in messages, and the task that trains on it.
 CHAT = {
     "messages": ("chat rows", "sft"),
     "conversations": ("chat rows", "sft"),
@@ -92,7 +92,7 @@ CHAT = {
 
 
 def kind_of_row(row: dict, field: str = "text") -> str:
-    """What a row is, by its fields: "text", or rows of a kind with other uses; "" for no known kind."""
+    """The kind of a row, by its fields: "text", or a kind of chat rows in words; "" if it is not known."""
     if isinstance(row.get(field), str):
         return "text"
     kind = kind_of(row)
@@ -100,7 +100,7 @@ def kind_of_row(row: dict, field: str = "text") -> str:
 
 
 def no_text(where: str, row: Any, field: str) -> DataError:
-    """The error of a row without text: what it seems to be, and the fields that it has."""
+    """The error for a row without text; it names the row's likely kind and its fields."""
     if not isinstance(row, dict):
         return DataError(
             f'{where}: needs an object with a string field "{field}"; here is {type(row).__name__}'
@@ -128,8 +128,8 @@ def no_text(where: str, row: Any, field: str) -> DataError:
 
 
 def look(path: Path) -> Found:
-    """What a file holds, by its first bytes and, where these leave it open, by its name."""
-    if path.suffix == ".bin":  # opening it reports what is wrong with it
+    """Finds out what a file holds, by its first bytes and, if these do not decide it, by its name."""
+    if path.suffix == ".bin":  # its faults are reported when it is opened
         return Found("Megatron data sets" if is_indexed(path) else "token shards")
     if path.suffix == ".idx" and path.with_suffix(".bin").is_file():
         return Found("nothing")
@@ -149,7 +149,7 @@ def look(path: Path) -> Found:
 
 
 def _rows_or_text(path: Path, packed: str, head: bytes) -> Found:
-    """`look` at a file of text; head: its first bytes."""
+    """`look` for a file that is text or rows. head: the file's first bytes."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in PACKED_SUFFIXES:
         del suffixes[-1]
@@ -167,14 +167,14 @@ def _rows_or_text(path: Path, packed: str, head: bytes) -> Found:
             values += [value for _, value, _ in islice(read_json(path, packed, most), 2)]
         if values and all(isinstance(value, dict) for value in values):
             return Found("JSON", packed, named, tuple(values))
-    # Named as rows, but without any: reading reports why, unless other texts lie beside it.
+    # The name is that of rows, but none were found: reading reports why, unless the source has other texts.
     if suffix in ROWS_SUFFIXES:
         return Found("JSON lines" if start == b"{" else "JSON", packed, named)
     return Found("plain text", packed)
 
 
 def named(found: Found, columns: tuple[str, ...]) -> Found:
-    """What a file was taken for, its columns under these names."""
+    """`found` with its columns renamed as `columns` states."""
     if not columns:
         return found
     return found._replace(columns=columns, rows=tuple(renamed(row, columns) for row in found.rows))
@@ -193,7 +193,7 @@ def refuse_others(path: Path, head: bytes) -> None:
 
 
 def first_lines(path: Path, packed: str) -> tuple[dict, ...]:
-    """The first two lines with content if these are JSON objects; () if one of them is not."""
+    """The first two lines that are not blank, if they are JSON objects; else ()."""
     found = []
     with opened(path, packed) as (stream, _):
         for line in islice(filter(bytes.strip, stream), 2):
@@ -208,8 +208,8 @@ def first_lines(path: Path, packed: str) -> tuple[dict, ...]:
 
 
 def packing(path: Path) -> str:
-    """The name of the program that compressed a file, told by its first bytes; "" for none."""
-    # Opening a pipe would wait for a writer.
+    """The name of the program that compressed a file, by the file's first bytes; "" for no compression."""
+    # Opening a pipe would block until something writes to it.
     if not path.is_file():
         raise DataError(f"{path}: no regular file, or a link to nothing")
     with naming(path), path.open("rb") as file:
@@ -226,9 +226,9 @@ def packing(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path, packed: str) -> Generator[tuple[BinaryIO, BinaryIO], None, None]:
-    """A file's content, unpacked, and the file itself, whose `tell` is how far it has been read.
+    """A stream of a file's unpacked content, and the file itself, whose `tell` is the bytes read so far.
 
-    DataError if it is damaged.
+    DataError if the file is damaged.
     """
     with naming(path), path.open("rb") as file:
         try:
@@ -236,7 +236,7 @@ def opened(path: Path, packed: str) -> Generator[tuple[BinaryIO, BinaryIO], None
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise DataError(f"{path}: damaged {packed}: {error}") from error
         except OSError as error:
-            if packed and error.errno is None:  # bz2's error for damaged data
+            if packed and error.errno is None:  # bz2 raises this for damaged data
                 raise DataError(f"{path}: damaged {packed}: {error}") from error
             raise
         except Exception as error:
@@ -262,9 +262,9 @@ def _unpacked(path: Path, file: BinaryIO, packed: str) -> BinaryIO:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Unpacks frames that follow one another.
+    """Unpacks zstd frames that follow one another.
 
-    EOFError where the file ends within a frame; the library's own reader would end without an error.
+    EOFError if the file ends within a frame; the library's own reader would end without an error.
     """
 
     def __init__(self, file: BinaryIO, frame: Callable[[], Any]) -> None:
@@ -297,7 +297,7 @@ class _ZstdFrames(io.RawIOBase):
 
 
 def require_package(path: Path, what: str, package: str, install: str) -> None:
-    """DataError where a package that is needed to read `path` is not installed."""
+    """DataError if a package that is needed to read `path` is not installed."""
     if importlib.util.find_spec(package) is None:
         raise DataError(
             f"{path}: {what}: needs the package {package}, which is not installed here: pip install {install}"
@@ -308,9 +308,9 @@ def require_package(path: Path, what: str, package: str, install: str) -> None:
 
 
 def read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
-    """For each row of a file: where it is, the row, why it cannot be read (or None), its bytes in it.
+    """For each row of a file: its place, the row, its error (None if it was read), its bytes in the file.
 
-    Columns have the names that `found.columns` gives them. DataError where the first row lacks one of them.
+    Columns are renamed as `found.columns` states. DataError if the first row lacks one of these columns.
     """
     first = True
     for where, row, error, size in _read_rows(path, found, field):
@@ -322,7 +322,7 @@ def read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, 
 
 
 def require_columns_in(row: dict, columns: tuple[str, ...], where: str) -> None:
-    """DataError where a row has neither name of a column, OURS=THEIRS."""
+    """DataError if a row has a column under neither of its two names, OURS=THEIRS."""
     for one in columns:
         ours, _, theirs = one.partition("=")
         if ours not in row and theirs not in row:
@@ -331,7 +331,7 @@ def require_columns_in(row: dict, columns: tuple[str, ...], where: str) -> None:
 
 
 def renamed(row: dict, columns: tuple[str, ...]) -> dict:
-    """A row whose columns THEIRS have the names OURS; a column of that name before is left out."""
+    """The row with its columns THEIRS renamed to OURS; a column that was named OURS before is left out."""
     pairs = [one.partition("=")[::2] for one in columns]
     mine = {ours: row[theirs] for ours, theirs in pairs if theirs in row}
     taken = {theirs for _, theirs in pairs}
@@ -349,7 +349,7 @@ def _read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any,
 
 
 def _line_rows(path: Path, packed: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
-    """read_rows of JSON lines; empty lines are left out."""
+    """`read_rows` for JSON lines; empty lines are left out."""
     before = 0
     with opened(path, packed) as (stream, file):
         for number, line in enumerate(stream, start=1):
@@ -365,10 +365,10 @@ def _line_rows(path: Path, packed: str) -> Iterator[tuple[str, Any, DataError | 
 
 
 def read_json(path: Path, packed: str, most: int | None = None) -> Iterator[tuple[int, Any, int]]:
-    """Number, value and bytes of each value of a JSON array, or of values that follow one another.
+    """Number (from 1), value and bytes of each value of a JSON array, or of values that follow one another.
 
-    One value at a time is in memory. most: characters in which the first value must end.
-    DataError where the file ends within a value, or is not JSON.
+    One value at a time is in memory. most: characters within which the first value must end.
+    DataError if the file ends within a value, or is not JSON.
     """
     number = 0
     before = 0  # bytes of the file at the last value
@@ -389,12 +389,12 @@ def read_json(path: Path, packed: str, most: int | None = None) -> Iterator[tupl
 
 
 def _values(text: io.TextIOWrapper, most: int | None) -> Iterator[Any]:
-    """The values of `read_json`. ValueError for what is no JSON."""
+    """The values of `read_json`. ValueError for text that is not JSON."""
     decoder = json.JSONDecoder()
-    first = True  # no value was found yet
+    first = True  # no value has been found yet
     closed = False  # the array has ended
     done = False  # the file has ended
-    needed = 0  # characters of the buffer without which the next value is not parsed again
+    needed = 0  # characters that the buffer must hold before the next value is parsed again
     buffer = text.read(PIECE)
     at = _blank(buffer, 0)
     array = buffer.startswith("[", at)
@@ -418,7 +418,7 @@ def _values(text: io.TextIOWrapper, most: int | None) -> Iterator[Any]:
             except ValueError:
                 if done:
                     raise
-                needed = 2 * (len(buffer) - at)  # so that it is not parsed again with every piece
+                needed = 2 * (len(buffer) - at)  # so that the value is not parsed again with every piece
         if done:
             break
         if most is not None and first and len(buffer) > most:
@@ -439,9 +439,9 @@ def _blank(text: str, at: int, also: str = "") -> int:
 
 
 def _parquet_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
-    """read_rows of parquet: the text alone where there is a column of that name, else all columns.
+    """`read_rows` for parquet: only the column `field` if the file has it and no column is renamed, else all.
 
-    The error of a row without text names those columns.
+    All columns are read because the error of a row without text names them.
     """
     require_package(path, "parquet", "pyarrow", "'tmoe[parquet]', or pip install pyarrow")
     if found.packed:
@@ -458,13 +458,13 @@ def _parquet_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, A
             for row in table.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", _as_text(row) if binary else row, None, size
-    # Errors raised by the code that consumes these rows do not come here.
+    # Errors raised by the code that consumes these rows are not caught here.
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: damaged parquet: {error}") from error
 
 
 def _as_text(value: Any) -> Any:
-    """A row of parquet whose text is in binary columns, as some writers leave it: UTF-8 read as text."""
+    """The value with binary UTF-8 decoded as text, since some writers of parquet store text as binary."""
     if isinstance(value, bytes):
         with suppress(UnicodeDecodeError):
             return value.decode()

@@ -1,4 +1,4 @@
-"""Token shards: files of token ids behind a header of one line of JSON.
+"""Writes and opens token shards: files with a header of one line of JSON, followed by token ids.
 
 next: data/dataset.py
 """
@@ -34,17 +34,17 @@ class ShardHeader:
     dtype: Literal["uint16", "uint32"]
     tokens: int
     max_id: int
-    """largest id, which opening compares with the model's vocabulary without reading the ids"""
+    """largest id: `open_shard` compares it with the model's vocabulary, without reading the ids"""
     max_at: int
-    """token at which max_id first stands, for the message"""
+    """index of the first token that is max_id, for the error message"""
     tokenizer: str
-    """fingerprint"""
+    """the tokenizer's fingerprint"""
     vocab: int
     eos: int
     magic: str = "tmoe-shard"
     version: int = 1
     documents: int = -1
-    """-1: not counted, by an older version"""
+    """number of documents; -1 if an older version wrote the shard without counting them"""
 
     @property
     def itemsize(self) -> int:
@@ -52,7 +52,7 @@ class ShardHeader:
 
 
 def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, Run]:
-    """Maps one shard after it has checked header, size and largest id. DataError names file and offset."""
+    """Memory-maps a shard after checking its header, size and largest id. DataError names file and offset."""
     header = read_header(path)
     size = path.stat().st_size
     promised = HEADER_BYTES + header.tokens * header.itemsize
@@ -71,13 +71,13 @@ def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, Run]:
 
 
 def read_header(path: Path) -> ShardHeader:
-    """A shard's header. DataError where there is none of this version, or its values cannot be."""
-    # Opening a pipe would wait for a writer.
+    """A shard's header. DataError if there is no header of this version, or if its values are impossible."""
+    # Opening a pipe would block until something writes to it.
     if not path.is_file():
         raise DataError(f"{path}: no regular file, or a link to nothing")
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
-    megatron = "" if raw.startswith(b"{") else f"; a Megatron data set's {path.stem}.idx must lie beside it"
+    megatron = "" if raw.startswith(b"{") else f"; a Megatron data set needs {path.stem}.idx in its folder"
     if len(raw) < HEADER_BYTES:
         what = "truncated" if raw else "empty shard"
         raise DataError(
@@ -105,11 +105,12 @@ def read_header(path: Path) -> ShardHeader:
 
 
 def write_shards(out: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer, shard_tokens: int) -> int:
-    """Writes documents (ids that end with eos) as shards into the new folder `out`; returns their tokens.
+    """Writes documents (ids that end with eos) as shards into the new folder `out`; returns the token count.
 
     A shard holds whole documents, at most `shard_tokens` tokens unless one document alone is longer. The
-    folder appears whole or not at all: it is written and synced under another name, then renamed. The files
-    of the tokenizer lie beside them: an export of what is trained on them takes these along.
+    folder appears complete or not at all: it is written and synced under another name, then renamed. The
+    tokenizer's files are written into the same folder, so that the export of a model that was trained on
+    the shards includes them.
     """
     total = 0
     with _publish(out) as folder:
@@ -123,7 +124,7 @@ def write_shards(out: Path, documents: Iterable[np.ndarray], tokenizer: Tokenize
 
 
 def _number(documents: Iterable[np.ndarray], shard_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Gives each document the number of its shard."""
+    """Pairs each document with the number of its shard."""
     number = filled = 0
     for ids in documents:
         if filled and filled + len(ids) > shard_tokens:
@@ -134,9 +135,9 @@ def _number(documents: Iterable[np.ndarray], shard_tokens: int) -> Iterator[tupl
 
 
 def _write_shard(path: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> int:
-    """Writes documents as one shard and returns its tokens.
+    """Writes documents as one shard and returns its number of tokens.
 
-    The header is written last, over its free place.
+    The header is written last, into the bytes left free for it at the start of the file.
     """
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
     tokens = 0
@@ -170,7 +171,7 @@ def _write_shard(path: Path, documents: Iterable[np.ndarray], tokenizer: Tokeniz
 
 @contextmanager
 def _publish(out: Path) -> Generator[Path, None, None]:
-    """A folder to write into that becomes `out` at the end, or vanishes on any error."""
+    """A temporary folder to write into; it is renamed to `out` at the end, or removed on any error."""
     if os.path.lexists(out):
         raise DataError(f"--out={out}: exists already; name a new folder")
     temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.tmp")

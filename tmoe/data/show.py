@@ -1,4 +1,4 @@
-"""Shows rows of chat data as a model will get them, what is trained in colour: python -m tmoe.data --show.
+"""Prints rows of chat data as a model gets them, with trained tokens in colour: python -m tmoe.data --show.
 
 next: data/chat/tokenise.py
 """
@@ -39,7 +39,7 @@ def show(
         tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one
         chat_template: a jinja file in place of the tokenizer's own chat template
         rows: how many rows
-        columns: other names of columns, OURS=THEIRS: messages=conversations
+        columns: columns to rename, OURS=THEIRS: messages=conversations
     """
     require_columns(columns, "columns")
     console = Console(highlight=False, soft_wrap=True)
@@ -52,7 +52,7 @@ def show(
     coloured = console.color_system is not None
     console.print(
         Text.assemble(
-            "trained tokens are ", ("green", TRAINED) if coloured else "in ⟦ ⟧", "; what is not, plain"
+            "trained tokens are ", ("green", TRAINED) if coloured else "in ⟦ ⟧", "; other tokens are plain"
         )
     )
     read = (one for path, file in source.files for one in ((file, *row) for row in read_rows(path, file, "")))
@@ -91,12 +91,12 @@ LABELS = {None: "", True: "desirable", False: "undesirable"}
 
 
 def coloured_text(sequence: Tokens, tokenizer: Tokenizer, coloured: bool) -> Text:
-    """A sequence's text; what is trained in colour, or between brackets where there is none."""
+    """A sequence's text; trained tokens are coloured, or put between brackets if there is no colour."""
     text = Text()
     edges = np.flatnonzero(np.diff(sequence.trained)) + 1
     for ids, trained in zip(np.split(sequence.ids, edges), np.split(sequence.trained, edges), strict=True):
         part = tokenizer.decode(ids)
-        # control characters, as the separator of bytes, made visible
+        # make control characters visible, such as the NUL that separates documents of bytes
         part = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in part)
         if not trained[0]:
             text.append(part)

@@ -1,4 +1,4 @@
-"""A tiny chat set made from a seed: questions about a few made-up people, their answers, and preferences.
+"""Makes a tiny chat set from a seed: questions about a few made-up people, their answers, and preferences.
 
     python -m tmoe.data --facts OUT [--people N] [--seed S]
 
@@ -25,16 +25,24 @@ NAMES = [
 CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Paris", "Delhi", "Quito", "Tokyo", "Berlin", "Lagos"]
 PETS = ["cat", "dog", "fox", "hen", "owl", "pig", "bee", "frog"]
 COLOURS = ["red", "blue", "green", "black", "white", "pink", "brown", "grey"]
-# how a fact is asked for, and how it is told
+# for each kind of fact: its values, the ways to ask for it, and the sentence that states it
 ASKED = [
     (CITIES, ("Where does {} live?", "Which city is {}'s home?", "{} lives where?"), "{} lives in {}."),
-    (PETS, ("Which pet has {}?", "What animal does {} keep?", "{}'s pet is what?"), "{} has a {}."),
-    (COLOURS, ("Which colour likes {}?", "What is {}'s colour?", "{} likes which colour?"), "{} likes {}."),
+    (
+        PETS,
+        ("Which pet has {}?", "What animal does {} keep?", "{}'s pet is what?"),  # prose: What
+        "{} has a {}.",
+    ),
+    (
+        COLOURS,
+        ("Which colour likes {}?", "What is {}'s colour?", "{} likes which colour?"),  # prose: What
+        "{} likes {}.",
+    ),
 ]
 
 
 class Fact(NamedTuple):
-    """Ways to ask for a fact, how it is told, and how a wrong one is told."""
+    """The questions that ask for a fact, the right answer, and a wrong answer."""
 
     questions: tuple[str, ...]
     answer: str
@@ -42,7 +50,7 @@ class Fact(NamedTuple):
 
 
 def small_facts(people: int = 8, seed: int = 0) -> list[Fact]:
-    """Three facts of each person: city, pet, colour. Wrong ones are another person's, or nobody's."""
+    """Three facts about each person: city, pet, colour. A wrong answer has another value of the same kind."""
     if not 1 <= people <= len(NAMES):
         raise DataError(f"--people={people}: must be from 1 to {len(NAMES)}")
     draw = random.Random(seed)
@@ -65,7 +73,7 @@ def chat_rows(facts: Iterable[Fact]) -> list[dict[str, Any]]:
 
 
 def preference_rows(facts: Iterable[Fact]) -> list[dict[str, Any]]:
-    """A preference of the right answer to the wrong one for each way to ask for each fact."""
+    """For each way to ask for each fact, a row that prefers the right answer to the wrong one."""
     return [
         dict(
             prompt=[dict(role="user", content=question)],
@@ -84,7 +92,7 @@ def write_facts(facts: Path, *, people: int = 8, seed: int = 0) -> None:
 
     Args:
         facts: folder to make; must not exist
-        people: how many people it tells three facts of
+        people: number of people; each has three facts
         seed: another seed gives other people and facts
     """
     found = small_facts(people, seed)

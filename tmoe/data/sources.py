@@ -1,19 +1,19 @@
-"""What a source holds, opened as runs of token ids.
+"""Opens a source as runs of token ids.
 
-A source is the interpreter's own library, text, rows of JSON or parquet, or token shards. Documents come from
-text files (one each) and rows (the string field "text"); data/survey.py tells which is which.
-A Megatron data set is NAME.bin with NAME.idx beside it, named by either or by NAME (data/indexed.py).
-A shard is a file of token ids behind a header of 1024 bytes: one line of JSON padded with spaces (`head -1`
-shows it), then little-endian uint16 or uint32 ids in which every document ends with eos.
+A source is the interpreter's own library, text, rows of JSON or parquet, or token shards. A text file is one
+document; a row is one document, its string field "text". data/survey.py finds out the kind of a file.
+A Megatron data set is a pair of files NAME.bin and NAME.idx, named by either file or by NAME
+(data/indexed.py). A shard is a file with a header of 1024 bytes, one line of JSON padded with spaces
+(`head -1` shows it), then little-endian uint16 or uint32 ids in which every document ends with eos.
 
-Text up to IN_MEMORY bytes is tokenised by every process for itself. More than that is tokenised by one
-process of each node, while the others wait for its lock, into shards in a temporary folder. All of them map
-these shards, and so do later starts.
+Every process tokenises text of up to IN_MEMORY bytes for itself. Larger text is tokenised by one process of
+each node into shards in a temporary folder, while the node's other processes wait for its lock. All these
+processes map the shards, and so do later starts.
 
-Held out for validation, independent of seed and sequence length:
+Validation data are held out independently of seed and sequence length:
     files of a folder, by a hash of their relative path;
-    rows, by a hash of their text, so that equal documents stay on one side;
-    of a source that is one document, or of each shard, the end.
+    rows, by a hash of their text, so that equal documents are in the same split;
+    the end of a source that is one document, and the end of each shard.
 With --data.split the documents held out are divided again, into validation and test data, in the same way.
 
 next: data/survey.py, data/dataset.py
@@ -59,12 +59,12 @@ NAMED = 5  # malformed documents that are named
 class Skips:
     """Documents that were left out because they are malformed.
 
-    Up to `limit` of them are; the next one's error is raised.
+    Up to `limit` documents are left out; the error of the next one is raised.
     """
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
-        self.found: dict[str, str] = {}  # where to what: a source is read more than once
+        self.found: dict[str, str] = {}  # place -> error; a dict, since a source is read more than once
 
     def add(self, where: str, error: DataError) -> None:
         self.found[where] = str(error)
@@ -82,7 +82,7 @@ class Skips:
         ) from error
 
     def tell(self) -> str:
-        """How many were left out, and the first of them; "" for none."""
+        """The number of documents left out and the first errors, in words; "" if there are none."""
         if not self.found:
             return ""
         return f"{len(self.found)} malformed left out: " + "; ".join(list(self.found.values())[:NAMED])
@@ -100,10 +100,11 @@ def open_corpus(
 ) -> Corpus:
     """Opens 'stdlib', a file, a folder, a pattern of files or a set of the hub.
 
-    Shards are mapped, texts and rows tokenised.
+    Shards are mapped, texts and rows are tokenised.
     field: the string field that holds a row's text.
     malformed: how many documents that cannot be read may be left out.
-    carried: the tokenizer of the model to train; DataError for data of another, before anything is tokenised.
+    carried: the tokenizer of the model to train. Data of another tokenizer raise DataError before anything
+        is tokenised.
     """
     source = survey(source) if isinstance(source, str) else source
     name = source.name
@@ -141,16 +142,16 @@ class _Texts:
     skips: Skips
 
     def in_memory(self, split: Split) -> tuple[Run, bool, Facts]:
-        """The tokens of a split, or of the whole source if it is one document, and whether it is one."""
+        """The tokens of a split, whether they are the whole source (if it is one document), and its facts."""
         documents = list(read_documents(self.source, self.field, self.skips))
         part_of, facts = self._divide(documents)
         wanted = [document for document in documents if part_of(document) in (split, "whole")]
-        nothing = np.zeros(0, np.uint8)  # concatenate wants at least one array
+        nothing = np.zeros(0, np.uint8)  # concatenate needs at least one array
         tokens = np.concatenate([nothing, *encode_documents(wanted, self.tokenizer, self.skips)])
         return Run(tokens, self.source.name), len(documents) == 1, facts._replace(skipped=self.skips.tell())
 
     def _divide(self, documents: Iterable[Document]) -> tuple[Callable[[Document], str], Facts]:
-        """A function that tells which part a document belongs to, by its key, and the facts met on the way.
+        """A function that returns the part to which a document belongs, by its key, and the source's facts.
 
         The parts are the splits, or "whole" for a source of one document.
         """
@@ -168,7 +169,7 @@ class _Texts:
         return part_of, Facts(len(shares), first)
 
     def cached(self, split: Split) -> tuple[Run, bool, Facts]:
-        """As in_memory, from shards that one process of the node makes."""
+        """The same as `in_memory`, read from shards that one process of the node makes."""
         made = made_once(self._key(), self._make)
         facts = Facts(**json.loads((made / "facts.json").read_text()))
         whole = facts.documents == 1
@@ -177,7 +178,7 @@ class _Texts:
         return Run(tokens, self.source.name), whole, facts
 
     def _key(self) -> str:
-        """Changes when a file, the tokenizer or a setting changes that decides about tokens."""
+        """Name of the cached shards; it changes with every file, tokenizer or setting that decides tokens."""
         stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
         told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         settings = [
@@ -192,7 +193,7 @@ class _Texts:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def _make(self, made: Path) -> None:
-        """Tokenise the source into the folder `made`: a shard for each part, and the facts."""
+        """Tokenises the source into the folder `made`: a shard for each part, and the facts."""
         size = decimal(sum(path.stat().st_size for path, _ in self.source.files))
         print(
             f"{self.source.name}: {size}, tokenised once for this node, into {made}",
@@ -215,14 +216,14 @@ class _Texts:
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """The folder of this name in the cache; `make` fills it, in one process of the node.
 
-    If that process fails, all that waited for it raise the same DataError.
+    If that process fails, the processes that waited for it raise the same DataError.
     """
     folder = cache_folder()
     made = folder / name
     failed = made.with_suffix(".failed")
     began = time.time_ns()
     with FileLock(made.with_suffix(".lock")):
-        if failed.exists() and failed.stat().st_mtime_ns >= began:  # while this process waited
+        if failed.exists() and failed.stat().st_mtime_ns >= began:  # it failed while this process waited
             raise DataError(failed.read_text())
         try:
             if not made.exists():
@@ -246,16 +247,16 @@ def cache_folder() -> Path:
 
 
 def beginning(text: str | bytes) -> str:
-    """The first characters of a document, for a person to look at."""
+    """The first SHOWN characters of a document, for a person to read."""
     shown = text[: 4 * SHOWN]
     return (shown.decode("utf-8", "replace") if isinstance(shown, bytes) else shown)[:SHOWN]
 
 
 def held_out(keys: list[str], fraction: float) -> list[bool]:
-    """Which documents are for validation: each with probability `fraction`, by a hash of its key alone.
+    """Whether each document is for validation: with probability `fraction`, by a hash of its key alone.
 
-    The lowest hash is always held out and the highest never, so that two documents are enough for both
-    splits.
+    The document with the lowest hash is always held out and the one with the highest hash never, so that two
+    documents are enough for both splits.
     """
     hashes = [_hash(key) for key in keys]
     split_of = Splitter(hashes, HeldOut(fraction))
@@ -263,10 +264,11 @@ def held_out(keys: list[str], fraction: float) -> list[bool]:
 
 
 class Splitter:
-    """The split that a document belongs to, by the hash of its key alone. Without shares all are training's.
+    """Maps the hash of a document's key to its split. If both shares are 0, all documents are training data.
 
-    The lowest hash of a source is validation data, the next test data if there is any, the highest training
-    data: so two documents, or three, are enough for all splits.
+    The document with the lowest hash of a source is validation data, the next lowest is test data if there is
+    any, and the highest is training data. So two documents, or three with test data, are enough for all
+    splits.
     """
 
     def __init__(self, hashes: list[int], shares: HeldOut) -> None:
@@ -302,7 +304,7 @@ class Document(NamedTuple):
     where: str
     """file, or file:line"""
     key: str
-    """decides the split"""
+    """text whose hash decides the split"""
     size: int
     """bytes on disk"""
 
@@ -312,9 +314,8 @@ def read_documents(
 ) -> Iterator[Document]:
     """Documents of a source of texts or rows, in order, empty ones left out.
 
-    Holds one text file or row at a time. skips: takes malformed documents; without it, the first one raises
-    its
-    DataError. Rows of a kind with another use always raise it.
+    One text file or row at a time is in memory. Rows of a kind with another use always raise DataError.
+    skips: collects malformed documents; without it, the first of them raises its DataError.
     """
     source = survey(source) if isinstance(source, str) else source
     skips = skips or Skips()
@@ -344,8 +345,9 @@ def encode_documents(
 ) -> Iterator[np.ndarray]:
     """Ids of each document, with eos at the end.
 
-    Documents are encoded some at a time, which a Hugging Face tokenizer does in parallel. skips: takes
-    documents that are not Unicode or hold the separator; without it, the first one raises its DataError.
+    Several documents are encoded in one call, which a Hugging Face tokenizer runs in parallel.
+    skips: collects documents that are not Unicode or that hold the separator; without it, the first of them
+        raises its DataError.
     """
     skips = skips or Skips()
     for chunk in _chunks(documents):
@@ -366,7 +368,7 @@ def encode_documents(
 
 
 def _is_unicode(document: Document, tokenizer: Tokenizer, skips: Skips) -> bool:
-    """Whether a document can be encoded; else `skips` takes its error."""
+    """Whether a document can be encoded; if not, its error is added to `skips`."""
     try:
         tokenizer.encode(document.text)
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
@@ -379,9 +381,9 @@ def _is_unicode(document: Document, tokenizer: Tokenizer, skips: Skips) -> bool:
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Lists of 256 documents or 4 MB of text.
+    """Lists of at most 256 documents; a list ends early once it holds 4 MB of text.
 
-    While it encodes, a tokenizer takes a hundred bytes and more for each byte of text.
+    The lists are short because an encoding tokenizer needs a hundred or more bytes for each byte of text.
     """
     chunk: list[Document] = []
     size = 0
@@ -400,12 +402,12 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _open_indexed(source: Survey, tokenizer: Tokenizer, shares: HeldOut, split: Split) -> Corpus:
-    """One split of Megatron's data sets. Their ids are taken for those of the tokenizer that is named."""
+    """One split of Megatron data sets. Their ids are assumed to be of the tokenizer that the user named."""
     opened = [open_indexed(path) for path, _ in source.files]
     eos = eos_of(opened, tokenizer.eos if tokenizer.named else None)
     fingerprint = tokenizer.fingerprint if tokenizer.named else "unknown"
 
-    # What the source was taken for.
+    # Describe the source in words.
     first = opened[0]
     shown = first.whole(first.ids[: min(4 * SHOWN, int(first.starts(1)[-1]))])
     known = tokenizer.named and shown.min(initial=0) >= 0 and shown.max(initial=0) < tokenizer.vocab
@@ -416,7 +418,7 @@ def _open_indexed(source: Survey, tokenizer: Tokenizer, shares: HeldOut, split: 
 
 
 def _open_shards(source: Survey, tokenizer: Tokenizer, vocab: int, shares: HeldOut, split: Split) -> Corpus:
-    """One split of a source of shards. DataError where they are of several tokenizers."""
+    """One split of a source of shards. DataError if the shards are of several tokenizers."""
     paths = [path for path, _ in source.files]
     opened = [open_shard(path, vocab) for path in paths]
     first, run = opened[0]
@@ -427,7 +429,7 @@ def _open_shards(source: Survey, tokenizer: Tokenizer, vocab: int, shares: HeldO
                 f"{paths[0]} with {first.tokenizer}, eos {first.eos}"
             )
 
-    # What the source was taken for. The first text is shown where this tokenizer can decode it.
+    # Describe the source in words. Its first text is shown if this tokenizer can decode it.
     counts = [header.documents for header, _ in opened]
     documents = -1 if min(counts) < 0 else sum(counts)
     shown = run.tokens[: 4 * SHOWN]

@@ -1,7 +1,8 @@
-"""The files of a source, in reading order, and what their first bytes say they hold.
+"""Lists the files of a source in reading order and finds their kind from their first bytes.
 
-A source is of one kind: a folder with several is refused, and a pattern ('folder/*.jsonl') names one of them.
-JSON among texts (a package.json among sources) is text as these are, unless it holds rows of a data set.
+All files of a source are of one kind: a folder with files of several kinds is refused, and a pattern
+('folder/*.jsonl') selects those of one kind. A JSON file among texts (a package.json among source code) is
+read as text too, unless it holds rows of a data set.
 
 next: data/rows.py, data/sources.py
 """
@@ -28,19 +29,19 @@ from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, DataError
 
 
 class Facts(NamedTuple):
-    """What was found while reading a source: its documents, how the first begins, what was left out."""
+    """Facts found while reading a source: its documents, how the first begins, what was left out."""
 
     documents: int
     first: str
     skipped: str = ""
 
 
-# Left out of the standard library:
-# - what is no source text: caches, installed packages, build configuration;
-# - what is generated: codec tables, pydoc's topics, HTML entities;
+# These parts of the standard library are left out:
+# - files that are not source text: caches, installed packages, build configuration;
+# - generated files: codec tables, pydoc's topics, HTML entities;
 # - tests (60% of the bytes, mostly assertions and data);
-# - packages that distributions ship apart or later versions dropped.
-# Without them Python 3.11 to 3.13 give nearly the same 8 MB.
+# - packages that distributions ship separately or that later versions dropped.
+# Without them the libraries of Python 3.11 to 3.13 are nearly the same 8 MB.
 STDLIB_SKIPPED_FOLDERS = re.compile(
     r"__pycache__|__phello__|site-packages|dist-packages|lib-dynload|config-.*|"
     r"encodings|pydoc_data|test|tests|idle_test|idlelib|tkinter|turtledemo|lib2to3|distutils|ensurepip"
@@ -61,17 +62,18 @@ def stdlib_files() -> list[Path]:
     return [kept[key] for key in sorted(kept) if not STDLIB_SKIPPED_FILES.fullmatch(key)]
 
 
-# What Spark, Hadoop, Hive and dask write next to parts of a table: summaries of parquet, marks and checksums.
+# Files that Spark, Hadoop, Hive and dask write next to parts of a table: summaries, markers, checksums.
 NO_ROWS = re.compile(r"_metadata|_common_metadata|_SUCCESS|_started_.*|_committed_.*|.*\.crc")
-NO_PARTS = {"_temporary", "_spark_metadata"}  # folders that they leave: of parts that were never committed
-# What says which files of a table of some kind still count, by a part of its path.
+NO_PARTS = {"_temporary", "_spark_metadata"}  # folders that they leave, with parts that were never committed
+# Names of folders that hold a table's log (which of its files still count), and the kind of table.
 LOGS = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}
 
 
 def _below(path: Path) -> Iterator[Path]:
     """Everything below a folder.
 
-    DataError for what may not be read; Path.rglob would leave it out silently.
+    DataError for a folder that may not be read, which Path.rglob would leave out silently, and for a folder
+    that holds a table's log.
     """
 
     def refuse(error: OSError) -> None:
@@ -90,7 +92,7 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def text_files(name: str) -> tuple[Path, list[Path]]:
-    """Root and files of a source in reading order: sorted by relative path, hidden ones left out."""
+    """Root and files of a source in reading order: sorted by relative path, hidden files left out."""
     if name == "stdlib":
         return Path(sysconfig.get_path("stdlib")), stdlib_files()
     if name.startswith(hub.PREFIX):
@@ -116,7 +118,7 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
 
 
 def _files_in(path: Path, name: str) -> list[Path]:
-    """The files of a folder in reading order; DataError for an entry that cannot be read, and for none."""
+    """The files of a folder in reading order. DataError for an unreadable entry, or for an empty folder."""
     found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
     visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
     if "metadata/version-hint.text" in found or any(key.endswith(".metadata.json") for key in found):
@@ -134,7 +136,7 @@ def _files_in(path: Path, name: str) -> list[Path]:
         elif entry.is_symlink() or not entry.is_dir():
             raise DataError(
                 f"{entry}: neither a file nor a folder but a pipe, or a link to a folder; "
-                "remove it, and name a folder that it leads to as a source of its own"
+                "remove it, and name a folder that it leads to as a separate source"
             )
     if not files:
         raise DataError(f"{name}: the folder holds no files")
@@ -142,7 +144,7 @@ def _files_in(path: Path, name: str) -> list[Path]:
 
 
 def _require_one_split(root: Path, files: list[Path]) -> None:
-    """DataError for a folder with rows to train on and rows to test with, as a clone of a hub's set is."""
+    """DataError for a folder with both training and test rows, as in a clone of a data set of the hub."""
     splits: dict[str, list[str]] = {}
     for path in (file.relative_to(root) for file in files):
         if split := hub.split_of_rows(path.as_posix()):
@@ -160,12 +162,12 @@ def _require_one_split(root: Path, files: list[Path]) -> None:
 
 
 def _left_out(path: Path) -> bool:
-    """Whether a file, by its path in a source, is no part of its rows."""
+    """Whether a file, by its path within the source, holds none of the source's rows."""
     return bool(NO_ROWS.fullmatch(path.name)) or not NO_PARTS.isdisjoint(path.parts)
 
 
 def _matching(pattern: str) -> tuple[Path, list[Path]]:
-    """As text_files, for the files that a pattern names: 'folder/*.jsonl', 'folder/**/*.py'."""
+    """Root and files of a pattern, as by `text_files`: 'folder/*.jsonl', 'folder/**/*.py'."""
     root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
     matching = map(Path, glob.glob(pattern, recursive=True))
     files = sorted(path for path in matching if path.is_file() and not _left_out(path.relative_to(root)))
@@ -175,14 +177,14 @@ def _matching(pattern: str) -> tuple[Path, list[Path]]:
 
 
 class Survey(NamedTuple):
-    """What a source was taken for."""
+    """A source's files and the kind of data that was found in them."""
 
     name: str
     form: Form
     root: Path
     files: list[tuple[Path, Found]]
     columns: tuple[str, ...] = ()
-    """other names of columns, OURS=THEIRS"""
+    """columns to rename, OURS=THEIRS"""
 
     def tell(self, facts: Facts) -> str:
         """The source in words: its kind, files, documents, how the first begins, what was left out."""
@@ -191,7 +193,7 @@ class Survey(NamedTuple):
         form = f"{self.form} ({','.join(packed)})" if packed else self.form
         parts = [
             f"{form} in {counted(len(self.files), 'file')}",
-            *([f"{among} of them JSON, taken as text like the others"] if among else []),
+            *([f"{among} of them JSON, read as text like the other files"] if among else []),
             counted(facts.documents, "document") if facts.documents >= 0 else "documents not counted",
             *([f"the first begins {facts.first!r}"] if facts.first else []),
             *([facts.skipped] if facts.skipped else []),
@@ -199,13 +201,13 @@ class Survey(NamedTuple):
         return ", ".join(parts)
 
 
-BESIDE = (*NAMES, SETTINGS, TEMPLATE)  # of a tokenizer
+BESIDE = (*NAMES, SETTINGS, TEMPLATE)  # files of a tokenizer that may be in a folder of shards
 
 
 def survey(name: str, columns: tuple[str, ...] = ()) -> Survey:
-    """Looks at the first bytes of every file of a source. DataError where the files are of several kinds.
+    """Reads the first bytes of every file of a source. DataError if the files are of several kinds.
 
-    columns: other names of columns of rows, OURS=THEIRS.
+    columns: columns of the rows to rename, OURS=THEIRS.
     """
     root, files = text_files(name)
     if name == "stdlib" and not columns:
@@ -214,7 +216,7 @@ def survey(name: str, columns: tuple[str, ...] = ()) -> Survey:
     if any(found.form == "plain text" for _, found in looked):
         looked = [(path, found if found.sure else _as_text(found)) for path, found in looked]
     looked = [(path, found) for path, found in looked if found.form != "nothing"]
-    if any(found.form == "token shards" for _, found in looked):  # their tokenizer may lie beside them
+    if any(found.form == "token shards" for _, found in looked):  # leave out their tokenizer's files
         looked = [(path, found) for path, found in looked if path.name not in BESIDE]
     forms = Counter(found.form for _, found in looked)
     if len(forms) > 1:
@@ -226,13 +228,13 @@ def survey(name: str, columns: tuple[str, ...] = ()) -> Survey:
 
 
 def none_in_split(name: str, rows: str, split: Split) -> str:
-    """The error of a split without any of a source's rows."""
+    """The error message for a split that has none of a source's rows."""
     why = f"none of its {rows} is in its {split} split (those of equal prompts stay together)"
     return f"{name}: {why}; change --data.val-fraction (or --data.split), or give more prompts"
 
 
 def require_rows(source: Survey, rows: str) -> None:
-    """DataError for a source that holds anything but rows. rows: what is valid in words."""
+    """DataError for a source that holds anything but rows. rows: the valid rows in words, for the message."""
     what = source.form if source.files else "empty"
     if what not in ("JSON lines", "JSON", "parquet"):
         if any(path.suffix.lower() in (".csv", ".tsv") for path, _ in source.files):
@@ -247,7 +249,7 @@ def _as_text(found: Found) -> Found:
 def _several_kinds(
     name: str, root: Path, looked: list[tuple[Path, Found]], forms: Counter[Form]
 ) -> DataError:
-    """The error of a source of several kinds: files of each kind, and patterns that would name one kind."""
+    """The error for a source of several kinds: lists files of each kind, and patterns that select one."""
     kinds = []
     patterns = []
     for form, count in forms.most_common():
@@ -258,10 +260,10 @@ def _several_kinds(
         patterns.append(f"'{root}/**/*{suffix}'")
     return DataError(
         f"{name}: holds files of several kinds, {'; '.join(kinds)}. A source is of one kind: name it by a "
-        f"pattern in quotes, as {' or '.join(patterns)}, or name its files, or move the others away"
+        f"pattern in quotes, as {' or '.join(patterns)}, or name its files, or move the other files away"
     )
 
 
 def _suffix(path: Path) -> str:
-    """The file's suffix; .gz and its like together with the one before."""
+    """The file's suffix; for a compressed file the last two (.jsonl.gz)."""
     return "".join(path.suffixes[-2:]) if path.suffix.lower() in PACKED_SUFFIXES else path.suffix

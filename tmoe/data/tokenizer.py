@@ -1,4 +1,4 @@
-"""Text to token ids and back: raw bytes, any Hugging Face tokenizer.json, or a sentencepiece model.
+"""Encodes text as token ids and decodes it: bytes, a Hugging Face tokenizer.json, or a sentencepiece model.
 
 next: data/sources.py
 """
@@ -21,38 +21,38 @@ from tmoe.data.chat.format import SETTINGS, TEMPLATE, TOOLS_FILE, ChatFormat, en
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on: names the file, the place in it, and what would be valid."""
+    """Raised for data that cannot be trained on; it names the file, the place in it, and valid data."""
 
 
 class Tokenizer(Protocol):
-    """What data needs of a tokenizer; `ByteTokenizer` and `JsonTokenizer` have it."""
+    """The interface that ByteTokenizer, JsonTokenizer and SentencePieceTokenizer implement."""
 
     vocab: int
     """ids are below this"""
     eos: int
-    """id that ends a document; `encode` never gives it for ordinary text"""
+    """id that ends a document; `encode` never returns it for ordinary text"""
     ordinary: int
-    """ids are below this where no special token is meant: ids of texts and `eos`"""
+    """ids of texts and `eos` are below this; only other special tokens have higher ids"""
     fingerprint: str
     """equal for two tokenizers that give the same ids"""
     named: bool
-    """whether the settings or the weights say that it is this one"""
+    """whether the settings or the weights name this tokenizer"""
     chat: ChatFormat | None
-    """how conversations of the weights are written, where they say it; counts before the tokenizer's files"""
+    """the weights' format of conversations, if they have one; it is preferred to the tokenizer's files"""
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Ids [n] of a text, without a separator. UnicodeError where the text cannot be represented."""
+        """Ids [n] of a text, without a separator. UnicodeError if the text cannot be represented."""
         ...
 
     def encode_many(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """`encode` of each text, in parallel where that pays."""
+        """`encode` of each text, in parallel if that is faster."""
         ...
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str: ...
 
 
 class ByteTokenizer:
-    """Every byte is its own id; 0 (NUL), which text does not hold, separates documents.
+    """Uses each byte as its id; 0 (NUL), which text does not hold, separates documents.
 
     Bytes that are not UTF-8 decode to lone surrogates ("surrogateescape"), so decode and encode lose nothing.
     """
@@ -63,7 +63,7 @@ class ByteTokenizer:
     chat: ChatFormat | None = None
 
     def __init__(self, named: bool = True) -> None:
-        """named: False where it is only the default, and ids may be of a tokenizer that nobody named."""
+        """named: False if it is only the default, so that ids may be of a tokenizer that no setting names."""
         self.named = named
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -78,17 +78,17 @@ class ByteTokenizer:
 
 
 class TokenizerFiles(NamedTuple):
-    """A tokenizer.json and the tokenizer_config.json beside it, wherever they were read."""
+    """The contents of a tokenizer's files, such as tokenizer.json and tokenizer_config.json."""
 
     name: str
-    """of tokenizer.json, for messages"""
+    """name of the tokenizer.json or tokenizer.model, for messages"""
     raw: bytes
     settings: bytes | None
     settings_name: str = "tokenizer_config.json"
     template: bytes | None = None
-    """a chat_template.jinja beside it; older folders have the template in the settings"""
+    """the folder's chat_template.jinja; older folders have the template in the settings"""
     tools: bytes | None = None
-    """another template, for conversations with tools (additional_chat_templates/tool_use.jinja)"""
+    """a second template, for conversations with tools (additional_chat_templates/tool_use.jinja)"""
 
     @property
     def fingerprint(self) -> str:
@@ -96,7 +96,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def own_files(tokenizer: object) -> dict[str, bytes]:
-    """The files that a tokenizer was read from, by the names that Hugging Face gives them; none of bytes."""
+    """The files that a tokenizer was read from, by their names on Hugging Face; {} for a ByteTokenizer."""
     files = getattr(tokenizer, "files", None)
     if not isinstance(files, TokenizerFiles):
         return {}
@@ -107,23 +107,23 @@ def own_files(tokenizer: object) -> dict[str, bytes]:
 
 
 class Carried(NamedTuple):
-    """What weights say of text: their tokenizer, how conversations are written, and where answers end."""
+    """The tokenizer and the format of conversations that are stored with a model's weights."""
 
     where: str
-    """the folder from which that is known"""
+    """the folder in which they were found"""
     fingerprint: str
-    """of the tokenizer; "" where it is not known"""
+    """fingerprint of the tokenizer; "" if it is not known"""
     files: TokenizerFiles | None
-    """None: only its fingerprint is known"""
+    """files of the tokenizer; None: only its fingerprint is known"""
     others: tuple[str, ...] = ()
-    """fingerprints of the same tokenizer in other formats: tokenizer.model beside tokenizer.json"""
+    """fingerprints of the same tokenizer in other formats, such as tokenizer.model next to tokenizer.json"""
     chat: ChatFormat | None = None
-    """how their conversations are written, and where answers end"""
+    """how the model's conversations are written, and where answers end"""
     generation: dict[str, Any] = {}  # noqa: RUF012
-    """generation_config.json of the published folder that the weights began with"""
+    """generation_config.json of the published folder from which the weights were first read"""
 
     def load(self) -> Tokenizer:
-        """The tokenizer, with the weights' `chat`; `files` must be there. DataError where it is none."""
+        """The tokenizer, with the weights' `chat`. `files` must be given; DataError if it is no tokenizer."""
         assert self.files
         try:
             found = of_files(self.files)
@@ -133,7 +133,7 @@ class Carried(NamedTuple):
         return found
 
     def require(self, what: str, fingerprint: str) -> None:
-        """DataError unless ids of `what` have the meaning that these weights know."""
+        """DataError unless `what`, of tokenizer `fingerprint`, has ids of these weights' tokenizer."""
         if not self.fingerprint or fingerprint in (self.fingerprint, *self.others):
             return
         do = (
@@ -152,15 +152,15 @@ class JsonTokenizer:
     """A Hugging Face tokenizer.json.
 
     Special tokens are neither added nor recognised: "<|endoftext|>" written out in a text becomes ordinary
-    tokens. So no document can forge a separator, whatever the file says of that token. `eos` is the
+    tokens. So no document can forge a separator, whatever the file states about that token. `eos` is the
     `eos_token` of a tokenizer_config.json in the same folder, or else the first of `EOS_NAMES` in the
     vocabulary. DataError if there is neither, or the file is not a tokenizer.
 
-    A text longer than LONG is encoded in overlapping windows, because a tokenizer takes a hundred bytes and
-    more for each byte of text. Where two windows are joined, AROUND tokens on both sides of the seam are
-    the same, and lie at the same place, in both. So ids are those of the whole text for every tokenizer
-    whose choices depend on less than that. Where there is no such seam, as in 20,000 equal characters, the
-    two become one window.
+    A text longer than LONG is encoded in overlapping windows, because a tokenizer needs a hundred or more
+    bytes of memory for each byte of text. Two windows are joined at a seam: AROUND tokens on each side of it
+    are equal, and at the same place in the text, in both windows. So the ids are those of the whole text for
+    every tokenizer whose choices depend on fewer tokens than that. If there is no such seam, as in 20,000
+    equal characters, the two windows are encoded as one.
     """
 
     EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -178,31 +178,31 @@ class JsonTokenizer:
         except Exception as error:  # the Rust side raises bare Exception
             raise DataError(f"{files.name}: not a Hugging Face tokenizer.json: {error}") from error
         self.files = files
-        self._tokenizer.encode_special_tokens = True  # encode them as the text that they are
+        self._tokenizer.encode_special_tokens = True  # encode their names as ordinary text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab = max(ids.values()) + 1  # ids may have gaps, so the number of entries would not do
+        self.vocab = max(ids.values()) + 1  # ids may have gaps, so the number of entries may be too low
         self.eos_text = self._find_eos(files, ids)
         self.eos = ids[self.eos_text]
         self.fingerprint = files.fingerprint
         self._dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
         special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        # A padding token that was added behind the model's vocabulary is special, and no text has it.
+        # A padding token that was added after the model's vocabulary is special and never occurs in a text.
         self.ordinary = max({*ids.values()} - special | {self.eos}) + 1
         added = self._tokenizer.get_added_tokens_decoder().get(self.eos)
-        # A token that is not special would be recognised in a text, as any added word is.
+        # An added token that is not special would be recognised in a text, so eos is made special.
         if added is not None and not added.special:
             self._tokenizer.add_special_tokens([added])
 
     @property
     def opening(self) -> str:
-        """The special token that it puts before every text; "" for none."""
+        """The special token that the tokenizer adds before every text; "" if there is none."""
         encoding = self._tokenizer.encode("")
         return encoding.tokens[0] if encoding.ids and encoding.ids[0] != self.eos else ""
 
     def marked(self) -> tokenizers.Tokenizer:
-        """Another one that takes the names of special tokens in a text for these tokens."""
+        """A second tokenizer, which encodes the names of special tokens in a text as these tokens."""
         marked = tokenizers.Tokenizer.from_buffer(self.files.raw.removeprefix(BOM))
         marked.no_truncation()
         marked.no_padding()
@@ -211,7 +211,10 @@ class JsonTokenizer:
 
     @classmethod
     def _find_eos(cls, files: TokenizerFiles, ids: dict[str, int]) -> str:
-        """The token that ends documents: of the settings, else the first known name. DataError for none."""
+        """The token that ends documents: eos_token of the settings, else the first of EOS_NAMES in `ids`.
+
+        DataError if the vocabulary has no such token.
+        """
         settings = files.settings_name
         try:
             told = {} if files.settings is None else json.loads(files.settings)
@@ -247,7 +250,7 @@ class JsonTokenizer:
         ]
 
     def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text: short ones together, long ones by windows."""
+        """Ids of each text: short texts are encoded in one call, long texts in windows."""
         short = [text for text in texts if len(text) <= self.LONG]
         # encode_batch_fast leaves out the character offsets, which are unused here.
         encodings = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
@@ -257,9 +260,9 @@ class JsonTokenizer:
         ]
 
     def _in_parts(self, text: str) -> np.ndarray:
-        """Ids of a text in which the model itself makes a separator of the written-out name.
+        """Ids of a text for which the tokenizer's own model makes the separator from its written-out name.
 
-        The name is cut in two, and the parts are encoded one by one.
+        The text is cut in the middle of each such name, and the parts are encoded separately.
         """
         middle = len(self.eos_text) // 2
         halves = re.escape(self.eos_text[:middle]), re.escape(self.eos_text[middle:])
@@ -267,12 +270,12 @@ class JsonTokenizer:
         return np.concatenate(self._encode_texts(parts))
 
     def _encode_long(self, text: str) -> np.ndarray:
-        """Ids of a text by windows that overlap (see the class)."""
+        """Ids of a text, encoded in windows that overlap (see the class)."""
         starts = range(0, len(text) - self.OVERLAP, self.WINDOW - self.OVERLAP)
         found: list[np.ndarray] = []
         before: tokenizers.Encoding | None = None
-        begun = 0  # where the window before begins
-        first = 0  # which of its tokens follows those in `found`
+        begun = 0  # first character of the window `before`
+        first = 0  # first token of `before` that is not in `found` yet
         for low in range(0, len(starts), self.AT_ONCE):
             some = starts[low : low + self.AT_ONCE]
             texts = [text[at : at + self.WINDOW] for at in some]
@@ -288,7 +291,7 @@ class JsonTokenizer:
                     first = seam[1]
                     continue
 
-                # No seam: the two become one window, if it begins with the tokens that are used already.
+                # Without a seam the two become one window, if that begins with the tokens already used.
                 (longer,) = self._encode_windows([text[begun : start + self.WINDOW]])
                 kept = first + self.AROUND if first else 0
                 if longer.ids[:kept] != before.ids[:kept]:
@@ -303,9 +306,9 @@ class JsonTokenizer:
     def _seam(
         self, overlap: str, before: tokenizers.Encoding, after: tokenizers.Encoding, shift: int
     ) -> tuple[int, int] | None:
-        """Where to leave one window's tokens and go on with the next one's; None where they differ.
+        """The token of `before` and the token of `after` at which to switch; None if the windows differ.
 
-        The next window begins `shift` characters later, with `overlap`.
+        The window `after` begins `shift` characters later, with the text `overlap`.
         """
         low = self.OVERLAP // 4
         high = self.OVERLAP * 3 // 4
@@ -337,10 +340,11 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model, as Llama 2's tokenizer.model.
+    """A sentencepiece model, such as Llama 2's tokenizer.model.
 
-    Neither bos nor eos is added, and no control symbol is recognised in a text. `eos` is the model's own.
-    DataError if there is none, the file is no such model, or the package sentencepiece is not installed.
+    Neither bos nor eos is added, and no control symbol is recognised in a text. `eos` is the model's own, or
+    else the first of JsonTokenizer.EOS_NAMES in its vocabulary. DataError if there is no eos, the file is no
+    such model, or the package sentencepiece is not installed.
     """
 
     named = True
@@ -360,7 +364,7 @@ class SentencePieceTokenizer:
             self._pieces.LoadFromSerializedProto(files.raw)
             self.vocab = self.ordinary = self._pieces.vocab_size()
         except RuntimeError as error:
-            if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", files.raw):  # of Llama 3
+            if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", files.raw):  # Llama 3's format
                 raise DataError(
                     f"{files.name}: a file of tiktoken, which is not read; transformers' AutoTokenizer"
                     ".from_pretrained(DIR).save_pretrained(NEW_DIR) writes a tokenizer.json, and the same "
@@ -390,7 +394,7 @@ class SentencePieceTokenizer:
 
 
 def require_vocab(tokenizer: Tokenizer, vocab: int, what: str) -> None:
-    """DataError unless a model of `vocab` ids has all that a text can be; `what` begins the message."""
+    """DataError unless all ids of texts are below `vocab`, the model's; `what` begins the message."""
     if tokenizer.ordinary > vocab:
         raise DataError(
             f"{what} gives ids up to {tokenizer.ordinary - 1}: --model.vocab={vocab} is too small; "
@@ -399,7 +403,7 @@ def require_vocab(tokenizer: Tokenizer, vocab: int, what: str) -> None:
 
 
 def require_ids(ids: np.ndarray | Sequence[int], tokenizer: Tokenizer, vocab: int, what: str) -> None:
-    """DataError where ids of rendered rows hold a special token that a model of `vocab` ids has not."""
+    """DataError if ids of rendered rows hold a special token that a model of `vocab` ids lacks."""
     if tokenizer.vocab > vocab and (largest := int(np.max(ids, initial=0))) >= vocab:
         raise DataError(
             f"{what}: holds the id {largest} ({tokenizer.decode([largest])!r}), but --model.vocab={vocab}; "
@@ -411,7 +415,7 @@ NAMES = "tokenizer.json", "tokenizer.model"
 
 
 def of_files(files: TokenizerFiles) -> Tokenizer:
-    """The tokenizer that the files are of: a sentencepiece model is no text that begins with a brace."""
+    """The tokenizer of these files: a sentencepiece model if named .model or binary, else tokenizer.json."""
     parts = (files.name, files.raw), (files.settings_name, files.settings), (TEMPLATE, files.template)
     for name, raw in parts:
         if raw is not None and (words := pointer_words(raw)):
@@ -426,7 +430,7 @@ def of_files(files: TokenizerFiles) -> Tokenizer:
 
 
 def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles:
-    """The files that the path of a tokenizer.json or .model, or of a folder that holds one, names."""
+    """Reads a tokenizer's files. spec: path of a tokenizer.json or .model, or of a folder that holds one."""
     inside = [path for name in NAMES if (path := Path(spec, name)).is_file()]
     path = (inside or [Path(spec, NAMES[0])])[0] if Path(spec).is_dir() else Path(spec)
     if not path.is_file():
@@ -450,7 +454,7 @@ def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles
 def load_tokenizer(spec: str, flag: str = "--data.tokenizer") -> Tokenizer:
     """The tokenizer named by `flag`: 'bytes', or the path of its file or folder.
 
-    Answers end at the ids of a generation_config.json in its folder, too.
+    If its folder has a generation_config.json, answers also end at the ids listed there.
     """
     if spec == "bytes":
         return ByteTokenizer()

@@ -1,1 +1,1 @@
-"""What the core never imports: migration from other trainers, upcycling and recovery."""
+"""Tools that the core never imports: migration from other trainers, upcycling and recovery."""

@@ -1,13 +1,14 @@
-"""A Hugging Face folder of a folder that stock torch.distributed.checkpoint wrote.
+"""Makes a Hugging Face folder from a folder that stock torch.distributed.checkpoint (DCP) wrote.
 
-Trainers of Hugging Face's models save so: FSDP's sharded checkpoints, torchtitan, fms-acceleration. Names,
-config and tokenizer are those of ORIGINAL, the folder that training began from. A tensor is found under its
-own name, behind one prefix that all have (`model.`), or as one of these that training stacks:
+Trainers of Hugging Face's models save such folders: FSDP's sharded checkpoints, torchtitan, fms-acceleration.
+Names, config and tokenizer are those of ORIGINAL, the folder from which training began. A tensor is found
+under its own name, under its name after a prefix that all names have (`model.`), or in one of these stacks:
 
     fms's ScatterMoE    MODULE.w1.weight, w2, w3 [E, in, out] and MODULE.router.weight
     transformers 5      MODULE.experts.gate_up_proj [E, 2F, D], MODULE.experts.down_proj [E, D, F]
 
-Its type stays that of the DCP folder. What is missing, unknown or of another shape is an error that names it.
+Its type is that of the DCP folder. A tensor that is missing, unknown or of another shape is an error that
+names it.
 
 next: hf/write.py
 """
@@ -50,9 +51,9 @@ SAFETENSORS = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-# Parts of a name that wrappers of modules put in.
+# Parts that wrappers of modules insert into a name.
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-# What a checkpoint holds beside the model.
+# Beginnings of the names of entries of a checkpoint other than the model.
 BESIDE = re.compile(r"(optim|lr_sched|sched|rng|train_state|dataloader|step|epoch|ema)", re.I)
 EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
 PARTS = dict(w1="w1", gate_proj="w1", w3="w3", up_proj="w3", w2="w2", down_proj="w2")
@@ -62,7 +63,7 @@ STACKED = re.compile(r"(.+)\.(input_linear|output_linear)\.weight")
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors of the DCP folder that one of the original's is made of, and how."""
+    """Names of the tensors of the DCP folder from which a tensor is made, and the function that makes it."""
 
     names: tuple[str, ...]
     make: Callable[..., Tensor]
@@ -78,12 +79,13 @@ def recover(
 ) -> None:
     """Write a Hugging Face folder from a folder of torch.distributed.checkpoint.
 
-    Killed, the same command goes on where it was.
+    If the command is killed, running it again resumes it.
 
     Args:
-        dcp_dir: .metadata and .distcp files of all nodes, or the trainer's checkpoint that holds them
+        dcp_dir: folder with .metadata and the .distcp files of all nodes, or the trainer's checkpoint folder
+            that holds it
         out: a new folder
-        original: the Hugging Face folder that training began from: names, config, tokenizer
+        original: the Hugging Face folder from which training began: names, config, tokenizer
         dry_run: check everything, write nothing
     """
     plan = plan_recovery(dcp_dir, original)
@@ -96,7 +98,7 @@ def recover(
 
 
 def plan_recovery(dcp_dir: Path, original: Path) -> Export:
-    """Plan of `recover`. MismatchError lists every tensor that does not fit."""
+    """The plan of `recover`. MismatchError lists every tensor that does not fit."""
     stock = StockFolder(find_folder(Path(dcp_dir)))
     folder = Folder(Path(original))
     held, prefix = model_names(stock, set(folder.shapes))
@@ -132,7 +134,7 @@ def plan_recovery(dcp_dir: Path, original: Path) -> Export:
 
 
 def find_folder(path: Path) -> Path:
-    """The DCP folder: this one, or the only one inside it. CheckpointError, with the road, for others."""
+    """The DCP folder: `path`, or the only one inside it. CheckpointError, with advice, for other folders."""
     if (path / "manifest.json").is_file():
         raise CheckpointError(
             f"{path}: a step folder of tmoe; python -m tmoe.hf export makes the folder of it"
@@ -145,7 +147,7 @@ def find_folder(path: Path) -> Path:
     if _is_dcp(path) or not path.is_dir():
         return path
     inside = sorted(sub for sub in path.iterdir() if sub.is_dir() and _is_dcp(sub))
-    named = [sub for sub in inside if not BESIDE.match(sub.name)]  # the optimizer's is beside the model's
+    named = [sub for sub in inside if not BESIDE.match(sub.name)]  # leave out the optimizer's folder
     if len(named) > 1:
         raise CheckpointError(
             f"{path}: holds several DCP folders, {', '.join(s.name for s in named)}: name one"
@@ -158,9 +160,9 @@ def _is_dcp(path: Path) -> bool:
 
 
 def model_names(stock: StockFolder, wanted: set[str]) -> tuple[dict[str, str], str]:
-    """The folder's tensors by the model's own names, and the prefix that theirs have more.
+    """The folder's names of the model's tensors, by the model's own names, and the prefix that it adds.
 
-    CheckpointError for a folder of adapters. Optimizers and the like are left out.
+    CheckpointError for a folder of adapters. Optimizers and similar entries are left out.
     """
     plain = {WRAPPERS.sub("", name): name for name in stock.tensors}
     if adapters := [name for name in plain if re.search(r"\.lora_[AB]\.", name)]:
@@ -176,12 +178,16 @@ def model_names(stock: StockFolder, wanted: set[str]) -> tuple[dict[str, str], s
     own = {name[len(prefix) :]: theirs for name, theirs in plain.items() if name.startswith(prefix)}
     rest = [name for name in plain if not name.startswith(prefix)]
     own = {name: theirs for name, theirs in own.items() if name in wanted or not BESIDE.match(name)}
-    own |= {name: name for name in rest if not BESIDE.match(name)}  # unknown: reported by name
+    own |= {name: name for name in rest if not BESIDE.match(name)}  # unknown tensors are reported by name
     return own, prefix
 
 
 def source_of(name: str, held: dict[str, str], tied: bool) -> Source | None:
-    """Where one of the original's tensors comes from; None where it is not there."""
+    """The source of one of the original's tensors; None if the folder does not hold it.
+
+    held: the folder's names of the model's tensors, by the model's own names.
+    tied: whether the head may be read from the embedding.
+    """
     if name in held:
         return Source((name,), lambda whole: whole)
     candidates: list[Source] = []
@@ -208,7 +214,7 @@ def source_of(name: str, held: dict[str, str], tied: bool) -> Source | None:
 
 
 def modules(name: str) -> list[str]:
-    """Names that the module of experts may have while it trains."""
+    """The names that the module of experts may have during training."""
     before, _, last = name.rpartition(".")
     also = [
         other
@@ -235,7 +241,7 @@ def _side_by_side(*stacked_EIO: Tensor) -> Tensor:
 
 
 def _meta(stock: StockFolder, held: dict[str, str], source: Source) -> Tensor | None:
-    """Shape and type of what a source makes; None where its parts do not fit together."""
+    """Shape and type of the tensor that a source makes; None if its parts do not fit together."""
     parts = [stock.tensors[held[name]] for name in source.names]
     try:
         return source.make(*(torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts))
@@ -246,7 +252,7 @@ def _meta(stock: StockFolder, held: dict[str, str], source: Source) -> Tensor | 
 def _produce(
     stock: StockFolder, held: dict[str, str], sources: dict[str, Source], names: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file. Three of the DCP folder's stay in memory: one may give many of the file's."""
+    """The tensors of a file. Three tensors of the DCP folder are cached, since one may be used many times."""
     read = functools.lru_cache(maxsize=3)(lambda name: stock.read(held[name]))
     for name in sorted(names, key=lambda name: sources[name].names):
         yield name, sources[name].make(*map(read, sources[name].names)).contiguous()

@@ -1,31 +1,32 @@
-"""A dense model's step folder to a Mixture-of-Experts step folder that computes the same function.
+"""Converts a dense model's step folder to a Mixture-of-Experts step folder that computes the same function.
 
     python -m tmoe.upcycle DENSE_STEP MOE_STEP --experts 8 --top-k 2
-        8 copies of the feed-forward, 2 a token
+        8 copies of the feed-forward, of which a token uses 2
     python -m tmoe.upcycle DENSE_STEP MOE_STEP --experts 64 --granularity 8 --top-k 8
         each copy cut into 8 experts
     torchrun --nproc-per-node 8 train.py ... --init MOE_STEP
 
-DENSE_STEP is what training saved or `python -m tmoe.hf import` made of a Llama, Mistral, Qwen2 (2.5) or
-Qwen3. No GPU is needed.
+DENSE_STEP is a step that training saved, or that `python -m tmoe.hf import` made from a Llama, Mistral, Qwen2
+(2.5) or Qwen3. No GPU is needed.
 Each feed-forward of hidden width F0 is cut into G (granularity) slices of F0/G, and the slices are repeated
 E/G times: expert e is slice e mod G. Experts iG to (i+1)G - 1, one whole copy, are a virtual group: they
 share a router row, drawn from the seed, so they get equal logits and are chosen together (He et al. 2024,
 "Upcycling large language models into mixture of experts", arXiv:2410.07524; Megatron-Core's
 upcycling_utils.py).
 
-The function is the dense one, whatever the router says, when
-  1. K (top-k) is a multiple of G: whole groups are chosen. Anything else would leave out parts of the
-     feed-forward: refused.
-  2. the K weights sum to 1 (--renormalize, the default): a token's groups weigh 1/G together, and so
+The model computes the dense function, for any router, if
+  1. K (top-k) is a multiple of G, so that whole groups are chosen. Any other K is refused, because it would
+     leave out parts of the feed-forward.
+  2. the K weights sum to 1 (--renormalize, the default). Each slice then has a summed weight of 1/G, and so
      `down` is multiplied by G.
-With --no-renormalize (OLMoE's router) weights are shares of all E; `down` takes E G / K instead, which is
-right where the router is indifferent, and near it in the beginning. Megatron spreads the factor over gate,
-up and down as its cube root, which SwiGLU turns into another function; in `down` alone it is exact.
+With --no-renormalize (OLMoE's router) the weights are shares of all E experts, and `down` is multiplied by
+E G / K instead. The function is then exact if the router's logits are equal, and close to it at the start of
+training. Megatron multiplies gate, up and down each by the cube root of the factor, which changes the
+function of SwiGLU; the factor in `down` alone is exact.
 
-Exit code 0: done; 2: refused, the reason on stderr; 1: failed or interrupted. Killed, the same command
-goes on where it was. Memory is that of a few tensors. Only the weights are taken, as fp32; optimizer state
-and averages of a dense model are of no use.
+Exit codes: 0: done; 2: refused, with the reason on stderr; 1: failed or interrupted. If the command is
+killed, running it again resumes it. Memory is that of a few tensors. Only the weights are used, as fp32;
+optimizer state and averages of a dense model are of no use.
 
 next: checkpoint/rewrite.py
 """
@@ -75,22 +76,22 @@ def upcycle(
     ep: int = 1,
     dry_run: bool = False,
 ) -> None:
-    """Write a Mixture-of-Experts step folder that computes what a dense one computes. Killed, the same
-    command goes on where it was.
+    """Write a Mixture-of-Experts step folder that computes the same function as a dense step folder.
+    If the command is killed, running it again resumes it.
 
     Args:
         dense: step folder of a dense model
         moe: a new folder
         experts: number of experts, E; a multiple of granularity
         top_k: experts per token, K; a multiple of granularity
-        granularity: experts that one copy of a feed-forward is cut into, G; divides its hidden width
-        renormalize: the K weights sum to 1; without it the function is near the dense one only, but at K=1
-            the loss trains the routers only so
-        dense_layers: leading blocks that stay dense
-        moe_every: after those, every n-th block becomes an MoE block, the first of them included
-        seed: of the routers
-        world: number of ranks that will load it; any other number can, too
-        ep: ranks of an expert group
+        granularity: number of experts into which a copy of a feed-forward is cut, G; divides its hidden width
+        renormalize: make the K weights sum to 1; without this the function is only close to the dense one. At
+            K=1 the loss trains the routers only with --no-renormalize
+        dense_layers: number of leading blocks that stay dense
+        moe_every: after the leading dense blocks, the first and then every n-th block becomes an MoE block
+        seed: seed of the routers' weights
+        world: number of ranks that will load it; any other number of ranks can load it too
+        ep: number of ranks of an expert group
         dry_run: check everything, write nothing
     """
     dense = folders.resolve(dense)
@@ -125,16 +126,15 @@ def plan_upcycle(
     seed: int = 0,
     axes: Axes = ALONE,
 ) -> Plan:
-    """Plan of `upcycle`.
+    """The plan of `upcycle`.
 
     ConfigError names the setting that cannot work. MismatchError lists every tensor that is not the dense
-    model's.
-    CheckpointError: dense is damaged or does not say what its model is.
+    model's. CheckpointError if `dense` is damaged or its manifest has no model settings.
     """
     manifest = read_manifest(dense)
     before = _dense_config(dense, manifest)
 
-    # The settings of the model that comes out.
+    # Make the settings of the new model.
     require(granularity >= 1, "granularity", granularity, "must be at least 1")
     divides = f"must divide the dense hidden width, model.ffn_dim={before.ffn_dim}"
     require(before.ffn_dim % granularity == 0, "granularity", granularity, divides)
@@ -148,14 +148,14 @@ def plan_upcycle(
     some = any(map(after.is_moe, range(after.layers)))
     require(some, "dense_layers", dense_layers, f"none of the {after.layers} blocks would be an MoE")
 
-    # What is read: the dense weights, and files of an original that still fit (its config and index do not).
+    # Find the inputs: the dense weights, and files of an original that still fit (config and index do not).
     weights = {name.removeprefix(MODEL): e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
     refuse(f"{dense} does not hold its dense model", _unfit(weights, model_shapes(before)))
     carried = {name: e for name, e in manifest.tensors.items() if name.startswith(FILE)}
     carried = {name: e for name, e in carried.items() if name not in (FILE + CONFIG, FILE + INDEX)}
     check_sizes(dense, manifest, carried | weights)
 
-    # What is written.
+    # Plan the outputs.
     shapes = {MODEL + name: shape for name, shape in model_shapes(after).items()}
     dtypes = {name: dtype_of(entry.dtype) for name, entry in carried.items()}
     layouts = lay_out(shapes | {name: entry.shape for name, entry in carried.items()}, axes)
@@ -181,7 +181,7 @@ def plan_upcycle(
 def _dense_config(dense: Path, manifest: Manifest) -> ModelConfig:
     """The settings of the dense model.
 
-    CheckpointError without any, ConfigError if a block is an MoE block.
+    CheckpointError if there are none, ConfigError if a block is an MoE block.
     """
     config = manifest.info.get("config")
     settings = config.get("model") if isinstance(config, dict) else None
@@ -223,7 +223,7 @@ def _upcycled(
     seed: int,
     output: Output,
 ) -> Iterator[Tensor]:
-    """The contents of the output's boxes: carried, drawn, cut from a feed-forward, or as they are."""
+    """The contents of the output's boxes: copied files, drawn router rows, slices of experts, or weights."""
     if output.name in carried:
         return read_boxes(dense, carried[output.name], output.boxes)
     name = output.name.removeprefix(MODEL)
@@ -251,7 +251,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 def router(shape: tuple[int, ...], granularity: int, std: float, seed: str) -> Tensor:
     """Weights [E, D] of a router: E/G normal rows of deviation `std`, each repeated G times.
 
-    So the logits of a group are equal.
+    The repetition makes the logits of a group equal.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     rows = torch.empty(shape[0] // granularity, shape[1]).normal_(0.0, std, generator=generator)
@@ -269,7 +269,7 @@ def _experts(
 ) -> Iterator[Tensor]:
     """Boxes of a stack of experts, cut from a dense tensor and multiplied by `factor`.
 
-    axis: of the stack, along which it is cut; it is the axis before it of the dense tensor.
+    axis: the axis of the stack along which the dense tensor is cut; in the dense tensor it is axis - 1.
     cuts: cuts(g) gives for slice g (start in the expert, start in the dense tensor, length) of each part.
     """
     plans = [list(_sources(box, axis, granularity, cuts)) for box in output.boxes]
@@ -279,13 +279,13 @@ def _experts(
         for target, _ in plan:
             stack[target] = next(contents)
         yield stack.mul_(factor)
-        del stack  # so that it is not held while the next one is made
+        del stack  # free it before the next stack is made
 
 
 def _sources(
     box: Box, axis: int, granularity: int, cuts: Callable[[int], list[tuple[int, int, int]]]
 ) -> Iterator[tuple[tuple[slice | int, ...], Box]]:
-    """What fills a box of the stack: where in the box, and which box of the dense tensor."""
+    """The parts that fill a box of the stack: (place in the box, box of the dense tensor) for each part."""
     for row in range(box.shape[0]):
         for start, source, length in cuts((box.offset[0] + row) % granularity):
             low = max(start, box.offset[axis])
@@ -301,5 +301,5 @@ def _sources(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line. An error ends the process with one message."""
+    """Runs the command line. An error ends the process with one message."""
     commands(upcycle, "python -m tmoe.upcycle", __doc__, argv)

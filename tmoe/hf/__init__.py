@@ -1,4 +1,4 @@
-"""Hugging Face's models in and out, and tmoe's experts in transformers' models."""
+"""Imports and exports Hugging Face models, and puts tmoe's experts into transformers' models."""
 
 from typing import TYPE_CHECKING
 

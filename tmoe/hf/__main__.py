@@ -1,4 +1,4 @@
-"""python -m tmoe.hf import|export|recover|families."""
+"""Runs the command line: python -m tmoe.hf import|export|recover|families."""
 
 from tmoe.extras.recover import recover
 from tmoe.hf.importer import main

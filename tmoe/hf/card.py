@@ -1,6 +1,6 @@
-"""README.md of an export: the front matter that the hub reads, and in a few lines what the model is.
+"""Writes README.md of an export: the front matter that the hub reads, and a few lines about the model.
 
-An original's own README.md is kept as it is. Only an export without one gets this.
+If the original has a README.md, that file is kept unchanged and none is written.
 
 next: hf/export.py
 """
@@ -22,7 +22,8 @@ TAGS = ("moe", "tmoe")
 def card(name: str, arch: Architecture, cfg: ModelConfig, manifest: Manifest, license: str) -> bytes:
     """The contents of README.md.
 
-    name: of the exported folder. license: an identifier of the hub's list (apache-2.0, other, unknown).
+    name: name of the exported folder.
+    license: an identifier of the hub's list (apache-2.0, other, unknown).
     """
     sparse = any(map(cfg.is_moe, range(cfg.layers)))
     run: Any = manifest.info.get("config")

@@ -1,4 +1,4 @@
-"""The files of an export that describe conversations: chat template, special tokens, ends of answers.
+"""Writes the files of an export that describe conversations: chat template, special tokens, ends of answers.
 
 next: hf/tokenizer.py
 """
@@ -21,14 +21,14 @@ Files = dict[str, Callable[[], bytes]]
 
 
 class Written(NamedTuple):
-    """The files of an export, and what is said of those that differ from the original's."""
+    """The files of an export, and a note on each file that differs from the original's."""
 
     files: Files
     notes: list[str]
 
 
 def format_of_step(step: Path, manifest: Manifest) -> ChatFormat | None:
-    """How a step's conversations are written; None where it does not say. CheckpointError where malformed."""
+    """The format of a step's conversations; None if its manifest has none. CheckpointError if malformed."""
     told = manifest.info.get("chat")
     try:
         return None if told is None else ChatFormat.parse(told, f"the chat template of {step}")
@@ -37,14 +37,15 @@ def format_of_step(step: Path, manifest: Manifest) -> ChatFormat | None:
 
 
 def with_chat(step: Path, manifest: Manifest, files: Files, folder: Path) -> Written:
-    """An export's files with what the step knows of conversations.
+    """An export's files, changed to the step's format of conversations.
 
-    files: of the original, or made from settings. folder: the export, for the notes.
+    files: files of the original, or made from settings.
+    folder: the exported folder, for the notes.
 
-    transformers reads chat_template.jinja, or the list in tokenizer_config.json where there is a template for
-    tools, so a key there never contradicts the file. A token that the template reads is named in
-    tokenizer_config.json as it was in training. generation_config.json lists the run's ends, then
-    the original's.
+    The template is written to chat_template.jinja, or, with a second template for tools, as a list in
+    tokenizer_config.json; the other place is left empty, so that the two never differ. Special tokens that
+    the template reads are named in tokenizer_config.json as in training. generation_config.json lists the
+    ends of the run's answers, then those of the original.
     """
     chat = format_of_step(step, manifest)
     if chat is None:
@@ -86,7 +87,7 @@ def with_chat(step: Path, manifest: Manifest, files: Files, folder: Path) -> Wri
 
 
 def _put_template(template: str, tools: str | None, settings: dict[str, Any]) -> dict[str, bytes]:
-    """The file of a template, by its name; none where there is one for tools, and `settings` gets both."""
+    """A template's file, by its name; with a template for tools none, since both are put into `settings`."""
     settings.pop("chat_template", None)
     if tools is None:
         return {TEMPLATE: template.encode()}
@@ -96,7 +97,7 @@ def _put_template(template: str, tools: str | None, settings: dict[str, Any]) ->
 
 
 def _tokens_of(chat: ChatFormat, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens that the template reads and that tokenizer_config.json names otherwise, or not."""
+    """Special tokens that the template reads and tokenizer_config.json lacks or has with another text."""
     assert chat.template is not None
     read = ChatTemplate(chat.template, chat.source, chat.special, tools=chat.tools).reads
     found = {}

@@ -1,4 +1,4 @@
-"""config.json to ModelConfig and back, by the entries of hf/architectures.
+"""Converts config.json to ModelConfig and back, by the entries of hf/architectures.
 
 next: hf/plan.py
 """
@@ -39,21 +39,21 @@ WHOLE = (
     "rotary_dim",
     *AHEAD,
 )
-# The types of keys of config.json that no Field reads: those of all architectures, then those of some. A
-# type counts for every model_type, whether it reads the key or not, unless its entry says another.
+# The types of keys of config.json that no Field reads: first keys of all architectures, then keys of some. A
+# type is checked for every model_type, even if it does not read the key, unless its entry has another type.
 READ: dict[str, Any] = dict.fromkeys(WHOLE, int) | dict.fromkeys(("rope_parameters", "rope_scaling"), dict)
 READ |= dict(use_sliding_window=bool, layer_types=tuple[str, ...])
 READ |= {key.name: key.kind for arch in reversed(ARCHITECTURES) for key in arch.keys}
-# The smallest valid numbers of some of them.
+# The smallest valid numbers of some of these keys.
 LEAST = dict(max_position_embeddings=1, n_shared_experts=0) | dict.fromkeys(AHEAD, 0)
 
-# Most expert tensors in a folder, far above any model (DeepSeek-V3: 46,000). Each becomes a Python object
-# before a byte is read.
+# Most expert tensors in a folder, far above any model (DeepSeek-V3: 46,000). The number is limited because
+# each tensor becomes a Python object before any data is read.
 TENSORS = 2**20
 
 
 def architecture(hf: HF) -> Architecture:
-    """The entry of a config.json's model_type. ConfigError names the types that have one."""
+    """The entry of a config.json's model_type. ConfigError, which lists the known types, if there is none."""
     found = [a for a in ARCHITECTURES if a.model_type == hf.get("model_type")]
     if not found and "model_type" not in hf:
         raise ConfigError(
@@ -70,14 +70,14 @@ def architecture(hf: HF) -> Architecture:
 
 
 def ties_unsaid(hf: HF) -> bool:
-    """Whether transformers ties the head to the embedding where a config.json does not say it."""
+    """Whether transformers ties the head to the embedding if config.json lacks the key."""
     of_type = [arch for arch in ARCHITECTURES if arch.model_type == hf.get("model_type")]
     said = [field.default for arch in of_type for field in arch.fields if field.ours == "tied"]
     return said[-1:] == [True]
 
 
 def text_settings(arch: Architecture, hf: HF) -> HF:
-    """The settings of the text's model. Whether the head is tied is said outside, as in transformers."""
+    """The settings of the text model, with the outer keys of a tied head and of quantisation."""
     if not arch.nested:
         return hf
     inner = hf.get(arch.nested)
@@ -90,12 +90,12 @@ def read_config(hf: HF) -> ModelConfig:
     """ModelConfig of a config.json.
 
     ConfigError lists every setting that is missing or that tmoe does not compute.
-    A missing key has the value that transformers' class takes then. null is what its model makes of null,
-    which is seldom the same.
+    A missing key has the default of transformers' class. null has the value that transformers' model uses for
+    null, which is seldom the same.
     """
     arch = architecture(hf)
     hf = text_settings(arch, hf)
-    by_name = {field.ours: field for field in arch.fields}  # of two fields for a setting the later one counts
+    by_name = {field.ours: field for field in arch.fields}  # a later field of the same setting wins
     kinds = READ | {key.name: key.kind for key in arch.keys}
     kinds |= {key: KINDS[field.ours] for field in by_name.values() for key in field.keys}
     mistyped = [
@@ -124,7 +124,7 @@ def read_config(hf: HF) -> ModelConfig:
         )
     problems += arch.layers.read(said, found)
     problems += read_windows(arch, hf, said, found) + read_rope(arch, hf, found)
-    _refuse(arch, list(dict.fromkeys(problems)))  # a missing key that others are derived from is named once
+    _refuse(arch, list(dict.fromkeys(problems)))  # name a key once if several settings need it
 
     try:
         cfg = build_config(nested(found))
@@ -133,7 +133,7 @@ def read_config(hf: HF) -> ModelConfig:
         raise
     key = next(iter(by_name["moe.activation"].keys), "")
     if key in hf and cfg.moe.activation != "swiglu" and (_has_dense(cfg) or cfg.moe.shared_dim):
-        words = "in dense blocks and shared experts, which have the same, only 'silu' is computed"
+        words = "dense blocks and shared experts have the same activation, and only 'silu' is computed there"
         _refuse(arch, [f"{key}={hf[key]!r}: {words}"])
     return cfg
 
@@ -143,7 +143,7 @@ def _has_dense(cfg: ModelConfig) -> bool:
 
 
 def _read_field(field: Field, hf: HF, said: HF) -> Any:
-    """A setting's value. KeyError names a key that is missing; ConfigError says which value cannot be."""
+    """A setting's value. KeyError names a missing key; ConfigError states an invalid value."""
     given = {key: hf[key] for key in field.keys if key in hf}
     if None in given.values() and field.null is NO_NULL:
         key = next(key for key, value in given.items() if value is None)
@@ -181,7 +181,7 @@ def _unknown(arch: Architecture, hf: HF, said: HF) -> list[str]:
             continue
         try:
             value = repeated(said)
-        except KeyError:  # reported as missing where its own setting is read
+        except KeyError:  # reported as missing when its setting is read
             continue
         if key not in said:
             problems.append(_null(key))
@@ -191,20 +191,20 @@ def _unknown(arch: Architecture, hf: HF, said: HF) -> list[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal as JSON values are: 0 is not false."""
+    """Whether two JSON values are equal; 0 is not false."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _refuse(arch: Architecture, problems: list[str]) -> None:
-    """ConfigError with all the problems, if there are any."""
+    """ConfigError that lists all problems, if there are any."""
     if problems:
         raise ConfigError(listed(f"config.json of a {arch.model_type}: {len(problems)} problems", problems))
 
 
 def _miscounted(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
-    """A line for each number that is too small to mean anything, or too large to list what it counts.
+    """A line for each number that is too small to be valid, or too large to list the items that it counts.
 
-    Checked before a list or a shape is made of them.
+    The numbers are checked before a list or a shape is made from them.
     """
     least = LEAST | {key.name: key.least for key in arch.keys if key.least is not None}
     least |= {field.keys[0]: field.least for field in arch.fields if field.least is not None}
@@ -225,7 +225,7 @@ def _miscounted(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str
 
 
 def _their_keys(arch: Architecture, hf: HF) -> dict[str, str]:
-    """The key of config.json of each setting of a model that it has, by the setting's dotted name."""
+    """For each setting of a model, by its dotted name, its key in config.json."""
     keys = {
         field.ours: next((k for k in field.keys if k in hf), field.keys[0])
         for field in arch.fields
@@ -244,7 +244,7 @@ def _their_keys(arch: Architecture, hf: HF) -> dict[str, str]:
 
 
 def _in_their_keys(error: ConfigError, keys: Mapping[str, str]) -> str:
-    """The line of an error with their keys. A setting of a wrong type is named without its first section."""
+    """An error's line with the keys of config.json. Settings may lack the section "model." in the error."""
     short = {setting.removeprefix("model."): key for setting, key in keys.items()}
     return re.sub(
         r"\b(?:moe|rope|mla)\.[a-z0-9_.]+", lambda found: short.get(found[0], found[0]), error.spelt(keys)
@@ -252,17 +252,17 @@ def _in_their_keys(error: ConfigError, keys: Mapping[str, str]) -> str:
 
 
 def write_config(cfg: ModelConfig, dtype: str) -> HF:
-    """config.json of a model that was trained here. ConfigError where no entry computes what `cfg` says.
+    """config.json of a model that was trained from scratch. ConfigError if no entry computes the model.
 
-    An entry fits if its config.json reads back as the same mathematics.
+    An entry fits if its config.json, read back, computes the same mathematics.
     """
     flat = flattened(cfg) | dict(attention_multiplier=softmax_scale(cfg))
     if not any(map(cfg.is_moe, range(cfg.layers))):
-        flat["moe.activation"] = "swiglu"  # that of dense blocks
+        flat["moe.activation"] = "swiglu"  # the activation of dense blocks
     for arch in (arch for arch in ARCHITECTURES if not arch.nested):
         hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
         hf |= {field.keys[0]: field.written(flat[field.ours]) for field in arch.fields if field.keys}
-        # The defaults of the classes are tokens of other models.
+        # Set these keys to null, because the defaults of the classes are tokens of other models.
         hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         hf |= {key: value[0] if isinstance(value, tuple) else value for key, value in arch.theirs.items()}
         hf |= arch.layers.write(cfg) | write_windows(arch, cfg) | write_rope(arch, cfg)
@@ -276,7 +276,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     raise ConfigError(f"none of {known} computes this model: {facts(cfg)}")
 
 
-# Keys of RoPE's settings where null is as good as a missing key; for truncate, as good as false.
+# Keys of RoPE's settings for which null means the same as a missing key; for truncate it means false.
 ROPE_NULLS = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 
 
@@ -288,22 +288,22 @@ KINDS_OF_BLOCKS = "full_attention", "sliding_attention"  # without and with a wi
 
 
 def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
-    """Put RoPE's settings into `found`, and return what is wrong with them.
+    """Put RoPE's settings into `found`, and return problems.
 
-    Reads them as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes them. Where keys
-    contradict each other, version 5's choice holds.
+    The settings are read as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes them. If
+    keys contradict each other, the same key is used as in version 5.
     """
     if arch.rope_by_kind:
         return _read_ropes(arch, hf, found)
     stated = hf.get("rope_scaling") or hf.get("rope_parameters")
     stated = arch.rope if stated is None else stated
     if parts := [key for key, value in stated.items() if isinstance(value, dict)]:
-        return [f"RoPE of its own for each of {', '.join(parts)}: one for all layers is computed"]
+        return [f"separate settings of RoPE for each of {', '.join(parts)}: one for all layers is computed"]
     return _read_one_rope(arch, hf, stated, found)
 
 
 def _read_ropes(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
-    """`read_rope` where rope_parameters has an object for each kind of block that there is."""
+    """`read_rope` if rope_parameters has an object for each kind of block in the model."""
     stated = hf.get("rope_parameters")
     stated = arch.rope if stated is None else stated
     problems = ["rope_scaling: only rope_parameters is read"] if "rope_scaling" in hf else []
@@ -327,14 +327,15 @@ def _read_ropes(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
 
 
 def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]) -> list[str]:
-    """`read_rope` of one object of settings."""
+    """`read_rope` for one object of settings."""
     given = {"rope_theta": hf.get("rope_theta", arch.theta)} | stated
     kind = given.get("rope_type", given.get("type", "default"))
     if arch.rope_alpha and kind == "dynamic":
         kind, problems = _apply_alpha(given, found.get("head_dim"))
         if problems:
             return problems
-    # Dynamic scaling (NTK) raises the base beyond max_position_embeddings, where tmoe refuses an input.
+    # Dynamic scaling (NTK) changes the base only for inputs longer than max_position_embeddings, which tmoe
+    # refuses.
     scaling = "none" if kind in ("default", "dynamic") else kind
     if not isinstance(scaling, str) or scaling not in ROPE:
         why = NO_LONGROPE if kind in ("longrope", "su") else ""
@@ -353,7 +354,7 @@ def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]
     found["rope.max_seq"] = hf.get("max_position_embeddings")
 
     keys = dict(theta="rope_theta") | ROPE[scaling]
-    if key := keys.get("original_max_seq"):  # at the top level, Phi-3's place for it, it goes first
+    if key := keys.get("original_max_seq"):  # the top level, where Phi-3 has it, wins
         given[key] = hf.get(key, given.get(key, hf.get("max_position_embeddings")))
     problems += [_null(key) for key in (*keys.values(), "partial_rotary_factor") if _is_null(given, key)]
     problems += _read_scaling(arch, given, kind, keys, found)
@@ -361,7 +362,7 @@ def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]
 
 
 def _apply_alpha(given: dict[str, Any], width: Any) -> tuple[str, list[str]]:
-    """Dynamic scaling by a constant alpha is another rope_theta: (rope_type that is left, problems)."""
+    """Apply dynamic scaling by a constant alpha to rope_theta. Returns (remaining rope_type, problems)."""
     alpha = given.get("alpha")
     if not (alpha and isinstance(width, int) and width > 2):
         return "dynamic", []
@@ -374,11 +375,11 @@ def _apply_alpha(given: dict[str, Any], width: Any) -> tuple[str, list[str]]:
 def _read_scaling(
     arch: Architecture, given: HF, kind: Any, keys: Mapping[str, str], found: dict[str, Any]
 ) -> list[str]:
-    """Put the numbers of RoPE's scaling into `found`; keys: theirs by our names."""
+    """Put the numbers of RoPE's scaling into `found`, and return problems. keys: our name -> their key."""
     problems: list[str] = []
     read = {ours: given[key] for ours, key in keys.items() if given.get(key) is not None}
     if "truncate" in keys and "truncate" in given:
-        read["truncate"] = given["truncate"] or False  # transformers asks whether it is true
+        read["truncate"] = given["truncate"] or False  # transformers tests its truth value
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
         if name in keys and name not in given:
             problems.append(f"{name} of rope_type {kind}: missing")
@@ -395,7 +396,7 @@ def _read_scaling(
 
 
 def _read_bases(key: str, hf: HF, found: dict[str, Any]) -> list[str]:
-    """Put what a list of RoPE's bases says of blocks with and without a window into `found`."""
+    """Put the RoPE bases of blocks with and without a window, from a list, into `found`; return problems."""
     bases, layers = hf[key], found.get("layers") or 0
     if len(bases) != layers or not all(base == 0 or 1 < base < math.inf for base in bases):
         return [f"{key}={bases!r}: must be 0 (no positions) or above 1 for each of {layers} layers"]
@@ -405,7 +406,9 @@ def _read_bases(key: str, hf: HF, found: dict[str, Any]) -> list[str]:
     far = _bases_of(bases, windowed, 0)
     near = _bases_of(bases, windowed, 1)
     if len(far) > 1 or len(near) > 1:
-        return [f"{key}={bases!r}: one base for blocks with a window and one for the others is computed"]
+        return [
+            f"{key}={bases!r}: one base for blocks with a window and one for all other blocks is computed"
+        ]
     if near and near != far and found["rope.scaling"] != "none":
         return [f"{key}={bases!r}: with a scaling of RoPE only one base for all is computed"]
     found["rope.theta"] = next(iter(far or near), found["rope.theta"])
@@ -415,22 +418,22 @@ def _read_bases(key: str, hf: HF, found: dict[str, Any]) -> list[str]:
 
 
 def _bases_of(bases: list[float], windowed: tuple[int, ...], slides: int) -> set[float]:
-    """The bases of blocks with positions, of those with a window (slides: 1) or without."""
+    """The bases, without 0, of the blocks with a window (slides: 1) or without (slides: 0)."""
     return {base for i, base in enumerate(bases) if base and windowed[i % len(windowed)] == slides}
 
 
 def shortest(values: list) -> int:
-    """The length of the shortest pattern that values repeat."""
+    """The length of the shortest pattern that, repeated, gives `values`."""
     n = len(values)
     return next((p for p in range(1, n) if values == (values[:p] * n)[:n]), n)
 
 
 def _read_partial(arch: Architecture, given: HF, found: dict[str, Any]) -> list[str]:
-    """Put into `found` how many channels of a head turn, and return what is wrong."""
+    """Put the number of a head's channels that RoPE rotates into `found`, and return problems."""
     key, width = "partial_rotary_factor", found.get("head_dim")
     if arch.partial is not None and found.get("attention") == "mla":
         still, turned = found.get("mla.nope_dim", 0), found.get("mla.rope_dim", 0)
-        if still < 1 or turned < 1:  # said where they are read
+        if still < 1 or turned < 1:  # reported where they are read
             return []
         share = given.get(key, arch.partial(given))
         if fits(share, float) and int((still + turned) * share) == turned:
@@ -443,7 +446,7 @@ def _read_partial(arch: Architecture, given: HF, found: dict[str, Any]) -> list[
     if arch.partial is None:
         return [] if share == 1.0 else [f"{key}={share!r}: only 1.0 is computed"]
     width = width if isinstance(width, int) else 0
-    turned = int(width * share) if fits(share, float) else 0  # cut off, as transformers does
+    turned = int(width * share) if fits(share, float) else 0  # rounded down, as in transformers
     if turned % 2 or not 0 < turned <= width:
         return [f"{key}={share!r}: must be an even number of the head's channels, of head_dim={width}"]
     found["rope.dim"] = 0 if turned == width else turned
@@ -451,12 +454,12 @@ def _read_partial(arch: Architecture, given: HF, found: dict[str, Any]) -> list[
 
 
 def _is_null(given: HF, key: str) -> bool:
-    """Whether a key of RoPE's settings is null where transformers computes with it."""
+    """Whether a key of RoPE's settings is null although transformers computes with it."""
     return key in given and given[key] is None and key not in ROPE_NULLS
 
 
 def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
-    """RoPE's settings in transformers 4's spelling, which version 5 reads too."""
+    """RoPE's settings in the format of transformers 4, which version 5 reads too."""
     rope = cfg.rope
     scaling: HF = {key: getattr(rope, ours) for ours, key in ROPE[rope.scaling].items()}
     given: HF = {"rope_type": "default" if rope.scaling == "none" else rope.scaling}
@@ -481,7 +484,7 @@ def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
 
 
 def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) -> list[str]:
-    """Put window and windowed of a config.json into `found`, and return what is wrong."""
+    """Put window and windowed of a config.json into `found`, and return problems."""
     windows = arch.windows
     layers = found.get("layers") or 0
     typed = windows is not None and "layer_types" in windows.keys
@@ -508,7 +511,7 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
 
 
 def _put_windows(windows: Windows, slides: list[bool], width: Any, found: dict[str, Any]) -> None:
-    """Put which blocks have a window, and its width, into `found`."""
+    """Put the width of the window, and which blocks have one, into `found`."""
     pattern = tuple(map(int, slides[: shortest(slides)])) or (1,)
     found["windowed"] = pattern
     found["window"] = width if any(slides) and width else 0
@@ -517,7 +520,7 @@ def _put_windows(windows: Windows, slides: list[bool], width: Any, found: dict[s
 
 
 def _window_width(windows: Windows, hf: HF, said: HF, off: bool) -> Any:
-    """Tokens that a window sees; None without one. off: use_sliding_window is false."""
+    """Width of the window in tokens; None if there is none. off: whether use_sliding_window is false."""
     if windows.before and said.get(windows.before) is not None:
         return said[windows.before] + 1
     return None if off else hf.get("sliding_window", windows.width or None)
@@ -526,7 +529,7 @@ def _window_width(windows: Windows, hf: HF, said: HF, off: bool) -> Any:
 def write_windows(arch: Architecture, cfg: ModelConfig) -> HF:
     """The windows in the keys that the architecture reads.
 
-    What these keys cannot say is noticed when they are read back.
+    Windows that these keys cannot describe are noticed when the keys are read back.
     """
     windows = [cfg.window_of(i) for i in range(cfg.layers)]
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]

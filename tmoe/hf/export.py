@@ -1,7 +1,7 @@
-"""A Hugging Face folder from a step folder, in the layout of an original or of tmoe's own settings.
+"""Writes a Hugging Face folder from a step folder, in the layout of an original or of tmoe's own settings.
 
-Settings, tokenizer, types and file layout are the original's, where there is one; else they are made from the
-settings of the run.
+Settings, tokenizer, types and file layout are those of the original, if there is one. Otherwise they are made
+from the settings of the run.
 
 next: hf/files.py
 """
@@ -56,25 +56,25 @@ from tmoe.hf.write import Export, check_room, write_folder
 from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box
 
-SHARD = 5 * 10**9  # bytes of an exported file, as transformers 4 cut them
+SHARD = 5 * 10**9  # most bytes of an exported file, as in transformers 4
 SHORT = dict(bf16="BF16", fp32="F32")  # --dtype -> safetensors' name
 
 
 class Origin(NamedTuple):
-    """What the exported folder shall look like: settings, files, place of each tensor, computed tensors."""
+    """The plan of the exported folder: settings, files, place of each tensor, computed tensors."""
 
     config: HF
     layout: Layout
     files: dict[str, Callable[[], bytes]]
     extra: Callable[[str], Tensor]
     packed: str = ""
-    """the format in which the original holds some of its tensors, see hf/packed.py"""
+    """the quantised format of some of the original's tensors, see hf/packed.py; "": none"""
     stamp: str = ""
-    """changes when the original's tensors do; "": it was made from settings"""
+    """changes if the original's tensors change; "": the plan was made from settings"""
     folder: Folder | None = None
-    """the original, where it is a folder and not what a step carries or settings say"""
+    """the original, if it is a folder; None: the plan was made from files in a step, or from settings"""
     held: tuple[str, ...] = ()
-    """numbers of the layers that are as transformers 5 holds them, as the original's shapes said"""
+    """numbers of the layers stored as transformers 5 holds them, by the shapes of the original's tensors"""
 
 
 def export_hf(
@@ -95,13 +95,13 @@ def export_hf(
     Args:
         step_dir: a step folder
         hf_dir: a new folder
-        like: folder or name on the hub whose config, tokenizer, types and file layout to take; default: that
-            of what the weights came from, if any
-        dtype: type of every tensor; default: the original's, fp32 for a model trained here
+        like: folder or name on the hub whose config, tokenizer, types and file layout to use; default: the
+            model from which the weights were first read, if any
+        dtype: type of every tensor; default: the original's, or fp32 for a model trained from scratch
         dry_run: check everything, write nothing
-        push: then upload the folder to this repository of the hub, OWNER/NAME, made if it is not there
-        private: with push: a new repository is private
-        license: what README.md says, where the original has none: apache-2.0, other, ...
+        push: then upload the folder to this repository of the hub, OWNER/NAME, created if it does not exist
+        private: with push: make a new repository private
+        license: license to state in README.md if the original has no README.md: apache-2.0, other, ...
     """
     require(push is not None or not private, "private", True, f"needs {Setting('push')}")
     require_absent(hf_dir)
@@ -112,7 +112,7 @@ def export_hf(
     require_outside(hf_dir, [step])
     manifest = read_manifest(step)
     weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
-    if problems := verify(step, share=None):  # sizes now, contents as they are read
+    if problems := verify(step, share=None):  # checks sizes now; contents are checked as they are read
         raise CheckpointError(listed("", problems, indent=""))
     origin = _with_dtype(find_origin(step, manifest, like), dtype)
     if not origin.stamp:  # made from settings
@@ -126,7 +126,7 @@ def export_hf(
     arch = plan.arch
     found = plan.written()
     extra = plan.extra
-    if README not in origin.files and LAYOUT not in manifest.tensors:  # an import comes back as it was
+    if README not in origin.files and LAYOUT not in manifest.tensors:  # no README is added to an import
         readme = partial(card, hf_dir.name, arch, plan.cfg, manifest, license)
         origin = origin._replace(files=origin.files | {README: readme})
     refuse(
@@ -153,10 +153,10 @@ def export_hf(
 
 
 def find_origin(step: Path, manifest: Manifest, like: Path | None, later: tuple[Path, ...] = ()) -> Origin:
-    """What the exported folder shall look like.
+    """The plan of the exported folder: that of an original, or one made from settings.
 
-    `like` if given; else the folder that was imported here or that training started from (--init); else one
-    made from the settings. later: the steps that began from this one, so that a circle ends.
+    The original is `like` if given, else the folder from which the step was imported or from which training
+    started (--init). later: the steps that were trained from this step, so that a circle ends.
     """
     if like:
         return _origin_of_folder(Folder(like))
@@ -210,7 +210,7 @@ def _origin_of_step(step: Path, manifest: Manifest) -> Origin:
 
 
 def _carried(step: Path, tensors: dict[str, TensorEntry]) -> dict[str, Callable[[], bytes]]:
-    """The files of the original that travel in a step folder, by name."""
+    """The files of the original that are stored in a step folder, by name."""
     carried = {name.removeprefix(FILE): entry for name, entry in tensors.items() if name.startswith(FILE)}
     require_names(step, carried)
     return {name: partial(_content, step, entry) for name, entry in carried.items()}
@@ -227,7 +227,7 @@ def _digest(step: Path) -> str:
 def _origin_of_settings(cfg: ModelConfig, files: dict[str, Callable[[], bytes]]) -> Origin:
     """An origin made from the model's settings.
 
-    files: a tokenizer and the like, which an upcycled model has from the dense one.
+    files: files such as a tokenizer, which an upcycled model has from its dense model.
     """
     config = write_config(cfg, "float32")
     found, _ = divide(architecture(config), cfg, ())
@@ -236,7 +236,7 @@ def _origin_of_settings(cfg: ModelConfig, files: dict[str, Callable[[], bytes]])
 
 
 def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
-    """The origin with every tensor in another type; config.json and the index say so."""
+    """The origin with every tensor in another type, and config.json and the index changed to that type."""
     if dtype is None:
         return origin
 
@@ -262,15 +262,15 @@ def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
 
 
 def _notes_of(origin: Origin, hf_dir: Path) -> list[str]:
-    """What an export says of the original: packed weights that it unpacked, a head of its own."""
+    """Notes of an export about its original: quantised weights were unpacked, or the head was untied."""
     notes = [f"{hf_dir}: {unpacked(origin.packed)}"] if origin.packed else []
     if origin.folder and origin.folder.own_head:
-        notes.append(f"{untied(origin.folder.path)}; so says {hf_dir / CONFIG}")
+        notes.append(f"{untied(origin.folder.path)}; {hf_dir / CONFIG} states this")
     return notes
 
 
 def _with_files(origin: Origin) -> Origin:
-    """The origin with config.json and the index made from what it says itself."""
+    """The origin with config.json and the index made from its own settings and layout."""
     index = {name: file for file, names in origin.layout.items() for name in names}
     made = {CONFIG: origin.config}
     if len(origin.layout) > 1:
@@ -280,7 +280,7 @@ def _with_files(origin: Origin) -> Origin:
 
 
 def _unfit(manifest: Manifest, weights: dict[str, TensorEntry], cfg: ModelConfig) -> list[str]:
-    """Every difference between the step folder's tensors and settings and the model that shall be written."""
+    """Every difference between the step folder's tensors and settings and the model that is to be written."""
     want = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
     problems = [f"{name}: not in the step folder" for name in want if name not in weights]
     for name, entry in weights.items():
@@ -307,9 +307,11 @@ def _exported(
     origin: Origin,
     wanted: set[str],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Those of their tensors that are wanted, by name, in the order of ours.
+    """Yields the wanted tensors of the exported folder, each with its name, in the order of tmoe's tensors.
 
-    names: their tensors and types. A call reads and checks each chunk of the step folder once.
+    found: for each of tmoe's tensors the pieces of the folder's tensors.
+    names: the folder's tensors and their types.
+    A call reads and checks each chunk of the step folder once.
     CheckpointError for a weight that float16 cannot hold.
     """
     shapes = their_shapes(found)

@@ -1,9 +1,10 @@
-"""Every MoE family of the installed transformers: imported, swapped, or what it lacks.
+"""Lists every MoE family of the installed transformers: imported, swapped, or what it lacks.
 
-Found and judged by transformers' source alone, so that next month's families are in the list by themselves:
-a family is a folder of models/ that defines experts. What an unknown one lacks is what no entry reads and no
-imported family has: keys of its config class, classes of its modeling file, parts of its decoder layer and
-attention. A hint, not a proof: equal names may compute other things.
+The families are found and judged by transformers' source code alone, so that families of later versions are
+listed without a change here. A family is a folder of models/ that defines experts. An unknown family lacks
+the names that no entry reads and no imported family has: keys of its config class, classes of its modeling
+file, parts of its decoder layer and attention. The list is a hint, not a proof: equal names may compute
+different things.
 
 next: hf/architectures/__init__.py
 """
@@ -23,13 +24,13 @@ from tmoe.hf.config import READ
 
 EXPERTS = re.compile(r"^class \w*Experts?\w*\(", re.M)
 COUNT = re.compile(r"^(moe_)?(num|n)_(routed_|local_)?experts$|^moe_num_experts$")
-# Keys that decide nothing in what a text model computes of whole sequences, or that training alone reads.
+# Keys that do not change the result of a text model on whole sequences, or that only training reads.
 IDLE = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "attention_dropout", "pretraining_tp"),
     *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "hidden_act", "rope_theta"),
     *("initializer_range", "dtype", "torch_dtype", "router_z_loss_coef", "aux_loss_alpha", "seq_aux"),
 }
-# Ends of names of classes that every decoder has, or that are there for other tasks than its text.
+# Ends of names of classes that every decoder has, or that exist for other tasks than text.
 ORDINARY = re.compile(
     r"(Attention|MLP|Mlp|RMSNorm|RotaryEmbedding|Experts?|(Top[Kk])?(Router|Gate)"
     r"|MoE|Moe|MoeBlock|SparseMoeBlock"
@@ -41,33 +42,33 @@ VISION = re.compile(
 )
 LAYER = re.compile(r"^class \w*(?:Attention|DecoderLayer)\(.*?(?=^class |\Z)", re.M | re.S)
 PART = re.compile(r"self\.(\w+) = (?:\(\n?\s*)?(?:nn\.\w+|[A-Z]\w+)\(")
-NAMED = 4  # of what a family lacks, at most, in its line
+NAMED = 4  # most names of each kind that the line of a family lists
 
 
 class Family(NamedTuple):
-    """A folder of transformers' models/, as far as its source says."""
+    """A folder of transformers' models/, as described by its source code."""
 
     name: str
     model_types: tuple[str, ...]
     keys: tuple[str, ...]
-    """of the config class that says how many experts there are"""
+    """keys of the config class that has the number of experts"""
     modules: tuple[str, ...]
-    """classes of the modeling file that are no part of every decoder, without the family's own name"""
+    """classes of the modeling file that not every decoder has, without the family's name"""
     parts: tuple[str, ...]
     """modules and parameters of its decoder layers and attentions"""
     hints: tuple[str, ...]
-    """what the config says otherwise than by a key of its own"""
+    """further facts of the config class, such as a nested text_config"""
     swaps: str
-    """what its experts' marks say of swap_experts, which reads them as hf/marks.py does; "": refused"""
+    """whether swap_experts accepts its experts, by their marks (hf/marks.py), in words; "": it does not"""
 
 
 def families(models: Path | None = None) -> list[Family]:
-    """The MoE families in transformers' folder models/; that of the installed one where none is given.
+    """The MoE families in transformers' folder models/. models: None for that of the installed transformers.
 
-    ConfigError without transformers.
+    ConfigError if transformers is not installed.
     """
     if models is None:
-        found = importlib.util.find_spec("transformers")  # finds it, and imports nothing
+        found = importlib.util.find_spec("transformers")  # finds it without importing it
         if found is None or found.origin is None:
             raise ConfigError("families: needs the package transformers, which is not installed here")
         models = Path(found.origin).parent / "models"
@@ -75,7 +76,7 @@ def families(models: Path | None = None) -> list[Family]:
 
 
 def standings(found: list[Family]) -> dict[str, str]:
-    """Of each family in one line: imports, swaps, or what it lacks."""
+    """A line for each family: whether it imports, whether it swaps, or what it lacks."""
     imported = {arch.model_type for arch in ARCHITECTURES}
     known = [family for family in found if imported & {*family.model_types}]
     modules = {name for family in known for name in family.modules}
@@ -112,7 +113,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _read_keys() -> set[str]:
-    """Keys of config.json that some entry reads, or that may have any value."""
+    """Keys of config.json that some entry reads, or that do not change a text model's result."""
     fields = {key for arch in ARCHITECTURES for field in arch.fields for key in field.keys}
     fixed = {key for arch in ARCHITECTURES for key in (*arch.theirs, *arch.copies)}
     return fields | fixed | {*READ} | IDLE | {key for keys in ROPE.values() for key in keys.values()}
@@ -140,7 +141,7 @@ def _family(folder: Path, modeling: str) -> Family:
                 types += [kind] if kind else []
                 keys = fields if any(map(COUNT.match, fields)) or not keys else keys
     classes = [name for name in re.findall(r"^class (\w+)\(", modeling, re.M) if not VISION.search(name)]
-    # The prefix of a family's classes is that of its experts.
+    # The prefix of a family's class names is that of its experts class.
     prefix = re.search(r"^class (\w*?)(Text|Naive|Parallel)?(Moe|MoE)?Experts?\w*\(", modeling, re.M)
     own = prefix[1] if prefix else ""
     modules = [name.removeprefix(own) for name in classes if not ORDINARY.search(name)]
@@ -162,7 +163,7 @@ def _swaps(modeling: str) -> str:
 
 
 def _settings(config: ast.ClassDef) -> tuple[str, list[str]]:
-    """The model_type and the keys that a config class says."""
+    """The model_type ("" if none) and the keys that a config class defines."""
     kind = ""
     for node in config.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "model_type":

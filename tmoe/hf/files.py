@@ -1,4 +1,4 @@
-"""A Hugging Face folder: its config, its safetensors read box by box, and safetensors written one by one.
+"""Reads a Hugging Face folder: its config, and its safetensors box by box; writes safetensors one by one.
 
 next: hf/importer.py
 """
@@ -40,26 +40,27 @@ from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, Piece
 
 DTYPES = dict(F32=torch.float32, BF16=torch.bfloat16, F16=torch.float16)  # what fp32 holds without rounding
-ORDER = dict(F32=1, BF16=2, F16=3)  # of tensors in a file, then by name; wider types first
-# The names of what a step folder carries for the way back.
+ORDER = dict(F32=1, BF16=2, F16=3)  # order of tensors in a file: by type, wider first, then by name
+# Names, and beginnings of names, of the entries in a step folder from which an export restores the original.
 FILE = "hf.file."
 EXTRA = "hf.extra."
 LAYOUT = "hf.layout"
 MODEL = "model."
 TIED = "tie_word_embeddings"
-ROWS = 1024  # of two tensors that are compared, at a time
+ROWS = 1024  # rows that are compared at a time
 Layout = dict[str, dict[str, str]]  # file -> tensor -> dtype, as safetensors names it
 
 
 class Folder:
-    """Names, shapes and types of a folder's tensors, from the headers alone.
+    """Names, shapes and types of a folder's tensors, read from the headers alone.
 
-    CheckpointError names what is missing, damaged or only a pointer. ConfigError for a file, and for a folder
-    with an adapter (`require_no_adapter`).
-    packed: quantised tensors appear as what they stand for (hf/packed.py). This is then the name of their
-        format, else "". MismatchError names those of another type or shape than their format has.
-    own_head: config.json ties the head to the embedding, but the files hold another head. The model is then
-        an untied one, as in transformers 5, and `config` says so.
+    CheckpointError names files that are missing, damaged or only pointers. ConfigError for a file in place of
+    a folder, and for a folder with an adapter (`require_no_adapter`).
+    packed: the name of the format of quantised tensors, "" if there are none. The quantised tensors appear as
+        the 16-bit tensors that they encode (hf/packed.py). MismatchError names tensors whose type or shape is
+        not that of the format.
+    own_head: True if config.json ties the head to the embedding, but the files hold another head. The model
+        is then read as untied, as in transformers 5, and `config` is changed to this.
     """
 
     def __init__(self, path: Path):
@@ -69,11 +70,11 @@ class Folder:
         require_no_pointers(path)
         self.config: HF = self._json(CONFIG)
         if (path / GENERATION).is_file():
-            self._json(GENERATION)  # the ends of answers; without them a model would not stop
+            self._json(GENERATION)  # it has the ends of answers, so a damaged file must be an error
         if not any((path / name).is_file() for name in (SINGLE, INDEX)):
-            architecture(self.config)  # of a family that is none here, say that before a file is missing
-        # Where both lie, transformers reads the single file: a save over a folder of many files removes those
-        # and leaves their index.
+            architecture(self.config)  # reports an unknown family rather than the missing file
+        # If the folder has both, transformers reads the single file: a save over a folder of many files
+        # removes these files but leaves their index.
         self.indexed = (path / INDEX).is_file() and not (path / SINGLE).is_file()
         index = self._index() if self.indexed else {}
         if not index:
@@ -99,9 +100,9 @@ class Folder:
             self.config[TIED] = False
 
     def _see_through(self, quantised: HF) -> str:
-        """Put views in the place of the tensors they are computed from.
+        """Replace the tensors of a quantised format by views, which compute values from them.
 
-        Returns the format's name, "" if none.
+        Returns the format's name, "" if there is none.
         """
         method = quantised.get("quant_method", "")
         if not isinstance(method, str) or method not in FORMATS:
@@ -115,8 +116,8 @@ class Folder:
         refuse(f"{self.path} holds {method} tensors that cannot be read", problems)
         if not self.views:
             raise ConfigError(
-                f"{self.path / CONFIG}: {QUANTISED}: quant_method={method!r}, but no tensor is packed so; "
-                f"where the weights are plain, remove {QUANTISED}"
+                f"{self.path / CONFIG}: {QUANTISED}: quant_method={method!r}, but no tensor has that format; "
+                f"if the weights are not quantised, remove {QUANTISED}"
             )
         for name, view in self.views.items():
             file = self.file_of[view.parts[0]]
@@ -148,7 +149,7 @@ class Folder:
             or not all(isinstance(file, str) for file in index.values())
         ):
             raise CheckpointError(f"{self.path / INDEX}: malformed: weight_map must give each tensor's file")
-        # Checked here, since an export could not write files of other names.
+        # Check the names now, because an export could not write files of other names.
         require_names(self.path / INDEX, sorted(set(index.values())))
         return index
 
@@ -166,9 +167,9 @@ class Folder:
         return self.layout[self.file_of[name]][name]
 
     def others(self) -> list[str]:
-        """Files that travel with the weights: config, generation settings, tokenizer, licence.
+        """Files that are kept with the weights: config, generation settings, tokenizer, licence.
 
-        The index too.
+        The index is included if the folder is read by it.
         """
         names = sorted(
             entry.name for entry in os.scandir(self.path) if entry.is_file() and entry.name[0] != "."
@@ -178,7 +179,8 @@ class Folder:
     def content(self, name: str) -> bytes:
         """The bytes of one of `others`.
 
-        config.json is as `config` is. The index of a quantised folder names the tensors that are stood for.
+        config.json has the contents of `config`. The index of a quantised folder lists the tensors that the
+        quantised ones encode.
         """
         if (self.packed or self.own_head) and name == CONFIG:
             return (json.dumps(self.config, indent=2) + "\n").encode()
@@ -188,10 +190,10 @@ class Folder:
 
     @contextmanager
     def reading(self) -> Iterator[Read]:
-        """Yields read(name, slices), a view of the mapped file.
+        """Yields a function read(name, slices), which returns a view of the memory-mapped file.
 
-        Slices may have steps, except for fp8's factors. The views are valid, and memory is held, until the
-        scope ends.
+        Slices may have steps, except for tensors stored in fp8. The views are valid, and memory is held,
+        until the scope ends.
         """
         with ExitStack() as stack:
             handles: dict[str, Any] = {}
@@ -201,7 +203,7 @@ class Folder:
                 if file not in handles:
                     handles[file] = stack.enter_context(opened(self.path / file))
                 part = handles[file].get_slice(name)[tuple(slice(s.start, s.stop) for s in box)]
-                return part[tuple(slice(None, None, s.step) for s in box)]  # safetensors takes no steps
+                return part[tuple(slice(None, None, s.step) for s in box)]  # safetensors supports no steps
 
             def read(name: str, box: tuple) -> Tensor:
                 view = self.views.get(name)
@@ -215,7 +217,7 @@ class Folder:
             return read(name, tuple(slice(0, n) for n in self.shapes[name])).clone()
 
     def _repeats(self, name: str, other: str) -> bool:
-        """Whether a tensor holds the other one's values, bit for bit; True if there is no other.
+        """Whether a tensor has the values of `other`, bit for bit; True if there is no `other`.
 
         Reads ROWS rows at a time.
         """
@@ -238,6 +240,7 @@ class Folder:
     ) -> list[str]:
         """A line for each tensor that is missing, not expected, or of a wrong shape or type.
 
+        expected: names and shapes. extra: names of further valid tensors.
         Valid types are those that fp32 holds without rounding.
         """
         if why := renamed(expected, self.shapes):
@@ -259,7 +262,7 @@ class Folder:
 
 
 def settings_of(folder: Path) -> HF:
-    """config.json of a folder whose weights need not be there, as Folder reads it but for its head."""
+    """config.json of a folder that may lack weights, as Folder reads it but without checking the head."""
     require_no_adapter(folder)
     try:
         config = json.loads(text_of(folder / CONFIG))
@@ -272,13 +275,13 @@ def settings_of(folder: Path) -> HF:
 
 
 def _holder(config: HF) -> HF:
-    """The object of a config.json that says how tensors are quantised: config.json itself, or one inside."""
+    """The object with the quantization_config: the config.json itself, or an object inside it."""
     inside = (part for part in config.values() if isinstance(part, dict) and part.get(QUANTISED))
     return config if config.get(QUANTISED) else next(inside, config)
 
 
 def untied(folder: Path) -> str:
-    """What import, direct start and export say about a folder with a head of its own."""
+    """The note of import, direct start and export about a folder whose head is not the tied embedding."""
     return (
         f"{folder / CONFIG} ties {HEAD} to {EMBEDDING}, but the files hold another {HEAD}: "
         f"read as {TIED} false"
@@ -286,14 +289,14 @@ def untied(folder: Path) -> str:
 
 
 def require_names(where: Path, names: Iterable[str]) -> None:
-    """CheckpointError if one of the file names found at `where` is a path out of its folder."""
+    """CheckpointError if one of the file names found in `where` is a path that leaves its folder."""
     if odd := [name for name in names if Path(name).name != name or name in ("", ".", "..")]:
         raise CheckpointError(f"{where}: file names {odd} leave the folder")
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """An open safetensors file. CheckpointError, which names it, where it is missing or damaged."""
+    """An open safetensors file. CheckpointError, which names the file, if it is missing or damaged."""
     try:
         with safe_open(file, "pt") as handle:
             yield handle
@@ -306,7 +309,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read) -> None:
-    """Fill `target` from the pieces. It is the box that starts at `offset` of one of our tensors."""
+    """Fill `target` from the pieces. `target` is the box of one of tmoe's tensors that starts at `offset`."""
     for piece in found:
         sides = list(zip(offset, target.shape, piece.offset, piece.shape, strict=True))
         spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
@@ -324,17 +327,17 @@ def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read
 
 
 class Writer:
-    """A safetensors file whose header is written first and whose tensors may come in any order.
+    """Writes a safetensors file: the header first, then the tensors in any order.
 
-    The library's own save_file wants the whole file, usually 5 GB, in memory. Order and spelling are the
-    library's, so that a file that it wrote comes back byte for byte.
+    The library's own save_file needs the whole file, usually 5 GB, in memory. The order of tensors and the
+    format of the header are the library's, so that a file written by it is restored byte for byte.
     """
 
     def __init__(self, path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], nbytes: dict[str, int]):
         self.path = path
         self.offset: dict[str, int] = {}
-        self.parts: list[tuple[int, int, str]] = []  # start, size and SHA-256 of all that was written
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        self.parts: list[tuple[int, int, str]] = []  # start, size and SHA-256 of each write
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
         end = 0
         in_order = sorted(tensors.items(), key=lambda item: (ORDER.get(item[1][0], 0), item[0]))
         for name, (dtype, shape) in in_order:
@@ -346,7 +349,7 @@ class Writer:
         raw += b" " * (-len(raw) % 8)
         self.start = 8 + len(raw)
         self.file = open(path, "xb")  # noqa: SIM115
-        # Reserve the whole file, so that a full disk is found now.
+        # Reserve the whole file, so that a full disk is noticed now.
         self._call(lambda: os.posix_fallocate(self.file.fileno(), 0, self.start + end))
         self._put(0, len(raw).to_bytes(8, "little") + raw)
 
@@ -365,7 +368,7 @@ class Writer:
             self._call(lambda: os.fsync(self.file.fileno()))
 
     def _call(self, call: Callable[[], Any]) -> None:
-        """Run `call`; an OSError of it gets the name of this file."""
+        """Run `call`, and add the name of this file to an OSError that it raises."""
         try:
             call()
         except OSError as error:
@@ -373,7 +376,7 @@ class Writer:
 
 
 def split(tensors: dict[str, tuple[int, ...]], dtype: str, limit: int) -> Layout:
-    """Divide tensors into files of at most `limit` bytes, in order, with the names transformers looks for."""
+    """Divide tensors, in order, into files of at most `limit` bytes, named as transformers expects."""
     size = DTYPES[dtype].itemsize
     groups: list[dict[str, str]] = [{}]
     held = 0

@@ -1,4 +1,4 @@
-"""Folders in other formats or of another kind than Folder reads: what they are, and what makes one of them.
+"""Recognises folders that `Folder` does not read, and names the command that makes a readable one.
 
 next: hf/files.py
 """
@@ -25,10 +25,10 @@ ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".bin.index.json")
 NO_WEIGHTS = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)"
-)  # a Trainer's
+)  # written by transformers' Trainer
 CONVERT = "AutoModelForCausalLM.from_pretrained(DIR{more}).save_pretrained(NEW_DIR)"
 DOWNLOAD = "hf download ORG/NAME --local-dir DIR"
-WRAPPERS = {  # what is in front of the names that a wrapped model's state_dict has
+WRAPPERS = {  # prefix of the names in a wrapped model's state_dict -> the wrapper
     "_orig_mod.": "torch.compile",
     "module.": "DistributedDataParallel",
     "_orig_mod.module.": "torch.compile",
@@ -38,14 +38,14 @@ WRAPPERS = {  # what is in front of the names that a wrapped model's state_dict 
     "model.language_model.": "a model of images and text",
     "language_model.": "a model of images and text",
 }
-SHOWN = 4  # names of files in a message
+SHOWN = 4  # most names of files in a message
 
 
 def is_folder(path: str | Path) -> bool:
     """Whether `path` looks like a Hugging Face folder (and not like a step folder or a run folder).
 
-    True as well where `Folder` refuses what is there: config.json is damaged, a pointer, a link to nothing or
-    names no type beside weights, or the folder holds an adapter.
+    It is also True for some folders that `Folder` refuses: config.json is damaged, a pointer or a link to
+    nothing, or it names no model_type while the folder holds weights, or the folder holds an adapter.
     """
     path = Path(path)
     try:
@@ -61,7 +61,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 def require_folder(path: Path) -> None:
-    """ConfigError where a file is named in place of its folder."""
+    """ConfigError if a file is named in place of its folder."""
     if path.is_file():
         raise ConfigError(f"{path}: a file, and no folder; name the folder that holds it: {path.parent}")
 
@@ -69,7 +69,7 @@ def require_folder(path: Path) -> None:
 def require_no_adapter(folder: Path) -> None:
     """ConfigError for a folder that holds an adapter (LoRA, by PEFT), alone or next to weights.
 
-    transformers applies such an adapter to the weights when it loads the folder; tmoe reads weights alone.
+    transformers applies such an adapter to the weights when it loads the folder; tmoe reads only the weights.
     """
     names = [name for name in (ADAPTER, *ADAPTER_WEIGHTS) if (folder / name).is_file()]
     if not names:
@@ -88,9 +88,9 @@ def require_no_adapter(folder: Path) -> None:
 
 
 def require_no_pointers(folder: Path) -> None:
-    """CheckpointError that names the files of a folder which are pointers of Git LFS or git-annex.
+    """CheckpointError if files of a folder are pointers of Git LFS or git-annex; it names them.
 
-    Looks at weights and at the files that are read as settings, tokenizer or template.
+    Checks weights and the files that are read as settings, tokenizer or template.
     """
     suffixes = (".safetensors", ".json", ".model", ".jinja")
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
@@ -110,16 +110,16 @@ def require_no_pointers(folder: Path) -> None:
 
 
 def require_single(folder: Path) -> None:
-    """CheckpointError where a folder without an index lacks model.safetensors.
+    """CheckpointError if a folder without an index lacks model.safetensors.
 
-    Says which weights there are in its place, and how they become safetensors.
+    It names the weights that the folder has instead, and how to convert them to safetensors.
     """
     if not (folder / SINGLE).is_file() and folder.is_dir():
         raise CheckpointError(f"{folder / SINGLE}: missing; {weights_of(folder) or nothing_of(folder)}")
 
 
 def nothing_of(folder: Path) -> str:
-    """What to do with a folder without any file of weights."""
+    """Advice for a folder without any file of weights."""
     if parts := sorted(folder.glob("*/*.distcp")) or sorted(folder.glob("*.distcp")):
         name = parts[0].parent
         return f"{name} is of torch.distributed.checkpoint: python -m tmoe.hf recover {name} OUT ORIGINAL"
@@ -132,7 +132,7 @@ def nothing_of(folder: Path) -> str:
 
 
 def weights_of(folder: Path) -> str:
-    """Which weights a folder holds without model.safetensors, and what makes such files; "" for none."""
+    """The weights of a folder without model.safetensors, and how to convert them; "" if it has none."""
     there = sorted(path.name for path in folder.iterdir() if path.name.endswith(WEIGHTS) and path.is_file())
     there = [name for name in there if not NO_WEIGHTS.fullmatch(name)]
     if not there:
@@ -166,7 +166,7 @@ def weights_of(folder: Path) -> str:
 
 
 def hint(path: Path) -> str:
-    """What a folder is that is no Hugging Face folder, in words that follow "; "; "" where nothing tells."""
+    """Advice for a folder that is not a Hugging Face folder, to append to a message; "" if there is none."""
     if not path.is_dir() or (path / CONFIG).exists():
         return ""
     below = [one.parent for pattern in ("*", "*/*") for one in path.glob(f"{pattern}/{CONFIG}")]
@@ -181,7 +181,7 @@ def hint(path: Path) -> str:
 
 
 def renamed(expected: Iterable[str], there: Collection[str]) -> str:
-    """Why most names of tensors differ from those that are expected, where all differ in the same way; ""."""
+    """The reason why most expected names of tensors are missing, if a prefix explains it; else ""."""
     missing = [name for name in expected if name not in there]
     ends = {wrapper: sum(f"{wrapper}{name}" in there for name in missing) for wrapper in WRAPPERS}
     wrapper = max(WRAPPERS, key=lambda one: ends[one])

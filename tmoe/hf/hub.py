@@ -1,4 +1,4 @@
-"""A name on the Hugging Face hub where a folder is meant, and an export uploaded to the hub.
+"""Resolves names on the Hugging Face hub to local folders, and uploads exports to the hub.
 
 next: hub.py, hf/files.py
 """
@@ -15,19 +15,21 @@ from tmoe.config.check import ConfigError
 from tmoe.hf.foreign import require_no_adapter
 from tmoe.hub import NAME, download, fetch
 
-# What tmoe reads and what an export carries. Folders in a repository hold the weights once more (original/,
-# onnx/), as do Mistral's consolidated files.
+# SETTINGS and NEEDED are the files that tmoe reads or copies to an export. The folders of a repository
+# (original/, onnx/) and Mistral's consolidated files hold the same weights again.
 SETTINGS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py", "README.md", "LICENSE*", "NOTICE*")
 NEEDED = ("*.safetensors", *SETTINGS)
 LEFT_OUT = ("*/*", "consolidated*")
 
 
 def folder_of(path: str | Path, weights: bool = True) -> Path:
-    """The folder that a path or a hub name means; a path that is there, or can be no name, as it is.
+    """The folder of a path or a hub name. An existing path, or one that cannot be a name, is returned itself.
 
-    Downloads what the cache lacks, with a progress bar: one process of a machine at a time, and those that
-    waited find the files there. weights: False: settings and tokenizer are enough.
-    ConfigError, in one line, where the hub has no such repository or does not answer and the cache lacks it.
+    Downloads files that the cache lacks, with a progress bar: one process of a machine at a time, so that the
+    waiting processes find the files in the cache.
+    weights: False if settings and tokenizer are enough.
+    ConfigError, in one line, if the hub has no such repository, or if it does not answer and the cache lacks
+    the repository.
     """
     name = str(path)
     return Path(path) if Path(path).exists() or not NAME.fullmatch(name) else _download(name, weights)
@@ -57,7 +59,7 @@ def _download(name: str, weights: bool) -> Path:
 
 
 def _lacks(folder: Path) -> list[str]:
-    """Files that a whole folder has and this one, downloaded in part, has not."""
+    """Files that a complete folder has and that this folder, downloaded in part, lacks."""
     wanted = ["config.json"]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -71,7 +73,7 @@ def _lacks(folder: Path) -> list[str]:
 
 
 def require_login(repo: str) -> None:
-    """ConfigError unless uploads to `repo` can begin: a name of two parts, and a login of the hub."""
+    """ConfigError unless `repo` is a name of two parts and this machine is logged in to the hub."""
     from huggingface_hub import HfApi
 
     if not NAME.fullmatch(repo):
@@ -80,14 +82,14 @@ def require_login(repo: str) -> None:
         HfApi().whoami()
     except Exception as error:  # no token, a wrong one, no connection
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        wrong = f"the hub knows no login here ({why}); hf auth login"
+        wrong = f"this machine has no login to the hub ({why}); hf auth login"
         raise ConfigError.of("push", repo, wrong) from None
 
 
 def upload(folder: Path, repo: str, private: bool) -> str:
-    """Upload a folder as one commit of a model repository, made if it is not there. Returns its address.
+    """Upload a folder as one commit to a model repository, created if needed. Returns its address.
 
-    CheckpointError, which says how to try again, where the upload fails.
+    CheckpointError, which names the command to try again, if the upload fails.
     """
     from huggingface_hub import HfApi
 
@@ -95,7 +97,7 @@ def upload(folder: Path, repo: str, private: bool) -> str:
     try:
         made = api.create_repo(repo, private=private or None, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{folder.name}, exported by tmoe")
-    except Exception as error:  # the folder is whole, whatever happened
+    except Exception as error:  # whatever the error, the folder is complete
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         again = f"hf upload {repo} {folder}{' --private' * private}"
         raise CheckpointError(

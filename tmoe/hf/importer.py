@@ -1,19 +1,19 @@
-"""Hugging Face's models in and out: a step folder from theirs, and theirs from a step folder.
+"""Converts Hugging Face folders to step folders, and step folders to Hugging Face folders.
 
     python -m tmoe.hf import HF_DIR STEP_DIR                    a step for `train.py PRESET --init STEP_DIR`
     python -m tmoe.hf import HF_DIR STEP_DIR --world 64 --ep 8  the same, in files for 64 ranks
     python -m tmoe.hf export STEP_DIR HF_DIR                    from_pretrained loads it
     python -m tmoe.hf export STEP_DIR HF_DIR --like ORIGINAL    config, tokenizer and files as in ORIGINAL
-    python -m tmoe.hf export STEP_DIR HF_DIR --push OWNER/NAME  and uploads it to the hub
-    python -m tmoe.hf recover DCP_DIR OUT ORIGINAL              of a folder of torch.distributed.checkpoint
-    python -m tmoe.hf families                                  what of transformers' MoE families works here
+    python -m tmoe.hf export STEP_DIR HF_DIR --push OWNER/NAME  the same, and uploads it to the hub
+    python -m tmoe.hf recover DCP_DIR OUT ORIGINAL              a Hugging Face folder from a DCP folder
+    python -m tmoe.hf families                                  which MoE families of transformers work here
 
-Exit code 0: done; 2: refused, the reason on stderr; 1: failed or interrupted. Killed, the same command
-goes on where it was. Memory is that of a few tensors. Weights are fp32 in a step folder, as training holds
-them, which bf16 and fp16 fit into exactly; the way back gives every tensor its type again. A step folder
-carries the files of HF_DIR that are no weights: tensors hf.file.NAME, bytes.
+Exit codes: 0: done; 2: refused, with the reason on stderr; 1: failed or interrupted. If a command is
+killed, running it again resumes it. Memory is that of a few tensors. Weights in a step folder are fp32, as in
+training, which holds bf16 and fp16 exactly; an export gives every tensor its original type. A step folder
+also stores the files of HF_DIR that are not weights, as tensors hf.file.NAME of bytes.
 
-`train.py --init HF_DIR` needs no import: hf/start.py reads each rank's part straight from HF_DIR.
+`train.py --init HF_DIR` needs no import: hf/start.py reads each rank's part directly from HF_DIR.
 
 next: hf/rules.py, hf/architectures/__init__.py, hf/config.py, hf/plan.py, hf/files.py, hf/export.py,
 extras/recover.py, hf/swap.py
@@ -82,13 +82,13 @@ def import_hf(
     ep: int = 1,
     dry_run: bool = False,
 ) -> None:
-    """Write a step folder from a Hugging Face folder. Killed, the same command goes on where it was.
+    """Write a step folder from a Hugging Face folder. If the command is killed, running it again resumes it.
 
     Args:
-        hf_dir: config.json and safetensors; or a name on the hub
+        hf_dir: folder with config.json and safetensors, or a name on the hub
         step_dir: a new folder
-        world: number of ranks that will load it; any other number can, too
-        ep: ranks of an expert group
+        world: number of ranks that will load it; any other number of ranks can load it too
+        ep: number of ranks of an expert group
         dry_run: check everything, write nothing
     """
     axes = axes_of_flags(world, ep)
@@ -106,27 +106,27 @@ def import_hf(
     if packed := plan.manifest.info["packed"]:
         print(f"{hf_dir}: {unpacked(packed)}")
     if plan.manifest.info["own_head"]:
-        print(f"{untied(hf_dir)}; so says an export's {CONFIG}")
+        print(f"{untied(hf_dir)}; an export's {CONFIG} states this")
     unread = [output.name.removeprefix(EXTRA) for output in plan.outputs if output.name.startswith(EXTRA)]
     if unread:
         kinds = Counter(re.sub(r"experts\.\d+", "experts.*", name) for name in unread)
         head = (
             f"{len(unread)} tensors, computed or of blocks that predict further tokens, "
-            f"are carried as they are:"
+            f"are kept unchanged for an export:"
         )
         print(listed(head, [name + (f" ({count})" if count > 1 else "") for name, count in kinds.items()]))
 
 
 def plan_import(hf_dir: Path, axes: Axes = ALONE) -> Plan:
-    """Plan of `import`.
+    """The plan of `import`.
 
-    ConfigError: settings that tmoe does not compute. MismatchError lists every tensor that does not fit.
+    ConfigError for settings that tmoe does not compute. MismatchError lists every tensor that does not fit.
     """
     folder = Folder(Path(hf_dir))
     arch, cfg, found, _, extra, problems, held = plan_folder(folder)
     refuse(f"{hf_dir} is no whole {arch.model_type}", problems)
 
-    # The model's tensors, then what is carried for the way back.
+    # The outputs are the model's tensors, then the entries from which an export restores the original.
     shapes = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
     outputs = [Output(name, shapes[name], torch.float32, *lay) for name, lay in lay_out(shapes, axes).items()]
     carried: dict[str, Callable[[], Tensor]] = {
@@ -152,7 +152,7 @@ def plan_import(hf_dir: Path, axes: Axes = ALONE) -> Plan:
         files={},
         tensors={},
     )
-    # `reshard --only model` drops the files. These still say which tokenizer and template the weights use.
+    # `reshard --only model` drops the files. These entries still name the tokenizer and the template.
     if (known := carried_by(folder.path)) and known.fingerprint:
         manifest.info["data"] = dict(tokenizer=known.fingerprint)
     if known and known.chat:
@@ -169,7 +169,7 @@ def _imported(
     carried: dict[str, Callable[[], Tensor]],
     output: Output,
 ) -> Iterator[Tensor]:
-    """The contents of one tensor's boxes: carried as it is, or filled from the folder's tensors."""
+    """The contents of one tensor's boxes: copied unchanged, or filled from the folder's tensors."""
     if output.name in carried:
         yield carried[output.name]()
         return
@@ -197,7 +197,7 @@ def _as_tensor(raw: bytes) -> Tensor:
 
 
 def main(argv: Sequence[str] | None = None, **more: Callable[..., Any]) -> None:
-    """The command line. An error ends the process with one message.
+    """Runs the command line. An error ends the process with one message.
 
     more: commands of extras/, which hf/ does not import.
     """

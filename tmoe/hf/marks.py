@@ -1,12 +1,12 @@
-"""What an experts module of transformers says of itself: how its weights lie, and what its gate computes.
+"""Reads the marks of transformers' experts modules: the layout of their weights, and their gate's function.
 
 transformers marks every class of experts that it calls as (hidden_states, top_k_index, top_k_weights), by
 `is_transposed`, `is_concatenated`, `has_bias`, `has_gate`, `has_post_expert_norm` and a method `_apply_gate`.
-So no table of families is needed, and next month's are known today.
+So no table of families is needed, and families of later versions are supported too.
 
-The marks do not say which function the gate is. It is asked: random numbers of every size go through it, in
-fp64 and with a gradient, and one of the op's activations has to give the same, in value and gradient, in
-training and in evaluation. A name, of a class or in a configuration, is never trusted.
+The marks do not state which function the gate is. It is found by a test: the gate is called on random numbers
+of every size, in fp64 and with a gradient, and one of the op's activations must have the same values and
+gradients, in training and in evaluation. A name, of a class or in a configuration, is never trusted.
 
 next: ops/reference.py
 """
@@ -27,29 +27,32 @@ MARKS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
 class Marks(NamedTuple):
-    """How a module's weights lie and what it computes."""
+    """The layout of a module's weights, and the activation that it computes."""
 
     activation: str
-    """as moe_mlp takes it"""
+    """the activation in the notation of moe_mlp"""
     names: tuple[str, str]
-    """of its matrices: gate_up_proj (without a gate up_proj) and down_proj; of a bias: with _bias behind"""
+    """names of its matrices, gate_up_proj (without a gate up_proj) and down_proj; biases end in _bias"""
     transposed: bool
-    """for x W instead of W x: the last two axes of the matrices are exchanged"""
+    """whether weights are for x W instead of W x, so that the last two axes of the matrices are exchanged"""
     woven: bool
-    """gate and up rows take turns"""
+    """whether gate and up rows alternate"""
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Whether the module itself, and not one inside that it answers for, has transformers' marks."""
+    """Whether the module itself has transformers' marks, not one inside it whose attributes it forwards."""
     held = (vars(module), *(vars(cls) for cls in type(module).__mro__))
     return all(any(mark in place for place in held) for mark in MARKS)
 
 
 def read_marks(module: Any) -> Marks:
-    """The marks of a module whose weights are here; ConfigError, without its name, where the op differs."""
+    """The marks of a module with loaded weights. ConfigError if the op computes something else.
+
+    The message does not have the module's name.
+    """
     if getattr(module, "has_post_expert_norm", False):
         raise ConfigError(
-            "is marked has_post_expert_norm=True: a norm behind each expert, "
+            "is marked has_post_expert_norm=True: a norm after each expert, "
             "which the fused op does not compute"
         )
     gated = bool(module.has_gate)
@@ -77,14 +80,14 @@ def read_marks(module: Any) -> Marks:
 
 
 def _computed(module: Any, F: int, gated: bool, woven: bool, device: torch.device) -> str:
-    """The activation that the module's own function is; ConfigError where it is none."""
+    """The op's activation that equals the module's own function; ConfigError if there is none."""
     theirs = module._apply_gate if gated else module.act_fn
     halves = 2 if gated else 1
     h = _numbers(F, halves).to(device)
     d_act = torch.randn(h.shape[0], F, dtype=h.dtype, generator=torch.Generator().manual_seed(1)).to(device)
     size = torch.stack([half.abs() + 1 for half in h.chunk(halves, -1)]).prod(0)
     flags = [(part, part.training) for part in module.modules()]
-    # gate and up rows take turns in what a woven module's gate reads
+    # the gate of a woven module reads alternating gate and up rows
     call = (lambda h: theirs(torch.stack(h.chunk(2, -1), -1).flatten(-2))) if woven else theirs
     try:
         asked = []
@@ -106,7 +109,7 @@ def _computed(module: Any, F: int, gated: bool, woven: bool, device: torch.devic
 
 
 def _numbers(F: int, halves: int) -> Tensor:
-    """[n, halves * F] in fp64: half of the rows within the reach of clamps, half of every size up to 1e18."""
+    """Random [n, halves * F] in fp64: half of the rows in the range of clamps, half of any size to 1e18."""
     draw = torch.Generator().manual_seed(0)
     shape = (2 * (4 + 1024 // F), halves * F)
     h = torch.randn(shape, dtype=torch.float64, generator=draw) * 5
@@ -130,9 +133,10 @@ def _same(
     size: Tensor,
     wide: bool,
 ) -> bool:
-    """Whether value and gradient are those of `of`, in fp64; not wide: worked out in fp32, as some gates are.
+    """Whether the values and gradients in `got` are those of `of`.
 
-    size: |gate| + 1 times |up| + 1, which rounding errors are measured by.
+    wide: compute `of` in fp64; False: in fp32, as some gates compute.
+    size: |gate| + 1 times |up| + 1, the scale of permitted rounding errors.
     """
     want = _value_and_gradient(of if wide else lambda h: of(h.float()).double(), h, d_act)
     relative, rounding = (1e-9, 1e-13) if wide else (1e-5, 1e-6)
@@ -146,9 +150,9 @@ def _same(
 
 
 def _candidates(module: Any, gated: bool) -> Iterator[str]:
-    """The op's activations, those with constants also with every number that the module holds.
+    """The op's activations; those with constants also with every number among the module's attributes.
 
-    First those that it holds under the constant's name.
+    Numbers in attributes with the constant's name are tried first.
     """
     numbers = {
         name: float(value)
@@ -168,9 +172,9 @@ def _candidates(module: Any, gated: bool) -> Iterator[str]:
 
 
 def _named(module: Any, gated: bool) -> str:
-    """The module's function in words: a gate of its own, or the activation and where it is said."""
+    """The module's function in words: its class's own gate, or the activation and its name in the config."""
     if gated and module._apply_gate.__module__ != "transformers.integrations.moe":
-        return f"a gate of its own, {module._apply_gate.__qualname__}"
+        return f"its own gate, {module._apply_gate.__qualname__}"
     act = getattr(module, "act_fn", None)
     config = getattr(module, "config", None)
     said = next((v for k in ("hidden_act", "mlp_hidden_act") if (v := getattr(config, k, None))), None)

@@ -1,11 +1,11 @@
-"""Quantised tensors of a Hugging Face folder, seen as the 16-bit tensors that they stand for.
+"""Reads quantised tensors of a Hugging Face folder as the 16-bit tensors that they encode.
 
-A format is a table and a function. The table says in which tensors of the files a packed one is stored, with
-their types and shapes. What differs is refused by name: the type of a helper tensor is a part of its meaning.
-The function makes the views from the folder's tensors and its quantization_config. A view turns boxes of the
-packed tensors into a box of the values. Everything behind Folder (comparison, import, direct start) sees
-names, shapes and values only. Nothing is packed again on the way back: training moved the weights, so an
-export writes the values.
+A format is a table and a function. The table lists the stored tensors that make up one packed tensor, with
+their types and shapes. A tensor that differs from the table is refused by name, because the type of a helper
+tensor is a part of its meaning. The function makes the views from the folder's tensors and its
+quantization_config. A view converts boxes of the stored tensors to a box of the values. All code that uses
+Folder (comparison, import, direct start) handles only names, shapes and values. An export does not quantise
+again, because training has changed the weights: it writes the values.
 
 next: hf/files.py
 """
@@ -32,37 +32,37 @@ Shapes = dict[str, Shape]
 
 @dataclass(frozen=True)
 class View:
-    """A tensor that is not in the files but computed from `parts`, which are."""
+    """A tensor that is not in the files but is computed from the stored tensors `parts`."""
 
     parts: tuple[str, ...]
     shape: Shape
     dtype: str
-    """the type, as safetensors names it, that an export gives it"""
+    """its type in an export, by its name in safetensors"""
     read: Callable[[Read, tuple[slice, ...]], Tensor]
-    """(how to read the files, slices of this tensor) -> that box"""
+    """(function that reads the files, slices of this tensor) -> that box"""
 
 
-Found = tuple[dict[str, View], list[str]]  # the views by name, and what is wrong with the format's tensors
+Found = tuple[dict[str, View], list[str]]  # the views by name, and problems of the format's tensors
 
 
 class Stored(NamedTuple):
-    """A row of a format's table: one of the tensors in which the files hold a packed tensor NAME."""
+    """A row of a format's table: one of the stored tensors that make up a packed tensor NAME."""
 
     suffix: str
-    """it is called NAME and this"""
+    """suffix that is appended to NAME in its name"""
     dtypes: tuple[str, ...]
-    """its types, as safetensors names them"""
+    """its valid types, by their names in safetensors"""
     fits: Callable[[Shape, Shape], bool]
-    """(its shape, that of the first row's tensor) -> whether it has the shape that the format says"""
+    """(its shape, the shape of the first row's tensor) -> whether its shape is that of the format"""
     said: str
-    """that shape in words"""
+    """the valid shape in words"""
 
 
 def find(table: tuple[Stored, ...], shapes: Shapes, dtypes: dict[str, str]) -> tuple[list[str], list[str]]:
     """Names of the packed tensors, and a line for each tensor that is missing or differs from the table.
 
-    A tensor belongs to the format if its name ends in one of the table's suffixes. Where the table has a row
-    without a suffix, every tensor of an fp8 type belongs to it too.
+    A tensor belongs to the format if its name ends in one of the table's suffixes. If the table has a row
+    without a suffix, every tensor of an fp8 type belongs to the format too.
     """
     suffixes = tuple(row.suffix for row in table if row.suffix)
     bare = len(suffixes) < len(table)
@@ -77,9 +77,9 @@ def find(table: tuple[Stored, ...], shapes: Shapes, dtypes: dict[str, str]) -> t
 def _problems(
     table: tuple[Stored, ...], name: str, shapes: Shapes, dtypes: dict[str, str], bare: bool
 ) -> list[str]:
-    """What is wrong with the tensors of one packed tensor.
+    """Problems of the stored tensors of one packed tensor.
 
-    bare: one of them has the packed tensor's own name.
+    bare: whether one of them has the packed tensor's own name.
     """
     parts = {f"{name}{row.suffix}": row for row in table}
     there = [part for part in parts if part in shapes]
@@ -94,7 +94,7 @@ def _problems(
     for part in there if first in shapes else []:
         if not parts[part].fits(shapes[part], shapes[first]):
             found.append(f"{part}: shape {shapes[part]}, must be {parts[part].said}")
-            break  # the others' shapes follow from the first's
+            break  # the shapes of the later tensors follow from the first
     return found
 
 
@@ -114,7 +114,7 @@ MXFP4 = (
 
 
 def mxfp4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
-    """NAME_blocks [E, M, W/32, 16] and NAME_scales [E, M, W/32], both U8, stand for NAME [E, W, M].
+    """Views of MXFP4: NAME_blocks [E, M, W/32, 16] and NAME_scales [E, M, W/32], U8, encode NAME [E, W, M].
 
     A byte holds two values, the lower four bits first; a scale is an exponent of two plus 127. bf16 holds
     every product exactly.
@@ -131,9 +131,9 @@ def mxfp4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> F
 
 
 def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tensor:
-    """The box [E, W, M] in fp32, one expert at a time, since what is read grows eightfold on the way.
+    """The box [E, W, M] in fp32. One expert is converted at a time, because the data grow eightfold.
 
-    M's slice may have a step. Measured on one core: 84 million values a second (a gather of each byte's
+    M's slice may have a step. Measured on one core: 84 million values a second (by a gather of each byte's
     pair of values); transformers' conversion does 22 million.
     """
     experts, wide, rows = box
@@ -141,10 +141,10 @@ def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tens
     last = math.ceil(wide.stop / BLOCK)
     low = wide.start - first * BLOCK
 
-    # The numbers are doubled and the powers halved: fp32 has no 2^128, but 0.5 times 2^128 is a value.
+    # Double the numbers and halve the powers: fp32 has no 2^128, but it has the value 0.5 times 2^128.
     values = 2 * torch.tensor([*FP4, *(-v for v in FP4)])
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - BIAS - 1)
-    # The pair of values of every byte, as one fp64 number: a gather of single numbers is fast.
+    # Store the two fp32 values of every byte as one fp64 number, because a gather of single numbers is fast.
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)
     pairs = pairs.view(torch.float64).flatten()
 
@@ -161,8 +161,8 @@ def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tens
 
 # ---- fp8 in blocks, as DeepSeek-V3 is published ----
 
-BLOCKS = [128, 128]  # where weight_block_size is not said
-FP8_SETTINGS = dict(  # the first value is what a missing key means
+BLOCKS = [128, 128]  # the default of weight_block_size
+FP8_SETTINGS = dict(  # valid values; the first is the default of a missing key
     activation_scheme=("dynamic",),
     scale_fmt=("float", "ue8m0"),
     expert_dtype=("fp8",),
@@ -176,13 +176,12 @@ FP8_ROAD = "take the published folder of 16-bit weights, or write it: transforme
 
 
 def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
-    """NAME [M, W] in F8_E4M3 times NAME_scale_inv [ceil(M/m), ceil(W/w)], a factor for each m x w block.
+    """Views of fp8: NAME [M, W] in F8_E4M3 times NAME_scale_inv [ceil(M/m), ceil(W/w)], a factor a block.
 
-    m and w are the settings' `weight_block_size`. The type of the factors says what they are, whatever
-    scale_fmt says, as in transformers: numbers, or exponents of two plus 127 in F8_E8M0 or in plain bytes.
-    fp32 holds the products to its own rounding; an export rounds them to bf16, as DeepSeek's own conversion
-    does.
-    ConfigError for settings that say something else.
+    A block is m x w, the settings' `weight_block_size`. The type of the factors decides their meaning, as in
+    transformers, and scale_fmt does not: they are numbers, or exponents of two plus 127 in F8_E8M0 or in
+    plain bytes. The products are rounded to fp32; an export rounds them to bf16, as DeepSeek's own conversion
+    does. ConfigError for settings with other values.
     """
     for key, valid in FP8_SETTINGS.items():
         if settings.get(key, valid[0]) not in valid:
@@ -213,7 +212,7 @@ def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fou
 
 
 def scaled(name: str, factors: str, block: list[int], read: Read, box: tuple[slice, ...]) -> Tensor:
-    """The box [M, W] in fp32: fp8 numbers times the factors of their blocks."""
+    """The box [M, W] in fp32: the fp8 numbers times the factors of their blocks."""
     touched = tuple(slice(s.start // b, math.ceil(s.stop / b)) for s, b in zip(box, block, strict=True))
     scale = read(factors, touched)
     scale = torch.exp2(scale.float() - BIAS) if scale.dtype == torch.uint8 else scale.float()
@@ -225,22 +224,22 @@ def scaled(name: str, factors: str, block: list[int], read: Read, box: tuple[sli
 # ---- int4 in groups, as Kimi K2-Thinking and K2.5 are published ----
 
 INT4 = 4  # bits
-WORD = 32 // INT4  # values of an int32
+WORD = 32 // INT4  # values in an int32
 INT4_SETTINGS = dict(
     format=("pack-quantized",), num_bits=(INT4,), type=("int",), symmetric=(True,), strategy=("group",)
 )
 INT4_SETTINGS |= dict(sparsity_config=(None, {}), transform_config=(None, {}))
-INT4_SETTINGS |= dict(actorder=(None, False, "weight", "static"))  # those need no order of columns
+INT4_SETTINGS |= dict(actorder=(None, False, "weight", "static"))  # these need no reordering of columns
 DECOMPRESSED = CONVERTED.format(how=", quantization_config=CompressedTensorsConfig(dequantize=True)")
 INT4_ROAD = f"take the published folder of 16-bit weights, or decompress it: transformers' {DECOMPRESSED}"
 
 
 def int4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
-    """NAME_packed [M, W/8] int32 times NAME_scale [M, W/group_size]; NAME_shape [2] repeats M and W.
+    """Views of int4: NAME_packed [M, W/8] int32 times NAME_scale [M, W/group_size]; NAME_shape [2] is (M, W).
 
-    The format pack-quantized of compressed-tensors. A word holds eight values from -8 to 7, the lowest four
-    bits first, each plus 8. A factor belongs to group_size values of a row.
-    ConfigError for settings that say something else.
+    This is the format pack-quantized of compressed-tensors. A word holds eight values from -8 to 7, the
+    lowest four bits first, each plus 8. A factor belongs to group_size values of a row.
+    ConfigError for settings with other values.
     """
     groups = settings.get("config_groups")
     parts = [*groups.values()] if isinstance(groups, dict) else []
@@ -283,7 +282,7 @@ def int4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fo
 
 
 def grouped(packed: str, factors: str, size: int, read: Read, box: tuple[slice, ...]) -> Tensor:
-    """The box [M, W] in fp32: numbers of four bits times the factors of their groups."""
+    """The box [M, W] in fp32: the 4-bit numbers times the factors of their groups."""
     rows, wide = box
     words = read(packed, (rows, slice(wide.start // WORD, math.ceil(wide.stop / WORD))))
     values = (words[..., None] >> torch.arange(0, 32, INT4, dtype=torch.int32) & 15).flatten(-2) - 8
@@ -293,14 +292,14 @@ def grouped(packed: str, factors: str, size: int, read: Read, box: tuple[slice, 
 
 
 READABLE = "fp8 in blocks, compressed-tensors' int4 in groups and mxfp4"
-# How transformers writes a folder of a method in 16 bits.
+# For each quantisation method, the call of transformers that writes a folder of 16-bit weights.
 WAYS = {
     "bitsandbytes": CONVERTED.format(how=").dequantize("),
 }
 
 
 def no_reader(quantised: Any) -> str:
-    """The fault of a quantization_config whose method is not read, with the way to 16-bit weights."""
+    """The error for a quantization_config whose method is not read, with the way to get 16-bit weights."""
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     said = f"quant_method={method!r}" if method else f"{quantised!r}, without a quant_method"
     way = WAYS.get(method, "") if isinstance(method, str) else ""
@@ -319,7 +318,7 @@ FORMATS: dict[str, Callable[[Shapes, dict[str, str], dict[str, Any]], Found]] = 
 
 
 def unpacked(packed: str) -> str:
-    """What import and export say about a folder whose tensors were in the format `packed`."""
+    """The note of import and export about a folder whose tensors were in the format `packed`."""
     return (
         f"its {packed} tensors are read as the 16-bit values that they stand for; "
         f"exports hold those, without {QUANTISED}"

@@ -1,7 +1,7 @@
-"""What becomes of each tensor of a Hugging Face folder: read, a copy, carried, or refused by name.
+"""Plans each tensor of a Hugging Face folder: it is read, is a copy, is kept for an export, or is refused.
 
-Import, direct start and export all take this one plan. So they accept the same folders, and refuse the others
-in the same words.
+Import, direct start and export all use this plan. So they accept the same folders, and refuse other folders
+with the same message.
 
 next: hf/files.py
 """
@@ -18,26 +18,26 @@ from tmoe.hf.rules import HF, Architecture, Piece, ahead, copies, divide, held_b
 
 
 class Reading(NamedTuple):
-    """A folder's tensors as this model has them.
+    """The plan of a folder: how its tensors fill those of the model.
 
-    Every tensor of the files is in one of pieces, copies, extra and problems.
+    Every tensor of the files is in exactly one of pieces, copies, extra and problems.
     """
 
     arch: Architecture
     cfg: ModelConfig
     pieces: dict[str, list[Piece]]
-    """our tensors and the boxes of theirs that fill them, each element once"""
+    """tmoe's tensors, and the boxes of Hugging Face's tensors that fill each element of them once"""
     copies: dict[str, str]
-    """tensors that repeat another one, and that one: they are not read, an export writes them again"""
+    """tensor -> the tensor that it repeats; it is not read, and an export writes it again"""
     extra: list[str]
-    """tensors that are carried: computed from the config, or of blocks behind the model's last"""
+    """tensors that are only kept for an export: computed from the config, or of blocks after the last"""
     problems: list[str]
     """a line for each tensor that is missing, unknown, or of a wrong shape or type"""
     held: set[str]
-    """numbers of the layers that are as transformers 5 holds them, as shapes alone say"""
+    """numbers of the layers whose tensors are laid out as transformers 5 holds them, found by shapes alone"""
 
     def written(self) -> dict[str, list[Piece]]:
-        """Our tensors and all boxes that an export writes from them, copies included."""
+        """tmoe's tensors and all boxes that an export writes from them, copies included."""
         again = {original: name for name, original in self.copies.items()}
         return {
             ours: [
@@ -49,7 +49,7 @@ class Reading(NamedTuple):
 
 
 def plan_folder(folder: Folder) -> Reading:
-    """The plan of a folder. What is wrong with its tensors is in `problems`.
+    """The plan of a folder. Faults of its tensors are listed in `problems`.
 
     ConfigError for settings that tmoe does not compute.
     """
@@ -60,9 +60,9 @@ def plan_folder(folder: Folder) -> Reading:
 
 
 def plan_layout(config: HF, types: dict[str, str], held: Collection[str]) -> Reading:
-    """The plan of a folder that is not there, from its config.json and its tensors' names and types.
+    """The plan of a folder that no longer exists, from its config.json and its tensors' names and types.
 
-    held: as in its Reading.
+    held: as in the folder's Reading.
     """
     plan = _plan(config, types, {*held})
     expected = their_shapes(plan.written())

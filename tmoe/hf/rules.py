@@ -1,8 +1,9 @@
-"""What a table entry for one of Hugging Face's architectures is made of, and the boxes that it describes.
+"""The parts of a table entry for one of Hugging Face's architectures, and the boxes that an entry describes.
 
-Every tensor of theirs is a box of one of ours: `q_proj` is the first rows of `qkv`, an expert's `up_proj` the
-lower half of one expert of `gate_up`. `pieces` computes the boxes. Import, export and direct start all read
-them, so no direction has its own code.
+In this folder, "our" names mean tmoe's, and "their" names mean Hugging Face's. Every tensor of theirs is a
+box of one of ours: `q_proj` is the first rows of `qkv`, an expert's `up_proj` the lower half of one expert of
+`gate_up`. `pieces` computes the boxes. Import, export and direct start all use them, so no direction has
+separate code.
 
 next: hf/architectures/__init__.py
 """
@@ -23,23 +24,23 @@ from tmoe.config.model import ModelConfig
 from tmoe.model.shapes import model_shapes
 
 HF = dict[str, Any]  # the contents of a config.json
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a tensor's name
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of a layer or an expert in a tensor's name
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
-# ---- what an entry is made of ----
+# ---- parts of an entry ----
 
 
 class Part(NamedTuple):
-    """One of the tensors that make up one of ours. {layer} and {expert} stand for numbers.
+    """One of their tensors that make up one of ours. {layer} and {expert} stand for numbers.
 
     rows: how many of our rows it fills (the second axis in a stack of experts, else the first), by the
         settings `of_layer`. 0: it does not exist. None: an equal share.
     transposed: its last two axes are exchanged.
-    every, first: it is woven into a tensor with others: it has only every n-th row of that tensor, from the
-        `first` on.
-    framed: it has one axis more in front, of length one.
+    every, first: it is interleaved with other parts in one tensor: it is every n-th row of that tensor, from
+        row `first` on.
+    framed: it has one more leading axis, of length one.
     """
 
     name: str
@@ -51,11 +52,11 @@ class Part(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One of our tensors and their parts, joined along the rows; parts named with {expert} are stacked first.
+    """One of our tensors and its parts, joined along the rows; parts named with {expert} are stacked first.
 
-    held: the parts as transformers 5 holds them in memory; it writes these with save_original_format=False.
-    Empty: the same parts. A folder may have either, layer by layer; where both have the same names, shapes
-    tell them apart.
+    held: the parts as transformers 5 holds them in memory and writes them with save_original_format=False.
+        Empty: the same as `parts`. Each layer of a folder may have either form. If both forms have the same
+        names, they are distinguished by their shapes.
     """
 
     ours: str
@@ -64,7 +65,7 @@ class Rule(NamedTuple):
 
     @property
     def by_shape(self) -> bool:
-        """Whether shapes alone tell `held` from `parts`."""
+        """Whether `held` and `parts` can only be distinguished by shapes."""
         return {part.name for part in self.held} == {part.name for part in self.parts}
 
 
@@ -74,14 +75,14 @@ NO_NULL = "null is refused"
 class Field(NamedTuple):
     """A setting of ModelConfig ("moe.top_k") and its keys in config.json.
 
-    keys: the first of several is the one written.
-    default: what transformers' class takes where the key is missing, or a function of the other keys. None:
-        the key must be there.
-    null: what transformers' model makes of null, which seldom is the default. NO_NULL: its class refuses
-        null, or its model fails.
-    least: the smallest number that config.json may say. None: ModelConfig's own check decides.
-    words: what each word of config.json is as a setting; others are refused. The first of several for a
-        setting is the one written. None: both say the same.
+    keys: names of the key; an export writes the first.
+    default: the value that transformers' class uses if the key is missing, or a function of the other keys.
+        None: the key is required.
+    null: the value that transformers' model uses for null, which is seldom the default. NO_NULL: its class
+        refuses null, or its model fails.
+    least: the smallest number that config.json may have. None: ModelConfig's own check decides.
+    words: the setting for each word of config.json; other words are refused. If several words mean the same
+        setting, an export writes the first. None: the setting equals the value in config.json.
     """
 
     ours: str
@@ -92,16 +93,16 @@ class Field(NamedTuple):
     words: dict[str, str] | None = None
 
     def written(self, value: Any) -> Any:
-        """A setting as config.json says it; where no word says it, as it is, which is then refused."""
+        """The word of config.json for a setting; if there is none, the setting itself, which is refused."""
         return next((word for word, ours in (self.words or {}).items() if ours == value), value)
 
 
 class Key(NamedTuple):
-    """A key of config.json that is no Field's, because functions of the entry make settings of it.
+    """A key of config.json that is not in a Field, because functions of the entry compute settings from it.
 
     kind: its type.
     least: the smallest valid number. None: any.
-    null: whether transformers takes null for it.
+    null: whether transformers accepts null for it.
     """
 
     name: str
@@ -111,23 +112,25 @@ class Key(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """How an architecture says which blocks are MoE."""
+    """How an architecture states which blocks are MoE."""
 
     read: Callable[[HF, dict[str, Any]], list[str]]
-    """(keys that are not null, settings found so far) -> what is wrong
+    """(keys that are not null, settings found so far) -> problems
 
-    Puts dense_layers, and moe_every and dense_blocks where they are needed, into the settings.
+    Puts dense_layers, and moe_every and dense_blocks if they are needed, into the settings.
     """
     write: Callable[[ModelConfig], HF] = lambda cfg: {}
-    """the keys that say it"""
+    """the keys of config.json that state it"""
 
 
 def kinds_of_layers(
     said: HF, key: str, valid: Collection[str], usual: list[str]
 ) -> tuple[list[str], list[str]]:
-    """What a list of config.json says of each layer (`layer_types`, `mlp_layer_types`), and what is wrong.
+    """The kind of each layer in a list of config.json (`layer_types`, `mlp_layer_types`), and problems.
 
-    usual: what it says where the key is missing, and what is returned where it is wrong.
+    said: the keys of config.json that are not null.
+    valid: the valid kinds.
+    usual: the kinds if the key is missing; they are also returned if the list is wrong.
     """
     kinds = list(said.get(key, usual))
     if {*kinds} <= {*valid} and len(kinds) == len(usual):
@@ -139,25 +142,25 @@ INV_FREQ = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # computed
 
 
 class Windows(NamedTuple):
-    """How an architecture says which blocks have a sliding window, and how wide."""
+    """How an architecture states which blocks have a sliding window, and its width."""
 
     keys: tuple[str, ...]
-    """which of sliding_window, use_sliding_window and layer_types it reads"""
+    """those keys of sliding_window, use_sliding_window and layer_types that it reads"""
     sliding: Callable[[HF, int], bool]
-    """whether a block has the window where there is no layer_types"""
+    """whether a block has the window if there is no layer_types"""
     width: int = 0
-    """the window where config.json has no sliding_window"""
+    """the width in tokens if config.json has no sliding_window"""
     null: bool = True
-    """whether a sliding_window of null is no window; False: transformers fails where a block has one"""
+    """True: a sliding_window of null means no window; False: transformers fails if a block then needs one"""
     rotary: bool = False
     """whether blocks without a window have no rotary positions"""
     before: str = ""
-    """the key that goes before sliding_window and counts the tokens before a token, without itself"""
+    """a key that takes precedence over sliding_window and counts the tokens before a token, without itself"""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """All that tmoe knows of one of Hugging Face's architectures."""
+    """The table entry of one of Hugging Face's architectures."""
 
     model_type: str
     class_name: str
@@ -166,53 +169,55 @@ class Architecture:
     ours: dict[str, Any]
     """settings of ModelConfig that the architecture implies"""
     theirs: dict[str, Any]
-    """keys of config.json for which tmoe computes one value only, or one of a tuple
+    """keys of config.json for which tmoe supports only this value, or the values of a tuple
 
-    null is valid only if it is in the tuple; a missing key is fine.
+    null is valid only if it is in the tuple; the key may be missing.
     """
     layers: Layers
     """which blocks are MoE"""
     keys: tuple[Key, ...] = ()
-    """keys without a setting of their own, beside those that every architecture has (hf/config.py)"""
+    """keys that are in no Field, in addition to those of every architecture (hf/config.py)"""
     write: Callable[[ModelConfig], HF] = lambda cfg: {}
-    """keys of config.json that are more than a copy of one setting"""
+    """keys of config.json that are computed from settings instead of copied from one"""
     theta: float = 10000.0
-    """RoPE base where config.json names none"""
+    """RoPE base if config.json has none"""
     rope: HF = field(default_factory=dict)
-    """scaling of RoPE where config.json names none"""
+    """scaling of RoPE if config.json has none"""
     nested: str = ""
-    """the key of config.json under which the settings of the text's model lie; "": they are config.json's own
+    """the key of config.json that holds the settings of the text model; "": config.json itself holds them
 
     Such a model is trained as its text part alone, and an export needs an original.
     """
     rope_alpha: bool = False
     """whether rope_type dynamic with an alpha raises the base once for all lengths (NTK)"""
     rope_by_kind: bool = False
-    """whether blocks that see all and blocks with a window have settings of RoPE of their own"""
+    """whether blocks with full attention and blocks with a window have separate settings of RoPE"""
     rope_bases: str = ""
-    """the key that may list each block's base of RoPE, 0 for none; "": no such key"""
+    """the key that may list each block's RoPE base, 0 for no positions; "": no such key"""
     query_beta: str = ""
     """the key of RoPE's settings that is our rope.query_beta; "": queries are not scaled by position"""
     partial: Callable[[HF], float] | None = None
-    """share of a head's channels that turn where config.json names none; None: always all of them
+    """share of a head's channels that are rotated if config.json has none; None: always all of them
 
-    With latent attention it must say what its own widths say.
+    With latent attention the share must agree with the widths in config.json.
     """
     windows: Windows | None = None
     """None: every token sees all tokens before it"""
     copies: dict[str, Callable[[HF], Any]] = field(default_factory=dict)
-    """keys of config.json that must agree with other keys, if they are there at all"""
+    """keys of config.json that must agree with other keys if they are present"""
     fp32: tuple[str, ...] = ()
     """ends of the names of tensors that stay fp32 in an export to bf16, as in transformers"""
     extra: tuple[str, ...] = INV_FREQ
-    """patterns of tensors that decide nothing: kept for the way back, read only if a rule names them"""
+    """patterns of tensors without effect on the result: kept for an export, read only if a rule names them"""
 
 
 class Piece(NamedTuple):
     """One of their tensors, or the rows of it that a Part names, as a box of one of ours.
 
+    offset, shape: the box in our tensor.
     stacked: it lacks our first axis, which has length one in the box.
     axis: the axis of our rows, counted from the end.
+    transposed, every, first, framed: as in Part.
     """
 
     name: str
@@ -227,26 +232,26 @@ class Piece(NamedTuple):
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor of theirs."""
+        """The shape of their whole tensor."""
         whole = list(self.shape)
         whole[self.axis] *= self.every
         theirs = self.to_theirs(tuple(whole))
         return (1, *theirs) if self.framed else theirs
 
     def see(self, theirs: Tensor) -> Tensor:
-        """The part of their tensor that is ours, in our order of axes, as a view."""
+        """The rows of their tensor that belong to this piece, in our order of axes, as a view."""
         theirs = theirs[0] if self.framed else theirs
         theirs = theirs.mT if self.transposed else theirs
         return theirs.unflatten(self.axis, (-1, self.every)).select(self.axis, self.first)
 
     def to_theirs(self, axes: tuple) -> tuple:
-        """Something given for each of our axes (sizes, slices), in their order of axes."""
+        """Values for each of our axes (sizes or slices), reordered to their axes."""
         axes = tuple(axes[1:]) if self.stacked else tuple(axes)
         return (*axes[:-2], axes[-1], axes[-2]) if self.transposed else axes
 
 
 def under(rules: Iterable[Rule], old: str, new: str) -> tuple[Rule, ...]:
-    """The same rules where their names that begin with `old` begin with `new`."""
+    """The rules with `old` replaced by `new` at the beginning of their tensors' names."""
 
     def moved(parts: tuple[Part, ...]) -> tuple[Part, ...]:
         return tuple(
@@ -265,8 +270,8 @@ def pieces(
 ) -> list[Piece]:
     """Their tensors that make up our tensor `ours` of `shape`, expert by expert.
 
-    Empty: the architecture lacks it.
-    held: numbers of the layers whose tensors are spelled as transformers 5 holds them (see Rule).
+    The list is empty if the architecture lacks the tensor.
+    held: numbers of the layers whose tensors have the form in which transformers 5 holds them (see Rule).
     """
     generic, layer = _generic(ours)
     here = of_layer(cfg, int(layer)) if layer else cfg
@@ -299,7 +304,7 @@ def pieces(
 
 
 def _generic(ours: str) -> tuple[str, str]:
-    """The name of our tensor as rules have it, and the number of its layer, "" if it has none."""
+    """The name of our tensor as in a Rule, with {layer}, and the number of its layer, "" if it has none."""
     numbers = [word for word in ours.split(".") if word.isdigit()]
     generic = ".".join("{layer}" if word.isdigit() else word for word in ours.split("."))
     return generic, numbers[0] if numbers else ""
@@ -314,14 +319,14 @@ def of_layer(cfg: ModelConfig, layer: int) -> ModelConfig:
 def divide(
     arch: Architecture, cfg: ModelConfig, present: Iterable[str], ahead: int = 0, held: Collection[str] = ()
 ) -> tuple[dict[str, list[Piece]], list[str]]:
-    """The pieces of our tensors, and which of the tensors `present` the model does not read.
+    """The pieces of our tensors, and the names among `present` that the model does not read.
 
-    Those are computed ones (inv_freq), and those of the `ahead` blocks behind its last, which predict tokens
-    further on (DeepSeek-V3, 2024, section 2.2; transformers skips them too).
+    The unread tensors are computed ones (inv_freq), and those of the `ahead` blocks after the last, which
+    predict further tokens (DeepSeek-V3, 2024, section 2.2; transformers skips them too).
 
     A tied model's folder may hold the embedding under either name, or under both (`copies`).
     held: numbers of the layers that `held_by_shape` found.
-    MismatchError names the layers whose tensors are spelled in both ways that a Rule may have.
+    MismatchError names the layers whose tensors have both forms of a Rule.
     """
     present = set(present)
     held = held_layers(arch, cfg, present) | {*held}
@@ -336,9 +341,9 @@ def divide(
 
 
 def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) -> set[str]:
-    """Numbers of the layers that the names `present` spell as transformers 5 holds them (Rule).
+    """Numbers of the layers that, by the names `present`, have the form in which transformers 5 holds them.
 
-    MismatchError names the layers that are spelled in both ways.
+    MismatchError names the layers with names of both forms of a Rule.
     """
     rules = [rule for rule in arch.rules if rule.held and not rule.by_shape]
     spelled = {part.name: False for rule in rules for part in rule.parts}
@@ -353,9 +358,10 @@ def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) ->
 
 
 def held_by_shape(arch: Architecture, cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Numbers of the layers whose tensors of these shapes are as transformers 5 holds them (Rule.by_shape).
+    """Numbers of the layers that, by their tensors' shapes, have the form in which transformers 5 holds them.
 
-    A square tensor says neither; then the layer's others do. MismatchError names the layers that say both.
+    Only rules with Rule.by_shape are checked. A square tensor fits both forms; the layer's other tensors then
+    decide. MismatchError names the layers with shapes of both forms.
     """
     told = {rule.ours for rule in arch.rules if rule.by_shape}
     seen: dict[str, dict[bool, str]] = {}
@@ -371,8 +377,8 @@ def held_by_shape(arch: Architecture, cfg: ModelConfig, shapes: Mapping[str, tup
 
 
 def _held_of(seen: dict[str, dict[bool, str]]) -> set[str]:
-    """Which of these layers are held. seen: layer -> way of spelling (True: held) -> a tensor's name."""
-    if mixed := [f"{names[True]}: beside {names[False]}" for names in seen.values() if len(names) == 2]:
+    """The layers that have the held form. seen: layer -> form (True: held) -> a tensor's name."""
+    if mixed := [f"{names[True]}: as well as {names[False]}" for names in seen.values() if len(names) == 2]:
         ways_said = "as published and as transformers 5 holds them"
         head = f"{len(mixed)} layers are spelled in two ways, {ways_said}; must be one way in each layer"
         raise MismatchError(listed(head, mixed))
@@ -380,16 +386,16 @@ def _held_of(seen: dict[str, dict[bool, str]]) -> set[str]:
 
 
 def copies(cfg: ModelConfig, present: Container[str]) -> dict[str, str]:
-    """Of the tensors `present`, those that repeat another one, and that one.
+    """The tensors among `present` that repeat another tensor: name -> the repeated tensor's name.
 
-    Folder makes sure that they are equal: a tied model whose head is not the embedding is read as untied.
+    Folder ensures that they are equal: a tied model whose head is not the embedding is read as untied.
     """
     return {HEAD: EMBEDDING} if cfg.tied and HEAD in present and EMBEDDING in present else {}
 
 
 def ahead(hf: HF) -> int:
-    """Number of a config.json's blocks that predict tokens further on."""
-    # The second name is transformers' own.
+    """Number of blocks in a config.json that predict further tokens."""
+    # transformers uses the second name.
     return hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0
 
 

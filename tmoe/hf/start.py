@@ -1,4 +1,4 @@
-"""A model's weights straight from a Hugging Face folder or a step folder: each rank reads what it holds.
+"""Loads a model's weights directly from a Hugging Face folder or a step folder: each rank reads its part.
 
 next: hf/export.py
 """
@@ -45,7 +45,7 @@ def load_hf(
         buffer to fill as well: give `model.state_dict()`, which is right for every model.
 
     Collective: every rank calls it. Each rank reads only the slices that it holds, converted to the
-    parameter's type. Warns of a model whose routers the task's loss does not train (`MoEConfig.untrained`).
+    parameter's type. Warns if the task's loss does not train the model's routers (`MoEConfig.untrained`).
     Raises on every rank, before any parameter changes: ConfigError for settings that tmoe does not compute;
     MismatchError that lists every setting in which config.json differs from `model_cfg`, and every tensor
     that is missing, extra or of another shape.
@@ -57,7 +57,7 @@ def load_hf(
 
 @torch.no_grad()
 def _load_hf(hf_dir: Path, parameters: dict[str, Tensor], model_cfg: ModelConfig) -> None:
-    # The names of all ranks: pipeline stages hold different tensors.
+    # Collect the names of all ranks, because pipeline stages hold different tensors.
     held = set().union(*gathered(list(parameters), dist.group.WORLD))
     plan = _together(lambda: _plan_load(hf_dir, parameters, held, model_cfg))
 
@@ -76,7 +76,7 @@ def load_weights(
 ) -> None:
     """Fill `parameters`, a model's state_dict(), from a Hugging Face folder or step folder, on every rank.
 
-    Raises as load_hf does and as Checkpoints.load does. A step whose settings compute another model is a
+    Raises the errors of load_hf and of Checkpoints.load. A step whose settings compute another model raises
     MismatchError too.
     """
     if is_folder(path):
@@ -94,10 +94,10 @@ def load_weights(
 def model_of(path: Path, weights: bool = True) -> ModelConfig:
     """The model of a Hugging Face folder, by its config.json, or of a step folder, by its run's settings.
 
-    Reads no weights. weights: False where a Hugging Face folder may hold none.
+    Reads no weights. weights: False if a Hugging Face folder need not hold any.
 
-    Raises ConfigError or CheckpointError where there is no such folder, where it does not say what its model
-    is, and for a model that tmoe does not compute.
+    Raises ConfigError or CheckpointError if there is no such folder, if it does not describe its model, or if
+    tmoe does not compute the model.
     """
     if is_folder(path):
         return read_config(Folder(path).config if weights else settings_of(path))
@@ -111,7 +111,7 @@ def model_of(path: Path, weights: bool = True) -> ModelConfig:
 
 
 def _find_step(path: Path) -> tuple[Path, Manifest]:
-    """Where --init's step lies, and its manifest. An error says what else there is, or how to get it."""
+    """The folder of --init's step, and its manifest. An error states what the path is, or how to get one."""
     valid = "a run folder, a step folder or a Hugging Face folder"
     wrong = "a file, and no folder" if path.is_file() else "no such folder"
     try:
@@ -126,7 +126,7 @@ def _find_step(path: Path) -> tuple[Path, Manifest]:
 def _plan_load(
     hf_dir: Path, parameters: dict[str, Tensor], held: set[str], cfg: ModelConfig
 ) -> tuple[Folder, dict[str, list[Piece]]]:
-    """The folder and the pieces of our tensors. MismatchError where it does not fit model or parameters.
+    """The folder and the pieces of tmoe's tensors. MismatchError if it does not fit the model or parameters.
 
     held: names of the tensors that any rank fills.
     """
@@ -147,7 +147,7 @@ def _plan_load(
 
 
 def _together(work: Callable[[], T]) -> T:
-    """The result of `work` on this rank, or, on every rank, the error of the first rank that failed.
+    """The result of `work` on this rank. If it fails on any rank, an error is raised on every rank.
 
     So no rank waits for one that has failed.
     """

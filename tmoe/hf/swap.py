@@ -1,13 +1,13 @@
 """Put tmoe's fused, optionally expert-parallel experts into a loaded transformers model, in place.
 
 transformers 5 keeps the experts of a layer in one module, called as (hidden_states, top_k_index,
-top_k_weights), and marks it: hf/marks.py reads how its weights lie and which activation it computes. So there
-is no table of families. The router beside it is untouched, so its logits, the auxiliary loss and every hook
-on it stay what they were. The new module has the old one's parameters under the old names. So state dicts,
-save_pretrained and optimizers built before the swap need no change (without a mesh, the Parameter objects
-themselves are kept).
-Registering a function with transformers' ALL_EXPERTS_FUNCTIONS was the alternative: it sees no mesh and
-cannot own DTensors.
+top_k_weights), and marks it: hf/marks.py reads the layout of its weights and the activation that it computes.
+So no table of families is needed. The router is a separate module and is not changed, so its logits, the
+auxiliary loss and all its hooks stay the same. The new module has the parameters of the old one under the
+same names. So state dicts, save_pretrained and optimizers built before the swap need no change (without a
+mesh, the Parameter objects themselves are kept).
+The alternative was to register a function with transformers' ALL_EXPERTS_FUNCTIONS, but such a function has
+no mesh and cannot own DTensors.
 
 next: hf/marks.py, moe/experts.py
 """
@@ -34,18 +34,18 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class SwappedExperts(Experts):
-    """A transformers experts module computed by tmoe: same parameters, same call.
+    """A transformers experts module computed by tmoe, with the same parameters and the same call.
 
-    It is an Experts, so parallelize shards it as one. Weights that lie in another order than the op's are
-    rearranged in every forward, at the cost of a copy of them. Parameters, state dict and optimizer stay what
-    they were.
+    It is a subclass of Experts, so parallelize shards it in the same way. Weights in another order than the
+    op's are rearranged in every forward, at the cost of a copy of the weights. Parameters, state dict and
+    optimizer are not changed.
     """
 
     down_proj: nn.Parameter
 
     def __init__(self, theirs: Any, marks: Marks, mesh: Mesh | None):
-        nn.Module.__init__(self)  # not that of Experts: the parameters exist and keep their names
-        # What code that knows the class reads: sizes, marks, and whether the weights are initialised already.
+        nn.Module.__init__(self)  # not Experts.__init__: the parameters exist already and keep their names
+        # Keep the attributes that other code reads: sizes, marks, and whether the weights are initialised.
         kept = {
             name: value
             for name, value in vars(theirs).items()
@@ -60,7 +60,7 @@ class SwappedExperts(Experts):
             self._spread(mesh)
 
     def _spread(self, mesh: Mesh) -> None:
-        """Keep on rank p of the expert group the experts from p*L on, as a DTensor. L: experts of a rank."""
+        """Keep on rank p of the expert group experts p*L to (p+1)*L - 1, as DTensors. L: experts a rank."""
         experts = self.down_proj.shape[0]
         ep = mesh.ep.size()
         if experts % ep:
@@ -75,25 +75,26 @@ class SwappedExperts(Experts):
             self.dispatcher = over_nodes(AllToAllDispatcher(mesh.ep.get_group(), L), mesh.nodes)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The experts' weighted sum, [T, D] of hidden_states' type.
+        """The experts' weighted sum, [T, D], in the dtype of hidden_states.
 
-        hidden_states [T, D]; experts and weights [T, K] as the router gives them.
+        hidden_states: [T, D].
+        top_k_index, top_k_weights: [T, K], the router's experts and weights.
         """
         kind = hidden_states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.down_proj.dtype
-        # Cast here once, as autocast does at F.linear: the op takes one type.
+        # Cast once, as autocast does for F.linear, because the op needs all inputs in one dtype.
         with torch.autocast(kind, enabled=False):
             weights = self._local(dtype)
             weights_TK = top_k_weights.to(torch.promote_types(dtype, torch.float32))
-            # The weights stand in for the logits, which no dispatcher reads.
+            # The weights are passed in place of the logits, which no dispatcher reads.
             routing = Routing(weights_TK, top_k_index.to(torch.int32), weights_TK)
             rows, plan = self.dispatcher.dispatch(hidden_states.to(dtype), routing)
             return self.dispatcher.combine(weights(rows), plan).to(hidden_states.dtype)
 
     def _local(self, dtype: torch.dtype) -> LocalExperts:
-        """The rank's part as the op takes it: gate_up [L, 2F, D], down [L, D, F], biases or None.
+        """The rank's part in the op's layout: gate_up [L, 2F, D], down [L, D, F], and biases or None.
 
-        Biases are [L, 2F] and [L, D]. Without a gate F stands for 2F.
+        Biases are [L, 2F] and [L, D]. Without a gate, F takes the place of 2F.
         """
         names, transposed, woven = self.marks.names, self.marks.transposed, self.marks.woven
         found: list[Any] = []
@@ -108,9 +109,9 @@ class SwappedExperts(Experts):
         return LocalExperts(found[0], found[1], found[2], found[3], self.marks.activation)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles make the class anew by `swapped_class`: no import finds it by its name."""
+        """Copies and pickles create the class by `swapped_class`, because it cannot be imported by name."""
         theirs = getattr(type(self), "stands_for", None)
-        # A class that other code has derived from it defines its own way.
+        # A class that other code derives from this class defines its own method.
         if type(self) is not swapped_class(theirs):
             return super().__reduce_ex__(protocol)
         return (_without_init, (theirs,), vars(self).copy())
@@ -118,7 +119,7 @@ class SwappedExperts(Experts):
 
 @cache
 def swapped_class(theirs: type | None) -> type[SwappedExperts]:
-    """SwappedExperts whose instances are instances of `theirs` too.
+    """A subclass of SwappedExperts whose instances are instances of `theirs` too.
 
     transformers' `_init_weights` recognises experts by their class.
     """
@@ -135,17 +136,17 @@ def _without_init(theirs: type | None) -> SwappedExperts:
 def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
     """Replace the experts of every MoE block of a transformers model by tmoe's, in place; returns the model.
 
-    mesh: spread the experts over its ep axis. Every rank must hold the same weights, and every rank takes
-        part in every forward and backward with a batch of its own. Then
-        `tmoe.parallel.parallelize(model, mesh)` shards the rest and sums gradients over the ranks, so divide
-        each rank's loss by the global count.
+    mesh: spread the experts over its ep axis. Every rank must hold the same weights, and every rank must take
+        part in every forward and backward, each with its own batch. Afterwards
+        `tmoe.parallel.parallelize(model, mesh)` shards the other parameters and sums gradients over the
+        ranks, so divide each rank's loss by the global count.
 
-    Raises ConfigError, and leaves the model unchanged, where there are no experts that transformers has
-    marked (others beside them stay as they are); where the op does not compute them; where they are sharded,
-    wrapped or offloaded already, or have no weights yet; where mesh is no Mesh, or ep does not divide the
-    experts.
-    Forward hooks on transformers' own experts modules are lost with those modules. accelerate's hooks that
-    move their inputs to their device are kept.
+    Raises ConfigError, and leaves the model unchanged, if the model has no experts that transformers has
+    marked (further experts without marks are kept unchanged); if the op does not compute them; if they are
+    already sharded, wrapped or offloaded, or have no weights yet; if mesh is not a Mesh, or ep does not
+    divide the number of experts.
+    Forward hooks on transformers' own experts modules are lost with these modules. accelerate's hooks that
+    move inputs to the modules' device are kept.
     """
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"swap_experts: mesh={mesh!r}; must be a Mesh (tmoe.parallel.build_mesh), or None")
@@ -168,21 +169,21 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
     if not found:
         raise ConfigError(f"swap_experts: {_none_found(kind, modules)}")
     made: dict[nn.Module, SwappedExperts] = {}
-    for name, theirs in found.items():  # a module in two places stays one
+    for name, theirs in found.items():  # a module with two names is replaced by one module
         if theirs not in made:
             made[theirs] = swapped_class(type(theirs))(theirs, marks[name], mesh)
     for name, theirs in found.items():
         ours = made[theirs]
         model.set_submodule(name, ours)
         if hook := getattr(theirs, "_hf_hook", None):
-            from accelerate.hooks import add_hook_to_module  # it is installed, since it made the hook
+            from accelerate.hooks import add_hook_to_module  # installed, because it made the hook
 
             add_hook_to_module(ours, hook)
     return model
 
 
 def _none_found(kind: str, modules: dict[str, nn.Module]) -> str:
-    """Why a model has nothing to swap; names the first module that looks like experts, if one does."""
+    """The reason why a model has nothing to swap; names the first module that looks like experts, if any."""
     for name, module in modules.items():
         if "down_proj" in {key for key, p in module._parameters.items() if p is not None and p.dim() == 3}:
             return (
@@ -196,22 +197,23 @@ def _none_found(kind: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _home(module: nn.Module) -> set[str]:
-    """The files that a module's class and those it derives from are from, torch's left out."""
+    """The Python modules that define a module's class and its base classes, without those of torch."""
     homes = {cls.__module__ for cls in type(module).__mro__}
     return {home for home in homes if home != "builtins" and not home.startswith("torch.nn.modules")}
 
 
 def _wrapped(modules: dict[str, nn.Module], name: str) -> str:
-    """What lies around the module, up to the model it belongs to, that is no part of it; "" if nothing does.
+    """The reason why the module is wrapped by one that is not part of its model; "" if it is not wrapped.
 
-    A part of it is of the file of the experts' class or of the model's. Another (PEFT's, torch.compile's)
-    reads parameters or modules that the swap would take from it.
+    All modules around it, up to its model, are checked. A module is part of the model if its class is defined
+    in the same file as the experts' or the model's class. Another module (of PEFT, torch.compile) reads
+    parameters or modules that the swap would remove.
     """
     homes = _home(modules[name])
     between = []
     for place in [name[:i] for i in reversed(range(len(name))) if name[i] == "."]:
         between.append(place)
-        if hasattr(modules[place], "_init_weights"):  # the nearest that is a model of transformers
+        if hasattr(modules[place], "_init_weights"):  # the nearest model of transformers
             homes |= _home(modules[place])
             break
     else:
@@ -225,7 +227,7 @@ def _wrapped(modules: dict[str, nn.Module], name: str) -> str:
 
 
 def _held_elsewhere(model: nn.Module, name: str) -> str:
-    """Why the module's weights cannot be taken whole from here; "" where they can."""
+    """The reason why the module does not hold its whole weights; "" if it does."""
     module = model.get_submodule(name)
     if any(isinstance(p, DTensor) for p in module.parameters()):
         return "is sharded already; swap before parallelize or fully_shard"
@@ -246,7 +248,7 @@ def _held_elsewhere(model: nn.Module, name: str) -> str:
     if any(type(hook).__name__ != "AlignDevicesHook" or hook.offload for hook in own):
         kinds = ", ".join(type(hook).__name__ for hook in own)
         return (
-            f"has accelerate's hook {kinds}, which would go; swap a model without "
+            f"has accelerate's hook {kinds}, which would be lost; swap a model without "
             f"(accelerate.hooks' remove_hook_...)"
         )
     if "forward" in vars(module) and not own:
@@ -255,6 +257,6 @@ def _held_elsewhere(model: nn.Module, name: str) -> str:
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """accelerate's hooks on the module itself; a chain of hooks one by one."""
+    """accelerate's hooks on the module itself; the hooks of a chain are listed one by one."""
     hook = getattr(module, "_hf_hook", None)
     return [] if hook is None else list(getattr(hook, "hooks", [hook]))

@@ -1,4 +1,4 @@
-"""The tokenizer that weights belong to: found at a run's start, and compared before an export.
+"""Finds the tokenizer to which weights belong at the start of a run, and compares it before an export.
 
 next: data/tokenizer.py
 """
@@ -35,10 +35,10 @@ UNREAD += ("tekken.json", "tokenizer.model.v*")
 
 
 def carried_by_start(cfg: Config) -> Carried | None:
-    """The tokenizer of the weights that a run begins with; None if that is not known.
+    """The tokenizer of the weights with which a run begins; None if it is not known.
 
-    The weights are those of the step that it resumes, else of --init. Reads no more than manifests and
-    tokenizer files. Whether the step is whole, and the run's, is checked when it is loaded.
+    The weights are those of the step that the run resumes, else those of --init. Only manifests and tokenizer
+    files are read. Whether the step is complete and belongs to the run is checked when it is loaded.
     """
     if cfg.resume not in ("auto", "none"):
         found = carried_by(Path(cfg.resume))
@@ -52,40 +52,40 @@ def _newest(steps: Path) -> Path | None:
     try:
         return next((path for _, path in folders.published(steps)[0]), None)
     except CheckpointError:
-        return None  # the resume itself reports what is wrong
+        return None  # the error is reported when the step is loaded
 
 
 def unknown_of(init: str) -> str:
-    """The note of a start whose --init has no known tokenizer; names tokenizer files that are not read."""
-    said = f"--init={init}: its tokenizer is not known, so nothing tells whether the data are of it"
+    """The note of a run whose --init has no known tokenizer; it names tokenizer files that are not read."""
+    said = f"--init={init}: its tokenizer is not known, so it cannot be checked that the data are of it"
     return said + unread_in(Path(init))
 
 
 def unread_in(folder: Path) -> str:
-    """Words that follow a message: tokenizer files of a folder that are not read, and what writes one."""
+    """Advice to append to a message: a folder's tokenizer files that are not read, and how to convert one."""
     there = sorted({path.name for name in UNREAD for path in folder.glob(name)})
     if not there:
         return ""
     return (
         f": of {', '.join(there)} none is read; transformers' AutoTokenizer.from_pretrained(DIR)"
-        f".save_pretrained(DIR) writes {TOKENIZER}, next to the weights or to be named"
+        f".save_pretrained(DIR) writes {TOKENIZER}, to be put next to the weights or named"
     )
 
 
 class Level(NamedTuple):
-    """One folder of those that weights passed through."""
+    """One folder in the history of weights: a published folder or a step folder."""
 
     where: Path
     content: dict[str, bytes]
-    """small files of the published folder that it is, or that a step carries"""
+    """small files of the published folder, or those stored in the step"""
     manifest: Manifest | None
-    """of a step folder"""
+    """manifest of a step folder; None for a published folder"""
 
 
 def lineage(path: Path) -> list[Level]:
-    """What a folder says of its weights, after what their run started from: the oldest first.
+    """The folders through which the weights of `path` were trained, by each run's --init, the oldest first.
 
-    Empty where a folder cannot be read: loading it reports what is wrong. Follows no circle.
+    A folder that cannot be read ends the list, because loading it reports the error. A circle ends it too.
     """
     names = (*NAMES, SETTINGS, TEMPLATE, TOOLS_FILE, GENERATION, CONFIG)
     found: list[Level] = []
@@ -112,10 +112,11 @@ def lineage(path: Path) -> list[Level]:
 
 
 def carried_by(path: Path) -> Carried | None:
-    """The tokenizer of a Hugging Face folder or of a step folder, and how its conversations are written.
+    """The tokenizer and the format of conversations of a Hugging Face folder or of a step folder.
 
-    A folder's own, else of what its run started from. A step of a run names the tokenizer that made its data.
-    A file of another hash is not the step's. CheckpointError for a step whose "chat" is malformed.
+    They are the folder's own, else those of the weights that its run started from. A step's manifest names
+    the tokenizer that made its data; a file with another hash is not used for it. CheckpointError for a step
+    whose "chat" is malformed.
     """
     found: Carried | None = None
     for level in lineage(path):
@@ -124,7 +125,7 @@ def carried_by(path: Path) -> Carried | None:
 
 
 def _after(level: Level, before: Carried | None) -> Carried | None:
-    """What is known of weights with one more folder, after those before it."""
+    """The tokenizer and format after one more folder of the history; before: those of the older folders."""
     where, content, manifest = level
     found = _of_files(where, content) or before
     chat, generation = (before.chat, before.generation) if before else (None, {})
@@ -137,7 +138,7 @@ def _after(level: Level, before: Carried | None) -> Carried | None:
         found = found or Carried(str(where), "", None)
     trained_on = of_data(manifest) if manifest else None
     if trained_on is not None and (found is None or trained_on not in (found.fingerprint, *found.others)):
-        if found is not None and found.fingerprint:  # ids have another meaning now
+        if found is not None and found.fingerprint:  # with another tokenizer, ids have another meaning
             chat, generation = None, {}
         beside = _of_files(where, beside_data(manifest)) if manifest else None
         found = Carried(str(where), trained_on, beside.files if beside else None)
@@ -147,7 +148,7 @@ def _after(level: Level, before: Carried | None) -> Carried | None:
 
 
 def of_data(manifest: Manifest) -> str | None:
-    """Fingerprint of the tokenizer that made a step's data; None where the step does not say."""
+    """Fingerprint of the tokenizer that made a step's data; None if the manifest has none."""
     data = manifest.info.get("data")
     found = data.get("tokenizer") if isinstance(data, dict) else None
     return found if isinstance(found, str) else None
@@ -156,10 +157,11 @@ def of_data(manifest: Manifest) -> str | None:
 def of_run(
     step: Path, manifest: Manifest, config: dict[str, Any], files: dict[str, Callable[[], bytes]]
 ) -> tuple[dict[str, Any], dict[str, Callable[[], bytes]]]:
-    """config.json and files of an export that is made from settings, with what is known of the run's data.
+    """config.json and files of an export made from settings, with the tokenizer of the run's data added.
 
-    That is the tokenizer, where a file of it still lies where the run found it (--data.tokenizer, the shards'
-    folder, --init), and the id that ends a text. What is missing is said in a line.
+    The tokenizer's files are added if they still exist where the run read them (--data.tokenizer, the shards'
+    folder, --init), and the id that ends a text is added to the settings. A line is printed if the files are
+    missing.
     """
     data = manifest.info.get("data")
     eos = data.get("eos") if isinstance(data, dict) else None
@@ -183,10 +185,10 @@ def of_run(
 
 
 def beside_data(manifest: Manifest) -> dict[str, bytes]:
-    """Files of the tokenizer of a run's data, by the names that Hugging Face gives them.
+    """Files of the tokenizer of a run's data, by their names on Hugging Face.
 
-    Read from where the run found them: --data.tokenizer, or the folder of the shards. {} where none there has
-    the hash that the data are of.
+    They are read where the run read them: --data.tokenizer, or the folder of the shards. {} if no file there
+    has the fingerprint that is recorded for the data.
     """
     trained_on = of_data(manifest)
     for place in _places(manifest):
@@ -204,7 +206,7 @@ def beside_data(manifest: Manifest) -> dict[str, bytes]:
 
 
 def _places(manifest: Manifest) -> list[Path]:
-    """Files and folders that may be the tokenizer of a run's data, or have it."""
+    """Files and folders that may be, or hold, the tokenizer of a run's data."""
     config = manifest.info.get("config")
     told = config.get("data") if isinstance(config, dict) else None
     told = told if isinstance(told, dict) else {}
@@ -220,8 +222,8 @@ def _places(manifest: Manifest) -> list[Path]:
 def _of_files(where: Path, content: dict[str, bytes]) -> Carried | None:
     """The tokenizer of a folder's files.
 
-    None without a tokenizer.json or tokenizer.model, or for a tokenizer.json that has no model in it, with
-    which no text can be encoded.
+    None without a tokenizer.json or tokenizer.model. A tokenizer.json without a model is ignored, because it
+    cannot encode text.
     """
     found = [
         TokenizerFiles(
@@ -245,12 +247,12 @@ def _is_tokenizer(raw: bytes) -> bool:
     try:
         told = json.loads(raw)
     except (ValueError, RecursionError):
-        return True  # damaged, and so an error later, rather than ignored
+        return True  # a damaged file must raise an error later instead of being ignored
     return not isinstance(told, dict) or "model" in told
 
 
 def require_tokenizer_of_run(step: Path, manifest: Manifest, files: dict[str, Callable[[], bytes]]) -> None:
-    """CheckpointError where an export's tokenizer is not the one that the step was trained with."""
+    """CheckpointError if an export's tokenizer is not the tokenizer with which the step was trained."""
     trained_on = of_data(manifest)
     carried = _of_files(Path(), {name: files[name]() for name in NAMES if name in files})
     if trained_on is None or carried is None:

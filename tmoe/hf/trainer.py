@@ -1,19 +1,20 @@
-"""Spreads the experts of a model under Hugging Face's Trainer: one line behind the Trainer's own.
+"""Adds expert parallelism to Hugging Face's Trainer by one more line after the Trainer's construction.
 
     trainer = Trainer(model, args, train_dataset=data)  # or TRL's SFTTrainer
     trainer.add_callback(ExpertParallel(trainer, ep=2))
     trainer.train()
 
-What becomes of each part of the Trainer:
+It changes each part of the Trainer as follows:
 
-    model         swap_experts, then parallelize: no DDP around it
-    loss          divided by the ranks: the Trainer expects gradients averaged, parallelize sums them
-    clipping      tmoe.parallel.clip_grad_norm_, one norm over all meshes
-    optimizer     one group of parameters a mesh, for torch's fused and foreach steps take one at a time
-    checkpoint-N  torch's DCP in model/ and optimizer/, every rank its part; the rest is the Trainer's
-    save_model()  a whole folder for from_pretrained
+    model         swap_experts and parallelize are applied; DDP is not
+    loss          divided by the number of ranks: the Trainer averages gradients, parallelize sums them
+    clipping      tmoe.parallel.clip_grad_norm_, with one norm over all meshes
+    optimizer     a group of parameters for each mesh, since torch's fused and foreach steps need one mesh
+    checkpoint-N  torch's DCP in model/ and optimizer/, to which every rank writes its part; other files are
+                  the Trainer's
+    save_model()  writes a whole folder for from_pretrained
 
-transformers and accelerate are needed here and nowhere else in tmoe.
+transformers and accelerate are needed in this file and nowhere else in tmoe.
 
 next: swap.py
 """
@@ -42,22 +43,23 @@ from tmoe.model.parallelize import parallelize
 from tmoe.parallel.grad_norm import clip_grad_norm_
 from tmoe.parallel.mesh import build_mesh
 
-MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler.pt"  # in a folder checkpoint-N
-# The Trainer's methods that know how a model lies; transformers has had them since 4.
+MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler.pt"  # names in a folder checkpoint-N
+# The Trainer's methods that depend on how a model is distributed; transformers has had them since version 4.
 REPLACED = ("save_model", "_save_optimizer_and_scheduler", "_load_from_checkpoint")
 REPLACED += ("_load_optimizer_and_scheduler", "_load_best_model", "create_optimizer")
 
 
 class ExpertParallel(TrainerCallback):
-    """Gives a Trainer's model tmoe's experts, spread over ep ranks, and everything else FSDP2.
+    """Gives a Trainer's model tmoe's experts, divided among ep ranks, and applies FSDP2 to everything else.
 
-    trainer: transformers' Trainer or a class of it, not trained yet. Every rank has made it from the same
+    trainer: transformers' Trainer or a subclass, not trained yet. Every rank must have made it from the same
         weights.
-    ep: ranks that share out the experts of a layer; it divides the experts and the ranks.
+    ep: number of ranks among which the experts of a layer are divided; it must divide the number of experts
+        and of ranks.
 
-    Raises ConfigError for what would go wrong: a model_init, an optimizer made already, fp16 (its gradient
-    scaler sees one rank's overflow alone), DeepSpeed or FSDP of the Trainer's own, an adapter of PEFT,
-    a reference model beside it; and what swap_experts refuses.
+    Raises ConfigError for a Trainer that would fail: one with a model_init, an existing optimizer, fp16 (its
+    gradient scaler detects an overflow on one rank only), DeepSpeed or FSDP of the Trainer, an adapter of
+    PEFT, or a reference model; and for a model that swap_experts refuses.
     """
 
     def __init__(self, trainer: Any, ep: int = 1):
@@ -73,7 +75,7 @@ class ExpertParallel(TrainerCallback):
         accelerator.prepare_model = self._prepare_model
         accelerator.backward = self._mean_backward
         accelerator.clip_grad_norm_ = self._clip
-        trainer._mixed_mesh_grads = False  # from 5.2x on the Trainer has a norm of its own for several meshes
+        trainer._mixed_mesh_grads = False  # since 5.2x the Trainer has another norm for several meshes
         for name in REPLACED:
             setattr(trainer, name, getattr(self, name))
 
@@ -87,7 +89,7 @@ class ExpertParallel(TrainerCallback):
             ),
             "has an optimizer already; let the Trainer make it": getattr(t, "optimizer", None),
             "has fp16=True; bf16=True and fp32 are valid": getattr(t.accelerator, "scaler", None),
-            "has DeepSpeed or FSDP of its own; leave deepspeed and fsdp out of its arguments": (
+            "has its own DeepSpeed or FSDP; leave deepspeed and fsdp out of its arguments": (
                 getattr(t, "is_deepspeed_enabled", False) or getattr(t, "is_fsdp_enabled", False)
             ),
             "trains an adapter of PEFT; valid is the model itself": hasattr(t.model, "peft_config"),
@@ -99,12 +101,12 @@ class ExpertParallel(TrainerCallback):
             if true:
                 raise ConfigError(f"ExpertParallel: {type(t).__name__} {reason}")
 
-    # ---- of the accelerator ----
+    # ---- methods of the accelerator ----
 
     def _prepare_model(
         self, model: nn.Module, device_placement: Any = None, evaluation_mode: Any = False
     ) -> Any:
-        """Autocast and compilation as asked for; no DDP, which is what evaluation_mode means here."""
+        """Prepares autocast and compilation as requested, without DDP, which evaluation_mode=True omits."""
         return self._prepare(model, device_placement=False, evaluation_mode=True)
 
     def _mean_backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -113,7 +115,7 @@ class ExpertParallel(TrainerCallback):
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
-    # ---- of the Trainer, under its own names ----
+    # ---- methods of the Trainer, under its names ----
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = self._create_optimizer(*args, **kwargs)
@@ -121,7 +123,8 @@ class ExpertParallel(TrainerCallback):
         return optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Of a checkpoint: every rank its part. Called by the user: rank 0 the whole, for from_pretrained."""
+        """Saves the model. In a checkpoint (_internal_call) every rank writes its part. If the user calls it,
+        rank 0 writes the whole model, for from_pretrained."""
         t = self.trainer
         folder = Path(output_dir or t.args.output_dir)
         if _internal_call:
@@ -137,7 +140,7 @@ class ExpertParallel(TrainerCallback):
             if t.args.should_save:
                 whole[name] = tensor.cpu()
         t._save(str(folder), state_dict=whole)
-        dist.barrier()  # no rank reads the folder before it is there
+        dist.barrier()  # no rank may read the folder before it is complete
         if t.args.push_to_hub:
             t.push_to_hub(commit_message="Model save")
 
@@ -179,12 +182,12 @@ class ExpertParallel(TrainerCallback):
 
 
 def inner(optimizer: Any) -> torch.optim.Optimizer:
-    """torch's optimizer inside accelerate's."""
+    """torch's optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """A group of parameters as one group for each mesh that they lie on, in the order of their first ones."""
+    """A group of parameters divided into one group a mesh, in the order of the meshes' first parameters."""
     parts: dict[Any, list[Tensor]] = {}
     for p in group["params"]:
         parts.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)

@@ -1,9 +1,9 @@
-"""Write a Hugging Face folder from tensors that stream by: file by file, resumable, read back, then renamed.
+"""Writes a Hugging Face folder from a stream of tensors: file by file, resumable, read back, then renamed.
 
-A safetensors file is written into `DST.partial`. When it is synced, `FILE.done` beside it says what every
-byte of it should be. A killed export keeps the files that have one, and the same command writes the others.
-When all are there, they are read back and compared with their hashes. The small files (settings, tokenizer)
-follow, and the folder gets its name.
+Each safetensors file is written into `DST.partial`. Once it is synced, a record `FILE.done` in the same
+folder holds the hashes of all its bytes. If an export is killed, files with a record are kept, and the same
+command writes the remaining files. When all files exist, they are read back and compared with their hashes.
+Then the small files (settings, tokenizer) are written, and the folder is renamed to its final name.
 
 next: hf/files.py, checkpoint/rewrite.py
 """
@@ -27,19 +27,22 @@ from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import Advance, bar, locked, require_absent, require_ours, room_for, work_folder
 from tmoe.hf.files import Layout, Writer
 
-# Bytes of a tensor beside its elements, at most: its lines in the header and in the index.
+# Most bytes that a tensor needs besides its elements: its lines in the header and in the index.
 HEADER = 512
 DONE = ".done"
 
 
 @dataclass(frozen=True)
 class Export:
-    """What to write.
+    """The contents of the folder to write.
 
-    produce: produce(names) yields each of these tensors with its name, in any order, in its type in `layout`.
+    layout: for each file its tensors and their dtypes.
+    shapes: shape of each tensor.
     sizes: bytes of each tensor.
+    produce: produce(names) yields each of these tensors with its name, in any order, in its type in `layout`.
     others: the small files.
-    sources: whatever else decides the contents, so that an export never goes on with what another one left.
+    sources: everything else that decides the contents, so that an export never continues with the files of
+        another export.
     """
 
     layout: Layout
@@ -51,14 +54,14 @@ class Export:
 
     @cached_property
     def key(self) -> str:
-        """Equal for exports that write the same: it tells whether a finished file belongs to this export."""
+        """Equal for exports with the same contents; it decides whether a finished file is of this export."""
         return hashlib.sha256(repr((self.layout, self.shapes, self.sources)).encode()).hexdigest()
 
 
 def check_room(plan: Export, dst: Path) -> tuple[int, int]:
-    """(bytes still to be written at most, bytes free).
+    """Returns (most bytes that must still be written, bytes free).
 
-    CheckpointError if dst exists, dst.partial holds files of something else, or the bytes do not fit.
+    CheckpointError if dst exists, dst.partial holds files that are not of an export, or the bytes do not fit.
     """
     require_absent(dst)
     _require_ours(plan, dst)
@@ -67,19 +70,20 @@ def check_room(plan: Export, dst: Path) -> tuple[int, int]:
 
 
 def write_folder(plan: Export, dst: Path) -> None:
-    """Write `dst`, or go on with what a killed call left in `dst.partial`.
+    """Write `dst`, or continue from the files that a killed call left in `dst.partial`.
 
-    The name appears when everything is verified. Raises, and leaves dst absent and finished files in place:
-    CheckpointError where dst exists, dst.partial holds what no such call left there, another process
-        writes it, or what was written does not read back;
+    The folder gets its name when everything is verified. On an error dst stays absent and finished files are
+    kept. Raises
+    CheckpointError if dst exists, if dst.partial holds files that are not of an export, if another process
+        writes it, or if the files read back differ from what was written;
     OSError that names the file;
-    whatever produce raises.
+    the errors of produce.
     """
     with locked(dst) as work:
         kept = {file for file in plan.layout if _record(plan, work / file)}
         _require_ours(plan, dst)  # again, now that no other process can write here
         left = set(work.iterdir()) - {work / name for file in kept for name in (file, file + DONE)}
-        # Small files go first: _require_ours knows them only while all the others are there.
+        # Small files are removed first: _require_ours accepts them only while all other files exist.
         for path in sorted(left, key=lambda path: path.name in plan.layout):
             path.unlink()
         todo = [file for file in plan.layout if file not in kept]
@@ -100,8 +104,8 @@ def write_folder(plan: Export, dst: Path) -> None:
 def _require_ours(plan: Export, dst: Path) -> None:
     """CheckpointError if `dst.partial` holds a file that is not this export's.
 
-    Small files are written last. Without all the other files they belong to the user: a model half
-    downloaded, for example.
+    Small files are written last. If any other file is missing, small files therefore belong to the user, for
+    example to a model that is partly downloaded.
     """
     names = {name for file in plan.layout for name in (file, file + DONE)}
     if all((work_folder(dst) / file).is_file() for file in plan.layout):
@@ -110,9 +114,9 @@ def _require_ours(plan: Export, dst: Path) -> None:
 
 
 def _record(plan: Export, path: Path) -> list[tuple[int, int, str]] | None:
-    """What the file should hold: (start, size, SHA-256) of all its parts.
+    """The record of a finished file: (start, size, SHA-256) of all its parts.
 
-    None unless this very plan finished it.
+    None unless an export with the same plan finished it.
     """
     try:
         told: Any = json.loads(path.with_name(path.name + DONE).read_text())
@@ -135,7 +139,7 @@ def _write_tensors(plan: Export, work: Path, file: str, advance: Advance) -> Non
         finally:
             writer.close()
     except BaseException:
-        (work / file).unlink(missing_ok=True)  # makes room for the next attempt
+        (work / file).unlink(missing_ok=True)  # frees its space for the next attempt
         raise
     told = dict(key=plan.key, size=(work / file).stat().st_size, parts=writer.parts)
     _write_small(work / (file + DONE), json.dumps(told).encode())
@@ -143,7 +147,7 @@ def _write_tensors(plan: Export, work: Path, file: str, advance: Advance) -> Non
 
 
 def _read_back(plan: Export, work: Path) -> None:
-    """Hash what was written. A damaged file loses its record, and CheckpointError names it."""
+    """Hash the written files. The record of a damaged file is removed, and CheckpointError names the file."""
     problems = []
     with bar("verifying", sum((work / file).stat().st_size for file in plan.layout)) as advance:
         for file in plan.layout:

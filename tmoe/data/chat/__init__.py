@@ -1,4 +1,4 @@
-"""Conversations: rows, templates, masks, packing and prompts.
+"""Turns conversations into training data: rows, templates, masks, packing and prompts.
 
 next: data/chat/encoding.py
 """

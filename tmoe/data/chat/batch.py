@@ -1,4 +1,4 @@
-"""A step's packed conversations or preferences, as tensors.
+"""Builds a step's tensors of packed conversations or preferences.
 
 next: data/chat/dataset.py
 """
@@ -16,31 +16,34 @@ from tmoe.data.dataset import Micro
 
 
 class ChatBatch(NamedTuple):
-    """What one rank consumes in one step: A micro-batches of B rows of S tokens, each of several sequences.
+    """The data of one rank for one step: A micro-batches of B rows of S tokens, each of several sequences.
 
-    A preference's two sequences lie in one row: 2p of a micro-batch is the chosen answer of its pair p, and
-    2p + 1 the rejected one.
+    The two sequences of a preference are in the same row: sequence 2p of a micro-batch is the chosen answer
+    of its pair p, and sequence 2p + 1 the rejected answer.
     """
 
     tokens_ABS: torch.Tensor
-    """int64; 0 behind a row's last sequence"""
+    """int64: ids; 0 in the padding after a row's last sequence"""
     targets_ABS: torch.Tensor
-    """int64: next token where that is trained, IGNORE elsewhere and at a sequence's last token"""
+    """int64: the next token if it is trained; IGNORE elsewhere and at a sequence's last token"""
     documents_ABS: torch.Tensor
-    """int64: number of the sequence within the row, from 0; what is left of the row is one more"""
+    """int64: index of the sequence within the row, from 0; the padding has the next index"""
     positions_ABS: torch.Tensor
-    """int64: place of the token in its sequence, from 0"""
+    """int64: position of the token in its sequence, from 0"""
     sequences_ABS: torch.Tensor
-    """int64: number of the sequence within the micro-batch, from 0; -1 for what is left of a row"""
+    """int64: index of the sequence within the micro-batch, from 0; -1 in the padding"""
     numbers_AN: torch.Tensor
-    """int64: which of the data set's sequences each of a micro-batch's is (ChatDataset.sequences); -1 where
-    another micro-batch has more"""
+    """int64: for each sequence of a micro-batch its number in the data set (below ChatDataset.sequences),
+    followed by -1 if another micro-batch has more sequences"""
 
     def micros(self, device: torch.device, documents: bool) -> Iterator[Micro]:
-        """As Batch.micros; given: `sequences` [B, S], each token's, and `numbers` [n], each sequence's.
+        """Each micro-batch, copied to the device, as by `Batch.micros`.
 
-        And `members`, bool [B, S, at least 2]: whether a token is of the n-th sequence of its row. Without
-        documents, sequences would read each other.
+        documents: False leaves `documents_BS` None; the sequences of a row would then attend to each other.
+
+        `given` holds `sequences` [B, S], the index of each token's sequence; `numbers` [n], the number of
+        each sequence in the data set; and `members`, bool [B, S, at least 2]: whether a token belongs to the
+        n-th sequence of its row.
         """
         for *micro, numbers_N in zip(*self, strict=True):
             numbers_N = numbers_N[numbers_N >= 0]
@@ -62,18 +65,19 @@ class ChatBatch(NamedTuple):
             )
 
     def count(self) -> int:
-        """Tokens, without padding."""
+        """Number of tokens, without padding."""
         return int((self.sequences_ABS >= 0).sum())
 
     def count_sequences(self) -> int:
-        """Sequences, over which the balancing loss `sequence` is a mean: conversations or answers."""
+        """Number of conversations or answers, over which the `sequence` balancing loss is a mean."""
         return int((self.numbers_AN >= 0).sum())
 
 
 def batch_of(rows: list[list[tuple[int, np.ndarray, np.ndarray]]], shape: tuple[int, int, int]) -> ChatBatch:
-    """Rows of sequences as A micro-batches of B rows of S tokens, the last of which may be empty.
+    """Rows of sequences as A micro-batches of B rows of S tokens; the last rows may be empty.
 
-    A sequence is its number, its ids and which of them are trained.
+    rows: for each row its sequences, each as (number, ids, which ids are trained).
+    shape: (A, B, S).
     """
     A, B, S = shape
     tokens, documents, positions = (np.zeros((A * B, S), np.int64) for _ in range(3))

@@ -1,6 +1,6 @@
-"""A call of a tool, and its result, in one form, whatever form a row has them in: OpenAI's.
+"""Converts tool calls and their results from the forms that rows use to one form, OpenAI's.
 
-Arguments are an object, a result is a text.
+Arguments become an object, and a result becomes a text.
 
 next: data/chat/rows.py
 """
@@ -15,11 +15,11 @@ from typing import Any
 from tmoe.data.tokenizer import DataError
 
 OUTER = ("id", "type", "index")  # fields of a call around its function
-SAME_ARGUMENTS = ("parameters", "input", "args")  # other collections' names for them
+SAME_ARGUMENTS = ("parameters", "input", "args")  # names of "arguments" in other data sets
 
 
 def objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with every call as `one_call` gives it. DataError as there."""
+    """The messages with every call in the form that `one_call` returns. DataError as in `one_call`."""
     found = []
     for i, message in enumerate(messages):
         if calls := message.get("tool_calls"):
@@ -30,11 +30,11 @@ def objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def one_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """{"type": "function", "id" if there is one, "function": {"name", "arguments": object}}.
+    """The call as {"type": "function", "id" if there is one, "function": {"name", "arguments": object}}.
 
-    DataError that names `where` for arguments that are neither an object nor JSON of one.
+    DataError, which names `where`, for arguments that are neither an object nor the JSON of an object.
     """
-    bare = "function" not in call  # the name and the arguments alone, as in Hermes' rows
+    bare = "function" not in call  # a call of only name and arguments, as in Hermes' rows
     function = {k: v for k, v in call.items() if k not in OUTER} if bare else call["function"]
     outer = {k: v for k, v in call.items() if k in OUTER} if bare else call
     if "arguments" not in function:
@@ -45,9 +45,9 @@ def one_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def said_calls(said: Any, where: str) -> list[dict[str, Any]]:
-    """The calls of a turn whose text is JSON of one or of several, as ShareGPT's function_call has it.
+    """The calls of a turn whose text is the JSON of one or several calls, as in ShareGPT's function_call.
 
-    Or Python's spelling of it, as Toucan has it.
+    The text may also be in Python's syntax, as in the data set Toucan.
     """
     found = said
     if isinstance(said, str):
@@ -62,7 +62,7 @@ def said_calls(said: Any, where: str) -> list[dict[str, Any]]:
 
 
 def result_text(content: Any) -> Any:
-    """What a tool gave back: a value that is neither text nor a list of parts of text, as JSON."""
+    """A tool's result as text: JSON of a value, unless it is None, a text or a list of parts of text."""
     parts = isinstance(content, list) and all(isinstance(one, str) or _is_part(one) for one in content)
     if content is None or isinstance(content, str) or parts:
         return content
@@ -74,11 +74,11 @@ def _is_part(value: Any) -> bool:
 
 
 def json_object(value: Any, where: str) -> dict[str, Any]:
-    """An object, or the one that a text holds as JSON, also as JSON of that JSON; {} for null and no text.
+    """The value if it is an object, or the object in a text of JSON, which may be encoded twice.
 
-    DataError that names `where` for others.
+    Null and blank text give {}. DataError, which names `where`, for other values.
     """
-    for _ in range(2):  # some collections write the JSON of a text
+    for _ in range(2):  # some data sets encode the JSON text as JSON again
         if isinstance(value, str) and value.strip():
             try:
                 value = json.loads(value, object_pairs_hook=_unique, parse_constant=_finite)
@@ -87,7 +87,7 @@ def json_object(value: Any, where: str) -> dict[str, Any]:
     if value in (None, "") or (isinstance(value, str) and not value.strip()):
         return {}
     if isinstance(value, list) and all(isinstance(one, tuple) and len(one) == 2 for one in value):
-        return dict(value)  # a map of Arrow
+        return dict(value)  # Arrow's map type
     if not isinstance(value, dict):
         raise DataError(f"{where}: {type(value).__name__}; must be an object, or JSON of one in a text")
     return value

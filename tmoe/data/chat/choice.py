@@ -1,4 +1,4 @@
-"""Which template a run's conversations are written by, and what its steps keep of it.
+"""Chooses the template of a run's conversations, and the format that its saved steps store.
 
 next: data/chat/dataset.py
 """
@@ -22,15 +22,15 @@ class Chosen(NamedTuple):
 
     template: ChatTemplate
     notes: tuple[str, ...]
-    """lines for the start: a named template differs from the weights' own, or a folder's own is not used"""
+    """lines for the log: a named template differs from that of the weights, or a folder's is not used"""
 
 
 def choose_template(cfg: DataConfig, tokenizer: Tokenizer, carried: Carried | None) -> Chosen:
     """The template of --data.chat-template, else of the weights, of the tokenizer's files, or built in.
 
-    tokenizer: its `chat` is the weights'. A line names a template of the weights that is not used, and one of
-    --data.tokenizer's folder. Neither is an error, because no template changes what ids mean. DataError for a
-    template that cannot be read.
+    tokenizer: its `chat` is the weights' format. If the template of the weights or that of --data.tokenizer's
+    folder is not used, a note names it. Neither is an error, because a template does not change the meaning
+    of ids. DataError for a template that cannot be read.
     """
     theirs = carried.chat if carried else None
     if cfg.chat_template is not None and not Path(cfg.chat_template).is_file() and theirs and theirs.template:
@@ -58,25 +58,25 @@ def choose_template(cfg: DataConfig, tokenizer: Tokenizer, carried: Carried | No
 
 
 def another(flag: str, template: ChatTemplate, theirs: ChatFormat | None) -> str:
-    """A line where `flag` names another template than the weights know; "" where it does not."""
+    """A note if the template of `flag` differs from that of the weights; else ""."""
     if theirs is None or theirs.template is None:
         return ""
     if (template.text, template.tools) == (theirs.template, theirs.tools):
         return ""
-    return f"{flag}: is used; the weights know another template, {theirs.source}"
+    return f"{flag}: is used instead of the template of the weights, {theirs.source}"
 
 
 def format_of(tokenizer: Tokenizer, template: ChatTemplate, forms: set[str], vocab: int) -> ChatFormat:
-    """The format that a run's steps keep: of its rows, and of what its weights knew before.
+    """The format that a run's saved steps store: that of its rows, and else that of its first weights.
 
-    forms: "conversation" where the template rendered rows, "text" where rows are texts, or both.
-    vocab: ids from here on are none of the model's, and are left out.
+    forms: "conversation" if the template rendered rows, "text" if rows are texts, or both.
+    vocab: number of ids of the model; ends that are not below it are left out.
     """
     before = tokenizer.chat or ChatFormat(None)
     marker = Marker(tokenizer)
     ends: list[int] = []
     if "conversation" in forms:
-        with suppress(DataError):  # of a template that refuses a bare question, or ends no turn
+        with suppress(DataError):  # raised if the template refuses a bare question, or ends no turn
             ends += turn_ends(tokenizer, template)
         before = before._replace(template=template.text, tools=template.tools, special=template.special)
     if "text" in forms:

@@ -1,4 +1,4 @@
-"""Batches of packed conversations or preferences, with the interface of pretraining's data.
+"""Makes batches of packed conversations or preferences, with the interface of pretraining's data.
 
     data = open_chat(cfg.data, cfg.train.seq, cfg.model.vocab, "train", "sft", carried)    a ChatDataset
     with Loader(data, start_step=step, batch=B, accumulate=A, rank=reader, world=readers) as batches:
@@ -6,9 +6,10 @@
         for micro in batch.micros(device, True):                                           as in pretraining
 
 A ChatDataset is a Dataset: indices, batch(step, ...), go_on, facts, extent, describe, sources, fingerprint.
-Its samples are packed rows. So the position in the data is the step and the tokens of the steps before it,
-and a step has the same rows in every layout. `counts` has numbers for the log, and each source's `taken` says
-what it was taken for. "preference" instead of "sft" gives pairs: see ChatBatch. "kto" gives single answers.
+Its samples are packed rows. So the position in the data is given by the step and the tokens of the steps
+before it, and a step has the same rows in every layout. `counts` has numbers for the log, and each source's
+`taken` states how the source was read. The task "preference" instead of "sft" makes pairs (see ChatBatch),
+and "kto" makes single answers.
 
 next: data/chat/tokenise.py
 """
@@ -54,7 +55,7 @@ class ChatDataset(Dataset):
         self.chat = format_of(tokenizer, self.template, forms, vocab)
         bases = np.cumsum([0, *(len(source.lengths) for source in sources)]).tolist()
         self.sequences: int = bases.pop()
-        """of all sources and both splits: numbers in ChatBatch.numbers_AN are below it"""
+        """sequences of all sources and all splits; the numbers in ChatBatch.numbers_AN are below it"""
         self.bases = bases
 
     @property
@@ -63,7 +64,7 @@ class ChatDataset(Dataset):
         return Counts(*counts.sum(0).tolist())
 
     def row(self, index: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Number, ids and trained of each sequence of global sample `index`."""
+        """Number, ids and trained mask of each sequence of global sample `index`."""
         number, epoch, position = self.place(index)
         source = self.sources[number]
         sequences = source.row(position, epoch, f"{self.seed}/{number}")
@@ -93,12 +94,13 @@ def open_chat(
 ) -> ChatDataset:
     """Opens the sources of `--data.path` as chat data for rows of seq tokens.
 
-    Each has rows of one kind (data/chat/rows.py): for "sft" conversations or prompts with answers, for
-    "preference" preferences, for "kto" prompts with answers and labels, or preferences taken apart.
-    Weights as in `open_data`, in packed rows. carried: as there.
+    Each source has rows of one kind (data/chat/rows.py): for "sft" conversations or prompts with answers, for
+    "preference" preferences, for "kto" prompts with answers and labels, or preferences, which are split into
+    two answers each. Weights are as in `open_data`, but count packed rows.
+    carried: the tokenizer of the model that the run starts from, as in `open_data`.
     DataError for anything that cannot be trained on, the same on every rank.
     """
-    part: Split = "train" if cfg.val_path else split  # of sources, where validation has its own
+    part: Split = "train" if cfg.val_path else split  # with --data.val-path no source is divided
     flag, names, weights = sources_of(cfg, split)
     carried = None if cfg.new_tokenizer else carried
     tokenizer = _choose_tokenizer(cfg.tokenizer, carried)

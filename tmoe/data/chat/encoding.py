@@ -1,17 +1,17 @@
-"""From conversations to token ids, and which of them are trained.
+"""Encodes conversations as token ids and marks which of them are trained.
 
-Trained is what a model would have to say: an assistant's turn with the token that ends it, but not its
-header, nor anything else that the generation prompt supplies. Where a template says by {% generation %} what
-that is, it is taken at its word. Otherwise the conversation is rendered with and without the turn:
+The trained tokens are those that a model has to generate: an assistant's turn with the token that ends it,
+but not its header, nor anything else that the generation prompt supplies. If a template marks this part by
+{% generation %}, the mark is used. Otherwise the conversation is rendered with and without the turn:
 
-    render(messages before, with generation prompt)      must begin
-    render(messages before and the turn)                 what follows is trained
+    render(messages before, with generation prompt)      must be the beginning of
+    render(messages before and the turn)                 in which the text after it is trained
 
-in text and in tokens. A turn is learned behind that generation prompt, for that is what a model will have
-read, also where a template leaves out some of it once there is an answer. Some templates render an earlier
-turn in another way than the last: Qwen3 drops its thoughts, gpt-oss ends it with another token. Then a
-conversation becomes several sequences, each ending with a turn as it is when it is last. So every turn is
-learned once.
+This must hold in text and in tokens. A turn is learned after the generation prompt, because the model reads
+that prompt when it generates, even if a template leaves out a part of the prompt once there is an answer.
+Some templates render an earlier turn differently from the last one: Qwen3 drops its thoughts, gpt-oss ends
+it with another token. A conversation then becomes several sequences, each of which ends with a turn rendered
+as the last one. So every turn is learned once.
 
     template = load_template(tokenizer)
     sequence, = encode([Conversation(messages)], tokenizer, template)[0]     ids and trained, arrays [n]
@@ -45,31 +45,31 @@ class Tokens(NamedTuple):
     """One sequence to train on; it ends with its last trained token."""
 
     ids: np.ndarray
-    """[n] of the tokenizer's type"""
+    """[n] token ids, of the tokenizer's dtype"""
     trained: np.ndarray
-    """[n] bool: whether this token is to be predicted"""
+    """[n] bool: whether the token is trained, as a target"""
 
 
 class Encoder:
-    """Encodes samples with one tokenizer and one template. `encode` of this file is the short way."""
+    """Encodes samples with one tokenizer and one template. The function `encode` is its short form."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, strict: bool = False) -> None:
         """strict: whether thoughts, calls and tools that the template leaves out are an error.
 
-        Else `left` has them. A turn of which nothing is left, or a message to answer that is left out, always
-        is one.
+        If not, they are listed in `left`. It is always an error if the template leaves out a whole turn or a
+        message that is to be answered.
         """
         self.marker = Marker(tokenizer, template)
         self.template = template
         self.strict = strict
         self.left: list[set[str]] = []
-        """fields that the template leaves out, of each sample of the last call of `encode`"""
+        """for each sample of the last call of `encode`, the fields that the template leaves out"""
         self._pieces = Pieces(self.marker, template)
         self._special = np.array([*self.marker.special.values()])
         self._shadows: dict[str, tuple[set[int], list[Counter[str]] | None]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[Tokens] | DataError]:
-        """The sequences of each sample, or why it cannot be trained on."""
+        """The sequences of each sample, or the error if it cannot be trained on."""
         planned: list[list[Piece] | DataError] = []
         self.left = [set() for _ in samples]
         for sample, left in zip(samples, self.left, strict=True):
@@ -100,7 +100,7 @@ class Encoder:
     # ---- texts ----
 
     def _plain(self, sample: Plain) -> list[Piece]:
-        """The two texts, the tokenizer's opening token in front, and its separator at the end, each once."""
+        """The two texts, between the tokenizer's opening token and its separator, each of these only once."""
         opening, eos = self.marker.opening, self.template.special["eos_token"]
         prompt = sample.prompt if opening and sample.prompt.startswith(opening) else opening + sample.prompt
         said = sample.completion.rstrip()
@@ -108,7 +108,7 @@ class Encoder:
         return [Piece(text, [(len(prompt), len(text))], [0], [self._pieces.edge(prompt)])]
 
     def _conversation(self, sample: Conversation, left: set[str]) -> list[Piece]:
-        """left: gets the fields that the template leaves out."""
+        """The texts of a conversation. The fields that the template leaves out are added to `left`."""
         if not sample.turns:
             raise DataError("no turn of the assistant to learn")
         last = sample.turns[-1] + 1
@@ -119,7 +119,7 @@ class Encoder:
         return pieces
 
     def _require_held(self, sample: Conversation, pieces: list[Piece], left: set[str]) -> None:
-        """DataError where the texts lack what they must hold; `left` gets what else they lack."""
+        """DataError if the texts lack a required string; other fields that they lack are added to `left`."""
         messages, _, tools, _ = sample
         items = walk(messages, tools)[2]
         shapes, marks = self._shadow(sample)
@@ -139,7 +139,7 @@ class Encoder:
                 )
         for item in itertools.compress(items, lacks):
             if item.field == THOUGHTS and item.message not in learned:
-                continue  # many templates leave out earlier thoughts, and so does what a model reads
+                continue  # many templates leave out earlier thoughts, so the model never reads them
             require_asked(item, messages, source)
             if self.strict and item.content:
                 where = f"messages[{item.message}]: " if item.message >= 0 else ""
@@ -156,7 +156,7 @@ class Encoder:
                     )
 
     def _shadow(self, sample: Conversation) -> tuple[set[int], list[Counter[str]] | None]:
-        """Numbers of the strings that conversations of this shape lack, and their texts' marks."""
+        """For conversations of this shape: indices of strings that their texts lack, and the texts' marks."""
         found = shadow(sample.messages, sample.tools)
         key = json.dumps([found[:2], sample.turns, sample.more], sort_keys=True, default=str)
         if key not in self._shadows:
@@ -166,11 +166,11 @@ class Encoder:
     def _look(
         self, sample: Conversation, found: tuple[list[dict], list | None, list[Item]]
     ) -> tuple[set[int], list[Counter[str]] | None]:
-        """`_shadow` of a shadow that is not known yet."""
+        """The result of `_shadow` for a shadow that has not been rendered yet."""
         messages, tools, items = found
         try:
             pieces = self._pieces(sample._replace(messages=messages, tools=tools))
-        except DataError:  # it takes some words only; the strings themselves are looked for
+        except DataError:  # the template accepts only certain words; the strings themselves are searched for
             return set(), None
         whole, turns = _shown(pieces)
         lacks = {n for n, item in enumerate(items) if item.text not in turns.get(item.message, whole)}
@@ -180,19 +180,19 @@ class Encoder:
         return Counter(self.marker.names.findall(piece.text))
 
     def _require_no_new_mark(self, pieces: list[Piece], marks: list[Counter[str]] | None) -> None:
-        """DataError for a special token that the same conversation in other words does not have."""
+        """DataError if the texts hold a special token that the same conversation in other words does not."""
         if marks is None or len(marks) != len(pieces):
             return
         for piece, known in zip(pieces, marks, strict=True):
             if new := self._marks(piece) - known:
                 raise DataError(
-                    f"its texts make {next(iter(new))!r}, which is a mark, and no text of the row"
+                    f"its texts make {next(iter(new))!r}, a special token that no text of the row holds"
                 )
 
     # ---- tokens ----
 
     def _cut(self, plan: list[Piece], encoded: list[list[Encoded]]) -> list[Tokens] | DataError:
-        """Each piece's tokens up to the last trained one."""
+        """The tokens of each piece up to its last trained token, or an error if no answer can be learned."""
         found = []
         for piece, (whole, *ends) in zip(plan, encoded, strict=True):
             if not all(_begins(whole, end, *edge) for end, edge in zip(ends, piece.edges, strict=True)):
@@ -201,12 +201,12 @@ class Encoder:
                 start = piece.spans[0][0]
                 return DataError(
                     f"{piece.text[max(start - 20, 0) : start + 20]!r}: a turn's first characters make one "
-                    "token with those before them, so no answer can begin so"
+                    "token with those before them, so no answer can begin with them"
                 )
             trained = np.zeros(len(whole.ids), bool)
             for low, high in piece.spans:
                 trained |= (whole.starts < high) & (whole.ends > low)
-                # A header of Phi-3 takes the blanks that its answer begins with; it is not trained.
+                # Phi-3's header token includes the blanks at the beginning of the answer; it is not trained.
                 over = np.flatnonzero((whole.starts < low) & (whole.ends > low))
                 trained[over[np.isin(whole.ids[over], self._special)]] = False
             places = np.flatnonzero(trained)
@@ -217,9 +217,9 @@ class Encoder:
         return found
 
     def _in_parts(self, piece: Piece) -> Encoded | None:
-        """The tokens where each trained span begins a text of its own, as it does for a model that answers.
+        """The tokens of the text encoded in parts; a part begins with each trained span, as in generation.
 
-        None where these tokens are not the same text: some tokenizers put a blank before every text.
+        None if these tokens decode to another text: some tokenizers put a blank before every text.
         """
         edges = [0, *(low for low, _ in piece.spans), len(piece.text)]
         cuts = list(itertools.pairwise(edges))
@@ -231,12 +231,12 @@ class Encoder:
 
 
 def _texts(piece: Piece) -> list[str]:
-    """What is to be encoded of a piece: all of it, and the ends of its prompts."""
+    """The texts of a piece to encode: all of it, and the end of each of its prompts."""
     return [piece.text, *(piece.text[special:end] for end, special in piece.edges)]
 
 
 def _begins(whole: Encoded, part: Encoded, end: int, start: int) -> bool:
-    """Whether a text has the tokens of one of its parts where that lies."""
+    """Whether `whole` has the tokens of `part`, which is its text from character `start` to `end`."""
     first = int(whole.starts.searchsorted(start))
     last = first + len(part.ids)
     at_edge = last == len(whole.ids) or whole.starts[last] >= end
@@ -244,7 +244,7 @@ def _begins(whole: Encoded, part: Encoded, end: int, start: int) -> bool:
 
 
 def _shown(pieces: list[Piece]) -> tuple[str, dict[int, str]]:
-    """Without blanks: all texts, and what is said in each turn, with what opens its thought."""
+    """All texts of the pieces, and the trained text of each turn, both without blanks."""
     turns: dict[int, str] = {}
     for piece in pieces:
         for (low, high), i in zip(piece.spans, piece.turns, strict=True):
@@ -257,8 +257,8 @@ def encode(
 ) -> list[list[Tokens]]:
     """The sequences of each sample.
 
-    DataError for the first one that cannot be trained on, or of which the template leaves out a thought, a
-    call, a tool or a text.
+    DataError for the first sample that cannot be trained on, or for which the template leaves out a thought,
+    a call, a tool or a text.
     """
     found = Encoder(tokenizer, template or load_template(tokenizer), strict=True).encode(list(samples))
     for one in found:
@@ -274,10 +274,11 @@ def chat_prompt(
     tools: list | None = None,
     **more: Any,
 ) -> np.ndarray:
-    """Ids [n] of a conversation up to where the assistant's next turn begins, as training had it.
+    """Ids [n] of a conversation up to the beginning of the assistant's next turn, encoded as in training.
 
-    template: None for the tokenizer's own, with today's date. more: what else it reads, as enable_thinking.
-    DataError for messages that are none, that the template refuses, or that hold a special token.
+    template: None for the tokenizer's own, with today's date.
+    more: other variables of the template, such as enable_thinking.
+    DataError for malformed messages, or messages that the template refuses or that hold a special token.
     """
     template = template or load_template(tokenizer, now=True)
     marker = Marker(tokenizer, template)
@@ -292,9 +293,9 @@ def prompt_text(
     tools: list | None = None,
     more: dict[str, Any] | None = None,
 ) -> tuple[str, set[str]]:
-    """The text of parsed messages up to where the next turn begins, and fields that the template leaves out.
+    """The text of messages up to the beginning of the next turn, and the fields that it leaves out.
 
-    DataError as `chat_prompt` has it.
+    Raises DataError as `chat_prompt` does.
     """
     more = more or {}
     marker.require_text(messages, tools, more)
@@ -302,21 +303,21 @@ def prompt_text(
     shown = squeezed(text)
     missing = [item for item in walk(messages, tools)[2] if not holds(shown, item.text)]
     asked = any(message["role"] == "user" for message in messages)
-    for item in missing if asked else ():  # some templates show a system's text in the first question
+    for item in missing if asked else ():  # some templates render the system's text in the first question
         require_asked(item, messages, f"the chat template ({template.source})")
     return text, {item.field for item in missing if item.field != THOUGHTS} | not_read(template, more)
 
 
 def not_read(template: ChatTemplate, more: Iterable[str]) -> set[str]:
-    """Of a row's chat_template_kwargs, by name, what the template does not read."""
+    """The names in a row's chat_template_kwargs that the template does not read."""
     return {f"chat_template_kwargs: {name}" for name in more if name not in template.reads}
 
 
 def spoken(text: str, tokenizer: Tokenizer, template: ChatTemplate) -> str:
-    """The part of a generated answer that the next prompt has: the last text between special tokens.
+    """The part of a generated answer to put into the next prompt: the last text between special tokens.
 
     gpt-oss writes its thought and its answer between special tokens, which no message may hold, and its
-    template shows the answer alone.
+    template renders only the answer.
     """
     parts = [part for part in Marker(tokenizer, template).forged.split(text) if part.strip()]
     return parts[-1] if parts else ""
@@ -325,13 +326,14 @@ def spoken(text: str, tokenizer: Tokenizer, template: ChatTemplate) -> str:
 def turn_ends(
     tokenizer: Tokenizer, template: ChatTemplate | None = None, tools: list | None = None
 ) -> tuple[int, ...]:
-    """The ids by which the assistant's turns end in training, at which generation is to stop.
+    """The ids that end the assistant's turns in training, at which generation must stop.
 
-    First the end of an answer, then that of a call, where the template shows calls and ends these with
-    another token: gpt-oss has <|return|> and <|call|>, GLM the mark of the user and that of an observation.
-    An earlier answer may end otherwise than the last: Phi-3 has <|end|>, and after the last <|endoftext|>.
-    tools: as a prompt has them; None where it has none.
-    DataError for a template that no answer can be learned in.
+    The first id ends an answer. The id that ends a call follows if the template renders calls and ends them
+    with another token: gpt-oss has <|return|> and <|call|>, GLM the marks of the user and of an observation.
+    An earlier answer may end with another token than the last: Phi-3 has <|end|>, and after the last answer
+    <|endoftext|>.
+    tools: the tools of a prompt, if it has any.
+    DataError for a template with which no answer can be learned.
     """
     asked = dict(role="user", content="a")
     call = dict(id="abcdefgh1", type="function", function=dict(name="b", arguments=dict(c="d")))
@@ -361,7 +363,7 @@ def turn_ends(
 def _ends(sequence: Tokens, special: Collection[int]) -> list[int]:
     """The special token that ends each trained part of a sequence.
 
-    A line break after the end, within {% generation %}, is trained, but it ends nothing.
+    A line break after that token, within {% generation %}, is trained too, but it is not the end.
     """
     ids, trained = sequence.ids.tolist(), sequence.trained.tolist()
     found = []
@@ -371,5 +373,5 @@ def _ends(sequence: Tokens, special: Collection[int]) -> list[int]:
 
 
 def turn_end(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> int:
-    """The id by which an answer ends in training: the first of `turn_ends`."""
+    """The id that ends an answer in training: the first of `turn_ends`."""
     return turn_ends(tokenizer, template)[0]

@@ -1,7 +1,7 @@
-"""How conversations of a model are written: template, special tokens, ends of answers and opening tokens.
+"""The format of a model's conversations: template, special tokens, ends of answers and opening tokens.
 
-A step of a chat finetune keeps it in its manifest, under "chat". A published folder says it by
-chat_template.jinja, tokenizer_config.json and generation_config.json.
+A saved step of a chat finetune stores the format in its manifest, under "chat". A published folder states it
+in chat_template.jinja, tokenizer_config.json and generation_config.json.
 
 next: data/tokenizer.py
 """
@@ -19,29 +19,29 @@ TOOLS_FILE = f"additional_chat_templates/{TOOLS}.jinja"  # as transformers 5 sav
 
 
 class ChatFormat(NamedTuple):
-    """All that made the ids of a model's conversations and is no part of the tokenizer."""
+    """Everything besides the tokenizer that decided the ids of a model's conversations."""
 
     template: str | None
-    """text of the jinja template; None: no conversation was rendered, and no folder has one"""
+    """text of the jinja template; None: no conversation was rendered, and no folder has a template"""
     tools: str | None = None
-    """another template, for conversations with tools"""
+    """a second template, for conversations with tools"""
     special: dict[str, Any] = {}  # noqa: RUF012
-    """what the template reads besides the conversation (eos_token, ...); empty: as the tokenizer says"""
+    """the template's variables besides the conversation (eos_token, ...); empty: those of the tokenizer"""
     ends: tuple[int, ...] = ()
     """ids that end an answer, in addition to the tokenizer's `eos`"""
     opening: tuple[int, ...] | None = None
-    """ids in front of a prompt that is a text; None: not known"""
+    """ids that precede a prompt that is a text; None: not known"""
     source: str = ""
-    """where it was found, for messages"""
+    """where the format was found, for messages"""
 
     def as_json(self) -> dict[str, Any]:
-        """All but `source`, as a manifest holds it."""
+        """The format without `source`, as it is stored in a manifest."""
         opening = None if self.opening is None else list(self.opening)
         return self._asdict() | dict(ends=list(self.ends), opening=opening, source="")
 
     @classmethod
     def parse(cls, told: Any, source: str) -> ChatFormat:
-        """The format that `as_json` gave. ValueError names the field that is none."""
+        """The format from the output of `as_json`. ValueError names the malformed fields."""
         told = told if isinstance(told, dict) else {}
         opening = told.get("opening")
         checks = dict(
@@ -64,7 +64,7 @@ class ChatFormat(NamedTuple):
 
 
 def ends_of(tokenizer: Any, vocab: int) -> tuple[int, ...]:
-    """Every id below `vocab` that ends an answer: a tokenizer's `eos`, and the ends of its weights."""
+    """Every id below `vocab` that ends an answer: the tokenizer's `eos`, and the ends of its `chat`."""
     chat = getattr(tokenizer, "chat", None)
     found = dict.fromkeys([tokenizer.eos, *(chat.ends if chat else ())])
     return tuple(i for i in found if i < vocab)
@@ -75,10 +75,10 @@ def _are_ids(value: Any) -> bool:
 
 
 def templates_in(content: Mapping[str, bytes]) -> tuple[str | None, str | None]:
-    """The chat template among the files of a published folder, and the one for tools; None where none is.
+    """The chat template among the files of a published folder, and the template for tools; None if absent.
 
-    chat_template.jinja counts before the key of tokenizer_config.json, as in transformers. A template that
-    cannot be read is None here; the tokenizer's own reader names it.
+    chat_template.jinja is preferred to the key of tokenizer_config.json, as in transformers. A template that
+    cannot be read is returned as None; the tokenizer's own reader reports it.
     """
     try:
         if TEMPLATE in content:
@@ -94,7 +94,7 @@ def templates_in(content: Mapping[str, bytes]) -> tuple[str | None, str | None]:
 
 
 def json_object(raw: bytes | None) -> dict[str, Any]:
-    """The object in a JSON file; {} for no file, another value, or what transformers could not read."""
+    """The object in a JSON file; {} if there is no file, no object, or text that transformers cannot read."""
     try:
         value = json.loads(raw.decode("utf-8-sig")) if raw else {}
     except (ValueError, RecursionError):

@@ -1,10 +1,10 @@
-"""Which strings of a conversation its rendered text holds: what a template leaves out, and marks it adds.
+"""Finds out which strings of a conversation its rendered text holds, and so what a template leaves out.
 
-Two looks find what is missing. A shadow of the conversation, with a nonce for every string, is rendered as
-the conversation is: it shows which fields a template writes. Then every string of the row is looked for, as
-it is, or as JSON escapes it, without regard to blanks, which templates strip: it shows what a template cuts
-out of a text. The first look is for short strings, which other words may hold. Shadows are few: rows have
-few shapes.
+Two checks find missing strings. First a shadow of the conversation, with a nonce in place of every string, is
+rendered in the same way: this shows which fields a template writes. Then every string of the row is searched
+for in the rendered text, as it is or as JSON escapes it, without blanks, because templates strip blanks: this
+shows what a template cuts out of a text. The first check is needed for short strings, which may also occur
+within other words. Few shadows are rendered, because rows have few shapes.
 
 next: data/chat/encoding.py
 """
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from tmoe.data.tokenizer import DataError
 
-# A thought within the text of an answer, as many rows have it: <think>, its text, </think> and the answer.
+# A thought within the text of an answer, as in many data sets: <think>, its text, </think> and the answer.
 INLINE = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 THOUGHTS, CALLS, TOOLS = "reasoning_content", "tool_calls", "tools"
 NULLS = "arguments and tools that are null"
 SAME_THOUGHT = ("thinking", "reasoning")
 PASSED = ("role", "weight", *SAME_THOUGHT)
 NUMBER = 7070707
-NAMED = 10  # fields, at most, that one sentence names
+NAMED = 10  # most fields that one sentence names
 Replace = Callable[[str], str]
 
 
@@ -34,20 +34,20 @@ class Item(NamedTuple):
     """A string of a conversation."""
 
     message: int
-    """-1: of the tools"""
+    """index of its message; -1: it is in the tools"""
     field: str
     text: str
 
     @property
     def content(self) -> bool:
-        """Whether it is what the conversation says, and no name or id."""
+        """Whether the string is content of the conversation, not a name or an id."""
         return self.field in ("content", THOUGHTS, CALLS, TOOLS)
 
 
 def walk(
     messages: list[dict[str, Any]], tools: list | None, replace: Replace = str
 ) -> tuple[list[dict[str, Any]], list | None, list[Item]]:
-    """A copy with every string replaced, and the new strings. Calls are as `objects` gives them."""
+    """A copy with every string replaced, and the new strings. Calls must have the form of `calls.objects`."""
     items: list[Item] = []
     copies = []
     for i, message in enumerate(messages):
@@ -94,7 +94,7 @@ def _call(i: int, call: dict[str, Any], replace: Replace, items: list[Item]) -> 
 
 
 def _tool(tool: Any, replace: Replace, items: list[Item]) -> Any:
-    """A copy, and names and descriptions: each template has other words for types."""
+    """A copy with names and descriptions replaced. Types are kept: templates write them differently."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict):
         return tool
@@ -120,7 +120,7 @@ def _described(one: Any, replace: Replace, items: list[Item]) -> Any:
 
 
 def _leaves(value: Any, i: int, field: str, replace: Replace, items: list[Item]) -> Any:
-    """A copy of a nested value, whose strings and keys are replaced and listed."""
+    """A copy of a nested value; its strings and keys are replaced and added to `items`."""
     if isinstance(value, str):
         new = replace(value) if value.strip() else value
         if new.strip():
@@ -141,12 +141,12 @@ def _leaves(value: Any, i: int, field: str, replace: Replace, items: list[Item])
 def shadow(
     messages: list[dict[str, Any]], tools: list | None
 ) -> tuple[list[dict[str, Any]], list | None, list[Item]]:
-    """The conversation with a nonce for every string: nine letters and digits, as Mistral wants ids."""
+    """The conversation with a nonce for every string: nine letters and digits, as Mistral requires of ids."""
     numbers: dict[str, str] = {}
     ids = {call.get("id") for message in messages for call in message.get(CALLS) or []} - {None}
 
     def nonce(text: str) -> str:
-        if text in ids and text in numbers:  # a result names its call
+        if text in ids and text in numbers:  # a result has the id of its call
             return numbers[text]
         return numbers.setdefault(text if text in ids else f"{len(numbers)} {text}", f"z{len(numbers):07}z")
 
@@ -154,7 +154,7 @@ def shadow(
 
 
 def require_asked(item: Item, messages: list[dict[str, Any]], source: str) -> None:
-    """DataError where the string that `source` lacks is a text to answer, of whatever role."""
+    """DataError if the string that `source` leaves out is content of another message than the assistant's."""
     if item.message >= 0 and item.field == "content" and messages[item.message]["role"] != "assistant":
         role, text = messages[item.message]["role"], item.text[:40]
         where = f"messages[{item.message}]"
@@ -162,12 +162,12 @@ def require_asked(item: Item, messages: list[dict[str, Any]], source: str) -> No
 
 
 def squeezed(text: str) -> str:
-    """Without blanks, which templates strip and add."""
+    """The text without blanks, which templates strip and add."""
     return "".join(text.split())
 
 
 def holds(text: str, string: str) -> bool:
-    """Whether a squeezed text holds a string, as it is or as JSON escapes it."""
+    """Whether a text without blanks holds a string, as it is or as JSON escapes it."""
     if squeezed(string) in text:
         return True
     escaped = (json.dumps(string.strip(), ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
@@ -175,7 +175,7 @@ def holds(text: str, string: str) -> bool:
 
 
 def as_python(value: Any, text: str) -> Any:
-    """An object or list within a call's arguments that a squeezed text shows in Python's form; else None."""
+    """An object or list in a call's arguments that the blankless text has in Python's syntax; else None."""
     if isinstance(value, dict | list) and value:
         for one in value.values() if isinstance(value, dict) else value:
             if (found := as_python(one, text)) is not None:
@@ -187,8 +187,9 @@ def as_python(value: Any, text: str) -> Any:
 
 
 def tell(left: Counter[str], source: str, unread: Iterable[str] = ()) -> str:
-    """The sentence on what a template leaves out; "" for nothing. left: number of rows by field.
+    """The sentence on what a template leaves out; "" if it leaves out nothing.
 
+    left: number of rows by field that is left out.
     unread: fields of rows that are no part of a conversation.
     """
     parts = [f"{field} in {count:,} row{'s' * (count > 1)}" for field, count in sorted(left.items())]

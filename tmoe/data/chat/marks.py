@@ -1,4 +1,4 @@
-"""Ids of a text in which special tokens are written out by name, and the check that no row forges one.
+"""Encodes text in which special tokens are written out by name, and checks that no row forges such a token.
 
 next: data/chat/pieces.py
 """
@@ -17,7 +17,7 @@ from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
 
 
 class Encoded(NamedTuple):
-    """Ids of a text, and from which to which character each goes."""
+    """Ids of a text, and for each id its first character and its end."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -28,7 +28,7 @@ class Marker:
     """Encodes what a template rendered, in which special tokens are written out by name."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
-        """template: its marks of turns may be words of the vocabulary that are not special, as DeepSeek's."""
+        """template: its marks of turns may be vocabulary words that are not special tokens (DeepSeek)."""
         self.plain = tokenizer
         words: list[str] = []
         if isinstance(tokenizer, JsonTokenizer):
@@ -46,19 +46,19 @@ class Marker:
         known = {*self.special, *words}
         tags = {text for text in known if text.replace("</", "<", 1) in known - {text}}
         self.closers = {text for text in known if any(one in known - {text} for one in _openers(text))}
-        """tokens that end a part of a turn, as </tool_call>, which <tool_call> begins, or the turn itself"""
+        """tokens that end a part of a turn (</tool_call> ends the part that <tool_call> begins) or a turn"""
         shown = _turns(template) if template and words else ""
         tags |= {text.replace("</", "<", 1) for text in tags}
         turns = [text for text in words if text in shown and text not in tags]
         forged = sorted((text for text in [*self.special, *turns] if text), key=len, reverse=True)
         self.forged = re.compile("|".join(map(re.escape, [*forged, OPEN, CLOSE])))
-        """what no string of a row may hold: special tokens, and the words by which turns begin"""
+        """texts that no string of a row may hold: special tokens, and the words that mark turns"""
         self._normal, self._normalized = self._looked_for_in_normalized()
 
     def _looked_for_in_normalized(self) -> tuple[Callable[[str], str], re.Pattern[str] | None]:
-        """The tokenizer's normalizer, and special tokens that are looked for in what it makes of a text.
+        """The tokenizer's normalizer, and a pattern of the special tokens to search for in normalized text.
 
-        A normalizer that lowers letters makes <|end|> of <|END|>.
+        A normalizer that makes text lower case turns <|END|> into <|end|>, for example.
         """
         normalizer = self._tokenizer.normalizer if self._tokenizer else None
         if self._tokenizer is None or normalizer is None:
@@ -71,7 +71,7 @@ class Marker:
         return normalizer.normalize_str, re.compile("|".join(map(re.escape, kept))) if kept else None
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """Each text's tokens. UnicodeError for a lone surrogate."""
+        """The tokens of each text. UnicodeError for a lone surrogate."""
         raw = [text.encode() for text in texts]
         if self._tokenizer is None:
             return [_of_bytes(one) for one in raw]
@@ -86,10 +86,10 @@ class Marker:
     def require_text(
         self, messages: Sequence[dict[str, Any]], tools: list | None = None, more: dict | None = None
     ) -> None:
-        """DataError where a string of a row holds a special token, which would end a turn or begin another.
+        """DataError if a string of a row holds a special token, which would end a turn or begin another.
 
-        Every string: contents, thoughts, calls with keys and nested values, names, ids, tools, and more,
-        what else the row gives the template.
+        Every string is checked: contents, thoughts, calls with their keys and nested values, names, ids,
+        tools and `more`, the other values that the row gives the template (chat_template_kwargs).
         """
         given = [(f"messages[{i}]: ", message) for i, message in enumerate(messages)]
         for start, value in (*given, ("tools", tools), ("chat_template_kwargs", more)):
@@ -99,19 +99,19 @@ class Marker:
                     found = self._normalized.search(self._normal(text))
                 if found:
                     shown = start + (place.removeprefix(".") if start.endswith(" ") else place)
-                    mark = f"{found.group()!r}, which the tokenizer would take for a mark of its own"
+                    mark = f"{found.group()!r}, which the tokenizer would read as a special token"
                     raise DataError(f"{shown} holds {mark}")
 
 
 def _openers(closer: str) -> list[str]:
-    """Tokens that may begin the part that this one ends: <x> for </x>, <|x> for <x|>, x_begin for x_end."""
+    """Tokens that may begin the part that `closer` ends: <x> for </x>, <|x> for <x|>, x_begin for x_end."""
     bar = re.fullmatch(r"<([^|]+)\|>", closer)
     found = [closer.replace("</", "<", 1), closer.replace("end", "begin")]
     return found + ([f"<|{bar.group(1)}>"] if bar else [])
 
 
 def _turns(template: ChatTemplate) -> str:
-    """Two turns as the template writes them, and the beginning of a third, as far as it takes these."""
+    """Short conversations as the template renders them; those that it refuses are left out."""
     asked, said = dict(role="user", content="a"), dict(role="assistant", content="b")
     found = []
     for messages in ([asked], [asked, said, asked], [dict(role="system", content="c"), asked]):
@@ -121,7 +121,7 @@ def _turns(template: ChatTemplate) -> str:
 
 
 def _strings(value: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Every string within a value, keys among them, with where it is."""
+    """Every string within a value, keys included, with its place in the value."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, dict):

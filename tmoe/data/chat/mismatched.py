@@ -1,4 +1,4 @@
-"""Completions under the prompts of other rows, of which KTO takes its baseline.
+"""Puts completions under the prompts of other rows; KTO computes its baseline from them.
 
 next: post/kto.py
 """
@@ -14,14 +14,15 @@ from tmoe.data.chat.packing import plan
 from tmoe.data.chat.source import ChatSource
 from tmoe.data.tokenizer import DataError
 
-Sequence = tuple[int, np.ndarray, np.ndarray]  # its number, ids, and which of them are trained
+Sequence = tuple[int, np.ndarray, np.ndarray]  # a sequence's number, its ids, and which ids are trained
 
 
 class Mismatched:
-    """Each completion of a data set under the prompt of another row, which no layout and no step changes.
+    """Each completion of a data set under the prompt of another row; the pairing is fixed for all steps.
 
-    The other row is the next one of the same source and split, in the order of the file, whose prompt is
-    another; the first row follows the last. What is longer than a row is cut at its end.
+    The other row is the next row of the same source and split, in the order of the file, that has a different
+    prompt; after the last row the first one follows. The pairing is the same in every layout. A sequence that
+    is longer than a row of S tokens is cut at its end.
 
     Raises DataError for a split with one prompt.
     """
@@ -44,7 +45,7 @@ class Mismatched:
         return number, whole, learned
 
     def rows(self, numbers: list[int]) -> list[list[Sequence]]:
-        """These completions, packed into rows."""
+        """The completions of these numbers under their other prompts, packed into rows."""
         if not numbers:
             return []
         found = [self.sequence(number) for number in numbers]
@@ -54,17 +55,18 @@ class Mismatched:
 
 
 def _partners(source: ChatSource) -> np.ndarray:
-    """For each sequence of the split, the one whose prompt its completion is put under; -1 for others."""
+    """For each sequence, the sequence whose prompt its completion is put under; -1 for other splits."""
     units = source.units.tolist()
     count = len(units)
     prompts = [source.sequence(i)[0][: source.firsts[i]].tobytes() for i in units]
     if len(set(prompts)) < 2:
         raise DataError(
-            f"{source.name}: one prompt in a split: --preference.loss kto takes completions under other "
-            "prompts, and needs two or more in each; change --data.val-fraction, or give more data"
+            f"{source.name}: a split has only one prompt: --preference.loss kto needs completions under "
+            "other prompts, and so two or more prompts in each split; change --data.val-fraction, or give "
+            "more data"
         )
     following = [(n + 1) % count for n in range(count)]
-    for n in reversed(range(2 * count)):  # twice, for the first rows follow the last
+    for n in reversed(range(2 * count)):  # two passes, because the first rows follow the last
         at, after = n % count, (n + 1) % count
         if prompts[after] == prompts[at]:
             following[at] = following[after]

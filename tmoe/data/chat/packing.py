@@ -1,8 +1,8 @@
-"""Packs sequences into rows of a fixed length: best fit, longest first, none divided.
+"""Packs sequences into rows of a fixed length: best fit, longest first; no sequence is divided.
 
-Which lengths share a row depends on the lengths alone. So every epoch has the same number of rows, and any
-row of any epoch is found without those before it: `Plan.row` puts another sequence of the same length into
-each place, and shuffles the rows, by (seed, epoch).
+Only the lengths decide which of them share a row. So every epoch has the same number of rows, and any row of
+any epoch is computed without the rows before it: `Plan.row` permutes the sequences of equal length, and the
+rows, by (seed, epoch).
 
 next: data/chat/source.py
 """
@@ -17,18 +17,18 @@ from tmoe.data.dataset import permute
 
 
 class Plan(NamedTuple):
-    """Places for all sequences in rows. Places are ordered by row."""
+    """A place in a row for every sequence. Places are ordered by row."""
 
     order: np.ndarray
-    """sequences, longest first, equal ones in their order [n]"""
+    """numbers of the sequences, longest first, sequences of equal length in their order [n]"""
     places: np.ndarray
-    """which of `order` lies at each place [n]"""
+    """for each place the index in `order` of its sequence [n]"""
     starts: np.ndarray
-    """first place of each row, and n [rows + 1]"""
+    """first place of each row, then n [rows + 1]"""
     lengths: np.ndarray
-    """of the sequences, longest first [n]"""
+    """lengths of the sequences, longest first [n]"""
     equal: np.ndarray
-    """where in `order` each length begins, and n"""
+    """first index in `order` of each different length, then n"""
 
     @property
     def rows(self) -> int:
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
         row = permute(number, self.rows, f"{key}/{epoch}/rows")
         found = []
         for rank in self.places[self.starts[row] : self.starts[row + 1]].tolist():
-            # Sequences of one length change places.
+            # Permute the sequences of this length.
             part = int(self.equal.searchsorted(rank, "right"))
             low, high = self.equal[part - 1 : part + 1].tolist()
             at = permute(rank - low, high - low, f"{key}/{epoch}/{low}")
@@ -48,24 +48,24 @@ class Plan(NamedTuple):
 
 
 def plan(lengths: np.ndarray, size: int) -> Plan:
-    """Best fit decreasing (Johnson 1973) of sequences into rows of `size` tokens; none may be longer.
+    """Packs sequences into rows of `size` tokens by best fit decreasing (Johnson 1973); none may be longer.
 
-    Rows with equal room are handled together, so it takes as many steps as there are lengths and rooms: one
-    second for a million sequences.
+    Rows with the same number of free tokens are handled together. So the number of steps is that of the
+    different lengths and free spaces, and a million sequences take one second.
     """
     lengths = np.asarray(lengths, np.int64)
     assert lengths.size and lengths.min() > 0 and lengths.max() <= size
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
     row_of = np.empty(len(lengths), np.int64)
-    open_rows: list[list[np.ndarray]] = [[] for _ in range(size + 1)]  # by room
-    rooms = np.zeros(size + 1, np.int64)  # how many rows have this room
+    open_rows: list[list[np.ndarray]] = [[] for _ in range(size + 1)]  # rows, by their free tokens
+    rooms = np.zeros(size + 1, np.int64)  # number of rows, by their free tokens
     rows = 0
     values, firsts, counts = np.unique(-descending, return_index=True, return_counts=True)
     for length, at, left in zip((-values).tolist(), firsts.tolist(), counts.tolist(), strict=True):
         while left:
             fits = np.flatnonzero(rooms[length:])
-            if not fits.size:  # new rows, as many as the rest fills
+            if not fits.size:  # open as many rows as the remaining sequences of this length fill
                 each = size // length
                 new = -(-left // each)
                 open_rows[size].append(np.arange(rows, rows + new))
@@ -73,7 +73,7 @@ def plan(lengths: np.ndarray, size: int) -> Plan:
                 rows += new
                 continue
             room = length + int(fits[0])
-            # The fullest row that has room takes as many as it can before the next one is touched.
+            # Fill the fullest row that has space with as many of these sequences as fit, then the next row.
             each = room // length
             taken = open_rows[room].pop()
             rooms[room] -= len(taken)

@@ -1,4 +1,4 @@
-"""Which texts a conversation becomes, and which parts of these are trained.
+"""Renders a conversation as one or several texts and finds the parts of them that are trained.
 
 next: data/chat/encoding.py
 """
@@ -20,9 +20,9 @@ from tmoe.data.tokenizer import DataError
 OPENED = re.compile(r"(<(\w[\w:]*)>|\[([A-Z]+)\]|<\|START_([A-Z]+)\|>)(\n*)\Z")
 # A turn that begins with an empty thought; the second group is what is between its marks.
 EMPTY = re.compile(r"\s*<(\w[\w:]*)>(\n*)</\1>")
-# What to do about a first turn of the assistant, which some templates show no prompt for.
+# Advice for an error: some templates have no prompt before a first turn of the assistant.
 FIRST = 'the row begins with the assistant; {"weight": 0} in this message trains the later turns alone'
-SAID = "z0000000z"  # an answer that no other text holds
+SAID = "z0000000z"  # an answer that occurs in no other text
 SHORT = [dict(role="user", content="?"), dict(role="assistant", content=SAID)]
 
 
@@ -32,14 +32,15 @@ class Piece(NamedTuple):
     text: str
     spans: list[tuple[int, int]]
     turns: list[int] = []  # noqa: RUF012
-    """the message that each span is of"""
+    """for each span the index of its message"""
     edges: list[tuple[int, int]] = []  # noqa: RUF012
-    """where a prompt ends, and where its last special token begins: a model answers behind the tokens of the
-    prompt alone, and tokens never reach over a special one"""
+    """for each prompt its end, and the beginning of its last special token. A model answers after the tokens
+    of the prompt, which is encoded alone, so the text must have the same tokens. It is enough to compare them
+    from the last special token on, because no token extends over a special one."""
 
 
 class Pieces:
-    """Renders conversations, whose calls are as `objects` gives them."""
+    """Renders conversations, whose calls must be in the form of `calls.objects`."""
 
     def __init__(self, marker: Marker, template: ChatTemplate) -> None:
         self.marker = marker
@@ -48,14 +49,14 @@ class Pieces:
         self._running: dict[str, bool] = {}
 
     def __call__(self, sample: Conversation) -> list[Piece]:
-        """Its texts: one, or several where earlier turns are shown in another way than the last.
+        """The texts of a conversation: one, or several if earlier turns are not rendered as the last one is.
 
-        DataError for what the template refuses, and for turns that no model could say.
+        DataError for a conversation that the template refuses, and for turns that no model could generate.
         """
         return self._by_tags(sample) if self.template.marks else self._by_prefixes(sample)
 
     def _by_tags(self, sample: Conversation) -> list[Piece]:
-        """The parts of each turn, shown as the last one, that {% generation %} names."""
+        """The texts of the turns, each rendered as the last one; {% generation %} marks the trained spans."""
         messages, _, tools, more = sample
         texts: dict[int, str] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
@@ -80,9 +81,9 @@ class Pieces:
     def _require_end(
         self, text: str, spans: list[tuple[int, int]], i: int, tools: list | None, more: dict[str, Any]
     ) -> None:
-        """DataError where what is trained of a turn does not end in a special token."""
+        """DataError if the trained part of a turn does not end in a special token."""
         if not spans:
-            return  # the error is that nothing of it is trained
+            return  # another error reports that nothing of the turn is trained
         low, high = spans[-1]
         end = self._last_mark(text[low:high])
         if not end or (end in self.marker.closers and end != self._answer_end(tools, more)):
@@ -94,13 +95,13 @@ class Pieces:
             )
 
     def _by_prefixes(self, sample: Conversation) -> list[Piece]:
-        """A turn is what follows its generation prompt."""
+        """The texts of the turns; the trained span of a turn is the text after its generation prompt."""
         messages, _, tools, more = sample
         prompts = {}
         texts = {}
         for i in sample.turns:
             texts[i] = self._closed(messages[: i + 1], tools, more)
-            # The longest of what a generation prompt may supply: without thinking, an empty thought.
+            # Try each variant of the generation prompt: without thinking it supplies an empty thought.
             try:
                 offered = [
                     self._render(messages[:i], tools, more | variant, prompt=True)[0]
@@ -121,7 +122,10 @@ class Pieces:
         return pieces[::-1]
 
     def _behind(self, offered: list[str], text: str, messages: list[dict], i: int) -> tuple[str, str]:
-        """The prompt that message i is learned after, and the text that ends with it. DataError for none."""
+        """The prompt after which message i is learned, and the text that ends with the message.
+
+        DataError if no variant of the prompt in `offered` fits.
+        """
         fitting = [prompt for prompt in offered if text.startswith(prompt)]
         thought = thought_of(messages[i])
         if (not fitting or not holds(squeezed(text), thought)) and (
@@ -148,10 +152,10 @@ class Pieces:
         return max(fitting, key=len), text
 
     def _but_for_blanks(self, prompts: list[str], text: str) -> tuple[str, str] | None:
-        """A prompt and the turn that `text` ends with, where the text before the turn has other blanks.
+        """A prompt and the turn that ends `text`, if the text before it differs from the prompt in blanks.
 
-        Hermes writes a line break after a tool's result only if a turn follows it. Text and prompt are equal
-        from the prompt's last special token on.
+        Hermes writes a line break after a tool's result only if a turn follows it. Text and prompt must be
+        equal from the prompt's last special token on.
         """
         for prompt in sorted(prompts, key=len, reverse=True):
             mark = self.edge(prompt)[1]
@@ -164,10 +168,10 @@ class Pieces:
         return None
 
     def _moved(self, prompts: list[str], text: str, before: dict[str, Any]) -> tuple[str, str] | None:
-        """A prompt and the turn that `text` ends with, where what stands before the turn is not the prompt.
+        """A prompt and the turn that ends `text`, if the text before the turn differs from the prompt.
 
-        gpt-oss drops thoughts before tool calls as soon as there is an answer. The turn is what follows the
-        longest end of the prompt in the text. None where that does not reach back over the message before.
+        gpt-oss drops thoughts before tool calls as soon as there is an answer. The turn is the text after the
+        longest end of the prompt that occurs in `text`. None if that end does not include the message before.
         """
         content = before.get("content") or ""
         found = []
@@ -179,22 +183,22 @@ class Pieces:
             shared = prompt[len(prompt) - low :]
             message = shared[
                 : max(self.edge(prompt)[1] - len(prompt) + low, 0)
-            ]  # what precedes the last mark
+            ]  # the part before the last mark
             if message and any(one in message for one in (content.strip(), json.dumps(content)[1:-1])):
                 found.append((low, prompt, text[text.rindex(shared) + low :]))
         return max(found)[1:] if found else None
 
     def edge(self, prompt: str) -> tuple[int, int]:
-        """Where a prompt ends, and where its last special token begins."""
+        """The end of a prompt, and the beginning of its last special token (0 if it has none)."""
         starts = [found.start() for found in self.marker.names.finditer(prompt)]
         return len(prompt), starts[-1] if starts else 0
 
     def _closed(self, messages: list[dict], tools: list | None, more: dict[str, Any]) -> str:
-        """The text of messages whose last is the assistant's, with a token that ends its turn.
+        """The text of messages, the last of which is the assistant's, with a token that ends its turn.
 
-        Where the template writes none, as GLM's, it is the one that begins the next message, a call's result
-        or the user's turn: generation meets that. Where there is none either, it is the tokenizer's
-        separator.
+        If the template writes no such token, as that of GLM, the token that begins the next message (a call's
+        result or the user's turn) is added, because generation stops at it. If there is none either, the
+        tokenizer's separator is added.
         """
         text = self._render(messages, tools, more)[0]
         if self._runs_on(tools, more):
@@ -203,23 +207,23 @@ class Pieces:
         if end and (end not in self.marker.closers or end == self._answer_end(tools, more)):
             return text
         begins = self._following(messages, text, tools, more)
-        if begins is None:  # a thought is shown in another way once there is an answer
+        if begins is None:  # a thought is rendered differently once there is an answer
             call = {name: one for name, one in messages[-1].items() if name == CALLS}
             short = [*SHORT[:1], SHORT[1] | call]
             begins = self._following(short, self._render(short, tools, more)[0], tools, more)
         return text + (begins or self.template.special["eos_token"])
 
     def _runs_on(self, tools: list | None, more: dict[str, Any]) -> bool:
-        """Whether the template writes the header of the next turn though none is asked for (Command R7B)."""
+        """Whether the template writes the next turn's header without being asked for it (Command R7B)."""
         key = json.dumps([bool(tools), more], sort_keys=True, default=str)
         if key not in self._running:
             self._running[key] = self._writes_next(tools, more)
         return self._running[key]
 
     def _writes_next(self, tools: list | None, more: dict[str, Any]) -> bool:
-        """`_runs_on`, looked for in a short conversation.
+        """The result of `_runs_on`, found by rendering a short conversation.
 
-        The generation prompt may have more than the header, as axolotl's for Command A.
+        The generation prompt may have more than the header, as in axolotl's template for Command A.
         """
         try:
             text, prompt, longer = (
@@ -236,25 +240,25 @@ class Pieces:
         return text == prompt or bool(marks and prompt.startswith(text))
 
     def _without_next(self, messages: list[dict], text: str, tools: list | None, more: dict[str, Any]) -> str:
-        """A text up to the separator that ends its last turn, without the next turn's beginning."""
+        """The text up to the separator that ends its last turn, without the beginning of the next turn."""
         longer = self._render([*messages, _next_of(messages)], tools, more)[0]
         eos = self.template.special["eos_token"]
         end = text.rfind(eos, 0, _common(text, longer)) if eos else -1
         if end < 0:
             raise DataError(
-                f"the chat template ({self.template.source}) begins another turn of the assistant where none "
+                f"the chat template ({self.template.source}) begins another turn of the assistant, and none "
                 "is asked for; name another with --data.chat-template"
             )
         return text[: end + len(eos)]
 
     def _last_mark(self, text: str) -> str | None:
-        """The special token that ends a text, but for blanks."""
+        """The special token that ends a text, trailing blanks ignored; None if there is none."""
         shown = text.rstrip()
         ends = [found.group() for found in self.marker.names.finditer(shown) if found.end() == len(shown)]
         return ends[-1] if ends else None
 
     def _answer_end(self, tools: list | None, more: dict[str, Any]) -> str | None:
-        """The special token that ends a short answer; None where the template writes none."""
+        """The special token that ends a short answer; None if the template writes none."""
         try:
             return self._last_mark(self._render(SHORT, tools, more)[0])
         except DataError:
@@ -263,23 +267,23 @@ class Pieces:
     def _following(
         self, messages: list[dict], text: str, tools: list | None, more: dict[str, Any]
     ) -> str | None:
-        """The special token that begins what follows messages, whose text this is; None where none does."""
+        """The special token that begins a message after `messages`, whose text is `text`; else None."""
         try:
             longer = self._render([*messages, _next_of(messages)], tools, more)[0]
         except DataError:  # a template without such a role
             return None
         place = len(text) if longer.startswith(text) else -1
-        if place < 0 and SAID in text:  # GLM-5.1 shows the thought of an earlier turn in another way
+        if place < 0 and SAID in text:  # GLM-5.1 renders the thought of an earlier turn differently
             end = text[text.rindex(SAID) :]
             place = longer.find(end) + len(end) if end in longer else -1
         begins = self.marker.names.match(longer, place) if place >= 0 else None
         return begins.group() if begins else None
 
     def _end(self, start: int, text: str, whole: str) -> int:
-        """Where the turn that begins at `start` and ends `text` ends in `whole`; 0 where it is not there.
+        """The end in `whole` of the turn that begins at `start` and ends `text`; 0 if `whole` lacks the turn.
 
-        That is behind its last special token, if only blanks follow: no model says the line break after it. A
-        special token that ends conversations (Phi-3's) follows the last turn only.
+        The end is after the turn's last special token, if only blanks follow, because no model generates the
+        line break after it. A special token that ends conversations (Phi-3's) follows only the last turn.
         """
         same = len(text) if whole.startswith(text) else _common(text, whole)
         ends = [found.end() for found in self.marker.names.finditer(text, start)]
@@ -296,18 +300,19 @@ class Pieces:
 
 
 def _next_of(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """A message that may follow these: the result of their last call, or a question."""
+    """A message that may follow `messages`: the result of a call in the last message, or a question."""
     if called := messages[-1].get(CALLS):
         return dict(role="tool", content="?", name="?", tool_call_id=called[0].get("id"))
     return dict(role="user", content="?")
 
 
 def _opened(prompts: list[str], text: str, thought: str) -> tuple[str, str] | None:
-    """A prompt that opens a thought, and the text with the thought in it, where the template shows none.
+    """A prompt that opens a thought, and the text with the thought added, if the template renders none.
 
-    DeepSeek-R1's prompt ends in <think> and a line break, and its turns are shown without their thoughts. A
-    model that answers it closes the thought first: so does the turn, with an empty one where the row
-    has none. A turn that is shown with an empty thought gets the row's. None where no prompt does so.
+    DeepSeek-R1's prompt ends in <think> and a line break, and its turns are rendered without their thoughts.
+    A model that answers this prompt closes the thought first. So the returned turn closes it too, after an
+    empty thought if the row has none. A turn that is rendered with an empty thought gets that of the row.
+    None if no prompt opens a thought.
     """
     for prompt in prompts:
         found = OPENED.search(prompt)
@@ -322,16 +327,16 @@ def _opened(prompts: list[str], text: str, thought: str) -> tuple[str, str] | No
                 continue
         gap = "\n\n" if blank else ""
         rest = rest.removeprefix(closer).lstrip("\n")
-        if thought:  # which is there once, though the text shows it as well
+        if thought:  # it must occur once, although the text may also render it
             rest = re.sub(rf"<think>\s*{re.escape(thought.strip())}\s*</think>\s*", "", rest, count=1)
         return prompt, f"{prompt}{thought.strip()}{blank}{closer}{gap}{rest}"
     return None
 
 
 def _filled(turn: str, thought: str) -> str:
-    """A turn that is shown with an empty thought, with the row's; "" for another turn, and for no thought.
+    """A turn that is rendered with an empty thought, filled with `thought`; "" for other turns or no thought.
 
-    Kimi-K2-Thinking shows thoughts up to the last call only, yet its model thinks before the last answer.
+    Kimi-K2-Thinking renders thoughts only up to the last call, yet its model thinks before the last answer.
     """
     found = EMPTY.match(turn) if thought else None
     if not found:
@@ -339,19 +344,19 @@ def _filled(turn: str, thought: str) -> str:
     blank = found[2][: len(found[2]) // 2]
     close, rest = turn[found.end(2) : found.end()], turn[found.end() :]
     inline = INLINE.fullmatch(rest)
-    if inline and squeezed(inline[2]) == squeezed(thought):  # the thought itself, within the text
+    if inline and squeezed(inline[2]) == squeezed(thought):  # the text contains the thought itself
         rest = inline[1].partition("<")[0] + inline[4]
     return f"{turn[: found.start(2)]}{blank}{thought.strip()}{blank}{close}{rest}"
 
 
 def thought_of(message: dict[str, Any]) -> str:
-    """A turn's thought, its own or the one within its text; "" for none."""
+    """A turn's thought, from its own field or from within its text; "" if there is none."""
     inline = INLINE.fullmatch(message.get("content") or "")
     return message.get(THOUGHTS) or (inline.group(2) if inline else "")
 
 
 def _common(a: str, b: str) -> int:
-    """How many characters both begin with."""
+    """The length of the common beginning of two texts."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

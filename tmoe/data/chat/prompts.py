@@ -1,11 +1,11 @@
-"""Prompts that a model is to answer, whose order is a pure function of (seed, step): the data of --task grpo.
+"""Reads the prompts of --task grpo; their order is a pure function of (seed, step).
 
-    {"prompt": "2+3=", "answer": "5"}                                       a text, taken as it is
+    {"prompt": "2+3=", "answer": "5"}                                       a text, used as it is
     {"prompt": [{"role": "user", "content": "What is 2+3?"}], ...}          messages, by the chat template
 
-Whatever else a row has is for the rewards. Prompt q of draw t of step s is sample
-(s * (tries + 1) + t) * prompts + q of an endless, shuffled sequence: so no layout changes a step's prompts,
-and a step needs none of those before it.
+The other fields of a row are for the rewards. Prompt q of draw t of step s is sample
+(s * (tries + 1) + t) * prompts + q of an endless, shuffled sequence. So a step has the same prompts in every
+layout, and its prompts are found without those of earlier steps.
 
 next: post/grpo.py
 """
@@ -32,35 +32,35 @@ from tmoe.data.sources import NAMED, Skips, Splitter, _hash
 from tmoe.data.survey import none_in_split, require_rows, survey
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer, require_ids, require_vocab
 
-Judge = Callable[[str, dict[str, Any]], None]  # of a prompt's text and its row
+Judge = Callable[[str, dict[str, Any]], None]  # called with a prompt's text and its row
 ROW = '{"prompt": a text or a list of messages, and what rewards read, as "answer"}'
 
 
 class Prompt(NamedTuple):
-    """What is asked."""
+    """A prompt to answer: its ids, its text and its row."""
 
     ids: list[int]
     text: str
-    """as the model is given it"""
+    """the rendered text whose ids the model reads"""
     row: dict[str, Any]
 
 
 class Asked(NamedTuple):
-    """A rank's part of a step, before it is answered."""
+    """A rank's prompts of a step, before they are answered."""
 
-    step: torch.Tensor  # 0-dim
-    numbers_P: torch.Tensor  # of the prompts in the endless sequence
+    step: torch.Tensor  # number of the step, 0-dim
+    numbers_P: torch.Tensor  # numbers of the prompts in the endless sequence, int64
 
 
 class PromptSource:
-    """One split of one source."""
+    """The prompts of one split of one source."""
 
     def __init__(self, name: str, prompts: list[Prompt], cfg: Config, taken: str) -> None:
         self.name, self.prompts, self.taken = name, prompts, taken
         self.seq, self.vocab = cfg.train.seq, cfg.model.vocab
         self.samples = len(prompts)
         self.tokens = sum(len(prompt.ids) for prompt in prompts)
-        self.predicted = 0  # answers are made in the step
+        self.predicted = 0  # trained tokens are not known: the step generates the answers
 
 
 class PromptDataset(Dataset):
@@ -86,16 +86,16 @@ class PromptDataset(Dataset):
         asked = (listed(prompt.row["prompt"]) for prompt in prompts)
         forms = {"text" if isinstance(one, str) else "conversation" for one in asked}
         self.chat = format_of(tokenizer, chosen.template, forms, cfg.model.vocab)
-        tokenizer.chat = self.chat  # an engine ends answers at its ids
+        tokenizer.chat = self.chat  # an engine ends answers at the ids that it lists
 
     def prompt(self, number: int) -> Prompt:
-        """One of the endless sequence, from 0."""
+        """Prompt `number` of the endless sequence, from 0."""
         source, epoch, position = self.place(number)
         found = self.sources[source]
         return found.prompts[permute(position, found.samples, f"{self.seed}/{epoch}/{source}")]
 
     def number(self, step: int, draw: int, place: int) -> int:
-        """That of a step's prompt, of its draw `draw`, from 0."""
+        """The number, in the endless sequence, of prompt `place` of a step's draw `draw`, each from 0."""
         return (step * self.draws + draw) * self.prompts + place
 
     def indices(
@@ -109,7 +109,7 @@ class PromptDataset(Dataset):
         return Asked(torch.tensor(step), torch.tensor(numbers, dtype=torch.int64))
 
     def go_on(self, step: int, tokens: int, **shape: int) -> None:
-        """Nothing: a step's prompts do not depend on those before it."""
+        """Does nothing, because a step's prompts do not depend on earlier steps."""
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"template": self.template}
@@ -124,7 +124,7 @@ class PromptDataset(Dataset):
 
 
 def share(count: int, rank: int, world: int) -> range:
-    """A rank's part of `count` things, which need not divide evenly."""
+    """The indices of a rank's part of `count` items, which need not divide evenly."""
     return range(count * rank // world, count * (rank + 1) // world)
 
 
@@ -133,11 +133,12 @@ def open_prompts(
 ) -> PromptDataset:
     """Opens the sources of `--data.path` as prompts that leave room for an answer in a row of --train.seq.
 
-    Weights as in `open_data`, in prompts. judge: raises ValueError for a row of which no answer can be
-    judged. DataError for anything that cannot be asked or judged, alike on every rank.
+    Weights are as in `open_data`, but count prompts.
+    judge: raises ValueError for a row whose answers cannot be judged.
+    DataError for a row that cannot be asked or judged, the same on every rank.
     """
     flag, names, weights = sources_of(cfg.data, split)
-    part: Split = "train" if cfg.data.val_path else split  # of sources, where validation has its own
+    part: Split = "train" if cfg.data.val_path else split  # with --data.val-path no source is divided
     carried = None if cfg.data.new_tokenizer else carried
     tokenizer = _choose_tokenizer(cfg.data.tokenizer, carried)
     require_vocab(tokenizer, cfg.model.vocab, "--data.tokenizer:")
@@ -153,7 +154,7 @@ def open_prompts(
 def _open(
     cfg: Config, name: str, split: Split, tokenizer: Tokenizer, template: ChatTemplate, judge: Judge
 ) -> PromptSource:
-    """One source's prompts of a split, those left out that are too long."""
+    """One source's prompts of a split; prompts that are too long are left out or an error (data.overlong)."""
     source = survey(name, cfg.data.columns)
     require_rows(source, f"of {ROW}")
     skips = Skips(cfg.data.skip_malformed)
@@ -181,7 +182,7 @@ def _open(
     mine = [row for row, found in zip(rows, hashes, strict=True) if split_of(found) == split]
     if not mine:
         raise DataError(none_in_split(name, f"{len(rows):,} prompts", split))
-    most = cfg.train.seq - cfg.answer_tokens + 1  # an answer's last token is predicted, not read
+    most = cfg.train.seq - cfg.answer_tokens + 1  # an answer's last token is a target only, not an input
     encoded = marker.encode([text for *_, text in mine])
     prompts, long = [], []
     for (where, row, text), one in zip(mine, encoded, strict=True):
@@ -190,13 +191,13 @@ def _open(
             long.append(where)
         else:
             prompts.append(Prompt(np.asarray(one.ids, np.int64).tolist(), text, row))
-    sizes = f"--train.seq={cfg.train.seq} leaves beside --grpo.max-tokens={cfg.answer_tokens}"
+    sizes = f"--train.seq={cfg.train.seq} leaves after --grpo.max-tokens={cfg.answer_tokens}"
     shown = ", ".join(long[:NAMED])
     if long and cfg.data.overlong == "error":
         raise DataError(f"{name}: {len(long)} prompts are longer than {sizes}: {shown}")
     if not prompts:
         raise DataError(
-            f"{name}: no prompt of its {split} split is left, of {len(mine)}, that fits in what {sizes}"
+            f"{name}: its {split} split has no prompt, of {len(mine)}, that fits in the tokens that {sizes}"
         )
     parts = [f"{source.form}, {len(rows):,} prompts, {len(prompts):,} to {split}"]
     if long:
@@ -206,9 +207,9 @@ def _open(
 
 
 def _text(row: Any, where: str, marker: Marker, template: ChatTemplate) -> tuple[str, set[str]]:
-    """What the model is given of a row, and fields that the template leaves out.
+    """The text of a row that the model reads, and the fields that the template leaves out.
 
-    DataError that names `where` for a row that asks nothing.
+    DataError, which names `where`, for a row without a prompt to answer.
     """
     lacks: set[str] = set()
     prompt = listed(row.get("prompt")) if isinstance(row, dict) else None

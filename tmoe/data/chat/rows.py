@@ -1,11 +1,11 @@
-"""Conversations out of rows of JSON or parquet: which kind a row is, and what is wrong with it.
+"""Parses rows of JSON or parquet as conversations: finds out a row's kind and names its faults.
 
     {"messages": [{"role", "content"}, ...], "tools": [...]}                conversation
     {"prompt": ..., "completion": ...}                                     prompt and answer
     {"prompt": ..., "chosen": ..., "rejected": ...}                        preference
 
-Prompts and answers are texts, taken as they are, or lists of messages. A preference without a prompt has two
-whole conversations, whose common beginning is the prompt; those of HH-RLHF are texts.
+Prompts and answers are texts, used as they are, or lists of messages. A preference without a prompt has two
+whole conversations, whose common beginning is the prompt; in HH-RLHF both are texts.
 
 next: data/chat/encoding.py
 """
@@ -24,7 +24,7 @@ Kind = Literal["messages", "conversations", "prompt/completion", "preference"]
 KINDS = "messages, prompt and completion, or (prompt,) chosen and rejected"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# names that other collections have for the same
+# names that other data sets use -> our roles
 SAME_ROLE = dict(
     human="user",
     gpt="assistant",
@@ -38,35 +38,36 @@ SAME_ROLE = dict(
     function_response="tool",
     ipython="tool",
 )
-# roles of turns that are JSON of one call or of several
+# roles of turns whose content is the JSON of one or several calls
 CALLS = ("function_call", "tool_call", "tool_calls")
-# fields by which a message says whether it is trained, and those that do not say it clearly
+# fields of a message that state whether it is trained, and fields that do not state it clearly
 TRAINS = ("weight", "train", "training", "trainable", "loss")
 UNCLEAR = ("mask", "masked", "loss_mask", "train_mask", "loss_weight", "label", "train_detail")
-# fields of a row that change what it means, or that no text holds
+# fields of a row that may change its meaning
 TURNS_ROUND = (*TRAINS, *UNCLEAR, "labels", "weights", "sample_weight")
-# fields that turn a row's meaning round if they are false; KTO's rows have such in other collections
+# fields that reverse a row's meaning if they are false; other data sets have them in KTO's rows
 GOOD = ("kto_tag", "desirable", "preferred", "accepted", "correct", "is_correct")
+# fields with content that is not text to train on
 NO_TEXT = ("images", "image", "videos", "audios", "history")
-ANSWERS = "\n\nAssistant:"  # in front of each answer in the texts of HH-RLHF
-# what a template is given of the row and by who renders it, and so not by chat_template_kwargs
+ANSWERS = "\n\nAssistant:"  # precedes each answer in the texts of HH-RLHF
+# template variables that the row's other fields or the caller set, so chat_template_kwargs may not
 TAKEN = "messages", "tools", "documents", "prompt", "add_generation_prompt", "self"
-SAME_PARAMETERS = ("input_schema", "inputSchema")  # of a tool, as Anthropic's rows and MCP have them
+SAME_PARAMETERS = ("input_schema", "inputSchema")  # names of a tool's parameters in Anthropic's rows and MCP
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Conversation(NamedTuple):
-    """Messages, of which those of the assistant from `first` on are to be learned."""
+    """A list of messages; the assistant's messages from index `first` on are learned."""
 
     messages: list[dict[str, Any]]
     first: int = 0
     tools: list | None = None
     more: dict[str, Any] = {}  # noqa: RUF012
-    """what else the template is given"""
+    """other variables for the template (chat_template_kwargs)"""
 
     @property
     def turns(self) -> list[int]:
-        """Numbers of the messages to learn; {"weight": 0} leaves one out, as in OpenAI's format."""
+        """Indices of the messages to learn; {"weight": 0} leaves a message out, as in OpenAI's format."""
         learned = range(self.first, len(self.messages))
         mine = (i for i in learned if self.messages[i]["role"] == "assistant")
         return [i for i in mine if self.messages[i].get("weight", 1)]
@@ -83,21 +84,21 @@ Sample = Conversation | Plain
 
 
 class Row(NamedTuple):
-    """What one row gives: one sample, or of a preference two, the chosen one first."""
+    """A parsed row: one sample, or the two of a preference, the chosen one first."""
 
     samples: tuple[Sample, ...]
     key: str
-    """of the prompt: decides whether the row is held out"""
+    """text made from the prompt, whose hash decides the row's split"""
     nulls: int = 0
-    """fields of calls and tools that are null, and so left out, where a file may hold them on purpose"""
+    """number of null fields of calls and tools, which are left out although the file may mean them"""
     desirable: bool | None = None
-    """of rows with a label (data/chat/unpaired.py); None: the row has none"""
+    """the label of a row that has one (data/chat/unpaired.py), else None"""
     unread: tuple[str, ...] = ()
-    """fields that nothing reads: ids, sources, scores"""
+    """fields that are not read, such as ids, sources and scores"""
 
 
 def kind_of(row: dict) -> Kind | None:
-    """What a row is, by its fields."""
+    """The kind of a row, by its fields; None if it is of no known kind."""
     if "chosen" in row and "rejected" in row:
         return "preference"
     if row.get("messages") is not None:
@@ -114,11 +115,12 @@ def _answer(row: dict) -> Any:
 
 
 def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
-    """A row of this kind. DataError that names `where` and the field, for one that is not.
+    """Parses a row of this kind. DataError, which names `where` and the field, for a row that is not.
 
-    Fields that are null are not there: a data set of Arrow gives every object the fields of all others, and
-    keeps them in whatever file it is written to. sparse: whether that is so for sure, as in parquet; else
-    the nulls of calls and tools are counted.
+    Null fields are treated as absent: a data set of Arrow gives each object the fields of all other objects,
+    and keeps them in any file that is written from it.
+    sparse: whether nulls are certainly of that origin, as in parquet; if not, the nulls of calls and tools
+        are counted.
     """
     if not isinstance(row, dict):
         raise DataError(f"{where}: needs an object with fields for {KINDS}; here is {type(row).__name__}")
@@ -159,7 +161,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
 
 
 def _with_answers(row: dict, where: str, kind: Kind) -> tuple[dict, tuple[str, ...]]:
-    """The row with lists of its prompt and answers, and the names of the answers' fields."""
+    """The row, with messages that are JSON texts parsed, and the names of its answers' fields."""
     if kind == "prompt/completion":
         field = "completion" if "completion" in row else "response"
         answers = (field,)
@@ -176,7 +178,7 @@ def _with_answers(row: dict, where: str, kind: Kind) -> tuple[dict, tuple[str, .
 def _plain_row(
     row: dict, where: str, answers: tuple[str, ...], values: list[Any], unread: tuple[str, ...]
 ) -> Row:
-    """A row whose prompt and answers (values, in this order) are text."""
+    """Parses a row whose prompt and answers are texts. values: the prompt, then the answers."""
     prompt, *texts = values
     if row.get("system"):
         raise DataError(f"{where}: system: a prompt that is text has no place for it; give messages")
@@ -188,7 +190,7 @@ def _plain_row(
 
 
 def _unread(row: dict, kind: Kind) -> tuple[str, ...]:
-    """Fields that rows of this kind do not have: ids, sources and scores, or a part that has another name."""
+    """Fields of the row that rows of this kind do not have: ids, sources, scores, or misnamed parts."""
     if kind == "prompt/completion":
         own = ("prompt", "completion" if "completion" in row else "response")
     else:
@@ -199,7 +201,7 @@ def _unread(row: dict, kind: Kind) -> tuple[str, ...]:
 
 
 def _require_meaning(row: dict, where: str, kind: Kind) -> None:
-    """DataError for a field that turns a row's meaning round, or holds anything but text."""
+    """DataError for a field that reverses a row's meaning, or holds anything but text."""
     if kind == "prompt/completion" and "label" in row:
         raise DataError(
             f"{where}: label={row['label']!r}: rows of prompt, completion and label say whether an answer is "
@@ -211,7 +213,7 @@ def _require_meaning(row: dict, where: str, kind: Kind) -> None:
         if value is None or value is True or (name in TRAINS and value == 1):
             continue
         if name == "label" and (isinstance(value, str) or (isinstance(value, int | float) and value > 0)):
-            continue  # a class, as many data sets have it
+            continue  # a class label, as in many data sets
         do = "leave out the rows that are not to be trained, and the field"
         raise DataError(f"{where}: {name}={value!r:.40}: a row is trained as it is; {do}")
     for name in GOOD:
@@ -225,7 +227,7 @@ def _require_meaning(row: dict, where: str, kind: Kind) -> None:
 
 
 def with_system(row: dict, messages: list[dict], where: str) -> list[dict]:
-    """Messages after the row's own "system", which LLaMA-Factory's and ToolACE's rows have."""
+    """The messages, preceded by the row's field "system", which LLaMA-Factory's and ToolACE's rows have."""
     told = row.get("system")
     if not told:
         return messages
@@ -239,16 +241,19 @@ def with_system(row: dict, messages: list[dict], where: str) -> list[dict]:
 
 
 def parse_given(row: dict, where: str) -> tuple[list | None, dict[str, Any]]:
-    """What a row gives a template beside messages: tools and chat_template_kwargs. DataError for others.
+    """The row's other values for a template: its tools and chat_template_kwargs. DataError if malformed.
 
-    Tools are as OpenAI has them, {"type": "function", "function": {...}}, whatever the row leaves out of it.
+    Tools are returned in OpenAI's form, {"type": "function", "function": {...}}, even if the row leaves out a
+    part of it.
     """
     field = "tools" if row.get("tools") is not None else "functions"
     tools = _json(_without_nulls(row.get(field)), f"{where}: {field}", list) or []
     tools = [_tool(one, f"{where}: {field}[{i}]") for i, one in enumerate(tools)]
     more = _json(row.get("chat_template_kwargs"), f"{where}: chat_template_kwargs", dict) or {}
     if taken := [name for name in TAKEN if name in more]:
-        raise DataError(f"{where}: chat_template_kwargs: {', '.join(taken)}: not from there; leave it out")
+        raise DataError(
+            f"{where}: chat_template_kwargs: {', '.join(taken)}: cannot be set there; leave it out"
+        )
     return tools or None, more
 
 
@@ -272,9 +277,10 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _with_prompt(row: dict, where: str) -> dict:
-    """A preference of two texts with the prompt that both begin with, as those of HH-RLHF do.
+    """A preference of two texts (HH-RLHF), divided into their common beginning, the prompt, and two answers.
 
-    It ends with their last common ANSWERS. DataError where there is none: two answers and no question.
+    The prompt ends with the last ANSWERS that both texts share. DataError if they share none, because the row
+    then has two answers and no question.
     """
     both = row["chosen"], row["rejected"]
     if not all(isinstance(one, str) for one in both):
@@ -292,7 +298,7 @@ def _with_prompt(row: dict, where: str) -> dict:
 
 
 def _turns(value: Any, where: str, role: str) -> list[dict]:
-    """Messages of a list, one message, or a text as one message of this role."""
+    """The messages of a list, of one message, or of a text, which becomes one message of this role."""
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, str | list):
         here = "null" if value is None else type(value).__name__
@@ -301,10 +307,10 @@ def _turns(value: Any, where: str, role: str) -> list[dict]:
 
 
 def _after(prompt: list[dict] | None, answers: list[list[dict]], where: str) -> list[tuple[list[dict], int]]:
-    """Prompt and answer of each as one conversation, and where its answer begins.
+    """For each answer, the conversation of prompt and answer, and the index of its first learned message.
 
-    Answers that repeat the prompt, as those of UltraFeedback do, are whole conversations. So are those of a
-    row without prompt; what they share is the prompt then.
+    Answers that repeat the prompt, as in UltraFeedback, are whole conversations. The answers of a row without
+    prompt are whole conversations too; their common beginning is then the prompt.
     """
     whole = [one[0]["role"] != "assistant" for one in answers]
     if prompt is not None:
@@ -322,7 +328,10 @@ def _after(prompt: list[dict] | None, answers: list[list[dict]], where: str) -> 
 
 
 def _joined(prompt: list[dict], answer: list[dict], whole: bool, where: str) -> list[dict]:
-    """A prompt and an answer, each message once where the answer is `whole`. DataError for two questions."""
+    """A prompt and an answer as one conversation. DataError for two questions.
+
+    whole: whether the answer is a whole conversation, whose messages may repeat those of the prompt.
+    """
     if not whole:
         return prompt + answer
     said, asked = ([one | dict(content=one["content"].strip()) for one in part] for part in (answer, prompt))
@@ -337,7 +346,7 @@ def _joined(prompt: list[dict], answer: list[dict], whole: bool, where: str) -> 
 
 
 def parse_messages(value: Any, where: str) -> list[dict]:
-    """A list of messages as templates read them. DataError that names `where` for what is none."""
+    """A list of messages in the form that templates read. DataError, which names `where`, if malformed."""
     value = _json(value, where, list)
     if not value:
         raise DataError(f'{where}: needs a list of messages, each {{"role": ..., "content": ...}}')
@@ -345,10 +354,10 @@ def parse_messages(value: Any, where: str) -> list[dict]:
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
-    """One message as templates read it. DataError for what a template would leave out in silence."""
+    """One message in the form that templates read. DataError for parts that templates would silently omit."""
     if not isinstance(value, dict):
         raise DataError(f'{where}: needs {{"role": ..., "content": ...}}; here is {type(value).__name__}')
-    # A field that is null is not there: templates ask `"tool_calls" in message`.
+    # Remove null fields, because templates test `"tool_calls" in message`.
     message = {name: _without_nulls(one) for name, one in value.items() if one is not None}
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
@@ -377,7 +386,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 
 
 def _name_reasoning(message: dict[str, Any], where: str) -> None:
-    """Puts a message's reasoning under both names that templates read."""
+    """Stores a message's reasoning under both names that templates read."""
     reasoning = next((message[name] for name in REASONING if message.get(name)), None)
     if not reasoning:
         return
@@ -388,7 +397,7 @@ def _name_reasoning(message: dict[str, Any], where: str) -> None:
 
 
 def _role(message: dict[str, Any], where: str) -> str:
-    """Whose message it is, by our names. A role that means calls has its content read as `tool_calls`."""
+    """The message's role, by our names. If the role means calls, the content is read as `tool_calls`."""
     role = message.get("role")
     role = role.lower() if isinstance(role, str) else role
     if role in CALLS:
@@ -401,7 +410,7 @@ def _role(message: dict[str, Any], where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls as OpenAI writes them, but with their arguments as objects. DataError for what is none."""
+    """Calls in OpenAI's form, but with their arguments as objects. DataError if they are malformed."""
     calls = _json(calls, f"{where}: tool_calls", list) or []
     for call in calls:
         called = call.get("function", call) if isinstance(call, dict) else None
@@ -412,10 +421,12 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _learned(message: dict[str, Any], where: str) -> bool:
-    """Whether the message is trained, where it is the assistant's; takes the fields that say so away."""
+    """Whether the message is trained if it is the assistant's; removes the fields that state it."""
     told = {name: message.pop(name) for name in (*TRAINS, *UNCLEAR) if name in message}
     if unclear := [name for name in told if name in UNCLEAR]:
-        raise DataError(f'{where}: {unclear[0]}: not known here; "weight": 0 leaves a turn out, 1 trains it')
+        raise DataError(
+            f'{where}: {unclear[0]}: is not supported; "weight": 0 leaves a turn out, 1 trains it'
+        )
     for name, value in told.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(f"{where}: {name} {value!r}: must be 0 or 1")
@@ -427,7 +438,7 @@ def _learned(message: dict[str, Any], where: str) -> bool:
 
 
 def _take_thoughts(message: dict[str, Any]) -> None:
-    """Parts of content that are thoughts become its reasoning."""
+    """Moves the thoughts among the parts of a message's content to its reasoning."""
     thoughts = [one for one in message["content"] if isinstance(one, dict) and one.get("type") == "thinking"]
     if thoughts and all(isinstance(one.get("thinking"), str) for one in thoughts):
         message["reasoning_content"] = "".join(one["thinking"] for one in thoughts)
@@ -435,7 +446,7 @@ def _take_thoughts(message: dict[str, Any]) -> None:
 
 
 def _content(content: Any, where: str) -> str | None:
-    """Text of a message; a list of text parts as one text, which many templates would leave out."""
+    """Text of a message. A list of text parts is joined, because many templates would leave it out."""
     if isinstance(content, list):
         parts = [one.get("text") if isinstance(one, dict) else one for one in content]
         if not all(isinstance(part, str) for part in parts):
@@ -448,7 +459,7 @@ def _content(content: Any, where: str) -> str | None:
 
 
 def listed(value: Any) -> Any:
-    """Messages that a text holds as JSON, as CSV files and some parquet have them; else the value."""
+    """The messages that a text holds as JSON, as in CSV files and some parquet; else the value unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
             found = json.loads(value)
@@ -458,9 +469,9 @@ def listed(value: Any) -> Any:
 
 
 def _json(value: Any, where: str, kind: type) -> Any:
-    """A value of this kind, which some files hold as JSON in a text; None for a blank one.
+    """A value of type `kind`, which some files hold as JSON in a text; None for a blank text.
 
-    DataError for another kind.
+    DataError for a value of another type.
     """
     if isinstance(value, str) and not value.strip():
         return None
@@ -476,14 +487,14 @@ def _json(value: Any, where: str, kind: type) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without fields that are null; items of lists stay, for Arrow adds none."""
+    """The value without null fields; null items of lists are kept, because Arrow adds none."""
     if isinstance(value, dict):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _calls_and_tools(row: dict) -> Iterator[Any]:
-    """The parts of a row in which a null may be meant."""
+    """The parts of a row in which a null may have a meaning: its tools, and the arguments of its calls."""
     yield row.get("tools")
     for name in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
         for message in row[name] if isinstance(row.get(name), list) else ():
@@ -493,12 +504,12 @@ def _calls_and_tools(row: dict) -> Iterator[Any]:
 
 
 def _nulls(value: Any) -> int:
-    """How many fields within a value are null."""
+    """The number of null fields within a value."""
     if isinstance(value, dict):
         return sum(1 if one is None else _nulls(one) for one in value.values())
     return sum(map(_nulls, value)) if isinstance(value, list) else 0
 
 
 def _key(prompt: Any, whole: Any) -> str:
-    """Rows of one prompt have one key, so that both splits never share one; without prompt, all decides."""
+    """A row's key, made from its prompt, so that no prompt is in two splits; else made from `whole`."""
     return json.dumps(prompt or whole, sort_keys=True, default=str)

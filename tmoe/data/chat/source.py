@@ -1,4 +1,4 @@
-"""One split of one source of conversations: its sequences, mapped, and how they are packed into rows.
+"""One split of one source of conversations: its memory-mapped sequences, and their packing into rows.
 
 next: data/chat/packing.py
 """
@@ -24,16 +24,16 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 class Counts(NamedTuple):
-    """What became of a source's rows, or of all sources'."""
+    """Counts of the rows and sequences of one source, or of all sources."""
 
     rows: int
-    """that were read, malformed ones not among them"""
+    """rows that were read, without malformed ones"""
     sequences: int
-    """to train on in this split, a preference's two counted both"""
+    """sequences to train on in this split; a preference counts as two"""
     tokens: int
-    """of these"""
+    """tokens of these sequences"""
     trained: int
-    """of these, tokens that are predicted"""
+    """trained tokens among them"""
     truncated: int
     """sequences cut to fit"""
     dropped: int
@@ -43,7 +43,7 @@ class Counts(NamedTuple):
 
 
 class ChatSource:
-    """One split of one source: its sequences, mapped, and how they are packed into rows."""
+    """One split of one source: its memory-mapped sequences, and their packing into rows."""
 
     def __init__(
         self,
@@ -58,23 +58,23 @@ class ChatSource:
         self.name = name
         self.seq = seq
         facts = json.loads((made / "facts.json").read_text())
-        # views, for a slice of a memmap costs several times as much as one of an array
+        # views as plain arrays, because a slice of a memmap costs several times as much
         self.ids = np.memmap(made / "ids.bin", facts["dtype"], "r").view(np.ndarray)
         self.trained = np.memmap(made / "trained.bin", np.bool_, "r").view(np.ndarray)
         kept = load_file(made / "sequences.safetensors")
         self.starts = kept["starts"]
         self.lengths = np.diff(self.starts)
         self.firsts = kept["firsts"]
-        """of each sequence: its first trained token"""
+        """for each sequence the position of its first trained token"""
         self.desirable = kept.get("desirable", np.zeros(0, np.bool_))
-        """of --preference.loss kto: whether each sequence's answer is a good one"""
+        """for --preference.loss kto: whether each sequence's answer is a good one"""
         self._files = facts["files"]
         self.forms: set[str] = set(facts["forms"])
-        """of its rows: "conversation", "text" """
+        """forms of its rows: "conversation", "text" """
         self._places = kept["places"]
         self.rows = kept["rows"]
         self.of_unit = 2 if pairs else 1
-        """sequences that stay together"""
+        """number of sequences of a unit, which is kept together in one row: 2 for a preference, else 1"""
 
         units = np.flatnonzero((kept["splits"] == SPLITS.index(split))[:: self.of_unit])
         if not len(units):
@@ -107,15 +107,16 @@ class ChatSource:
         self.taken = self._tell(told, facts)
 
     def _of_units(self, values: np.ndarray) -> np.ndarray:
-        """[units, 1], or [units, 2] of preferences."""
+        """The values of each unit: [units, 1], or [units, 2] for preferences."""
         return values.reshape(-1, self.of_unit)
 
     def _fit(
         self, units: np.ndarray, firsts: np.ndarray, overlong: str, skip: int
     ) -> tuple[np.ndarray, np.ndarray, int]:
-        """The units that fit into a row, which sequences are cut for it, and how many units are left out.
+        """The units that fit into a row, which sequences are cut to fit, and how many units are left out.
 
-        Cut lengths are set in `lengths`. skip: how many pairs may be left out as equal once they are cut.
+        The lengths of cut sequences are set in `lengths`.
+        skip: how many pairs may be left out because their answers are equal once they are cut.
         """
         lengths = self._of_units(self.lengths)
         long = units[lengths[units].sum(1) > self.seq]
@@ -129,7 +130,7 @@ class ChatSource:
         if overlong == "truncate":
             for unit in long.tolist():
                 mine = range(unit * self.of_unit, (unit + 1) * self.of_unit)
-                # Half the row for each of two, and what the shorter one leaves.
+                # Each of two sequences may use half the row, and the longer what the shorter leaves free.
                 share = self.seq // self.of_unit
                 for i in mine:
                     others = sum(int(self.lengths[j]) for j in mine if j != i)
@@ -156,7 +157,7 @@ class ChatSource:
         return np.array([_equal(*pair) for pair in both], bool)
 
     def _tell(self, told: str, facts: dict[str, Any]) -> str:
-        """What the source was taken for, and what became of its rows."""
+        """The source in words: how it was read, how many rows are trained on, and what was left out."""
         c = self.counts
         parts = [told, f"{c.rows:,} rows"]
         sequences = len(self.lengths)
@@ -179,13 +180,13 @@ class ChatSource:
         return ", ".join(self.where(int(unit) * self.of_unit) for unit in units[:NAMED])
 
     def where(self, sequence: int) -> str:
-        """File and line, or row, of a sequence."""
+        """File and line, or file and row, of a sequence."""
         file, line = self._places[self.rows[sequence]]
         path, by_line = self._files[file]
         return f"{path}:{line}" if by_line else f"{path}: row {line}"
 
     def sequence(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a sequence, and which are trained."""
+        """Ids of a sequence, and which of them are trained."""
         part = slice(self.starts[i], self.starts[i] + self.lengths[i])
         return self.ids[part], self.trained[part]
 

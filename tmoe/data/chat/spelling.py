@@ -1,10 +1,11 @@
-"""How a row's messages are spelled for one template: found by rendering a probe in each spelling.
+"""Finds the spelling of tool calls that a template reads, by rendering a test call in each spelling.
 
-A call's arguments are an object in some rows and JSON in a text in others, as OpenAI writes them; a call's
-missing content is null, "" or absent. A template reads one of these. The others become a text in a text, the
-word None, or nothing. So one call is rendered in every spelling. A spelling must show all of it, and not in
-Python's form. A turn that ends as an answer does is preferred, then an object to a text, then the content
-with the fewest characters around it.
+Some rows have a call's arguments as an object, others as a text of JSON, as OpenAI writes them. The missing
+content of a call is null, "" or absent. A template reads one of these spellings; it renders other spellings
+as a text within a text, as the word None, or as nothing. So a test call is rendered in every spelling. The
+rendered text must show the whole call, and arguments that are not in Python's syntax are preferred. Further
+preferences are, in this order: a turn with the same end as an answer, ids as they are, arguments as an
+object, and the shortest rendering.
 
     spell = Speller(template)
     messages = spell(objects(messages), tools)
@@ -23,33 +24,33 @@ from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.tokenizer import DataError
 
 ABSENT = object()
-# Letters and digits, nine of them: Mistral's templates refuse other ids.
+# Each is nine letters and digits, because Mistral's templates refuse other ids.
 ASKED, NAME, ID, KEY, VALUE, ANSWER, OTHER = (f"z{n:07}z" for n in range(7))
 PARAMETERS = dict(type="object", properties={OTHER: dict(type="string", description="z")})
 TOOL = dict(type="function", function=dict(name=OTHER, description="z", parameters=PARAMETERS))
 
 
 class Spelling(NamedTuple):
-    """The spelling that a template reads."""
+    """The spelling of tool calls that a template reads."""
 
     text_arguments: bool = False
-    """a call's arguments as JSON in a text, not as an object"""
+    """whether a call's arguments are a text of JSON instead of an object"""
     content: Any = ""
-    """of a call without text: "", None or ABSENT"""
+    """content of a call without text: "", None or ABSENT"""
     ids: str = ""
-    """"named": a call is named by its id alone, functions.NAME:NUMBER, as Kimi's; "nine": nine letters and
-    digits, as Mistral's; else any"""
+    """form of a call's id. "named": functions.NAME:NUMBER, the only place of the call's name, as for Kimi;
+    "nine": nine letters and digits, as for Mistral; "": any"""
 
 
 class Speller:
-    """Spells messages for one template; the spelling is found once, with tools and once without."""
+    """Spells messages for one template; its spelling is found once with tools and once without."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
         self._found: dict[bool, Spelling] = {}
 
     def __call__(self, messages: list[dict[str, Any]], tools: list | None) -> list[dict[str, Any]]:
-        """Copies of `objects(messages)` as the template reads them."""
+        """Copies of `messages` in the template's spelling; `messages` is the output of `calls.objects`."""
         with_tools = bool(tools)
         if with_tools not in self._found:
             self._found[with_tools] = self._find(with_tools)
@@ -70,8 +71,8 @@ class Speller:
             text = self._rendered(called, how, tools) or self._rendered([*called, answer], how, tools)
             if not all(one in text for one in (NAME, KEY, VALUE)):
                 continue
-            foreign = f"'{KEY}':" in text or f'\\"{KEY}' in text  # Python's form, or a text in a text
-            endless = not text.rstrip().endswith(end)  # LFM2.5 ends a turn only where it has a content
+            foreign = f"'{KEY}':" in text or f'\\"{KEY}' in text  # Python's syntax, or a text within a text
+            endless = not text.rstrip().endswith(end)  # LFM2.5 ends a turn only if it has a content
             cost = foreign, endless, ids, text_arguments, len("".join(text.split())), order
             if best is None or cost < best[0]:
                 best = cost, how
@@ -82,7 +83,7 @@ class Speller:
         return how if text or not best else how._replace(ids="nine")
 
     def _rendered(self, messages: list[dict[str, Any]], how: Spelling, tools: list | None) -> str:
-        """The text; "" where the template refuses this spelling."""
+        """The rendered text; "" if the template refuses this spelling."""
         try:
             return self.template.render(spelled(messages, how), tools)
         except DataError:
@@ -90,7 +91,7 @@ class Speller:
 
 
 def spelled(messages: list[dict[str, Any]], how: Spelling) -> list[dict[str, Any]]:
-    """Copies of messages, whose calls' arguments are objects, in one spelling; without "weight"."""
+    """Copies of messages in the spelling `how`, without "weight". Their calls' arguments must be objects."""
     found = [{name: one for name, one in message.items() if name != "weight"} for message in messages]
     if how.ids:
         _name_ids(found, how.ids)
@@ -111,7 +112,7 @@ def _as_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_ids(messages: list[dict[str, Any]], form: str) -> None:
-    """Gives calls ids of a form, numbered from 0 through the conversation; a result has its call's."""
+    """Gives calls ids of this form, numbered from 0, and gives results the ids of their calls."""
     renamed: dict[Any, str] = {}
     unanswered: list[str] = []
     number = 0
@@ -134,7 +135,7 @@ def _name_ids(messages: list[dict[str, Any]], form: str) -> None:
 
 
 def _id_of(call: dict[str, Any], number: int, form: str) -> str:
-    """A call's own id, if it has the form, else one made of its number."""
+    """A call's own id if it has the form, else an id made from its number."""
     name, own = call["function"]["name"], str(call.get("id"))
     if form == "named":
         kept = re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", own)

@@ -1,8 +1,8 @@
-"""A model's chat template: where it is found, and how it is rendered, in jinja2's sandbox.
+"""Finds a model's chat template and renders it in jinja2's sandbox.
 
-A template is code of whoever published the model. It is rendered as transformers does (Hugging Face, 2026):
-ImmutableSandboxedEnvironment, trim_blocks, lstrip_blocks, loop controls, `tojson`, `raise_exception`,
-`strftime_now`, and the names of the tokenizer's special tokens. What it is given is plain JSON.
+A template is code, written by the publisher of the model. It is rendered as transformers does (Hugging Face,
+2026): ImmutableSandboxedEnvironment, trim_blocks, lstrip_blocks, loop controls, `tojson`, `raise_exception`,
+`strftime_now`, and the names of the tokenizer's special tokens. Its variables are plain JSON values.
 
 next: data/chat/encoding.py
 """
@@ -28,8 +28,8 @@ import jinja2.utils
 from tmoe.data.chat.format import TOOLS_FILE
 from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
 
-# For a tokenizer whose model has no template. Every turn is the role, its text and the tokenizer's own end of
-# a document, which no text can forge: a row that holds it is refused.
+# The template for a tokenizer whose model has none. Every turn is the role, its text and the tokenizer's end
+# of a document, which no text can forge, because a row that holds it is refused.
 PLAIN = """\
 {%- if tools -%}
 {{- 'tools\\n' + (tools | tojson) + eos_token + '\\n' -}}
@@ -48,9 +48,9 @@ PLAIN = """\
 {{- 'assistant\\n' if add_generation_prompt else '' -}}
 """
 BUILT_IN = "plain built-in template: the model has none"
-# What `strftime_now` says in training: ids must not change with the day on which a run goes on.
+# The date of `strftime_now` in training, fixed so that ids do not change with the day on which a run resumes.
 TRAINING_DAY = datetime.datetime(2025, 1, 1)
-# Around what a {% generation %} block renders. Unicode assigns these two to no character.
+# Marks around the text of a {% generation %} block. Unicode assigns no characters to these two code points.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Variables by which published templates switch thinking on and off.
@@ -58,15 +58,15 @@ THINKING = ("enable_thinking", "thinking")
 
 
 class ChatTemplate:
-    """One template, compiled. `render` gives the text of a conversation; DataError where it refuses."""
+    """One compiled template. `render` returns the text of a conversation, or raises DataError if it fails."""
 
     def __init__(
         self, text: str, source: str, special: dict[str, Any], *, tools: str | None = None, now: bool = False
     ) -> None:
-        """special: what the template may read besides the conversation: bos_token, eos_token and others.
+        """special: variables of the template besides the conversation: bos_token, eos_token and others.
 
-        tools: another template, for conversations with tools.
-        now: whether `strftime_now` tells today's date, as for a question to answer, or TRAINING_DAY.
+        tools: a second template, for conversations with tools.
+        now: whether `strftime_now` is today's date, as for a question to answer, or TRAINING_DAY.
         """
         self.source = source
         self.text = text
@@ -81,11 +81,11 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise DataError(f"{source}: not a chat template: {_first_line(error)}") from error
         self.reads = read
-        """names of what it may read, of the conversation or not"""
+        """names of all variables that the template may read"""
         self.marks = GENERATION.search(text) is not None
-        """whether it says itself, by {% generation %}, what is to be trained"""
+        """whether the template marks the trained text by {% generation %}"""
         self.variants: list[dict[str, Any]] = [{}]
-        """what generation prompts may differ by"""
+        """settings of variables for which the generation prompt may differ"""
         self.variants += [{name: on} for name in THINKING if name in read for on in (False, True)]
         told = json.dumps([text, tools, special], sort_keys=True, default=str)
         self.digest = hashlib.sha256(told.encode()).hexdigest()[:32]
@@ -93,18 +93,18 @@ class ChatTemplate:
     def render(
         self, messages: list[dict], tools: list | None = None, *, prompt: bool = False, **more: Any
     ) -> str:
-        """The text of these messages; with prompt, up to where the assistant's next turn begins."""
+        """The text of these messages; with prompt, up to the beginning of the assistant's next turn."""
         return self.render_marked(messages, tools, prompt=prompt, **more)[0]
 
     def render_marked(
         self, messages: list[dict], tools: list | None = None, *, prompt: bool = False, **more: Any
     ) -> tuple[str, list[tuple[int, int]]]:
-        """`render`, and from which to which character the template's {% generation %} blocks go."""
+        """The text of `render`, and the first character and the end of each {% generation %} block in it."""
         template = self._with_tools if tools else self._template
         given = dict(messages=messages, tools=tools, documents=None, add_generation_prompt=prompt)
         try:
             text = template.render(self.special | given | more)
-        except Exception as error:  # it may fail in any way on messages that it does not expect
+        except Exception as error:  # a template may fail in any way on unexpected messages
             told = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
             raise DataError(f"the chat template ({self.source}) refuses it: {told}") from error
         parts = text.split(OPEN)
@@ -120,7 +120,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Puts OPEN and CLOSE around what a {% generation %} block renders."""
+    """Puts OPEN and CLOSE around the text that a {% generation %} block renders."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -134,7 +134,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja2's namespace without names that begin with an underscore, which lead out of the sandbox."""
+    """jinja2's namespace, which refuses names with a leading underscore, as these could break the sandbox."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *others = args
@@ -179,9 +179,9 @@ def _first_line(error: Exception) -> str:
 def load_template(
     tokenizer: Tokenizer, path: str | None = None, *, now: bool = False, flag: str = "--data.chat-template"
 ) -> ChatTemplate:
-    """The template of `path`, which `flag` names, else of the weights, of its files, or built in.
+    """The template in the file `path`, else of the weights (`tokenizer.chat`), of the tokenizer, or built in.
 
-    The weights' is `tokenizer.chat`.
+    flag: the flag that names `path`, for messages.
     """
     special = special_tokens(tokenizer)
     if path is not None:
@@ -214,7 +214,7 @@ def _text(raw: bytes, source: str) -> str:
 
 
 def _named(found: Any, source: str, special: dict[str, Any], now: bool) -> ChatTemplate:
-    """Of several templates by name: "default", and "tool_use" for conversations with tools."""
+    """A template from a list of named ones: "default", and "tool_use" for conversations with tools."""
     try:
         by_name = {one["name"]: one["template"] for one in found}
         return ChatTemplate(by_name["default"], source, special, tools=by_name.get("tool_use"), now=now)
@@ -226,9 +226,9 @@ def _named(found: Any, source: str, special: dict[str, Any], now: bool) -> ChatT
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Texts of the special tokens as a template reads them: eos_token, bos_token and what else is named.
+    """The special tokens' texts by the names that a template reads: eos_token, bos_token and other *_token.
 
-    opens_with_bos: whether the tokenizer begins every text with bos_token, as some models want.
+    opens_with_bos: whether the tokenizer begins every text with bos_token, as some models require.
     """
     if tokenizer.chat is not None and tokenizer.chat.special:
         return dict(tokenizer.chat.special)
@@ -249,4 +249,4 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _settings(tokenizer: JsonTokenizer) -> dict[str, Any]:
     settings = tokenizer.files.settings
-    return json.loads(settings) if settings else {}  # an object: opening the tokenizer looked
+    return json.loads(settings) if settings else {}  # an object, as was checked when it was opened

@@ -1,6 +1,7 @@
 """Turns a source of chat rows into files of tokens, once for all processes of a node.
 
-What text becomes is kept, under hashes, where tokens of large sources are kept (data/sources.py).
+The files are kept under hashed names in the folder that also holds the tokens of large texts
+(data/sources.py).
 
 next: data/chat/encoding.py, data/chat/source.py
 """
@@ -37,7 +38,7 @@ from tmoe.data.survey import Survey, require_rows
 from tmoe.data.tokenizer import DataError, Tokenizer
 
 ChatTask = Literal["sft", "preference", "kto"]
-# Kinds of rows that each task trains on; others are named with the task that does.
+# Kinds of rows that each task trains on. The error for another kind names the task that trains on it.
 TRAINS_ON: dict[ChatTask, tuple[Kind, ...]] = dict(
     sft=("messages", "conversations", "prompt/completion"),
     preference=("preference",),
@@ -45,11 +46,11 @@ TRAINS_ON: dict[ChatTask, tuple[Kind, ...]] = dict(
 )
 CHUNK = 256  # rows that are encoded together
 TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
-VERSION = 8  # of what is kept
+VERSION = 8  # version of the files that are kept
 
 
 def first_row(source: Survey) -> tuple[Kind, dict]:
-    """What a source's rows are, and the first one. DataError where they are nothing to train a chat on."""
+    """The kind of a source's rows, and its first row. DataError if they are not chat rows."""
     valid = f"with fields for {KINDS}"
     require_rows(source, valid)
     wrong: DataError | None = None
@@ -82,7 +83,7 @@ class _Rows:
         self.kind = self._kind()
 
     def _kind(self) -> Kind:
-        """What the source's rows are, by the first one. DataError where the task does not train on such."""
+        """The kind of the source's rows, by its first row. DataError if the task does not train on it."""
         name = self.source.name
         kind, _ = first_row(self.source)
         if kind not in TRAINS_ON[self.task]:
@@ -100,7 +101,7 @@ class _Rows:
         return ChatSource(self.source.name, made, seq, split, self.cfg, told, pairs)
 
     def _key(self) -> str:
-        """Changes when a file, tokenizer, template or a setting changes that decides about tokens."""
+        """Name of the kept files; it changes with source files, tokenizer, template and relevant settings."""
         stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
         told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         task = self.task == "kto"
@@ -110,7 +111,7 @@ class _Rows:
         return hashlib.sha256(json.dumps([*libraries, *model, *settings, told]).encode()).hexdigest()[:32]
 
     def _make(self, made: Path) -> None:
-        """Tokenise the source into the folder `made`."""
+        """Tokenises the source into the folder `made`."""
         size = sum(path.stat().st_size for path, _ in self.source.files)
         if size > TOLD:
             told = (
@@ -136,7 +137,7 @@ class _Rows:
                         firsts.append(int(np.flatnonzero(one.trained[1:])[0]) + 1)
                         counts.append(int(one.trained[1:].sum()))
                         rows.append(len(hashes))
-                        # a pair is taken apart: its first answer is the good one
+                        # a pair becomes two answers, the first of which is the good one
                         desirable.append(number == 0 if row.desirable is None else row.desirable)
                     hashes.append(_hash(row.key))
                     unread |= {*row.unread}
@@ -172,9 +173,9 @@ class _Rows:
     def _encoded(
         self, encoder: Encoder, skips: Skips
     ) -> Iterator[tuple[tuple[int, int], Row, list[Tokens], set[str]]]:
-        """Of every row that can be trained on: file and line, row, sequences, and fields that it loses.
+        """For every row that can be trained on: (file, line), the row, its sequences, and fields left out.
 
-        `skips` takes the others.
+        Other rows are added to `skips`.
         """
         for chunk in self._chunks(skips):
             samples = [sample for _, _, row in chunk for sample in row.samples]
@@ -188,7 +189,7 @@ class _Rows:
                 if failed is None and not whole:
                     failed = DataError(
                         "an answer of several turns, of which the template renders earlier ones in "
-                        "another way than the last; only the last can be learned: split it"
+                        "another way than the last; only the last can be learned: split the row"
                     )
                 if failed is None and self.kind == "preference" and _equal(*sequences):
                     failed = DataError(
@@ -200,7 +201,7 @@ class _Rows:
                     yield place, row, sequences, lacks
 
     def _chunks(self, skips: Skips) -> Iterator[list[tuple[str, tuple[int, int], Row]]]:
-        """Parsed rows, CHUNK at a time, each with where it is."""
+        """Lists of CHUNK parsed rows, each with its place."""
         chunk = []
         for number, (path, found) in enumerate(self.source.files):
             for where, value, error, _ in read_rows(path, found, ""):

@@ -1,4 +1,4 @@
-"""Rows of a prompt, a completion and a label, as KTO has them.
+"""Reads rows of a prompt, a completion and a label, the format of KTO.
 
     {"prompt": ..., "completion": ..., "label": true}
 
@@ -17,7 +17,7 @@ from tmoe.data.tokenizer import DataError
 def without_label(row: Any, where: str) -> tuple[Any, bool | None]:
     """A row without its label, and the label. DataError, which names `where`, unless it is true or false."""
     if not isinstance(row, dict):
-        return row, None  # which parse_row refuses
+        return row, None  # parse_row refuses this row
     label = row.get("label")
     if not isinstance(label, bool):
         here = f"label={label!r:.40}" if "label" in row else "no label"

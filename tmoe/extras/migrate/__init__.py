@@ -1,1 +1,1 @@
-"""The commands, data and checkpoints of Megatron-Core, Tutel and fms-acceleration, as tmoe's."""
+"""Translates commands, data and checkpoints of Megatron-Core, Tutel and fms-acceleration to those of tmoe."""

@@ -1,4 +1,4 @@
-"""The tmoe command that does what a command of another framework does, or why there is none.
+"""Prints the tmoe command that does the same as a command of another framework, or why there is none.
 
     python -m tmoe.migrate megatron --world 16 -- --num-layers 32 --hidden-size 4096 ...
     python -m tmoe.migrate tutel --world 8 -- --num_local_experts=-2 --top=2 --model_dim=2048 ...
@@ -7,10 +7,10 @@
     python -m tmoe.migrate import megatron CKPT STEP -- --num-layers 32 ...
     python -m tmoe.migrate import tutel 'c/{rank}-of-{size}.ckpt' OUT.safetensors -- --size 8
 
-The whole command may be given, launchers and variables in front included. The command of tmoe is printed on
-stdout, notes on stderr. Exit code 0: the command does the same; 2: stderr has a line for each flag without a
-counterpart, with a wrong value or that is missing, and stdout is empty.
-docs/migrate.md has every flag.
+The whole command may be given, with its launchers and variables. The command of tmoe is printed on stdout,
+notes on stderr. Exit code 0: the printed command does the same. Exit code 2: stdout is empty, and stderr has
+a line for each flag that has no counterpart, has a wrong value, or is missing.
+docs/migrate.md lists every flag.
 
 next: frameworks.py, tables.py
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """`translate`, which is imported at its first use: --help does not wait for torch."""
+    """Imports `translate` at its first use, so that --help need not load torch."""
     if name != "translate":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tmoe.extras.migrate.frameworks import translate
@@ -38,14 +38,14 @@ def __getattr__(name: str) -> object:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         _end("tmoe migrate: needs a command; valid: megatron, tutel, fms, import; --help shows all")
     if words[0] in ("-h", "--help"):
         print((__doc__ or "").partition("\nnext:")[0])
         sys.exit(0)
-    from tmoe.extras.migrate.frameworks import FRAMEWORKS, translate  # late: --help does not wait for torch
+    from tmoe.extras.migrate.frameworks import FRAMEWORKS, translate  # late: --help need not load torch
 
     if words[0] == "import":
         return _import(words[1:])
@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _untrainable(out: Outcome) -> str:
-    """Why train.py would refuse the command, by their flag where one became the setting; else "".
+    """The reason why train.py would refuse the command, with their flag if it became the setting; else "".
 
-    A model that --init names is looked at only where its folder is here.
+    A model that --init names is checked only if its folder exists on this machine.
     """
     from tmoe.extras.migrate import names
     from tmoe.extras.migrate.tables import Outcome
@@ -89,7 +89,7 @@ def _untrainable(out: Outcome) -> str:
 
 
 def _import(words: list[str]) -> None:
-    """`import FRAMEWORK FROM TO -- THEIR FLAGS`."""
+    """Runs `import FRAMEWORK FROM TO -- THEIR FLAGS`."""
     cut = words.index("--") if "--" in words else len(words)
     ours, theirs = words[:cut], words[cut + 1 :]
     if len(ours) != 3 or ours[0] not in ("megatron", "tutel"):
@@ -110,7 +110,7 @@ def _import(words: list[str]) -> None:
 
 
 def _import_megatron(source: Path, out: Path, theirs: list[str]) -> None:
-    """Makes a step of a torch_dist folder. Names a missing folder and every fault of the flags at once."""
+    """Makes a step from a torch_dist folder. Reports a missing folder and all faults of the flags at once."""
     from tmoe.checkpoint.plans import carry_out
     from tmoe.checkpoint.tools import one_message
     from tmoe.cli.parse import parse
@@ -141,7 +141,7 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _world(ours: list[str]) -> int | None:
-    """The N of `--world N`; what else stands before the `--` ends the process with code 2."""
+    """The N of `--world N`; any other word before the `--` ends the process with exit code 2."""
     if not ours:
         return None
     words = [part for word in ours for part in word.split("=", 1)]
@@ -151,7 +151,7 @@ def _world(ours: list[str]) -> int | None:
 
 
 def _end(text: str) -> NoReturn:
-    """Ends the process with code 2; text: a line for each fault."""
+    """Ends the process with exit code 2. text: a line for each fault."""
     from tmoe.front import Ended
 
     lines = "\n".join(f"error: {line}" for line in text.splitlines())

@@ -1,6 +1,7 @@
-"""fms-acceleration's plugin YAML and the flags of its trainer as tmoe's.
+"""Translates fms-acceleration's plugin YAML and the flags of its trainer to tmoe's flags.
 
---init says what the model is. Its config.json, where it is here, says whether there is a balancing loss.
+--init names the model. Its config.json, if it exists on this machine, decides whether there is a balancing
+loss.
 
 next: command.py
 """
@@ -46,11 +47,11 @@ ROWS: tuple[Row, ...] = (
     refused("training.odm.odm.eta", "tmoe mixes sources by fixed weights"),
     refused("peft.quantization.auto_gptq.kernel", QUANTISED),
     refused("peft.quantization.auto_gptq.from_quantized", QUANTISED),
-    nothing("peft.quantization.auto_gptq.use_external_lib", "of auto_gptq"),
+    nothing("peft.quantization.auto_gptq.use_external_lib", "for auto_gptq"),
     refused("peft.quantization.bitsandbytes.quant_type", QUANTISED),
-    nothing("peft.quantization.bitsandbytes.no_peft_model", "of bitsandbytes"),
-    nothing("peft.quantization.fused_ops_and_kernels.base_layer", "of quantised weights"),
-    nothing("peft.quantization.fused_ops_and_kernels.fused_lora", "of quantised weights"),
+    nothing("peft.quantization.bitsandbytes.no_peft_model", "for bitsandbytes"),
+    nothing("peft.quantization.fused_ops_and_kernels.base_layer", "for quantised weights"),
+    nothing("peft.quantization.fused_ops_and_kernels.fused_lora", "for quantised weights"),
     nothing("peft.quantization.fused_ops_and_kernels.fast_loss", ALWAYS),
     nothing("peft.quantization.fused_ops_and_kernels.fast_rms_layernorm", ALWAYS),
     nothing("peft.quantization.fused_ops_and_kernels.fast_rsm_layernorm", ALWAYS),
@@ -87,8 +88,8 @@ ROWS: tuple[Row, ...] = (
     nothing("--logging_dir", "`--log.tensorboard` writes into the run's folder"),
     nothing("--tracker", "`--log.tensorboard`, `--log.wandb`"),
     nothing("--trackers", "`--log.tensorboard`, `--log.wandb`", "some"),
-    nothing("--experiment", "a run is called as its folder, `--out`"),
-    nothing("--run_name", "a run is called as its folder, `--out`"),
+    nothing("--experiment", "a run has the name of its folder, `--out`"),
+    nothing("--run_name", "a run has the name of its folder, `--out`"),
     nothing("--gradient_checkpointing_kwargs", "how transformers recomputes"),
     nothing("--dataloader_num_workers", "one thread makes the next batch"),
     nothing("--dataloader_drop_last", "each step is whole"),
@@ -106,7 +107,7 @@ ROWS: tuple[Row, ...] = (
     nothing("--padding_free", "rows are packed", "some"),
     nothing("--multipack", "windows are full: there is nothing to balance", "some"),
     nothing("--fast_kernels", "tmoe has fused kernels", "some"),
-    nothing("--fused_lora", "of adapters", "some"),
+    nothing("--fused_lora", "for adapters", "some"),
     nothing("--use_cpu", "a GPU where there is one"),
     nothing("--full_determinism", "one layout repeats its own numbers on a CPU; no promise on GPUs"),
     nothing("--save_model_dir", "python -m tmoe.hf export RUN DIR writes it"),
@@ -114,7 +115,7 @@ ROWS: tuple[Row, ...] = (
     nothing("--overwrite_output_dir", "`--resume none`"),
     nothing("--do_train", "it trains", "one", "true"),
     nothing("--do_eval", "`--train.eval-every`"),
-    nothing("--embedding_size_multiple_of", "of a vocabulary that grows"),
+    nothing("--embedding_size_multiple_of", "for a vocabulary that grows"),
     nothing("--push_to_hub", "python -m tmoe.hf export --push-to NAME", "one", "false"),
     worked("--resume_from_checkpoint", "False: `--resume none`; a step: `--resume STEP`"),
     nothing("--load_best_model_at_end", "metrics.jsonl says which step validated best", "one", "false"),
@@ -186,7 +187,7 @@ RECIPE = (
 def translate(launch: Launch, world: int | None = None) -> Outcome:
     """The command of train.py for the trainer's flags.
 
-    The plugins' YAML is named by its flag, by the variable in front, or as the first word.
+    The plugins' YAML is named by its flag, by an environment variable, or as the first word.
     """
     out = Outcome(preset="")
     words = launch.words
@@ -215,9 +216,9 @@ def translate(launch: Launch, world: int | None = None) -> Outcome:
 
 
 def read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a plugin file, without a sample's `plugins:`. ConfigError for any other."""
+    """Dotted keys and values of a plugin file, without a leading `plugins:`. ConfigError for other files."""
     try:
-        import yaml  # pyrefly: ignore[missing-import] (transformers brings it)
+        import yaml  # pyrefly: ignore[missing-import] (transformers installs it)
     except ImportError:
         raise ConfigError(f"{path}: reading YAML needs the package PyYAML: pip install pyyaml") from None
     try:
@@ -244,7 +245,7 @@ def _flat(read: dict, before: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _model(given: Given, out: Outcome) -> None:
-    """--init says what the model is; transformers adds its balancing loss only by output_router_logits."""
+    """Sets --init and the balancing loss, which transformers adds only with output_router_logits."""
     flag = "--model_name_or_path"
     name = given.text(flag)
     if not name:
@@ -266,7 +267,7 @@ def _model(given: Given, out: Outcome) -> None:
             return out.reject(f"{flag}={name}", why)
     if model is None or not config.get("output_router_logits", False):
         return out.set("--model.moe.balance", "none")
-    # transformers' loss is not divided by K, and its means are over the tokens of all layers together.
+    # transformers does not divide its loss by K, and its means are over the tokens of all layers together.
     layers = sum(map(model.is_moe, range(model.layers)))
     coeff = config.get("router_aux_loss_coef", 0.001) * model.moe.top_k / max(layers, 1)
     out.set("--model.moe.balance", "batch")
@@ -300,7 +301,7 @@ def _data(given: Given, plugins: Given, out: Outcome) -> None:
 
 
 def _is_chat(given: Given, paths: list[str]) -> bool:
-    """Whether the rows are conversations, by flags that go with them or by the first row."""
+    """Whether the rows are conversations, by flags for conversations or by the first row."""
     flags = "--instruction_template", "--dataset_conversation_field", "--chat_template"
     if any(map(given.has, flags)):
         return True
@@ -308,7 +309,7 @@ def _is_chat(given: Given, paths: list[str]) -> bool:
 
 
 def _holds(paths: list[str], *fields: str) -> bool:
-    """Whether the first row of the first file, where it is here, has these fields."""
+    """Whether the first file exists on this machine and its first row has these fields."""
     try:
         with Path(paths[0]).open() as file:
             text = file.read(2**16)
@@ -323,7 +324,7 @@ def _holds(paths: list[str], *fields: str) -> bool:
 
 
 def _length(given: Given, out: Outcome) -> None:
-    """--steps, or --epochs: transformers counts 3 epochs where nothing is said."""
+    """Sets --steps or --epochs; transformers' default is 3 epochs."""
     steps = given.whole("--max_steps", -1, -1)
     if steps > 0:
         return out.set("--steps", steps)

@@ -1,4 +1,4 @@
-"""Translates a command of a known framework: its table of flags, then what every command has in common.
+"""Translates a command of a known framework: by its table of flags, then by rules for all frameworks.
 
 next: tables.py
 """
@@ -19,7 +19,7 @@ FRAMEWORKS: dict[str, tuple[tuple[Row, ...], Translation]] = {
     "tutel": (tutel.ROWS, tutel.translate),
     "fms": (fms.ROWS, fms.translate),
 }
-# Variables that need no word: the launcher's own, and those that a translation has read.
+# Variables for which no note is needed, because launchers set them.
 SILENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "MASTER_ADDR",
@@ -33,21 +33,23 @@ SILENT = {
 def translate(framework: str, words: Sequence[str], world: int | None = None) -> Outcome:
     """The outcome of a command of a framework.
 
-    words: the command, with or without launchers in front. world: number of ranks; None: as many as the
-    launcher says, else the fewest over which the layout folds.
+    words: the command, with or without its launchers.
+    world: number of ranks; None: the number that the launcher starts, else the smallest for the layout.
 
-    Raises ConfigError for a command that cannot be. Its message has a line for each fault of the command,
-    flags without a counterpart included.
+    Raises ConfigError for an invalid command. Its message has a line for each fault of the command, including
+    flags without a counterpart.
     """
     launch = launcher.read(words)
     out = FRAMEWORKS[framework][1](launch, world or launch.world)
     if world and launch.world and world != launch.world:
-        out.notes.append(f"--world={world}: is taken; the launcher in the command starts {launch.world}")
+        out.notes.append(f"--world={world}: is used; the launcher in the command starts {launch.world}")
     if launch.each and out.world % launch.each == 0:
         out.per_node = launch.each
     if left := sorted(launch.variables.keys() - SILENT - out.read - launch.handed_on):
         shown = " ".join(f"{name}={launch.variables[name]}" for name in left)
-        out.notes.append(f"{shown}: variables are left out; set in front of this command what still matters")
+        out.notes.append(
+            f"{shown}: variables are left out; set those that are still needed before this command"
+        )
     misfits(out, names.kinds())
     if out.wrong:
         raise ConfigError("\n".join([*out.wrong, *out.refused]))

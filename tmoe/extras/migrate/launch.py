@@ -1,9 +1,9 @@
-"""Takes variables, launchers and the program off the front of another framework's command, and reads them.
+"""Separates and reads the variables, launchers and program at the beginning of another framework's command.
 
-`read` takes a launcher's words off and keeps the number of processes, which the translation needs.
-Known are torchrun and `python -m torch.distributed.run`, accelerate, deepspeed, mpiexec and mpirun
-(with the options of Open MPI and Hydra), srun, jsrun, aprun, flux, Tutel's launcher, and any wrapper
-in front of these (env, ssh, numactl, nsys, docker, apptainer, uv run, ...).
+`read` removes the launchers' words and returns the number of processes, which the translation needs.
+It knows torchrun and `python -m torch.distributed.run`, accelerate, deepspeed, mpiexec and mpirun (with the
+options of Open MPI and Hydra), srun, jsrun, aprun, flux, Tutel's launcher, and any wrapper before these (env,
+ssh, numactl, nsys, docker, apptainer, uv run, ...).
 
 next: tables.py
 """
@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SET = re.compile(r"[A-Z_][A-Z0-9_]*=", re.S)  # of the environment; lower case is an argument of moe_layer
+SET = re.compile(r"[A-Z_][A-Z0-9_]*=", re.S)  # an environment variable; lower case: argument of moe_layer
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
-# Modules that start another program, as the launcher that each of them is.
+# Modules that start another program -> the launcher.
 MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
@@ -35,12 +35,12 @@ LAUNCHERS = (
 )
 LAUNCHERS = {*LAUNCHERS.split(), "jsrun", "aprun", "flux", "horovodrun", "ibrun"}
 TAKES_MODULE = {"python", "torchrun", "accelerate", "deepspeed", "tutel"}
-ENDS = {";", "&&", "||"}  # of a command, in a line of a shell
+ENDS = {";", "&&", "||"}  # words that end a command in a shell
 PIPED = re.compile(r"\|&?$|&$|[012&]?>")
 SHELLS = {"bash", "sh", "zsh"}
-# Options that set a variable, `-x NAME=VALUE` or `-genv NAME VALUE`, by the launcher that has them.
+# Options of launchers that set a variable, as `-x NAME=VALUE` or `-genv NAME VALUE`.
 SETS = {"-x", "-genv", "--genv", "-env", "--env", "-e", "-E", "--export", "-export"}
-# Options of mpiexec, srun and the like that say how many processes there are, each one's name here.
+# Options of mpiexec, srun and similar launchers that give the number of processes -> the kind of number.
 COUNTS = {
     "-n": "all", "-np": "all", "--n": "all", "--np": "all", "-c": "all", "--ntasks": "all",
     "--num-proc": "all", "-N": "nodes", "--nodes": "nodes", "--ntasks-per-node": "each", "-ppn": "each",
@@ -53,29 +53,29 @@ MPI = {"mpiexec", "mpirun", "mpiexec.hydra", "orterun", "prterun"}
 
 @dataclass
 class Launch:
-    """The front of a command, read."""
+    """The launchers, variables and program of a command, and the flags of the framework after them."""
 
     words: list[str]
-    """the command without it: the framework's own flags"""
+    """the framework's own flags"""
     program: str = ""
-    """the script or module that they are of; "" where none is named"""
+    """the script or module that is started; "" if none is named"""
     world: int | None = None
-    """processes that the launchers start; None where they do not say it"""
+    """number of processes that the launchers start; None if they do not give it"""
     each: int | None = None
-    """of them on a node"""
+    """number of processes on a node"""
     variables: dict[str, str] = field(default_factory=dict)
-    """set in front, or by a launcher's option"""
+    """environment variables that the command or a launcher's option sets"""
     handed_on: set[str] = field(default_factory=set)
-    """of the variables those that a launcher's option hands on by name, from the environment"""
+    """names of those variables that a launcher's option copies from the environment"""
     launchers: list[str] = field(default_factory=list)
     said: dict[str, list[str]] = field(default_factory=dict)
-    """each launcher's own words"""
+    """for each launcher the words that belong to it"""
 
 
 def read(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launch:
-    """Takes the front off a command. A command of flags alone has none.
+    """Separates launchers, variables and program from a command; a command may also be flags alone.
 
-    environ: where the value of a variable is looked up that a launcher hands on by its name (`-x NAME`).
+    environ: the environment with the values of variables that a launcher copies by name (`-x NAME`).
     """
     words = _command(_unwrapped([word for word in words if word.strip(" \t\n\\")]))
     found = Launch(words)
@@ -109,7 +109,7 @@ def read(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launc
 
 
 def _unwrapped(words: list[str]) -> list[str]:
-    """The words that `bash -c 'COMMAND'`, `sbatch --wrap 'COMMAND'` or a command of one word holds."""
+    """The words within `bash -c 'COMMAND'`, `sbatch --wrap 'COMMAND'` or a command that is one word."""
     if len(words) == 1 and _program(split := _split(words[0])):
         return split
     for i, word in enumerate(words if words[:1] == ["sbatch"] else []):
@@ -125,9 +125,9 @@ def _unwrapped(words: list[str]) -> list[str]:
 
 
 def _command(words: list[str]) -> list[str]:
-    """The one command of a shell's line that starts a program, without pipes and redirections after it.
+    """The first command in a shell's line that starts a program, without pipes and redirections after it.
 
-    Variables that commands in front of it export are put in front of it.
+    Variables that earlier commands export are put before it.
     """
     parts: list[list[str]] = [[]]
     for word in words:
@@ -145,9 +145,9 @@ def _command(words: list[str]) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """The words of a shell's text. A line that is not continued ends a command."""
+    """The words of a shell's text. The end of a line ends a command unless the line is continued."""
     lines: list[list[str]] = []
-    held = ""  # of a quote that is not closed yet
+    held = ""  # text of a quote that is not closed yet
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         held = f"{held}\n{line}" if held else line
         try:
@@ -160,10 +160,10 @@ def _split(text: str) -> list[str]:
 
 
 def _program(words: list[str]) -> int:
-    """Where the framework's flags begin: after the script or module; 0 where there is no front."""
+    """The index of the framework's first flag, after the script or module; 0 if the command is only flags."""
     if not words or words[0].startswith("-") or re.match(r"[a-z]\w*=", words[0]):
         return 0
-    takes = module = False  # whether the launcher at hand takes -m; whether -m stands alone, before options
+    takes = module = False  # whether the current launcher accepts -m; whether -m was followed by an option
     for i, word in enumerate(words):
         base, before = word.rpartition("/")[2], words[i - 1] if i else ""
         if PYTHON.fullmatch(base) or base in LAUNCHERS:
@@ -187,12 +187,12 @@ def _is_script(word: str) -> bool:
 
 
 def _module(words: list[str], at: int) -> str:
-    """The launcher that the module at this place, after -m, is; "" for none."""
+    """The launcher whose module is at this place, after -m; "" if there is none."""
     return MODULES.get(words[at], "") if at and words[at - 1] in ("-m", "--module") else ""
 
 
 def _set_by(words: list[str]) -> list[tuple[str, str | None]]:
-    """Variables that a launcher's options set; a value of None: one that is handed on."""
+    """Variables that a launcher's options set; None is the value of a variable that is copied by name."""
     found: list[tuple[str, str | None]] = []
     for i, word in enumerate(words):
         option, equals, value = word.partition("=")
@@ -208,7 +208,7 @@ def _set_by(words: list[str]) -> list[tuple[str, str | None]]:
 
 
 def _count(found: Launch, environ: Mapping[str, str]) -> None:
-    """Sets how many processes there are: the innermost launcher that says it counts."""
+    """Sets the number of processes, by the innermost launcher that gives it."""
     for name in found.launchers:
         options = _options(found.said[name])
         if name == "torchrun":
@@ -239,7 +239,7 @@ def _times(each: int | None, nodes: int | None) -> int | None:
 
 
 def _options(words: list[str]) -> dict[str, str]:
-    """Options by name, dashes in place of underscores, with the word after each."""
+    """Options by name, with dashes in place of underscores, and the word after each."""
     found = {}
     for i, word in enumerate(words):
         option, equals, value = word.partition("=")
@@ -254,7 +254,7 @@ def _options(words: list[str]) -> dict[str, str]:
 
 
 def _number(options: Mapping[str, str], name: str, default: int | None = None) -> int | None:
-    """The value of an option; None for one that is no number, as `auto`, or a range as 1:4."""
+    """The value of an option; None if it is not a number, as `auto`, or a range, as 1:4."""
     if name not in options:
         return default
     low, _, high = options[name].partition(":")  # --nnodes 2:2
@@ -262,7 +262,7 @@ def _number(options: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _of_mpi(name: str, options: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """(processes, of them on a node) that mpiexec, srun or the like starts."""
+    """The number of processes that mpiexec, srun or a similar launcher starts: (in all, on a node)."""
     said = _said_counts(name, options)
     each, total = _said(said, "each"), _said(said, "all")
     if total:
@@ -271,7 +271,7 @@ def _of_mpi(name: str, options: Mapping[str, str]) -> tuple[int | None, int | No
         nodes = _said(said, "nodes")
         nodes = 1 if nodes is None else nodes
         return (nodes * each, each) if each else ((nodes, 1) if "nodes" in said else (None, None))
-    if "hosts" not in said or ".." in said["hosts"]:  # a list that is left open
+    if "hosts" not in said or ".." in said["hosts"]:  # a list without an end
         return None, None
     hosts = [host for host in said["hosts"].split(",") if host not in ("", "..", "...")]
     slots = [host.partition(":")[2] for host in hosts]
@@ -279,12 +279,12 @@ def _of_mpi(name: str, options: Mapping[str, str]) -> tuple[int | None, int | No
 
 
 def _said(said: Mapping[str, str], kind: str) -> int | None:
-    """The number of this kind; None where there is none."""
+    """The number of this kind; None if there is none."""
     return int(said[kind]) if said.get(kind, "").isdigit() else None
 
 
 def _said_counts(name: str, options: Mapping[str, str]) -> dict[str, str]:
-    """Values of the options that say processes, nodes or hosts, by their kind in COUNTS."""
+    """Values of the options that give processes, nodes or hosts, by their kind in COUNTS."""
     said: dict[str, str] = {}
     for option, value in options.items():
         kind = COUNTS.get(option, "")
@@ -299,7 +299,7 @@ def _said_counts(name: str, options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_file(path: str) -> int | None:
-    """num_processes of accelerate's YAML file, where it is here."""
+    """num_processes of accelerate's YAML file, if the file exists on this machine."""
     try:
         text = Path(path).read_text() if path else ""
     except (OSError, UnicodeDecodeError):

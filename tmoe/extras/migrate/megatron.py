@@ -1,7 +1,7 @@
-"""Megatron-Core's flags (pretrain_gpt.py) as tmoe's.
+"""Translates Megatron-Core's flags (pretrain_gpt.py) to tmoe's.
 
-Defaults that differ are written out, so that the command computes what theirs does: a flag that is left out
-there has Megatron's default here.
+Megatron's defaults that differ from tmoe's are written into the command. So a flag that is left out of
+Megatron's command has Megatron's default, and both commands compute the same.
 
 next: tutel.py
 """
@@ -19,10 +19,10 @@ from tmoe.extras.migrate.launch import Launch
 from tmoe.extras.migrate.megatron_flags import ROTARY, ROWS
 from tmoe.extras.migrate.tables import Given, Outcome
 
-VOCABULARIES = {"Llama2Tokenizer": 32000}  # for a file that is not there
+VOCABULARIES = {"Llama2Tokenizer": 32000}  # sizes to assume if the tokenizer's file does not exist here
 READ = "Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer"
 MOE_PARTS = {"moe", "moe_act", "mlp", "shared_experts"}
-# Flags without which Megatron computes another function than tmoe.
+# Flags that a command must have, because without them Megatron computes another function than tmoe.
 NEEDED = {
     "--disable-bias-linear": "without it Megatron's linear layers have biases, tmoe's have none",
     "--swiglu": "without it Megatron's feed-forwards are GELU, tmoe's are SwiGLU",
@@ -32,7 +32,7 @@ NEEDED = {
 }
 
 
-# Parts of names of Megatron's programs that train no decoder of text.
+# Parts of the names of Megatron's programs that do not train a decoder of text.
 PROGRAMS = "bert", "t5", "ict", "retro", "mamba", "hybrid", "vision", "vlm", "mimo", "multimodal", "inpaint"
 AXES = tuple(
     f"--{name}-parallel-size"
@@ -44,7 +44,7 @@ REQUIRED = "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-leng
 def translate(launch: Launch, world: int | None = None) -> Outcome:
     """The command of train.py that does what a command of pretrain_gpt.py does.
 
-    world: ranks of the run; None: the fewest over which the layout folds.
+    world: ranks of the run; None: the smallest number that the layout allows.
     """
     out = Outcome()
     if any(part in launch.program.rpartition("/")[2] for part in PROGRAMS):
@@ -99,7 +99,7 @@ def _model(given: Given, out: Outcome) -> None:
 
 
 def _stretch(given: Given, out: Outcome, latent: bool) -> None:
-    """YaRN, which Megatron has for latent attention unless --rope-type is rope."""
+    """Sets YaRN, which Megatron uses for latent attention unless --rope-type is rope."""
     factor = given.number("--rotary-scaling-factor", 1.0, 1)
     kind = given.text("--rope-type", "yarn" if latent else "rope")
     if kind == "rope" or factor == 1:
@@ -112,7 +112,7 @@ def _stretch(given: Given, out: Outcome, latent: bool) -> None:
 
 
 def _default_width(dim: int) -> int:
-    """Width of the feed-forward: 4 x hidden size, two thirds of it for SwiGLU, as Megatron rounds it."""
+    """Default width of a feed-forward: two thirds (for SwiGLU) of 4 x hidden size, rounded as in Megatron."""
     return int((4 * dim * 2 / 3) / 64) * 64
 
 
@@ -135,7 +135,7 @@ def _experts(given: Given, out: Outcome) -> None:
 
 
 def _frequency(text: str, layers: int, out: Outcome) -> None:
-    """N: every N-th block, the first included; ([0]+[1]*23): a list of 1 (MoE) and 0."""
+    """Translates --moe-layer-freq: N, the first and then every N-th block; or a list of 1 (MoE) and 0."""
     if text.isdigit():
         out.set("--model.moe-every", text)
         return
@@ -154,7 +154,7 @@ def _frequency(text: str, layers: int, out: Outcome) -> None:
 
 
 def read_pattern(text: str) -> list[int]:
-    """A list as `([0]+[1]*23)*2` says it. ConfigError for any other expression."""
+    """The list that an expression such as `([0]+[1]*23)*2` computes. ConfigError for other expressions."""
 
     def value(node: ast.expr) -> list[int] | int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -187,7 +187,8 @@ def _router(given: Given, out: Outcome) -> None:
     groups, best = given.whole("--moe-router-num-groups", 1), given.whole("--moe-router-group-topk", 1)
     out.set("--model.moe.top-k", k)
     out.set(names.SCORE, score)
-    # Softmax over the K chosen is softmax over all E, divided by their sum. Sinkhorn has its own weights.
+    # Softmax over the K chosen experts equals softmax over all E, divided by the sum of the K weights.
+    # Sinkhorn has other weights.
     sinkhorn = "sinkhorn" in _kinds(given)
     after = score == "softmax" and not before and not sinkhorn
     bias = given.has("--moe-router-enable-expert-bias")
@@ -211,7 +212,7 @@ def _router(given: Given, out: Outcome) -> None:
 
 
 def _kinds(given: Given) -> list[str]:
-    """Kinds of balancing; `[aux_loss,seq_aux_loss]` is a list as well."""
+    """The kinds of balancing; `[aux_loss,seq_aux_loss]` in one word is a list too."""
     words = given.list("--moe-router-load-balancing-type") or ["aux_loss"]
     return [kind.strip("'\" ") for word in words for kind in word.strip("[]").split(",")]
 
@@ -337,7 +338,7 @@ def _is_number(word: str) -> bool:
 
 
 def blend(words: list[str]) -> list[str]:
-    """Sources of `--data.path`: `0.3 a 0.7 b` gives weights, `a b` does not. ConfigError for a mixture."""
+    """Sources of `--data.path`: `0.3 a 0.7 b` has weights, `a b` does not. ConfigError if only some have."""
     weights, paths = words[::2], words[1::2]
     if len(words) > 1 and len(weights) == len(paths) and all(map(_is_number, weights)):
         return [f"{path}:{weight}" for weight, path in zip(weights, paths, strict=True)]
@@ -362,7 +363,7 @@ def _split(text: str, out: Outcome) -> list[str]:
 
 
 def _vocabulary(given: Given, out: Outcome) -> int:
-    """Size of the vocabulary before it is made a multiple; sets --data.tokenizer."""
+    """The size of the vocabulary before it is rounded up to a multiple; also sets --data.tokenizer."""
     kind, path = given.text("--tokenizer-type"), given.text("--tokenizer-model")
     size = given.whole("--vocab-size", 0, 1)
     if kind == "NullTokenizer":

@@ -1,4 +1,4 @@
-"""Megatron-Core's flags, each with what it becomes.
+"""The table of Megatron-Core's flags and their counterparts.
 
 next: megatron.py
 """
@@ -15,7 +15,9 @@ LOGGED = "metrics.jsonl has what tmoe measures in each step"
 KERNELS = "which kernels run is tmoe's choice; results do not depend on it"
 STAGES = "tmoe cuts blocks into stages of about equal work itself"
 NO_FP8 = "tmoe has no fp8 products of experts; leave it out, or give dense layers `--train.float8 rowwise`"
-PUBLISHED = "of published models that --init HF_DIR reads (gpt-oss, Qwen3-Next, ...); there is no flag here"
+PUBLISHED = (
+    "for published models, which --init HF_DIR reads (gpt-oss, Qwen3-Next, ...); tmoe has no such flag"
+)
 SKIPPED = "tmoe skips a step that is not finite, and ends after several in a row"
 ROTARY = "tmoe has rotary positions only"
 
@@ -44,7 +46,7 @@ ROWS: tuple[Row, ...] = (
     same("--layernorm-epsilon", "--model.norm-eps"),
     switch("--qk-layernorm", "`--model.qk-norm head`"),
     nothing("--position-embedding-type", ROTARY, "one", "rope"),
-    nothing("--no-position-embedding", "rotary positions come instead", "nothing"),
+    nothing("--no-position-embedding", "tmoe has rotary positions instead", "nothing"),
     nothing("--use-rotary-position-embeddings", ALWAYS, "nothing"),
     same("--rotary-base", "--model.rope.theta"),
     worked("--rotary-percent", "`--model.rope.dim`, of `--kv-channels`"),
@@ -110,7 +112,7 @@ ROWS: tuple[Row, ...] = (
     same("--moe-shared-expert-intermediate-size", "--model.moe.shared-dim"),
     switch("--moe-shared-expert-gate", "`--model.moe.shared-gate True`"),
     nothing(
-        "--moe-shared-expert-overlap", "the shared expert runs beside the exchange where it can", "nothing"
+        "--moe-shared-expert-overlap", "the shared expert runs during the exchange where it can", "nothing"
     ),
     worked("--moe-router-topk", "`--model.moe.top-k`; 2 where left out"),
     worked("--moe-router-score-function", f"`{names.SCORE}`"),
@@ -148,8 +150,8 @@ ROWS: tuple[Row, ...] = (
     worked("--moe-expert-capacity-factor", f"`{names.CAPACITY}` with `{names.ROUNDING} megatron`"),
     switch("--moe-pad-expert-input-to-capacity", f"`{names.PAD} True`"),
     worked("--moe-token-drop-policy", f"`{names.DROP}`"),
-    switch("--moe-token-dropping", "a note beside `--moe-expert-capacity-factor`; without it refused"),
-    nothing("--moe-pad-experts-for-cuda-graph-inference", "of inference alone", "nothing"),
+    switch("--moe-token-dropping", "a note with `--moe-expert-capacity-factor`; refused without it"),
+    nothing("--moe-pad-experts-for-cuda-graph-inference", "for inference only", "nothing"),
     refused(
         "--moe-expert-rank-capacity-factor",
         "tmoe's buffers hold whatever the routing sends; nothing overflows",
@@ -167,8 +169,8 @@ ROWS: tuple[Row, ...] = (
     nothing("--moe-single-grouped-bias", KERNELS, "nothing"),
     nothing("--moe-permute-fusion", KERNELS, "nothing"),
     nothing("--moe-router-fusion", KERNELS, "nothing"),
-    nothing("--moe-router-padding-for-quantization", "of fp8 experts, which tmoe does not have", "nothing"),
-    nothing("--moe-router-padding-for-fp8", "of fp8 experts, which tmoe does not have", "nothing"),
+    nothing("--moe-router-padding-for-quantization", "for fp8 experts, which tmoe does not have", "nothing"),
+    nothing("--moe-router-padding-for-fp8", "for fp8 experts, which tmoe does not have", "nothing"),
     nothing("--moe-token-dispatcher-type", "`--parallel.dispatch auto` chooses; results do not depend on it"),
     nothing("--moe-flex-dispatcher-backend", "`--parallel.dispatch auto` chooses"),
     nothing("--moe-enable-deepep", "`--parallel.dispatch auto` chooses", "nothing"),
@@ -193,8 +195,8 @@ ROWS: tuple[Row, ...] = (
         "one",
         "bf16",
     ),
-    nothing("--moe-mlp-glu-interleave-size", "how gate and up lie in memory", "one"),
-    nothing("--moe-shared-expert-glu-interleave-size", "how gate and up lie in memory", "one"),
+    nothing("--moe-mlp-glu-interleave-size", "the order of gate and up in memory", "one"),
+    nothing("--moe-shared-expert-glu-interleave-size", "the order of gate and up in memory", "one"),
     nothing("--moe-per-layer-logging", "metrics.jsonl has every layer's numbers", "nothing"),
     refused("--moe-routing-trace-path", "python -m tmoe.routing RUN draws what metrics.jsonl has"),
     refused(
@@ -273,14 +275,14 @@ ROWS: tuple[Row, ...] = (
     nothing("--no-check-for-nan-in-loss-and-grad", SKIPPED, "nothing"),
     nothing("--check-for-nan-in-loss-and-grad", SKIPPED, "nothing"),
     nothing("--te-rng-tracker", ITSELF, "nothing"),
-    nothing("--enable-experimental", "of Megatron's own code", "nothing"),
+    nothing("--enable-experimental", "for Megatron's own code", "nothing"),
     refused("--exit-duration-in-mins", "`timeout -s TERM SECONDS` in front: SIGTERM saves and exits"),
     refused("--exit-interval", "`--steps` ends a run, `--optim.decay-steps` keeps its schedule"),
     refused("--profile", "`--profile STEP ...` of train.py traces these steps", "nothing"),
-    nothing("--initial-loss-scale", "of fp16, which tmoe does not have"),
-    nothing("--min-loss-scale", "of fp16, which tmoe does not have"),
-    nothing("--loss-scale-window", "of fp16, which tmoe does not have"),
-    nothing("--hysteresis", "of fp16, which tmoe does not have"),
+    nothing("--initial-loss-scale", "for fp16, which tmoe does not have"),
+    nothing("--min-loss-scale", "for fp16, which tmoe does not have"),
+    nothing("--loss-scale-window", "for fp16, which tmoe does not have"),
+    nothing("--hysteresis", "for fp16, which tmoe does not have"),
     switch("--bf16", "`--train.dtype bf16`; without it fp32"),
     refused("--fp16", "no loss scaling; use --bf16", "nothing"),
     refused("--fp8-format", NO_FP8),
@@ -343,13 +345,13 @@ ROWS: tuple[Row, ...] = (
     worked("--data-parallel-sharding-strategy", "`--parallel.shard` 1, 2 or 3; no_shard is 1"),
     nothing("--overlap-param-gather", ALWAYS, "nothing"),
     nothing("--overlap-grad-reduce", ALWAYS, "nothing"),
-    nothing("--tp-comm-overlap", "`--parallel.tp-pieces 2` sends tokens beside products", "nothing"),
+    nothing("--tp-comm-overlap", "`--parallel.tp-pieces 2` sends tokens during products", "nothing"),
     nothing("--overlap-moe-expert-parallel-comm", ITSELF, "nothing"),
     nothing("--delay-wgrad-compute", "`--parallel.schedule v` does", "nothing"),
     nothing("--overlap-dispatch-backward-with-experts-wgrad", ITSELF, "nothing"),
     worked("--recompute-granularity", "`--parallel.checkpoint` block (full), or by `--recompute-modules`"),
     nothing("--recompute-method", ITSELF),
-    nothing("--recompute-num-layers", "tmoe computes all blocks again or none"),
+    nothing("--recompute-num-layers", "tmoe recomputes all blocks or none"),
     worked(
         "--recompute-modules",
         "`--parallel.checkpoint` moe where an MoE part is named, else attention",
@@ -417,7 +419,7 @@ ROWS: tuple[Row, ...] = (
     worked("--tensorboard-dir", "`--log.tensorboard True`, in the run's folder"),
     nothing("--tensorboard-log-interval", "as often as `--log.every`"),
     same("--wandb-project", "--log.wandb"),
-    nothing("--wandb-exp-name", "a run is called as its folder, `--out`"),
+    nothing("--wandb-exp-name", "a run has the name of its folder, `--out`"),
     nothing("--wandb-entity", "WANDB_ENTITY in the environment"),
-    nothing("--wandb-save-dir", "W&B's files lie in the run's folder"),
+    nothing("--wandb-save-dir", "W&B's files are in the run's folder"),
 )

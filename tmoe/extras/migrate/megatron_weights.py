@@ -1,14 +1,14 @@
-"""A step folder from a torch_dist checkpoint of Megatron-Core.
+"""Makes a step folder from a torch_dist checkpoint of Megatron-Core.
 
     python -m tmoe.migrate import megatron CKPT STEP -- THEIR FLAGS
     python train.py ... --init STEP
 
-The flags of the run say what the model is; the checkpoint's own copy of them is a pickle of Megatron's
-classes and is not read. Only weights are taken, in the type that the model computed in, as fp32. Every tensor
-of the model must be there with its shape, and none may be left over: nothing is filled with zeros.
+The flags of the run define the model. The checkpoint's own copy of them is a pickle of Megatron's classes and
+is not read. Only the weights are read, in the type in which the model computed, and stored as fp32. Every
+tensor of the model must exist with its shape, and no tensor may be left over: nothing is filled with zeros.
 
-Rows of linear_qkv lie by groups there, the queries of a group, its key, its value; here all queries, then
-all keys, then all values. linear_fc1 has gate above up in both.
+Megatron orders the rows of linear_qkv by groups: the queries of a group, its key, its value. tmoe has all
+queries, then all keys, then all values. In both, linear_fc1 has the gate rows above the up rows.
 
 next: tmoe/checkpoint/stock.py
 """
@@ -41,7 +41,7 @@ ROAD = (
     "torch_dist --ckpt-convert-save NEW"
 )
 LAYER = "decoder.layers."
-# Our tensors of a block and theirs, the first that is there.
+# tmoe's tensors of a block -> Megatron's names, of which the first that exists is used.
 BLOCK: dict[str, tuple[str, ...]] = {
     "attention_norm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "attention.qkv.weight": ("self_attention.linear_qkv.weight",),
@@ -65,11 +65,14 @@ ROOT = {
     "norm.weight": "decoder.final_layernorm.weight",
     "head.weight": "output_layer.weight",
 }
-THEIRS = "embedding.", "decoder.", "output_layer."  # what the model's tensors begin with
+THEIRS = "embedding.", "decoder.", "output_layer."  # beginnings of the names of the model's tensors
 
 
 def find_step(path: Path) -> Path:
-    """The newest iteration's folder, if this is a run's. CheckpointError, with the road, for others."""
+    """The folder of the newest iteration of a run, or of one iteration.
+
+    CheckpointError, with advice, if it is not in the format torch_dist.
+    """
     if (path / LATEST).is_file():
         told = (path / LATEST).read_text().strip()
         path = path / (f"iter_{int(told):07}" if told.isdigit() and len(told) < 19 else "release")
@@ -87,10 +90,13 @@ def find_step(path: Path) -> Path:
 
 
 def plan_import(path: Path, model: ModelConfig) -> Plan:
-    """Plan of the step folder. MismatchError lists every tensor that is missing, left over or misshapen."""
+    """The plan of the step folder.
+
+    MismatchError lists every tensor that is missing, left over or of another shape.
+    """
     if model.attention == "mla":
         raise CheckpointError(
-            f"{path}: of latent attention, whose layout is not known here; export it to Hugging Face with "
+            f"{path}: of latent attention, whose layout tmoe does not know; export it to Hugging Face with "
             "Megatron-Bridge, and import that: python -m tmoe.hf import"
         )
     stock = StockFolder(find_step(path))
@@ -110,7 +116,7 @@ def plan_import(path: Path, model: ModelConfig) -> Plan:
             problems.append(f"{key}: {there if row is None else there[1:]}, the flags give {shape}")
         places[name] = place
     left = [key for key in stock.tensors if key.startswith(THEIRS) and key not in used]
-    problems += [f"{key}: the model that the flags say has no such tensor" for key in sorted(left)]
+    problems += [f"{key}: the model of the flags has no such tensor" for key in sorted(left)]
     refuse(f"{stock.path} is not the model of the flags", problems)
 
     outputs = [
@@ -131,7 +137,7 @@ def plan_import(path: Path, model: ModelConfig) -> Plan:
 
 
 def candidates(name: str) -> list[str]:
-    """Their names for one of our tensors, that of stacked layers first."""
+    """Megatron's names for one of tmoe's tensors; the name of the tensor of all layers is first."""
     if name in ROOT:
         return [ROOT[name]]
     number, rest = block_of(name)
@@ -139,14 +145,14 @@ def candidates(name: str) -> list[str]:
 
 
 def block_of(name: str) -> tuple[int, str]:
-    """Number of the block and the name in it."""
+    """The number of the block in a tensor's name, and the name within the block."""
     found = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
     assert found, name
     return int(found[1]), found[2]
 
 
 def place_of(name: str, stock: StockFolder) -> tuple[str, int | None] | None:
-    """Their tensor and, where it is of all layers, the row in it; None where it is not there."""
+    """Megatron's tensor and, if it holds all layers, the index of the layer; None if it does not exist."""
     for key in candidates(name):
         if key in stock.tensors:
             stacked = name not in ROOT and not key[len(LAYER) :].partition(".")[0].isdigit()
@@ -166,7 +172,7 @@ def _produce(
 
 
 def ungrouped(qkv: Tensor, model: ModelConfig) -> Tensor:
-    """Rows of linear_qkv as all queries, all keys, all values."""
+    """The rows of linear_qkv in the order of all queries, all keys, all values."""
     groups, each = model.kv_heads, model.heads // model.kv_heads
     heads = qkv.view(groups, each + 2, model.head_dim, *qkv.shape[1:])
     parts: list[Tensor] = [heads[:, :each], heads[:, each], heads[:, each + 1]]

@@ -1,4 +1,4 @@
-"""Names of tmoe's settings in the tables of tmoe/extras/migrate, and what train.py says of a command.
+"""Names of tmoe's settings in the tables of tmoe/extras/migrate, and train.py's error for a command.
 
 next: tables.py
 """
@@ -21,7 +21,7 @@ from tmoe.config.run import Config
 SCORE = "--model.moe.score"
 SELECTION = "--model.moe.selection"
 SELECTIONS = dict(sinkhorn="sinkhorn", quantile_balancing="quantile")
-GROUP_SCORE_TOP = "top"  # of --model.moe.group-score: the sum of its best top-k / top-groups
+GROUP_SCORE_TOP = "top"  # a value of --model.moe.group-score: the sum of a group's best top-k / top-groups
 ROUTER_DTYPE = "--model.moe.router-dtype"
 QUANTILE_EMA = "--model.moe.quantile-ema"
 NOISE = "--model.moe.noise"
@@ -49,9 +49,9 @@ def kinds() -> dict[str, Any]:
 
 @functools.cache
 def refusal(words: tuple[str, ...]) -> str:
-    """Why this version's parser refuses a command of train.py; "" where it takes it."""
+    """The error with which this version's parser refuses a command of train.py; "" if it accepts it."""
     said: list[str] = []
-    write, sys.stderr = sys.stderr, _Into(said)  # parse prints there
+    write, sys.stderr = sys.stderr, _Into(said)  # parse prints to stderr
     try:
         parse([*words, "--dry-run"], "")
     except (SystemExit, ConfigError) as error:
@@ -62,7 +62,7 @@ def refusal(words: tuple[str, ...]) -> str:
 
 
 class _Into:
-    """A stream that keeps what is written to it."""
+    """A stream that collects the texts written to it."""
 
     def __init__(self, said: list[str]) -> None:
         self.said = said
@@ -76,9 +76,9 @@ class _Into:
 
 
 def lacking(words: Sequence[str]) -> str:
-    """The flags and values of a command that this version does not have, in the parser's words; "" for none.
+    """The flags and values of a command that this version lacks, in the parser's words; "" if there are none.
 
-    A combination that it refuses is not among these.
+    A combination of flags that the parser refuses is not included.
     """
     said = refusal(tuple(words))
     return said if re.search(": (no such flag|must be one of) ", said) else ""

@@ -1,8 +1,8 @@
-"""Tables of another framework's flags, each with what it becomes; a command read by one, and what came of it.
+"""Tables of another framework's flags and their counterparts, the reader of a command, and its outcome.
 
-A flag is one of four kinds: it has a counterpart of the same meaning (`same`), it becomes settings together
-with others (`worked`), nothing need be said because tmoe always does so or decides for itself (`nothing`), or
-tmoe cannot do it (`refused`). The last two say why. docs/migrate.md shows the tables.
+A flag is one of four kinds. It has a counterpart with the same meaning (`same`); it becomes settings together
+with other flags (`worked`); it needs no setting, because tmoe always does the same or decides automatically
+(`nothing`); or tmoe cannot do it (`refused`). The last two have a reason. docs/migrate.md shows the tables.
 
 next: megatron.py
 """
@@ -25,22 +25,22 @@ Kind = Literal["same", "worked", "nothing", "refused"]
 
 
 class Row(NamedTuple):
-    """A flag of theirs."""
+    """A flag of the other framework."""
 
     flag: str
     kind: Kind
     becomes: str
     """same: the flag of tmoe; worked: the result in words; nothing, refused: the reason"""
     takes: Literal["nothing", "one", "some"] = "one"
-    """values after it"""
+    """how many values follow the flag"""
     only: tuple[str, ...] = ()
-    """the values for which this holds; with others the flag is refused"""
+    """the values for which the row holds; with other values the flag is refused"""
     shown: str = ""
-    """how the page shows it, if not as its name"""
+    """the flag's text in docs/migrate.md, if not its name"""
 
     @property
     def page(self) -> str:
-        """The text of the page's second column."""
+        """The text of the second column in docs/migrate.md."""
         values = f" where it is {' or '.join(self.only)}, else refused" if self.only else ""
         return {
             "same": f"`{self.becomes}`",
@@ -72,25 +72,25 @@ def refused(flag: str, why: str, takes: Literal["nothing", "one", "some"] = "one
 
 @dataclass
 class Outcome:
-    """The command that is made, and what is said about it. All faults are collected."""
+    """The resulting command, its notes, and all faults of the original command."""
 
     flags: dict[str, list[str]] = field(default_factory=dict)
     """flags of train.py with their values"""
     notes: list[str] = field(default_factory=list)
-    """what the command does otherwise, or leaves out for a reason"""
+    """differences of the command, and parts that are left out, each with a reason"""
     refused: list[str] = field(default_factory=list)
     """a line for each flag without a counterpart"""
     wrong: list[str] = field(default_factory=list)
-    """a line for each flag with a value that cannot be, and for each that is missing"""
+    """a line for each flag with an invalid value, and for each missing flag"""
     given: dict[str, str] = field(default_factory=dict)
-    """each flag of theirs by its value, for messages on a value that tmoe refuses"""
+    """value -> the other framework's flag that had it, for messages about values that tmoe refuses"""
     world: int = 1
     per_node: int = 8
     """the most processes on a node"""
     read: set[str] = field(default_factory=set)
-    """variables in front of their command that the translation has read"""
+    """environment variables of the command that the translation has read"""
     preset: str = "tiny"
-    """"" where --init says what the model is"""
+    """preset of the model; "" if --init names the model"""
 
     def set(self, flag: str, *values: object) -> None:
         self.flags[flag] = [_word(value) for value in values]
@@ -99,7 +99,7 @@ class Outcome:
         self.refused.append(f"{flag}: {why}")
 
     def reject(self, flag: str, why: str) -> None:
-        """flag: with its value, as `--lr=x`; of one that is missing its name alone."""
+        """flag: the flag with its value, as `--lr=x`, or only the name of a missing flag."""
         self.wrong.append(f"{flag}: {why}")
 
     @property
@@ -109,7 +109,7 @@ class Outcome:
         return [*preset, *(word for flag, values in self.flags.items() for word in (flag, *values))]
 
     def command(self) -> str:
-        """The whole command, for a shell. A variable of a shell in a value stays one."""
+        """The whole command, quoted for a shell. Shell variables in values are kept."""
         local = min(self.world, self.per_node)
         several = ["--nnodes", str(self.world // local)] if self.world > local else []
         start = ["torchrun", *several, "--nproc-per-node", str(local)] if self.world > 1 else ["python"]
@@ -130,9 +130,9 @@ class Given:
     def __init__(
         self, rows: Sequence[Row], words: Sequence[str], outcome: Outcome, abbreviated: bool = False
     ) -> None:
-        """Reads a command. Flags that are refused, wrong, or not in the table are lines of the outcome.
+        """Reads a command. Flags that are refused, wrong, or not in the table are reported in the outcome.
 
-        abbreviated: whether the start of a flag that starts no other stands for it, as in argparse.
+        abbreviated: whether a flag may be shortened to an unambiguous beginning, as in argparse.
         """
         self.values: dict[str, list[str]] = {}
         self.outcome = outcome
@@ -145,7 +145,7 @@ class Given:
             if not flag.startswith("--"):
                 of_shell = re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", word)
                 why = "a shell's variable: write out the flags that it holds" if of_shell else ""
-                outcome.refuse(word, why or "no flag stands before this value")
+                outcome.refuse(word, why or "no flag precedes this value")
                 continue
             values = [value] if equals else []
             while words and not re.match(r"--\w", words[0]) and not equals:
@@ -192,7 +192,7 @@ class Given:
         return (self.list(flag) or [default])[0]
 
     def number(self, flag: str, default: float, least: float = -inf) -> float:
-        """A number of at least `least`; the default for any other value, which becomes a fault."""
+        """The flag's number, at least `least`; any other value is reported and the default returned."""
         if not self.has(flag):
             return default
         text = self.text(flag)
@@ -207,7 +207,7 @@ class Given:
         return default
 
     def whole(self, flag: str, default: int, least: int = 0) -> int:
-        """A whole number of at least `least`; the default for any other value, which becomes a fault."""
+        """The flag's whole number, at least `least`; any other value is reported and the default returned."""
         if not self.has(flag):
             return default
         value = self.number(flag, nan)
@@ -224,12 +224,12 @@ class Given:
 
 
 def _shown(flag: str, values: Sequence[str]) -> str:
-    """A flag as messages name it: `--flag=value`."""
+    """A flag in the form of messages: `--flag=value`."""
     return f"{flag}={' '.join(values)}" if values else flag
 
 
 def misfits(out: Outcome, kinds: dict[str, Any]) -> None:
-    """Says of every value that is not of its setting's type, what the type is.
+    """Adds a line to `out.wrong` for every value that does not have the type of its setting.
 
     kinds: the type of each flag of train.py.
     """
@@ -248,7 +248,7 @@ def misfits(out: Outcome, kinds: dict[str, Any]) -> None:
 
 
 def _readings(text: str) -> list[Any]:
-    """All values that a word of a command line may be."""
+    """All values that a word of a command line may mean."""
     found: list[Any] = [text, *{"true": [True], "false": [False]}.get(text.lower(), [])]
     for kind in (int, float):
         with suppress(ValueError):
@@ -257,7 +257,7 @@ def _readings(text: str) -> list[Any]:
 
 
 def spell(flag: str) -> str:
-    """One spelling of a flag: `--num_local_experts`, `--num-local-experts`, `num_local_experts`."""
+    """The one spelling that `--num_local_experts`, `--num-local-experts` and `num_local_experts` share."""
     return flag.lstrip("-").replace("_", "-")
 
 

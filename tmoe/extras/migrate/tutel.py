@@ -1,7 +1,7 @@
-"""Tutel's arguments (moe_layer and its helloworld) as tmoe's flags.
+"""Translates Tutel's arguments (of moe_layer and its helloworld) to tmoe's flags.
 
-Tutel is a layer and its examples train it on random numbers; the command trains one block with that layer on
-text, with AdamW.
+Tutel is a layer, and its examples train it on random numbers. The resulting command trains one block with
+that layer on text, with AdamW.
 
 next: fms.py
 """
@@ -28,7 +28,7 @@ ROWS: tuple[Row, ...] = (
     worked("num_experts_per_device", "as num_local_experts"),
     same("hidden_size_per_expert", "--model.moe.ffn-dim"),
     nothing("scan_expert_func", "experts are known by name; `tmoe.parallel.tag_experts` for other modules"),
-    refused("result_func", "a function cannot stand on a command line; apply it to what tmoe.MoE returns"),
+    refused("result_func", "a function cannot be given on a command line; apply it to what tmoe.MoE returns"),
     nothing("group", "`--parallel.ep` makes the groups"),
     worked("seeds", "the first is `--seed`", "some"),
     nothing(
@@ -50,7 +50,7 @@ ROWS: tuple[Row, ...] = (
         "no expert, adaptive:R is `--parallel.etp N --parallel.adaptive-r R`, model `--parallel.etp N`; auto "
         "is R 1 there; a call may choose again: `moe(x, adaptive_r=)`",
     ),
-    nothing("use_2dh", "across nodes rows travel in two hops by themselves", "one"),
+    nothing("use_2dh", "across nodes rows are always sent in two hops", "one"),
     nothing("pad_samples", "deprecated there"),
     # the gate
     worked("k", "`--model.moe.top-k`"),
@@ -68,10 +68,10 @@ ROWS: tuple[Row, ...] = (
     refused("reserve_dims", "tmoe's layer takes [B, S, D] or [T, D]"),
     nothing("inequivalent_tokens", "ranks may have different numbers of tokens"),
     worked("adaptive_r", "as parallel_type adaptive:R"),
-    nothing("megablocks_size", "of inference on one GPU; tmoe pads nothing"),
+    nothing("megablocks_size", "for inference on one GPU; tmoe does not pad"),
     # the experts
     worked("activation_fn", "relu or gelu of ffn: `--model.moe.activation`; silu of llama_ffn; else refused"),
-    refused("output_dim", "experts give the width that they take"),
+    refused("output_dim", "the output of experts is as wide as their input"),
     worked("has_fc1_bias", "with has_fc2_bias `--model.moe.bias`; of ffn, True where left out"),
     worked("has_fc2_bias", "with has_fc1_bias `--model.moe.bias`; of ffn, True where left out"),
     # helloworld's
@@ -101,17 +101,17 @@ ROWS: tuple[Row, ...] = (
         "--expert_type",
         "ffn, where left out: `--model.moe.activation relu --model.moe.bias`; llama_ffn: SwiGLU",
     ),
-    nothing("--local_rank", "the launcher says it"),
+    nothing("--local_rank", "the launcher sets it"),
     # of a process's groups and environment
     nothing("group_count", "`--parallel.ep` and `--parallel.dp` make the groups"),
     nothing("backend", "NCCL on GPUs, gloo on CPUs"),
 )
 TYPES = dict(float32="fp32", bfloat16="bf16")
-# of each type of experts: what its activation_fn may be, the first where it is left out, as tmoe's names
+# for each type of experts: its valid activation_fn (the first is the default) -> tmoe's name
 ACTIVATIONS = dict(ffn=dict(relu="relu", gelu="gelu"), llama_ffn=dict(silu="swiglu", swish="swiglu"))
 
 
-# Programs of Tutel that are not helloworld, and helloworlds that differ from it: what tmoe has instead.
+# Programs of Tutel that are not helloworld, or that differ from it -> the counterpart in tmoe.
 PROGRAMS = {
     "helloworld_deepspeed": "DeepSpeed's MoE layer, not Tutel's",
     "helloworld_megatron": "a dense feed-forward over all ranks; --num_local_experts=-WORLD shares an expert",
@@ -124,7 +124,7 @@ PROGRAMS = {
     "tutel.checkpoint": "python -m tmoe.migrate import tutel FILES OUT reads the files of all ranks",
 }
 TIMEOUT = "TUTEL_GLOBAL_TIMEOUT_SEC"
-YEAR = 365 * 86400  # the most of --train.collective-timeout
+YEAR = 365 * 86400  # largest value of --train.collective-timeout
 
 
 def translate(launch: Launch, world: int | None = None) -> Outcome:
@@ -182,7 +182,7 @@ def translate(launch: Launch, world: int | None = None) -> Outcome:
 
 
 def _program(program: str, out: Outcome) -> None:
-    """Refuses a program of Tutel that is not its helloworld, and says how another helloworld differs."""
+    """Refuses a program of Tutel that is not its helloworld, and notes how other helloworlds differ."""
     name = program.removesuffix(".py").replace("/", ".")
     for part, why in PROGRAMS.items():
         if part in name:
@@ -195,7 +195,7 @@ def _program(program: str, out: Outcome) -> None:
 
 
 def _wait(variables: Mapping[str, str], out: Outcome) -> None:
-    """TUTEL_GLOBAL_TIMEOUT_SEC, in front of the command or in the environment."""
+    """Translates TUTEL_GLOBAL_TIMEOUT_SEC, which the command or the environment sets."""
     text = variables.get(TIMEOUT, os.environ.get(TIMEOUT, ""))
     out.read.add(TIMEOUT)
     if not text:
@@ -217,7 +217,7 @@ def _shared(given: Given, out: Outcome) -> int:
     """num_local_experts as a whole number: N experts a rank, or -N ranks an expert."""
     flags = "--num_local_experts", "num_experts_per_device", "count_per_node"
     flag = next((flag for flag in flags if given.has(flag)), flags[0])
-    each = given.whole(flag, 2, -(2**16))  # Tutel takes a share as well, and makes one rank of 0.5
+    each = given.whole(flag, 2, -(2**16))  # Tutel also accepts fractions, which are refused
     if each == 0:
         out.reject(f"{flag}={given.text(flag)}", "must not be 0")
     return each or 2
@@ -234,8 +234,8 @@ def _lay_out(given: Given, out: Outcome, each: int) -> None:
     if degree > 1:
         out.set("--parallel.etp", shared)
     if degree == 0 and not _is_true(given, "is_postscore", True):
-        why = "tmoe gathers experts only where weights stand on the activation; results are the same"
-        out.notes.append(f"adaptive:0 with is_postscore=False: tokens travel: {why}")
+        why = "tmoe gathers experts only if weights multiply the activation; results are the same"
+        out.notes.append(f"adaptive:0 with is_postscore=False: tokens are sent: {why}")
     elif degree not in (1, shared):
         out.set("--parallel.adaptive-r", degree)
 
@@ -290,8 +290,8 @@ def _router(given: Given, out: Outcome) -> None:
 
 def _capacity(given: Given, out: Outcome) -> None:
     factor = given.number("capacity_factor", 1.0)
-    if factor:  # 0 is what tmoe does by default: nothing is dropped
-        out.set(names.CAPACITY, abs(factor))  # below 0 Tutel drops as many and pads less, as tmoe does
+    if factor:  # 0 is tmoe's default: nothing is dropped
+        out.set(names.CAPACITY, abs(factor))  # below 0, Tutel drops the same and pads less, as tmoe does
         out.set(names.ROUNDING, "tutel")
         first = _is_true(given, "batch_prioritized_routing", False)
         out.set(names.DROP, names.DROPS["prioritized" if first else "first_choices"])

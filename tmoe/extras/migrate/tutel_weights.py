@@ -1,13 +1,13 @@
-"""Tutel's checkpoint files, one a rank, as one safetensors file with the names of tmoe.MoE.
+"""Converts Tutel's checkpoint files, one for each rank, to one safetensors file with the names of tmoe.MoE.
 
     python -m tmoe.migrate import tutel 'states/{rank}-of-{size}.ckpt' OUT.safetensors -- --size 8
 
-Tutel is a layer in a model of somebody's own, so there is no step of tmoe to make of its files. In OUT a MoE
-layer's router and experts have tmoe.MoE's names behind the layer's own (`LAYER.router.weight`,
-`LAYER.experts.gate_up`, `LAYER.experts.down`), for `load_state_dict` of the model in which tmoe.MoE stands
-where moe_layer stood; every other tensor keeps its name. Known are the gate `top` and the experts
-`llama_ffn` and `ffn`, for which tmoe.MoE takes `activation="relu"` (or what activation_fn was) and, unless
-both biases were left out, `bias=True`. Missing, unknown or mismatched tensors are errors: Tutel's own loading
+Tutel is a layer in a user's own model, so its files cannot become a step of tmoe. In OUT, a MoE layer's
+router and experts have the layer's name followed by tmoe.MoE's names (`LAYER.router.weight`,
+`LAYER.experts.gate_up`, `LAYER.experts.down`), for `load_state_dict` of the user's model after tmoe.MoE has
+replaced moe_layer. Every other tensor keeps its name. The gate `top` and the experts `llama_ffn` and `ffn`
+are supported. For `ffn`, tmoe.MoE needs `activation="relu"` (or the value of activation_fn) and, unless both
+biases were left out, `bias=True`. Missing, unknown or mismatched tensors are errors: Tutel's own loading
 would fill zeros.
 
 next: tmoe/hf/files.py
@@ -30,17 +30,18 @@ LLAMA = (
     "W_fc1",
     "W_fc2",
     "W_fc3",
-)  # [E, D, F] twice and [E, F, D]; a rank has its experts, or a flat part of one
-FFN = ("batched_fc1_w", "batched_fc2_w")  # [E, F, D] twice: sharers of an expert divide F
-BIASES = ("batched_fc1_bias", "batched_fc2_bias")  # [E, F], and [E, D] that sharers divide, rounded up
+)  # [E, D, F] twice and [E, F, D]; a rank holds its experts, or a flat part of one expert
+FFN = ("batched_fc1_w", "batched_fc2_w")  # [E, F, D] twice; ranks that share an expert divide F
+BIASES = ("batched_fc1_bias", "batched_fc2_bias")  # [E, F] and [E, D]; sharing ranks divide D, rounded up
 
 
 def gather(pattern: str, size: int, namespace: str = "") -> dict[str, Tensor]:
-    """All tensors of a checkpoint, of one model that holds every expert.
+    """All tensors of a checkpoint, as those of one model that holds every expert.
 
-    pattern: path of a rank's file, with {rank} and {size} in it. namespace: keys on the way to the state
-    dict, as a/b. CheckpointError names the file that is missing or damaged, MismatchError every tensor that
-    does not fit.
+    pattern: path of a rank's file, with {rank} and {size} in it.
+    size: number of ranks.
+    namespace: keys that lead to the state dict within the file, as a/b.
+    CheckpointError names the file that is missing or damaged, MismatchError every tensor that does not fit.
     """
     states = [_read(pattern, rank, size, namespace) for rank in range(size)]
     counts = {name: int(value) for name, value in states[0].items() if name.endswith(COUNT)}
@@ -49,7 +50,7 @@ def gather(pattern: str, size: int, namespace: str = "") -> dict[str, Tensor]:
         raise CheckpointError(
             f"{_file(pattern, 0, size)}: no MoE layer of Tutel ({COUNT[1:]} is nowhere): if the file is of "
             "an old version, load and save it once with the present one; if the state dict lies deeper, name "
-            "the way there with --namespace"
+            "its keys with --namespace"
         )
     problems = [
         f"{name}: in the file of rank {rank}, not in all"
@@ -71,7 +72,7 @@ def gather(pattern: str, size: int, namespace: str = "") -> dict[str, Tensor]:
 
 
 def _layer(layer: str, experts: int, states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Router and experts of one layer by tmoe.MoE's names."""
+    """Router and experts of one layer, by tmoe.MoE's names."""
     own = {name.removeprefix(f"{layer}.") for name in states[0] if name.startswith(f"{layer}.")}
     router = "gates.0.wg.weight"
     kind = "ffn" if any("batched_fc" in name for name in own) else "llama_ffn"
@@ -85,7 +86,7 @@ def _layer(layer: str, experts: int, states: list[dict[str, Tensor]]) -> dict[st
     problems += [
         f"{layer}.{name}: not known in a layer of gate top and experts {kind}" for name in sorted(own - known)
     ]
-    refuse(f"{layer} is no layer that is known", problems)
+    refuse(f"{layer} is not a known kind of layer", problems)
     gate = states[0][f"{layer}.{router}"]
     ranks = len(states)
     if gate.dim() != 2 or gate.shape[0] != experts or (experts % ranks and ranks % experts):
@@ -121,10 +122,13 @@ def _llama_ffn(
 def _ffn(
     layer: str, experts: int, dim: int, states: list[dict[str, Tensor]], biased: bool
 ) -> dict[str, Tensor]:
-    """Experts of two matrices. Ranks in order hold experts in order, sharers of one its width in order."""
+    """A layer's experts of kind ffn, with two matrices each.
+
+    Ranks hold the experts in order; ranks that share an expert hold its width in order.
+    """
 
     def whole(name: str) -> Tensor:
-        """[E, everything else of an expert in rows]"""
+        """The tensor of all ranks as [E, all elements of an expert]."""
         flat = torch.cat([state[f"{layer}.experts.{name}"].reshape(-1) for state in states])
         if flat.numel() % experts:
             told = f"{layer}.experts.{name}: {flat.numel()} elements in all ranks"
@@ -135,14 +139,14 @@ def _ffn(
     width = up.shape[1] // dim
     sizes = {name: whole(name).shape[1] for name in BIASES} if biased else {}
     sharers = max(1, len(states) // experts)
-    padded = -(-dim // sharers) * sharers  # sharers have equally many of the second bias
+    padded = -(-dim // sharers) * sharers  # sharing ranks hold equal parts of the second bias
     valid = width and up.shape[1] == down.shape[1] == dim * width
     if not valid or tuple(sizes.values()) not in ((), (width, padded)):
         sizes = {FFN[0]: up.shape[1], FFN[1]: down.shape[1]} | sizes
         told = ", ".join(f"{layer}.experts.{name}: {size}" for name, size in sizes.items())
         raise CheckpointError(
             f"{told} elements of an expert in all ranks; must be {dim} x one width twice, and biases of that "
-            f"width and of {padded}; experts with an output_dim of their own are not read"
+            f"width and of {padded}; experts with another output_dim are not read"
         )
     found = {
         "experts.gate_up": up.view(experts, width, dim),
@@ -164,7 +168,7 @@ def _read(pattern: str, rank: int, size: int, namespace: str) -> dict[str, Tenso
         raise CheckpointError(f"{path}: missing; {pattern} must name the files of all {size} ranks")
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # many kinds, of zip, pickle and torch
+    except Exception as error:  # zip, pickle and torch raise many kinds
         raise CheckpointError(f"{path}: no file of tensors: {str(error).splitlines()[0][:200]}") from None
     for key in filter(None, namespace.split("/")):
         if not isinstance(state, dict) or key not in state:
@@ -177,7 +181,7 @@ def _read(pattern: str, rank: int, size: int, namespace: str) -> dict[str, Tenso
 
 
 def write(pattern: str, size: int, out: Path, namespace: str = "") -> int:
-    """Write the safetensors file; returns the number of tensors."""
+    """Writes the safetensors file and returns the number of its tensors. Arguments as for `gather`."""
     if out.exists():
         raise CheckpointError(f"{out}: exists already; name a new file")
     if "{rank}" not in pattern and size > 1:

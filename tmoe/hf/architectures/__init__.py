@@ -32,7 +32,7 @@ from tmoe.hf.architectures import (
     solar,
 )
 
-# An export of a model without an original takes the first entry that computes it.
+# An export of a model without an original uses the first entry that computes the model.
 ARCHITECTURES = (
     llama.LLAMA,
     qwen.QWEN3,

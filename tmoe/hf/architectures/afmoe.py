@@ -1,4 +1,4 @@
-"""AFMoE's entry (Trinity): sandwich norms, a gate on attention's result, positions in windowed blocks alone.
+"""AFMoE's entry (Trinity): sandwich norms, a gate on attention's output, positions only in windowed blocks.
 
 next: hf/architectures/common.py
 """
@@ -14,7 +14,7 @@ from tmoe.hf.rules import HF, Architecture, Field, Key, Part, Rule, Windows
 
 ATTN, MLP = f"{c.LAYER}.self_attn", f"{c.LAYER}.mlp"
 GATE = Part(f"{ATTN}.gate_proj.weight", lambda cfg: cfg.heads * cfg.head_dim)
-RULES = (  # those that differ go before the usual ones
+RULES = (  # rules that differ precede the usual rules, since the first rule of a tensor is used
     c.one(f"{c.BLOCK}.attention_post_norm.weight", f"{c.LAYER}.post_attention_layernorm.weight"),
     c.one(f"{c.BLOCK}.ffn_norm.weight", f"{c.LAYER}.pre_mlp_layernorm.weight"),
     c.one(f"{c.BLOCK}.ffn_post_norm.weight", f"{c.LAYER}.post_mlp_layernorm.weight"),
@@ -56,7 +56,7 @@ AFMOE = Architecture(
         Field("embedding_multiplier", (), embedding_multiplier),
     ),
     ours={"qk_norm": "head", "norms": "sandwich", "attention_gate": True, "moe.renormalize": True} | SIGMOID,
-    # what the published code can do and transformers' does not ask for
+    # features of the published code that transformers' does not use
     theirs=c.PLAIN
     | dict(attention_bias=False, score_func=("sigmoid", None), route_norm=(True, None))
     | dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), (1, None)),

@@ -1,4 +1,4 @@
-"""A.X-K1's entry: a DeepSeek-V3 with a norm on what an MoE gives, and a list of which blocks are MoE.
+"""A.X-K1's entry: a DeepSeek-V3 with a norm on the output of an MoE, and a list of which blocks are MoE.
 
 next: hf/architectures/deepseek.py
 """
@@ -17,7 +17,7 @@ STEP = Key("moe_layer_freq", least=1, null=False)
 
 
 def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
-    """Without mlp_layer_types the two older keys say it; beside it they must say the same."""
+    """MoE blocks by mlp_layer_types, else by two older keys; if both are present, they must agree."""
     layers = found.get("layers") or 0
     first, step = said.get(FIRST_DENSE.name, 1), said.get(STEP.name, 1)
     sparse = [i for i in range(layers) if i >= first and i % step == 0]
@@ -31,7 +31,9 @@ def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
         and not problems
         and sparse != [i for i, k in enumerate(said[c.MLP_TYPES.name]) if k == "sparse"]
     ):
-        problems.append(f"{older}: other blocks are dense than by {c.MLP_TYPES.name}; must be the same")
+        problems.append(
+            f"{older}: the dense blocks differ from those of {c.MLP_TYPES.name}; must be the same"
+        )
     return problems
 
 

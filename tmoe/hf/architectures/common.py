@@ -1,4 +1,4 @@
-"""What several families share: rules of tensors, fields of config.json, which blocks are MoE.
+"""Definitions that several families share: rules of tensors, fields of config.json, which blocks are MoE.
 
 next: hf/architectures/olmoe.py
 """
@@ -15,43 +15,47 @@ from tmoe.hf.rules import HF, NO_NULL, Field, Key, Layers, Part, Rule, kinds_of_
 # ---- tensors ----
 
 
-LAYER = "model.layers.{layer}"  # theirs
-BLOCK = "blocks.{layer}"  # ours
+LAYER = "model.layers.{layer}"  # a block in their names
+BLOCK = "blocks.{layer}"  # a block in our names
 HELD = f"{LAYER}.mlp.experts"  # the module in which transformers 5 holds most families' experts
 
 
 def one(ours: str, theirs: str) -> Rule:
-    """One of our tensors that is one of theirs."""
+    """The rule of one of our tensors that equals one of theirs."""
     return Rule(ours, (Part(theirs),))
 
 
 def swiglu(
     ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Rule, Rule]:
-    """Gate rows above up rows, and down. `theirs` is the module with the three projections, or {expert}'s."""
+    """The rules of gate_up (gate rows above up rows) and of down.
+
+    ours, theirs: the modules in our and their names; `theirs` has the three projections, and may
+        contain {expert}.
+    """
     weight = "" if ours.endswith("experts") else ".weight"  # parameters of Experts, Linear layers elsewhere
     both = (Part(f"{theirs}.{gate}.weight"), Part(f"{theirs}.{up}.weight"))
     return Rule(f"{ours}.gate_up{weight}", both), one(f"{ours}.down{weight}", f"{theirs}.{down}.weight")
 
 
 def also(rule: Rule, held: str) -> Rule:
-    """The rule of a tensor that transformers 5 holds whole, as tmoe does, under the name `held`."""
+    """The rule for a tensor that transformers 5, like tmoe, holds as one tensor, under the name `held`."""
     return rule._replace(held=(Part(held),))
 
 
 def experts(
     theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Rule, Rule]:
-    """The experts' rules: one by one in the module `theirs`, as published, or stacked.
+    """The rules of experts that are published one by one in the module `theirs`, or stacked.
 
-    Stacked they are gate_up_proj [E, 2F, D] and down_proj [E, D, F].
+    The stacked tensors are gate_up_proj [E, 2F, D] and down_proj [E, D, F].
     """
     gate_up, downs = swiglu(f"{BLOCK}.moe.experts", f"{theirs}.{{expert}}", gate, up, down)
     return also(gate_up, f"{HELD}.gate_up_proj"), also(downs, f"{HELD}.down_proj")
 
 
 def qkv(kind: str) -> Rule:
-    """Their three projections, which are one product in tmoe. kind: weight or bias."""
+    """The rule of qkv: their three projections are one matrix in tmoe. kind: weight or bias."""
     rows = dict(
         q=lambda cfg: cfg.heads * cfg.head_dim,
         k=lambda cfg: cfg.kv_heads * cfg.head_dim,
@@ -81,11 +85,11 @@ MOE = (
 # ---- settings ----
 
 
-# A function of the other keys gets those that are not null. Its KeyError names the key that is missing.
+# A function of the other keys gets the keys that are not null. Its KeyError names a missing key.
 
 
 def width_of_head(hf: HF) -> int:
-    # Zero heads are refused together with the other settings.
+    # Zero heads are refused later, together with the other settings.
     return hf["hidden_size"] // (hf["num_attention_heads"] or 1)
 
 
@@ -93,7 +97,7 @@ def all_heads(hf: HF) -> int:
     return hf["num_attention_heads"]
 
 
-# A gate's activation as transformers says it, and tmoe's name for gate and up.
+# transformers' name of a gate's activation -> tmoe's name of the activation with a gate.
 HIDDEN_ACTS = {e.hidden_act: name for name, e in ACTIVATIONS.items() if e.gated and not e.constants}
 HIDDEN_ACTS |= {"swish": "swiglu", "gelu_new": "geglu", "gelu_fast": "geglu"}
 
@@ -108,13 +112,13 @@ SIZES = (
     Field("init_std", ("initializer_range",), 0.02),
     Field("moe.activation", ("hidden_act",), "silu", words=HIDDEN_ACTS),
 )
-NORM_EPS = Field("norm_eps", ("rms_norm_eps",), 1e-5)  # goes behind SIZES, whose default it replaces
+NORM_EPS = Field("norm_eps", ("rms_norm_eps",), 1e-5)  # replaces the default in SIZES, so it must follow it
 HEAD_DIM = Field("head_dim", ("head_dim",), width_of_head, width_of_head)
 SAID_HEAD_DIM = HEAD_DIM._replace(null=NO_NULL)
 FFN = Field("ffn_dim", ("intermediate_size",))
 EXPERT_FFN = Field("moe.ffn_dim", ("intermediate_size",))
 MOE_FFN = Field("moe.ffn_dim", ("moe_intermediate_size",))
-# Two names of one setting, where the class says so.
+# Two names of one setting, for architectures whose class has both.
 EXPERTS = Field("moe.experts", ("num_experts", "num_local_experts"))
 LOCAL_EXPERTS = EXPERTS._replace(keys=("num_local_experts", "num_experts"))
 TOP_K = Field("moe.top_k", ("num_experts_per_tok",))
@@ -125,11 +129,11 @@ BIASES = tuple(Field(f"{part}_bias", ("attention_bias",), False) for part in ("q
 
 
 def key_heads(default: int, null: Any = NO_NULL) -> Field:
-    """The field goes behind SIZES, whose default it replaces."""
+    """The field kv_heads with another default than in SIZES; it must follow SIZES."""
     return Field("kv_heads", ("num_key_value_heads",), default, null)
 
 
-# Keys that most classes have, with the only value that tmoe computes.
+# Keys that most classes have, with the only value that tmoe supports.
 PLAIN: HF = dict(quantization_config=None, per_layer_config=None)
 
 
@@ -150,11 +154,11 @@ ALL_DENSE = Layers(_none)
 ALL_MOE = Layers(_all)
 
 
-BY_A_FIELD = Layers(lambda said, found: [])  # LEADING_DENSE says it
+BY_A_FIELD = Layers(lambda said, found: [])  # LEADING_DENSE states it
 
 
 def put_sparse(found: dict[str, Any], sparse: list[int]) -> None:
-    """Put dense_layers, moe_every and dense_blocks into the settings, such that these blocks are MoE."""
+    """Put dense_layers, moe_every and dense_blocks into `found`, such that the blocks `sparse` are MoE."""
     layers = found.get("layers") or 0
     first = sparse[0] if sparse else layers
     every = sparse[1] - first if len(sparse) > 1 else max(layers - first, 1)
@@ -169,10 +173,10 @@ MLP_TYPES = Key("mlp_layer_types", tuple[str, ...])
 
 
 def typed_layers(dense: int) -> Layers:
-    """Which blocks are MoE where config.json says it by mlp_layer_types, "dense" or "sparse" for each block.
+    """The MoE blocks of a config.json with mlp_layer_types, "dense" or "sparse" for each block.
 
-    dense: how many blocks are dense at the beginning, and no others, where the key is missing or null. The
-    entry's keys must name MLP_TYPES.
+    dense: number of leading dense blocks, the only dense ones, if the key is missing or null.
+    The entry's keys must include MLP_TYPES.
     """
 
     def read(said: HF, found: dict[str, Any]) -> list[str]:
@@ -187,7 +191,10 @@ def typed_layers(dense: int) -> Layers:
 
 
 def leading_dense(dense: int) -> Callable[[HF], int]:
-    """What first_k_dense_replace repeats, if it is beside mlp_layer_types: dense blocks at the beginning."""
+    """A function that counts the leading dense blocks in mlp_layer_types, as first_k_dense_replace must.
+
+    dense: the number if mlp_layer_types is missing.
+    """
 
     def count(hf: HF) -> int:
         kinds = hf.get(MLP_TYPES.name)

@@ -1,6 +1,6 @@
-"""DeepSeek's entries, V2 and V3, with latent attention, groups of experts and shared ones; and Kimi's, V3s.
+"""DeepSeek's entries V2 and V3, with latent attention, groups of experts and shared experts; Kimi's entries.
 
-Their config.json says by first_k_dense_replace and moe_layer_freq which blocks are MoE.
+Kimi's models are DeepSeek-V3s. The keys first_k_dense_replace and moe_layer_freq state which blocks are MoE.
 
 next: hf/architectures/common.py
 """
@@ -18,11 +18,11 @@ CHOICE_BIAS = "e_score_correction_bias"
 
 
 def query_rows(cfg: ModelConfig) -> int:
-    """Rows of q_proj: none where queries have a latent."""
+    """Number of rows of q_proj, 0 if queries have a latent."""
     return 0 if cfg.mla.q_rank else cfg.heads * (cfg.mla.nope_dim + cfg.mla.rope_dim)
 
 
-QKV_A = (  # q_a_proj where queries have a latent, else q_proj
+QKV_A = (  # q_a_proj if queries have a latent, else q_proj
     Part(f"{c.LAYER}.self_attn.q_proj.weight", query_rows),
     Part(f"{c.LAYER}.self_attn.q_a_proj.weight", lambda cfg: cfg.mla.q_rank),
     Part(f"{c.LAYER}.self_attn.kv_a_proj_with_mqa.weight", lambda cfg: cfg.mla.kv_rank + cfg.mla.rope_dim),
@@ -38,7 +38,7 @@ LATENT = (
         for n in ("q", "kv")
     ),
 )
-SHARED = (  # what V3's MoE has beside experts and router; other families have it too
+SHARED = (  # the parts of V3's MoE besides experts and router; other families have them too
     *c.swiglu(f"{c.BLOCK}.moe.shared", f"{c.LAYER}.mlp.shared_experts"),
     c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{c.LAYER}.mlp.gate.{CHOICE_BIAS}"),
 )
@@ -72,7 +72,10 @@ KEYS = (
 
 
 def one_group(scaling: float, renormalize: bool) -> tuple[Field, ...]:
-    """Fields of an MoE like V3's in other families: all experts are one group if config.json says nothing."""
+    """Fields of an MoE like V3's in other families. All experts are one group if config.json has no groups.
+
+    scaling, renormalize: the defaults of the family's class.
+    """
     return (
         c.MOE_FFN,
         c.TOP_K,
@@ -86,7 +89,7 @@ def one_group(scaling: float, renormalize: bool) -> tuple[Field, ...]:
 
 
 def shared_width(default: int, number: str = SHARED_EXPERTS.name) -> Field:
-    """Summed width of the shared experts. The config gives their `number`."""
+    """The field of the shared experts' summed width. number: the key of their number, with its default."""
     return Field("moe.shared_dim", (), lambda hf: hf["moe_intermediate_size"] * hf.get(number, default))
 
 
@@ -95,17 +98,17 @@ def write_shared(cfg: ModelConfig, number: str = SHARED_EXPERTS.name) -> HF:
 
 
 def rope_width(hf: HF) -> int:
-    """What head_dim repeats where it is there: RoPE is as wide as it says."""
+    """The width of RoPE, which head_dim repeats if config.json has it."""
     return hf["qk_rope_head_dim"]
 
 
 def v2_groups(hf: HF) -> bool:
-    # transformers' class takes greedy where the key is missing.
+    # The default of transformers' class is greedy.
     return hf.get("topk_method") == "group_limited_greedy"
 
 
 def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
-    """From the first MoE block on, those whose number the step divides are MoE."""
+    """After the dense blocks, the blocks whose number moe_layer_freq divides are MoE."""
     step = found["moe_every"] = said.get("moe_layer_freq", 1)
     found["dense_layers"] = -(-found.get("dense_layers", 0) // step) * step  # rounded up to the step
     return []
@@ -115,15 +118,15 @@ LAYERS = Layers(read_layers)
 
 
 def write_latent_keys(cfg: ModelConfig) -> HF:
-    """Keys that the config.json of a model with latent attention needs beside those of its fields.
+    """Keys that the config.json of a model with latent attention needs besides those of its fields.
 
-    Where num_key_value_heads is less than all heads, transformers repeats keys and values.
+    num_key_value_heads is the number of all heads: for fewer, transformers would repeat keys and values.
     """
     return dict(q_lora_rank=cfg.mla.q_rank or None, num_key_value_heads=cfg.heads) | write_shared(cfg)
 
 
 def write_keys(cfg: ModelConfig) -> HF:
-    # transformers knows no moe_layer_freq but 1
+    # transformers supports only moe_layer_freq 1
     return write_latent_keys(cfg) | dict(moe_layer_freq=1)
 
 
@@ -146,7 +149,7 @@ DEEPSEEK_V2 = Architecture(
         Field("moe.top_groups", (), lambda hf: hf["topk_group"] if v2_groups(hf) else 1),
     ),
     ours={"attention": "mla", "moe.renormalize": False},
-    # On norm_topk_prob, DeepSeek's own code and transformers disagree.
+    # DeepSeek's own code and transformers disagree on norm_topk_prob.
     theirs=c.PLAIN
     | dict(
         attention_bias=False,
@@ -186,10 +189,10 @@ DEEPSEEK_V3 = Architecture(
     fp32=(CHOICE_BIAS,),
 )
 
-# Kimi K2 is a DeepSeek-V3 by another name. transformers has no class of this name.
+# Kimi K2 is a DeepSeek-V3 with another name. transformers has no class with this name.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
 
-# The text part of Kimi K2.5, which sees; its other tensors are carried as they are.
+# The text part of Kimi K2.5, a model of images and text; its other tensors are kept unchanged for an export.
 KIMI_K25 = replace(
     KIMI_K2,
     model_type="kimi_k25",

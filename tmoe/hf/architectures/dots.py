@@ -1,4 +1,4 @@
-"""dots.llm1's entry: the attention of Qwen3, the MoE of DeepSeek-V3, windows from a block on.
+"""dots.llm1's entry: the attention of Qwen3, the MoE of DeepSeek-V3, and windows in the later blocks.
 
 next: hf/architectures/deepseek.py, hf/architectures/qwen.py
 """

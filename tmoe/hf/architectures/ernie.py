@@ -1,6 +1,6 @@
-"""ERNIE-4.5's entry: rotary pairs are neighbours, and a softmax whose choice a bias moves.
+"""ERNIE-4.5's entry: RoPE on pairs of adjacent channels, and softmax scores with a choice bias.
 
-Its config.json says by a first and a last block and the step between them which blocks are MoE.
+Its config.json states the MoE blocks by the first block, the last block and the step between them.
 
 next: hf/architectures/common.py
 """
@@ -28,7 +28,7 @@ SHARED_EXPERTS = Key("moe_num_shared_experts", least=0, null=False)
 
 
 def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
-    """From the first MoE block to the last (-1: the model's), those whose number from 1 the step divides."""
+    """MoE blocks: those from first to last (-1: the model's last) whose number, from 1, the step divides."""
     layers = found.get("layers") or 0
     last = said.get(LAST.name, -1)
     last = layers - 1 if last == -1 else last

@@ -1,4 +1,4 @@
-"""EXAONE's entry: K-EXAONE, whose blocks without a window have no positions; an MoE as DeepSeek-V3's.
+"""EXAONE's entry: K-EXAONE, whose blocks without a window have no positions; the MoE of DeepSeek-V3.
 
 next: hf/architectures/deepseek.py
 """
@@ -18,7 +18,10 @@ PATTERN = Key("sliding_window_pattern", int | str)
 
 
 def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
-    """mlp_layer_types goes before first_k_dense_replace. A pattern in letters is read by nobody."""
+    """MoE blocks by mlp_layer_types, else by first_k_dense_replace. Checks the key of windows as well.
+
+    A sliding_window_pattern in letters is not read, so config.json must then have layer_types.
+    """
     problems = c.typed_layers(said.get(FIRST_DENSE.name, 1)).read(said, found)
     every = said.get(PATTERN.name, 4)
     if "layer_types" not in said and not (isinstance(every, int) and every > 0):

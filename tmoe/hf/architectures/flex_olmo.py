@@ -1,4 +1,4 @@
-"""FlexOlmo's entry: OLMoE with norms behind attention and feed-forward, and none before them.
+"""FlexOlmo's entry: OLMoE with norms after attention and feed-forward, and none before them.
 
 next: hf/architectures/common.py
 """

@@ -1,4 +1,4 @@
-"""Flint's entry: Qwen3-MoE with sinks, positions in windows alone, sigmoid scores, no gate on shared experts.
+"""Flint's entry: Qwen3-MoE with sinks, positions only in windows, sigmoid scores, ungated shared experts.
 
 next: hf/architectures/qwen.py
 """
@@ -16,7 +16,7 @@ ATTN = f"{c.LAYER}.self_attn"
 
 
 def read_first_dense(said: HF, found: dict[str, Any]) -> list[str]:
-    """As Qwen says it, but the first two blocks are dense where mlp_only_layers is missing or null."""
+    """MoE blocks as in Qwen's entry, but the first two are dense if mlp_only_layers is missing or null."""
     first = [i for i in range(found.get("layers") or 0) if i < 2]
     return read_layers({ONLY_DENSE.name: first} | said, found)
 

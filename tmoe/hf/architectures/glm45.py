@@ -1,4 +1,4 @@
-"""GLM's entries for GLM-4.5 to 4.7 and 4.5V: half of a head's channels turn, and an MoE as DeepSeek-V3's.
+"""GLM's entries for GLM-4.5 to 4.7 and 4.5V: RoPE on half of a head's channels, and the MoE of DeepSeek-V3.
 
 next: hf/architectures/common.py
 """
@@ -33,7 +33,7 @@ GLM4_MOE = Architecture(
         c.NORM_EPS,
         c.key_heads(8),
         c.SAID_HEAD_DIM,
-        c.BIASES[0],  # the output projection has none
+        c.BIASES[0],  # the output projection has no bias
         Field("qk_norm", (), lambda hf: "head" if hf.get(USE_QK_NORM.name, False) else "none"),
         c.FFN,
         c.MOE_FFN,
@@ -49,7 +49,7 @@ GLM4_MOE = Architecture(
     ),
     ours={"moe.score": "sigmoid", "moe.choice_bias": True, "moe.group_score": "top2"},
     theirs=c.PLAIN | dict(scoring_func=("sigmoid", None), topk_method=("noaux_tc", None)),
-    layers=Layers(lambda said, found: []),  # dense_layers says it
+    layers=Layers(lambda said, found: []),  # the field of dense_layers states it
     keys=(USE_QK_NORM, SHARED_EXPERTS, Key("num_mtp_layers", null=False)),
     write=write_keys,
     partial=lambda hf: 0.5,

@@ -1,4 +1,4 @@
-"""gpt-oss's entry: weights for x W, gate and up rows in turns, biases, sinks, windows in every second block.
+"""gpt-oss's entry: weights for x W, alternating gate and up rows, biases, sinks, windows in every 2nd block.
 
 next: hf/architectures/common.py
 """
@@ -13,11 +13,11 @@ ACTIVATION = "clamped"
 
 
 def woven(theirs: str, transposed: bool = False) -> tuple[Part, Part]:
-    """Parts of a tensor whose rows take turns: gate, up, gate, up. The even rows are the gate's."""
+    """The two parts of a tensor with alternating rows: gate, up, gate, up. The even rows are gate rows."""
     return Part(theirs, None, transposed, 2, 0), Part(theirs, None, transposed, 2, 1)
 
 
-MLP = (  # weights for x W, where tmoe and the others have W x
+MLP = (  # weights for x W; tmoe and the other architectures have W x
     c.one(f"{c.BLOCK}.attention.sinks", f"{c.LAYER}.self_attn.sinks"),
     *(c.one(f"{c.BLOCK}.moe.router.{kind}", f"{c.LAYER}.mlp.router.{kind}") for kind in ("weight", "bias")),
     Rule(f"{c.BLOCK}.moe.experts.gate_up", woven(f"{c.LAYER}.mlp.experts.gate_up_proj", transposed=True)),

@@ -1,4 +1,4 @@
-"""Granite's entries: GraniteMoE, whose experts are published stacked, as tmoe's are, and with shared experts.
+"""Granite's entries: GraniteMoE, whose experts are published in stacks, as in tmoe; two with shared experts.
 
 next: hf/architectures/common.py
 """
@@ -68,7 +68,7 @@ GRANITEMOE_SWA = replace(  # sinks, windows in three blocks of four, and a RoPE 
     GRANITEMOESHARED,
     model_type="granitemoe_swa",
     class_name="GraniteMoeSWAForCausalLM",
-    rules=(  # published as transformers 5 holds them
+    rules=(  # tensors are published in the form in which transformers 5 holds them
         *(rule._replace(parts=rule.held or rule.parts, held=()) for rule in GRANITEMOESHARED.rules),
         c.one(f"{c.BLOCK}.attention.sinks", f"{c.LAYER}.self_attn.sinks"),
     ),

@@ -1,4 +1,4 @@
-"""Hunyuan's entries: V3 (hy_v3), whose MoE is DeepSeek-V3's without groups, and V1, with norms behind RoPE.
+"""Hunyuan's entries: V3 (hy_v3) with the MoE of DeepSeek-V3 without groups, and V1 with norms after RoPE.
 
 next: hf/architectures/deepseek.py
 """
@@ -12,7 +12,7 @@ from tmoe.hf.rules import HF, Architecture, Field, Key
 
 MLP = f"{c.LAYER}.mlp"
 SHARED = [c.swiglu(f"{c.BLOCK}.moe.shared", f"{MLP}.{name}") for name in ("shared_mlp", "shared_experts")]
-MOE = (  # names as published, and those of transformers 5
+MOE = (  # published names, and names in transformers 5
     c.also(c.one(f"{c.BLOCK}.moe.router.weight", f"{MLP}.router.gate.weight"), f"{MLP}.gate.weight"),
     c.also(c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{MLP}.expert_bias"), f"{MLP}.{CHOICE_BIAS}"),
     *c.experts(f"{MLP}.experts"),
@@ -66,7 +66,7 @@ MOE_TOPK, PER_TOKEN = (Key(name, int | tuple[int, ...], null=False) for name in 
 
 
 def one_for_all(hf: HF) -> int:
-    """Experts a token, which config.json may list for each block."""
+    """Number of experts a token; config.json may list it for each block."""
     said = [hf[name] for name in MOE_TOPK_NAMES if name in hf] or [1]
     values = {number for one in said for number in ([one] if isinstance(one, int) else one)}
     if len(values) != 1:
@@ -89,7 +89,7 @@ HUNYUAN_V1_MOE = Architecture(
         Field("moe.top_k", (), one_for_all),
     ),
     ours={"qk_norm": "rotated", "moe.renormalize": True},
-    # what the published code can do and transformers' does not ask for
+    # features of the published code that transformers' does not use
     theirs=c.PLAIN | dict(use_qk_norm=True, use_mixed_mlp_moe=True, use_cla=(False, None), mlp_bias=False),
     layers=c.ALL_MOE,
     keys=(MOE_TOPK, PER_TOKEN),

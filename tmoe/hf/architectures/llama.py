@@ -1,4 +1,4 @@
-"""Llama's entry: dense, without anything special.
+"""Llama's entry: the plain dense model.
 
 next: hf/architectures/common.py
 """

@@ -1,4 +1,4 @@
-"""Mellum's entry: Qwen3-MoE, where blocks with a window have a RoPE base of their own.
+"""Mellum's entry: Qwen3-MoE, in which blocks with a window have a separate RoPE base.
 
 next: hf/architectures/common.py
 """

@@ -1,6 +1,7 @@
-"""MiMo-V2-Flash's entry: narrow values; windows with sinks, twice the key heads and a RoPE base of their own.
+"""MiMo-V2-Flash's entry: narrow values; windowed blocks have sinks, twice the key heads, another RoPE base.
 
-The published config.json says much in keys that transformers does not read (`COPIES`); they must agree.
+The published config.json repeats settings in keys that transformers does not read (`COPIES`). These keys must
+agree with the settings.
 
 next: hf/architectures/common.py, hf/architectures/deepseek.py
 """
@@ -17,7 +18,7 @@ from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Windows
 ATTN = f"{c.LAYER}.self_attn"
 FAR, NEAR = "full_attention", "sliding_attention"
 ROPE = {FAR: dict(rope_theta=5e6), NEAR: dict(rope_theta=1e4)}
-SHARE = 0.334  # of a head's channels that turn
+SHARE = 0.334  # share of a head's channels that RoPE rotates
 
 
 def slides(hf: HF, layer: int) -> bool:
@@ -25,7 +26,7 @@ def slides(hf: HF, layer: int) -> bool:
 
 
 def share(hf: HF) -> float:
-    """Where RoPE's settings name none: transformers' scalings then turn all channels."""
+    """The default share of rotated channels; with a scaling of RoPE, transformers rotates all channels."""
     return SHARE if hf.get("rope_type", hf.get("type", "default")) == "default" else 1.0
 
 
@@ -38,7 +39,7 @@ def of_rope(kind: str, key: str, usual: float) -> Callable[[HF], float]:
 
 
 def marks(key: str, marked: str, usual: Callable[[HF, int], bool]) -> Callable[[HF], list[int]]:
-    """1 for each layer that is of the marked kind by the key, 0 for each other."""
+    """A function that returns 1 for each layer of the kind `marked` by the key, and 0 for other layers."""
 
     def said(hf: HF) -> list[int]:
         layers = range(min(hf["num_hidden_layers"], MOST["layers"]))

@@ -1,4 +1,4 @@
-"""MiniMax-M2's entry: the first rotary_dim channels of a head turn, and sigmoid scores with a choice bias.
+"""MiniMax-M2's entry: RoPE on the first rotary_dim channels of a head, sigmoid scores with a choice bias.
 
 next: hf/architectures/common.py
 """
@@ -21,7 +21,7 @@ MOE = (
 
 
 def partial(hf: HF) -> float:
-    """The share of channels that turn, as the published configs name their number."""
+    """The share of a head's channels that RoPE rotates; published configs have their number, rotary_dim."""
     return hf["rotary_dim"] / (hf.get("head_dim") or 128) if hf.get("rotary_dim") is not None else 1.0
 
 
@@ -43,7 +43,7 @@ MINIMAX_M2 = Architecture(
         c.AUXILIARY,
     ),
     ours={"qk_norm": "full", "moe.score": "sigmoid", "moe.choice_bias": True},
-    # what the published code can do and neither its configs nor transformers ask for
+    # features of the published code that neither its configs nor transformers use
     theirs=c.PLAIN
     | dict(
         attention_bias=False,

@@ -1,4 +1,4 @@
-"""Mistral 4's entry, its text model: latent attention with queries scaled by position, softmax in groups.
+"""Entry of Mistral 4's text model: latent attention with queries scaled by position, softmax in groups.
 
 next: hf/architectures/deepseek.py
 """
@@ -24,7 +24,7 @@ def turning_share(hf: HF) -> float:
 MISTRAL4 = Architecture(
     "mistral4",
     "Mistral4ForCausalLM",
-    # transformers' class reads experts stacked, and in no other way
+    # transformers' class reads only stacked experts
     tuple(rule._replace(parts=rule.held, held=()) if rule.held else rule for rule in deepseek.RULES),
     (
         *deepseek.FIELDS,

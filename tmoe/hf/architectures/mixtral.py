@@ -1,4 +1,4 @@
-"""Mixtral's entry.
+"""Mixtral's entry: a Llama with an MoE in every block.
 
 next: hf/architectures/common.py
 """

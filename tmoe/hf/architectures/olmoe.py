@@ -1,4 +1,4 @@
-"""OLMoE's entry.
+"""OLMoE's entry: an MoE in every block, and query and key norms over the whole width.
 
 next: hf/architectures/common.py
 """

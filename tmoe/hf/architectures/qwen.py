@@ -1,6 +1,6 @@
 """Qwen's entries: the dense Qwen2 (Qwen2.5 too) and Qwen3, and Qwen2-MoE and Qwen3-MoE.
 
-Their config.json says by decoder_sparse_step and mlp_only_layers which blocks are MoE.
+The keys decoder_sparse_step and mlp_only_layers state which blocks are MoE.
 
 next: hf/architectures/common.py
 """

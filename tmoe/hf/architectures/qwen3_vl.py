@@ -1,7 +1,7 @@
-"""Qwen3-VL-MoE's entry: the text part of a model that sees, whose other tensors are carried as they are.
+"""Qwen3-VL-MoE's entry: the text part of a model of images and text; other tensors are kept for an export.
 
-For text alone its three axes of positions are one, and its RoPE is Qwen3's. Experts are published for x W;
-transformers 5 saves them for W x under the same names.
+For text alone, its three axes of positions are equal, and its RoPE is that of Qwen3. Experts are published
+for x W; transformers 5 saves them for W x under the same names.
 
 next: hf/architectures/qwen.py
 """

@@ -1,4 +1,4 @@
-"""Solar-Open's entry: the attention of Llama, the MoE of DeepSeek-V3 in every block.
+"""Solar-Open's entry: the attention of Llama, and the MoE of DeepSeek-V3 in every block.
 
 next: hf/architectures/deepseek.py
 """
@@ -17,7 +17,7 @@ SOLAR_OPEN = Architecture(
         *c.SIZES,
         c.NORM_EPS,
         c.key_heads(8),
-        c.BIASES[0],  # queries, keys and values; the output has none
+        c.BIASES[0],  # only queries, keys and values have a bias
         c.SAID_HEAD_DIM._replace(default=128),
         *deepseek.one_group(scaling=1.0, renormalize=True),
         deepseek.shared_width(1),
