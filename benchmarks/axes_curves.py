@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args()
     if args.steps < WINDOW:
-        parser.error(f"--steps {args.steps}: must be {WINDOW} or more, because {WINDOW} losses are averaged")
+        parser.error(
+            f"--steps {args.steps}: must be {WINDOW} or more: losses are averaged over that many steps"
+        )
     preset, *more = (word for word in args.train if word != "--")
     words = [preset, *SETTINGS.split(), *more, "--steps", str(args.steps)]
     batch = parse(words, "", world=1).train.batch

@@ -57,7 +57,7 @@ def main() -> None:
         return
     steps = 500 if args.steps is None else args.steps
     if steps < WINDOW:
-        parser.error(f"--steps={steps}: must be {WINDOW} or more, because {WINDOW} losses are averaged")
+        parser.error(f"--steps={steps}: must be {WINDOW} or more: losses are averaged over that many steps")
     left = layers_in(parse([*LOSS.split(), *more], "").model).left
     if left:
         parser.error(f"every dense and shared layer must be in float8; too narrow: {', '.join(left)}")
