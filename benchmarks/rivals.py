@@ -267,7 +267,8 @@ def enter(
 ) -> tuple[Entry, list[float]]:
     """The contestant's Entry, and its relative errors against `want`, the result of `exact`.
 
-    Raises ImportError with the reason if it is not installed, any error of the contestant's code, and ArithmeticError
+    Raises ImportError with the reason if it is not installed, any error of the contestant's code, and
+    ArithmeticError
     if an error is above the limit, because its time would then mean nothing.
     """
     x, logits, gate_up, down, dy = inputs
