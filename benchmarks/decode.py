@@ -4,10 +4,10 @@
     python -m benchmarks.decode --json benchmarks/results/decode/h200.jsonl
     python -m benchmarks.decode --device cpu --tiny               # does it run?
 
-Attention is that of one layer of Qwen3-30B, of OLMoE, and over DeepSeek-V2-Lite's latents, with 256 sequences
-of 1024 tokens and with one. torch's scaled_dot_product_attention and compiled flex_attention get the same
-keys, gathered and dense before the clock starts. "share" is the time to read keys and values, or logits, once
-at 2.9 TB/s (H100) or 4.2 (H200), divided by the measured time.
+Attention is timed for one layer of Qwen3-30B, of OLMoE and of DeepSeek-V2-Lite (over its latents), with 256
+sequences of 1024 tokens and with one sequence. torch's scaled_dot_product_attention and compiled
+flex_attention get the same keys, gathered into dense tensors before the clock starts. "share" is the time to
+read keys and values, or logits, once at 2.9 TB/s (H100) or 4.2 (H200), divided by the measured time.
 
 The sampler draws from 256 rows of 151,936 fp32 logits, with and without filters. It is compared with plain
 PyTorch that sorts (compiled), and with FlashInfer if it is installed. Expected with top-k and top-p: 160 us

@@ -94,7 +94,7 @@ def room() -> symm.Exchange:
 
 
 class Sizes:
-    """One size of the exchange, and the functions that are timed: for each contestant, sending and returning.
+    """One size of the exchange, and the timed functions: each contestant has one to send and one to return.
 
     mib: MiB that a rank sends to its peers.
     programs: most programs of each kernel; 0: as in training.

@@ -5,7 +5,7 @@
     python -m benchmarks.routing --device cpu --tiny      # does it run?
 
 "scores to metadata" begins with the router's logits and ends with the tables that the products read: scores,
-selection, weights, sorted rows. "product" is the preceding x W^T. "load" is the later sums for losses and the
+choice, weights, sorted rows. "product" is the preceding x W^T. "load" is the later sums for losses and the
 log. Shares are relative to the whole layer's forward with the same policy, all compiled as in training.
 Expected: at most 4%, and 8% for Sinkhorn with its default of 32 rounds.
 

@@ -53,8 +53,8 @@ Record = dict[str, Any]  # shape, kernel, gather_ms, dense (ms), tried [(ms, con
 def candidates(kernel: str, rows: float) -> list[Config]:
     """Configurations worth trying for a kernel whose experts have this many rows.
 
-    They fit into shared memory without spills; tests/ops/test_ops_kernels.py requires it of those in the
-    table.
+    They fit into shared memory without spills; tests/ops/test_ops_kernels.py checks this for the
+    configurations in the table.
     """
     if kernel in ("up", "dh"):
         cuts = [(128, 256, 64, 4, 3, 4)]

@@ -54,7 +54,7 @@ def check_constant(name: str, value: Any, like: Any) -> None:
 
 
 def of_gpu(constants: dict[str, dict], name: str) -> dict[str, dict]:
-    """The constants of this GPU, computed from those of the H200 by data sheets."""
+    """The constants of the GPU `name`, computed from the H200's by data sheets."""
     if name == "h200":
         return constants
     gpu, measured = GPUS[name], GPUS["h200"]

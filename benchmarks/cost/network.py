@@ -99,8 +99,8 @@ def kept_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) -> tu
     """Seconds of a step for experts that ranks keep whole: (all-gathers, communication of gradients).
 
     Gradients are sent in the compute type, and as fp32 if micro-batches are summed. They are sent directly to
-    the rank that sums them (parallel/gathered_copies.py): unlike in a ring, all members of a node send theirs
-    out of the node.
+    the rank that sums them (parallel/gathered_copies.py): unlike in a ring, all members of a node send their
+    gradients out of the node.
     """
     width = compute_bytes(cfg)
     layers = span if kept_whole(cfg, axes, span) else []
@@ -153,7 +153,7 @@ def exposed_seconds(moving: float, computing: float, overlap: float) -> float:
 def padded_groups(cfg: Config, axes: Axes, span: range | None = None) -> list[tuple[float, int]]:
     """(elements, ranks that share them) that FSDP2 communicates, of dense parameters and of a rank's experts.
 
-    The number of elements is that of the fullest rank's shard times the number of ranks.
+    The number of elements is the fullest rank's shard times the number of ranks.
     """
     units = padded_units(cfg, axes, range(cfg.model.layers) if span is None else span)
     dense, experts = (sum(numbers) for numbers in zip(*units, strict=True))

@@ -103,7 +103,7 @@ class Search:
     def best(self, gpus: int, count: int = 10) -> list[Choice]:
         """The fastest layouts that fit into memory, the fastest first; one layout for each set of axes."""
         number = itertools.count()
-        # `what`: a work, a flow and a number of micro-batches, and in the last stage the axes
+        # `what`: a work, a flow and a number of micro-batches, and, once parameters are placed, the axes
         waiting: list[tuple[float, int, list[Any]]] = [
             (bound, next(number), what) for bound, *what in self._begin(gpus)
         ]

@@ -237,7 +237,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def read_errors_as_a_command_prints_them() -> None:
-    """Makes str() of a ConfigError in tests the line of a command; `spelt("name")` is Python's spelling."""
+    """Makes str() of a ConfigError give the line of a command in tests; `spelt("name")` is Python's."""
     ConfigError.__str__ = lambda error: error.spelt("flag")
 
 

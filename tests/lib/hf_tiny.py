@@ -567,7 +567,7 @@ def assert_same_function(folder: Path, name: str):
         # weights
         p.data = p.grad
     theirs.save_pretrained(folder / "gradients")
-    # the selection biases have no gradient
+    # the choice biases have no gradient
     want = {n: g for n, g in tensors_of(folder / "gradients").items() if not n.endswith(CHOICE_BIASES)}
     got = gradients_by_their_names(model, json.loads((hf_dir / "config.json").read_text()))
     assert got.keys() == want.keys()

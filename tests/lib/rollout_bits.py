@@ -1,4 +1,4 @@
-"""Compares a rollout's log-probs with those of training's forward over the same answers, packed likewise.
+"""Compares a rollout's log-probs with those of training's forward over the same answers, packed in a row.
 
 next: tests/generate/test_bits.py
 """

@@ -177,7 +177,7 @@ def reshard(
         dst: a new folder
         world: number of ranks that will load it
         ep: ranks of an expert group
-        dtype: cast the weights and their average, to the nearest, ties to even; moments and selection biases
+        dtype: cast the weights and their average, to the nearest, ties to even; moments and choice biases
             keep their type
         only: keep these parts; default: all
         dry_run: only say what would be written

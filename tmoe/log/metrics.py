@@ -52,7 +52,7 @@ class RouterStats(Protocol):
     @property
     def dropped_LE(self) -> Tensor: ...  # pairs that were dropped for lack of capacity
     @property
-    def bias_LE(self) -> Tensor: ...  # the selection bias
+    def bias_LE(self) -> Tensor: ...  # the choice bias
     @property
     def losses_LX(self) -> Tensor: ...  # the losses that MoEConfig.logged names, without coefficients
 

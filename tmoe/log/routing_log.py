@@ -39,7 +39,7 @@ class Record(NamedTuple):
     losses: tuple[str, ...]  # names of the columns of losses_LX
     counts_LE: np.ndarray  # routed pairs, before any is dropped
     dropped_LE: np.ndarray  # routed pairs that were dropped
-    bias_LE: np.ndarray  # the selection bias at the end of the step; 0 if the router has none
+    bias_LE: np.ndarray  # the choice bias at the end of the step; 0 if the router has none
     entropy_L: np.ndarray  # mean over tokens, nats
     losses_LX: np.ndarray  # means over the steps, without coefficients
 
