@@ -318,7 +318,7 @@ class Metrics:
         except (OSError, ValueError) as error:
             if path not in self.failing:
                 why = error.strerror if isinstance(error, OSError) else None
-                self.note(f"{path}: could not be written, training goes on without it: {why or error}")
+                self.note(f"{path}: could not be written, training continues without it: {why or error}")
             self.failing.add(path)
         else:
             self.failing.discard(path)
