@@ -115,7 +115,11 @@ def sampled(tokens: int, greedy: bool, **more: Any) -> GenerationConfig:
 
 
 def generate(model: Any, grouped: bool, static: bool) -> Decoder:
-    """transformers' generate. grouped: keep grouped_mm. static: its static cache, for which it compiles."""
+    """transformers' generate.
+
+    grouped: whether it keeps grouped_mm while decoding.
+    static: whether it uses its static cache, for which it compiles the model.
+    """
     switch = type(model)._optimize_model_for_decode
 
     def run(prompts: Prompts, tokens: int, greedy: bool) -> Answers:

@@ -77,7 +77,10 @@ def of_gpu(constants: dict[str, dict], name: str) -> dict[str, dict]:
 
 
 def title(name: str, m: SimpleNamespace, own: bool) -> str:
-    """Which GPU a page is for, and the origin of its numbers. own: the user gave a file of constants."""
+    """Which GPU a page is for, and the origin of its numbers.
+
+    own: whether the user gave a file of constants.
+    """
     room_ = f"room of {m.room / GIB:.1f} GiB"
     if own:
         return f"{room_} a GPU, by the constants given"

@@ -24,9 +24,9 @@ def collective_seconds(
 ) -> tuple[float, float]:
     """(exposed, hidden) seconds of a step's collectives, for the chunk of these blocks.
 
-    exposed: the time that compute does not hide. hidden: the time that compute does hide, as if all bytes
-        were sent
-    over NVLink: across nodes they are slower, but use as much of a GPU's memory bandwidth and units in total.
+    exposed: the time that compute does not hide.
+    hidden: the time that compute does hide, as if all bytes were sent over NVLink: across nodes they are
+        slower, but use as much of a GPU's memory bandwidth and units in total.
 
     forward, backward: seconds of a micro-batch's compute.
     """

@@ -38,7 +38,10 @@ ADDED = {
 
 
 def chat_tokenizer(name: str, template: str | None = None, merges: int = 60) -> JsonTokenizer:
-    """A byte-level BPE with a template and its special tokens. template: its text, instead of the file's."""
+    """A byte-level BPE with a template and its special tokens.
+
+    template: the template's text; None: that of the file of this name.
+    """
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()

@@ -159,7 +159,8 @@ def fork(world: int, work: Callable, *arguments: object) -> None:
 def run(*command: object, limit: float = 600, **env: str) -> None:
     """Runs python with this command line; it must end with 0 and print a line "all right".
 
-    limit: seconds. env: variables of its environment in addition to this process's own.
+    limit: seconds.
+    env: variables of its environment in addition to this process's own.
     """
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **env}
     if "TRITON_INTERPRET" in env:

@@ -319,7 +319,10 @@ class Checkpoints:
             self._retain(self.losses)
 
     def news(self, last: bool) -> list[str]:
-        """A line for each step saved since the last call, and for the best. last: the run ends now."""
+        """A line for each step saved since the last call, and one for the best step if it has changed.
+
+        last: whether the run ends now; then one more line names the best step of the run.
+        """
         lines = [f"saved {path}" for path in self.take_published()]
         if (path := self.take_best()) is not None:
             lines.append(f"{path} stays: its validation is the best")

@@ -22,7 +22,8 @@ class MismatchError(CheckpointError, ValueError):
 def refuse(what: str, problems: list[str], remedy: str = "") -> None:
     """Raises MismatchError if there are problems; it lists all of them, or each kind if there are many.
 
-    what: the first line of the message, before the count. remedy: the last line, which says what to do.
+    what: the first line of the message, before the count.
+    remedy: the last line, which says what to do.
     """
     if problems:
         message = listed(f"{what}: {counted(len(problems), 'difference')}", problems)

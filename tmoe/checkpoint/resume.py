@@ -47,7 +47,8 @@ def counts_of(step_dir: Path) -> tuple[int, int] | None:
 def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers: int) -> list[str]:
     """Calls require_same_model, and raises ConfigError if this run keeps another kind of state than the step.
 
-    data: `Dataset.facts()` of this run. readers: `Axes.readers` of this run.
+    data: `Dataset.facts()` of this run.
+    readers: `Axes.readers` of this run.
     Returns one line for each difference that is allowed but seldom wanted (the data, the seed, the types and
     lengths of numbers, the size of a step, the optimizer), and one line if no step is left to do.
     """
@@ -133,7 +134,10 @@ def _require_same_text(
 
 
 def _changed(was: Any, cfg: Config, goes_on: bool) -> list[tuple[str, Any, Any]]:
-    """(flag, old, new) for each changed setting that may change. was: the step's settings, as JSON."""
+    """(flag, old, new) for each setting that may differ from the step's and does.
+
+    was: settings of the step's run, as JSON.
+    """
     now = json.loads(json.dumps(asdict(cfg), default=str))
     by_hash = ("data.tokenizer", "data.new_tokenizer", "data.chat_template")  # compared by _require_same_text
     names = [f"{group}.{name}" for group in GROUPS for name in now[group]]

@@ -233,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def commands(what: Any, prog: str, text: str | None, argv: Sequence[str] | None, **more: Any) -> None:
     """Run a command line. An error ends the process with one message.
 
-    what: a function, or functions by subcommand. text: the module's docstring, which --help shows.
+    what: a function, or functions by subcommand.
+    text: the module's docstring, which --help shows.
     """
     with one_message():
         description = (text or "").partition("\nnext:")[0]

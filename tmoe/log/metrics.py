@@ -82,8 +82,10 @@ class Metrics:
     numbers of the routers.
 
     start_step: number of steps done; lines of later steps are dropped, because they will be written again.
-    flops_per_token: from model/count.py. peak: FLOP/s of one GPU in the compute type, or None.
-    versions: from `versions()`. held: from Runtime.claim; closed with the log.
+    flops_per_token: from model/count.py.
+    peak: FLOP/s of one GPU in the compute type, or None.
+    versions: from `versions()`.
+    held: from Runtime.claim; closed with the log.
     facts: other facts to keep in config.json; log/report.py draws a line at facts["unigram_entropy"].
 
     If a file cannot be written at the start (a full disk), the run ends. Later, a failure to write is only a
@@ -381,7 +383,8 @@ class Clock:
     def lap(self, tokens: int, now: float | None = None) -> float | None:
         """Ends a lap and returns its tokens per second; None for the first lap.
 
-        tokens: total so far. now: time.perf_counter() at the end of the lap; None: the current time.
+        tokens: total so far.
+        now: time.perf_counter() at the end of the lap; None: the current time.
         """
         now = time.perf_counter() if now is None else now
         busy = now - self.mark - self.idle

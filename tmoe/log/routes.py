@@ -50,7 +50,13 @@ class Routes:
             self.kept = [self.inside.enter_context(keeping(part)) for part in self.parts]
 
     def end(self, step: int, seq: int, batch: int, readers: int, reader: int) -> None:
-        """Called after a step: writes what was kept. batch: sequences of a micro-batch of one rank."""
+        """Called after a step: writes the choices that were kept.
+
+        step: from 0.
+        seq: tokens of a sequence.
+        batch: sequences of a micro-batch of one rank.
+        readers, reader: how many ranks, or groups of them, read their own sequences, and this one's index.
+        """
         if step + 1 not in self.steps:
             return
         self.inside.close()
