@@ -3,7 +3,7 @@
 DCP decides which rank writes and which rank reads each box of each tensor; these classes do the writing and
 reading.
 DCP's own file system classes are not used: the writer loses the errors of its helper threads
-(pytorch#191391) and does not hash, and the reader unpickles `.metadata`. They can still read the files.
+(pytorch#191391) and does not hash, and the reader unpickles `.metadata`. Stock DCP can still read the files.
 
 next: checkpoint/manifest.py
 """
