@@ -1,8 +1,7 @@
 """Moves shards between DCP and the disk: the planner, writer and reader that checkpoints.py gives to DCP.
 
-DCP decides which rank writes and which rank reads each box of each tensor; these classes do the writing and
-reading.
-DCP's own file system classes are not used: the writer loses the errors of its helper threads
+DCP decides which rank writes and which rank reads each box of each tensor; these classes write and read the
+boxes. DCP's own file system classes are not used: the writer loses the errors of its helper threads
 (pytorch#191391) and does not hash, and the reader unpickles `.metadata`. Stock DCP can still read the files.
 
 next: checkpoint/manifest.py
