@@ -153,9 +153,9 @@ def disk_full(system: System, folder: Path, background: bool = False) -> list[st
     told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk, background)
     for rank, (why, _) in enumerate(told):
         if why is None or "[Errno 27]" not in why or "step-20" not in why:
-            wrong.append(f"rank {rank} was told {why and why[-150:]!r}: not errno and path")
+            wrong.append(f"rank {rank} got {why and why[-150:]!r}: not errno and path")
     if (left := sorted(p.name for p in folder.iterdir())) != ["step-10"]:
-        wrong.append(f"left behind: {left}")
+        wrong.append(f"left over: {left}")
     return wrong + expect(run(load, system, folder), "step-10", 1.0)
 
 
@@ -169,7 +169,7 @@ def background_save_fails(system: System, folder: Path) -> list[str]:
     """The error must be raised after one of the next steps on every rank, not at the next save or never."""
     told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk, True)
     wrong = [
-        f"rank {r} was told {why!r} after {polls} steps"
+        f"rank {r} got {why!r} after {polls} steps"
         for r, (why, polls) in enumerate(told)
         if not why or polls > 40
     ]

@@ -53,7 +53,7 @@ def no_orphans() -> Iterator[None]:
     deadline = time.monotonic() + 60
     while (left := descendants() - before) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not left, f"processes left behind: {[Path(f'/proc/{pid}/cmdline').read_text() for pid in left]}"
+    assert not left, f"processes left over: {[Path(f'/proc/{pid}/cmdline').read_text() for pid in left]}"
 
 
 def descendants() -> set[int]:
