@@ -422,7 +422,8 @@ def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path, capsys, pictu
     with start(config(tmp_path), start_step=1) as log:
         step(log, 1)
     said = (
-        f"{tmp_path}/report.png: could not be written, training continues without it: No space left on device\n"
+        f"{tmp_path}/report.png: could not be written, training continues without it: "
+        "No space left on device\n"
     )
     assert said in capsys.readouterr().out
     assert (tmp_path / "report.png").read_bytes() == whole and not list(tmp_path.glob("*.tmp"))
