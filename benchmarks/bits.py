@@ -214,7 +214,7 @@ def pieces(
     found = {
         "embedding": Piece(model.embed, model.embed, (ids[:, None],)),
         "norm": Piece(norm, norm, (x,)),
-        "norm, compiled beside eager": Piece(compiled(norm), norm, (x,)),
+        "norm, compiled beside eager": Piece(compiled(norm), norm, (x,)),  # prose: beside
         "norm, rms_norm": Piece(own(norm), own(norm), (x,)),
         "rope": Piece(turn, turn, rope),
         "rope, compiled beside eager": Piece(compiled(turn), turn, rope),

@@ -53,7 +53,7 @@ from tmoe.config.axes import Axes
 from tmoe.plan.memory import memory_per_rank, peak_bytes
 
 GIB = 2**30
-MADE = "tmoe", "TRL, generate", "TRL, generate as it comes", "TRL, continuous batching"
+MADE = "tmoe", "TRL, generate", "TRL, generate as it comes", "TRL, continuous batching"  # prose: as it comes
 REWARD = '''"""A reward by which answers differ."""
 
 
@@ -268,7 +268,7 @@ def memory_table(args: argparse.Namespace, found: dict[int, dict[str, Any]]) -> 
         f"memory, frozen experts, {args.prompts} prompts, GiB at most, each followed by the dry run's",
         "",
     ]
-    lines += ["| group | update | rollout | pool | step beside the pool |", "| --- |" + " --- |" * 4]
+    lines += ["| group | update | rollout | pool | step without the pool |", "| --- |" + " --- |" * 4]
     for group, r in found.items():
         if "missing" in r:
             lines.append(f"| {group} | {r['missing']} |" + " |" * 3)
@@ -279,7 +279,7 @@ def memory_table(args: argparse.Namespace, found: dict[int, dict[str, Any]]) -> 
         ]
         lines.append(f"| {group} | {' | '.join(cells)} |")
     measured = [r["measured"] for r in found.values() if "measured" in r]
-    for name, of in (("update", itemgetter("update")), ("step beside the pool", beside_pool)):
+    for name, of in (("update", itemgetter("update")), ("step without the pool", beside_pool)):
         each = list(map(of, measured))
         if len(each) > 1:
             lines.append(f"{name}: {max(each) - min(each):.2f} GiB between groups, expected at most 0.3")

@@ -13,7 +13,7 @@ from tmoe.data.chat.encoding import Tokens
 from tmoe.data.tokenizer import JsonTokenizer, TokenizerFiles
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
-PROSE = (
+PROSE = (  # prose: What
     "What is the capital of France?\nIt is Paris.\n\nassistant user system think Again, please.\n\n\nNow. "
 )
 # special tokens, bos and eos first; the templates of these names are in tests/data/templates
