@@ -1,9 +1,9 @@
-"""Runs a command, ends every process that it leaves, and prints the CPU seconds of all of them.
+"""Runs a command, ends every process that it leaves, and prints the CPU seconds of all processes.
 
     python .ci/counted.py make check
 
-SIGTERM, SIGINT and SIGHUP end all processes below the command, too: they get SIGTERM, and SIGKILL after
-GRACE_S. On Linux this process adopts orphans (PR_SET_CHILD_SUBREAPER), so none is missed or uncounted.
+On SIGTERM, SIGINT and SIGHUP it also ends all processes below the command: they get SIGTERM, and SIGKILL
+after GRACE_S. On Linux this process adopts orphans (PR_SET_CHILD_SUBREAPER), so none is missed or uncounted.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def main() -> None:
     try:
         command = subprocess.Popen(sys.argv[1:])
         pid = code = 0
-        while pid != command.pid:  # orphans end here as well
+        while pid != command.pid:  # adopted orphans are waited for here as well
             pid, status = os.wait()
             code = os.waitstatus_to_exitcode(status)
     except Stopped as stopped:
@@ -55,7 +55,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def end(at_once: bool) -> None:
-    """Returns when no process is left below this one. at_once: SIGTERM is sent without GRACE_S before it."""
+    """Returns when no process is left below this one. at_once: send SIGTERM without waiting GRACE_S."""
     signals = [signal.SIGTERM, signal.SIGKILL]
     for number in signals if at_once else [None, *signals]:
         limit = time.monotonic() + GRACE_S
@@ -67,7 +67,10 @@ def end(at_once: bool) -> None:
 
 
 def below() -> list[int]:
-    """The processes below this one, after it has reaped those that ended: their seconds then count."""
+    """The processes below this one.
+
+    Processes that have ended are reaped first, so that their seconds count.
+    """
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -75,7 +78,7 @@ def below() -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
-            if state != "Z" or int(parent) == os.getpid():  # a zombie here is still to be reaped, and counted
+            if state != "Z" or int(parent) == os.getpid():  # this process's zombies must still be reaped
                 parents[int(stat.parent.name)] = int(parent)
     found = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:

@@ -1,9 +1,9 @@
-"""Plants faults in a copy of the repository: CI's selection must run the test files that catch them.
+"""Plants faults in a copy of the repository and checks that CI's selection runs the tests that catch them.
 
-    .venv/bin/python .ci/seeded.py [WORD ...]      # faults whose file has one of the words; all without
+    .venv/bin/python .ci/seeded.py [WORD ...]      # only faults whose file contains a WORD; default: all
 
-Every file of the copy has a record that says it was green. A fault is one replaced text. A test that
-catches it is run without selection; it must fail, and its file must be among the selected ones.
+Every test file of the copy has a record of a green run. A fault is one replaced text. The test that catches
+the fault is run without selection; it must fail, and its file must be among the selected files.
 """
 
 import os
@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT / "tests/lib"))
 
 import green  # noqa: E402
 
-# file, its text, the fault, a test that catches it (all whose names begin so)
+# (file, its text, the fault that replaces it, a test that catches the fault; a prefix of test names is
+# enough)
 FAULTS = [
     ("tmoe/moe/router.py", "weights_TK * self.cfg.scaling", "weights_TK", "moe/test_router.py"),
     ("tmoe/parallel/schedule.py", "chunk + 1 < chunks", "chunk + 2 < chunks", "parallel/test_schedule.py"),
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def fails(copy: Path, test: str) -> bool:
-    """Whether a test fails: all of a file, or those whose name begins as given."""
+    """Whether a test fails. test: a file, or FILE::PREFIX for the tests whose name begins with PREFIX."""
     file, _, name = test.partition("::")
     words = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu", file, "-k", name]
     command = [sys.executable, "-m", "pytest", *words]

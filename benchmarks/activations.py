@@ -1,17 +1,17 @@
-"""Times the experts' fused op with each activation beside SwiGLU, at equal products.
+"""Times the experts' fused op with each activation against SwiGLU, with equal products.
 
     python -m benchmarks.activations                                 # Qwen3's and OLMoE's shapes, a minute
     python -m benchmarks.activations --json benchmarks/results/activations/h200.jsonl
     python -m benchmarks.activations --shapes 8192,4096,1408,128,8   # any shape of moe_layer: T,D,F,E,K
 
-An expert with a gate has 3 D F weights, one without has 2 D F. So those without a gate get F' = 3F/2, which
-makes the products of forward and backward the same number of FLOPs. The bar is 3% above SwiGLU.
+An expert with a gate has 3 D F weights, and one without has 2 D F. So activations without a gate get F' =
+3F/2, which makes the products of forward and backward the same number of FLOPs. The limit is 3% above SwiGLU.
 
-All activations of tmoe/base/activations.py see the same tokens, routing and dy, random normal, bf16;
-gradients go to x, the routing weights and both matrices. They take turns in rounds, each round in another
-order, with a cold L2. Inputs are drawn anew --draws times. A figure is the median over the draws of medians
-over rounds; a ratio is taken within a draw, as the clock sinks under load. "swiglu again" is the same calls a
-second time: what differs there is noise.
+All activations of tmoe/base/activations.py get the same tokens, routing and dy, random normal, bf16;
+gradients are computed for x, the routing weights and both matrices. The activations alternate in rounds, in a
+new order in each round, with a cold L2. New inputs are drawn --draws times. A figure is the median over the
+draws of medians over rounds; a ratio is computed within a draw, because the clock slows down under load.
+"swiglu again" times the same calls a second time, so its difference from SwiGLU is noise.
 
 next: tune.py
 """
@@ -50,21 +50,21 @@ from tmoe.ops.launch.precompile import precompile
 
 AGAIN = "swiglu again"
 NAMES = ["swiglu", *(name for name in ACTIVATIONS if name != "swiglu"), AGAIN]
-HEAD_START = 3 * CYCLES_PER_MS  # for the host: forward and backward take it a millisecond
+HEAD_START = 3 * CYCLES_PER_MS  # for the host, which needs a millisecond for forward and backward
 
 
 def named(name: str) -> str:
-    """The activation of a contestant."""
+    """The activation of a timed entry, which may be AGAIN."""
     return name.removesuffix(" again")
 
 
 def width(name: str, F: int) -> int:
-    """The hidden width that gives a contestant the products of a gated expert of width F."""
+    """The hidden width that gives an entry the same products as a gated expert of width F."""
     return F if ACTIVATIONS[named(name)].gated else 3 * F // 2
 
 
 def measure(given: Shape, draws: int, rounds: int) -> dict[str, tuple[float, ...]]:
-    """Each contestant's ms of forward and of forward + backward, and both beside those of swiglu."""
+    """Each entry's ms of forward and of forward + backward, and both relative to swiglu's."""
     _, D, F, E, K = given
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
     for draw in range(draws):
@@ -99,7 +99,7 @@ def measure(given: Shape, draws: int, rounds: int) -> dict[str, tuple[float, ...
 
 
 def _experts(name: str, ids: Tensor, matrices: list[Tensor], x: Tensor, weights: Tensor) -> Tensor:
-    """The op in the order of arguments that `both` wants."""
+    """The op with the order of arguments that `both` expects."""
     gate_up, down = matrices
     return moe_mlp(x, gate_up, down, weights, ids, activation=name)
 
@@ -107,8 +107,8 @@ def _experts(name: str, ids: Tensor, matrices: list[Tensor], x: Tensor, weights:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shapes", nargs="+", default=["qwen3", "olmoe"], type=shape, metavar="SHAPE")
-    p.add_argument("--draws", type=int, default=5, help="times that inputs are drawn")
-    p.add_argument("--rounds", type=int, default=7, help="rounds over all, each draw")
+    p.add_argument("--draws", type=int, default=5, help="how often new inputs are drawn")
+    p.add_argument("--rounds", type=int, default=7, help="rounds over all activations in each draw")
     p.add_argument("--json", type=Path, help="append each shape's result to this file as a JSON object")
     args = p.parse_args()
     if odd := [name for name in args.shapes if ALL[name][2] % 2]:
@@ -117,7 +117,7 @@ def main() -> None:
         p.error(f"--draws={args.draws} --rounds={args.rounds}: must be 1 or more")
     require_gpu(p)
 
-    # All kernels first, in as many processes as there are activations.
+    # Compile all kernels first, in as many processes as there are activations.
     layers: list[tuple[Any, ...]] = []
     for T, D, F, E, K in (ALL[name] for name in args.shapes):
         layers += [(trace, T, D, width(a, F), E, K, torch.bfloat16, None, a) for a in ACTIVATIONS]

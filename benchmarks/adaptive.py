@@ -1,18 +1,18 @@
-"""Times every adaptive_r of an MoE layer over numbers of tokens: where weights travel faster than tokens.
+"""Times every adaptive_r of an MoE layer over numbers of tokens: when is sending weights faster than tokens?
 
     torchrun --nproc-per-node 2 -m benchmarks.adaptive --json adaptive.jsonl
     torchrun --nproc-per-node 2 -m benchmarks.adaptive --layers olmoe --tokens 256 4096 65536 --forward
     torchrun --nproc-per-node 2 -m benchmarks.adaptive --etp 2 --dispatch nccl
     torchrun --nproc-per-node 2 -m benchmarks.adaptive --layers tiny --tokens 16 256 --rounds 3
 
-For each layer and number of tokens a rank: milliseconds of forward and backward of tmoe.MoE, router to
-combine, compiled, by each r, and what `Cost` of tmoe/moe/exchange/adaptive.py says they are; which r "auto"
-takes, and how much slower that is than the fastest. `crossover` is the first number of tokens from which r =
-0 is fastest. The last line is the constants of MACHINES that fit the times best; with them in the table,
-"auto" is to be within 5% of the best everywhere.
+For each layer and number of tokens per rank, it prints for each r the milliseconds of forward and backward of
+tmoe.MoE, from router to combine, compiled, and the prediction of `Cost` of tmoe/moe/exchange/adaptive.py;
+which r "auto" selects, and how much slower that is than the fastest. `crossover` is the first number of
+tokens from which r = 0 is fastest. The last line has the constants for MACHINES that fit the times best; with
+them in the table, "auto" should be within 5% of the best everywhere.
 
-Milliseconds are medians over rounds in which all r take turns, of the slowest rank. Without a GPU it runs on
-gloo, eager, and shows that it works, no more.
+Milliseconds are medians over rounds in which all r alternate, on the slowest rank. Without a GPU it runs on
+gloo, eagerly, which shows only that it works.
 """
 
 import argparse
@@ -40,11 +40,11 @@ LAYERS = {  # name: (D, the layer)
     "mixtral": (4096, tmoe.MoEConfig(experts=8, top_k=2, ffn_dim=14336, softmax="after")),
     "tiny": (64, tmoe.MoEConfig(experts=8, top_k=2, ffn_dim=64)),
 }
-SLACK = 1.05  # how much slower than the best "auto" may be
+SLACK = 1.05  # allowed time of "auto", relative to the best
 
 
 def layer(name: str, axes: dict[str, int], dispatch: str, device: str) -> tmoe.MoE:
-    """One of LAYERS over the mesh of these axes, compiled on a GPU; bf16 there, fp32 elsewhere."""
+    """One of LAYERS over the mesh of these axes; compiled and in bf16 on a GPU, else eager and in fp32."""
     dim, cfg = LAYERS[name]
     torch.manual_seed(0)
     with torch.device(device):
@@ -58,7 +58,7 @@ def layer(name: str, axes: dict[str, int], dispatch: str, device: str) -> tmoe.M
 
 
 def call(moe: tmoe.MoE, r: int, x: torch.Tensor, dy: torch.Tensor | None) -> Callable[[], torch.Tensor]:
-    """A function that runs the layer once; with dy backward as well."""
+    """A function that runs the layer's forward once; with dy also its backward."""
 
     def run() -> torch.Tensor:
         if dy is None:
@@ -74,7 +74,7 @@ def call(moe: tmoe.MoE, r: int, x: torch.Tensor, dy: torch.Tensor | None) -> Cal
 
 
 def require_equal(moe: tmoe.MoE, ways: list[int], x: torch.Tensor) -> None:
-    """RuntimeError unless every r gives what r = 1 gives, to the type's rounding."""
+    """Raises RuntimeError unless every r gives the same as r = 1, to the type's rounding."""
     with torch.no_grad():
         want = moe(x, adaptive_r=1).float()
         for r in ways:
@@ -84,7 +84,7 @@ def require_equal(moe: tmoe.MoE, ways: list[int], x: torch.Tensor) -> None:
 
 
 def slowest_ms(fns: list[Callable], rounds: int, device: str) -> list[float]:
-    """Milliseconds of each function on the slowest rank; ranks begin together."""
+    """Milliseconds of each function on the slowest rank; all ranks begin together."""
     if device == "cuda":
         mark = torch.zeros(1, device=device)
 
@@ -109,13 +109,13 @@ def slowest_ms(fns: list[Callable], rounds: int, device: str) -> list[float]:
 
 
 def measure(moe: tmoe.MoE, tokens: int, backward: bool, rounds: int) -> dict[str, Any]:
-    """The figures of one number of tokens."""
+    """The figures for one number of tokens."""
     weight = moe.router.weight
     x = torch.randn(tokens, moe.dim, device=weight.device, dtype=weight.dtype)
     dy = torch.randn_like(x) if backward else None
     ways = sorted(map(int, moe.ways))
     if x.is_cuda:
-        torch.compiler.reset()  # else graphs of other numbers count as recompilations of one function
+        torch.compiler.reset()  # else graphs of other numbers of tokens count as recompilations
     require_equal(moe, ways, x)
     x.requires_grad_(backward)
     ms = slowest_ms([call(moe, r, x, dy) for r in ways], rounds, weight.device.type)
@@ -137,7 +137,7 @@ def cost_of(moe: tmoe.MoE, element: int, backward: bool) -> Cost:
 
 
 def crossover(lines: list[dict[str, Any]]) -> int | None:
-    """The first number of tokens from which on r = 0 is fastest; None if it is not at the most tokens."""
+    """The first number of tokens from which r = 0 is fastest; None if it is not at the largest number."""
     first = None
     for line in lines:
         ms = line["ms"]
@@ -149,10 +149,10 @@ def crossover(lines: list[dict[str, Any]]) -> int | None:
 
 
 def fitted(cost: Cost, lines: list[dict[str, Any]]) -> Machine:
-    """The constants with which `Cost` comes nearest to what was measured, none below 0.
+    """The constants, none below 0, with which `Cost` is closest to the measured times.
 
-    Each time counts by its share: a weighted least squares over the terms, and terms that come out below 0
-    are left out one after the other.
+    This is a least squares over the terms, with relative errors. Terms whose constant is below 0 are removed
+    one after the other.
     """
     pairs = [(cost.terms(r, line["tokens"]), ms / 1e3) for line in lines for r, ms in line["ms"].items()]
     seconds = torch.tensor([s for _, s in pairs], dtype=torch.float64)
@@ -182,9 +182,9 @@ def main() -> None:
     )
     parser.add_argument("--layers", nargs="*", default=["qwen3", "olmoe", "mixtral"], choices=list(LAYERS))
     parser.add_argument("--tokens", type=int, nargs="*", default=[2**i for i in range(6, 18)])
-    parser.add_argument("--etp", type=int, default=1, help="ranks that share each expert; the rest is ep")
+    parser.add_argument("--etp", type=int, default=1, help="ranks that share each expert; ep is world / etp")
     parser.add_argument("--dispatch", default="auto", choices=["auto", "nccl", "symm"])
-    parser.add_argument("--forward", action="store_true", help="without backward")
+    parser.add_argument("--forward", action="store_true", help="without the backward")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,16 +1,16 @@
-"""Times the steps of one model along each parallel axis, the same global batch, beside the cost model.
+"""Times the steps of one model along each parallel axis, with the same global batch, against the cost model.
 
     python -m benchmarks.axes --gpus 2 --json axes.jsonl -- olmoe-1b-7b --model.layers 4
     python -m benchmarks.axes --gpus 2 --gpu h100 --only "tp2" "pp2 v" -- olmoe-1b-7b --model.layers 4
 
 Layouts: dp, ep, tp, cp by keys and by heads, pp by 1f1b and by v, and etp, each over all GPUs. Everything
-behind `--` goes to train.py; --train.batch is that of a data-parallel rank, which tp, cp and pp multiply by
-the GPUs. A layout that fails is named, and the others go on. Losses of the first and the last step stand
-beside the times: layouts compute the same.
+after `--` is passed to train.py. --train.batch is the batch of a data-parallel rank; for tp, cp and pp it is
+multiplied by the number of GPUs. A layout that fails is named, and the remaining layouts continue. The losses
+of the first and the last step are printed with the times, because all layouts compute the same.
 
-Beside each measured step stand the cost model's, their ratio, and whether the constants of its axis were
-measured or assumed (benchmarks/cost/constants.py, OF_AXIS). To make them measured ones:
-`python -m benchmarks.model --fit tp_factor --check FILE`, FILE holding the layout's line alone.
+Each measured step is printed with the cost model's prediction, their ratio, and whether the constants of its
+axis were measured or assumed (benchmarks/cost/constants.py, OF_AXIS). To turn assumed constants into measured
+ones: `python -m benchmarks.model --fit tp_factor --check FILE`, where FILE holds only the layout's line.
 
 next: train.py
 """
@@ -32,7 +32,7 @@ from tmoe.config.gpus import GPUS
 
 
 def layouts(gpus: int, batch: int) -> Iterator[tuple[str, list[str]]]:
-    """Name and words of each layout of so many GPUs, for the global batch of `batch` sequences a GPU."""
+    """Yields name and words of each layout for this number of GPUs; the global batch is `batch` per GPU."""
     whole = ["--train.batch", str(batch * gpus)]
     n = str(gpus)
     yield f"dp{n}", ["--train.batch", str(batch)]
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--gpu", choices=list(GPUS), default="h200", help="whose constants predict")
     parser.add_argument("--steps", type=at_least_one, default=20)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each layout")
-    parser.add_argument("--only", nargs="+", help="layouts, 'tp2' for example")
+    parser.add_argument("--only", nargs="+", help="layouts, for example 'tp2'")
     parser.add_argument("--json", type=Path, help="append a line for each layout to this file")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args()
@@ -84,9 +84,9 @@ def main() -> None:
 
 
 def prediction(result: dict[str, Any], constants: dict[str, dict]) -> dict[str, Any]:
-    """The cost model's milliseconds of a measured step, and what the constants of its axes stand on.
+    """The cost model's milliseconds for a measured step, and the origin of the constants of its axes.
 
-    Why there are none, where the model is not for such steps.
+    If the model does not cover such steps, the result holds the reason instead.
     """
     point = point_of(result)
     m = values(constants)
@@ -103,7 +103,7 @@ HEAD = (
 
 
 def row(name: str, result: dict[str, Any]) -> str:
-    """A layout's line under HEAD. ratio: predicted over measured."""
+    """A layout's line under HEAD. ratio: predicted time divided by measured time."""
     if "failed" in result:
         return f"{name:12}  failed: {result['failed']}"
     numbers = (result[key] for key in ("tokens_per_s_gpu", "peak_gib", "first_loss", "last_loss"))

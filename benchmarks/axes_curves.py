@@ -1,12 +1,12 @@
-"""Compares the loss curves of one model in bf16 along each parallel axis with that of data parallelism.
+"""Compares the bf16 loss curves of one model along each parallel axis with the curve of data parallelism.
 
     python -m benchmarks.axes_curves --gpus 2 --json curves.json -- olmoe-1b-7b --model.layers 2
     python -m benchmarks.axes_curves --gpus 2 --steps 30 -- tiny --no-compile           # on a CPU
 
-The layouts are those of benchmarks/axes.py, with the same global batches of Python's own library as text.
-Losses are averaged over 20 steps and compared with the first layout's. Expected after 300 steps: 0.02 at
-most. Some layouts train at the same time, so nothing is timed. One that fails is named, and the exit code
-is 1.
+The layouts are those of benchmarks/axes.py, with the same global batches; the text is Python's standard
+library. Losses are averaged over 20 steps and compared with the first layout's. Expected after 300 steps: a
+difference of at most 0.02. Several layouts train at the same time, so nothing is timed. A layout that fails
+is named, and the exit code is 1.
 
 next: axes.py
 """
@@ -32,7 +32,7 @@ SETTINGS = """--data.path stdlib --optim.warmup 20 --train.eval-every 0 --train.
 
 
 def train(gpus: int, words: list[str], out: Path, timeout: float) -> list[float] | str:
-    """The losses of a run, or what went wrong with it."""
+    """The losses of a run, or a text that says what went wrong."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     log = out.with_suffix(".log")
     with log.open("w") as said:
@@ -58,14 +58,16 @@ def main() -> None:
     )
     parser.add_argument("--gpus", type=at_least_one, default=2)
     parser.add_argument("--steps", type=at_least_one, default=300)
-    parser.add_argument("--at-once", type=at_least_one, default=2, help="layouts that train side by side")
+    parser.add_argument("--at-once", type=at_least_one, default=2, help="layouts that train at the same time")
     parser.add_argument("--timeout", type=float, default=200, help="seconds for each layout")
-    parser.add_argument("--only", nargs="+", help="layouts, 'dp2' for example; the first is compared with")
+    parser.add_argument("--only", nargs="+", help="layouts, for example 'dp2'; the first is the reference")
     parser.add_argument("--json", type=Path, help="write the curves to this file")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args()
     if args.steps < WINDOW:
-        parser.error(f"--steps {args.steps}: must be {WINDOW} or more, which are averaged")
+        parser.error(
+            f"--steps {args.steps}: must be {WINDOW} or more: losses are averaged over that many steps"
+        )
     preset, *more = (word for word in args.train if word != "--")
     words = [preset, *SETTINGS.split(), *more, "--steps", str(args.steps)]
     batch = parse(words, "", world=1).train.batch
@@ -76,7 +78,7 @@ def main() -> None:
         for name, more in chosen:
             out = Path(folder, name.replace(" ", "-"))
             runs[name] = pool.submit(train, args.gpus, [*words, *more], out, args.timeout)
-            time.sleep(1)  # torchrun's ports
+            time.sleep(1)  # so that two torchruns do not choose the same port
         curves = {name: run.result() for name, run in runs.items()}
 
     if args.json:

@@ -1,23 +1,27 @@
-"""Measures which pieces of a rollout give training's bits: the share of rows that are equal, piece by piece.
+"""Measures which parts of a rollout give training's bits: for each piece, the share of rows that are equal.
 
     python -m benchmarks.bits                                     # three shapes, bf16, about 100 s
     python -m benchmarks.bits --shapes qwen3 --json benchmarks/results/bits/h200.jsonl
     python -m benchmarks.bits --device cpu --tiny                 # does it run?
 
-Shapes are Qwen3-30B, the pilot (with Granite's multipliers) and OLMoE, of their real widths, cut to --layers.
+Shapes are Qwen3-30B, the pilot (with Granite's multipliers) and OLMoE, with their real widths, cut to
+--layers.
 
-1. Pieces by themselves: some rows alone, as a decode step has them, beside the same rows of --tokens, as
-   training has them. Shown is the worst of several numbers of rows, then the share for each number.
-2. The chain: sequences packed as training packs them pass the model, and a prefill and decode steps take the
-   same tokens. After each piece of each block the share of rows that are still equal: the first below 100%
-   breaks what follows. Training's blocks run eager, then compiled (there only blocks can be watched).
-3. The engine's own log-probs beside training's of the same answers.
+1. Single pieces: a few rows, as in a decode step, are compared with the same rows among --tokens rows, as in
+   training. The result is the worst over several numbers of rows, followed by the share for each number.
+2. The chain: packed sequences run through the model as in training, and a prefill and decode steps process
+the
+   same tokens. After each piece of each block, the share of equal rows is measured: the first piece below
+   100% breaks everything after it. Training's blocks run eagerly, then compiled (then only whole blocks are
+   observed).
+3. The engine's log-probs are compared with training's for the same answers.
 
-Lines that begin with "bits:" are of 2 and 3 once the model keeps its bits (tmoe.Engine(model, bits=True)), of
-128 sequences: all are to be 100%.
+Lines that begin with "bits:" repeat 2 and 3 with a model that keeps its bits (tmoe.Engine(model, bits=True)),
+with
+128 sequences: all must be 100%.
 
-"max diff" is the largest difference of any element. The table comes last. What --seconds did not leave time
-for is named.
+"max diff" is the largest difference of any element. The table is printed last. A part for which --seconds
+left no time is named.
 """
 
 from __future__ import annotations
@@ -66,22 +70,22 @@ ROWS = (1, 2, 7, 16, 64, 128, 256, 512)
 
 
 class Found(NamedTuple):
-    """How many of some rows are equal in bits."""
+    """The share of rows whose bits are equal, and the largest difference."""
 
     share: float
     difference: float
 
 
 class Piece(NamedTuple):
-    """Training's way over all rows, and the rollout's over a few of them, of the same inputs."""
+    """Training's function over all rows, and the rollout's over a few of them, with the same inputs."""
 
     training: Callable[..., Tensor]
     rollout: Callable[..., Tensor]
-    inputs: tuple[Tensor, ...]  # rows first
+    inputs: tuple[Tensor, ...]  # the first dimension counts rows
 
 
 def compare(ours: Tensor, theirs: Tensor, rows: int = 1) -> Found:
-    """Of two tensors whose first `rows` dimensions count rows."""
+    """Compares two tensors whose first `rows` dimensions count rows."""
     a, b = (t.detach().flatten(0, rows - 1).flatten(1) for t in (ours, theirs))
     assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
     equal = (a == b) | (a.isnan() & b.isnan())
@@ -94,7 +98,7 @@ def blocks_of(model: Transformer) -> list[Any]:
 
 
 class Ledger:
-    """What was found, and how much time is left."""
+    """Collects the results, and limits the time."""
 
     def __init__(self, seconds: float, about: dict[str, Any], json: Path | None):
         self.end = time.monotonic() + seconds
@@ -111,24 +115,24 @@ class Ledger:
             write_line(self.json, result | self.about)
 
     def run(self, shape: str, piece: str, measure: Callable[[], None]) -> None:
-        """Measures, unless the time is over; an error becomes a line."""
+        """Calls `measure`, unless the time is over; an error is recorded as a line."""
         if time.monotonic() > self.end:
             self.missing.append(f"{shape}, {piece}: no time left")
             return
         try:
             measure()
-        except Exception as error:  # one piece that fails must not hide the others
+        except Exception as error:  # a failing piece must not prevent all other pieces
             self.missing.append(
                 f"{shape}, {piece}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             )
             print(self.missing[-1], flush=True)
 
 
-# ---- pieces by themselves ----
+# ---- single pieces ----
 
 
 def over_rows(piece: Piece, counts: Sequence[int]) -> tuple[Found, str]:
-    """The worst of these numbers of rows, and the share for each."""
+    """The worst result over these numbers of rows, and the share for each number."""
     whole = piece.training(*piece.inputs)
     T = len(piece.inputs[0])
     shares, difference = {}, 0.0
@@ -143,7 +147,7 @@ def over_rows(piece: Piece, counts: Sequence[int]) -> tuple[Found, str]:
 
 @contextmanager
 def reduced_precision(*settings: bool) -> Iterator[None]:
-    """cuBLAS may round partial sums to bf16, and (torch 2.10 and later) may split a product's inner width."""
+    """Whether cuBLAS may round partial sums to bf16, and (torch >= 2.10) split the inner dimension."""
     backend = torch.backends.cuda.matmul
     before = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
     backend.allow_bf16_reduced_precision_reduction = settings if len(settings) > 1 else settings[0]
@@ -162,7 +166,7 @@ def under(settings: tuple[bool, ...], run: Callable[..., Tensor]) -> Callable[..
 
 
 def at_least(rows: int, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """run over at least so many rows, zeros behind those that there are."""
+    """`run` over at least `rows` rows, with rows of zeros appended if there are fewer."""
 
     def call(x: Tensor) -> Tensor:
         n = len(x)
@@ -172,7 +176,7 @@ def at_least(rows: int, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
 
 
 def products(model: Transformer, name: str, linear: nn.Module, x: Tensor, gpu: bool) -> dict[str, Piece]:
-    """A product as it is, and with what could make few rows equal to many."""
+    """A product without changes, and with the settings that could make few rows equal to many."""
     run: Callable[..., Tensor] = linear
     found = {f"{name} product": Piece(run, run, (x,))}
     if gpu:
@@ -187,7 +191,7 @@ def products(model: Transformer, name: str, linear: nn.Module, x: Tensor, gpu: b
 def pieces(
     model: Transformer, T: int, compiled: Callable[[Callable], Callable], gpu: bool
 ) -> dict[str, Piece]:
-    """Of the first block, and of what stands around the blocks."""
+    """The pieces of the first block, and the head."""
     cfg, block = model.cfg, blocks_of(model)[0]
     attention, moe, weight = block.attention, block.moe, model.head_weight
     D, H, C = cfg.dim, cfg.heads, cfg.head_dim
@@ -210,7 +214,7 @@ def pieces(
     found = {
         "embedding": Piece(model.embed, model.embed, (ids[:, None],)),
         "norm": Piece(norm, norm, (x,)),
-        "norm, compiled beside eager": Piece(compiled(norm), norm, (x,)),
+        "norm, compiled beside eager": Piece(compiled(norm), norm, (x,)),  # prose: beside
         "norm, rms_norm": Piece(own(norm), own(norm), (x,)),
         "rope": Piece(turn, turn, rope),
         "rope, compiled beside eager": Piece(compiled(turn), turn, rope),
@@ -252,7 +256,7 @@ def pieces(
 
 
 def log_probs(model: Transformer, T: int, counts: Sequence[int]) -> tuple[Found, str]:
-    """The sampler's log-probs of a few rows beside the loss's of all."""
+    """Compares the sampler's log-probs of a few rows with the loss's log-probs of all rows."""
     weight = model.head_weight
     x = torch.randn(T, model.cfg.dim, device=weight.device).to(weight.dtype)
     h = model.scaled(x)
@@ -271,12 +275,12 @@ def log_probs(model: Transformer, T: int, counts: Sequence[int]) -> tuple[Found,
 
 
 def decoding_kernels() -> dict[str, Callable[..., Tensor]]:
-    """Kernels that attend over pages."""
+    """The kernels for attention over pages."""
     return {"decode_attention": decode_attention, "decode_in_blocks": decode_in_blocks}
 
 
 def attentions(model: Transformer, B: int, S: int) -> Iterator[tuple[str, Found, str]]:
-    """One query over pages beside training's attention: flex over packed documents, or torch's own."""
+    """Compares one query over pages with training's attention: flex over packed documents, or torch's own."""
     cfg, block = model.cfg, blocks_of(model)[0]
     device, dtype = model.head_weight.device, model.head_weight.dtype
     H, G, C, A = cfg.heads, cfg.kv_heads, cfg.head_dim, aligned(S, True)
@@ -313,7 +317,7 @@ def attentions(model: Transformer, B: int, S: int) -> Iterator[tuple[str, Found,
 
 
 class Watch:
-    """What the modules of blocks gave, in the order of their calls; by hooks, so only of eager ones."""
+    """Records the outputs of the blocks' modules in the order of their calls; by hooks, so only if eager."""
 
     def __init__(self, model: Transformer):
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
@@ -336,7 +340,7 @@ class Watch:
 
     def put(self, name: str, value: Any) -> None:
         t = value.weights_TK if hasattr(value, "weights_TK") else value
-        # [rows, channels], whether rows are [B, 1], [1, T] or [T]
+        # [rows, channels], for rows of shape [B, 1], [1, T] or [T]
         self.seen[name].append(t.detach().reshape(-1, *t.shape[2 if t.dim() > 2 else 1 :]))
 
     def output(self, name: str, module: nn.Module) -> None:
@@ -351,18 +355,18 @@ class Watch:
 
 
 class Sequences(NamedTuple):
-    """B sequences of S tokens of which a prompt is given; packed, each begins on a block of flex's."""
+    """B sequences of S tokens with a given prompt; when packed, each begins at a block of flex attention."""
 
     tokens_BS: Tensor
     prompt: int
 
     def packed(self, t_BS: Tensor) -> Tensor:
-        """[1, B * A]."""
+        """The packed row, [1, B * A]."""
         S = t_BS.shape[1]
         return F.pad(t_BS, (0, aligned(S, True) - S)).flatten()[None]
 
     def of_packed(self, t_TX: Tensor) -> Tensor:
-        """[B, steps, ...] of what stands behind the prompts."""
+        """The part after the prompts, [B, steps, ...], of a packed tensor."""
         B, S = self.tokens_BS.shape
         return t_TX.unflatten(0, (B, -1))[:, self.prompt : S]
 
@@ -379,7 +383,7 @@ def trained(model: Transformer, given: Sequences) -> Tensor:
 
 
 def rolled_out(model: Transformer, given: Sequences) -> Tensor:
-    """The rollout's logits [B, steps, V], each step given the next token of the sequences."""
+    """The rollout's logits [B, steps, V]; each step gets the next token of the sequences."""
     B, S = given.tokens_BS.shape
     device = given.tokens_BS.device
     M = aligned(S, True) // PAGE
@@ -398,7 +402,7 @@ def rolled_out(model: Transformer, given: Sequences) -> Tensor:
 
 
 def chain(model: Transformer, given: Sequences) -> Iterator[tuple[str, Found, str]]:
-    """Each piece of each block in training, eager, beside its rollout."""
+    """Compares each piece of each block in eager training with the rollout's."""
     watch = Watch(model)
     h = trained(model, given)
     ours = {name: given.of_packed(values[0]) for name, values in watch.seen.items()}
@@ -413,7 +417,7 @@ def chain(model: Transformer, given: Sequences) -> Iterator[tuple[str, Found, st
 
 
 def engine(model: Transformer, given: Sequences) -> tuple[Found, str]:
-    """The engine's log-probs beside training's, token by token."""
+    """Compares the engine's log-probs with training's, token by token."""
     sampling = Sampling(temperature=0.8, max_tokens=given.tokens_BS.shape[1] - given.prompt)
     prompts = given.tokens_BS[:, : given.prompt].tolist()
     answers = [samples[0] for samples in Engine(model, slots=len(prompts)).generate(prompts, 1, sampling)]
@@ -428,13 +432,13 @@ def engine(model: Transformer, given: Sequences) -> tuple[Found, str]:
 
 
 def compile_blocks(model: Transformer) -> None:
-    """As training compiles them."""
+    """Compiles the blocks as in training."""
     for block in blocks_of(model):
         block.compute = torch.compile(block.compute, fullgraph=True, **COMPILE)
 
 
 def in_compiled_blocks(model: Transformer, given: Sequences) -> Iterator[tuple[str, Found, str]]:
-    """What compiled blocks give beside eager ones, and the whole model beside its rollout."""
+    """Compares compiled blocks with eager ones, and the whole compiled model with its rollout."""
     blocks: dict[str, list[Tensor]] = {"eager": [], "compiled": []}
     h, hooks = {}, []
     for way in ("eager", "compiled"):
@@ -459,7 +463,7 @@ def in_compiled_blocks(model: Transformer, given: Sequences) -> Iterator[tuple[s
 
 
 def shape_of(name: str, layers: int, tiny: bool) -> ModelConfig:
-    """A preset cut to some layers; the pilot with Granite's multipliers."""
+    """A preset cut to some layers; the pilot gets Granite's multipliers."""
     cfg = replace(presets()[PRESETS[name]].model, layers=layers)
     if name == "pilot":
         cfg = replace(cfg, **GRANITE)
@@ -471,7 +475,7 @@ def shape_of(name: str, layers: int, tiny: bool) -> ModelConfig:
 
 
 def build(cfg: ModelConfig, device: str) -> Transformer:
-    """A model with random norms too, in training's mode and bf16."""
+    """A model whose norms are random too, in training mode and bf16."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Transformer(cfg)
@@ -525,9 +529,9 @@ def main() -> None:
     p.add_argument("--tiny", action="store_true", help="widths of 16 and 32, 64 tokens")
     p.add_argument("--shapes", nargs="+", choices=PRESETS, default=list(PRESETS))
     p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--tokens", type=int, default=8192, help="rows of training")
-    p.add_argument("--seconds", type=float, default=115, help="what begins later is left out")
-    p.add_argument("--no-compile", dest="compile", action="store_false", help="eager training alone")
+    p.add_argument("--tokens", type=int, default=8192, help="number of rows in training")
+    p.add_argument("--seconds", type=float, default=115, help="seconds after which no part begins")
+    p.add_argument("--no-compile", dest="compile", action="store_false", help="only eager training")
     p.add_argument("--json", type=Path, help="append each line to this file, as JSON")
     args = p.parse_args()
     gpu = args.device == "cuda"

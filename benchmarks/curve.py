@@ -1,11 +1,11 @@
-"""Compares the loss curve in bf16 with everything fast on with that of the plainest PyTorch.
+"""Compares the bf16 loss curve with all fast paths on with the curve of the plainest PyTorch.
 
     python -m benchmarks.curve --steps 300 --json curve.json
 
-Is the difference within noise? The reference path: eager blocks, experts one by one (ops/reference.py), a
-dense document mask, logits whole, torch's AdamW. It runs in bf16 and in fp32; what rounding alone does to a
-curve is the difference between those two. Without a GPU it says so and compares what runs on the CPU: no
-kernel of tmoe's is in that.
+The question is whether the difference is within noise. The reference path: eager blocks, experts one by one
+(ops/reference.py), a dense document mask, all logits at once, torch's AdamW. It runs in bf16 and in fp32; the
+difference between these two curves is the effect of rounding alone. Without a GPU, the script prints that and
+compares the paths that run on the CPU, without any kernel of tmoe.
 """
 
 import argparse
@@ -38,7 +38,7 @@ RUNS = {
     "reference bf16": ("reference", "bf16"),
     "reference fp32": ("reference", "fp32"),
 }
-WINDOW = 20  # steps that are averaged before curves are compared
+WINDOW = 20  # number of steps that are averaged before curves are compared
 
 
 def main() -> None:
@@ -50,23 +50,21 @@ def main() -> None:
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
     args = parser.parse_args()
 
-    # What cannot work, before the first run.
+    # Errors are reported before the first run.
     if args.steps < WINDOW:
         parser.error(
-            f"--steps={args.steps}: must be {WINDOW} or more, which are averaged before curves are compared"
+            f"--steps={args.steps}: must be {WINDOW} or more: averages over that many steps are compared"
         )
     more = [w for w in args.train if w != "--"]
     if parse([*MODEL.split(), *more], "").optim.offload:
-        parser.error(
-            "--optim.offload: not here, for the reference path keeps the optimizer's state on the GPU"
-        )
+        parser.error("--optim.offload: not here: the reference path keeps the optimizer's state on the GPU")
     if not torch.cuda.is_available():
         print(
             "no GPU here: three runs on the CPU, without tmoe's kernels (fewer --steps are quicker)",
             file=sys.stderr,
         )
 
-    # Three runs side by side, each in a process of its own.
+    # Three runs at the same time, each in its own process.
     started = {}
     with tempfile.TemporaryDirectory() as out, ExitStack() as stack:
         for name, (path, dtype) in RUNS.items():
@@ -97,7 +95,7 @@ def read(path: Path) -> list[float]:
 
 
 def train(path: str, words: list[str]) -> None:
-    """One run, in a process of its own. path: "fast" or "reference"."""
+    """One run, in its own process. path: "fast" or "reference"."""
     import train as entry
 
     if path == "reference":
@@ -107,7 +105,7 @@ def train(path: str, words: list[str]) -> None:
 
 
 class Plain(NamedTuple):
-    """A definition in place of a fast path."""
+    """A definition that replaces a fast path."""
 
     owner: Any
     """the module, or class, that looks the fast path up by `name` when it runs"""
@@ -118,12 +116,12 @@ class Plain(NamedTuple):
 def become_plain() -> None:
     """Replaces every fast path of this process by its definition."""
     for part in plain_parts():
-        getattr(part.owner, part.name)  # AttributeError where a name has moved: setattr would make a new one
+        getattr(part.owner, part.name)  # AttributeError if a name has moved: setattr would create a new one
         setattr(part.owner, part.name, part.plain)
 
 
 def plain_parts() -> list[Plain]:
-    """The definitions, and where each belongs: in the module that uses the fast path, not its own."""
+    """The definitions, and where each is set: in the module that uses the fast path, not in its own."""
     return [
         Plain(experts, "moe_mlp", plain_mlp),
         Plain(transformer, "make_mask", dense_mask),
@@ -135,7 +133,7 @@ def plain_parts() -> list[Plain]:
 
 
 def plain_mlp(*args: Any) -> Tensor:
-    """ops/reference.py's layer, which has no use for `pairs`."""
+    """ops/reference.py's layer, which does not need `pairs`."""
     return reference.moe_mlp(*args[:7])
 
 
@@ -149,19 +147,19 @@ def dense_mask(
     queries_Q: Tensor | None = None,
     in_blocks: bool = False,
 ) -> Tensor | None:
-    """Every pair of positions, whatever the device; a window is the attention's own affair."""
+    """Every pair of positions, on any device; a window is applied by the attention."""
     return None if documents_BS is None else document_mask(documents_BS)
 
 
 def whole_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """torch's loss of all logits at once."""
+    """torch's loss from all logits at once."""
     return F.cross_entropy(F.linear(h_TD, weight_VD).float(), targets_T, reduction="sum")
 
 
 def torchs_step(self: AdamW) -> None:
     """A step of torch's AdamW on fp32 gradients.
 
-    It clips and skips as `decide` says, which the host reads.
+    Gradients are clipped and steps are skipped as `decide` says; the host reads its result.
     """
     params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
     for p in params:
@@ -173,7 +171,7 @@ def torchs_step(self: AdamW) -> None:
 
 
 def never(x_TD: Tensor) -> bool:
-    """Whether a product runs on matrix units as it is: no, in fp32."""
+    """Always False, as for fp32: products never run on matrix units without conversion."""
     return False
 
 

@@ -1,19 +1,19 @@
-"""Times attention over pages and the sampler beside what one would use without them.
+"""Times attention over pages and the sampler against what one would use without them.
 
     python -m benchmarks.decode                                   # all shapes, bf16
     python -m benchmarks.decode --json benchmarks/results/decode/h200.jsonl
     python -m benchmarks.decode --device cpu --tiny               # does it run?
 
-Attention is a layer's: 256 sequences of 1024 tokens, and one, of Qwen3-30B, OLMoE and DeepSeek-V2-Lite's
-latents. torch's scaled_dot_product_attention and compiled flex_attention get the same keys, gathered and
-dense before the clock starts. "share" is the time that reading keys and values, or logits, once takes at 2.9
-TB/s (H100) or 4.2 (H200), over the time measured.
+Attention is timed for one layer of Qwen3-30B, of OLMoE and of DeepSeek-V2-Lite (over its latents), with 256
+sequences of 1024 tokens and with one sequence. torch's scaled_dot_product_attention and compiled
+flex_attention get the same keys, gathered into dense tensors before the clock starts. "share" is the time to
+read keys and values, or logits, once at 2.9 TB/s (H100) or 4.2 (H200), divided by the measured time.
 
-The sampler draws from 256 rows of 151,936 fp32 logits, with and without filters, beside plain PyTorch by a
-sort (compiled) and FlashInfer where it is installed. Expected with top-k and top-p: 160 us on an H100, 130 on
-an H200.
+The sampler draws from 256 rows of 151,936 fp32 logits, with and without filters. It is compared with plain
+PyTorch that sorts (compiled), and with FlashInfer if it is installed. Expected with top-k and top-p: 160 us
+on an H100, 130 on an H200.
 
-Every contestant's result is checked first; one that is wrong or missing is named.
+Every contestant's result is checked first; a contestant that is wrong or missing is named.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from tmoe.generate.sampler import Sampling
 from tmoe.ops.decode.attention import Query, decode_attention, plain
 from tmoe.ops.decode.sample import Keys, keep, sample
 
-# name: B, tokens, H, G, C, channels of a value
+# name -> B, tokens, H, G, C, channels of a value
 ATTENTION = {
     "qwen3-30b 256": (256, 1024, 32, 4, 128, 128),
     "olmoe 256": (256, 1024, 16, 16, 128, 128),
@@ -68,7 +68,7 @@ def paged(shape: tuple[int, ...], device: str) -> tuple[Tensor, ...]:
 
 
 def attention_contestants(inputs: tuple[Tensor, ...]) -> dict[str, Callable[[], Tensor]]:
-    """Functions that give o_BHC."""
+    """Functions that return o_BHC."""
     q, k, v, table, lengths = inputs
     S, scale = int(lengths[0]), q.shape[-1] ** -0.5
     H, G = q.shape[1], k.shape[2]
@@ -87,7 +87,7 @@ def attention_contestants(inputs: tuple[Tensor, ...]) -> dict[str, Callable[[], 
 
 
 def sorted_sampler(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What one writes in plain PyTorch: sort, softmax, cumsum, masks, multinomial."""
+    """The sampler that one would write in plain PyTorch: sort, softmax, cumsum, masks, multinomial."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     z, order = (logits.float() / sampling.temperature).sort(-1, descending=True)
@@ -103,7 +103,7 @@ def sorted_sampler(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def sampler_contestants(logits: Tensor, sampling: Sampling) -> dict[str, Callable[[], Tensor]]:
-    """Functions that give tokens."""
+    """Functions that return tokens."""
     B = len(logits)
     number = torch.arange(B, device=logits.device)
     keys = Keys(0, number, number, number)
@@ -130,14 +130,14 @@ def sampler_contestants(logits: Tensor, sampling: Sampling) -> dict[str, Callabl
 def measure(
     contestants: dict[str, Callable[[], Tensor]], right: Callable[[Tensor], bool], rounds: int, gpu: bool
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """({contestant: its us}, {contestant: why it has none})."""
+    """({contestant: its us}, {contestant: why it has no time})."""
     runs, missing = {}, {}
     for name, run in contestants.items():
         try:
             if not right(run()):
                 raise ValueError("its result is wrong")
             runs[name] = run
-        except Exception as error:  # of any rival, in its own words
+        except Exception as error:  # any error of a rival, reported in its own words
             missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     fns = list(runs.values())
     times = time_all(fns, rounds) if gpu else host_ms(fns, rounds)
@@ -145,7 +145,7 @@ def measure(
 
 
 def attention(shape: tuple[int, ...], device: str, rounds: int) -> tuple[dict, dict, float]:
-    """As `measure`, and the bytes of keys and values."""
+    """The result of `measure`, and the bytes of keys and values."""
     inputs = paged(shape, device)
     q, k, v, table, lengths = inputs
     few = slice(0, min(2, len(q)))
@@ -160,11 +160,11 @@ def attention(shape: tuple[int, ...], device: str, rounds: int) -> tuple[dict, d
 
 
 def sampler(B: int, V: int, sampling: Sampling, device: str, rounds: int) -> tuple[dict, dict, float]:
-    """As `measure`, and the bytes of the logits."""
+    """The result of `measure`, and the bytes of the logits."""
     logits = torch.randn(B, V, device=device) * 3
 
     def right(tokens: Tensor) -> bool:
-        """Every token is one that the filters keep."""
+        """Whether the filters keep every token."""
         z = logits / (sampling.temperature or 1)
         if sampling.temperature == 0:
             return bool((tokens == z.argmax(-1)).all())

@@ -1,4 +1,4 @@
-"""Times decoding by tmoe.Engine, tokens a second, beside transformers' generate and continuous batching.
+"""Times decoding by tmoe.Engine, in tokens/s, against transformers' generate and continuous batching.
 
     python -m benchmarks.engine qwen3-30b-a3b --json benchmarks/results/engine/h200.jsonl
     python -m benchmarks.engine olmoe-1b-7b --batch 256 --only tmoe "tmoe, graphs"
@@ -6,24 +6,27 @@
     python -m benchmarks.engine olmoe-1b-7b --device cpu --tiny     # does it run?
 
 The model has its real widths, but only some of its layers (--cuts); weights and prompts are random. Every
-sequence has a prompt of its own, around --context tokens long, and is sampled at temperature 1 without
-filters. What is timed is the whole engine: cache, sampler, host. A step's time is taken while all sequences
-decode: its first tokens, prefill and capture of graphs included, are left out.
+sequence has a different prompt of about --context tokens, and is sampled at temperature 1 without filters.
+The whole engine
+is timed: cache, sampler, host. A step's time is measured while all sequences decode: the first tokens, with
+prefill and capture of graphs, are left out.
 
-All layers: two cuts of a and b layers give t_layer = (t_b - t_a) / (b - a) and t_head = t_a - a t_layer, and
-the whole model takes t_head + layers * t_layer, so embedding, head and sampler are counted once. A cut that
-is the whole model is measured, not scaled. "share" is the time that reading the touched weights and all keys
-and values once takes at 2.9 TB/s (H100) or 4.2 (H200), over the step's.
+All layers: two cuts of a and b layers give t_layer = (t_b - t_a) / (b - a) and t_head = t_a - a t_layer. The
+whole model takes t_head + layers * t_layer, so that embedding, head and sampler are counted once. A cut that
+is the whole model is measured, not scaled. "share" is the time to read the touched weights and all keys and
+values once at 2.9 TB/s (H100) or 4.2 (H200), divided by the step's time.
 
-Rivals compute the smaller cut from the same weights, written as a Hugging Face folder, in the same rounds. Of
-a few prompts the first two greedy tokens are compared first: bf16 rounds differently, so half of them must
-agree. In generate, "grouped_mm" keeps that product of the experts while decoding; left alone, transformers
-takes batched_mm, which copies an expert's weights for each of its tokens. A first token's time counts from
-the call, so continuous batching's holds the start of its manager. Whoever is missing, wrong, or out of time
-(--seconds) is named.
+Rivals run the smaller cut with the same weights, written as a Hugging Face folder, in the same rounds. First,
+the
+first two greedy tokens of a few prompts are compared: bf16 rounds differently, so only half of them must
+agree. For generate, "grouped_mm" keeps that product of the experts while decoding; by default, transformers
+switches to batched_mm, which copies an expert's weights for each of its tokens. The time of a first token is
+measured from the call, so for continuous batching it includes the start of its manager. A contestant that is
+missing, wrong, or out of time (--seconds) is named.
 
-Expected of all layers, tokens/s, H100 / H200: 256 sequences of Qwen3-30B 7,700 / 10,800, pilot 12,300 /
-17,000, OLMoE 14,600 / 20,500; one stream of Qwen3-30B 200 / 260; the first token within 20 s of warm caches.
+Expected for all layers, tokens/s, H100 / H200: 256 sequences of Qwen3-30B 7,700 / 10,800, pilot 12,300 /
+17,000, OLMoE 14,600 / 20,500; one sequence of Qwen3-30B 200 / 260; the first token within 20 s with warm
+caches.
 """
 
 import argparse
@@ -59,27 +62,27 @@ from tmoe.model.transformer import Transformer
 
 Prompts = Sequence[list[int]]
 CUTS = {"qwen3-30b-a3b": (4, 12), "moe-pilot-14b": (4, 45), "olmoe-1b-7b": (4, 16)}
-EXPECTED = {  # tokens/s of all layers
+EXPECTED = {  # tokens/s for all layers
     ("qwen3-30b-a3b", 256): {"H100": 7700, "H200": 10800},
     ("moe-pilot-14b", 256): {"H100": 12300, "H200": 17000},
     ("olmoe-1b-7b", 256): {"H100": 14600, "H200": 20500},
     ("qwen3-30b-a3b", 1): {"H100": 200, "H200": 260},
 }
 OURS = ("tmoe", "tmoe, graphs", "tmoe, graphs, bits")
-AT_ONCE = 32768  # tokens of prompts that generate passes at once
-SKIPPED = 8  # tokens of each sequence before the timed ones
+AT_ONCE = 32768  # most tokens of prompts in one forward of generate
+SKIPPED = 8  # tokens of each sequence that are not timed
 TINY = dict(vocab=300, dim=32, heads=4, kv_heads=2, head_dim=8)
 
 
 class Answers(NamedTuple):
-    """What a contestant gave: of each prompt the tokens, and when each of them was there."""
+    """The output of a contestant: for each prompt the tokens, and the time of each token."""
 
     ids: list[list[int]]
     stamps: list[list[float]]
     began: float
 
 
-# prompts, tokens of each answer, whether always the most probable one
+# (prompts, tokens of each answer, whether to take the most probable token always) -> answers
 Decoder = Callable[[Prompts, int, bool], Answers]
 
 
@@ -87,7 +90,7 @@ Decoder = Callable[[Prompts, int, bool], Answers]
 
 
 def ours(model: Transformer, graphs: bool, bits: bool = False) -> Decoder:
-    """bits: with the log-probs of training's forward in every bit."""
+    """tmoe's engine. bits: log-probs equal those of training's forward in every bit."""
 
     def run(prompts: Prompts, tokens: int, greedy: bool) -> Answers:
         model.keep_bits(bits)
@@ -112,7 +115,11 @@ def sampled(tokens: int, greedy: bool, **more: Any) -> GenerationConfig:
 
 
 def generate(model: Any, grouped: bool, static: bool) -> Decoder:
-    """transformers' generate. grouped: see above. static: its static cache, for which it compiles itself."""
+    """transformers' generate.
+
+    grouped: whether it keeps grouped_mm while decoding.
+    static: whether it uses its static cache, for which it compiles the model.
+    """
     switch = type(model)._optimize_model_for_decode
 
     def run(prompts: Prompts, tokens: int, greedy: bool) -> Answers:
@@ -120,11 +127,11 @@ def generate(model: Any, grouped: bool, static: bool) -> Decoder:
         times: list[float] = []
 
         def stamp(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            times.append(now())  # it waits for the GPU in each step anyway, to see whether all are done
+            times.append(now())  # generate waits for the GPU in each step anyway, to see whether all are done
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         more: dict[str, Any] = dict(cache_implementation="static") if static else {}
-        if not static and x.numel() > AT_ONCE:  # with a static cache it would compile the pieces as well
+        if not static and x.numel() > AT_ONCE:  # with a static cache it would also compile the pieces
             more = dict(prefill_chunk_size=max(1, AT_ONCE // len(x)))
         model._optimize_model_for_decode = nullcontext if grouped else switch.__get__(model)
         began = now()
@@ -140,7 +147,7 @@ def generate(model: Any, grouped: bool, static: bool) -> Decoder:
 
 
 def batching(model: Any) -> Decoder:
-    """transformers' continuous batching, which finds its settings itself."""
+    """transformers' continuous batching, with the settings that it chooses itself."""
 
     def run(prompts: Prompts, tokens: int, greedy: bool) -> Answers:
         began = now()
@@ -157,7 +164,7 @@ def batching(model: Any) -> Decoder:
 
 
 def rivals(model: Any, B: int) -> dict[str, Decoder]:
-    """Those that may be the best of B sequences: for one, batched_mm copies no expert twice."""
+    """The rivals that may be fastest for B sequences: with one, batched_mm copies no expert twice."""
     kept = {"generate, grouped_mm": generate(model, True, False)}
     static = "generate, static, grouped_mm" if B > 1 else "generate, static"
     return (kept if B > 1 else {}) | {
@@ -171,7 +178,7 @@ def rivals(model: Any, B: int) -> dict[str, Decoder]:
 
 
 def both(cfg: ModelConfig, device: str, folder: Path) -> tuple[Transformer, Any]:
-    """The same random weights as a model of tmoe's and as one of transformers', by way of a folder."""
+    """A model of tmoe and one of transformers with the same random weights, which are written to a folder."""
     kind = "bfloat16" if device == "cuda" else "float32"
     written = write_config(cfg, kind)
     config = AutoConfig.for_model(**written)
@@ -201,20 +208,20 @@ def tiny(cfg: ModelConfig) -> ModelConfig:
     return replace(cfg, **TINY, moe=moe)
 
 
-# ---- what is measured ----
+# ---- measurements ----
 
 
 def now() -> float:
-    """Seconds, the GPU waited for."""
+    """The current time in seconds, after waiting for the GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def step_ms(answers: Answers) -> float:
-    """Ms of a step of all sequences: of the tokens that came while all of them decoded.
+    """Ms of a step of all sequences, from the tokens generated while all sequences were decoding.
 
-    ValueError where there was no such time.
+    Raises ValueError if there was no such time.
     """
     begin = max(row[min(SKIPPED, len(row) // 2)] for row in answers.stamps)
     end = min(row[-1] for row in answers.stamps)
@@ -250,11 +257,11 @@ class Job(NamedTuple):
     prompts: Prompts
     tokens: int
     rounds: int
-    deadline: float  # of time.monotonic, after which no rival begins
+    deadline: float  # time.monotonic() after which no rival begins
 
 
 def measure(job: Job) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """({contestant: its figures}, {contestant: why it has none}). The first is the one to agree with."""
+    """({contestant: its figures}, {contestant: why it has none}). The first contestant is the reference."""
     few = job.prompts[:8]
     missing: dict[str, str] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -272,7 +279,7 @@ def measure(job: Job) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
                 raise ValueError(f"only {agrees:.0%} of its greedy answers are those of the first contestant")
             run(job.prompts, min(job.tokens, SKIPPED), False)  # warm: kernels, graphs and caches of this size
             found[name] = dict(agrees=agrees, first_ever_s=first_s(checked), steps_ms=[], first_s=[], peak=[])
-        except Exception as error:  # of any rival, in its own words
+        except Exception as error:  # any error of a rival, reported in its own words
             missing[name] = in_words(error)
         free()
     for i in range(job.rounds):
@@ -311,18 +318,18 @@ def peak_gib() -> float:
 
 
 def step_bytes(cfg: ModelConfig, B: int, context: int) -> float:
-    """Bytes that a step must read in bf16: weights of the experts that evenly spread tokens reach, all others
-    once, and every key and value."""
+    """Bytes that a step must read in bf16: weights of the experts that evenly routed tokens reach, all other
+    weights once, and every key and value."""
     touched = 1 - (1 - cfg.moe.top_k / cfg.moe.experts) ** B
     weights = 0.0
     for name, shape in model_shapes(cfg).items():
-        if name != "embedding.weight" or cfg.tied:  # of the embedding a row for each token is read
+        if name != "embedding.weight" or cfg.tied:  # of the embedding, only one row per token is read
             weights += math.prod(shape) * (touched if ".experts." in name else 1)
     return 2 * weights + B * context * bytes_a_token(cfg, torch.bfloat16)
 
 
 def whole_ms(ms: dict[int, float], layers: int) -> float | None:
-    """Ms of all layers, from those of some cuts. None where one cut alone says nothing of them."""
+    """Ms of all layers, from the ms of some cuts; None if there is only one cut."""
     if layers in ms:
         return ms[layers]
     if len(ms) < 2:
@@ -350,13 +357,13 @@ def rows(B: int, layers: int, found: dict[str, dict[str, Any]], missing: dict[st
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("model", choices=list(CUTS))
-    p.add_argument("--batch", nargs="+", type=int, default=[256, 1], help="sequences")
-    p.add_argument("--context", type=int, default=1024, help="tokens of a sequence, in the middle of the run")
+    p.add_argument("--batch", nargs="+", type=int, default=[256, 1], help="number of sequences")
+    p.add_argument("--context", type=int, default=1024, help="tokens of a sequence in the middle of the run")
     p.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
-    p.add_argument("--cuts", nargs="+", type=int, help="layers; the model's own number: the whole model")
+    p.add_argument("--cuts", nargs="+", type=int, help="numbers of layers; the model's own number: all of it")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--only", nargs="+", help="contestants; default: all")
-    p.add_argument("--seconds", type=float, default=130, help="after which no rival begins")
+    p.add_argument("--seconds", type=float, default=130, help="seconds after which no rival begins")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
     p.add_argument("--json", type=Path, help="append each table to this file, one JSON object a line")
@@ -384,7 +391,7 @@ def main() -> None:
     made = torch.Generator().manual_seed(0)
     asked = {B: torch.randint(cfg.vocab, (B, length), generator=made).tolist() for B in args.batch}
 
-    cuts = sorted(args.cuts or CUTS[args.model], reverse=True)  # the rivals come last, and are left the rest
+    cuts = sorted(args.cuts or CUTS[args.model], reverse=True)  # the rivals run last, in the remaining time
     named: dict[str, Decoder] = {}
     for layers in cuts:
         short = replace(cfg, layers=layers)
@@ -420,7 +427,7 @@ def main() -> None:
 def whole(
     args: argparse.Namespace, cfg: ModelConfig, ms: dict[tuple[int, str], dict[int, float]], about: dict
 ) -> list[str]:
-    """The table of all layers, which also goes into the file."""
+    """The table of all layers, which is also written to the file."""
     card = next((card for card in TB_S if card in (about["gpu"] or "")), None)
     lines = ["", f"All {cfg.layers} layers of {args.model}:", ""]
     lines.append("| B | contestant | tokens/s | ms a step | how | share of the roofline | expected |")

@@ -1,26 +1,28 @@
-"""Times the exchange of an expert group beside plain puts and NCCL, and MoE layers with ep=GPUs beside ep=1.
+"""Times the exchange of an expert group against plain puts and NCCL, and MoE layers with ep=GPUs and ep=1.
 
     torchrun --nproc-per-node 4 -m benchmarks.exchange --json exchange.jsonl
     torchrun --nproc-per-node 4 -m benchmarks.exchange --sizes 8 --layers qwen3
     torchrun --nproc-per-node 4 -m benchmarks.exchange --programs 8 16 24 32 64 --sizes 64 --layers
 
-Exchange, for each size: MiB that a rank sends to its peers, in rows of 2048 bf16, K=8 of 128 experts drawn at
-random.
+Exchange, for each size: the MiB that a rank sends to its peers, in rows of 2048 bf16, with K=8 of 128 experts
+drawn at random.
     put     a plain Triton kernel stores as many bytes into the peers' memory, in one piece each; no rank
             waits for another
-    symm    ours: rows, ids and weights, and all ranks meet; back: they meet, and a token's rows are read and
-            added up
-    expert  what others do: one row for each (token, expert), sorted, counts exchanged, the host waits, NCCL
-            all-to-all; and back, the K rows of a token weighted and added up. Not like for like: ours sorts
-            and weights inside the experts' kernels, outside of this time
-    same    the rows that ours moves, counts known already: gathered, NCCL all-to-all; and back, added up
+    symm    tmoe's exchange: rows, ids and weights are sent, and all ranks synchronise; back: they
+    synchronise,
+            and a token's rows are read and summed
+    expert  the usual way: one row for each (token, expert), sorted; counts are exchanged, the host waits,
+        NCCL
+            all-to-all; and back, where the K rows of a token are weighted and summed. Not quite comparable:
+            tmoe sorts and weights inside the experts' kernels, outside of this time
+    same    the rows that tmoe sends, with counts already known: gathered, NCCL all-to-all; and back, summed
             (tmoe's nccl dispatcher)
-    nccl    of that, the two all-to-all alone
-    fp8     symm with rows packed for the way (--fp8), and how far off tokens are that went and came back
-Layer: forward and backward of tmoe.MoE, router to combine, compiled, T=16384 a GPU, with every expert here
-(ep=1) or 1/GPUs of them.
+    nccl    of `same`, only the two all-to-all
+    fp8     symm with rows packed for sending (--fp8), and the error of tokens that were sent and returned
+Layer: forward and backward of tmoe.MoE, router to combine, compiled, T=16384 per GPU, with every expert on
+each rank (ep=1) or 1/GPUs of the experts.
 
-Microseconds and milliseconds are medians over rounds in which all contestants take turns, of the slowest
+Microseconds and milliseconds are medians over rounds in which all contestants alternate, on the slowest
 rank.
 """
 
@@ -56,7 +58,7 @@ from tmoe.ops.router.topk import trace as trace_router
 from tmoe.parallel import collectives
 from tmoe.parallel.mesh import Mesh
 
-# Experts, choices of a token, width and tokens of a rank.
+# Number of experts, experts per token, width, and tokens of a rank.
 E = 128
 K = 8
 D = 2048
@@ -71,7 +73,7 @@ LAYERS = {  # name: (D, the layer)
 
 @triton.jit(do_not_specialize=["n", "rank"])
 def put_kernel(x, to, n, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores n words of x in each peer's memory, at this rank's place there."""
+    """Stores n words of x in each peer's memory, at the place that belongs to this rank."""
     pid = tl.program_id(0)
     for i in tl.static_range(1, WORLD):
         q = (rank + i) % WORLD
@@ -85,8 +87,8 @@ def put_kernel(x, to, n, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
 def room() -> symm.Exchange:
     """An exchange for this benchmark alone.
 
-    In one that has had room for 512 MiB a rank, a layer goes over the slots of three times its tokens, and
-    keeps 60% of its speed instead of 78%.
+    If an exchange has been made with room for 512 MiB per rank, a layer processes the slots of three times
+    its tokens, and keeps 60% of its speed instead of 78%.
     """
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
@@ -94,9 +96,10 @@ def room() -> symm.Exchange:
 
 
 class Sizes:
-    """One size of the exchange, and what is timed at it: for each contestant a way there and a way back.
+    """One size of the exchange, and the timed functions: each contestant has one to send and one to return.
 
-    mib: that a rank sends to its peers. programs: most of each kernel, 0: what training uses.
+    mib: MiB that a rank sends to its peers.
+    programs: most programs of each kernel; 0: as in training.
     fp8: whether room for packed rows is needed.
     """
 
@@ -104,7 +107,7 @@ class Sizes:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.L = E // self.world
-        hit = 1 - (1 - 1 / self.world) ** K  # a token's chance to go to a given rank
+        hit = 1 - (1 - 1 / self.world) ** K  # probability that a token is sent to a given rank
         tokens = max(8, round(mib * 2**20 / (2 * D * hit * (self.world - 1))))
         draw = torch.Generator("cuda").manual_seed(self.rank)
         scores = torch.rand(tokens, E, device="cuda", generator=draw)
@@ -116,7 +119,8 @@ class Sizes:
         self.ex.reserve(tokens, 2 * D, K, fp8)
         self.programs = programs
 
-        # What NCCL's ways need: the plan of tmoe's nccl dispatcher, its counts known to the host.
+        # Inputs of the NCCL contestants: the plan of tmoe's nccl dispatcher, with its counts known to the
+        # host.
         self.group = dist.group.WORLD.group_name
         ranks = torch.arange(self.world, device="cuda")[:, None, None]
         goes = (self.ids // self.L == ranks).any(-1)  # [rank, token]
@@ -160,10 +164,10 @@ class Sizes:
         dist.all_to_all_single(self.packed, self.arrived, self.send, self.receive)
 
     def expert_there(self) -> None:
-        """As the standard dispatchers of torchtitan and OLMo-core, without their padding and second sort."""
+        """Like the standard dispatchers of torchtitan and OLMo-core, without padding and the second sort."""
         flat = self.ids.flatten()
         self.slots = flat.argsort(stable=True)
-        # histc as torchtitan has it: with bincount the host would wait once more
+        # histc as in torchtitan: with bincount the host would wait once more
         counts = torch.histc(flat.float(), E, 0, E - 1).long()
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts)
@@ -180,7 +184,7 @@ class Sizes:
         return torch.bmm(self.weights[:, None].bfloat16(), back)
 
     def error(self, fp8: bool) -> float:
-        """Relative error of the sum when every token goes to its ranks and comes back from all of them."""
+        """Relative error of the sum when every token is sent to its ranks and returned by all of them."""
         self.dispatch(fp8)
         self.ex.rows("y", D, torch.bfloat16).copy_(self.ex.rows("x", D, torch.bfloat16))
         self.combine(fp8)
@@ -191,7 +195,7 @@ class Sizes:
 def slowest(fns: Sequence[Callable[[], Any]], rounds: int, ex: symm.Exchange) -> list[float]:
     """Median milliseconds of each function on the slowest rank.
 
-    Ranks start together, where they meet in `ex`, with the host five milliseconds ahead.
+    Ranks start together, by a barrier in `ex`, with the host five milliseconds ahead.
     """
 
     def begin() -> None:
@@ -204,7 +208,7 @@ def slowest(fns: Sequence[Callable[[], Any]], rounds: int, ex: symm.Exchange) ->
 
 
 def time_size(mib: int, rounds: int, programs: int, fp8: bool) -> dict[str, Any]:
-    """The figures of one size, as they are written to the JSON file."""
+    """The figures of one size, in the form of the JSON file."""
     torch.cuda.empty_cache()
     s = Sizes(mib, programs, fp8)
     errors = [s.error(packed) for packed in (False, True)[: 1 + fp8]]
@@ -230,7 +234,7 @@ def time_size(mib: int, rounds: int, programs: int, fp8: bool) -> dict[str, Any]
 
 
 def layer(name: str, mesh: Mesh, ep: int, wire: str = "same") -> Callable[[], None]:
-    """A function that runs one of LAYERS forward and backward."""
+    """A function that runs forward and backward of one of LAYERS."""
     dim, cfg = LAYERS[name]
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -251,7 +255,7 @@ def layer(name: str, mesh: Mesh, ep: int, wire: str = "same") -> Callable[[], No
 
 
 def time_layer(name: str, mesh: Mesh, rounds: int, fp8: bool) -> dict[str, Any]:
-    """The figures of one of LAYERS, as they are written to the JSON file."""
+    """The figures of one of LAYERS, in the form of the JSON file."""
     torch.compiler.reset()  # else the layers of all shapes count as recompilations of one function
     torch.cuda.empty_cache()
     world = dist.get_world_size()
@@ -263,7 +267,7 @@ def time_layer(name: str, mesh: Mesh, rounds: int, fp8: bool) -> dict[str, Any]:
 
 
 def show(line: dict[str, Any]) -> str:
-    """The figures of a size or of a layer in one printed line."""
+    """The figures of a size or of a layer in one line of text."""
     if line["kind"] == "layer":
         each = zip(line["wires"], line["ms"], line["kept"], strict=True)
         many = "   ".join(f"{wire} {ms:.2f} ms {kept:.0%}" for wire, ms, kept in each)
@@ -281,7 +285,7 @@ def show(line: dict[str, Any]) -> str:
 
 
 def warm(names: list[str], world: int, fp8: bool) -> None:
-    """Compiles all that the layers need, before a process group exists."""
+    """Compiles all kernels that the layers need, before a process group exists."""
     traces: list[tuple] = [(exchange.trace, T, D, K, world, torch.bfloat16, fp8)]
     for name in names:
         dim, cfg = LAYERS[name]
@@ -313,7 +317,7 @@ def main() -> None:
         type=int,
         nargs="*",
         default=[0],
-        help="most programs of each kernel, half as many where rows are few; 0: what training uses",
+        help="most programs of each kernel, half as many if rows are few; 0: as in training",
     )
     parser.add_argument("--fp8", action="store_true", help="also rows packed to float8")
     parser.add_argument("--rounds", type=int, default=20)
@@ -336,7 +340,7 @@ def main() -> None:
             if args.json:
                 write_line(args.json, line)
 
-    for mib in sorted(args.sizes):  # growing, as the buffers do: unused slots cost a little
+    for mib in sorted(args.sizes):  # growing, because buffers only grow: unused slots cost a little
         for programs in args.programs:
             add(time_size(mib, args.rounds, programs, args.fp8))
     for name in args.layers:

@@ -1,12 +1,12 @@
-"""Injects the same faults into checkpoints of tmoe and of stock DCP, and prints what became of them.
+"""Injects the same faults into checkpoints of tmoe and of stock DCP, and prints the outcome for each.
 
     python -m benchmarks.faults                        every case on both, two ranks, about a minute
-    python -m benchmarks.faults --json results.json    and keep the outcome
+    python -m benchmarks.faults --json results.json    the same, and writes the outcome to a file
 
-A case takes a system and an empty folder and returns what went wrong, [] if nothing did. Of tmoe,
+A case is called with a system and an empty folder and returns what went wrong, [] if nothing did. For tmoe,
 tests/faults/test_faults_checkpoint.py requires []. Stock DCP is the shortest careful loop around
-torch.distributed.checkpoint: a folder a step, the newest folder with a .metadata is the one to resume from,
-an asynchronous save's future is asked after every step.
+torch.distributed.checkpoint: one folder per step; the newest folder with a .metadata is the one to resume
+from; an asynchronous save's future is checked after every step.
 
 next: inject.py
 """
@@ -53,14 +53,14 @@ from benchmarks.inject import (
 )
 from benchmarks.launch import End, launch
 
-EXIT_S = 7.0  # from a rank's death to the end of its peers
+EXIT_S = 7.0  # seconds allowed from a rank's death to the end of its peers
 
 
-# ---- cases: what went wrong, [] if nothing ----
+# ---- cases: each returns what went wrong, [] if nothing did ----
 
 
 def run(fn: Callable[..., Any], *args: Any, world: int = 2) -> list[Any]:
-    """Results of ranks that are to survive."""
+    """Results of ranks that must survive."""
     ends = launch(world, fn, *args, timeout=5, limit=20)
     if failed := [
         f"rank {rank}: code {end.code}: {end.said[-500:]}" for rank, end in enumerate(ends) if end.code
@@ -70,7 +70,7 @@ def run(fn: Callable[..., Any], *args: Any, world: int = 2) -> list[Any]:
 
 
 def expect(found: list[tuple[str | None, list[float], str]], step: str, value: float) -> list[str]:
-    """Complaints unless every rank resumed from `step` and holds `value` everywhere."""
+    """Complaints, unless every rank resumed from `step` and holds `value` in all tensors."""
     wrong = []
     for rank, (path, numbers, error) in enumerate(found):
         if error:
@@ -81,7 +81,7 @@ def expect(found: list[tuple[str | None, list[float], str]], step: str, value: f
 
 
 def peers_end(ends: list[End]) -> list[str]:
-    """Complaints unless rank 1 was killed and rank 0 ended by itself, with an error, soon after."""
+    """Complaints, unless rank 1 was killed and rank 0 ended soon after, with an error and without help."""
     late = ends[0].at - ends[1].at
     wrong = []
     if ends[1].code != -signal.SIGKILL:
@@ -98,7 +98,7 @@ def kill_in_fresh_save(system: System, folder: Path) -> list[str]:
 
 
 def kill_in_second_save_of_a_step(system: System, folder: Path) -> list[str]:
-    """After a rollback a step is saved again: old or new, never mixed."""
+    """After a rollback a step is saved again: the old or the new state is found, never a mixture."""
     run(save, system, folder, {10: 1.0})
     ends = launch(2, save_or_die, system, folder, {10: 2.0}, kill_in_writer, timeout=5, limit=20)
     return peers_end(ends) + expect(run(load, system, folder), "step-10", 1.0)
@@ -107,7 +107,7 @@ def kill_in_second_save_of_a_step(system: System, folder: Path) -> list[str]:
 def crash_points(system: System, folder: Path, step: int = 20) -> list[str]:
     """One process dies at its k-th write, sync, rename, mkdir or unlink, for every k.
 
-    Found must be the old state or the new one.
+    The state found afterwards must be the old or the new one.
     """
     wrong = []
     count = 0
@@ -136,7 +136,7 @@ def crash_points_in_second_save(system: System, folder: Path) -> list[str]:
 
 
 def save_again_after_a_crash(system: System, folder: Path) -> list[str]:
-    """The resumed run passes the step at which the killed one died and left files behind."""
+    """The resumed run saves the same step at which the killed one died and left files."""
     run(save, system, folder, {10: 1.0})
     for step in (20, 10):
         launch(2, save_or_die, system, folder, {step: 2.0}, kill_in_writer, timeout=5, limit=20)
@@ -153,9 +153,9 @@ def disk_full(system: System, folder: Path, background: bool = False) -> list[st
     told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk, background)
     for rank, (why, _) in enumerate(told):
         if why is None or "[Errno 27]" not in why or "step-20" not in why:
-            wrong.append(f"rank {rank} was told {why and why[-150:]!r}: not errno and path")
+            wrong.append(f"rank {rank} got {why and why[-150:]!r}: not errno and path")
     if (left := sorted(p.name for p in folder.iterdir())) != ["step-10"]:
-        wrong.append(f"left behind: {left}")
+        wrong.append(f"left over: {left}")
     return wrong + expect(run(load, system, folder), "step-10", 1.0)
 
 
@@ -166,10 +166,10 @@ def disk_full_in_helper_thread(system: System, folder: Path) -> list[str]:
 
 
 def background_save_fails(system: System, folder: Path) -> list[str]:
-    """Raised after one of the next steps on every rank, not at the next save or never."""
+    """The error must be raised after one of the next steps on every rank, not at the next save or never."""
     told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk, True)
     wrong = [
-        f"rank {r} was told {why!r} after {polls} steps"
+        f"rank {r} got {why!r} after {polls} steps"
         for r, (why, polls) in enumerate(told)
         if not why or polls > 40
     ]
@@ -177,7 +177,7 @@ def background_save_fails(system: System, folder: Path) -> list[str]:
 
 
 def retention_with_partials(system: System, folder: Path) -> list[str]:
-    """Two are kept; two newer folders are incomplete: the whole ones stay."""
+    """Two steps are kept; two newer folders are incomplete: the whole ones must stay."""
     run(save, system, folder, {10: 1.0, 20: 2.0})
     for partial_step in (1000, 1001):
         (folder / f"step-{partial_step}").mkdir()
@@ -189,7 +189,7 @@ def retention_with_partials(system: System, folder: Path) -> list[str]:
 
 
 def commit_mark_garbage(system: System, folder: Path) -> list[str]:
-    """The file that says which step is whole is empty, or nonsense: an older step is found."""
+    """The file that marks a step as whole is empty or nonsense: an older step must be found."""
     run(save, system, folder, {10: 1.0, 20: 2.0})
     wrong = []
     for content in (b"", b"latest: nan"):
@@ -199,7 +199,7 @@ def commit_mark_garbage(system: System, folder: Path) -> list[str]:
 
 
 def bit_flips(system: System, folder: Path) -> list[str]:
-    """Each file in turn: the error names it before any tensor changes, and an older step is found."""
+    """For each file in turn: the error names it before any tensor changes, and an older step is found."""
     run(save, system, folder, {10: 1.0, 20: 2.0})
     step = folder / "step-20"
     wrong = []
@@ -261,7 +261,7 @@ def hostile_pickles(system: System, folder: Path) -> list[str]:
 
 
 def mismatches(system: System, folder: Path) -> list[str]:
-    """Other shape, other dtype, missing, extra: all listed, nothing cast, nothing changed."""
+    """Other shape, other dtype, missing, extra: all must be listed, nothing cast, nothing changed."""
     run(save, system, folder, {10: 1.0})
     asked = {
         "model.w": torch.zeros(512, 65),
@@ -355,7 +355,7 @@ def main() -> None:
     # Cases fork, and stock DCP would call CUDA on both sides of the fork. No case needs a GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
-    logging.disable(logging.CRITICAL)  # both systems describe at length what is about to be tabulated
+    logging.disable(logging.CRITICAL)  # both systems log at length the outcomes that the table shows
     results: dict[str, dict[str, Any]] = {}
     for system in (Tmoe, Stock):
         results[system.name] = {}

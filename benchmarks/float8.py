@@ -1,15 +1,16 @@
-"""Compares dense products in float8 with bf16: times of whole steps, and the loss after some hundred.
+"""Compares dense products in float8 with bf16: times of whole steps, and the loss after some hundred steps.
 
     python -m benchmarks.float8 --json float8.json
     python -m benchmarks.float8 --loss --steps 500 --json float8-loss.json
 
-Times: DeepSeek-V2-Lite of 10 blocks and Mixtral of 4, one GPU, each with --train.float8 none and rowwise in
-turn, --rounds times: both see the same card in the same minutes. The median over the rounds counts.
+Times: DeepSeek-V2-Lite with 10 blocks and Mixtral with 4, on one GPU, with --train.float8 none and rowwise
+alternating --rounds times, so that both settings use the same card at the same time. The medians are
+compared.
 
 --loss: a model whose dense and shared layers are all converted. Three runs are in bf16, with seeds 0, 1 and
-2, and one is in float8 with seed 0, over the same text. The rule: the last losses of float8 and of bf16 of
-its seed differ by at most twice the largest difference between the three seeds. If it is broken, the command
-ends with code 1. It runs on a CPU too, with smaller batches after `--` and fewer steps.
+2, and one run is in float8 with seed 0, over the same text. The rule: the last losses of float8 and of bf16
+with the same seed differ by at most twice the largest difference between the three seeds. If the rule is
+broken, the command ends with code 1. It also runs on a CPU, with smaller batches after `--` and fewer steps.
 """
 
 import argparse
@@ -28,8 +29,8 @@ MODELS = {
     "deepseek-v2-lite, 10 blocks": "deepseek-v2-lite --model.layers 10 --train.batch 4",
     "mixtral, 4 blocks": "mixtral-8x7b --model.layers 4 --train.batch 4",
 }
-TIMES = 2  # of the largest difference between seeds
-WINDOW = 20  # last steps whose mean is compared
+TIMES = 2  # allowed multiple of the largest difference between seeds
+WINDOW = 20  # number of last steps whose mean loss is compared
 LOSS = """tiny --model.dim 512 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.head-dim 64
     --model.ffn-dim 1024 --model.dense-layers 1 --model.moe.experts 8 --model.moe.ffn-dim 256
     --model.moe.shared-dim 512 --train.seq 256 --train.batch 16 --optim.lr 1e-3 --train.eval-every 0
@@ -43,10 +44,10 @@ def main() -> None:
     )
     parser.add_argument("--loss", action="store_true", help="compare losses, not times")
     parser.add_argument(
-        "--steps", type=at_least_one, help="of each run; by default 30 for times, 500 for losses"
+        "--steps", type=at_least_one, help="steps of each run; default: 30 for times, 500 for losses"
     )
-    parser.add_argument("--rounds", type=at_least_one, default=2, help="of times: runs of each setting")
-    parser.add_argument("--timeout", type=float, default=300, help="of times: seconds for a run")
+    parser.add_argument("--rounds", type=at_least_one, default=2, help="for times: runs of each setting")
+    parser.add_argument("--timeout", type=float, default=300, help="for times: seconds for a run")
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
     args = parser.parse_args()
@@ -56,7 +57,7 @@ def main() -> None:
         return
     steps = 500 if args.steps is None else args.steps
     if steps < WINDOW:
-        parser.error(f"--steps={steps}: must be {WINDOW} or more, whose losses are averaged")
+        parser.error(f"--steps={steps}: must be {WINDOW} or more: losses are averaged over that many steps")
     left = layers_in(parse([*LOSS.split(), *more], "").model).left
     if left:
         parser.error(f"every dense and shared layer must be in float8; too narrow: {', '.join(left)}")
@@ -69,11 +70,11 @@ def main() -> None:
 
 
 def times(steps: int, rounds: int, timeout: float, more: list[str], to: Path | None) -> None:
-    """Prints a table of steps with and without float8; each run becomes a line of `to`."""
+    """Prints a table of steps with and without float8; each run is appended to the file `to` as a line."""
     print("| model | float8 | ms a step | tokens/s | x |\n|---|---|---|---|---|", flush=True)
     for name, words in MODELS.items():
         rates: dict[str, list[float]] = {"none": [], "rowwise": []}
-        tokens = 0  # a step
+        tokens = 0  # tokens of a step
         for number in range(rounds):
             for kind in rates:
                 with tempfile.TemporaryDirectory() as out:
@@ -91,7 +92,7 @@ def times(steps: int, rounds: int, timeout: float, more: list[str], to: Path | N
 
 
 def losses(steps: int, more: list[str]) -> dict[str, list[float]]:
-    """The losses of each run of RUNS, one after another."""
+    """The losses of each run of RUNS, which are run one after another."""
     found = {}
     with tempfile.TemporaryDirectory() as out:
         for name, (float8, seed) in RUNS.items():
@@ -105,9 +106,9 @@ def losses(steps: int, more: list[str]) -> dict[str, list[float]]:
 
 
 def compared(last: dict[str, float]) -> tuple[list[str], bool]:
-    """A table of the last losses, and whether float8 is as near to bf16 as the rule wants.
+    """A table of the last losses, and whether float8 is as close to bf16 as the rule demands.
 
-    last: mean of the last losses of each run of RUNS.
+    last: name of each run of RUNS -> mean of its last losses.
     """
     seeds = [loss for name, loss in last.items() if RUNS[name][0] == "none"]
     spread = max(abs(a - b) for a, b in combinations(seeds, 2))

@@ -1,11 +1,12 @@
-"""Times the backward of an MoE layer's experts with their matrices trained and frozen.
+"""Times the backward of an MoE layer's experts with trained and with frozen matrices.
 
     python -m benchmarks.frozen                     # Qwen3's and OLMoE's layer, bf16
     python -m benchmarks.frozen --shapes qwen3 pilot --json benchmarks/results/frozen/h200.jsonl
 
-Frozen matrices cost no product for their gradients: half of the backward's four. Expected on Qwen3's shape:
-at most 0.60 of the backward that makes them. Shapes are those of moe_layer, inputs random, gradients go to x
-and the routing weights in both. Medians over rounds in which both take turns.
+With frozen matrices, the products for their gradients are left out: two of the backward's four products.
+Expected on Qwen3's shape: at most 0.60 of the backward with trained matrices. Shapes are those of moe_layer,
+inputs are random, and both backwards compute the gradients of x and the routing weights. Times are medians
+over rounds, in which the two alternate.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from tmoe.ops import moe_mlp
 
 
 def backward(inputs: list[torch.Tensor], ids_TK: torch.Tensor, dy_TD: torch.Tensor) -> Callable[[], Any]:
-    """A function that runs the backward of one forward again and again, for the inputs that want it."""
+    """A function that repeats the backward of one forward, for the inputs that require gradients."""
     x, gate_up, down, weights = inputs
     y = moe_mlp(x, gate_up, down, weights, ids_TK)
     wanted = [t for t in inputs if t.requires_grad]
@@ -30,7 +31,7 @@ def backward(inputs: list[torch.Tensor], ids_TK: torch.Tensor, dy_TD: torch.Tens
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of both backwards of one shape, and whether they agree."""
+    """Milliseconds of both backwards for one shape; raises RuntimeError if their gradients differ."""
     torch.manual_seed(0)
     x, logits, gate_up, down, dy = make(ALL[name], "cuda")
     weights, ids = logits.softmax(-1).topk(ALL[name][-1], dim=-1)

@@ -1,28 +1,31 @@
-"""Times a whole GRPO step beside TRL's, or measures its memory for groups of several sizes.
+"""Times a whole GRPO step against TRL's, or measures its memory for groups of several sizes.
 
     python -m benchmarks.grpo_step --json benchmarks/results/post/h100.jsonl
     python -m benchmarks.grpo_step --memory --group 8 64 256 --json ...     # the whole pilot, frozen experts
     python -m benchmarks.grpo_step --device cpu --tiny --prompts 2 --group 4 --max-tokens 8    # does it run?
 
-Speed: qwen3-30b-a3b cut to --layers, the same random weights, prompts, rewards, and numbers of prompts,
-answers and tokens; no answer ends before --max-tokens but by a chance of 1 in 151,936 a token, and "tokens"
-says how long they became. train.py --task grpo as a user starts it, and TRL's GRPOTrainer without a server,
-in a process each: by transformers' generate with a cache of keys and values, made to keep its grouped product
-for decoding too, and as it comes; and by its continuous batching (use_transformers_continuous_batching). The
-loss is DAPO's, one update, no reference, bf16, nothing recomputed, answers of --micro at a time in the
-update. tmoe keeps fp32 master weights, TRL's model is bf16 throughout, its fastest setting. "generated" is
-tokens of answers over the rollout's time, "trained" the same over the update's, "whole" over the step's.
-Expected: at least 5 times TRL's best one. vLLM, in process or as a server, is not compared. --gpus 2 times
-tmoe alone, on as many.
+Speed: qwen3-30b-a3b cut to --layers, with the same random weights, prompts and rewards, and the same numbers
+of prompts, answers and tokens. An answer ends before --max-tokens only with a chance of 1 in 151,936 per
+token; "tokens" is the mean length of the answers. train.py --task grpo runs as a user starts it. TRL's
+GRPOTrainer runs
+without a server, in a separate process for each setting: with transformers' generate and a cache of keys and
+values, once made to keep its grouped product for decoding too, and once by default; and with continuous
+batching (use_transformers_continuous_batching). The loss is DAPO's, with one update, no reference, bf16,
+nothing recomputed, and --micro answers at a time in the update. tmoe keeps fp32 master weights; TRL's model
+is bf16 throughout, its fastest setting. "generated" is the tokens of answers divided by the rollout's time,
+"trained" the same by the update's time, "whole" by the step's. Expected: at least 5 times TRL's best speed.
+vLLM, in process or as a server, is not compared. --gpus 2 times only tmoe, on two GPUs.
 
---memory: moe-pilot-14b whole, experts frozen, --prompts 1 unless given, 512 tokens an answer, the pool of
-keys and values bounded by --pool-gib, each micro-batch one row of --micro answers, and three or more of them:
-with two, the first one's gradients still wait in bf16 at the peak. Largest allocations in GiB: of an update,
-of a rollout, and of the pool; "beside the pool" is the larger of the update and the rollout without its pool.
-Then the same of the dry run. Expected: update, and step beside the pool, differ by at most 0.3 GiB between
-groups; at most 76 in all.
+--memory: the whole moe-pilot-14b with frozen experts, --prompts 1 unless given, 512 tokens an answer. The
+pool of keys and values is bounded by --pool-gib. Each micro-batch is one row of --micro answers, and there
+are at least
+three: with two, the first one's gradients still wait in bf16 at the peak. Printed are the largest allocations
+    in
+GiB: of an update, of a rollout, of the pool, and of the step without the pool, which is the larger of the
+update and the rollout without its pool; then the same from the dry run. Expected: the update, and the step
+without the pool, differ by at most 0.3 GiB between groups; all are at most 76 GiB.
 
-Words behind -- go to train.py.
+Words after -- are passed to train.py.
 """
 
 import argparse
@@ -50,8 +53,8 @@ from tmoe.config.axes import Axes
 from tmoe.plan.memory import memory_per_rank, peak_bytes
 
 GIB = 2**30
-MADE = "tmoe", "TRL, generate", "TRL, generate as it comes", "TRL, continuous batching"
-REWARD = '''"""A reward that answers differ in."""
+MADE = "tmoe", "TRL, generate", "TRL, generate as it comes", "TRL, continuous batching"  # prose: as it comes
+REWARD = '''"""A reward by which answers differ."""
 
 
 def of_text(text):
@@ -67,7 +70,7 @@ def worth(sample):
 
 
 def grpo_words(args: argparse.Namespace, folder: Path, group: int) -> list[str]:
-    """train.py's words, behind the model's: prompts and answers of equal lengths fill rows whole."""
+    """train.py's words after the model's: prompts and answers of equal lengths that fill rows completely."""
     in_row = min(args.in_row, args.prompts * group)
     sizes = dict(prompts=args.prompts, group=group, rollout_slots=args.slots)
     sizes["max-tokens"] = args.max_tokens
@@ -103,7 +106,7 @@ def tmoe_step(lines: list[dict[str, Any]], answers: int) -> dict[str, Any]:
 
 
 def with_rates(r: dict[str, Any], answers: int, prompt: int) -> dict[str, Any]:
-    """The same, with tokens of answers a second; of the update also with their prompts'."""
+    """The same figures, with tokens of answers per second; for the update also with their prompts' tokens."""
     tokens = answers * r["length"]
     rates = dict(
         generated=tokens / r["rollout_s"], trained=tokens / r["update_s"], whole=tokens / r["step_s"]
@@ -174,7 +177,7 @@ def speed_table(
 
 
 def watch(out: Path, argv: list[str]) -> None:
-    """Trains by train.py in this process, and writes down what rollouts and updates allocate at most."""
+    """Trains by train.py in this process, and records the peak allocations of rollouts and updates."""
     import train
     from tmoe.generate.cache import PAGE, Cache, bytes_a_token
     from tmoe.post.grpo import Grpo
@@ -212,7 +215,7 @@ def watch(out: Path, argv: list[str]) -> None:
 
 
 def predicted(argv: list[str]) -> dict[str, float]:
-    """What the dry run has for update, rollout and pool, GiB."""
+    """The dry run's GiB for update, rollout and pool."""
     cfg = parse(argv, "", world=1)
     parts = memory_per_rank(cfg, Axes.of(cfg.parallel, 1))
     update = peak_bytes(parts | dict(rollout=0, pool=0))
@@ -226,7 +229,7 @@ def beside_pool(m: dict[str, float]) -> float:
 
 
 def watched(argv: list[str], out: Path, timeout: float) -> dict[str, Any]:
-    """Peaks of `watch` in a process of its own, those that were there when it ended, and how it did."""
+    """The peaks that `watch` recorded in a separate process until it ended, and its exit."""
     command = [sys.executable, "-m", "benchmarks.grpo_step", "--watch", str(out), "--", *argv]
     with running(command, dict(os.environ)) as process:
         try:
@@ -262,10 +265,10 @@ def memory(job: Job) -> list[str]:
 def memory_table(args: argparse.Namespace, found: dict[int, dict[str, Any]]) -> list[str]:
     lines = [
         "",
-        f"memory, frozen experts, {args.prompts} prompts, GiB at most, behind each the dry run's",
+        f"memory, frozen experts, {args.prompts} prompts, GiB at most, each followed by the dry run's",
         "",
     ]
-    lines += ["| group | update | rollout | pool | step beside the pool |", "| --- |" + " --- |" * 4]
+    lines += ["| group | update | rollout | pool | step without the pool |", "| --- |" + " --- |" * 4]
     for group, r in found.items():
         if "missing" in r:
             lines.append(f"| {group} | {r['missing']} |" + " |" * 3)
@@ -276,7 +279,7 @@ def memory_table(args: argparse.Namespace, found: dict[int, dict[str, Any]]) -> 
         ]
         lines.append(f"| {group} | {' | '.join(cells)} |")
     measured = [r["measured"] for r in found.values() if "measured" in r]
-    for name, of in (("update", itemgetter("update")), ("step beside the pool", beside_pool)):
+    for name, of in (("update", itemgetter("update")), ("step without the pool", beside_pool)):
         each = list(map(of, measured))
         if len(each) > 1:
             lines.append(f"{name}: {max(each) - min(each):.2f} GiB between groups, expected at most 0.3")
@@ -289,7 +292,7 @@ def main() -> None:
     p.add_argument("--only", nargs="+", default=list(MADE), choices=MADE)
     p.add_argument("--gpus", type=int, default=1)
     p.add_argument("--layers", type=int, default=4)
-    p.add_argument("--prompts", type=int, help="a step; default 8, with --memory 1")
+    p.add_argument("--prompts", type=int, help="prompts of a step; default 8, with --memory 1")
     p.add_argument("--prompt", type=int, help="tokens of a prompt; default 64, with --memory 128")
     p.add_argument(
         "--group", nargs="+", type=int, help="answers to a prompt; default 32, with --memory 8 64 256"
@@ -299,10 +302,10 @@ def main() -> None:
     p.add_argument(
         "--micro", type=int, help="answers of one forward of the update; default 16, with --memory 2"
     )
-    p.add_argument("--pool-gib", type=float, default=12.0, help="with --memory")
+    p.add_argument("--pool-gib", type=float, default=12.0, help="with --memory: most GiB of the pool")
     p.add_argument("--steps", type=int, default=7)
     p.add_argument("--warmup", type=int, default=2, help="steps of train.py that are not timed")
-    p.add_argument("--rival-steps", type=int, default=3, help="of which the first is not timed")
+    p.add_argument("--rival-steps", type=int, default=3, help="steps of TRL; the first is not timed")
     p.add_argument(
         "--timeout", type=float, default=200, help="seconds after which a run of train.py is given up"
     )
@@ -310,7 +313,7 @@ def main() -> None:
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
     p.add_argument("--json", type=Path, help="append each result to this file, one JSON object a line")
-    p.add_argument("--watch", type=Path, help=argparse.SUPPRESS)  # of the process that --memory starts
+    p.add_argument("--watch", type=Path, help=argparse.SUPPRESS)  # for the process that --memory starts
     p.add_argument("train", nargs=argparse.REMAINDER, help="-- words for train.py")
     args = p.parse_args()
     args.train = [w for w in args.train if w != "--"]

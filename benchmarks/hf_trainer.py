@@ -1,13 +1,14 @@
-"""Times Hugging Face's Trainer on a GraniteMoE, with its own experts and with tmoe's, tokens a second.
+"""Times Hugging Face's Trainer on a GraniteMoE, with its own experts and with tmoe's, in tokens a second.
 
     python -m benchmarks.hf_trainer --experts theirs
     python -m benchmarks.hf_trainer --experts tmoe
     torchrun --nproc-per-node 2 -m benchmarks.hf_trainer --experts tmoe --ep 2
     python -m benchmarks.hf_trainer --experts tmoe --tiny        # on a CPU
 
-The shape is granite-3.0-3b-a800m's with weights drawn at random: D 1536, F 512, 40 experts of which 8 are
-taken, 32 layers. --batch is that of all ranks together. Theirs on two ranks is DDP around the model. The
-first steps, in which kernels are compiled, are left out. One JSON line.
+The shape is that of granite-3.0-3b-a800m with random weights: D 1536, F 512, 40 experts of which 8 are
+selected, 32 layers. --batch is the batch of all ranks together. With Trainer's own experts, two ranks use DDP
+around the model. The first steps, in which kernels are compiled, are not counted. The result is one line of
+JSON.
 """
 
 import argparse
@@ -52,7 +53,7 @@ TINY: dict[str, Any] = SIZES | dict(
 
 
 class Clock(TrainerCallback):
-    """Seconds of every step, the device waited for."""
+    """Measures the seconds of every step; it waits for the device."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -76,7 +77,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--experts", choices=["theirs", "tmoe"], default="tmoe")
-    parser.add_argument("--ep", type=int, default=1, help="ranks that share out the experts")
+    parser.add_argument("--ep", type=int, default=1, help="number of ranks that share the experts")
     parser.add_argument("--batch", type=int, default=128, help="sequences a step, all ranks together")
     parser.add_argument("--micro", type=int, default=4, help="sequences of one forward on a rank")
     parser.add_argument("--seq", type=int, default=512)

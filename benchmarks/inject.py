@@ -1,4 +1,4 @@
-"""Parts of the fault cases: the two systems, what ranks do with them, and the injections, the same for both.
+"""Parts of the fault cases: the two systems, the work of the ranks, and injections that suit both systems.
 
 next: launch.py
 """
@@ -32,14 +32,14 @@ from tmoe.checkpoint import manifest
 from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest
 
 Tensors = dict[str, torch.Tensor]
-FULL = 40_000  # bytes that still fit on the full disk: less than a rank's shard
+FULL = 40_000  # bytes that the full disk still accepts: less than a rank's shard
 
 
 class Tmoe:
     name = "tmoe"
 
     def __init__(self, folder: Path, keep: int = 0, background: bool = False, threads: int = 1) -> None:
-        shards.SMALL = 1 << 14  # several shard files and threads a rank, small as the tensors are
+        shards.SMALL = 1 << 14  # gives a rank several shard files and threads, although the tensors are small
         self.store = Checkpoints(folder, keep=keep, mode="async" if background else "sync", info={})
 
     def save(self, step: int, tensors: Tensors) -> None:
@@ -115,11 +115,11 @@ class Stock:
 
 System = type[Tmoe] | type[Stock]
 
-# ---- what ranks do ----
+# ---- the work of the ranks ----
 
 
 def tensors(value: float) -> Tensors:
-    """A sharded matrix of 128 KiB, a sharded vector, a replicated one; on one process, plain."""
+    """A sharded matrix of 128 KiB, a sharded vector, a replicated one; on a single process, plain tensors."""
     full = {"model.w": torch.full((512, 64), value), "model.b": torch.full((512,), value)}
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -128,7 +128,7 @@ def tensors(value: float) -> Tensors:
 
 
 def values(found: Tensors) -> list[float]:
-    """The distinct numbers in all tensors: one if they are of one save."""
+    """The distinct numbers in all tensors: a single one if the tensors are of one save."""
     whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in found.values()]
     return torch.cat([t.flatten() for t in whole]).unique().tolist()
 
@@ -143,9 +143,9 @@ def save(
     background: bool = False,
     threads: int = 1,
 ) -> tuple[str | None, int]:
-    """Saves {step: value}, the last one sabotaged.
+    """Saves {step: value}, the last one with sabotage.
 
-    Returns what was raised, if anything, and the number of polls after the last save until then.
+    Returns the error that was raised, if any, and the number of polls after the last save until then.
     """
     store = system(folder, background=background, threads=threads)
     polls = 0
@@ -162,13 +162,13 @@ def save(
             polls += 1
             store.poll()
         store.finish()
-    except BaseException as error:  # DCP's CheckpointException is no Exception
+    except BaseException as error:  # DCP's CheckpointException is not a subclass of Exception
         return say(error), polls
     return None, polls
 
 
 def save_or_die(rank: int, world: int, *args: Any) -> None:
-    """As a trainer does: what is raised ends the process."""
+    """Saves as a trainer does: an error ends the process."""
     if why := save(rank, world, *args)[0]:
         raise RuntimeError(why)
 
@@ -178,7 +178,7 @@ def load(
 ) -> tuple[str | None, list[float], str]:
     """Resumes; returns (step, distinct values found, error).
 
-    Rank 1 cannot open files whose path contains `blind`.
+    blind: rank 1 cannot open files whose path contains this text.
     """
     if blind and rank == 1:
         hide(blind)
@@ -211,11 +211,11 @@ def say(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- injections, the same for both systems, which both stand on torch.save, open and os ----
+# ---- injections; they suit both systems, because both use torch.save, open and os ----
 
 
 def kill_in_writer(rank: int) -> None:
-    """Rank 1 is killed as it opens its first shard, when rank 0 has written its own."""
+    """Rank 1 is killed when it opens its first shard, after rank 0 has written its own."""
     real = builtins.open
 
     def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -229,14 +229,14 @@ def kill_in_writer(rank: int) -> None:
 
 
 def fill_disk(rank: int) -> None:
-    if rank == 1:  # python ignores SIGXFSZ, so a write past the limit fails as on a full disk
+    if rank == 1:  # python ignores SIGXFSZ, so a write beyond the limit fails as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, resource.RLIM_INFINITY))
 
 
 def fill_disk_of_helpers(rank: int) -> None:
-    """On rank 1 every thread but the main one finds no space.
+    """On rank 1, every thread except the main thread finds no space.
 
-    The main one is slow, so that helper threads get work.
+    The main thread is slow, so that helper threads get work.
     """
     real = torch.save
     main = threading.main_thread()

@@ -1,11 +1,11 @@
-"""Runs ranks that are meant to fail: what each one's end looked like, when it came, and what it said.
+"""Runs ranks that are meant to fail: how each rank ended, when, and what it printed.
 
-    def work(rank, world, factor): ...           # module level; the default gloo group is there
+    def work(rank, world, factor): ...           # module level; the default gloo group exists
     ends = launch(2, work, 3.0, timeout=5)       # ends[1].code is -9 if rank 1 was killed
 
-tests/lib/gloo.py asks for results and ends its workers itself. Here ranks end as a process of train.py does:
-by returning, by an exception (traceback, exit code 1, threads joined) or by a signal. The rendezvous store
-lives in the caller, as torchrun keeps it in its agent, and survives every rank.
+tests/lib/gloo.py collects results and ends its workers itself. The ranks of this file end like a process of
+train.py: by returning, by an exception (traceback, exit code 1, threads joined) or by a signal. The
+rendezvous store is in the calling process, as torchrun keeps it in its agent, and survives every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-# Imported once, by the server that ranks are forked from: 0.1 s a rank instead of 3 s. None starts a thread.
+# Imported once, by the server that ranks are forked from: 0.1 s per rank instead of 3 s. No import starts a
+# thread.
 PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
@@ -48,10 +49,10 @@ _numbers = itertools.count()
 class End:
     """How a rank ended."""
 
-    code: int | None  # exit code; negative: the signal; None: it had to be stopped from outside
-    at: float  # of time.monotonic()
+    code: int | None  # exit code; negative: the signal; None: the rank had to be stopped from outside
+    at: float  # time.monotonic() at its end
     said: str  # everything that it printed
-    result: Any  # what its function returned; None if it did not return
+    result: Any  # return value of its function; None if it did not return
 
 
 def launch(
@@ -62,14 +63,16 @@ def launch(
     limit: float = 300.0,
     waits: int | None = None,
 ) -> list[End]:
-    """fn(rank, world, *args) on `world` processes; no process is left when this returns.
+    """Runs fn(rank, world, *args) on `world` processes; no process is left when this returns.
 
-    timeout: of collectives. limit: seconds after which ranks that still run are killed. waits: return as soon
-    as so many ranks have ended (default: all), as a rank that was stopped never ends by itself.
+    timeout: timeout of collectives, in seconds.
+    limit: seconds after which ranks that still run are killed.
+    waits: return as soon as this many ranks have ended (default: all), because a rank that was stopped never
+        ends without help.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))  # of no effect if a server runs, as under pytest
-    # Without GPUs: a forked process cannot use the driver that its parent has touched.
+    context.set_forkserver_preload(list(PRELOAD))  # no effect if a server already runs, as under pytest
+    # Without GPUs: a forked process cannot use the driver that its parent has initialised.
     with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
     _imported()
@@ -89,7 +92,7 @@ def launch(
 
 @cache
 def _imported() -> None:
-    """Returns when the server has imported what ranks need: `limit` is for the ranks alone."""
+    """Returns when the server has imported the modules that ranks need, so that `limit` excludes imports."""
     first = multiprocessing.get_context("forkserver").Process(target=int)
     first.start()
     first.join()
@@ -101,7 +104,7 @@ def _store() -> dist.TCPStore:
 
 
 def _await(workers: list, deadline: float, count: int) -> dict[int, float]:
-    """The moments at which ranks ended, until `count` have or the deadline is over."""
+    """The times at which ranks ended, until `count` ranks have ended or the deadline has passed."""
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     moments: dict[int, float] = {}
     while len(moments) < count and (left := deadline - time.monotonic()) > 0:
@@ -122,7 +125,7 @@ def _end(folder: Path, rank: int, worker: Any, moments: dict[int, float]) -> End
 
 
 def _kill(worker: Any) -> None:
-    """Kills the rank and all that it started: each rank leads a process group of its own."""
+    """Kills the rank and all processes that it started: each rank leads its own process group."""
     try:
         os.killpg(worker.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,13 +1,13 @@
-"""Checks that no layout changes the mathematics: a small model in fp32, with kernels and compile on.
+"""Checks that no layout changes the mathematics: a small model in fp32, with kernels and compilation.
 
-    python -m benchmarks.layouts --gpus 4                     with fewer GPUs processes share them
+    python -m benchmarks.layouts --gpus 4                     with fewer than 4 GPUs, processes share them
     python -m benchmarks.layouts --gpus 2 -- --no-compile     on a CPU: two processes
 
-benchmarks/shared.py says how processes share a GPU.
-Losses and gradient norms of 20 steps are compared with those of one process with one micro-batch; exit code 1
-beyond 1e-5. The processes of a world start once and train on one layout after another. On GPUs the worlds run
-side by side and share them, as most of their time goes into compiling. A world that fails is named, and the
-code is 1.
+benchmarks/shared.py explains how processes share a GPU.
+Losses and gradient norms of 20 steps are compared with those of one process with one micro-batch; the exit
+code is 1 if they differ by more than 1e-5. The processes of a world start once and train on one layout after
+another. On GPUs, all worlds run at the same time and share the GPUs, because most of their time is
+compilation. A world that fails is named, and the exit code is 1.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tmoe.cli.parse import parse
 from tmoe.commands import warmup
 from tmoe.log.lines import read_steps
 
-SEQUENCES = 8  # of a step, on all processes together
+SEQUENCES = 8  # sequences of a step, over all processes
 STEPS = 20
 LIMIT = 1e-5  # largest relative difference
 MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --model.dim 128
@@ -41,7 +41,7 @@ MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --mod
 class Layout(NamedTuple):
     world: int  # processes
     ep: int
-    micro: int  # micro-batches a step
+    micro: int  # micro-batches of a step
     dispatch: str
 
 
@@ -50,7 +50,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--gpus", type=at_least_one, default=1, help="the most processes, one a GPU as far as there are GPUs"
+        "--gpus", type=at_least_one, default=1, help="most processes; one for each GPU while there are GPUs"
     )
     parser.add_argument("--timeout", type=float, default=60, help="seconds for each layout")
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # a world's process: WORLD:FOLDER
@@ -78,7 +78,7 @@ def main() -> None:
                 right &= not failures[world]
                 for layout in layouts(world):
                     got = curves(layout, Path(folder))
-                    want = want or got  # the first layout's is what all others are held to
+                    want = want or got  # all layouts are compared with the first one
                     far = [distance(got[key], want[key]) for key in want] if got and want else []
                     right &= bool(far) and max(far) <= LIMIT
                     apart = ", ".join(f"{x:.1e}" for x in far) or "no curve"
@@ -89,13 +89,13 @@ def main() -> None:
 
 
 def distance(got: list[float], want: list[float]) -> float:
-    """Largest relative difference, infinite where one is not a number."""
+    """Largest relative difference; infinite if a value is NaN."""
     pairs = zip(got, want, strict=True)
     return max(abs(a - b) / abs(b) if a == a and b == b else math.inf for a, b in pairs)
 
 
 def layouts(world: int) -> list[Layout]:
-    """The layouts of a world into which the batch can be divided; nccl with one micro-batch only."""
+    """The layouts of a world that divide the batch; nccl only with one micro-batch."""
     found = [Layout(world, 1, micro, "auto") for micro in ((1, 2, 4) if world == 1 else (1,))]
     for ep in (e for e in (2, 4, 8) if e <= world):
         found += [Layout(world, ep, micro, "auto") for micro in (1, 2) if micro * world <= SEQUENCES]
@@ -104,9 +104,9 @@ def layouts(world: int) -> list[Layout]:
 
 
 def start(worlds: list[int], out: Path, more: list[str], timeout: float) -> dict[int, str]:
-    """Trains on all layouts of these worlds, side by side.
+    """Trains on all layouts of these worlds; the worlds run at the same time.
 
-    Returns what went wrong with each world, "" if nothing did.
+    Returns for each world what went wrong, "" if nothing did.
     """
     end = time.monotonic() + timeout * max(len(layouts(world)) for world in worlds)
     failures = {}
@@ -131,7 +131,7 @@ def start(worlds: list[int], out: Path, more: list[str], timeout: float) -> dict
 
 
 def words(layout: Layout) -> list[str]:
-    """What train.py is given."""
+    """The arguments of train.py."""
     batch = SEQUENCES // layout.world // layout.micro
     return [
         *MODEL.split(),
@@ -144,15 +144,15 @@ def words(layout: Layout) -> list[str]:
 
 
 def inside(world: int, out: Path, more: list[str]) -> None:
-    """One of the processes of a world."""
+    """Runs one of the processes of a world."""
     rank = int(os.environ["RANK"])
-    # For all layouts at once: this process must not fork once it has threads.
+    # Compiled for all layouts at once, because this process must not fork once it has threads.
     warmup.warm([parse([*words(layout), *more], "", rank=rank, world=world) for layout in layouts(world)])
     for layout in layouts(world):
         train.main([*words(layout), "--out", str(out / name(layout)), *more])
         torch.compiler.reset()
         if not steps(layout, out):
-            sys.exit(f"{layout}: told to stop")
+            sys.exit(f"{layout}: was stopped")
 
 
 def name(layout: Layout) -> str:
@@ -160,7 +160,7 @@ def name(layout: Layout) -> str:
 
 
 def steps(layout: Layout, out: Path) -> list[dict[str, Any]]:
-    """What the run's metrics.jsonl holds of each step, [] if it did not come to its end."""
+    """The entries of the run's metrics.jsonl, one for each step; [] if the run did not finish."""
     lines = [line for _, line in read_steps(out / name(layout) / "metrics.jsonl")]
     return lines if len(lines) >= STEPS else []
 
@@ -168,7 +168,7 @@ def steps(layout: Layout, out: Path) -> list[dict[str, Any]]:
 def curves(layout: Layout, out: Path) -> dict[str, list[float]]:
     """Losses and norms of the run.
 
-    {} if it did not come to its end, or if it learnt nothing and so shows nothing.
+    {} if the run did not finish, or if it learnt nothing and so proves nothing.
     """
     lines = steps(layout, out)
     if not lines or not lines[-1]["loss"] < lines[0]["loss"] - 0.5:

@@ -1,20 +1,21 @@
-"""Times log-probs with entropy, and a policy loss with its gradients, beside TRL, Liger and plain PyTorch.
+"""Times log-probs with entropy, and a policy loss with its gradients, against TRL, Liger and plain PyTorch.
 
     python -m benchmarks.logprobs                                  # T 131,072, D 2048, V 151,936, bf16
     python -m benchmarks.logprobs --sequences 8 32 256 --json benchmarks/results/logprobs/h200.jsonl
     python -m benchmarks.logprobs --device cpu --sequences 4 --length 16 --dim 32 --vocab 100   # does it run?
 
 Expected at the full size: log-probs with entropy 145 ms on an H200 (160 on an H100), the policy loss with
-gradients by h and W 450 ms (480), each with at most 0.3 GiB beside its results.
+gradients by h and W 450 ms (480), each with at most 0.3 GiB in addition to its results.
 
 Every contestant gets the same h, head, targets, old log-probs and advantages: sequences of equal length, all
-tokens trained, DAPO's loss (clip .2 and .28), the mean over tokens. Before it is timed, its log-probs,
-entropies and gradients are compared with fp64 on a few sequences. One that is not installed, fails or is
-wrong is named with the reason. A rival runs at its fastest of some settings, which is named; the policy loss
-of one that has only log-probs is ours, on top of them.
+tokens trained, DAPO's loss (clip .2 and .28), the mean over tokens. Before a contestant is timed, its
+log-probs, entropies and gradients are compared with fp64 on a few sequences. A contestant that is not
+installed, fails or is wrong is named with the reason. A rival runs at the fastest of some settings, which is
+named. If a rival has only log-probs, its policy loss is tmoe's, computed from them.
 
-Times are medians over rounds in which all take turns (`moe_layer.time_all`). "extra" is the peak beside what
-was there before and the results: log-probs and entropies, or dh and dW as they are returned.
+Times are medians over rounds in which all contestants alternate (`moe_layer.time_all`). "extra" is the peak
+minus
+the memory in use before and the results: log-probs and entropies, or dh and dW as they are returned.
 """
 
 import argparse
@@ -44,7 +45,7 @@ LIMIT = 2e-2  # relative error in bf16: logits are rounded to 2^-9, gradients on
 
 
 class Inputs(NamedTuple):
-    """What every contestant is given: B sequences of S tokens."""
+    """The inputs of every contestant: B sequences of S tokens."""
 
     h: Tensor  # [B * S, D]
     weight: Tensor  # [V, D]
@@ -53,13 +54,13 @@ class Inputs(NamedTuple):
     advantages: Tensor  # [B]
 
     def part(self, sequences: int) -> "Inputs":
-        """The first of the sequences."""
+        """The first `sequences` of the sequences."""
         tokens = sequences * self.targets.shape[1]
         h = self.h.detach()[:tokens].clone().requires_grad_()
         return Inputs(h, self.weight, *(t[:sequences] for t in self[2:]))
 
     def loss(self, logp: Tensor) -> Tensor:
-        """DAPO's loss of log-probs [B * S]."""
+        """DAPO's loss for log-probs [B * S]."""
         return dapo(logp, self.old.flatten(), self.spread()).mean()
 
     def spread(self) -> Tensor:
@@ -68,7 +69,7 @@ class Inputs(NamedTuple):
 
 
 class Contestant(NamedTuple):
-    """A way to the same results; functions of the inputs and one of the settings. None: it has no such."""
+    """A way to compute the same results: functions of the inputs and a setting; None if it has none."""
 
     settings: Sequence[Any]
     logprobs: Callable[[Inputs, Any], tuple[Tensor, Tensor]] | None
@@ -80,7 +81,7 @@ def dapo(logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
 
 
 def make(sequences: int, length: int, D: int, V: int, device: str, dtype: torch.dtype) -> Inputs:
-    """Random inputs. Old log-probs lie around a uniform softmax's, so that some ratios are clipped."""
+    """Random inputs. Old log-probs are near those of a uniform softmax, so that some ratios are clipped."""
     T = sequences * length
     h = torch.randn(T, D, device=device, dtype=dtype).requires_grad_()
     weight = (torch.randn(V, D, device=device) / D**0.5).to(dtype).requires_grad_()
@@ -106,7 +107,7 @@ def tmoe() -> Contestant:
 
 
 def tmoe_compiled() -> Contestant:
-    """The loss's function compiled: two launches a chunk in place of some twenty."""
+    """The loss's function compiled: two launches per chunk instead of about twenty."""
     f = torch.compile(dapo, fullgraph=True)
 
     def loss(x: Inputs, _: None) -> Tensor:
@@ -117,7 +118,7 @@ def tmoe_compiled() -> Contestant:
 
 
 def tmoe_apart() -> Contestant:
-    """Log-probs, and the loss behind them: logits are made twice."""
+    """Log-probs, and the loss computed from them: logits are computed twice."""
 
     def loss(x: Inputs, _: None) -> Tensor:
         return x.loss(ops.logprobs(x.h, x.weight, x.targets.flatten()))
@@ -126,7 +127,7 @@ def tmoe_apart() -> Contestant:
 
 
 def tmoe_fp32() -> Contestant:
-    """Logits that are not rounded to bf16."""
+    """tmoe with logits that are not rounded to bf16."""
 
     def logprobs(x: Inputs, _: None) -> tuple[Tensor, Tensor]:
         return ops.logprobs(x.h, x.weight, x.targets.flatten(), entropy=True, fp32_logits=True)
@@ -140,7 +141,7 @@ def tmoe_fp32() -> Contestant:
 
 
 def torch_whole() -> Contestant:
-    """Plain PyTorch, logits of all tokens."""
+    """Plain PyTorch, with the logits of all tokens at once."""
 
     def logprobs(x: Inputs, _: None) -> tuple[Tensor, Tensor]:
         return plain(x.h, x.weight, x.targets.flatten())
@@ -154,7 +155,7 @@ def plain(h: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_chunks() -> Contestant:
-    """Plain PyTorch in chunks of rows, compiled, and checkpointed where there are gradients."""
+    """Plain PyTorch in chunks of rows, compiled, and checkpointed if there are gradients."""
     step = torch.compile(plain, dynamic=False)
     chosen = torch.compile(lambda h, w, t: plain(h, w, t)[0], dynamic=False)
 
@@ -179,7 +180,7 @@ def trl() -> Contestant:
         given = x.h, x.weight, None, targets, 1.0, min(columns, len(x.weight)), None, 1.0, outputs
         return ChunkedLogProbFunction.apply(*given)[:2]
 
-    # 32768 is what its trainers take
+    # its trainers use 32768
     return Contestant([8192, 32768, 1 << 18], logprobs, lambda x, c: x.loss(logprobs(x, c, ())[0]))
 
 
@@ -200,7 +201,7 @@ def liger_grpo() -> Contestant:
 
 
 def liger_scaled() -> Contestant:
-    """Its cross-entropy with entropy, whose logits stay on the chip where it has a kernel for the GPU."""
+    """Liger's cross-entropy with entropy; logits stay on the chip if it has a kernel for the GPU."""
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as module  # pyrefly: ignore[missing-import]
 
     Function = module.LigerFusedLinearScaledCrossEntropyFunction
@@ -228,11 +229,11 @@ CONTESTANTS: dict[str, Callable[[], Contestant]] = {
 }
 
 
-# ---- what is measured ----
+# ---- measurements ----
 
 
 def policy_step(loss: Callable[[Inputs, Any], Tensor]) -> Callable[[Inputs, Any], tuple[Tensor, ...]]:
-    """dh and dW."""
+    """A function that returns dh and dW."""
     return lambda x, setting: torch.autograd.grad(loss(x, setting), (x.h, x.weight))
 
 
@@ -245,7 +246,7 @@ def without_gradients(run: Callable[[Inputs, Any], Any]) -> Callable[[Inputs, An
 
 
 def wrong(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
-    """What is off by more than LIMIT, in words; '' for nothing."""
+    """Which results differ by more than LIMIT, in words; '' if none does."""
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         off = ((a.double() - b).norm() / b.norm()).item()
         if not off < LIMIT:
@@ -254,7 +255,7 @@ def wrong(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
 
 
 def wanted(x: Inputs) -> dict[str, tuple[Tensor, ...]]:
-    """Results in fp64."""
+    """The results in fp64."""
     h, weight = (t.detach().double().requires_grad_() for t in (x.h, x.weight))
     logp, H = reference.logprobs(h, weight, x.targets.flatten())
     grads = torch.autograd.grad(x._replace(old=x.old.double()).loss(logp), (h, weight))
@@ -262,7 +263,7 @@ def wanted(x: Inputs) -> dict[str, tuple[Tensor, ...]]:
 
 
 def extra_gib(run: Callable[[], Sequence[Tensor]]) -> float:
-    """GiB at the peak beside what was there and what it returns."""
+    """GiB at the peak, minus the memory in use before and the results."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -308,7 +309,7 @@ def measure(kind: str, x: Inputs, names: Sequence[str], rounds: int) -> tuple[di
                     best = ms, setting, run
             assert best is not None
             runs[name] = best
-        except Exception as error:  # of any rival, in its own words
+        except Exception as error:  # any error of a rival, reported in its own words
             missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         if gpu:
             torch.cuda.empty_cache()
@@ -374,7 +375,7 @@ def main() -> None:
 
 
 def version(package: str) -> str | None:
-    """The version that is installed, None for none."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Predicts the time of a training step on any layout: which one to rent. The model itself is benchmarks/cost.
+"""Predicts the time of a training step for any layout, to choose what to rent. The model is benchmarks/cost.
 
     python -m benchmarks.model --tokens 1e12 -- olmoe-1b-7b           8 to 4096 GPUs: every dp x ep, then the
                                                                       ten best of all axes
@@ -8,20 +8,21 @@
     python -m benchmarks.model --check                                against shipped steps; code 1 beyond 10%
     python -m benchmarks.model --fit glue_passes --check FILES        the constants that fit these points best
 
-Everything behind `--` goes where train.py's words go. benchmarks/cost/step_time.py says what a step is the
-sum of and what is left out. The constants (benchmarks/cost/h200.json) say of themselves whether they were
-measured, fitted (and on which points) or assumed. They describe the code that took those points: when it has
-become faster, measure again, `--fit` the constants that have moved, and write the values that it prints into
-the file.
+Everything after `--` is parsed like train.py's words. benchmarks/cost/step_time.py lists the parts whose sum
+is a step, and what is left out. The constants (benchmarks/cost/h200.json) record whether they were measured,
+fitted (and on which points) or assumed. They describe the version of the code that took those points: when
+the code has become faster, measure again, `--fit` the constants that have changed, and write the printed
+values into the file.
 
-The page of dp x ep takes the words' own micro-batches on every rank. The ten best are searched among all
-mixtures of pp (1f1b, interleaved, v), replicate, dp, ep, etp, cp (keys, heads) and tp that train.py takes, of
-which tp stays in a node, a rank has 256 tokens of a sequence or more, and replicas fill nodes; as many
-micro-batches as fit into --batch-tokens. The last line says on what each axis stands: measured, or assumed.
+The page of dp x ep uses the given micro-batches on every rank. The ten best are searched among all mixtures
+of pp (1f1b, interleaved, v), replicate, dp, ep, etp, cp (keys, heads) and tp that train.py accepts, in which
+tp stays in a node, a rank has at least 256 tokens of a sequence, and replicas fill nodes; with as many
+micro-batches as fit into --batch-tokens. The last line says for each axis whether its constants were measured
+or assumed.
 
---check takes the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), else
-`skew`; benchmarks/cost/points.py says which lines it reads. A point counts as fitted if any run of its layout
-set a constant.
+--check reads the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), and uses
+`skew` for all other lines; benchmarks/cost/points.py says which lines it reads. A point counts as fitted if
+any run of its layout set a constant.
 
 next: cost/step_time.py
 """
@@ -58,34 +59,34 @@ WORLDS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 def main() -> None:
     parser = front.Parser(__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=WORLDS)
-    parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
+    parser.add_argument("--tokens", type=float, default=1e12, help="tokens to train, for days and GPU-hours")
     parser.add_argument(
-        "--batch-tokens", type=float, default=2**24, help="of a step at most, for the best of all axes"
+        "--batch-tokens", type=float, default=2**24, help="most tokens of a step, for the best of all axes"
     )
     parser.add_argument(
-        "--parts", action="store_true", help="of the one layout that the words of train.py name"
+        "--parts", action="store_true", help="parts of the one layout that the words of train.py name"
     )
     parser.add_argument(
         "--check",
         type=Path,
         nargs="*",
         metavar="FILE",
-        help="of benchmarks.train --json; none: the shipped steps",
+        help="files of benchmarks.train --json; without a file: the shipped steps",
     )
     parser.add_argument(
-        "--fit", nargs="+", default=[], metavar="CONSTANT", help="print what fits the checked points best"
+        "--fit", nargs="+", default=[], metavar="CONSTANT", help="print the values that fit the points best"
     )
     parser.add_argument(
         "--gpu",
         choices=list(GPUS),
         default="h200",
-        help="h200 was measured; the others are scaled from it by data sheets (tmoe/config/gpus.py)",
+        help="h200 was measured; every other GPU is scaled from it by data sheets (tmoe/config/gpus.py)",
     )
     parser.add_argument(
         "--constants",
         type=Path,
         default=CONSTANTS,
-        help="a file as benchmarks/cost/h200.json, of your own GPU",
+        help="a file like benchmarks/cost/h200.json, for your own GPU",
     )
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args(marked(sys.argv[1:]))
@@ -118,7 +119,7 @@ def main() -> None:
         raise SystemExit(not good)
     words = [w for w in args.train if w != "--"]
     if late := [w for w in words if w.split("=")[0] in OURS]:
-        parser.error(f"{late[0]}: stands before train.py's words: {late[0]} ... -- {words[0]}")
+        parser.error(f"{late[0]}: must come before train.py's words: {late[0]} ... -- {words[0]}")
     taken = [w for w in words if w.split("=")[0] in AXES]
     if taken and not args.parts:
         parser.error(f"{taken[0]}: leave it out: the page compares every layout; --parts takes one")
@@ -127,7 +128,7 @@ def main() -> None:
         parser.error(f"--gpu={args.gpu}: --constants are of one GPU already; leave one of the two out")
     constants = of_gpu(constants, args.gpu)
     m = values(constants)
-    # Before `parse`, which would complain of the number as a world.
+    # Checked before `parse`, whose message would call the number a world size.
     if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:
         parser.error(f"--gpus {wrong[0]}: must be 1 or more, at most {MOST['world']}")
     for world in args.gpus if args.parts else (1,):
@@ -149,7 +150,7 @@ def main() -> None:
 
 
 def marked(words: list[str]) -> list[str]:
-    """With `--` in front of the preset, which a list of numbers before it would take for one of them."""
+    """Inserts `--` before the preset, because argparse would add it to a list of numbers before it."""
     known = presets()
     at = next((i for i, word in enumerate(words) if word in known), None)
     return words if "--" in words or at is None else [*words[:at], "--", *words[at:]]

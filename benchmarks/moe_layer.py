@@ -1,24 +1,25 @@
-"""Times one MoE layer, from the router's softmax to combined output, beside its rivals and dense products.
+"""Times one MoE layer, from the router's softmax to combined output, against its rivals and dense products.
 
     python -m benchmarks.moe_layer                                # all shapes and contestants, the table last
     python -m benchmarks.moe_layer --shapes qwen3 olmoe --json benchmarks/results/moe_layer/h200.jsonl
     python -m benchmarks.moe_layer --only tmoe sonicmoe           # some contestants (of benchmarks/rivals.py)
     python -m benchmarks.moe_layer --shapes 8192,4096,1408,128,8  # any shape: T,D,F,E,K
-    python -m benchmarks.moe_layer --shapes qwen3 --breakdown     # each kernel beside its floor
+    python -m benchmarks.moe_layer --shapes qwen3 --breakdown     # each kernel and its lower bound
 
-Every contestant sees the same logits, weights and dy, random normal, bf16; gradients go to x, the logits and
-all weights. Before it is timed, its output and gradients are compared with float32 (benchmarks/rivals.py). A
-contestant that is not installed, fails or is wrong is named with the reason. Dense products are those of
-equal FLOPs.
+Every contestant gets the same logits, weights and dy, random normal, bf16; gradients are computed for x, the
+logits and all weights. Before a contestant is timed, its output and gradients are compared with float32
+(benchmarks/rivals.py). A contestant that is not installed, fails or is wrong is named with the reason. The
+dense products have the same number of FLOPs.
 
-GPU time is taken with CUDA events, with a cold L2 and a head start of 1.5 times the slowest contestant's host
-time (with a millisecond SonicMoE waited for its host, which takes four). Contestants take turns in rounds,
-each round in another order: one after another, the first won by 12%, as the clock sinks under load. The
-median is printed, and beside it the host's own time until the calls return.
+GPU time is measured with CUDA events, with a cold L2 and a head start for the host of 1.5 times the slowest
+contestant's host time (with one millisecond, SonicMoE waited for its host, which takes four). Contestants
+alternate
+in rounds, in a new order in each round: when they were timed one after another, the first won by 12%, because
+the clock slows down under load. The median is printed, and next to it the host's time until the calls return.
 
-"kept" is what lives between forward and backward besides inputs and output. "weights once" is a copy in the
-same rounds that moves as many bytes, read plus written, as the weights of the experts that have tokens hold:
-a bound for a forward of few rows.
+"kept" is the memory that lives between forward and backward, without inputs and output. "weights once" is a
+copy, timed in the same rounds, whose reads plus writes equal the bytes of the weights of the experts that
+have tokens: a lower bound for a forward of few rows.
 
 next: rivals.py
 """
@@ -58,8 +59,8 @@ SHAPES: dict[str, Shape] = {  # name: (T, D, F, E, K)
     "qwen3-512": (512, 2048, 768, 128, 8),
     "olmoe-512": (512, 2048, 1024, 64, 8),
 }
-# Widths of the tuned table at other lengths or numbers of experts. benchmarks/shapes.py has widths that it
-# lacks.
+# Widths of the tuned table with other lengths or numbers of experts. benchmarks/shapes.py has widths that the
+# table lacks.
 MORE: dict[str, Shape] = {
     "gpt-oss-20b": (8192, 2880, 2880, 32, 4),
     "v3-slice": (4096, 7168, 2048, 64, 8),
@@ -86,7 +87,7 @@ def make(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> riva
 
 
 class Bench:
-    """One shape: the tensors of a layer, and a way to run one kernel of it under one configuration."""
+    """One shape: the tensors of a layer, and a way to run one of its kernels with one configuration."""
 
     def __init__(self, shape: Shape, device: str) -> None:
         T, D, F, E, K = shape
@@ -97,12 +98,12 @@ class Bench:
         N = T * K
         widths = (2 * F, F, D)
         self.h, self.act, self.rows = (torch.randn(N, w, device=device, dtype=self.x.dtype) for w in widths)
-        # A gathered operand is timed without its copy, which "gather" times by itself.
+        # A gathered operand is timed without its copy, which "gather" times separately.
         self.gather = self.layer.gathered
         self.layer.gathered = lambda t_TD: self.rows
 
     def run(self, kernel: str, cfg: Config) -> None:
-        """One call of one kernel, one of table.KERNELS."""
+        """One call of one kernel of table.KERNELS."""
         layer = self.layer
         layer.config = lambda kernel: cfg
         dy, x = (self.dy, self.x) if cfg.gather else (self.rows, self.rows)
@@ -120,13 +121,13 @@ class Bench:
             layer.dw(kernel, self.h, x, "b" if cfg.gather else "")
 
     def products(self) -> None:
-        """up and down in one launch, counters cleared, as the forward runs them for experts of few rows."""
+        """up and down in one launch, with counters cleared, as in the forward for experts with few rows."""
         for spent in (self.layer.meta.ready, self.layer.meta.counter):
             spent.zero_()
         self.layer.products(self.gate_up, None, self.h, self.down)
 
     def dense(self, kernel: str) -> Tensor:
-        """One cuBLAS product of the same sizes on plain matrices, to compare the kernel with."""
+        """One cuBLAS product of the same sizes on plain matrices, for comparison with the kernel."""
         w1 = self.gate_up[0]
         w2 = self.down[0]
         pairs = {
@@ -144,7 +145,7 @@ class Bench:
         return 2 * n.N * n.D * n.F * (2 if kernel in ("up", "dx", "dw_up") else 1)
 
     def bytes(self, kernel: str) -> int:
-        """Fewest bytes through device memory: every operand once, gathered rows once a slot."""
+        """Fewest bytes through device memory: every operand once, gathered rows once per slot."""
         n = self.layer
         x = n.N * n.D
         f = n.N * n.F
@@ -167,7 +168,7 @@ _scratch: dict[str, Tensor] = {}
 
 
 def prepare(head_start: int = CYCLES_PER_MS) -> None:
-    """Cycles of head start for the host, then a cold L2."""
+    """Gives the host a head start of this many GPU cycles, then makes the L2 cold."""
     if not _scratch:
         _scratch["l2"] = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
     torch.cuda._sleep(head_start)
@@ -175,9 +176,9 @@ def prepare(head_start: int = CYCLES_PER_MS) -> None:
 
 
 def in_turn(i: int, *lists: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """The lists' entries side by side, in the order of round i.
+    """The lists' entries zipped, in the order of round i.
 
-    No entry always follows the same neighbour, and all ranks draw the same order.
+    The order varies, so that no entry always follows the same one; all ranks draw the same order.
     """
     return random.Random(i).sample(list(zip(*lists, strict=True)), len(lists[0]))
 
@@ -188,11 +189,12 @@ def time_all(
     give_up: float | None = None,
     begin: Callable[[], Any] = prepare,
 ) -> list[float]:
-    """Median GPU ms of each function, in rounds over all, with `begin` before each.
+    """Median GPU ms of each function, in rounds over all functions, with `begin` before each.
 
-    Before the first round each is called once, in the order given: some read what one before them has left.
+    Before the first round each function is called once, in the given order, because some read the results of
+    an earlier one.
 
-    give_up: a function that takes this many times as long as the best drops out early.
+    give_up: a function that takes this many times as long as the best is dropped early.
     """
     times: list[list[float]] = [[] for _ in fns]
     for fn in fns:
@@ -212,7 +214,7 @@ def time_all(
 
 
 def host_ms(fn: Callable[[], Any], rounds: int = 20) -> float:
-    """Median time until a call returns, the GPU idle before: what the launches cost the host."""
+    """Median time until a call returns, with the GPU idle before: the host's cost of the launches."""
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -224,7 +226,7 @@ def host_ms(fn: Callable[[], Any], rounds: int = 20) -> float:
 
 
 def weights_once(logits: Tensor, K: int, gate_up: Tensor, down: Tensor) -> Callable[[], Tensor]:
-    """A copy that moves as many bytes as the weights of the chosen experts hold."""
+    """A copy that moves as many bytes as the weights of the selected experts hold."""
     touched = rivals.top_k(logits, K)[1].unique().numel()
     half = touched * (gate_up[0].nbytes + down[0].nbytes) // 2
     source, target = (torch.empty(half, dtype=torch.int8, device=gate_up.device) for _ in range(2))
@@ -232,11 +234,11 @@ def weights_once(logits: Tensor, K: int, gate_up: Tensor, down: Tensor) -> Calla
 
 
 def measure(name: str, contestants: list[str]) -> dict[str, Any]:
-    """One shape of ALL, as it is written to the JSON file:
+    """The figures of one shape of ALL, in the form of the JSON file:
 
     "shape": its name; "results": {contestant: its figures}; "missing": {contestant: reason};
-    "dense": ms of all six products of forward and backward as cuBLAS does them on plain matrices, in the same
-    rounds; "weights_once": ms of the copy of the weights.
+    "dense": ms of all six products of forward and backward by cuBLAS on plain matrices, in the same rounds;
+    "weights_once": ms of the copy of the weights.
     """
     shape = ALL[name]
     K = shape[-1]
@@ -247,7 +249,7 @@ def measure(name: str, contestants: list[str]) -> dict[str, Any]:
     logits.requires_grad_()
     want = rivals.exact(inputs, K)
 
-    # Forward, and forward with backward, of each contestant that is right.
+    # Forward, and forward with backward, of each contestant whose results are right.
     results: dict[str, dict[str, Any]] = {}
     missing: dict[str, str] = {}
     calls: list[Callable[[], Any]] = []
@@ -255,7 +257,7 @@ def measure(name: str, contestants: list[str]) -> dict[str, Any]:
         try:
             (layer, weights, _), errors = rivals.enter(rival, inputs, K, want)
             held = kept(functools.partial(layer, x, logits)) / 2**20
-        except Exception as reason:  # a rival's own code may raise anything
+        except Exception as reason:  # a rival's code may raise any error
             words = str(reason).strip().partition("\n")[0][:200]
             missing[rival] = f"{type(reason).__name__}: {words}"
             continue
@@ -265,7 +267,7 @@ def measure(name: str, contestants: list[str]) -> dict[str, Any]:
         results[rival] = {"version": installed, "errors": errors, "kept_mib": held}
     del want
 
-    # All of them in the same rounds.
+    # All of them are timed in the same rounds.
     bench = Bench(shape, "cuda")
     once = weights_once(logits, K, gate_up, down)
     host = [host_ms(call) for call in calls]
@@ -285,19 +287,19 @@ def measure(name: str, contestants: list[str]) -> dict[str, Any]:
 def both(
     layer: Callable[..., Tensor], inputs: Sequence[Tensor], weights: list[Tensor], dy: Tensor
 ) -> tuple[Tensor, ...]:
-    """Forward and backward."""
+    """Gradients of all inputs and weights, by forward and backward."""
     return torch.autograd.grad(layer(*inputs), [*inputs, *weights], dy)
 
 
 def kept(forward: Callable[[], Tensor]) -> int:
-    """Bytes that live after forward, besides what it returns."""
+    """Bytes that are alive after forward, without those that it returns."""
     before = torch.cuda.memory_allocated()
     y = forward()
     return torch.cuda.memory_allocated() - before - y.nbytes
 
 
 def breakdown(name: str) -> str:
-    """Each kernel's time, rate, and share of the longer of its two floors, arithmetic and bytes."""
+    """Each kernel's time, rate, and share of the larger of its lower bounds, from arithmetic and bytes."""
     bench = Bench(ALL[name], "cuda")
     n = bench.layer
     configs = {k: type(n).config(n, k) for k in table.KERNELS}
@@ -312,7 +314,7 @@ def breakdown(name: str) -> str:
     times = time_all(fns)
     combine, routing, gather, *products = times[len(configs) :]
 
-    # A line a kernel, then what is no product, then both products at once.
+    # One line for each kernel, then for the steps without products, then for both products at once.
     lines = [f"{name}: kernel     ms  TFLOP/s   TB/s  of floor  of dense  configuration"]
     for kernel, ms, dense_ms in zip(configs, times[: len(configs)], dense, strict=True):
         flops, moved = bench.flops(kernel), bench.bytes(kernel)
@@ -327,14 +329,14 @@ def breakdown(name: str) -> str:
     lines.append(f"{'combine':>14} {combine:8.3f} {'':8} {rate:6.2f} {floor / combine:8.0%}")
     lines.append(f"{'routing':>14} {routing:8.3f}\n{'gather (alone)':>14} {gather:8.3f}")
     moved = bench.bytes("up") + bench.bytes("down")
-    for ms in products:  # what the forward runs instead of up and down
+    for ms in products:  # one launch that the forward runs instead of up and down
         floor = 1e3 * moved / PEAK_BYTES
         lines.append(f"{'both, at once':>14} {ms:8.3f} {'':8} {moved / ms / 1e9:6.2f} {floor / ms:8.0%}")
     return "\n".join(lines)
 
 
 def rows(r: dict[str, Any]) -> Iterator[str]:
-    """One shape's rows of the table, of what `measure` returns."""
+    """One shape's rows of the table, from the result of `measure`."""
     T, D, F, _, K = ALL[r["shape"]]
     ours = r["results"].get("tmoe")
     flops = 18 * T * K * D * F
@@ -359,7 +361,7 @@ HEADER = (
 
 
 def shape(text: str) -> str:
-    """A shape's name, or five numbers that become one."""
+    """A shape's name; five numbers are given a name first."""
     if text not in ALL:
         try:
             T, D, F, E, K = (int(n) for n in text.split(","))
@@ -373,7 +375,7 @@ def shape(text: str) -> str:
 
 
 def require_gpu(parser: argparse.ArgumentParser) -> None:
-    """Ends the program with one line where there is no GPU."""
+    """Ends the program with one line if there is no GPU."""
     if not torch.cuda.is_available():
         parser.error("no GPU here, and this times one")
 
@@ -382,7 +384,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shapes", nargs="+", default=list(ALL), type=shape, metavar="SHAPE")
     p.add_argument("--only", nargs="+", default=list(rivals.CONTESTANTS), choices=list(rivals.CONTESTANTS))
-    p.add_argument("--breakdown", action="store_true", help="each kernel by itself instead of whole layers")
+    p.add_argument("--breakdown", action="store_true", help="each kernel separately instead of whole layers")
     p.add_argument(
         "--json", type=Path, help="append each shape's result to this file, one JSON object a line"
     )

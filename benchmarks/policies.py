@@ -1,11 +1,11 @@
-"""Measures what each checkpointing policy, and moments in the host's memory, cost and save in whole steps.
+"""Measures the cost and the saving of each checkpointing policy, and of offloaded moments, in whole steps.
 
     python -m benchmarks.policies --json policies.jsonl -- qwen3-30b-a3b --model.layers 4
     python -m benchmarks.policies --gpus 4 -- qwen3-30b-a3b --model.layers 24 --parallel.ep 4
 
-One table shows speed and peak memory. Each line is a run of benchmarks/train.py. Speed is given beside that
-of the first line, which recomputes nothing; peak is torch's, with the dry run's beside it. A run that fails
-is named in the table, the others go on, and the exit code is 1.
+One table shows speed and peak memory. Each row is a run of benchmarks/train.py. Speed is also given relative
+to the first row, which recomputes nothing. The peak is torch's; the dry run's estimate is in parentheses. A
+run that fails is named in the table, the remaining runs continue, and the exit code is 1.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gpus", type=at_least_one, default=1, help="processes, one a GPU")
+    parser.add_argument("--gpus", type=at_least_one, default=1, help="number of processes, one for each GPU")
     parser.add_argument("--steps", type=at_least_one, default=14)
     parser.add_argument("--timeout", type=float, default=240, help="seconds after which one run is given up")
     parser.add_argument("--json", type=Path, help="append a line for every run to this file")

@@ -1,9 +1,9 @@
-"""The layers that tmoe is timed beside, each set up as its users would, on the same inputs, routing and work.
+"""The layers that tmoe is compared with, each set up as its users would, with the same inputs, routing, work.
 
-A contestant is a function (gate_up [E, 2F, D], down [E, D, F], K) -> Entry. An Entry's layer takes x [T, D]
-and the router's logits [T, E], fp32, through softmax, top-k (no renormalisation) and the experts to y [T, D].
-Weights lie as their maker stores them, so no contestant pays for another's layout. One that is not installed
-raises ImportError, which `enter` passes on.
+A contestant is a function (gate_up [E, 2F, D], down [E, D, F], K) -> Entry. An Entry's layer computes y [T,
+D] from x [T, D] and the router's fp32 logits [T, E] by softmax, top-k (no renormalisation) and the experts.
+Weights are stored as the layer's authors store them, so no contestant pays for another's layout. A contestant
+that is not installed raises ImportError, which `enter` raises too.
 
 next: shapes.py
 """
@@ -21,7 +21,7 @@ from tmoe.ops import reference
 
 
 class Inputs(NamedTuple):
-    """What every contestant is given."""
+    """The inputs of every contestant."""
 
     x: Tensor  # [T, D]
     logits: Tensor  # [T, E], fp32
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     """One contestant's layer, ready to run."""
 
     layer: Callable[[Tensor, Tensor], Tensor]  # (x, logits) -> y
-    weights: list[Tensor]  # what its gradients are taken for, besides x and the logits
+    weights: list[Tensor]  # the weights whose gradients are computed, besides those of x and the logits
     standard: Callable[..., tuple[Tensor, ...]]  # gradients of weights -> gradients of gate_up and down
 
 
@@ -42,13 +42,13 @@ Contestant = Callable[[Tensor, Tensor, int], Entry]  # (gate_up, down, K) -> its
 
 
 def top_k(logits: Tensor, K: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Weights [T, K] and ids [T, K] for the contestants that bring no top-k of their own."""
+    """Weights [T, K] and ids [T, K], for contestants without their own top-k."""
     weights, ids = logits.softmax(-1).topk(K, dim=-1)
     return weights.to(dtype), ids
 
 
 def leaf(t: Tensor) -> torch.nn.Parameter:
-    """A copy that takes a gradient of its own."""
+    """A copy that is a leaf and gets its own gradient."""
     return torch.nn.Parameter(t.detach().clone(memory_format=torch.contiguous_format))
 
 
@@ -73,7 +73,7 @@ def tmoe(gate_up: Tensor, down: Tensor, K: int) -> Entry:
 
 
 def grouped_mm(gate_up: Tensor, down: Tensor, K: int) -> Entry:
-    """What PyTorch itself offers: sort, gather, two torch._grouped_mm, gather back, weighted sum."""
+    """PyTorch's own functions: sort, gather, two torch._grouped_mm, gather back, weighted sum."""
     gate_up = leaf(gate_up)
     down = leaf(down)
     E = down.shape[0]
@@ -112,7 +112,7 @@ def transformers(gate_up: Tensor, down: Tensor, K: int) -> Entry:
 
 
 def torchtitan(gate_up: Tensor, down: Tensor, K: int) -> Entry:
-    """torchtitan's routed experts without expert parallelism, to be compiled as its block is."""
+    """torchtitan's routed experts without expert parallelism, to be compiled like its block."""
     from torchtitan.models.common import token_dispatcher  # pyrefly: ignore[missing-import]
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # pyrefly: ignore[missing-import]
 
@@ -157,7 +157,7 @@ def scattermoe(gate_up: Tensor, down: Tensor, K: int) -> Entry:
 
 
 def megablocks(gate_up: Tensor, down: Tensor, K: int) -> Entry:
-    """Its dropless MLP in the grouped implementation (the sparse one refuses triton >= 3.2)."""
+    """MegaBlocks' dropless MLP in the grouped implementation (the sparse one refuses triton >= 3.2)."""
     from megablocks.layers.arguments import Arguments  # pyrefly: ignore[missing-import]
     from megablocks.layers.dmoe import ParallelDroplessMLP  # pyrefly: ignore[missing-import]
 
@@ -192,12 +192,12 @@ def megablocks(gate_up: Tensor, down: Tensor, K: int) -> Entry:
 
 
 def sonicmoe(gate_up: Tensor, down: Tensor, K: int) -> Entry:
-    """SonicMoE's layer behind its router's product: `moe_TC_softmax_topk_layer` line for line."""
+    """SonicMoE's layer after its router's product: `moe_TC_softmax_topk_layer` line for line."""
     from sonicmoe import functional as sonic  # pyrefly: ignore[missing-import]
     from sonicmoe.enums import ActivationType  # pyrefly: ignore[missing-import]
 
     E, D, width = down.shape
-    # gate and up rows take turns
+    # rows of gate and up alternate
     w1 = leaf(gate_up.view(E, 2, width, D).transpose(1, 2).reshape(E, 2 * width, D))
     w2 = leaf(down)
 
@@ -246,7 +246,7 @@ CONTESTANTS: dict[str, tuple[str, Contestant]] = {  # name: (package, the contes
 
 
 def version(name: str) -> str:
-    """The installed version of a contestant's package; "source" where it is not installed as one."""
+    """The installed version of a contestant's package; "source" if it is not an installed package."""
     try:
         return metadata.version(CONTESTANTS[name][0])
     except metadata.PackageNotFoundError:
@@ -265,10 +265,11 @@ def exact(inputs: Inputs, K: int) -> tuple[Tensor, ...]:
 def enter(
     name: str, inputs: Inputs, K: int, want: tuple[Tensor, ...], limit: float = 2e-2
 ) -> tuple[Entry, list[float]]:
-    """The contestant's Entry, and its relative errors against `want`, which is of `exact`.
+    """The contestant's Entry, and its relative errors against `want`, the result of `exact`.
 
-    Raises ImportError with the reason if it is not installed, whatever its own code raises, and
-    ArithmeticError if an error is above the limit: its time would mean nothing.
+    Raises ImportError with the reason if it is not installed, any error of the contestant's code, and
+    ArithmeticError
+    if an error is above the limit, because its time would then mean nothing.
     """
     x, logits, gate_up, down, dy = inputs
     entry = CONTESTANTS[name][1](gate_up, down, K)
@@ -276,7 +277,7 @@ def enter(
     dx, dlogits, *grads = torch.autograd.grad(y, [x, logits, *entry.weights], dy)
     got = y.detach(), dx, dlogits, *entry.standard(*grads)
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
-    if not max(errors) < limit:  # NaN is not
+    if not max(errors) < limit:  # NaN is not below any limit
         raise ArithmeticError(
             f"relative errors {', '.join(f'{e:.1e}' for e in errors)}, at most {limit} is right"
         )

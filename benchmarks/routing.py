@@ -1,15 +1,15 @@
-"""Times what routing adds to an MoE layer's forward: scores to metadata, by policy.
+"""Times the routing part of an MoE layer's forward, from scores to metadata, for each policy.
 
     python -m benchmarks.routing                          # OLMoE's and Qwen3's layer, 32,768 tokens, bf16
     python -m benchmarks.routing --json benchmarks/results/routing/h200.jsonl
     python -m benchmarks.routing --device cpu --tiny      # does it run?
 
 "scores to metadata" begins with the router's logits and ends with the tables that the products read: scores,
-choice, weights, sorted rows. "product" is x W^T before it, "load" the sums for losses and the log behind it.
-Shares are of the whole layer's forward by the same policy, all compiled as in training. Expected: at most 4%,
-and 8% with Sinkhorn at its default of 32 rounds.
+choice, weights, sorted rows. "product" is the preceding x W^T. "load" is the later sums for losses and the
+log. Shares are relative to the whole layer's forward with the same policy, all compiled as in training.
+Expected: at most 4%, and 8% for Sinkhorn with its default of 32 rounds.
 
-Medians over rounds in which all take turns (`moe_layer.time_all`).
+Times are medians over rounds in which all parts alternate (`moe_layer.time_all`).
 """
 
 import argparse
@@ -41,11 +41,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "quantile": dict(selection="quantile"),
     "expert choice": dict(selection="expert-choice"),
 }
-EXPECTED = {"sinkhorn": 0.08}  # of the layer's forward; the others 4%
+EXPECTED = {"sinkhorn": 0.08}  # share of the layer's forward; 4% for every other policy
 
 
 def cpu_ms(fns: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """One clock reading each, without a claim to mean anything."""
+    """Milliseconds of each function, from a single call: only a check that it runs, not a measurement."""
     found = []
     for fn in fns:
         begun = time.perf_counter()
@@ -55,7 +55,7 @@ def cpu_ms(fns: list[Callable[[], Any]], rounds: int) -> list[float]:
 
 
 def measure(name: str, policy: str, device: str, rounds: int) -> dict[str, Any]:
-    """The times of one shape under one policy, in ms."""
+    """The times of one shape with one policy, in ms."""
     tokens, D, settings = (SHAPES | TINY)[name]
     cfg = tmoe.MoEConfig(**settings, **POLICIES[policy])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

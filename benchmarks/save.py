@@ -1,11 +1,11 @@
-"""Times how long an asynchronous checkpoint holds training up, beside a bare copy of as many bytes.
+"""Times how long an asynchronous checkpoint delays training, compared with a bare copy of as many bytes.
 
     python -m benchmarks.save --gib 30 --folder /fast/disk --json save.jsonl
 
-One rank's state as training has it: fp32 weights and both moments, in tensors of 1 GiB. The first save also
-pins its buffers. When it is on the disk, bare copies into the same buffers (pinned memory) are timed, and a
-second save. Seconds of each, until the GPU is free again. Without a GPU it says so and copies inside the
-host's memory, which times the disk.
+The state is one rank's as in training: fp32 weights and both moments, in tensors of 1 GiB. The first save
+also pins its buffers. When it is on the disk, bare copies into the same pinned buffers and a second save are
+timed. Each time is in seconds until the GPU is free again. Without a GPU, the script prints that and copies
+inside the host's memory, which times only the disk.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
     args = parser.parse_args()
 
-    # How much state: what was asked for, if there is room.
+    # The size of the state: the requested size, if memory and disk have room for it.
     gpu = torch.cuda.is_available()
     if args.gib is None:
         args.gib = 30.0 if gpu else 1.0
@@ -45,7 +45,7 @@ def main() -> None:
     if not args.folder.is_dir():
         parser.error(f"--folder={args.folder}: must be a folder that is there")
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = min(host, torch.cuda.mem_get_info()[0]) if gpu else host // 2  # a copy of the state is on the host
+    room = min(host, torch.cuda.mem_get_info()[0]) if gpu else host // 2  # the host also holds a copy
     if args.gib * 2**30 > (most := min(room, shutil.disk_usage(args.folder).free)):
         parser.error(
             f"--gib={args.gib}: must be at most {most / 2**30:.1f}, "
@@ -85,7 +85,7 @@ def main() -> None:
             on_disk_s=first + on_disk,
         )
         print(
-            f"{bytes_ / 2**30:.1f} GiB: training stood for {stall:.2f} s "
+            f"{bytes_ / 2**30:.1f} GiB: training waited for {stall:.2f} s "
             f"({first:.1f} in the first save, which pins the memory); "
             f"bare copy to pinned memory {result['bare_copy_s']:.2f} s; "
             f"hashed, on the disk and synced after {first + on_disk:.1f} s",
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds until `work` is done, on the GPU as well."""
+    """Seconds until `work` is finished, on the GPU as well."""
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.synchronize()

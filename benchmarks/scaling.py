@@ -1,12 +1,12 @@
-"""Measures weak scaling: the same tokens a GPU on 1, 2, 4 and 8 GPUs, experts over all or over pairs.
+"""Measures weak scaling: the same tokens per GPU on 1, 2, 4 and 8 GPUs, with experts over all GPUs or pairs.
 
     python -m benchmarks.scaling --json scaling.jsonl -- olmoe-1b-7b --model.layers 8
     python -m benchmarks.scaling --gpus 2 --steps 12 -- tiny --no-compile           on a CPU: two processes
 
-One call measures all that this machine's GPUs allow: n GPUs with ep = n, and with ep = 2 and dp = n/2. Each
-is a run of benchmarks/train.py and a line of its JSON, which `python -m benchmarks.model --check` compares
-with its prediction. Efficiency is tokens/s/GPU over that of the first run. A run that fails is named in the
-table, the others go on, and the exit code is 1.
+One call measures all layouts that this machine's GPUs allow: n GPUs with ep = n, and with ep = 2 and dp =
+n/2. Each layout is a run of benchmarks/train.py and a line of its JSON, which `python -m benchmarks.model
+--check` compares with its prediction. Efficiency is tokens/s/GPU divided by that of the first run. A run that
+fails is named in the table, the remaining runs continue, and the exit code is 1.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gpus", type=at_least_one, help="at most so many; default: all that are here")
+    parser.add_argument("--gpus", type=at_least_one, help="most GPUs to use; default: all of this machine")
     parser.add_argument("--steps", type=at_least_one, default=24)
     parser.add_argument("--timeout", type=float, default=240, help="seconds after which one run is given up")
     parser.add_argument("--json", type=Path, help="append a line for every run to this file")
@@ -50,13 +50,13 @@ def main() -> None:
 
 
 def layouts(most: int) -> list[tuple[int, int]]:
-    """(GPUs, ep): powers of two, ep = GPUs, then ep = 2 where that is another."""
+    """(GPUs, ep): powers of two, first with ep = GPUs, then with ep = 2 if that differs."""
     sizes = [2**i for i in range(most.bit_length())]
     return [(gpus, ep) for gpus in sizes for ep in dict.fromkeys((gpus, min(gpus, 2)))]
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A row a run, or why it failed."""
+    """One row for each run, with its numbers or the reason why it failed."""
     lines = ["| GPUs | dp x ep | tokens/s/GPU | efficiency | MFU | peak GiB | start s |", "|" + " --- |" * 7]
     first = next((r["tokens_per_s_gpu"] for r in results if "failure" not in r), None)
     for r in results:

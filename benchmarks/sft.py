@@ -1,24 +1,26 @@
-"""Times SFT beside pretraining and a DPO step beside TRL's, and says how full packed rows are.
+"""Times SFT against pretraining and a DPO step against TRL's, and computes how full packed rows are.
 
     python -m benchmarks.sft --json benchmarks/results/post/h100.jsonl
     python -m benchmarks.sft --parts packing                              # needs no GPU
     python -m benchmarks.sft --device cpu --tiny --rounds 1               # does it run?
 
-speed: olmoe-1b-7b of 8 layers, by train.py as benchmarks.train starts it, SFT and pretraining in turns.
-"full": each row is one conversation, and one document. "chat": many share a row, with the same lengths in
-both. A quarter of a conversation is its prompt, which is not trained. tokens/s counts slots of rows; "fill"
-is how many of them hold a token. Expected: SFT at least 0.95 of pretraining.
+speed: olmoe-1b-7b with 8 layers, by train.py as benchmarks.train starts it, SFT and pretraining alternating.
+"full": each row is one conversation, and one document. "chat": several share a row, with the same lengths in
+SFT and pretraining. A quarter of a conversation is its prompt, which is not trained. tokens/s counts the
+slots of rows; "fill" is the share of slots that hold a token. Expected: SFT at least 0.95 of pretraining.
 
-packing: rows of best fit decreasing for 50,000 conversations whose lengths are lognormal; too long ones are
-left out, as train.py does. Expected: tokens of prompts and answers fill at least 97% of the slots.
+packing: rows packed by best fit decreasing, from 50,000 conversations with lognormal lengths; conversations
+that are too long are left out, as in train.py. Expected: tokens of prompts and answers fill at least 97% of
+the slots.
 
-dpo: a step of the sigmoid loss on qwen3-30b-a3b cut to --layers, the same weights, pairs and batch, all
-answers equally long, so that TRL pads nothing. Both have the reference's log-probs before the first step,
-bf16 and no recomputing. tmoe keeps fp32 master weights, TRL's model is bf16 throughout, its fastest setting.
-TRL takes --micro pairs at a time, each number a contestant, and its Liger option where that is installed. It
-has no padding-free DPO today: 1.16 switches that off.
+dpo: a step of the sigmoid loss on qwen3-30b-a3b cut to --layers, with the same weights, pairs and batch. All
+answers have the same length, so that TRL pads nothing. Both sides compute the reference's log-probs before
+the first step, and use bf16 and no recomputing. tmoe keeps fp32 master weights; TRL's model is bf16
+throughout, its fastest setting. TRL processes --micro pairs at a time, where each number is a contestant, and
+uses its Liger option if that is installed. TRL 1.16 has no padding-free DPO: it switches that off.
 
-Whatever is finished is in the file: a run that is ended keeps it. Medians leave out the first steps.
+Each finished part is written to the file at once, so that a run that is ended keeps it. The first steps are
+left out of the medians.
 """
 
 import argparse
@@ -45,16 +47,16 @@ from tmoe.log.lines import read_steps
 
 PARTS = "packing", "dpo", "speed"
 LENGTHS = "full", "chat"
-MEDIAN, SIGMA = 400, 1.0  # of the lognormal lengths
+MEDIAN, SIGMA = 400, 1.0  # median and sigma of the lognormal lengths
 CHATS = 50_000
-ENOUGH = 20  # steps of tokens that a run of the speed part has before it repeats them
+ENOUGH = 20  # a run of the speed part has tokens for this many steps before it repeats them
 TINY = """--model.vocab 300 --model.dim 32 --model.heads 4 --model.kv-heads 2 --model.head-dim 8
     --model.moe.experts 8 --model.moe.top-k 2 --model.moe.ffn-dim 16 --no-compile"""
 EPISODE = "--optim.lr 1e-6 --optim.schedule constant --optim.warmup 0 --train.eval-batches 1"
 
 
 class Job(NamedTuple):
-    """What all parts share."""
+    """The arguments, the folder and the facts that all parts use."""
 
     args: argparse.Namespace
     folder: Path
@@ -72,7 +74,7 @@ class Job(NamedTuple):
 
 
 def chat_lengths(seed: int, count: int, most: int, median: int = MEDIAN) -> np.ndarray:
-    """Tokens of random conversations, of those that are at most so long."""
+    """Token counts of random conversations, without those above `most`."""
     drawn = np.random.default_rng(seed).lognormal(np.log(median), SIGMA, count)
     lengths = np.maximum(np.rint(drawn), 8).astype(np.int64)
     return lengths[lengths <= most]
@@ -99,7 +101,7 @@ def packing(job: Job) -> list[str]:
     return lines
 
 
-# ---- SFT beside pretraining ----
+# ---- SFT and pretraining ----
 
 
 def speed_data(job: Job, lengths: np.ndarray, name: str, vocab: int) -> dict[str, Path]:
@@ -161,7 +163,7 @@ def speed(job: Job) -> list[str]:
 
 
 def steps_of(out: Path, warmup: int) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl behind the first steps, each with `step_s`: its own seconds."""
+    """Lines of metrics.jsonl after the first steps, each with `step_s`, the seconds of that step."""
     lines = [line for _, line in read_steps(out / "metrics.jsonl")]
     for before, line in zip([dict(tokens=0), *lines], lines, strict=False):
         rate = line["tokens_per_s"]
@@ -238,7 +240,7 @@ def dpo(job: Job) -> list[str]:
 
 
 def about(module: str) -> dict[str, Any]:
-    """What each line of the file says of where it is from."""
+    """The facts that each line of the file records about its origin."""
     return dict(
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         versions=versions() | {"transformers": transformers.__version__},
@@ -250,17 +252,17 @@ def about(module: str) -> dict[str, Any]:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    p.add_argument("--lengths", nargs="+", default=["full"], choices=LENGTHS, help="of the speed part")
-    p.add_argument("--rounds", type=int, default=2, help="of the speed part, in turns")
-    p.add_argument("--steps", type=int, default=24, help="of a run of the speed part")
+    p.add_argument("--lengths", nargs="+", default=["full"], choices=LENGTHS, help="for the speed part")
+    p.add_argument("--rounds", type=int, default=2, help="for the speed part: alternating runs of each task")
+    p.add_argument("--steps", type=int, default=24, help="steps of a run of the speed part")
     p.add_argument("--seq", type=int, default=4096)
     p.add_argument("--batch", type=int, default=4)
-    p.add_argument("--sizes", nargs="+", type=int, default=[2048, 4096, 8192, 16384], help="tokens a row")
+    p.add_argument("--sizes", nargs="+", type=int, default=[2048, 4096, 8192, 16384], help="tokens of a row")
     p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    p.add_argument("--layers", type=int, default=4, help="of the DPO part's model")
-    p.add_argument("--pairs", type=int, default=16, help="pairs a DPO step, a multiple of 4")
+    p.add_argument("--layers", type=int, default=4, help="layers of the DPO part's model")
+    p.add_argument("--pairs", type=int, default=16, help="pairs of a DPO step, a multiple of 4")
     p.add_argument("--answer", type=int, default=512, help="tokens of a prompt with one of its answers")
-    p.add_argument("--micro", nargs="+", type=int, default=[8, 4], help="pairs that TRL takes at a time")
+    p.add_argument("--micro", nargs="+", type=int, default=[8, 4], help="pairs that TRL processes at a time")
     p.add_argument("--dpo-steps", type=int, default=10)
     p.add_argument("--warmup", type=int, default=3, help="DPO steps that are not timed")
     p.add_argument("--timeout", type=float, default=230, help="seconds after which a run is given up")

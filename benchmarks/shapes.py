@@ -1,13 +1,14 @@
-"""Times the layer at the widths of published models, few tokens to many: is grouped_mm ever faster?
+"""Times the layer at the widths of published models, from few tokens to many: is grouped_mm ever faster?
 
     python -m benchmarks.shapes                                          # all, two minutes on an H200
     python -m benchmarks.shapes dbrx granite-1b --tokens 512 8192 --json shapes.jsonl
 
-The widths are those of published models and a few others. The tuned table holds few of them, so this is the
-rule between its entries at work. tmoe's layer and torch's grouped_mm are both eager, on one routing, with a
-head start for the host: GPU time alone is compared, as compiling grouped_mm for each shape would take an
-hour. Their gradients are compared with each other. benchmarks/moe_layer.py has the full comparison of a
-shape, `--shapes T,D,F,E,K`.
+The widths are those of published models and a few others. The tuned table has few of them, so this mostly
+times the rule that interpolates between its entries. tmoe's layer and torch's grouped_mm both run eagerly,
+with the same
+routing, and the host gets a head start: only GPU time is compared, because compiling grouped_mm for each
+shape would take an hour. The gradients of the two are compared. benchmarks/moe_layer.py has the full
+comparison of a shape, `--shapes T,D,F,E,K`.
 
 next: tune.py
 """
@@ -51,15 +52,15 @@ MODELS = {  # name: (D, F, E, K)
     "one-expert": (4096, 11008, 1, 1),
 }
 TOKENS = (64, 512, 2048, 8192, 32768)
-# For the host before each call: grouped_mm's forward and backward takes it 2 to 3 ms.
+# Cycles of GPU idle time before each call, for the host: grouped_mm's forward and backward take it 2 to 3 ms.
 HEAD_START = 5 * CYCLES_PER_MS
-ROOM = 110e9  # bytes of an H200 that a shape may take
+ROOM = 110e9  # most bytes of an H200 that a shape may use
 
 
 def measure(T: int, D: int, F: int, E: int, K: int) -> tuple[float, ...]:
-    """ms of tmoe's forward and forward + backward, the same of grouped_mm, and how far apart they are.
+    """ms of tmoe's forward and forward + backward, the same for grouped_mm, and the difference of the two.
 
-    That is the largest relative difference of their gradients.
+    The difference is the largest relative difference of their gradients.
     """
     torch.manual_seed(1)
     x, logits, gate_up, down, dy = make((T, D, F, E, K), "cuda")
@@ -80,7 +81,7 @@ def measure(T: int, D: int, F: int, E: int, K: int) -> tuple[float, ...]:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; default: all")
+    p.add_argument("models", nargs="*", help=f"any of {', '.join(MODELS)}; default: all")
     p.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     p.add_argument("--json", type=Path, help="append each line to this file as a JSON object")
     args = p.parse_args()
@@ -90,7 +91,7 @@ def main() -> None:
         p.error(f"--tokens={min(args.tokens)}: must be at least 1")
     require_gpu(p)
 
-    # What fits, compiled first.
+    # Leave out the shapes that do not fit, and compile the kernels first.
     shapes = [(name, (T, *MODELS[name])) for name in args.models or MODELS for T in args.tokens]
     fits = [12 * s[0] * s[4] * (s[1] + 3 * s[2]) + 30 * s[3] * s[1] * s[2] < ROOM for _, s in shapes]
     for (name, s), ok in zip(shapes, fits, strict=True):

@@ -1,12 +1,12 @@
-"""Runs a rank of a world that is larger than the machine: ranks share its GPUs. It shows results, not speed.
+"""Runs a rank of a world larger than the machine: ranks share its GPUs. For checking results, not for timing.
 
     torchrun --nproc-per-node 4 -m benchmarks.shared tests/moe/test_symm_gpu.py
     torchrun --nproc-per-node 4 -m benchmarks.shared -m benchmarks.layouts --inside ...
 
-The kernels, the exchange through symmetric memory, NCCL and FSDP2 are those of a machine with a GPU for each
-rank. Two things differ. NCCL takes every rank for a host of its own and goes through sockets on the loopback
-device. And the driver hands the GPU from rank to rank in slices of time, during which a kernel that waits for
-a peer waits in vain. train.py by itself refuses to share a GPU, as such speed is not wanted by accident.
+The kernels, the exchange through symmetric memory, NCCL and FSDP2 are the same as on a machine with a GPU for
+each rank. Two things differ. NCCL treats every rank as a separate host and uses sockets on the loopback
+device. And the driver gives the GPU to each rank for a slice of time, in which a kernel that waits for a peer
+waits in vain. train.py itself refuses to share a GPU, so that such speeds are not measured by accident.
 """
 
 import os
@@ -21,7 +21,7 @@ from tmoe.moe.exchange import symm
 def main() -> None:
     if "RANK" not in os.environ or sys.argv[1:] in ([], ["-m"]):
         sys.exit(
-            "error: torchrun starts this, with what a rank runs: -m benchmarks.shared FILE ..., "
+            "error: torchrun starts this, with the rank's program: -m benchmarks.shared FILE ..., "
             "or -m benchmarks.shared -m MODULE ..."
         )
     if gpus := torch.cuda.device_count():

@@ -1,4 +1,4 @@
-"""Reads a trace of `train.py --profile` and says where the step's GPU time goes.
+"""Reads a trace of `train.py --profile` and sums up the step's GPU time by kind of work.
 
 python -m benchmarks.trace runs/x/trace-step20-rank0.json.gz
 """
@@ -14,8 +14,9 @@ from pathlib import Path
 RANGES = {
     "loss": "loss",
     "Optimizer.step": "optimizer, norm",
-}  # record_function's names: kernels inside are theirs
-# all that this one's stream does are collectives: gradients go by all-to-all, but are no exchange of tokens
+}  # names of record_function's ranges: kernels inside a range count as its kind
+# all work of the stream with this name is collectives: gradients use all-to-all, but are no exchange of
+# tokens
 BESIDE = "experts' gradients"
 # Kernels of tmoe/ops/experts, forward and backward.
 EXPERTS = (
@@ -31,7 +32,7 @@ KINDS = [  # the first pattern that a kernel's name matches
     ("dense products", r"gemm|cutlass|nvjet|cublas|splitK|gemv"),
     ("loss", r"cross_entropy|logprob"),
 ]
-WORK = ("dense products", "experts", "attention", "exchange", "optimizer, norm")  # the head's products, too
+WORK = ("dense products", "experts", "attention", "exchange", "optimizer, norm")  # with the head's products
 REST = "glue"  # norms, RoPE, residuals, routers' softmax, embedding, copies and casts around collectives
 
 
@@ -44,7 +45,7 @@ def main(path: str) -> None:
 
 
 def summary(shares: dict[str, float], waits: dict[str, float]) -> str:
-    """One line a kind: ms, and share of the step; then before which kernels the GPU was idle longest."""
+    """A line for each kind, ms and share of the step; then the kernels that end the longest idle times."""
     total = shares["ms"]
     rows = [f"| {kind} | {ms:.2f} | {ms / total:.1%} |" for kind, ms in shares.items()]
     rows += [
@@ -54,22 +55,24 @@ def summary(shares: dict[str, float], waits: dict[str, float]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], dict[str, float]]:
-    """Where the GPU time of a traced step goes. Returns three things:
+    """The GPU time of a traced step. Returns three things:
 
-    - ms of the step; of these, ms in which nothing runs, in which only the exchange or only other collectives
-      run, and in which nothing of WORK runs ("outside"); then busy ms by kind, where kernels that run at the
-      same time count each;
+    - ms of the step; ms of it in which nothing runs, in which only the exchange or only other collectives
+    run,
+      and in which nothing of WORK runs ("outside"); then busy ms by kind, where kernels that run at the same
+      time are all counted;
     - kernels, the longest first, as (name, microseconds, launches);
     - idle ms by the kernel that ends them, the most first.
 
-    Of several steps in one trace the last is read, from where the one before ends: it alone begins as steps
-    without a tracer do, with the host ahead. A single step is read from its first kernel to its last.
+    If a trace has several steps, the last is read, from the end of the step before: only that step begins as
+    a step without a tracer does, with the host ahead. A single step is read from its first kernel to its
+    last.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         events = json.load(file)["traceEvents"]
 
-    # The kernels of the last step, and the ranges of the GPU's time that record_function has named.
+    # The kernels of the last step, and the ranges of GPU time that record_function has named.
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not kernels:
         raise SystemExit(f"{path}: no GPU activity in it")
@@ -106,7 +109,7 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
         launches[e["name"]] += 1
         kinds[its] += e["dur"]
 
-    # What no kernel of a kind covers.
+    # The times that no kernel of a kind covers.
     waits: dict[str, float] = defaultdict(float)
     for name, us in idle(kernels, begin):
         waits[name] += us
@@ -124,9 +127,9 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
 
 
 def last_step(events: list[dict]) -> tuple[float, float]:
-    """When the last of several steps ran: from the end of the step before. All time if there is only one.
+    """The time of the last of several steps, from the end of the step before; all time if there is only one.
 
-    Times are those of the stream that a step kept longest.
+    Times are those of the stream that a step used longest.
     """
     steps = [
         e for e in events if e.get("cat") == "gpu_user_annotation" and e["name"].startswith("ProfilerStep#")
@@ -139,16 +142,16 @@ def last_step(events: list[dict]) -> tuple[float, float]:
 
 
 def cut(e: dict, begin: float, end: float) -> dict:
-    """What of a kernel lies between two times."""
+    """The part of a kernel between two times."""
     ts = max(e["ts"], begin)
     stop = min(e["ts"] + e["dur"], end)
     return e | {"ts": ts, "dur": stop - ts}
 
 
 def idle(kernels: list[dict], begin: float) -> Iterator[tuple[str, float]]:
-    """The gaps in which no stream works, from `begin` or the first kernel on.
+    """Yields the gaps in which no stream works, from `begin` or the first kernel on.
 
-    Each is the name of the kernel that ends it, and its microseconds.
+    Each is the name of the kernel that ends the gap, and its microseconds.
     """
     ordered = sorted(kernels, key=lambda e: e["ts"])
     end = ordered[0]["ts"] if begin == float("-inf") else begin
@@ -173,10 +176,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("trace", help="a file of that name, packed or not")
+    parser.add_argument("trace", help="a file of that name, compressed or not")
     path = parser.parse_args().trace
     try:
         main(path)
-    # no file, no trace, nothing of a GPU in it
+    # the file is missing, is no trace, or has no GPU activity
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise SystemExit(f"{path}: no trace of a GPU: {error!r}") from None

@@ -3,19 +3,20 @@
     python -m benchmarks.train --gpus 4 --json results.json -- olmoe-1b-7b --parallel.ep 4
     python -m benchmarks.train --gpus 1 --cold --trace -- olmoe-1b-7b --model.layers 8
 
-Everything behind `--` goes to train.py. Tokens are drawn at random from the whole vocabulary, as torchtitan's
-benchmark has them, and the learning rate warms up over 2000 steps, as DeepSeek-V3's did. Few different
-tokens, as bytes of text are, give a new model's experts far less even loads, and so do first steps at the
-full rate: `-- ... --data.path stdlib`, `--optim.warmup 0`.
+Everything after `--` is passed to train.py. Tokens are drawn at random from the whole vocabulary, as in
+torchtitan's benchmark, and the learning rate warms up over 2000 steps, as DeepSeek-V3's did. With few
+distinct tokens, such as the bytes of text, a new model's experts get far less even loads, and so they do if
+the first steps
+use the full rate: `-- ... --data.path stdlib`, `--optim.warmup 0`.
 
-The start counts from the launch of torchrun to the end of the first step on the GPU. With --cold it is taken
-twice, first with empty caches of inductor and triton, then with the filled ones. Medians leave the warm-up
-steps out. With --trace two more steps are traced, and where the second's GPU time went is told below the
-table. Table and JSON line are there before the trace is read, which then joins the line: a run killed
-meanwhile keeps its figures.
+The start is the time from the launch of torchrun to the end of the first step on the GPU. With --cold it is
+measured twice, first with empty caches of inductor and triton, then with the filled caches. The warm-up steps
+are left out of the medians. With --trace two more steps are traced, and the GPU time of the second is summed
+up below the table. The table and the JSON line are written before the trace is read, and the trace is then
+added to the line, so a run killed meanwhile keeps its figures.
 
-`busiest_rank` says how unevenly tokens were routed, a number a step: pairs of a layer's busiest rank over the
-mean, averaged over layers; 1 without expert parallelism, --parallel.ep at most.
+`busiest_rank` is a number for each step that says how unevenly tokens were routed: pairs of a layer's busiest
+rank over the mean, averaged over layers. It is 1 without expert parallelism, and at most --parallel.ep.
 """
 
 import argparse
@@ -45,7 +46,7 @@ WARMUP = 10  # steps left out of the medians
 
 
 def at_least_one(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
+    """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
     return int(text)
@@ -55,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gpus", type=at_least_one, default=1, help="processes, one a GPU")
+    parser.add_argument("--gpus", type=at_least_one, default=1, help="number of processes, one for each GPU")
     parser.add_argument("--steps", type=at_least_one, default=30)
     parser.add_argument("--timeout", type=float, default=500, help="seconds after which the run is given up")
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
@@ -73,8 +74,8 @@ def main() -> None:
             env |= {f"{name}_CACHE_DIR": f"{out}/{name}" for name in ("TORCHINDUCTOR", "TRITON")}
             cold_s = launch(args.gpus, 1, words, Path(out, "cold"), args.timeout, env)
 
-        # Two steps are traced, of which the second is read: it begins with the host ahead, as others do. The
-        # tracer starts in the step before them, and delays the one before that; the last step validates.
+        # Two steps are traced and the second is read: it begins with the host ahead, as untraced steps do.
+        # The tracer starts in the step before them, and delays the step before that; the last step validates.
         traced = args.steps + 3
         steps = args.steps + 4 * args.trace
         words += ["--profile", str(traced - 1), str(traced)] if args.trace else []
@@ -93,9 +94,9 @@ def main() -> None:
 
 
 def write_line(path: Path, result: dict[str, Any], at: int | None = None) -> int:
-    """Puts a JSON line at the end of the file, or over what follows byte `at`.
+    """Writes a JSON line at the end of the file, or over everything after byte `at`.
 
-    Returns the byte at which it begins.
+    Returns the byte at which the line begins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -111,7 +112,7 @@ def launch(
 ) -> float:
     """Trains into `out` and returns the seconds from the launch to the end of the first step.
 
-    Ends the program with one line if train.py fails, or is not done within `timeout` seconds.
+    If train.py fails, or takes more than `timeout` seconds, the program ends with one line.
     """
     command = [
         sys.executable,
@@ -144,8 +145,11 @@ def launch(
 
 @contextmanager
 def running(command: list[str], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen]:
-    """A command in the project's folder. It is ended behind this whatever happens, SIGTERM included."""
-    # A SIGTERM is as Ctrl-C here, not a failed run before the next.
+    """Runs a command in the project's folder.
+
+    It is ended when the block ends for any reason, SIGTERM included.
+    """
+    # SIGTERM acts like Ctrl-C here: it is not counted as a failed run that is followed by the next.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=Path(__file__).parents[1], env=env)
     try:
@@ -162,9 +166,9 @@ def given(flag: str, words: list[str]) -> bool:
 
 
 def random_tokens(folder: Path, vocab: int, tokens: int = 2**23) -> Path:
-    """A folder of one shard: a document of ids drawn evenly from 1 .. vocab - 1.
+    """A folder with one shard: a document of ids drawn uniformly from 1 .. vocab - 1.
 
-    It is left as it is, if it is there.
+    An existing folder is left unchanged.
     """
     if not folder.exists():
         ids = np.random.default_rng(0).integers(1, vocab, tokens, dtype=np.uint32)
@@ -173,7 +177,7 @@ def random_tokens(folder: Path, vocab: int, tokens: int = 2**23) -> Path:
 
 
 class RandomIds(ByteTokenizer):
-    """What shards of random ids say of where they come from."""
+    """The tokenizer that shards of random ids name as their origin."""
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
@@ -192,7 +196,8 @@ def measure(
         raise SystemExit(
             f"--steps {steps}: too few; {WARMUP} steps warm up and are not timed (and log.every must be 1)"
         )
-    # the last step validates; two are traced, and the tracer's start takes two
+    # left out: the last step, which validates; with --profile also two traced steps, and two that start the
+    # tracer
     steady = steady[: -5 if "--profile" in words else -1] or steady
     config = json.loads((out / "config.json").read_text())
     ep = config["config"]["parallel"]["ep"]
@@ -220,7 +225,8 @@ def measure(
 def busiest_rank(counts_LE: list[list[int]] | None, ep: int) -> float:
     """Pairs of a layer's busiest rank of `ep` over the mean, averaged over layers.
 
-    The groups of ranks that hold all experts count as one, so with dp > 1 it is a little low.
+    All groups of ranks that hold a copy of the experts count as one, so with dp > 1 the result is a little
+    low.
     """
     if not counts_LE:
         return 1.0
@@ -230,7 +236,10 @@ def busiest_rank(counts_LE: list[list[int]] | None, ep: int) -> float:
 
 
 def first_line(path: Path, process: subprocess.Popen, began: float, timeout: float) -> float:
-    """Seconds from `began` (time.monotonic) until the file has a line. Ends the program if it never comes."""
+    """Seconds from `began` (time.monotonic) until the file has a line.
+
+    Ends the program if no line appears.
+    """
     while not (path.exists() and path.read_text().strip()):
         if process.poll() is not None:
             raise SystemExit(f"train.py ended with code {process.returncode} before its first step")

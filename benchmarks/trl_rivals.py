@@ -1,10 +1,10 @@
-"""Runs TRL's DPO and GRPO trainers beside tmoe's, each in a process of its own, on the same model and rows.
+"""Runs TRL's DPO and GRPO trainers to compare with tmoe, each in its own process, on the same model and rows.
 
     write_model(folder, cfg, "cuda")                       random weights as a Hugging Face folder
     run_rival("dpo", dict(model=..., rows=..., ...), 100)  figures, or {"missing": why there are none}
 
-The folder's tokenizer has a word for each id, "t17" for 17, so texts have as many tokens as words. 0 ends a
-text.
+The folder's tokenizer has one word for each id, "t17" for 17, so a text has as many tokens as words. Id 0
+ends a text.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tmoe.hf.config import write_config
 
 NEEDED = "trl", "datasets", "accelerate"
 EOS, PAD = "<eos>", "<pad>"  # ids 0 and 1
-FIRST = 2  # id that random words begin with
+FIRST = 2  # smallest id of random words
 OFFLINE = dict(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1")
 
 
@@ -62,7 +62,7 @@ def write_model(folder: Path, cfg: ModelConfig, device: str) -> None:
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
-    """One word for each id below vocab, divided by spaces."""
+    """A tokenizer with one word for each id below vocab; words are separated by spaces."""
     words = {EOS: 0, PAD: 1} | {f"t{i}": i for i in range(FIRST, vocab)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=PAD))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -70,7 +70,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
 
 
 def words(rng: np.random.Generator, count: int, vocab: int) -> str:
-    """A text of `count` random words, with a space in front of each."""
+    """A text of `count` random words, each with a space before it."""
     return "".join(f" t{i}" for i in rng.integers(FIRST, vocab, count))
 
 
@@ -83,7 +83,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> Path:
 
 
 def run_rival(task: str, settings: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """What `dpo` or `grpo` of this file finds, or {"missing": reason}."""
+    """The result of `dpo` or `grpo` of this file, or {"missing": reason}."""
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
         return {"missing": f"not installed: {', '.join(lacking)}"}
@@ -101,7 +101,7 @@ def run_rival(task: str, settings: dict[str, Any], timeout: float) -> dict[str, 
 
 
 class Clock(TrainerCallback):
-    """When each step ended, the device waited for, and when the first began."""
+    """Records when the first step began and when each step ended; it waits for the device."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
@@ -114,7 +114,7 @@ class Clock(TrainerCallback):
         self.stamps.append(now())
 
     def seconds(self, warmup: int) -> list[float]:
-        """Of each step behind the first ones."""
+        """Seconds of each step after the first `warmup` steps."""
         return np.diff(self.stamps).tolist()[warmup:]
 
 
@@ -143,8 +143,8 @@ def common(s: dict[str, Any], folder: str) -> dict[str, Any]:
 def load(folder: str, switch: bool = False) -> tuple[Any, Any]:
     """Model and tokenizer: bf16 on a GPU, where transformers' grouped product computes the experts.
 
-    switch: to decode, generate changes to batched_mm, as it does by itself. That copies an expert's weights
-        for each of its tokens.
+    switch: let generate switch to batched_mm for decoding, which is its default. That copies an expert's
+        weights for each of its tokens.
     """
     gpu = torch.cuda.is_available()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if gpu else torch.float32)
@@ -160,12 +160,12 @@ def read_rows(path: str) -> Any:
 
 
 def told(trainer: Any, name: str) -> list[float]:
-    """What the trainer logged under this name."""
+    """The values that the trainer logged under this name."""
     return [line[name] for line in trainer.state.log_history if name in line]
 
 
 def dpo(s: dict[str, Any]) -> dict[str, Any]:
-    """model, rows, steps, warmup, batch and micro (pairs), liger."""
+    """Runs TRL's DPO. s: model, rows, steps, warmup, batch and micro (pairs), liger."""
     from trl import DPOConfig, DPOTrainer  # pyrefly: ignore[missing-import]
 
     model, tokenizer = load(s["model"])
@@ -193,7 +193,10 @@ def dpo(s: dict[str, Any]) -> dict[str, Any]:
 
 
 def grpo(s: dict[str, Any]) -> dict[str, Any]:
-    """model, rows, steps, warmup, batch and micro (answers), group, max_tokens, continuous, switch."""
+    """Runs TRL's GRPO.
+
+    s: model, rows, steps, warmup, batch and micro (answers), group, max_tokens, continuous, switch.
+    """
     from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
 
     sys.path.insert(0, str(Path(s["reward"]).parent))
@@ -242,7 +245,7 @@ def grpo(s: dict[str, Any]) -> dict[str, Any]:
 
 
 def timed(trainer: Any, name: str) -> list[float]:
-    """Seconds of each call of a method from here on."""
+    """A list to which each later call of a method adds its seconds."""
     method, seconds = getattr(trainer, name), []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +274,7 @@ def main() -> None:
 
         found = TASKS[args.task](args.settings) | dict(trl=trl.__version__)
         found |= dict(peak_gib=peak_gib(), whole_s=time.monotonic() - began)
-    except Exception as error:  # of a rival, in its own words
+    except Exception as error:  # any error of a rival, reported in its own words
         found = {"missing": in_words(error)}
     args.out.write_text(json.dumps(found))
 

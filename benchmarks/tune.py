@@ -3,9 +3,9 @@
     python -m benchmarks.tune --shapes qwen3 olmoe --out tuned.json   # measure (minutes), keep all figures
     python -m benchmarks.tune --merge tuned.json                      # write winners into the table; no GPU
 
-Configurations compile in parallel first, into triton's cache. Then they are timed in rounds, as
-benchmarks/moe_layer.py times. A kernel that can gather its rows itself is timed both ways. What enters the
-table is the set of kernels that is fastest with the copies it needs.
+Configurations are first compiled in parallel, into triton's cache. Then they are timed in rounds, in the same
+way as in benchmarks/moe_layer.py. A kernel that can gather its rows itself is timed both ways. The table gets
+the set of kernels that is fastest together with the copies that it needs.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tmoe.ops.experts import table
 from tmoe.ops.experts.table import Config
 from tmoe.ops.launch.launch import compile_only, device_facts
 
-# The benchmark's shapes, and others between which the rule finds its way.
+# The benchmark's shapes, and further shapes, between which the rule interpolates.
 TUNED: dict[str, Shape] = {  # name: (T, D, F, E, K)
     **SHAPES,
     "qwen3-128": (128, 2048, 768, 128, 8),
@@ -51,9 +51,10 @@ Record = dict[str, Any]  # shape, kernel, gather_ms, dense (ms), tried [(ms, con
 
 
 def candidates(kernel: str, rows: float) -> list[Config]:
-    """Configurations worth trying for a kernel whose experts have so many rows.
+    """Configurations worth trying for a kernel whose experts have this many rows.
 
-    They fit shared memory without spills; of those in the table tests/ops/test_ops_kernels.py requires it.
+    They fit into shared memory without spills; tests/ops/test_ops_kernels.py checks this for the
+    configurations in the table.
     """
     if kernel in ("up", "dh"):
         cuts = [(128, 256, 64, 4, 3, 4)]
@@ -75,21 +76,21 @@ def candidates(kernel: str, rows: float) -> list[Config]:
 
 
 def compile_one(job: Job) -> str | None:
-    """In a worker: puts one configuration's binary into triton's cache. Returns None, or why that failed."""
+    """In a worker: compiles one configuration into triton's cache. Returns None, or why that failed."""
     arch, shape, kernel, cfg = job
 
     try:
         with compile_only(arch, lambda name, key, compile: compile()):
             Bench(shape, "meta").run(kernel, cfg)
-    except Exception as e:  # reported and left out
+    except Exception as e:  # reported, and the configuration is left out
         return f"{kernel} {tuple(cfg)}: {type(e).__name__} {(str(e).splitlines() or [''])[-1][:100]}"
     return None
 
 
 def compile_all(arch: str, names: list[str], kernels: list[str], jobs: int) -> set[tuple[str, Config]]:
-    """Compiles every candidate in parallel; returns those that failed.
+    """Compiles every candidate in parallel; returns the candidates that failed.
 
-    jobs: how many at once.
+    jobs: number of processes.
     """
     work: list[Job] = []
     for name in names:
@@ -104,7 +105,7 @@ def compile_all(arch: str, names: list[str], kernels: list[str], jobs: int) -> s
 
 
 def sweep(name: str, kernels: list[str], failed: set[tuple[str, Config]]) -> list[Record]:
-    """What was measured at one shape, a record a kernel: its configurations with their ms, best first."""
+    """The measurements at one shape, one record a kernel: its configurations with their ms, best first."""
     T, _, _, E, K = TUNED[name]
     bench = Bench(TUNED[name], "cuda")
     (gather_ms,) = time_all([lambda: bench.gather(bench.x)])
@@ -114,13 +115,13 @@ def sweep(name: str, kernels: list[str], failed: set[tuple[str, Config]]) -> lis
         tried = [c for c in candidates(kernel, T * K / E) if (kernel, c) not in failed]
         for stage in range(2):
             fns = [functools.partial(bench.run, kernel, cfg) for cfg in tried]
-            # The dense product is shown, it is no bound: where experts have few rows, it reads the weights of
-            # one expert, and the kernels read those of all.
+            # The dense product is only shown; it is no bound: if experts have few rows, it reads the weights
+            # of one expert, while the kernels read those of all experts.
             (dense,) = time_all([functools.partial(bench.dense, kernel)], rounds=7)
             times = time_all(fns, rounds=7, give_up=1.5)
             found += zip(times, tried, strict=True)
             found.sort()
-            if stage == 0:  # the order of tiles only for the best of either kind
+            if stage == 0:  # try orders of tiles only for the best configuration of either kind
                 tops = [next((c for _, c in found if c.gather == g), None) for g in (True, False)]
                 tried = [c._replace(GROUP=g) for c in tops if c for g in (4, 8, 32)]
         print(
@@ -139,7 +140,7 @@ def sweep(name: str, kernels: list[str], failed: set[tuple[str, Config]]) -> lis
 def winners(records: list[Record]) -> dict[str, tuple[float, Config]]:
     """{kernel: (ms, Config)} of one shape: the fastest set, with the gathered copies that it needs.
 
-    dh and dw_down share theirs.
+    dh and dw_down share one copy.
     """
     gather_ms = records[0]["gather_ms"]
     best: dict[tuple[str, bool], tuple[float, Config]] = {}
@@ -159,9 +160,9 @@ def winners(records: list[Record]) -> dict[str, tuple[float, Config]]:
 
 
 def merge(path: Path, arch: str) -> None:
-    """Writes the winners of a file of records into the table, in place of entries of their kernel and shape.
+    """Writes the winners of a file of records into the table, replacing entries of the same kernel and shape.
 
-    A ValueError or OSError leaves the table as it was.
+    A ValueError or OSError leaves the table unchanged.
     """
 
     def known(record: Any) -> bool:
@@ -191,9 +192,9 @@ def main() -> None:
     p.add_argument("--shapes", nargs="+", default=list(TUNED), choices=list(TUNED))
     p.add_argument("--kernels", nargs="+", default=list(table.KERNELS), choices=list(table.KERNELS))
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at once")
-    p.add_argument("--out", type=Path, default=Path("tuned.json"), help="everything measured")
+    p.add_argument("--out", type=Path, default=Path("tuned.json"), help="file for all measurements")
     p.add_argument("--merge", type=Path, help="only write the winners of this file into the table")
-    p.add_argument("--arch", default="cuda:90", help="whose entries --merge writes")
+    p.add_argument("--arch", default="cuda:90", help="architecture whose entries --merge writes")
     args = p.parse_args()
     if args.merge:
         if not ARCH.fullmatch(args.arch):

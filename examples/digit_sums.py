@@ -1,10 +1,11 @@
-"""Sums of two digits for --task grpo: answers with mistakes to begin with, and questions with their answers.
+"""Sums of two digits for --task grpo: prompts with mostly wrong answers, and questions with the right ones.
 
     python examples/digit_sums.py OUT
 
-writes OUT/mistakes.jsonl (prompt and completion, of which one in eight is right and the others are near) and
-OUT/sums.jsonl (prompt and answer). A model that is finetuned on the first is right once in eight times; what
-it needs to learn from rewards is there, and is not likely yet. docs/grpo.md goes on from here.
+writes OUT/mistakes.jsonl (prompt and completion; one completion in eight is right, the wrong ones are close)
+and OUT/sums.jsonl (prompt and answer). A model that is finetuned on mistakes.jsonl answers one question in
+eight correctly, so right answers occur and rewards can make them more likely. docs/grpo.md has the next
+steps.
 """
 
 import json
@@ -13,9 +14,9 @@ import sys
 from pathlib import Path
 
 DIGITS = range(6)
-COPIES = 40  # answers to each sum
-RIGHT = 0.12
-NEAR = 4  # how far wrong answers are from right ones
+COPIES = 40  # answers to each sum in mistakes.jsonl
+RIGHT = 0.12  # share of right answers
+NEAR = 4  # largest distance of a wrong answer from the right one
 
 
 def main(out: Path) -> None:

@@ -1,9 +1,9 @@
-"""An MoE layer in a training loop, its experts spread over all ranks: Tutel's helloworld, by tmoe.
+"""An MoE layer in a training loop, with its experts divided among all ranks: Tutel's helloworld in tmoe.
 
     torchrun --nproc-per-node 2 examples/helloworld.py --num_local_experts 2 --top 2
     mpiexec -n 2 python examples/helloworld.py --model_dim 64 --hidden_size 64
 
-Flags are named as in Tutel's example. `parallelize` does what DDP and FSDP2 do in the other two.
+Flags are named as in Tutel's example. `parallelize` replaces DDP and FSDP2, which the next two examples use.
 
 next: examples/helloworld_ddp.py
 """
@@ -21,19 +21,19 @@ from tmoe.parallel.launcher import join
 
 parser = Parser(__doc__)
 parser.add_argument("--batch_size", type=int, default=16)
-parser.add_argument("--num_tokens", type=int, default=512, help="of each row of the batch")
+parser.add_argument("--num_tokens", type=int, default=512, help="tokens of each row of the batch")
 parser.add_argument("--model_dim", type=int, default=2048)
 parser.add_argument("--hidden_size", type=int, default=2048)
-parser.add_argument("--num_local_experts", type=int, default=2, help="experts of each rank")
+parser.add_argument("--num_local_experts", type=int, default=2, help="number of experts on each rank")
 parser.add_argument("--dtype", choices=("float32", "float64", "float16", "bfloat16"), default="float32")
-parser.add_argument("--top", type=int, default=2, help="experts of each token")
+parser.add_argument("--top", type=int, default=2, help="number of experts of each token")
 parser.add_argument(
     "--capacity_factor", type=float, default=1.0, help="bound on an expert's tokens; 0: none are dropped"
 )
 parser.add_argument("--l_aux_wt", type=float, default=0.0, help="weight of the load-balancing loss")
 parser.add_argument("--num_steps", type=int, default=100)
 parser.add_argument("--lr", type=float, default=1e-5)
-parser.add_argument("--eval", action="store_true", help="forward alone")
+parser.add_argument("--eval", action="store_true", help="run only the forward pass")
 parser.add_argument("--use_tensorcore", action="store_true", help="fp32 products in TF32")
 args = parser.parse_args()
 torch.backends.cuda.matmul.fp32_precision = "tf32" if args.use_tensorcore else "ieee"
@@ -58,11 +58,11 @@ class Model(nn.Module):
         return F.log_softmax(self.moe(x_BSD).sum(2), dim=1)
 
 
-join()  # the world that torchrun, mpiexec or srun announces; without one this process alone
+join()  # the world that torchrun, mpiexec or srun announces; without a launcher, only this process
 rank, world = dist.get_rank(), dist.get_world_size()
 mesh = tmoe.parallel.build_mesh(ep=world)
 device, dtype = mesh.world.device_type, getattr(torch, args.dtype)
-torch.manual_seed(1)  # every rank makes the same model and keeps its part
+torch.manual_seed(1)  # every rank builds the same model and keeps its part
 model = tmoe.parallel.parallelize(Model().to(device, dtype), mesh)
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
 

@@ -1,4 +1,4 @@
-"""tmoe's layers in a model and a loop of your own.
+"""tmoe's layers in your own model and training loop.
 
     torchrun --nproc-per-node 2 examples/own_loop.py --ep 2 --save DIR
 
@@ -17,8 +17,8 @@ from tmoe.front import Parser
 
 VOCAB = 64
 SEQ = 16
-ROWS = 8  # of a step, on all ranks together
-MICROS = 2  # micro-batches into which each rank cuts its rows
+ROWS = 8  # sequences of a step, on all ranks together
+MICROS = 2  # micro-batches into which each rank divides its sequences
 
 
 class Model(nn.Module):
@@ -36,23 +36,23 @@ class Model(nn.Module):
 
 
 parser = Parser(__doc__)
-parser.add_argument("--ep", type=int, default=1, help="ranks that share out the experts")
+parser.add_argument("--ep", type=int, default=1, help="number of ranks that share the experts")
 parser.add_argument("--steps", type=int, default=30)
-parser.add_argument("--save", help="folder of the checkpoint after the last step")
-parser.add_argument("--load", help="folder of a checkpoint to go on from, of any number of ranks")
+parser.add_argument("--save", help="folder for a checkpoint after the last step")
+parser.add_argument("--load", help="folder of a checkpoint to continue from, saved by any number of ranks")
 args = parser.parse_args()
 
 mesh = tmoe.parallel.build_mesh(ep=args.ep)  # joins the world that torchrun, mpiexec or srun announces
 rank, world = dist.get_rank(), dist.get_world_size()
 device = mesh.world.device_type
-torch.manual_seed(0)  # every rank makes the same model; parallelize keeps this rank's part
+torch.manual_seed(0)  # every rank builds the same model; parallelize keeps this rank's part
 model = tmoe.parallel.parallelize(Model().to(device), mesh)
 model.compile()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def state_of(step: int) -> dict:
-    """What a checkpoint after `step` steps holds."""
+    """The content of a checkpoint after `step` steps."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"step": step, "model": model_state, "optimizer": optimizer_state}
 
@@ -64,10 +64,10 @@ if args.load:
 
 for step in range(state["step"], args.steps):
     x_RS = torch.randint(VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(step))
-    y_RS = (5 * x_RS + 3) % VOCAB  # what there is to learn; -100 would be no target
+    y_RS = (5 * x_RS + 3) % VOCAB  # the function to learn; a target of -100 would be ignored
     micros = [m.to(device) for m in torch.stack([x_RS, y_RS])[:, rank::world].chunk(MICROS, 1)]
 
-    # Counts of the whole step, over all ranks and all micro-batches: losses are sums divided by them.
+    # Counts for the whole step, over all ranks and micro-batches: losses are sums divided by these counts.
     counts_M3 = [[(y != -100).sum().item(), x.numel(), len(x)] for x, y in micros]
     counts_3 = torch.tensor(counts_M3, dtype=torch.float64, device=device).sum(0)
     dist.all_reduce(counts_3)
@@ -83,7 +83,7 @@ for step in range(state["step"], args.steps):
     norm = tmoe.parallel.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    dist.all_reduce(loss)  # a sum, as gradients are: every part was divided by counts of the whole step
+    dist.all_reduce(loss)  # a sum, as for gradients: every part was divided by counts of the whole step
     print(f"rank {rank} step {step} loss {loss.item():.6f} norm {norm.item():.6f}", flush=True)
 
 if args.save:

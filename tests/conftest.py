@@ -1,4 +1,4 @@
-"""What every test shares: the `gloo` fixture, the markers `gpu` and `slow`, seeds, a time limit.
+"""Common to all tests: the `gloo` fixture, the markers `gpu` and `slow`, seeds, a time limit.
 
 next: tests/lib/gloo.py
 """
@@ -20,18 +20,18 @@ import torch
 from tmoe.checkpoint import dcp as shards
 
 LIB = Path(__file__).parent / "lib"
-CONTEXT_GIB = 0.6  # of a GPU's memory, CUDA's own in each process
-TEST_TIMEOUT_S = 900  # a neighbour that computes on the same cores must fail none
+CONTEXT_GIB = 0.6  # GiB of a GPU's memory that CUDA's context uses in each process
+TEST_TIMEOUT_S = 900  # large, so that no test fails because another program uses the same cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gloo_module.read_errors_as_a_command_prints_them()
     orphans.end_with_pytest()
-    # a test that starts its own file as a program finds its helpers
+    # so that a test that starts its own file as a program can import the helpers
     known = [str(LIB), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(known)
     if (gpus := os.environ.get("TMOE_TESTS_GPUS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
-        listed = gpus.split(",")  # run_gpu.py: workers share GPUs, one each
+        listed = gpus.split(",")  # set by run_gpu.py: each worker uses one of the shared GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = listed[int(worker.removeprefix("gw")) % len(listed)]
 
 
@@ -59,9 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """What is not marked `gpu` means the same on a machine that has a GPU.
+    """Hides the GPU from tests that are not marked `gpu`, so that they do the same on every machine.
 
-    Neither the test, nor its fixtures, nor a process of theirs sees it.
+    The GPU is hidden from the test, its fixtures, and the processes that they start.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not item.get_closest_marker("gpu"):
@@ -72,9 +72,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(scope="session", autouse=True)
 def _gloo_server(request: pytest.FixtureRequest) -> None:
-    """Starts the server early, so that it imports while the first tests run.
+    """Starts the server early, so that its imports run during the first tests.
 
-    But inside pytest's capture of output.
+    It must start while pytest captures output.
     """
     if any("gloo" in item.fixturenames for item in request.session.items):
         gloo_module.start_server()
@@ -82,9 +82,9 @@ def _gloo_server(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _share_of_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What one test of run_gpu.py may hold of the memory that workers share, less the context.
+    """Limits the GPU memory of one test of run_gpu.py, where workers share GPUs, without the CUDA context.
 
-    The memory goes back after the test.
+    The memory is released after the test.
     """
     gib = os.environ.get("TMOE_TESTS_GIB")
     shares = bool(gib) and request.node.get_closest_marker("gpu") is not None
@@ -111,7 +111,7 @@ def _seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _shard_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next test gets the real size back: fault cases make shards small in this process.
+    """Restores the real size for the next test: fault cases make shards small in this process.
 
     See benchmarks/inject.py.
     """

@@ -1,16 +1,16 @@
-"""Runs the tests that need a GPU with the interpreter at hand: kernels first, then as many workers as fit.
+"""Runs the tests that need a GPU with the current interpreter: kernels first, then as many workers as fit.
 
     make test-gpu PYTHON=python3          # or: python3 tests/run_gpu.py
     python3 tests/run_gpu.py -k router    # further words go to pytest
 
-Nothing is installed and no package index is asked. Two pytests run beside each other:
+Nothing is installed and no package index is asked. Two pytest processes run at the same time:
 
 - Most tests share GPUs with other workers, one worker for each GIB_A_WORKER of a GPU.
-- Tests marked `whole_gpu` start ranks of their own, need several GPUs or hold much of one's memory. Each
-  file of them belongs to one worker, and memory is left free for them.
+- Tests marked `whole_gpu` start their own ranks, need several GPUs or use much of a GPU's memory. All such
+  tests of a file run on one worker, and memory is reserved for them.
 
-The kernels are compiled into triton's cache beforehand. That time is reported separately; a second call
-finds the kernels there.
+The kernels are compiled into triton's cache beforehand. The time for that is reported separately; a second
+call finds the kernels in the cache.
 
 next: conftest.py
 """
@@ -27,12 +27,12 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GIB_A_WORKER = 4.0  # of a GPU's memory, a worker's context (0.6 GiB) included: what decides their number
-GIB_A_TEST = 12.0  # what the largest tests may hold for a moment; few do so at once
-GIB_KEPT = 20.0  # of each GPU's, for the ranks and the large tensors of `whole_gpu`
-CORES_KEPT = 2  # for the same
-WHOLE_WORKERS = 6  # its files
-# import name to the name that pip knows
+GIB_A_WORKER = 4.0  # GiB of a GPU for a worker, with its context (0.6 GiB); determines the number of workers
+GIB_A_TEST = 12.0  # GiB that the largest tests may use for a moment; few do so at the same time
+GIB_KEPT = 20.0  # GiB of each GPU reserved for the ranks and large tensors of `whole_gpu`
+CORES_KEPT = 2  # cores reserved for `whole_gpu`
+WHOLE_WORKERS = 6  # workers for the files of `whole_gpu`
+# import name -> the package's name for pip
 NEEDED = {"pytest": "pytest", "xdist": "pytest-xdist", "triton": "triton"}
 NEEDED |= {
     name: name for name in ("einops", "numpy", "rich", "safetensors", "tokenizers", "tyro", "filelock")
@@ -52,9 +52,9 @@ def missing() -> list[str]:
 
 
 def files() -> list[str]:
-    """Files with tests for a GPU.
+    """The test files with tests for a GPU.
 
-    To import all other files in every worker takes longer than many of these tests.
+    Importing all test files in every worker would take longer than many of these tests.
     """
     found = (
         path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()
@@ -63,9 +63,9 @@ def files() -> list[str]:
 
 
 def traces() -> list[tuple]:
-    """What the tests launch most, as precompile.py takes it.
+    """The kernel variants that tests launch most often, in the form that precompile.py expects.
 
-    Variants that few tests ask for are compiled by those tests.
+    Variants that few tests need are compiled by those tests.
     """
     sys.path[:0] = [str(folder) for folder in sorted((ROOT / "tests").rglob("*/"))]  # as pytest does
     import test_moe_gpu
@@ -114,9 +114,9 @@ def traces() -> list[tuple]:
 
 
 def warm(processes: int, env: dict[str, str]) -> None:
-    """Compiles in a process of its own, so that no process forks after CUDA has started.
+    """Compiles the kernels in a separate process, so that no process forks after CUDA has started.
 
-    An error of it is for the tests to repeat.
+    An error is only printed: the tests then compile and repeat it.
     """
     code = (
         "import sys; sys.path[:0] = ['.', 'tests']; import run_gpu; "
@@ -131,7 +131,7 @@ def warm(processes: int, env: dict[str, str]) -> None:
 
 
 def commands(count: int, words: list[str]) -> list[list[str]]:
-    """pytest for the tests that share GPUs with `count` workers, and for those that do not."""
+    """Two pytest commands: for the tests that share GPUs among `count` workers, and for `whole_gpu` tests."""
     left_out = [path for package, path in OPTIONAL.items() if importlib.util.find_spec(package) is None]
     chosen = [path for path in files() if path not in left_out]
     common = [sys.executable, "-m", "pytest", *chosen, "--durations=10", "--max-worker-restart=0", *words]
@@ -141,7 +141,7 @@ def commands(count: int, words: list[str]) -> list[list[str]]:
 
 
 def main(words: list[str]) -> int:
-    """Returns 0 if all passed, else 1: some failed, or they cannot run here; one line says why."""
+    """Returns 0 if all tests passed. Returns 1 if some failed, or if they cannot run; one line says why."""
     if lacking := missing():
         print(
             f"error: {sys.executable} lacks {', '.join(lacking)}; "
@@ -170,8 +170,8 @@ def main(words: list[str]) -> int:
     for package, path in OPTIONAL.items():
         if importlib.util.find_spec(package) is None:
             print(f"note: {package} is not here, so {path} is left out", flush=True)
-    # a worker compiles by itself: to start sixteen compilers for each of fourteen workers takes longer
-    # than they save
+    # a worker compiles in its own process: starting sixteen compilers for each of fourteen workers takes
+    # longer than they save
     env = dict(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1") | os.environ
     warm(min(16, cores), env)
     start = time.perf_counter()
@@ -188,7 +188,7 @@ def main(words: list[str]) -> int:
         said.seek(0)
         print("\n---- whole GPUs: ranks, several GPUs, large tensors ----", said.read(), sep="\n")
     print(f"tests: {time.perf_counter() - start:.0f} s")
-    # 5: none chosen
+    # exit code 5: no test was selected
     return int(any(code not in (0, 5) for code in codes) or all(code == 5 for code in codes))
 
 

@@ -1,6 +1,6 @@
-"""Predicts the seconds of one block's forward and backward, part by part, without FSDP2.
+"""Predicts the seconds of one block's forward and backward, by part, without FSDP2.
 
-It is a part of step_time.py; it measures nothing itself.
+This is a part of step_time.py; nothing is measured here.
 
 next: network.py
 """
@@ -19,28 +19,28 @@ from tmoe.model.held_bytes import key_copies
 from tmoe.moe.exchange.two_level import expected_rows_across
 from tmoe.moe.held_bytes import rows_received, runs_beside, slice_bytes
 
-# FLOPs that flash attention does over those that MFU counts: five products in the backward, not four.
+# FLOPs of flash attention over the FLOPs that MFU counts: the backward has five products, not four.
 FLASH = 7 / 6
 
 Parts = dict[str, float]  # seconds by part
 
 
 class Kernels(NamedTuple):
-    """Seconds of the kernels of a layer's experts: products, and the sum over a token's rows."""
+    """Seconds of the kernels of a layer's experts: products, and sums over the rows of each token."""
 
     forward: float
     inputs: float
-    """of gradients of rows"""
+    """products for the gradients of rows"""
     weights: float
-    """of gradients of weights"""
+    """products for the gradients of weights"""
     rows: float
-    """of one sum over a token's rows: there is one in the forward and one in the backward"""
+    """one sum over a token's rows; the forward and the backward each have one"""
 
 
 def block_seconds(
     cfg: Config, axes: Axes, layer: int, m: SimpleNamespace, skew: float
 ) -> tuple[Parts, Parts]:
-    """(forward, backward) of one micro-batch."""
+    """(forward, backward) seconds of one micro-batch by part, for the block `layer`."""
     model, width = cfg.model, compute_bytes(cfg)
     T = local_tokens(cfg, axes)
     projections = sum(product(*shape, width, m) for shape in products(cfg, axes, layer))
@@ -51,8 +51,8 @@ def block_seconds(
     slices = etp_seconds(cfg, axes, m) if sparse else 0.0
     tp, cp = tp_seconds(cfg, axes, m), cp_seconds(cfg, axes, m)
     wide = model.moe.shared_dim if sparse else model.ffn_dim
-    # The forward reads gate and up and writes their product. The backward reads these and the product's
-    # gradient, and makes the product again and both gradients.
+    # The forward reads gate and up and writes their product. The backward reads gate, up and the product's
+    # gradient, and writes the recomputed product and both gradients.
     glue = (m.glue_passes * model.dim + 9 * wide) * T * width / m.memory_rate
     forward = {
         "projections": projections,
@@ -78,10 +78,10 @@ def block_seconds(
 
 
 def products(cfg: Config, axes: Axes, layer: int) -> list[tuple[int, int, int]]:
-    """(rows, inner, columns) of a rank's products in a block's forward, but for the experts'.
+    """(rows, inner, columns) of a rank's products in a block's forward, without the experts'.
 
-    tp gives attention's projections tp times the tokens and 1/tp of the heads, key heads at least one; under
-    cp by keys a rank makes latent attention's keys and values of whole sequences.
+    With tp, attention's projections have tp times the tokens and 1/tp of the heads, but at least one key
+    head. With cp by keys, a rank computes latent attention's keys and values for whole sequences.
     """
     model, tp = cfg.model, axes.tp
     T, D, H = local_tokens(cfg, axes), model.dim, model.heads // tp
@@ -107,10 +107,10 @@ def products(cfg: Config, axes: Axes, layer: int) -> list[tuple[int, int, int]]:
 
 
 def tp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float]:
-    """(forward, backward) seconds of what attention moves under tp in one layer, in the open.
+    """(forward, backward) seconds of attention's communication under tp in one layer, none of it hidden.
 
-    Before the projections x, or the latents, of all tokens; behind them the sums over heads. The backward
-    moves the gradients of both, and x once more, which is not kept.
+    Before the projections, x or the latents of all tokens are gathered; after them, the sums over heads are
+    computed. The backward communicates the gradients of both, and gathers x again, because x is not kept.
     """
     model, tp = cfg.model, axes.tp
     if tp == 1:
@@ -130,10 +130,10 @@ def tp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, floa
 
 
 def cp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float]:
-    """(forward, backward) seconds of what attention moves under cp in one layer, in the open.
+    """(forward, backward) seconds of attention's communication under cp in one layer, none of it hidden.
 
-    By keys one gather of keys and values, or of latents; by heads an all-to-all of q, k, v, and of the
-    result. The backward moves their gradients.
+    Keys: one gather of keys and values, or of latents. Heads: an all-to-all of q, k and v, and one of
+    the result. The backward communicates their gradients.
     """
     model, tp, cp = cfg.model, axes.tp, axes.cp
     if cp == 1:
@@ -151,10 +151,10 @@ def cp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, floa
 
 
 def etp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
-    """Seconds of what etp moves in one layer, forward and backward, and of the copies that it makes.
+    """Seconds of etp's communication in one layer, forward and backward, and of the copies that it needs.
 
-    Rows of the group's ranks before the experts and sums of them behind, and the gradients of both; each
-    ranks' own slices of the experts, and their gradients in whole matrices.
+    Communicated are the rows of the group's ranks before the experts, the sums of rows after them, and the
+    gradients of both. Copied are each rank's slices of the experts, and their gradients into whole matrices.
     """
     etp, width = axes.etp, compute_bytes(cfg)
     if etp == 1:
@@ -167,10 +167,10 @@ def etp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
 
 
 def attention_seconds(cfg: Config, axes: Axes, layer: int, m: SimpleNamespace) -> float:
-    """Seconds of one layer's attention, forward and backward, of which tp and cp divide heads and queries.
+    """Seconds of one layer's attention, forward and backward; tp and cp divide its heads and queries.
 
-    They are those of cuDNN's plain causal kernel or of flex attention's, each with a curve of rates over the
-    heads' channels. A window costs flex attention as much as some tokens more would.
+    The kernel is cuDNN's plain causal kernel or flex attention's, each with a curve of rates over the heads'
+    channels. A window costs flex attention as much as some additional tokens would.
     """
     model = cfg.model
     S = cfg.train.seq
@@ -187,7 +187,7 @@ def attention_seconds(cfg: Config, axes: Axes, layer: int, m: SimpleNamespace) -
 
 
 def kernel(flops: float, moved: float, m: SimpleNamespace) -> float:
-    """Seconds of a kernel of so many FLOPs and bytes."""
+    """Seconds of a kernel with these FLOPs and bytes moved."""
     arithmetic = flops / m.product_rate
     traffic = moved / m.memory_rate
     return max(arithmetic, traffic) + m.kernel_overlap * min(arithmetic, traffic)
@@ -196,7 +196,7 @@ def kernel(flops: float, moved: float, m: SimpleNamespace) -> float:
 def product(rows: int, inner: int, columns: int, width: int, m: SimpleNamespace) -> float:
     """Seconds of [rows, inner] times [inner, columns].
 
-    The backward's two products move and multiply as much each.
+    Each of the backward's two products moves and multiplies as much.
     """
     return kernel(2 * rows * inner * columns, width * (rows * inner + inner * columns + rows * columns), m)
 
@@ -208,9 +208,9 @@ def expert_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
 
 
 def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> Kernels:
-    """Those of docs/kernels.md; under etp of 1/etp of the width and etp times the pairs.
+    """The kernels of docs/kernels.md; under etp they have 1/etp of the width and etp times the pairs.
 
-    Gradients of weights are what a pipeline by v puts off.
+    The gradients of weights are separate, because a pipeline with schedule v defers them.
     """
     moe = cfg.model.moe
     ep, etp = axes.ep, axes.etp
@@ -221,9 +221,9 @@ def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     rows = etp * (T if ep == 1 else rows_received(T, moe.top_k, ep))
     N = skew * etp * T * moe.top_k  # routed pairs
     one = 2 * N * D * F  # FLOPs of a product with F columns
-    # elements: rows, pre-activations, activations, one matrix of all experts that are here
+    # numbers of elements: rows, pre-activations, activations, one matrix of all experts of the rank
     x = N * D
-    n = moe.halves  # of the first product: gate and up, or up alone
+    n = moe.halves  # matrices in the first product: 2 for gate and up, 1 for up alone
     h = n * N * F
     a = N * F
     w = moe.experts // ep * D * F
@@ -239,7 +239,7 @@ def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
 
 
 def exchange_of(cfg: Config, axes: Axes, m: SimpleNamespace) -> dict:
-    """The constants of the backend that --parallel.dispatch comes to."""
+    """The constants of the backend that --parallel.dispatch selects."""
     backend = cfg.parallel.dispatch
     if backend == "auto":
         far = axes.ep > m.node or axes.etp > 1
@@ -250,9 +250,9 @@ def exchange_of(cfg: Config, axes: Axes, m: SimpleNamespace) -> dict:
 
 
 def exchange_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
-    """Seconds of one layer's movements, forward and backward.
+    """Seconds of one layer's exchange, forward and backward.
 
-    Each moves a row for each (token, rank) that leaves.
+    Each transfer sends one row for each pair of a token and another rank.
     """
     ep = axes.ep
     if ep == 1:
@@ -269,28 +269,28 @@ def exchange_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     if ep > local:
         away = rows * (ep - local) / ep * D * width
         wire = max(wire, away / m.nic_rate + (ep // local - 1) * m.nic_hop)
-    # Rows are read and written before they leave. Where they come home they are read, widened and added to
-    # the token's sum.
+    # Rows are read and written before they are sent. On their return they are read, widened and added to the
+    # token's sum.
     copied = (2 * width + width + FP32 + 3 * FP32) * rows * D + (2 * FP32 + width) * T * D
-    # beside a shared expert x of the forward and dy of the backward
+    # a shared expert hides the transfer of x in the forward and of dy in the backward
     moves = how["moves"] - 2 * (how is m.exchange.get("symm") and runs_beside(cfg, axes))
     return moves * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
 
 
 def two_level_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
-    """The same across nodes by moe/exchange/two_level.py.
+    """Seconds of one layer's exchange across nodes by moe/exchange/two_level.py, forward and backward.
 
-    A row for each (token, node) moves, then one for each (token, rank); the hops follow each other. What is
-    done for counts and plan is assumed to take twice the flat one's time.
+    One row for each (token, node) is sent first, then one for each (token, rank); the two hops do not
+    overlap. The work for counts and plan is assumed to take twice the time of the one-level exchange.
     """
     ep, T, top_k = axes.ep, local_tokens(cfg, axes), cfg.model.moe.top_k
     D, width = cfg.model.expert_dim, compute_bytes(cfg)
     nodes, how = ep // m.node, m.exchange["nccl"]
     away = expected_rows_across(T, top_k, ep, nodes).two_level
-    held, rows = away * nodes / (nodes - 1), rows_received(T, top_k, ep)  # of hop 1 and hop 2, with one's own
+    held, rows = away * nodes / (nodes - 1), rows_received(T, top_k, ep)  # of hop 1 and hop 2, with own rows
     network = away * D * width / m.nic_rate + (nodes - 1) * m.nic_hop
     links = times(how["curve"], rows * (m.node - 1) / m.node * D * width)
-    # as for the flat one at either end of both hops, and rows of hop 2 are put into the flat one's order
+    # copies as in the one-level exchange at both ends of both hops; hop 2's rows are also reordered
     copied = (2 * width + width + FP32 + 3 * FP32) * (held + rows) * D + (2 * FP32 + width) * (T + held) * D
     copied += 4 * width * rows * D
     return how["moves"] * (network + links) + how["copies"] * 2 * copied / m.memory_rate + 2 * how["fixed"]

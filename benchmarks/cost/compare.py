@@ -1,4 +1,4 @@
-"""Compares predicted steps with measured ones, and fits constants to these.
+"""Compares predicted steps with measured ones, and fits constants to the measured steps.
 
 next: page.py
 """
@@ -12,16 +12,16 @@ from benchmarks.cost.constants import values
 from benchmarks.cost.points import RESULTS, UNHELD, Point, fitted_layouts, read_points
 from benchmarks.cost.step_time import predict
 
-TOLERANCE = 0.1  # of a measured step time
+TOLERANCE = 0.1  # allowed relative error of a step time
 
 
 def ratio(point: Point, m: SimpleNamespace) -> float:
-    """Predicted seconds over measured ones."""
+    """Predicted seconds divided by measured seconds."""
     return predict(point.cfg, point.axes, m, point.skew).seconds / point.seconds
 
 
 def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:
-    """Predicted beside measured; whether all agree within TOLERANCE."""
+    """A table of predicted and measured times, and whether all agree within TOLERANCE."""
     m = values(constants)
     used = fitted_layouts(constants)
     table = Table("GPUs", "command", "measured ms", "predicted ms", "off", "point")
@@ -37,13 +37,13 @@ def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]
 
 
 def unheld(m: SimpleNamespace) -> list[str]:
-    """How far off the shipped steps are that do not decide --check's code: a line a file."""
+    """The errors of the shipped steps that do not decide --check's code: one line for each file."""
     errors = {name: [ratio(p, m) - 1 for p in read_points([RESULTS / name])] for name in UNHELD}
     return [f"left out: {n}, off by {min(e):+.1%} to {max(e):+.1%}: {UNHELD[n]}" for n, e in errors.items()]
 
 
 def fit(points: list[Point], names: list[str], m: SimpleNamespace) -> dict[str, float]:
-    """Values of the named constants for which the sum of squared log ratios of these points is smallest.
+    """Values of the named constants that minimise the sum of squared log ratios over these points.
 
     It is a search: each constant in turn is multiplied or divided by a step, which shrinks.
     """

@@ -1,10 +1,10 @@
-"""The constants of the cost model: what one GPU and its links need for what a step does.
+"""The constants of the cost model: the times that one GPU and its links need for the parts of a step.
 
-h200.json, of one GPU, says of each whether it was measured, fitted (and on which points) or assumed. Those
-that one axis alone rests on are told apart by axis (`OF_AXIS`, `standing`).
+h200.json, for one GPU, records for each constant whether it was measured, fitted (and on which points) or
+assumed. Constants that only one axis uses are listed by axis (`OF_AXIS`, `standing`).
 
-Those of another GPU are made of them by `of_gpu`: times are as much longer as data sheets have less. How
-well kernels reach a sheet's numbers there was not measured.
+`of_gpu` computes the constants of another GPU from them: times are longer in proportion to the data sheets'
+rates. It was not measured how close kernels come to a data sheet's numbers on those GPUs.
 
 next: step_time.py
 """
@@ -18,11 +18,11 @@ from typing import Any
 from tmoe.config.gpus import GPUS, room
 
 GIB = 2**30
-FLOPS = ("peak", "product_rate", "attention_rate", "isolated_attention_rate")  # in proportion to these
+FLOPS = ("peak", "product_rate", "attention_rate", "isolated_attention_rate")  # scaled by the FLOP/s
 LINKS = ("collective", "exchange")
-# What each axis adds to a step rests on these beside `collective`, which all share. A step along one axis
-# alone tells its constants: measure it (benchmarks/axes.py), fit them (benchmarks.model --fit), write them
-# into h200.json.
+# The constants that determine what each axis adds to a step, besides `collective`, which all axes use. A step
+# along a single axis determines its constants: measure the step (benchmarks/axes.py), fit the constants
+# (benchmarks.model --fit), write them into h200.json.
 OF_AXIS = {
     "dp": ("fsdp_overlap", "slowed", "copy_factor"),
     "ep": ("exchange",),
@@ -36,9 +36,9 @@ CONSTANTS = Path(__file__).with_name("h200.json")
 
 
 def check_constant(name: str, value: Any, like: Any) -> None:
-    """Raises ValueError unless a constant is of the shipped one's kind and in its range.
+    """Raises ValueError unless a constant has the type of the shipped one and is in its range.
 
-    A number must not be below 0, and above 0 if it is divided by; a curve must have two points or more.
+    A number must be at least 0, or above 0 if it is a divisor; a curve must have at least two points.
     """
     kinds = [(int, float) if isinstance(v, (int, float)) else type(v) for v in (value, like)]
     if kinds[0] != kinds[1]:
@@ -54,7 +54,7 @@ def check_constant(name: str, value: Any, like: Any) -> None:
 
 
 def of_gpu(constants: dict[str, dict], name: str) -> dict[str, dict]:
-    """The constants of this GPU, by data sheets, from those of the H200."""
+    """The constants of the GPU `name`, computed from the H200's by data sheets."""
     if name == "h200":
         return constants
     gpu, measured = GPUS[name], GPUS["h200"]
@@ -77,7 +77,10 @@ def of_gpu(constants: dict[str, dict], name: str) -> dict[str, dict]:
 
 
 def title(name: str, m: SimpleNamespace, own: bool) -> str:
-    """Which GPU a page is of, and what its numbers stand on. own: the user's file of constants."""
+    """Which GPU a page is for, and the origin of its numbers.
+
+    own: whether the user gave a file of constants.
+    """
     room_ = f"room of {m.room / GIB:.1f} GiB"
     if own:
         return f"{room_} a GPU, by the constants given"
@@ -87,7 +90,7 @@ def title(name: str, m: SimpleNamespace, own: bool) -> str:
 
 
 def standing(constants: dict[str, dict]) -> dict[str, str]:
-    """What each axis stands on, in a few words: "measured", "fitted", "scaled", or what of it is assumed."""
+    """The origin of each axis's constants in words: "measured", "fitted", "scaled", or which are assumed."""
 
     def words(names: tuple[str, ...]) -> str:
         assumed = [name for name in names if constants[name]["how"] == "assumed"]
@@ -97,7 +100,7 @@ def standing(constants: dict[str, dict]) -> dict[str, str]:
 
 
 def values(constants: dict[str, dict]) -> SimpleNamespace:
-    """The constants by name, and `room`: bytes of the GPU's memory that tensors may take."""
+    """The constants by name, and `room`: bytes of the GPU's memory that tensors may use."""
     m = SimpleNamespace(**{name: c["value"] for name, c in constants.items()})
     m.room = room(m.memory)
     return m

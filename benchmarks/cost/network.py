@@ -1,6 +1,6 @@
-"""Predicts the seconds of a step's collectives: of FSDP2 and of kept experts, beside what compute hides.
+"""Predicts the seconds of a step's collectives, of FSDP2 and of kept experts, that compute does not hide.
 
-It is a part of step_time.py; it measures nothing itself.
+This is a part of step_time.py; nothing is measured here.
 
 next: points.py
 """
@@ -24,18 +24,19 @@ def collective_seconds(
 ) -> tuple[float, float]:
     """(exposed, hidden) seconds of a step's collectives, for the chunk of these blocks.
 
-    exposed: what compute does not hide. hidden: what it does hide, had those bytes gone over NVLink alone:
-    across nodes they come slower, but take as much of a GPU's memory and units in all.
+    exposed: the time that compute does not hide.
+    hidden: the time that compute does hide, as if all bytes were sent over NVLink: across nodes they are
+        slower, but use as much of a GPU's memory bandwidth and units in total.
 
     forward, backward: seconds of a micro-batch's compute.
     """
 
     again = cfg.train.accumulate - 1
-    # the first forward, the later ones, all backwards but the last, and the last
+    # the first forward, the later forwards, all backwards except the last, and the last backward
     counts = (1, again, again, 1)
     computing = (forward, forward, backward, backward)
     bare = moving_seconds(cfg, axes, span, m)
-    near = bare  # as if all GPUs were of one node
+    near = bare  # the times if all GPUs were in one node
     if axes.world > m.node:
         near = moving_seconds(cfg, axes, span, SimpleNamespace(**{**vars(m), "node": axes.world}))
     exposed = [exposed_seconds(*pair, m.fsdp_overlap) for pair in zip(bare, computing, strict=True)]
@@ -44,9 +45,9 @@ def collective_seconds(
 
 
 def moving_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> list[float]:
-    """Seconds of a chunk's collectives, nothing beside them.
+    """Seconds of a chunk's collectives without any overlap.
 
-    They are those of the first forward of a step, of a later one, of any backward but the last, of the last.
+    There are four: for the first forward of a step, a later forward, a backward before the last, the last.
     """
     gather, regather, reduce = fsdp_seconds(cfg, axes, m, span)
     spread, summed = kept_seconds(cfg, axes, m, span)
@@ -59,8 +60,8 @@ def fsdp_seconds(
 ) -> tuple[float, float, float]:
     """Seconds of FSDP2's all-gathers in a forward and in a backward, and of its reduce-scatters.
 
-    Gathers are those of a micro-batch, reduce-scatters those of a step; in the backward the root is still
-    there. Reduce-scatters are in fp32. span: the blocks of one chunk; None: all.
+    All-gathers are counted for a micro-batch, reduce-scatters for a step. In the backward the root is still
+    gathered. Reduce-scatters are in fp32. span: the blocks of one chunk; None: all.
     """
     model = cfg.model
     span = range(model.layers) if span is None else span
@@ -74,7 +75,7 @@ def fsdp_seconds(
     kinds = {model.is_moe(layer): layer for layer in span}
     sizes = {kind: width * numel(block_shapes(model, layer)[0]) for kind, layer in kinds.items()}
     together = units([sizes[model.is_moe(layer)] for layer in span])
-    # how often each size comes, as most blocks are alike
+    # how often each size occurs, since most blocks have the same size
     dense = Counter(sum(blocks[i][0] for i in unit) for unit in together)
     experts = Counter([] if kept_whole(cfg, axes, span) else [n for _, n in blocks if n])
     roots = [root] if root else []
@@ -86,7 +87,7 @@ def fsdp_seconds(
 
 
 def replica_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) -> float:
-    """Seconds of a step in which replicas add up their fp32 shards of the gradients of these blocks."""
+    """Seconds of a step in which replicas sum their fp32 shards of these blocks' gradients."""
     if axes.replicate == 1:
         return 0.0
     units = padded_units(cfg, axes, span)
@@ -95,10 +96,11 @@ def replica_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) ->
 
 
 def kept_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) -> tuple[float, float]:
-    """Seconds of a step for experts that ranks keep whole: (gathering them, moving their gradients).
+    """Seconds of a step for experts that ranks keep whole: (all-gathers, communication of gradients).
 
-    Gradients go in the compute type, sums over micro-batches in fp32. They go straight to the rank that sums
-    them (parallel/gathered_copies.py): unlike in a ring, all members of a node send theirs out.
+    Gradients are sent in the compute type, and as fp32 if micro-batches are summed. They are sent directly to
+    the rank that sums them (parallel/gathered_copies.py): unlike in a ring, all members of a node send their
+    gradients out of the node.
     """
     width = compute_bytes(cfg)
     layers = span if kept_whole(cfg, axes, span) else []
@@ -126,7 +128,7 @@ def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
 
 
 def all_to_all(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
-    """Seconds until each of `size` ranks, `stride` apart, has every other's piece of its `whole` bytes."""
+    """Seconds of an all-to-all of `whole` bytes per rank in a group of `size` ranks, `stride` apart."""
     local = min(size, max(1, m.node // stride))  # members in a node
     seconds = times(m.collective, whole * (local - 1) / size) if local > 1 else 0.0
     if size > local:
@@ -136,7 +138,7 @@ def all_to_all(whole: float, size: int, stride: int, m: SimpleNamespace) -> floa
 
 
 def times(curve: list[list[float]], moved: float) -> float:
-    """Seconds of `moved` bytes on a curve of (bytes, seconds), linear between points and beyond the last."""
+    """Seconds for `moved` bytes on a curve of (bytes, seconds), linear between points and beyond the last."""
     sizes, seconds = zip(*curve, strict=True)
     if moved <= sizes[-1]:
         return float(np.interp(moved, sizes, seconds))
@@ -144,14 +146,14 @@ def times(curve: list[list[float]], moved: float) -> float:
 
 
 def exposed_seconds(moving: float, computing: float, overlap: float) -> float:
-    """Seconds of moving that compute does not hide. overlap: the share of moving that it can hide at most."""
+    """Seconds of communication that compute does not hide. overlap: the largest share that it can hide."""
     return moving - min(min(overlap, 1.0) * moving, computing)
 
 
 def padded_groups(cfg: Config, axes: Axes, span: range | None = None) -> list[tuple[float, int]]:
-    """(elements, ranks that share them) as FSDP2 moves them, of dense parameters and of a rank's experts.
+    """(elements, ranks that share them) that FSDP2 communicates, of dense parameters and of a rank's experts.
 
-    Elements are the fullest rank's piece, as often as there are ranks.
+    The number of elements is the fullest rank's shard times the number of ranks.
     """
     units = padded_units(cfg, axes, range(cfg.model.layers) if span is None else span)
     dense, experts = (sum(numbers) for numbers in zip(*units, strict=True))
@@ -159,7 +161,7 @@ def padded_groups(cfg: Config, axes: Axes, span: range | None = None) -> list[tu
 
 
 def padded_units(cfg: Config, axes: Axes, span: range) -> list[tuple[int, int]]:
-    """(dense, experts of a rank) elements that FSDP2 moves, of the root and of each of these blocks."""
+    """(dense, experts of a rank) elements that FSDP2 communicates, for the root and each of these blocks."""
     model = cfg.model
     kinds = {}
     for layer in span:

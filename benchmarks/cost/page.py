@@ -1,4 +1,4 @@
-"""The tables of the cost model: dp x ep of some GPUs, their best layouts on all axes, or one step's parts.
+"""The tables of the cost model: dp x ep for some GPUs, their best layouts on all axes, or one step's parts.
 
 next: constants.py
 """
@@ -19,21 +19,21 @@ from tmoe.plan.memory import held_at_most
 
 
 def layouts(cfg: Config, gpus: int, node: int) -> list[Axes]:
-    """Axes to compare: with each ep that divides experts and GPUs and fits nodes, up to two of them."""
+    """Axes to compare: every ep that divides experts and GPUs, fits nodes, and spans at most two nodes."""
     degrees = divisors(math.gcd(cfg.model.moe.experts, gpus))
     return [Axes(dp=gpus // ep, ep=ep) for ep in degrees if ep <= 2 * node and fits(ep, gpus, node)]
 
 
 def fits(ep: int, gpus: int, node: int) -> bool:
-    """Whether groups of ep neighbours lie in one node, or fill nodes.
+    """Whether each group of ep consecutive ranks is inside one node, or fills whole nodes.
 
-    train.py refuses others, and this model is not for them.
+    train.py refuses any other ep, and this model does not cover it.
     """
     return gpus <= node or node % ep == 0 or ep % node == 0
 
 
 def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, parts: bool) -> str:
-    """Why what is asked for is not in this model; "" if it is."""
+    """Why this model does not cover the request; "" if it does."""
     p = cfg.parallel
     if not 0 < tokens < math.inf:
         return f"--tokens {tokens}: must be above 0 and finite"
@@ -61,10 +61,11 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
 
 
 def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, of: str = "") -> Table:
-    """A line for every layout; the fastest that fits is bold, those that do not fit are dim.
+    """A line for every layout; the fastest that fits is bold, layouts that do not fit are dim.
 
-    Where none of some GPUs fits, a line below says what would. ~: beyond a node, where the network's figures
-    are assumed. of: which GPU, in words.
+    If no layout fits on some number of GPUs, a line below the table says what change would help. ~: more than
+    one node, so the network's figures are assumed.
+    of: the GPU, in words.
     """
     train = cfg.train
     sizes = f"{train.accumulate} x {train.batch} x {train.seq}"
@@ -145,7 +146,7 @@ def best_table(found: list[Choice], gpus: int, batch_tokens: int) -> Table:
 
 
 def spelled(cfg: Config, axes: Axes) -> str:
-    """The axes above 1, and how a pipeline and cp go about it."""
+    """The axes above 1, with the schedule of a pipeline and the method of cp."""
     p = cfg.parallel
     names = ("pp", "replicate", "dp", "ep", "etp", "cp", "tp")
     more = {"pp": f" {p.schedule}" + (f" {p.chunks}" if p.schedule == "interleaved" else "")}
@@ -155,6 +156,6 @@ def spelled(cfg: Config, axes: Axes) -> str:
 
 
 def shares(step: Prediction) -> str:
-    """The parts of a step that take a fiftieth of it or more, the longest first."""
+    """The parts that are at least a fiftieth of a step, the longest first."""
     parts = sorted(step.parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {s / step.seconds:.0%}" for name, s in parts if s >= step.seconds / 50)

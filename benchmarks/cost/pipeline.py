@@ -1,11 +1,12 @@
-"""Predicts the time of a pipeline's table where receives that wait slow the products of experts.
+"""Predicts the time of a pipeline's table if waiting receives slow down the products of experts.
 
-tmoe/parallel/pipelining.py posts a receive for each neighbour, one ahead of need. Under NCCL it is a kernel
-that holds multiprocessors from then on until the message has come. A launch of the experts' products has a
-program for each multiprocessor, with tiles of its own: those of the programs that find no place begin when
-others end (docs/decisions/014-tiles-are-dealt.md). Sends find their receive posted and do not wait.
+tmoe/parallel/pipelining.py posts a receive for each neighbour, one ahead of need. Under NCCL a receive is a
+kernel that occupies multiprocessors from then on until the message has arrived. A launch of the experts'
+products has one
+program for each multiprocessor, each with its own tiles: programs that find no free multiprocessor begin when
+other programs end (docs/decisions/014-tiles-are-dealt.md). Sends find their receive posted and do not wait.
 
-It is a part of step_time.py; it measures nothing itself.
+This is a part of step_time.py; nothing is measured here.
 
 next: network.py
 """
@@ -19,34 +20,34 @@ from tmoe.parallel.schedule import Action, Cost, Message, Table, messages, resul
 
 
 class Timed(NamedTuple):
-    """What a table takes."""
+    """The time of a table, and the time lost in it."""
 
     time: float
     """seconds from the first action to the end of the last"""
     lost: tuple[float, ...]
-    """seconds that each rank's actions took longer beside receives that waited"""
+    """by rank: seconds that actions took longer because of waiting receives"""
 
 
 class Stage:
-    """A rank on its way through its row of the table."""
+    """A rank that is executing its row of the table."""
 
     def __init__(self, row: Sequence[Action], coming: dict[int, Iterator[Message]]):
         self.row = row
-        self.coming = coming  # by source, what receives are still to be posted for
+        self.coming = coming  # by source: the messages for which receives must still be posted
         self.place = 0
-        self.waiting: set[Message] = set()  # receives that are posted and have nothing yet
-        self.left: float | None = None  # seconds that the action at `place` needs yet, alone; None: not begun
-        self.slower = 0.0  # seconds that each of these loses beside a receive that waits
-        self.since = 0.0  # when `left` was right
+        self.waiting: set[Message] = set()  # receives that are posted and have not received their message
+        self.left: float | None = None  # seconds that the action needs yet, without receives; None: not begun
+        self.slower = 0.0  # seconds that each of these seconds is longer while a receive waits
+        self.since = 0.0  # time for which `left` is valid
         self.lost = 0.0
 
     @property
     def pace(self) -> float:
-        """Seconds that a second's work takes now."""
+        """Seconds needed at present for a second of work."""
         return 1 + self.slower * bool(self.waiting)
 
     def work(self, now: float) -> None:
-        """Goes on with the action until `now`."""
+        """Advances the action to the time `now`."""
         if self.left is not None:
             done = (now - self.since) / self.pace
             self.left -= done
@@ -55,10 +56,11 @@ class Stage:
 
 
 def run(table: Table, costs: Sequence[Cost], lost: Sequence[Cost], latency: float) -> Timed:
-    """Runs a table in thought, as schedule.simulate does, with receives posted as pipelining.Edges does.
+    """Simulates a table as schedule.simulate does, with receives posted as pipelining.Edges posts them.
 
-    costs: seconds of each chunk's actions; lost: what each loses if a receive waits all the time, in equal
-    parts from its beginning to its end. latency: of a message between ranks.
+    costs: seconds of each chunk's actions.
+    lost: seconds that each action loses if a receive waits all the time, spread evenly over the action.
+    latency: seconds of a message between ranks.
     """
     count = len(table.home)
     seconds, losses = (
@@ -72,8 +74,8 @@ def run(table: Table, costs: Sequence[Cost], lost: Sequence[Cost], latency: floa
     ]
     arrived: set[Message] = set()
     number = itertools.count()
-    # (when, order, rank, message that arrives there or None: its action ends, turn): a stage's later turn
-    # makes what stands here of its end void
+    # (time, order, rank, message that arrives at the rank or None: its action ends, turn). An end whose turn
+    # is older than the stage's current turn is void.
     events: list[tuple[float, int, int, Message | None, int]] = []
     turns = [0] * len(stages)
 
@@ -81,7 +83,7 @@ def run(table: Table, costs: Sequence[Cost], lost: Sequence[Cost], latency: floa
         heapq.heappush(events, (when, next(number), rank, message, turns[rank]))
 
     def foresee(rank: int, now: float) -> None:
-        """Says when the stage's action ends, if nothing comes between."""
+        """Schedules the end of the stage's action, assuming that nothing changes before it."""
         turns[rank] += 1
         stage = stages[rank]
         if stage.left is not None:
@@ -93,7 +95,7 @@ def run(table: Table, costs: Sequence[Cost], lost: Sequence[Cost], latency: floa
             stage.waiting.add(message)
 
     def begin(rank: int, now: float) -> None:
-        """Begins the stage's next action, if what it needs is there."""
+        """Begins the stage's next action, if its inputs have arrived."""
         stage = stages[rank]
         if stage.left is not None or stage.place == len(stage.row):
             return
@@ -140,7 +142,7 @@ def run(table: Table, costs: Sequence[Cost], lost: Sequence[Cost], latency: floa
 
 
 def needs(action: Action, chunks: int) -> Message | None:
-    """What an action needs of another chunk."""
+    """The message of another chunk that an action needs."""
     op, chunk, micro = action
     if op == "F":
         return Message("F", chunk, micro) if chunk else None

@@ -1,8 +1,8 @@
-"""Reads the measured steps that results/ ships, told apart by layout, and names those that are not compared.
+"""Reads the measured steps in results/, sorts them by layout, and names the files that are not compared.
 
-The cost model (step_time.py) is compared with them. A record is a line of `python -m benchmarks.train
---json`. Every file below results/ that has one counts, wherever it lies: a file is left out by UNHELD alone,
-which says why.
+The cost model (step_time.py) is compared with these steps. A record is a line of `python -m benchmarks.train
+--json`. Every file below results/ that has such a line is used. A file is left out only by UNHELD, with the
+reason.
 """
 
 import json
@@ -15,14 +15,14 @@ from tmoe.config.axes import ALONE, Axes
 from tmoe.config.run import Config
 
 RESULTS = Path(__file__).parents[1] / "results"
-# Files that --check shows the errors of, but that do not decide its code.
+# Files whose errors --check shows, but which do not decide its exit code.
 UNHELD = {
     "olmoe-1b-7b-4xH200/bench.jsonl": (
         "another code: before the symm exchange, working copies of parameters, flex "
         "attention and the AdamW in one pass"
     ),
     "steps-4xH200/pilot-behind.jsonl": (
-        "another code: the shared expert ran behind the exchange, not beside it"
+        "another code: the shared expert ran after the exchange, not at the same time"
     ),
     "steps-4xH200/pilot-hosts.jsonl": (
         "three hosts that could not keep up (GPU idle for up to 14% of a traced step), "
@@ -39,7 +39,7 @@ class Point(NamedTuple):
     axes: Axes
     seconds: float
     skew: float | None = None
-    """pairs of the busiest rank over the mean; None: the line does not say"""
+    """pairs of the busiest rank over the mean; None: the line does not record it"""
 
     @property
     def layout(self) -> tuple:
@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 def layout(cfg: Config, axes: Axes) -> tuple:
-    """What a step's time depends on; not the number of steps, nor what was traced or validated."""
+    """The settings that a step's time depends on; not the number of steps, nor tracing or validation."""
     train = cfg.train
     parallel = cfg.parallel
     optim = cfg.optim
@@ -67,7 +67,7 @@ def layout(cfg: Config, axes: Axes) -> tuple:
 
 
 def step_files() -> list[Path]:
-    """All files of results/ with a step in them."""
+    """All files below results/ that contain a step."""
     return [path for path in sorted(RESULTS.rglob("*.jsonl")) if '"tokens_per_s_gpu"' in path.read_text()]
 
 
@@ -77,7 +77,7 @@ def held() -> list[Path]:
 
 
 def read_points(paths: list[Path]) -> list[Point]:
-    """The measured steps of files; one that cannot be read ends the program with one line."""
+    """The measured steps of files; an unreadable file ends the program with one line."""
     points = []
     try:
         lines = [(path, line) for path in paths for line in path.read_text().splitlines()]
@@ -95,7 +95,7 @@ def read_points(paths: list[Path]) -> list[Point]:
 
 
 def point_of(record: dict[str, Any]) -> Point:
-    """What a line of `python -m benchmarks.train --json` says was measured."""
+    """The measurement that a line of `python -m benchmarks.train --json` records."""
     cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
     axes = Axes.of(cfg.parallel, record["gpus"])
     train = cfg.train
@@ -106,7 +106,7 @@ def point_of(record: dict[str, Any]) -> Point:
 
 
 def fitted_layouts(constants: dict[str, dict]) -> list[tuple]:
-    """Layouts of which a run set a constant: each of their runs counts as fitted."""
+    """Layouts with a run that set a constant: all runs of these layouts count as fitted."""
     runs = [run for c in constants.values() for run in c.get("points", ())]
     found = []
     for run in runs:
@@ -116,7 +116,7 @@ def fitted_layouts(constants: dict[str, dict]) -> list[tuple]:
 
 
 def summary(points: list[Point], errors: list[float], fitted: list[tuple]) -> str:
-    """A line for each kind of point: how many there are, of how many layouts, and how far off they are."""
+    """A line for each kind of point: the number of points, of layouts, and their errors."""
 
     def off(name: str, which: list[bool]) -> str:
         its = [error for error, inside in zip(errors, which, strict=True) if inside]

@@ -1,8 +1,8 @@
-"""Finds the fastest layouts of some GPUs among all mixtures of axes, by predicted time and memory.
+"""Finds the fastest layouts for some GPUs among all mixtures of axes, by predicted time and memory.
 
-A layout's compute bounds its time from below and is the same in many worlds; so is, for any tp and cp, what
-moves of its parameters. Layouts are taken in the order of such bounds and predicted in full last, until none
-that is left can be among the best.
+A layout's compute is a lower bound of its time and is the same in many worlds; for any tp and cp, so is the
+communication of its parameters. Layouts are examined in the order of such bounds and predicted in full last,
+until no remaining layout can be among the best.
 
 next: page.py
 """
@@ -36,10 +36,10 @@ from tmoe.parallel.schedule import homes
 from tmoe.plan.memory import blocks_bytes, chunk_spans, held_at_most
 
 divisors = functools.cache(check.divisors)
-LEAST = 256  # tokens of a sequence that a rank works on at least
-STAGES = 32  # of a pipeline at most
-CLOSE = 0.02  # share of a time by which what is left out may be faster: the model is less exact
-NODES = 8  # that an expert group spans at most
+LEAST = 256  # least tokens of a sequence that a rank works on
+STAGES = 32  # most stages of a pipeline
+CLOSE = 0.02  # relative time by which a layout left out may be faster: the model is less exact than that
+NODES = 8  # most nodes that an expert group spans
 
 
 class Choice(NamedTuple):
@@ -51,12 +51,12 @@ class Choice(NamedTuple):
 
     @property
     def per_token(self) -> float:
-        """Seconds a token and GPU."""
+        """Seconds per token and GPU."""
         return 1 / self.step.tokens_per_s_gpu
 
 
 class Work(NamedTuple):
-    """What a rank's compute depends on: neither the world nor how parameters lie."""
+    """The settings that a rank's compute depends on: not the world size or the placement of parameters."""
 
     tp: int
     cp: int
@@ -67,24 +67,24 @@ class Work(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """How micro-batches pass a pipeline's stages."""
+    """How micro-batches are sent through a pipeline's stages."""
 
     schedule: str
     pp: int
-    chunks: int  # a stage
+    chunks: int  # chunks per stage
 
 
 WHOLE = Flow("1f1b", 1, 1)  # no pipeline
 
 
 class Search:
-    """All layouts of one model, for any number of GPUs; what they share is computed once."""
+    """All layouts of one model, for any number of GPUs; common results are computed once."""
 
     def __init__(self, cfg: Config, m: SimpleNamespace, batch_tokens: int):
-        """batch_tokens: of a step at most; as many micro-batches are taken as fit into it.
+        """batch_tokens: most tokens of a step; a step has as many micro-batches as fit into it.
 
-        Of cfg the axes and the schedule are not read, and of the batch only how many tokens a rank has at
-        most in a micro-batch.
+        The axes and the schedule of cfg are ignored. Its batch only limits the tokens that a rank has in a
+        micro-batch.
         """
         self.cfg, self.m, self.batch_tokens = cfg, m, batch_tokens
         self.work_seconds = functools.cache(self._work_seconds)
@@ -101,9 +101,9 @@ class Search:
         self.predicted = 0
 
     def best(self, gpus: int, count: int = 10) -> list[Choice]:
-        """The fastest layouts that fit into memory, the fastest first; one for each set of axes."""
+        """The fastest layouts that fit into memory, the fastest first; one layout for each set of axes."""
         number = itertools.count()
-        # what: a work, a flow and micro-batches, and at last the axes
+        # `what`: a work, a flow and a number of micro-batches, and, once parameters are placed, the axes
         waiting: list[tuple[float, int, list[Any]]] = [
             (bound, next(number), what) for bound, *what in self._begin(gpus)
         ]
@@ -129,7 +129,7 @@ class Search:
         return sorted(found.values(), key=lambda choice: choice.per_token)[:count]
 
     def _begin(self, gpus: int) -> Iterator[tuple[float, Work, Flow, int]]:
-        """(least seconds a token and GPU, work, flow, micro-batches) of all ways to compute."""
+        """(least seconds per token and GPU, work, flow, micro-batches) for all ways to compute."""
         seq, layers = self.cfg.train.seq, self.cfg.model.layers
         for pp in divisors(gpus):
             if pp > min(STAGES, layers):
@@ -141,7 +141,7 @@ class Search:
             flows = [flow for flow in flows if pp * flow.chunks <= layers]
             for work in self.works(stage):
                 parts = work.tp * work.cp
-                sequences = self.batch_tokens // (stage // parts * seq)  # of a reader in a step
+                sequences = self.batch_tokens // (stage // parts * seq)  # for one reader in a step
                 for batch in self._batches(min(self.cfg.train.batch * parts, sequences // pp)):
                     for flow in flows:
                         micros = sequences // batch
@@ -151,11 +151,11 @@ class Search:
 
     @staticmethod
     def _batches(most: int) -> list[int]:
-        """Sequences of a micro-batch: `most`, half of it and a quarter."""
+        """Sequences of a micro-batch: `most`, half and a quarter of it."""
         return sorted({most, most // 2, most // 4} - {0})
 
     def _compute(self, work: Work, flow: Flow, micros: int) -> float:
-        """Least seconds a token and GPU: what the busiest stage computes, and what it waits at least."""
+        """Least seconds per token and GPU: compute of the busiest stage, and the least time that it waits."""
         kinds, head = self.work_seconds(work)
         chunks = [sum(n * kinds[kind] for kind, n in span) for span in self.counts(flow.pp * flow.chunks)]
         chunks[-1] += head
@@ -170,9 +170,9 @@ class Search:
     def _placed(
         self, gpus: int, computing: float, work: Work, flow: Flow, micros: int
     ) -> Iterator[tuple[Axes, float]]:
-        """(axes, least seconds a token and GPU on top) of all ways to hold parameters for this work.
+        """(axes, additional least seconds per token and GPU) for all ways to place parameters for this work.
 
-        computing: seconds a token and GPU, which hide what moves at most.
+        computing: seconds per token and GPU of compute, the most communication that can be hidden.
         """
         m, stage = self.m, gpus // flow.pp
         tokens = micros * work.batch * self.cfg.train.seq / (work.tp * work.cp * flow.pp)
@@ -180,9 +180,9 @@ class Search:
             shard = stage // replicate
             if shard % (work.ep * work.etp) or shard % (work.tp * work.cp):
                 continue
-            if replicate > 1 and shard % m.node:  # copies of whole nodes
+            if replicate > 1 and shard % m.node:  # a replica must fill whole nodes
                 continue
-            # what the mean rank surely holds: weights and moments, gradients, what the first stage keeps
+            # bytes that the mean rank certainly holds: weights and moments, gradients, kept activations
             own = self.parameters / shard / flow.pp
             held = FP32 * own * (1 if self.cfg.optim.offload else 3)
             whole = (self.dense + self.experts / work.ep) / flow.pp
@@ -199,20 +199,20 @@ class Search:
             yield axes, more / tokens
 
     def _kept(self, work: Work) -> float:
-        """Bytes that autograd surely keeps on the fullest stage, which has a micro-batch of each stage.
+        """Bytes that autograd certainly keeps on the fullest stage, which has a micro-batch of each stage.
 
-        A tenth less than of all blocks, as stages have whole blocks.
+        They are a tenth less than those of all blocks, because a stage has whole blocks.
         """
         cfg = self.settings(work)
         assert cfg is not None
         return 0.9 * blocks_bytes(cfg, work_axes(work), range(cfg.model.layers))
 
     def _moved(self, axes: Axes, chunks: int, micros: int) -> tuple[float, float, float]:
-        """Seconds of a step for moving parameters and gradients, on one node, and for copying them.
+        """Seconds of a step for communicating parameters and gradients, the same on one node, and for copies.
 
         They are those of the mean stage.
 
-        From two micro-batches on each further one takes as long.
+        From two micro-batches on, each further micro-batch takes the same time.
         """
         cfg = self.several(micros)
         machines = [self.m, SimpleNamespace(**{**vars(self.m), "node": axes.world})]
@@ -228,7 +228,7 @@ class Search:
         return moving, near, copying
 
     def _works(self, stage: int) -> Iterator[Work]:
-        """Ways to divide a block's work over the ranks of a stage."""
+        """The ways to divide a block's work over the ranks of a stage."""
         seq, node, model = self.cfg.train.seq, self.m.node, self.cfg.model
         sparse = any(map(model.is_moe, range(model.layers)))
         degrees = divisors(stage)
@@ -249,7 +249,7 @@ class Search:
                         yield work
 
     def _settings(self, work: Work, flow: Flow = WHOLE, micros: int = 1) -> Config | None:
-        """The settings of a run; None where train.py would refuse them."""
+        """The settings of a run; None if train.py would refuse them."""
         parallel: dict[str, Any] = dict(dp=None, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp)
         parallel |= dict(cp_exchange=work.cp_exchange)
         parallel |= dict(pp=flow.pp, schedule=flow.schedule, chunks=None if flow.pp == 1 else flow.chunks)
@@ -264,7 +264,7 @@ class Search:
             return None
 
     def _counts(self, chunks: int) -> list[list[tuple[tuple[bool, int], int]]]:
-        """How many blocks of each kind every chunk has."""
+        """The number of blocks of each kind in every chunk."""
         model = self.cfg.model
         found = []
         for span in chunk_spans(model, chunks):
@@ -290,5 +290,5 @@ class Search:
 
 
 def work_axes(work: Work) -> Axes:
-    """The axes of some world in which a rank has this work."""
+    """The axes of a world in which a rank has this work."""
     return Axes(dp=work.tp * work.cp, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp)

@@ -1,45 +1,48 @@
 """Predicts the time of a training step from counted FLOPs, bytes and measured constants.
 
-A step is the sum of these parts, of the busiest rank:
+A step is the sum of these parts, on the busiest rank:
 
-    kernel                max(FLOPs/rate, bytes/rate) + kernel_overlap * min(the same two)
+    kernel                max(FLOPs/rate, bytes/rate) + kernel_overlap * min(FLOPs/rate, bytes/rate)
     projections           three products for every matrix of attention, shared experts, dense feed-forward
-                          and router; under tp attention's of 1/tp of the heads
-    attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again), at rates by
-                          the heads' width
+                          and router; under tp, attention's products have 1/tp of the heads
+    attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are recomputed), at rates that
+                          depend on the heads' width
     experts               six products over the T*K routed pairs of the busiest rank, two sums over a token's
                           rows
     loss                  the head's three products, and each logit's traffic
     exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for
-                          others; two movements fewer where a shared expert runs beside them; across nodes a
+                          other ranks; two transfers fewer where a shared expert hides them; across nodes a
                           row for each (token, node) over the network first (--parallel.dispatch auto)
-    tp exchange           tokens gathered before attention's projections and sums of heads behind them
+    tp exchange           tokens gathered before attention's projections, and sums over heads after them
     cp exchange           keys and values, or latents, of whole sequences; or heads for tokens and back
     etp exchange          rows of the ranks that divide experts, their sums, and copies of the slices
     glue                  everything else in a block: passes over [T, D], and activations between a dense
                           feed-forward's or shared expert's products
     recomputed            forwards that activation checkpointing runs again
-    copies                traffic around FSDP2's collectives, and gradients that add up
+    copies                traffic around FSDP2's collectives, and sums of gradients
     optimizer             traffic of AdamW and the gradient norm
-    exposed all-gathers   what of FSDP2's all-gathers and reduce-scatters, and of sums over replicas, compute
-                          does not hide
-    slowed                what compute loses beside those that it does hide, by the time of their bytes on
-                          NVLink
-    beside receives       what a stage's products of experts lose while one of its receives waits on the GPU
-    pipeline bubble       what the busiest stage waits: the table's own order, run with each chunk's seconds;
-                          by v the gradients of experts' weights wait for idle moments, where they can
+    exposed all-gathers   time of FSDP2's all-gathers and reduce-scatters, and of sums over replicas, that
+                          compute does not hide
+    slowed                time that compute loses to the collectives that it hides, proportional to their time
+                          on NVLink
+    beside receives       time that a stage's products of experts lose while one of its receives waits on the
+                          GPU
+    pipeline bubble       time that the busiest stage waits: the table is simulated with each chunk's seconds;
+                          with schedule v, gradients of experts' weights wait for idle moments if they can
 
-With pp the other parts are those of the stage that is busiest, receives counted, and the optimizer's those of
-the stage with the most parameters. What tp, cp, etp and pp add rests on constants of their own, an axis each
-(constants.py, OF_AXIS), which say whether they were measured; until then their parts are in the open.
+With pp, the other parts are those of the busiest stage, receives counted, and the optimizer's are those of
+the stage with the most parameters. The additions of tp, cp, etp and pp use constants of their axis
+(constants.py, OF_AXIS), which record whether they were measured; until they are, these parts are assumed not
+to be hidden.
 
-Across nodes a group's ring enters each node through the network cards of its members there: dense parameters
-through all eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to
-share links, nor are failures, stragglers or checkpoints. What an exchange costs in a layer, and how much of
-the gathers of dense parameters hides, was measured on four GPUs with dp 1; what compute loses beside them on
-two, with dp 2. A global batch grows with the GPUs: whether it still trains well is not in these numbers.
+Across nodes, a group's ring enters each node through the network cards of its members there: dense parameters
+use all eight cards, a rank's own experts (ep 8) one. Not modelled are: simultaneous transfers that share
+links, failures, stragglers, checkpoints. The cost of an exchange in a layer, and the hidden share of the
+gathers of dense parameters, were measured on four GPUs with dp 1; the time that compute loses to these
+gathers was measured on two GPUs with dp 2. A global batch grows with the number of GPUs: these numbers do not
+say whether it still trains well.
 
-`m`, here, in block_time.py and in network.py, are the constants by name (constants.py).
+In this file, block_time.py and network.py, `m` is the namespace of constants by name (constants.py).
 
 next: block_time.py, then pipeline.py
 """
@@ -70,36 +73,36 @@ RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.
     "moe": ("experts", "exchange", "etp exchange"),
     "block": ("projections", "attention", "experts", *EXCHANGES, "glue"),
 }
-# Micro-batches of a pipeline that are run in thought, times pp. Each further one takes as long as those
-# before, and no stage holds more.
+# Number of a pipeline's micro-batches that are simulated, as a multiple of pp. Each further micro-batch takes
+# as long as the previous ones, and no stage holds more.
 STEADY = 4
 
 
 class Chunk(NamedTuple):
-    """What a chunk of the model takes."""
+    """The time of a chunk of the model."""
 
     parts: Parts
-    """seconds of a step, by what they are spent on"""
+    """seconds of a step, by part"""
     forward: float
     """seconds of a micro-batch's forward"""
     weights: float
-    """seconds of the gradients of experts' weights in its backward, which v puts off"""
+    """seconds of the gradients of experts' weights in its backward, which schedule v defers"""
     lost: Cost
-    """seconds that a micro-batch's products of experts lose where a receive waits beside all of them"""
+    """seconds that a micro-batch's products of experts lose if a receive waits during all of them"""
 
     def cost(self, micros: int) -> Cost:
-        """Seconds of one of so many micro-batches."""
+        """Seconds of one micro-batch, when a step has this many."""
         backward = sum(self.parts.values()) / micros - self.forward
         return Cost(self.forward, backward - self.weights, self.weights)
 
 
 class Prediction(NamedTuple):
-    """One step of one layout."""
+    """The predicted step of one layout."""
 
     parts: Parts
-    """seconds, by what they are spent on"""
+    """seconds, by part"""
     tokens: int
-    """of the global batch"""
+    """tokens of the global batch"""
     gpus: int
     mfu: float | None
     peak_bytes: float
@@ -122,15 +125,15 @@ class Prediction(NamedTuple):
 def predict(
     cfg: Config, axes: Axes, m: SimpleNamespace, skew: float | None = None, *, held: float | None = None
 ) -> Prediction:
-    """One step of `cfg` on a mesh of these axes.
+    """Predicts one step of `cfg` on a mesh of these axes.
 
-    skew: pairs of the busiest rank over the mean; None: m.skew if ep > 1. held: bytes of the fullest rank,
-    where they are known.
+    skew: pairs of the busiest rank over the mean; None: m.skew if ep > 1.
+    held: bytes of the fullest rank, if they are known.
     """
     again = cfg.train.accumulate
     busiest = 1.0 if axes.ep == 1 else m.skew if skew is None else skew
     spans = chunk_spans(cfg.model, axes.pp * (cfg.parallel.chunks_a_stage if axes.pp > 1 else 1))
-    same: dict[tuple, Chunk] = {}  # chunks of the same blocks take as long
+    same: dict[tuple, Chunk] = {}  # chunks of the same kinds of blocks take the same time
     for span in spans:
         if (kind := chunk_kind(cfg.model, span)) not in same:
             same[kind] = chunk_seconds(cfg, axes, span, m, busiest)
@@ -165,7 +168,7 @@ def predict(
 
 
 def steady(cfg: Config, axes: Axes) -> Config:
-    """The same with so many micro-batches that more change nothing but the time in proportion."""
+    """The same settings with at most STEADY * pp micro-batches; further ones only add time in proportion."""
     most = STEADY * axes.pp
     if axes.pp == 1 or cfg.train.accumulate <= most:
         return cfg
@@ -173,7 +176,7 @@ def steady(cfg: Config, axes: Axes) -> Config:
 
 
 def pipeline_seconds(cfg: Config, axes: Axes, chunks: Sequence[Chunk], latency: float) -> Timed:
-    """What all micro-batches take; beyond the steady ones each takes as long as the mean of the last pp."""
+    """The time of all micro-batches; those beyond the steady ones each take the mean time of the last pp."""
     again, most = cfg.train.accumulate, steady(cfg, axes).train.accumulate
     costs, lost = [chunk.cost(again) for chunk in chunks], [chunk.lost for chunk in chunks]
 
@@ -190,14 +193,14 @@ def pipeline_seconds(cfg: Config, axes: Axes, chunks: Sequence[Chunk], latency: 
 
 
 def message_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
-    """Seconds of a micro-batch's hidden states from one stage to the next."""
+    """Seconds to send a micro-batch's hidden states from one stage to the next."""
     moved = local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
     near = axes.world <= m.node
     return m.message + (times(m.collective, moved) if near else moved / m.nic_rate + m.nic_hop)
 
 
 def chunk_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busiest: float) -> Chunk:
-    """What one chunk takes, but for the optimizer."""
+    """The time of one chunk, without the optimizer."""
     again = cfg.train.accumulate
     forward, backward = passes(cfg, axes, span, m, busiest)
     recomputed = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
@@ -223,26 +226,26 @@ def chunk_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busi
 
 
 def chunk_kind(model: ModelConfig, span: range) -> tuple:
-    """What two chunks have in common whose seconds and bytes are the same."""
+    """A key that is equal for two chunks with the same seconds and bytes."""
     kinds = tuple((model.is_moe(layer), model.window_of(layer)) for layer in span)
     return kinds, span.start == 0, span.stop == model.layers
 
 
 def copy_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> float:
-    """Seconds of a step for bytes that are copied around a chunk's collectives, and gradients that add up."""
+    """Seconds of a step for copies before and after a chunk's collectives, and for sums of gradients."""
     again, width = cfg.train.accumulate, compute_bytes(cfg)
     groups = parameter_groups(cfg, axes, span)
     keeps = kept_whole(cfg, axes, span)
-    # an all-gather reads fp32 shards and writes them in the compute type, then copies what arrived into
-    # place; twice
+    # an all-gather reads fp32 shards and writes them in the compute type, then copies the received bytes into
+    # place; this happens twice
     moved = padded_groups(cfg, axes, span)[: 1 if keeps else 2]
     shared = [(elements, size) for elements, size in moved if size > 1]
     copied = sum(
         again * 2 * ((FP32 + width) * n / size + 2 * width * n) + (width + FP32) * n for n, size in shared
     )
-    if keeps:  # what arrives of the gradients is read, and a sum written
+    if keeps:  # the received gradients are read, and their sum is written
         copied += (width + FP32 / axes.sharers) * groups[1][0]
-    # gradients in the compute type add up in fp32 over micro-batches, if there are several, before any is
+    # if there are several micro-batches, gradients in the compute type are summed in fp32 before they are
     # reduced
     added = sum(n for n, _ in groups) * ((again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32))
 
@@ -250,7 +253,7 @@ def copy_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> fl
 
 
 def passes(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, skew: float) -> tuple[Parts, Parts]:
-    """Seconds of a micro-batch's forward and backward by part, without FSDP2, of the blocks in `span`."""
+    """Seconds of a micro-batch's forward and backward by part, without FSDP2, for the blocks in `span`."""
     model = cfg.model
     kinds: dict[tuple[bool, int], list[int]] = {}
     for layer in span:
@@ -260,7 +263,7 @@ def passes(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, skew: float
         {part: sum(n * both[way][part] for n, both in blocks) for part in blocks[0][1][way]} for way in (0, 1)
     )
     forward["loss"] = backward["loss"] = 0.0
-    if span.stop == model.layers:  # its gradient is made while the logits exist
+    if span.stop == model.layers:  # the loss's gradient is computed while the logits exist
         T, width = local_tokens(cfg, axes), compute_bytes(cfg)
         head = 3 * product(T, model.vocab, model.dim, width, m)
         forward["loss"] = head + m.logit_bytes * T * model.vocab / m.memory_rate
@@ -268,10 +271,11 @@ def passes(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, skew: float
 
 
 def optimizer_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: SimpleNamespace) -> float:
-    """Seconds of AdamW and the gradient norm over what a rank holds of these chunks.
+    """Seconds of AdamW and the gradient norm over a rank's parameters of these chunks.
 
-    Gradients of what it holds whole are in the compute type, as where m.optimizer_bytes was measured, unless
-    micro-batches add up: then both read them in fp32. (Those that ranks share always are; it is not counted.)
+    Gradients of unsharded parameters are in the compute type, as when m.optimizer_bytes was measured, unless
+    micro-batches are summed: then both read them in fp32. (Gradients of sharded parameters always are in
+    fp32; that is not counted.)
     """
     groups = [group for span in spans for group in parameter_groups(cfg, axes, span)]
     own = sum(elements / size for elements, size in groups)
@@ -279,20 +283,20 @@ def optimizer_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: Simple
     moved = (m.optimizer_bytes + 3 * FP32 * (cfg.optim.ema > 0)) * own
     moved += 2 * (FP32 - compute_bytes(cfg)) * added
     seconds = moved / m.memory_rate
-    if cfg.optim.offload:  # both moments, in and out at the same time
+    if cfg.optim.offload:  # both moments are copied in and out at the same time
         seconds = max(seconds, 2 * FP32 * own / m.host_rate)
     return seconds
 
 
 def parameter_groups(cfg: Config, axes: Axes, span: range | None = None) -> list[tuple[float, int]]:
-    """(elements, ranks that share them): dense parameters over a copy's ranks, a rank's experts over sharers.
+    """(elements, ranks that share them): dense parameters, shared by a replica's ranks; a rank's experts.
 
     span: the blocks of one chunk; None: all.
     """
     span = range(cfg.model.layers) if span is None else span
     model = cfg.model
     dense, experts = numel(chunk_root(model, span)), 0
-    for layer in {model.is_moe(layer): layer for layer in span}.values():  # one of each kind
+    for layer in {model.is_moe(layer): layer for layer in span}.values():  # one layer of each kind
         count = sum(model.is_moe(other) == model.is_moe(layer) for other in span)
         ours, spread = block_shapes(model, layer)
         dense, experts = dense + count * numel(ours), experts + count * numel(spread)

@@ -69,7 +69,7 @@ def test_memory_is_compared_beside_the_pool():
     rows = grpo_step.memory_table(ARGS, found)
     assert rows[5] == "| 8 | 30.00, 1.00 | 40.00, 2.00 | 11.00, 0.00 | 30.00, 2.00 |"
     assert "no update" in rows[7]
-    assert rows[8].startswith("update: 0.10 GiB") and rows[9].startswith("step beside the pool: 0.50 GiB")
+    assert rows[8].startswith("update: 0.10 GiB") and rows[9].startswith("step without the pool: 0.50 GiB")
 
 
 def test_words_of_the_grpo_run_fill_rows(tmp_path):

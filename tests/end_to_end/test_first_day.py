@@ -149,7 +149,7 @@ def test_1_own_data_own_tokenizer_own_model(day):
     said = day.type(again)
     assert f"resumed after step {last}; " in said and "--optim.lr=0.001 (was 0.003)" in said
     assert f"saved run/checkpoints/step-{last + 3}" in said
-    assert f"has {last + 3} of them; name more to go on" in day.type("train.py run")
+    assert f"has {last + 3} of them; name more to continue" in day.type("train.py run")
     check = "train.py run --eval-only"
     assert f"after step {last + 3}" in day.type(check)
     assert "run/report.png" in day.type("-m tmoe.report run") and (out / "report.png").is_file()

@@ -286,7 +286,7 @@ def test_resuming_with_other_settings_says_which(gloo, tmp_path):
     done = forked.run(["train.py", *other])
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == 0 and "; --data.seed=9 (was 0); --optim.weight-decay=0.2 (was " in said, said
-    assert f"; --init={step}: not read, for {step} goes on" in said
+    assert f"; --init={step}: not read, because {step} is resumed" in said
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -295,7 +295,7 @@ def test_a_run_that_has_all_its_steps_says_so(gloo, tmp_path, two_steps, steps):
     flags = [*SMALL, "--optim.warmup", "1", "--out", str(tmp_path)]
     said = (
         f"nothing to do: --steps={steps}, and {tmp_path / 'checkpoints/step-2'} has 2 of them; "
-        "name more to go on"
+        "name more to continue"
     )
     assert gloo(1, changes, [*flags, "--steps", str(steps)])[0] == [said]
     assert gloo(1, changes, [*flags, "--steps", str(steps), "--eval-only"])[0] == []

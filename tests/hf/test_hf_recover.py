@@ -93,7 +93,7 @@ def test_descriptions_of_each_rank(gloo, tmp_path, mixtral):
     recover(tmp_path / "dcp", tmp_path / "out", mixtral)
     hf_tiny.assert_bits(hf_tiny.tensors_of(tmp_path / "out"), hf_tiny.tensors_of(mixtral))
     (tmp_path / "dcp" / "__1.metadata").unlink()
-    with pytest.raises(CheckpointError, match="do not cover it once each; where ranks wrote"):
+    with pytest.raises(CheckpointError, match="do not cover it once each; if each rank wrote"):
         recover(tmp_path / "dcp", tmp_path / "again", mixtral)
 
 

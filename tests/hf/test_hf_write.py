@@ -141,7 +141,7 @@ def test_what_does_not_read_back_is_not_published(step, tmp_path, monkeypatch):
     monkeypatch.setattr(hf_write, "_read_back", lying_disk)
     message = refused("export", step, tmp_path / "back")
     assert (
-        "00002-of-" in message and "does not read back" in message and "the same command goes on" in message
+        "00002-of-" in message and "does not read back" in message and "the same command continues" in message
     )
     assert not (tmp_path / "back").exists()
     monkeypatch.undo()

@@ -214,7 +214,7 @@ def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, m
             want = model(tokens).logits
         assert (ours - want).norm() <= 1e-5 * want.norm(), folder
     assert (after - before).norm() > 1e-3 * before.norm(), "the steps changed nothing"
-    with pytest.raises(ValueError, match=r"lies inside .*step-2, and would go when that step goes"):
+    with pytest.raises(ValueError, match=r"lies inside .*step-2, and would be removed with that step"):
         hf.export_hf(step, step / "hf")
 
 
@@ -332,7 +332,7 @@ def test_a_resumed_run_says_what_has_changed_since(gloo, tmp_path):
     assert larger == ["--steps=4 (was 2)", "96 tokens a step (were 64)"]
     text.write_text("".join(f"line {i} of some text\n" for i in range(2500)))
     *_, said = gloo(1, changes, [*flags, "4", "--train.batch", "2"])[0]
-    assert said.startswith("the data has changed, so it is shuffled anew: ") and said.count(str(text)) == 2
+    assert said.startswith("the data has changed, so it is shuffled again: ") and said.count(str(text)) == 2
     seed = gloo(1, changes, [*flags, "4", "--train.batch", "2", "--data.seed", "7"])[0]
     assert seed == ["--data.seed=7 (was 0)", "--steps=4 (was 2)"]
     read = ["--model.dropout", "0.1", "--model.moe.balance-coeff", "0.5"]

@@ -17,7 +17,7 @@ DEEPSEEK = (
     *(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
     *(f"<｜tool▁{name}｜>" for name in ("outputs▁begin", "outputs▁end", "output▁begin", "output▁end")),
 )
-# eos first; bos is one of them where BOS names it
+# special tokens: eos first; bos is among them if BOS names it
 SPECIAL = {
     "qwen2_5": CHATML,
     "hermes": CHATML,
@@ -58,7 +58,7 @@ SPECIAL = {
     ),
 }
 BOS = dict(llama3_1="<|begin_of_text|>", mistral_v7="<s>")
-# words of the vocabulary that are not special
+# words of the vocabulary that are not special tokens
 WORDS = {name: ("<think>", "</think>", "<tool_call>", "</tool_call>") for name in SPECIAL}
 WORDS |= dict.fromkeys(
     ("deepseek_r1", "deepseek_v3_1"), ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")
@@ -67,14 +67,14 @@ WORDS |= dict.fromkeys(
 
 @cache
 def call_tokenizer(name: str) -> JsonTokenizer:
-    """A tokenizer of bytes with the marks and the template of this name."""
+    """A byte-level tokenizer with the marks and the template of this name."""
     return byte_tokenizer((FOLDER / f"{name}.jinja").read_text(), SPECIAL[name], BOS.get(name), WORDS[name])
 
 
 def byte_tokenizer(
     template: str, special: tuple[str, ...] = CHATML, bos: str | None = None, words: tuple[str, ...] = ()
 ) -> JsonTokenizer:
-    """A tokenizer whose tokens are bytes, special tokens, of which the first is eos, and words."""
+    """A tokenizer of bytes, special tokens and words. special: the first is eos."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()

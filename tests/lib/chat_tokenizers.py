@@ -1,4 +1,4 @@
-"""Small tokenizers with the special tokens and the chat template of published models, and masks as text."""
+"""Small tokenizers with the special tokens and chat templates of published models; trained masks as text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tmoe.data.chat.encoding import Tokens
 from tmoe.data.tokenizer import JsonTokenizer, TokenizerFiles
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
-PROSE = (
+PROSE = (  # prose: What
     "What is the capital of France?\nIt is Paris.\n\nassistant user system think Again, please.\n\n\nNow. "
 )
-# bos and eos first; templates of these names lie in tests/data/templates
+# special tokens, bos and eos first; the templates of these names are in tests/data/templates
 SPECIAL = {
     "chatml": ("", "<|im_end|>", "<|im_start|>"),
     "chatml_generation": ("", "<|im_end|>", "<|im_start|>"),
@@ -30,7 +30,7 @@ SPECIAL = {
     ),
     "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
 }
-# in the vocabulary, but no special tokens
+# words of the vocabulary that are not special tokens
 ADDED = {
     "qwen3": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
     "deepseek": ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
@@ -38,7 +38,10 @@ ADDED = {
 
 
 def chat_tokenizer(name: str, template: str | None = None, merges: int = 60) -> JsonTokenizer:
-    """A byte-level BPE with the special tokens of this template; template: another text than its file."""
+    """A byte-level BPE with a template and its special tokens.
+
+    template: the template's text; None: that of the file of this name.
+    """
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -61,7 +64,7 @@ def chat_tokenizer(name: str, template: str | None = None, merges: int = 60) -> 
 
 
 def shown(sequence: Tokens, tokenizer) -> str:
-    """The text of a sequence, with ⟦ ⟧ around what is trained."""
+    """The text of a sequence, with ⟦ ⟧ around the trained parts."""
     trained = sequence.trained
     edges = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
     parts = [

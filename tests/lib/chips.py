@@ -1,6 +1,6 @@
-"""Compiles kernels for chips that are not here, and checks that the binaries fit on them.
+"""Compiles kernels for chips that this machine lacks, and checks that the binaries fit on them.
 
-`measure` reads ptxas's report and the metadata of AMD code; no driver is asked.
+`measure` reads ptxas's report and the metadata of AMD code; no GPU driver is needed.
 """
 
 import contextlib
@@ -10,15 +10,15 @@ import math
 import re
 from typing import NamedTuple
 
-# Kernels whose grid is programs an SM, all resident at once; of others one program must fit.
+# Kernels launched with several resident programs for each SM; for every other kernel one program must fit.
 PERSISTENT = ("specialised", "few_rows", "up_kernel", "rows_kernel", "dh_kernel", "dw_kernel")
 
 
 class Chip(NamedTuple):
-    """What one SM or compute unit has."""
+    """The resources of one SM or compute unit."""
 
-    shared: int  # bytes a program may have
-    shared_all: int  # bytes all its programs share, each with `reserved` of the system's
+    shared: int  # most bytes of shared memory of one program
+    shared_all: int  # bytes that all programs share, each with `reserved` bytes for the system
     reserved: int
     registers: int  # of 32 bits
     lanes: int
@@ -32,23 +32,24 @@ CHIPS = {
 
 
 class Binary(NamedTuple):
-    """What a compiled kernel takes."""
+    """The resources that a compiled kernel uses."""
 
     name: str
-    programs: int  # that are to be resident on an SM, as its launch says
+    programs: int  # number of programs that its launch expects on an SM at once
     threads: int
     shared: int  # bytes
-    registers: int  # of a thread
+    registers: int  # per thread
     spilled: int  # bytes (NVIDIA), registers (AMD)
-    serialised: bool  # wgmma that waits for itself
+    serialised: bool  # whether ptxas serialised wgmma, so that each waits for the previous one
 
 
 def measure(arch: str, name: str, compile: functools.partial, reports: dict[str, str]) -> Binary:
-    """Compiles a launch of the kernel `name` and returns what the binary takes.
+    """Compiles a launch of the kernel `name` and returns the resources that the binary uses.
 
-    compile: the call that compiles it, as precompile's visitors get it, with the launch's grid.
-    reports: what ptxas said, by the binary's hash. It keeps the text for equal binaries under another key,
-    which are not compiled again.
+    compile: the call that compiles it, in the form that precompile's visitors receive, with the launch's
+        grid.
+    reports: ptxas's reports by hash of the binary. An equal binary under another key is not compiled again,
+    and its report is found here.
     """
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = compile()
@@ -69,12 +70,12 @@ def measure(arch: str, name: str, compile: functools.partial, reports: dict[str,
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
     spilled = sum(map(int, spills))
     used = int(re.search(r"Used (\d+) registers", report).group(1))
-    registers = math.ceil(used / 8) * 8  # dealt out in eights
+    registers = math.ceil(used / 8) * 8  # registers are allocated in eights
     return Binary(name, programs, threads, shared, registers, spilled, "serialized" in report)
 
 
 def assert_fits(binary: Binary, chip: Chip) -> None:
-    """Nothing spills or waits for itself, and the resident programs have room for memory and registers."""
+    """Asserts that nothing spills or is serialised, and that memory and registers suffice for all."""
     assert binary.spilled == 0 and not binary.serialised, binary
     assert binary.shared <= chip.shared, binary
     assert binary.programs * (binary.shared + chip.reserved) <= chip.shared_all, binary

@@ -41,7 +41,7 @@ def jsonl(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bpe(tmp_path: Path) -> Path:
-    """A byte-level BPE of 300 ids, trained on the words above, with an end-of-text token."""
+    """A byte-level BPE of 300 ids, trained on WORDS, with an end-of-text token."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

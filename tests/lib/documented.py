@@ -1,4 +1,4 @@
-"""The commands of train.py that README.md and docs/*.md show, each with its page, its world and its words."""
+"""The train.py commands that README.md and docs/*.md show, each with its page, world size and arguments."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tmoe.config.presets import presets
 from tmoe.extras.migrate import launch
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = {"map.md", "migrate.md"}  # a list of files; commands of others
-NODES = "4"  # of the batch script in multinode.md
-PLACES = ("--init", "--config", "--out")  # values are files of the reader
+LEFT_OUT = {"map.md", "migrate.md"}  # a list of files; commands of other programs
+NODES = "4"  # number of nodes in the batch script of multinode.md
+PLACES = ("--init", "--config", "--out")  # flags whose values are the reader's files
 
 
 class Shown(NamedTuple):
@@ -24,13 +24,13 @@ class Shown(NamedTuple):
     """page and line"""
     world: int
     words: list[str]
-    """arguments of train.py, without files of the reader; the model is a preset"""
+    """arguments of train.py, without the reader's files; the model is a preset"""
     around: str
     """the line, and the paragraphs before and after its block"""
 
 
 def shown() -> Iterator[Shown]:
-    """Every command that names a model: a preset, or a published model by --init."""
+    """Yields every command that names a model: a preset, or a published model by --init."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         if page.name in LEFT_OUT:
             continue
@@ -41,7 +41,7 @@ def shown() -> Iterator[Shown]:
 
 
 def _commands(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Line numbers and whole commands, continued lines joined."""
+    """Yields line numbers and complete commands, with continued lines joined."""
     at = 0
     while at < len(lines):
         start, text = at, lines[at]
@@ -59,7 +59,7 @@ def _fenced(lines: list[str], at: int) -> bool:
 
 
 def _read(text: str) -> tuple[int, list[str]] | None:
-    """(world, words) of a command; None where it names no published model."""
+    """(world, words) of a command; None if it names no published model."""
     text = text.strip().replace('"$RUN"', "RUN").replace('"$SLURM_NNODES"', NODES)
     words = shlex.split(re.sub(r"(\s#|\s&$|  +[a-z]).*", "", text))
     front = launch.read(words, {})
@@ -86,7 +86,7 @@ def _read(text: str) -> tuple[int, list[str]] | None:
 
 
 def _around(lines: list[str], at: int) -> str:
-    """The block of a line, the paragraph above it and the one below."""
+    """The block of a line, with the paragraphs above and below it."""
     text = "\n".join(lines)
     before, after = "\n".join(lines[:at]), "\n".join(lines[at:])
     return "\n\n".join([*before.split("\n\n")[-2:], *after.split("\n\n")[:2]]) if text else ""

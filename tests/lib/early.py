@@ -1,7 +1,7 @@
-"""The first import of a test process: the garbage collector is off until `settle`, behind all imports.
+"""The first import of a test process: turns the garbage collector off until `settle`, after all imports.
 
-Imports and parsed files are objects that stay. Each full collection walks all of them and frees none: a third
-of the time of `import torch`, four fifths of ast.parse.
+Imported and parsed objects are never freed, but each full collection visits all of them. These collections
+are a third of the time of `import torch` and four fifths of ast.parse.
 """
 
 import ast
@@ -12,7 +12,7 @@ gc.disable()
 
 
 def settle() -> None:
-    """Takes all objects out of the collector's sight and switches the collector on."""
+    """Excludes all existing objects from collection and turns the collector on."""
     gc.collect()
     gc.freeze()
     gc.enable()

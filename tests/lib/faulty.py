@@ -1,4 +1,4 @@
-"""Runs that a test disturbs on purpose, in three parts: start, what comes before a step, finish."""
+"""Runs that a test disturbs on purpose, in three parts: start, a disturbance before a step, finish."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tmoe.cli.parse import parse
 from tmoe.run import process as runtime
 
 EP2 = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]
-TIMEOUT = 4.0  # of collectives, in seconds, on cores of one's own
-LIMIT = 300.0  # seconds after which ranks that should have ended by themselves are killed
+TIMEOUT = 4.0  # seconds, of collectives, on unshared cores
+LIMIT = 300.0  # seconds after which ranks that should have ended are killed
 
 
 def start(rank: int, world: int, argv: list[str]) -> train.Trainer:
@@ -23,9 +23,9 @@ def start(rank: int, world: int, argv: list[str]) -> train.Trainer:
 
 
 def before_step(trainer: train.Trainer, step: int, act: Callable) -> None:
-    """Calls act(batch) before the forward pass of this step.
+    """Makes the trainer call act(batch) before the forward pass of this step.
 
-    If `act` returns something, that is the step's batch.
+    If `act` returns a value, that is the step's batch.
     """
     original = trainer.forward_backward
 
@@ -37,7 +37,7 @@ def before_step(trainer: train.Trainer, step: int, act: Callable) -> None:
 
 
 def finish(trainer: train.Trainer) -> None:
-    """Trains to the end, as train.main does with a trainer."""
+    """Trains to the end, in the same way as train.main."""
     with trainer.run.watch, trainer.metrics:
         trainer.train()
     trainer.run.close()

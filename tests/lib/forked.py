@@ -1,12 +1,13 @@
-"""Python programs forked from the server of gloo.py, which has imported torch and train already.
+"""Runs Python programs as forks of the server of gloo.py, which has already imported torch and train.
 
     done = forked.run(["train.py", "tiny", "--dry-run"])      # or ["-m", "tmoe.report", …], ["-c", code]
     assert done.returncode == 0, done.stderr
     done = forked.torchrun(2, ["train.py", "tiny", "--parallel.ep", "2"])      # two ranks of one program
 
-As subprocess.run([sys.executable, *words]), without the 4 s of a processor that the imports take. Not for
-a program whose environment must be there when torch is imported, nor for one whose interpreter must end:
-atexit is run, but no object is taken down. With TRITON_INTERPRET=1 in its environment a program is forked
+`run` is like subprocess.run([sys.executable, *words]), without the 4 CPU seconds that the imports take. It
+does
+not suit a program that reads its environment when torch is imported, or whose interpreter must end: atexit
+functions run, but objects are not destroyed. With TRITON_INTERPRET=1 in its environment a program is forked
 from a second server, which has imported triton with it.
 """
 
@@ -33,8 +34,8 @@ import gloo
 import torch
 
 ROOT = Path(__file__).parents[2]
-INTERPRETED = ("early", "torch", "numpy", "pytest", "triton.language", "tmoe", "settled")  # no kernels
-FAREWELL_S = 30.0  # as torchrun grants the ranks that a failed one leaves
+INTERPRETED = ("early", "torch", "numpy", "pytest", "triton.language", "tmoe", "settled")  # without kernels
+FAREWELL_S = 30.0  # seconds that torchrun too gives the remaining ranks after one has failed
 
 
 def run(
@@ -43,12 +44,13 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float = 800.0,
 ) -> subprocess.CompletedProcess:
-    """What a program left: returncode (negative: the signal), stdout and stderr.
+    """The result of a program: returncode (negative: the signal), stdout and stderr.
 
-    words: a script and its arguments, or -m or -c and what follows. env: the whole environment, as of this
-    process without it. timeout: seconds, after which the program is killed.
+    words: a script and its arguments, or -m or -c with the words after it.
+    env: the whole environment; None: this process's.
+    timeout: seconds after which the program is killed.
 
-    Raises: subprocess.TimeoutExpired with what the program had said.
+    Raises subprocess.TimeoutExpired with the program's output so far.
     """
     return together([words], cwd, [env], timeout)[0]
 
@@ -59,7 +61,10 @@ def together(
     envs: Sequence[Mapping[str, str] | None] | None = None,
     timeout: float = 800.0,
 ) -> list[subprocess.CompletedProcess]:
-    """As `run`, several programs at the same time. The first that fails ends the others after FAREWELL_S."""
+    """Like `run` for several programs at once.
+
+    FAREWELL_S after one has failed, the other programs are killed.
+    """
     given = [os.environ if env is None else env for env in envs or [None] * len(programs)]
     if any(env.get("TRITON_INTERPRET") != "1" for env in given):
         gloo.start_server()
@@ -93,10 +98,10 @@ def torchrun(
     env: Mapping[str, str] | None = None,
     timeout: float = 800.0,
 ) -> subprocess.CompletedProcess:
-    """As `run`, the program on `world` ranks, in the environment that torchrun gives them.
+    """Like `run`, but runs the program on `world` ranks, in the environment that torchrun gives them.
 
-    A rank that fails ends the others, as torchrun's agent does. The result has the failed rank's code,
-    and the output of all ranks, rank 0's first.
+    A rank that fails ends all other ranks, as torchrun's agent does. The result has the failed rank's code,
+    and the output of all ranks in order of rank.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -107,14 +112,14 @@ def torchrun(
     envs = [given | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world)]
     ranks = together([words] * world, cwd, envs, timeout)
     codes = [rank.returncode for rank in ranks if rank.returncode]
-    codes.sort(key=lambda code: code == -signal.SIGKILL)  # the ranks that were ended here
+    codes.sort(key=lambda code: code == -signal.SIGKILL)  # last: ranks that `together` killed
     said = ("".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks))
     return subprocess.CompletedProcess(list(words), codes[0] if codes else 0, *said)
 
 
 @cache
 def _interpreter() -> forkserver.ForkServer:
-    """The server of programs that run kernels in triton's interpreter."""
+    """The fork server of programs that run kernels in triton's interpreter."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload(list(INTERPRETED))
     with patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1"):
@@ -123,7 +128,7 @@ def _interpreter() -> forkserver.ForkServer:
 
 
 def _start(job: multiprocessing.process.BaseProcess, interpreted: bool) -> None:
-    """Forks the program from its server; multiprocessing itself knows one."""
+    """Forks the program from its server; multiprocessing itself supports only one server."""
     if not interpreted:
         job.start()
         return
@@ -132,7 +137,7 @@ def _start(job: multiprocessing.process.BaseProcess, interpreted: bool) -> None:
 
 
 def _wait(jobs: list[multiprocessing.process.BaseProcess], timeout: float) -> None:
-    """Returns when all jobs have ended, when FAREWELL_S have passed since one failed, or after `timeout` s.
+    """Returns when all jobs have ended, FAREWELL_S after one has failed, or after `timeout` seconds.
 
     The jobs that still run after a failure are killed.
     """
@@ -155,7 +160,7 @@ def _read(path: str) -> str:
 
 
 def _kill(job: multiprocessing.process.BaseProcess) -> None:
-    """Ends a program and what it started: it leads a process group."""
+    """Kills a program and the processes that it started: it leads a process group."""
     try:
         os.killpg(job.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -172,7 +177,7 @@ def _program(words: list[str], cwd: str, env: dict[str, str], out: str, err: str
     os.environ.update(env)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    if "torch._dynamo" in sys.modules:  # which read it at its import
+    if "torch._dynamo" in sys.modules:  # dynamo read the variable when it was imported
         torch._dynamo.config.disable = env.get("TORCH_COMPILE_DISABLE") == "1"
     how, *rest = words
     sys.path.insert(0, str(ROOT))
@@ -181,7 +186,7 @@ def _program(words: list[str], cwd: str, env: dict[str, str], out: str, err: str
             _execute(how, rest)
         finally:
             atexit._run_exitfuncs()
-    except KeyboardInterrupt:  # as Python ends by it
+    except KeyboardInterrupt:  # end by SIGINT, as Python does
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -1,20 +1,20 @@
-"""Runs a function on several gloo processes, each forked from one server that has imported torch already.
+"""Runs a function on several gloo processes, each forked from one server that has already imported torch.
 
     def work(rank, world, factor):                          # module level, in the test's own file
         x = torch.full((3,), float(rank)) * factor
-        dist.all_reduce(x)                                  # the default process group is there
+        dist.all_reduce(x)                                  # the default process group exists
         return x
 
     def test_sum(gloo):                                     # fixture of conftest.py: `run` below
         for x in gloo(4, work, 2.0): assert x.eq(12.0).all()
 
-Compare in the test rather than in `work`: pytest explains asserts of the test process only. What a rank
-prints is captured with the test's output.
+Compare results in the test rather than in `work`: pytest explains only asserts of the test process. The
+output of a rank is captured with the test's output.
 
-Measured on 2 cores: the server starts in 4 s, once, beside pytest's own collection. A call then takes
-0.07 s with 2 ranks, 0.2 s with 4, 0.35 s with 8. Workers kept alive between calls would take 0.03 s, and
+Measured on 2 cores: the server starts in 4 s, once, while pytest collects tests. A call then takes
+0.07 s with 2 ranks, 0.2 s with 4, 0.35 s with 8. Workers kept alive between calls would take 0.03 s. They
 were rejected: DTensor caches sharding decisions under meshes that compare equal, so a second test would
-meet the dead process groups of the first. Dynamo, RNGs and environment would have to be reset as well.
+use the destroyed process groups of the first. Dynamo, RNGs and environment would have to be reset as well.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ PRELOAD = (
     "tmoe.log.report",
     "settled",
 )
-# shorter than a call's, so that a stuck collective names its line before the call ends
+# shorter than a call's timeout, so that a stuck collective reports its line before the call ends
 COLLECTIVE_TIMEOUT_S = 100
-SETTLE_S = 0.3  # after the first failure, how long reports already on their way may take
+SETTLE_S = 0.3  # seconds after the first failure to wait for reports that have already been sent
 SEED = 1234
 
 _calls = itertools.count()
@@ -76,22 +76,22 @@ class WorkerError(AssertionError):
 
 
 def shared(seconds: float) -> float:
-    """The limit in seconds on shared cores for what takes `seconds` on cores of its own.
+    """The time limit in seconds on shared cores for work that takes `seconds` on unshared cores.
 
-    It may take as many times longer as there are programs for each core, in the last minute or now.
+    The factor is the number of programs per core, in the last minute or now, and at least 1.
     """
     running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
     return seconds * max(1.0, max(os.getloadavg()[0], running) / (os.cpu_count() or 1))
 
 
 def start_server() -> None:
-    """Starts the process that workers are forked from, if it does not run yet.
+    """Starts the process that workers are forked from, if it is not running yet.
 
-    Returns before the imports of that process are done.
+    Returns before that process has finished its imports.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    # Without a GPU in sight: importing torch's compiler touches the CUDA driver, which a forked process
-    # cannot use again (seen on 2.11: "CUDA error: initialization error" from AdamW.step on CPU tensors).
+    # The GPU is hidden, because importing torch's compiler initialises the CUDA driver, which a forked
+    # process cannot use (seen on 2.11: "CUDA error: initialization error" from AdamW.step on CPU tensors).
     with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
 
@@ -99,11 +99,11 @@ def start_server() -> None:
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
     """`[fn(rank, world, *args) for rank in range(world)]`, each call in its own process of one gloo group.
 
-    fn is a module-level function; args and results go through pickle (return plain tensors, not DTensors).
-    A rank starts with seed 1234, one thread, no GPU, and nothing left over from earlier calls. No process
-    outlives the call.
+    fn is a module-level function; args and results are pickled (return plain tensors, not DTensors).
+    A rank starts with seed 1234, one thread, no GPU, and no state of earlier calls. No process outlives the
+    call.
 
-    Raises: what the first failing rank raised, with its traceback in a note; WorkerError that names the
+    Raises the error of the first failing rank, with its traceback in a note; or WorkerError, which names the
     ranks that died or did not return within `timeout` seconds (their stacks are then in the captured
     stderr).
     """
@@ -117,7 +117,7 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) 
             inbox, outbox = multiprocessing.Pipe(duplex=False)
             worker = _context().Process(target=_work, args=(outbox, rank, world, _store().port, key, job))
             worker.start()
-            outbox.close()  # now the worker's copy is the only one, and its death reads as end of file
+            outbox.close()  # the worker then has the only copy, so its death is read as end of file
             workers.append(worker)
             inboxes.append(inbox)
         return _collect(workers, inboxes, time.monotonic() + timeout, timeout)
@@ -134,7 +134,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
 
 @functools.cache
 def imported() -> None:
-    """Returns when the server has imported what workers need: `timeout` is for the calls alone."""
+    """Returns when the server has imported the workers' modules, so that `timeout` does not count imports."""
     first = _context().Process(target=int)
     first.start()
     first.join()
@@ -142,12 +142,12 @@ def imported() -> None:
 
 @functools.cache
 def _store() -> dist.TCPStore:
-    """Rendezvous of every call of this test session; each call has its own prefix."""
+    """The rendezvous of all calls of this test session; each call has its own prefix."""
     return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
 
 def _collect(workers: list, inboxes: list[Connection], deadline: float, timeout: float) -> list[Any]:
-    """Results by rank. A rank that failed stays alive but silent, so that no peer fails because of it."""
+    """The results by rank. A failed rank stays alive without sending, so that no peer fails because of it."""
     open_ranks = {inbox: rank for rank, inbox in enumerate(inboxes)}
     results = {}
     errors = []
@@ -196,14 +196,14 @@ def _obituary(worker: multiprocessing.process.BaseProcess, rank: int) -> str:
 def _stuck(workers: list, ranks: list[int], timeout: float) -> str:
     for rank in ranks:
         os.kill(workers[rank].pid, signal.SIGUSR1)  # faulthandler prints the rank's stack
-        time.sleep(0.05)  # one after the other, or the stacks would mix letter by letter
+        time.sleep(0.05)  # one rank after the other, or the stacks would be interleaved
     return f"ranks {ranks} of {len(workers)} did not return within {timeout:g} s; their stacks are in stderr"
 
 
 def _kill(worker: multiprocessing.process.BaseProcess) -> None:
-    """Ends a worker and what it started.
+    """Kills a worker and the processes that it started.
 
-    The worker leads a process group of its own, unless it died before it could make one.
+    The worker leads its own process group, unless it died before it could create the group.
     """
     try:
         os.killpg(worker.pid, signal.SIGKILL)
@@ -226,7 +226,7 @@ def _work(outbox: Connection, rank: int, world: int, port: int, key: str, job: b
         report = pickle.dumps((False, time.monotonic(), (_pickled(error), traceback.format_exc())))
     sys.stdout.flush()
     outbox.send_bytes(report)
-    signal.pause()  # the process group stays whole until every rank has reported; `run` then kills all
+    signal.pause()  # the process group stays complete until every rank has reported; `run` then kills all
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -237,7 +237,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def read_errors_as_a_command_prints_them() -> None:
-    """str() of a ConfigError in tests is the line of a command; `spelt("name")` is Python's own."""
+    """Makes str() of a ConfigError give the line of a command in tests; `spelt("name")` is Python's."""
     ConfigError.__str__ = lambda error: error.spelt("flag")
 
 

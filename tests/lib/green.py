@@ -1,10 +1,11 @@
-"""Runs both tiers in one pytest call, of the files whose inputs changed since they were last green.
+"""Runs both tiers in one pytest call, for the test files whose inputs changed since their last green run.
 
     python tests/lib/green.py           # those files, files without a record, and CORE; --all: every file
-    python tests/lib/green.py --list    # prints the files that would run, in their order, and runs none
+    python tests/lib/green.py --list    # prints the files that would run, in order, and runs none
 
-The inputs of a test file are what inputs.py finds, what its tests were seen to open in their last green run,
-and what they run on: Python, the installed packages, constraints.txt. A file has a record when its session
+The inputs of a test file are the files that inputs.py finds, the files that its tests opened in their last
+green
+run, and the platform: Python, the installed packages, constraints.txt. A file gets a record when its session
 ended, all its tests passed, none was skipped, and no input changed meanwhile.
 
 next: inputs.py, seen.py, warm.py
@@ -31,13 +32,14 @@ CORE = "model/test_model moe/test_router parallel/test_grad_norm optim/test_opti
 CORE_TESTS = tuple(
     f"tests/{name}.py" for name in (*CORE.split(), "test_green")
 )  # some 220 tests, in every run
-# Whole files in the order given: a worker is idle at the end no longer than the shortest files take.
+# Whole files in the given order, longest first: at the end a worker is idle only as long as a short file
+# takes.
 HOW = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10".split()
-SLOW_S, FAST_S = 4.0, 0.3  # of a test with and without the mark, where no run has measured a file
+SLOW_S, FAST_S = 4.0, 0.3  # estimate for a slow and a fast test of a file that no run has measured
 
 
 class Green(NamedTuple):
-    """The last green run of a test file: hash of its inputs, seconds, and what its tests opened."""
+    """The last green run of a test file: hash of its inputs, its seconds, and the files its tests opened."""
 
     key: str
     seconds: float
@@ -59,12 +61,12 @@ class Selection:
         return self.green[test].opened if test in self.green else []
 
     def key(self, test: str, opened: list[str]) -> str:
-        """The hash of a test file's inputs as they are now."""
+        """The hash of a test file's current inputs."""
         parts = [f"{path} {contents(self.root / path)}" for path in sorted({*self.inputs[test], *opened})]
         return hashlib.sha256("\n".join([self.runs_on, *parts]).encode()).hexdigest()
 
     def chosen(self, everything: bool = False) -> list[str]:
-        """The files that run, those that take longest first."""
+        """The files to run, longest first."""
         known = {test: green.key for test, green in self.green.items()}
         changed = {test for test in self.tests if known.get(test) != self.keys[test]}
         chosen = [test for test in self.tests if everything or test in changed or test in CORE_TESTS]
@@ -76,7 +78,7 @@ class Selection:
         return self.green[test].seconds if test in self.green else guess
 
     def keep(self, seconds: dict[str, float], opened: dict[str, set[str]]) -> None:
-        """Records green files whose inputs are as they were when this selection was made."""
+        """Records green files whose inputs are the same as when this selection was made."""
         inputs = Inputs(self.root)
         kept = read(self.record)  # another run may have written it meanwhile
         for test in seconds:
@@ -85,13 +87,13 @@ class Selection:
                 more = sorted(opened.get(test, set()) - self.inputs[test])
                 kept[test] = Green(self.key(test, more), round(seconds[test], 1), more)
         partial = self.record.with_name(f"{self.record.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):  # the next run then has more to do
+        with contextlib.suppress(OSError):  # without the record, the next run has more to do
             partial.write_text(json.dumps({test: green._asdict() for test, green in kept.items()}, indent=1))
             partial.replace(self.record)
 
 
 def read(record: Path) -> dict[str, Green]:
-    """The records of a file; none where the file is absent or damaged."""
+    """The records of a file; none if the file is absent or damaged."""
     try:
         return {test: Green(**one) for test, one in json.loads(record.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
@@ -130,7 +132,7 @@ def main() -> None:
         )
         recorder = seen.Recorder()
         code = pytest.main(["-m", "not gpu", "-p", "seen", *HOW, *files], plugins=[recorder])
-        if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # any other did not end by itself
+        if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # any other session was cut short
             selection.keep(recorder.green(), recorder.opened)
         if code != pytest.ExitCode.OK:
             raise SystemExit(int(code))

@@ -1,4 +1,4 @@
-"""How many bytes the results of operations hold at once: what a GPU's allocator would have to have.
+"""How many bytes the results of operations hold at once, which a GPU's allocator would have to provide.
 
 next: tests/model/test_loss.py
 """
@@ -14,7 +14,7 @@ from tmoe.model.transformer import Block
 
 
 class MostHeld(TorchDispatchMode):
-    """Counts in `bytes` the most that was alive at once of what operations have returned.
+    """Records in `bytes` the peak of the bytes that were alive at once among the results of operations.
 
     The tensors `given` are not counted.
     """
@@ -37,25 +37,25 @@ class MostHeld(TorchDispatchMode):
 
 
 def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
-    """Bytes of the storages that autograd keeps of one call of a block.
+    """Bytes of the storages that autograd keeps for one call of a block.
 
-    Without the parameters of the block and RoPE's tables.
+    The block's parameters and RoPE's tables are not counted.
     """
     tables = rope_table(model.rope, model.rotary_dim, x.shape[1], x.device)
     return sum(t.untyped_storage().nbytes() for t in kept_of(block, x, *tables, None, None, None))
 
 
 def kept_of(block: Block, x: torch.Tensor, *context: torch.Tensor | None) -> list[torch.Tensor]:
-    """A tensor of each storage that autograd keeps of block(x, *context).
+    """One tensor of each storage that autograd keeps for block(x, *context).
 
-    Without the parameters of the block and the context.
+    Storages of the block's parameters and of the context are left out.
     """
     given = [t for t in context if t is not None]
     own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *given)}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        kept[t.untyped_storage().data_ptr()] = t  # held, so that no address is used twice
+        kept[t.untyped_storage().data_ptr()] = t  # kept alive, so that no address is used twice
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

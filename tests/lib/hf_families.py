@@ -1,7 +1,8 @@
-"""Every family of the installed transformers that has experts, each as a tiny random model.
+"""Every family with experts in the installed transformers, each as a tiny random model.
 
-A family is a folder of transformers whose modeling file marks a class of experts, or defines one that it does
-not mark. Its configuration is cut down by the names of its keys; what a family needs besides is in SPECIAL.
+A family is a folder of transformers whose modeling file marks a class of experts, or defines such a class
+without a mark. Its configuration is reduced by the names of its keys; SPECIAL has further values that a
+family needs.
 
 next: tests/hf/test_hf_families.py
 """
@@ -60,14 +61,14 @@ SIZES |= dict(vocab_size=64, unpadded_vocab_size=64, vocab_size_per_layer_input=
 SIZES |= dict(max_position_embeddings=128, initializer_range=0.15, pad_token_id=0, bos_token_id=1)
 SIZES |= dict(router_jitter_noise=0.0, input_jitter_noise=0.0, rel_extent=64, num_nextn_predict_layers=0)
 SIZES |= dict(mamba_ssm_cache_dtype="float32", enable_moe_block=True)
-# of those: keys that are set also where a family's default is None
+# keys of SIZES that are set even if a family's default is None
 ABSENT = (
     "enable_moe_block num_experts top_k_experts moe_intermediate_size num_experts_per_tok n_group topk_group "
 )
 ABSENT += "n_routed_experts n_shared_experts head_dim"
-# families whose model_type is not the folder's name
+# families whose model_type differs from the folder's name
 OTHER_NAMES = dict(inkling="inkling_mm_model", nllb_moe="nllb-moe")
-# of one family: keys beside those, or instead of them
+# family -> keys in addition to SIZES, or instead of them
 SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": dict(mamba_n_heads=4, layer_types=["linear_attention", "full_attention"]),
     "kimi_linear": dict(layer_types=["linear_attention", "full_attention"]),
@@ -118,17 +119,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(swiglu_limit=0.5),
     "nemotron_h": dict(num_hidden_layers=4),
 }
-# of one family: what its forward is given beside tokens; ERNIE's second kind of experts is for images
+# family -> inputs of its forward besides tokens; ERNIE's second kind of experts is for images
 BESIDE = {"ernie4_5_vl_moe": dict(moe_mm_token_type_ids=(torch.arange(20) % 3 == 0).view(2, 10).int())}
 
 
 def config_of(family: str) -> Any:
     """The tiny configuration of a family's text model."""
     kind = CONFIG_MAPPING[OTHER_NAMES.get(family, family)]()
-    text = type(kind if family == "dbrx" else kind.get_text_config())  # dbrx calls its attention's a text's
+    text = type(kind if family == "dbrx" else kind.get_text_config())  # dbrx's text config is its attention
     has = text().to_dict()
     sizes = {k: v for k, v in SIZES.items() if has.get(k) is not None or (k in ABSENT.split() and k in has)}
-    if "kv_lora_rank" in sizes or family == "dots3_note":  # latent attention has as many key heads as queries
+    if "kv_lora_rank" in sizes or family == "dots3_note":  # latent attention: as many key heads as queries
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     if "mlp_layer_types" in has:
         sizes["mlp_layer_types"] = ["dense", "sparse"]
@@ -146,7 +147,7 @@ def config_of(family: str) -> Any:
 
 
 def build(family: str) -> Any:
-    """A random model with logits where transformers has such a class for it, else the bare text model."""
+    """A random model with logits if transformers has such a class for it, else the bare text model."""
     torch.manual_seed(0)
     config = config_of(family)
     for auto in (AutoModelForCausalLM, AutoModelForTokenClassification, AutoModel):

@@ -1,4 +1,4 @@
-"""Tiny random models that transformers makes, saved as Hugging Face folders, and what tests compare them by.
+"""Tiny random models made by transformers and saved as Hugging Face folders, and functions to compare them.
 
 next: tests/hf/test_hf_models.py
 """
@@ -220,7 +220,7 @@ MODELS |= {
 
 
 class KimiK2Config(DeepseekV3Config):
-    """Kimi K2 publishes its own copy of DeepSeek's class; transformers has none of this name."""
+    """Kimi K2 publishes its own copy of DeepSeek's class; transformers has no class of this name."""
 
     model_type = "kimi_k2"
 
@@ -232,7 +232,7 @@ class KimiK2ForCausalLM(DeepseekV3ForCausalLM):
 AutoConfig.register("kimi_k2", KimiK2Config)
 AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM)
 register_checkpoint_conversion_mapping("kimi_k2", get_checkpoint_conversion_mapping("deepseek_v3"))
-if hasattr(transformers, "Mistral4Config"):  # transformers has its class, but not under this Auto class
+if hasattr(transformers, "Mistral4Config"):  # its class is not registered under this Auto class
     text_model = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
     AutoModelForCausalLM.register(*text_model, exist_ok=True)
 
@@ -433,15 +433,15 @@ MODELS |= {
 
 
 def is_there(config: Callable) -> bool:
-    """Whether the class that such a function asks for is in transformers, or here."""
+    """Whether the configuration class that `config` uses is in transformers or in this file."""
     name = next(name for name in config.__code__.co_names if name.endswith("Config"))
     return hasattr(transformers, name) or name in globals()
 
 
-# an older transformers has not all families
+# families that an older transformers lacks
 LACKING = [name for name, config in MODELS.items() if not is_there(config)]
 MODELS = {name: config for name, config in MODELS.items() if name not in LACKING}
-# Families made of parts that others test: in some tests they are left to the slow tier.
+# Families whose parts are covered by other families' tests: some tests leave them to the slow tier.
 COMPOSED = ("kimi_k2", "glm4_moe_lite", "dots1", "solar_open", "hy_v3", "granitemoeshared")
 COMPOSED += ("glm4_moe", "minimax_m2", "ernie4_5_moe", "exaone_moe", "mellum", "flex_olmo", "afmoe")
 COMPOSED += ("hunyuan_v1_moe", "granitemoe_swa", "flint", "axk1", "mistral4", "mimo_v2_flash")
@@ -461,12 +461,12 @@ def first_hand(name: str) -> bool:
     return not name.startswith(COMPOSED)
 
 
-# Models that an older transformers lacks or reads otherwise, and the version that has been tested.
+# Models that an older transformers lacks or reads differently, and the oldest tested version.
 SINCE = {"axk1, a dense block": "5.23", "mimo_v2_flash, types of layers": "5.23", "mistral4": "5.23"}
 
 
 def require_transformers(name: str) -> None:
-    """Skips a test whose model needs a newer transformers than the installed one, and says which."""
+    """Skips a test whose model needs a newer transformers than the installed version, and says which."""
     for prefix, version in SINCE.items():
         if name.startswith(prefix) and Version(transformers.__version__) < Version(version):
             pytest.skip(f"{name}: needs transformers {version}, this is {transformers.__version__}")
@@ -482,7 +482,7 @@ def make(name: str, dtype: torch.dtype = torch.float32):
             p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
         for name, p in model.named_parameters():
             if model.config.model_type == "gpt_oss" and "gate_up_proj" in name:
-                p.mul_(3)  # past the limits at which the activation clamps
+                p.mul_(3)  # beyond the limits at which the activation clamps
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.normal_(0.0, 0.3)
@@ -510,7 +510,7 @@ def assert_bits(got: dict, want: dict):
 
 
 def others_of(path: Path) -> dict[str, bytes]:
-    """The small files; without README.md, which an export of a trained model may add."""
+    """The small files, without README.md, which an export of a trained model may add."""
     found = files_of(path).items()
     return {name: raw for name, raw in found if not name.endswith(".safetensors") and name != "README.md"}
 
@@ -524,7 +524,7 @@ def far(a, b) -> float:
 
 
 def load_step(path: Path) -> Transformer:
-    """As train.py --init does, with the model settings that the step folder records."""
+    """Loads a step as train.py --init does, with the model settings that the step folder records."""
     config = json.loads((path / "manifest.json").read_text())["info"]["config"]["model"]
     cfg = build_config(config)
     model = Transformer(replace(cfg, moe=replace(cfg.moe, balance="none", z_coeff=0.0)))
@@ -534,7 +534,7 @@ def load_step(path: Path) -> Transformer:
 
 
 def gradients_by_their_names(model: Transformer, hf: dict) -> dict:
-    """Our gradients under transformers' names, cut along the boxes of the table."""
+    """Our gradients under transformers' names, cut by the boxes of the table."""
     arch = next(a for a in ARCHITECTURES if a.model_type == hf["model_type"])
     found, _ = divide(arch, model.cfg, ())
     cut = {}
@@ -548,9 +548,9 @@ def gradients_by_their_names(model: Transformer, hf: dict) -> dict:
 
 
 def assert_same_function(folder: Path, name: str):
-    """After an import into folder/step, logits and the gradient of every tensor are equal.
+    """Asserts that after an import into folder/step, logits and the gradient of every tensor are equal.
 
-    An export brings everything back bit for bit.
+    An export must restore everything bit for bit.
     """
     hf_dir = saved(folder / "hf", name)
     import_hf(hf_dir, folder / "step")
@@ -563,10 +563,11 @@ def assert_same_function(folder: Path, name: str):
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     model(x, targets).backward()
     for p in filter(lambda p: p.requires_grad, theirs.parameters()):
-        # transformers' own way from parameters to names of files: save the gradients as if they were weights
+        # use transformers' own conversion from parameters to file names: save gradients as if they were
+        # weights
         p.data = p.grad
     theirs.save_pretrained(folder / "gradients")
-    # has none
+    # the choice biases have no gradient
     want = {n: g for n, g in tensors_of(folder / "gradients").items() if not n.endswith(CHOICE_BIASES)}
     got = gradients_by_their_names(model, json.loads((hf_dir / "config.json").read_text()))
     assert got.keys() == want.keys()
@@ -582,7 +583,7 @@ def assert_same_function(folder: Path, name: str):
 
 
 def broken(hf_dir: Path):
-    """Damages the folder in three ways; returns the names of the tensors that are wrong."""
+    """Damages the folder in three ways; returns the names of the damaged tensors."""
     file = hf_dir / "model.safetensors"
     tensors = load_file(file)
     missing = next(name for name in tensors if name.endswith("experts.3.up_proj.weight"))
@@ -596,7 +597,7 @@ def broken(hf_dir: Path):
 
 
 def train_and_save(folder: Path, cfg: ModelConfig, model: Transformer, **config) -> Path:
-    """Saves what train.py leaves after a step: other weights, its own settings, nothing of Hugging Face's."""
+    """Saves what train.py leaves after a step: other weights, its own settings, no Hugging Face files."""
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.01)

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: one repository over HTTP, as huggingface_hub asks for it.
+"""A stand-in for the Hugging Face hub: serves one repository over HTTP to huggingface_hub.
 
 next: tests/hf/test_hf_hub.py, tests/data/test_hub_sources.py
 """
@@ -23,7 +23,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Answers for one repository what huggingface_hub asks for a snapshot; counts what it gave."""
+    """Answers the requests of huggingface_hub for a snapshot of one repository; counts requests and files."""
 
     def __init__(self, name: str, files: dict[str, bytes], gated: bool):
         super().__init__(("127.0.0.1", 0), Answer)
@@ -83,7 +83,7 @@ def etag(content: bytes) -> str:
 
 
 def forget():
-    """Empties what this process remembers of the hub."""
+    """Empties this process's caches of the hub."""
     hub._download.cache_clear()
     data_hub.listing.cache_clear()
     data_hub._downloaded.cache_clear()
@@ -93,7 +93,7 @@ def forget():
 def serving(
     name: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, cache: Path, gated: bool = False
 ) -> Iterator[Hub]:
-    """The stand-in, which huggingface_hub asks in this scope; `cache` stays its cache afterwards."""
+    """The stand-in hub, which huggingface_hub asks in this scope; `cache` remains its cache afterwards."""
     server = Hub(name, files, gated)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,4 @@
-"""Writes Megatron's indexed data sets as its own writer does: the bytes of a .bin and its .idx."""
+"""Writes Megatron's indexed data sets byte for byte as Megatron's writer does: a .bin and its .idx."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ CODES = dict(uint8=1, int8=2, int16=3, int32=4, int64=5, float64=6, float32=7, u
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: str = "uint16", per: int = 1) -> Path:
-    """PREFIX.bin and .idx. per: sequences a document, as --split-sentences makes more than one."""
+    """Writes PREFIX.bin and PREFIX.idx.
+
+    per: sequences per document; Megatron's --split-sentences gives more than one.
+    """
     sequences: list[np.ndarray] = []
     firsts = [0]
     for ids in documents:

@@ -1,13 +1,13 @@
-"""The files of the repository that a test file can execute or read, found in its text.
+"""The files of the repository that a test file can execute or read, found from its text.
 
     Inputs(root).of("tests/moe/test_router.py")      # paths relative to root
 
-Imports count wherever they are: at the top, in a function, in a string that is a program. A public name of a
-lazy package (PEP 562) counts as its module. In tests, benchmarks and examples a string that names a file or
-a folder of the repository counts as read, and a file that starts programs reads train.py. Docstrings and
-imports under TYPE_CHECKING do not count: no test executes them.
+Imports count wherever they are: at the top, in a function, or in a string that is a program. A public name of
+a lazy package (PEP 562) counts as its module. In tests, benchmarks and examples, a file or folder of the
+repository that a string names counts as read, and a file that starts programs reads train.py. Docstrings and
+imports under TYPE_CHECKING do not count, because no test executes them.
 
-A test file that computes names of modules or of paths names their folder in a string: `READS = "tmoe/"`.
+A test file that computes the names of modules or paths names their folder in a string: `READS = "tmoe/"`.
 """
 
 import ast
@@ -22,19 +22,19 @@ from typing import NamedTuple
 EVERY = ("tests/conftest.py", "tests/lib/settled.py", "pyproject.toml")  # inputs of every test file
 PROGRAM = "train.py"
 STARTERS = {"subprocess", "runpy", "forked", "two_hosts"}  # modules that start programs
-OUTSIDE = ("tests/", "benchmarks/", "examples/", "docs/")  # folders whose strings name files
+OUTSIDE = ("tests/", "benchmarks/", "examples/", "docs/")  # folders of files whose strings may name files
 PLAIN = (
     "tests/conftest.py",
     "tests/lib/gloo.py",
     "tests/lib/inputs.py",
-)  # but theirs name no input of a test
+)  # exceptions: their strings name no input of a test
 IMPORT = re.compile(r"^\s*(?:from ([\w.]+) )?import \(?\s*([\w.]+(?:\s*,\s*[\w.]+)*)", re.MULTILINE)
 WORD = re.compile(r"[\w.][\w./-]*")
 MODULE = re.compile(r"(?:tmoe|benchmarks)(?:\.\w+)*(?:\.\w+|\.$)")
 
 
 class Inputs:
-    """The files of one checkout; each is read once."""
+    """The files of one checkout; each file is read once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -43,7 +43,7 @@ class Inputs:
         self.public = functools.cache(self._public)
 
     def of(self, test: str) -> set[str]:
-        """The test file, the files that it names, the files that those name, and so on."""
+        """The test file, the files that it names, the files named in these, and so on."""
         found: set[str] = set()
         left = [test, *EVERY]
         while left:
@@ -60,7 +60,7 @@ class Inputs:
             return self._imported_in(text, path)
         outside = path.startswith(OUTSIDE) and path not in PLAIN
         found: set[str] = set()
-        bound: dict[str, str] = {}  # the whole name of an imported one
+        bound: dict[str, str] = {}  # imported name -> its full name
         facts = facts_of(text)
         for name, alias in facts.imports:
             first = name.partition(".")[0]
@@ -78,7 +78,7 @@ class Inputs:
     def _in_string(self, text: str, path: str, outside: bool) -> set[str]:
         found = self.module(text, path, program=True) if MODULE.fullmatch(text) else set()
         here = f"{Path(path).parent.as_posix()}/{text}"
-        if not outside:  # a message of tmoe/ names pages for its reader, not for itself
+        if not outside:  # a message of tmoe/ names pages for the user; tmoe/ does not read them
             return found | ({here} if "." in text and self.exists(here) else set())
         for word in WORD.findall(text):
             if match := MODULE.match(word):
@@ -107,9 +107,9 @@ class Inputs:
         return found
 
     def module(self, name: str, path: str, program: bool = False) -> set[str]:
-        """The files executed for a module, a public name or an attribute: its file, each package above it.
+        """The files executed for a module, a public name or an attribute: its file and each package above it.
 
-        A name that ends with a dot is the beginning of one: every module of the package.
+        A name that ends with a dot is a prefix: every module of the package.
         """
         folders = ("tests/lib/", f"{Path(path).parent.as_posix()}/", "tests/data/")
         for stem in ("", *(folders if path.startswith("tests/") else ())):
@@ -133,7 +133,7 @@ class Inputs:
         return set()
 
     def _public(self, init: str) -> dict[str, set[str]]:
-        """The files of each public name of a lazy package: it is imported for type checkers."""
+        """The files of each public name of a lazy package, from its imports for type checkers."""
         tree = ast.parse((self.root / init).read_text() if self.exists(init) else "")
         blocks = [ast.walk(node) for node in tree.body if for_checkers(node)]
         nodes = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
@@ -141,7 +141,7 @@ class Inputs:
 
 
 class Facts(NamedTuple):
-    """What one text imports, names with attributes, joins to a path by `/`, and has as strings."""
+    """The imports, names with attributes, paths joined by `/`, and strings of one text."""
 
     imports: set[tuple[str, str]]
     names: set[str]
@@ -151,9 +151,9 @@ class Facts(NamedTuple):
 
 @functools.cache
 def facts_of(text: str) -> Facts:
-    """The facts of a Python file; none of a text that is no Python, whose readers fail."""
+    """The facts of a Python file; none for a text that is not Python, whose users fail."""
     facts = Facts(set(), set(), set(), set())
-    inner: set[ast.AST] = set()  # beginnings of longer paths
+    inner: set[ast.AST] = set()  # parts of longer paths
     tree = ast.Module([], [])
     with contextlib.suppress(SyntaxError, ValueError):
         tree = ast.parse(text)
@@ -171,7 +171,7 @@ def facts_of(text: str) -> Facts:
 
 
 def executed(tree: ast.Module) -> Iterator[ast.AST]:
-    """All nodes but docstrings, blocks for type checkers and tables of lazy packages; outer ones first."""
+    """Yields all nodes but docstrings, blocks for type checkers and tables of lazy packages, outer first."""
     left: list[ast.AST] = [tree]
     while left:
         for child in ast.iter_child_nodes(left.pop()):
@@ -187,7 +187,7 @@ def for_checkers(node: ast.AST) -> bool:
 
 
 def dotted(node: ast.AST) -> str:
-    """The text of a name with attributes; "" of any other expression."""
+    """The text of a name with attributes; "" for any other expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.insert(0, node.attr)
@@ -196,14 +196,14 @@ def dotted(node: ast.AST) -> str:
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """(whole name, name here) of what a statement imports."""
+    """Yields (full name, local name) for each import of a statement."""
     module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
     for alias in node.names:
         yield module + alias.name, alias.asname or (alias.name if module else alias.name.partition(".")[0])
 
 
 def joined(node: ast.AST) -> str:
-    """The path below a place in the repository: "docs/map.md" of `ROOT / "docs" / "map.md"`."""
+    """The path that an expression appends to a folder: "docs/map.md" for `ROOT / "docs" / "map.md"`."""
     parts: list[str] = []
     while isinstance(node, ast.BinOp) and isinstance(node.right, ast.Constant):
         parts.insert(0, str(node.right.value))

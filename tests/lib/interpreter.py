@@ -1,7 +1,8 @@
 """Triton's interpreter, repaired where it differs from a GPU; poisoned buffers; a small stand-in for a GPU.
 
-All three change modules in place and for good, so they are for processes that run one test file. Imports of
-tmoe and triton stand inside: kernels are defined at import, and TRITON_INTERPRET must be set before.
+All three change modules in place for the rest of the process, so they are for processes that run one test
+file. tmoe and triton are imported inside functions, because kernels are defined at import, and
+TRITON_INTERPRET must be set before that.
 """
 
 from types import ModuleType
@@ -10,10 +11,10 @@ import torch
 
 
 def repair_interpreter() -> None:
-    """Mends two faults of triton 3.6.0's interpreter, and makes ranks that wait leave the processors free.
+    """Repairs two faults of triton 3.6.0's interpreter, and makes waiting ranks release the processor.
 
-    Bounds of `range` fail under numpy >= 2.4, and dots of bf16 multiply the raw bit patterns. A volatile load
-    is that of a rank which waits for its peers.
+    The faults: bounds of `range` fail under numpy >= 2.4, and dots of bf16 multiply the raw bit patterns. A
+    volatile load is made by a rank that waits for its peers, so each such load sleeps briefly.
     """
     import time
 
@@ -51,7 +52,7 @@ def repair_interpreter() -> None:
 
 
 def poison() -> None:
-    """Lets every buffer start as NaN (integers: -7), so that what is read unwritten shows."""
+    """Makes every buffer start as NaN (integers: -7), so that reading unwritten elements is detected."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
@@ -63,10 +64,11 @@ def poison() -> None:
 
 
 def small_tiles(gpu: ModuleType, tma: bool, gather: bool, sub: int) -> None:
-    """Replaces the GPU by three programs, and the configurations by tiles that the interpreter gets through.
+    """Replaces the GPU by three programs, and the configurations by tiles small enough for the interpreter.
 
-    gpu: the module tmoe.ops.experts.gpu. tma: whether kernels may use tensor descriptors. gather, sub: the
-    configurations' fields of these names; for `up`, sub is at most 2.
+    gpu: the module tmoe.ops.experts.gpu.
+    tma: whether kernels may use tensor descriptors.
+    gather, sub: the configurations' fields of these names; for `up`, sub is at most 2.
     """
     from tmoe.ops.experts.table import Config
 
@@ -78,4 +80,4 @@ def small_tiles(gpu: ModuleType, tma: bool, gather: bool, sub: int) -> None:
     gpu.device_facts = lambda device: ("cuda:90", 3, tma)
     gpu.has_tma = lambda *args: tma
     gpu.pick = pick
-    gpu.few = lambda *args: None  # its kernels are Gluon's, which has no interpreter
+    gpu.few = lambda *args: None  # these kernels are in Gluon, which has no interpreter

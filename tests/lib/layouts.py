@@ -1,4 +1,4 @@
-"""One tiny model trained on the same global batches in any layout: what tests of the axes compare.
+"""One tiny model trained on the same global batches in any layout, for tests that compare the axes.
 
 next: tests/end_to_end/test_axes_layouts.py
 """
@@ -69,12 +69,12 @@ LATENT = replace(
     qk_norm="none",
     mla=MLAConfig(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=8),
 )
-# most tokens are beyond the range that counts
+# most tokens are beyond original_max_seq, so the position factor changes them
 BY_POSITION = replace(LATENT, rope=replace(LATENT.rope, query_beta=0.5, original_max_seq=3))
 LATENT_0 = replace(LATENT, mla=replace(LATENT.mla, q_rank=0))
 DEEP = replace(GQA, layers=8)  # two chunks for each of four stages
 NARROW = replace(GQA, moe=replace(ROUTED, latent_dim=12, weigh="before"))
-# what blocks of other families do to positions, and each kind of block beside the others
+# position settings of other families, and each kind of block in one model
 KINDS = replace(
     GQA,
     rope=replace(GQA.rope, dim=4, interleave=True, window_theta=300.0),
@@ -84,7 +84,7 @@ KINDS = replace(
     norms="sandwich",
     attention_gate=True,
 )
-# MiMo-V2-Flash's blocks: narrow values with a factor, and in windows twice the key heads, and sinks
+# MiMo-V2-Flash's blocks: narrow values with a factor; windowed blocks have twice the key heads, and sinks
 MIMO = replace(
     GQA,
     qk_norm="none",
@@ -111,7 +111,7 @@ MODELS = dict(
 
 
 class Curve(NamedTuple):
-    """What a training gives, the same numbers on every rank."""
+    """The results of a training, the same numbers on every rank."""
 
     losses: list[float]
     norms: list[float]
@@ -119,7 +119,7 @@ class Curve(NamedTuple):
 
 
 def config(parallel: ParallelConfig, model: str, micros: int, **changes: Any) -> Config:
-    """Settings of one training; changes go to the top of Config, those of `balance` to the routers."""
+    """Settings of one training. changes: fields of Config; `balance` is a field of the routers."""
     cfg = MODELS[model]
     if balance := changes.pop("balance", None):
         cfg = replace(cfg, moe=replace(cfg.moe, balance=balance))
@@ -133,10 +133,11 @@ def config(parallel: ParallelConfig, model: str, micros: int, **changes: Any) ->
 
 
 def batches(documents: bool):
-    """The tokens, targets and documents of each step, [SEQUENCES, SEQ]; one in four targets counts nothing.
+    """Yields tokens, targets and documents of each step, [SEQUENCES, SEQ]; one target in four is ignored.
 
-    Each token is 3 times the one before plus 0 or 1: on noise a step would amplify rounding. Ignored targets
-    are uneven over sequences: means over a rank's own targets would be wrong.
+    Each token is 3 times the previous one plus 0 or 1: on random tokens a step would amplify rounding. The
+    ignored targets are spread unevenly over sequences, so that a mean over a rank's own targets would be
+    wrong.
     """
     draw = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
@@ -161,7 +162,7 @@ def train(
     whole_forwards: bool = True,
     **changes: Any,
 ) -> Curve:
-    """Trains STEPS steps in the layout of these axes."""
+    """Trains STEPS steps in the layout given by `axes`."""
     cfg = config(ParallelConfig(**axes, **(parallel or {})), model, micros, **changes)
     mesh = build_mesh(**axes)
     net = pipeline(cfg, mesh) if mesh.axes.pp > 1 else transformer(cfg, mesh, whole_forwards)
@@ -195,7 +196,7 @@ def transformer(cfg: Config, mesh: Mesh, whole_forwards: bool) -> Transformer:
 
 
 def accumulate(net: Transformer, parts: list, totals: Totals) -> Tensor:
-    """This rank's share of the cross-entropy; gradients travel with the last micro-batch."""
+    """This rank's share of the cross-entropy; gradients are communicated with the last micro-batch."""
     net.balancer.start_step()
     loss = torch.zeros(())
     for a, (tokens, targets, marks) in enumerate(parts):
@@ -210,7 +211,7 @@ def _whole(p: Tensor) -> Tensor:
 
 
 def assert_same(found: Curve, expected: Curve, limit: float = 1e-5) -> None:
-    """Losses, norms and parameters (norm of the difference over the norm) within the limit."""
+    """Asserts that losses, norms and parameters (norm of difference over norm) agree within the limit."""
     for ours, theirs in ((found.losses, expected.losses), (found.norms, expected.norms)):
         assert max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)) < limit, (ours, theirs)
     assert found.parameters.keys() == expected.parameters.keys()

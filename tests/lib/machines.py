@@ -1,4 +1,4 @@
-"""Machines on which everything is free but what a test names, for the cost model.
+"""Machines for the cost model on which all costs are zero except those that a test names.
 
 next: tests/benchmarks/cost/test_step_time.py
 """
@@ -18,7 +18,7 @@ def backend(curve: list[list[float]], **costs: float) -> dict:
 
 
 def free(**costs: Any) -> SimpleNamespace:
-    """A machine on which everything is free except what is named."""
+    """A machine on which all costs are zero except the named ones."""
     curve = [[0, 0.0], [1, 0.0], [2, 0.0]]
     nothing = dict(
         product_rate=INFINITE,

@@ -1,4 +1,4 @@
-"""No process of a test outlives pytest, however pytest ends; a fixture fails the test that leaves one."""
+"""No process of a test outlives pytest, however pytest ends; a fixture fails a test that leaves a process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_with_pytest() -> None:
-    """Lets SIGTERM and SIGHUP end all processes below this one, and then this one.
+    """On SIGTERM and SIGHUP, ends all processes below this one, and then this one.
 
-    SIGKILL cannot be caught: what gloo.py and forked.py have forked ends then by itself.
+    SIGKILL cannot be caught; the processes that gloo.py and forked.py have forked then end when this one
+    dies.
     """
     owner = os.getpid()
 
@@ -41,22 +42,22 @@ def end_descendants() -> None:
 
 @pytest.fixture
 def no_orphans() -> Iterator[None]:
-    """Fails the test if descendants live on after it, for a minute: they may still be on their way out.
+    """Fails the test if descendants are alive a minute after it; the minute lets them finish exiting.
 
-    The kernel is asked to hand such orphans to this process, not to init.
+    The kernel is asked to make this process, instead of init, the parent of such orphans.
     """
-    gloo_module.start_server()  # it may stay, with its resource tracker
+    gloo_module.start_server()  # the server and its resource tracker may stay
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = descendants()
     yield
     deadline = time.monotonic() + 60
     while (left := descendants() - before) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not left, f"processes left behind: {[Path(f'/proc/{pid}/cmdline').read_text() for pid in left]}"
+    assert not left, f"processes left over: {[Path(f'/proc/{pid}/cmdline').read_text() for pid in left]}"
 
 
 def descendants() -> set[int]:
-    """Processes below this one, zombies left out."""
+    """The processes below this one, without zombies."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""A rollout's log-probs beside those of training's forward over the same answers, packed as training packs.
+"""Compares a rollout's log-probs with those of training's forward over the same answers, packed in a row.
 
 next: tests/generate/test_bits.py
 """
@@ -22,9 +22,10 @@ from tmoe.ops import logprobs
 def in_training(
     model: Transformer, prompts: Sequence[list[int]], answers: Sequence[Sequence[Sample]], temperature: float
 ) -> list[Tensor]:
-    """Log-probs of each answer's tokens, fp32 on the CPU, by one forward over a row that holds all of them.
+    """Log-probs of each answer's tokens, fp32 on the CPU, from one forward over a row that holds all answers.
 
-    Every sequence begins on a block of 128; the gap behind it is of its document, and goes to no expert.
+    Every sequence begins at a multiple of 128. The padding after it belongs to its document and is routed to
+    no expert.
     """
     device = model.head_weight.device
     rows = [
@@ -60,6 +61,6 @@ def in_training(
 
 
 def share_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float]:
-    """(share of tokens that are equal in bits, the largest difference)."""
+    """(share of tokens whose bits are equal, the largest difference)."""
     a, b = torch.cat(list(ours)), torch.cat(list(theirs))
     return (a == b).float().mean().item(), (a - b).abs().max().item()

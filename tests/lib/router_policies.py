@@ -1,4 +1,4 @@
-"""What routers must choose and how they must weigh it: one token, or one expert, after the other, in fp64.
+"""The experts and weights that routers must choose: computed one token, or one expert, at a time in fp64.
 
 Written from the papers' and Megatron-Core's formulas (topk_routing_with_score_function, group_limited_topk,
 sinkhorn, qb_dual_update), without torch's top-k, softmax or sort.
@@ -24,7 +24,7 @@ def score(logits: Row, name: str) -> Row:
 
 
 def best(values: Row, count: int, among: Sequence[int] | None = None) -> list[int]:
-    """Places of the largest, the first of equal ones."""
+    """Indices of the largest values; among equal values the first."""
     return sorted(range(len(values)) if among is None else among, key=lambda i: (-values[i], i))[:count]
 
 
@@ -42,7 +42,7 @@ def open_experts(wanted: Row, worth: Row, cfg: MoEConfig, groups: int, count: in
 
 
 def weigh(logits: Row, chosen: Sequence[int], cfg: MoEConfig) -> dict[int, float]:
-    """The chosen experts' weights, whatever chose them."""
+    """The weights of the chosen experts, however they were chosen."""
     scores = score(logits, cfg.score)
     if cfg.softmax == "after":
         scores = [math.exp(v - max(logits)) for v in logits]
@@ -67,7 +67,7 @@ def top_k(
 
 
 def expert_choice(rows: list[Row], live: list[bool], cfg: MoEConfig) -> list[dict[int, float]]:
-    """All tokens' experts and weights where each expert takes its best tokens."""
+    """All tokens' experts and weights if each expert selects its best tokens."""
     shares = [share(row, cfg.score) for row in rows]
     tokens = [t for t in range(len(rows)) if live[t]]
     capacity = math.ceil(len(tokens) * cfg.top_k / cfg.outputs)
@@ -85,14 +85,14 @@ def share(logits: Row, name: str) -> Row:
 
 
 def round_half_even(count: int, tile: int) -> int:
-    """The nearest multiple; of two, the even one."""
+    """The nearest multiple of `tile`; if two are equally near, the even multiple."""
     low, rest = divmod(count, tile)
     up = 2 * rest > tile or (2 * rest == tile and low % 2 == 1)
     return (low + up) * tile
 
 
 def tile_counts(counts: list[int], tokens: int, tile: int, how: str) -> list[int]:
-    """Every expert's number of tokens after rounding."""
+    """Every expert's number of tokens after rounding to tiles."""
     rule = {
         "down": lambda n: n // tile * tile,
         "up": lambda n: -(-n // tile) * tile,

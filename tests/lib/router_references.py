@@ -1,4 +1,4 @@
-"""What routers' balancing losses must give: the formula in three lines, and plain loops over tokens.
+"""The correct balancing losses of routers: the formula in three lines, and plain loops over tokens.
 
 Shape suffixes are those of tmoe/config/run.py: B, S, T (tokens), E (experts), K (experts per token).
 """
@@ -17,12 +17,12 @@ def reference_loss(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
 def naive_losses(logits_BSE: Tensor, ids_BSK: Tensor, keep_BS: Tensor, scope: str) -> tuple[Tensor, Tensor]:
     """Balancing loss and z-loss of one layer, both with coefficient 1, token by token in fp64.
 
-    Tokens whose `keep_BS` is False count nowhere. `scope`: with "sequence" each sequence is balanced by
-    itself and the mean is taken over sequences; otherwise all tokens are balanced at once.
+    Tokens whose `keep_BS` is False are not counted. scope: with "sequence" each sequence is balanced
+    separately and the mean over sequences is returned; otherwise all tokens are balanced together.
     """
     B, S, E = logits_BSE.shape
     K = ids_BSK.shape[-1]
-    # of each sequence: the sum of probabilities and the number of choices by expert, and its tokens
+    # for each sequence: by expert the sum of probabilities and the number of choices; its number of tokens
     probs = [[0.0] * E for _ in range(B)]
     counts = [[0] * E for _ in range(B)]
     tokens = [0] * B

@@ -1,4 +1,4 @@
-"""Logs of made-up runs, for the tests of log/metrics.py and of log/report.py."""
+"""Logs of invented runs, for the tests of log/metrics.py and of log/report.py."""
 
 from collections import namedtuple
 
@@ -28,13 +28,13 @@ def start(cfg, *, rank=0, start_step=0, peak=None, facts=None) -> Metrics:
     cpu = torch.device("cpu")
     common = dict(rank=rank, world=4, device=cpu, flops_per_token=2e9, versions={"torch": "x"}, facts=facts)
     log = Metrics(cfg, peak=peak, start_step=start_step, **common)
-    if log.display is not None and not cfg.log.progress:  # what a test reads on stdout are notes then
+    if log.display is not None and not cfg.log.progress:  # then a test reads only notes on stdout
         log.display.shown = Silent(cfg, start_step)
     return log
 
 
 def stats(counts_LE: torch.Tensor, entropy_L: torch.Tensor, dropped_L: torch.Tensor) -> Stats:
-    """What a log line is made of; all dropped pairs are of a layer's first expert."""
+    """The router statistics of a log line; all dropped pairs are of a layer's first expert."""
     dropped_LE = torch.zeros_like(counts_LE)
     dropped_LE[:, 0] = dropped_L
     losses_LX = torch.ones(len(counts_LE), 2)  # sequence, z

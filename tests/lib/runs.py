@@ -1,4 +1,4 @@
-"""Runs of train.py in a test: short commands, what they wrote, and whether two ended alike.
+"""Runs of train.py in a test: short commands, what they wrote, and whether two runs ended with equal state.
 
 The functions that take (rank, world, argv) are for gloo workers: `gloo(2, run, flags)`.
 """
@@ -18,12 +18,12 @@ from tmoe.cli.parse import parse
 from tmoe.log.lines import read_steps
 from tmoe.run import process as runtime
 
-# Eight steps of a model with two layers and four experts, on sequences of 32 tokens. report.png takes longer
-# to draw than such a run takes.
+# Eight steps of a model with two layers and four experts, on sequences of 32 tokens. report.png is left out,
+# because drawing it takes longer than such a run.
 SMALL = """tiny --no-compile --log.no-progress --log.no-report --model.layers 2 --model.dim 32 --model.heads 2
     --model.kv-heads 1 --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.seq 32
     --steps 8 --optim.warmup 2 --optim.eps 1e-4 --train.eval-every 0 --train.eval-batches 1""".split()
-# What draws random numbers in a step, and an average that is a state of its own.
+# Settings that draw random numbers in a step, and an average, which is additional state.
 NOISY = "--model.dropout 0.1 --model.moe.jitter 0.1 --optim.ema 0.9".split()
 
 
@@ -31,9 +31,9 @@ NOISY = "--model.dropout 0.1 --model.moe.jitter 0.1 --optim.ema 0.9".split()
 
 
 def run(rank: int, world: int, argv: list[str], stop_at: int | None = None) -> dict[str, torch.Tensor]:
-    """One run. Returns every tensor of the final state, whole.
+    """One run. Returns every tensor of the final state, unsharded.
 
-    With `stop_at`, the last rank sends itself SIGTERM when this step has been logged.
+    With `stop_at`, the last rank sends itself SIGTERM after this step has been logged.
     """
     cfg = parse(argv, "", rank=rank, world=world)
     process = runtime.start(cfg.seed)
@@ -53,19 +53,19 @@ def run(rank: int, world: int, argv: list[str], stop_at: int | None = None) -> d
 
 
 def load(rank: int, world: int, argv: list[str]) -> dict[str, torch.Tensor]:
-    """The state with which a run begins, whole: what it has loaded, or its initial weights."""
+    """The state with which a run begins, unsharded: the loaded state or the initial weights."""
     cfg = parse(argv, "", rank=rank, world=world)
     return whole(train.Trainer(cfg, runtime.start(cfg.seed)))
 
 
 def changes(rank: int, world: int, argv: list[str]) -> list[str]:
-    """What a resumed run says has changed since."""
+    """The changes that a resumed run reports."""
     cfg = parse(argv, "", rank=rank, world=world)
     return train.Trainer(cfg, runtime.start(cfg.seed)).changes
 
 
 def begin(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
-    """Starts a run without a step. Returns its exit code (0 if it could begin) and its stderr."""
+    """Starts a run without any step. Returns its exit code (0 if it could begin) and its stderr."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             cfg = parse(argv, "", rank=rank, world=world)
@@ -83,7 +83,7 @@ def whole(trainer: train.Trainer) -> dict[str, torch.Tensor]:
 
 
 def refusal(words, capsys) -> str:
-    """What a command line that is refused with code 2 writes to stderr."""
+    """The stderr of a command line that is refused with code 2."""
     with pytest.raises(SystemExit) as ended:
         parse([str(word) for word in words], "")
     assert ended.value.code == 2
@@ -94,14 +94,14 @@ def refusal(words, capsys) -> str:
 
 
 def lines(out: Path) -> list[dict]:
-    """What a run folder's metrics.jsonl holds of each step. A line that cannot be read fails the test."""
+    """The entries of a run folder's metrics.jsonl, one per step. An unreadable line fails the test."""
     for text in (out / "metrics.jsonl").read_text().splitlines():
         json.loads(text)
     return [line for _, line in read_steps(out / "metrics.jsonl")]
 
 
 def numbers(out: Path, first: int) -> list[tuple]:
-    """What two equal runs must have logged alike, for each step behind the first `first`."""
+    """The numbers that two equal runs must have logged equally, for each step after the first `first`."""
     return [
         (r["step"], r["loss"], r["grad_norm"], r["lr"], r["expert_counts"])
         for r in lines(out)

@@ -1,6 +1,6 @@
-"""Plugins of pytest in CI: what each test file opens, and which test files were green.
+"""Plugins of pytest in CI: they record the files that each test file opens, and which test files were green.
 
-PYTEST_DONT_REWRITE: green.py imports this file before pytest does.
+PYTEST_DONT_REWRITE, because green.py imports this file before pytest does.
 
 next: green.py
 """
@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-INSIDE = "runs inside "  # the reason of tests that another test of the suite runs in a process of its own
+INSIDE = "runs inside "  # skip reason of a test that another test of the suite runs in a separate process
 
 # ---- in the workers, by `-p seen` ----
 
-running = ""  # the test file that is imported, or one of whose tests runs
+running = ""  # the test file that is being imported, or whose test is running
 opened: dict[str, set[str]] = defaultdict(set)
 
 
 def see(event: str, values: tuple) -> None:
-    """The audit hook. A compiled file counts as its source; a folder that is listed ends with a slash."""
+    """The audit hook. A compiled file counts as its source; a listed folder gets a slash at its end."""
     if running and event in ("open", "os.listdir", "os.scandir") and isinstance(values[0], str):
         path = os.path.relpath(values[0], ROOT)
         if "__pycache__" in path:
             path = f"{path.partition('__pycache__')[0]}{os.path.basename(path).partition('.')[0]}.py"
-        if not path.startswith((".", "runs/")):  # outside, hidden, written by `make train`
+        if not path.startswith((".", "runs/")):  # not outside, hidden, or written by `make train`
             opened[running].add(path if event == "open" else f"{path}/")
 
 
@@ -70,10 +70,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 class Recorder:
-    """Which test files were green, the seconds that they took, and what they opened."""
+    """Records which test files were green, the seconds that they took, and the files that they opened."""
 
     def __init__(self) -> None:
-        self.left: Counter[str] = Counter()  # tests that have not passed
+        self.left: Counter[str] = Counter()  # by file: tests that have not passed yet
         self.seconds: dict[str, float] = defaultdict(float)
         self.opened: dict[str, set[str]] = defaultdict(set)
 

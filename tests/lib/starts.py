@@ -10,7 +10,7 @@ FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "2"]
 
 
 def train_two_steps(rank: int, world: int, argv: list[str]) -> None:
-    """One run in a gloo worker; `argv` holds FLAGS and says from which weights it starts."""
+    """One run in a gloo worker; `argv` holds FLAGS and the weights to start from."""
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
     with trainer.metrics:

@@ -1,6 +1,6 @@
-"""What tests of step folders share: small tensors in every layout, saving, loading, damage, offline tools.
+"""Common to tests of step folders: small tensors in every layout, saving, loading, damage, offline tools.
 
-And hostile files.
+It also makes hostile files.
 
 next: tests/checkpoint/test_checkpoint.py
 """
@@ -33,9 +33,9 @@ def checkpoints(folder: Path, keep: int = 0, mode: str = "sync") -> Checkpoints:
 
 
 class Model(nn.Module):
-    """Six experts and two parameters that ranks share unevenly.
+    """Six experts and two parameters that are sharded unevenly over ranks.
 
-    No even number of ranks divides the 7-row layer; the 3-element norm leaves ranks without a row.
+    The 7-row layer cannot be divided evenly; the 3-element norm leaves some ranks without a row.
     """
 
     def __init__(self, seed: int, mesh):
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 def sharded(world: int, ep: int, seed: int) -> dict[str, Tensor]:
-    """What a trainer would save; the seed alone fixes the values, whatever the layout."""
+    """The tensors that a trainer would save; only the seed determines the values, whatever the layout."""
     mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))
     model = Model(seed, mesh)
     fully_shard(model.experts, mesh=mesh["dp"])
@@ -105,7 +105,7 @@ class Hostile:
 
 
 def forge(step: Path, name: str, raw: bytes, tensor: str | None = None) -> None:
-    """Replaces a file, or the payload of a tensor, and makes the manifest agree, as an attacker would."""
+    """Replaces a file, or the payload of a tensor, and adapts the manifest, as an attacker would."""
     manifest = read_manifest(step)
     if tensor:
         chunk = manifest.tensors[tensor].chunks[0]
@@ -172,7 +172,7 @@ def save(
 
 
 def load(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a step except the generator states, as Checkpoints.load gives it."""
+    """Every tensor of a step except the generator states, as loaded by Checkpoints.load."""
     saved = read_manifest(path).tensors
     tensors = {
         name: torch.zeros(entry.shape, dtype=files.dtype_of(entry.dtype))

@@ -1,7 +1,8 @@
 """Ranks of one expert group on one machine, for the exchange's kernels under the interpreter.
 
-Their sections of memory are tensors: in one process (Ranks), or shared by forked processes (fork).
-Imports of tmoe stand inside: kernels are defined at import, and TRITON_INTERPRET must be set before.
+Their sections of memory are tensors, in one process (Ranks) or shared by forked processes (fork).
+tmoe is imported inside functions, because kernels are defined at import, and TRITON_INTERPRET must be set
+before.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from tmoe.moe.exchange.symm import Exchange
 
 ROOT = Path(__file__).parents[2]
-D, K = 8, 2  # of `operands`
-STILL_S = 120  # of ranks that meet every few seconds
-SHARED = 96  # width of a shared expert; that of K experts' products is another
+D, K = 8, 2  # sizes of `operands`
+STILL_S = 120  # seconds without progress that are allowed; ranks normally synchronise every few seconds
+SHARED = 96  # width of the shared expert; it differs from the width of the routed experts' products
 
 
 # ---- what ranks work on ----
@@ -61,9 +62,9 @@ def routes(kind: str, tokens: int, E: int, K: int, draw: torch.Generator) -> Ten
 
 
 def rule(beside: bool, hidden: bool) -> Callable[[int, int, int], bool]:
-    """In place of symm.hides, which would let none of these small layers overlap.
+    """A replacement for symm.hides, which would allow no overlap for layers as small as these.
 
-    It answers `beside` for the width of the shared expert, else `hidden`.
+    It returns the first argument for the width of the shared expert, the second for any other width.
     """
     return lambda ranks, itemsize, width: beside if width == SHARED else hidden
 
@@ -72,9 +73,10 @@ def rule(beside: bool, hidden: bool) -> Callable[[int, int, int], bool]:
 
 
 class Ranks:
-    """The sections of all ranks of a group, full of NaN and of -7 before anything arrives.
+    """The sections of all ranks of a group, filled with NaN and with -7 until data arrives.
 
-    of[name][rank]: the rank's section as [rows, width]. at[name] [world] int64: where the sections begin.
+    of[name][rank]: the rank's section as [rows, width].
+    at[name] [world] int64: the addresses at which the sections begin.
     """
 
     def __init__(self, world: int, capacity: int, D: int, K: int, dtype: torch.dtype) -> None:
@@ -126,10 +128,10 @@ class Ranks:
 
 
 def fork(world: int, work: Callable, *arguments: object) -> None:
-    """Runs work(rank, *arguments) in `world` processes, forked so that addresses hold in all of them.
+    """Runs work(rank, *arguments) in `world` processes, forked so that addresses are valid in all of them.
 
-    AssertionError if one fails, or if nothing has moved for STILL_S: no rank has ended, and no count at which
-    ranks of a Ranks, or of its `of`, meet has changed.
+    Raises AssertionError if a process fails, or if there is no progress for STILL_S: no rank has ended, and
+    no counter on which the ranks of a Ranks, or of its `of`, synchronise has changed.
     """
     sections = [a.of if isinstance(a, Ranks) else a for a in arguments if isinstance(a, (Ranks, dict))]
     counts = [t for of in sections for name in ("state", "side") for t in of.get(name, ())]
@@ -146,7 +148,7 @@ def fork(world: int, work: Callable, *arguments: object) -> None:
         if time.monotonic() > moved + STILL_S:
             break
         time.sleep(0.05)
-    failed = [p.exitcode for p in processes]  # None: it still waits for others
+    failed = [p.exitcode for p in processes]  # None: the process still waits for other ranks
     for process in processes:
         process.kill()
     assert not any(failed) and None not in failed, (
@@ -157,7 +159,8 @@ def fork(world: int, work: Callable, *arguments: object) -> None:
 def run(*command: object, limit: float = 600, **env: str) -> None:
     """Runs python with this command line; it must end with 0 and print a line "all right".
 
-    limit: seconds. env: variables of its environment besides this process's own.
+    limit: seconds.
+    env: variables of its environment in addition to this process's own.
     """
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **env}
     if "TRITON_INTERPRET" in env:

@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test the fast tier runs; the slow tier runs the others."""
+"""The cases of a parametrized test that the fast tier runs; the slow tier runs all other cases."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 
 
 def slow_but(kept: Callable[[Any], bool] | Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """Cases for pytest.mark.parametrize, all marked slow but those that are in `kept` (or that it picks).
+    """Cases for pytest.mark.parametrize, all marked slow except those in `kept` (or accepted by it).
 
-    A case is a tuple of as many values as there are names, or one value that is no tuple.
+    A case is a tuple with one value for each name, or a single value that is not a tuple.
     """
     picks = kept if callable(kept) else list(kept).__contains__
     cases = list(cases)

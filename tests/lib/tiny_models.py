@@ -1,8 +1,8 @@
-"""A tiny model with one of each part, which tests of several folders train."""
+"""A tiny model with one part of each kind, which tests of several folders train."""
 
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 
-# A training run on it: so many steps, each of so many sequences of so many tokens.
+# A training run of the model: number of steps, sequences per step, tokens per sequence.
 STEPS, SEQUENCES, SEQ = 20, 8, 16
 # One dense layer, then two of eight experts with a gated shared expert, a balancing loss and a z-loss.
 MODEL = ModelConfig(

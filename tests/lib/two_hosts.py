@@ -1,9 +1,9 @@
-"""Trains over two hosts, kills one and starts it again: hosts are network namespaces of this machine.
+"""Trains over two hosts, kills one host and starts it again; hosts are network namespaces of this machine.
 
     python tests/lib/two_hosts.py
 
-Needs Linux, ip and unshare, and the right to make namespaces (root or user namespaces). A cable (veth)
-joins the hosts:
+Needs Linux, ip and unshare, and permission to create namespaces (root or user namespaces). A cable (veth)
+connects the hosts:
 
       host0 10.77.0.1   rank 0  rank 1     ep: tokens stay on the host
              |                             dp: gradients and gathered parameters cross the cable
@@ -11,12 +11,12 @@ joins the hosts:
 
 1. The reference: the same four ranks on one host.
 2. One torchrun agent on each host, as in docs/multinode.md. After the first checkpoint everything on
-   host1 is killed; host0 must end by itself and say which ranks fell silent.
-3. The same two commands again: the run goes on from the checkpoint, and all its losses equal the
+   host1 is killed; host0 must end without help and name the ranks that fell silent.
+3. The same two commands again: the run continues from the checkpoint, and all its losses equal the
    reference's to 1e-5.
 
-Everything happens inside namespaces of its own (network, mounts, processes, host names). The kernel takes
-them down with the last process: nothing is left on the machine, however this ends.
+Everything runs in separate namespaces (network, mounts, processes, host names). The kernel removes them with
+the last process, so nothing is left on the machine, however this program ends.
 """
 
 import argparse
@@ -41,11 +41,11 @@ TRAIN = f"""tiny --no-compile --log.no-progress --log.no-report --model.layers 2
     --model.heads 2 --model.kv-heads 1 --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32
     --train.batch 2 --train.seq 32 --train.eval-every 0 --train.eval-batches 1 --optim.eps 1e-4
     --steps {STEPS} --checkpoint.every {EVERY} --checkpoint.mode sync --parallel.ep 2""".split()
-LIMIT_S = 600  # for any one launch
+LIMIT_S = 600  # seconds for any one launch
 
 
 def obstacle() -> str | None:
-    """Why this machine cannot play two hosts; None if it can."""
+    """The reason why this machine cannot simulate two hosts; None if it can."""
     if missing := [tool for tool in ("ip", "unshare") if not shutil.which(tool)]:
         return f"needs {' and '.join(missing)}"
     probe = subprocess.run(
@@ -69,7 +69,7 @@ def main() -> None:
 
 def play(folder: Path) -> None:
     lay_cable(folder)
-    # to train on
+    # the text to train on
     shutil.copytree(ROOT / "tmoe", folder / "text", ignore=shutil.ignore_patterns("__pycache__"))
     reference, out = folder / "one-host", folder / "two-hosts"
     one = torchrun("--standalone", "--nproc-per-node", "4", out=reference)
@@ -107,7 +107,7 @@ def play(folder: Path) -> None:
 
 
 def lay_cable(folder: Path) -> None:
-    """Two namespaces with a veth pair between them, and names for both ends."""
+    """Creates two namespaces with a veth pair between them, and names for both ends."""
     hosts = folder / "hosts"
     hosts.write_text(
         f"127.0.0.1 localhost {socket.gethostname()}\n"
@@ -128,7 +128,7 @@ def lay_cable(folder: Path) -> None:
 
 
 def torchrun(*flags: str, out: Path, host: str | None = None) -> subprocess.Popen:
-    """A torchrun agent on this host, or inside a host's namespace and under its name."""
+    """A torchrun agent on this host, or inside a host's namespace and under that host's name."""
     call = "import os, socket, sys; socket.sethostname(sys.argv[1]); os.execvp(sys.argv[2], sys.argv[2:])"
     enter = (
         ["ip", "netns", "exec", host, "unshare", "--uts", sys.executable, "-c", call, host] if host else []
@@ -160,7 +160,7 @@ def await_checkpoint(out: Path, hosts: dict[str, subprocess.Popen]) -> None:
 
 
 def ended(process: subprocess.Popen, code: int) -> str:
-    """What a launch said, once it has ended with this exit code."""
+    """The output of a launch, once it has ended with this exit code."""
     try:
         got = process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:

@@ -2,10 +2,10 @@
 
     with warm.kept() as folder: ...      # the variables of both caches are set inside
 
-The folder is ${XDG_CACHE_HOME:-~/.cache}/tmoe-ci, with one folder for each Python, torch, Triton and
-processor. A run starts with the caches as the last run left them, if every test of that run passed; any
-other caches are deleted, so a damaged cache fails no test. Where the folder cannot be written, or another
-run holds the caches, the run has a temporary folder and says so.
+The folder is ${XDG_CACHE_HOME:-~/.cache}/tmoe-ci, with one folder for each combination of Python, torch,
+Triton and processor. A run starts with the caches of the last run, if every test of that run passed; any
+other caches are deleted, so that a damaged cache fails no test. If the folder cannot be written, or another
+run uses the caches, the run uses a temporary folder and prints a line about it.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-LIMIT_BYTES = 4 * 2**30  # no cache deletes what an older version of the code left
+LIMIT_BYTES = 4 * 2**30  # caches never delete the results of older versions of the code
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[Path]:
-    """Yields the folder of the record. The caches are kept unless the body ends by an exception."""
+    """Yields the folder of the record. The caches are kept unless the body raises an exception."""
     with contextlib.ExitStack() as stack:
         spare = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tmoe-ci-")))
         place = folder() or spare
@@ -47,7 +47,7 @@ def kept() -> Iterator[Path]:
 
 
 def folder() -> Path | None:
-    """The folder of these versions; None where it cannot be made or written."""
+    """The folder of these versions; None if it cannot be created or written."""
     versions = [f"python{platform.python_version()}"]
     for package in ("torch", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -58,12 +58,12 @@ def folder() -> Path | None:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
             return place
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
 
 
 def digest(caches: Path) -> str:
-    """The hash of all files of both caches; "" where they exceed LIMIT_BYTES or one cannot be read."""
+    """The hash of all files of both caches; "" if they exceed LIMIT_BYTES or a file cannot be read."""
     found = hashlib.sha256()
     size = 0
     try:
@@ -87,7 +87,7 @@ def _locked(place: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def _processor() -> str:
-    """Eight letters for the instructions of this processor: inductor compiles for them."""
+    """Eight letters for the instruction set of this processor, for which inductor compiles."""
     with contextlib.suppress(OSError):
         flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
         return hashlib.sha256(flags[0].encode() if flags else platform.machine().encode()).hexdigest()[:8]

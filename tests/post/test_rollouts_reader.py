@@ -88,7 +88,7 @@ def test_a_disk_that_takes_nothing_is_told_once(tmp_path):
     log = RolloutLog(tmp_path, 1, 10, told.append)
     log.write([rollout(1)])
     log.close()
-    assert len(told) == 1 and "rollouts.jsonl: could not be written, training goes on without it" in told[0]
+    assert len(told) == 1 and "rollouts.jsonl: could not be written, training continues without it" in told[0]
 
 
 # ---- the pages ----

@@ -225,7 +225,7 @@ def test_a_validations_loss_harms_no_line(tmp_path, capsys, harm):
         with room_for(path, 10) if harm == "full" else contextlib.nullcontext():
             log.validated(2.5)
         assert path.read_bytes() == before + (b"" if harm == "full" else val_line)
-    told = "metrics.jsonl: could not be written, training goes on without it: "
+    told = "metrics.jsonl: could not be written, training continues without it: "
     assert capsys.readouterr().out.count(told) == (harm in ("full", "line failed"))
     assert [line["step"] for line in steps(tmp_path)] == ([2] if harm == "cut" else [1, 2])
 
@@ -374,7 +374,7 @@ def test_a_full_disk_costs_lines_and_no_training(tmp_path, capsys):
             step(log, first + 2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 4, 14]
     told = (
-        f"{tmp_path}/metrics.jsonl: could not be written, training goes on without it: "
+        f"{tmp_path}/metrics.jsonl: could not be written, training continues without it: "
         f"{os.strerror(errno.EFBIG)}"
     )
     said = capsys.readouterr().out.splitlines()
@@ -422,7 +422,8 @@ def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path, capsys, pictu
     with start(config(tmp_path), start_step=1) as log:
         step(log, 1)
     said = (
-        f"{tmp_path}/report.png: could not be written, training goes on without it: No space left on device\n"
+        f"{tmp_path}/report.png: could not be written, training continues without it: "
+        "No space left on device\n"
     )
     assert said in capsys.readouterr().out
     assert (tmp_path / "report.png").read_bytes() == whole and not list(tmp_path.glob("*.tmp"))

@@ -33,7 +33,7 @@ TINY = (
     "tiny --no-compile --log.no-progress --model.layers 1 --train.batch 2 --train.seq 32 "
     "--train.eval-batches 1"
 ).split()
-GOES_ON = ", training goes on without it: "
+GOES_ON = ", training continues without it: "
 
 
 class Mute(Exception):

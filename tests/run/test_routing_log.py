@@ -170,7 +170,7 @@ def test_a_full_disk_costs_a_record_and_no_training(tmp_path, capsys, monkeypatc
         log.records = records
         step(log, 2)
     assert [one.step for one in read_records(tmp_path / "routing.bin")] == [1, 3]
-    assert capsys.readouterr().out.count("routing.bin: could not be written, training goes on") == 1
+    assert capsys.readouterr().out.count("routing.bin: could not be written, training continues") == 1
 
 
 def recounted(rank: int, world: int, argv: list[str]) -> torch.Tensor:

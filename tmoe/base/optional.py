@@ -46,7 +46,7 @@ class Onlooker:
                 self.works = False
                 if self.leave is not None:
                     Onlooker(self.fails, lambda _: None)(self.leave)
-                self.say(f"{self.fails}, training goes on without it: {reason(error)}")
+                self.say(f"{self.fails}, training continues without it: {reason(error)}")
         return None
 
 

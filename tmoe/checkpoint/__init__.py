@@ -1,4 +1,4 @@
-"""Step folders: saving and loading them, what is in them, and the offline tools."""
+"""Step folders: saving and loading them, showing what they hold, and the offline tools."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""The validation losses of saved steps, in a run folder's validations.json, and which step has the lowest.
+"""The validation losses of saved steps, in a run folder's validations.json, and the step with the lowest.
 
-A step's own manifest cannot hold its loss: it is written before the validation.
+The loss cannot be in the step's own manifest, because that is written before the validation.
 
 next: checkpoint/checkpoints.py
 """
@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 
 def number_of(path: Path) -> int:
-    """The step of a published step folder, step-N, also where its second save was interrupted."""
+    """The number of a published step folder step-N, also of one whose second save was interrupted."""
     return int(path.name.split(".")[0].removeprefix("step-"))
 
 
 def best_of(losses: Mapping[int, float], steps: Iterable[Path]) -> Path | None:
-    """The step folder with the lowest loss, the earlier one of equals; None where none has a loss."""
+    """The step folder with the lowest loss, the earlier one if two are equal; None if no step has a loss."""
     known = [path for path in steps if number_of(path) in losses]
     return min(known, key=lambda path: (losses[number_of(path)], number_of(path)), default=None)
 
 
 def read_losses(folder: Path) -> dict[int, float]:
-    """Step to validation loss of a checkpoints folder; empty without a file that can be read."""
+    """Step to validation loss for a checkpoints folder; empty if the file is missing or unreadable."""
     try:
         told = json.loads(_file(folder).read_text())["val_loss"]
         return {int(step): float(loss) for step, loss in told.items() if fits(loss, float)}
@@ -40,7 +40,10 @@ def read_losses(folder: Path) -> dict[int, float]:
 
 
 def write_losses(folder: Path, losses: Mapping[int, float]) -> None:
-    """Replaces the file of a checkpoints folder. A failure is a warning: no step is lost by it."""
+    """Replaces the file of a checkpoints folder.
+
+    A failure is only a warning, because no step is lost by it.
+    """
     path = _file(folder)
     told = {str(step): loss for step, loss in sorted(losses.items())}
     try:
@@ -52,5 +55,5 @@ def write_losses(folder: Path, losses: Mapping[int, float]) -> None:
 
 
 def _file(folder: Path) -> Path:
-    """The file next to a checkpoints folder, which itself holds steps alone."""
+    """The file, next to the checkpoints folder because that folder holds nothing but steps."""
     return folder.absolute().parent / NAME

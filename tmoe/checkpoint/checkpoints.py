@@ -1,4 +1,4 @@
-"""Save and load a run's state: a step is whole or absent, and all ranks decide together.
+"""Saves and loads a run's state: a step is whole or absent, and all ranks decide together.
 
 DCP (torch.distributed.checkpoint) plans which rank writes and reads which part of a tensor.
 
@@ -10,7 +10,7 @@ A load:
     one choice for all ranks -> verify; the ranks divide the hashing
     -> compare names, shapes, dtypes
     -> DCP reads each rank's part of each tensor; hashes are checked again in memory.
-Nothing is unpickled: DCP's metadata is rebuilt from the manifest, and payloads go through
+Nothing is unpickled: DCP's metadata is rebuilt from the manifest, and payloads are read by
 torch.load(weights_only=True).
 
 Measured on an H200 with 12 GiB a rank: an async save returns after 0.23 s, the time of the bare copy to
@@ -58,22 +58,23 @@ __all__ = ["CheckpointError", "Checkpoints", "MismatchError", "read_manifest", "
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-# DCP warns of this whenever there is no process group. A run of one process has none, and needs no warning.
+# DCP gives this warning whenever there is no process group. A run of one process has none and needs no
+# warning.
 warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
 
 
 class Checkpoints:
     """The checkpoints of one run, `folder/step-N`.
 
-    Every method but poll and saving is collective: all ranks call it, in the same order, and when one rank
-    fails all of them raise. Reading (find, load) never writes, so a second process may read a folder in which
-    training goes on. Only one run may write to it.
+    Every method except poll and saving is collective: all ranks call it, in the same order, and when one rank
+    fails, all of them raise. Reading (find, load) never writes, so a second process may read a folder while
+    training writes to it. Only one run may write to a folder.
 
     folder: shared by all ranks.
-    keep: how many verified steps stay (0: all).
-    keep_best: whether the step with the lowest validation loss stays as well.
-    mode: "async" writes in a background thread while training goes on.
-    info: facts about the run that JSON can hold, kept in every manifest (config, versions).
+    keep: number of verified steps that are kept (0: all).
+    keep_best: whether the step with the lowest validation loss is kept as well.
+    mode: "async" writes in a background thread while training continues.
+    info: facts about the run that JSON can hold, written into every manifest (config, versions).
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class Checkpoints:
         self.keep_best = keep_best
         self.mode = mode
         self.info = info
-        # A group of its own: the background thread's collectives must not pair with training's. It is gloo,
-        # because votes travel as CPU tensors.
+        # The background thread needs its own group, because its collectives must not pair with training's.
+        # The backend is gloo, because votes are CPU tensors.
         group = dist.new_group(backend="gloo", timeout=patience()) if dist.is_initialized() else None
         self._group = cast("dist.ProcessGroup | None", group)
         self._rank = dist.get_rank() if self._group else 0
@@ -99,14 +100,14 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
         self._staging: dict[str, Tensor] = {}
-        self._whole: dict[Path, tuple] = {}  # steps found whole -> their stamp then
+        self._whole: dict[Path, tuple] = {}  # steps that were whole when checked -> their stamp at that time
         self._published: list[Path] = []  # by this process, in order
-        self._told = 0  # of these, by take_published
-        self.losses: dict[int, float] = {}  # of validations of saved steps, the same on every rank
-        self.best: Path | None = None  # the step with the lowest of them, when old steps were removed last
+        self._told = 0  # number of published steps that take_published has returned
+        self.losses: dict[int, float] = {}  # validation losses of saved steps, the same on every rank
+        self.best: Path | None = None  # step with the lowest loss, as of the last removal of old steps
         self._saved: int | None = None  # the step saved last
-        self._stays: Path | None = None  # the step that stays for its validation alone
-        self._said: Path | None = None  # of these, by take_best
+        self._stays: Path | None = None  # the step that is kept only because of its validation
+        self._said: Path | None = None  # the last such step that take_best has returned
 
     # ---- saving ----
 
@@ -117,7 +118,8 @@ class Checkpoints:
 
         tensors: name -> plain tensor (equal on all ranks that have it; one of them writes it) or DTensor on
             any mesh.
-        state: what JSON can hold, equal on all ranks. It comes back as JSON gives it (tuples as lists).
+        state: values that JSON can hold, equal on all ranks. They are loaded as JSON returns them (tuples as
+            lists).
         rng: this rank's generator states, CPU uint8.
 
         Async: returns when everything is copied; the tensors may change from then on. Errors of the
@@ -126,7 +128,7 @@ class Checkpoints:
         """
         self.finish()
         self._saved = step
-        self.losses.pop(step, None)  # of a step that is now replaced
+        self.losses.pop(step, None)  # the loss of the step that is now replaced
         named = tensors | {f"{RNG}{self._rank}.{name}": value for name, value in rng.items()}
         local: dict[str, Tensor] = {}
 
@@ -143,7 +145,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"saving step {step}: rank 0's state differs from that of ranks {differing}: {states[0]}"
             )
-        # A copy: a later validation must not reach one rank's background and miss another's.
+        # A copy of the losses: a later validation must not change them in the background of some ranks only.
         what = step, named, local, states[0], dict(self.losses)
         if self.mode == "async":
             self._pending = self._thread.submit(self._write, *what)
@@ -151,12 +153,12 @@ class Checkpoints:
             self._write(*what)
 
     def saving(self) -> bool:
-        """Whether a background save is under way here."""
+        """Whether a background save is in progress on this rank."""
         pending = self._pending  # read once: the heartbeat calls this from its own thread
         return pending is not None and not pending.done()
 
     def poll(self) -> None:
-        """Raise the error of a background save that has failed; costs nothing otherwise.
+        """Raise the error of a background save that has failed; otherwise it costs nothing.
 
         Not collective: call it every step.
         """
@@ -164,7 +166,7 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the background save, if one is under way, and raise its error."""
+        """Wait for the background save, if one is in progress, and raise its error."""
         pending = self._pending
         self._pending = None
         if pending:
@@ -176,7 +178,7 @@ class Checkpoints:
         return self._published[-1] if self._published else None
 
     def take_published(self) -> list[Path]:
-        """The steps that are whole on the disk since the last call. Not collective."""
+        """The steps that were completed on the disk since the last call. Not collective."""
         new = self._published[self._told :]
         self._told += len(new)
         return new
@@ -185,13 +187,14 @@ class Checkpoints:
     def _stage(self, tensors: dict[str, Tensor | DTensor]) -> dict[str, Tensor]:
         """This rank's part of every tensor.
 
-        Async: copied into buffers that are kept, because pinning memory is slow.
+        Async: the parts are copied into buffers that are kept for later saves, because pinning memory is
+            slow.
         """
         local = {
             name: (t.to_local() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()
         }
         if torch.cuda.is_initialized():
-            # Offloaded moments may still be on their way to the host.
+            # The copies of offloaded moments to the host may not have finished yet.
             torch.cuda.current_stream().synchronize()
         if self.mode == "sync":
             return local
@@ -231,7 +234,7 @@ class Checkpoints:
         self._retain(losses)
 
     def _make_temporary(self, final: Path) -> str:
-        """Rank 0 clears what killed saves left and makes the folder that all ranks write into."""
+        """On rank 0, remove what killed saves left, and make the folder that all ranks write into."""
         if self._rank:
             return ""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -263,9 +266,9 @@ class Checkpoints:
         folders.publish(temporary, final)
 
     def _retain(self, losses: dict[int, float]) -> None:
-        """Remove the steps saved before the newest `keep` whole ones, but for the one of the lowest loss.
+        """Remove the steps saved before the newest `keep` whole ones, except the step with the lowest loss.
 
-        Damaged steps do not count, and they stay while they are newer than those.
+        Damaged steps do not count towards `keep`. They are kept if they are newer than those whole steps.
         """
         steps, _ = self._steps()
         whole = 0
@@ -288,7 +291,7 @@ class Checkpoints:
         try:
             if self._rank == 0:
                 folders.remove(path)
-        except OSError as error:  # the new step is safe, so the run need not stop
+        except OSError as error:  # the new step is safe, so the run continues
             log.warning("an old checkpoint could not be removed: %s", error)
 
     # ---- the best step ----
@@ -301,19 +304,25 @@ class Checkpoints:
             write_losses(self.folder, self.losses)
 
     def validated(self, step: int, loss: float) -> None:
-        """Record the validation loss of a step, if it was saved. Every rank passes the same."""
+        """Record the validation loss of a step, if it was saved. Every rank passes the same values."""
         if step == self._saved and math.isfinite(loss):
             self.losses[step] = loss
             if self._rank == 0:
                 write_losses(self.folder, self.losses)
 
     def retain(self) -> None:
-        """Remove the steps that need not stay by all validations so far. Collective; no save is under way."""
+        """Remove the steps that all validations so far do not keep.
+
+        Collective; no save may be in progress.
+        """
         if self._saved is not None:
             self._retain(self.losses)
 
     def news(self, last: bool) -> list[str]:
-        """A line for each step saved since the last call, and for the best one; last: the run ends here."""
+        """A line for each step saved since the last call, and one for the best step if it has changed.
+
+        last: whether the run ends now; then one more line names the best step of the run.
+        """
         lines = [f"saved {path}" for path in self.take_published()]
         if (path := self.take_best()) is not None:
             lines.append(f"{path} stays: its validation is the best")
@@ -322,19 +331,20 @@ class Checkpoints:
         return lines
 
     def take_best(self) -> Path | None:
-        """The step that stays for its validation alone, if it is a new one. Not collective."""
+        """The step that is kept only because of its validation, if it has changed. Not collective."""
         before, self._said = self._said, self._stays
         return None if before == self._said else self._said
 
     # ---- loading ----
 
     def find(self, resume: str) -> Path | None:
-        """The step folder to resume from, the same on every rank; it was found whole, every byte hashed.
+        """The step folder to resume from, the same on every rank; it is whole, with every byte hashed.
 
         resume: "none" -> None; "auto" -> the newest whole step of the folder, None if it has no step; else
-        the path of a step folder. Newest means saved last. Damaged steps are named in a warning and not used.
-        Raises CheckpointError if the path given, or every step of the folder, is damaged: starting over in
-        silence would be worse than stopping.
+            the path of a step folder. Newest means saved last. Damaged steps are named in a warning and not
+            used.
+        Raises CheckpointError if the path given, or every step of the folder, is damaged: starting over
+        without a message would be worse than stopping.
         """
         self.finish()
         if resume == "none":
@@ -367,7 +377,7 @@ class Checkpoints:
     ) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Fill `tensors` in place from the step folder `path`, whatever mesh and world it was saved on.
 
-        only: consider the saved tensors whose name starts so (or with one of these), e.g. "model.".
+        only: load only the saved tensors whose name starts with this (or with one of these), e.g. "model.".
         rng: whether generator states are wanted; None: unless `only` is given.
         Returns (state, rng). rng is this rank's saved generator states, or None if the world size differs,
         they are not wanted, or none were saved.
@@ -398,12 +408,12 @@ class Checkpoints:
     def _compare(
         self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], only: str | tuple[str, ...] | None
     ) -> None:
-        """MismatchError where the tensors asked for on all ranks are not the tensors saved."""
+        """Raises MismatchError if the tensors asked for on all ranks are not the tensors saved."""
         saved = {
             n: e for n, e in manifest.tensors.items() if not n.startswith(RNG) and n.startswith(only or "")
         }
         votes = self._together(f"loading {path}", lambda: (list(tensors), _differences(saved, tensors)))
-        # The names of all ranks: pipeline stages hold different tensors.
+        # The names from all ranks, because pipeline stages hold different tensors.
         asked = {name for names, _ in votes for name in names}
         found = {line for _, lines in votes for line in lines}
         found |= {f"{name}: in the checkpoint, but not asked for" for name in saved.keys() - asked}
@@ -424,7 +434,7 @@ class Checkpoints:
         return list(dict.fromkeys(path for _, path in newest_first)), list(problems)
 
     def _problems(self, path: Path) -> list[str]:
-        """What any rank finds wrong with a step folder, the same list on every rank.
+        """The problems that any rank finds in a step folder, the same list on every rank.
 
         The ranks divide the hashing.
         """
@@ -451,9 +461,9 @@ class Checkpoints:
             log.warning("skipped a damaged checkpoint: %s", problem)
 
     def _together(self, doing: str, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and give every rank all the results.
+        """Run `work` on every rank and return all the results on every rank.
 
-        Raises CheckpointError on every rank if one fails; it names each rank that failed and why.
+        Raises CheckpointError on every rank if a rank fails; it names each rank that failed and the reason.
         """
         result, error, failures = attempt(work, self._group, words=_describe)
         if failures:
@@ -461,7 +471,7 @@ class Checkpoints:
         return gathered(cast(T, result), self._group)
 
     def _dcp(self, doing: str, call: Callable[..., object], planner: SavePlanner | LoadPlanner) -> None:
-        """Call DCP, which shares one rank's failure with all, and put the failures into words."""
+        """Call DCP, which sends a rank's failure to all ranks, and raise the failures as CheckpointError."""
         try:
             call(planner=planner, process_group=self._group, no_dist=self._group is None)
         except CheckpointException as error:
@@ -475,19 +485,19 @@ def _describe(error: BaseException) -> str:
 
 
 def _report(doing: str, failures: dict[int, str]) -> str:
-    """One line for each different failure, with the ranks where it happened."""
+    """One line for each distinct failure, with the ranks where it happened."""
     failed = [f"{doing} failed: rank {_some(ranks)}: {why}" for why, ranks in by_reason(failures).items()]
     return listed("", failed, indent="")
 
 
 def _some(ranks: list[int]) -> str:
-    """The numbers of the ranks; of many, the first eight and how many more there are."""
+    """The numbers of the ranks; if there are many, the first eight and how many more there are."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return ", ".join(map(str, ranks[:8])) + more
 
 
 def _differences(saved: dict[str, files.TensorEntry], tensors: dict[str, Tensor]) -> list[str]:
-    """How the tensors asked for differ from those saved, a line each."""
+    """One line for each difference between the tensors asked for and the tensors saved."""
     lines = []
     for name, tensor in tensors.items():
         entry = saved.get(name)
@@ -500,13 +510,13 @@ def _differences(saved: dict[str, files.TensorEntry], tensors: dict[str, Tensor]
             lines.append(
                 f"{name}: {entry.dtype} in the checkpoint, {dtype} asked for; `reshard --dtype` writes it so"
             )
-        if tensor.is_meta:  # DCP would fill a copy and leave this one without data
+        if tensor.is_meta:  # DCP would fill a copy and leave the tensor itself without data
             lines.append(f"{name}: asked for on the meta device, which holds no data")
     return lines
 
 
 def _buffer_like(source: Tensor, kept: Tensor | None) -> Tensor:
-    """`kept` if it has the shape and dtype of `source`, else a new host buffer, pinned for a CUDA source."""
+    """`kept` if it has the shape and dtype of `source`; else a new host buffer, pinned for a CUDA source."""
     if kept is not None and (kept.shape, kept.dtype) == (source.shape, source.dtype):
         return kept
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)

@@ -1,8 +1,8 @@
-"""Shards between DCP and the disk: the planner, writer and reader that checkpoints.py hands to DCP.
+"""Moves shards between DCP and the disk: the planner, writer and reader that checkpoints.py gives to DCP.
 
-DCP decides which rank writes and which rank reads each box of each tensor. These classes write and read the
-boxes. DCP's own file system classes are not used: its writer loses the errors of its helper threads
-(pytorch#191391) and does not hash, and its reader unpickles `.metadata`. They can still read the files.
+DCP decides which rank writes and which rank reads each box of each tensor; these classes write and read the
+boxes. DCP's own file system classes are not used: the writer loses the errors of its helper threads
+(pytorch#191391) and does not hash, and the reader unpickles `.metadata`. Stock DCP can still read the files.
 
 next: checkpoint/manifest.py
 """
@@ -48,15 +48,16 @@ from tmoe.base.private_torch import take
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.manifest import Chunk, Manifest, TensorEntry
 
-# Stock FileSystemReader finds payloads in .metadata by this class, the one name that DCP does not export.
+# Stock FileSystemReader finds payloads in .metadata by this class, the only name here that DCP does not
+# export.
 _StorageInfo: Any = take(
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "stock readers of checkpoints find no data in .metadata",
 )
 
-WRITERS = 8  # shard files that a rank writes at once, each hashed by its own thread
+WRITERS = 8  # most shard files that a rank writes at once, each hashed by its own thread
 READERS = 8
-SMALL = 64 << 20  # bytes below which another shard file is not worth its fsync
+SMALL = 64 << 20  # a further shard file is worth its fsync only above this many bytes
 Tensors = dict[str, TensorEntry]
 Files = dict[str, FileEntry]
 RNG = "rng."  # names of generator states: rng.RANK.NAME
@@ -64,7 +65,7 @@ RNG = "rng."  # names of generator states: rng.RANK.NAME
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank reports about one chunk that it wrote."""
+    """The report of a rank about one chunk that it wrote."""
 
     chunk: Chunk
     file: FileEntry
@@ -74,7 +75,7 @@ class Record:
 class Planner(DefaultSavePlanner):
     """Plans with the live tensors, and writes the staged parts `local`.
 
-    Of the live tensors only the layout is read, since training may be changing their values.
+    Only the layout of the live tensors is read, because training may be changing their values.
     """
 
     def __init__(self, local: dict[str, Tensor]):
@@ -95,9 +96,9 @@ class Planner(DefaultSavePlanner):
 
 
 class Writer(StorageWriter):
-    """Writes a rank's items in parallel files; rank 0 hands what all wrote to `publish(tensors, files)`.
+    """Writes a rank's items in parallel files; rank 0 calls `publish(tensors, files)` for all ranks' items.
 
-    DCP shares an error on any rank, in write_data or in publish, with all of them.
+    DCP sends an error of any rank, in write_data or in publish, to all ranks.
     """
 
     def __init__(self, folder: Path, rank: int, planner: Planner, publish: Callable[[Tensors, Files], None]):
@@ -160,9 +161,9 @@ def _box(item: WriteItem) -> ChunkStorageMetadata:
 
 
 def _split(items: list[WriteItem]) -> list[list[WriteItem]]:
-    """Items in at most WRITERS lists of about equal bytes.
+    """Divides the items into at most WRITERS lists of about equal bytes.
 
-    The largest come first, and each goes to the list that holds the least so far.
+    Items are assigned in order of decreasing size, each to the list with the fewest bytes so far.
     """
 
     def size(item: WriteItem) -> int:
@@ -184,7 +185,7 @@ def _tensor_entry(planned: TensorStorageMetadata, records: list[Record]) -> Tens
 
 
 def dcp_metadata(tensors: dict[str, TensorEntry]) -> Metadata:
-    """DCP's metadata of a folder, from its manifest."""
+    """DCP's metadata for a folder, made from its manifest."""
     layout: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         name: TensorStorageMetadata(
             TensorProperties(dtype=files.dtype_of(entry.dtype)),
@@ -214,7 +215,7 @@ def write_stock_metadata(folder: Path, tensors: dict[str, TensorEntry]) -> FileE
 class Reader(StorageReader):
     """Serves DCP's load plans from the manifest.
 
-    It opens no metadata file, and no entry of the manifest is pickled bytes, so nothing is unpickled.
+    It opens no metadata file, and no entry of the manifest is pickled, so nothing is unpickled.
     """
 
     def __init__(self, folder: Path, manifest: Manifest):

@@ -15,14 +15,15 @@ class CheckpointError(Exception):
 class MismatchError(CheckpointError, ValueError):
     """The tensors asked for are not the tensors saved.
 
-    The message lists every difference, or every kind of difference where there are many.
+    The message lists every difference, or each kind of difference if there are many.
     """
 
 
 def refuse(what: str, problems: list[str], remedy: str = "") -> None:
-    """MismatchError if there is a problem; it lists all of them, or every kind where there are many.
+    """Raises MismatchError if there are problems; it lists all of them, or each kind if there are many.
 
-    remedy: a last line, what to do about it.
+    what: the first line of the message, before the count.
+    remedy: the last line, which says what to do.
     """
     if problems:
         message = listed(f"{what}: {counted(len(problems), 'difference')}", problems)

@@ -1,8 +1,9 @@
-"""Step folders by name: which are published, the rename that publishes one, what killed saves left behind.
+"""Step folders by name: which are published, the rename that publishes one, the remains of killed saves.
 
-`step-N` is published: it is whole, or provably damaged.
-`step-N.tmp-UUID` is being written or being removed.
-`step-N.old-UUID` is a step that a second save of the same number displaces, between two renames only.
+`step-N` is published: it is whole, or its damage can be proven.
+`step-N.tmp-UUID` is being written or removed.
+`step-N.old-UUID` is the previous step N while a second save of that number replaces it. It exists only
+between two renames.
 
 next: checkpoint/manifest.py
 """
@@ -23,9 +24,10 @@ _STEP = re.compile(r"(step-\d+)(?:\.(tmp|old)-[0-9a-f]{32})?")
 
 
 def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
-    """(saved_ns, step folder) of steps with an undamaged manifest, newest first; and the others' problems.
+    """(saved_ns, step folder) for each step with an undamaged manifest, newest first; and the other steps'
+    problems.
 
-    Newest means saved last: after a rollback the lower step number is the one to go on from.
+    Newest means saved last: after a rollback, that is the step with the lower number.
     """
     found = []
     problems = []
@@ -38,8 +40,8 @@ def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
 
 
 def entries(folder: Path, published: bool) -> list[Path]:
-    """Published step folders (a displaced one too, while its successor is not there), or the others."""
-    # A link to nothing may be a disk that is not mounted: no run may start anew beside it.
+    """Published step folders, and replaced ones whose successor is not there yet; or all others."""
+    # A link without a target may point to a disk that is not mounted: a run must not start from step 0 then.
     if folder.is_symlink() and not folder.exists():
         raise CheckpointError(
             f"{folder}: a link to nothing, {os.readlink(folder)}; mount it, or remove the link"
@@ -54,9 +56,9 @@ def entries(folder: Path, published: bool) -> list[Path]:
 
 
 def resolve(path: Path) -> Path:
-    """`path`, or where its step lies if a save was killed between the two renames that replace it.
+    """`path`; or the step's .old folder, if a save was killed between the two renames that replace the step.
 
-    CheckpointError for a folder of steps or of a run; it names the newest step in that folder.
+    Raises CheckpointError for a folder of steps or of a run; it names the newest step in that folder.
     """
     if not (path / NAME).exists():
         for folder in (path, path / "checkpoints"):
@@ -66,9 +68,9 @@ def resolve(path: Path) -> Path:
 
 
 def steps_in(path: Path) -> Path | None:
-    """The folder that has the steps of `path`, a run folder or a folder of steps; None without any step.
+    """The folder that holds the steps of `path`, a run folder or a folder of steps; None if there is no step.
 
-    CheckpointError for a run whose checkpoints/ is a link to nothing.
+    Raises CheckpointError for a run whose checkpoints/ is a link without a target.
     """
     for folder in (path / "checkpoints", path):
         if (folder.is_dir() or folder.is_symlink()) and entries(folder, published=True):
@@ -77,9 +79,10 @@ def steps_in(path: Path) -> Path | None:
 
 
 def newest_in(steps: Path) -> tuple[Path, list[str]]:
-    """The step of a folder that was saved last and has all its files, and the problems of newer ones.
+    """The step of a folder that was saved last and has all its files, and the problems of newer steps.
 
-    Compares sizes and hashes no shard: reading the weights does. CheckpointError where no step has its files.
+    Sizes are compared; shards are not hashed here but when the weights are read. Raises CheckpointError if no
+    step has its files.
     """
     found, problems = published(steps)
     for _, step in found:
@@ -91,14 +94,14 @@ def newest_in(steps: Path) -> tuple[Path, list[str]]:
 
 
 def beside(path: Path, kind: str) -> Path:
-    """A name for `path` that was never used: kind tmp (being written or removed) or old (displaced)."""
+    """An unused name next to `path`. kind: "tmp" (being written or removed) or "old" (being replaced)."""
     return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex}")
 
 
 def next_saved_ns(folder: Path) -> int:
-    """saved_ns of the step that is about to be published.
+    """The saved_ns of the step that is about to be published.
 
-    It is later than that of every step in the folder, even when the clock was set back.
+    It is later than that of every step in the folder, even if the clock was set back.
     """
     return max([time.time_ns(), *(earlier + 1 for earlier, _ in published(folder)[0])])
 
@@ -106,9 +109,9 @@ def next_saved_ns(folder: Path) -> int:
 def publish(temporary: Path, final: Path) -> None:
     """Give the complete folder `temporary` its public name.
 
-    A step of that name is displaced, and removed once its successor is safe.
+    An existing step of that name is renamed first, and removed once its successor is safe.
 
-    Killed at any point, either the old or the new step is found, never a mixture.
+    If the process is killed at any point, either the old or the new step is found, never a mixture.
     """
     sync_folder(temporary)
     displaced = beside(final, "old") if final.exists() else None
@@ -128,7 +131,7 @@ def publish(temporary: Path, final: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a step folder.
 
-    It loses its public name first, so that a kill half way leaves no damaged step behind.
+    The folder loses its public name first, so that a kill half way leaves no damaged step under that name.
     """
     if "." not in path.name:
         condemned = beside(path, "tmp")
@@ -138,12 +141,12 @@ def remove(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Clear what killed saves left in `folder`.
+    """Remove what killed saves left in `folder`.
 
-    Only the writer of a folder may call it: a save in flight looks the same as a killed one.
+    Only the writer of a folder may call it: a save in progress looks the same as a killed one.
     """
     for path in entries(folder, published=True):
-        if ".old-" in path.name:  # killed between the two renames: the old step gets its name back
+        if ".old-" in path.name:  # killed between the two renames: give the old step its name back
             os.rename(path, path.with_name(path.name.split(".")[0]))
     for path in entries(folder, published=False):
         remove(path)

@@ -1,4 +1,4 @@
-"""Show what a step folder holds: the run, the tree of tensors, statistics of one tensor.
+"""Shows what a step folder holds: the run, the tree of tensors, statistics of one tensor.
 
 In the tree, equal blocks are folded into one line.
 
@@ -36,14 +36,14 @@ from tmoe.checkpoint.manifest import (
 from tmoe.config.run import Config
 from tmoe.parallel.layout import EXPERTS
 
-BLOCK = 4 << 20  # elements that statistics widen to fp64 at once
+BLOCK = 4 << 20  # number of elements that statistics convert to fp64 at once
 
 
 # ---- the folder ----
 
 
 def as_json(manifest: Manifest) -> dict[str, Any]:
-    """What show prints, for programs."""
+    """The content that `show` prints, as JSON for programs."""
     tensors = {
         name: dict(
             shape=entry.shape,
@@ -65,7 +65,7 @@ def as_json(manifest: Manifest) -> dict[str, Any]:
 def show(path: Path, manifest: Manifest, console: Console) -> None:
     """Print the facts, settings and tensors of a step folder.
 
-    Strings of the manifest are printed as they are, never as markup.
+    Strings of the manifest are printed literally, never as markup.
     """
     facts = Table.grid(padding=(0, 2))
     for key, value in _facts(path, manifest):
@@ -97,7 +97,7 @@ def show_brief(path: Path, manifest: Manifest, console: Console) -> None:
 
 
 def changed_settings(config: dict[str, Any]) -> list[str]:
-    """Settings of a run that differ from the defaults of `Config`: a line for each section that has any."""
+    """Settings of a run that differ from the defaults of `Config`: one line for each section that has any."""
     usual = json.loads(json.dumps(dict(_defaults(Config)), default=str))
     sections: dict[str, dict[str, Any]] = {}
     for name, value in _dotted(json.loads(json.dumps(config, default=str))):
@@ -129,9 +129,9 @@ def _dotted(settings: dict[str, Any], section: str = "") -> Iterator[tuple[str, 
 
 
 def show_steps(steps: list[Path]) -> None:
-    """Print a line for each step of a run, the one saved last first: tokens, time, validation, the best.
+    """Print a line for each step of a run, the newest first: tokens, time, validation, and which is the best.
 
-    A step of --task grpo has the mean reward of its validation, which is minus the loss.
+    With --task grpo the validation is shown as the mean reward, which is minus the loss.
     """
     losses = read_losses(steps[0].parent)
     best = best_of(losses, steps)
@@ -172,7 +172,7 @@ def _saved(manifest: Manifest) -> str:
 
 
 def _flat(value: Any, name: str = "") -> str:
-    """The value as text, on one line; of nested dicts "a.b=1  a.c=2"."""
+    """The value as text, on one line; nested dicts as "a.b=1  a.c=2"."""
     if isinstance(value, dict):
         return "  ".join(_flat(part, f"{name}.{key}" if name else key) for key, part in value.items())
     return f"{name}={value}" if name else f"{value}"
@@ -187,7 +187,7 @@ def _printable(text: str) -> str:
 
 @dataclass
 class Node:
-    """A part of the dotted names: what stands below it, and the tensor of that very name, if there is one."""
+    """A part of the dotted names: the parts below it, and the tensor of exactly this name, if any."""
 
     children: dict[str, Node] = field(default_factory=dict)
     entry: TensorEntry | None = None
@@ -223,7 +223,7 @@ def _tree(node: Node, branch: Tree) -> Tree:
 
 
 def _folded(node: Node) -> Iterator[tuple[str, Node, int]]:
-    """Children; numbered ones that follow each other and look the same as one, with their count."""
+    """The children with their counts; consecutive numbered children that look the same become one."""
     runs: list[tuple[str, str, Node, int]] = []
     previous: tuple | None = None
     numbers = sorted((name for name in node.children if name.isdecimal()), key=int)
@@ -261,7 +261,10 @@ def nbytes(entry: TensorEntry) -> int:
 
 @dataclass
 class Statistics:
-    """Of the finite elements, in fp64; std is the population's, norm the 2-norm. NaN where there are none."""
+    """Statistics of the finite elements, in fp64; NaN if there are none.
+
+    std is the population's, norm the 2-norm.
+    """
 
     count: int = 0
     non_finite: int = 0
@@ -290,9 +293,9 @@ class Statistics:
                 self.merge(one)
 
     def merge(self, other: Statistics) -> None:
-        """Add another sample's statistics: means and squares of two samples give those of both.
+        """Add another sample's statistics: the means and squares of two samples give those of their union.
 
-        Chan, Golub, LeVeque 1979.
+        Source: Chan, Golub, LeVeque 1979.
         """
         self.non_finite += other.non_finite
         if not self.count or not other.count:
@@ -316,10 +319,11 @@ class Statistics:
 
 
 def statistics(path: Path, name: str) -> tuple[TensorEntry, list[Statistics]]:
-    """A tensor's entry and statistics: of the whole, then, for expert parameters [E, ...], of each expert.
+    """A tensor's entry and its statistics: of the whole, then of each expert for a parameter [E, ...].
 
-    Holds one chunk at a time.
-    CheckpointError: no such tensor (it names the nearest names), or the tensor's bytes are damaged.
+    Holds one chunk in memory at a time.
+    Raises CheckpointError if there is no such tensor (it lists the nearest names), or if the tensor's bytes
+    are damaged.
     """
     tensors = read_manifest(path).tensors
     if (entry := tensors.get(name)) is None:
@@ -342,7 +346,7 @@ def statistics(path: Path, name: str) -> tuple[TensorEntry, list[Statistics]]:
 
 
 def nearest(name: str, names: Iterable[str], count: int = 5) -> list[str]:
-    """The names that hold this one, whole or as parts in its order, or that look like it."""
+    """The names that contain this one, whole or as parts in the same order, and the names similar to it."""
     names, wanted = list(names), [part for part in name.lower().split(".") if part]
     dotted = [one for one in names if f".{name}." in f".{one}."]
     held = [one for one in names if wanted and _in_order(wanted, one.lower().split("."))]
@@ -351,7 +355,7 @@ def nearest(name: str, names: Iterable[str], count: int = 5) -> list[str]:
 
 
 def _in_order(wanted: list[str], parts: list[str]) -> bool:
-    """Whether each of these is in a part, in this order."""
+    """Whether each of the words is contained in a part, in this order."""
     left = iter(parts)
     return all(any(word in part for part in left) for word in wanted)
 

@@ -1,11 +1,11 @@
-"""What is in a step folder: manifest and hashed shard files; no process group, no pickle.
+"""The content of a step folder: manifest and hashed shard files; no process group, no pickle.
 
 A step folder `step-N` holds
     `__RANK_I.distcp`  shard files: torch.save payloads one after another, as DCP writes them
     `.metadata`        DCP's own, for stock readers; tmoe hashes it and never opens it
     `manifest.json`    the commit mark: a folder without it is not a finished step
-Every byte of the folder is under a hash. The manifest carries each file's size and SHA-256, and in its first
-line its own SHA-256, which is taken with that digest replaced by zeros.
+Every byte of the folder is covered by a hash. The manifest holds each file's size and SHA-256. Its first line
+holds the manifest's own SHA-256, computed with that digest replaced by zeros.
 
 next: checkpoint/folders.py
 """
@@ -37,23 +37,23 @@ log = logging.getLogger(__name__)
 
 NAME = "manifest.json"
 FORMAT = 1
-READERS = 8  # files hashed at once; sha256 releases the GIL
+READERS = 8  # number of files hashed at once; sha256 releases the GIL
 _HEAD = b'{\n"sha256": "'
 _BLANK = b"0" * 64
 _SAVED = re.compile(rb'\n"saved_ns": (\d+),\n')
 # Types whose elements are stored in whole bytes.
 _DTYPE = re.compile(r"bool|u?int(8|16|32|64)|bfloat16|float(8_\w+|16|32|64)|complex(32|64|128)")
-_MOST = 1 << 58  # elements that torch can count the bytes of, whatever their type
+_MOST = 1 << 58  # most elements whose bytes torch can count, whatever their type
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where its torch.save payload lies.
+    """A box of a tensor, and the position of its torch.save payload.
 
     offset, shape: where the box starts and how long it is in each dimension.
     file, at, size: the payload's file, its first byte and its length in bytes.
-    sha256: of the elements' bytes in row-major order, without the payload's framing. Equal content has an
-        equal hash.
+    sha256: of the elements' bytes in row-major order, without the payload's framing, so that equal content
+        has an equal hash.
     """
 
     offset: tuple[int, ...]
@@ -68,7 +68,8 @@ class Chunk:
 class TensorEntry:
     """A whole tensor: shape, dtype ("bfloat16"), how it was placed, and the chunks that fill it exactly once.
 
-    sha256 covers the chunks' offsets, shapes and hashes: it is comparable between checkpoints of one layout.
+    sha256 covers the chunks' offsets, shapes and hashes: it can be compared between checkpoints of one
+    layout.
     """
 
     shape: tuple[int, ...]
@@ -80,9 +81,9 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a step folder says about itself.
+    """All that a step folder records about itself.
 
-    saved_ns grows with every save into a run's folder, whatever the step number.
+    saved_ns increases with every save into a run's folder, whatever the step number.
     """
 
     step: int
@@ -101,7 +102,7 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write and sync `folder/manifest.json`.
 
-    Each field, file and tensor has a line of its own, so that grep and diff work on it.
+    Each field, file and tensor has its own line, so that grep and diff work on it.
     """
     fields: dict[str, Any] = {"format": FORMAT, **vars(manifest)}
     lines = [
@@ -115,7 +116,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def is_step(folder: Path) -> bool:
-    """Whether it holds a manifest of tmoe's, damaged or not. Other programs also write files of that name."""
+    """Whether the folder has a manifest of tmoe, damaged or not.
+
+    Other programs also write a manifest.json.
+    """
     try:
         with open(folder / NAME, "rb") as file:
             return file.read(len(_HEAD)) == _HEAD
@@ -131,7 +135,7 @@ def _table(entries: dict[str, Any]) -> str:
 def read_manifest(path: str | Path) -> Manifest:
     """The manifest of the step folder `path`.
 
-    CheckpointError where it is missing, damaged, malformed or of another format.
+    Raises CheckpointError if the manifest is missing, damaged, malformed or of another format.
     """
     file = Path(path) / NAME
     try:
@@ -141,10 +145,10 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def read_saved_ns(path: Path) -> int:
-    """The saved_ns of an undamaged manifest, taken from its line without parsing the rest.
+    """The saved_ns of an undamaged manifest, read from its line without parsing the rest.
 
-    Parsing the manifest of a large model takes a second of Python. A save in the background would take that
-    second from training.
+    Parsing the manifest of a large model takes a second of Python. In a background save, that second would be
+    taken from training.
     """
     if not (line := _SAVED.search(_read_bytes(path / NAME))):
         raise CheckpointError(f"{path / NAME}: malformed: no saved_ns")
@@ -171,7 +175,7 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def _require_regular(file: Path) -> None:
-    """OSError unless it is a plain file, or a link to one: reading a pipe or /dev/zero would never end."""
+    """Raises OSError unless it is a plain file or a link to one: reading a pipe or /dev/zero never ends."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise OSError(f"{file}: no regular file")
 
@@ -199,7 +203,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-_FIELDS = dict(  # what tools and training compute with or index; everything else is only shown
+_FIELDS = dict(  # fields that tools and training compute with or index; the other fields are only shown
     step=(_is_count, "a count"),
     tokens=(lambda value: value is None or _is_count(value), "a count or null"),
     world=(lambda value: _is_count(value) and value > 0, "a positive number"),
@@ -219,7 +223,7 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
-    """ValueError where chunks leave their tensor or their file, overlap, or do not fill the tensor.
+    """Raises ValueError if chunks exceed their tensor or their file, overlap, or do not fill the tensor.
 
     Without this check such chunks would load without an error.
     """
@@ -240,15 +244,16 @@ def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) ->
     volume = math.prod(entry.shape)
     if filled != volume:
         raise ValueError(f"tensor {name}: chunks hold {filled} of {volume} elements")
-    # As many elements as the tensor has, but some of them twice: then others are missing.
+    # The chunks hold as many elements as the tensor; if some overlap, other elements are missing.
     if entry.shape and (pair := _overlap(entry.chunks)):
         raise ValueError(f"tensor {name}: chunks at {pair[0].offset} and {pair[1].offset} overlap")
 
 
 def _overlap(chunks: tuple[Chunk, ...]) -> tuple[Chunk, Chunk] | None:
-    """Two chunks with an element in common, if there are such.
+    """Two chunks with an element in common, or None.
 
-    A sweep along dim 0: each chunk is compared only with those that have not ended before it starts.
+    This is a sweep along dim 0: each chunk is compared only with the chunks that have not ended before it
+    starts.
     """
     running: list[Chunk] = []
     for chunk in sorted((c for c in chunks if math.prod(c.shape)), key=lambda c: c.offset):
@@ -264,7 +269,7 @@ def _overlap(chunks: tuple[Chunk, ...]) -> tuple[Chunk, Chunk] | None:
 def tensor_entry(
     shape: tuple[int, ...], dtype: torch.dtype, placement: str, chunks: list[Chunk]
 ) -> TensorEntry:
-    """Entry of a tensor from its chunks, in any order."""
+    """The entry of a tensor, made from its chunks in any order."""
     ordered = sorted(chunks, key=lambda chunk: chunk.offset)
     digest = hashlib.sha256("".join(f"{c.offset}{c.shape}{c.sha256}\n" for c in ordered).encode()).hexdigest()
     return TensorEntry(tuple(shape), str(dtype).removeprefix("torch."), placement, digest, tuple(ordered))
@@ -273,7 +278,7 @@ def tensor_entry(
 def dtype_of(name: str) -> torch.dtype:
     """torch.bfloat16 for "bfloat16".
 
-    ValueError for what is no dtype, or a dtype whose elements are not plain (qint8, int4).
+    Raises ValueError if the name is no dtype, or a dtype whose elements are not plain (qint8, int4).
     """
     dtype = getattr(torch, name, None) if _DTYPE.fullmatch(name) else None
     if not isinstance(dtype, torch.dtype):
@@ -291,13 +296,13 @@ def verify(
     names: Collection[str] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Problems of the step folder `path`, none if it is whole; each names its file.
+    """The problems of the step folder `path`, each with its file's name; none if the folder is whole.
 
-    share: (i, n) hashes every n-th file, the i-th first, so that n processes can divide the work; None checks
-        sizes only. Sizes are checked for every file.
-    names: check these files only.
-    advance: told the bytes hashed since its last call, from several threads.
-    Files that the manifest does not know only cause a warning.
+    share: (i, n) hashes every n-th file from the i-th on, so that n processes can divide the work; None
+        checks only sizes. Sizes are checked for every file.
+    names: check only these files.
+    advance: called with the number of bytes hashed since its last call, from several threads.
+    Files that the manifest does not list only cause a warning.
     """
     path = Path(path)
     try:
@@ -347,7 +352,7 @@ def _digest(file: Path, advance: Callable[[int], None] | None) -> str:
 def stamp(path: Path) -> tuple | None:
     """Name, size, time and inode of every file; None if the folder cannot be read.
 
-    What was verified under a stamp need not be read again under the same one.
+    A folder that was verified need not be read again while its stamp is the same.
     """
     try:
         stats = [(entry.name, entry.stat()) for entry in os.scandir(path)]
@@ -371,9 +376,9 @@ def write_chunk(file: HashedFile, tensor: Tensor, offset: tuple[int, ...]) -> Ch
 
 
 class _Window(io.RawIOBase):
-    """`size` bytes of a file from `at` on, as a file of its own.
+    """`size` bytes of a file from `at` on, presented as a file.
 
-    torch.load fills the tensor from it, with no copy between.
+    torch.load reads from it directly into the tensor, without an intermediate copy.
     """
 
     def __init__(self, file: io.FileIO, at: int, size: int):
@@ -398,15 +403,15 @@ class _Window(io.RawIOBase):
         self._file.seek(self._at + self._position)
         filled = 0
         while filled < len(view) and (count := self._file.readinto(view[filled:])):
-            filled += count  # Linux reads 2 GiB at most at once, and torch asks once
+            filled += count  # Linux reads at most 2 GiB in one call, and torch makes only one
         self._position += filled
         return filled
 
 
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """The chunk as a CPU tensor, checked against shape, dtype and hash.
+    """The chunk as a CPU tensor, checked against its shape, dtype and hash.
 
-    CheckpointError names file and byte where it differs.
+    Raises CheckpointError, which names file and byte, if the chunk differs.
     """
     where = f"{folder / chunk.file} at byte {chunk.at}"
     try:
@@ -414,7 +419,7 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         with open(folder / chunk.file, "rb", buffering=0) as file:
             window = cast(IO[bytes], _Window(file, chunk.at, chunk.size))
             tensor = torch.load(window, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever the bytes provoke
+    except Exception as error:  # damaged bytes make torch.load raise errors of any kind
         raise CheckpointError(f"{where}: unreadable: {type(error).__name__}: {error}") from error
     if type(tensor) is not Tensor or tensor.dtype != dtype or tuple(tensor.shape) != chunk.shape:
         raise CheckpointError(f"{where}: holds something else than {dtype} of shape {chunk.shape}")

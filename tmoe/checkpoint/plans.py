@@ -1,4 +1,4 @@
-"""Plans of the offline tools: a step for other ranks, the mean of steps, and what each plan has in common.
+"""Plans of the offline tools: a step for other ranks, the mean of steps, and the parts common to all plans.
 
 next: checkpoint/rewrite.py
 """
@@ -37,7 +37,7 @@ from tmoe.config.model import STEPS_READ
 from tmoe.parallel.layout import BUFFERS, Box, Layout, lay_out
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
-CAST = ("model.", "ema.")  # what --dtype casts; moments and step counts keep their type
+CAST = ("model.", "ema.")  # prefixes of what --dtype casts; moments and step counts keep their type
 
 
 # ---- reshard ----
@@ -46,9 +46,10 @@ CAST = ("model.", "ema.")  # what --dtype casts; moments and step counts keep th
 def plan_reshard(src: Path, axes: Axes, dtype: str | None = None, only: Sequence[str] = ()) -> Plan:
     """Plan of `reshard` for ranks of these axes.
 
-    ValueError: ep does not divide the experts, or nothing is left. CheckpointError: src is damaged.
+    Raises ValueError if ep does not divide the experts, or if no tensor is kept; CheckpointError if src is
+    damaged.
 
-    Generator states stay if the world does; another number of ranks draws other numbers.
+    Generator states are kept if the world size is the same; another number of ranks draws other numbers.
     """
     manifest = read_manifest(src)
     kept = {
@@ -87,7 +88,7 @@ def _resharded(src: Path, entries: dict[str, TensorEntry], output: Output) -> It
 def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
     """Plan of `average`.
 
-    CheckpointError lists every difference in names, shapes, dtypes and model settings.
+    Raises CheckpointError, which lists every difference in names, shapes, dtypes and model settings.
     """
     manifests = [read_manifest(step) for step in steps]
     first = manifests[0]
@@ -102,7 +103,7 @@ def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
         }
         for m in manifests
     ]
-    # Training keeps no moving average of buffers: the steps' own values are taken.
+    # Training keeps no moving average of buffers, so the steps' own values are used.
     for entries, m in zip(sources, manifests, strict=True):
         entries |= {
             name: entry for name, entry in m.tensors.items() if ema and entries and BUFFERS.fullmatch(name)
@@ -155,9 +156,9 @@ def _differences(
 
 
 def _model_settings(manifest: Manifest) -> dict[str, Any]:
-    """Model settings by dotted name, without those that only training reads.
+    """Model settings by dotted name, without the settings that only training reads.
 
-    Runs may change those between two steps.
+    A run may change those between two steps.
     """
     config = manifest.info.get("config")
     model = config.get("model") if isinstance(config, dict) else None
@@ -168,7 +169,7 @@ def _model_settings(manifest: Manifest) -> dict[str, Any]:
 
 
 def _layout_of(entry: TensorEntry) -> Layout:
-    """The layout that a tensor already has. The ranks are in the names of its files."""
+    """The layout that a tensor already has. Its ranks are read from the names of its files."""
     ranks = [re.match(r"__(\d+)_", chunk.file) for chunk in entry.chunks]
     boxes = zip(ranks, entry.chunks, strict=True)
     return Layout(
@@ -184,8 +185,8 @@ def _averaged(sources: list[tuple[Path, dict[str, TensorEntry]]], output: Output
 def _mean(readers: list[Iterator[Tensor]], box: Box, dtype: torch.dtype) -> Tensor:
     """The mean of the same box in several steps.
 
-    Summed in fp64, where the sum of a few fp32 numbers is exact or nearly so, and rounded to fp32. Narrower
-    types are rounded from fp32.
+    The sum is computed in fp64, where a sum of a few fp32 numbers is exact or nearly exact, and rounded to
+    fp32. Narrower types are rounded from fp32.
     """
     total = torch.zeros(box.shape, dtype=torch.float64)
     for reader in readers:
@@ -208,9 +209,9 @@ def with_history(
     origin: dict[str, Any],
     info: dict[str, Any] | None = None,
 ) -> Plan:
-    """A plan whose result says where it comes from, after what its source said of itself.
+    """A plan whose result records its origin, after the history that its source recorded.
 
-    info: facts of the result; None: those of the source.
+    info: facts of the result; None: the facts of the source.
     """
     history = manifest.info.get("history")
     told = {"history": [*(history if isinstance(history, list) else ()), origin]}
@@ -221,18 +222,18 @@ def with_history(
 
 
 def origin_of(tool: str, steps: Sequence[Path], **options: Any) -> dict[str, Any]:
-    """What a result records of its making: tool, options, step folders and the hashes of their manifests."""
+    """The record of how a result was made: tool, options, step folders and the hashes of their manifests."""
     digests = [hashlib.sha256((step / files.NAME).read_bytes()).hexdigest() for step in steps]
     sources = [dict(path=str(step), sha256=digest) for step, digest in zip(steps, digests, strict=True)]
     return dict(tool=tool, sources=sources) | options
 
 
 def check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) -> None:
-    """Refuse missing and truncated files before the first byte is written.
+    """Raises CheckpointError for missing and truncated files before the first byte is written.
 
     Flipped bits are found later, when a chunk is read and thereby hashed.
-    Files of tensors that are not needed may be damaged: the weights of a step can be rescued when its
-    optimizer state is lost.
+    Files of tensors that are not needed may be damaged: this rescues the weights of a step whose optimizer
+    state is lost.
     """
     needed = {chunk.file for entry in entries.values() for chunk in entry.chunks}
     if problems := files.verify(src, share=None, names=needed):
@@ -240,7 +241,7 @@ def check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) 
 
 
 def carry_out(plan: Plan, sources: Sequence[Path], dst: Path, dry_run: bool) -> None:
-    """Check the plan against the disk, then write `dst`, or with dry_run only say what would be written."""
+    """Check the plan against the disk, then write `dst`; with dry_run only say what would be written."""
     require_outside(dst, sources)
     needed, free = check_space(plan, dst)
     ranks = {

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a step folder, and what changes if it does.
+"""Whether a run may continue from a step folder, and what changes if it does.
 
 next: checkpoint/rewrite.py
 """
@@ -19,14 +19,14 @@ from tmoe.config.renamed import with_new_names
 from tmoe.config.run import Config
 from tmoe.config.same import as_flags, build_config, differences
 
-GROUPS = ("data", "optim", "sft", "preference", "grpo")  # sections whose changes a resumed run names
+GROUPS = ("data", "optim", "sft", "preference", "grpo")  # sections whose changed settings a note lists
 
 
 def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
-    """MismatchError with every setting by which a step's model computes something else than `model_cfg`.
+    """Raises MismatchError with every setting by which a step's model computes otherwise than `model_cfg`.
 
-    Tensors of equal shapes do not reveal another top-k, norm or RoPE. Passes where the step does not say what
-    its model was.
+    Tensors of equal shapes do not reveal another top-k, norm or RoPE. If the step does not record its model's
+    settings, nothing is raised.
     """
     config = read_manifest(step_dir).info.get("config")
     if isinstance(config, dict) and isinstance(settings := config.get("model"), dict):
@@ -39,23 +39,24 @@ def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
 
 
 def counts_of(step_dir: Path) -> tuple[int, int] | None:
-    """Steps and tokens of the run that a step folder is of; None where it does not say them."""
+    """Steps and tokens of the run up to this step folder; None if the folder does not record them."""
     counts: list[Any] = [read_manifest(step_dir).state.get(name) for name in ("step", "tokens")]
     return (counts[0], counts[1]) if all(fits(n, int) and 0 <= n < 2**63 for n in counts) else None
 
 
 def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers: int) -> list[str]:
-    """require_same_model, and ConfigError where this run keeps another kind of state than the step holds.
+    """Calls require_same_model, and raises ConfigError if this run keeps another kind of state than the step.
 
-    data: `Dataset.facts()` of this run. readers: `Axes.readers` of this run.
-    Returns, a line each, what the run may change but seldom wants to (the data, the seed, the types and
-    lengths of numbers, the size of a step, the optimizer), and that no step is left to do.
+    data: `Dataset.facts()` of this run.
+    readers: `Axes.readers` of this run.
+    Returns one line for each difference that is allowed but seldom wanted (the data, the seed, the types and
+    lengths of numbers, the size of a step, the optimizer), and one line if no step is left to do.
     """
     require_same_model(step_dir, cfg.model)
     manifest = read_manifest(step_dir)
     step, tokens = _require_state(step_dir, manifest, cfg)
     before = manifest.info.get("data")
-    says = isinstance(before, dict) and before.keys() >= data.keys()  # older steps do not say
+    says = isinstance(before, dict) and before.keys() >= data.keys()  # older steps do not record them
     before = {name: before[name] for name in data} if says else data
     _require_same_text(step_dir, manifest, cfg, before, data)
 
@@ -69,29 +70,29 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
         noted.append(f"{a_step:,} tokens a step (were {of_one:,.0f})")
     named = any(name.startswith(("data.", "train.seq")) for name, *_ in changed)
     if not named and before != data:
-        noted.append(f"the data has changed, so it is shuffled anew: {data['is']} (was {before['is']})")
+        noted.append(f"the data has changed, so it is shuffled again: {data['is']} (was {before['is']})")
     if not cfg.load_optim:
-        noted.append("--no-load-optim: the optimizer starts anew")
+        noted.append("--no-load-optim: the optimizer starts from its initial state")
     if cfg.init:
-        noted.append(f"--init={cfg.init}: not read, for {step_dir} goes on")
+        noted.append(f"--init={cfg.init}: not read, because {step_dir} is resumed")
     if not goes_on and not cfg.eval_only:
         noted.append(
-            f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to go on"
+            f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to continue"
         )
     return noted
 
 
 def _anew(step_dir: Path) -> str:
-    """The end of a message: another way to use the step."""
-    return f"; start anew from its weights with {Setting('init')} {step_dir}"
+    """The end of an error message: another way to use the step."""
+    return f"; start a new run from its weights with {Setting('init')} {step_dir}"
 
 
 def _require_state(step_dir: Path, manifest: Manifest, cfg: Config) -> tuple[int, int]:
-    """Steps and tokens of the step; ConfigError where it lacks state that this run needs, or has more."""
+    """Steps and tokens of the step; raises ConfigError if it lacks state that this run needs, or has more."""
     run = Section(cfg)
     other = _anew(step_dir)
     held = {name.partition(".")[0] for name in manifest.tensors}
-    anyway = f"; go on with new moments with {Setting('load_optim', False)}, or{other[1:]}"
+    anyway = f"; continue with new moments with {Setting('load_optim', False)}, or{other[1:]}"
     lacks = f"{step_dir} holds no optimizer state{anyway}"
     run.require("optim" in held or not cfg.load_optim, "resume", lacks)
     counts = counts_of(step_dir) if isinstance(manifest.state.get("guard"), dict) else None
@@ -112,7 +113,7 @@ def _require_state(step_dir: Path, manifest: Manifest, cfg: Config) -> tuple[int
 def _require_same_text(
     step_dir: Path, manifest: Manifest, cfg: Config, before: dict[str, Any], data: dict[str, Any]
 ) -> None:
-    """ConfigError unless ids mean the same text as before, and conversations are written as before.
+    """Raises ConfigError unless ids mean the same text and conversations are written the same way as before.
 
     before, data: facts of the step's data and of this run's.
     """
@@ -133,32 +134,35 @@ def _require_same_text(
 
 
 def _changed(was: Any, cfg: Config, goes_on: bool) -> list[tuple[str, Any, Any]]:
-    """(flag, old, new) of each setting that may change and did; was: settings of the step's run, as JSON."""
+    """(flag, old, new) for each setting that may differ from the step's and does.
+
+    was: settings of the step's run, as JSON.
+    """
     now = json.loads(json.dumps(asdict(cfg), default=str))
     by_hash = ("data.tokenizer", "data.new_tokenizer", "data.chat_template")  # compared by _require_same_text
     names = [f"{group}.{name}" for group in GROUPS for name in now[group]]
     names = [name for name in names if name not in by_hash]
     names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
     names += ["train.seq", "train.dtype", "train.float8", "seed"]
-    names += ["steps"] if goes_on else []  # the learning rates depend on it
+    names += ["steps"] if goes_on else []  # the learning rates depend on the number of steps
     pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]
     return [(name, old, new) for name, old, new in pairs if old is not None and old != new]
 
 
 def _tokens_of_a_step(was: Any, world: int, counted: float) -> float:
-    """Tokens of a step of the run with settings `was` on `world` ranks; else `counted`, by its counts."""
+    """Tokens of a step in a run with settings `was` on `world` ranks; `counted` if the settings lack them."""
     sizes = [_setting(was, f"train.{name}") for name in ("batch", "accumulate", "seq")]
     return math.prod([*sizes, _readers(was, world)]) if all(fits(n, int) for n in sizes) else counted
 
 
 def _readers(config: Any, world: int) -> int:
-    """How many ranks, or groups of them, read sequences of their own in a run of these settings."""
+    """How many ranks, or groups of ranks, read their own sequences in a run with these settings."""
     parts = [_setting(config, f"parallel.{name}") for name in ("tp", "cp", "pp")]
     return world // math.prod(n for n in parts if fits(n, int) and n > 0)
 
 
 def _setting(config: Any, name: str) -> Any:
-    """A setting of a config's nested JSON, by its dotted name; None where there is none."""
+    """A setting of a config's nested JSON, by its dotted name; None if it is missing."""
     for part in name.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config
@@ -167,7 +171,7 @@ def _setting(config: Any, name: str) -> Any:
 def started_from(step_dir: Path) -> str:
     """The --init of the run that a step folder belongs to.
 
-    "" for new weights. `export` takes it for the original.
+    "" means new weights. `export` uses the result as the original folder.
     """
     config = read_manifest(step_dir).info.get("config")
     return str(config.get("init") or "") if isinstance(config, dict) else ""

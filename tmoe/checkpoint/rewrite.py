@@ -1,13 +1,14 @@
-"""Write a step folder from tensors that stream by, on one machine and without a process group.
+"""Writes a step folder from a stream of tensors, on one machine and without a process group.
 
-A rewrite can be resumed: the tensors are divided into groups. A group is written into `DST.partial/group-I`,
-one file for each rank of the new world. Its own manifest, written last, says that it is done. A killed
-rewrite keeps the finished groups, and the same command writes the others. When all are there, they are read
-back and hashed, moved into one folder and described by one manifest. Then the folder gets its name.
+A rewrite can be resumed. The tensors are divided into groups. A group is written into `DST.partial/group-I`,
+one file for each rank of the new world; its own manifest is written last and marks the group as done. After a
+kill, the finished groups are kept, and the same command writes the missing groups. When all are done, they
+are read back and hashed, moved into one folder and described by one manifest. Then the folder gets its name.
 
-Memory: a worker holds the chunks that the next boxes of one tensor still need, one box, and its copy or fp64
-sum. Measured: 2.5 tensors in a reshard and 5 in an average. Hashing is what takes the time (of contents read
-and written, of files written and read back). So groups are written in parallel, as many as fit into MEMORY.
+Memory: a worker holds the chunks that the next boxes of one tensor still need, one box, and a copy of the box
+or its fp64 sum. Measured: 2.5 tensors in a reshard and 5 in an average. Most time is spent on hashing
+(contents read and written, files written and read back), so groups are written in parallel, as many as fit
+into MEMORY.
 
 next: parallel/layout.py, checkpoint/manifest.py
 """
@@ -59,17 +60,20 @@ from tmoe.checkpoint.manifest import (
 )
 from tmoe.parallel.layout import Box
 
-Advance = Callable[[int], None]  # told of bytes done since its last call, by any thread
-MEMORY = 8 << 30  # bytes that all workers together may hold, unless one alone needs more
-# What a killed rewrite leaves in its work folder.
+Advance = Callable[[int], None]  # called with the bytes done since its last call, by any thread
+MEMORY = 8 << 30  # most bytes that all workers together may hold, unless a single worker needs more
+# Names that a killed rewrite may leave in its work folder.
 OURS = re.compile(r"(group-\d+/)?(__\d+_\d+\.distcp|manifest\.json)|\.metadata|group-\d+/")
-# Bytes of a box beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata.
+# Bytes of a box besides its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata.
 FRAME = 4096
 
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to write. boxes: which rank of the new world holds which part; each element is in one box."""
+    """A tensor to write. boxes: the part that each rank of the new world holds.
+
+    Each element is in one box.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -86,10 +90,10 @@ class Output:
 class Plan:
     """What to write.
 
-    produce: produce(output) yields the contents of output.boxes in their order, CPU tensors of output.dtype.
-    manifest: the result's, apart from files, tensors and saved_ns.
-    sources: whatever else decides the contents (hashes of what is read), so that a rewrite never goes on with
-        what another one left.
+    produce: produce(output) yields the contents of output.boxes in order, as CPU tensors of output.dtype.
+    manifest: the result's manifest, without files, tensors and saved_ns.
+    sources: everything else that determines the contents (hashes of the inputs), so that a rewrite never
+        continues the remains of a different one.
     """
 
     outputs: tuple[Output, ...]
@@ -99,18 +103,20 @@ class Plan:
 
     @cached_property
     def key(self) -> str:
-        """Equal for plans that write the same: it tells whether a finished group belongs to this plan."""
+        """Equal for plans that write the same; it shows whether a finished group belongs to this plan."""
         return hashlib.sha256(repr((self.outputs, self.manifest, self.sources)).encode()).hexdigest()
 
 
 def rewrite(plan: Plan, dst: Path) -> None:
-    """Write the step folder `dst`, or go on with what a killed call left in `dst.partial`.
+    """Write the step folder `dst`, or continue what a killed call left in `dst.partial`.
 
-    The name appears when everything is verified. Raises, and leaves dst absent and finished groups in place:
-    CheckpointError where dst exists, dst.partial holds what no rewrite left there, or space is too small (all
-        before the first byte), where another process writes it, or what was written does not read back;
+    The name appears when everything is verified. If an error is raised, dst is not written, and finished
+    groups are kept:
+    CheckpointError, before the first byte, if dst exists, if dst.partial holds files that no rewrite left
+        there, or if there is too little space; later, if another process writes it, or if what was written
+        does not read back;
     OSError that names the file;
-    whatever produce raises.
+    any error that produce raises.
     """
     groups = divide(plan)
     key = plan.key
@@ -127,9 +133,9 @@ def rewrite(plan: Plan, dst: Path) -> None:
 
 
 def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
-    """(bytes still to be written at most, bytes free).
+    """(most bytes still to be written, bytes free).
 
-    CheckpointError if dst exists, dst.partial holds files of something else, or the bytes do not fit.
+    Raises CheckpointError if dst exists, dst.partial holds other files, or the bytes do not fit.
     """
     require_absent(dst)
     require_ours(dst, OURS.fullmatch)
@@ -141,7 +147,7 @@ def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
 
 
 def room_for(needed: int, dst: Path) -> tuple[int, int]:
-    """(needed, bytes free where dst is to be); CheckpointError if they do not fit."""
+    """(needed, bytes free on the disk of dst); raises CheckpointError if they do not fit."""
     parent = next(parent for parent in dst.absolute().parents if parent.exists())
     free = shutil.disk_usage(parent).free
     if needed > free:
@@ -157,18 +163,18 @@ def require_absent(dst: Path) -> None:
 
 
 def require_outside(dst: Path, sources: Sequence[Path]) -> None:
-    """ValueError if dst lies in one of the step folders that it is made from."""
+    """Raises ValueError if dst lies inside one of the step folders that it is made from."""
     if inside := [src for src in sources if src.resolve() in Path(os.path.realpath(dst)).parents]:
         raise ValueError(
-            f"{dst}: lies inside {inside[0]}, and would go when that step goes; name a folder beside it"
+            f"{dst}: lies inside {inside[0]}, and would be removed with that step; name a folder outside it"
         )
 
 
 def require_ours(dst: Path, is_ours: Callable[[str], object]) -> None:
-    """CheckpointError if `dst.partial` holds a name that this tool does not leave there.
+    """Raises CheckpointError if `dst.partial` holds a name that this tool does not leave there.
 
-    is_ours: told a path inside the folder, with / at its end if it is a folder. All of `dst.partial` may be
-    removed, so it must hold no file of the user's.
+    All of `dst.partial` may be removed, so it must hold no file of the user's.
+    is_ours: called with a path relative to the folder, with / at its end for a folder.
     """
     work = work_folder(dst)
     if os.path.lexists(work) and not work.is_dir():
@@ -192,7 +198,8 @@ def work_folder(dst: Path) -> Path:
 def divide(plan: Plan) -> list[list[Output]]:
     """Groups of tensors of about equal bytes.
 
-    As many as a rank's files would be if training had saved (checkpoint/dcp.py).
+    The number of groups is the number of files that a rank would have if training had saved them
+    (checkpoint/dcp.py).
     """
     per_rank = sum(output.nbytes for output in plan.outputs) // plan.manifest.world
     count = min(shards.WRITERS, 1 + per_rank // shards.SMALL)
@@ -207,7 +214,7 @@ def divide(plan: Plan) -> list[list[Output]]:
 
 @contextmanager
 def locked(dst: Path) -> Iterator[Path]:
-    """The work folder, held by this process alone. If the process is killed, the lock is released."""
+    """The work folder, locked by this process alone. If the process is killed, the lock is released."""
     work = work_folder(dst)
     work.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(work, os.O_RDONLY)
@@ -216,29 +223,29 @@ def locked(dst: Path) -> Iterator[Path]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"{work}: another process is writing it") from None
-        require_absent(dst)  # another process may have finished since this one looked
+        require_absent(dst)  # another process may have finished since the last check
         yield work
     finally:
         os.close(descriptor)
         with suppress(OSError):
-            work.rmdir()  # if nothing in it is worth keeping
+            work.rmdir()  # fails, and is left, if the folder holds anything
 
 
 @contextmanager
 def keeping(dst: Path) -> Iterator[None]:
-    """Around the work on `dst`: errors say that what is finished is kept."""
+    """Surrounds the work on `dst`: an error also says that the finished part is kept."""
     try:
         yield
     except (CheckpointError, OSError) as error:
         kept = work_folder(dst)
-        goes_on = f"; {kept} keeps what is finished, the same command goes on" if kept.exists() else ""
+        goes_on = f"; {kept} keeps what is finished, the same command continues" if kept.exists() else ""
         raise CheckpointError(f"{error}{goes_on}") from error
 
 
 def _is_done(part: Path, key: str) -> bool:
-    """Whether a group was finished by this very plan.
+    """Whether a group was finished by exactly this plan.
 
-    Checks sizes only: its contents are hashed with all others at the end.
+    Only sizes are checked: the contents of all groups are hashed at the end.
     """
     try:
         return read_manifest(part).info == {"plan": key} and not verify(part, share=None)
@@ -247,7 +254,7 @@ def _is_done(part: Path, key: str) -> bool:
 
 
 def _clear(dst: Path, keep: list[Path]) -> None:
-    """Remove what is in the work folder, apart from the groups to `keep`."""
+    """Remove everything in the work folder except the groups to `keep`."""
     require_ours(dst, OURS.fullmatch)  # again, now that no other process can write here
     for path in set(work_folder(dst).iterdir()) - set(keep):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -257,14 +264,15 @@ def _clear(dst: Path, keep: list[Path]) -> None:
 
 
 def _write_groups(plan: Plan, groups: list[list[Output]], parts: list[Path]) -> None:
-    """Write the groups that are not there yet, in parallel.
+    """Write the missing groups in parallel.
 
-    If one fails, the others stop at their next box.
+    If one fails, all other jobs stop at their next box.
     """
     todo = [number for number, part in enumerate(parts) if not part.exists()]
     largest = max((output.nbytes for number in todo for output in groups[number]), default=1)
     workers = max(1, min(shards.WRITERS, os.cpu_count() or 1, MEMORY // (5 * largest + 1)))
-    # A worker has a file of every rank open; the usual soft limit of 1024 would end 8 workers at 128 ranks.
+    # A worker opens a file for every rank; with 128 ranks, 8 workers would exceed the usual soft limit of
+    # 1024.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     total = sum(output.nbytes for number in todo for output in groups[number])
     stop = threading.Event()
@@ -280,13 +288,13 @@ def _write_groups(plan: Plan, groups: list[list[Output]], parts: list[Path]) -> 
             for job in as_completed(jobs):
                 job.result()
         except BaseException:
-            stop.set()  # the others end at their next box
+            stop.set()  # all other jobs end at their next box
             pool.shutdown(cancel_futures=True)
             raise
 
 
 def _write_group(plan: Plan, outputs: list[Output], number: int, part: Path, tell: Advance) -> None:
-    """Write one group's folder: a file a rank, then the manifest that says it is done."""
+    """Write one group's folder: one file for each rank, then the manifest that marks the group as done."""
     part.mkdir()
     try:
         opened: dict[int, disk.HashedFile] = {}
@@ -305,7 +313,7 @@ def _write_group(plan: Plan, outputs: list[Output], number: int, part: Path, tel
         files.write_manifest(part, done)
         disk.sync_folder(part)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)  # makes room for the next attempt
+        shutil.rmtree(part, ignore_errors=True)  # frees the space for the next attempt
         raise
 
 
@@ -317,10 +325,10 @@ def _write_tensor(
     for box in output.boxes:
         tensor = next(contents)
         if (tuple(tensor.shape), tensor.dtype) != (box.shape, output.dtype):
-            raise TypeError(f"{output.name}: {tensor.dtype} {tuple(tensor.shape)} came for {box}")
+            raise TypeError(f"{output.name}: {tensor.dtype} {tuple(tensor.shape)} was produced for {box}")
         chunks.append(files.write_chunk(shard(box.rank), tensor, box.offset))
         tell(tensor.nbytes)
-        del tensor  # so that it is not held while the next one is read
+        del tensor  # frees it before the next one is read
     return files.tensor_entry(output.shape, output.dtype, output.placement, chunks)
 
 
@@ -365,7 +373,7 @@ def _publish(plan: Plan, parts: list[Path], work: Path, dst: Path) -> None:
 def read_boxes(folder: Path, entry: TensorEntry, boxes: tuple[Box, ...]) -> Iterator[Tensor]:
     """The contents of `boxes`, in their order.
 
-    Each chunk that they touch is read and checked once, and released after its last box.
+    Each chunk that overlaps a box is read and checked once, and released after its last box.
     """
     start = np.array([chunk.offset for chunk in entry.chunks]).reshape(len(entry.chunks), len(entry.shape))
     end = start + np.array([chunk.shape for chunk in entry.chunks]).reshape(start.shape)
@@ -384,7 +392,7 @@ def read_boxes(folder: Path, entry: TensorEntry, boxes: tuple[Box, ...]) -> Iter
         for index in indices:
             if last[index] == i:
                 del held[index]
-        yield content.pop()  # so that this frame keeps no reference
+        yield content.pop()  # so that this frame keeps no reference to the tensor
 
 
 def read_whole(folder: Path, entry: TensorEntry) -> Tensor:
@@ -393,7 +401,7 @@ def read_whole(folder: Path, entry: TensorEntry) -> Tensor:
 
 
 def _assemble(box: Box, parts: list[tuple[Chunk, Tensor]], dtype: torch.dtype) -> Tensor:
-    """The box from the chunks that cover it. It is a view if one chunk covers it all."""
+    """The box, made from the chunks that cover it. It is a view if a single chunk covers it."""
     if len(parts) == 1:
         return _common(box, *parts[0])[1]
     whole = torch.empty(box.shape, dtype=dtype)
@@ -404,7 +412,7 @@ def _assemble(box: Box, parts: list[tuple[Chunk, Tensor]], dtype: torch.dtype) -
 
 
 def _common(box: Box, chunk: Chunk, tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
-    """What box and chunk share: where in the box, and the elements."""
+    """The intersection of box and chunk: its slices in the box, and its elements."""
     sides = list(zip(box.offset, box.shape, chunk.offset, chunk.shape, strict=True))
     spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
     target = tuple(slice(low - a, high - a) for (low, high), a in zip(spans, box.offset, strict=True))
@@ -418,9 +426,9 @@ def size_on_disk(folder: Path) -> int:
 
 @contextmanager
 def bar(text: str, total: int) -> Iterator[Advance]:
-    """A bar of bytes on stderr if that is a terminal.
+    """A progress bar of bytes on stderr if that is a terminal.
 
-    Yields a function that adds bytes done, from any thread.
+    Yields a function that adds the bytes done; any thread may call it.
     """
     console = Console(stderr=True)
     columns = (

@@ -1,8 +1,8 @@
-"""Folders that stock torch.distributed.checkpoint wrote: description, read without trust, and tensors.
+"""Reads folders that stock torch.distributed.checkpoint wrote, without trust: description and tensors.
 
-`.metadata` is a pickle. Here it is read by an unpickler that knows the few names that such a file needs, and
-gives inert values for them: nothing of torch or of the file runs. Any other name is refused. The same file of
-several ranks that saved without collectives (`__0.metadata`, `__1.metadata`) is read as one.
+`.metadata` is a pickle. The unpickler of this file knows only the few names that a checkpoint needs, and
+replaces each by an inert value: no code of torch or of the file runs. Any other name is refused. If several
+ranks saved without collectives, their files (`__0.metadata`, `__1.metadata`) are merged into one description.
 
 next: manifest.py
 """
@@ -27,11 +27,11 @@ from tmoe.checkpoint.manifest import CheckpointError
 
 METADATA = ".metadata"
 MEGATRON = "metadata.json"
-PAIRWISE = 4096  # chunks of a tensor up to which overlaps are looked for
+PAIRWISE = 4096  # most chunks of a tensor for which overlaps are looked for
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, and where its bytes lie."""
+    """A box of a tensor, and the position of its bytes."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -55,9 +55,9 @@ class Stored:
 
 
 class StockFolder:
-    """The tensors of a folder, by name. CheckpointError for what is missing, malformed or not allowed.
+    """The tensors of a folder, by name. CheckpointError if something is missing, malformed or not allowed.
 
-    objects: names of what was saved that is no tensor; it is never read.
+    objects: names of the saved objects that are not tensors; they are never read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,9 +83,9 @@ class StockFolder:
             _require_whole(path, stored)
 
     def read(self, name: str, row: int | None = None) -> Tensor:
-        """A whole tensor, or one row of its first dimension, for which only the chunks that have it are read.
+        """Reads a whole tensor, or one row of its first dimension, for which only the row's chunks are read.
 
-        CheckpointError where the bytes are not what the description says.
+        Raises CheckpointError if the bytes do not match the description.
         """
         stored = self.tensors[name]
         rows = stored.shape[:1] if row is None else (1,)
@@ -110,7 +110,7 @@ class StockFolder:
             raise CheckpointError(f"{where}: truncated: {len(raw)} of {chunk.length} bytes are there")
         try:
             tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-        except Exception as error:  # many kinds, of zip, pickle and torch
+        except Exception as error:  # zip, pickle and torch raise many kinds
             raise CheckpointError(f"{where}: damaged: {str(error).splitlines()[0][:200]}") from None
         good = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         if not good or tensor.dtype != stored.dtype or tensor.numel() != math.prod(chunk.shape):
@@ -123,14 +123,14 @@ class StockFolder:
         return tensor.detach().reshape(chunk.shape)
 
     def stamps(self) -> tuple[str, ...]:
-        """What changes when a file does."""
+        """Strings that change when a file of the folder changes: name, size and time of each."""
         files = sorted({chunk.file for stored in self.tensors.values() for chunk in stored.chunks})
         stats = ((name, (self.path / name).stat()) for name in files)
         return tuple(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
 
 
 def backend_of(path: Path) -> str:
-    """The format of a checkpoint folder of Megatron: torch_dist, zarr, ...; "" where the folder is none."""
+    """The format of a Megatron checkpoint folder: torch_dist, zarr, ...; "" if it is not Megatron's."""
     try:
         told: Any = json.loads((path / MEGATRON).read_text())
         return str(told["sharded_backend"])
@@ -142,7 +142,7 @@ def backend_of(path: Path) -> str:
 
 
 class Held:
-    """What stands for an object of a description: its arguments and attributes, and nothing else."""
+    """An inert stand-in for an object of a description: holds only the object's arguments and attributes."""
 
     args: tuple = ()
     state: Any = None
@@ -191,7 +191,7 @@ ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives inert values for the names in ALLOWED and for torch's dtypes; refuses every other."""
+    """Replaces the names in ALLOWED by inert values and allows torch's dtypes; refuses every other name."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         super().__init__(file)
@@ -207,19 +207,19 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _description(file: Path) -> tuple[dict[str, Stored], set[str]]:
-    """Tensors of a .metadata file, and the names of what are no tensors."""
+    """The tensors of a .metadata file, and the names of the entries that are not tensors."""
     try:
         with open(file, "rb") as stream:
             told = _Unpickler(stream, file).load()
         return _tensors(told)
     except (CheckpointError, OSError):
         raise
-    except Exception as error:  # a pickle can raise anything
+    except Exception as error:  # a pickle can raise any kind
         raise CheckpointError(f"{file}: malformed: {type(error).__name__}: {str(error)[:200]}") from None
 
 
 def _tensors(told: Any) -> tuple[dict[str, Stored], set[str]]:
-    """As _description. ValueError for what does not describe tensors."""
+    """The result of _description, from the unpickled object. ValueError if it does not describe tensors."""
     if type(told).__name__ != "Metadata" or not isinstance(told, Held):
         raise ValueError("holds no Metadata")
     places: dict[tuple[str, tuple[int, ...] | None], Held] = {}
@@ -260,14 +260,14 @@ def _chunk(name: str, told: Held, places: dict[tuple[str, tuple[int, ...] | None
 
 
 def _sizes(told: Any) -> tuple[int, ...]:
-    """Whole numbers from 0 on. ValueError for any other value."""
+    """The sizes as a tuple of whole numbers >= 0. Raises ValueError for any other value."""
     if not isinstance(told, tuple | list) or not all(type(n) is int and 0 <= n < 2**62 for n in told):
         raise ValueError(f"{told!r} are no sizes")
     return tuple(told)
 
 
 def _joined(before: Stored | None, now: Stored, file: Path) -> Stored:
-    """A tensor that the descriptions of several ranks have parts of."""
+    """A tensor whose parts are described by several ranks: the chunks of `before` and `now`."""
     if before is None:
         return now
     if (before.dtype, before.shape) != (now.dtype, now.shape):
@@ -278,7 +278,7 @@ def _joined(before: Stored | None, now: Stored, file: Path) -> Stored:
 
 
 def _require_whole(path: Path, stored: Stored) -> None:
-    """CheckpointError unless the chunks lie in the tensor and cover each element once."""
+    """Raises CheckpointError unless the chunks lie inside the tensor and cover each element once."""
     rank = len(stored.shape)
     inside = all(
         len(c.offset) == len(c.shape) == rank
@@ -289,7 +289,7 @@ def _require_whole(path: Path, stored: Stored) -> None:
     if not inside or held != math.prod(stored.shape) or _overlap(stored.chunks):
         raise CheckpointError(
             f"{path}: {stored.name} of {stored.shape}: its {len(stored.chunks)} parts hold {held} elements "
-            "and do not cover it once each; where ranks wrote descriptions of their own, all must be there"
+            "and do not cover it once each; if each rank wrote its own description, all must be there"
         )
 
 

@@ -1,4 +1,4 @@
-"""Take checkpoints apart and together on a machine without GPU or process group.
+"""Inspects, verifies, reshards and averages checkpoints on a machine without GPU or process group.
 
     python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000                  what it holds
     python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --tensor NAME    statistics of one tensor
@@ -10,10 +10,10 @@
     python -m tmoe.checkpoint average STEP STEP STEP DST                            mean of the weights
     python -m tmoe.checkpoint average STEP DST --ema                                training's own average
 
-Exit code 0: done; 2: refused, the reason on stderr; 1: failed, interrupted, or found damaged. Memory is that
-of a few tensors.
+Exit code 0: done; 2: refused, with the reason on stderr; 1: failed, interrupted, or damage found. The memory
+needed is that of a few tensors.
 
-This file has the flags. A command imports what computes when it runs, so that --help does not wait for torch.
+This file has the flags. A command imports its computation when it runs, so that --help does not load torch.
 
 next: checkpoint/plans.py, checkpoint/inspect.py
 """
@@ -38,8 +38,8 @@ from tmoe.front import call
 if TYPE_CHECKING:
     from tmoe.checkpoint.rewrite import Advance
 
-WIDTH = 200  # of lines that go into a file or a pipe
-HASHED = 1 << 30  # bytes of a step that `inspect` hashes on its way; of a larger one it looks at sizes alone
+WIDTH = 200  # columns of a line that is written to a file or a pipe
+HASHED = 1 << 30  # most bytes of a step that `inspect` hashes; of a larger step it checks only the sizes
 
 
 # ---- inspect, verify ----
@@ -55,10 +55,10 @@ def inspect(
     """Show the run, settings and tensors of a step folder.
 
     Args:
-        path: a step folder; of a run folder its steps are listed, with their validations
-        tensor: statistics of this tensor instead; its bytes are checked
-        json: print JSON
-        brief: a few lines, with those settings alone that are not the defaults
+            path: a step folder; for a run folder, its steps are listed with their validations
+            tensor: show statistics of this tensor instead; its bytes are checked
+            json: print JSON
+            brief: a few lines, with only the settings that are not the defaults
     """
     from rich.console import Console
 
@@ -73,7 +73,7 @@ def inspect(
     path = folders.resolve(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder; valid: a step folder or a run folder")
-    manifest = files.read_manifest(path)  # what is no step folder is refused, not warned of
+    manifest = files.read_manifest(path)  # a folder that is not a step is refused here, not only warned of
     if problems := files.verify(path, share=(0, 1) if _size(path) <= HASHED else None):
         print(
             listed("warning: this step is not whole, and a run would not use it:", problems), file=sys.stderr
@@ -93,7 +93,7 @@ def inspect(
 
 
 def steps_of(path: Path) -> list[Path]:
-    """The steps of a run folder or of a checkpoints folder, newest first; none of a step folder."""
+    """The steps of a run folder or of a checkpoints folder, newest first; none for a step folder."""
     from tmoe.checkpoint import folders, manifest
 
     if (path / manifest.NAME).exists():
@@ -103,7 +103,7 @@ def steps_of(path: Path) -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    """Bytes of the files of a step folder; 0 of one that is gone."""
+    """Bytes of the files of a step folder; 0 for a folder that is gone."""
     from tmoe.checkpoint import manifest as files
 
     return sum(size for _, size, *_ in files.stamp(path) or ())
@@ -138,9 +138,9 @@ def verify(path: Path, /) -> None:
 
 
 def _problems(step: Path, advance: Advance) -> list[str] | None:
-    """What is wrong with a step; None if the run that owns it removed it meanwhile.
+    """The problems of a step; None if the run that owns it has removed it meanwhile.
 
-    A step that was replaced meanwhile is looked at again.
+    A step that was replaced meanwhile is verified again.
     """
     from tmoe.checkpoint import manifest as files
 
@@ -168,9 +168,9 @@ def reshard(
     only: tuple[Literal["model", "ema", "optim"], ...] = (),
     dry_run: bool = False,
 ) -> None:
-    """Write a step folder again for another number of ranks: each will find its rows in its own files.
+    """Write a step folder again for another number of ranks: each rank will find its rows in its own files.
 
-    Killed, the same command goes on where it was. DST appears when everything is written and verified.
+    If the command is killed, the same command continues. DST appears when everything is written and verified.
 
     Args:
         src: a step folder
@@ -180,7 +180,7 @@ def reshard(
         dtype: cast the weights and their average, to the nearest, ties to even; moments and choice biases
             keep their type
         only: keep these parts; default: all
-        dry_run: say what would be written
+        dry_run: only say what would be written
     """
     from tmoe.checkpoint import folders
     from tmoe.checkpoint.plans import carry_out, plan_reshard
@@ -203,12 +203,12 @@ def average(
     """STEP... DST: write the mean of the weights of several steps, or with --ema the average that training
     kept.
 
-    The result holds weights alone, in the layout of the first step: `train.py --init DST` starts from it.
+    The result holds only weights, in the layout of the first step: `train.py --init DST` starts from it.
 
     Args:
         paths: step folders, then the new folder
-        ema: take each step's moving average (--optim.ema) instead of its weights
-        dry_run: say what would be written
+            ema: use each step's moving average (--optim.ema) instead of its weights
+            dry_run: only say what would be written
     """
     from tmoe.checkpoint import folders
     from tmoe.checkpoint.manifest import read_manifest
@@ -221,9 +221,7 @@ def average(
     carry_out(plan_average(steps, ema), steps, dst, dry_run)
     chats = [read_manifest(step).info.get("chat") for step in steps]
     if others := [str(step) for step, chat in zip(steps, chats, strict=True) if chat != chats[0]]:
-        print(
-            f"{dst}: conversations are written as in {steps[0]}; another way is that of {', '.join(others)}"
-        )
+        print(f"{dst}: conversations are written as in {steps[0]}; they differ in {', '.join(others)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -235,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def commands(what: Any, prog: str, text: str | None, argv: Sequence[str] | None, **more: Any) -> None:
     """Run a command line. An error ends the process with one message.
 
-    what: a function, or functions by subcommand. text: the module's docstring, which --help shows.
+    what: a function, or functions by subcommand.
+    text: the module's docstring, which --help shows.
     """
     with one_message():
         description = (text or "").partition("\nnext:")[0]
@@ -243,6 +242,6 @@ def commands(what: Any, prog: str, text: str | None, argv: Sequence[str] | None,
 
 
 def one_message() -> AbstractContextManager[None]:
-    """Around a command that works on checkpoints: an error ends the process with one message."""
-    stopped = "interrupted; the same command goes on with what was finished"
+    """Surrounds a command that works on checkpoints: an error ends the process with one message."""
+    stopped = "interrupted; the same command continues after what is finished"
     return front.one_message(CheckpointError, RecursionError, interrupted=stopped)

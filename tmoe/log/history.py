@@ -1,4 +1,4 @@
-"""A run's routing over time: read of routing.bin into arrays of bounded size, and summed up in words.
+"""Reads a run's routing over time from routing.bin into arrays of bounded size, and describes it in words.
 
 next: tmoe/log/routing_report.py
 """
@@ -16,17 +16,17 @@ import numpy as np
 from tmoe.log.lines import read_steps
 from tmoe.log.routing_log import Record, read_records
 
-MOST_BINS = 512  # of the load over time: more would not be seen, and a long run's counts fill the memory
-IDLE = 0.05  # an expert with less than this share of an even load is idle
-END = 10  # "first" and "last" in words: a tenth of the records
+MOST_BINS = 512  # bins of the load over time: more cannot be seen, and a long run's counts would fill memory
+IDLE = 0.05  # an expert is idle below this share of an even load
+END = 10  # "first" and "last" in words mean the first and last tenth of the records
 
 
 @dataclass
 class History:
-    """Y here: MoE layers. n: records. Shares are NaN where nothing was routed."""
+    """Numbers of the MoE layers over time. Y: MoE layers. n: records. Shares are NaN without a pair."""
 
     name: str
-    blocks: list[int]  # the block that each MoE layer is of
+    blocks: list[int]  # block number of each MoE layer
     losses: tuple[str, ...]
     steps: np.ndarray  # [n]
     violation: np.ndarray  # [n, Y], fullest expert over the mean, less 1
@@ -42,16 +42,16 @@ class History:
         return float(self.load.sum())
 
     def shares(self) -> np.ndarray:
-        """Each expert's load over the mean of its layer, [bins, Y, E]; 1 is even."""
+        """Each expert's load divided by the mean of its layer, [bins, Y, E]; 1 is even."""
         mean = self.load.mean(-1, keepdims=True)
         return np.divide(self.load, mean, out=np.full_like(self.load, np.nan), where=mean > 0)
 
 
 @dataclass
 class _Bins:
-    """Loads of neighbouring records, added up so that there are never more than MOST_BINS."""
+    """Loads of consecutive records, added up into at most MOST_BINS bins."""
 
-    size: int = 1  # records of a bin
+    size: int = 1  # records in a bin
     loads: list[np.ndarray] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     count: int = 0
@@ -70,9 +70,9 @@ class _Bins:
 
 
 def read_history(run: Path) -> History:
-    """Of a run folder.
+    """The history of a run folder.
 
-    Raises ValueError, which names the folder, where nothing is known of its routers.
+    Raises ValueError, which names the folder, if nothing is recorded of its routers.
     """
     bins = _Bins()
     rows: list[tuple[Any, ...]] = []
@@ -88,7 +88,7 @@ def read_history(run: Path) -> History:
     if shape is None:
         raise ValueError(f"{run}: has no routing.bin with a record; name a run of a model with MoE layers")
     steps, *columns = (np.array(column) for column in zip(*rows, strict=True))
-    losses = tuple(dict.fromkeys(name for known in of_losses for name in known))  # may change when resumed
+    losses = tuple(dict.fromkeys(name for known in of_losses for name in known))  # a resumed run may add some
     unknown = np.full(shape[0], np.nan)
     by_loss = [[known.get(name, unknown) for name in losses] for known in of_losses]
     return History(
@@ -104,7 +104,7 @@ def read_history(run: Path) -> History:
 
 
 def _row(one: Record) -> tuple[Any, ...]:
-    """A record's step, and its numbers by layer."""
+    """A record's step, and its numbers for each layer."""
     counts = one.counts_LE.astype(np.float64)
     sums = counts.sum(1)
     known = np.where(sums > 0, sums, np.nan)
@@ -114,7 +114,7 @@ def _row(one: Record) -> tuple[Any, ...]:
 
 
 def records_of(run: Path) -> Iterator[Record]:
-    """Those of routing.bin; of a run that is older than it, what metrics.jsonl holds."""
+    """The records of routing.bin; for a run older than that file, the ones that metrics.jsonl holds."""
     if (run / "routing.bin").exists():
         yield from read_records(run / "routing.bin")
         return
@@ -133,7 +133,7 @@ def records_of(run: Path) -> Iterator[Record]:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """config.json of a run folder; empty where there is none that can be read."""
+    """The content of a run folder's config.json; empty if the file is missing or unreadable."""
     try:
         config = json.loads((run / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -142,7 +142,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def moe_blocks(config: dict[str, Any], layers: int) -> list[int]:
-    """The number of each MoE layer's block, by the model settings of a config.json."""
+    """The block number of each MoE layer, from the model settings of a config.json."""
     try:
         model = config["config"]["model"]
         first, every, dense = model["dense_layers"], model["moe_every"], model["dense_blocks"]
@@ -160,13 +160,13 @@ below {IDLE:.0%} of an even load. Losses are without their coefficients"""
 
 
 def ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The means over the first and over the last tenth along the first dimension; NaN is left out."""
+    """Means over the first and over the last tenth of the first dimension; NaN is left out."""
     tenth = max(1, len(values) // END)
     return tuple(mean_of(part) for part in (values[:tenth], values[-tenth:]))  # pyrefly: ignore
 
 
 def mean_of(values: np.ndarray) -> np.ndarray:
-    """Over the first dimension, of what is finite; NaN without any."""
+    """The mean of the finite values over the first dimension; NaN if there are none."""
     finite = np.isfinite(values)
     count = finite.sum(0)
     sums = np.where(finite, values, 0).sum(0)
@@ -174,14 +174,14 @@ def mean_of(values: np.ndarray) -> np.ndarray:
 
 
 def last_shares(history: History) -> np.ndarray:
-    """Each expert's load over its layer's mean in the last tenth, [Y, E]."""
+    """Each expert's load divided by its layer's mean, in the last tenth of the records, [Y, E]."""
     load = history.load[-max(1, len(history.load) // END) :].sum(0)
     mean = load.mean(1, keepdims=True)
     return np.divide(load, mean, out=np.full_like(load, np.nan), where=mean > 0)
 
 
 def describe(history: History) -> str:
-    """A run in words: a line each MoE block, its first and its last tenth."""
+    """A run in words: one line for each MoE block, with its first and its last tenth."""
     violation, entropy = ends(history.violation), ends(history.entropy)
     dropped, losses = ends(history.dropped)[1], ends(history.of_losses)[1]
     shares = last_shares(history)
@@ -209,7 +209,7 @@ def describe(history: History) -> str:
 
 
 def compare(histories: list[History]) -> str:
-    """Several runs, a line each: means over layers, and the worst layer."""
+    """Several runs, one line each: means over layers, and the worst layer."""
     names = dict.fromkeys(name for history in histories for name in history.losses)
     head = ["run", "steps", "violation", "worst block", "entropy", "dropped", "idle", *names]
     table = [head]
@@ -233,7 +233,7 @@ def compare(histories: list[History]) -> str:
 
 
 def aligned(table: list[list[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, numbers to the right."""
+    """The lines of a table, with the first column aligned left and numbers aligned right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = ([cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in table)
     return ["  ".join([row[0].strip().ljust(widths[0]), *row[1:]]).rstrip() for row in rows]

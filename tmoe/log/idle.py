@@ -1,4 +1,4 @@
-"""Names the experts that get no token for IDLE steps, once each."""
+"""Names the experts that have had no token for IDLE steps, each expert once."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
-IDLE = 50  # steps without a token, after which an expert is named
-SHOWN = 8  # experts of a block, and blocks, that a note names
+IDLE = 50  # steps without a token after which an expert is named
+SHOWN = 8  # number of experts of a block, and of blocks, that a note names
 
 
 class IdleExperts:
-    """For how many steps each expert has had no token, read from the lines of the log.
+    """Counts for each expert the steps without a token, from the lines of the log.
 
-    blocks: the block of each MoE layer. experts: how many of a layer's columns are experts with weights.
+    blocks: block number of each MoE layer.
+    experts: number of columns of a layer that are experts with weights.
     """
 
     def __init__(self, blocks: Sequence[int], experts: int) -> None:
         self.blocks = blocks
-        self.step = 0  # of the last line
+        self.step = 0  # step of the last line
         self.steps_LE = np.zeros((len(blocks), experts), np.int64)
         self.named_LE = np.zeros((len(blocks), experts), bool)
 
     def begin(self, step: int) -> None:
-        """Steps up to this one are done; those without a line count for nothing."""
+        """Skips the steps up to `step`, which are done; a skipped step without a line is not counted."""
         self.step = max(self.step, step)
 
     def see(self, step: int, counts_LE: Sequence[Sequence[int]]) -> str | None:
-        """Takes a line: routed pairs of all ranks since the line before, by layer and expert.
+        """Reads a line: routed pairs of all ranks since the previous line, by layer and expert.
 
-        Returns a note on the experts that now have been without a token for IDLE steps, None without any. A
-        layer without a single pair counts for nothing.
+        Returns a note that names the experts that have now had no token for IDLE steps, or None if there are
+        none. A layer without any routed pair is not counted.
         """
         counts = np.asarray(counts_LE)[:, : self.steps_LE.shape[1]]
         passed, self.step = step - self.step, step

@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl: written, read and rewound."""
+"""Writes, reads and rewinds the lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, BinaryIO
 
 from tmoe.base.disk import written_whole
 
-# In every line: steps are counted from 1, as on the screen and in checkpoints/step-N. Lines of older runs
-# lack it and count from 0; they are read as if they did not.
+# Every line has this entry: steps are counted from 1, as on the screen and in checkpoints/step-N. Lines of
+# older runs lack the entry and count from 0; their numbers are converted when the lines are read.
 COUNTED = {"from": 1}
-COMPACT = (",", ":")  # json's separators without spaces: a line holds layers x E counts
+COMPACT = (",", ":")  # json's separators without spaces, because a line holds layers x E counts
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The lines of a metrics.jsonl one by one, steps from 1 on; None for one that cannot be read.
+    """Yields the lines of a metrics.jsonl in order, with steps counted from 1; None for an unreadable line.
 
-    The last may be torn, where the run was killed.
+    The last line may be incomplete if the run was killed.
     """
     if not path.exists():
         return
@@ -35,11 +35,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def read_steps(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The steps of a metrics.jsonl, each with the number, from 1 on, of its first line in the file.
+    """Yields the steps of a metrics.jsonl, each with the number, from 1, of its first line in the file.
 
-    A line that follows one of its own step and shares no other key with it joins it: the loss of a validation
-    has a line of its own, {"step", "val_loss"}. Runs of older versions have it in the step's line. Two lines
-    of one step with the same numbers stay two. Lines that cannot be read are left out.
+    The loss of a validation has its own line, {"step", "val_loss"}; runs of older versions have it in the
+    step's line. So a line is merged into the previous line if both are of one step and share no other key.
+    Two lines of one step with the same keys remain two. Unreadable lines are left out.
     """
     first = 0
     joined: dict[str, Any] | None = None
@@ -58,9 +58,9 @@ def read_steps(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def append(file: BinaryIO, rest: bytes) -> None:
-    """Writes all of a line, or of a record, or nothing: what a full disk cut short is taken back.
+    """Appends a whole line or record, or nothing: if a full disk cuts the write short, its bytes are removed.
 
-    Raises OSError if it could not be written.
+    Raises OSError if the bytes could not be written.
     """
     end = os.fstat(file.fileno()).st_size
     try:
@@ -77,11 +77,12 @@ def rewind(
     keep: Path | None = None,
     seen: Callable[[dict[str, Any]], object] = lambda line: None,
 ) -> tuple[float, int]:
-    """Leaves only whole lines of the first `done` steps in `path`, atomically, as this version writes them.
+    """Keeps only the complete lines of the first `done` steps in `path`, atomically, in this version's form.
 
-    If any line goes, `keep` gets a copy of all of them first. Returns `seconds` of the last line that stays
-    (0 without any), and the number of lines dropped. Works line by line: a long run's file may be larger than
-    memory. seen: called with each line that stays.
+    If any line is dropped, all lines are first copied to `keep`. Returns the `seconds` of the last line kept
+    (0 if none is kept) and the number of lines dropped. The file is processed line by line, because a long
+    run's file may be larger than memory.
+    seen: called with each line that is kept.
     """
     seconds = 0.0
     dropped = 0

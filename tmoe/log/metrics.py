@@ -1,4 +1,4 @@
-"""Writes a run down: config.json, metrics.jsonl, routing.bin, progress, TensorBoard and W&B; then report.png.
+"""Records a run: config.json, metrics.jsonl, routing.bin, progress, TensorBoard and W&B; then report.png.
 
 next: tmoe/log/report.py
 """
@@ -41,54 +41,56 @@ log = logging.getLogger(__name__)
 
 
 class RouterStats(Protocol):
-    """Load of the MoE layers, summed over all ranks. L here: the MoE layers, dense ones left out."""
+    """Load of the MoE layers, summed over all ranks. L: the MoE layers only, without dense layers."""
 
     @property
     def counts_LE(self) -> Tensor: ...  # routed (token, expert) pairs
     @property
     def entropy_L(self) -> Tensor: ...  # mean entropy of the router's softmax over E, nats
     @property
-    def dropped_L(self) -> Tensor: ...  # choices that reached no expert
+    def dropped_L(self) -> Tensor: ...  # choices that got no expert
     @property
     def dropped_LE(self) -> Tensor: ...  # pairs that were dropped for lack of capacity
     @property
     def bias_LE(self) -> Tensor: ...  # the choice bias
     @property
-    def losses_LX(self) -> Tensor: ...  # what MoEConfig.logged names, losses without coefficients
+    def losses_LX(self) -> Tensor: ...  # the losses that MoEConfig.logged names, without coefficients
 
 
 class Metrics:
     """The log of a run, in the folder cfg.out.
 
-    It is made and called on every rank; rank 0 alone reads tensors and writes.
+    It is created and called on every rank; only rank 0 reads tensors and writes.
 
     A line of metrics.jsonl holds
         step                    from 1, as checkpoints/step-N and the screen count
-        from                    1, the mark of that: lines of older runs have none and count from 0
-        tokens, seconds         since the beginning, restarts included, but not the time between them
+        from                    1: steps are counted from 1; lines of older runs lack it and count from 0
+        tokens, seconds         since the run began, restarts included, without the time between restarts
         loss, grad_norm, lr
         tokens_per_s            of all ranks
         tflops, mfu             of one GPU
-        peak_gib                most memory allocated on rank 0's GPU; on a CPU rank 0's most resident memory
+        peak_gib                most memory allocated on rank 0's GPU; on a CPU rank 0's peak resident memory
         skipped, recompiles     as given
         what the task measures  of post/: rewards/accuracy, for example
         expert_counts           [layers][E], of the MoE layers
         max_violation, entropy, dropped     [layers], of the MoE layers
         router_losses           {name: [layers]}, means over the line's steps, without their coefficients
-    What is unknown or not finite is null. A validation adds a line of its own behind its step's, which holds
+    A value that is unknown or not finite is null. A validation adds its own line after its step's line:
         step, from, val_loss, and val_ with each name that the task measures
-    `read_steps` of log/lines.py reads both as one.
-    A record of routing.bin (log/routing_log.py) holds a line's counts by layer and expert, and what else is
-    known of them.
+    `read_steps` of log/lines.py merges the two lines.
+    A record of routing.bin (log/routing_log.py) holds a line's counts by layer and expert, and the other
+    numbers of the routers.
 
-    start_step: how many steps are done; lines of later ones are dropped, to be written again.
-    flops_per_token: of model/count.py. peak: FLOP/s of one GPU in the compute type, or None.
-    versions: of `versions()`. held: of Runtime.claim; closed with the log.
-    facts: anything else worth keeping in config.json; log/report.py draws a line at facts["unigram_entropy"].
+    start_step: number of steps done; lines of later steps are dropped, because they will be written again.
+    flops_per_token: from model/count.py.
+    peak: FLOP/s of one GPU in the compute type, or None.
+    versions: from `versions()`.
+    held: from Runtime.claim; closed with the log.
+    facts: other facts to keep in config.json; log/report.py draws a line at facts["unigram_entropy"].
 
-    A file that cannot be written (a full disk) at the start ends the run. Later it is a note, and training
-    goes on without it, as it does without whatever else fails here (base/optional.py).
-    With cfg.eval_only nothing is written: notes are printed.
+    If a file cannot be written at the start (a full disk), the run ends. Later, a failure to write is only a
+    note, and training continues without the file; other failures of the log have the same effect
+    (base/optional.py). With cfg.eval_only nothing is written, and notes are printed.
     Raises ConfigError if W&B is asked for: on every rank if it is not installed; on rank 0, before any file
     is touched, if it cannot be started.
     """
@@ -118,14 +120,14 @@ class Metrics:
         self.peak = peak
         self.held = held
         self.clock = Clock()
-        self.lines: BinaryIO | None = None  # on rank 0 of a run that trains
-        self.records: BinaryIO | None = None  # there as well, if it has MoE layers
-        self.failing: set[Path] = set()  # files that could not be written when last tried
+        self.lines: BinaryIO | None = None  # set on rank 0 of a run that trains
+        self.records: BinaryIO | None = None  # set on the same rank, if the model has MoE layers
+        self.failing: set[Path] = set()  # files whose last write failed
         self.display = Display(cfg, start_step) if rank == 0 else None
         self.memory = Onlooker("peak_gib: could not be read", self.note)
         if rank == 0 and not cfg.eval_only:
             self.open_files(versions, facts or {})
-        if self.display is not None:  # last: an error above must not leave a bar on the terminal
+        if self.display is not None:  # last, so that an error above leaves no bar on the terminal
             self.display.begin()
 
     def open_files(self, versions: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -135,9 +137,10 @@ class Metrics:
         self.sinks = [(Onlooker(f"{sink.where}: could not be written", self.note), sink) for sink in sinks]
         write_config(self.run, self.cfg, self.world, self.start_step, versions, facts)
 
-        # A copy of all lines is kept where dropped ones may still be wanted. A run that was told to go back
-        # leaves the later checkpoints in place for now: one may be gone on from, and these lines are its
-        # record. A run that begins anew has no checkpoint that explains the lines it finds.
+        # All lines are copied where a user may still want the dropped ones. A run that resumes from an
+        # earlier step (--resume STEP) leaves the later checkpoints in place for now: another run may continue
+        # from one of them, and these lines are its record. A run that starts from step 0 has no checkpoint
+        # that explains the lines in its folder.
         self.path = self.run / "metrics.jsonl"
         copies = (self.run / f"metrics.before-{n}.jsonl" for n in itertools.count(1))
         goes_on = self.cfg.resume == "auto" and self.start_step > 0
@@ -148,27 +151,27 @@ class Metrics:
         self.idle.begin(self.start_step)
         if dropped:
             kept = f"; {keep.name} has all" if keep else ""
-            what = f"torn or of steps behind {self.start_step}"
+            what = f"torn or of steps after {self.start_step}"
             self.note(f"{self.path}: dropped {dropped} lines, {what}{kept}")
         self.routing = self.run / "routing.bin"
         routing_log.rewind(self.routing, self.start_step, keep and routing_before(keep))
-        # They stay open, and each line goes out at once.
+        # The files stay open, and each line is written at once.
         self.lines = open(self.path, "ab", buffering=0)  # noqa: SIM115
         if any(map(self.cfg.model.is_moe, range(self.cfg.model.layers))):
             self.records = open(self.routing, "ab", buffering=0)  # noqa: SIM115
 
     def seen(self, line: dict[str, Any]) -> None:
-        """Takes a line of the run's earlier steps, whose idle experts were named then."""
-        with contextlib.suppress(TypeError, ValueError, IndexError):  # no line of a run: others say so
+        """Reads a line of the run's earlier steps, whose idle experts were named when it was written."""
+        with contextlib.suppress(TypeError, ValueError, IndexError):  # a malformed line is reported elsewhere
             if line.get("expert_counts"):
                 self.idle.see(line["step"], line["expert_counts"])
 
     def due(self, step: int) -> bool:
         """Whether `step`, counted from 0 as in the loop, gets a line; the same on every rank.
 
-        It does if it is the first of this process (throughput counts from its end), every cfg.log.every-th,
-        one that is validated after, or the last. What only the log needs, such as the routers' collective, is
-        done for these.
+        A line is due at the first step of this process (throughput is measured from its end), at every
+        cfg.log.every-th step, at a step followed by a validation, and at the last step. Work that only the
+        log needs, such as the routers' collective, is done at these steps only.
         """
         every, eval_every = self.cfg.log.every, self.cfg.train.eval_every
         validated = eval_every > 0 and (step + 1) % eval_every == 0
@@ -188,15 +191,16 @@ class Metrics:
         ended: float | None = None,
         measured: Mapping[str, Tensor | float] | None = None,
     ) -> None:
-        """Called after every step; writes a line if the step is `due`, else only moves the progress bar.
+        """Called after every step; writes a line if the step is `due`, else only updates the progress bar.
 
         Numbers hold for all ranks, as 0-dim tensors or floats. Tensors are read only for a line, by one copy
         to the host, on rank 0.
 
-        step: from 0, as in the loop. tokens: of all ranks since the beginning.
-        router: None if not due, or without MoE layers.
-        ended: time.perf_counter() when the device had finished the step; None: it has only just.
-        measured: what the task says of the step beside its loss, by name.
+        step: from 0, as in the loop.
+        tokens: of all ranks since the run began.
+        router: None if no line is due, or without MoE layers.
+        ended: time.perf_counter() when the device had finished the step; None: it has only just finished.
+        measured: what the task measured in the step in addition to its loss, by name.
         """
         if self.lines is None or self.display is None:
             return
@@ -213,7 +217,7 @@ class Metrics:
         values = to_host(values, self.device)
         rate = self.clock.lap(tokens, ended)  # after the copy: the device has finished the step
 
-        # The keys in the order in which they are written.
+        # keys in the order in which they are written
         seconds = self.seconds_before + self.clock.total()
         line: dict[str, Any] = {"step": step + 1, "tokens": tokens, "seconds": seconds, "lr": lr}
         line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
@@ -235,12 +239,13 @@ class Metrics:
         self.show(scalars(line))
 
     def validated(self, loss: float, measured: Mapping[str, float] | None = None, name: str = "val") -> None:
-        """Writes the loss of a validation, or of the test (name: test), and what the task measured.
+        """Writes the loss of a validation, or of a test (name: test), and what the task measured in it.
 
-        It is of the step that `log` wrote last.
+        The validation is of the step that `log` wrote last.
 
-        They get a line of their own. The step's line does not wait for the validation, nor for the checkpoint
-        before it: a run that is killed in either and resumed would never have the line.
+        The numbers get their own line, because the step's line is written before the validation and before
+        the checkpoint. If the step's line waited for them, a run that is killed meanwhile and resumed would
+        never have that line.
         """
         if self.lines is None:
             return
@@ -251,7 +256,7 @@ class Metrics:
         self.show(scalars(numbers))
 
     def record(self, line: dict[str, Any]) -> None:
-        """Puts what a line knows of the routers at the end of routing.bin, and leaves in it what is short."""
+        """Appends the routers' numbers of a line to routing.bin, and keeps the short ones in the line."""
         names = self.cfg.model.moe.logged
         more = {name: line.pop(name) for name in ("dropped_LE", "bias_LE", "losses_LX")}
         losses_XL = [list(of_layers) for of_layers in zip(*more["losses_LX"], strict=True)]
@@ -265,21 +270,21 @@ class Metrics:
             append(self.records, packed)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Puts a line, of finite numbers, at the end of metrics.jsonl."""
+        """Appends a line, of finite numbers, to metrics.jsonl."""
         assert self.lines is not None
         text = json.dumps(line | COUNTED, allow_nan=False, separators=COMPACT) + "\n"
         with self.going_on(self.path):
             append(self.lines, text.encode())
 
     def show(self, numbers: dict[str, float]) -> None:
-        """Gives `numbers` of the last step to the sinks, and all that is known of it to the display."""
+        """Sends `numbers` of the last step to the sinks, and the step's whole line to the display."""
         for look, sink in self.sinks:
             look(lambda sink=sink: sink.write(numbers, self.line["step"]))
         if self.display is not None:
             self.display.show(self.line)
 
     def speed(self, tokens_per_s: float | None) -> dict[str, float | None]:
-        """A line's numbers of speed; all None while the throughput is not known."""
+        """A line's numbers of speed; all None while the throughput is unknown."""
         if tokens_per_s is None:
             return {"tokens_per_s": None, "tflops": None, "mfu": None}
         own = tokens_per_s / self.world
@@ -288,14 +293,14 @@ class Metrics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside (validation) does not count in tokens_per_s."""
-        self.synchronize()  # steps still in the queue belong to the time before
+        """Excludes the time spent inside (a validation) from tokens_per_s."""
+        self.synchronize()  # steps still in the queue belong to the time before the pause
         with self.clock.paused():
             yield
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Rank 0 waits until the device has done all that it was given."""
+        """On rank 0, waits until the device has finished all queued work."""
         if self.lines is not None and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -306,24 +311,24 @@ class Metrics:
 
     @contextlib.contextmanager
     def going_on(self, path: Path) -> Iterator[None]:
-        """Around writing the run's record: a failure is told, and training goes on.
+        """Surrounds the writing of the run's record: a failure is reported, and training continues.
 
-        It is told once, and again only after writing has worked in between.
+        A failure is reported once, and again only if a write has succeeded in between.
         """
         try:
             yield
         except (OSError, ValueError) as error:
             if path not in self.failing:
                 why = error.strerror if isinstance(error, OSError) else None
-                self.note(f"{path}: could not be written, training goes on without it: {why or error}")
+                self.note(f"{path}: could not be written, training continues without it: {why or error}")
             self.failing.add(path)
         else:
             self.failing.discard(path)
 
     def close(self, report: bool = True) -> None:
-        """Ends the bar, closes the files, draws report.png if any step was logged.
+        """Ends the bar, closes the files, and draws report.png if any step was logged.
 
-        report: whether to draw, where cfg.log.report asks for it. A second call does nothing.
+        report: whether to draw report.png, if cfg.log.report asks for it too. A second call does nothing.
         """
         if self.display is not None:
             self.display.close()
@@ -337,7 +342,7 @@ class Metrics:
         self.lines = self.records = None
         if self.held:
             with contextlib.suppress(OSError):
-                self.held.truncate(0)  # the process that it names is not to be signalled any more
+                self.held.truncate(0)  # so that nothing signals the process whose id the file holds
             self.held.close()
         for look, sink in self.sinks:
             look(sink.close)
@@ -346,7 +351,7 @@ class Metrics:
 
     def draw(self) -> None:
         if self.path.exists() and self.path.stat().st_size:
-            # Late: matplotlib takes a second to import, and only rank 0 needs it, at the end.
+            # Imported late: matplotlib takes a second to import, and only rank 0 needs it, at the end.
             from tmoe.log.report import draw
 
             draw(self.run)
@@ -356,15 +361,15 @@ class Metrics:
 
     def __exit__(self, error: type | None, *_: object) -> None:
         failed = error is not None and issubclass(error, Exception)
-        # Without a picture after an error, as other ranks wait for this one to end: `python -m tmoe.report`
-        # draws it.
+        # After an error no picture is drawn, because other ranks wait for this one to end:
+        # `python -m tmoe.report` draws it.
         self.close(report=not failed)
 
 
 class Clock:
-    """Measures tokens a second between laps, without the first lap (compilation) and without pauses.
+    """Measures tokens per second between laps, without the first lap (compilation) and without pauses.
 
-    Its time never goes back.
+    It uses a clock that never runs backwards.
     """
 
     def __init__(self) -> None:
@@ -376,9 +381,10 @@ class Clock:
         return time.perf_counter() - self.start
 
     def lap(self, tokens: int, now: float | None = None) -> float | None:
-        """Ends a lap and returns its tokens a second; None for the first lap.
+        """Ends a lap and returns its tokens per second; None for the first lap.
 
-        tokens: in all so far. now: when the lap ended, as time.perf_counter() tells time; None: now.
+        tokens: total so far.
+        now: time.perf_counter() at the end of the lap; None: the current time.
         """
         now = time.perf_counter() if now is None else now
         busy = now - self.mark - self.idle
@@ -405,7 +411,7 @@ def to_host(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
         return values
     if all(t.is_cpu for t in tensors.values()):
         device = torch.device("cpu")
-    # fp64: a step's counts may pass 2^24, above which fp32 has no longer every whole number
+    # fp64: a step's counts may exceed 2^24, above which fp32 cannot represent every whole number
     flat = torch.cat([t.reshape(-1).to(device, torch.float64) for t in tensors.values()]).cpu()
     parts = flat.split([t.numel() for t in tensors.values()])
     named = zip(tensors.items(), parts, strict=True)
@@ -415,14 +421,14 @@ def to_host(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
 def max_violation(counts_E: list[float]) -> float | None:
     """max_e count_e / mean count - 1 (MaxVio, Wang et al. 2024); None if nothing was routed.
 
-    0 when experts are balanced, E - 1 when one expert has all.
+    0 when experts are balanced, E - 1 when one expert gets every pair.
     """
     mean = sum(counts_E) / len(counts_E)
     return max(counts_E) / mean - 1.0 if mean else None
 
 
 def finite(value: Any) -> Any:
-    """NaN and infinities become None: strict JSON has no word for them."""
+    """Replaces NaN and infinities by None, because strict JSON cannot express them."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -431,7 +437,7 @@ def finite(value: Any) -> Any:
 
 
 def scalars(line: dict[str, Any]) -> dict[str, float]:
-    """The known numbers of a line by TensorBoard's names; of lists over layers, the mean and the largest."""
+    """The known numbers of a line by TensorBoard's names; for lists over layers, the mean and the largest."""
     out = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
     lists = {name: line.get(name) for name in ("max_violation", "entropy", "dropped")}
     lists |= {f"{name}_loss": layers for name, layers in (line.get("router_losses") or {}).items()}
@@ -443,7 +449,7 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Most memory so far: allocated by torch on the GPU, or resident of this process on a CPU."""
+    """Peak memory so far: allocated by torch on the GPU, or resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes on macOS, KiB on Linux
@@ -451,7 +457,7 @@ def peak_gib(device: torch.device) -> float:
 
 
 def routing_before(lines_before: Path) -> Path:
-    """Where the records of metrics.before-N.jsonl are kept: routing.before-N.bin."""
+    """The file that keeps the records of metrics.before-N.jsonl: routing.before-N.bin."""
     return lines_before.with_name(lines_before.stem.replace("metrics", "routing") + ".bin")
 
 
@@ -461,10 +467,10 @@ def routing_before(lines_before: Path) -> Path:
 def write_config(
     run: Path, cfg: Config, world: int, start_step: int, versions: dict[str, Any], facts: dict[str, Any]
 ) -> None:
-    """Writes config.json: what runs now, and under `starts` every start of this run.
+    """Writes config.json: the settings and layout that run now, and under `starts` every start of this run.
 
-    A start has its step, time, layout and versions. Raises ConfigError where another file of that name is
-    there.
+    A start has its step, time, layout and versions. Raises ConfigError if the folder has a config.json that
+    is not a run's.
     """
     path = run / "config.json"
     axes = Axes.of(cfg.parallel, world)
@@ -480,7 +486,7 @@ def write_config(
         starts = json.loads(path.read_text())["starts"] if path.exists() else []
         starts = [*(old for old in starts if old["step"] < start_step), start]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        # a config.json of something else, of a model for example
+        # a config.json of another program, such as a model's
         away = f"move it away, or choose another {Setting('out')}"
         raise ConfigError(f"{path}: no config.json of a run ({error}); {away}") from error
     total, active, _ = count_parameters(cfg.model)
@@ -497,7 +503,7 @@ def write_config(
         file.write(json.dumps(content, indent=2) + "\n")
 
 
-# Where lines go besides the file ---------------------------------------------------------------------------
+# Sinks besides the file ------------------------------------------------------------------------------------
 
 
 class TensorBoard:
@@ -520,7 +526,7 @@ class Wandb:
         import wandb  # pyrefly: ignore[missing-import] (an extra)
 
         self.where = run / "wandb"
-        name = run / "wandb_id"  # a resumed run goes on in the same place of W&B
+        name = run / "wandb_id"  # a resumed run continues the same run of W&B
         here = name.read_text() if start_step and name.exists() else uuid.uuid4().hex
         self.session = wandb.init(
             project=cfg.log.wandb,
@@ -530,9 +536,9 @@ class Wandb:
             dir=str(run),
             config=dataclasses.asdict(cfg),
         )
-        # Steps are a value of their own: W&B does not let its own step go back, as a resumed run's does.
+        # The step is logged as a value: W&B's own step must not decrease, and a resumed run's step does.
         self.session.define_metric("*", step_metric="step")
-        name.write_text(here)  # not before: a start that fails leaves the old one's
+        name.write_text(here)  # last: a start that fails leaves the previous id in place
 
     def write(self, numbers: dict[str, float], step: int) -> None:
         self.session.log(numbers | {"step": step})
@@ -545,10 +551,10 @@ Sink = TensorBoard | Wandb
 
 
 def make_sinks(cfg: Config, run: Path, start_step: int, note: Callable[[str], Any]) -> list[Sink]:
-    """The sinks that were asked for.
+    """The sinks that the settings ask for.
 
-    Where TensorBoard cannot be started the run goes on, with a note. Where W&B cannot, ConfigError is raised:
-    a user who asked for it looks there and nowhere else.
+    If TensorBoard cannot be started, the run continues, with a note. If W&B cannot, ConfigError is raised: a
+    user who asked for W&B will look for the run there and nowhere else.
     """
     sinks: list[Sink] = []
     if cfg.log.wandb is not None:
@@ -565,7 +571,7 @@ def start_wandb(cfg: Config, run: Path, start_step: int) -> Wandb:
         return Wandb(cfg, run, start_step)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit as well: other ranks wait to hear of it
+    except BaseException as error:  # SystemExit too: the other ranks wait for news of the failure
         mend = "mend that (`wandb login`, or WANDB_MODE=offline in the environment), or leave the flag out"
         wrong = f"W&B could not be started; {mend}: {reason(error)}"
         raise ConfigError.of("log.wandb", cfg.log.wandb, wrong) from error

@@ -1,4 +1,4 @@
-"""Shows a run's progress: a bar on a terminal, now and then a line elsewhere. If that fails, the run goes on.
+"""Shows a run's progress: a bar on a terminal, occasional lines elsewhere. If it fails, the run continues.
 
 next: tmoe/log/report.py
 """
@@ -19,18 +19,18 @@ from tmoe.base.listing import counted
 from tmoe.base.optional import Onlooker, say
 from tmoe.config.run import Config
 
-BAR_SECONDS = 0.5  # between two pictures of the bar
+BAR_SECONDS = 0.5  # least seconds between two updates of the bar
 PLAIN_SECONDS = 10.0  # without a terminal: seconds between lines
 
 
 class Bar:
     """Progress on a terminal: step, loss, tokens/s, time left.
 
-    It does without rich's thread, whose errors could not be caught.
+    Draws without rich's own thread, whose errors could not be caught.
     """
 
     def __init__(self, cfg: Config, start_step: int) -> None:
-        # on a narrow terminal the numbers are cut, from their end, and nothing else
+        # on a narrow terminal only the column of numbers is cut, at its end
         whole = Column(no_wrap=True, min_width=len(f"step {cfg.steps}/{cfg.steps}"))
         columns = (
             TextColumn("step {task.completed}/{task.total}", table_column=whole),
@@ -39,8 +39,8 @@ class Bar:
             TextColumn("left", table_column=Column(no_wrap=True, min_width=4)),
             TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
         )
-        # the estimate starts at the first finished step, so compilation is not in it
-        # a console of the bar's, since rich's shared one may be inside another program's display
+        # the estimate starts at the first finished step, so it does not count compilation
+        # the bar has its own console, because rich's shared console may be inside another program's display
         console = Console()
         self.bar = Progress(*columns, console=console, auto_refresh=False, speed_estimate_period=300)
         first = "first step: compiling" if cfg.compile else "first step"
@@ -56,7 +56,7 @@ class Bar:
         self.move(completed=step + 1)
 
     def show(self, line: dict[str, Any]) -> None:
-        """Moves the bar; a validation gets a line above the bar, which stays."""
+        """Updates the bar; a validation also prints a line above the bar, which remains."""
         step = line["step"]
         if "val_loss" in line and step > self.validated:
             self.note(f"step {step}/{self.steps}  {summary(line)}")
@@ -79,17 +79,17 @@ class Bar:
 
 
 class Lines:
-    """Progress without a terminal: a line for the first and last step and every validation.
+    """Progress without a terminal: a line for the first step, the last step and every validation.
 
-    Between those, a line each PLAIN_SECONDS.
+    Between these, a line every PLAIN_SECONDS.
     """
 
     def __init__(self, cfg: Config, start_step: int) -> None:
         self.compiles = cfg.compile
         self.steps = cfg.steps
         self.first = start_step + 1
-        self.since = 0.0  # when the first step ended: compilation lies before
-        self.last = -math.inf  # when a line was last printed
+        self.since = 0.0  # time at which the first step ended, so that compilation is not counted
+        self.last = -math.inf  # time of the last line
 
     def begin(self) -> None:
         if self.compiles and self.first <= self.steps:
@@ -109,7 +109,7 @@ class Lines:
         self.note(f"step {step}/{self.steps}  {summary(line)}{self.left(step, now)}")
 
     def left(self, step: int, now: float) -> str:
-        """The time left in words; nothing at the first and at the last step."""
+        """The time left in words; empty at the first and at the last step."""
         if step in (self.first, self.steps):
             return ""
         seconds = (now - self.since) / (step - self.first) * (self.steps - step)
@@ -133,13 +133,13 @@ class Silent(Lines):
 
 
 class Display:
-    """What rank 0 shows, from `begin` to `close`. Once that has failed, notes alone are printed."""
+    """Everything that rank 0 shows, from `begin` to `close`. After a failure only notes are printed."""
 
     def __init__(self, cfg: Config, start_step: int) -> None:
         self.cfg = cfg
         self.start_step = start_step
         self.shown: Bar | Lines = Silent(cfg, start_step)
-        # a bar that stays open keeps the cursor hidden and stdout behind itself
+        # a bar that is not closed would leave the cursor hidden and stdout redirected
         self.look = Onlooker("progress could not be shown", say, leave=lambda: self.shown.close())
 
     def begin(self) -> None:
@@ -167,7 +167,7 @@ class Display:
         self.look(lambda: self.shown.close())
 
 
-# Numbers that the screen shows besides rewards and loss: the name in a line of metrics.jsonl, and its words.
+# Numbers that the screen shows in addition to rewards and loss: the key in a line of metrics.jsonl, its text.
 WATCHED = (
     ("answers/tokens", "answers of {:.0f} tokens"),
     ("answers/truncated", "{:.0%} truncated"),
@@ -181,11 +181,11 @@ def summary(line: dict[str, Any]) -> str:
     """A step in one line: numbers of the task, of a validation, tokens/s, MFU.
 
     Unknown numbers are left out. A loss that is not finite, and a step without a reward, are shown as such.
-    A validation is shown where the line has a val_loss, None for one that is not finite.
+    A validation is shown if the line has a val_loss; its value is None if the loss is not finite.
     """
     rewarded = "reward/mean" in line
     loss = f"loss {line['loss']:.4f}" if line["loss"] is not None else "loss not finite"
-    # The loss of --task grpo says little, so the rewards are first.
+    # With --task grpo the loss says little, so the rewards are shown first.
     parts = [*rewards_of(line), loss] if rewarded else [loss, *numbers_of(line)]
     if "val_loss" in line:
         found = {name.removeprefix("val_"): line[name] for name in line if name.startswith("val_")}
@@ -199,8 +199,9 @@ def summary(line: dict[str, Any]) -> str:
 
 
 def validation(name: str, loss: float, measured: Mapping[str, float], step: int) -> str:
-    """The outcome of a validation, or of the test, as a line. name: which of them.
+    """The result of a validation or a test as a line.
 
+    name: "validation" or "test", the first word of the line.
     measured: what the task measures besides the loss. The loss of --task grpo is minus the mean reward.
     """
     if "reward/mean" in measured:
@@ -212,7 +213,7 @@ def validation(name: str, loss: float, measured: Mapping[str, float], step: int)
 
 
 def rewards_of(found: Mapping[str, Any]) -> list[str]:
-    """The mean reward in words, how many answers had one, and the numbers of the answers."""
+    """The mean reward in words, the number of answers that had one, and the numbers of the answers."""
     reward, known = found.get("reward/mean"), found.get("reward/known")
     none = reward is None or math.isnan(reward)
     parts = ["no reward" if none else f"reward {reward:.4f}"]

@@ -2,9 +2,9 @@
 
     python -m tmoe.report RUN
 
-It shows loss, gradient norm, learning rate, throughput, and how evenly the experts were used; with --task
-preference margin and accuracy, with --task grpo rewards, answers, the policy and where the time went. A run
-that is still going can be drawn too.
+It shows loss, gradient norm, learning rate, throughput, and how evenly the experts were used. With --task
+preference it also shows margin and accuracy; with --task grpo rewards, answers, the policy and the shares of
+time. The picture can be drawn while the run is still training.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tmoe.log.lines import read_steps
 
 @contextmanager
 def any_backend() -> Iterator[None]:
-    """Around the first import of matplotlib, which fails where MPLBACKEND names a backend that is missing.
+    """Surrounds the first import of matplotlib, which fails if MPLBACKEND names a backend that is missing.
 
-    That happens in notebooks. The picture needs no backend. Code that imports pyplot later finds the one that
-    was asked for, if it is installed.
+    That happens in notebooks. The picture needs no backend. Code that imports pyplot later gets the backend
+    that was asked for, if it is installed.
     """
     asked = os.environ.pop("MPLBACKEND", None)
     first = "matplotlib" not in sys.modules
@@ -54,7 +54,7 @@ with any_backend():
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
-WINDOW = 50  # lines whose counts the heat map adds up
+WINDOW = 50  # number of lines whose counts the heat map adds up
 SERIES = (
     *("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "mfu"),
     *("reward/mean", "reward/std", "reward/equal", "reward/faults", "val_reward/mean"),
@@ -62,7 +62,7 @@ SERIES = (
     *("policy/entropy", "policy/kl", "policy/clipped", "time/rollout", "time/rewards", "time/update"),
     *("rewards/margin", "rewards/accuracy", "val_rewards/margin", "val_rewards/accuracy"),
 )
-LEGEND_ROW, LEGEND_EDGE = 0.1, 0.05  # heights of a legend's rows and of its edges, in a picture's height
+LEGEND_ROW, LEGEND_EDGE = 0.1, 0.05  # heights of a legend's row and of its edges, as a share of the picture's
 BLUE, RED, GREY, PALE = "#1f5fa8", "#c8442c", "#666666", "#b9cfe6"
 GREEN, GOLD = "#3a8a4d", "#c28f1d"
 COLOURS = BLUE, GREEN, GOLD
@@ -70,7 +70,7 @@ COLOURS = BLUE, GREEN, GOLD
 
 @dataclass
 class Run:
-    """What the picture shows of a run; NaN where a line had null or lacks the number."""
+    """The numbers of a run that the picture shows; NaN where a line had null or lacks the number."""
 
     name: str
     config: dict[str, Any]  # config.json; empty if there is none
@@ -81,29 +81,29 @@ class Run:
 
 
 class Curves(NamedTuple):
-    """A picture of curves alone."""
+    """A picture that consists of curves only."""
 
     heading: str
     names: dict[str, str]
-    """series, each with its label"""
+    """name of each series -> its label"""
     validation: str = ""
-    """series of a validation"""
+    """name of the series of a validation; "": none"""
     top: float | None = None
-    """end of the scale, which then begins at 0; None: as the values are"""
+    """end of the scale, which then begins at 0; None: the scale follows the values"""
 
 
 def load(path: Path) -> Run:
     """Reads a run folder.
 
-    Raises ValueError, which names the file, if metrics.jsonl holds no line or either file holds what no run
-    writes.
+    Raises ValueError, which names the file, if metrics.jsonl holds no line, or if either file holds something
+    that no run writes.
     """
     file = path / "metrics.jsonl"
     described = path / "config.json"
 
     numbers = []
     violation = []
-    counts = deque(maxlen=WINDOW)  # those of all lines may not fit in memory
+    counts = deque(maxlen=WINDOW)  # the counts of all lines may not fit in memory
     for number, line in read_steps(file):
         try:  # None becomes NaN
             numbers.append(np.array([line["step"], *(line.get(name) for name in SERIES)], dtype=float))
@@ -139,14 +139,14 @@ def load(path: Path) -> Run:
 
 
 def readable(name: str | Path) -> str:
-    """A name as it can be printed: in a file system it may also be bytes that are no text."""
+    """A name that can be printed: in a file system it may contain bytes that are not text."""
     return os.fsencode(name).decode(errors="replace")
 
 
 def draw(path: Path) -> Path:
     """Draws RUN/metrics.jsonl as RUN/report.png and returns its path.
 
-    Raises ValueError as `load` does; an OSError names the picture.
+    Raises ValueError as `load` does, and an OSError that names the picture.
     """
     path = Path(path)
     run = load(path)
@@ -160,14 +160,14 @@ def draw(path: Path) -> Path:
     try:
         with naming(out):
             figure.savefig(aside, format="png")
-            os.replace(aside, out)  # so a picture that is cut short never has the name
+            os.replace(aside, out)  # so an incomplete picture never has the name
     finally:
         aside.unlink(missing_ok=True)
     return out
 
 
 def paint(run: Run) -> Figure:
-    """The picture: curves above, and below them, if the model has MoE layers, the load of the experts."""
+    """The picture: curves, and below them the load of the experts if the model has MoE layers."""
     rows = layout(kind(run), bool(run.counts.size))
     figure = Figure(figsize=(15, 2.9 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -187,14 +187,14 @@ def paint(run: Run) -> Figure:
 
 
 def kind(run: Run) -> str:
-    """The run's --task, by its config.json, or without one by what its lines measure."""
+    """The run's --task from its config.json; without that file, guessed from what its lines measure."""
     measured = {name for name, values in run.series.items() if np.isfinite(values).any()}
     guess = "preference" if "rewards/margin" in measured else "grpo" if "reward/mean" in measured else ""
     return str(run.config.get("config", {}).get("task") or guess)
 
 
 def layout(task: str, moe: bool) -> list[Any]:
-    """The rows of pictures, three to a row."""
+    """The rows of the picture, three axes in each."""
     if task == "grpo":
         rows = [["reward", "answers", "shares"], ["entropy", "kl", "faults"], ["loss", "norm", "rate"]]
         return (
@@ -236,7 +236,7 @@ def short(number: float, _: object = None) -> str:
 
 
 def dress(axis: Axes, run: Run) -> None:
-    """Steps along the axis, a light grid, a dotted line wherever the run was resumed."""
+    """Steps along the axis, a light grid, and a dotted line at each step at which the run was resumed."""
     axis.set_xlabel("step")
     first, last = run.steps[0], run.steps[-1]
     margin = 0.03 * (last - first) or 1
@@ -252,7 +252,7 @@ def dress(axis: Axes, run: Run) -> None:
 def smooth(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Up to 400 points of the running median over a twentieth of the lines.
 
-    One spike does not move a median; it would move a mean.
+    One spike would move a mean; it does not move a median.
     """
     keep = np.isfinite(values)
     steps, values = steps[keep], values[keep]
@@ -264,7 +264,7 @@ def smooth(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def curve(
     axis: Axes, steps: np.ndarray, values: np.ndarray, color: str = BLUE, raw: bool = True, label: str = ""
 ) -> None:
-    """The smoothed values as a strong line, under it every value as a thin one; a dot for a single value."""
+    """The smoothed values as a thick line, over a thin line of all values; a dot for a single value."""
     if raw:
         axis.plot(steps, values, color=PALE, linewidth=0.8)
     single = np.isfinite(values).sum() == 1
@@ -274,7 +274,7 @@ def curve(
 def draw_loss(axis: Axes, run: Run) -> None:
     loss, val = run.series["loss"], run.series["val_loss"]
     curve(axis, run.steps, loss, label=f"training, smoothed{last_value(loss)}")
-    if kind(run) != "grpo":  # there a validation's number is minus the mean reward
+    if kind(run) != "grpo":  # for grpo a validation's loss is minus the mean reward
         draw_validation(axis, run.steps, val)
     entropy = run.config.get("facts", {}).get("unigram_entropy")
     if entropy is not None:
@@ -285,7 +285,7 @@ def draw_loss(axis: Axes, run: Run) -> None:
 
 
 def loss_of(run: Run) -> str | None:
-    """The name of a preference's or a policy's loss."""
+    """The name of the loss of --task preference or grpo; None for other tasks."""
     task = kind(run)
     return run.config.get("config", {}).get(task, {}).get("loss") if task in ("preference", "grpo") else None
 
@@ -328,7 +328,7 @@ def draw_curves(axis: Axes, run: Run, picture: Curves) -> None:
 
 
 def legend(axis: Axes) -> None:
-    """A legend in a band above all curves: the scale is made longer by the height of the legend."""
+    """Places the legend in a band above all curves: the scale is extended by the height of the legend."""
     handles, labels = axis.get_legend_handles_labels()
     if not labels:
         return
@@ -355,7 +355,7 @@ def draw_norm(axis: Axes, run: Run) -> None:
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter(NullFormatter())
-    # A step whose own line was lost, on a full disk, has a validation's at most, and no learning rate either.
+    # If a step's own line was lost on a full disk, at most its validation's line is there, without an lr.
     missing = int((~np.isfinite(norm) & np.isfinite(run.series["lr"])).sum())
     axis.set_title("Gradient norm" + (f", {missing} not finite" if missing else ""), loc="left")
     clip = run.config.get("config", {}).get("optim", {}).get("clip")
@@ -377,7 +377,7 @@ def draw_speed(axis: Axes, run: Run) -> None:
     heading = f"Tokens/s, all ranks: median {short(np.median(known))}"
     both = np.isfinite(mfu) & (rate > 0)
     if both.any() and (share := np.median(mfu[both] / rate[both])) > 0:
-        # MFU is throughput in other units, so it is a second scale instead of a second curve
+        # MFU is throughput in other units, so it gets a second scale instead of a second curve
         there, back = partial(np.multiply, share), partial(np.multiply, 1 / share)
         other = axis.secondary_yaxis("right", functions=(there, back))
         other.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -411,8 +411,8 @@ def draw_load(axis: Axes, run: Run) -> None:
     which = f"{lines} lines" if lines > 1 else "line"
     axis.set_title(f"Expert load over the last {which}, 1 = uniform share", loc="left")
     share = run.counts / np.maximum(run.counts.mean(1, keepdims=True), 1e-9)
-    # Colours go from 0 to 2, so that runs compare, or up to the 99.5th percentile if that is more: one
-    # runaway expert must not turn all others white.
+    # The colour scale ends at 2, so that runs can be compared, or at the 99.5th percentile if that is more:
+    # one runaway expert must not turn all others white.
     top = max(2.0, float(np.quantile(share, 0.995)))
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top)
     image = axis.imshow(share, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
@@ -428,13 +428,13 @@ def draw_load(axis: Axes, run: Run) -> None:
 
 
 def moe_layers(run: Run, layers: int) -> list[int]:
-    """The number of each MoE layer's block; dense blocks have no row."""
+    """The block number of each MoE layer; dense blocks have no row."""
     model = run.config.get("config", {}).get("model", {})
     numbers = count(model.get("dense_layers", 0), model.get("moe_every", 1))
     return list(islice((i for i in numbers if i not in model.get("dense_blocks", ())), layers))
 
 
-# Pictures that need more than curves, and those of curves alone: title, curves, validation, end of the scale.
+# Axes that need more than curves, and axes of curves alone: title, curves, validation, end of the scale.
 PAINTERS = dict(loss=draw_loss, norm=draw_norm, speed=draw_speed, rate=draw_rate, violation=draw_violation)
 PICTURES = dict(
     reward=Curves(

@@ -1,4 +1,4 @@
-"""The routed ids of some steps of a run, RUN/routes: written by every rank, read whole for any layout.
+"""The routed ids of some steps of a run, in RUN/routes: every rank writes its own, any layout reads all.
 
     ids = read_routes("runs/x/routes", 3)          # of the third step: {block: [sequences, S, K]}
 
@@ -28,10 +28,11 @@ from tmoe.moe.trace import keeping, trace
 
 
 class Routes:
-    """Keeps the choices of the steps that cfg.log.routes names, and writes them behind each.
+    """Keeps the choices of the steps that cfg.log.routes names, and writes them after each such step.
 
-    A step's file of a rank holds, for each of its MoE blocks, `ids.BLOCK` [rows, tokens, K]; `rows`, which
-    sequences of the step's global batch these are; `tokens`, which places in them.
+    The file that a rank writes for a step holds `ids.BLOCK` [rows, tokens, K] for each of the rank's MoE
+    blocks; `rows`, the indices of these sequences in the step's global batch; and `tokens`, their positions
+    in the sequence.
     """
 
     def __init__(self, steps: tuple[int, ...], out: str, model: Transformer | Stages, rank: int):
@@ -41,15 +42,21 @@ class Routes:
         self.rank = rank
         self.inside = ExitStack()
         for part in self.parts if steps else []:
-            trace(part)  # from the first step on, so that all steps share a graph
+            trace(part)  # from the first step on, so that all steps use one compiled graph
 
     def begin(self, step: int) -> None:
-        """Before a step, counted from 0 as in the loop; names count from 1."""
+        """Called before a step. `step` is counted from 0, as in the loop; file names count from 1."""
         if step + 1 in self.steps:
             self.kept = [self.inside.enter_context(keeping(part)) for part in self.parts]
 
     def end(self, step: int, seq: int, batch: int, readers: int, reader: int) -> None:
-        """Behind a step: writes what was kept. batch: sequences of a micro-batch of a rank."""
+        """Called after a step: writes the choices that were kept.
+
+        step: from 0.
+        seq: tokens of a sequence.
+        batch: sequences of a micro-batch of one rank.
+        readers, reader: how many ranks, or groups of them, read their own sequences, and this one's index.
+        """
         if step + 1 not in self.steps:
             return
         self.inside.close()
@@ -57,7 +64,7 @@ class Routes:
         rows = [(call * readers + reader) * batch + row for call in range(calls) for row in range(batch)]
         arrays = {}
         for part, kept in zip(self.parts, self.kept, strict=True):
-            if not kept:  # a stage's blocks may all be dense
+            if not kept:  # all blocks of a pipeline stage may be dense
                 continue
             blocks = [name for name, block in part.blocks.named_children() if block.moe is not None]
             place = next(part.parameters()).device
@@ -75,7 +82,7 @@ class Routes:
 
 
 def write(path: Path, arrays: dict[str, np.ndarray], told: dict[str, Any]) -> None:
-    """A safetensors file that is whole or absent."""
+    """Writes a safetensors file, which is either whole or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
     with naming(aside), open(aside, "wb") as file:
@@ -88,9 +95,9 @@ def write(path: Path, arrays: dict[str, np.ndarray], told: dict[str, Any]) -> No
 def read_routes(folder: Path | str, step: int) -> dict[int, Tensor]:
     """The choices of a step's global batch: block to int32 [sequences, S, K], -1 for no expert.
 
-    Sequences are in the order of the step: micro-batch by micro-batch, and in each reader by reader. Of a
-    replay's own tokens `replaying` takes [block][rows][:, tokens] for each MoE block.
-    Raises ValueError where files of the step are missing or torn.
+    Sequences are ordered as in the step: by micro-batch, and within a micro-batch by reader. For a replay,
+    give `replaying` the choices of a rank's own tokens, [block][rows][:, tokens] for each MoE block.
+    Raises ValueError if files of the step are missing or incomplete.
     """
     found: dict[int, Tensor] = {}
     paths = sorted(Path(folder).glob(f"step-{step}.rank-*.safetensors"))
@@ -110,7 +117,7 @@ def read_routes(folder: Path | str, step: int) -> dict[int, Tensor]:
 
 
 def _parts(path: Path) -> Iterator[tuple[int, Tensor, Tensor, Tensor, tuple[int, int]]]:
-    """What a rank's file holds of each block: its number, ids, rows, tokens, and the size of the whole."""
+    """Yields for each block in a rank's file: number, ids, rows, tokens, and the step's (sequences, seq)."""
     try:
         with safe_open(path, "pt") as file:
             told = json.loads(file.metadata()["routes"])

@@ -1,7 +1,8 @@
-"""The records of routing.bin: how the experts were loaded over time, layer x expert x step.
+"""The records of routing.bin: the load of the experts over time, layer x expert x step.
 
-A record is whole or none: 12 bytes of head (mark, length, CRC-32), then zlib of a line of JSON and arrays.
-Each stands alone. A reader passes over what a crash has torn or a disk has damaged, to the next mark.
+A record is 12 bytes of head (mark, length, CRC-32), then one line of JSON and the arrays, compressed by zlib.
+Each record can be read on its own. A record that a crash cut short or a disk damaged is skipped: the
+reader continues at the next mark.
 
 next: tmoe/log/routing_report.py
 """
@@ -23,22 +24,22 @@ import numpy as np
 from tmoe.log.lines import COUNTED
 
 MARK = b"tmoR"
-HEAD = struct.Struct("<4sII")  # mark, bytes of the body, their CRC-32
-LARGEST = 2**28  # bytes of an unpacked body: 4096 layers of 2048 experts in all arrays are fewer
+HEAD = struct.Struct("<4sII")  # mark, length of the body in bytes, CRC-32 of the body
+LARGEST = 2**28  # most bytes of an uncompressed body; all arrays of 4096 layers of 2048 experts are smaller
 WHOLE_NUMBERS = tuple(np.dtype(f"<u{size}") for size in (1, 2, 4, 8))
 
 
 class Record(NamedTuple):
-    """What a line of the log knows of the routers, sums over the steps since the line before it.
+    """The routers' numbers for one line of the log: sums over the steps since the previous line.
 
-    L here: the MoE layers, dense ones left out.
+    L: the MoE layers only, without dense layers.
     """
 
     step: int  # from 1
     losses: tuple[str, ...]  # names of the columns of losses_LX
-    counts_LE: np.ndarray  # routed pairs, before dropping
-    dropped_LE: np.ndarray  # of these, dropped ones
-    bias_LE: np.ndarray  # the choice bias at the end of the step; 0 without one
+    counts_LE: np.ndarray  # routed pairs, before any is dropped
+    dropped_LE: np.ndarray  # routed pairs that were dropped
+    bias_LE: np.ndarray  # the choice bias at the end of the step; 0 if the router has none
     entropy_L: np.ndarray  # mean over tokens, nats
     losses_LX: np.ndarray  # means over the steps, without coefficients
 
@@ -47,7 +48,10 @@ ARRAYS = Record._fields[2:]
 
 
 def pack(record: Record) -> bytes:
-    """The bytes of a record; whole numbers take as few bytes each as the largest of them needs."""
+    """The bytes of a record.
+
+    An array of whole numbers has the smallest type that holds its largest number.
+    """
     arrays = {name: np.asarray(value) for name, value in zip(ARRAYS, record[2:], strict=True)}
     for name in ("counts_LE", "dropped_LE"):
         most = arrays[name].max(initial=0)
@@ -66,15 +70,15 @@ def pack(record: Record) -> bytes:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The whole records of a file, in their order; nothing of a file that is not there."""
+    """Yields the intact records of a file in order; nothing if the file does not exist."""
     for _, record in _records(path):
         yield record
 
 
 def rewind(path: Path, done: int, keep: Path | None = None) -> int:
-    """Cuts the file behind its last whole record of the first `done` steps; how many bytes went.
+    """Cuts the file after the last intact record of the first `done` steps; returns the bytes removed.
 
-    If any go, `keep` gets a copy of all of them first.
+    If any byte is removed, the whole file is first copied to `keep`.
     """
     if not path.exists():
         return 0
@@ -92,7 +96,7 @@ def rewind(path: Path, done: int, keep: Path | None = None) -> int:
 
 
 def _records(path: Path) -> Iterator[tuple[int, Record]]:
-    """Each whole record, and where it ends."""
+    """Yields each intact record with the position of its end."""
     if not path.exists() or not path.stat().st_size:
         return
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
@@ -105,7 +109,7 @@ def _records(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 def _read(held: mmap.mmap, at: int) -> tuple[int, Record | None]:
-    """The record whose mark is at `at`, and its end; None, and a place to search on from, for no record."""
+    """(end, record) for the mark at `at`; (position to search on from, None) if there is no intact record."""
     begin = at + HEAD.size
     if begin > len(held):
         return at + 1, None

@@ -1,4 +1,4 @@
-"""Draws how a run's experts were loaded over time: layer x expert x step, and several runs beside each other.
+"""Draws how a run's experts were loaded over time: layer x expert x step, or several runs side by side.
 
 python -m tmoe.routing RUN [RUN...]
 """
@@ -22,18 +22,18 @@ with any_backend():
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-MOST_MAPS = 12  # layers whose load a picture shows; more are spread evenly over the depth
+MOST_MAPS = 12  # most layers whose load a picture shows; with more, 12 layers evenly spread over the depth
 COLOURS = ("#1f5fa8", "#c8442c", "#2e8b57", "#8a5fb0", "#b8860b", "#666666", "#d16ba5", "#20808d")
 
 
 def shown_layers(history: History) -> list[int]:
-    """Which MoE layers get a map of their own."""
+    """Indices of the MoE layers that get their own map."""
     layers = len(history.blocks)
     return np.unique(np.linspace(0, layers - 1, min(layers, MOST_MAPS)).round().astype(int)).tolist()
 
 
 def paint(history: History) -> Figure:
-    """One run: curves over steps, the violation of all layers, and maps of expert x step."""
+    """The picture of one run: curves over steps, the violation of all layers, and maps of expert x step."""
     layers = shown_layers(history)
     rows = -(-len(layers) // 3)
     figure = Figure(figsize=(15, 5.4 + 2.3 * rows), dpi=110, layout="constrained")
@@ -57,7 +57,7 @@ def paint(history: History) -> Figure:
 
 
 def paint_beside(histories: list[History]) -> Figure:
-    """Several runs: the curves of all in one, and a map of layer x step for each."""
+    """The picture of several runs: each curve of all runs in one axis, and a map of layer x step for each."""
     rows = -(-len(histories) // 3)
     figure = Figure(figsize=(15, 5.4 + 2.5 * rows), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -68,7 +68,7 @@ def paint_beside(histories: list[History]) -> Figure:
     draw_mean(cells[2], histories, "dropped", "Dropped pairs, share")
     draw_mean(cells[3], histories, "bias", "Choice bias, largest less smallest")
     draw_losses(cells[4], histories)
-    top = max(map(top_violation, histories))  # one scale for all
+    top = max(map(top_violation, histories))  # one scale for all runs
     for place, one in enumerate(histories):
         axis = figure.add_subplot(grid[2 + place // 3, place % 3])
         draw_by_layer(axis, one, top, f"{readable(one.name)}: violation by block")
@@ -82,7 +82,7 @@ def dress(axis: Axes, title: str) -> None:
 
 
 def draw_violation(axis: Axes, histories: list[History]) -> None:
-    """The mean of the layers as a line, the worst layer as a thin one."""
+    """The mean over layers as a thick line, the worst layer as a thin line."""
     for one, colour in zip(histories, _colours(len(histories)), strict=True):
         worst = np.nanmax(np.nan_to_num(one.violation, nan=-1.0), axis=1)
         label = readable(one.name) if len(histories) > 1 else "mean of blocks (thin: worst)"
@@ -94,7 +94,7 @@ def draw_violation(axis: Axes, histories: list[History]) -> None:
 
 
 def draw_mean(axis: Axes, histories: list[History], name: str, title: str) -> None:
-    """The mean over layers of one of History's numbers."""
+    """The mean over layers of one attribute of History."""
     for one, colour in zip(histories, _colours(len(histories)), strict=True):
         axis.plot(one.steps, mean_of(getattr(one, name).T), color=colour, linewidth=1.6)
     axis.set_ylim(bottom=0)
@@ -102,7 +102,7 @@ def draw_mean(axis: Axes, histories: list[History], name: str, title: str) -> No
 
 
 def draw_losses(axis: Axes, histories: list[History]) -> None:
-    """The mean over layers of each balancing loss. What else is logged is of another scale."""
+    """The mean over layers of each balancing loss. Other logged losses are of another scale and left out."""
     many = len(histories) > 1
     terms = [(one, x) for one in histories for x, name in enumerate(one.losses) if name in NAMES]
     for (one, x), colour in zip(terms, _colours(len(terms)), strict=True):
@@ -115,12 +115,12 @@ def draw_losses(axis: Axes, histories: list[History]) -> None:
 def _legend(axis: Axes) -> None:
     handles, labels = axis.get_legend_handles_labels()
     if handles:
-        # a $ in a run's name is no formula
+        # a $ in a run's name does not start a formula
         axis.legend(handles, [label.replace("$", r"\$") for label in labels], frameon=False, fontsize=8)
 
 
 def top_violation(history: History) -> float:
-    """Where the colours of its map end: one spike must not turn all else dark."""
+    """The end of the map's colour scale: the 99th percentile, so that one spike does not darken the rest."""
     known = history.violation[np.isfinite(history.violation)]
     return max(float(np.quantile(known, 0.99)), 1e-3) if known.size else 1.0
 
@@ -156,7 +156,7 @@ def _colours(count: int) -> list[str]:
 
 
 def save(figure: Figure, out: Path) -> Path:
-    """Writes the picture; one that is cut short never has the name."""
+    """Writes the picture under a temporary name first, so that an incomplete one never has the name `out`."""
     aside = out.with_name(out.name + ".tmp")
     try:
         with naming(out):

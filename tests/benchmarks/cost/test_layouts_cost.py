@@ -206,4 +206,4 @@ def test_the_command_names_the_best(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", "model olmoe-1b-7b --gpus 16".split())
     with pytest.raises(SystemExit):
         command.main()
-    assert "--gpus: stands before train.py's words: --gpus ... -- olmoe-1b-7b" in capsys.readouterr().err
+    assert "--gpus: must come before train.py's words: --gpus ... -- olmoe-1b-7b" in capsys.readouterr().err
