@@ -123,7 +123,7 @@ def test_a_run_folder_goes_on_with_its_settings(gloo, tmp_path, capsys):
     # What is no run folder says what it is.
     step = moved / "checkpoints/step-2"
     assert f"its weights are taken with --init {step}" in refusal([str(step)], capsys)
-    goes_on = f"; its run goes on with train.py {moved}\n"
+    goes_on = f"; train.py {moved} continues its run\n"
     assert refusal([str(step)], capsys).endswith(goes_on)
     said = refusal([str(moved / "checkpoints")], capsys)
     assert f"{moved / 'checkpoints'}: no run folder: it has no config.json{goes_on}" in said

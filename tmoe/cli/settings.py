@@ -139,7 +139,7 @@ def _no_run(word: str) -> str:
     if not path.exists():
         return f"{word}: no such run folder"
     runs = [folder for folder in path.absolute().parents[:2] if Path(folder, "config.json").is_file()]
-    goes_on = f"; its run goes on with train.py {runs[0]}" if runs else ""
+    goes_on = f"; train.py {runs[0]} continues its run" if runs else ""
     if path.is_file():
         meant = f": its settings are taken with --config {word}" if path.suffix in (".toml", ".json") else ""
         return f"{word}: no run folder but a file{meant}{goes_on}"
@@ -213,7 +213,7 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
         if f"{section}{name}" == "task" and isinstance(value, str):
             _require_task_in(where, value)
         if is_dataclass(kind):
-            require(isinstance(value, dict), f"{shown}={value!r}: must be settings of its own, as {key}.NAME")
+            require(isinstance(value, dict), f"{shown}={value!r}: must hold nested settings, as {key}.NAME")
             found[name] = with_settings(getattr(cfg, name), value, where, f"{section}{key}.")
             continue
         if isinstance(value, str) and not fits(value, kind) and fits([value], kind):

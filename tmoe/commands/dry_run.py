@@ -207,5 +207,5 @@ def memory(parts: dict[str, int], rank: int) -> Table:
     most = peak_bytes(parts)
     table.add_row("most at one time", f"{most / 2**30:.3f}")
     if parts["exchange"]:
-        table.add_row("of it torch's (peak_gib)", f"{(most - parts['exchange']) / 2**30:.3f}")
+        table.add_row("torch's part (peak_gib)", f"{(most - parts['exchange']) / 2**30:.3f}")
     return table

@@ -366,7 +366,7 @@ class Engine:
         else:
             given = prompt
         ids = ids_in(given, where, cfg.vocab)
-        require(len(ids) > 0, f"{where}: is empty; valid is at least one token to go on from")
+        require(len(ids) > 0, f"{where}: is empty; valid is at least one token")
         top = cfg.rope.max_seq
         require(len(ids) <= top, f"{where}: {len(ids)} tokens, but model.rope.max_seq={top}")
         return ids
