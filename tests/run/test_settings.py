@@ -71,7 +71,7 @@ def test_a_byte_order_mark_is_left_out(tmp_path, name, text):
     [
         ("a.toml", "[train]\nbatc = 3", r"a.toml: train.batc: no such setting; did you mean train.batch\?"),
         ("a.toml", "[train]\nbatch = 'x'", "a.toml: train.batch='x': must be a whole number"),
-        ("a.toml", "train = 3", "a.toml: train=3: must be settings of its own"),
+        ("a.toml", "train = 3", "a.toml: train=3: must hold nested settings"),
         ("a.toml", "[model.moe]\ntop_k = 9", r"a.toml: model.moe.top_k=9: must be 1 to model.moe.experts=8"),
         ("a.toml", "steps", "a.toml: cannot be read: "),
         ("a.toml", "a-b = 1\n", "a.toml: a-b: no such setting; there are: task, out"),

@@ -384,7 +384,7 @@ def spell_booleans(argv: list[str]) -> list[str]:
 
 
 def flags_in(words: Sequence[str]) -> dict[str, str]:
-    """The flags among words -> their spelling there. The flag of a switch is without its no-."""
+    """The flags among words, each with its spelling there. A switch is listed without its no-."""
     switches = set(switches_of(Config))
     flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     on = {flag: re.sub(r"(--|\.)no-(?=[^.]*$)", r"\1", flag) for flag in flags}

@@ -15,8 +15,8 @@ from tmoe.generate.cache import PAGE
 from tmoe.generate.forward import Chunk
 from tmoe.generate.pages import NOWHERE
 
-# On a GPU flex attention compiles a kernel for each length, so rows have one of a few lengths; and so do the
-# keys of later pieces.
+# On a GPU flex attention compiles a kernel for each length, so rows, and the keys of later pieces, have one
+# of these lengths.
 LENGTHS = (128, 512, 2048, 8192)
 
 
@@ -59,7 +59,7 @@ def aligned(length: int, blocks: bool) -> int:
 
 
 def row(pieces: Sequence[Piece], most: int, device: torch.device, blocks: bool) -> Chunk:
-    """Pieces one after the other in a row. A gap is of the piece before it; no token attends to it."""
+    """Pieces one after the other in a row. A gap belongs to the piece before it; no token attends to it."""
     tokens: list[int] = []
     at: list[int] = []
     documents: list[int] = []

@@ -322,7 +322,7 @@ class Slots:
         return torch.where(seen_BV, torch.where(z_BV < 0, z_BV * penalty, z_BV / penalty), z_BV)
 
     def barred(self, made_B: Tensor, early: bool) -> Tensor | None:
-        """Tokens that must not be drawn: `never`'s, and before min_tokens also those that end an answer."""
+        """Tokens that must not be drawn: those of `never`, and before min_tokens also end tokens."""
         if not early:
             return self.unknown_V
         early_BV = (made_B < self.sampling.min_tokens)[:, None] & self.ending_V

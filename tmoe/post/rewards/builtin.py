@@ -29,7 +29,7 @@ OF_ROW: dict[str, Callable[[RewardSample], Any]] = dict(
     regex=pattern_of_row,
     code=tests_of,
 )
-SHARE_OF_LIMIT = 0.8  # share of --grpo.reward-timeout for programs; below 1, so that they time out first
+SHARE_OF_LIMIT = 0.8  # share of --grpo.reward-timeout for programs, which must time out before the reward
 
 
 def make(name: str, argument: str | None, timeout_s: float) -> Reward:

@@ -5,10 +5,10 @@ called in the program's sandbox; its result is compared in this one, by this Pyt
 never has the test, nor the values that the test expects, so it cannot return them, and nothing that it does
 to its own Python has an effect in this sandbox.
 
-An object of a class that the program defines stays in the program's sandbox, and an `Away` represents it. Two
-such objects are compared, or added, by their class. An object and data are not, because the program would
-then decide `f(2) == 3` and `abs(f(2) - 3)`: the object is first converted to the plain data that it is an
-instance of, and is equal to nothing if there is none.
+An object of a class that the program defines stays in the program's sandbox, and an `Away` represents it. For
+two such objects, the program's class compares or adds them. An object and plain data are compared or added in
+this sandbox, because the program would otherwise decide `f(2) == 3` and `abs(f(2) - 3)`. The object is first
+converted to plain data; an object that is an instance of no plain type is equal to no data.
 
 next: post/rewards/code.py
 """
