@@ -1,4 +1,4 @@
-"""How a setting is checked: its type, its range, and one message that names flag, value and what is valid.
+"""Checks settings: types and ranges; an error is one message that names flag, value and what is valid.
 
 next: model.py"""
 

@@ -384,10 +384,10 @@ class GrpoConfig:
     loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "rloo"] = "dapo"
     """the policy loss"""
     clip_low: float | None = None
-    """the ratio of new to old probability is clipped below 1 minus this; None: the loss's default;
+    """the ratio of new to old probability is clipped to at least 1 minus this; None: the loss's default;
     dppo: tokens with a negative advantage are dropped once their probability fell by more than this"""
     clip_high: float | None = None
-    """the ratio of new to old probability is clipped above 1 plus this; None: the loss's default;
+    """the ratio of new to old probability is clipped to at most 1 plus this; None: the loss's default;
     dppo: tokens with a positive advantage are dropped once their probability rose by more than this"""
     dual_clip: float | None = None
     """dapo, grpo, dr_grpo, gspo, rloo: upper bound of the ratio where the advantage is negative, above 1
@@ -446,7 +446,7 @@ class GrpoConfig:
     reward_workers: int = 2
     """processes of each rank that compute rewards"""
     reward_timeout: float = 10.0
-    """seconds after which the computation of a reward is given up"""
+    """seconds after which a reward that is not computed yet has failed"""
     allow_empty: int = 0
     """steps in a row that may pass without a reward for any answer; after one more the run saves its state
     and ends. Validations are counted separately, by the same bound"""

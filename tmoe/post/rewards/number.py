@@ -29,7 +29,8 @@ MOST_EXPONENT = 400
 TOP, BOTTOM, END = "\ue000\ue001\ue002"  # marks around a fraction's parts, which no script uses
 MOST_OF_PART = 200  # characters of a fraction's numerator or denominator
 DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-# No white space at the beginning and no two neighbours that match the same: a long answer takes linear time.
+# The pattern begins with no white space, and no two neighbouring parts match the same text, so that long
+# answers take linear time.
 NUMBER = re.compile(
     rf"""(?:(?P<sign>(?<![\w)}}{END}])[-+])\s*)?
     (?:(?:(?P<whole>\d+)\s*(?={TOP}))?                                          # of a mixed number
