@@ -151,7 +151,7 @@ class Preference(Task):
         return sum(one.sequences for one in sets)
 
     def _sets(self, data: Sequence[ChatDataset]) -> Sequence[ChatDataset]:
-        """The data sets of training and validation that have separate sources; test data has none."""
+        """The data sets with their own sources: training's, and with --data.val-path also validation's."""
         return data[:2] if self.cfg.data.val_path else data[:1]
 
     def _hashes(self, data: Sequence[ChatDataset], run: Runtime) -> tuple[str, str]:
