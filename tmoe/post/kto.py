@@ -64,13 +64,13 @@ class Kto(Preference):
         good, bad = self.labels
         told = f"kto: {good:,} desirable completions, {bad:,} others"
         if not good or not bad:
-            return [f"{told}: one kind alone; the loss weighs both against each other"]
+            return [f"{told}: one kind alone, but the loss compares both kinds"]
         ratio = self.kinds["desirable_weight"] * good / (self.kinds["undesirable_weight"] * bad)
         note = f"{told}; weight x number is {ratio:.3g} to 1"
         low, high = BALANCED
         if not low * 0.999 <= ratio <= high * 1.001:
             flags = "--preference.desirable-weight or --preference.undesirable-weight"
-            note += f"; the paper has 1 to 4/3, by {flags}"
+            note += f"; the paper recommends 1 to 4/3, set by {flags}"
         return [note]
 
     def divisor(self, batch: ChatBatch) -> float:
