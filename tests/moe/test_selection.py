@@ -630,11 +630,11 @@ CLASHES = [
     (dict(selection="best"), "--model.moe.selection=best: must be one of topk, sinkhorn, quantile, "),
     (
         dict(selection="sinkhorn", score="sigmoid"),
-        "--model.moe.selection=sinkhorn: has weights of its own; not",
+        "--model.moe.selection=sinkhorn: has its own weights; not",
     ),
     (
         dict(selection="sinkhorn", softmax="after"),
-        "--model.moe.selection=sinkhorn: has weights of its own; not",
+        "--model.moe.selection=sinkhorn: has its own weights; not",
     ),
     (
         dict(selection="sinkhorn", choice_bias=True),

@@ -585,7 +585,7 @@ WRONG = [
     ),
     (dict(task="sft", grpo=dict(offload=True)), r"--grpo.offload: --task=sft.*valid with --task grpo"),
     (dict(log=LogConfig(routes=(1,))), r"--log.routes=\(1,\).*leave it out with --task grpo"),
-    (dict(data=DataConfig(overlong="truncate")), r"--data.overlong=truncate: a prompt is not cut"),
+    (dict(data=DataConfig(overlong="truncate")), r"--data.overlong=truncate: prompts are never cut"),
 ]
 
 

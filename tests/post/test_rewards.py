@@ -244,7 +244,7 @@ def test_words_as_a_whole():
     for said, told in (
         ([], "must be a list of at least one reward"),
         ("exact", "must be a list of at least one reward"),
-        (["exact", "exact:2"], "exact is there 2 times; give it once"),
+        (["exact", "exact:2"], "exact is given 2 times; give it once"),
     ):
         with pytest.raises(ConfigError, match=told):
             words.parse(said, code=False)

@@ -159,7 +159,7 @@ def test_which_flag_was_meant(word, meant, capsys):
         ("--train.fp8", "products of experts in fp8 are not there yet; valid: --train.float8 rowwise"),
         ("--use-vllm", "another engine for rollouts is not there yet"),
         ("--optimizer", "another optimizer is not there yet; valid: AdamW"),
-        ("--deepspeed", "tmoe divides weights by itself; valid: --parallel.shard"),
+        ("--deepspeed", "tmoe divides weights automatically; valid: --parallel.shard"),
         ("--sft.packing", "tmoe always packs rows"),
         ("--assistant-only-loss", "tmoe trains the assistant's tokens and completions alone"),
         ("--ref_model", "the reference is the model that the run begins with"),

@@ -101,7 +101,7 @@ def test_no_run_lies_in_a_step_that_retention_removes(tmp_path, capsys):
     for out in (step, step / "tuned/again"):
         with pytest.raises(SystemExit):
             parse(["--out", str(out)], "")
-        assert f"lies in the step folder {step}" in "".join(capsys.readouterr().err.split("\n"))
+        assert f"is in the step folder {step}" in "".join(capsys.readouterr().err.split("\n"))
     assert parse(["--out", str(step.parent / "tuned")], "").out
     (tmp_path / "manifest.json").write_text('{"name": "a web page of somebody"}')
     assert parse(["--out", str(tmp_path / "runs/a")], "").out

@@ -71,7 +71,7 @@ def test_a_byte_order_mark_is_left_out(tmp_path, name, text):
     [
         ("a.toml", "[train]\nbatc = 3", r"a.toml: train.batc: no such setting; did you mean train.batch\?"),
         ("a.toml", "[train]\nbatch = 'x'", "a.toml: train.batch='x': must be a whole number"),
-        ("a.toml", "train = 3", "a.toml: train=3: must be settings of its own"),
+        ("a.toml", "train = 3", "a.toml: train=3: must hold nested settings"),
         ("a.toml", "[model.moe]\ntop_k = 9", r"a.toml: model.moe.top_k=9: must be 1 to model.moe.experts=8"),
         ("a.toml", "steps", "a.toml: cannot be read: "),
         ("a.toml", "a-b = 1\n", "a.toml: a-b: no such setting; there are: task, out"),
@@ -123,7 +123,7 @@ def test_a_run_folder_goes_on_with_its_settings(gloo, tmp_path, capsys):
     # What is no run folder says what it is.
     step = moved / "checkpoints/step-2"
     assert f"its weights are taken with --init {step}" in refusal([str(step)], capsys)
-    goes_on = f"; its run goes on with train.py {moved}\n"
+    goes_on = f"; train.py {moved} continues its run\n"
     assert refusal([str(step)], capsys).endswith(goes_on)
     said = refusal([str(moved / "checkpoints")], capsys)
     assert f"{moved / 'checkpoints'}: no run folder: it has no config.json{goes_on}" in said

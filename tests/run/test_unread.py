@@ -74,7 +74,7 @@ def said(words, capsys) -> tuple[str, int]:
         (f"{GRPO} --grpo.loss dr_grpo --grpo.advantage-eps 1", "--grpo.advantage-eps=1: unused with"),
         (f"{GRPO} --preference.ratio 1", "--preference.ratio=1: unused with --task=grpo"),
         ("tiny --resume none --no-load-optim", "--no-load-optim: unused with --resume=none"),
-        ("tiny --data.new-tokenizer", "--data.new-tokenizer: unused with a model that is drawn"),
+        ("tiny --data.new-tokenizer", "--data.new-tokenizer: unused with drawn weights"),
     ],
 )
 def test_what_is_refused(words, names, capsys):

@@ -1,1 +1,1 @@
-"""What every room imports: tables, files, lists and what torch keeps private."""
+"""Modules that every package of tmoe may import: tables, files, lists, and private names of torch."""

@@ -1,10 +1,10 @@
-"""The experts' activations, in one table: formula, gradient, constants and what transformers calls them.
+"""The experts' activations, in one table: formula, gradient, constants and transformers' names.
 
-Settings, ops and Hugging Face's families read ACTIVATIONS. A new activation is one entry, and its formula and
-gradient for kernels, by its name, in `activate` and `activate_backward` (ops/experts/kernels.py).
+Settings, ops and Hugging Face's families read ACTIVATIONS. A new activation needs one entry, and its formula
+and gradient for kernels, by its name, in `activate` and `activate_backward` (ops/experts/kernels.py).
 
-What names an activation is text: an entry's name, or with other constants than the entry's own
-`clamped:alpha=1.5,limit=5`. `activation` reads it.
+An activation is named by text: an entry's name, or for other constants than the entry's own
+`clamped:alpha=1.5,limit=5`. `activation` reads this text.
 
 next: ops/reference.py
 """
@@ -22,19 +22,19 @@ from torch import Tensor
 
 
 class Activation(NamedTuple):
-    """What an expert does with the result of its first product: gate and up, its halves, or all of it."""
+    """An activation of the result of an expert's first product: its halves gate and up, or all of it."""
 
     formula: Callable[..., Tensor]
     """(gate, up, **constants) -> act, or without a gate (up) -> act, in plain differentiable PyTorch"""
     gradient: Callable[..., None]
-    """(gate, up, d_act, d_gate, d_up, **constants), or without a gate (up, d_act, d_up): writes what stands
-    behind d_act, which is used up"""
+    """(gate, up, d_act, d_gate, d_up, **constants), or without a gate (up, d_act, d_up): writes the arguments
+    after d_act; d_act may be overwritten"""
     hidden_act: str
     """its name in the config.json of Hugging Face's models"""
     constants: dict[str, float] = {}  # noqa: RUF012
-    """by their names in transformers' experts modules"""
+    """constants by their names in transformers' experts modules"""
     gated: bool = True
-    """whether there is a gate: a first matrix of 2F rows, gate's and then up's; else it has F"""
+    """whether there is a gate: the first matrix has 2F rows, first the gate's, then up's; else it has F"""
 
     @property
     def keys(self) -> dict[str, float]:
@@ -43,7 +43,7 @@ class Activation(NamedTuple):
 
     @property
     def halves(self) -> int:
-        """Columns of the first product for each of the F of the second."""
+        """Number of columns of the first product for each of the F columns of the activation."""
         return 2 if self.gated else 1
 
     def of(self, h: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Activation(NamedTuple):
         return self.formula(*h.chunk(self.halves, dim=-1))
 
     def gradient_of(self, h: Tensor, d_act: Tensor, dh: Tensor) -> None:
-        """Writes dh [..., 2F], without a gate [..., F]; d_act is used up."""
+        """Writes dh [..., 2F], without a gate [..., F]; d_act may be overwritten."""
         self.gradient(*h.chunk(self.halves, -1), d_act, *dh.chunk(self.halves, -1))
 
 
@@ -141,7 +141,7 @@ _TABLE = {
 
 
 def _given(entry: Activation, constants: dict[str, float]) -> Activation:
-    """The entry with these constants, which its formula and gradient then have."""
+    """The entry with these constants bound to its formula and gradient."""
     if not constants:
         return entry
     formula, gradient = partial(entry.formula, **constants), partial(entry.gradient, **constants)
@@ -153,7 +153,7 @@ UNGATED = tuple(name for name, entry in ACTIVATIONS.items() if not entry.gated)
 
 
 def _constants(text: str) -> tuple[str, dict[str, float]]:
-    """The entry's name and all its constants; ValueError, with what is wrong, for what is no activation."""
+    """The entry's name and all its constants. ValueError, which says what is wrong, for an invalid text."""
     name, colon, given = text.partition(":")
     if name not in ACTIVATIONS:
         raise ValueError(f"must be one of {', '.join(ACTIVATIONS)}")
@@ -173,13 +173,13 @@ def _constants(text: str) -> tuple[str, dict[str, float]]:
 
 
 def full(text: str) -> str:
-    """The activation with all its constants, as kernels take it: "clamped:alpha=1.702,limit=7.0"."""
+    """The activation with all its constants, as kernels need it: "clamped:alpha=1.702,limit=7.0"."""
     name, constants = _constants(text)
     return _spelled(name, constants)
 
 
 def canonical(text: str) -> str:
-    """The activation in one spelling: without constants that are the entry's own."""
+    """The activation in one spelling: without constants that equal the entry's own."""
     name, constants = _constants(text)
     own = ACTIVATIONS[name].constants
     return _spelled(name, {key: value for key, value in constants.items() if value != own[key]})
@@ -191,6 +191,6 @@ def _spelled(name: str, constants: dict[str, float]) -> str:
 
 @cache
 def activation(text: str) -> Activation:
-    """The entry of this name, with the constants that the text gives; ValueError for what is none."""
+    """The entry of this name, with the constants that the text gives. ValueError for an invalid text."""
     name, constants = _constants(text)
     return _given(_TABLE[name], constants)

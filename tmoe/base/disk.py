@@ -1,4 +1,4 @@
-"""Files that are whole or absent: synced, renamed, hashed, and errors that name the path."""
+"""Writes files that are whole or absent: synced, renamed, hashed, with errors that name the path."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, TextIO
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[TextIO]:
-    """A file to write that takes the place of `path` at the end.
+    """A file to write that replaces `path` at the end of the context.
 
-    Readers and crashes meet the old or the new one.
+    Readers, also after a crash, find either the old file or the new one.
     """
     aside = path.with_suffix(path.suffix + ".tmp")
     with naming(aside), open(aside, "w") as file:
@@ -37,9 +37,9 @@ class FileEntry:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Around writing `path`: an OSError that names no file is raised with this one's name.
+    """A context for writing `path`: an OSError without a file's name is raised again with this path.
 
-    Those of write, flush and fsync name none.
+    The errors of write, flush and fsync have no file's name.
     """
     try:
         yield
@@ -81,7 +81,7 @@ class HashedFile:
 
     def __exit__(self, *_: object) -> None:
         try:
-            with self._file:  # closed whatever fails
+            with self._file:  # closes it even after an error
                 self._file.flush()
                 os.fsync(self._file.fileno())
         except OSError as error:
@@ -97,10 +97,10 @@ class HashedFile:
         return FileEntry(self.size, self._sha.hexdigest())
 
 
-# In what git-annex leaves in the place of a file: a short text, or a link to nothing.
+# A part of the short text, or of the broken link, that git-annex leaves in the place of a file.
 ANNEX = "annex/objects/"
 ANNEX_WORDS = "is a pointer of git-annex, not the file itself: run git annex get in its folder"
-# What stands in the place of a file that was not downloaded, by its first bytes.
+# Descriptions of pointers, which replace files that were not downloaded, by their first bytes.
 POINTERS = {
     b"version https://git-lfs": (
         "is a Git LFS pointer, not the file itself: run git lfs pull in its folder, or download the file "
@@ -112,12 +112,12 @@ BOM = b"\xef\xbb\xbf"
 
 
 def pointer_words(raw: bytes) -> str:
-    """What a file that begins with `raw` is, where it only points at the file meant; else ""."""
+    """The description of a file that begins with `raw`, if it is only a pointer to a file; else ""."""
     return next((words for start, words in POINTERS.items() if raw.startswith(start)), "")
 
 
 def absent_words(path: Path) -> str:
-    """Why a file that should be at `path` is not there: "missing", or the link to nothing that it is."""
+    """Why there is no file at `path`: "missing", or a description of the broken link."""
     if not path.is_symlink():
         return "missing"
     target = os.readlink(path)
@@ -125,7 +125,7 @@ def absent_words(path: Path) -> str:
 
 
 def text_of(path: Path) -> str:
-    """A file's text, of UTF-8, without a byte order mark. ValueError for a pointer (POINTERS)."""
+    """A file's UTF-8 text without a byte order mark. ValueError for a pointer (POINTERS)."""
     raw = path.read_bytes()
     if words := pointer_words(raw):
         raise ValueError(words)
@@ -133,9 +133,9 @@ def text_of(path: Path) -> str:
 
 
 def expand_home(words: Iterable[str] | None = None) -> list[str]:
-    """The words of a command line (None: this process's), with `~` read as the home folder.
+    """The words of a command line (None: this process's), with `~` replaced by the home folder.
 
-    A shell leaves the one in --out=~/x as it is.
+    A shell does not replace the `~` in --out=~/x.
     """
     expanded = []
     for word in sys.argv[1:] if words is None else words:
@@ -145,7 +145,7 @@ def expand_home(words: Iterable[str] | None = None) -> list[str]:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in `path` survive a power cut."""
+    """Syncs the folder, so that the names of its files survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

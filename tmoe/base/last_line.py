@@ -1,7 +1,7 @@
-"""The one line that a process ends with: where torchrun reads it, whose report then holds it.
+"""Passes the last line of a process to torchrun, which shows it in its report.
 
-torchrun ends with some thirty lines of its own, whatever its workers have said. Of these "traceback :" is
-what the worker that failed first left in the file that TORCHELASTIC_ERROR_FILE names.
+torchrun prints about thirty lines at its end, whatever its workers have printed. One of them, "traceback
+:", shows the text that the worker that failed first left in the file that TORCHELASTIC_ERROR_FILE names.
 
 next: tmoe/run/watch/__init__.py
 """
@@ -14,9 +14,13 @@ from contextlib import suppress
 
 
 def leave(line: str, behind: bool = False) -> None:
-    """Writes why this process ends, if torchrun started it; anything else has no use for it.
+    """Writes the reason for this process's end, if torchrun started it; other launchers do not read it.
 
-    behind: it ends because another one did. torchrun takes the earliest for the cause, and tells seconds.
+    torchrun reports the process with the earliest time, in whole seconds, as the cause.
+
+    Args:
+        line: the reason.
+        behind: whether this process ends because another one has ended; its time is then rounded up.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

@@ -1,6 +1,6 @@
-"""Packages whose public names are imported at their first use.
+"""Makes packages whose public names are imported at their first use.
 
-A command that reads a log or a step folder does not wait for torch's compiler and Triton to be imported.
+So a command that reads a log or a step folder need not import torch's compiler and Triton.
 
     __getattr__, __dir__ = lazy(__name__, {"moe_mlp": "tmoe.ops.experts.op"})      # in a package's __init__
 
@@ -16,7 +16,7 @@ from importlib.util import find_spec
 def lazy(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """A package's `__getattr__` and `__dir__` (PEP 562).
 
-    modules: the module of each public name. Modules of the package itself are found without an entry.
+    modules: the module of each public name. The package's own modules need no entry.
     """
 
     def get(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Lists in messages: twenty lines at most; a longer list gets one line for each kind of item.
+"""Lists for messages: twenty lines at most; a longer list has one line for each kind of item.
 
 next: config/run.py
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-LINES = 20  # of a message, its first line included
+LINES = 20  # most lines of a message, its first line included
 NUMBERED = re.compile(r"([A-Za-z_]+\.)\d+(?=\.)")  # layers.7. and experts.3. inside a tensor's name
 
 
 def listed(head: str, items: Iterable[str], indent: str = "  ") -> str:
     """`head`, if there is one, then a line for each item, indented by `indent`: at most LINES lines in all.
 
-    A longer list gets one line for each kind: items that differ only in the numbers of layers and experts
-    are counted together, with * for the numbers. What is still too long ends with "… N more", N items.
+    A longer list has one line for each kind: items that differ only in the numbers of layers and experts are
+    counted together, with * for the numbers. If the list is still too long, it ends with "… N more", for N
+    items.
     """
     shown = [line for item in items for line in item.splitlines()]
     room = LINES - len(head.splitlines())
@@ -34,12 +35,12 @@ def listed(head: str, items: Iterable[str], indent: str = "  ") -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """So many of them: `1 file`, `2 files`."""
+    """A number with its noun: `1 file`, `2 files`."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _counted(kind: str, alike: list[str]) -> str:
-    """The line of a kind: its only item, or how many there are and the numbers of one."""
+    """The line of a kind: its only item, or the number of its items with the numbers in one of them."""
     if len(alike) == 1:
         return alike[0]
     first = " ".join(found[0] for found in NUMBERED.finditer(alike[0]))

@@ -1,6 +1,7 @@
-"""Modules under the names that they had before the rooms of 2026-11-28 (docs/moved.md).
+"""Lets modules be imported by the names that they had until 2026-11-28 (docs/moved.md).
 
-An old name gives the module itself and warns with the new name. The names in moved.json end with version 0.2.
+An old name gives the module itself, with a warning that has the new name. Version 0.2 will remove the names
+in moved.json.
 """
 
 import importlib
@@ -17,12 +18,12 @@ from types import ModuleType
 
 @cache
 def moved() -> dict[str, str]:
-    """New module by old module."""
+    """The new names of modules, by their old names."""
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 class OldNames(MetaPathFinder, Loader):
-    """The last finder: it is asked for modules that no other finder has."""
+    """The last finder, which is asked only for modules that no other finder has."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -35,7 +36,7 @@ class OldNames(MetaPathFinder, Loader):
         new = moved()[spec.name]
         warnings.warn(f"{spec.name} is {new} now", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(new)
-        spec.loader_state = module.__spec__  # the import system replaces it with the old name's
+        spec.loader_state = module.__spec__  # the import system replaces it by the spec of the old name
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -43,6 +44,6 @@ class OldNames(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Lets old names be imported. A second call changes nothing."""
+    """Enables imports by old names. A second call changes nothing."""
     if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
         sys.meta_path.append(OldNames())

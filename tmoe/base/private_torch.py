@@ -1,8 +1,8 @@
-"""What tmoe takes from torch and triton that has no public name: looked for, never assumed to be there.
+"""Looks up private names of torch and triton that tmoe uses; no name is assumed to exist.
 
-Where a version lacks something, tmoe goes the public way, and one line says so (`take`). What has no public
-way is in
-NEEDED: a start without it ends with one message that names the versions tmoe was tested with (`lacks`).
+If a version lacks a name, tmoe uses public functions instead, and one line reports it (`take`). Names without
+a public replacement are in NEEDED: a start without one of them ends with one message that names the versions
+with which tmoe was tested (`lacks`).
 """
 
 import functools
@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 TESTED = "torch 2.11 and 2.13 to 2.15 with triton 3.6, 3.8 and 3.9"
-NEEDED = {  # what has no public way, and what uses it
+NEEDED = {  # names without a public replacement, and their users
     "torch._foreach_add_": "the optimizer",
     "torch._foreach_copy_": "averaged weights",
     "torch._foreach_mul_": "the optimizer",
@@ -24,10 +24,7 @@ log = logging.getLogger("tmoe.base.private_torch")
 
 
 def find(path: str) -> Any | None:
-    """What a dotted path leads to: modules as far as possible, then attributes.
-
-    None where anything is missing.
-    """
+    """The object at a dotted path of modules and then attributes; None if any part is missing."""
     names = path.split(".")
     for split in range(len(names), 0, -1):
         try:
@@ -41,9 +38,9 @@ def find(path: str) -> Any | None:
 
 
 def take(path: str, without: str) -> Any | None:
-    """`find(path)`. Where there is none, a note says what follows.
+    """`find(path)`. If it finds nothing, a note says what follows.
 
-    without: continues the sentence "torch 3.0 has no ...: ".
+    without: the consequence; it continues the line "torch 3.0 has no ...: ".
     """
     found = find(path)
     if found is None:
@@ -53,16 +50,16 @@ def take(path: str, without: str) -> Any | None:
 
 @functools.cache
 def note(text: str) -> None:
-    """One line on rank 0, once a process.
+    """Logs one line on rank 0, once per process.
 
-    Not an error: everything works, some of it slower or not reported.
+    It is not an error: everything works, but some parts are slower or not reported.
     """
     if os.environ.get("RANK", "0") == "0":
         log.warning("%s (tmoe was tested with %s)", text, TESTED)
 
 
 def lacks() -> str:
-    """What this torch lacks and tmoe cannot do without, as one message; "" if nothing."""
+    """The error for names of NEEDED that this torch lacks, in one message; "" if it has all."""
     missing = [f"{path} ({user})" for path, user in NEEDED.items() if find(path) is None]
     if not missing:
         return ""
@@ -70,7 +67,7 @@ def lacks() -> str:
 
 
 def need(owner: object, name: str, user: str) -> Any:
-    """A private attribute that has no public way. RuntimeError where `owner` lacks it."""
+    """A private attribute without a public replacement. RuntimeError if `owner` lacks it."""
     if not hasattr(owner, name):
         kind = type(owner).__name__
         raise RuntimeError(f"{user}: {_version('torch')} has no {kind}.{name}; tmoe was tested with {TESTED}")
@@ -78,8 +75,8 @@ def need(owner: object, name: str, user: str) -> Any:
 
 
 def _version(path: str) -> str:
-    """The package of a dotted path and its version, or torch's where it has none."""
+    """The package of a dotted path and its version, or torch's version if it has none."""
     root = path.partition(".")[0]
-    import torch  # late: a command that draws a report does without
+    import torch  # imported late, because a command that draws a report does not need it
 
     return f"{root} {getattr(importlib.import_module(root), '__version__', torch.__version__)}"

@@ -1,4 +1,4 @@
-"""What made a run: versions of packages and the git revision."""
+"""The versions with which a run was made: of packages, and the git revision."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 
 
 def versions(say: Callable[[str], Any] = log.warning) -> dict[str, Any]:
-    """Versions of what computes, and the git revision and dirty flag of tmoe's source; None where absent.
+    """Versions of the software and the GPU, and the git revision and dirty flag of tmoe's source.
 
-    say: gets a line for each version that cannot be read; its value is None as well.
+    A value is None if it is absent or cannot be read. say: called with a line for each version that cannot be
+    read.
     """
     reads: dict[str, Callable[[], Any]] = {
         "python": platform.python_version,
-        # torch's own attribute: the metadata of the package index's wheel does not name its CUDA.
+        # torch's own attribute, because the metadata of the package index's wheel does not name its CUDA
         "torch": lambda: str(torch.__version__),
         "triton": lambda: package_version("triton"),
         "tmoe": lambda: package_version("tmoe"),
@@ -47,7 +48,7 @@ def package_version(name: str) -> str | None:
 
 
 def git_state() -> dict[str, Any] | None:
-    """{"revision", "dirty"} of the checkout that this file lies in; None if that is not tmoe's."""
+    """{"revision", "dirty"} of the checkout with this file; None if the checkout is not tmoe's."""
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *args]
@@ -55,7 +56,7 @@ def git_state() -> dict[str, Any] | None:
         return os.fsdecode(done.stdout).strip()
 
     try:
-        # An environment inside another project's repository has that project's revision.
+        # If tmoe is installed inside another project's repository, git gives that project's revision.
         if Path(git("rev-parse", "--show-toplevel")) != Path(__file__).resolve().parents[2]:
             return None
         return {

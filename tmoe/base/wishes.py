@@ -1,4 +1,4 @@
-"""What other trainers have and tmoe has not yet: a flag for it is answered with what to do instead.
+"""Features of other trainers that tmoe lacks: a flag for one is answered with what to do instead.
 
 next: tmoe/front.py
 """
@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-# A pattern that is found in a flag, and the answer. The first one counts.
+# A pattern that is searched for in a flag, and the answer. The first pattern found counts.
 WISHES = (
     (
         r"lora|peft|adapter|\bdora\b|galore|bitfit",
@@ -33,8 +33,8 @@ WISHES = (
     ),
     (
         r"vllm|sglang|tensorrt|trt.?llm",
-        "another engine for rollouts is not there yet; valid: tmoe's own, which --task grpo starts by "
-        "itself; `tmoe hf export` writes a folder that such engines serve",
+        "another engine for rollouts is not there yet; valid: tmoe's own, which --task grpo starts "
+        "automatically; `tmoe hf export` writes a folder that such engines serve",
     ),
     (
         r"\bserve\b|\bport\b|openai.?api|api.?server",
@@ -59,11 +59,11 @@ WISHES = (
     ),
     (
         r"deepspeed|zero.?stage|fsdp",
-        "tmoe divides weights by itself; valid: --parallel.shard 1, 2 or 3 (as ZeRO's stages)",
+        "tmoe divides weights automatically; valid: --parallel.shard 1, 2 or 3 (as ZeRO's stages)",
     ),
     (
         r"flash.?att|attn.?impl|use.?flash|sdpa|xformers|torch.?backend",
-        "tmoe chooses its attention by itself; valid: leave it out",
+        "tmoe chooses its attention automatically; valid: leave it out",
     ),
     (
         r"\b(sample.?)?packing\b|group.?by.?length|padding.?free",
@@ -85,7 +85,7 @@ WISHES = (
         r"(assistant|completion|response).?only|train.?on.?(inputs|responses)|mask.?(inputs|prompt)",
         "tmoe trains the assistant's tokens and completions alone; valid: leave it out",
     ),
-    (r"liger|unsloth", "tmoe has kernels of its own; valid: leave it out"),
+    (r"liger|unsloth", "tmoe has its own kernels; valid: leave it out"),
     (r"\b(run|exp|experiment).?name\b", "a run has the name of its folder; valid: --out DIR"),
     (
         r"^(local.?rank|nproc.?per.?node|num.?gpus|n.?gpus|devices|nnodes|num.?nodes|world.?size)$",
@@ -93,11 +93,11 @@ WISHES = (
         "--dry-run",
     ),
     (r"trust.?remote", "tmoe runs no code of a folder; valid: leave it out"),
-    (r"dataloader|num.?workers|pin.?memory", "tmoe reads data by itself; valid: leave it out"),
+    (r"dataloader|num.?workers|pin.?memory", "tmoe reads data automatically; valid: leave it out"),
 )
 
 
-# What other trainers call a value: by setting, our value (a flag and its value may follow) -> their names.
+# Other trainers' names of a value: by setting, our value (a flag and its value may follow) -> their names.
 VALUES: dict[str, dict[str, str]] = {
     "preference.loss": {
         "sigmoid": "dpo logistic sigmoid_norm",
@@ -129,7 +129,7 @@ VALUES: dict[str, dict[str, str]] = {
 
 
 def meant_by_value(name: str, value: str, options: Sequence[str]) -> str:
-    """What a value that is none of a setting's options means: `; did you mean A?`, "" where nothing is near.
+    """The hint for a value that is none of a setting's options: `; did you mean A?`; "" if none is similar.
 
     name: a dotted setting.
     """
@@ -141,6 +141,6 @@ def meant_by_value(name: str, value: str, options: Sequence[str]) -> str:
 
 
 def wish(flag: str) -> str:
-    """The answer to a flag for something that is not there; "" for another flag."""
+    """The answer to a flag for a feature that tmoe lacks; "" for another flag."""
     text = flag.lstrip("-").replace("_", "-").lower()
     return next((answer for pattern, answer in WISHES if re.search(pattern, text)), "")

@@ -22,7 +22,7 @@ from tmoe.optim.schedule import MOST_WARMUP, lr_factor, warmup_of
 
 # Peak learning rates of finetunes: the defaults of TRL's SFTConfig (2e-5), DPOConfig and GRPOConfig (1e-6).
 RATES = dict(sft=2e-5, preference=1e-6, grpo=1e-6)
-# Settings of OptimConfig that this file sets where the user gave none.
+# Settings of OptimConfig that this file sets if the user gave no value.
 WARMUPS = "warmup", "warmup_fraction"
 OURS = "lr", "weight_decay", *WARMUPS
 
@@ -30,15 +30,17 @@ OURS = "lr", "weight_decay", *WARMUPS
 def with_defaults(cfg: Config, flags: Mapping[str, str], of_file: Set[str], run: Config | None) -> Config:
     """The settings with the defaults that follow from the task, the start and the number of steps.
 
-    cfg: settings of a preset or a run folder, with those of a file above them.
-    flags: values of flags as text, by dotted names; they replace settings of `cfg` later.
-    of_file: dotted names of the file's settings.
-    run: settings of the run folder or of a run's config.json, if the command names one.
+    Flags and the file's settings always take precedence. A run that continues from a checkpoint keeps its
+    rate, weight decay and warm-up. So does a new run with a run's settings, unless it is a finetune of
+    another task. A finetune has the rate of RATES and no weight decay. The warm-up is the preset's, but at
+    most a tenth of the steps. It is None if the number of steps follows from --epochs: `with_length` computes
+    it then.
 
-    Flags and the file's settings always count. A run that continues from a checkpoint keeps its rate, weight
-    decay and warm-up, and so does a new run of a run's settings, unless it is a finetune of another task.
-    A finetune has the rate of RATES and no weight decay. The warm-up is the preset's, and at most a tenth of
-    the steps. It is None where the number of steps follows from --epochs: `with_length` then works it out.
+    Args:
+        cfg: settings of a preset or a run folder, overridden by those of a file.
+        flags: values of flags as text, by dotted names; they replace settings of `cfg` later.
+        of_file: dotted names of the file's settings.
+        run: settings of the run folder or of a run's config.json, if the command names one.
     """
     optim = cfg.optim
     task, init = flags.get("task", cfg.task), flags.get("init", cfg.init)
@@ -62,7 +64,7 @@ def with_defaults(cfg: Config, flags: Mapping[str, str], of_file: Set[str], run:
 
 
 def _warmup(cfg: Config, flags: Mapping[str, str]) -> int | None:
-    """The preset's warm-up, at most a tenth of the steps; None where the steps follow from --epochs."""
+    """The preset's warm-up, but at most a tenth of the steps; None if the steps follow from --epochs."""
     if "epochs" in flags or (cfg.epochs is not None and "steps" not in flags):
         return None
     steps = _whole(flags.get("steps"), cfg.steps)
@@ -72,7 +74,7 @@ def _warmup(cfg: Config, flags: Mapping[str, str]) -> int | None:
 
 
 def _whole(text: str | None, default: int) -> int:
-    """A whole number of a flag; `default` without the flag, or where its value is refused later."""
+    """The whole number of a flag; `default` without the flag, or if its value is refused later."""
     try:
         return default if text is None else max(int(text), 0)
     except ValueError:
@@ -80,9 +82,9 @@ def _whole(text: str | None, default: int) -> int:
 
 
 def of_the_run(out: str, resume: str) -> dict[str, Any]:
-    """OURS as the run has them that --resume continues; empty where no run is continued, or none is readable.
+    """The values of OURS in the run that --resume continues; empty if there is no such run that can be read.
 
-    With "auto" they are those of the folder's config.json, if it has a step; else those of the step folder.
+    With "auto" they are read from the folder's config.json, if it has a step; else from the step folder.
     """
     config: Any = None
     try:
@@ -95,15 +97,19 @@ def of_the_run(out: str, resume: str) -> dict[str, Any]:
         kinds = dict(lr=float, weight_decay=float, warmup=int, warmup_fraction=float)
         return {name: value for name, value in values.items() if fits(value, kinds[name])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError, RecursionError):
-        return {}  # the resume itself says what is wrong
+        return {}  # the resume itself reports the error
 
 
 def with_length(cfg: Config, samples: int, a_step: int, ahead: int = 0) -> Config:
-    """The settings with the number of steps that --epochs takes, and with the warm-up that follows from it.
+    """The settings with the number of steps that --epochs needs, and with the warm-up that follows from it.
 
-    samples: of one epoch: packed rows, windows or prompts. a_step: samples of all ranks in one step.
-    ahead: by how many samples the data is ahead of the step number, where earlier steps were larger.
-    The last step is whole: the number is rounded up. ConfigError for a setting that needs more steps.
+    The number is rounded up, because the last step is a whole one. ConfigError for a setting that needs more
+    steps.
+
+    Args:
+        samples: number of samples of one epoch: packed rows, windows or prompts.
+        a_step: samples of all ranks in one step.
+        ahead: samples by which the data is ahead of the step number, because earlier steps were larger.
     """
     if cfg.eval_only:
         return cfg
@@ -121,10 +127,15 @@ def with_length(cfg: Config, samples: int, a_step: int, ahead: int = 0) -> Confi
 
 
 def plan_of(cfg: Config, a_step: int, samples: int = 0, trained: float = 0.0, ahead: int = 0) -> list[str]:
-    """A start's rate and length in one line; warnings of a rate never reached, of few steps to be the best.
+    """Lines at a start: its learning rate and length, and warnings.
 
-    a_step: samples of all ranks in one step. samples: of one epoch; 0: not known. trained: tokens of a sample
-    that are trained, in the mean; 0: not known. ahead: as of `with_length`.
+    Warnings are for a peak rate that is never reached, and for few steps that can become the best.
+
+    Args:
+        a_step: samples of all ranks in one step.
+        samples: number of samples of one epoch; 0: not known.
+        trained: mean number of trained tokens of a sample; 0: not known.
+        ahead: as in `with_length`.
     """
     optim, steps = cfg.optim, cfg.steps
     warmup = warmup_of(steps, optim)
@@ -155,7 +166,7 @@ def plan_of(cfg: Config, a_step: int, samples: int = 0, trained: float = 0.0, ah
 
 
 def samples_a_step(cfg: Config, readers: int) -> int:
-    """Samples of all ranks in one step: rows, or for --task grpo prompts.
+    """Number of samples of all ranks in one step: rows, or for --task grpo prompts.
 
     readers: `Axes.readers` of the run.
     """

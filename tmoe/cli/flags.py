@@ -1,4 +1,4 @@
-"""Which flags there are, and which of them is meant by a word that is none: synonyms, then likeness.
+"""Lists the flags, and finds the flag that an unknown word means: by synonyms, then by similar spelling.
 
 next: cli/parse.py
 """
@@ -13,7 +13,7 @@ from typing import get_type_hints
 from tmoe.base.wishes import wish
 from tmoe.config.check import ConfigError, Setting
 
-# What other trainers call a setting, the last part of the flag as one types it.
+# Other trainers' names of a setting, as typed in the last part of a flag.
 SYNONYMS = {
     "--optim.lr": "learning-rate max-lr peak-lr",
     "--optim.min-lr": "min-learning-rate lr-min final-lr",
@@ -101,7 +101,7 @@ SYNONYMS = {
 }
 
 
-# What is meant by the name of a section without a setting, settings marked.
+# The flags that a section's name without a setting probably means, settings marked.
 SECTIONS = {
     "--model": f"{Setting('init')} DIR",
     "--data": f"{Setting('data.path')} SOURCE",
@@ -112,7 +112,7 @@ SECTIONS = {
 }
 
 
-# What other trainers call a task -> the task and its flags, settings marked.
+# Other trainers' names of a task -> the task and its flags, settings marked.
 TASKS = {
     "dpo": "preference",
     "simpo": f"preference {Setting('preference.loss')} simpo",
@@ -153,17 +153,17 @@ def flags_of_settings(config: type, section: str = "--") -> Iterator[tuple[str, 
 
 
 def flag_of(name: str) -> str:
-    """The flag of a dotted setting: --model.moe.top-k of "model.moe.top_k"."""
+    """The flag of a dotted setting: --model.moe.top-k for "model.moe.top_k"."""
     return f"--{name.replace('_', '-')}"
 
 
 def name_of(flag: str) -> str:
-    """The dotted setting of a flag: "model.moe.top_k" of --model.moe.top-k."""
+    """The dotted setting of a flag: "model.moe.top_k" for --model.moe.top-k."""
     return flag.removeprefix("--").replace("-", "_")
 
 
 def require_known(words: list[str], config: type) -> None:
-    """ConfigError for the first flag that is none, with the one that is meant, as far as one can tell."""
+    """ConfigError for the first unknown flag; it names the flag that is probably meant, if there is one."""
     known = [flag for flag, _ in flags_of_settings(config)]
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
@@ -178,7 +178,7 @@ def require_known(words: list[str], config: type) -> None:
 
 
 def answer(flag: str, known: list[str]) -> str:
-    """What to use in place of a flag that is none, settings marked; "" where that is not known."""
+    """The hint for an unknown flag: what to use in its place, settings marked; "" if nothing is known."""
     section, dot, last = flag[2:].rpartition(".")
     if dot and section.startswith("no-") and f"--{flag.removeprefix('--no-')}" in known:
         return f"did you mean {_setting(f'--{section[3:]}.no-{last}')}?"
@@ -204,9 +204,9 @@ def is_synonym(last: str) -> bool:
 
 
 def meant_by(flag: str, known: list[str]) -> list[str]:
-    """The flags that a word may mean: of the same last part, of another trainer's name, or nearly the same.
+    """The flags that a word may mean: with the same last part, by another trainer's name, or similarly spelt.
 
-    Another trainer's name is first looked up in the word's own section: --grpo.beta is --grpo.kl, and not
+    Another trainer's name is first looked up in the word's own section: --grpo.beta means --grpo.kl, and not
     --preference.beta.
     """
     section, dot, last = flag[2:].rpartition(".")

@@ -1,4 +1,4 @@
-"""The first page of train.py --help: the settings that a task most often needs, with the defaults that apply.
+"""The first page of train.py --help: a task's most used settings, with the defaults that apply.
 
 next: cli/parse.py
 """
@@ -19,7 +19,7 @@ from tmoe.config.run import Config
 
 COLUMNS = 100
 HEAD = 46  # columns of flag, kind and default
-LINES = 120  # of the page at most; a test counts
+LINES = 120  # most lines of a page, by a test
 START = "task init out steps epochs seed resume eval_only dry_run world compile"
 TRAIN = "train.batch train.seq train.accumulate train.global_batch train.dtype train.eval_every"
 OPTIM = "optim.lr optim.warmup optim.schedule optim.weight_decay optim.clip optim.freeze"
@@ -72,7 +72,7 @@ PAGES: dict[str, dict[str, str]] = {
 def page(cfg: Config, task: str, shown: str) -> str:
     """The first page for a task, at most LINES lines.
 
-    cfg: the settings below the flags, whose values are the defaults. shown: where they are from.
+    cfg: the settings that apply without flags; its values are the defaults. shown: where they are from.
     """
     known = list(presets())
     rest = textwrap.fill(f"presets: {', '.join(known)}", COLUMNS, subsequent_indent="  ")
@@ -81,7 +81,7 @@ def page(cfg: Config, task: str, shown: str) -> str:
         "",
         *rest.splitlines(),
         "RUN: a run folder, whose run continues. --init DIR: the weights and the model to start from.",
-        "--config FILE: settings from a .toml or .json file. Flags replace them, and they a preset's.",
+        "--config FILE: settings from a .toml or .json file. They override a preset's; flags override both.",
         "",
         f"The settings most used with --task {task}; in brackets the defaults of {shown}.",
         f"Other pages: --task {' | '.join(one for one in PAGES if one != task)} --help.",
@@ -94,7 +94,7 @@ def page(cfg: Config, task: str, shown: str) -> str:
 
 
 def _lines(cfg: Config, task: str, name: str) -> Iterator[str]:
-    """A setting: flag, kind and default, and the beginning of its meaning, on three lines at most."""
+    """The lines of a setting: flag, kind and default, and the beginning of its help text, at most 3 lines."""
     *sections, last = name.split(".")
     owner = reduce(getattr, sections, cfg)
     value = getattr(owner, last)
@@ -113,7 +113,7 @@ def _lines(cfg: Config, task: str, name: str) -> Iterator[str]:
 
 
 def _kind(kind: Any) -> str:
-    """What a flag takes, in short: N, X, TEXT, the choices; nothing for a switch."""
+    """The kind of a flag's value in short: N, X, TEXT, the choices; "" for a switch."""
     options = [one for one in get_args(kind) if one not in (type(None), ...)]
     if all(isinstance(one, str | int) for one in options) and options:
         return "|".join(map(str, options))
@@ -123,9 +123,9 @@ def _kind(kind: Any) -> str:
 
 
 def in_short(text: str, none: bool) -> str:
-    """A setting's meaning to its first semicolon, or to the end of its first sentence.
+    """A help text up to its first semicolon, or to the end of its first sentence.
 
-    none: whether what the value None means is added, where the text says so.
+    none: whether to add the meaning of the value None, if the text has one.
     """
     parts = re.split(r"(?:;|\.(?=\s|$))\s*(?![^()]*\))", " ".join(text.split()))
     more = [part for part in parts[1:] if none and part.startswith("None:")]
@@ -134,7 +134,7 @@ def in_short(text: str, none: bool) -> str:
 
 @cache
 def meanings(config: type) -> dict[str, str]:
-    """The text below each field of a dataclass of settings, by name."""
+    """The help texts of a dataclass of settings, the strings below its fields, by field name."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
     assert isinstance(body, ast.ClassDef) and is_dataclass(config)
     found = {one.name: "" for one in fields(config)}

@@ -1,4 +1,4 @@
-"""Makes a Config of a command line, `PRESET --section.field value`, or ends with one clear error.
+"""Makes a Config from a command line, `PRESET --section.field value`, or ends with one clear error.
 
 next: config/run.py
 """
@@ -37,19 +37,20 @@ from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.plan.memory import padding
 
-SOURCES = """The first word: a preset ({presets}; without one tiny), or a run folder, whose run then goes on.
-Without it --init DIR says what the model is. --config FILE: settings from a .toml or .json file, as a run's
-config.json has them; flags come above it."""
-LAG_S = 10.0  # s by which rank 0 may start later than others
+SOURCES = """The first word: a preset ({presets}; default: tiny), or a run folder, whose run then continues.
+Without a first word the model is that of --init DIR, if given. --config FILE: settings from a .toml or .json
+file, in the form of a run's config.json; flags override it."""
+LAG_S = 10.0  # seconds by which rank 0 may start later than other ranks
 
 
 def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 1) -> Config:
-    """Config of a command line; the first word may name a preset (default: tiny) or a run folder.
+    """The Config of a command line; the first word may name a preset (default: tiny) or a run folder.
 
-    Without it --init's folder says what the model is. --config names a file of settings: cli/settings.py.
+    Without a first word the model is that of --init's folder. --config names a file of settings:
+    cli/settings.py.
 
     Ends the process with code 2 and one message on rank 0, before any process group exists, for a setting
-    that cannot work, alone or with the others, or for a world of processes that is not dp x ep.
+    that cannot work, alone or combined with others, or for a world whose size is not the product of the axes.
     """
     front.remember({})
     silent = io.StringIO()  # --help is shown by rank 0 alone
@@ -64,9 +65,9 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
 
 
 def check_start(argv: Sequence[str], cfg: Config, rank: int) -> None:
-    """End the process as `parse` does where the weights to start from are of another model, or none.
+    """End the process as `parse` does if the weights to start from are missing, or of another model.
 
-    argv: the words that `parse` made cfg from.
+    argv: the words from which `parse` made cfg.
     """
     try:
         if argv and argv[0] in presets() and cfg.init:
@@ -79,22 +80,22 @@ def check_start(argv: Sequence[str], cfg: Config, rank: int) -> None:
 
 
 def refuse(text: str, rank: int) -> NoReturn:
-    """End the process with code 2. The first rank of each node prints the error, after `rank N:` where N > 0.
+    """End the process with code 2. The first rank of each node prints the error, after `rank N:` if N > 0.
 
-    Rank 0 does not see what is wrong on another node alone.
+    Every node prints, because rank 0 does not see an error that only another node has.
     """
     launch = launcher_world()
     last_line.leave(f"error: {text}")
     if rank == 0 or launch.local_rank == 0:
         print(f"rank {rank}: error: {text}" if rank else f"error: {text}", file=sys.stderr)
     if rank and launch.launcher not in ("", "environment"):
-        # A launcher ends all ranks when one has ended: rank 0, still importing, would never say why.
+        # A launcher ends all ranks when one has ended; rank 0, still importing, could not print the error.
         time.sleep(LAG_S)
     raise SystemExit(2) from None
 
 
 def misplaced(word: str, argv: Sequence[str]) -> str:
-    """What to type in place of a preset or a run folder that is not the first word; "" for another word."""
+    """The hint for a preset or a run folder that is not the first word; "" for another word."""
     if word not in presets() and not Path(word).is_dir():
         return ""
     if argv[0] == word or not argv[0].startswith("-"):
@@ -103,9 +104,9 @@ def misplaced(word: str, argv: Sequence[str]) -> str:
 
 
 def notes(cfg: Config, world: int) -> Iterator[str]:
-    """Settings that work, but that are hardly meant: a line each."""
+    """A line for each setting that works, but is probably a mistake."""
     if trains_routers(cfg) and (untrained := cfg.model.moe.untrained):
-        yield f"{spelt(untrained)}, as in the model that this run goes on with"
+        yield f"{spelt(untrained)}, as in the model that this run starts from"
     if trains_routers(cfg) and cfg.model.moe.acausal:
         yield spelt(cfg.model.moe.acausal)
 
@@ -125,7 +126,7 @@ def notes(cfg: Config, world: int) -> Iterator[str]:
 
 
 def planned_world(cfg: Config, world: int) -> int:
-    """Number of ranks of the run, or with dry_run of the run that is planned."""
+    """Number of ranks of the run, or with dry_run of the planned run."""
     if not cfg.dry_run:
         return world
     p = cfg.parallel
@@ -141,9 +142,9 @@ def trains_routers(cfg: Config) -> bool:
 
 
 def begins_anew(cfg: Config) -> bool:
-    """Whether the run draws its weights: neither --init nor a step to resume from gives them.
+    """Whether the run draws its weights, because neither --init nor a step to resume from gives them.
 
-    That is so as far as the disk says now.
+    The answer depends on the steps that are on the disk now.
     """
     if cfg.init or cfg.resume not in ("auto", "none"):
         return False
@@ -152,7 +153,7 @@ def begins_anew(cfg: Config) -> bool:
 
 
 def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Config, list[str]]:
-    """The settings, and a line for each place besides the flags that they were read from."""
+    """The settings, and a line for each source of settings other than flags."""
     if "" in argv[:1]:
         raise ConfigError("'': an empty first word", valid="a preset, a run folder or a flag")
     source = read_settings(expand_home(argv))
@@ -201,7 +202,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
     if trains_routers(cfg) and begins_anew(cfg):
         cfg.model.moe.require_trained()
     if cfg.init:
-        # Absolute: an export, which may run in another folder, reads from a step what it began from.
+        # Absolute: an export reads this path from a step, and may run in another folder.
         start = start_of(cfg.init, weights=not cfg.dry_run)
         source.notes.extend(chosen_step(cfg.init, start))
         cfg = replace(cfg, init=str(start.absolute()))
@@ -240,7 +241,7 @@ def require_step(resume: str) -> None:
 
 
 def require_preset_of(name: str, cfg: Config) -> None:
-    """Raise ConfigError for a preset, the first word, that is another model than that of --init's folder."""
+    """Raise ConfigError for a preset as first word whose model differs from that of --init's folder."""
     theirs = model_at(cfg.init or "")
     if theirs is None or not (found := differences(cfg.model, theirs)):
         return
@@ -254,7 +255,7 @@ def require_preset_of(name: str, cfg: Config) -> None:
 def _require_read(cfg: Config, source: Source, words: list[str], typed: dict[str, str]) -> Iterator[str]:
     """Raise ConfigError for settings that the user gave and this run does not read.
 
-    Yields notes on settings that are unused and do no harm, and on those of a run's record.
+    Yields notes on unused settings that do no harm, and on unused settings of a run's record.
     """
     given = {}
     for flag, spelling in sorted(typed.items()):
@@ -276,9 +277,9 @@ def _require_read(cfg: Config, source: Source, words: list[str], typed: dict[str
 
 
 def require_weights(cfg: Config, found: bool = True) -> None:
-    """Raise ConfigError for a validation alone without weights: those of a checkpoint or of --init.
+    """Raise ConfigError for --eval-only without weights from a checkpoint or from --init.
 
-    found: False where the run folder's checkpoints were read already, and none can be used.
+    found: False if the run folder's checkpoints were read already, and none can be used.
     """
     name = f"name {Setting('init')}, a run folder or {Setting('resume')} STEP"
     if not cfg.eval_only or (found and not begins_anew(cfg)):
@@ -294,10 +295,10 @@ def require_weights(cfg: Config, found: bool = True) -> None:
 
 
 def require_places(cfg: Config) -> None:
-    """Raise ConfigError unless all that this run is to write can be written."""
+    """Raise ConfigError unless everything that this run writes can be written."""
     out = Path(os.path.realpath(cfg.out))
     if step := next((p for p in (out, *out.parents) if is_step(p)), None):
-        wrong = f"lies in the step folder {step}, and would go with it; name one beside it"
+        wrong = f"is in the step folder {step}, and would be removed with it; name a folder outside it"
         raise ConfigError.of("out", cfg.out, wrong)
     places = [cfg.out, f"{cfg.out}/checkpoints"]
     if cfg.log.tensorboard:
@@ -311,9 +312,9 @@ def require_places(cfg: Config) -> None:
 
 
 def flags_of(cfg: Config) -> dict[str, str]:
-    """--section.field to value: settings that must be the same on all ranks.
+    """The settings that must be the same on all ranks, as --section.field -> value.
 
-    Paths and the presence of a compiler are left out: they may differ between nodes.
+    Paths and the presence of a compiler are left out, because they may differ between nodes.
     """
     told: dict[str, Any] = asdict(cfg)
     told["data"]["path"] = [name for name in cfg.data.path if name.startswith("hub:")] or None
@@ -331,7 +332,7 @@ def _flags(name: str, told: Any) -> Iterator[tuple[str, str]]:
 
 
 def require_writable(out: str, place: str) -> None:
-    """Raise ConfigError unless the place in the run folder is a folder to be written, or can be made."""
+    """Raise ConfigError unless the place in the run folder is a writable folder, or can be made."""
     path = Path(place).absolute()
     # os.path: Path.exists raises in a folder that may not be searched.
     nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))
@@ -343,20 +344,20 @@ def require_writable(out: str, place: str) -> None:
 
 
 def require_cache_folder() -> None:
-    """Raise ConfigError where the environment names a file as the folder of triton's cache."""
+    """Raise ConfigError if the environment names a file as the folder of triton's cache."""
     place = os.environ.get("TRITON_CACHE_DIR", "")
     if os.path.exists(place) and not os.path.isdir(place):
-        raise ConfigError(f"TRITON_CACHE_DIR={place}: must be a folder, or free for one to be made")
+        raise ConfigError(f"TRITON_CACHE_DIR={place}: must be a folder, or a path where one can be made")
 
 
 def spell_booleans(argv: list[str]) -> list[str]:
-    """`--compile false` and `--compile=false` as tyro's own `--no-compile`.
+    """The words with `--compile false` and `--compile=false` written as tyro's own `--no-compile`.
 
-    Raises ConfigError for such a flag that is set to another word.
+    Raises ConfigError for a switch that is set to another word.
     """
     switches = set(switches_of(Config))
     out: list[str] = []
-    words = argv[::-1]  # to be taken from the end
+    words = argv[::-1]  # popped from the end
     while words:
         head, equals, value = words.pop().partition("=")
         flag = head.replace("_", "-")
@@ -383,7 +384,7 @@ def spell_booleans(argv: list[str]) -> list[str]:
 
 
 def flags_in(words: Sequence[str]) -> dict[str, str]:
-    """The flags among words, a switch's without its no-, each with its spelling among the words."""
+    """The flags among words, each with its spelling there. A switch is listed without its no-."""
     switches = set(switches_of(Config))
     flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     on = {flag: re.sub(r"(--|\.)no-(?=[^.]*$)", r"\1", flag) for flag in flags}

@@ -1,4 +1,4 @@
-"""What a run's settings are before its flags: a preset's, a run's, those of a file; the model of --init.
+"""The settings of a run before its flags apply: of a preset, a run, a file, or the model of --init.
 
 next: cli/parse.py
 """
@@ -27,33 +27,34 @@ from tmoe.config.presets import presets, pretrain
 from tmoe.config.renamed import note_of, with_new_flags, with_new_names
 from tmoe.config.run import Config, DataConfig
 
-# Settings that say what one start does, not what the run is: who goes on with a run does not mean them.
+# Settings of one start, not of the run: they are not taken over when a run continues.
 OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")
 
 
 class Source(NamedTuple):
-    """The settings below the flags."""
+    """The settings that the flags override, and their sources."""
 
     name: str
-    """the command's first word as usage shows it, a preset or a run folder; "" where there is none"""
+    """the command's first word as usage shows it, a preset or a run folder; "" if there is none"""
     cfg: Config
     rest: list[str]
     """the flags"""
     notes: list[str]
-    """what was read from where, a line each"""
+    """a line for each source, on what was read from it"""
     given: dict[str, str]
     """dotted settings that a user's own --config file gives -> that file"""
     record: bool
-    """whether the --config file is the record of a run, which holds every setting"""
+    """whether the --config file is the record of a run, which has every setting"""
     places: dict[str, str]
-    """dotted settings that a file gives, a run's record and the model of --init included -> that file"""
+    """dotted settings that any file gives, also a run's record and the model of --init -> that file"""
 
 
 def read_settings(words: list[str]) -> Source:
-    """The settings that a command line starts from, each above the one before.
+    """The settings that the flags of a command line override.
 
-    A preset or a run folder (the first word), or without one the model of --init's folder, or `tiny`. Then
-    the settings of --config's file. ConfigError for what cannot be read or names no setting.
+    The first source is a preset or a run folder (the first word); without a first word the model of --init's
+    folder, or else `tiny`. The settings of --config's file override it. ConfigError for a source that cannot
+    be read, and for a name that is no setting.
     """
     words, notes = with_new_flags(words)
     words, file = _without(words, "--config")
@@ -101,9 +102,9 @@ def read_settings(words: list[str]) -> Source:
 
 
 def _with_one_length(cfg: Config, flags: dict[str, str], told: dict[str, Any], file: str | None) -> Config:
-    """The settings without --epochs where a place above it says --steps.
+    """The settings without --epochs if a source that overrides it gives --steps.
 
-    ConfigError where one place says both.
+    ConfigError if one source gives both.
     """
     says = "the steps follow from the epochs and the data; leave one of them out"
     both = {"steps", "epochs"} <= flags.keys()
@@ -116,7 +117,7 @@ def _with_one_length(cfg: Config, flags: dict[str, str], told: dict[str, Any], f
 
 
 def of_run(word: str) -> Config:
-    """The settings of a run folder, to go on with it wherever it lies now. ConfigError for another word."""
+    """The settings of a run folder, for continuing it, even if it was moved. ConfigError for another word."""
     run, path = Path(word), Path(word, "config.json")
     if not path.is_file() or is_step(run):
         raise ConfigError(_no_run(word))
@@ -129,7 +130,7 @@ def of_run(word: str) -> Config:
 
 
 def _no_run(word: str) -> str:
-    """Why the first word is neither preset nor run folder, and which words were meant."""
+    """The error for a first word that is neither preset nor run folder, with the probably meant words."""
     path = Path(word)
     if not path.exists() and len(path.parts) == 1:
         near = get_close_matches(word.replace("_", "-").lower(), presets(), 1)
@@ -138,7 +139,7 @@ def _no_run(word: str) -> str:
     if not path.exists():
         return f"{word}: no such run folder"
     runs = [folder for folder in path.absolute().parents[:2] if Path(folder, "config.json").is_file()]
-    goes_on = f"; its run goes on with train.py {runs[0]}" if runs else ""
+    goes_on = f"; train.py {runs[0]} continues its run" if runs else ""
     if path.is_file():
         meant = f": its settings are taken with --config {word}" if path.suffix in (".toml", ".json") else ""
         return f"{word}: no run folder but a file{meant}{goes_on}"
@@ -148,7 +149,7 @@ def _no_run(word: str) -> str:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The nested settings of a TOML or JSON file; of a run's config.json those of the run."""
+    """The nested settings of a TOML or JSON file; for a run's config.json the settings of the run."""
     kind = path.suffix in (".toml", ".json")
     require(kind, "config", path, "must be a .toml or .json file (a run's config.json is one)")
     require(path.is_file(), "config", path, "no such file")
@@ -166,7 +167,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. ValueError for a key that it has twice, of which json would drop the first."""
+    """A JSON object. ValueError for a key that it has twice; json would drop the first value silently."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -175,27 +176,27 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a file of settings is the record of a run, which holds every setting."""
+    """Whether a file of settings is the record of a run, which has every setting."""
     return isinstance(_parsed(path).get("config"), dict)
 
 
 def _settings_of(told: dict[str, Any]) -> dict[str, Any]:
-    """Settings as a file has them: its own, or under "config" with a run's facts beside them."""
+    """The settings in a file: the whole file, or in a run's record the part under "config"."""
     config = told.get("config")
     if not isinstance(config, dict):
         return with_new_names(told)[0]
     settings = {name: value for name, value in with_new_names(config)[0].items() if name not in OF_A_START}
     train = settings.get("train")
     if isinstance(train, dict) and train.get("global_batch"):
-        # accumulate followed from it and from the number of ranks, which may be another now
+        # accumulate was computed from it and the number of ranks, which may be different now
         settings["train"] = {name: value for name, value in train.items() if name != "accumulate"}
     if settings.get("epochs") is not None:
-        settings.pop("steps", None)  # they followed from it, the data and the sequences of a step
+        settings.pop("steps", None)  # computed from epochs, the data and the sequences of a step
     return settings
 
 
 def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "") -> Any:
-    """`cfg` with the nested settings that a file tells. ConfigError names file and setting."""
+    """`cfg` with the nested settings of a file. ConfigError for a wrong one; it names file and setting."""
     kinds = get_type_hints(type(cfg))
     found: dict[str, Any] = {}
     known = [flag for flag, _ in flags_of_settings(Config)]
@@ -212,11 +213,11 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
         if f"{section}{name}" == "task" and isinstance(value, str):
             _require_task_in(where, value)
         if is_dataclass(kind):
-            require(isinstance(value, dict), f"{shown}={value!r}: must be settings of its own, as {key}.NAME")
+            require(isinstance(value, dict), f"{shown}={value!r}: must hold nested settings, as {key}.NAME")
             found[name] = with_settings(getattr(cfg, name), value, where, f"{section}{key}.")
             continue
         if isinstance(value, str) and not fits(value, kind) and fits([value], kind):
-            value = [value]  # a list of one, as behind a flag
+            value = [value]  # a list of one word, as after a flag
         options = [str(one) for one in options_of(kind)]
         near = meant_by_value(f"{section}{name}", str(value), options) if options else ""
         require(fits(value, kind), f"{shown}={value!r}: must be {spell(kind)}{near}")
@@ -232,14 +233,14 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
 
 
 def _nested(name: str, value: Any) -> str:
-    """A dotted setting as a file of JSON has it: {"train": {"batch": 3}} of train.batch."""
+    """A dotted setting in the form of a JSON file: {"train": {"batch": 3}} for train.batch."""
     for part in reversed(name.split(".")):
         value = {part: value}
     return json.dumps(value, default=str)
 
 
 def _require_task_in(where: str, value: str) -> None:
-    """ConfigError for another trainer's name of a task in a file, with what it is here."""
+    """ConfigError for another trainer's name of a task in a file, with its name in tmoe."""
     try:
         require_task(value)
     except ConfigError as error:
@@ -247,11 +248,11 @@ def _require_task_in(where: str, value: str) -> None:
 
 
 def start_of(init: str, weights: bool) -> Path:
-    """The folder that --init means: a path, or what the hub has under a name (hf/hub.py).
+    """The folder that --init means: a path, or the hub's folder of a name (hf/hub.py).
 
-    For a run folder, or a folder of steps, it is the step saved last that has all its files.
+    For a run folder, or a folder of steps, it is the newest step that has all its files.
     """
-    from tmoe.hf.foreign import is_folder  # tmoe.hf takes most of a second, and is seldom needed
+    from tmoe.hf.foreign import is_folder  # tmoe.hf takes most of a second to import, and is seldom needed
     from tmoe.hf.hub import folder_of
 
     try:
@@ -264,7 +265,7 @@ def start_of(init: str, weights: bool) -> Path:
 
 
 def _near(path: Path) -> str:
-    """A hint at the folder that a path may mean: the one of nearly its name; "" where there is none."""
+    """A hint at the folder that a path may mean, one with a similar name; "" if there is none."""
     if path.exists() or not path.parent.is_dir():
         return ""
     near = get_close_matches(path.name, [one.name for one in path.parent.iterdir() if one.is_dir()], 1, 0.7)
@@ -272,7 +273,7 @@ def _near(path: Path) -> str:
 
 
 def chosen_step(init: str, start: Path) -> list[str]:
-    """Notes on the step that `start_of` took of a run folder: which one, and why none of the newer ones."""
+    """Notes on the step that `start_of` chose in a run folder, and on newer steps that are damaged."""
     if Path(init) not in (start.parent, start.parent.parent):
         return []
     skipped = [f"skipped a damaged checkpoint: {problem}" for problem in newest_in(start.parent)[1]]
@@ -280,7 +281,7 @@ def chosen_step(init: str, start: Path) -> list[str]:
 
 
 def pinned(data: DataConfig) -> DataConfig:
-    """The settings with the commit of each set of the hub, so that a resumed run reads the same rows."""
+    """The settings with the commit of each data set of the hub, so that a resumed run reads the same rows."""
     if not any(name.startswith("hub:") for name in (*data.path, *data.val_path)):
         return data
     from tmoe.data import hub  # seldom needed
@@ -296,10 +297,10 @@ def pinned(data: DataConfig) -> DataConfig:
 
 
 def state_of(init: str) -> str | None:
-    """What ranks on several machines compare of --init's folder; None where nothing is known.
+    """An identity of --init's folder, which ranks on several machines compare; None if nothing is known.
 
-    That is the commit of a folder in the hub's cache, and a hash of a step's weights: a run that still saves
-    may show a newer step to another node, and two nodes may have a copy each.
+    It is the commit of a folder in the hub's cache, or a hash of a step's weights. They may differ, because a
+    run that still saves may show a newer step to another node, and two nodes may have different copies.
     """
     from tmoe.hf.hub import commit_of
 
@@ -314,7 +315,7 @@ def state_of(init: str) -> str | None:
 
 
 def model_at(init: str) -> ModelConfig | None:
-    """The model of --init's folder; None where the folder says none, which a later check refuses."""
+    """The model of --init's folder; None if the folder has none, which a later check refuses."""
     from tmoe.hf.start import model_of
 
     try:
@@ -324,9 +325,9 @@ def model_at(init: str) -> ModelConfig | None:
 
 
 def _of_start(init: Path, weights: bool) -> Config:
-    """Settings of a run that starts from these weights: their model, and what presets train a model with.
+    """Settings of a run that starts from these weights: their model, with the presets' training settings.
 
-    weights: whether the folder must hold them.
+    weights: whether the folder must have the weights.
     """
     from tmoe.hf.start import model_of
 
@@ -361,7 +362,7 @@ def _values(words: list[str]) -> dict[str, str]:
 
 
 def _value(words: list[str], flag: str) -> str | None:
-    """The value of a flag, the last where there are several; None where there is none."""
+    """The value of a flag, the last if there are several; None if there is none."""
     return _without(words, flag)[1]
 
 

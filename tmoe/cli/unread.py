@@ -1,6 +1,6 @@
 """Refuses settings that another task, loss or start would read.
 
-`RULES` says which settings are read where. A setting that is in no rule is read everywhere.
+`RULES` lists the settings that only some runs read. A setting that is in no rule is read by all runs.
 
 next: cli/parse.py
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, OptimConfig
 
-# Losses that read a setting of --task preference; a test compares the table with the formulas' own options.
+# For settings of --task preference, the losses that read them. A test compares this table with the formulas.
 PREFERENCE = dict(
     beta=("sigmoid", "robust", "hinge", "ipo", "simpo", "kto"),
     smoothing=("sigmoid", "robust"),
@@ -23,12 +23,12 @@ PREFERENCE = dict(
     desirable_weight=("kto",),
     undesirable_weight=("kto",),
 )
-# Losses whose advantages are not normalised unless --grpo.advantage says so.
+# Losses that do not normalise advantages by default (--grpo.advantage).
 OTHER_ADVANTAGE = ("dr_grpo", "rloo")
-WHOLE_ANSWERS = ("gspo", "rloo")  # losses without a mismatch correction unless --grpo.mismatch says so
+WHOLE_ANSWERS = ("gspo", "rloo")  # losses without a mismatch correction by default (--grpo.mismatch)
 OF_UPDATES = """loss clip_low clip_high dual_clip ratio_cap ratio_penalty entropy normaliser advantage
 advantage_eps updates kl kl_in kl_estimator overlong resample mismatch mismatch_cap replay"""
-# Settings of OptimConfig that a validation does not read: all but the average and what is frozen.
+# Settings of OptimConfig that a validation does not read: all except ema and freeze.
 OF_OPTIM = tuple(f"optim.{one.name}" for one in fields(OptimConfig) if one.name not in ("ema", "freeze"))
 
 
@@ -36,15 +36,15 @@ class Rule(NamedTuple):
     """Settings that only some runs read."""
 
     names: tuple[str, ...]
-    """dotted settings; a section ends with a point and stands for all its settings"""
+    """dotted settings; a name that ends with a point means all settings of that section"""
     read: Callable[[Config], bool]
     """whether the run reads them"""
     now: Callable[[Config], str]
     """the flag of this run because of which they are not read"""
     valid: str
-    """with what they are read"""
+    """the settings with which they are read"""
     refuses: bool = True
-    """False: a note names them: the same command with --eval-only, or with another schedule, works"""
+    """whether unread settings are an error; False: a note names them, because they do no harm"""
 
 
 def of_task(names: str, *tasks: str) -> Rule:
@@ -68,12 +68,12 @@ def of_preference(name: str, losses: tuple[str, ...]) -> Rule:
 
 
 def of_grpo(name: str, read: Callable[[Config], bool], now: Callable[[Config], str], valid: str) -> Rule:
-    """A setting of --task grpo that depends on another one."""
+    """A setting of --task grpo that is read only with some values of another setting."""
     return Rule((f"grpo.{name}",), lambda cfg: cfg.task != "grpo" or read(cfg), now, valid)
 
 
 def normalises(cfg: Config) -> bool:
-    """Whether rewards are divided by their deviation."""
+    """Whether rewards are divided by their standard deviation."""
     usual = "other" if cfg.grpo.loss in OTHER_ADVANTAGE else "normalised"
     return (cfg.grpo.advantage or usual) == "normalised"
 
@@ -163,7 +163,7 @@ RULES = (
     Rule(
         ("data.new_tokenizer",),
         lambda cfg: cfg.init is not None or cfg.resume not in ("auto", "none"),
-        lambda cfg: "a model that is drawn: its weights are of no tokenizer",
+        lambda cfg: "drawn weights, which have no tokenizer",
         "with --init",
     ),
     Rule(
@@ -184,9 +184,9 @@ RULES = (
 
 
 def require_read(cfg: Config, given: Mapping[str, str]) -> list[str]:
-    """Raise ConfigError for the settings that this run does not read, all of one reason in one message.
+    """Raise ConfigError for given settings that this run does not read; one message for all of one rule.
 
-    given: dotted settings that the user gave -> the flag with its value, as an error names it.
+    given: dotted settings that the user gave -> the flag with its value, as spelled in an error.
     Returns notes on unused settings that are not refused.
     """
     notes = []
@@ -204,10 +204,10 @@ def require_read(cfg: Config, given: Mapping[str, str]) -> list[str]:
 
 
 def applies(rule: Rule, name: str) -> bool:
-    """Whether a rule is about this dotted setting."""
+    """Whether a rule contains this dotted setting."""
     return any(name.startswith(one) if one.endswith(".") else name == one for one in rule.names)
 
 
 def unread(cfg: Config, name: str) -> str:
-    """The flag because of which a run does not read a dotted setting; "" where it does."""
+    """The flag because of which a run does not read a dotted setting; "" if it reads the setting."""
     return next((rule.now(cfg) for rule in RULES if applies(rule, name) and not rule.read(cfg)), "")

@@ -1,1 +1,1 @@
-"""Commands of their own: report, rollouts, routing, warmup and the dry run."""
+"""The commands besides training: report, rollouts, routing, warmup and the dry run."""

@@ -1,8 +1,8 @@
-"""The dry run: what a rank will hold, for any world, before a GPU is rented.
+"""The dry run: the parameters and bytes of each rank, for any world, before a GPU is rented.
 
-The model is built on the meta device and laid out over a fake process group by the very code that trains,
-stage by stage, so placements and local shapes are the real ones; only activations are a closed form
-(plan/memory.py).
+The model is built on the meta device, stage by stage, and laid out over a fake process group by the same code
+as in training. So placements and local shapes are the real ones; only the memory of activations is computed
+from formulas (plan/memory.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,29 +32,29 @@ from tmoe.plan.fitting import verdict
 from tmoe.plan.memory import memory_of_stages, peak_bytes, plan
 from tmoe.run.process import one_error
 
-# What a row of the table of memory holds, and what makes it smaller.
+# The rows of the table of memory: their contents, and the settings that change their size.
 LEGEND = {
-    "parameters": "weights in fp32, this rank's share: fewer with more ranks",
-    "gradients": "of its share: fewer with more ranks",
-    "moments": "AdamW's two in fp32: fewer with more ranks, on the host with --optim.offload",
+    "parameters": "weights in fp32, this rank's share: smaller with more ranks",
+    "gradients": "of this rank's share: smaller with more ranks",
+    "moments": "AdamW's two in fp32: smaller with more ranks, on the host with --optim.offload",
     "ema": "the average of the weights (--optim.ema)",
     "gathered": "weights of other ranks while a block computes with them, and copies in the compute type",
     "accumulated": "fp32 sums of gradients between micro-batches (--train.accumulate)",
-    "activations": "what the backward needs of the forward: --train.batch, --parallel.checkpoint",
-    "working": "the largest block's temporaries, or the loss's: --train.batch",
+    "activations": "kept by the forward for the backward: --train.batch, --parallel.checkpoint",
+    "working": "temporaries of the largest block, or of the loss: --train.batch",
     "reference": "the model that --grpo.kl keeps, this rank's share in fp32",
-    "rollout": "weights gathered for a rollout, and its passes: --grpo.rollout-slots; gone in an update",
-    "pool": "keys and values in a rollout: --grpo.rollout-slots, --grpo.pool-gib; gone in an update",
-    "away": "of the moments, what is on the host in a rollout (--grpo.offload)",
-    "exchange": "buffers into which other ranks write rows for this one's experts (--parallel.dispatch)",
+    "rollout": "weights gathered for a rollout, and its passes: --grpo.rollout-slots; freed before an update",
+    "pool": "keys and values in a rollout: --grpo.rollout-slots, --grpo.pool-gib; freed before an update",
+    "away": "moments moved to the host in a rollout, not counted there (--grpo.offload)",
+    "exchange": "buffers into which other ranks write rows for this rank's experts (--parallel.dispatch)",
 }
 
 
 class Kind(NamedTuple):
-    """What parameters in one row of the table of placements have in common."""
+    """The properties that parameters in one row of the table of placements share."""
 
     name: str
-    """without the block's number"""
+    """the name without the block's number"""
     shape: tuple[int, ...]
     placement: str
     mesh: str
@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 
 
 def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
-    """Prints counts of parameters, where each group lies, and bytes on the fullest of `cfg.world` ranks.
+    """Prints counts of parameters, their placements, and the bytes on the fullest of `cfg.world` ranks.
 
     schedule: lines on the steps, printed above the tables.
     """
@@ -72,7 +72,7 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
         require_layers(cfg)
         require_gpu(cfg)
     found: dict[Kind, list[int]] = {}  # the stage of each parameter
-    # float8 changes no placement, and torchao need not be installed for a plan
+    # float8 changes no placement, so a plan works without torchao
     placed = replace(cfg, train=replace(cfg.train, float8="none"))
     for stage in range(axes.pp):
         with fake_world(axes, stage * axes.stage) as mesh:
@@ -101,8 +101,8 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
 
 @contextmanager
 def fake_world(axes: Axes, rank: int) -> Iterator[Mesh]:
-    """The mesh of these axes as one rank has it, where no other process is there."""
-    # The "fake" backend can be had by this private name alone.
+    """A context with the mesh of these axes as one rank sees it, without other processes."""
+    # The "fake" backend is available only by this private name.
     FakeStore = find("torch.testing._internal.distributed.fake_pg.FakeStore")
     if FakeStore is None:
         message = (
@@ -118,7 +118,7 @@ def fake_world(axes: Axes, rank: int) -> Iterator[Mesh]:
 
 
 def whole(cfg: Config, mesh: Mesh) -> torch.nn.Module:
-    """A model that is not cut, laid out."""
+    """A model without pipeline stages, laid out."""
     with torch.device("meta"):
         model = Transformer(cfg.model)
         freeze(model, cfg.optim.freeze, cfg.train.dtype)
@@ -126,7 +126,7 @@ def whole(cfg: Config, mesh: Mesh) -> torch.nn.Module:
 
 
 def meaning(cfg: Config, axes: Axes) -> Iterator[str]:
-    """A line for what each axis divides, and one for the tokens of a step."""
+    """A line for each axis, on what it divides, and one for the tokens of a step."""
     p, model, train = cfg.parallel, cfg.model, cfg.train
     chunks = f"{axes.pp * p.chunks_a_stage} chunks of {model.layers} blocks"
     says = dict(
@@ -150,7 +150,7 @@ def meaning(cfg: Config, axes: Axes) -> Iterator[str]:
 
 
 def stages(cfg: Config, axes: Axes, peaks: list[int]) -> Table:
-    """A row for each pipeline stage: its ranks, what it computes, and the most that it holds."""
+    """A row for each pipeline stage: its ranks, its parts of the model, and its peak memory."""
     order = plan(cfg, axes)
     spans = cuts(cfg.model, len(order.home))
     made = Table("stage", "ranks", "computes", "GiB at most", title="stages", title_justify="left")
@@ -167,7 +167,7 @@ def stages(cfg: Config, axes: Axes, peaks: list[int]) -> Table:
 
 
 def kinds(tensors: dict[str, torch.Tensor]) -> Iterator[Kind]:
-    """The kind of each."""
+    """The kind of each tensor."""
     for name, p in tensors.items():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
         spread = isinstance(p, DTensor)  # the routers' choice biases are plain tensors
@@ -176,7 +176,7 @@ def kinds(tensors: dict[str, torch.Tensor]) -> Iterator[Kind]:
 
 
 def placements(found: dict[Kind, list[int]], axes: Axes) -> Table:
-    """A row for parameters of the same name (but for the block's number), shape and placement."""
+    """A row for all parameters of the same name (without the block's number), shape and placement."""
     columns = [Column("parameter", no_wrap=True), "copies", "shape", "mesh", "placement"]
     columns += ["on rank 0"] if axes.pp == 1 else ["stages", "on a stage's first rank"]
     made = Table(*columns, title="placement", title_justify="left")
@@ -187,7 +187,7 @@ def placements(found: dict[Kind, list[int]], axes: Axes) -> Table:
 
 
 def runs(numbers: list[int]) -> str:
-    """Rising numbers in words: `0, 2 to 5`."""
+    """Rising numbers as text: `0, 2 to 5`."""
     found: list[list[int]] = []
     for n in numbers:
         if found and n == found[-1][-1] + 1:
@@ -198,7 +198,7 @@ def runs(numbers: list[int]) -> str:
 
 
 def memory(parts: dict[str, int], rank: int) -> Table:
-    """A row for each of `memory_per_rank`'s parts, in GiB, and what is held at most at one time."""
+    """A row for each of `memory_per_rank`'s parts, in GiB, and the peak of the memory at one time."""
     held = f"held by rank {rank}, the fullest" if rank else "held by a rank"
     table = Table(held, "GiB", "what it is", title="memory", title_justify="left")
     for name, size in parts.items():
@@ -207,5 +207,5 @@ def memory(parts: dict[str, int], rank: int) -> Table:
     most = peak_bytes(parts)
     table.add_row("most at one time", f"{most / 2**30:.3f}")
     if parts["exchange"]:
-        table.add_row("of it torch's (peak_gib)", f"{(most - parts['exchange']) / 2**30:.3f}")
+        table.add_row("torch's part (peak_gib)", f"{(most - parts['exchange']) / 2**30:.3f}")
     return table

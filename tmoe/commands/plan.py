@@ -13,8 +13,8 @@ from tmoe.run.process import one_error
 
 
 def plan(cfg: Config) -> None:
-    """Prints it. The data are read only where the number of steps follows from them (--epochs)."""
-    from tmoe.commands.dry_run import dry_run, fake_world  # its fake process group is of no use to a run
+    """Prints the dry run. The data is read only if the number of steps follows from it (--epochs)."""
+    from tmoe.commands.dry_run import dry_run, fake_world  # imported here, because no real run needs it
 
     axes = Axes.of(cfg.parallel, planned_world(cfg, 1))
     a_step = samples_a_step(cfg, axes.readers)

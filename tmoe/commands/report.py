@@ -1,4 +1,4 @@
-"""Draws a run folder anew: python -m tmoe.report RUN.
+"""Draws the report of a run folder again: python -m tmoe.report RUN.
 
 next: log/report.py
 """

@@ -23,7 +23,7 @@ from tmoe.base.disk import expand_home
 from tmoe.front import call, one_message
 from tmoe.post.rollouts import Rollout, rank, read_rollouts
 
-TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # text from left to right and back
+TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # signs that change the direction of text
 
 
 def main(
@@ -32,13 +32,13 @@ def main(
     best: int | None = None,
     worst: int | None = None,
 ) -> None:
-    """Prints samples of RUN/rollouts.jsonl, through $PAGER or less on a terminal.
+    """Prints samples of RUN/rollouts.jsonl; on a terminal through the program $PAGER, or `less`.
 
     Args:
-        run: a run folder; one that is still going can be read too
-        step: only those of this step; None: of all steps
-        best: only so many, of the highest rewards, the highest first
-        worst: only so many, of the lowest rewards, the lowest first; those without a reward come before
+        run: a run folder; a run that is still active can be read too
+        step: print only samples of this step; None: of all steps
+        best: print only this many samples, those with the highest rewards, the highest first
+        worst: print only this many samples: first those without a reward, then the lowest rewards, rising
     """
     if best is not None and worst is not None:
         raise ValueError(f"--best={best}, --worst={worst}: give one of them")
@@ -49,7 +49,7 @@ def main(
 
 
 def lines_of(run: Path, step: int | None, best: int | None, worst: int | None) -> Iterator[str]:
-    """What is printed, sample by sample: the file may be larger than memory."""
+    """The text to print, one sample after the other, because the file may be larger than memory."""
     found: Iterable[Rollout] = of_step(run, step)
     if best is None and worst is None:
         for number, samples in itertools.groupby(found, lambda one: one.step):
@@ -64,7 +64,7 @@ def lines_of(run: Path, step: int | None, best: int | None, worst: int | None) -
 
 
 def of_step(run: Path, step: int | None) -> Iterator[Rollout]:
-    """ValueError, with the steps that there are, where there is no sample of this one."""
+    """The samples of a step, or all. ValueError, which names the existing steps, if there is none."""
     steps: list[int] = []
     some = False
     for one in read_rollouts(run):
@@ -82,7 +82,7 @@ def of_step(run: Path, step: int | None) -> Iterator[Rollout]:
 
 
 def summary(step: int, samples: list[Rollout]) -> str:
-    """A line for a step: of the samples that were kept, which may not be all."""
+    """A line for a step, about the samples in the file, which may not be all samples."""
     rewards = [one.reward for one in samples if one.reward is not None]
     mean = f"{sum(rewards) / len(rewards):.3g}" if rewards else "-"
     tokens = sum(one.tokens for one in samples) / len(samples)
@@ -106,7 +106,7 @@ def short(value: float | None) -> str:
 
 
 def readable(text: str) -> str:
-    """What a model wrote does not command the terminal: control characters are written out."""
+    """Text with control characters written out, so that a model's text cannot control the terminal."""
     return "".join(
         ascii(one)[1:-1] if one not in "\n\t" and (one in TURNS or category(one) in ("Cc", "Cs")) else one
         for one in text
@@ -114,8 +114,8 @@ def readable(text: str) -> str:
 
 
 def show(parts: Iterator[str]) -> None:
-    """To the terminal through a pager if there is one; else as it is. Who reads may stop reading."""
-    first = next(parts, "")  # an error comes before the pager does
+    """Prints to a terminal through a pager, if there is one, else to stdout. A reader may stop early."""
+    first = next(parts, "")  # an error is raised before the pager starts
     pager = shlex.split(os.environ.get("PAGER", "")) or ["less"]
     if sys.stdout.isatty() and shutil.which(pager[0]):
         process = subprocess.Popen(pager, stdin=subprocess.PIPE, text=True, errors="replace")

@@ -1,4 +1,4 @@
-"""How evenly experts were used, over a run's time: python -m tmoe.routing RUN [RUN...].
+"""Shows how evenly experts were used in the course of a run: python -m tmoe.routing RUN [RUN...].
 
 next: log/history.py
 """
@@ -18,10 +18,10 @@ from tmoe.log.routing_report import paint, paint_beside, save
 def main(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path | None = None) -> None:
     """Draws RUN/routing.png of each run, load over time by layer and expert, and prints a summary.
 
-    Several runs are compared: a line each, and one more picture with the curves of all.
+    Several runs are compared in a line for each run, and in one more picture with the curves of all runs.
 
     Args:
-        runs: run folders; one that is still going can be drawn too
+        runs: run folders; a run that is still active can be drawn too
         out: the picture that compares several runs; None: routing-compare.png in the first run's folder
     """
     if not runs:

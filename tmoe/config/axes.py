@@ -1,7 +1,7 @@
 """The degree of every axis that a world of ranks is divided along, and the counts that follow from them.
 
-A plain value: neither torch nor a process group is needed, so settings, estimates and offline tools use it as
-well as `build_mesh` does.
+`Axes` is a plain value: it needs neither torch nor a process group. Settings, estimates and offline tools use
+it, and so does `build_mesh`.
 
 next: tmoe/parallel/mesh.py
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where a rank stands on every axis, counted from 0 (`Axes.place`)."""
+    """A rank's index on every axis, counted from 0 (`Axes.place`)."""
 
     pp: int
     replicate: int
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     etp: int
     ep: int
     reader: int
-    """which of the `Axes.readers` it belongs to: ranks of one reader work on the same sequences"""
+    """which of the `Axes.readers` the rank belongs to: ranks of one reader work on the same sequences"""
     cp: int
     tp: int
 
@@ -36,10 +36,10 @@ class Place(NamedTuple):
 class Axes:
     """Degrees of the axes, all 1 by default.
 
-    world = pp x replicate x dp x ep x etp. tp and cp are carved out of dp x ep x etp: they divide attention
-    among the ranks that divide the experts in another way.
+    world = pp x replicate x dp x ep x etp. tp and cp are factors of dp x ep x etp: the same ranks that divide
+    the experts by dp, ep and etp divide attention by tp and cp.
 
-    Raises ValueError for a degree that is no whole number from 1 on, and where cp x tp does not divide
+    Raises ValueError for a degree that is not a whole number of 1 or more, and where cp x tp does not divide
     dp x ep x etp.
     """
 
@@ -84,7 +84,10 @@ class Axes:
 
     @property
     def sharers(self) -> int:
-        """Ranks of one copy that hold the same experts, each a part of them: storage does not know etp."""
+        """Ranks of one copy that hold the same experts, each a part of them.
+
+        Storage makes no difference between dp and etp.
+        """
         return self.dp * self.etp
 
     @property
@@ -94,11 +97,12 @@ class Axes:
 
     @property
     def readers(self) -> int:
-        """Ranks, or groups of them, that read sequences of their own."""
+        """Number of groups of cp x tp ranks, each of which reads its own sequences."""
         return self.stage // self.parts
 
     def place(self, rank: int) -> Place:
-        """Where a rank stands: pp slowest, then replicate; dp, etp, ep and reader, cp, tp divide the rest."""
+        """A rank's place: pp varies slowest, then replicate; dp, etp, ep divide the rest, and so do reader,
+        cp, tp."""
         pp, in_stage = divmod(rank, self.stage)
         replicate, in_shard = divmod(in_stage, self.shard)
         sharer, ep = divmod(in_shard, self.ep)
@@ -108,16 +112,16 @@ class Axes:
         return Place(pp, replicate, dp, etp, ep, reader, cp, tp)
 
     def __str__(self) -> str:
-        """In words: `dp 2 x ep 4`, and the other axes where they are more than 1."""
+        """The degrees in words: `dp 2 x ep 4`, and the other axes where they are more than 1."""
         more = [field.name for field in fields(self) if field.name not in ("dp", "ep")]
         names = ["dp", "ep", *(name for name in more if getattr(self, name) > 1)]
         return " x ".join(f"{name} {getattr(self, name)}" for name in names)
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world: int, experts: int = 0) -> Axes:
-        """Those of the settings in a world of so many ranks. Raises ConfigError as `over` does.
+        """The axes that the settings give in a world of `world` ranks. Raises ConfigError as `over` does.
 
-        experts: of the model, which ep divides as well; 0: not known.
+        experts: number of experts of the model, which ep must divide as well; 0: not known.
         """
         p = parallel
         more = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
@@ -125,12 +129,14 @@ class Axes:
 
     @classmethod
     def over(cls, world: int, *, dp: int | None = None, experts: int = 0, **others: int) -> Axes:
-        """Those of a world of so many ranks; dp None takes what the other axes leave of it.
+        """The axes of a world of `world` ranks.
 
-        experts: of the model, so that only degrees of ep that divide them are called valid; 0: not known.
+        dp: None: the world divided by the other axes.
+        experts: number of experts of the model, so that errors call only degrees of ep valid that divide it;
+            0: not known.
         others: degrees by the names of the fields; 1 where they are left out.
-        Raises ValueError, which names the flags and the valid values, where a degree is no whole number from
-        1 on, where the axes do not multiply to the world, or where tp and cp do not fit into a stage.
+        Raises ValueError, which names the flags and the valid values, where a degree is not a whole number of
+        1 or more, where the axes do not multiply to the world, or where tp and cp do not fit into a stage.
         """
         for name, size in dict(dp=1 if dp is None else dp, **others).items():
             _require_degree(name, size)

@@ -1,4 +1,4 @@
-"""What --model.moe.balance says: balancing losses by name, each with its coefficient.
+"""Reads --model.moe.balance: balancing losses by name, each with its coefficient.
 
 next: model.py"""
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from tmoe.config.check import FLOATS, ConfigError, Setting, require
 
-# The names. moe/losses.py has a function for each; "none" is no loss.
+# Names of the losses. moe/losses.py has a function for each; "none" is no loss.
 NAMES = "batch", "sequence", "global", "gshard", "importance", "importance-tutel"
-# Losses of how likely the router's noise is to choose an expert: without noise they are not defined.
+# Losses of the probability that the router's noise chooses an expert: they are not defined without noise.
 OF_NOISE = "importance", "importance-tutel"
 NAME = "model.moe.balance"
 Balance = str | tuple[str, ...]
 
 
 def read_balance(balance: str | Sequence[str], coeff: float) -> dict[str, float]:
-    """Name to coefficient; empty for "none". ConfigError for what says no such list.
+    """The losses as name -> coefficient; empty for "none". ConfigError for a value that is no such list.
 
-    balance: one "NAME" or "NAME:COEFFICIENT", or several. coeff: of a name that comes without its own.
+    balance: one "NAME" or "NAME:COEFFICIENT", or several. coeff: the coefficient of names without one.
     """
     words = [balance] if isinstance(balance, str) else list(balance)
     valid = f"NAME or NAME:COEFFICIENT, one or several; names: none, {', '.join(NAMES)}"
@@ -30,17 +30,17 @@ def read_balance(balance: str | Sequence[str], coeff: float) -> dict[str, float]
         name, colon, number = word.partition(":")
         known = name in NAMES or (name == "none" and not colon)
         require(known, NAME, word, f"must be {valid}")
-        require(name not in terms, NAME, " ".join(words), f"{name} comes twice")
+        require(name not in terms, NAME, " ".join(words), f"{name} is given twice")
         terms[name] = _coefficient(word, number) if colon else coeff
     alone = "none" not in terms or len(terms) == 1
-    require(alone, NAME, " ".join(words), "none comes alone, or not at all")
-    both = all(name in terms for name in OF_NOISE)  # in words that dynamo of torch 2.11 traces
+    require(alone, NAME, " ".join(words), "none must be the only name")
+    both = all(name in terms for name in OF_NOISE)  # written so that dynamo of torch 2.11 can trace it
     require(not both, NAME, " ".join(words), f"not both {' and '.join(OF_NOISE)}")
     return {name: number for name, number in terms.items() if name != "none"}
 
 
 def require_coefficient_read(words: Sequence[str], coeff: Any) -> None:
-    """ConfigError where balance_coeff is given beside losses that all have their own coefficients."""
+    """ConfigError where balance_coeff is given although all losses have their own coefficients."""
     unused = len(words) > 0 and all(":" in word for word in words)
     wrong = f"unused with {Setting(NAME, ' '.join(words))}, whose losses have their own"
     require(not unused, "model.moe.balance_coeff", coeff, wrong, "leave one of them out")
@@ -57,10 +57,10 @@ def _coefficient(word: str, number: str) -> float:
 
 
 def one_spelling(balance: str | Sequence[str], coeff: float) -> tuple[Balance, float]:
-    """`balance` and `balance_coeff` as every config.json spells the same losses.
+    """`balance` and `balance_coeff` in the one spelling that every config.json has for the same losses.
 
-    One loss is its bare name beside its coefficient, as runs have always had it: `sequence:0.02` is
-    `sequence` with a balance_coeff of 0.02.
+    A single loss is spelled as its bare name with its coefficient in balance_coeff, as in older runs:
+    `sequence:0.02` becomes `sequence` with a balance_coeff of 0.02.
     """
     terms = read_balance(balance, coeff)
     if not terms:
@@ -71,8 +71,8 @@ def one_spelling(balance: str | Sequence[str], coeff: float) -> tuple[Balance, f
 
 
 def require_noise(balance: Balance, coeff: float, noise: float) -> None:
-    """ConfigError where a loss of the router's noise is asked for and there is none."""
+    """ConfigError where a loss of the router's noise is asked for and the noise is 0."""
     names = [name for name in read_balance(balance, coeff) if name in OF_NOISE]
     if names and not noise > 0:
-        needs = f"needs {Setting('model.moe.noise')} above 0, whose chances it is made of"
+        needs = f"needs {Setting('model.moe.noise')} above 0, because it is computed from the noise"
         raise ConfigError.of(NAME, names[0], needs)

@@ -1,4 +1,4 @@
-"""How a setting is checked: its type, its range, and one message that names flag, value and what is valid.
+"""Checks settings: types and ranges; an error is one message that names flag, value and what is valid.
 
 next: model.py"""
 
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-# Around the name of a setting in a text. A noncharacter of Unicode: no text of a user holds it.
+# Marks the name of a setting in a text, on both sides. A noncharacter of Unicode: no user's text holds it.
 MARK = "\ufdd0"
 
 
 class Setting(str):
-    """A setting in the text of an error: `f"must divide {Setting('model.heads', 8)}"`; `spelt` writes it.
+    """A setting in the text of an error: `f"must divide {Setting('model.heads', 8)}"`; `spelt` spells it.
 
     name: dotted, "model.moe.top_k". value: True for the name alone, False for a switch that is off.
     """
@@ -27,17 +27,17 @@ class Setting(str):
         return super().__new__(cls, f"{MARK}{section}{dot}{off}{last}{MARK}{said}")
 
     def __reduce__(self) -> Any:
-        return str, (str(self),)  # a copy has the mark already
+        return str, (str(self),)  # the text of a copy is marked already
 
 
 Front = Literal["flag", "name", "key"] | Mapping[str, str]
 
 
 def spelt(text: str, front: Front = "flag") -> str:
-    """A text with its settings written for a front: the one place where settings are renamed.
+    """A text with its settings spelled for a front (a user's way in): the one place that renames settings.
 
-    front: "flag", a command line; "name", Python, without the sections that all settings of the text share;
-    "key", a file of settings; or another file's key of each setting that it has.
+    front: "flag" for a command line; "name" for Python, without the sections that all settings of the text
+    share; "key" for a file of settings; or a mapping from settings to the keys of another kind of file.
     """
     parts = text.split(MARK)
     names = parts[1::2]
@@ -47,7 +47,7 @@ def spelt(text: str, front: Front = "flag") -> str:
 
 
 def _written(name: str, front: Front, shared: int) -> str:
-    """A setting's name for a front. shared: the sections to leave out."""
+    """A setting's name as a front spells it. shared: number of leading sections to leave out."""
     flag = f"{'--' if name[1:] else '-'}{name.replace('_', '-')}"
     if isinstance(front, Mapping):
         return front.get(name, flag)
@@ -59,18 +59,18 @@ def _written(name: str, front: Front, shared: int) -> str:
 
 
 def _shared(names: Sequence[str]) -> int:
-    """The number of sections that all settings of a text begin with."""
+    """The number of leading sections that all settings of a text have in common."""
     paths = [name.split(".")[:-1] for name in names]
     parts = zip(*paths, strict=False)
     return next((i for i, one in enumerate(parts) if len(set(one)) > 1), min(map(len, paths), default=0))
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work: its name and value, what is wrong, what is valid, whence the value is.
+    """A setting that cannot work: its name and value, what is wrong, what is valid, the source of the value.
 
-    `of` makes it of these fields; a text alone is an error that no setting is at the head of. `spelt` writes
-    it for a front. str() is Python's: `top_k=9: must be 1 to experts=8`, where a command prints
-    `--model.moe.top-k=9: must be 1 to --model.moe.experts=8`.
+    `of` makes the error from these fields; a text alone is an error that does not begin with a setting.
+    `spelt` spells it for a front. str() gives Python's spelling: `top_k=9: must be 1 to experts=8`, where a
+    command prints `--model.moe.top-k=9: must be 1 to --model.moe.experts=8`.
     """
 
     def __init__(self, wrong: str, setting: str = "", value: Any = True, valid: Any = "", whence: str = ""):
@@ -85,19 +85,19 @@ class ConfigError(ValueError):
         """the file with the value; "" where a flag or a program gave it"""
         head = f"{Setting(setting, value)}{f' (from {whence})' if whence else ''}: " if setting else ""
         self.text = f"{head}{wrong}{f'; valid: {valid}' if self.valid else ''}"
-        """the whole, its settings marked"""
+        """the whole line, with its settings marked"""
 
     @classmethod
     def of(cls, setting: str, value: Any, wrong: str, valid: Any = "", whence: str = "") -> ConfigError:
-        """The error of a setting by its fields. setting, value: as of `Setting`."""
+        """The error of a setting, from its fields. setting, value: the arguments of `Setting`."""
         return cls(wrong, setting, value, valid, whence)
 
     def within(self, place: str) -> ConfigError:
-        """The same error, in a place that stands before it."""
+        """The same error with a place, a file for example, before it."""
         return ConfigError(f"{place}: {self.text}")
 
     def spelt(self, front: Front) -> str:
-        """The line of this error for a front."""
+        """The line of this error as a front spells it."""
         return spelt(self.text, front)
 
     def __str__(self) -> str:
@@ -105,17 +105,20 @@ class ConfigError(ValueError):
 
 
 def require(ok: bool, *fields: Any) -> None:
-    """Raise ConfigError unless ok. fields: a text alone, or setting, value, what is wrong, what is valid."""
+    """Raise ConfigError unless ok.
+
+    fields: a text alone; or setting, value, what is wrong and, if known, what is valid.
+    """
     if not ok:
         raise ConfigError.of(*fields) if fields[1:] else ConfigError(*fields)
 
 
 class Section(NamedTuple):
-    """Settings that are checked: their values, and what their dotted names begin with."""
+    """Settings to be checked: their values, and the beginning of their dotted names."""
 
     cfg: Any
     prefix: str = ""
-    """ "model.moe." of a MoEConfig, "" of a whole run"""
+    """ "model.moe." for a MoEConfig, "" for a whole run"""
 
     def value(self, name: str) -> Any:
         return functools.reduce(getattr, name.split("."), self.cfg)
@@ -132,8 +135,8 @@ class Section(NamedTuple):
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object"}
 KINDS |= {Path: "a path"}
-# The largest whole number of some settings: far above any model, and small enough that no product of them,
-# in bytes, overflows 63 bits.
+# The largest whole number for some settings: far above any model's, and small enough that no product of
+# them, in bytes, overflows 63 bits.
 MOST = dict(layers=4096, chunks=4096, sinkhorn_iterations=4096)
 MOST |= dict.fromkeys(("heads", "kv_heads", "window_kv_heads", "experts", "world", "dp", "ep"), 2**16)
 MOST |= dict.fromkeys(("tp", "cp", "pp", "replicate", "etp"), 2**16)
@@ -142,7 +145,7 @@ COLDEST = 1e-6  # least temperature above 0: logits divided by less than about 1
 
 
 def spell(kind: Any) -> str:
-    """A type of a setting in words."""
+    """The type of a setting in words."""
     options = get_args(kind)
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, options))}"
@@ -154,7 +157,7 @@ def spell(kind: Any) -> str:
 
 
 def options_of(kind: Any) -> tuple[Any, ...]:
-    """The values of a setting that has a few; () for another one."""
+    """The values of a setting with a fixed list of values; () for another setting."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     return tuple(one for part in get_args(kind) for one in options_of(part))
@@ -163,7 +166,7 @@ def options_of(kind: Any) -> tuple[Any, ...]:
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value is of this type.
 
-    A list is taken for a tuple, and a whole number for a float. True, false and NaN are no numbers.
+    A list is accepted as a tuple, and a whole number as a float. True, false and NaN are not numbers.
     """
     options = get_args(kind)
     if get_origin(kind) is Literal:
@@ -175,7 +178,7 @@ def fits(value: Any, kind: Any) -> bool:
         return any(fits(value, option) for option in options)
     if kind is float:
         if isinstance(value, float):
-            return value == value  # NaN is not
+            return value == value  # false for NaN
         return fits(value, int) and abs(value) <= sys.float_info.max
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
@@ -185,12 +188,14 @@ def check(
 ) -> Section:
     """Raises ConfigError for the first setting of a wrong type or out of its range. Returns the section.
 
-    Types are checked too, as library users pass settings past the command line. None is fine where the type
-    says so.
+    Types are checked too, because library users give settings without the command line. None is valid where
+    the type allows it.
 
-    section: what the settings' dotted names begin with, "train." for example.
-    one, zero, positive, share: names of settings ("batch seq") that must be from 1 to MOST, from 0 to MOST,
-    above 0 and finite in float32, at least 0 and below 1.
+    section: the beginning of the settings' dotted names, "train." for example.
+    one: names of settings ("batch seq") that must be from 1 to MOST.
+    zero: names of settings that must be from 0 to MOST.
+    positive: names of settings that must be above 0 and finite in float32.
+    share: names of settings that must be at least 0 and below 1.
     """
     for name, kind in _kinds(type(cfg)).items():
         value = getattr(cfg, name)
@@ -215,7 +220,7 @@ def check(
     return Section(cfg, section)
 
 
-_kinds = functools.cache(get_type_hints)  # of a class's settings
+_kinds = functools.cache(get_type_hints)  # the types of a class's settings, by name
 
 
 def divisors(n: int) -> list[int]:

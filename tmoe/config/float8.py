@@ -1,4 +1,4 @@
-"""Which layers --train.float8 converts, by name and width, and the settings that it refuses.
+"""The layers that --train.float8 converts, by name and width, and the settings that it refuses.
 
 next: tmoe/model/float8.py
 """
@@ -12,12 +12,12 @@ from tmoe.config.check import Setting, require
 
 NONE = f"or {Setting('train.float8')} none"
 # Weights of dense layers and shared experts. Head, router, shared gate, latents of experts and the experts
-# themselves are left out: their products are none of nn.Linear's, or narrow, or decide where tokens go.
+# themselves are left out: their products are not nn.Linear's, or are narrow, or decide how tokens are routed.
 WEIGHTS = re.compile(
     r"blocks\.\d+\.(attention\.(qkv|qkv_a|q_b|kv_b|o)|(ffn|moe\.shared)\.(gate_up|down))\.weight"
 )
-MULTIPLE = 16  # of both widths, and of the tokens: what the GPU's float8 products take
-LEAST = 512  # of both widths: below, casts cost more than the product saves
+MULTIPLE = 16  # both widths and the number of tokens must be multiples of it, for the GPU's float8 products
+LEAST = 512  # smallest value of both widths: in narrower layers casts cost more than the product saves
 
 
 def fits(rows: int, columns: int) -> bool:
@@ -28,13 +28,14 @@ def fits(rows: int, columns: int) -> bool:
 def shared_in_float8(float8: str, dim: int, width: int) -> bool:
     """Whether shared experts [2 width, dim] and [dim, width] have a layer in float8.
 
-    The exchange of tokens then runs without them. float8: the value of --train.float8; width: 0 for none.
+    If so, they are not computed during the exchange of tokens.
+    float8: the value of --train.float8. width: of the shared experts; 0: none.
     """
     return float8 != "none" and width > 0 and (fits(2 * width, dim) or fits(dim, width))
 
 
 def require_float8(float8: str, batch: int, seq: int, tp: int, cp: int) -> None:
-    """ConfigError where --train.float8 cannot go with the layout (tp, cp) or the sizes of a micro-batch."""
+    """ConfigError where --train.float8 excludes the layout (tp, cp) or the sizes of a micro-batch."""
     if float8 == "none":
         return
     divided = " ".join(Setting(f"parallel.{name}", n) for name, n in dict(tp=tp, cp=cp).items() if n > 1)

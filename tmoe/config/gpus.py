@@ -1,9 +1,9 @@
-"""GPUs by name: what their data sheets say of memory and speed, for plans made before one is rented.
+"""GPUs by name: memory and speed from their data sheets, for plans made before a GPU is rented.
 
 Speeds are the vendors' own: NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU", "A100 Tensor
-Core GPU" and "Blackwell" (its HGX B200), AMD's "Instinct MI300X". NVIDIA prints tensor cores with sparsity,
-twice what stands here, but for the A100. Memory is what nvidia-smi and rocm-smi show, which data sheets
-round. None of it was measured here.
+Core GPU" and "Blackwell" (its HGX B200), AMD's "Instinct MI300X". Except for the A100, NVIDIA prints the
+speed of tensor cores with sparsity, twice the value in this file. Memory is the value that nvidia-smi and
+rocm-smi show, which data sheets round. None of these figures was measured for tmoe.
 
 next: plan/fitting.py
 """
@@ -11,14 +11,14 @@ next: plan/fitting.py
 from typing import Literal, NamedTuple, get_args
 
 GpuName = Literal["h100", "h200", "a100", "a100-40gb", "b200", "mi300x"]
-DRIVER = 3 * 2**30  # bytes that CUDA, its context and NCCL take beside torch
-FRAGMENTS = 1.05  # how much more the allocator takes than tensors need (benchmarks/cost/h200.json)
+DRIVER = 3 * 2**30  # bytes that CUDA, its context and NCCL need in addition to torch
+FRAGMENTS = 1.05  # memory that the allocator reserves / memory of tensors (benchmarks/cost/h200.json)
 
 
 def room(memory: float) -> float:
-    """Bytes that tensors may take of a GPU's memory, both in bytes: without CUDA's part and fragments.
+    """Bytes of a GPU's memory (`memory`, bytes) that are left for tensors, without CUDA's part and fragments.
 
-    The one bound of the dry run and of `python -m benchmarks.model`.
+    The dry run and `python -m benchmarks.model` both use this bound.
     """
     return (memory - DRIVER) / FRAGMENTS
 
@@ -30,17 +30,17 @@ class Gpu(NamedTuple):
     memory: float
     """bytes, as the driver shows them"""
     flops: float
-    """dense bf16 a second"""
+    """dense bf16 FLOP a second"""
     bandwidth: float
     """of its memory, bytes a second"""
     links: float
-    """NVLink or Infinity Fabric, bytes a second, both ways together"""
+    """NVLink or Infinity Fabric, bytes a second, both directions together"""
     float8: bool = True
     """whether it has float8 products (--train.float8)"""
 
     @property
     def room(self) -> float:
-        """Bytes that tensors may take."""
+        """Bytes of the memory that are left for tensors."""
         return room(self.memory)
 
 

@@ -1,4 +1,4 @@
-"""What a model is: widths, layers, attention, experts.
+"""The settings of a model: widths, layers, attention, experts.
 
 next: run.py"""
 
@@ -14,7 +14,7 @@ from tmoe.config.check import ConfigError, Section, Setting, check, divisors, re
 from tmoe.config.policies import SCORES, SELECTIONS, ScoreName
 from tmoe.config.renamed import former_names
 
-# settings of a model that say how it is trained, which runs may change: the weights mean the same under all
+# Settings of a model that affect its training alone. A run may change them: the weights mean the same.
 STEPS_READ = (
     *("dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.bias_speed"),
     *("moe.noise", "moe.force", "moe.force_skew"),
@@ -35,7 +35,7 @@ class RopeConfig:
     """how frequencies are stretched:
     linear (Chen et al. 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023)"""
     factor: float = 1.0
-    """by how much: max_seq divided by the range that was trained without scaling"""
+    """how much frequencies are stretched: max_seq divided by the range that was trained without scaling"""
     original_max_seq: int = 4096
     """range trained without scaling (llama3, yarn)"""
     low_freq_factor: float = 1.0
@@ -58,16 +58,17 @@ class RopeConfig:
     truncate: bool = True
     """yarn: the ramp between beta_fast and beta_slow begins and ends at whole pairs (False: gpt-oss)"""
     dim: int = 0
-    """grouped-query attention: how many channels of a head turn, its first ones (GLM-4.5: half of them);
-    0: all. Latent attention has mla.rope-dim"""
+    """grouped-query attention: number of channels of a head that are rotated, the first ones (GLM-4.5: half
+    of them); 0: all. Latent attention has mla.rope-dim instead"""
     interleave: bool = False
     """grouped-query attention: rotary pairs are neighbours (2i, 2i+1) (ERNIE-4.5), else (i, i + half).
-    Latent attention has mla.interleave"""
+    Latent attention has mla.interleave instead"""
     window_theta: float | None = None
-    """base in blocks with a window, where nothing is stretched (Mellum, Gemma 3); None: as in the others"""
+    """base in blocks with a window, whose frequencies are not stretched (Mellum, Gemma 3);
+    None: as in the other blocks"""
     query_beta: float = 0.0
     """latent attention: a query is multiplied by 1 + this ln(1 + floor(position / original_max_seq))
-    (Mistral 4, Llama 4); 0: it is not"""
+    (Mistral 4, Llama 4); 0: no such factor"""
 
     def __post_init__(self) -> None:
         zero = "attention_factor mscale mscale_all_dim"
@@ -90,17 +91,17 @@ class RopeConfig:
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1).
 
-    Keys and values of all heads come from one narrow latent.
+    Keys and values of all heads are projected from one narrow latent.
     """
 
     q_rank: int = 0
-    """width of the queries' latent; 0: none, queries come straight from the input (DeepSeek-V2-Lite)"""
+    """width of the queries' latent; 0: none, queries are projected from the input (DeepSeek-V2-Lite)"""
     kv_rank: int = 512
-    """width of the latent that keys and values come from"""
+    """width of the latent from which keys and values are projected"""
     nope_dim: int = 128
     """channels of a query and key head without position"""
     rope_dim: int = 64
-    """channels with rotary position, one key for all heads"""
+    """channels with rotary position; all heads share these channels of the key"""
     v_dim: int = 128
     """channels of a value head"""
     interleave: bool = True
@@ -123,49 +124,49 @@ class MoEConfig:
     ffn_dim: int = 256
     """hidden width of one routed expert, F"""
     shared_dim: int = 0
-    """summed hidden width of the shared experts that every token passes; 0: none"""
+    """summed hidden width of the shared experts, which process every token; 0: none"""
     shared_gate: bool = False
     """multiply the shared experts' output by sigmoid(x . w) (Qwen2-MoE)"""
     score: ScoreName = "softmax"
-    """how the router's logits become scores: softmax, each expert's own sigmoid (DeepSeek-V3),
+    """how scores are computed from the router's logits: softmax, each logit's sigmoid (DeepSeek-V3),
     the square root of its softplus (sqrtsoftplus), or the softmax of scaled cosines (Tutel's cosine_top)"""
     selection: str = "topk"
-    """how experts are chosen: each token's best (topk); the same after evening out the load, over a call's
-    tokens (sinkhorn) or from step to step (quantile); the same in whole tiles of the products (tiles);
+    """how experts are chosen: each token's best experts (topk); top-k after evening out the load, over the
+    tokens of a call (sinkhorn) or from step to step (quantile); top-k in whole tiles of the products (tiles);
     or each expert's best tokens (expert-choice)"""
     softmax: Literal["before", "after"] = "before"
     """softmax over all E logits before the top-k choice, or over the K chosen logits after it (Mixtral)"""
     renormalize: bool = True
-    """divide the K weights by their sum, where scores are made before the top-k choice"""
+    """divide the K weights by their sum (if softmax is before the top-k choice)"""
     router_dtype: Literal["fp32", "fp64"] = "fp32"
-    """precision of the router's product, scores and weights, whatever the model computes in"""
+    """precision of the router's product, scores and weights, independent of the model's compute type"""
     groups: int = 1
-    """experts lie in this many groups of neighbours;
+    """number of groups of neighbouring experts;
     a token chooses among the experts of its top-groups best groups (DeepSeek-V2)"""
     top_groups: int = 1
-    """groups a token may choose from"""
+    """number of groups from which a token may choose"""
     group_score: Literal["max", "top2", "top"] = "max"
-    """a group is as good as its best expert (DeepSeek-V2), as the sum of its two best (DeepSeek-V3),
-    or of its best top-k/top-groups (top, Megatron)"""
+    """score of a group: that of its best expert (max, DeepSeek-V2), the sum of its two best (top2,
+    DeepSeek-V3), or the sum of its best top-k/top-groups experts (top, Megatron)"""
     top_devices: int = 0
-    """a token reaches experts on at most this many of the --parallel.ep ranks, its best ones by group-score
-    (DeepSeek-V2); 0: on any. The choice then depends on --parallel.ep; groups do the same without"""
+    """most of the --parallel.ep ranks on which a token's experts may be; the best ranks by group-score are
+    taken (DeepSeek-V2); 0: any ranks. The choice then depends on --parallel.ep; with groups it does not"""
     choice_bias: bool = False
     """balance without a loss: a bias on each expert's score
     that is added for the choice alone, never for the weight (Wang et al. 2024)"""
     bias_speed: float = 0.001
-    """choice bias: after a step it rises by this for experts below the mean load of the global batch
-    and falls by this for those above"""
+    """choice bias: the bias rises by this after a step for experts below the mean load of the global batch,
+    and falls by this for experts above it"""
     scaling: float = 1.0
     """factor on the K weights"""
     identity_experts: int = 0
     """further outputs of the router whose expert is the identity: y += weight * x (LongCat-Flash)"""
     max_top_k: int = 0
-    """expert-choice and tiles: most experts that a token may get; 0: all of them"""
+    """expert-choice and tiles: most experts that a token may get; 0: no limit"""
     tile: int = 128
-    """tiles: the experts' numbers of tokens become multiples of this"""
+    """tiles: the number of tokens of each expert is rounded to a multiple of this"""
     tile_rounding: Literal["nearest", "up", "down"] = "nearest"
-    """tiles: which multiple"""
+    """tiles: direction of that rounding"""
     sinkhorn_iterations: int = 32
     """sinkhorn: iterations, a fixed number"""
     quantile_ema: float = 0.0
@@ -173,55 +174,56 @@ class MoEConfig:
     cosine_dim: int = 256
     """cosine: width of the projection"""
     cosine_temperature: float = 0.5
-    """cosine: what cosines are divided by at first; a learned scale follows"""
+    """cosine: divisor of the cosines at the start; a learned factor multiplies them as well"""
     balance: Balance = "sequence"
     """load-balancing losses: none, or one or several of these, as NAME or NAME:COEFFICIENT.
     E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021) over a rank's micro-batch (batch),
-    each sequence, which no layout changes (sequence), or all of the step so far (global);
-    of a micro-batch also gshard (first choices alone count), importance (V-MoE's importance and load losses)
-    and importance-tutel (the same as Tutel has them), which need noise"""
+    each sequence, equal in every layout (sequence), or all of the step so far (global);
+    over a micro-batch also gshard (first choices alone count), importance (V-MoE's importance and load
+    losses) and importance-tutel (Tutel's versions of these); the last two need noise"""
     balance_coeff: float = 0.01
-    """weight of a load-balancing loss that comes without its own"""
+    """weight of a load-balancing loss that is named without a coefficient"""
     z_coeff: float = 0.001
     """weight of the router z-loss mean(logsumexp(logits)^2) (ST-MoE, Zoph et al. 2022)"""
     jitter: float = 0.0
-    """router input times uniform(1 - jitter, 1 + jitter) in training (Switch)"""
+    """multiply the router's input by uniform(1 - jitter, 1 + jitter) in training (Switch)"""
     noise: float = 0.0
-    """normal noise on the logits in training, of this standard deviation divided by the number of experts
+    """normal noise on the logits in training; its standard deviation is this divided by the number of experts
     (Tutel's gate_noise, V-MoE)"""
     force: Literal["none", "even", "skew"] = "none"
     """for benchmarks, routing that ignores the logits' values: the same load for every expert (even),
     or random logits with fixed biases of standard deviation force-skew (skew)"""
     force_skew: float = 1.0
-    """force=skew: how uneven"""
+    """force=skew: standard deviation of the biases"""
     router_bias: bool = False
     """a learned bias on the router's logits (gpt-oss)"""
     bias: bool = False
     """learned biases on the routed experts' projections (gpt-oss)"""
     capacity_factor: float | None = None
-    """bound on the pairs (a token and one of its experts) that an expert takes of a rank's micro-batch, as a
-    multiple of an even share; further pairs are dropped. None: none are;
-    0: none are, with pad there is room for every token; below 0: as above 0 (Tutel)"""
+    """most pairs (a token and one of its experts) of a rank's micro-batch that an expert computes, as a
+    multiple of an even share; further pairs are dropped. None: no pair is dropped;
+    0: no pair is dropped, and with pad there is room for every token; below 0: as above 0 (Tutel)"""
     rounding: Literal["megatron", "tutel"] = "megatron"
     """the bound for T tokens and factor f: ceil(T K / E f) (megatron), or K int(f ceil(T / E)) (tutel)"""
     drop: Literal["probs", "position", "choice", "priority"] = "probs"
-    """which pairs an expert takes first: the largest weights (probs), the first tokens (position),
-    first choices before second ones and then the first tokens (choice, GShard and Tutel),
-    or then the tokens with the best scores (priority, Tutel's batch-prioritised routing)"""
+    """pairs that an expert keeps first: the largest weights (probs), the first tokens (position),
+    first choices before second ones and among them the first tokens (choice, GShard and Tutel),
+    or among them the tokens with the best scores (priority, Tutel's batch-prioritised routing)"""
     pad: bool = False
-    """pad each expert's rows to its bound: sizes are known beforehand, and no exchange waits for counts"""
+    """pad each expert's rows to its bound: sizes are known in advance, and no exchange waits for counts"""
     latent_dim: int = 0
-    """width of the rows that routed experts work on: tokens are projected down to it before they are sent,
-    and the experts' sums up again; router and shared experts keep the full width; 0: no projections"""
+    """width of the rows that routed experts process: tokens are projected down to it before they are sent,
+    and the experts' sums are projected up again; router and shared experts keep the full width;
+    0: no projections"""
     weigh: Literal["before", "activation", "after"] = "activation"
-    """where a token's weights apply: on its rows before the experts, on the activation inside them,
-    or on the experts' results (the same function as on the activation, and slower)"""
+    """where a token's weights are multiplied: into its rows before the experts (before), into the activation
+    inside them (activation), or into the experts' results (after: the same function as activation, slower)"""
     activation: str = "swiglu"
-    """of the routed experts: silu(gate) up (swiglu), gelu_tanh(gate) up (geglu);
+    """activation of the routed experts: silu(gate) up (swiglu), gelu_tanh(gate) up (geglu);
     with g = min(gate, limit) and u = clamp(up, -limit, limit): g sigmoid(alpha g) (u + 1) (clamped, gpt-oss)
     or silu(g) u (clamped_silu, DeepSeek-V4);
-    without a gate, of one matrix: relu(up)^2 (relu2), relu(up) (relu), gelu(up) (gelu);
-    constants behind the name, where they are not its own: clamped:alpha=1.702,limit=7"""
+    with one matrix and no gate: relu(up)^2 (relu2), relu(up) (relu), gelu(up) (gelu);
+    other constants than the default ones follow the name: clamped:alpha=1.702,limit=7"""
 
     def __post_init__(self) -> None:
         zero = "bias_speed shared_dim balance_coeff z_coeff noise force_skew "
@@ -266,36 +268,36 @@ class MoEConfig:
 
     @property
     def logged(self) -> tuple[str, ...]:
-        """What the log says of each router's balance: its losses, z, Sinkhorn's distance from even loads."""
+        """Names of the logged values of each router: its losses, z, Sinkhorn's distance from even loads."""
         return *self.losses, "z", *(("residual",) if self.selection == "sinkhorn" else ())
 
     @property
     def outputs(self) -> int:
-        """Outputs of the router: the experts, and the identity experts behind them."""
+        """Number of outputs of the router: the experts, followed by the identity experts."""
         return self.experts + self.identity_experts
 
     @property
     def outputs_said(self) -> str:
-        """The settings that make the number of outputs, for the text of an error."""
+        """The settings that add up to the number of outputs, for the text of an error."""
         moe = Section(self, "model.moe.")
         return moe.said("experts") + (f" + {moe.said('identity_experts')}" if self.identity_experts else "")
 
     @property
     def slots(self) -> int:
-        """Columns of a routing's ids: K, or as many as a selection with columns of its own fills."""
+        """Columns of a routing's ids: K, or for selections with `columns` the most experts of a token."""
         return (self.max_top_k or self.outputs) if SELECTIONS[self.selection].columns else self.top_k
 
     def limits(self, devices: int = 1) -> bool:
-        """Whether a token may choose from some groups or ranks alone; devices: ranks of the expert group."""
+        """Whether a token may choose only from some groups or ranks. devices: ranks of the expert group."""
         return self.top_groups < self.groups or 0 < self.top_devices < devices
 
     def by_softmax_topk(self, devices: int = 1) -> bool:
-        """Whether one op chooses and weighs: the K largest of a softmax, from all experts, without a bias."""
+        """Whether one op chooses and weighs experts: the K largest of a softmax over all, without a bias."""
         plain = self.selection == "topk" and SCORES[self.score].softmax
         return plain and not self.choice_bias and not self.limits(devices)
 
     def reach(self, devices: int = 1) -> int:
-        """The most experts that a token may choose."""
+        """The most experts that a token may choose. devices: ranks of the expert group."""
         open_to = self.experts * self.top_groups // self.groups
         if self.top_devices:
             open_to = min(open_to, self.experts // devices * min(self.top_devices, devices))
@@ -305,8 +307,8 @@ class MoEConfig:
     def untrained(self) -> str:
         """Why the task's loss gives the router no gradient, its settings marked; "" where it does.
 
-        Published models may have been made so, and a config may say it. A run that begins a new model calls
-        `require_trained`.
+        Published models may have been trained this way, so a config may have such settings. A run that
+        begins a new model calls `require_trained`.
         """
         entry = SELECTIONS[self.selection]
         divided = (self.renormalize or self.softmax == "after") and not entry.weighs
@@ -322,7 +324,7 @@ class MoEConfig:
 
     @property
     def acausal(self) -> str:
-        """Why the layer does not suit a model that predicts the next token, settings marked; "" else."""
+        """Why the layer does not suit models that predict the next token, settings marked; "" if it does."""
         if SELECTIONS[self.selection].looks != "always":
             return ""
         return (
@@ -350,7 +352,7 @@ def require_reach(moe: MoEConfig, ep: int) -> None:
 
 
 def require_policy(moe: MoEConfig) -> None:
-    """ConfigError unless score, selection, weights and limits of a router go together."""
+    """ConfigError unless score, selection, weights and limits of a router can be combined."""
     own = Section(moe, "model.moe.")
     own.require(moe.selection in SELECTIONS, "selection", f"must be one of {', '.join(SELECTIONS)}")
     entry = SELECTIONS[moe.selection]
@@ -379,7 +381,7 @@ def require_policy(moe: MoEConfig) -> None:
         (
             entry.weighs and (moe.score, moe.softmax) != ("softmax", "before"),
             "selection",
-            f"has weights of its own; not with {own.said('score')} {own.said('softmax')}",
+            f"has its own weights; not with {own.said('score')} {own.said('softmax')}",
         ),
         (
             moe.max_top_k > 0 and not entry.columns,
@@ -401,7 +403,7 @@ def require_policy(moe: MoEConfig) -> None:
         own.require(not clash, name, wrong)
 
 
-# Settings that latent attention does not know, each with the value that switches it off.
+# Settings that latent attention does not have, each with the value that switches it off.
 LATENT_LACKS = dict(
     v_head_dim=0,
     window_kv_heads=0,
@@ -430,19 +432,19 @@ class ModelConfig:
     heads: int = 4
     """query heads, H"""
     attention: Literal["gqa", "mla"] = "gqa"
-    """grouped-query attention, or multi-head latent attention (DeepSeek) of the widths in mla"""
+    """grouped-query attention (gqa), or multi-head latent attention (mla, DeepSeek) of the widths in mla"""
     kv_heads: int = 4
     """key/value heads, G; divides heads"""
     window_kv_heads: int = 0
-    """key/value heads of blocks with a window, of which heads is a multiple (MiMo-V2-Flash);
-    0: as many as the others"""
+    """key/value heads of blocks with a window; divides heads (MiMo-V2-Flash);
+    0: as many as in the other blocks"""
     head_dim: int = 64
     """head width, C"""
     v_head_dim: int = 0
-    """width of a value head (MiMo-V2-Flash); 0: that of queries and keys. Of mla it is mla.v-dim"""
+    """width of a value head (MiMo-V2-Flash); 0: that of queries and keys. Latent attention has mla.v-dim"""
     qk_norm: Literal["none", "head", "full", "rotated"] = "none"
-    """RMSNorm on queries and keys: per head (Qwen3) or over all heads at once (OLMoE);
-    or per head, but behind the rotary positions (rotated, Hunyuan)"""
+    """RMSNorm on queries and keys: per head (head, Qwen3), over all heads at once (full, OLMoE),
+    or per head after the rotary positions (rotated, Hunyuan)"""
     qkv_bias: bool = False
     """learned biases on queries, keys and values (Qwen2, gpt-oss)"""
     o_bias: bool = False
@@ -450,48 +452,48 @@ class ModelConfig:
     attention_gate: bool = False
     """multiply each channel of attention's result by sigmoid(x . w), before the output projection (AFMoE)"""
     sinks: bool = False
-    """a learned logit for each query head that takes part in its softmax and adds nothing (gpt-oss)"""
+    """a learned logit for each query head, which enters the softmax but has no value to add (gpt-oss)"""
     window_sinks: bool = False
-    """sinks in blocks with a window alone (MiMo-V2-Flash)"""
+    """sinks only in blocks with a window (MiMo-V2-Flash)"""
     window: int = 0
     """sliding window: a token attends to itself and the window - 1 tokens before it; 0: to all before it"""
     windowed: tuple[int, ...] = (1,)
-    """which blocks have the window, 1 or 0 each, repeated over the depth;
+    """blocks with the window, 1 (with) or 0 (without) for each block, repeated over the depth;
     1 0: every second block, the first included (gpt-oss)"""
     rotary: tuple[int, ...] = (1,)
-    """which blocks have rotary positions, 1 or 0 each, repeated over the depth;
-    1 1 1 0: every fourth has none (NoPE: EXAONE 4, AFMoE). Grouped-query attention only"""
+    """blocks with rotary positions, 1 (with) or 0 (without) for each block, repeated over the depth;
+    1 1 1 0: every fourth block has none (NoPE: EXAONE 4, AFMoE). Grouped-query attention only"""
     attention_multiplier: float | None = None
-    """factor on queries times keys; None gives 1/sqrt(head-dim) (Granite sets it)"""
+    """factor on the products of queries and keys (Granite); None: 1/sqrt(head-dim)"""
     value_multiplier: float = 1.0
     """factor on values (MiMo-V2-Flash)"""
     embedding_multiplier: float = 1.0
     """factor on the embedding's output (Granite)"""
     residual_multiplier: float = 1.0
-    """factor on what attention and feed-forward add to the residual stream (Granite)"""
+    """factor on the outputs of attention and feed-forward, before the residual addition (Granite)"""
     logits_scaling: float = 1.0
     """divisor of the logits (Granite)"""
     dense_layers: int = 0
-    """leading blocks whose feed-forward is dense"""
+    """number of leading blocks whose feed-forward is dense"""
     dense_blocks: tuple[int, ...] = ()
-    """numbers of further blocks whose feed-forward is dense"""
+    """indices of further blocks whose feed-forward is dense"""
     moe_every: int = 1
-    """after the leading dense blocks, every n-th block is an MoE block, the first of them included"""
+    """after the leading dense blocks, every n-th block is an MoE block, starting with the first"""
     ffn_dim: int = 1024
     """hidden width of the dense feed-forward blocks"""
     tied: bool = False
-    """output head shares the embedding's weight"""
+    """let the output head share the embedding's weight"""
     norms: Literal["pre", "post", "sandwich", "moe"] = "pre"
-    """where a block has RMSNorms: on what attention and feed-forward read (pre),
-    on what they give (post, FlexOlmo), on both (sandwich, AFMoE),
-    or on what they read and what an MoE gives (moe, A.X-K1)"""
+    """where a block has RMSNorms: on the inputs of attention and feed-forward (pre),
+    on their outputs (post, FlexOlmo), on both (sandwich, AFMoE),
+    or on their inputs and on the output of an MoE (moe, A.X-K1)"""
     norm_eps: float = 1e-6
     """added to the mean square in every RMSNorm"""
     dropout: float = 0.0
     """dropout on each residual branch in training"""
     init_std: float = 0.02
     """standard deviation of the initial weights;
-    of projections into the residual stream it is divided by sqrt(2 layers)"""
+    for projections into the residual stream it is divided by sqrt(2 layers)"""
     rope: RopeConfig = field(default_factory=RopeConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -527,12 +529,12 @@ class ModelConfig:
 
     @property
     def expert_dim(self) -> int:
-        """Width of the rows that routed experts work on."""
+        """Width of the rows that routed experts process."""
         return self.moe.latent_dim or self.dim
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that turn with the position."""
+        """Number of channels of a head that are rotated by the position."""
         return (self.rope.dim or self.head_dim) if self.attention == "gqa" else self.mla.rope_dim
 
     def is_moe(self, layer: int) -> bool:
@@ -540,7 +542,7 @@ class ModelConfig:
         return regular and layer not in self.dense_blocks
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """The rotary positions of this block; None: it has none."""
+        """The rotary positions of this block; None for a block without."""
         if not self.rotary[layer % len(self.rotary)]:
             return None
         if self.rope.window_theta is None:
@@ -551,11 +553,11 @@ class ModelConfig:
         return replace(whole, theta=self.rope.window_theta, scaling="none", factor=1.0)
 
     def window_of(self, layer: int) -> int:
-        """How many tokens a token attends to in this block, itself included; 0: all before it."""
+        """Number of tokens that a token attends to in this block, itself included; 0: all before it."""
         return self.window if self.windowed[layer % len(self.windowed)] else 0
 
     def norms_of(self, layer: int) -> tuple[int, int]:
-        """How many RMSNorms of the model's width are around this block's attention, and its feed-forward."""
+        """Numbers of RMSNorms of the model's width around this block's attention and its feed-forward."""
         more = self.norms == "moe" and self.is_moe(layer)
         around = 2 if self.norms == "sandwich" else 1
         return around, around + more
@@ -574,15 +576,15 @@ class ModelConfig:
         return self.sinks or (self.window_sinks and window > 0)
 
 
-IGNORE = -100  # target that counts in no loss
+IGNORE = -100  # a target that no loss counts
 
 
 def no_bits(cfg: ModelConfig) -> str | None:
-    """Why rollouts of this model cannot have training's log-probs in every bit, settings marked; or None."""
+    """Why rollouts' log-probs cannot equal training's in every bit, settings marked; None where they can."""
     model = Section(cfg, "model.")
     windows = {cfg.window_of(i) for i in range(cfg.layers)}
     if cfg.attention != "gqa":
-        return f"{model.said('attention')}: decoding absorbs its matrices; valid: gqa"
+        return f"{model.said('attention')}: decoding multiplies its matrices in another order; valid: gqa"
     if windows != {0}:
         return f"{model.said('window')}: not built for windows; valid: 0"
     if cfg.sinks_in(0):
@@ -592,5 +594,5 @@ def no_bits(cfg: ModelConfig) -> str | None:
     noisy = cfg.moe.jitter or cfg.moe.noise or cfg.moe.capacity_factor
     if noisy and any(map(cfg.is_moe, range(cfg.layers))):
         jitter = Setting("model.moe.jitter")
-        return f"{jitter}, noise, capacity-factor: are training's alone; valid: 0, 0 and None"
-    return None if not cfg.dropout else f"{model.said('dropout')}: is training's alone; valid: 0"
+        return f"{jitter}, noise, capacity-factor: apply in training alone; valid: 0, 0 and None"
+    return None if not cfg.dropout else f"{model.said('dropout')}: applies in training alone; valid: 0"

@@ -1,8 +1,8 @@
-"""The names that routing is composed of: scores, selections, forced routings; what settings may go together.
+"""The names of a router's parts (scores, selections), and which settings each selection can be combined with.
 
-A router makes logits, turns them into scores, selects experts, and weighs them; balance is apart, in
+A router computes logits, turns them into scores, selects experts, and weighs them; balance is separate, in
 moe/balance.py. Formulas of scores are in moe/select/scores.py, by the same names. A selection is a file in
-tmoe/moe and a line of SELECTIONS.
+tmoe/moe/select and a line of SELECTIONS.
 
 next: model.py"""
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 
 class ScoreFacts(NamedTuple):
-    """What settings ask of a score; its formula is in moe/select/scores.py."""
+    """Facts of a score on which the checks of settings depend; its formula is in moe/select/scores.py."""
 
     softmax: bool
-    """it is the softmax of the logits, so it may be taken of the chosen ones alone"""
+    """whether it is a softmax of the logits, so that it can be taken over the chosen logits alone"""
 
 
 SCORES = {
@@ -27,20 +27,20 @@ SCORES = {
 
 
 class Selection(NamedTuple):
-    """A way to choose experts, and what it goes together with."""
+    """A way to choose experts, and the settings that it can be combined with."""
 
     module: str
-    """where its `choose` is: a file in tmoe/moe, or any module by its whole name"""
+    """module of its function `choose`: a file in tmoe/moe/select, or any module by its whole name"""
     columns: bool = False
-    """a token may get more or fewer than K experts, up to --model.moe.max-top-k"""
+    """whether a token may get more or fewer than K experts, up to --model.moe.max-top-k"""
     looks: Literal["", "training", "always"] = ""
-    """when a token's experts depend on other tokens, later ones too"""
+    """when a token's experts depend on other tokens, later ones included; "": never"""
     limited: bool = True
-    """it keeps to --model.moe.groups and --model.moe.top-devices"""
+    """whether it obeys --model.moe.groups and --model.moe.top-devices"""
     biased: bool = True
-    """it adds --model.moe.choice-bias"""
+    """whether it adds --model.moe.choice-bias"""
     weighs: bool = False
-    """its weights are the softmax over all experts, for K=1 the sigmoid, whatever the other settings say"""
+    """whether its weights are always the softmax over all experts, or for K=1 the sigmoid"""
 
 
 SELECTIONS = {

@@ -5,9 +5,9 @@ from tmoe.config.run import Config, DataConfig, OptimConfig, TrainConfig
 
 
 def presets() -> dict[str, Config]:
-    """Name to Config.
+    """Every preset: name -> Config.
 
-    The balancing loss is per sequence in all of them, so that no layout changes the mathematics.
+    The balancing loss is per sequence in all presets, so that no layout changes the mathematics.
     """
     return {
         "tiny": tiny(),
@@ -27,7 +27,7 @@ def presets() -> dict[str, Config]:
 
 
 def tiny() -> Config:
-    """3.4M parameters, of which a byte passes 1.2M; learns Python in about two minutes on two CPU cores."""
+    """3.4M parameters, 1.2M active per byte; learns Python in about two minutes on two CPU cores."""
     model = ModelConfig(
         vocab=256,
         dim=192,
@@ -157,7 +157,7 @@ def granite_3b_a800m() -> ModelConfig:
 def gpt_oss(layers: int, experts: int) -> ModelConfig:
     """20.9B parameters, 3.6B active, or 116.8B, 5.1B active (OpenAI 2025).
 
-    The active ones are counted without the embedding there.
+    OpenAI counts the active parameters without the embedding.
     """
     return ModelConfig(
         vocab=201088,
@@ -303,7 +303,7 @@ def glm_4_7_flash() -> ModelConfig:
 
 
 def deepseek_rope(mscale: float) -> RopeConfig:
-    """As published, after the stretch from 4096 to 163840 tokens."""
+    """DeepSeek's published RoPE, stretched from 4096 to 163840 tokens."""
     return RopeConfig(
         max_seq=163840,
         scaling="yarn",

@@ -37,37 +37,37 @@ MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2*
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What one step consumes."""
+    """The size of a step, its precision, validation and time limits."""
 
     batch: int = 4
-    """sequences a rank in one micro-batch"""
+    """sequences of each rank in one micro-batch"""
     seq: int = 4096
-    """tokens a sequence"""
+    """tokens per sequence"""
     accumulate: int = 1
-    """micro-batches a rank in one step"""
+    """micro-batches of each rank in one step"""
     global_batch: int = 0
-    """sequences of all ranks in one step, which no layout then changes: accumulate follows from it;
-    0: as many as batch, accumulate and layout give"""
+    """sequences of all ranks in one step, the same in every layout: accumulate is computed from it;
+    0: the number follows from batch, accumulate and layout"""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """compute type; master weights, gradient reduction and optimizer state are fp32 in both"""
     float8: Literal["none", "rowwise"] = "none"
-    """rowwise: products of dense layers and shared experts in float8 e4m3, with a scale a row, in training
-    and evaluation (needs the float8 extra);
+    """rowwise: products of dense layers and shared experts in float8 e4m3, with one scale per row, in
+    training and evaluation (needs the float8 extra);
     head, router, experts and generation stay in dtype"""
     isolate_documents: bool = True
-    """tokens attend only inside their own document"""
+    """let tokens attend only inside the document that they belong to"""
     eval_every: int = 0
     """steps between validations; 0: only after the last step"""
     eval_batches: int = 8
-    """batches in a validation, each of as many sequences as a step has"""
+    """batches in a validation, each with as many sequences as a step"""
     timeout: float = 120.0
-    """several ranks: seconds, on top of the time of the step before,
-    that a step may stand still before the run ends and says where; 0: no limit"""
+    """with several ranks: end the run, and say where it hangs, if a step makes no progress for this many
+    seconds plus the duration of the previous step; 0: no limit"""
     also_stop_on: tuple[Literal["SIGUSR1", "SIGUSR2"], ...] = ()
     """signals that save and end the run as SIGTERM does (Slurm sends one with --signal=USR1@120);
-    unnamed, they kill it"""
+    a signal that is not listed kills the run without a save"""
     collective_timeout: float = 600.0
-    """seconds that a collective, and the ranks' first meeting, wait for a rank that does not come;
+    """seconds that a collective, or the connection of all ranks at the start, waits for a missing rank;
     set it higher for slow disks and large saves"""
 
     def __post_init__(self) -> None:
@@ -87,60 +87,60 @@ class TrainConfig:
 class ParallelConfig:
     """How ranks divide the work: world = pp x replicate x dp x ep x etp, and cp x tp divides dp x ep x etp.
 
-    Experts are spread over ep and shared by dp. Groups of cp x tp ranks read the same sequences, and each
-    rank works on its own tokens of them.
+    Experts are divided over ep and shared by dp. Groups of cp x tp ranks read the same sequences, and each
+    rank of a group works on its own tokens of these sequences.
     """
 
     dp: int | None = None
-    """data-parallel degree outside the expert group; None: what is left of the world"""
+    """data-parallel degree outside the expert group; None: the world divided by the other degrees"""
     ep: int = 1
     """expert-parallel degree; divides the experts"""
     tp: int = 1
     """tensor-parallel degree: ranks that divide attention's heads and a sequence's tokens"""
     tp_pieces: int = 1
-    """in how many pieces a rank's tokens travel under tp, each beside the product of another"""
+    """tp: number of pieces in which a rank's tokens are sent, each while another piece is multiplied"""
     cp: int = 1
     """context-parallel degree: ranks that divide a sequence's tokens"""
     cp_exchange: Literal["keys", "heads"] = "keys"
-    """what context-parallel attention exchanges: keys (every rank gathers keys and values),
+    """what context-parallel attention exchanges: keys (every rank gathers all keys and values),
     heads (all-to-all: each rank has all tokens of some heads)"""
     pp: int = 1
     """pipeline stages"""
     schedule: Literal["1f1b", "interleaved", "v"] = "1f1b"
     """order of a pipeline's micro-batches;
-    v: two chunks a stage, down and up again, with the experts' weight gradients in the idle moments
-    (where each rank holds its experts whole, without symm and etp)"""
+    v: two chunks per stage, the second in reverse order of stages, with the experts' weight gradients
+    computed while a stage would be idle (where each rank holds its experts whole, without symm and etp)"""
     chunks: int | None = None
-    """parts of the model on each pipeline stage; None: 1 for 1f1b, 2 for the others"""
+    """parts of the model on each pipeline stage; None: 1 for 1f1b, 2 for interleaved and v"""
     replicate: int = 1
     """whole copies of the sharded model: gradients are summed over them, parameters never gathered"""
     etp: int = 1
     """expert-tensor-parallel degree: ranks that divide every expert; ep is nearly always faster"""
     adaptive_r: int | Literal["auto"] | None = None
-    """what travels in the MoE layers, with equal results: 0: the expert group's weights, to every rank;
+    """what the MoE layers send, with equal results: 0: the expert group's weights, to every rank;
     1: tokens, to the ranks that hold their experts; a divisor of etp: tokens, with each expert divided among
-    so many ranks; auto: the cheapest for this model and batch; None: etp"""
+    this many ranks; auto: the cheapest for this model and batch; None: etp"""
     ep_across_nodes: bool = False
-    """let expert groups span nodes, where the exchange of tokens runs over the slower network"""
+    """let expert groups span nodes, where tokens are exchanged over the slower network"""
     dispatch: Literal["auto", "local", "nccl", "symm"] = "auto"
-    """how rows reach their experts: local (ep=1), nccl (all-to-all; gloo on CPU),
+    """how rows are sent to their experts: local (ep=1), nccl (all-to-all; gloo on CPU),
     symm (stores into the peers' memory; one NVLink node), auto: symm where it works, else all-to-all,
     across nodes in two hops, so that a token crosses the network once for each node"""
     dispatch_dtype: Literal["same", "fp8"] = "same"
-    """what rows travel as, with symm: their own type,
-    or float8 e4m3 with a scale a row (half the bytes, 2.6% of rounding each way)"""
+    """symm: type in which rows are sent: same (the compute type),
+    or fp8, float8 e4m3 with one scale per row (half the bytes, 2.6% rounding error each way)"""
     shard: Literal[1, 2, 3] = 3
-    """what ranks divide beside masters and the optimizer's state, of all but experts:
-    3: weights and gradients (a gather in front of every forward and backward);
+    """what ranks divide in addition to masters and optimizer state (experts are not affected):
+    3: weights and gradients (a gather before every forward and backward);
     2: gradients, summed in every micro-batch (ZeRO-2); 1: nothing, gradients are summed once (ZeRO-1);
     with 2 and 1 weights are gathered once a step and kept"""
     checkpoint: Literal["none", "moe", "attention", "block"] = "none"
-    """part of each block whose activations are computed again in the backward:
+    """activation checkpointing: part of each block whose activations are recomputed in the backward:
     MoE (or dense feed-forward) with its norm, attention with its norm, or the whole block"""
     gathered_gib: float = 16.0
-    """where dp divides a rank's experts:
-    up to so many GiB of them (in the compute type) are gathered once a step and kept;
-    above that, FSDP2 gathers each layer's twice"""
+    """where dp divides a rank's experts: the largest size, in GiB of the compute type,
+    up to which the whole experts are gathered once a step and kept;
+    above it, FSDP2 gathers the experts of each layer twice a step"""
 
     @property
     def chunks_a_stage(self) -> int:
@@ -169,43 +169,43 @@ class OptimConfig:
     """AdamW (Loshchilov & Hutter 2017), its schedule, clipping and the average of the weights."""
 
     lr: float = 3e-4
-    """peak learning rate; where --init gives the weights, by default 2e-5 for --task sft, and 1e-6 for
+    """peak learning rate; if --init gives the weights, the default is 2e-5 for --task sft, and 1e-6 for
     preference and grpo"""
     betas: tuple[float, float] = (0.9, 0.95)
     """decay of the first and second moment"""
     eps: float = 1e-8
     """added to the root of the second moment"""
     weight_decay: float = 0.1
-    """decoupled decay; norms and biases get none. By default 0 where --init gives the weights of sft,
-    preference or grpo"""
+    """decoupled weight decay; norms and biases have none. The default is 0 if --init gives the weights for
+    sft, preference or grpo"""
     clip: float = 1.0
     """largest global gradient norm; 0: no clipping"""
     warmup: int | None = 0
-    """steps of linear warm-up; by default the preset's number, and at most a tenth of the steps.
-    None: a tenth of the steps, and at most 100"""
+    """steps of linear warm-up; by default the preset's number, but at most a tenth of the steps.
+    None: a tenth of the steps, but at most 100"""
     warmup_fraction: float = 0.0
-    """instead of warmup: share of the steps up to the decay's end that are warm-up"""
+    """instead of warmup: warm-up steps as a share of the steps up to the end of the decay"""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """decay after the warm-up;
-    wsd holds the peak, then falls linearly over the last decay-fraction of the steps"""
+    wsd keeps the peak, then decays linearly over the last decay-fraction of the steps"""
     decay_fraction: float = 0.2
-    """wsd: share of the steps spent falling"""
+    """wsd: share of the steps in which the learning rate decays"""
     decay_steps: int = 0
-    """steps, those of the warm-up counted, after which the decay has ended and min-lr holds;
-    0: it ends with the run"""
+    """number of steps, warm-up included, at which the decay ends; min-lr applies from there;
+    0: the decay ends with the run"""
     min_lr: float = 0.1
     """learning rate at the end, as a share of the peak"""
     offload: bool = False
     """keep AdamW's moments in the host's pinned memory and stream them through the GPU in each step:
-    8 bytes a parameter less on the GPU"""
+    8 bytes less per parameter on the GPU"""
     ema: float = 0.0
-    """decay of an exponential moving average of the weights; 0: none is kept"""
+    """decay of an exponential moving average of the weights; 0: no average is kept"""
     freeze: str | None = None
-    """parameters that are not trained: a regular expression that is found in their names,
+    """parameters that are not trained: a regular expression searched for in their names,
     'router|embedding' for example; they have no gradient, no moments, and no fp32 copy under bf16"""
     lr_factors: tuple[str, ...] = ()
-    """learning rates of parameters as shares of the others', each PATTERN:FACTOR, the first that is found
-    in a name counts: 'router:0.1'"""
+    """factors on the learning rate of some parameters, each PATTERN:FACTOR, as 'router:0.1';
+    a parameter gets the factor of the first pattern found in its name"""
     max_skips: int = 10
     """non-finite steps in a row after which the run ends with an error"""
 
@@ -233,7 +233,7 @@ class OptimConfig:
 
     @property
     def factors(self) -> list[tuple[str, float]]:
-        """Of `lr_factors`: patterns, and what the learning rate is multiplied by."""
+        """The patterns of `lr_factors`, each with its factor on the learning rate."""
         split = [text.rpartition(":") for text in self.lr_factors]
         return [(pattern, float(factor)) for pattern, _, factor in split]
 
@@ -257,43 +257,43 @@ def require_columns(columns: tuple[str, ...], setting: str) -> None:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from; their order is a pure function of (seed, epoch, global sample)."""
+    """The sources of the tokens; their order is a pure function of (seed, epoch, global sample)."""
 
     path: tuple[str, ...] = ("stdlib",)
     """sources, each PATH or PATH:WEIGHT:
-    'stdlib' (the interpreter's own library),
+    'stdlib' (Python's own standard library),
     a file of text, JSON lines, a JSON array or parquet (.gz, .zst, .bz2 and .xz as well),
-    a folder of files of one such kind or of shards, a pattern in quotes, 'set/*.jsonl',
+    a folder of files of one of these kinds or of shards, a pattern in quotes, 'set/*.jsonl',
     or a data set of the Hugging Face hub, hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT]"""
     text_field: str = "text"
     """name of the string field that holds a row's text, in JSON and parquet"""
     columns: tuple[str, ...] = ()
-    """other names of columns, OURS=THEIRS: messages=conversations, or prompt=question completion=answer;
-    a row's column THEIRS is read as OURS, before the kind of the rows is told"""
+    """renamed columns, each OURS=THEIRS: messages=conversations, or prompt=question completion=answer;
+    a row's column THEIRS is read as OURS, before the kind of the rows is recognised"""
     skip_malformed: int = 0
-    """documents of a source that may be left out because they are malformed; the first are named"""
+    """largest number of malformed documents of a source that are skipped; the first are named"""
     tokenizer: str = "auto"
-    """'auto' (that of --init's model, else bytes), 'bytes',
+    """'auto' (the tokenizer of --init's model, else bytes), 'bytes',
     or the path of a Hugging Face tokenizer.json, of a sentencepiece model (tokenizer.model, Llama 2),
-    or of a folder that holds one"""
+    or of a folder that holds one of these"""
     new_tokenizer: bool = False
-    """train --init's weights on ids of another tokenizer than theirs:
-    a new vocabulary, or the same one in another file"""
+    """train --init's weights on ids of a tokenizer that is not their own:
+    a new vocabulary, or the same vocabulary in another file"""
     chat_template: str | None = None
-    """chat data: a jinja file in place of the tokenizer's own chat template"""
+    """chat data: a jinja file that replaces the tokenizer's own chat template"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """chat data: what becomes of a row longer than --train.seq (of a preference: both answers together);
-    truncate: its beginning is trained, if it holds a token to train"""
+    """chat data: what happens to a row longer than --train.seq (preference: both answers together);
+    truncate: its beginning is trained, if that part holds a token to train"""
     seed: int = 0
     """seed of the sample order"""
     val_fraction: float = 0.05
-    """share held out for validation: of the documents (files of text, rows of JSON lines, however many files
-    hold them), of one long text or of shards their end"""
+    """share held out for validation: of the documents (files of text, rows of JSON lines, in any number of
+    files); of one long text, or of shards, the end is held out"""
     val_path: tuple[str, ...] = ()
-    """instead of val-fraction: sources of their own for validation, all of --data.path being trained on"""
+    """instead of val-fraction: separate sources for validation; all of --data.path is then trained on"""
     split: tuple[float, ...] = ()
     """instead of val-fraction: shares of training, validation and test data, as 949 50 1;
-    the test data's loss is measured once, after the last step"""
+    the loss of the test data is measured once, after the last step"""
 
     def __post_init__(self) -> None:
         data = check(self, "data.", zero="seed skip_malformed")
@@ -310,7 +310,7 @@ class DataConfig:
 
     @property
     def held_out(self) -> tuple[float, float]:
-        """Shares of the documents that are held out: for validation, and for the test."""
+        """Shares of the documents that are held out for validation and for the test."""
         if self.val_path:
             return 0.0, 0.0
         if not self.split:
@@ -324,9 +324,9 @@ class SftConfig:
 
     neftune: float = 0.0
     """noise on embeddings in training: uniform(-1, 1) times this / sqrt(tokens of the conversation x width);
-    5 in the paper (Jain et al. 2023)"""
+    the paper has 5 (Jain et al. 2023)"""
     dft: bool = False
-    """weigh each token's loss by its own probability, taken as a constant
+    """weigh each token's loss by the token's own probability, without a gradient through that weight
     (dynamic finetuning, Wu et al. 2025)"""
 
     def __post_init__(self) -> None:
@@ -335,21 +335,22 @@ class SftConfig:
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """Learning from pairs of answers, of which the first is preferred, or from answers with a label (--task
+    """Learning from pairs of a preferred and a rejected answer, or from answers with a label (--task
     preference)."""
 
     loss: Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo", "kto"] = "sigmoid"
-    """which one: sigmoid is DPO's; simpo and orpo need no reference model; kto takes single answers with a
-    label"""
+    """preference loss: sigmoid is DPO's; simpo and orpo need no reference model; kto is for single answers
+    with a label"""
     beta: float | None = None
-    """how far the model may go from the reference; None: 0.1, for simpo 2"""
+    """how strongly the model is held to the reference: a smaller value allows more difference;
+    None: 0.1, for simpo 2"""
     smoothing: float = 0.0
     """sigmoid and robust: probability that a pair's label is wrong, at least 0 and below 0.5;
-    robust with 0: 0.1"""
+    robust uses 0.1 if this is 0"""
     gamma: float = 1.0
-    """simpo: margin between the answers"""
+    """simpo: margin by which the preferred answer should win"""
     ratio: float = 0.1
-    """orpo: weight of the odds ratio beside the loss of the preferred answer"""
+    """orpo: weight of the odds-ratio term, which is added to the loss of the preferred answer"""
     desirable_weight: float = 1.0
     """kto: weight of an answer whose label is true"""
     undesirable_weight: float = 1.0
@@ -367,87 +368,92 @@ class GrpoConfig:
     """Learning from rewards of the model's own answers (--task grpo)."""
 
     rewards: tuple[str, ...] = ()
-    """what answers are rewarded for, each NAME, NAME:WEIGHT, FILE.py:FUNCTION or FILE.py:FUNCTION:WEIGHT:
+    """reward functions, each NAME, NAME:WEIGHT, FILE.py:FUNCTION or FILE.py:FUNCTION:WEIGHT:
     exact, number, boxed, choice, regex, length, code, or a function of your own"""
     prompts: int = 8
-    """prompts of all ranks in one step, which no layout changes"""
+    """prompts of all ranks in one step, the same number in every layout"""
     group: int = 8
-    """answers to each prompt, whose rewards are compared"""
+    """answers to each prompt, whose rewards are compared with each other"""
     max_tokens: int | None = None
-    """most tokens of an answer; a prompt and an answer together fit into --train.seq;
+    """most tokens of an answer; a prompt and its answer together must fit into --train.seq;
     None: 256, or half of --train.seq where that is less"""
     temperature: float = 1.0
-    """of sampling and of the loss"""
+    """temperature of sampling, and of the log-probs in the loss"""
     top_p: float = 1.0
-    """answers are drawn from the most probable tokens that together reach this probability"""
+    """nucleus sampling: tokens are drawn from the smallest set whose probabilities sum to this"""
     loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "rloo"] = "dapo"
-    """the policy's loss"""
+    """the policy loss"""
     clip_low: float | None = None
-    """how far below 1 the ratio of new to old probability counts; None: the loss's own"""
+    """the ratio of new to old probability is clipped to at least 1 minus this; None: the loss's default;
+    dppo: tokens with a negative advantage are dropped once their probability fell by more than this"""
     clip_high: float | None = None
-    """how far above 1; None: the loss's own"""
+    """the ratio of new to old probability is clipped to at most 1 plus this; None: the loss's default;
+    dppo: tokens with a positive advantage are dropped once their probability rose by more than this"""
     dual_clip: float | None = None
-    """dapo, grpo, dr_grpo, gspo, rloo: where the advantage is negative, most that the ratio counts, above 1
+    """dapo, grpo, dr_grpo, gspo, rloo: upper bound of the ratio where the advantage is negative, above 1
     (3 in Ye et al. 2020); None: no bound"""
     ratio_cap: float | None = None
-    """cispo: most that a ratio weighs (None: 5); dapo, grpo, dr_grpo: ratios are at most this before all
-    else, above 1 + clip-high (None: no bound)"""
+    """cispo: upper bound of the ratio that weighs a token (None: 5); dapo, grpo, dr_grpo: upper bound of
+    ratios before they are clipped, above 1 + clip-high (None: no bound)"""
     ratio_penalty: float | None = None
-    """dppo: weight of the squared logarithm of the ratio, which draws tokens back; None: 0.001"""
+    """dppo: weight of the penalty ln(ratio)^2, which pulls ratios back to 1; None: 0.001"""
     entropy: float = 0.0
-    """weight of the policy's entropy, which is taken off the loss"""
+    """weight of the policy's entropy, which is subtracted from the loss"""
     normaliser: Literal["token", "sequence", "constant"] | None = None
-    """what a loss of tokens is a mean over: the step's tokens; an answer's tokens, then answers; answers x
-    max-tokens. None: the loss's own"""
+    """how token losses are averaged: over the step's tokens (token); over each answer's tokens, then over
+    answers (sequence); their sum divided by answers x max-tokens (constant). None: the loss's default"""
     advantage: Literal["normalised", "mean", "leave-one-out"] | None = None
-    """rewards of a prompt as advantages: less their mean, over their deviation (normalised), or by the mean
-    of the others; None: mean for dr_grpo, leave-one-out for rloo, else normalised"""
+    """advantage of an answer: its reward minus the mean of its prompt's answers, divided by their standard
+    deviation (normalised) or not (mean), or minus the mean of the other answers (leave-one-out);
+    None: mean for dr_grpo, leave-one-out for rloo, else normalised"""
     advantage_eps: float = 1e-4
-    """normalised: what is added to the deviation"""
+    """normalised: added to the standard deviation"""
     updates: int = 1
-    """optimizer updates with the answers of a step"""
+    """optimizer updates with the answers of each step"""
     kl: float = 0.0
-    """weight of the divergence from the model that the run began with; 0: no such model is kept"""
+    """weight of the KL divergence from the model that the run began with; 0: no such model is kept"""
     kl_in: Literal["loss", "reward"] = "loss"
-    """where it is counted"""
+    """where the divergence counts: added to the loss, or subtracted from the rewards"""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """how it is estimated of a token; None: k2 in the loss, k1 in the reward; a loss of k1 teaches nothing"""
+    """estimator of the divergence at each token; None: k2 in the loss, k1 in the reward;
+    k1 in the loss is refused, because its gradient is 0 on average"""
     overlong: Literal["train", "drop"] = "train"
-    """answers that max-tokens cuts off: trained like others, or left out of the loss (drop);
-    the reward `length` lowers rewards as answers come near it"""
+    """answers that are cut off at max-tokens: trained like others (train), or left out of the loss (drop);
+    the reward `length` lowers the reward of answers that are nearly that long"""
     resample: int = 0
-    """how often prompts are drawn anew in place of those whose answers are rewarded alike;
-    0: these stay (and teach nothing)"""
+    """dynamic sampling: how many times prompts whose answers all got the same reward are replaced;
+    0: never (such prompts give no gradient)"""
     mismatch: Literal["truncate", "mask", "off"] | None = None
-    """where the sampler's probability of a token is not the trainer's: the loss is weighed by their ratio,
-    at most mismatch-cap (truncate), or 0 beyond it (mask); None: truncate, for gspo and rloo off"""
+    """correction for tokens to which sampler and trainer give different probabilities: the loss is weighed by
+    the ratio trainer / sampler, at most mismatch-cap (truncate), or 0 if the ratio is beyond mismatch-cap
+    or 1/mismatch-cap (mask); None: truncate, for gspo and rloo off"""
     mismatch_cap: float = 2.0
-    """bound of that ratio, above 1"""
+    """mismatch: bound of the ratio, above 1"""
     replay: Literal["none", "rollout", "old"] = "none"
-    """experts that updates take again, with weights of their own scores: those of the rollout (R3), or of the
-    step's first update in its later ones (R2)"""
+    """routing replay: the experts that updates use again, with weights computed from the current scores:
+    those of the rollout (rollout, R3), or in a step's later updates those of its first one (old, R2)"""
     bitwise: bool = False
-    """the rollout's log-probs are those of the update's forward in every bit, so ratios are exactly 1;
-    slower, and needs --no-compile and a --train.seq that is a multiple of 128"""
+    """make the rollout's log-probs equal to those of the update's forward in every bit, so that ratios are
+    exactly 1; slower, and needs --no-compile and a --train.seq that is a multiple of 128"""
     rollout_slots: int = 64
-    """answers that a rank makes at the same time"""
+    """answers that each rank generates at the same time"""
     pool_gib: float | None = None
-    """room for their keys and values, taken for a rollout and given back after;
-    None: what they need, at most 80% of what is free"""
+    """GiB of each rank's memory for keys and values of answers, allocated for a rollout and freed after it;
+    None: as much as they need, at most 80% of the free memory"""
     offload: bool = False
-    """AdamW's moments lie in the host's memory while answers are made: 8 bytes a parameter more for their
-    keys and values. (Gradients are never there then)"""
+    """keep AdamW's moments in the host's memory while answers are generated: 8 bytes per parameter more for
+    keys and values. (Gradients take no memory at that time)"""
     reward_workers: int = 2
-    """processes of each rank that work out rewards"""
+    """processes of each rank that compute rewards"""
     reward_timeout: float = 10.0
-    """seconds after which a reward is given up"""
+    """seconds after which a reward that is not computed yet has failed"""
     allow_empty: int = 0
-    """steps in a row in which no answer has a reward that are allowed; one more ends the run, with its state
-    saved. Validations are counted apart, by the same bound"""
+    """steps in a row that may pass without a reward for any answer; after one more the run saves its state
+    and ends. Validations are counted separately, by the same bound"""
     code: bool = False
     """let the reward `code` run what the model writes, without network and within limits"""
     pass_reward: float = 1.0
-    """validation: the reward from which an answer is right, for pass@k"""
+    """validation: smallest reward at which an answer counts as right, for pass@k"""
 
     def __post_init__(self) -> None:
         one, zero = (
@@ -456,7 +462,7 @@ class GrpoConfig:
         )
         positive = "temperature clip_high pool_gib reward_timeout ratio_cap advantage_eps"
         grpo = check(self, "grpo.", one=one, zero=f"{zero} allow_empty", positive=positive)
-        compared = "must be at least 2, for answers are compared with each other"
+        compared = "must be at least 2, because answers are compared with each other"
         grpo.require(self.group > 1, "group", compared)
         grpo.require(self.temperature >= COLDEST, "temperature", f"must be at least {COLDEST}")
         grpo.require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
@@ -470,12 +476,12 @@ class GrpoConfig:
         require_bounds(self)
         grpo.require(self.mismatch_cap > 1, "mismatch_cap", "must be above 1")
         whole = self.loss in ("gspo", "rloo") and self.mismatch in ("truncate", "mask")
-        wrong = f"weighs tokens, and {grpo.said('loss')} has whole answers"
+        wrong = f"weighs single tokens, but {grpo.said('loss')} is a loss of whole answers"
         grpo.require(not whole, "mismatch", wrong, "off")
 
 
 CLIPPED = "dapo", "grpo", "dr_grpo"  # losses of tokens by PPO's clip
-LOSSES_WITH = dict(  # of settings that not every loss has
+LOSSES_WITH = dict(  # the losses that have a setting; a setting of every loss is not listed
     dual_clip=(*CLIPPED, "gspo", "rloo"),
     ratio_cap=(*CLIPPED, "cispo"),
     ratio_penalty=("dppo",),
@@ -484,7 +490,7 @@ LOSSES_WITH = dict(  # of settings that not every loss has
 
 
 def require_bounds(g: GrpoConfig) -> None:
-    """ConfigError unless the loss has what is set for it, and bounds lie where they can bound."""
+    """ConfigError unless the loss has the settings that are given for it, and every bound can take effect."""
     grpo = Section(g, "grpo.")
     for name, losses in LOSSES_WITH.items():
         valid = f"valid with {', '.join(losses)}, not with {grpo.said('loss')}"
@@ -500,23 +506,23 @@ def require_bounds(g: GrpoConfig) -> None:
     wrong = f"its gradient is 0 in the mean; valid with {grpo.said('kl_in')}: k2, k3"
     grpo.require(not silent, "kl_estimator", wrong)
     once = g.replay == "old" and g.updates == 1
-    again = "takes the first update's experts in later ones"
+    again = "uses the experts of the first update in later updates"
     needs = f"needs {Setting('grpo.updates')} of at least 2, or rollout"
     grpo.require(not once, "replay", f"{again}; {needs}")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written and how many stay."""
+    """When checkpoints are written and how many are kept."""
 
     every: int = 0
     """steps between checkpoints; 0: only after the last step (and at a signal that ends the run)"""
     keep: int = 3
-    """verified checkpoints that stay; older ones are removed; 0: all stay"""
+    """verified checkpoints that are kept; older ones are removed; 0: all are kept"""
     keep_best: bool = True
-    """the checkpoint with the best validation stays as well"""
+    """keep the checkpoint with the best validation as well"""
     mode: Literal["sync", "async", "off"] = "async"
-    """async: training goes on while a copy of the state is written;
+    """async: training continues while a copy of the state is written;
     off: nothing is written, not even at the end"""
 
     def __post_init__(self) -> None:
@@ -525,20 +531,21 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written down, and how often."""
+    """The logs of a run, and how often they are written."""
 
     every: int = 1
     """steps between lines of metrics.jsonl"""
     progress: bool = True
-    """on a terminal show a bar; without it lines of the loss, as elsewhere"""
+    """show a progress bar on a terminal; without it, lines of the loss are printed, as outside a terminal"""
     report: bool = True
-    """draw report.png at the end, about a second; --log.no-report leaves it to `python -m tmoe.report RUN`"""
+    """draw report.png at the end (about a second); --log.no-report leaves that to `python -m tmoe.report`"""
     tensorboard: bool = False
     """write TensorBoard files into the run folder"""
     wandb: str | None = None
     """name of a Weights & Biases project (needs the wandb extra)"""
     routes: tuple[int, ...] = ()
-    """steps, from 1, whose routed expert ids every rank writes into the run folder's routes/, for a replay"""
+    """numbers of steps, from 1, whose routed expert ids every rank writes into the run folder's routes/, for
+    a replay"""
 
     def __post_init__(self) -> None:
         check(self, "log.", one="every")
@@ -549,40 +556,40 @@ class Config:
     """A whole run."""
 
     task: Literal["pretrain", "sft", "preference", "grpo"] = "pretrain"
-    """what is trained for: text (pretrain), the answers of conversations (sft),
-    the better one of two answers (preference), rewards of the model's own answers (grpo)"""
+    """what the model learns from: text (pretrain), answers in conversations (sft),
+    preferred and rejected answers (preference), rewards of its answers (grpo)"""
     out: str = "runs/default"
     """run folder: config.json, metrics.jsonl, checkpoints/, report.png"""
     steps: int = 1000
     """optimizer steps"""
     epochs: float | None = None
     """instead of steps: passes over the training data, over prompts with --task grpo; 0.5 is half a pass.
-    The steps follow from the data, its packing and the sequences of a step, and are rounded up"""
+    The number of steps follows from the data, its packing and the sequences of a step, rounded up"""
     seed: int = 0
     """seed of weights, dropout and jitter"""
     compile: bool = True
     """compile every block (torch.compile, fullgraph);
-    on a CPU without a C++ compiler the run says so and is eager"""
+    on a CPU without a C++ compiler, blocks run eagerly and a note reports it"""
     resume: str = "auto"
-    """'auto': newest whole checkpoint of the run folder, if any; 'none'; or the path of a step folder"""
+    """'auto' (newest complete checkpoint of the run folder, if any), 'none', or the path of a step folder"""
     init: str | None = None
-    """start from the weights of this step, run (its newest step), Hugging Face folder or name on the hub
-    (optimizer, schedule and data start anew)"""
+    """start from the weights of this step, run (its newest step), Hugging Face folder or name on the hub;
+    optimizer, schedule and data start from the beginning"""
     load_optim: bool = True
     """resume with the optimizer's state;
-    --no-load-optim goes on with a step's weights, at its place in schedule and data, with new moments"""
+    --no-load-optim: the step's weights, and its place in schedule and data, but new moments"""
     load_rng: bool = True
-    """resume with the states of the random generators; --no-load-rng draws other numbers from there on"""
+    """resume with the states of the random generators; after --no-load-rng other numbers are drawn"""
     eval_only: bool = False
     """validate and exit"""
     dry_run: bool = False
-    """print parameters, placements and the bytes a rank will hold for --world ranks, and exit"""
+    """print parameters, placements and the bytes that each of --world ranks will hold, and exit"""
     world: int | None = None
     """dry run: number of ranks to plan for; None: the product of the axes"""
     gpu: GpuName | None = None
-    """dry run: the GPU to judge by, by its data sheet; None: all that are known"""
+    """dry run: the GPU whose data sheet says whether the run fits; None: all known GPUs"""
     profile: tuple[int, ...] = ()
-    """steps, from 1, to trace with torch.profiler into the run folder"""
+    """numbers of steps, from 1, to trace with torch.profiler into the run folder"""
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -613,25 +620,25 @@ class Config:
             require_routing(self)
         for name, other in (("parallel.dispatch", "symm"), ("parallel.dispatch_dtype", "fp8")):
             padded = self.model.moe.pad and run.value(name) == other
-            wrong = f"not with {Setting('model.moe.pad')}, which has its own all-to-all"
+            wrong = f"not with {Setting('model.moe.pad')}, which uses an all-to-all instead"
             run.require(not padded, name, wrong)
         if self.task == "grpo":
             require_grpo(self)
         require_layout(self)
         t, p = self.train, self.parallel
         require_float8(t.float8, t.batch, t.seq, p.tp, p.cp)
-        away = f"{run.said('task')} makes no answers; valid with {Setting('task')} grpo"
+        away = f"{run.said('task')} generates no answers; valid with {Setting('task')} grpo"
         run.require(self.task == "grpo" or not self.grpo.offload, "grpo.offload", away)
 
     @property
     def answer_tokens(self) -> int:
-        """Most tokens of an answer of --task grpo."""
+        """Most tokens of an answer with --task grpo."""
         most = self.grpo.max_tokens
         return min(256, max(self.train.seq // 2, 1)) if most is None else most
 
 
 def require_steps(cfg: Config) -> None:
-    """ConfigError unless the run has the steps that settings name by number."""
+    """ConfigError unless the run has the steps whose numbers settings give."""
     run = Section(cfg)
     steps = 0 if cfg.eval_only else cfg.steps
     valid = f"must be numbers of steps, from 1 to {Setting('steps', steps)}"
@@ -641,18 +648,18 @@ def require_steps(cfg: Config) -> None:
 
 
 def require_grpo(cfg: Config) -> None:
-    """ConfigError unless the model can make answers and train on them as cfg.grpo says."""
+    """ConfigError unless the model can generate answers and be trained on them as cfg.grpo says."""
     g, t, model, run = cfg.grpo, cfg.train, cfg.model, Section(cfg)
     task = f"{Setting('task')} grpo"
     valid = "needs at least one of exact, number, boxed, choice, regex, length, code or FILE.py:FUNCTION"
     run.require(len(g.rewards) > 0 and all(g.rewards), "grpo.rewards", valid)
     pp = cfg.parallel.pp
-    run.require(pp == 1, "parallel.pp", f"{task} needs 1; stages of a pipeline make no answers")
+    run.require(pp == 1, "parallel.pp", f"{task} needs 1; pipeline stages cannot generate answers")
     given = f"{t.accumulate}, {run.said('train.global_batch')}"
-    follows = f"with {task} as many micro-batches follow as the answers fill"
+    follows = f"with {task} the number of micro-batches follows from the answers"
     ok = t.accumulate == 1 and t.global_batch == 0
     require(ok, "train.accumulate", given, follows, "1 and 0")
-    kept = f"{Setting('optim.offload')} keeps the moments there in updates too; leave one out"
+    kept = f"{Setting('optim.offload')} keeps the moments on the host in updates too; leave one out"
     run.require(not (g.offload and cfg.optim.offload), "grpo.offload", kept)
     if g.replay != "none":
         has_moe = any(map(model.is_moe, range(model.layers)))
@@ -662,16 +669,16 @@ def require_grpo(cfg: Config) -> None:
     require_no_noise(model, "grpo")
     if g.bitwise:
         require_bits(cfg)
-    below = f"must be below {run.said('train.seq')}, which prompts share"
+    below = f"must be below {run.said('train.seq')}, which a prompt and its answer share"
     run.require(cfg.answer_tokens < t.seq, "grpo.max_tokens", below)
-    routes = f"answers are no samples of the data; leave it out with {task}"
+    routes = f"answers are not samples of the data; leave it out with {task}"
     run.require(not cfg.log.routes, "log.routes", routes)
-    cut = f"a prompt is not cut; valid for {task}: drop, error"
+    cut = f"prompts are never cut; valid for {task}: drop, error"
     run.require(cfg.data.overlong != "truncate", "data.overlong", cut)
 
 
 def require_no_noise(model: ModelConfig, task: str) -> None:
-    """ConfigError where training would draw numbers that change log-probs."""
+    """ConfigError where training would draw random numbers that change log-probs."""
     drops = model.dropout or model.moe.jitter
     names = f"{Setting('model.dropout')}, {Setting('model.moe.jitter')}"
     require(not drops, f"{names}: {drops} changes log-probs; {Setting('task')} {task} needs 0")
@@ -682,13 +689,13 @@ def require_bits(cfg: Config) -> None:
     why, p, run = no_bits(cfg.model), cfg.parallel, Section(cfg)
     bits = Setting("grpo.bitwise")
     run.require(why is None, "grpo.bitwise", why or "")
-    equal = f"{bits} wants answers and updates of equal products; valid: one of them"
+    equal = f"{bits} needs the same products in answers and updates; valid: one of the two settings"
     run.require(cfg.train.float8 == "none", "train.float8", equal)
-    eager = f"compiled blocks round otherwise; needs {Setting('compile', False)}"
+    eager = f"compiled blocks round differently; needs {Setting('compile', False)}"
     run.require(not cfg.compile, "grpo.bitwise", eager)
     run.require(cfg.train.seq % 128 == 0, "train.seq", f"must be a multiple of 128 with {bits}")
     divided = f"{p.tp}, {run.said('parallel.cp')}, {run.said('parallel.etp')}"
-    wrong = f"divide what rollouts do whole; {bits} needs 1"
+    wrong = f"divide work that rollouts do undivided; {bits} needs 1"
     require(p.tp == p.cp == p.etp == 1, "parallel.tp", divided, wrong)
 
 
@@ -709,7 +716,7 @@ def require_layout(cfg: Config) -> None:
     run.require(p.schedule != "1f1b" or chunks == 1, "parallel.chunks", one)
     several = f"{name} needs 2 or more; use 1f1b"
     run.require(p.schedule != "interleaved" or chunks > 1, "parallel.chunks", several)
-    two = f"{name} has 2, down and up again"
+    two = f"{name} has 2, one in each direction"
     run.require(p.schedule != "v" or chunks == 2, "parallel.chunks", two)
     fits = p.pp == 1 or p.pp * chunks <= model.layers
     require(fits, "parallel.pp", f"{p.pp} x {chunks} chunks", f"more than {run.said('model.layers')}")
@@ -729,7 +736,10 @@ def require_layout(cfg: Config) -> None:
 
 
 def require_micros(cfg: Config, given: str = "") -> None:
-    """ConfigError unless the pipeline has enough micro-batches. given: what their number follows from."""
+    """ConfigError unless the pipeline has enough micro-batches.
+
+    given: the setting that their number follows from, added to the value in the message.
+    """
     p, micros, run = cfg.parallel, cfg.train.accumulate, Section(cfg)
     stages = run.said("parallel.pp")
     few = f"{stages} needs {p.pp} micro-batches or more"
@@ -742,8 +752,9 @@ def require_micros(cfg: Config, given: str = "") -> None:
 def with_global_batch(cfg: Config, readers: int) -> Config:
     """The settings with the accumulate that follows from --train.global-batch, if that is given.
 
-    readers: `Axes.readers` of the run. ConfigError where they do not divide it, or where the accumulate that
-    is given as well is another.
+    readers: `Axes.readers` of the run.
+    Raises ConfigError where batch x readers does not divide the global batch, or where an accumulate that is
+    given too has another value.
     """
     t = cfg.train
     if not t.global_batch:
@@ -768,7 +779,7 @@ def _near(batch: int, once: int) -> str:
 
 
 def require_routing(cfg: Config) -> None:
-    """ConfigError unless a token's experts fit on the ranks it may reach, and tiles into a rank's tokens."""
+    """ConfigError unless a token's experts fit on the ranks it may reach, and experts' tokens fill tiles."""
     p, moe = cfg.parallel, cfg.model.moe
     require_reach(moe, p.ep)
     if moe.selection == "tiles":

@@ -1,4 +1,4 @@
-"""Whether two settings are the same model, and settings by dotted names.
+"""Compares the models of two sets of settings, and lists settings by dotted names.
 
 next: presets.py"""
 
@@ -13,9 +13,9 @@ from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, Rop
 from tmoe.config.policies import SELECTIONS
 from tmoe.config.renamed import with_new_names
 
-# settings of ModelConfig that have settings of their own
+# the nested sections of ModelConfig, by name
 PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)
-# left out of what a model computes: what training alone reads, and the parts that facts looks into
+# settings that `facts` leaves out: those that training alone reads, and the sections, which it reads itself
 TRAINING = {*(name.removeprefix("moe.") for name in STEPS_READ), "init_std", "router_dtype", *PARTS}
 GROUPED_ONLY = {"kv_heads", "head_dim", "attention_multiplier"}  # latent attention has other widths
 # types of settings by dotted name, and of keys of config.json that settings are derived from
@@ -25,9 +25,9 @@ KINDS = get_type_hints(ModelConfig) | {
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
-    """A line for every setting in which two models compute different things.
+    """A line for every setting by which two models compute different results.
 
-    Equal mathematics under two names is no difference.
+    Two names for the same mathematics are not a difference.
     """
     a, b = facts(ours), facts(theirs)
     names = dict.fromkeys([*a, *b])
@@ -35,13 +35,13 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
 
 
 def as_flags(ours: ModelConfig, theirs: ModelConfig) -> str:
-    """A line with the flags, and no more than those, that make our model theirs; "" for equal models."""
+    """A line with the fewest flags that turn our model into theirs; "" for equal models."""
     wanted, here = flattened(theirs), flattened(ours)
     training = {name: here[name] for name in (*STEPS_READ, "init_std", "moe.router_dtype")}
     wanted = wanted | training
     changed = [name for name in wanted if wanted[name] != here[name]]
     for name in list(changed):
-        if _is_theirs(wanted | {name: here[name]}, theirs):  # nothing that this model computes depends on it
+        if _is_theirs(wanted | {name: here[name]}, theirs):  # this model's results do not depend on it
             wanted[name] = here[name]
             changed.remove(name)
     words = [_as_flag(name, wanted[name]) for name in changed]
@@ -49,7 +49,7 @@ def as_flags(ours: ModelConfig, theirs: ModelConfig) -> str:
 
 
 def _is_theirs(flat: dict[str, Any], theirs: ModelConfig) -> bool:
-    """Whether settings by dotted names can be, and are this model."""
+    """Whether settings by dotted names are valid and describe this model."""
     try:
         return not differences(build_config(nested(flat)), theirs)
     except ConfigError:
@@ -67,7 +67,7 @@ def _as_flag(name: str, value: Any) -> str:
 def facts(cfg: ModelConfig) -> dict[str, Any]:
     """The settings that decide what the model computes, in one spelling.
 
-    What only training reads is left out.
+    Settings that only training reads are left out.
     """
     sparse = [i for i in range(cfg.layers) if cfg.is_moe(i)]
     unread = TRAINING | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed", "rotary"}
@@ -77,12 +77,12 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
     found["MoE layers"] = sparse
     found["windows"] = [cfg.window_of(i) for i in range(cfg.layers)]
     found["attention_multiplier"] = softmax_scale(cfg)
-    # by blocks only where they differ
+    # a list by blocks only if blocks differ, else one value
     for name, of_a in (("kv_heads", cfg.kv_heads_in), ("sinks", cfg.sinks_in)):
         each = [of_a(window) for window in found["windows"]]
         found[name] = each if len({*each}) > 1 else each[0]
         del found[f"window_{name}"]
-    # what is off is left out, as before there was such a setting
+    # settings that are off are left out, so that facts equal those of configs without these settings
     off = dict(attention_gate=False, norms="pre", value_multiplier=1.0, v_head_dim=0)
     found["v_head_dim"] = cfg.v_head_dim if cfg.v_head_dim != cfg.head_dim else 0
     found = {name: value for name, value in found.items() if name not in off or value != off[name]}
@@ -100,7 +100,7 @@ def _moe_facts(moe: MoEConfig) -> dict[str, Any]:
     if found.pop("softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
         found["renormalize"] = True
     entry = SELECTIONS[moe.selection]
-    if entry.looks == "training":  # what such a model computes is plain top-k
+    if entry.looks == "training":  # outside training such a model computes plain top-k
         found["selection"] = "topk"
     if entry.weighs:
         found |= dict(renormalize=False, score="sigmoid" if moe.top_k == 1 else "softmax")
@@ -117,7 +117,7 @@ def softmax_scale(cfg: ModelConfig) -> float:
     return cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
 
 
-ROPE = {  # settings that each scaling reads -> their key of config.json
+ROPE = {  # for each scaling: the settings that it reads -> their keys in config.json
     "none": {},
     "linear": dict(factor="factor"),
     "llama3": dict(
@@ -140,7 +140,7 @@ ROPE = {  # settings that each scaling reads -> their key of config.json
 
 
 def _rope_facts(cfg: ModelConfig) -> dict[str, Any]:
-    """RoPE's settings that count; what is off is left out, as before there was such a setting."""
+    """RoPE's settings that have an effect. Settings that are off are left out, as in `facts`."""
     rope = cfg.rope
     found = {name: getattr(rope, name) for name in ("theta", "scaling", *ROPE[rope.scaling])}
     if rope.dim not in (0, cfg.head_dim):
@@ -169,7 +169,7 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name as nested ones: the way back from `flattened`."""
+    """Nested settings from settings by dotted name: the inverse of `flattened`."""
     parts: dict[str, Any] = {part: {} for part in PARTS}
     for name, value in flat.items():
         part, _, key = name.rpartition(".")
@@ -188,7 +188,7 @@ def build_config(settings: dict[str, Any]) -> ModelConfig:
             raise ConfigError(listed("model settings are malformed", problems))
 
         parts: dict[str, Any] = {part: made(**settings.get(part, {})) for part, made in PARTS.items()}
-        # JSON has lists for tuples.
+        # JSON has lists in place of tuples.
         parts["windowed"] = tuple(settings.get("windowed", (1,)))
         parts["rotary"] = tuple(settings.get("rotary", (1,)))
         parts["dense_blocks"] = tuple(settings.get("dense_blocks", ()))

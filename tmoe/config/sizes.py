@@ -1,4 +1,4 @@
-"""What the settings say of a number's bytes and of a rank's tokens, for whoever counts bytes.
+"""Sizes that follow from the settings: bytes of a number, tokens of a rank; for the estimates of memory.
 
 next: tmoe/moe/held_bytes.py
 """
@@ -17,5 +17,5 @@ def compute_bytes(cfg: Config) -> int:
 
 
 def local_tokens(cfg: Config, axes: Axes) -> int:
-    """Tokens T of a rank in a micro-batch."""
+    """Number of tokens T of a rank in a micro-batch."""
     return cfg.train.batch * cfg.train.seq // axes.parts

@@ -1,4 +1,4 @@
-"""Text out of every model: the engine, how it samples, and `python -m tmoe.generate`."""
+"""Generates text with any model: the engine, its sampling, and `python -m tmoe.generate`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens that slots have passed, in pages of 128, for every kind of attention.
+"""The cache of keys and values, in pages of 128 tokens, for every kind of attention.
 
-A sequence has a table of pages: its token t lies in page table[t // 128]. Answers to one prompt have the
-prompt's full pages in common.
+A sequence has a table of pages: its token t is in page table[t // 128]. Answers to one prompt share the pages
+that the prompt fills.
 
 next: generate/pages.py
 """
@@ -20,13 +20,13 @@ PAGE = 128  # tokens; flex attention's block
 
 
 class Layer(NamedTuple):
-    """One block's part. Tokens that no sequence has written hold anything finite: no query sees them."""
+    """One block's part of the cache. Unwritten places hold any finite values: no query attends to them."""
 
     k_PTGC: Tensor
-    v_PTGC: Tensor  # latent attention: a view of k, without the channels that turn
+    v_PTGC: Tensor  # latent attention: a view of k, without the rotated channels
 
     def put(self, places_N: Tensor, k_NGC: Tensor, v_NGC: Tensor | None) -> None:
-        """Writes tokens to their places, page * PAGE + place in it; v: None where it is a view of k."""
+        """Writes tokens to their places, page * PAGE + place in the page; v: None where it is a view of k."""
         self.k_PTGC.flatten(0, 1).index_copy_(0, places_N, k_NGC)
         if v_NGC is not None:
             self.v_PTGC.flatten(0, 1).index_copy_(0, places_N, v_NGC)
@@ -37,10 +37,10 @@ class Layer(NamedTuple):
 
 
 class Cache:
-    """So many pages in every block.
+    """A cache of `pages` pages in every block.
 
     Grouped attention caches its keys, normed and rotated, and its values. Latent attention caches the latent
-    beside the rotated key that all heads share: one head of kv_rank + rope_dim channels.
+    and the rotated key that all heads share, as one head of kv_rank + rope_dim channels.
     """
 
     def __init__(self, cfg: ModelConfig, pages: int, device: torch.device, dtype: torch.dtype):
@@ -54,7 +54,7 @@ class Cache:
             self.layers.append(Layer(k, v))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Writes what is in the first page of each pair into the second."""
+        """Copies the first page of each pair into the second."""
         if not pairs:
             return
         of, to = torch.tensor(pairs, device=self.layers[0].k_PTGC.device).T
@@ -65,14 +65,14 @@ class Cache:
 
 
 def layer_widths(cfg: ModelConfig, layer: int) -> tuple[int, int, int]:
-    """Heads that a block caches, channels of a key, channels of a value."""
+    """Numbers of heads that a block caches, of channels of a key, and of channels of a value."""
     if cfg.attention == "mla":
         return 1, cfg.mla.kv_rank + cfg.mla.rope_dim, cfg.mla.kv_rank
     return cfg.kv_heads_in(cfg.window_of(layer)), cfg.head_dim, cfg.value_dim
 
 
 def bytes_a_token(cfg: ModelConfig, dtype: torch.dtype) -> int:
-    """What all blocks together cache of one token."""
+    """Bytes that all blocks together cache for one token."""
     shared = cfg.attention == "mla"
     widths = (layer_widths(cfg, layer) for layer in range(cfg.layers))
     held = sum(heads * (width if shared else width + values) for heads, width, values in widths)

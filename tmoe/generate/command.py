@@ -1,12 +1,12 @@
-"""The command line: a model goes on with a text, answers in a chat, or works through a file of prompts.
+"""The command line: a model completes a text, answers in a chat, or answers the prompts of a file.
 
-    python -m tmoe.generate runs/tiny "def mean(values):"               the last whole step of a run
+    python -m tmoe.generate runs/tiny "def mean(values):"               the newest complete step of a run
     python -m tmoe.generate STEP "def mean(values):" -n 4 --seed 1      four answers
     python -m tmoe.generate HF_DIR --chat                               a conversation in the terminal
     python -m tmoe.generate HF_DIR --file prompts.jsonl --out answers.jsonl
 
-The text goes to stdout, what is told of it to stderr. Without a prompt it is read from stdin, if that is no
-terminal. Exit code 0: done; 2: refused, the reason on stderr; 1: failed or interrupted.
+Text is written to stdout, notes to stderr. Without a prompt the prompt is read from stdin, unless stdin is a
+terminal. Exit code 0: done; 2: refused, with the reason on stderr; 1: failed or interrupted.
 
 next: generate/load.py, generate/engine.py
 """
@@ -42,68 +42,68 @@ from tmoe.generate.load import Loaded, load
 from tmoe.generate.prompts import is_chat, read_prompts, write_answers
 from tmoe.generate.sampler import Sampling
 
-TOKENS = 256  # of an answer, at most, where no flag says
-TEMPERATURE = 0.8  # where neither the flag nor generation_config.json says
-COMMANDS = "/new", "/help", "/quit"  # of a conversation
+TOKENS = 256  # default of --max-tokens
+TEMPERATURE = 0.8  # if neither the flag nor generation_config.json has one
+COMMANDS = "/new", "/help", "/quit"  # commands in a conversation
 HELP = "/new begins a conversation, /help shows this, /quit or Ctrl-D ends it, Ctrl-C ends an answer"
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Of `python -m tmoe.generate`."""
+    """The flags of `python -m tmoe.generate`."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|STEP|HF_DIR")]
-    """a run folder, of which the last whole step is taken; a step folder; a Hugging Face folder, or a name on
-    the hub"""
+    """a run folder (its newest complete step is used), a step folder, a Hugging Face folder, or a name on the
+    hub"""
     prompt: Annotated[str, tyro.conf.Positional] = ""
-    """the text to go on with; none: from stdin"""
+    """the text to complete; none: read from stdin"""
     chat: bool = False
-    """take prompts as a user's messages; without a prompt, a conversation in the terminal"""
+    """treat prompts as a user's messages; without a prompt, have a conversation in the terminal"""
     system: str = ""
-    """a system message in front of every conversation"""
+    """a system message before every conversation"""
     chat_template: str | None = None
-    """a jinja file in place of the tokenizer's own chat template"""
+    """a jinja file that replaces the tokenizer's own chat template"""
     max_tokens: int | None = None
-    """end an answer after so many tokens;
-    none: 256, but of a run no more than the sequences that it was trained on leave room for"""
+    """most tokens of an answer;
+    none: 256, but for a run's model at most the rest of the sequence length that it was trained on"""
     min_tokens: int | None = None
-    """no answer ends by itself before so many tokens;
-    none: what generation_config.json says, else 0"""
+    """fewest tokens of an answer;
+    none: the value in generation_config.json, else 0"""
     temperature: float | None = None
     """divisor of the logits; 0: always the most probable token;
-    none: what generation_config.json says, else 0.8"""
+    none: the value in generation_config.json, else 0.8"""
     top_k: int | None = None
     """keep the k most probable tokens; 0: all"""
     top_p: float | None = None
-    """keep the most probable tokens that together reach this probability; 1: all"""
+    """keep the smallest set of most probable tokens whose probabilities sum to this; 1: all"""
     min_p: float | None = None
     """keep tokens at least this many times as probable as the most probable one; 0: all"""
     repetition_penalty: float | None = None
-    """divisor of the logits of tokens that are there already, factor of negative ones; 1: none;
-    none: what generation_config.json says"""
+    """divisor of the logits (of negative logits: factor) of tokens that prompt or answer has already; 1: no
+    penalty; none: the value in generation_config.json"""
     seed: int = 0
     """equal seeds give equal answers"""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     r"""a text that ends an answer, and is left out of it; \n is a line's end; may be given several times"""
     file: Path | None = None
-    """prompts: rows of .jsonl or .json with prompt or messages, or a text with a prompt a line"""
+    """file of prompts: rows of .jsonl or .json with prompt or messages, or a text with one prompt per line"""
     out: Path | None = None
-    """with --file: a new file for the answers, a line of JSON each; none: stdout"""
+    """with --file: a new file for the answers, one line of JSON each; none: stdout"""
     n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
     """answers to each prompt"""
     slots: int = 64
-    """answers that are made at the same time, at most"""
+    """most answers that are made at the same time"""
     pool_gib: float | None = None
-    """room for keys and values; none: what the slots need, on a GPU at most 80% of what is free"""
+    """GiB for keys and values; none: as much as the slots need, on a GPU at most 80% of the free memory"""
     tokenizer: str | None = None
-    """'bytes', or a tokenizer.json, where the folder has none"""
+    """'bytes', or a tokenizer.json, for a folder without a tokenizer"""
     device: str | None = None
     """cpu, cuda or cuda:N; none: a GPU if there is one"""
     dtype: Literal["bf16", "fp32"] | None = None
     """type of weights and computation; none: bf16 on a GPU, else fp32"""
 
     def check(self) -> None:
-        """ConfigError for flags that do not go together."""
+        """ConfigError for flags that cannot be combined."""
         own, chats = Section(self), f"needs {Setting('chat')}"
         own.require(self.n >= 1, "n", "must be at least 1")
         require(not (self.prompt and self.file), f"a prompt and {Setting('file')}: give one of them")
@@ -121,7 +121,7 @@ class Flags:
         own.require(self.chat_template is None or chat, "chat_template", chats)
 
     def sampling(self, loaded: Loaded) -> Sampling:
-        """Flags, else what the folder says, else the defaults. ConfigError says whence a wrong value is."""
+        """Settings from the flags, else from the folder, else the defaults. ConfigError for a wrong value."""
         names = *DRAWN, "repetition_penalty"
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         asked = sampling_of(loaded.generation)
@@ -147,7 +147,7 @@ class Clock:
         self.tokens = 0
 
     def tell(self, finish: str = "") -> str:
-        """Tokens a second behind the first piece, and how long that took."""
+        """A line with the number of tokens, tokens a second after the first piece, and the time until it."""
         now = time.perf_counter()
         first = self.first or now
         rate = max(self.tokens - 1, 0) / max(now - first, 1e-9)
@@ -156,7 +156,7 @@ class Clock:
         return f"{count}{end}, {rate:,.0f} tokens/s, the first after {first - self.start:.2f} s"
 
     def over(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """The same pieces, counted."""
+        """Yields the pieces, and counts their tokens."""
         for piece in pieces:
             self.first = self.first or time.perf_counter()
             self.tokens += len(piece.done.ids) if piece.done else 0
@@ -164,7 +164,7 @@ class Clock:
 
 
 def run(flags: Flags) -> None:
-    """Does what the command line asks for."""
+    """Executes a command line."""
     flags.check()
     rows = read_prompts(flags.file) if flags.file else None
     prompt = flags.prompt
@@ -202,27 +202,27 @@ def note(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Text to stdout, at once; characters that a terminal has no room for become '?'."""
+    """Writes text to stdout at once; characters that the terminal's encoding lacks become '?'."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 
 class Speaker:
-    """What is the same for all that one command line asks of a model."""
+    """The engine and the settings of one command line, with its three ways to use them."""
 
     def __init__(self, engine: Engine, sampling: Sampling, flags: Flags, seq: int | None):
-        """seq: tokens of the sequences that the model was trained on, where that is known."""
+        """seq: tokens of the sequences on which the model was trained, if known."""
         self.engine, self.sampling, self.flags, self.seq = engine, sampling, flags, seq
         self.left: Counter[str] = Counter()
-        """fields of rows that the template leaves out, and of how many conversations"""
+        """fields of rows that the template leaves out, each with the number of conversations"""
 
     def stream(self, prompts: list[list[int]], chat: bool, turn: int = 0) -> Iterator[Piece]:
-        """Pieces of the answers to prompts; those of a chat end where a turn does."""
+        """Pieces of the answers to prompts. chat: answers end with a turn. turn: first prompt's number."""
         sampling = self.sampling
         if chat:
             assert self.engine.tokenizer
-            with suppress(DataError):  # `say_template` has said it
+            with suppress(DataError):  # `say_template` has reported it
                 sampling = replace(sampling, stop_ids=turn_ends(self.engine.tokenizer, self.template()))
         if self.seq is not None and self.flags.max_tokens is None:
             room = max(self.seq - max(map(len, prompts)), self.sampling.min_tokens, 1)
@@ -233,9 +233,9 @@ class Speaker:
     def ids_of(
         self, messages: list[dict[str, Any]], tools: list | None = None, more: dict[str, Any] | None = None
     ) -> list[int]:
-        """A conversation as the model is given it; counts in `left` what the template leaves out of it.
+        """The tokens of a conversation; counts in `left` the fields that the template leaves out.
 
-        tools, more: what a row gives the template beside it.
+        tools, more: further values of a row for the template.
         """
         system = [dict(role="system", content=self.flags.system)] if self.flags.system else []
         assert self.engine.tokenizer
@@ -247,13 +247,13 @@ class Speaker:
         return marker.encode([text])[0].ids.tolist()
 
     def template(self) -> ChatTemplate:
-        """How conversations are written out, with today's date."""
+        """The template by which conversations are written, with today's date."""
         assert self.engine.tokenizer
         file = self.flags.chat_template
         return load_template(self.engine.tokenizer, file, now=True, flag="--chat-template")
 
     def say_template(self) -> None:
-        """A line on how conversations are written, and one where the weights know another template."""
+        """Prints a line on how conversations are written, and one if the weights know another template."""
         assert self.engine.tokenizer
         template = self.template()
         note(f"conversations are written by {template.source}")
@@ -266,7 +266,7 @@ class Speaker:
             note(line)
 
     def answer(self, prompt: str) -> None:
-        """One prompt: its answer as it comes, or several, one behind the other."""
+        """Answers one prompt: prints a single answer while it is made, or several ones after each other."""
         chat = self.flags.chat
         ids = self.ids_of([user(prompt)]) if chat else self.engine.ids_of(0, prompt)
         shown = "" if chat else prompt
@@ -287,7 +287,7 @@ class Speaker:
         note(clock.tell())
 
     def work_through(self, rows: list[dict[str, Any]]) -> None:
-        """A file of prompts."""
+        """Answers a file of prompts."""
         flags = self.flags
         chat = flags.chat or is_chat(rows[0])
         mixed = not flags.chat and any(is_chat(row) != chat for row in rows)
@@ -314,10 +314,10 @@ class Speaker:
         note(f"{len(rows)} prompts, {clock.tell()}")
 
     def converse(self, terminal: bool) -> None:
-        """Turns of a conversation: typed, or the lines of a pipe, each a message.
+        """Has a conversation: the user's messages are typed, or they are the lines of a pipe.
 
-        terminal: Ctrl-D ends it, Ctrl-C an answer, and a message that cannot be answered is passed over. Of a
-        pipe such a message is a ValueError that says which line it is.
+        terminal: Ctrl-D ends the conversation, Ctrl-C ends an answer, and a message that cannot be answered
+        is skipped. In a pipe such a message raises ValueError, which names its line.
         """
         note(HELP if terminal else "each line of stdin is a message; /new begins a conversation")
         messages: list[dict[str, Any]] = []
@@ -352,7 +352,7 @@ class Speaker:
                 if not terminal:
                     raise
                 note("\nended")
-            except ValueError as error:  # longer than the model's range of positions: /new
+            except ValueError as error:  # e.g. longer than the model's range of positions; /new helps
                 if not terminal:
                     raise ValueError(f"stdin: line {turn + 1}: {spelt(error)}") from None
                 note(f"error: {spelt(error)}")
@@ -367,7 +367,7 @@ class Speaker:
 
 
 def piped() -> Iterator[str]:
-    """The lines of stdin, without a byte order mark. ValueError for what is not UTF-8."""
+    """The lines of stdin, without a byte order mark. ValueError for bytes that are not UTF-8."""
     try:
         for number, line in enumerate(sys.stdin):
             line.encode()  # Python reads other bytes as lone surrogates in some locales
@@ -377,7 +377,7 @@ def piped() -> Iterator[str]:
 
 
 def no_command(text: str) -> str:
-    """What is wrong with a message whose first word looks like a command and is none; "" for another."""
+    """The error for a message whose first word looks like a command but is none; "" for another message."""
     word = text.split()[0]
     if not re.fullmatch(r"/[A-Za-z][A-Za-z_-]*", word):
         return ""
@@ -387,7 +387,7 @@ def no_command(text: str) -> str:
 
 
 def typed() -> Iterator[str]:
-    """What is typed, line by line, until Ctrl-D or Ctrl-C."""
+    """The lines that the user types, until Ctrl-D or Ctrl-C."""
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             yield input("> ")
@@ -398,7 +398,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line. An error ends the process with one message."""
+    """Runs the command line. An error ends the process with one message."""
     description = (__doc__ or "").partition("\nnext:")[0]
     shape = dict(description=description, config=(tyro.conf.FlagCreatePairsOff,))
     with one_message(CheckpointError):

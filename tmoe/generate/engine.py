@@ -1,4 +1,4 @@
-"""The engine: prompts in, sampled answers with their log-probabilities out.
+"""The engine: samples answers to prompts, with their log-probabilities.
 
     engine = tmoe.Engine(model)
     samples = engine.generate([[5, 3, 8], [7]], n=4, sampling=tmoe.Sampling(temperature=0.8, seed=1))
@@ -37,30 +37,31 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Tensor
 T = TypeVar("T")
-FREE = 0.8  # of a GPU's free memory that a call takes at most, where pool_gib does not say
+FREE = 0.8  # largest share of a GPU's free memory that a call uses, if pool_gib is None
 
 
 class Sample(NamedTuple):
     """One answer of n tokens. All tensors are on the CPU."""
 
     ids: Tensor
-    """int64 [n]; the last is a token that ended the answer, or part of a stop text, where finish is 'stop'"""
+    """int64 [n]; if finish is 'stop', the last is a token that ended the answer, or part of a stop text"""
     logprobs: Tensor
-    """fp32 [n], by the softmax of logits / temperature over the whole vocabulary: what training computes.
-    At temperature 0, of the logits themselves."""
+    """fp32 [n], nats, by the softmax of logits / temperature over the whole vocabulary, as in training.
+    At temperature 0, by the softmax of the logits."""
     sampler_logprobs: Tensor
-    """fp32 [n], by what top_k, top_p and min_p left of it: by what the token was drawn from.
+    """fp32 [n], nats, by the distribution from which the token was drawn, after top_k, top_p and min_p.
     At temperature 0: 0."""
     routes: Tensor | None
-    """int16 [MoE layers, n, K], where they were asked for: the experts that each token's predecessor went to,
-    from whose output the token was drawn"""
+    """int16 [MoE layers, n, K], if they were asked for: the experts of the token before each token, from
+    whose output the token was drawn"""
     finish: Literal["stop", "length"]
     """'stop': a token or a text that ends answers; 'length': max_tokens, or the model's range of positions"""
     text: str | None
-    """without what ended it; None for an engine without a tokenizer"""
+    """without the token or text that ended it; None for an engine without a tokenizer"""
     prompt_routes: Tensor | None = None
-    """int16 [MoE layers, tokens of the prompt - 1, K], where routes were asked for and a prompt has several
-    tokens: where all of them but the last went. Together with `routes`: every token but the answer's last"""
+    """int16 [MoE layers, tokens of the prompt - 1, K], if routes were asked for and the prompt has several
+    tokens: the experts of all its tokens except the last. With `routes`, the experts of every token except
+    the answer's last"""
 
 
 class Samples(tuple[tuple[Sample, ...], ...]):
@@ -68,7 +69,7 @@ class Samples(tuple[tuple[Sample, ...], ...]):
 
 
 class Piece(NamedTuple):
-    """What a step added to an answer."""
+    """The part of an answer that one step added."""
 
     prompt: int
     sample: int
@@ -79,23 +80,27 @@ class Piece(NamedTuple):
 
 
 def require_bits(model: Transformer) -> None:
-    """ConfigError unless rollouts of a model can have the bits of its forward."""
+    """ConfigError unless rollouts of a model can equal its forward in every bit."""
     why = no_bits(model.cfg)
     require(why is None, f"bits: {why}")
     require(not float8_layers(model), "bits: the forward has float8 products and steps do not; needs none")
     eager = not any(isinstance(block, Block) and block.must_compile for block in model.blocks)
-    alone = "bits: compiled blocks round otherwise than single steps"
+    alone = "bits: compiled blocks round differently from single steps"
     require(eager, f"{alone}; needs {Setting('compile', False)}")
 
 
 def can_be_graphs(model: Transformer) -> bool:
-    """Whether steps of a model can be CUDA graphs, as far as one rank knows."""
+    """Whether steps of a model can be CUDA graphs, by what this rank can see."""
     own = any(isinstance(module, OwnExperts) for module in model.modules())
     return model.head_weight.is_cuda and not own
 
 
 def require_pool(pool: float, spans: Sequence[Span], n: int, a_page: int, setting: str = "pool_gib") -> None:
-    """ConfigError unless so many bytes, in pages of so many, hold each answer alone, n to each prompt."""
+    """ConfigError unless a pool has room for each answer alone.
+
+    pool: its bytes. spans: of all answers. n: answers to each prompt. a_page: bytes of a page. setting: the
+    pool's setting, for the error.
+    """
     largest = max(spans, key=lambda span: alone(span, n))
     needs = 1 + alone(largest, n)
     has = f"{pool / 2**30:.3g} GiB for keys and values"
@@ -106,7 +111,7 @@ def require_pool(pool: float, spans: Sequence[Span], n: int, a_page: int, settin
 
 
 def whole(value: object) -> int | None:
-    """A whole number, numpy's and a 0-dim tensor's too; None for anything else, true and false included."""
+    """A whole number, numpy's and a 0-dim tensor's too, as int; None for anything else, also for bools."""
     try:
         return None if isinstance(value, bool) else operator.index(cast(Any, value))
     except TypeError:
@@ -114,14 +119,14 @@ def whole(value: object) -> int | None:
 
 
 def listed(values: object, where: str, valid: str) -> list[Any]:
-    """The members of what has an order. ConfigError that names `where` for text and what has none."""
+    """The members of an ordered collection. ConfigError, which names `where`, for text and other objects."""
     ok = isinstance(values, Collection) and not isinstance(values, str | Mapping | Set)
     require(ok, f"{where}: got {type(values).__name__}, valid is a list{valid}")
     return list(cast(Collection[Any], values))
 
 
 def ids_in(values: object, where: str, vocab: int) -> list[int]:
-    """Token ids as whole numbers. ConfigError that names `where` for what is no id of the vocabulary."""
+    """Token ids as whole numbers. ConfigError, which names `where`, for a value that is no id below vocab."""
     valid = f"valid are ids from 0 to {vocab - 1} (model.vocab={vocab})"
     if isinstance(values, Tensor):
         kind, shape = str(values.dtype).removeprefix("torch."), list(values.shape)
@@ -136,29 +141,33 @@ def ids_in(values: object, where: str, vocab: int) -> list[int]:
 
 
 def _text(error: BaseException) -> str:
-    """What is wrong, settings marked."""
+    """The text of an error, with its settings marked."""
     return error.text if isinstance(error, ConfigError) else str(error.args[0])
 
 
 class Engine:
     """Samples answers of a model, many at a time.
 
-    Of a model that is laid out over ranks, every rank makes each call, with prompts of its own or with none,
-    and reads streams to their end: weights are gathered for the call, and ranks whose experts are spread
-    step together. `numbers` then say which prompts of all each rank has.
+    If the model is laid out over ranks, every rank must make each call, with its own prompts or with none,
+    and must read streams to their end: weights are gathered for the call, and the ranks of an expert group
+    step together. `numbers` then has the numbers of each rank's prompts among all prompts.
 
-    model: a Transformer, on one device or laid out by `parallelize`. It computes as in evaluation: no
-        dropout, no jitter, no token dropped. Its weights are read anew in every call.
-    tokenizer: for prompts and stop texts given as text, and for the texts of answers.
-    eos: tokens that end an answer; None: the tokenizer's `eos`, and the ends of its weights (`ends_of`).
-    begin: tokens in front of every prompt given as text.
-    slots: answers that are made at the same time, at most.
-    pool_gib: room for their keys and values, taken for a call and given back after. Answers wait where it
-        does not hold those of all slots. None: what they need, on a GPU at most 80% of what is free.
-    graphs: steps are CUDA graphs, on a GPU, unless the host must wait in them: for the nccl dispatcher's
-        counts, and perhaps for experts of somebody's own.
-    bits: log-probs are those of the model's own forward in every bit (docs/generate.md says where). It calls
-        `model.keep_bits`, by which that forward works in the same order; its blocks may not be compiled.
+    Args:
+        model: a Transformer, on one device or laid out by `parallelize`. It computes as in evaluation: no
+            dropout, no jitter, no token dropped. Every call reads its current weights.
+        tokenizer: for prompts and stop texts given as text, and for the texts of answers.
+        eos: tokens that end an answer; None: the tokenizer's `eos`, and the end tokens of its weights
+            (`ends_of`).
+        begin: tokens before every prompt given as text.
+        slots: most answers that are made at the same time.
+        pool_gib: GiB for keys and values of answers, allocated for a call and freed after it. If they are too
+            few for all slots, answers wait. None: as much as they need, on a GPU at most 80% of the free
+            memory.
+        graphs: run steps as CUDA graphs on a GPU, unless the host must wait within a step: for the counts of
+            the nccl dispatcher, and perhaps for experts of the user's own class.
+        bits: log-probs equal those of the model's own forward in every bit (docs/generate.md says for which
+            models). The engine calls `model.keep_bits`, by which the forward computes in the same order; its
+            blocks must not be compiled.
     """
 
     def __init__(
@@ -205,21 +214,21 @@ class Engine:
     ) -> Samples:
         """n answers to each prompt.
 
-        Which tokens are drawn depends on the seed, the prompt's number, the answer's and the place in it, and
-        on nothing else of the call.
+        The drawn tokens depend on the seed, the number of the prompt, the number of the answer and the place
+        in the answer, and on nothing else in the call.
 
         Args:
-            prompts: token ids, or texts where the engine has a tokenizer.
+            prompts: token ids, or texts if the engine has a tokenizer.
+            n: answers to each prompt.
             sampling: None: Sampling().
-            numbers: the prompts' numbers in a batch that these are a part of; None: 0, 1, ...
-            routes: keep the experts that tokens went to.
-            told: whether this rank is to stop, asked before each pass. Where one of an expert group is, all
-                of it raise Stopped at the same pass.
+            numbers: the prompts' numbers in a larger batch of which they are a part; None: 0, 1, ...
+            routes: keep the experts of tokens.
+            told: called before each pass; returns whether this rank must stop. If one rank of an expert group
+                must, all its ranks raise Stopped at the same pass.
 
         Raises ValueError for prompts that are empty or longer than the model's range of positions, for ids
-        outside its vocabulary, and where the pool has no room for one answer. Of a model that is laid out it
-        is raised on all ranks, whichever has the prompt. It is raised too, where it is met, for logits that
-        are not finite.
+        outside its vocabulary, and for a pool without room for one answer; if the model is laid out, on all
+        ranks. Raises ValueError for logits that are not finite as well, on the rank that has them.
         """
         pieces = self._pieces(prompts, n, sampling, numbers, routes, False, told)
         found: list[list[Sample]] = [[] for _ in prompts]
@@ -239,7 +248,7 @@ class Engine:
         *,
         numbers: Sequence[int] | None = None,
     ) -> Iterator[Piece]:
-        """The same answers while they are made: a piece for each that a step has added to."""
+        """The answers of `generate` while they are made: after each step a piece of each answer."""
         return self._pieces(prompts, n, sampling, numbers, False, True, lambda: False)
 
     # ---- a call ----
@@ -254,16 +263,16 @@ class Engine:
         live: bool,
         told: Callable[[], bool],
     ) -> Iterator[Piece]:
-        """live: texts are made while tokens come, not at the end."""
+        """The pieces of a call. live: decode texts while tokens are drawn, not at the end."""
         sampling = Sampling() if sampling is None else sampling
-        # before the first collective: ranks would wait for one whose prompts are none
+        # before the first collective, in which ranks would wait for a rank with bad prompts
         ids, keys = self.on_all(lambda: self.checked(prompts, n, sampling, numbers))
         return self._run(ids, n, sampling, keys, routes, live, told)
 
     def checked(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, numbers: Sequence[int] | None
     ) -> tuple[list[list[int]], list[int]]:
-        """The prompts' tokens and numbers; ValueError unless all of a call can be made."""
+        """The prompts' tokens and numbers. ValueError for arguments of a call that cannot work."""
         require(fits(n, int) and n >= 1, "n", repr(n), "must be a whole number of at least 1")
         kind = type(sampling).__name__
         require(isinstance(sampling, Sampling), f"sampling: got {kind}, valid is tmoe.Sampling(...) or None")
@@ -283,9 +292,9 @@ class Engine:
         return ids, cast(list[int], keys)
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """What `work` gives. Of a model that is laid out, its error on any rank is a ConfigError on all.
+        """The result of `work`. If the model is laid out, an error on any rank is a ConfigError on all ranks.
 
-        A collective of these.
+        A collective of all these ranks.
         """
         group = dist.group.WORLD if is_laid_out(self.model) else None
         result, error, failures = attempt(work, group, (ValueError, TypeError), _text)
@@ -336,12 +345,12 @@ class Engine:
 
     @property
     def known(self) -> int:
-        """Ids that may be drawn are below this: those of the model that the tokenizer has, too."""
+        """Bound of the ids that may be drawn: those in the vocabularies of both model and tokenizer."""
         vocab = self.model.cfg.vocab
         return vocab if self.tokenizer is None else min(vocab, self.tokenizer.vocab)
 
     def ids_of(self, number: int, prompt: Prompt) -> list[int]:
-        """A prompt's tokens, checked."""
+        """The tokens of a prompt, checked. number: its place in the call, for errors."""
         where = f"prompts[{number}]"
         cfg = self.model.cfg
         if isinstance(prompt, str):
@@ -357,13 +366,13 @@ class Engine:
         else:
             given = prompt
         ids = ids_in(given, where, cfg.vocab)
-        require(len(ids) > 0, f"{where}: is empty; valid is at least one token to go on from")
+        require(len(ids) > 0, f"{where}: is empty; valid is at least one token")
         top = cfg.rope.max_seq
         require(len(ids) <= top, f"{where}: {len(ids)} tokens, but model.rope.max_seq={top}")
         return ids
 
     def room(self, requests: Sequence[Request], n: int) -> Room:
-        """How many slots and pages the answers of a call get, n to each prompt."""
+        """The slots and pages for the answers of a call, n to each prompt."""
         if not requests:
             return Room(1, 1, 1)
         weight = self.model.head_weight
@@ -380,7 +389,7 @@ class Engine:
         return Room(slots, pages, max(span.tokens for span in spans))
 
     def sample_of(self, request: Request, prompt_routes: dict[int, Tensor]) -> Sample:
-        """What a request has become."""
+        """The Sample of a request that is over."""
         text = request.text
         if text is None and self.tokenizer is not None:
             text = Text(self.tokenizer)

@@ -1,8 +1,9 @@
-"""The model's forward over a cache: prompts packed into a row, then one token a slot.
+"""The model's forward over a cache: prompts packed into a row, then one token for each slot.
 
-It calls the model's own modules, so weights, norms, rotations and experts are those of training. Prompts pass
-attention as documents in training do. One token reads the cache, in which latent attention's matrices of keys
-and values are absorbed into its queries and its output (DeepSeek-V2, 2024, section 2.1.2).
+It calls the model's own modules, so weights, norms, rotations and experts are those of training. Prompts are
+packed and attend like documents in training. A single token attends to the cache; for latent attention, the
+matrices that make keys and values are then absorbed into the query and the output (DeepSeek-V2, 2024, section
+2.1.2).
 
 next: generate/sampler.py
 """
@@ -45,35 +46,35 @@ AllTurns = dict[RopeConfig | None, Turns]  # by kind of block
 
 
 def all_turns(cfg: ModelConfig, tokens: int, device: torch.device) -> AllTurns:
-    """Those of positions from 0 on."""
+    """The rotations of positions 0 to tokens - 1, by kind of block."""
     return {rope: Turns(*tables) for rope, tables in turns_of(cfg, tokens, device).items()}
 
 
 class Chunk(NamedTuple):
-    """Tokens of prompts that pass the model together, as one row of S; N of them are tokens, the rest gaps.
+    """Prompts that the model computes together, as one row of S places: N tokens, and gaps.
 
-    Either whole prompts, from their first token on, or a piece of one prompt.
+    A chunk holds either whole prompts, from their first token on, or a piece of one prompt.
     """
 
     tokens_1S: Tensor
     at_1S: Tensor  # positions in their prompts
     documents_1S: Tensor | None  # None: one prompt
     padding_1S: Tensor | None  # True in gaps
-    rows_N: Tensor | None  # which of the S are tokens; None: all
-    places_N: Tensor  # where their keys go in the cache
-    seen_J: Tensor | None  # of a later piece: where all keys of its prompt are, its own at the end
+    rows_N: Tensor | None  # the places that are tokens; None: all
+    places_N: Tensor  # places of their keys in the cache
+    seen_J: Tensor | None  # of a later piece: places of all keys of its prompt, the piece's own at the end
 
     def tokens(self, t_1SX: Tensor) -> Tensor:
-        """[N, ...] of the tokens alone."""
+        """The values of tokens, without gaps [N, ...]."""
         return t_1SX[0] if self.rows_N is None else t_1SX[0, self.rows_N]
 
 
 def prefill(
     model: Transformer, cache: Cache, chunk: Chunk, turns: AllTurns, rows: int, last: bool
 ) -> list[Tensor]:
-    """Fills the cache with a chunk; returns the experts that its tokens go to, ids [N, K] of each MoE layer.
+    """Fills the cache with a chunk. Returns the experts of its tokens, ids [N, K] of each MoE layer.
 
-    turns: of all positions. rows: see feed_forward. last: the last block's experts are passed as well.
+    turns: of all positions. rows: as in feed_forward. last: compute the feed-forward of the last block too.
     """
     routes = []
     here = {rope: Turns(cos[chunk.at_1S], sin[chunk.at_1S]) for rope, (cos, sin) in turns.items()}
@@ -88,7 +89,7 @@ def prefill(
         else:
             y = prompt_grouped(attention, normed, now, layer, chunk, mask)
         x = x + block.branch(block.attention_post_norm(y))
-        if last or layer is not cache.layers[-1]:  # nothing reads what comes behind the last block's keys
+        if last or layer is not cache.layers[-1]:  # the cache needs nothing after the last block's keys
             y, routing = feed_forward(block, block.ffn_norm(x), chunk.padding_1S, rows)
             x = x + y
             if routing is not None:
@@ -97,7 +98,7 @@ def prefill(
 
 
 def mask_of(model: Transformer, chunk: Chunk, window: int) -> Mask:
-    """What the tokens of a chunk see, for a layer of this window."""
+    """The mask of attention between the tokens of a chunk, for a layer with this window."""
     cfg = model.cfg
     width, sinks = min(qk_width(cfg), v_width(cfg)), cfg.sinks_in(window)
     S, device = chunk.tokens_1S.shape[1], chunk.tokens_1S.device
@@ -118,19 +119,26 @@ def decode(
     rows: int,
     padding_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Logits [B, V] behind one token of each of B sequences, which also goes into the cache.
+    """Logits [B, V] after one token of each of B sequences, which is also added to the cache.
 
-    Also what the head took [B, D], and the experts that the tokens go to, ids [B, K] of each MoE layer.
+    Also returns the input of the head [B, D], and the experts of the tokens, ids [B, K] of each MoE layer.
 
-    at_B: its position. table_BM: int32, the pages of each, as far as any has tokens. turns: of all positions.
-    rows: see feed_forward. padding_B: True at rows of no sequence, which experts are not to see.
+    Args:
+        tokens_B: the tokens.
+        at_B: their positions.
+        table_BM: int32, the pages of each sequence, as many as the longest one has.
+        turns: of all positions.
+        rows: as in feed_forward.
+        padding_B: True at rows of no sequence, which experts must not get.
     """
     padding_B1 = None if padding_B is None else padding_B[:, None]
     here = {rope: Turns(cos[at_B], sin[at_B]) for rope, (cos, sin) in turns.items()}
     pages_B = table_BM.gather(1, at_B[:, None] // PAGE)[:, 0]
     places_B = pages_B.long() * PAGE + at_B % PAGE
     lengths_B = at_B + 1
-    fused = tokens_B.is_cuda and model.rounding.fused
+    # the kernel's version for CPUs computes sequences one by one
+    attend_one = decode_attention if tokens_B.is_cuda else attend_pages
+    fused = tokens_B.is_cuda and not model.bits  # fused kernels round at other places than training
     x = model.embed(tokens_B[:, None])
     blocks = cast(list[Block], list(model.blocks))
     normed = blocks[0].attention_norm(x)
@@ -157,7 +165,7 @@ def decode(
 
 
 def idle(model: Transformer, rows: int) -> None:
-    """A pass without tokens, for the ranks whose tokens' experts are here. rows: see feed_forward."""
+    """A pass without tokens, which computes this rank's experts for other ranks. rows: as in feed_forward."""
     x = model.head_weight.new_empty(0, 1, model.cfg.dim)
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -173,10 +181,11 @@ def windows(model: Transformer) -> set[int]:
 def feed_forward(
     block: Block, normed: Tensor, padding_BS: Tensor | None, rows: int
 ) -> tuple[Tensor, Routing | None]:
-    """What the block's second half adds, as in training but without full experts, and where an MoE sent the
-    tokens. normed: ffn_norm's.
+    """The output of a block's feed-forward, and the routing of an MoE.
 
-    rows: how many the experts are given, of which the last are padding; 0: as many as there are tokens.
+    It computes as in training, but without a bound on experts' tokens.
+    normed: the output of ffn_norm. rows: number of rows for the experts, filled up with padding; 0: the
+    number of tokens.
     """
     moe = block.moe
     if moe is None:
@@ -191,7 +200,7 @@ def feed_forward(
     call = None if moe.router.cfg.capacity_factor is None else moe.call(x_TD, capacity_factor=0.0)
     if isinstance(moe.dispatcher, ExpertTensorDispatcher):  # undivided: ranks of its group have other tokens
         call = (call or Call())._replace(way="1")
-    # past the hooks of the scope: weights are gathered already
+    # `forward` bypasses the hooks of the scope, because weights are gathered already
     y_TD, routing, _ = moe.experts.forward(partial(moe.mix, call=call), x_TD, padding_T)
     y_TD, ids_TK = y_TD[:T], routing.ids_TK[:T]
     return block.branch(block.ffn_post_norm(y_TD.view_as(normed))), routing._replace(ids_TK=ids_TK)
@@ -203,13 +212,13 @@ def feed_forward(
 def prompt_grouped(
     attention: Attention, x_1SD: Tensor, turns: Turns, layer: Layer, chunk: Chunk, mask: Mask
 ) -> Tensor:
-    """y [1, S, D] of a chunk; its keys and values go into the cache."""
+    """y [1, S, D] of a chunk; its keys and values are written to the cache."""
     q, k, v, gate = attention.project(x_1SD, *turns)
     layer.put(chunk.places_N, chunk.tokens(k), chunk.tokens(v))
     window = attention.window
     if chunk.seen_J is not None:
         k, v = (t[None] for t in layer.get(chunk.seen_J))
-        window = 0  # which the mask holds, for queries that are not all
+        window = 0  # the mask has the window already, for queries of a part of the prompt
     scale, sinks_H = softmax_of(attention)
     y = attend(q, k, v, mask, scale, window, sinks_H)
     return attention.o(gated(y, gate).flatten(-2))
@@ -218,7 +227,7 @@ def prompt_grouped(
 def prompt_latent(
     attention: LatentAttention, x_1SD: Tensor, turns: Turns, layer: Layer, chunk: Chunk, mask: Mask
 ) -> Tensor:
-    """y [1, S, D] of a chunk, nothing absorbed; its latents go into the cache."""
+    """y [1, S, D] of a chunk, without absorbed matrices; its latents are written to the cache."""
     q_nope, q_rot, latent, k_rot = attention.narrow(x_1SD, *turns)
     layer.put(chunk.places_N, chunk.tokens(torch.cat([latent.unsqueeze(2), k_rot], -1)), None)
     if chunk.seen_J is not None:
@@ -234,7 +243,7 @@ def prompt_latent(
 
 
 def add_and_norm(x: Tensor, y: Tensor, norm: nn.Module, fused: bool) -> tuple[Tensor, Tensor]:
-    """(x + y, norm of it): [B, 1, D]; fused: in one kernel."""
+    """x + y and its norm, [B, 1, D] each; fused: in one kernel."""
     D = x.shape[-1]
     if not (fused and isinstance(norm, nn.RMSNorm) and D <= WIDEST):
         total = x + y
@@ -251,9 +260,9 @@ def put_one(
     places_B: Tensor,
     fused: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries and gates [B, H, C] of one token each; its key and value go into the cache.
+    """Queries and gates [B, H, C] of one token each; its key and value are written to the cache.
 
-    fused: norms of heads may be part of their kernel. Else, and without a kernel, they round as in training.
+    bits: round as in training; without the kernel this is always so.
     """
     latent = isinstance(attention, LatentAttention)
     if x_B1D.is_cuda and not latent and has_kernel(attention, fused):
@@ -267,10 +276,10 @@ def put_one(
     return q[:, 0].contiguous(), None if gate is None else gate[:, 0]
 
 
-def has_kernel(attention: Attention, fused: bool) -> bool:
-    """Whether ops/decode/heads.py can take the attention's heads.
+def has_kernel(attention: Attention, bits: bool) -> bool:
+    """Whether ops/decode/heads.py can compute the attention's heads.
 
-    fused: norms are part of the kernel; else they are the modules', which cannot follow the rotation.
+    bits: after the modules' own norms, so a norm after the rotation is not possible.
     """
     cfg = attention.cfg
     return fits(cfg.heads, cfg.head_dim, cfg.qk_norm) if fused else cfg.qk_norm != "rotated"
@@ -279,7 +288,7 @@ def has_kernel(attention: Attention, fused: bool) -> bool:
 def put_heads(
     attention: Attention, x_BD: Tensor, turns: Turns, layer: Layer, places_B: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """put_one by ops/decode/heads.py. fused: norms as well; the modules' have sums of another order."""
+    """`put_one` by ops/decode/heads.py. bits: use the modules' own norms, which sum in another order."""
     cfg, G, norm = attention.cfg, attention.key_heads, attention.cfg.qk_norm
     qkv_BX = attention.qkv(x_BD)
     if norm != "none" and not fused:
@@ -294,7 +303,7 @@ def put_heads(
 
 
 def with_norms(attention: Attention, qkv_BX: Tensor) -> Tensor:
-    """The same rows with queries and keys normed."""
+    """Rows of queries, keys and other columns [B, X], with queries and keys normed."""
     cfg = attention.cfg
     C = cfg.head_dim
     q, k, others = qkv_BX.tensor_split([cfg.heads * C, (cfg.heads + attention.key_heads) * C], -1)
@@ -305,9 +314,9 @@ def with_norms(attention: Attention, qkv_BX: Tensor) -> Tensor:
 
 
 def absorbed(attention: LatentAttention, x_B1D: Tensor, turns: Turns) -> tuple[Tensor, Tensor, None]:
-    """Queries that multiply latents themselves, and what is cached of this token; values are in it.
+    """Queries that are multiplied by latents, and the latent of this token for the cache.
 
-    (W q_nope) . latent = q_nope . (W^T latent), where W^T latent would be the key.
+    (W q_nope) . latent = q_nope . (W^T latent), where W^T latent is the key. Values are a view of the latent.
     """
     q_nope, q_rot, latent, k_rot = attention.narrow(x_B1D, *turns)
     w_k_HNR, _ = matrices(attention)
@@ -316,7 +325,7 @@ def absorbed(attention: LatentAttention, x_B1D: Tensor, turns: Turns) -> tuple[T
 
 
 def matrices(attention: LatentAttention) -> tuple[Tensor, Tensor]:
-    """Of each head, what makes its key [H, nope_dim, R] and its value [H, v_dim, R] of a latent."""
+    """The matrices that make each head's key [H, nope_dim, R] and value [H, v_dim, R] from a latent."""
     mla = attention.mla
     w_HXR = rearrange(attention.kv_b.weight, "(head x) rank -> head x rank", head=attention.heads)
     w_k, w_v = w_HXR.split([mla.nope_dim, mla.v_dim], 1)
@@ -324,16 +333,49 @@ def matrices(attention: LatentAttention) -> tuple[Tensor, Tensor]:
 
 
 def output(attention: Attention | LatentAttention, y_BHC: Tensor) -> Tensor:
-    """[B, D] of all heads' sums over values, or over latents."""
+    """Attention's output [B, D] from all heads' sums over values, or over latents."""
     if isinstance(attention, LatentAttention):
         y_BHC = einsum(y_BHC, matrices(attention)[1], "b head rank, head v rank -> b head v")
     return attention.o(y_BHC.flatten(-2))
 
 
 def softmax_of(attention: Attention | LatentAttention) -> tuple[float, Tensor | None]:
-    """The factor on queries times keys, and the sinks."""
+    """The factor on the products of queries and keys, and the sinks."""
     if isinstance(attention, LatentAttention):
         return attention.scale, None
     cfg = attention.cfg
     scale = cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
     return scale, attention.sinks
+
+
+def attend_pages(
+    q_BHC: Tensor,
+    k_PTGC: Tensor,
+    v_PTGC: Tensor,
+    table_BM: Tensor,
+    lengths_B: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """ops/decode/attention.py's op for a CPU: all sequences at once, over copies of their pages.
+
+    The heads that share a key are rows of one product, so keys are read once. lengths_B: at least 1.
+    """
+    B, H, _ = q_BHC.shape
+    G = k_PTGC.shape[2]
+    q_BGRC = rearrange(q_BHC, "b (g r) c -> b g r c", g=G)
+    pages_BM = table_BM.long()
+    k_BGNC, v_BGNC = (rearrange(t[pages_BM], "b m t g c -> b g (m t) c") for t in (k_PTGC, v_PTGC))
+    behind_BN = lengths_B[:, None] - 1 - torch.arange(k_BGNC.shape[2], device=q_BHC.device)
+    seen_BN = behind_BN >= 0 if window is None else (behind_BN >= 0) & (behind_BN < window)
+    seen = seen_BN[:, None, None]
+    if sinks_H is None:
+        y = F.scaled_dot_product_attention(q_BGRC, k_BGNC, v_BGNC, attn_mask=seen, scale=scale)
+        return y.flatten(1, 2)
+    scores = (q_BGRC @ k_BGNC.mT).float() * scale
+    scores = scores.masked_fill(~seen, float("-inf"))
+    sinks = sinks_H.float().view(1, G, H // G, 1).expand(B, -1, -1, -1)
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return (weights.to(v_BGNC.dtype) @ v_BGNC).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""The keys of generation_config.json: which become settings of `Sampling`, and which are not followed.
+"""Reads generation_config.json: the keys that become settings of `Sampling`, and those not followed.
 
 next: generate/sampler.py
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Keys that `Sampling` has under the same name.
+# Keys for which `Sampling` has a setting of the same name.
 DRAWN = ("temperature", "top_k", "top_p", "min_p")
-# Keys that hold whether tokens are drawn or not; `sampling_of` says what they become.
+# Keys that apply with any value of do_sample; `sampling_of` turns them into settings.
 ALWAYS = ("stop_strings", "repetition_penalty", "suppress_tokens", "min_new_tokens", "bad_words_ids")
-# Keys that change no token of an answer, or that other places read (the ends: data/chat/format.py).
+# Keys that change no token of an answer, or that other files read (end tokens: data/chat/format.py).
 SILENT = {
     *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "do_sample", "use_cache"),
     *("cache_implementation", "cache_config", "max_cache_len", "output_attentions", "output_hidden_states"),
@@ -22,7 +22,7 @@ SILENT = {
     *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
     *("speculation_type", "max_matching_ngram_size", "transformers_version", "chat_format"),
 }
-# Values by which a key asks for nothing.
+# Values with which a key has no effect.
 NEUTRAL = dict(
     temperature=1,
     top_k=0,
@@ -43,9 +43,10 @@ NEUTRAL = dict(
 def sampling_of(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of `Sampling` that generation_config.json asks for.
 
-    With do_sample true those of DRAWN that it names, with do_sample false temperature 0, as in transformers
-    (Hugging Face, 2026). Texts of stop_strings end an answer. Tokens of suppress_tokens, and those of
-    bad_words_ids that are bad alone and end no answer, are in none. min_new_tokens is min_tokens.
+    With do_sample true these are the keys of DRAWN that it has, with do_sample false temperature 0, as in
+    transformers (Hugging Face, 2026). Texts of stop_strings become `stop`. Tokens of suppress_tokens become
+    `suppress`, and so do words of bad_words_ids that are one token and end no answer. min_new_tokens becomes
+    min_tokens.
     """
     found: dict[str, Any] = {}
     if generation.get("do_sample") is True:
@@ -70,9 +71,9 @@ def sampling_of(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def not_followed(generation: Mapping[str, Any], followed: bool = True) -> list[str]:
-    """Keys of generation_config.json that change tokens and that no answer follows, each as name=value.
+    """Keys of generation_config.json that would change tokens but are not followed, each as name=value.
 
-    followed: whether `sampling_of` holds for the answers. Where it does not, its keys are listed, too.
+    followed: whether the answers follow `sampling_of`. If not, its keys are listed as well.
     """
     unread = SILENT
     if followed:
@@ -101,12 +102,12 @@ def _list(value: Any) -> list[Any]:
 
 
 def _is_alone(word: Any) -> bool:
-    """Whether a word of bad_words_ids is one token."""
+    """Whether a word of bad_words_ids is a single token."""
     return isinstance(word, list) and len(word) == 1 and bool(_ids(word))
 
 
 def _ids(values: list[Any]) -> tuple[int, ...]:
-    """Whole numbers from 0 on; what is none, as the -1 of Whisper, names no token."""
+    """The values that are whole numbers from 0 on; others, as the -1 of Whisper, name no token."""
     return tuple(one for one in values if type(one) is int and one >= 0)
 
 

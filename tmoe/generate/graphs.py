@@ -1,7 +1,8 @@
-"""Steps as CUDA graphs, one for each number of slots: a launch a step, where the host would launch hundreds.
+"""Steps as CUDA graphs, one for each number of slots: one launch a step in place of hundreds.
 
-A graph holds the addresses of weights and pages, which are those of one call. So a call captures its own, at
-a number's second step; the first one runs plainly and compiles what it needs.
+A graph holds the addresses of weights and pages, which differ between calls. So each call captures its own
+graphs. For each number of slots the first step runs without a graph and compiles its kernels; the second step
+is captured.
 
 next: generate/slots.py
 """
@@ -14,24 +15,24 @@ from typing import Any
 
 import torch
 
-SIZES = (1, 4, 16, 64, 128, 256, 512)  # slots of a graph; a step runs in the smallest that has room
+SIZES = (1, 4, 16, 64, 128, 256, 512)  # slots of a graph; a step runs in the smallest with enough slots
 
 
 def rounded(slots: int) -> int:
-    """The slots that a step of so many has; more than the largest size have graphs of their own."""
+    """The slots of the graph that runs a step of `slots` slots; `slots` itself above the largest size."""
     return next((size for size in SIZES if size >= slots), slots)
 
 
 @functools.cache
 def capturing(device: torch.device) -> torch.cuda.Stream:
-    """A device's stream to capture on: torch has one for all, of the device that captured first."""
+    """A device's stream to capture on; torch's default one is of the first device that captured."""
     return torch.cuda.Stream(device)
 
 
 class Graphs:
-    """Functions without arguments, captured by a key. What they return is overwritten by their next run.
+    """Functions without arguments, captured as graphs by key. Their next run overwrites their results.
 
-    They run one after the other, so what lies between their operations shares memory.
+    They run one after the other, so their intermediate tensors share memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,13 +42,13 @@ class Graphs:
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def run(self, key: Hashable, step: Callable[[], Any]) -> Any:
-        """The function's result. It must be the same function each time, of tensors that stay in place."""
+        """The function's result. A key must always have the same function, of tensors at fixed addresses."""
         if key not in self.known:
             self.known.add(key)
             return step()
         if key not in self.captured:
             graph = torch.cuda.CUDAGraph()
-            # other threads may use the GPU meanwhile: NCCL's, and one that saves a checkpoint
+            # other threads may use the GPU during the capture: NCCL's, and one that saves a checkpoint
             how = dict(pool=self.memory, stream=self.stream, capture_error_mode="thread_local")
             with torch.cuda.graph(graph, **how):
                 result = step()

@@ -1,4 +1,4 @@
-"""An engine of a run folder, a step folder or a Hugging Face folder, with the tokenizer that each has.
+"""Loads an engine from a run folder, a step folder or a Hugging Face folder, with the folder's tokenizer.
 
 next: generate/command.py
 """
@@ -37,7 +37,7 @@ KINDS = "a run folder, a step folder or a Hugging Face folder"
 
 
 class Loaded(NamedTuple):
-    """What a folder holds of a model that is to speak."""
+    """A model loaded from a folder, with everything that its engine needs."""
 
     path: Path
     """the step folder or Hugging Face folder"""
@@ -45,11 +45,11 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer
     eos: tuple[int, ...]
     begin: tuple[int, ...]
-    """tokens that the tokenizer puts in front of every text, where the weights were trained so"""
+    """tokens that the tokenizer puts before every text, if the weights were trained with them"""
     generation: dict[str, Any]
-    """generation_config.json of the folder, or of the one that its run started from"""
+    """generation_config.json of the folder, or of the folder from which its run started"""
     seq: int | None
-    """tokens of the sequences that a run trained it on"""
+    """tokens of the sequences on which a run trained it; None for a Hugging Face folder"""
 
     def engine(self, slots: int = 64, pool_gib: float | None = None) -> Engine:
         eos, begin = self.eos, self.begin
@@ -64,12 +64,15 @@ def load(
 ) -> Loaded:
     """A model with its tokenizer, from a folder.
 
-    path: of a run, whose last whole step is taken; of a step; or of Hugging Face, or a name on the hub.
-    tokenizer: 'bytes' or a tokenizer.json, where the folder does not say.
-    device: None: a GPU if there is one. dtype: None: bf16 on a GPU, else fp32.
+    Args:
+        path: a run folder, whose newest complete step is used; a step folder; a Hugging Face folder; or a
+            name on the hub.
+        tokenizer: 'bytes' or a tokenizer.json, for a folder without one.
+        device: None: a GPU if there is one.
+        dtype: None: bf16 on a GPU, else fp32.
 
     Raises CheckpointError for a folder of another kind or a damaged step, ValueError for a model that tmoe
-    does not compute and where no tokenizer is known.
+    cannot compute and for a model without a known tokenizer.
     """
     where = device_of(device)
     kind = DTYPES[dtype] if dtype else torch.bfloat16 if where.type == "cuda" else torch.float32
@@ -105,7 +108,7 @@ def load(
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of this name; None: a GPU if there is one. ConfigError for one that is not here."""
+    """The device of this name; None: a GPU if there is one. ConfigError for a device that does not exist."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", name or ("cuda" if count else "cpu"))
     there = found is not None and (found[0] == "cpu" or int(found[1] or 0) < count)
@@ -134,7 +137,7 @@ def find(path: Path) -> Path:
 
 
 def empty(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """A model whose tensors hold nothing yet; the whole is never there in another type or place."""
+    """A model with uninitialised tensors; no copy of it in another type or on another device is made."""
     with torch.device("meta"):
         model = Transformer(cfg).to(dtype)
     return model.to_empty(device=device)
@@ -142,7 +145,7 @@ def empty(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transfo
 
 @torch.no_grad()
 def fill(model: Transformer, step: Path, manifest: Manifest) -> None:
-    """The model's tensors from a step folder, one after the other, checked as they are read."""
+    """Reads the model's tensors from a step folder, one after the other, and checks them while reading."""
     wanted = model.state_dict()
     entries = {n.removeprefix(MODEL): e for n, e in manifest.tensors.items() if n.startswith(MODEL)}
     problems = [f"{name}: not in the step" for name in wanted.keys() - entries.keys()]
@@ -158,16 +161,17 @@ def fill(model: Transformer, step: Path, manifest: Manifest) -> None:
 
 
 def tokenizer_of(path: Path, carried: Carried | None, spec: str | None) -> Tokenizer:
-    """The tokenizer that --tokenizer names, else the folder's, with how conversations are written.
+    """The tokenizer that --tokenizer names, else the folder's, with the folder's chat format.
 
-    carried: what the folder says. DataError for none, or for another than it.
+    carried: the tokenizer's facts in the folder. spec: the value of --tokenizer. Raises DataError if there is
+    no tokenizer, or if --tokenizer contradicts the folder.
     """
     if spec is not None:
         found = load_tokenizer(spec, "--tokenizer")
         if carried is not None and carried.fingerprint not in ("", found.fingerprint):
             raise DataError(
                 f"--tokenizer={spec}: is {found.fingerprint}; the weights of {path} are of "
-                f"{carried.fingerprint}, for which ids mean other text; name that one, or none"
+                f"{carried.fingerprint}, in which ids mean other text; name that tokenizer, or leave it out"
             )
         found.chat = carried.chat if carried and carried.chat else found.chat
         return found
@@ -184,7 +188,7 @@ def tokenizer_of(path: Path, carried: Carried | None, spec: str | None) -> Token
 
 
 def opening(carried: Carried | None) -> tuple[int, ...]:
-    """Tokens that a folder's tokenizer puts in front of a text by itself."""
+    """Tokens that a folder's tokenizer puts before every text by default."""
     if carried is None or carried.files is None or carried.files.name.endswith(".model"):
         return ()
     tokenizer = tokenizers.Tokenizer.from_buffer(carried.files.raw.removeprefix(BOM))

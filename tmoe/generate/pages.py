@@ -1,7 +1,7 @@
-"""Which sequence has which pages: the answers to a prompt share its full ones, and each has its own behind.
+"""Assigns pages to sequences: the answers to a prompt share its full pages, and each has further pages.
 
-An answer is admitted once every page that it can ever fill is free, and has them all from then on. So an
-answer that runs always ends, whoever waits, and no answer is computed twice (docs/decisions/068).
+An answer is admitted once every page that it can ever fill is free, and it then gets all of them. So an
+admitted answer always ends, however many answers wait, and no answer is computed twice (docs/decisions/068).
 
     prompt of 300 tokens, 3 answers of at most 80 (a page has 128)
 
@@ -9,7 +9,7 @@ answer that runs always ends, whoever waits, and no answer is computed twice (do
     prompt    page 1     page 2      page 3
     answer 0  page 1     page 2      page 4, its first 43 tokens copied from page 3
     answer 1  page 1     page 2      page 5, likewise
-    answer 2  page 1     page 2      page 3: nobody needs another copy
+    answer 2  page 1     page 2      page 3: no other answer needs a copy
 
 next: generate/forward.py
 """
@@ -22,52 +22,52 @@ from typing import NamedTuple
 
 from tmoe.generate.cache import PAGE
 
-NOWHERE = 0  # a page that no sequence has; rows of a step without a sequence write there
+NOWHERE = 0  # a page that no sequence has; rows of a step without a sequence write to it
 
 
 class Span(NamedTuple):
     """One answer's tokens in the cache."""
 
-    prompt: int  # its number
-    first: int  # tokens of the prompt that are cached before its first step
-    tokens: int  # that it may have in the cache at the end
+    prompt: int  # number of the prompt
+    first: int  # tokens of the prompt that are cached before the answer's first step
+    tokens: int  # most tokens that it may have in the cache at the end
 
     @property
     def whole(self) -> int:
-        """Pages that the prompt fills, which all its answers share."""
+        """Number of pages that the prompt fills, which all its answers share."""
         return self.first // PAGE
 
     @property
     def begun(self) -> int:
-        """1 where the prompt ends within a page, of which each answer needs a copy; else 0."""
+        """1 if the prompt ends within a page, of which each answer needs a copy; else 0."""
         return int(self.first % PAGE > 0)
 
     @property
     def own(self) -> int:
-        """Pages that only this answer has."""
+        """Number of pages that only this answer has."""
         return -(-self.tokens // PAGE) - self.whole
 
 
 class Seat(NamedTuple):
-    """What an answer is given."""
+    """The pages of an admitted answer."""
 
     pages: list[int]
-    fresh: list[int]  # pages that the prompt is to be written to, where it is not cached yet
-    copied: tuple[int, int] | None  # a page, and the one that it is to be copied to
+    fresh: list[int]  # pages to which the prompt must be written, if it is not cached yet
+    copied: tuple[int, int] | None  # a page that must be copied, and the copy's page
 
 
 class Pages:
-    """The pages of a cache, how many use each, and what of each prompt is kept for answers that wait."""
+    """The pages of a cache, the number of users of each, and the pages kept for prompts' waiting answers."""
 
     def __init__(self, count: int, spans: Sequence[Span]):
-        """spans: of all answers, in the order in which they are admitted."""
+        """count: number of pages. spans: of all answers, in the order in which they are admitted."""
         self.free = list(range(count - 1, NOWHERE, -1))
         self.users: Counter[int] = Counter()
         self.waiting = Counter(span.prompt for span in spans)
         self.kept: dict[int, list[int]] = {}  # a prompt's pages, while answers to it wait
 
     def admit(self, span: Span) -> Seat | None:
-        """Pages for one more answer; None where too few are free."""
+        """Pages for one more answer; None if too few are free."""
         last = self.waiting[span.prompt] == 1
         kept = self.kept.get(span.prompt)
         fresh = kept is None
@@ -90,13 +90,13 @@ class Pages:
         return found
 
     def drop(self, pages: Sequence[int]) -> None:
-        """An answer is over: pages that nobody else has are free."""
+        """Frees the pages of an answer that is over, except pages that other answers use."""
         self.users.subtract(pages)
         self.free += [page for page in pages if not self.users[page]]
 
 
 def most_needed(spans: Sequence[Span], slots: int) -> int:
-    """The most pages that neighbours in so many slots have, beside NOWHERE."""
+    """The most pages that `slots` neighbouring answers use at the same time, without NOWHERE."""
     most = needs = 0
     inside: Counter[int] = Counter()
     for i, span in enumerate(spans):
@@ -111,5 +111,5 @@ def most_needed(spans: Sequence[Span], slots: int) -> int:
 
 
 def alone(span: Span, answers: int) -> int:
-    """Pages without which an answer can never be admitted. answers: to its prompt."""
+    """Number of pages that an answer needs to be admitted. answers: number of answers to its prompt."""
     return span.whole + span.own + span.begun * (answers > 1)

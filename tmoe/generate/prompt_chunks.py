@@ -15,7 +15,8 @@ from tmoe.generate.cache import PAGE
 from tmoe.generate.forward import Chunk
 from tmoe.generate.pages import NOWHERE
 
-# On a GPU flex attention compiles a kernel for each length, so rows have few; keys of later pieces likewise.
+# On a GPU flex attention compiles a kernel for each length, so rows, and the keys of later pieces, have one
+# of these lengths.
 LENGTHS = (128, 512, 2048, 8192)
 
 
@@ -30,9 +31,10 @@ class Piece(NamedTuple):
 def chunks(
     prompts: Sequence[tuple[list[int], list[int]]], most: int, device: torch.device, blocks: bool
 ) -> Iterator[Chunk]:
-    """Chunks of at most `most` tokens that hold these prompts, each a pair of ids and pages, in order.
+    """Chunks of at most `most` tokens with these prompts in order; a prompt is a pair of ids and pages.
 
-    blocks: for flex attention. Prompts begin on its blocks: then they have the bits of one that begins a row.
+    blocks: align prompts with the blocks of flex attention. A prompt then gets the same bits as at the
+    beginning of a row.
     """
     some: list[Piece] = []
     length = 0
@@ -52,12 +54,12 @@ def chunks(
 
 
 def aligned(length: int, blocks: bool) -> int:
-    """Places in a row that so many tokens take."""
+    """Number of places that `length` tokens take in a row."""
     return -(-length // PAGE) * PAGE if blocks else length
 
 
 def row(pieces: Sequence[Piece], most: int, device: torch.device, blocks: bool) -> Chunk:
-    """Pieces one behind the other; a gap behind a piece is of its document, and no token sees it."""
+    """Pieces one after the other in a row. A gap belongs to the piece before it; no token attends to it."""
     tokens: list[int] = []
     at: list[int] = []
     documents: list[int] = []
@@ -80,7 +82,7 @@ def row(pieces: Sequence[Piece], most: int, device: torch.device, blocks: bool) 
     documents += [len(pieces)] * rest
     seen = places_of(last.pages, 0, end) if last.start else []
     if blocks and seen:
-        seen += [NOWHERE * PAGE] * (-end % LENGTHS[2])  # behind all queries: none sees them
+        seen += [NOWHERE * PAGE] * (-end % LENGTHS[2])  # after all queries, so none attends to them
 
     def put(values: list) -> Tensor:
         return torch.tensor(values, device=device)
@@ -97,5 +99,5 @@ def row(pieces: Sequence[Piece], most: int, device: torch.device, blocks: bool) 
 
 
 def places_of(pages: Sequence[int], start: int, end: int) -> list[int]:
-    """Where the tokens of these positions lie in the cache."""
+    """The places in the cache of the tokens at positions start to end - 1."""
     return [pages[i // PAGE] * PAGE + i % PAGE for i in range(start, end)]

@@ -1,4 +1,4 @@
-"""Prompts out of a file, and answers as lines of JSON.
+"""Reads prompts from a file, and writes answers as lines of JSON.
 
 next: generate/command.py
 """
@@ -17,9 +17,10 @@ ROW = '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}, ..
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """A row for each prompt: of a .jsonl or .json file its objects; of another file a prompt a line.
+    """A row for each prompt: each object of a .jsonl or .json file, or each line of another file.
 
-    Other fields of a row are kept. Empty lines are left out. ValueError names the line that is no row.
+    Other fields of a row are kept. Empty lines are left out. ValueError, which names the line, for a line
+    that is not a row.
     """
     require(path.is_file(), "file", path, "no such file")
     place = Setting("file", path)
@@ -69,12 +70,13 @@ def is_chat(row: dict[str, Any]) -> bool:
 def write_answers(
     rows: Sequence[dict[str, Any]], n: int, pieces: Iterable[Piece], write: Callable[[str], Any]
 ) -> Iterator[Sample]:
-    """Writes a line for each answer, in the order of the rows, as soon as those before it are written.
+    """Writes a line for each answer, in the order of the rows, as soon as the lines before it are written.
 
-    A line has its row's fields and sample, text, finish, tokens, logprob (the sum over its tokens). Yields
-    each answer when it is done.
+    A line has its row's fields and sample, text, finish, tokens, logprob (the sum over the answer's tokens,
+    in nats). Yields each answer when it is done.
+    n: answers to each prompt. pieces: the pieces of all answers.
     """
-    due = 0  # the next line
+    due = 0  # number of the next line
     waiting: dict[int, str] = {}
     for piece in pieces:
         if piece.done is None:

@@ -1,4 +1,4 @@
-"""How answers are sampled: the settings. tmoe/ops/decode/sample.py draws a token by them.
+"""The settings by which answers are sampled. tmoe/ops/decode/sample.py draws tokens with them.
 
 next: generate/engine.py
 """
@@ -12,41 +12,41 @@ from tmoe.ops.decode.sample import Drawn, draw, keep, uniforms
 
 __all__ = ["Drawn", "Sampling", "draw", "keep", "uniforms"]
 
-LONGEST = 2**20  # tokens of one answer: rows of uniforms are made at once
+LONGEST = 2**20  # most tokens of an answer: its uniforms are computed in one call
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How answers are sampled, and where they end.
 
-    Logits of tokens that are there already are changed by repetition_penalty, suppressed tokens left out, and
-    all logits divided by the temperature. Then top_k, top_p and min_p, in this order, leave out what they do
-    not keep, as in transformers.
+    First repetition_penalty changes the logits of tokens that the prompt or the answer has already, then
+    suppressed tokens are removed, then all logits are divided by the temperature. At last top_k, top_p and
+    min_p remove tokens, in this order, as in transformers.
     """
 
     temperature: float = 1.0
     """divisor of the logits; 0: always the most probable token"""
     top_k: int = 0
-    """keep the k most probable tokens, and any as probable as the last of them; 0: all"""
+    """keep the k most probable tokens, and any token as probable as the last of them; 0: all"""
     top_p: float = 1.0
-    """keep the most probable tokens that together reach this probability; 1: all"""
+    """keep the smallest set of most probable tokens whose probabilities sum to this; 1: all"""
     min_p: float = 0.0
     """keep tokens at least this many times as probable as the most probable one; 0: all"""
     max_tokens: int = 128
-    """end an answer after so many tokens; it also ends where the model's range of positions does"""
+    """most tokens of an answer; an answer also ends at the end of the model's range of positions"""
     min_tokens: int = 0
-    """no answer ends by itself before so many tokens"""
+    """fewest tokens of an answer: until then end tokens are not drawn, and stop texts do not end it"""
     stop: tuple[str, ...] = ()
     """texts that end an answer, and are left out of its text"""
     stop_ids: tuple[int, ...] = ()
-    """tokens that end an answer, beside the model's own; the last id of an answer may be one"""
+    """tokens that end an answer, in addition to the model's own; such a token is the answer's last id"""
     repetition_penalty: float = 1.0
     """divisor of positive logits, and factor of negative ones, of tokens that prompt or answer has; 1: none
     (Keskar et al. 2019, as in transformers)"""
     suppress: tuple[int, ...] = ()
-    """tokens that no answer has"""
+    """tokens that are never drawn"""
     seed: int = 0
-    """a token is a function of its probabilities, this, its prompt's number, its answer's, and its place"""
+    """a token depends on its probabilities, this seed, the numbers of prompt and answer, and its place"""
 
     def __post_init__(self) -> None:
         own = check(self, "", one="max_tokens", zero="top_k min_tokens temperature seed")

@@ -1,11 +1,11 @@
-"""The loop of a call: answers in slots, stepped together, refilled as answers end and pages are free.
+"""The loop of a call: answers in slots that are stepped together and refilled as answers end.
 
-An answer begins with its prompt's last token, as any other step does: so the answers of a group share one
-prefill of the tokens before it, and the first token needs no code of its own.
+The first step of an answer has the prompt's last token as its input. So the answers of a group share one
+prefill of the tokens before it, and the first token needs no special code.
 
-The host launches a step, then reads what the step before it gave (on a CPU the step itself). It knows lengths
-without reading, so only an answer that stops by itself is stepped once too often; that step's result is
-dropped.
+On a GPU the host launches a step, then reads the results of the previous step; on a CPU it reads the step's
+own results. The host knows without reading when an answer reaches its length. So only an answer that stops
+earlier gets one step too many, whose result is dropped.
 
 next: generate/prompt_chunks.py, generate/forward.py, generate/sampler.py
 """
@@ -37,19 +37,24 @@ from tmoe.model.transformer import Transformer
 from tmoe.ops.decode.sample import Keys, sample
 from tmoe.ops.loss.logprob import logprobs
 
+# With bits, the number of a step's rows is a multiple of this, because libraries choose other kernels for
+# fewer rows. On an H200 with torch 2.11 cuBLAS splits an inner width of 4096 below 128 rows. MKL has another
+# kernel below 4 rows, and a sigmoid of fewer than 32 numbers is not vectorised on a CPU.
+FEW = {"cuda": 128, "cpu": 32}
+
 
 @dataclass(eq=False)
 class Request:
-    """One answer to make, and what there is of it."""
+    """An answer to be made, with the tokens that it has so far."""
 
-    prompt: int  # its place among the prompts of the call
-    sample: int  # its number among the answers to it
+    prompt: int  # index of its prompt in the call
+    sample: int  # its number among the answers to the prompt
     first: int  # position of the prompt's last token
-    most: int  # tokens that it may have
-    number: int  # of the prompt, in draws
+    most: int  # most tokens that it may have
+    number: int  # number of the prompt, on which draws depend
     text: Text | None
-    pages: list[int] = field(default_factory=list)  # of the cache, once it has a slot
-    launched: int = 0  # steps that the host has started for it
+    pages: list[int] = field(default_factory=list)  # its pages of the cache, once it has a slot
+    launched: int = 0  # steps that the host has launched for it
     finish: str = ""  # 'stop' or 'length' once it is over
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -58,40 +63,41 @@ class Request:
 
     @property
     def span(self) -> Span:
-        """Its tokens in the cache; of its last token nothing is cached."""
+        """Its tokens in the cache; its last token is not cached."""
         return Span(self.prompt, self.first, self.first + self.most)
 
     @property
     def leaves(self) -> bool:
-        """Whether no further step is to be started for it."""
+        """Whether it needs no further step."""
         return bool(self.finish) or self.launched == self.most
 
 
 class Flight(NamedTuple):
-    """A step's results on their way to the host."""
+    """A step's results while they are copied to the host."""
 
-    requests: list[Request]  # of the rows
+    requests: list[Request]  # the request of each row
     numbers_4B: Tensor  # token, both log-probabilities, whether the token ends the answer
     routes_YBK: Tensor | None
     copied: torch.cuda.Event | None
 
 
 class Room(NamedTuple):
-    """What a call takes for its slots."""
+    """The sizes of a call: its slots and their memory."""
 
     slots: int
     pages: int
-    capacity: int  # tokens of an answer, its prompt included
+    capacity: int  # most tokens of a prompt and its answer
     graphs: bool = False  # steps are CUDA graphs
 
 
 def rows_of(model: Transformer, slots: int, graphs: bool = True) -> int:
-    """How many rows a step of so many slots has."""
-    return model.rounding.rows(rounded(slots) if graphs else slots, model.head_weight.device.type)
+    """Number of rows of a step of `slots` slots. graphs: whether steps may be graphs."""
+    few = FEW.get(model.head_weight.device.type, 1) if model.bits else 1
+    return -(-(rounded(slots) if graphs else slots) // few) * few
 
 
 class Slots:
-    """The state of a call of Engine; `run` is its loop. Its memory goes with it."""
+    """The state of a call of Engine; `run` is its loop. Its memory is freed with this object."""
 
     def __init__(
         self,
@@ -104,27 +110,32 @@ class Slots:
         routes: bool,
         ranks: Ranks,
     ):
-        """ends: ids that end an answer. known: ids from here on have no text, and never come."""
+        """Allocates the memory of a call.
+
+        ends: ids that end an answer. known: number of ids that the tokenizer can decode; higher ids are never
+        sampled.
+        """
         self.model, self.prompts, self.sampling, self.ranks = model, prompts, sampling, ranks
         cfg, weight = model.cfg, model.head_weight
         device = weight.device
-        self.lag = 1 if device.type == "cuda" else 0  # steps that the host is behind
+        self.lag = 1 if device.type == "cuda" else 0  # launched steps whose results the host has not read
         self.slots = room.slots
         self.graphs = Graphs(device) if room.graphs else None
-        # whether a token's experts depend on the others
+        # whether a token's experts depend on the other tokens of a step
         self.looks = SELECTIONS[cfg.moe.selection].looks == "always"
         self.cache = Cache(cfg, room.pages, device, weight.dtype)
         M = -(-room.capacity // PAGE)
-        # tables are kept: of few lengths
+        # whole pages, because tables are cached by their length
         self.turns = all_turns(cfg, min(M * PAGE, cfg.rope.max_seq), device)
-        self.rows: list[Request] = []  # those of the first slots
-        # A slot's next token and its position, how many tokens its answer has, 1: it has one, and the numbers
-        # of prompt and answer that draws depend on. Then its pages. Slots without an answer are all 0.
+        self.rows: list[Request] = []  # the requests of the first slots
+        # state_6B: each slot's next token, its position, the number of its answer's tokens, 1 if it has an
+        # answer, and the numbers of prompt and answer, on which draws depend. table_BM: its pages. A slot
+        # without an answer has 0 everywhere.
         B = self.size(room.slots)
         self.state_6B = torch.zeros(6, B, dtype=torch.int64, device=device)
         self.table_BM = torch.zeros(B, M, dtype=torch.int32, device=device)
         self.unknown_V = self.never(known, device)
-        # tokens that the prompt and the answer of a slot have, where the penalty asks for them
+        # the tokens in the prompt and the answer of each slot, if there is a penalty on them
         repeats = sampling.repetition_penalty != 1
         self.seen_BV = torch.zeros(B, cfg.vocab, dtype=torch.bool, device=device) if repeats else None
         ends_I = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
@@ -133,7 +144,7 @@ class Slots:
         self.prompt_routes: dict[int, Tensor] = {}
 
     def never(self, known: int, device: torch.device) -> Tensor | None:
-        """bool [V]: tokens that no answer has, without a text or suppressed; None where each may come."""
+        """bool [V]: tokens that are never drawn, without a text or suppressed; None if there are none."""
         vocab = self.model.cfg.vocab
         if known >= vocab and not self.sampling.suppress:
             return None
@@ -142,9 +153,9 @@ class Slots:
         return (ids_V >= known) | torch.isin(ids_V, left_I)
 
     def run(self, queue: deque[Request]) -> Iterator[list[Request]]:
-        """Makes all answers of the queue, which lists those of a prompt one after the other.
+        """Makes all answers of the queue, in which the answers to a prompt follow each other.
 
-        Yields the requests of each step once its results are in them.
+        Yields the requests of each step after its results have been added to them.
         """
         self.pages = Pages(self.cache.pages, [request.span for request in queue])
         flights: deque[Flight] = deque()
@@ -162,7 +173,7 @@ class Slots:
     # ---- slots ----
 
     def refill(self, queue: deque[Request]) -> None:
-        """Gives the slots of answers that are over to the queue, while pages are free; closes the gaps."""
+        """Gives the slots of ended answers to the queue's next ones, while pages are free; closes gaps."""
         gaps = deque(slot for slot, request in enumerate(self.rows) if request.leaves)
         for slot in gaps:
             self.pages.drop(self.rows[slot].pages)
@@ -189,9 +200,9 @@ class Slots:
             self.close(gaps)
 
     def prefill(self, fresh: dict[int, list[int]]) -> None:
-        """Caches these prompts without their last tokens, each in its pages; keeps routes if asked to."""
+        """Caches prompts without their last tokens, each in its pages; keeps their routes if asked for."""
         ids = {prompt: self.prompts[prompt][:-1] for prompt in fresh}
-        last = self.routes or self.ranks.group is not None  # no other block reads what its experts give
+        last = self.routes or self.ranks.group is not None  # else the last block's experts are not needed
         found = []
         device = self.state_6B.device
         prompts = [(ids[prompt], fresh[prompt]) for prompt in fresh]
@@ -207,7 +218,7 @@ class Slots:
             self.prompt_routes |= dict(zip(fresh, parts, strict=True))
 
     def seat(self, seated: dict[int, Request]) -> None:
-        """Makes slots ready for the first steps of their answers."""
+        """Sets the state of slots for the first steps of their answers."""
         if not seated:
             return
         device = self.state_6B.device
@@ -222,13 +233,13 @@ class Slots:
         for row, request in enumerate(found):
             tables[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
         self.table_BM[slots_I] = tables.to(device)
-        if self.seen_BV is not None:  # the last token of the prompt follows in its step
+        if self.seen_BV is not None:  # of the whole prompt, its last token included
             for slot, request in seated.items():
                 self.seen_BV[slot] = False
                 self.seen_BV[slot, torch.tensor(self.prompts[request.prompt], device=device)] = True
 
     def close(self, gaps: Sequence[int]) -> None:
-        """Moves the last answers into gaps, so that steps run over no empty slot."""
+        """Moves the last answers into gaps, so that steps have no empty slots between answers."""
         empty = set(gaps)
         B = len(self.rows) - len(gaps)
         to = [slot for slot in gaps if slot < B]
@@ -245,7 +256,7 @@ class Slots:
     # ---- steps ----
 
     def step(self) -> Flight:
-        """Starts a step of all rows: a token of each into the cache, the next one drawn."""
+        """Launches a step of all rows: each row's token is cached, and its next token drawn."""
         B = len(self.rows)
         size = self.size(B)
         rows = self.ranks.rows(size)
@@ -265,19 +276,19 @@ class Slots:
         return flight
 
     def on_device(self) -> AbstractContextManager:
-        """Inside, kernels go to the model's GPU, whichever the caller's current one is."""
+        """A context that makes the model's GPU the current device."""
         device = self.state_6B.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def size(self, slots: int) -> int:
-        """The slots that a step of so many has; those behind them are without an answer."""
+        """Number of rows of a step of `slots` slots; the rows after them have no answer."""
         return rows_of(self.model, slots, graphs=self.graphs is not None)
 
     def advance(self, B: int, M: int, early: bool, rows: int) -> tuple[Tensor, Tensor | None]:
-        """A step of the first B slots on the device: numbers_4B and routes_YBK of a Flight.
+        """A step of the first B slots on the device. Returns numbers_4B and routes_YBK of a Flight.
 
-        M: pages that any of them has tokens in, its new one included. early: any has fewer than min_tokens.
-        rows: see feed_forward.
+        M: most pages in which a slot has tokens, the new one included. early: whether any answer has fewer
+        tokens than min_tokens. rows: as in feed_forward.
         """
         token_B, at_B, made_B, live_B, prompt_B, sample_B = self.state_6B[:, :B]
         padding_B = live_B == 0 if self.looks else None
@@ -291,9 +302,9 @@ class Slots:
             seen_BV = self.seen_BV[:B].scatter_(1, token_B[:, None], True)
         drawn = sample(self.penalised(logits_BV, seen_BV), keys, self.sampling, self.barred(made_B, early))
         ids_B = drawn.tokens_B.long()
-        if self.model.rounding.log_probs_of_loss:  # the sampler's sum has another order
+        if self.model.bits:  # computed as in training, whose sum has another order than the sampler's
             drawn = drawn._replace(logprobs_B=logprobs(h_BD, self.model.head_weight, ids_B, heat))
-        elif seen_BV is not None:  # of the model's own logits
+        elif seen_BV is not None:  # from logits without the penalty
             plain_BV = (logits_BV.float() / heat).log_softmax(-1)
             drawn = drawn._replace(logprobs_B=plain_BV.gather(1, ids_B[:, None])[:, 0])
         numbers_4B = torch.stack([t.double() for t in (*drawn, self.ending_V[drawn.tokens_B])])
@@ -304,21 +315,21 @@ class Slots:
         return numbers_4B, routes_YBK
 
     def penalised(self, logits_BV: Tensor, seen_BV: Tensor | None) -> Tensor:
-        """Logits by which a token is drawn: fp32 where repetition_penalty changes those of seen tokens."""
+        """The logits from which tokens are drawn; fp32 if repetition_penalty changes those of seen tokens."""
         if seen_BV is None:
             return logits_BV
         z_BV, penalty = logits_BV.float(), self.sampling.repetition_penalty
         return torch.where(seen_BV, torch.where(z_BV < 0, z_BV * penalty, z_BV / penalty), z_BV)
 
     def barred(self, made_B: Tensor, early: bool) -> Tensor | None:
-        """Tokens that may not come: those of `never`, and before min_tokens those that end an answer."""
+        """Tokens that must not be drawn: those of `never`, and before min_tokens also end tokens."""
         if not early:
             return self.unknown_V
         early_BV = (made_B < self.sampling.min_tokens)[:, None] & self.ending_V
         return early_BV if self.unknown_V is None else early_BV | self.unknown_V
 
     def land(self, flight: Flight) -> list[Request]:
-        """Writes a step's results into its requests; those that were over before are left out."""
+        """Adds a step's results to its requests that are not over yet. Returns these requests."""
         if flight.copied is not None:
             flight.copied.synchronize()
         routes_YBK = flight.routes_YBK
@@ -341,7 +352,7 @@ class Slots:
         return open_requests
 
     def judge(self, request: Request, ended: bool) -> None:
-        """Says whether an answer is over with its last token, and lets its text grow."""
+        """Decides whether an answer is over with its last token, and adds the token to its text."""
         text, count = request.text, len(request.ids)
         may_stop = count >= self.sampling.min_tokens
         if text is not None and not ended:
@@ -356,7 +367,7 @@ class Slots:
 
 
 def take_off(requests: list[Request], numbers_4B: Tensor, routes_YBK: Tensor | None) -> Flight:
-    """Begins the copy of a step's results to the host."""
+    """Starts the copy of a step's results to the host."""
     if not numbers_4B.is_cuda:
         return Flight(requests, numbers_4B, routes_YBK, None)
     numbers_4B = numbers_4B.to("cpu", non_blocking=True)

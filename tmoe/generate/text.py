@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come: whole characters only, and cut where a stop text begins.
+"""The text of an answer while its tokens are drawn: whole characters only, cut where a stop text begins.
 
 next: generate/load.py
 """
@@ -15,25 +15,25 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Text:
-    """Grows by tokens. `text` is settled: no later token changes it.
+    """A text that grows token by token. `text` is final: no later token changes it.
 
-    A token may end within a character. What it adds is held back until the character is whole, or until other
-    text shows that it never will be; then U+FFFD stands for its bytes.
+    A token may end within a character. Its text is then held back until the character is complete, or until
+    later text shows that it never will be; U+FFFD then replaces its bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
         self.tokenizer = tokenizer
         self.stop = stop
         self.text = ""
-        self.stopped = False  # at a stop text, which is cut off
-        self.sent = 0  # characters that `news` has given
+        self.stopped = False  # whether a stop text, which is cut off, was found
+        self.sent = 0  # characters that `news` has returned
         self.ids: list[int] = []
-        # ids[begin:read] are in `text`, and decoded again for what comes behind them: a tokenizer may write
-        # a token differently at the start
+        # ids[begin:read] are in `text` already. They are decoded again with the tokens after them, because a
+        # tokenizer may write a token differently at the start of a text.
         self.begin = self.read = 0
 
     def add(self, ids: Sequence[int], may_stop: bool = True) -> None:
-        """Appends tokens. may_stop: look for stop texts in what they add, and in what they complete."""
+        """Appends tokens. may_stop: look for stop texts that the added text contains or completes."""
         self.ids += ids
         known = self.tokenizer.decode(self.ids[self.begin : self.read])
         found = self.tokenizer.decode(self.ids[self.begin :])
@@ -42,18 +42,18 @@ class Text:
             self.begin, self.read = self.read, len(self.ids)
 
     def end(self, may_stop: bool = True) -> None:
-        """No token comes any more: what was held back becomes text."""
+        """Adds the text that was held back; no token may follow."""
         known = self.tokenizer.decode(self.ids[self.begin : self.read])
         found = self.tokenizer.decode(self.ids[self.begin :])
         self.begin, self.read = self.read, len(self.ids)
         self.settle(found[len(known) :], may_stop)
 
     def settle(self, more: str, may_stop: bool) -> None:
-        """Adds to `text`, up to a stop text."""
+        """Adds `more` to `text`, up to a stop text."""
         if self.stopped:
             return
         before = len(self.text)
-        # bytes that are no text are lone surrogates of a ByteTokenizer
+        # a ByteTokenizer decodes bytes that are not text to lone surrogates
         self.text += more.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         ends = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self.stop if may_stop]
         if places := [place for place in ends if place >= 0]:
@@ -61,14 +61,14 @@ class Text:
             self.stopped = True
 
     def news(self, over: bool = False) -> str:
-        """Text since the last call; the possible beginning of a stop text waits until the answer is over."""
+        """Text since the last call. A possible beginning of a stop text is kept until the answer is over."""
         held = 0 if over or self.stopped else max((self.overlap(stop) for stop in self.stop), default=0)
         more = self.text[self.sent : len(self.text) - held]
         self.sent += len(more)
         return more
 
     def overlap(self, stop: str) -> int:
-        """How many characters at the text's end are the beginning of `stop`."""
+        """Number of characters at the text's end that are the beginning of `stop`."""
         return next((n for n in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:n])), 0)
 
 

@@ -1,12 +1,12 @@
-"""A model that lies over ranks, made ready for a call: weights gathered once, attention undivided, in step.
+"""Prepares a laid-out model for a call: gathers weights, undivides attention, and keeps ranks in step.
 
-    weights     FSDP2 gathers each unit, and working copies stand in, from the call's beginning to its end.
-                No rank holds a second copy, and the masters are not touched.
-    attention   tp, cp and etp divide work alone, not storage: each rank has whole matrices, and answers its
+    weights     FSDP2 gathers each unit, and working copies of weights are used, from the call's beginning to
+                its end. No rank holds a second copy, and the masters are not changed.
+    attention   tp, cp and etp divide work only, not storage: each rank has whole matrices, and answers its
                 own prompts with them.
-    experts     Where ep spreads them, all ranks of an expert group must pass each layer together. Each pass
-                of one rank (a chunk of prompts, or a token of each slot) is a pass of all, with no rows where
-                a rank has none.
+    experts     Where ep divides the experts, all ranks of an expert group must run each MoE layer at the same
+                time. Each pass of one rank (a chunk of prompts, or a token of each slot) is a pass of all its
+                ranks; ranks without rows take part with none.
 
 next: generate/slots.py
 """
@@ -29,20 +29,20 @@ from tmoe.moe.exchange.symm import graphs_end_here
 from tmoe.moe.layer import MoE
 from tmoe.parallel.collectives import group_of
 
-STOP = 2**30  # in place of a number of rows: a rank of the group was told to stop
-AT_ONCE = 8192  # tokens of prompts in one pass, at most
-ON_CPU = 1024  # where a mask is [S, S]
+STOP = 2**30  # in place of a number of rows: a rank of the group must stop
+AT_ONCE = 8192  # most tokens of prompts in one pass
+ON_CPU = 1024  # the same on a CPU, where a mask is [S, S]
 
 
 class Stopped(Exception):
-    """A call has ended early, because a rank was told to stop: on all ranks of its expert group at one pass.
+    """A call has ended early because a rank must stop. All ranks of its expert group raise it at one pass.
 
-    What there is of its answers is lost.
+    Unfinished answers are lost.
     """
 
 
 def require_whole(model: object) -> None:
-    """ValueError for what is no Transformer, or a part of one."""
+    """ValueError unless the model is a Transformer, and not a part of a pipeline."""
     valid = "valid is a Transformer, on one device or laid out by parallelize"
     kind = type(model).__name__
     stage = kind == "Stages" or (isinstance(model, Transformer) and not (model.first and model.last))
@@ -52,17 +52,21 @@ def require_whole(model: object) -> None:
 
 
 def is_laid_out(model: Transformer) -> bool:
-    """Whether a call is one of several ranks: weights or experts lie on others."""
+    """Whether several ranks must make a call together, because they share weights or experts."""
     spread = bool(model.expert_group) or any(isinstance(module, FSDPModule) for module in model.modules())
     return spread and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager
 def gathered(model: Transformer, slots: int, told: Callable[[], bool] = lambda: False) -> Iterator[Ranks]:
-    """Inside, modules hold their weights whole, in the type of computation, and compute as in evaluation.
+    """A context in which modules have whole weights, in the compute type, and compute as in evaluation.
 
-    slots: rows of this rank's steps, at most. told: see `Ranks`. A collective of all ranks that the model
-    lies on, in the beginning alone; what it gives are the ranks that must pass the experts together.
+    It yields the ranks that must run the experts together. Entering it is a collective of all ranks of the
+    model; leaving it is not.
+
+    Args:
+        slots: most rows of this rank's steps.
+        told: as in `Ranks`.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     blocks = [block for block in model.blocks if isinstance(block, Block)]
@@ -71,10 +75,10 @@ def gathered(model: Transformer, slots: int, told: Callable[[], bool] = lambda: 
     spread = model.spread
     modes = {module: module.training for module in model.modules()}
     with ExitStack() as stack:
-        # what is gathered outlives a caller's inference mode, and autograd would refuse it
+        # gathered weights outlive a caller's inference mode, whose tensors autograd would refuse
         with torch.inference_mode(False), torch.no_grad():
             for unit in units:
-                unit.reshard()  # it may be left from a forward, with weights of that time
+                unit.reshard()  # it may still have old weights, gathered for an earlier forward
             for unit in units:
                 stack.callback(unit.reshard)
                 unit.unshard()
@@ -98,9 +102,13 @@ def gathered(model: Transformer, slots: int, told: Callable[[], bool] = lambda: 
 
 
 class Ranks:
-    """The ranks that pass the experts together. Without an expert group: this one alone.
+    """The ranks of one expert group, which must run each MoE layer at the same time.
 
-    told: asked before each pass; whether this rank is to stop.
+    Without an expert group it is this rank alone.
+
+    Args:
+        layers: the model's MoE layers.
+        told: called before each pass; returns whether this rank must stop.
     """
 
     def __init__(self, model: Transformer, layers: list[MoE], told: Callable[[], bool]):
@@ -109,21 +117,22 @@ class Ranks:
         self.device = model.head_weight.device
         self.side = torch.cuda.Stream() if self.group and self.device.type == "cuda" else None
         self.pads = self.group is not None and any(moe.router.cfg.pad for moe in layers)
-        # whether a pass keeps no host waiting: its experts are here, or their rows go through peers' memory
+        # whether a pass needs no wait of the host: experts are on this rank, or rows use the peers' memory
         self.free = self.group is None or all(
             isinstance(moe.dispatcher, SymmDispatcher) and moe.router.cfg.capacity_factor is None
             for moe in layers
         )
-        # no more than exchanges have room for: they keep what they once had, and copy all of it
+        # at most the tokens that exchanges have buffers for: larger buffers would be kept, and copied whole
         rooms = [exchange.tokens for exchange in exchanges(layers) if exchange.tokens]
         self.at_once = min([AT_ONCE if self.device.type == "cuda" else ON_CPU, *rooms])
-        self.at_once = model.rounding.piece(self.at_once)
+        if model.bits:  # pieces of a long prompt must begin at blocks
+            self.at_once = max(PAGE, self.at_once // PAGE * PAGE)
 
     def join(self, rows: int) -> int:
-        """The most rows that any rank has in the next pass, which all must make; below 0: none has one.
+        """The most rows of any rank in the next pass, which all ranks must make; below 0: no rank has one.
 
-        rows: of this rank; -1: it has no pass to make. A collective, beside the work on the device, of which
-        the host waits for none. Raises Stopped on all of these ranks where one of them was told to stop.
+        rows: of this rank; -1: it needs no pass. A collective on a separate stream, so that the host does not
+        wait for the work on the device. Raises Stopped on all of these ranks if one of them must stop.
         """
         rows = STOP if self.told() else rows
         most = self._most(rows)
@@ -132,7 +141,7 @@ class Ranks:
         return most
 
     def _most(self, rows: int) -> int:
-        """The largest number of any of these ranks. A collective."""
+        """The largest number of these ranks. A collective."""
         if self.group is None:
             return rows
         with torch.cuda.stream(self.side) if self.side else nullcontext():
@@ -141,20 +150,20 @@ class Ranks:
             return int(most)
 
     def rows(self, rows: int) -> int:
-        """`join`; returns how many rows experts must be given, 0 if any number will do."""
+        """Calls `join`. Returns the number of rows that experts must be given; 0: any number is valid."""
         most = self.join(rows)
         return most if self.pads else 0
 
 
 def exchanges(layers: list[MoE]) -> set[SymmDispatcher]:
-    """Those that go through the peers' memory."""
+    """The exchanges of MoE layers that use the peers' memory."""
     dispatchers = {way for moe in layers for way in (moe.dispatcher, *moe.ways.values())}
     return {way for way in dispatchers if isinstance(way, SymmDispatcher)}
 
 
 @contextmanager
 def room(layers: list[MoE], tokens: int) -> Iterator[None]:
-    """Inside, exchanges through the peers' memory have room for so many tokens of any rank."""
+    """A context in which exchanges through the peers' memory have room for `tokens` tokens of each rank."""
     before = {exchange: exchange.tokens for exchange in exchanges(layers)}
     try:
         for exchange in before:

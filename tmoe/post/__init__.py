@@ -1,4 +1,4 @@
-"""Tasks: what a run trains for, and the data, counts and facts that go with it.
+"""Tasks: what a run trains for, with its data, its counts and the facts that it reports.
 
 next: post/tasks.py
 """

@@ -1,4 +1,4 @@
-"""A step's answers: packed into micro-batches, with what their loss needs and what all ranks know of them.
+"""A step's answers: packed into micro-batches, with the inputs of their loss and the facts all ranks know.
 
 next: post/policy_loss.py
 """
@@ -26,40 +26,41 @@ class Answer(NamedTuple):
 
     prompt: Prompt
     number: int
-    """of the prompt, in the endless sequence: answers of one number are a group"""
+    """number of the prompt, in the endless sequence of prompts; answers of one number are a group"""
     sample: int
-    """of the answer, in its group"""
+    """number of the answer, in its group"""
     ids: list[int]
     logprobs: Tensor
-    """fp32 [n] on the CPU, of the sampler, over the whole tempered softmax"""
+    """fp32 [n] on the CPU: the sampler's log-probs, over the whole softmax at the sampling temperature"""
     finish: Literal["stop", "length"]
     text: str
     routes: Tensor | None = None
-    """int16 [MoE layers, rows, K], for a replay: where the sampler sent each token that a row has"""
+    """int16 [MoE layers, rows, K], for a replay: the experts to which the sampler sent each token"""
 
     @property
     def truncated(self) -> bool:
-        """Whether it has no end."""
+        """Whether the answer was cut off before its end."""
         return self.finish == "length"
 
     @property
     def rows(self) -> int:
-        """Tokens that it takes in a row: its last one is predicted, and not read."""
+        """Number of tokens that the answer takes in a row: its last token is predicted, not read."""
         return len(self.prompt.ids) + len(self.ids) - 1
 
 
 class Packed(NamedTuple):
-    """Answers in micro-batches. `numbers_AN` of the batch says which answer each sequence is."""
+    """Answers in micro-batches. The batch's `numbers_AN` has the index of the answer of each sequence."""
 
     batch: ChatBatch
     drawn_ABS: Tensor
     """the sampler's log-prob of each target, 0 where nothing is trained"""
     routes_AYBSK: Tensor | None = None
-    """int16: where the sampler sent each token, -1 for what is left of a row; None: answers have no routes"""
+    """int16: the experts to which the sampler sent each token, -1 for the unused end of a row; None: answers
+    have no routes"""
 
 
 def rows_of(answers: Sequence[Answer], seq: int, to: int = 1) -> list[list[int]]:
-    """Which answers share a row: best fit, longest first. to: as `pack`'s."""
+    """The answers that share each row, by index: best fit, longest first. to: as in `pack`."""
     if not answers:
         return []
     found = plan(np.array([-(-answer.rows // to) * to for answer in answers]), seq)
@@ -74,13 +75,18 @@ def pack(
     untrained: Sequence[bool],
     to: int = 1,
 ) -> Packed:
-    """Rows of answers as A micro-batches of B rows of S tokens, the last of which may be empty.
+    """Rows of answers as A micro-batches of B rows of S tokens; the last rows may be empty.
 
-    Trained is the answer, and not the prompt. Positions restart with each sequence, and documents keep them
-    apart.
+    The tokens of answers are trained, the tokens of prompts are not. Positions restart with each sequence,
+    and every sequence is a document, so that sequences do not attend to each other.
 
-    untrained: answers that are left out of the loss.
-    to: sequences begin at multiples of this; the gap behind one is of its document, and of no sequence.
+    Args:
+        answers: this reader's answers.
+        rows: the indices of the answers in each row (`rows_of`).
+        shape: A, B and S.
+        untrained: for each answer, whether it is left out of the loss.
+        to: sequences begin at multiples of this. The gap after a sequence belongs to its document, and to no
+            sequence.
     """
     A, B, S = shape
     assert len(rows) <= A * B
@@ -120,7 +126,7 @@ def pack(
 
 
 def routes_for(answers: Sequence[Answer], rows: int, seq: int) -> Tensor | None:
-    """Room for the routes of all tokens [Y, rows, S, K], -1 yet; None where answers have none."""
+    """A tensor for the routes of all tokens [Y, rows, S, K], filled with -1; None if answers have none."""
     known = [answer.routes for answer in answers if answer.routes is not None]
     if not known:
         return None
@@ -129,28 +135,28 @@ def routes_for(answers: Sequence[Answer], rows: int, seq: int) -> Tensor | None:
 
 
 class Step(NamedTuple):
-    """A step's answers and all that its updates need beside the weights; a batch to the training loop.
+    """A step's answers and everything else that its updates need; the training loop's batch.
 
     The step's first update fills `old` and `routes`, in the order of the micro-batches.
     """
 
     packed: Packed
     advantages_N: Tensor
-    """fp32, of this reader's answers"""
+    """fp32: the advantages of this reader's answers"""
     counts: StepCounts
-    """of the whole step"""
+    """counts of the whole step"""
     reference: list[Tensor]
-    """of each micro-batch: log-probs of this rank's own tokens by the run's first model; none without a KL"""
+    """for each micro-batch, log-probs of this rank's own tokens by the run's first model; empty without KL"""
     old: list[Tensor]
-    """of each micro-batch: log-probs of this rank's own tokens at the first update, if more follow"""
+    """for each micro-batch, log-probs of this rank's own tokens at the first update, if there are several"""
     routes: list[Tensor]
-    """of each micro-batch, with --grpo.replay=old: the experts [Y, T, K] of the first update"""
+    """for each micro-batch, with --grpo.replay=old: the experts [Y, T, K] of the first update"""
     numbers: Tensor = torch.zeros(0)
-    """fp32: what the log says of the step as a whole"""
+    """fp32: the logged numbers of the step as a whole"""
 
     @property
     def first(self) -> bool:
-        """Whether no update has begun yet."""
+        """Whether no update of the step has begun."""
         return not (self.old or self.routes)
 
     @property
@@ -162,31 +168,31 @@ class Step(NamedTuple):
         return self.packed.batch.targets_ABS
 
     def count(self) -> int:
-        """Tokens, without padding."""
+        """Number of tokens, without padding."""
         return self.packed.batch.count()
 
     def count_sequences(self) -> int:
-        """Answers."""
+        """Number of answers."""
         return self.packed.batch.count_sequences()
 
 
 class Outcome(NamedTuple):
-    """What all ranks know of an answer."""
+    """The facts of an answer that all ranks know."""
 
     number: int
     sample: int
     reward: float
-    """NaN for none"""
+    """NaN: the answer has no reward"""
     tokens: int
     truncated: bool
 
 
 Parts = dict[tuple[int, int], dict[str, float | None]]
-"""of answers, by numbers of prompt and sample: rewards by name, without their weights"""
+"""(number of the prompt, sample) -> the answer's rewards by name, without their weights"""
 
 
 def routes_of(sample: Sample) -> Tensor:
-    """Where the sampler sent each token but the answer's last, from the prompt's first on [Y, rows, K]."""
+    """Experts of each token from the prompt's first to the answer's last but one, as sampled [Y, rows, K]."""
     assert sample.routes is not None
     before = [] if sample.prompt_routes is None else [sample.prompt_routes]
     return torch.cat([*before, sample.routes], 1)

@@ -1,4 +1,4 @@
-"""What samples say of a policy: pass@k without bias, mean@n, and the share of answers that were cut off.
+"""Estimates of a policy from samples: pass@k without bias, mean@n, and the share of answers cut off.
 
 next: post/rewards/__init__.py
 """
@@ -12,17 +12,18 @@ from statistics import fmean
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that k of n samples, drawn without putting back, hold one of the c that are right.
+    """The probability that k of n samples, drawn without replacement, include one of the c right samples.
 
-    1 - C(n-c, k) / C(n, k): from n samples it is without bias, where "any of the first k" is only noisier,
-    and 1 - (1 - c/n)^k is biased. Chen et al. 2021, arXiv 2107.03374, equation 1. Binomials of large n are no
-    floats, so their quotient is summed up in logarithms: exact to rounding also where the chance is tiny.
+    It is 1 - C(n-c, k) / C(n, k), an unbiased estimate from n samples. "Any of the first k" is unbiased too,
+    but noisier, and 1 - (1 - c/n)^k is biased. Chen et al. 2021, arXiv 2107.03374, equation 1. Binomials of
+    large n overflow floats, so the quotient is a sum of logarithms: exact to rounding, even if the
+    probability is tiny.
     """
     if n < 1 or not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"n={n}, c={c}, k={k}: must be n >= 1, 0 <= c <= n and 1 <= k <= n")
     if n - c < k:
         return 1.0
-    few, many = sorted((c, k))  # both products are the same
+    few, many = sorted((c, k))  # c and k can be exchanged; the smaller one gives the shorter sum
     return -math.expm1(math.fsum(math.log1p(-many / (n - i)) for i in range(few))) + 0.0  # no -0
 
 
@@ -33,12 +34,18 @@ def estimates(
     ks: Sequence[int],
     right: float = 1.0,
 ) -> dict[str, float]:
-    """Of all samples of an evaluation: {"mean@n": ..., "truncated": ..., "pass@k": ... for each k}.
+    """Estimates from all samples of an evaluation: {"mean@n": ..., "truncated": ..., "pass@k": ... each k}.
 
-    prompts: the number of each sample's prompt. A sample is right if its reward is at least `right`. A reward
-    of None is no sample for mean@n and pass@k. Every prompt counts alike, however many samples it has. n in
-    the name is the largest number of a prompt's samples. A k of which a prompt has not as many samples is
-    taken over the other prompts; NaN without any.
+    Every prompt has the same weight, however many samples it has. The n in the name mean@n is the largest
+    number of samples of a prompt. pass@k is the mean over prompts with at least k samples; NaN if there is
+    none.
+
+    Args:
+        prompts: the number of each sample's prompt.
+        rewards: the reward of each sample; one with None is not counted in mean@n and pass@k.
+        finishes: how each sample ended; "length": it was cut off.
+        ks: the values of k.
+        right: the smallest reward of a sample that counts as right.
     """
     if not len(prompts) == len(rewards) == len(finishes):
         told = f"{len(prompts)} prompts, {len(rewards)} rewards, {len(finishes)} finishes"

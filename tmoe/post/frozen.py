@@ -1,4 +1,4 @@
-"""The model that a run began with, kept beside the one that is trained.
+"""A frozen copy of the weights that a run began with, kept while the model is trained.
 
 next: post/grpo.py
 """
@@ -21,14 +21,15 @@ from tmoe.parallel.mesh import local_part
 
 
 class Frozen:
-    """The weights of --init, or those drawn from the seed: fp32, laid out as the model's own are.
+    """The weights of --init, or the weights drawn from the seed: fp32, laid out as the model's own.
 
-    What --optim.freeze freezes is not kept twice. A collective. Where a run goes on, its weights have moved:
-    then the first ones are read, or drawn, again, while the present ones wait on the host.
+    Weights that --optim.freeze freezes are not kept twice. A collective. A resumed run has other weights than
+    it began with: the first weights are then read, or drawn, again, while the present ones are kept on the
+    host.
     """
 
     def __init__(self, model: Transformer, cfg: Config, step: int) -> None:
-        """step: the steps that the run has done."""
+        """step: number of steps that the run has done."""
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         if step == 0:
             self.weights = kept(model, trained)
@@ -40,7 +41,7 @@ class Frozen:
             load_weights(Path(cfg.init), reader, model.state_dict(), cfg.model)
         else:
             model.init_weights(cfg.seed)
-        # what is frozen now may have been trained in an earlier part of the run
+        # a weight that is frozen now may have been trained before the run was resumed
         parameters = dict(model.named_parameters())
         moved = {name for name, old in now.items() if not torch.equal(old, host_copy(parameters[name]))}
         self.weights = kept(model, trained | moved)

@@ -1,11 +1,12 @@
 """Learning from rewards of the model's own answers: GRPO and its family, in the trainer's process.
 
 A step draws prompts by (seed, step), lets the model answer each `group` times, rewards the answers, compares
-those of a prompt with each other, and trains on them. Answers are functions of the weights, the seed and
-their numbers; so no layout changes them, none are saved, and a resumed run equals one without a break.
+the answers to a prompt with each other, and trains on them. Answers are functions of the weights, the seed
+and their numbers. So they are the same in every layout, they are never saved, and a resumed run equals a run
+without a break.
 
-Until a first update has moved the weights, the policy that drew an answer is the policy that is trained: the
-old log-probs are those of the first update's own forward, and cost none of their own.
+Until the first update of a step changes the weights, the policy that drew an answer is the policy that is
+trained. So the old log-probs are taken from the first update's own forward and need no forward in addition.
 
 next: post/answers.py, post/policy_loss.py
 """
@@ -58,9 +59,9 @@ from tmoe.post.rollouts import Rollout, RolloutLog, spread
 from tmoe.post.task import Task
 from tmoe.run.process import Runtime
 
-SHOWN = 32  # answers of a step that rollouts.jsonl has
+SHOWN = 32  # most answers of a step in rollouts.jsonl
 log = logging.getLogger(__name__)
-HELD_OUT = 1 << 62  # numbers of a validation's prompts begin here: their answers are drawn by other numbers
+HELD_OUT = 1 << 62  # first number of validation prompts, so that they share no random numbers with training
 BASELINE = {"dr_grpo": "mean", "rloo": "leave-one-out"}
 OF_STEP = (
     *("reward/mean", "reward/std", "reward/equal", "reward/faults", "reward/known", "answers/count"),
@@ -70,7 +71,7 @@ OF_STEP = (
 
 
 class Grpo(Task):
-    """A policy loss of sampled answers, whose advantages are their rewards beside those of their group."""
+    """A policy loss of sampled answers; an answer's advantage compares its reward with those of its group."""
 
     spikes = False
 
@@ -103,13 +104,13 @@ class Grpo(Task):
 
     @property
     def passes(self) -> list[Pass]:
-        """A step's, and where there is a reference its own. Answers are made without compiled blocks."""
+        """The forward passes of a step, and of the reference if there is one. Rollouts use eager blocks."""
         old = [Pass(traced=True), Pass(replay=True)]
         steps = dict(none=[Pass()], rollout=[Pass(replay=True)], old=old)
         return steps[self.g.replay] + ([Pass(grad=False)] if self.g.kl else [])
 
     def example(self, batch: Asked, device: torch.device) -> Micro:
-        """Of padding alone: there are no answers yet."""
+        """A micro-batch of padding, because there are no answers yet."""
         train = self.cfg.train
         return next(pack([], [], (1, train.batch, train.seq), []).batch.micros(device, True))
 
@@ -141,7 +142,10 @@ class Grpo(Task):
     # ---- a rollout ----
 
     def rollout(self, model: Transformer, batch: Asked, run: Runtime, step: int) -> Step | None:
-        """Answers to the step's prompts, rewarded and packed; drawn anew where those of a group are equal."""
+        """Answers to the step's prompts, rewarded and packed.
+
+        With --grpo.resample, prompts whose answers all have the same reward are replaced by new prompts.
+        """
         g = self.g
         answers: list[Answer] = []
         told: list[Outcome] = []
@@ -184,10 +188,14 @@ class Grpo(Task):
     def ask(
         self, model: Transformer, data: PromptDataset, numbers: list[int], base: int, run: Runtime
     ) -> list[Answer] | None:
-        """Answers to this reader's part of the prompts, in order; None once any rank was told to stop.
+        """Answers to this reader's part of the prompts, in order; None once any rank has to stop.
 
-        A collective. In waves of as many prompts as fill the slots, between which ranks agree, and hear of a
-        rank that is gone. Of a signal they hear between tokens.
+        A collective. Prompts are answered in waves that fill the slots twice. Between waves the ranks
+        synchronise, so that a lost rank is noticed. Signals are checked between tokens.
+
+        Args:
+            numbers: numbers of all ranks' prompts in `data`.
+            base: added to a prompt's number in the key of its random numbers.
         """
         g, place, axes = self.g, self.mesh.place, self.mesh.axes
         reads = [numbers[i] for i in share(len(numbers), place.reader, axes.readers)]
@@ -211,7 +219,7 @@ class Grpo(Task):
             keys = [base + number for number in wave]
             made = Samples()
             ids = [prompt.ids for prompt in prompts]
-            with run.watch.aside(), suppress(Stopped):  # after which the sum below is not 0
+            with run.watch.aside(), suppress(Stopped):  # the sum below is not 0 then
                 made = engine.generate(ids, g.group, sampling, numbers=keys, routes=replays, told=run.hears)
             run.watch.moved()
             if run.sums(run.stop)[0]:
@@ -232,15 +240,16 @@ class Grpo(Task):
     def reward(
         self, answers: list[Answer], step: int, run: Runtime, counts: Rewarded
     ) -> tuple[list[Outcome], Parts]:
-        """What all ranks' answers are worth, in the order of their numbers, and counted. A collective.
+        """Rewards this rank's answers. Returns the outcomes of all ranks' answers. A collective.
 
-        And the parts of the rewards of those answers that this rank rewarded.
+        counts: gets the rewards and the faults. Also returned: the parts of the rewards of the answers that
+        this rank rewarded.
         """
         place = self.mesh.place
         own: list[Outcome] = []
         parts: Parts = {}
         faults: dict[str, int] = {}
-        if place.cp == place.tp == 0:  # of ranks that share answers, one rewards them
+        if place.cp == place.tp == 0:  # one of the ranks that share answers rewards them
             asked = [
                 RewardSample(
                     a.prompt.text, a.text, a.prompt.row, a.finish, len(a.ids), step + 1, a.number, a.sample
@@ -261,7 +270,10 @@ class Grpo(Task):
         return found, parts
 
     def learn(self, model: Transformer, answers: list[Answer], told: list[Outcome], run: Runtime) -> Step:
-        """Packs this reader's answers, and computes what their loss needs. A collective."""
+        """Packs this reader's answers, and computes the inputs of their loss. A collective.
+
+        answers: of this reader; the outcomes are those of all ranks' answers.
+        """
         g, train = self.g, self.cfg.train
         to = rounding(g.bitwise).begin
         rows = rows_of(answers, train.seq, to)
@@ -295,7 +307,7 @@ class Grpo(Task):
     ) -> None:
         """Writes some of a step's answers into rollouts.jsonl. A collective.
 
-        rewards: by numbers of prompt and sample. advantages_N: of these answers.
+        rewards: the rewards by (number of the prompt, sample). advantages_N: the advantages of `answers`.
         """
         shown = [
             Rollout(
@@ -315,9 +327,9 @@ class Grpo(Task):
         return self.loss.objective(batch)
 
     def micros(self, batch: Step, device: torch.device) -> Iterator[Micro]:
-        """With each token's weight and the sampler's log-prob of it, and its answer's advantage.
+        """Micro-batches with each token's weight, its log-prob by the sampler, and its answer's advantage.
 
-        Until the next one is asked for, the model takes the experts that --grpo.replay says.
+        Until the next micro-batch is asked for, the model routes to the experts that --grpo.replay names.
         """
         first = batch.first
         self.measure(batch.numbers.to(device) * batch.counts.tokens.clamp(min=1) / self.mesh.axes.world)
@@ -328,7 +340,10 @@ class Grpo(Task):
 
     @contextmanager
     def replayed(self, step: Step, a: int, first: bool, device: torch.device) -> Iterator[None]:
-        """Around forward and backward of micro-batch a: recomputed layers take the same experts again."""
+        """A context for forward and backward of micro-batch a; recomputed layers use the same experts again.
+
+        first: whether this is the step's first update.
+        """
         if self.g.replay == "rollout" and step.packed.routes_AYBSK is not None:
             ids_YBSK = step.packed.routes_AYBSK[a].to(device)
             with replaying(self.model, [self.model.own(ids_BSK) for ids_BSK in ids_YBSK]):
@@ -344,7 +359,7 @@ class Grpo(Task):
             yield
 
     def measure_tokens(self, sums: Tensor) -> None:
-        """Adds to what the log says of tokens: a micro-batch's sums of `OF_TOKENS`."""
+        """Adds a micro-batch's sums of `OF_TOKENS`, fp32 [3], to the numbers for the log."""
         self.measure(torch.cat([sums, sums.new_zeros(len(OF_STEP))]).float())
 
     # ---- the reference ----
@@ -352,10 +367,11 @@ class Grpo(Task):
     def of_frozen(
         self, model: Transformer, packed: Packed, run: Runtime
     ) -> tuple[list[Tensor], dict[int, float]]:
-        """By the model that the run began with: log-probs of this rank's own tokens, of each micro-batch.
+        """Log-probs by the model that the run began with, and the divergence of the answers from it.
 
-        And by how much each answer of this reader diverges from it: the sum over its tokens. Its experts are
-        its own, whatever is replayed: it is another model.
+        Returns for each micro-batch the log-probs of this rank's own tokens; and for each answer of this
+        reader the divergence, a sum over its tokens, in nats. That model always chooses its own experts,
+        because a replay holds the experts of another model.
         """
         assert self.frozen is not None
         estimator = self.g.kl_estimator or "k1"
@@ -387,9 +403,11 @@ class Grpo(Task):
     # ---- numbers ----
 
     def numbers(self, told: list[Outcome], equal: float, generated: int, seconds: dict[str, float]) -> Tensor:
-        """What the log says of a step as a whole, fp32, one of `measures` each.
+        """The logged numbers of a step as a whole, fp32, one for each of `measures`.
 
-        `time/...` are shares of the time since the step before.
+        `time/...` are shares of the time since the previous step.
+        equal: share of the drawn prompts whose answers all had the same reward. generated: tokens of all
+        answers, including those to replaced prompts. seconds: duration of "rollout" and "rewards".
         """
         rewards, _ = of_groups(told)
         known = rewards[~rewards.isnan()]
@@ -415,7 +433,7 @@ class Grpo(Task):
     def _evaluate(
         self, model: Transformer, data: PromptDataset, run: Runtime
     ) -> tuple[float, dict[str, float]] | None:
-        """Minus the mean reward of answers to held-out prompts, always the same ones, and pass@k."""
+        """Minus the mean reward of answers to held-out prompts, and pass@k; the prompts never change."""
         numbers = list(range(min(self.cfg.train.eval_batches * self.g.prompts, data.samples)))
         answers = self.ask(model, data, numbers, HELD_OUT, run)
         if answers is None:

@@ -1,8 +1,8 @@
 """Learning from single answers marked as good or bad (KTO), with one baseline for the whole step.
 
-The baseline z estimates how far the policy has moved: the mean of its log-probs less the reference's over
-the step's completions, each under the prompt of another row. It is taken before the step's first micro-batch,
-over all ranks, so that no layout and no size of micro-batches changes it.
+The baseline z estimates how far the policy has moved from the reference: the mean difference of their
+log-probs over the step's completions, each after the prompt of another row. It is computed before the step's
+first micro-batch, over all ranks, so that it is the same in every layout and for all sizes of micro-batches.
 
 next: post/losses/sequences.py
 """
@@ -35,14 +35,14 @@ from tmoe.post.losses.sequences import Completions, baseline_of, kto
 from tmoe.post.preference import Preference
 from tmoe.run.process import Runtime
 
-BALANCED = 1.0, 4 / 3  # of w_D n_D / (w_U n_U), which the paper's section 4.2 has them between
+BALANCED = 1.0, 4 / 3  # range of w_D n_D / (w_U n_U) in the paper, section 4.2
 
 
 class Kto(Preference):
-    """KTO's loss of each completion, divided by how many completions the step has."""
+    """The mean of KTO's loss over the completions of a step."""
 
     measures = "rewards/desirable", "rewards/undesirable", "rewards/margin", "rewards/accuracy", "kl"
-    copies = 2  # log-probs of the reference: under a completion's own prompt, then under another
+    copies = 2  # log-probs of the reference: after a completion's own prompt, then after another one
 
     def __init__(self, cfg: Config, mesh: Mesh):
         super().__init__(cfg, mesh)
@@ -64,17 +64,17 @@ class Kto(Preference):
         good, bad = self.labels
         told = f"kto: {good:,} desirable completions, {bad:,} others"
         if not good or not bad:
-            return [f"{told}: one kind alone; the loss weighs both against each other"]
+            return [f"{told}: one kind alone, but the loss compares both kinds"]
         ratio = self.kinds["desirable_weight"] * good / (self.kinds["undesirable_weight"] * bad)
         note = f"{told}; weight x number is {ratio:.3g} to 1"
         low, high = BALANCED
         if not low * 0.999 <= ratio <= high * 1.001:
             flags = "--preference.desirable-weight or --preference.undesirable-weight"
-            note += f"; the paper has 1 to 4/3, by {flags}"
+            note += f"; the paper recommends 1 to 4/3, set by {flags}"
         return [note]
 
     def divisor(self, batch: ChatBatch) -> float:
-        """Completions."""
+        """Number of completions."""
         return (batch.numbers_AN >= 0).sum().item()
 
     def prepare(
@@ -86,7 +86,7 @@ class Kto(Preference):
         self.desirable_N = torch.from_numpy(np.concatenate(labels)).to(run.device)
 
     def others(self, batches: Sequence[ChatBatch], data: ChatDataset, run: Runtime) -> list[ChatBatch]:
-        """The completions of batches under other prompts, equally many micro-batches a rank. A collective."""
+        """The completions of batches after other prompts, equally many micro-batches a rank. A collective."""
         train = self.cfg.train
         numbers = [n for batch in batches for n in batch.numbers_AN.flatten().tolist() if n >= 0]
         rows = self.mismatched[id(data)].rows(numbers)
@@ -97,7 +97,7 @@ class Kto(Preference):
     def rollout(
         self, model: Transformer | Stages, batch: ChatBatch, run: Runtime, step: int
     ) -> ChatBatch | None:
-        """Takes the step's baseline, by the weights before the step. A collective."""
+        """Computes the step's baseline, with the weights before the step. A collective."""
         model.eval()
         self.baseline(model, [batch], self.data, run)
         model.train()
@@ -106,7 +106,10 @@ class Kto(Preference):
     def baseline(
         self, model: Transformer | Stages, batches: Sequence[ChatBatch], data: ChatDataset, run: Runtime
     ) -> float:
-        """Takes z of all ranks' batches, and the numbers of both kinds; how many they are. A collective."""
+        """Computes z and the shares of both kinds over all ranks' batches. A collective.
+
+        Returns the number of completions.
+        """
         assert self.reference_N is not None
         gains, count = torch.zeros((), dtype=torch.float64, device=run.device), 0
         for batch in self.others(batches, data, run):
@@ -116,14 +119,14 @@ class Kto(Preference):
         model.reshard()
         place, parts = self.mesh.place, self.mesh.axes.parts
         good = whole = 0.0
-        if place.cp == place.tp == place.pp == 0:  # of ranks that share sequences, one counts them
+        if place.cp == place.tp == place.pp == 0:  # one of the ranks that share sequences counts them
             for batch in batches:
                 numbers = batch.numbers_AN[batch.numbers_AN >= 0]
                 whole += len(numbers)
                 good += self.desirable_N[numbers.to(run.device)].sum().item()
         gained, counted, good, whole = run.sums(gains.item() / parts, count / parts, good, whole)
         self.z = baseline_of(*run.put(torch.tensor([gained, counted], dtype=torch.float64)))
-        # A sum over completions of a kind is divided by all of them: this makes it the kind's own mean.
+        # Sums over one kind are divided by the number of both kinds; these factors turn them into means.
         self.shares = [whole / kind if kind else math.nan for kind in (good, whole - good)]
         return whole
 
@@ -150,13 +153,13 @@ class Kto(Preference):
             right = torch.where(good_N, gains_N > self.z, gains_N < self.z).sum()
             numbers = desirable, other, desirable - other, right, self.z * len(gains_N)
             self.measure(torch.stack([n.double() for n in numbers]).float() / parts)
-        # Each of the ranks that divide rows has the whole loss: its share of the value, all of the gradient.
+        # Every rank that divides these rows has the whole loss: keep 1/parts of its value, the whole gradient
         return (loss - loss.detach() * (1 - 1 / parts)).float()
 
     def _evaluate(
         self, model: Transformer | Stages, data: ChatDataset, run: Runtime
     ) -> tuple[float, dict[str, float]] | None:
-        """The mean loss of held-out completions, whose baseline is taken over all of them."""
+        """The mean loss of held-out completions, with one baseline over all of them."""
         train, device = self.cfg.train, run.device
         shape = dict(batch=train.batch, accumulate=train.accumulate)
         shape |= dict(rank=self.mesh.place.reader, world=self.mesh.axes.readers)

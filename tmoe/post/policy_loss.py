@@ -1,4 +1,4 @@
-"""The loss of a step's answers: a policy loss with KL, entropy and corrections, and its numbers for the log.
+"""The loss of a step's answers: a policy loss with KL, entropy and corrections, and numbers for the log.
 
 next: post/losses/policy.py
 """
@@ -29,9 +29,9 @@ OF_TOKENS = "policy/entropy", "policy/kl", "policy/clipped"
 
 
 class PolicyLoss:
-    """--grpo.loss with its settings. It holds no tensors: those of a step are in the `Step`.
+    """--grpo.loss with its settings. It holds no tensors: a step's tensors are in the `Step`.
 
-    measure: takes a micro-batch's sums of `OF_TOKENS`, fp32 [3].
+    measure: called with a micro-batch's sums of `OF_TOKENS`, fp32 [3].
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, measure: Callable[[Tensor], None]):
@@ -55,17 +55,17 @@ class PolicyLoss:
         self.formula = self._by_tokens if LOSSES[g.loss].of == "tokens" else self._by_answers
 
     def objective(self, step: Step) -> Objective:
-        """What the model is trained for in this step.
+        """The objective of this step.
 
-        The step's first update appends each micro-batch's log-probs to `step.old`, where more updates follow.
+        If a step has several updates, the first one appends each micro-batch's log-probs to `step.old`.
         """
         return partial(self.formula, step)
 
     def given(self, step: Step, a: int, micro: Micro, first: bool) -> Given:
-        """What the objective is given of micro-batch a: weights, advantages and log-probs of its tokens.
+        """The inputs of the objective for micro-batch a: weights, advantages and log-probs of its tokens.
 
-        `drawn` is by the sampler. `reference` and, after the first update, `old` are of this rank's own
-        tokens alone.
+        `drawn` has the sampler's log-probs. `reference` and, after the first update, `old` have log-probs of
+        this rank's own tokens only. first: whether this is the step's first update.
         """
         given = micro.given or {}
         device = micro.tokens_BS.device
@@ -121,7 +121,7 @@ class PolicyLoss:
     def _by_answers(
         self, step: Step, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given
     ) -> Tensor:
-        """The objective of losses of whole answers, of which tp and cp give a rank some tokens each."""
+        """The objective of losses of whole answers, whose tokens tp and cp divide among ranks."""
         logp_T, entropy_T = logprobs(h_TD, weight_VD, targets_T, self.g.temperature, entropy=True)
         old_T = given["old"] if "old" in given else logp_T.detach()
         if "old" not in given and self.g.updates > 1:
@@ -137,7 +137,7 @@ class PolicyLoss:
         trained_T = targets_T != IGNORE
         whole = Rollouts(old_T, advantages_N, trained_T, segments_T, lengths_N)
         loss = self.policy.of_sequences(logp_N, old_N, whole, step.counts)
-        # Each of the ranks that divide rows has the whole loss: its share of the value, all of the gradient.
+        # Every rank that divides these rows has the whole loss: keep 1/parts of its value, the whole gradient
         loss = loss - loss.detach() * (1 - 1 / parts)
         if "reference" in given:
             far_T = kl(logp_T, given["reference"], self.policy.estimator)
@@ -151,13 +151,13 @@ class PolicyLoss:
         return loss * step.counts.tokens.clamp(min=1)
 
     def corrected(self, trainer: Tensor, sampler: Tensor) -> Tensor | float:
-        """Factors for tokens whose sampler was not the trainer to the bit."""
+        """Factors on tokens' losses that correct for differences of the sampler's and trainer's log-probs."""
         if self.mismatch == "off":
             return 1.0
         return correction(trainer, sampler, self.g.mismatch_cap, self.mismatch)  # pyrefly: ignore
 
     def clipped(self, logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-        """Where the loss bounds what a token, or an answer, counts."""
+        """Whether the loss clips a token, or a whole answer: bool, of the shape of logp."""
         options = self.policy.options
         if self.g.loss == "cispo":
             return ratio(logp, old) > options["cap"]
@@ -171,7 +171,7 @@ class PolicyLoss:
     def note(
         self, logp_T: Tensor, entropy_T: Tensor, clipped_T: Tensor, targets_T: Tensor, given: Given
     ) -> None:
-        """Adds up what the log says of tokens."""
+        """Sums up the numbers that the log has of tokens: entropy, KL from the sampler, clipped tokens."""
         trained_T = targets_T != IGNORE
         found = entropy_T, kl(logp_T, given["drawn"], "k3"), clipped_T.float()
         self.measure(torch.stack([t.where(trained_T, 0.0).sum() for t in found]))

@@ -1,4 +1,4 @@
-"""Learning from pairs of answers: DPO and its family, with the reference's log-probs taken once.
+"""Learning from pairs of answers: DPO and its family, with the reference's log-probs computed once.
 
 next: post/losses/__init__.py
 """
@@ -39,15 +39,15 @@ from tmoe.run.process import Runtime
 
 
 class Preference(Task):
-    """A loss of each pair's log-probs, divided by how many pairs the step has.
+    """The mean over a step's pairs of a loss of their log-probs.
 
-    The reference is the model as the run found it. Its log-probs are taken before the first step, by the same
-    forward, and kept in the run folder; so a resumed run has them too.
+    The reference is the model that the run begins with. Its log-probs are computed before the first step, by
+    the same forward, and kept in the run folder, so that a resumed run has them too.
     """
 
     measures = "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"
     copies = 1
-    """log-probs of the reference that are kept of each sequence"""
+    """number of log-probs of the reference that are kept for each sequence"""
 
     def __init__(self, cfg: Config, mesh: Mesh):
         super().__init__(cfg, mesh)
@@ -57,7 +57,7 @@ class Preference(Task):
         self.beta = p.beta or (2.0 if p.loss == "simpo" else 0.1)
         self.needs_reference = LOSSES[p.loss].needs_reference
         given = dict(beta=self.beta, smoothing=p.smoothing, gamma=p.gamma, weight=p.ratio)
-        given["noise"] = p.smoothing or 0.1  # robust's name for it, and the usual value of Chowdhury et al.
+        given["noise"] = p.smoothing or 0.1  # robust's name of smoothing; 0.1 as in Chowdhury et al.
         options = {name: value for name, value in given.items() if name in LOSSES[p.loss].options}
         self.loss = partial(LOSSES[p.loss].formula, **options)
 
@@ -72,7 +72,7 @@ class Preference(Task):
         return []
 
     def divisor(self, batch: ChatBatch) -> float:
-        """Pairs."""
+        """Number of pairs."""
         return (batch.numbers_AN >= 0).sum().item() / 2
 
     def micros(self, batch: ChatBatch, device: torch.device) -> Iterator[Micro]:
@@ -84,16 +84,16 @@ class Preference(Task):
             yield micro._replace(given=given | {"reference": self.reference_N[given["numbers"]]})
 
     def sums(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> tuple[Tensor, Tensor]:
-        """Log-prob of each sequence of the micro-batch, fp64 [N], and of how many tokens it is.
+        """Log-prob of each sequence of the micro-batch, and its number of trained tokens, fp64 [N] each.
 
-        Where tp and cp divide rows, both are of all their ranks, and the gradient of a rank's own tokens is
-        that of the whole sum.
+        Where tp and cp divide rows, both are sums over all ranks of a row, and the gradient with respect to a
+        rank's own tokens is that of the whole sum.
         """
         logp_T = logprobs(h_TD, weight_VD, targets_T)
         trained_T = targets_T != IGNORE
         place_T = given["sequences"].clamp(min=0)
         count = given["numbers"].numel()
-        room = max(count, 1)  # for tokens of no sequence, in a micro-batch without any
+        room = max(count, 1)  # padding tokens need a sequence, also in a micro-batch that has none
         logp_N = sequence_sums(logp_T.where(trained_T, 0.0), place_T, room)
         tokens_N = trained_tokens(trained_T, place_T, room).double()
         if self.mesh.axes.parts > 1:
@@ -113,7 +113,7 @@ class Preference(Task):
             rewards = self.beta * torch.stack([chosen, rejected, chosen - rejected])
             right = (chosen > rejected).double()
             self.measure(torch.cat([rewards, right[None]]).sum(1).float() / parts)
-        # Each of the ranks that divide rows has the whole loss: its share of the value, all of the gradient.
+        # Every rank that divides these rows has the whole loss: keep 1/parts of its value, the whole gradient
         return (loss - loss.detach() * (1 - 1 / parts)).float()
 
     # ---- the reference ----
@@ -121,41 +121,41 @@ class Preference(Task):
     def prepare(
         self, model: Transformer | Stages, data: Sequence[ChatDataset], run: Runtime, step: int
     ) -> None:
-        """Takes the reference's log-probs of all sequences, or finds those that the run has taken already."""
+        """Computes the reference's log-probs of all sequences, or reads those that the run has already."""
         if not self.needs_reference:
             return
         self.total = self._number(data)
         weights, tokens = gathered(run.together(lambda: self._hashes(data, run)), run.control)[0]
         store = run.together(lambda: self._store(weights, tokens, step))
         if gathered(store.missing() and "some", run.control)[0]:
-            gone = f"{store.folder}: lacks the reference's log-probs, and weights have moved for {step} steps"
-            again = f"bring the folder back, or start anew with {Setting('resume')} none"
+            gone = f"{store.folder}: lacks the reference's log-probs, and {step} steps have changed weights"
+            again = f"restore the folder, or start from the beginning with {Setting('resume')} none"
             run.together(lambda: require(step == 0, f"{gone}; {again}"))
             found = torch.full((self.copies * self.total,), -math.inf, dtype=torch.float64)
             model.eval()
             for part in data:
                 self._pass(model, part, run, found)
             model.train()
-            # Ranks without the last blocks have found nothing; the last rows of a pass are some of its first.
+            # Ranks without the last blocks have -inf; the last batch may repeat the first rows.
             dist.all_reduce(found, dist.ReduceOp.MAX, group=run.control)
             for piece in store.pieces() if run.rank == 0 else ():
                 store.write(piece, found[piece.start : piece.stop])
-            run.sums(0.0)  # the files are there
+            run.sums(0.0)  # a barrier: the files are written
         self.reference_N = run.together(store.read).to(run.device)
 
     def _number(self, data: Sequence[ChatDataset]) -> int:
-        """How many sequences there are. Those of sources that validation alone has get the last numbers."""
+        """The number of all sequences. Sequences of sources that only validation has get the last numbers."""
         sets = self._sets(data)
         if len(sets) > 1 and sets[1].bases[0] == 0:
             sets[1].bases = [base + sets[0].sequences for base in sets[1].bases]
         return sum(one.sequences for one in sets)
 
     def _sets(self, data: Sequence[ChatDataset]) -> Sequence[ChatDataset]:
-        """Of training, validation (and test) those with sources of their own."""
+        """The data sets with their own sources: training's, and with --data.val-path also validation's."""
         return data[:2] if self.cfg.data.val_path else data[:1]
 
     def _hashes(self, data: Sequence[ChatDataset], run: Runtime) -> tuple[str, str]:
-        """Of the reference's weights and of the tokens of all rows, on rank 0; ("", "") on others."""
+        """Hashes of the reference's weights and of the tokens of all rows, on rank 0; ("", "") on others."""
         if run.rank:
             return "", ""
         init, start = self.cfg.init, f"drawn from --seed={self.cfg.seed}"
@@ -165,27 +165,27 @@ class Preference(Task):
         return weights, tokens_hash([torch.tensor(t) for t in row] for row in rows)
 
     def _store(self, weights: str, tokens: str, step: int) -> ReferenceStore:
-        """Where the run keeps the reference's log-probs, under what they depend on.
+        """The store of the run's reference log-probs, identified by everything that they depend on.
 
-        Names of sources and templates are no part of it: the tokens of the rows say what both came to.
+        Names of sources and templates are not part of its identity: the tokens of the rows depend on both.
         """
         cfg = self.cfg
         settings: dict[str, Any] = dict(dtype=cfg.train.dtype, seq=cfg.train.seq)
         settings |= dict(copies=self.copies) if self.copies > 1 else {}
         settings |= dict(float8=cfg.train.float8) if cfg.train.float8 != "none" else {}
-        again = "remove it, and the log-probs are taken again; or name another --out"
+        again = "remove it, and the log-probs are computed again; or name another --out"
         if step:
             again = (
-                f"weights have moved for {step} steps, so none can be taken of their start; resume with the "
-                "data, template, --init and settings that the run began with, in its version of tmoe, or "
-                "begin a run with another --out"
+                f"the weights have been trained for {step} steps, so the log-probs of their start cannot be "
+                "computed any more; resume with the data, template, --init and settings that the run began "
+                "with, in its version of tmoe, or begin a run with another --out"
             )
         folder = Path(cfg.out) / "reference"
         return ReferenceStore.open(folder, self.copies * self.total, weights, tokens, settings, again)
 
     @torch.no_grad()
     def _pass(self, model: Transformer | Stages, data: ChatDataset, run: Runtime, found: Tensor) -> None:
-        """Every row of a data set once, in the shapes of the training: into `found`, by number."""
+        """Computes every row of a data set once, in the shapes of training; log-probs go into `found`."""
         once = copy.copy(data)
         once.weights, once.ahead = [source.samples for source in data.sources], 0
         train, axes = self.cfg.train, self.mesh.axes
@@ -199,7 +199,7 @@ class Preference(Task):
         model.reshard()
 
     def others(self, batches: Sequence[ChatBatch], data: ChatDataset, run: Runtime) -> list[ChatBatch]:
-        """What else the reference is asked about the sequences of batches, under the same numbers."""
+        """Further batches for the reference, whose sequences have the numbers of those of `batches`."""
         return []
 
     @torch.no_grad()

@@ -1,12 +1,12 @@
-"""Log-probs of a frozen reference: worked out once, and kept under hashes of all that they depend on.
+"""Log-probs of a frozen reference: computed once, and kept with hashes of all that they depend on.
 
     store = ReferenceStore.open(run / "reference", rows=len(pairs), weights=weights_hash(start),
                                 tokens=tokens_hash(rows), settings=dict(template=..., dtype="bf16", ...))
-    for piece in store.missing():                   # after a stop: what is left
+    for piece in store.missing():                   # after a stop: the remaining pieces
         store.write(piece, sums_of(piece))          # [rows of the piece, ...]
     refs = store.read()                             # [rows, ...]
 
-A piece is a file of its own, whole or absent. A folder of other weights, tokens or settings is refused.
+Each piece is a separate file, whole or absent. A folder for other weights, tokens or settings is refused.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ from tmoe.checkpoint.manifest import is_step, read_manifest
 from tmoe.config.check import ConfigError
 
 NAME = "identity.json"
-PIECE = 4096  # rows of a file: some minutes of work, at most, that a stop costs
+PIECE = 4096  # rows of a file; a stop loses the work on one file, a few minutes at most
 
 
 class ReferenceStore:
-    """The reference's log-probs of `rows` rows, of any further shape. Every rank may have it open."""
+    """The reference's log-probs of `rows` rows, of any further shape. All ranks may open the same store."""
 
     def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """What `open` has checked."""
+        """Called by `open`, which has checked the arguments."""
         self.folder, self.rows = folder, facts["rows"]
         self.identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -48,16 +48,18 @@ class ReferenceStore:
         settings: Mapping[str, Any],
         otherwise: str = "remove it, or name another folder",
     ) -> Self:
-        """The store in this folder, made where there is none.
+        """The store in this folder; it is made if there is none.
 
         Args:
-            weights: `weights_hash` of the reference; with adapters that are off, of what they stand on.
+            folder: where the store is.
+            rows: number of rows.
+            weights: `weights_hash` of the reference; with adapters that are off, of their base model.
             tokens: `tokens_hash` of all rows in order.
-            settings: whatever else changes a log-prob, as JSON has it: dtype, temperature, fp32_logits.
-                Template and tokenizer need not be there: `tokens` is of what both made.
-            otherwise: what to do about a folder of something else.
+            settings: every other setting that changes a log-prob, of JSON's types: dtype, temperature,
+                fp32_logits. Template and tokenizer are not needed, because `tokens` depends on both.
+            otherwise: what to do about a folder with another identity, for the error.
 
-        Raises ConfigError where the folder holds log-probs of something else.
+        Raises ConfigError where the folder holds log-probs with another identity.
         """
         folder = Path(folder)
         facts = json.loads(
@@ -76,15 +78,15 @@ class ReferenceStore:
         return cls(folder, found)
 
     def pieces(self) -> list[range]:
-        """All rows, in the ranges that files hold: the same for any number of ranks."""
+        """All rows, in the ranges that files hold; the ranges are the same for any number of ranks."""
         return [range(i, min(i + PIECE, self.rows)) for i in range(0, self.rows, PIECE)]
 
     def missing(self) -> list[range]:
-        """Pieces without a file. Ranks that compute together take one rank's answer."""
+        """Pieces without a file. Ranks that compute together must use one rank's list."""
         return [piece for piece in self.pieces() if not self._path(piece).exists()]
 
     def write(self, piece: range, values: Tensor) -> None:
-        """Keeps a piece's log-probs, [rows of the piece, ...]: one rank writes it."""
+        """Writes a piece's log-probs, [rows of the piece, ...]. One rank must write each piece."""
         if piece not in self.pieces() or len(values) != len(piece):
             shape = tuple(values.shape)
             raise ValueError(f"piece: got {piece} with values {shape}, must be one of pieces() with its rows")
@@ -103,15 +105,13 @@ class ReferenceStore:
             with safe_open(path, "pt") as file:
                 values, about = file.get_tensor("logps"), file.metadata() or {}
         except FileNotFoundError as error:
-            raise ConfigError(f"{path}: is missing: work it out again") from error
+            raise ConfigError(f"{path}: is missing: compute it again") from error
         except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"{path}: is damaged ({error}): remove it, and it is worked out again"
-            ) from error
+            raise ConfigError(f"{path}: is damaged ({error}): remove it, and it is computed again") from error
         if about.get("identity") != self.identity:
             raise ConfigError(f"{path}: belongs to another store: remove it")
         if len(values) != len(piece) or about.get("sha256") != _digest(values):
-            raise ConfigError(f"{path}: is damaged (its hash differs): remove it, and it is worked out again")
+            raise ConfigError(f"{path}: is damaged (its hash differs): remove it, and it is computed again")
         return values
 
     def _path(self, piece: range) -> Path:
@@ -121,8 +121,8 @@ class ReferenceStore:
 def weights_hash(folder: str | Path) -> str:
     """A hash of a model's weights: of a step folder's manifest, or of all bytes of a Hugging Face folder.
 
-    A manifest has the hashes of its tensors, so no weight is read. A step folder that was resharded has
-    another hash. ValueError for a folder with neither.
+    A manifest has the hashes of its tensors, so no weight is read. A resharded step folder has another hash.
+    ValueError for a folder with neither manifest nor safetensors.
     """
     folder = Path(folder)
     sha = hashlib.sha256()
@@ -145,7 +145,7 @@ def weights_hash(folder: str | Path) -> str:
 
 
 def tokens_hash(rows: Iterable[Iterable[Tensor]]) -> str:
-    """A hash of all rows in order; a row is its tensors: token ids, masks, where pairs lie."""
+    """A hash of all rows in order. A row is given as its tensors: token ids, masks, places of pairs."""
     sha = hashlib.sha256()
     for row in rows:
         sha.update(b"row")
@@ -164,7 +164,7 @@ def _digest(t: Tensor) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """The file, whole or absent, whichever ranks write it at once."""
+    """Writes a file, whole or absent, even if several ranks write it at once."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with HashedFile(aside) as file:
@@ -176,9 +176,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _differences(found: Any, wanted: Mapping[str, Any]) -> list[str]:
-    """What differs between two identities, in words."""
+    """The differences between two identities, in words."""
     if not isinstance(found, dict):
-        return ["it is no identity of tmoe's"]
+        return ["it is not an identity that tmoe wrote"]
     old, new = ({**facts, **(facts.get("settings") or {})} for facts in (found, wanted))
     names = sorted((old.keys() | new.keys()) - {"settings", "data"})  # data: older stores' names of sources
     return [f"{n}: {old.get(n)!r} there, {new.get(n)!r} here" for n in names if old.get(n) != new.get(n)]

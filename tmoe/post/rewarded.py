@@ -15,9 +15,9 @@ MOST_KINDS = 3  # of faults, in a message
 
 
 class Rewarded:
-    """Answers with a reward among those of the step under way, equal on every rank.
+    """Counts of the current step's answers, and of those with a reward; equal on every rank.
 
-    words: of --grpo.rewards. allowed: steps in a row that may be without any reward.
+    words: the words of --grpo.rewards. allowed: steps in a row that may be without any reward.
     """
 
     def __init__(self, words: Sequence[str], allowed: int) -> None:
@@ -26,12 +26,12 @@ class Rewarded:
         self.begin()
 
     def begin(self) -> None:
-        """A new step: all counts are 0."""
+        """Begins a new step: sets all counts to 0."""
         self.answers = self.known = 0
         self.faults: Counter[str] = Counter()
 
     def add(self, rewards: Iterable[float], faults: Iterable[Mapping[str, int]]) -> None:
-        """Rewards of answers, NaN for none; and what went wrong on each rank, as `Scores.faults`."""
+        """Adds rewards of answers, NaN for none, and each rank's faults, as in `Scores.faults`."""
         for reward in rewards:
             self.answers += 1
             self.known += not math.isnan(reward)
@@ -39,9 +39,9 @@ class Rewarded:
             self.faults.update(some)
 
     def judge(self, where: str) -> None:
-        """Ends the step. NothingToLearn where more than `allowed` of them in a row had no reward.
+        """Ends the step. Raises NothingToLearn after more than `allowed` steps in a row without a reward.
 
-        where: the step or the validation, in words.
+        where: the step or the validation, for the message.
         """
         if self.known or not self.answers:
             self.in_a_row = 0

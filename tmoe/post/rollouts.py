@@ -1,7 +1,7 @@
 """rollouts.jsonl of a run folder: samples of every step with their rewards, written and read.
 
 A line is a sample: step, number (the prompt's), sample, prompt, answer, reward, parts, finish, tokens,
-advantage. What is unknown or not finite is null.
+advantage. A value that is unknown or not finite is null.
 
 next: tmoe/commands/rollouts.py
 """
@@ -24,14 +24,14 @@ KEYS = "step", "number", "sample", "prompt", "answer", "reward", "parts", "finis
 
 
 class Rollout(NamedTuple):
-    """A sample and what became of it."""
+    """A sampled answer, its rewards and its advantage."""
 
     step: int
     """from 1 on"""
     number: int
-    """the prompt's"""
+    """number of the prompt"""
     sample: int
-    """which answer to the prompt"""
+    """number of the answer among those to its prompt"""
     prompt: str
     answer: str
     reward: float | None
@@ -40,18 +40,20 @@ class Rollout(NamedTuple):
     finish: str
     """stop or length"""
     tokens: int
-    """of the answer"""
+    """number of tokens of the answer"""
     advantage: float | None
 
 
 class RolloutLog:
-    """Writes rollouts of a run; one process of a run does.
+    """Writes the rollouts of a run. One process of a run has such a log.
 
-    done: steps that were done before this process. Lines of later ones are dropped, to be written again. A
-    run that begins anew, with none, keeps all lines that it finds in rollouts.before-N.jsonl.
-    keep: samples of a step that are written. Of more, those are that divide the step's rewards evenly: the
-    best, the worst, and from rank to rank between them. say: prints a line where the file cannot be written.
-    The run goes on without it.
+    Args:
+        run: the run folder.
+        done: steps that were done before this process. Lines of later steps are dropped; they are written
+            again. With 0, a new run, lines that the file has are kept in rollouts.before-N.jsonl.
+        keep: most samples of a step that are written. If a step has more, the written ones are evenly spaced
+            by rank of their reward, from the worst to the best.
+        say: prints a line if the file cannot be written. The run then continues without the file.
     """
 
     def __init__(self, run: Path, done: int, keep: int, say: Callable[[str], Any]) -> None:
@@ -73,7 +75,7 @@ class RolloutLog:
         self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, rollouts: Sequence[Rollout]) -> None:
-        """The samples of one step, all lines at once or none."""
+        """Writes the samples of one step: all lines at once, or none."""
         lines = [as_line(one) for one in spread(rollouts, self.keep)]
         if (file := self.file) is not None:
             self.look(lambda: append(file, b"".join(lines)))
@@ -85,7 +87,7 @@ class RolloutLog:
 
 
 def as_line(rollout: Rollout) -> bytes:
-    """Only ASCII: text of any kind comes back as it was."""
+    """The line of a sample, ASCII only, so that any text is read back unchanged."""
     told = rollout._asdict() | COUNTED
     told |= dict(reward=_finite(rollout.reward), advantage=_finite(rollout.advantage))
     told["parts"] = {name: _finite(value) for name, value in rollout.parts.items()}
@@ -97,13 +99,13 @@ def _finite(value: float | None) -> float | None:
 
 
 def rank(rollout: Rollout) -> tuple[float, int, int]:
-    """By reward, none first; equal ones by prompt and sample."""
+    """Sort key: by reward, samples without one first; at equal rewards by prompt and sample."""
     known = _finite(rollout.reward)
     return (-math.inf if known is None else known, rollout.number, rollout.sample)
 
 
 def spread(rollouts: Sequence[Rollout], keep: int) -> list[Rollout]:
-    """At most `keep` of them, evenly by rank with both ends, in the order in which they were given."""
+    """At most `keep` rollouts, evenly spaced by rank with both ends, in their given order."""
     if len(rollouts) <= keep:
         return list(rollouts)
     order = sorted(range(len(rollouts)), key=lambda i: rank(rollouts[i]))
@@ -113,9 +115,9 @@ def spread(rollouts: Sequence[Rollout], keep: int) -> list[Rollout]:
 
 
 def read_rollouts(run: Path) -> Iterator[Rollout]:
-    """Those of a run folder in the order of its file; torn and foreign lines are passed over.
+    """The rollouts of a run folder in the order of its file; torn and foreign lines are skipped.
 
-    Raises ValueError, which names the folder, without a file.
+    Raises ValueError, which names the folder, if it has no such file.
     """
     path = run / NAME
     if not path.is_file():

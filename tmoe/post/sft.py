@@ -1,4 +1,4 @@
-"""Supervised finetuning: the cross-entropy of an assistant's words in conversations.
+"""Supervised finetuning: the cross-entropy of the assistant's tokens in conversations.
 
 next: post/preference.py
 """
@@ -25,11 +25,11 @@ from tmoe.post.task import Task
 
 
 class Sft(Task):
-    """Sum over trained tokens of -ln p(token), divided by how many of them the step has.
+    """The mean of -ln p(token), in nats, over the trained tokens of a step.
 
-    With --sft.neftune A each channel of a token's embedding gets noise of uniform(-1, 1) A / sqrt(n D), n the
-    length of its own conversation (NEFTune, Jain et al. 2023). With --sft.dft a token's loss is weighed by
-    its probability.
+    With --sft.neftune A, noise of uniform(-1, 1) A / sqrt(n D) is added to each channel of a token's
+    embedding, where n is the number of tokens of its conversation (NEFTune, Jain et al. 2023). With --sft.dft
+    a token's loss is weighed by its probability.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh):
@@ -55,7 +55,7 @@ class Sft(Task):
             yield micro._replace(given=given)
 
     def noise(self, micro: Micro, alpha: float) -> Tensor:
-        """Alpha / sqrt(n D) at each token, n the tokens of its sequence, 0 at padding [B, S]."""
+        """Alpha / sqrt(n D) for each token [B, S], with n the tokens of its sequence; 0 for padding."""
         given = micro.given or {}
         sequences_BS, count = given["sequences"], given["numbers"].numel()
         lengths = sequences_BS.flatten().add(1).bincount(minlength=count + 1)
@@ -65,5 +65,5 @@ class Sft(Task):
 
 
 def dft(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
-    """The objective of dynamic finetuning: sum over tokens of `losses.sft.sft`."""
+    """The objective of dynamic finetuning: the sum over tokens of `losses.tokens.sft` with dft."""
     return token_loss(h_TD, weight_VD, targets_T, partial(sft, dft=True)).loss

@@ -1,4 +1,4 @@
-"""The tasks by name, and that of a run.
+"""The tasks by name, and the task of a run.
 
 next: post/task.py
 """

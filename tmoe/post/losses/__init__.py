@@ -1,7 +1,7 @@
 """Losses of finetuning, preferences and policies by name; each is a pure function.
 
-tokens.py, sequences.py and pairs.py have the formulas by what these are of. policy.py has what all losses of
-sampled tokens share, sums.py the counts and weights that make shares add up.
+tokens.py, sequences.py and pairs.py have the formulas, by the inputs of a loss. policy.py has the code that
+all losses of sampled tokens share, sums.py the counts and weights by which the shares of ranks add up.
 
 next: sums.py
 """
@@ -22,14 +22,14 @@ Task = Literal["sft", "preference", "grpo"]
 
 
 class Loss(NamedTuple):
-    """What a loss is made of; what it takes is told by `of`."""
+    """A loss by name: its formula and its facts. `of` names the formula's inputs."""
 
     task: Task
     of: Literal["tokens", "sequences", "pairs", "completions"]
     formula: Callable[..., Tensor]
-    per: Per | None = None  # how tokens are weighed; None: a mean over pairs or completions
+    per: Per | None = None  # how tokens are weighted; None: a mean over pairs or completions
     needs_reference: bool = False
-    changed: tuple[tuple[str, Any], ...] = ()  # options whose default differs from the formula's
+    changed: tuple[tuple[str, Any], ...] = ()  # options whose defaults differ from the formula's
 
     @property
     def options(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def find(name: str, task: Task, options: dict[str, Any]) -> tuple[Loss, dict[str, Any]]:
-    """The loss of this name for this task, and all its options; ValueError for what there is not."""
+    """The loss of this name for this task, and all its options. ValueError for an unknown name or option."""
     valid = [other for other, loss in LOSSES.items() if loss.task == task]
     if name not in valid:
         raise ValueError(f"loss={name!r}: must be one of {', '.join(valid)} for {task}")
@@ -77,12 +77,14 @@ def preference_share(
     baseline: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """This micro-batch's share of a preference loss, 0-dim fp32: shares of ranks and micro-batches add up.
+    """This micro-batch's share of a preference loss, 0-dim fp32. All shares of a step sum to its loss.
 
     Args:
-        batch: Pairs, whose loss is the mean over the step's pairs; for kto Completions, and over its
-            sequences.
-        baseline: for kto alone: `baseline_of`, of the whole step.
+        name: of the loss.
+        batch: Pairs; the loss is the mean over the step's pairs. For kto Completions; the loss is the mean
+            over the step's completions.
+        counts: of the whole step.
+        baseline: for kto only: `baseline_of` of the whole step.
         options: of the loss's formula.
     """
     loss, chosen = find(name, "preference", options)
@@ -102,10 +104,16 @@ def make_policy(
     per: Per | None = None,
     **options: Any,
 ) -> Policy:
-    """The policy loss of this name; ValueError for a name or an option that there is not.
+    """The policy loss of this name. ValueError for an unknown name or option.
 
-    max_tokens: the most tokens of a completion, which dr_grpo divides by. per: how tokens are weighed, if not
-    as the loss has it.
+    Args:
+        name: of the loss.
+        kl: factor of the divergence from the reference.
+        entropy: factor of the entropy, which is subtracted from the loss.
+        max_tokens: the most tokens of a completion, by which dr_grpo divides.
+        estimator: of the divergence.
+        per: how tokens are weighted; None: as the loss does by default.
+        options: of the loss's formula.
     """
     loss, chosen = find(name, "grpo", options)
     per = per or loss.per

@@ -1,4 +1,4 @@
-"""Losses of preferences: a chosen and a rejected completion of each pair, by sums of their log-probs.
+"""Losses of preferences, from the log-probs of each pair's chosen and rejected completion.
 
 next: tmoe/post/preference.py
 """
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 class Pairs(NamedTuple):
-    """Sums over a completion's trained tokens, [P] each: of the policy's log-probs and of a reference's.
+    """Sums of log-probs over a completion's trained tokens, [P] each, by the policy and by a reference.
 
-    Sums are lp(y), means over a completion's tokens are a(y) in the formulas.
+    In the formulas, lp(y) is such a sum, and a(y) is the mean over the completion's tokens.
     """
 
     chosen: Tensor
@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
 
     @property
     def delta(self) -> Tensor:
-        """(lp_c - ref_c) - (lp_r - ref_r): how much more the policy prefers the chosen one than before."""
+        """(lp_c - ref_c) - (lp_r - ref_r): the policy's preference for the chosen minus the reference's."""
         gained, lost = self.gains
         return gained - lost
 
@@ -39,12 +39,12 @@ class Pairs(NamedTuple):
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
-        """a_c and a_r."""
+        """a_c and a_r: the means over tokens of the chosen and of the rejected."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
 def pairs_of(sums_N: Tensor, tokens_N: Tensor, refs_N: Tensor | None = None) -> Pairs:
-    """Pairs of a micro-batch's sequences: number 2p is a pair's chosen one, 2p + 1 the rejected.
+    """Pairs of a micro-batch's sequences: sequence 2p is pair p's chosen one, 2p + 1 the rejected one.
 
     sums_N, refs_N: `sequence_sums` of log-probs; tokens_N: `trained_tokens`.
     """
@@ -63,9 +63,9 @@ def minus_log_sigmoid(x: Tensor) -> Tensor:
 def sigmoid(pairs: Pairs, beta: float = 0.1, smoothing: float = 0.0) -> Tensor:
     """-(1 - e) ln s(beta D) - e ln s(-beta D), nats, of each pair [P]; s the logistic function.
 
-    D is `Pairs.delta`, in nats; beta (1/nat) is how much a nat of it counts: smaller lets the policy move
-    further from the reference. e, `smoothing`: the share of pairs that are taken to be labelled the wrong
-    way round ("conservative DPO"). ln 2 while policy and reference are equal. Rafailov et al. 2023, arXiv
+    D is `Pairs.delta`, in nats. beta (1/nat) is the weight of D: a smaller beta lets the policy move further
+    from the reference. e, `smoothing`: the share of pairs whose labels are assumed to be swapped
+    ("conservative DPO"). The loss is ln 2 while policy and reference are equal. Rafailov et al. 2023, arXiv
     2305.18290, equation 7.
     """
     x = beta * pairs.delta
@@ -87,18 +87,18 @@ def robust(pairs: Pairs, beta: float = 0.1, noise: float = 0.1) -> Tensor:
 def hinge(pairs: Pairs, beta: float = 0.1) -> Tensor:
     """max(0, 1 - beta D) of each pair [P], without unit.
 
-    D: `Pairs.delta`, nats. No gradient from pairs whose D is above 1 / beta. Zhao et al. 2023 (SLiC), arXiv
+    D: `Pairs.delta`, nats. Pairs whose D is above 1 / beta give no gradient. Zhao et al. 2023 (SLiC), arXiv
     2305.10425, with DPO's D; Liu et al. 2023, arXiv 2309.06657.
     """
     return (1 - beta * pairs.delta).clamp(min=0)
 
 
 def ipo(pairs: Pairs, beta: float = 0.1) -> Tensor:
-    """(D_a - 1 / (2 beta))^2 of each pair [P], in nats a token squared.
+    """(D_a - 1 / (2 beta))^2 of each pair [P], in (nats a token)^2.
 
-    D_a: D of means over a completion's tokens in place of sums, as all implementations have it: with sums
-    long completions would be held to the same distance as short ones. beta: 1 / (2 beta) is the margin that
-    it draws D_a to. Azar et al. 2023, arXiv 2310.12036, equation 17.
+    D_a: D with means over a completion's tokens in place of sums, as in all implementations: with sums, long
+    completions would have the same target as short ones. beta: 1 / (2 beta) is the target of D_a. Azar et al.
+    2023, arXiv 2310.12036, equation 17.
     """
     gained, lost = pairs.gains
     return (gained / pairs.chosen_tokens - lost / pairs.rejected_tokens - 1 / (2 * beta)).square()
@@ -129,9 +129,9 @@ def orpo(pairs: Pairs, weight: float = 0.1) -> Tensor:
 def log1mexp(x: Tensor) -> Tensor:
     """ln(1 - e^x) for x < 0, without cancellation near 0 and far from it (Maechler 2012).
 
-    Above -1e-7 it stays what it is there: a completion that is certain has no odds.
+    x above -1e-7 is replaced by -1e-7, because the odds of a certain completion are infinite.
     """
     x = x.clamp(max=-1e-7)
     near = x > -math.log(2)
-    # each branch gets arguments at which its gradient is finite, also where the other one is taken
+    # each branch gets arguments with a finite gradient, also where `where` chooses the other branch
     return torch.where(near, (-x.where(near, -0.1).expm1()).log(), (-x.where(~near, -1.0).exp()).log1p())

@@ -1,4 +1,4 @@
-"""A loss of sampled tokens, whole: a policy's formula, its normaliser, KL and entropy, as one share.
+"""The complete loss of sampled tokens: a policy's formula, its normaliser, KL and entropy.
 
 next: tokens.py
 """
@@ -14,7 +14,7 @@ from tmoe.post.losses.tokens import Estimator, kl
 
 
 class Rollouts(NamedTuple):
-    """A micro-batch of sampled sequences: T tokens of N sequences, laid out as sums.py says."""
+    """A micro-batch of sampled sequences: T tokens of N sequences, in the layout that sums.py describes."""
 
     old_T: Tensor  # log-probs when the tokens were drawn
     advantages_N: Tensor
@@ -28,7 +28,7 @@ class Rollouts(NamedTuple):
 class Policy:
     """A policy loss with its settings. It does not hold tensors.
 
-    Where `fused`, its derivative is made while a chunk's logits live:
+    If it is `fused`, its derivative is computed while the logits of a chunk of tokens are in memory:
 
         found = ops.token_loss(h, W, targets, policy, policy.inputs(rollouts, counts),
                                temperature, entropy=policy.needs_entropy)     # found.loss is the share
@@ -51,15 +51,17 @@ class Policy:
         estimator: Estimator = "k2",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """A loss by name is made by `make_policy`.
+        """Use `make_policy` for a loss by name.
 
         Args:
-            formula: (logp, old, advantage) of tokens to their losses; where not fused
-                (logp, old, tokens, advantage) of sequences, sums over them, to theirs.
-            per: how tokens are weighed (`token_weights`).
-            kl: factor of the policy's divergence from the reference, by this estimator.
-            entropy: factor of the entropy that is taken off the loss.
+            formula: if fused, (logp, old, advantage) of tokens -> their losses; else
+                (logp, old, tokens, advantage) of sequences -> their losses, with sums of log-probs.
+            per: how tokens are weighted (`token_weights`).
+            fused: whether it is a loss of single tokens.
+            kl: factor of the policy's divergence from the reference.
+            entropy: factor of the entropy, which is subtracted from the loss.
             max_tokens: for per "constant": the most tokens of a completion.
+            estimator: of the divergence.
             options: of the formula.
         """
         self.formula, self.per, self.fused = formula, per, fused
@@ -76,9 +78,9 @@ class Policy:
         return self.kl != 0.0
 
     def inputs(self, rollouts: Rollouts, counts: StepCounts) -> tuple[Tensor, ...]:
-        """What `__call__` takes of each token beside log-prob and entropy.
+        """The inputs of `__call__` for each token, in addition to log-prob and entropy.
 
-        Where tp or cp divide sequences: of whole rows first, then this rank's own tokens of each.
+        Where tp or cp divide sequences, compute them of whole rows, then select this rank's tokens.
         """
         r = rollouts
         weights = token_weights(r.mask_T, r.segments_T, r.lengths_N, counts, self.per, self.max_tokens)
@@ -93,9 +95,9 @@ class Policy:
         return tuple(found)
 
     def __call__(self, logp: Tensor, *inputs: Tensor) -> Tensor:
-        """Each token's part of the share: f of `ops.token_loss`.
+        """Each token's part of the share: the function f of `ops.token_loss`.
 
-        inputs: the entropy, where needed, and what `inputs` gave; of all tokens or of some.
+        inputs: the entropy, if it is needed, and the result of `inputs`, for all tokens or for some.
         """
         if not self.fused:
             raise ValueError(f"{self.formula.__name__}: is a loss of whole sequences: call share")
@@ -106,9 +108,9 @@ class Policy:
     def share(
         self, logp_T: Tensor, rollouts: Rollouts, counts: StepCounts, entropy_T: Tensor | None = None
     ) -> Tensor:
-        """This micro-batch's share of the step's loss, 0-dim: shares of all ranks and micro-batches add up.
+        """This micro-batch's share of the step's loss, 0-dim. All shares of a step sum to its loss.
 
-        logp_T, entropy_T: of `ops.logprobs`.
+        logp_T, entropy_T: the results of `ops.logprobs`, [T].
         """
         H = [self._entropy(entropy_T)] if self.needs_entropy else []
         inputs = self.inputs(rollouts, counts)
@@ -122,16 +124,17 @@ class Policy:
         return self.of_sequences(logp_N, old_N, rollouts, counts) + self._beside(logp_T, H, inputs[3:]).sum()
 
     def of_sequences(self, logp_N: Tensor, old_N: Tensor, rollouts: Rollouts, counts: StepCounts) -> Tensor:
-        """The formula's share, of sums over whole sequences: where cp divides these, added up over its ranks.
+        """The formula's share, from sums over whole sequences.
 
-        Every rank of such a group then gets the group's share.
+        Where cp divides sequences, the sums must be over all its ranks; each of them then gets the same
+        share.
         """
         r = rollouts
         losses = self.formula(logp_N, old_N, r.lengths_N, r.advantages_N, **self.options)
         return (losses * (r.lengths_N > 0) / counts.sequences.clamp(min=1)).sum().float()
 
     def _beside(self, logp: Tensor, H: list[Tensor], rest: tuple[Tensor, ...]) -> Tensor:
-        """KL and entropy of each token."""
+        """The terms of KL and entropy of each token."""
         losses = torch.zeros_like(logp)
         if self.needs_reference:
             losses = losses + self.kl * rest[0] * kl(logp, rest[1], self.estimator)

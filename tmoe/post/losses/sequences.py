@@ -1,4 +1,4 @@
-"""Losses of whole sequences: GSPO, RLOO and KTO; advantages of their rewards, penalties of their lengths.
+"""Losses of whole sequences (GSPO, RLOO, KTO), advantages from rewards, and the penalty for length.
 
 next: pairs.py
 """
@@ -18,16 +18,18 @@ Baseline = Literal["normalised", "mean", "leave-one-out"]
 def advantages(
     rewards_N: Tensor, prompts_N: Tensor, baseline: Baseline = "normalised", epsilon: float = 1e-4
 ) -> Tensor:
-    """How much better a sample is than those of its prompt, fp32 [N].
+    """How much better each sample is than the other samples of its prompt, fp32 [N].
 
-    With mean and std (n - 1) over the samples of equal prompt id, in the order in which they come:
+    With mean and std (n - 1) over the samples of equal prompt id, in the given order:
         normalised: (r - mean) / (std + epsilon). GRPO, Shao et al. 2024, arXiv 2402.03300; epsilon 1e-4 is
             TRL's, 1e-6 verl's.
-        mean: r - mean. Dr.GRPO, Liu et al. 2025, arXiv 2503.20783: std weighs easy and hard prompts more.
-        leave-one-out: r - mean of the others = n / (n - 1) (r - mean). RLOO, Ahmadian et al. 2024.
+        mean: r - mean. Dr.GRPO, Liu et al. 2025, arXiv 2503.20783: dividing by std gives easy and hard
+            prompts more weight.
+        leave-one-out: r - mean of the other samples = n / (n - 1) (r - mean). RLOO, Ahmadian et al. 2024.
 
-    A reward of NaN stands for none: it is in no mean, and its advantage is 0. So is that of a prompt's only
-    sample. rewards_N, prompts_N: all of the step's samples; ids are integers.
+    A reward of NaN means that there is none: it is in no mean, and its advantage is 0. The advantage of a
+    prompt's only sample is 0 as well.
+    rewards_N, prompts_N: rewards and integer prompt ids of all samples of the step.
     """
     rewards = rewards_N.double()
     group, n = _groups(rewards, prompts_N)
@@ -52,9 +54,10 @@ def advantages_over_ranks(
     baseline: Baseline = "normalised",
     epsilon: float = 1e-4,
 ) -> Tensor:
-    """`advantages` of this rank's samples, whose prompts other ranks may have samples of too.
+    """`advantages` of this rank's samples; other ranks may have samples of the same prompts.
 
-    A collective over ranks that have any number of samples, none too. group None: this process alone.
+    A collective over ranks, each of which may have any number of samples, also 0. group None: this process
+    alone.
     """
     told = gathered((rewards_N.tolist(), prompts_N.tolist()), group)
     everyone = [torch.tensor([x for part in column for x in part]) for column in zip(*told, strict=True)]
@@ -65,9 +68,9 @@ def advantages_over_ranks(
 
 
 def telling(rewards_N: Tensor, prompts_N: Tensor) -> Tensor:
-    """Whether a sample's prompt has samples of unequal rewards, bool [N]; NaN stands for none.
+    """Whether a sample's prompt has samples of unequal rewards, bool [N]; NaN: no reward.
 
-    Others have advantage 0 throughout: DAPO's dynamic sampling draws further prompts in their place.
+    All samples of other prompts have advantage 0: DAPO's dynamic sampling replaces these prompts.
     """
     rewards = rewards_N.double()
     group, n = _groups(rewards, prompts_N)
@@ -81,7 +84,7 @@ def telling(rewards_N: Tensor, prompts_N: Tensor) -> Tensor:
 
 
 def _groups(rewards: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """The group of each sample, and the known rewards of each group."""
+    """The group of each sample, and the number of known rewards of each group."""
     _, group = prompts.unique(return_inverse=True)
     groups = int(group.max()) + 1 if len(group) else 0
     return group, _sums((~rewards.isnan()).double(), group, groups)
@@ -92,7 +95,8 @@ def _sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
 
 
 def overlong_penalty(tokens_N: Tensor, longest: int, margin: int) -> Tensor:
-    """What is added to the reward of answers of n tokens: 0, then ((longest - margin) - n) / margin, then -1.
+    """Penalty that is added to the reward of an answer of n tokens: ((longest - margin) - n) / margin in
+    [-1, 0].
 
     It falls from 0 to -1 over the last `margin` tokens before `longest`. DAPO, Yu et al. 2025, arXiv
     2503.14476, equation 13.
@@ -103,7 +107,7 @@ def overlong_penalty(tokens_N: Tensor, longest: int, margin: int) -> Tensor:
 
 
 def without_truncated(mask_T: Tensor, segments_T: Tensor, truncated_N: Tensor) -> Tensor:
-    """The mask without the tokens of sequences that were cut off: out of the loss, not out of attention."""
+    """The mask without the tokens of truncated sequences; this changes the loss, not the attention."""
     return mask_T * ~truncated_N[segments_T]
 
 
@@ -118,13 +122,16 @@ def gspo(
 ) -> Tensor:
     """-min(s A, clip(s, 1 - low, 1 + high) A) of each sequence [N], in units of the advantage.
 
-    s = e^mean(lp - old) over a sequence's trained tokens, not the product of their ratios. Mean over
-    sequences. It is GRPO with rho = sg(s) e^(lp - sg(lp)) at each token: the same value, the same gradient.
-    Routers of experts that change between two policies move single tokens' ratios much more than s. Zheng et
-    al. 2025, arXiv 2507.18071.
+    s = e^mean(lp - old) over a sequence's trained tokens, not the product of their ratios. The step's loss is
+    the mean over sequences. It equals GRPO with rho = sg(s) e^(lp - sg(lp)) at each token, in value and
+    gradient. If routing to experts differs between the two policies, the ratios of single tokens change much
+    more than s. Zheng et al. 2025, arXiv 2507.18071.
 
     Args:
-        logp_N, old_N: sums over a sequence's trained tokens, tokens_N their number.
+        logp_N, old_N: sums of log-probs over a sequence's trained tokens [N].
+        tokens_N: number of a sequence's trained tokens [N].
+        advantage_N: of each sequence [N].
+        low, high, dual: as in `tokens.clipped`.
     """
     tokens = tokens_N.clamp(min=1)
     return clipped(logp_N / tokens, old_N / tokens, advantage_N, low, high, dual)
@@ -141,15 +148,16 @@ def rloo(
 ) -> Tensor:
     """-min(rho A, clip(rho, 1 - low, 1 + high) A) of each sequence [N], in units of the advantage.
 
-    rho = e^(sum of lp - old) over a sequence's trained tokens. While policy and old are equal its gradient is
-    -A times that of the sequence's log-prob: REINFORCE with the mean of the other samples as baseline
-    (`advantages`, "leave-one-out"). Mean over sequences. Ahmadian et al. 2024, arXiv 2402.14740.
+    rho = e^(sum of lp - old) over a sequence's trained tokens. While the policy equals the old one, the
+    gradient is -A times that of the sequence's log-prob: REINFORCE with the mean of the other samples as
+    baseline (`advantages`, "leave-one-out"). The step's loss is the mean over sequences. Ahmadian et al.
+    2024, arXiv 2402.14740.
     """
     return clipped(logp_N, old_N, advantage_N, low, high, dual)
 
 
 class Completions(NamedTuple):
-    """Sums of log-probs over a completion's trained tokens, [N] each, of policy and reference."""
+    """Sums of log-probs over a completion's trained tokens, [N] each, by the policy and the reference."""
 
     logp: Tensor
     ref: Tensor
@@ -165,9 +173,9 @@ def kto(
 ) -> Tensor:
     """w_D (1 - s(beta (lp - ref - z))) or w_U (1 - s(beta (z - lp + ref))), of each completion [N], no unit.
 
-    The first for desirable completions, the second for others; s the logistic function. z, `baseline`: nats,
-    the same for the whole step, of `baseline_of`. Where one kind is rare, its
-    weight is to bring w_D n_D / (w_U n_U) between 1 and 4/3. Ethayarajh et al. 2024, arXiv 2402.01306.
+    The first formula is for desirable completions, the second for others; s is the logistic function. z,
+    `baseline`: `baseline_of` of the whole step, in nats. If one kind is rare, choose its weight so that
+    w_D n_D / (w_U n_U) is between 1 and 4/3. Ethayarajh et al. 2024, arXiv 2402.01306.
     """
     gain = completions.logp - completions.ref - baseline.detach()
     signed = gain.where(completions.desirable, -gain)
@@ -177,9 +185,10 @@ def kto(
 
 
 def baseline_of(gains_sum: Tensor, count: Tensor) -> Tensor:
-    """z: the mean over a step of lp - ref of completions under other prompts, at least 0, without gradient.
+    """z: the mean over a step of lp - ref of completions after other prompts, at least 0, without gradient.
 
-    Completion i stands behind prompt i + 1 (the last behind the first): an estimate of the policy's KL from
-    the reference. gains_sum, count: over all ranks and micro-batches, before the step's first loss.
+    Completion i follows prompt i + 1 (the last completion follows the first prompt). z estimates the policy's
+    KL from the reference. gains_sum, count: sum of lp - ref and number of completions, over all ranks and
+    micro-batches, before the step's first loss.
     """
     return (gains_sum / count.clamp(min=1)).clamp(min=0).detach()

@@ -1,10 +1,10 @@
-"""What makes shares of a loss add up: counts of the whole step, weights of tokens, sums over sequences.
+"""Counts of a whole step, weights of tokens and sums over sequences, by which shares of a loss add up.
 
-A loss is a sum over this rank's tokens, sequences or pairs divided by one number of the whole step. So what
-ranks and micro-batches return adds up to the loss, whatever the layout; a mean of means would not.
+Each share is a sum over this rank's tokens, sequences or pairs, divided by one number of the whole step. So
+the shares of ranks and micro-batches sum to the loss in every layout; a mean of means would not.
 
-Tokens lie flat, [T], however they are packed or padded. `segments_T` says which of the micro-batch's N
-sequences a token belongs to; what belongs to none has mask 0 and any segment from 0 to N - 1.
+Tokens are flat, [T], for packed and padded rows. `segments_T` has the index of each token's sequence among
+the micro-batch's N; tokens of no sequence have mask 0 and any segment from 0 to N - 1.
 
 next: policy.py
 """
@@ -28,7 +28,7 @@ class StepCounts(NamedTuple):
 
 
 def trained_tokens(mask_T: Tensor, segments_T: Tensor, sequences: int) -> Tensor:
-    """Trained tokens of each of a micro-batch's sequences, [N] fp32. mask_T: bool, or weights."""
+    """Number of trained tokens of each of a micro-batch's sequences, [N] fp32. mask_T: bool, or weights."""
     return sequence_sums((mask_T != 0).float(), segments_T, sequences).float()
 
 
@@ -39,10 +39,10 @@ def count(mask_T: Tensor, lengths_N: Tensor, pairs: int = 0) -> StepCounts:
 
 
 def add_up(micros: Iterable[StepCounts], group: dist.ProcessGroup | None) -> StepCounts:
-    """The step's counts, of this rank's micro-batches. A collective; group None: this process alone.
+    """The step's counts, from this rank's micro-batches. A collective; group None: this process alone.
 
-    Where tp or cp divide sequences, all ranks of such a group count the same whole rows: then `group` has
-    one rank of each.
+    Where tp or cp divide sequences, all ranks of a row count the same whole rows: `group` must then have one
+    rank of each row.
     """
     total = torch.stack([torch.stack(tuple(micro)) for micro in micros]).sum(0)
     if group is not None:
@@ -51,7 +51,7 @@ def add_up(micros: Iterable[StepCounts], group: dist.ProcessGroup | None) -> Ste
 
 
 def over(values: Tensor, total: Tensor) -> Tensor:
-    """The sum of values divided by the step's number; 0 in a step of nothing."""
+    """The sum of values divided by `total`, a count of the whole step; 0 if the count is 0."""
     return values.sum() / total.where(total > 0, 1.0)
 
 
@@ -63,13 +63,16 @@ def token_weights(
     per: Per = "token",
     max_tokens: int | None = None,
 ) -> Tensor:
-    """How much each token's loss counts, fp32 [T]: the sum of weight x loss is this rank's share.
+    """The weight of each token's loss, fp32 [T]: the sum of weight x loss is this rank's share.
 
     Args:
         mask_T: bool, or weights of tokens.
-        lengths_N: trained tokens of each sequence. Whole sequences', also where cp divides them.
+        segments_T: index of each token's sequence.
+        lengths_N: number of trained tokens of each whole sequence, also where cp divides sequences.
+        counts: of the whole step.
         per: "token": the mean over the step's trained tokens. "sequence": the mean over a sequence's tokens,
             then over sequences. "constant": the sum over tokens, divided by sequences x max_tokens.
+        max_tokens: for "constant": the most tokens of a completion.
     """
     mask = mask_T.float()
     if per == "token":
@@ -83,13 +86,13 @@ def token_weights(
 
 
 def sequence_sums(values_T: Tensor, segments_T: Tensor, sequences: int) -> Tensor:
-    """The sum of values over each sequence, fp64 [N], differentiable, equal in every call.
+    """The sum of values over each sequence, fp64 [N], differentiable and deterministic.
 
-    In fp64: a sum of -1000 in fp32 is off by 6e-5, as much as a first step moves it. Where cp divides
-    sequences, add these up over its ranks.
+    fp64 is needed: a sum of -1000 in fp32 has an error of 6e-5, as much as a first step changes it. Where cp
+    divides sequences, sum the results over its ranks.
     """
     wide = values_T.double()
     sums = wide.new_zeros(sequences)
-    if wide.is_cuda:  # it sorts; index_add would add in random order
+    if wide.is_cuda:  # index_put sorts first; index_add would add in random order
         return sums.index_put((segments_T,), wide, accumulate=True)
     return sums.index_add(0, segments_T, wide)

@@ -1,4 +1,4 @@
-"""Rewards of sampled answers: a weighted sum of functions, worked out in processes that may be killed.
+"""Rewards of sampled answers: a weighted sum of functions, computed in processes that can be killed.
 
     with Rewards(["number", "my_rewards.py:brief:0.2"], workers=4) as rewards:
         scores = rewards.score(samples)                # samples: RewardSample
@@ -31,33 +31,37 @@ log = logging.getLogger(__name__)
 
 
 class Scores(NamedTuple):
-    """What samples are worth, in their order."""
+    """The rewards of samples, in the order of the samples."""
 
     rewards: list[float | None]
-    """the weighted sum; None: left out of the mean of its prompt, its advantage is 0"""
+    """the weighted sum; None: the sample is left out of the mean of its prompt, and its advantage is 0"""
     parts: dict[str, list[float | None]]
     """each reward by its name, without its weight"""
     faults: dict[str, int]
-    """how often a reward gave no number, by its name and what it did: {"exact: raised ValueError": 2}"""
+    """how often a reward gave no number, by its name and the fault: {"exact: raised ValueError": 2}"""
 
 
 def is_length(term: Term) -> bool:
-    """The one reward that needs no process: a formula of the number of tokens."""
+    """Whether this is the reward `length`, a formula of the number of tokens, which needs no process."""
     return term.name == "length" and term.file is None
 
 
 class Rewards:
     """A weighted sum of rewards.
 
-    A reward that returns None does not apply to the sample: the sum is over the others, and None without any.
-    One that raises, hangs, dies, or returns what is no finite number has failed: then the sample's sum is
-    None. Both are counted in `faults`, and the first of a kind is logged with its traceback.
+    A reward that returns None does not apply to the sample: the sum is over the other rewards, and it is None
+    if there is none. A reward that raises, hangs, dies, or does not return a finite number has failed: the
+    sample's sum is then None. Both cases are counted in `faults`, and the first of each kind is logged with
+    its traceback.
 
-    words: of words.py. workers: processes. timeout_s: seconds that one reward may take for one sample. code:
-    whether the reward `code` may run what the model wrote.
+    Args:
+        words: rewards and weights, in the form that words.py describes.
+        workers: number of processes.
+        timeout_s: seconds that one reward may take for one sample.
+        code: whether the reward `code` may run what the model wrote.
 
-    ConfigError for a word that says no reward, and for a file or a function that cannot be imported.
-    RuntimeError from `score` if no worker can be started any more.
+    Raises ConfigError for a word that names no reward, and for a file or a function that cannot be imported.
+    `score` raises RuntimeError if no worker can be started any more.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class Rewards:
         self.told: set[str] = set()
 
     def require_row(self, prompt: str, row: dict[str, Any]) -> None:
-        """ValueError for a data row of which one of tmoe's own rewards can judge no answer."""
+        """ValueError for a data row for which one of tmoe's own rewards cannot judge any answer."""
         sample = RewardSample(prompt, "", row, "stop", 0, 0, 0, 0)
         for term in self.terms:
             if term.file is None and term.argument is None and term.name in OF_ROW:
@@ -82,7 +86,7 @@ class Rewards:
                     raise ValueError(f"--grpo.rewards={term.word}: {error}") from None
 
     def score(self, samples: Sequence[RewardSample]) -> Scores:
-        """All samples, in their order; which worker has which makes no difference."""
+        """Rewards all samples, in their order; it makes no difference which worker gets which sample."""
         found = self.pool.run(samples) if self.pool and samples else [[] for _ in samples]
         by_worker = iter(zip(*found, strict=True))
         lengths = torch.tensor([sample.tokens for sample in samples])
@@ -102,7 +106,7 @@ class Rewards:
         return Scores(rewards, parts, dict(sorted(faults.items())))
 
     def _sum(self, outcomes: dict[str, Outcome], faults: Counter[str]) -> float | None:
-        """Of one sample; counts what has gone wrong."""
+        """The weighted sum of one sample; counts its faults."""
         values = []
         failed = False
         for term in self.terms:

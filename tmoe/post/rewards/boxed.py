@@ -1,8 +1,8 @@
 r"""boxed: 1 for an answer whose last \boxed{...} holds the right answer.
 
-Two answers are equal as numbers (number.py), as values of TeX (expression.py), or as text without what
-changes only the look. Tuples and intervals are so element by element between equal brackets, sets and unions
-in any order.
+Two answers are equal as numbers (number.py), as values of TeX (expression.py), or as text without markup that
+changes only the look. Tuples and intervals are compared element by element between equal brackets, sets and
+unions in any order.
 
 next: post/rewards/expression.py
 """
@@ -24,9 +24,9 @@ WORDS = re.compile(r"[a-zA-Z]{2,}(?:\s+[a-zA-Z]+)*")
 
 
 def boxed(sample: RewardSample) -> float:
-    """0 for an answer without a box. The truth is its own last box, or all of it.
+    """The reward; 0 for an answer without a box. The right answer is the last box of the row's, or all of it.
 
-    Where it is a letter of a choice, text may follow the letter in the box: (C) 12.
+    If the right answer is a letter of a choice, text may follow the letter in the box: (C) 12.
     """
     found, truth = last_boxed(sample.answer), truth_of(sample)
     if found is None:
@@ -38,7 +38,7 @@ def boxed(sample: RewardSample) -> float:
 
 
 def same(a: str, b: str, depth: int = DEPTH) -> bool:
-    """Whether two answers are one, as a reader takes them."""
+    """Whether two answers mean the same to a reader."""
     if max(len(a), len(b)) > MOST:
         return a.split() == b.split()
     looks = a, b
@@ -56,15 +56,15 @@ def same(a: str, b: str, depth: int = DEPTH) -> bool:
 
 
 def _both_signs(text: str) -> list[str]:
-    r"""The two values of a text with one \pm, else none."""
+    r"""The two values of a text with one \pm; [] for another text."""
     parts = PLUS_MINUS.split(text)
     return [sign.join(parts).removeprefix("+") for sign in "+-"] if len(parts) == 2 else []
 
 
 def _by_parts(a: str, b: str, depth: int) -> bool:
-    r"""Unions, sets and the values of \pm in any order, tuples and intervals between equal brackets.
+    r"""Whether answers of several parts are equal: unions, sets and the values of \pm in any order.
 
-    Lists in their order.
+    Tuples and intervals must have equal brackets, and lists the same order.
     """
     if _both_signs(a) or _both_signs(b):
         listed = [text.removeprefix("\\{").removesuffix("\\}") for text in (a, b)]
@@ -93,7 +93,7 @@ def _in_any_order(some: list[str], others: list[str], depth: int) -> bool:
 
 
 def _inside(text: str) -> tuple[str, str]:
-    """The brackets around a whole text, "" for none, and what is between them."""
+    """The brackets around a whole text ("" if there are none), and the text between them."""
     if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
         return "", text
     depth = 0
@@ -105,7 +105,7 @@ def _inside(text: str) -> tuple[str, str]:
 
 
 def _split(text: str, at: str) -> list[str]:
-    """The parts of a text between separators that are in no brackets."""
+    """The parts of a text between separators, but not at separators inside brackets."""
     parts, depth, first, i = [], 0, 0, 0
     while i < len(text):
         if depth == 0 and text.startswith(at, i):
@@ -128,7 +128,7 @@ def plain(text: str) -> str:
 
 
 def _fractions(text: str, depth: int) -> str:
-    r"""\frac{a}{b} and \frac ab as (a)/(b), and inside of them; brackets around one word are left out."""
+    r"""Writes \frac{a}{b} and \frac ab as (a)/(b), nested ones too; brackets around one word are left out."""
     parts, at = [], 0
     for found in re.finditer(r"\\frac(?![a-zA-Z])", text):
         arguments, end = [], found.end()
@@ -143,7 +143,7 @@ def _fractions(text: str, depth: int) -> str:
 
 
 def _argument(text: str, at: int) -> tuple[str, int] | None:
-    """A group in braces, or one sign."""
+    """The argument of a command at a place: a group in braces, or one letter or digit; and where it ends."""
     while text[at : at + 1].isspace():
         at += 1
     return group_at(text, at) or ((text[at], at + 1) if text[at : at + 1].isalnum() else None)

@@ -1,4 +1,4 @@
-"""The rewards that tmoe brings, by name, as functions of a sample; imported in workers, so without torch.
+"""The built-in rewards by name, as functions of a sample; workers import this file, so it needs no torch.
 
 next: post/rewards/exact.py
 """
@@ -20,7 +20,7 @@ from tmoe.post.rewards.sample import RewardSample, truth_of
 
 Reward = Callable[[RewardSample], float | None]
 PLAIN: dict[str, Reward] = dict(exact=exact, number=number, boxed=boxed, choice=choice)
-# What each reads of a data row: functions that raise ValueError for a row of which no answer can be judged.
+# The functions that read what a reward needs from a data row. They raise ValueError for a row without it.
 OF_ROW: dict[str, Callable[[RewardSample], Any]] = dict(
     exact=truth_of,
     number=number_of_row,
@@ -29,11 +29,11 @@ OF_ROW: dict[str, Callable[[RewardSample], Any]] = dict(
     regex=pattern_of_row,
     code=tests_of,
 )
-SHARE_OF_LIMIT = 0.8  # of a reward's time that programs may take, before the reward itself counts as hung
+SHARE_OF_LIMIT = 0.8  # share of --grpo.reward-timeout for programs, which must time out before the reward
 
 
 def make(name: str, argument: str | None, timeout_s: float) -> Reward:
-    """The reward of a name. OSError, with what is missing, where `code` cannot be had."""
+    """The reward of a name. OSError, which says what is missing, where `code` cannot run programs."""
     if name == "regex":
         return functools.partial(regex, pattern=argument)
     if name == "code":

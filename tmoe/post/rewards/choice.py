@@ -1,8 +1,9 @@
 r"""choice: 1 for an answer that ends in the right letter of A to J.
 
-The letter is that of the last \boxed{...}, or of the last <answer>; or, behind the last ####, that behind the
-last "answer is" or "answer:"; or the whole answer; or the last one in brackets; or what the last line begins
-with, "B." or "B)".
+The letter is read from the first of these that the answer has: the last \boxed{...}; the last <answer>; a
+line of a letter after the last ####; the letter after the last "answer is" or "answer:"; the whole answer;
+the last letter in brackets; the beginning of the last line, "B." or "B)". Text before the last #### is
+ignored from the third on.
 
 next: post/rewards/tex.py
 """
@@ -28,7 +29,7 @@ TAG = re.compile(r"<answer>([^<]*)</answer>")
 
 
 def choice(sample: RewardSample) -> float:
-    """0 for an answer without a letter. The row's answer is a letter, or a number from 0."""
+    """The reward; 0 for an answer without a letter. The row's answer is a letter, or a number from 0."""
     wanted = letter_of_row(sample)
     return float(letter_of(sample.answer) == wanted)
 
@@ -44,7 +45,7 @@ def letter_of_row(sample: RewardSample) -> str:
 
 
 def letter_in(box: str) -> str | None:
-    """The capital letter of what a box holds: alone, after "option", in brackets, or before "." or ")".
+    """The capital letter in a box's text: alone, after "option", in brackets, or before "." or ")".
 
     None for letters in brackets that differ.
     """
@@ -65,7 +66,7 @@ def letter_of(text: str) -> str | None:
     text = OF_WORDS.sub(r"\1", text)
     if mark and (
         alone := ALONE.fullmatch(text.lstrip().partition("\n")[0])
-    ):  # a text that goes on is not read
+    ):  # a line with more text is not read
         return alone[1].upper()
     said = [one[1] or one[2] for one in SAID.finditer(text)]
     if said:

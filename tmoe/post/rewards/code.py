@@ -1,10 +1,10 @@
 """code: the share of the row's tests that the program in an answer passes, each run in a sandbox.
 
-The program is the answer's last block between ``` that says python, or the last block, or all of it. The
-row's "tests" is a list, or one of
+The program is the answer's last block between ``` that is marked as python; without such a block the last
+block; without any block the whole answer. The row's "tests" is a list, or one of
 
-    "assert add(1, 2) == 3"                     Python that uses the program; passed if nothing is raised
-    {"input": "1 2\\n", "output": "3"}           the program as a script: what it prints for this input
+    "assert add(1, 2) == 3"                     Python that uses the program; passed if it raises nothing
+    {"input": "1 2\\n", "output": "3"}           the program as a script: its output for this input
 
 Such a list or object may be JSON text.
 
@@ -27,11 +27,11 @@ BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re
 PYTHON = "python", "python3", "py"
 
 
-DEFINED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda  # what runs only if it is called
+DEFINED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda  # code that runs only if called
 
 
 def code(sample: RewardSample, seconds: float) -> float:
-    """A test that has not ended after the answer's `seconds` is not passed, nor are those after it."""
+    """The reward. seconds: for all tests of an answer; tests that have not ended by then are not passed."""
     tests = tests_of(sample)
     program = program_of(sample.answer)
     deadline = time.monotonic() + seconds
@@ -45,14 +45,14 @@ def code(sample: RewardSample, seconds: float) -> float:
 
 
 def program_of(answer: str) -> str:
-    """The last block that says it is Python, else the last block, else all of it."""
+    """The last block marked as Python, else the last block, else the whole answer."""
     blocks = [(told.strip().lower(), text) for told, text in BLOCK.findall(answer)]
     python = [text for told, text in blocks if told in PYTHON]
     return (python or [text for _, text in blocks] or [answer])[-1]
 
 
 def tests_of(sample: RewardSample) -> list[Any]:
-    """The row's tests; JSON text of objects is read. ValueError for what cannot be one, or cannot fail."""
+    """The row's tests; JSON text is decoded. ValueError for something that is no test, or cannot fail."""
     told = sample.row.get("tests")
     if isinstance(told, str):
         with contextlib.suppress(ValueError, RecursionError):
@@ -71,7 +71,10 @@ def tests_of(sample: RewardSample) -> list[Any]:
 
 
 def _may_judge(test: Any) -> bool:
-    """Python text, or what a script reads and prints, as text or numbers; no call of a function."""
+    """Whether a test is of a supported kind: Python text, or input and output of a script as text or numbers.
+
+    Tests that call a function by name are not supported.
+    """
     if not isinstance(test, dict):
         return isinstance(test, str)
     kind = test.get("type") or test.get("testtype") or ""
@@ -80,7 +83,7 @@ def _may_judge(test: Any) -> bool:
 
 
 def _refuse_what_cannot_fail(test: str) -> None:
-    """ValueError for text that is no Python, or that checks nothing: each program passes it, or none."""
+    """ValueError for text that is not Python (no program passes) or checks nothing (every program passes)."""
     try:
         nodes: list[ast.AST] = list(ast.parse(test).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -111,5 +114,5 @@ def passes(program: str, test: str | dict[str, Any], seconds: float) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """White space at the ends of lines, and empty lines at the end, are no difference."""
+    """The lines of an output, without white space at the ends of lines and empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

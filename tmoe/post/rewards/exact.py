@@ -1,4 +1,4 @@
-"""exact: 1 for an answer that is the right one letter by letter, white space at its ends left out."""
+"""exact: 1 for an answer that equals the right one letter by letter, apart from white space at its ends."""
 
 from tmoe.post.rewards.sample import RewardSample, truth_of
 

@@ -1,7 +1,7 @@
 r"""The value of a TeX expression of numbers: \frac, \sqrt, \pi, powers, products and sums, without variables.
 
-A value is exact where it is rational, and has DIGITS digits where it is not. So 2\sqrt3, \sqrt{12} and
-\frac{6}{\sqrt 3} are one number, and 0.333 is not \frac13.
+Rational values are exact, other values have DIGITS digits. So 2\sqrt3, \sqrt{12} and \frac{6}{\sqrt 3} are
+equal, and 0.333 is not equal to \frac13.
 
 next: post/rewards/number.py
 """
@@ -14,7 +14,7 @@ from decimal import Context, Decimal, DecimalException
 from fractions import Fraction
 
 DIGITS = 60
-CLOSE = Decimal(10) ** -40  # of two numbers of DIGITS digits
+CLOSE = Decimal(10) ** -40  # relative difference up to which two numbers of DIGITS digits are equal
 MOST_CHARACTERS, MOST_DIGITS, MOST_EXPONENT, MOST_DEPTH = 400, 1000, 400, 40
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 CONTEXT = Context(prec=DIGITS, Emax=10**5, Emin=-(10**5))
@@ -26,11 +26,11 @@ Value = Fraction | Decimal
 
 
 class NoValue(Exception):
-    """A text that is no expression of numbers, or too large a one."""
+    """Raised for a text that is not an expression of numbers, or is too large."""
 
 
 def value_of(text: str) -> Value | None:
-    """The value of a whole text; None for anything else, for a division by zero and for what is too long."""
+    """The value of a whole text; None for a text without one, a division by zero, and a text too long."""
     if len(text) > MOST_CHARACTERS or ("," in text and text[:1] in "(["):  # (1,234) is a pair
         return None
     try:
@@ -42,7 +42,7 @@ def value_of(text: str) -> Value | None:
 
 
 def same_value(a: Value, b: Value) -> bool:
-    """Exactly, where both are rational."""
+    """Whether two values are equal: exactly if both are rational, else up to CLOSE."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     x, y = _decimal(a), _decimal(b)
@@ -85,12 +85,12 @@ def _plus(a: Value, b: Value) -> Value:
 
 
 def _minus(value: Value) -> Value:
-    """Python's own minus would round a Decimal to 28 digits."""
+    """The negative of a value. Python's own minus would round a Decimal to 28 digits."""
     return -value if isinstance(value, Fraction) else CONTEXT.minus(value)
 
 
 def _root(value: Value, n: int) -> Value:
-    """The real n-th root: exact where it is rational."""
+    """The real n-th root; exact if it is rational."""
     if n < 1 or n > MOST_EXPONENT or (value < 0 and n % 2 == 0):
         raise NoValue
     if value < 0:
@@ -104,7 +104,7 @@ def _root(value: Value, n: int) -> Value:
 
 
 def _whole_root(value: int, n: int) -> int | None:
-    """The whole number whose n-th power this is, if there is one."""
+    """The whole number whose n-th power is `value`; None if there is none."""
     if n == 2:
         root = math.isqrt(value)
     else:
@@ -128,7 +128,7 @@ def _power(base: Value, exponent: Value) -> Value:
 
 
 class _Parser:
-    """Recursive descent over the tokens of an expression."""
+    """A recursive-descent parser of the tokens of an expression."""
 
     def __init__(self, text: str) -> None:
         self.tokens = [found[1] for found in TOKEN.finditer(text)]
@@ -184,7 +184,7 @@ class _Parser:
         return self.factor()
 
     def mixed(self) -> Value:
-        r"""A factor; a whole number before a fraction of whole numbers is added: 3\frac12, 3 1/2."""
+        r"""A factor, or a mixed number, which is a whole number and a fraction: 3\frac12, 3 1/2."""
         whole, at = self.next, self.at
         if whole.isdecimal():
             self.at += 1
@@ -198,7 +198,10 @@ class _Parser:
         return self.factor()
 
     def whole_fraction(self) -> tuple[int, int] | None:
-        r"""Top and bottom of the \frac here, if both are whole numbers; it is passed over then."""
+        r"""Numerator and denominator of the \frac at this place, which is consumed, if both are whole.
+
+        Else None, and nothing is consumed.
+        """
         at = self.at
         self.at += 1
         try:
@@ -255,7 +258,7 @@ class _Parser:
         return Fraction(digits)
 
     def argument(self) -> Value:
-        r"""What TeX takes for an argument: a group in braces, or a single digit: \frac12 is a half."""
+        r"""The value of a TeX argument: a group in braces, or a single digit: \frac12 is a half."""
         token = self.next
         if token[:1].isdecimal() and len(token) > 1:  # its first digit alone
             self.tokens[self.at : self.at + 1] = [token[0], token[1:]]

@@ -1,13 +1,14 @@
-"""Runs a test in a sandbox where the program that it judges is not: values of the program come as data.
+"""Runs a test in a different sandbox from the program that it judges; values of the program arrive as data.
 
-The test's names are its own, then Python's, then the program's. A function of the program is called where the
-program is; what it returns is compared here, by this Python's own `==`. The program never has the test, nor
-the values that the test expects, so it cannot give them back, and nothing that it does to its own Python is
-seen here.
+The test's names are looked up in the test, then in Python, then in the program. A function of the program is
+called in the program's sandbox; its result is compared in this one, by this Python's own `==`. The program
+never has the test, nor the values that the test expects, so it cannot return them, and nothing that it does
+to its own Python has an effect in this sandbox.
 
-An object of a class of the program's own stays there, and an Away stands for it. Two of them are compared, or
-added, by their class; but one and data are not, for `f(2) == 3` and `abs(f(2) - 3)` would be whatever the
-program says: there the object is the data that it is an instance of, or nothing.
+An object of a class that the program defines stays in the program's sandbox, and an `Away` represents it. For
+two such objects, the program's class compares or adds them. An object and plain data are compared or added in
+this sandbox, because the program would otherwise decide `f(2) == 3` and `abs(f(2) - 3)`. The object is first
+converted to plain data; an object that is an instance of no plain type is equal to no data.
 
 next: post/rewards/code.py
 """
@@ -31,9 +32,9 @@ MODULES = frozenset(
         *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq"),
         *("itertools", "json", "math", "numpy", "operator", "random", "re", "statistics", "string"),
     )
-)  # that a test may use without an import, as many in the wild do
+)  # modules that a test may use without an import, as many published tests do
 SHORT = dict(np="numpy")
-SAID = "__name__", "__dict__"  # names with two underscores that are asked for; others steer Python's own code
+SAID = "__name__", "__dict__"  # the only names with two underscores that are asked for; others have effects
 BINARY = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
     *("and_", "or_", "xor", "lshift", "rshift"),
@@ -46,7 +47,7 @@ OF_ONE = (
 
 
 class Away:
-    """An object that is in the program's sandbox."""
+    """Represents an object that is in the program's sandbox."""
 
     __slots__ = ("_number",)
     wire: Wire
@@ -63,7 +64,7 @@ class Away:
         self.wire.ask("setattr", self, name, value)
 
     def __call__(self, *words: Any, **named: Any) -> Any:
-        """A StopIteration would end the test's own loop, map or zip, with nothing compared."""
+        """Calls the object. Replaces a StopIteration of the program, which would end the test's own loop."""
         try:
             return self.wire.ask("call", self, words, named)
         except StopIteration as error:
@@ -97,7 +98,7 @@ def _asked(op: str) -> Callable[..., Any]:
 
 
 def _both(op: str, swapped: bool = False, missing: Any = NotImplemented) -> Callable[..., Any]:
-    """An operation of two: by the program for two of its objects, here for one that is data as well."""
+    """A binary operation: the program does it for two of its objects, this sandbox for an object and data."""
 
     def method(self: Away, other: Any) -> Any:
         if isinstance(other, Away):
@@ -125,10 +126,10 @@ def of_test(value: Any) -> bool:
 
 
 class OfJudge(Wire):
-    """The judge's side. The program may call functions that a test has given it.
+    """The judge's side. The program may call functions that the test has passed to it.
 
-    It may read and set attributes of objects of the test's classes, if no underscore begins the name.
-    It may do nothing else here.
+    It may also read and set attributes of objects of the test's classes, if the name begins with no
+    underscore. Everything else is refused.
     """
 
     def __init__(self, link: int) -> None:
@@ -156,13 +157,13 @@ class OfJudge(Wire):
         if name.startswith("_") or not of_test(one):
             raise AttributeError(name)
         before = getattr(one, name, None) if op == "setattr" else None
-        if callable(before) and type(before) is not Away:  # the test may call it for its verdict
+        if callable(before) and type(before) is not Away:  # the verdict of the test may depend on it
             raise AttributeError(name)
         return getattr(one, name) if op == "getattr" else setattr(one, name, rest[1])
 
 
 class Names(dict):
-    """The globals of a test. What it does not define is Python's, a module of MODULES, or the program's."""
+    """The globals of a test. Other names are looked up in Python, in MODULES, then in the program."""
 
     def __init__(self, wire: Wire, test: str) -> None:
         super().__init__(__name__=TEST)
@@ -180,7 +181,7 @@ class Names(dict):
 
 
 def main(job: dict[str, Any], link: int) -> None:
-    """Ends with PASSED where the program has loaded and the test reached its end."""
+    """Exits with PASSED if the program was loaded and the test reached its end, else with 1."""
     code = compile(job["test"], "test.py", "exec")
     wire = Away.wire = OfJudge(link)
     try:

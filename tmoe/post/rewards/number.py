@@ -1,8 +1,8 @@
 r"""number: 1 for an answer that ends in the right number, compared exactly, as fractions.
 
-An answer's number is that of its last \boxed{...}, or right behind the last ####, or else the last one in it.
-Signs of thousands, money, per cent and TeX are read: 1,234.50, \$5, 50\%, \frac{1}{2}, 3\frac{1}{2}, 2 \times
-10^{3}.
+An answer's number is the one in its last \boxed{...}; without a box the number right after the last ####;
+without #### the last number in the answer. Thousands separators, signs of money and per cent, and TeX are
+read: 1,234.50, \$5, 50\%, \frac{1}{2}, 3\frac{1}{2}, 2 \times 10^{3}.
 
 next: post/rewards/tex.py
 """
@@ -24,12 +24,13 @@ from tmoe.post.rewards.tex import (
     without_periods,
 )
 
-MOST_DIGITS = 1000  # of a number: Python's own arithmetic with more of them takes long
+MOST_DIGITS = 1000  # most digits of a number; Python's arithmetic with more digits is slow
 MOST_EXPONENT = 400
-TOP, BOTTOM, END = "\ue000\ue001\ue002"  # around a fraction's parts, once TeX is read; of no script
+TOP, BOTTOM, END = "\ue000\ue001\ue002"  # marks around a fraction's parts, which no script uses
 MOST_OF_PART = 200  # characters of a fraction's numerator or denominator
 DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-# No white space at the beginning and no two neighbours that match the same: a long answer takes linear time.
+# The pattern begins with no white space, and no two neighbouring parts match the same text, so that long
+# answers take linear time.
 NUMBER = re.compile(
     rf"""(?:(?P<sign>(?<![\w)}}{END}])[-+])\s*)?
     (?:(?:(?P<whole>\d+)\s*(?={TOP}))?                                          # of a mixed number
@@ -52,13 +53,13 @@ HALVES = {sign: word for sign, word in SIGNS.items() if "frac" in word}
 class Number(NamedTuple):
     value: Fraction
     percent: bool
-    """whether it was written with a sign of per cent, which `value` leaves out"""
+    """whether it was written with a per cent sign; `value` is not divided by 100"""
     exact: bool = True
-    """whether `value` is all of it, and not the first digits of a root"""
+    """whether `value` is exact, and not the first digits of a root"""
 
 
 def number(sample: RewardSample) -> float:
-    """0 for an answer without a number."""
+    """The reward; 0 for an answer without a number."""
     wanted = number_of_row(sample)
     found = number_of(sample.answer)
     return float(found is not None and same_number(found, wanted))
@@ -73,7 +74,7 @@ def number_of_row(sample: RewardSample) -> Number:
 
 
 def number_of(text: str) -> Number | None:
-    """The number that a text ends in: of its last box, right behind its last ####, or the last one in it."""
+    """The number of a text: in its last box, right after its last ####, or the last one in the text."""
     box = last_boxed(text)
     if box is not None:
         return last_number(box)
@@ -83,10 +84,10 @@ def number_of(text: str) -> Number | None:
 
 
 def _opening_number(line: str) -> Number | None:
-    """The number that a line behind #### begins with; of an equation or a root, that at its end.
+    """The number at the beginning of a line after ####; in an equation or with a root, the number at its end.
 
-    None for another beginning, and for a heading, "1. Addition". A text that goes on is not read, as in the
-    graders of GSM8K (Cobbe et al. 2021).
+    None for a line that begins otherwise, and for a heading, "1. Addition". Text after the number is ignored,
+    as in the graders of GSM8K (Cobbe et al. 2021).
     """
     readable = _readable(line)
     found = NUMBER.search(readable)
@@ -96,7 +97,7 @@ def _opening_number(line: str) -> Number | None:
 
 
 def same_number(a: Number, b: Number) -> bool:
-    """50% is 0.5, and 50 as well: where one of both has no sign, it may have been left out."""
+    """Whether two numbers are equal. 50% equals 0.5, and also 50, because the sign may have been left out."""
     if not (a.exact and b.exact):
         return abs(a.value - b.value) <= Fraction(CLOSE) * max(abs(a.value), 1)
     if a.percent == b.percent:
@@ -106,14 +107,14 @@ def same_number(a: Number, b: Number) -> bool:
 
 
 def read_number(text: str) -> Number | None:
-    """The number that a text is as a whole; None if it is anything else."""
+    """The number that a whole text consists of; None for another text."""
     text = _readable(text).strip().removesuffix(".")
     found = NUMBER.fullmatch(text)
     return _value(found) if found else None
 
 
 def last_number(text: str) -> Number | None:
-    r"""The number that a text is, also as an expression with roots or \pi; else the last one in it."""
+    r"""The number that a whole text is, also as an expression with roots or \pi; else its last number."""
     whole = read_number(text)
     if whole is not None:
         return whole
@@ -124,7 +125,7 @@ def last_number(text: str) -> Number | None:
 
 
 def _readable(text: str) -> str:
-    r"""A text with plain signs, and with marks of our own around the parts of \frac{a}{b}."""
+    r"""A text with ASCII signs, and with the marks TOP, BOTTOM and END around the parts of \frac{a}{b}."""
     text = re.sub(f"[{TOP}{BOTTOM}{END}]", "", text)
     text = RAISED_UNIT.sub(r"\1", without_periods(text))
     for sign, word in HALVES.items():
@@ -144,13 +145,13 @@ def _readable(text: str) -> str:
 
 
 def _argument(text: str, at: int) -> tuple[str, int] | None:
-    r"""What TeX takes for a command's argument: a group in braces, or a single digit, as in \frac12."""
+    r"""A TeX command's argument and where it ends: a group in braces, or a single digit, as in \frac12."""
     digit = re.compile(r"\s*(\d)").match(text, at)
     return (digit[1], digit.end()) if digit else group_at(text, at, MOST_OF_PART)
 
 
 def _value(found: re.Match[str]) -> Number | None:
-    """None for what is too long to be meant, and for a division by zero."""
+    """The number of a match; None for unreasonably long numbers, and for a division by zero."""
     part = {name: (text or "").replace(",", "") for name, text in found.groupdict().items()}
     exponent = part["e"] or part["power"] or part["raised"] or "1"
     if len(found[0]) > MOST_DIGITS or len(exponent) > 5 or abs(int(exponent)) > MOST_EXPONENT:
@@ -167,6 +168,6 @@ def _value(found: re.Match[str]) -> Number | None:
 
 
 def _number(part: dict[str, str], value: Fraction) -> Number:
-    """The number with its whole part, its sign and whether it is a percentage."""
+    """The number of its whole part, the fraction `value`, its sign and its per cent sign."""
     value += int(part["whole"] or part["ones"] or "0")
     return Number(-value if part["sign"] == "-" else value, bool(part["percent"]))

@@ -1,10 +1,10 @@
-"""Processes that work out rewards, ended by force where they hang: nothing that a reward does stops a run.
+"""Processes that compute rewards and are killed if they hang, so that no reward can stop a run.
 
-Each is a fresh Python (worker.py), not a fork: a fork would have copies of this process's CUDA and gloo, and
-locks of threads that it does not have. They share two pipes with this process and nothing else. A signal
-inside a worker could not end a loop in C, so a reward that is late is ended with its process, and another is
-started. The sample that it was working on is counted as hung; what else is known of it stays, and the rest of
-its rewards follow.
+Each process is a fresh Python (worker.py), not a fork: a fork would have copies of this process's CUDA and
+gloo, and locks held by threads that the fork does not have. A worker shares two pipes with this process and
+nothing else. A signal inside a worker could not end a loop in C, so a late reward is ended by killing its
+process, and a new process is started. That reward of the sample counts as hung; the sample's known rewards
+are kept, and its remaining rewards are computed afterwards.
 
 next: post/rewards/worker.py
 """
@@ -32,17 +32,17 @@ from tmoe.post.rewards.sample import RewardSample
 from tmoe.post.rewards.words import SETTING, Term
 
 WORKER = Path(__file__).with_name("worker.py")
-START_S = 120.0  # until a worker has imported what its rewards need
-MOST_HUNG = 8  # times in a row, after which a reward is not tried again in this step
-MOST_STARTS = 3  # that fail in a row, after the first
-TICK_S = 0.1  # how often the end of a process is looked for that a child of it hides
+START_S = 120.0  # limit of the time in which a worker imports the modules of its rewards
+MOST_HUNG = 8  # number of hangs in a row after which a reward is not tried again in this step
+MOST_STARTS = 3  # failed starts in a row, once all workers have run, after which the run fails
+TICK_S = 0.1  # interval of the checks for ended processes whose children keep the pipe open
 LONGEST_LINE = 2**16
-LENGTH = 4  # bytes before a frame: its length
+LENGTH = 4  # bytes of a frame's length, which precedes the frame
 OF_LAUNCHERS = "MASTER_ RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ TORCHELASTIC_ NCCL_ GLOO_ PMI OMPI_ SLURM_PROCID"
 
 
 class Fault(NamedTuple):
-    """What a reward did in place of a finite number."""
+    """The failure of a reward that gave no finite number."""
 
     kind: str
     told: str = ""
@@ -53,7 +53,7 @@ Outcome = float | Fault
 
 
 class Spoiled(Exception):
-    """What came out of a worker's pipe is nothing that a worker says."""
+    """A worker's pipe has data that is not a worker's message."""
 
 
 def understood(line: bytes) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def understood(line: bytes) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what would let a worker join the run or take its GPU.
+    """This process's environment, without variables by which a worker could join the run or use its GPU.
 
-    Sets of text have the same order in every worker.
+    PYTHONHASHSEED gives sets of text the same order in every worker.
     """
     ours = tuple(OF_LAUNCHERS.split())
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
@@ -121,7 +121,7 @@ class Worker:
         return self.ready and self.job is None
 
     def write(self) -> None:
-        """As much as the pipe takes now. What goes to a closed end is lost; reading tells why."""
+        """Writes as much as the pipe accepts now. Data for a closed pipe is lost; reading shows why."""
         try:
             while self.to_write:
                 del self.to_write[: os.write(self.jobs, self.to_write[: 2**16])]
@@ -131,7 +131,7 @@ class Worker:
             self.to_write.clear()
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Whole lines that have come. Spoiled at the first that is none of a worker's."""
+        """The complete lines that have arrived. Raises Spoiled at one that is not a worker's message."""
         with contextlib.suppress(BlockingIOError):
             while len(self.read) <= LONGEST_LINE:
                 some = os.read(self.replies, LONGEST_LINE)
@@ -146,21 +146,21 @@ class Worker:
             raise Spoiled
 
     def spoils(self) -> bool:
-        """Whether it has ended, or says anything, while it has nothing to do: no sample is at fault."""
+        """Whether an idle worker has ended or sent anything; no sample is at fault then."""
         try:
             return bool(list(self.lines()) or self.read or self.closed)
         except Spoiled:
             return True
 
     def has_ended(self) -> bool:
-        """A process that ends closes its pipe shortly before its end can be seen."""
+        """Whether the process has ended; waits for its end if it has closed its pipe, shortly before."""
         if self.closed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5.0)
         return self.process.poll() is not None
 
     def end(self) -> None:
-        """By force, with all of its process group. A second call does nothing."""
+        """Kills the worker with its whole process group. A second call does nothing."""
         if self.over:
             return
         self.over = True
@@ -168,12 +168,12 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         for ours in (self.jobs, self.replies):
             os.close(ours)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # held by a file system: left to itself
+        with contextlib.suppress(subprocess.TimeoutExpired):  # blocked by a file system: do not wait for it
             self.process.wait(5.0)
 
 
 class Pool:
-    """Workers that share the terms. Raises ConfigError for one that cannot be had."""
+    """Workers that compute the terms. Raises ConfigError for a term that a worker cannot load."""
 
     def __init__(self, terms: Sequence[Term], workers: int, timeout_s: float) -> None:
         self.terms = terms
@@ -184,9 +184,9 @@ class Pool:
         ]
         self.hello = pickle.dumps(dict(path=sys.path, timeout_s=timeout_s, terms=told))
         self.started = False
-        self.failed = 0  # starts, one behind the other
-        # A worker ends with the thread that started it (PR_SET_PDEATHSIG): here one that stays as long as
-        # this.
+        self.failed = 0  # failed starts in a row
+        # A worker ends with the thread that started it (PR_SET_PDEATHSIG), so a thread that lives as long as
+        # this pool starts all workers.
         self.starter = ThreadPoolExecutor(1, "rewards")
         self.workers: list[Worker] = []
         self._forget()
@@ -205,7 +205,7 @@ class Pool:
         self.found: list[list[Outcome]] = []
         self.todo: deque[int] = deque()
         self.left = 0
-        self.hung = [0] * len(self.terms)  # how often in a row
+        self.hung = [0] * len(self.terms)  # number of hangs in a row
 
     def start(self) -> Worker:
         return self.starter.submit(Worker, self.hello).result()
@@ -217,7 +217,7 @@ class Pool:
         self.starter.shutdown()
 
     def run(self, samples: Sequence[RewardSample]) -> list[list[Outcome]]:
-        """For each sample, what each term makes of it."""
+        """For each sample, the outcome of each term."""
         if not self.workers:
             raise RuntimeError("rewards: they are closed")
         self.pickled = [pickle.dumps(tuple(sample)) for sample in samples]
@@ -227,14 +227,14 @@ class Pool:
         try:
             while self.left:
                 self.wait()
-        except BaseException:  # workers are in the middle of something
+        except BaseException:  # workers have unfinished jobs
             self.close()
             raise
         self._forget()
         return found
 
     def wait(self) -> None:
-        """Gives samples to idle workers, and looks at the others when something has come, or time is over."""
+        """Gives samples to idle workers, and checks busy ones when data arrives or a deadline is over."""
         for i, worker in enumerate(self.workers):
             if worker.idle and self.todo and worker.spoils():
                 self.replace(i)
@@ -258,11 +258,11 @@ class Pool:
             self.look(i, worker)
 
     def gives_up(self, term: int) -> bool:
-        """One that only hangs would hold up the step for as long as all of its samples take to time out."""
+        """Whether a term is not tried again; else a term that always hangs would cost a timeout a sample."""
         return self.hung[term] >= MOST_HUNG
 
     def next_job(self) -> int | None:
-        """A sample that has terms to be tried; those that are given up are counted on the way."""
+        """The next sample with terms to be tried; terms that are given up are recorded as faults."""
         while self.todo:
             job = self.todo.popleft()
             while (term := len(self.found[job])) < len(self.terms) and self.gives_up(term):
@@ -272,9 +272,9 @@ class Pool:
         return None
 
     def look(self, i: int, worker: Worker) -> None:
-        """What a worker has come to: replies, its own end, or that of its time."""
+        """Handles the state of a worker: replies, the end of its process, or a missed deadline."""
         worker.write()
-        ended = worker.has_ended()  # before the last of its words are read
+        ended = worker.has_ended()  # before its last lines are read
         try:
             for line in worker.lines():
                 (self.take if worker.ready else self.greet)(worker, line)
@@ -293,7 +293,7 @@ class Pool:
             )
 
     def greet(self, worker: Worker, line: dict[str, Any]) -> None:
-        """The first line of a worker. At the start, ConfigError for a term that it cannot have."""
+        """Handles the first line of a worker. ConfigError, in the first start, for a term that it refuses."""
         if line.get("ready") is True:
             worker.ready = True
             self.failed = 0
@@ -302,7 +302,7 @@ class Pool:
             raise self.terms[i].refuse(why)
 
     def take(self, worker: Worker, line: dict[str, Any]) -> None:
-        """The next outcome of the worker's sample. Spoiled if the line is anything else."""
+        """Records the next outcome of the worker's sample. Raises Spoiled if the line is anything else."""
         job = worker.job
         if job is None or line.get("job") != job or line.get("term") != len(self.found[job]):
             raise Spoiled
@@ -325,7 +325,7 @@ class Pool:
         self.left -= len(self.found[job]) == len(self.terms)
 
     def lose(self, i: int, worker: Worker, fault: Fault) -> None:
-        """Ends a worker and starts another. The reward it was at has this fault; those behind it follow."""
+        """Replaces a worker. The reward that it was computing gets this fault; the next ones follow later."""
         why = f"a process with these rewards {fault.kind} before it was ready ({fault.told})"
         if not worker.ready:
             self.failed += 1

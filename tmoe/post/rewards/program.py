@@ -1,6 +1,7 @@
-"""Runs a program in its sandbox: as a script, or as a module of which a judge elsewhere asks values.
+"""Runs a program in its sandbox: as a script, or as a module from which a judge elsewhere requests values.
 
-Everything here is in the program's hands, and nothing here decides: what it says is what the program says.
+The program can change everything in this process, so nothing in it decides a verdict: all its messages count
+as messages of the program.
 
 next: post/rewards/judge.py
 """
@@ -30,7 +31,7 @@ OPERATORS = (
 
 
 def view(value: Any) -> tuple[Any, ...]:
-    """What an instance of a program's own class is as plain data, where it is any: (data,), or ()."""
+    """An instance of a program's own class as plain data: (data,), or () if it is an instance of none."""
     if isinstance(value, str):
         return (str.__str__(value),)  # a member of an Enum prints its name
     for kind in BASES:
@@ -50,7 +51,7 @@ OPS: dict[str, Callable[..., Any]] = {
 
 
 class Given:
-    """A function of the judge's test, or an object of one of its classes, which the program was given."""
+    """Represents a function of the judge's test, or an object of its classes, that the program was given."""
 
     def __init__(self, wire: Wire, number: int) -> None:
         object.__setattr__(self, "_wire", wire)
@@ -98,7 +99,7 @@ class OfProgram(Wire):
 
 
 def main(job: dict[str, Any], link: int) -> None:
-    """A script ends as Python does. A module answers until the judge is gone."""
+    """Runs a script to its end, or answers the judge's requests to a module until the judge has ended."""
     name = "__main__" if link < 0 else "program"
     module = sys.modules[name] = ModuleType(name)
     if link < 0:
@@ -106,7 +107,7 @@ def main(job: dict[str, Any], link: int) -> None:
         return
     try:
         code = compile(job["program"], "program.py", "exec")
-    except BaseException as error:  # no Python: the judge is told so when it asks for the first name
+    except BaseException as error:  # not Python: the judge gets this error when the module is loaded
         code = compile(f"raise SyntaxError({str(error)!r})", "program.py", "exec")
     wire = OfProgram(link, code, module.__dict__)
     try:

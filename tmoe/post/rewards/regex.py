@@ -1,4 +1,4 @@
-"""regex: 1 for an answer in which a pattern is found; the pattern is the word's own or the row's."""
+"""regex: 1 for an answer in which a pattern is found; the pattern is given with the reward or by the row."""
 
 import re
 
@@ -6,13 +6,13 @@ from tmoe.post.rewards.sample import RewardSample
 
 
 def regex(sample: RewardSample, pattern: str | None) -> float:
-    """`.` is any character, a line's end too. pattern: None: the row's field "pattern"."""
+    """The reward. `.` matches any character, also a line's end. pattern: None: the row's field "pattern"."""
     wanted = pattern_of_row(sample) if pattern is None else pattern
     return float(re.search(wanted, sample.answer, re.DOTALL) is not None)
 
 
 def pattern_of_row(sample: RewardSample) -> str:
-    """The row's own pattern. ValueError for a field "pattern" that is none, or not there."""
+    """The row's own pattern. ValueError if the field "pattern" is missing or no regular expression."""
     found = sample.row.get("pattern")
     if not isinstance(found, str):
         fields = ", ".join(map(str, sample.row))

@@ -1,4 +1,4 @@
-"""RewardSample: what a reward is given of one answer; and the right answer that its data row holds.
+"""RewardSample: the input of a reward, one answer; and the right answer in its data row.
 
 next: post/rewards/exact.py
 """
@@ -15,24 +15,24 @@ class RewardSample(NamedTuple):
     prompt: str
     answer: str
     row: dict[str, Any]
-    """the data row that the prompt is of"""
+    """the data row of the prompt"""
     finish: Literal["stop", "length"]
     tokens: int
-    """of the answer"""
+    """number of tokens of the answer"""
     step: int
     number: int
-    """the prompt's"""
+    """number of the prompt"""
     sample: int
-    """which answer to the prompt"""
+    """number of the answer among those to its prompt"""
 
 
 TRUTHS = "answer", "solution"
 
 
 def truth_of(sample: RewardSample) -> str:
-    """The right answer in words: the row's field "answer", or else "solution".
+    """The right answer as text: the row's field "answer", or else "solution".
 
-    ValueError without either, and for what is neither text nor a finite number.
+    ValueError if the row has neither, or if the field is neither text nor a finite number.
     """
     for name in TRUTHS:
         value = sample.row.get(name)

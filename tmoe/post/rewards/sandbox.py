@@ -1,12 +1,13 @@
-"""Runs Python programs that nobody has read: no network, no files but Python's own, bounded in every way.
+"""Runs untrusted Python programs: without network, without files except Python's own, with limits on all use.
 
-The worker starts this file as a program of its own, without torch or tmoe. It leads a process group, and
-makes user, mount, process, network and IPC namespaces: inside are Python and the system's libraries, read
-only, and 64 MB of memory to write to. Root becomes another user there, as the kernel holds root to no number
-of processes. Whatever the program starts ends with it. It gets no environment variable of ours.
+The worker starts this file as a separate program, without torch or tmoe. That program leads a process group,
+and makes user, mount, process, network and IPC namespaces. Inside them are Python and the system's libraries,
+read only, and 64 MB of memory to write to. Root becomes another user inside, because the kernel does not
+limit root's number of processes. All processes that the untrusted program starts end with it. It gets none of
+the worker's environment variables.
 
-A script is judged by what it prints. A test runs in a second sandbox, and asks the program for values over a
-socket (judge.py): no verdict is made where the program is.
+A script is judged by its output. A test runs in a second sandbox, and asks the program for values over a
+socket (judge.py), so that no verdict is made in the program's sandbox.
 
 next: post/rewards/wire.py
 """
@@ -44,10 +45,10 @@ LIMITS = {
     resource.RLIMIT_NOFILE: FILES,
     resource.RLIMIT_CORE: 0,
 }
-COULD_NOT = 97  # exit code where no program was run
-PASSED = 43  # of a judge (judge.py): the test reached its end
+COULD_NOT = 97  # exit code if no program was run
+PASSED = 43  # exit code of a judge (judge.py) whose test reached its end
 
-# What runs inside: it reads the job, closes its file, and runs the last of the job's modules.
+# The code that runs inside: it reads the job, closes its file, and runs the last of the job's modules.
 RUNNER = """
 import json, sys
 from types import ModuleType
@@ -59,21 +60,25 @@ for name, source in job["modules"]:
     exec(compile(source, name, "exec"), module.__dict__)
 module.main(job, int(sys.argv[2]))
 """
-PACKAGES = "tmoe", "tmoe.post", "tmoe.post.rewards"  # empty ones, for the modules' own imports
+PACKAGES = "tmoe", "tmoe.post", "tmoe.post.rewards"  # made as empty packages, for the modules' own imports
 
 
 class Done(NamedTuple):
     whole: bool
-    """whether the script ended by itself, with exit code 0"""
+    """whether the script ended within its time and with exit code 0"""
     said: str
-    """on stdout"""
+    """its output on stdout"""
 
 
 class Box:
-    """One sandboxed process. `role`: program or judge, the module that it runs.
+    """One sandboxed process. If no sandbox can be made, `require` raises OSError, which says what failed.
 
-    link: this process's end of the socket between them; -1 for none. OSError, which says what failed, from
-    `require` where there can be no sandbox.
+    Args:
+        role: the module that it runs, program or judge.
+        text: the program, or the judge's test.
+        given: its stdin.
+        seconds: limit of its CPU time.
+        link: its end of the socket between program and judge; -1 for none.
     """
 
     def __init__(self, role: str, text: str, given: str, seconds: float, link: int = -1) -> None:
@@ -104,7 +109,7 @@ class Box:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends it, with all that it has started."""
+        """Kills it, with all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -124,11 +129,11 @@ class Box:
             raise OSError(answer.removeprefix(self.failed))
 
 
-_TEXT = dict(program="program", judge="test")  # what a job calls the text that a role runs
+_TEXT = dict(program="program", judge="test")  # the key of a role's text in its job
 
 
 def script(program: str, given: str, seconds: float) -> Done:
-    """A program by itself, with `given` on stdin. OSError where there can be no sandbox."""
+    """Runs a program as a script, with `given` on stdin. OSError if no sandbox can be made."""
     with Box("program", program, given, seconds) as box:
         code = box.code(seconds)
         box.require()
@@ -136,7 +141,7 @@ def script(program: str, given: str, seconds: float) -> Done:
 
 
 def passes(program: str, test: str, seconds: float) -> bool:
-    """Whether a test reaches its end, its values asked of the program. OSError as `script`."""
+    """Whether a test reaches its end with values of the program. OSError if no sandbox can be made."""
     deadline = time.monotonic() + seconds
     ends = socket.socketpair()
     with contextlib.ExitStack() as stack:
@@ -155,7 +160,7 @@ def passes(program: str, test: str, seconds: float) -> bool:
 
 
 def check() -> None:
-    """Runs a program with a child of its own. OSError, with the reason, where that cannot be."""
+    """Tries the sandbox with a program that has a child process. OSError, with the reason, if it fails."""
     child = "import os\nif (child := os.fork()) == 0: os._exit(0)\nassert os.waitpid(child, 0)[1] == 0"
     try:
         whole = script(child, "", 60.0).whole
@@ -177,18 +182,18 @@ def _memory() -> Any:
 
 
 def _read(file: Any) -> str:
-    """From the beginning: what is written through another descriptor is not seen by this one's buffer."""
+    """A file's text from its beginning, past the buffer, which does not have other descriptors' writes."""
     return os.pread(file.fileno(), FILE_MIB * MIB, 0).decode(errors="replace")
 
 
 def _folders_of_python() -> list[str]:
-    """What Python needs of the file system, in addition to the system's own folders. Outer ones first."""
+    """The folders that Python needs, in addition to the system's own folders; outer folders first."""
     executable = Path(os.path.realpath(sys.executable))
     folders = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), str(executable.parents[1])}
     return sorted(folders - {"/"}, key=lambda folder: (folder.count("/"), folder))
 
 
-# ---- inside the program that this file is ----
+# ---- this file as a program ----
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -198,7 +203,7 @@ class MountAttributes(ctypes.Structure):
 
 
 def call(name: str, *arguments: Any) -> None:
-    """A function of libc. OSError with its name and what it was about."""
+    """Calls a function of libc. OSError, with the function and its text arguments, if it fails."""
     if getattr(libc, name)(*arguments) < 0:
         number = ctypes.get_errno()
         about = ", ".join(one.decode() for one in arguments if isinstance(one, bytes))
@@ -206,14 +211,17 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Be killed when the parent is, which may have happened already."""
+    """Lets the kernel kill this process when its parent ends; exits if the parent has ended already."""
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(COULD_NOT)
 
 
 def main() -> None:
-    """Makes the namespaces and waits for the program. A parent may name users in them, so there are two."""
+    """Makes the namespaces and waits for the program.
+
+    Only a parent process may map the users of its child's namespace, so two processes are needed.
+    """
     job, told, link, seconds, parent = (int(word) for word in sys.argv[1:6])
     failed, *folders = sys.argv[6:]
     end_with(parent)
@@ -240,7 +248,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def reporting(told: int, failed: str) -> Any:
-    """What is raised inside is written where the worker reads it, marked as no words of a program."""
+    """Writes an OSError of its body to a file for the worker, with a mark that no program can guess."""
     try:
         yield
     except OSError as error:
@@ -248,7 +256,11 @@ def reporting(told: int, failed: str) -> Any:
 
 
 def name_users(child: int) -> None:
-    """User 1 inside is this user, or nobody if this one is root; root is there as well to make mounts."""
+    """Maps users of the child's namespace: user 1 inside is this user.
+
+    If this user is root, user 1 is the unprivileged user 65534 instead, and root is mapped too, to make
+    mounts.
+    """
     place = Path(f"/proc/{child}")
     user, group = os.getuid(), os.getgid()
     if user == 0:
@@ -261,7 +273,7 @@ def name_users(child: int) -> None:
 
 
 def inside(given: tuple[int, int], told: int, seconds: int, folders: list[str], failed: str) -> None:
-    """In the new namespaces, but for that of processes, which begins with a child."""
+    """Starts the program in the new namespaces; the namespace of processes begins with a child."""
     is_root = os.getuid() == 0
     alive, held = os.pipe()
     child = os.fork()
@@ -276,7 +288,7 @@ def inside(given: tuple[int, int], told: int, seconds: int, folders: list[str], 
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(held)
-        if select.select([alive], [], [], 0)[0]:  # closed: the parent was killed before
+        if select.select([alive], [], [], 0)[0]:  # closed: the parent has been killed already
             os._exit(COULD_NOT)
         for what, most in LIMITS.items():
             resource.setrlimit(what, (most, most))
@@ -293,10 +305,10 @@ def inside(given: tuple[int, int], told: int, seconds: int, folders: list[str], 
 
 
 def keep_init() -> None:
-    """Forks the program from process 1, which waits for it: with process 1 all of the namespace ends.
+    """Forks the program from process 1, which waits for it. When process 1 ends, the whole namespace ends.
 
-    Process 1 is killed with its parent. A program can take back that wish of its own process, but it can
-    neither signal process 1 nor, as that is not dumpable, trace it.
+    Process 1 is killed with its parent. A program can undo PR_SET_PDEATHSIG for its own process, but it can
+    neither signal process 1 nor trace it, because process 1 is not dumpable.
     """
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     child = os.fork()
@@ -305,7 +317,7 @@ def keep_init() -> None:
 
 
 def make_root(folders: list[str]) -> None:
-    """A file system in memory in place of the old one: Python, the system's libraries, and /tmp."""
+    """Replaces the file system by one in memory that has Python, the system's libraries, and /tmp."""
     sources = {folder: os.path.realpath(folder) for folder in (*SYSTEM, *folders, *DEVICES)}
     links = {folder: os.readlink(folder) for folder in SYSTEM if os.path.islink(folder)}
     call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
@@ -322,12 +334,12 @@ def make_root(folders: list[str]) -> None:
             show(source, folder)
     call("umount2", b"/old", MNT_DETACH)
     os.rmdir("/old")
-    os.makedirs("/tmp", exist_ok=True)  # Python's own folder may lie in it
+    os.makedirs("/tmp", exist_ok=True)  # it exists if Python's own folder is in it
     os.chmod("/tmp", 0o777)
 
 
 def show(source: str, place: str) -> None:
-    """A folder or a device of the old file system at its old place in the new one; folders are read only."""
+    """Mounts a folder or a device of the old file system at its old place; folders are read only."""
     if os.path.isdir(f"/old{source}"):
         os.makedirs(place)
     else:

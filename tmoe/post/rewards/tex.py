@@ -1,4 +1,4 @@
-r"""Braces of TeX: what the last \boxed{...} of a text holds, and the group that begins at a place.
+r"""Reads TeX: the contents of the last \boxed{...}, groups in braces, and text without looks and units.
 
 next: post/rewards/number.py
 """
@@ -9,21 +9,21 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is inside the last whole \boxed{...}, nested braces and all; None without one."""
+    r"""The contents of the last complete \boxed{...}, with nested braces; None without one."""
     end = len(text)
     for box in reversed(list(BOX.finditer(text))):
         found = group_at(text, box.end(), end - box.end())
         if found is not None:
             return found[0].strip()
-        end = box.start()  # what a box that does not close is inside of does not close either
+        end = box.start()  # a box around an unclosed box is not closed either
     return None
 
 
 def group_at(text: str, at: int, most: int | None = None) -> tuple[str, int] | None:
-    r"""What is inside the braces that open at `at`, spaces passed over, and where they end.
+    r"""The contents of the braces that open at `at`, after spaces, and the place where they end.
 
-    None where none open there, or where they do not close within `most` characters. Escaped braces, \{ and
-    \}, are text.
+    None if no brace opens there, or if it does not close within `most` characters. Escaped braces, \{ and \},
+    are text.
     """
     while at < len(text) and text[at].isspace():
         at += 1
@@ -54,8 +54,8 @@ WORDS = (
     r"\\(?:text|textrm|textnormal|textit|textbf|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|hbox"
     r"|operatorname)"
 )
-NOON = r"(?!\s*[aApP]\.?\s*[mM]\b)"  # of a time, which is no unit
-# At the end, after a number or a command: "5\text{ cm}^2", "5cm", "5 square inches", "5 m/s".
+NOON = r"(?!\s*[aApP]\.?\s*[mM]\b)"  # a.m. and p.m. are no units
+# Units at the end of a text, after a number or a command: "5\text{ cm}^2", "5cm", "5 square inches", "5 m/s".
 OF_UNITS = re.compile(
     rf"(?:(?<=[\d}})%.\s])|(?<=\\pi))"
     rf"(?:{WORDS}\s*\{{{NOON}[\s,]*[a-zA-Z][^{{}}]*\}}|(?:{UNITS})\b\.?|{RATES}\b)(?:{RAISED})?\s*$"
@@ -84,12 +84,12 @@ SIGNS = {
         r"\varnothing": r"\emptyset",
     },
 }
-# 0.1\overline{6}: the digits before the point, those behind it that come once, those that repeat.
+# 0.1\overline{6}: the digits before the point, those after it that do not repeat, and those that repeat.
 REPEATING = re.compile(
     r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*(?:\{\s*(?=\d+\s*\})|(?=\d(?!\d)))(\d{1,20})(?:\s*\})?"
 )
 OF_WORDS = re.compile(rf"{WORDS}\s*\{{([^{{}}]*)\}}")
-AROUND = re.compile(rf"(?:{WORDS}\s*)?(?={{)")  # in front of the braces around a whole text
+AROUND = re.compile(rf"(?:{WORDS}\s*)?(?={{)")  # the beginning of a text that is in braces
 LOOKS = tuple(
     (re.compile(pattern), to)
     for pattern, to in (
@@ -124,12 +124,12 @@ def _repeating(found: re.Match[str]) -> str:
 
 
 def without_periods(text: str) -> str:
-    r"""Decimals whose digits repeat as fractions: 0.1\overline{6} is \frac{15}{90}."""
+    r"""Writes decimals with repeating digits as fractions: 0.1\overline{6} as \frac{15}{90}."""
     return REPEATING.sub(_repeating, text)
 
 
 def _unwrapped(text: str) -> str:
-    r"""A text without the braces, and the \text or \mathbf, around all of it."""
+    r"""A text without braces, \text or \mathbf around the whole text."""
     while found := AROUND.match(text):
         group = group_at(text, found.end())
         if group is None or group[1] != len(text):
@@ -139,11 +139,11 @@ def _unwrapped(text: str) -> str:
 
 
 def without_looks(text: str) -> str:
-    r"""TeX without what changes only the look of an answer, and without the unit at its end.
+    r"""TeX without markup that changes only the look of an answer, and without the unit at its end.
 
-    Spaces of TeX, \( and \), braces around all, \left and \right, \displaystyle, dollar signs, degrees, \text
-    around words, a full stop. \dfrac, \tfrac and \cfrac are \frac; signs of Unicode are those of TeX; "and"
-    and "or" are commas.
+    Removed are spaces of TeX, \( and \), braces around the whole text, \left and \right, \displaystyle,
+    dollar signs, degrees, \text around words, and a full stop. \dfrac, \tfrac and \cfrac become \frac; signs
+    of Unicode become TeX commands; "and" and "or" become commas.
     """
     text = without_periods(text)
     for sign, word in SIGNS.items():

@@ -1,9 +1,9 @@
-"""What a judge and the program that it judges say to each other: values as data, over one socket.
+"""The messages between a judge and the program that it judges: values as data, over one socket.
 
-Each side runs this file in its own sandbox (sandbox.py). A message is four bytes of length and JSON of a
-fixed set of kinds. Nothing in it is code, and no class of the other side is made of it: what is no data is
-called by a number, and stays where it is. A container that is sent with a request and changed by the call is
-changed on the side that sent it as well, as in Python.
+Each side runs this file in its own sandbox (sandbox.py). A message is four bytes of length and JSON with a
+fixed set of kinds. A message holds no code, and creates no class of the other side: an object that is not
+data stays on its side and is named by a number. If a call changes a container that was sent with the request,
+the container is changed on the sending side as well, as in Python.
 
 next: post/rewards/program.py, post/rewards/judge.py
 """
@@ -21,7 +21,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-MOST_BYTES = 2**24  # of a message
+MOST_BYTES = 2**24  # largest size of a message
 HELD = (
     list,
     set,
@@ -47,14 +47,14 @@ ARRAYS = "biufc"  # kinds of numpy's dtypes that are numbers
 
 
 class Gone(BaseException):
-    """The other side has ended, or says what this protocol does not have."""
+    """The other side has ended, or has sent something that is not in this protocol."""
 
 
 def exception_of(names: list[str], known: dict[str, type[BaseException]]) -> type[BaseException]:
-    """The class of an exception by the names of its bases, its own first.
+    """The class of an exception, from its own name and the names of its bases in order.
 
-    One of Python's own is that class. Others are made here, below the first base that is Python's, and kept
-    in `known`.
+    A built-in exception gives that class. Other classes are created, derived from the first built-in base,
+    and kept in `known`.
     """
     own: list[str] = []
     found: Any = Exception
@@ -74,7 +74,13 @@ def names_of(kind: type) -> list[str]:
 
 
 class Wire:
-    """One side. `far` makes what stands here for an object of the other side, from its number."""
+    """One side of the socket.
+
+    Args:
+        link: the socket's descriptor.
+        far: makes the object that represents an object of the other side, from its number.
+        number_of: the number of the other side's object that a value represents; None for other values.
+    """
 
     def __init__(self, link: int, far: Callable[[int], Any], number_of: Callable[[Any], int | None]) -> None:
         self.link, self.far, self.number_of = link, far, number_of
@@ -122,7 +128,7 @@ class Wire:
     # ---- values ----
 
     def write(self, value: Any, table: list[Any], places: dict[int, int]) -> Any:
-        """A value as JSON. `table`: the containers of this exchange, whose numbers `places` has by id."""
+        """A value as JSON. `table`: the containers of this exchange. `places`: their indices, by id."""
         kind = type(value)
         if value is None or kind in (bool, str, float):
             return value
@@ -154,7 +160,7 @@ class Wire:
         return {type(value).__name__: self.contents(value, table, places)}
 
     def contents(self, value: Any, table: list[Any], places: dict[int, int]) -> Any:
-        """What is in a container, as JSON."""
+        """The contents of a container, as JSON."""
         if isinstance(value, bytearray):
             return value.decode("latin1")
         items = [one for pair in value.items() for one in pair] if isinstance(value, dict) else list(value)
@@ -178,7 +184,7 @@ class Wire:
         return {"mine": n}
 
     def read(self, told: Any, table: list[Any]) -> Any:
-        """A value of JSON. Gone for what no `write` makes."""
+        """A value from JSON. Raises Gone for anything that `write` does not make."""
         if told is None or isinstance(told, bool | int | float | str):
             return told
         try:
@@ -234,7 +240,7 @@ class Wire:
         return found if shape else found[()]
 
     def fill(self, held: Any, what: Any, table: list[Any]) -> None:
-        """Gives a container the contents that JSON says."""
+        """Replaces the contents of a container by those in JSON."""
         if isinstance(held, bytearray):
             held[:] = what.encode("latin1")
             return
@@ -249,16 +255,16 @@ class Wire:
     # ---- an exchange ----
 
     def ask(self, op: str, *given: Any) -> Any:
-        """What the other side finds for a request; its exception is raised here."""
+        """The other side's result of a request; an exception of the other side is raised here."""
         table: list[Any] = []
         places: dict[int, int] = {}
         self.send(dict(ask=op, given=[self.write(one, table, places) for one in given]))
-        while "ask" in (reply := self.receive()):  # it asks back before it answers
+        while "ask" in (reply := self.receive()):  # the other side may send requests before it answers
             self.answer(reply)
         return self.take(reply, table)
 
     def take(self, reply: dict[str, Any], table: list[Any]) -> Any:
-        """Of a reply: what it prints, changes and returns."""
+        """Takes over a reply: prints its output, changes containers, and returns its value or raises."""
         sys.stdout.write(str(reply.get("said", "")))
         value = self.read(reply.get("value"), table)
         try:
@@ -284,7 +290,7 @@ class Wire:
             reply = dict(value=self.write(self.serve(str(message["ask"]), given), table, places))
         except Gone:
             raise
-        except BaseException as error:  # SystemExit too: whose request it was decides what it means
+        except BaseException as error:  # SystemExit too: the side that asked decides what it means
             reply = dict(raised=[names_of(type(error)), self._arguments(error)])
         changed = [[n, self.contents(table[n], table, places)] for n in range(len(before))]
         reply |= dict(changed=[one for one in changed if one[1] != before[one[0]]], said=self.printed())
@@ -297,9 +303,9 @@ class Wire:
             return []
 
     def serve(self, op: str, given: list[Any]) -> Any:
-        """Does what is asked for. Each side has its own."""
+        """Executes a request. Each side has its own method."""
         raise NotImplementedError
 
     def printed(self) -> str:
-        """What was printed since the last reply."""
+        """The text printed since the last reply."""
         return ""

@@ -1,4 +1,4 @@
-"""What --grpo.rewards says: words of a name and a weight, read and checked.
+"""Reads and checks --grpo.rewards: words of a name and a weight.
 
     exact               number:0.5        regex(<think>.*</think>):0.1       length(1024,256)
     my_rewards.py:brief                   my_rewards.py:brief:-0.2
@@ -29,32 +29,32 @@ class Term(NamedTuple):
 
     word: str
     label: str
-    """what parts and faults call it"""
+    """the reward's name in parts and faults"""
     said: str
     """the word without its weight"""
     name: str
-    """of a reward that tmoe brings, or of a function"""
+    """name of a built-in reward, or of a function"""
     weight: float
     argument: str | None = None
     file: Path | None = None
     source: str = ""
-    """the file's text at the start: what is edited later does not change the run"""
+    """the file's text at the start of the run, so that later edits do not change the run"""
 
     def refuse(self, why: str) -> ConfigError:
         return ConfigError.of(SETTING, self.word, why)
 
 
 def parse(words: Sequence[str], *, code: bool) -> list[Term]:
-    """ConfigError for a word that says no reward, or one that is said twice."""
+    """The rewards of words. ConfigError for a word that names no reward, and for a reward given twice."""
     if isinstance(words, str) or not words:
         raise ConfigError.of(SETTING, repr(words), "must be a list of at least one reward", VALID)
     terms = [_term(word, code) for word in words]
     count = Counter(term.name for term in terms)
-    # two functions of one name, or two patterns, are called by all that was said of them
+    # two functions of the same name, or two patterns, are labelled by their whole words
     longer = [term._replace(label=term.said) if count[term.name] > 1 else term for term in terms]
     for label, times in Counter(term.label for term in longer).items():
         if times > 1:
-            wrong = f"{label} is there {times} times; give it once"
+            wrong = f"{label} is given {times} times; give it once"
             raise ConfigError.of(SETTING, " ".join(words), wrong)
     return longer
 
@@ -110,7 +110,7 @@ def _by_name(term: Term, code: bool) -> Term:
 
 
 def longest_and_margin(term: Term) -> tuple[int, int]:
-    """The two numbers of `length`."""
+    """The two numbers of `length`, in tokens."""
     found = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", term.argument or "")
     longest, margin = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 0 < margin <= longest:

@@ -1,12 +1,12 @@
-"""The program of a process that works out rewards: reads samples from a pipe, writes a line for each reward.
+"""The program of a process that computes rewards: reads samples from a pipe, writes a line for each reward.
 
-    python -P worker.py JOBS REPLIES PARENT       two descriptors, and the process whose end is its own
+    python -P worker.py JOBS REPLIES PARENT       two descriptors, and the process with whose end it ends
 
-It is started by its path and imports neither tmoe nor torch, so that one that was killed is replaced in 0.1 s
-and not in 3 s with 360 MB. A frame is four bytes of length and a pickle from the trainer; an answer is a line
-of JSON, for what a worker says is trusted no further. First frame: {path, timeout_s, terms}, answered by
-{"ready": true} or {"refused": [term, why]}. Others: (job, first term, end, pickled sample), a line for each
-term from the first on.
+It is started by its path and imports neither tmoe nor torch, so that a killed worker is replaced in 0.1 s,
+and not in 3 s with 360 MB. A frame from the trainer is four bytes of length and a pickle. An answer is a line
+of JSON, because a worker's messages are not trusted. The first frame is {path, timeout_s, terms}, answered by
+{"ready": true} or {"refused": [term, why]}. Other frames are (job, first term, end, pickled sample), answered
+by a line for each term from the first to the one before the end.
 
 next: post/rewards/builtin.py
 """
@@ -33,13 +33,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MEMORY_GIB = 4  # of its own data, of one worker; behind it a MemoryError is raised
+MEMORY_GIB = 4  # limit of one worker's own data, above which a MemoryError is raised
 LENGTH = struct.Struct(">I")
 HERE = Path(__file__).parent
 PR_SET_PDEATHSIG = 1
 IGNORED = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"
 BATCHES = {"prompts", "completions", "completion_ids"}  # parameters of TRL's reward functions
-WORDS_OF_ERROR = 2000  # characters of a traceback that are told
+WORDS_OF_ERROR = 2000  # most characters of a traceback that are sent
 
 
 def main() -> None:
@@ -60,14 +60,14 @@ def main() -> None:
     while True:
         job, first, end, sample = pickle.loads(read_frame(jobs))
         for i in range(first, end):
-            # each has a sample of its own, so that none sees what another has done to its row
+            # each reward gets its own copy of the sample, so that no reward sees another's changes to the row
             reply(replies, dict(job=job, term=i) | outcome(functions[i], make_sample, sample))
 
 
 def settle(jobs: int, replies: int, parent: int) -> None:
-    """Ends with the trainer, even in the middle of a loop in C; signals to the trainer are not for it.
+    """Prepares this process: it ends with the trainer, even inside a loop in C, and ignores its signals.
 
-    It is the first that the kernel ends where memory is short. What it prints goes nowhere.
+    If memory is short, the kernel kills this process first. Its memory is limited to MEMORY_GIB.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -85,9 +85,9 @@ def settle(jobs: int, replies: int, parent: int) -> None:
 
 
 def import_light() -> dict[str, ModuleType]:
-    """The modules of this folder that rewards need, by their true names but without what lies above them.
+    """The modules of this folder that rewards need, under their real names, without their parent packages.
 
-    A reward file that imports tmoe itself afterwards gets it whole.
+    A reward file that imports tmoe itself afterwards gets the whole package.
     """
     empty = {}
     for name, folder in (("tmoe", HERE.parents[1]), ("tmoe.post", HERE.parent), ("tmoe.post.rewards", HERE)):
@@ -101,14 +101,14 @@ def import_light() -> dict[str, ModuleType]:
 
 
 def load(term: dict[str, Any], timeout_s: float, names: dict[str, ModuleType]) -> Callable[..., Any]:
-    """The function of a term. Raises whatever is wrong with it."""
+    """The function of a term. Raises the error of its file, or Refused."""
     if term["file"] is None:
         return names["builtin"].make(term["name"], term["argument"], timeout_s)
     path = Path(term["file"])
     if (module := sys.modules.get(key := f"reward:{path}")) is None:
         module = sys.modules[key] = ModuleType(key)
         module.__file__ = str(path)
-        sys.path.insert(0, str(path.parent))  # it may import what lies beside it
+        sys.path.insert(0, str(path.parent))  # it may import files of its folder
         exec(compile(term["source"], str(path), "exec"), module.__dict__)
     if (function := getattr(module, term["name"], None)) is None:
         there = [name for name, one in vars(module).items() if inspect.isfunction(one)][:8]
@@ -144,9 +144,9 @@ def usable(function: Any, name: str) -> Callable[..., Any]:
 
 
 def said_of(error: BaseException, file: str | None) -> str:
-    """One line on what was raised while a reward was loaded, with the line of its file, or of one next to it.
+    """One line about an error in loading a reward, with the place in its file, or in a file of its folder.
 
-    The frames of this file and of Python's library say nothing to a user. file: None for one of tmoe's own.
+    Frames of this file and of Python's library do not help a user. file: None for a built-in reward.
     """
     try:
         if isinstance(error, Refused):
@@ -164,12 +164,12 @@ def said_of(error: BaseException, file: str | None) -> str:
 
 
 def outcome(function: Callable[..., Any], make_sample: Callable[..., Any], pickled: bytes) -> dict[str, Any]:
-    """{"value": a finite number}, or {"fault": what happened instead}."""
+    """The outcome of a reward: {"value": a finite number}, or {"fault": what happened instead}."""
     try:
         sample = make_sample(*pickle.loads(pickled))
         seed(f"{sample.step} {sample.number} {sample.sample}")
         value = function(sample)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt are no reason to end either
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: they must not end the worker
         return dict(fault=f"raised {type(error).__name__}", told=words_of(error))
     if value is None:
         return dict(fault="returned None")
@@ -187,7 +187,7 @@ def outcome(function: Callable[..., Any], make_sample: Callable[..., Any], pickl
 
 
 def seed(key: str) -> None:
-    """What a reward draws depends on the sample, and not on what its worker has done before."""
+    """Seeds the random generators, so that a reward's numbers depend on the sample, not on earlier work."""
     random.seed(key)
     drawn = random.getrandbits(32)
     for name, function in (("numpy.random", "seed"), ("torch", "manual_seed")):
@@ -196,7 +196,7 @@ def seed(key: str) -> None:
 
 
 def words_of(error: BaseException) -> str:
-    """The end of a traceback without this file's own frame, where an error can say anything at all."""
+    """The end of a traceback without this file's own frame; the error's type if the traceback fails."""
     try:
         trace = error.__traceback__
         below = trace.tb_next if trace else None
@@ -206,7 +206,7 @@ def words_of(error: BaseException) -> str:
 
 
 def read_frame(descriptor: int) -> bytes:
-    """Ends this process where the trainer has closed its end."""
+    """The next frame. Ends this process if the trainer has closed the pipe."""
     (length,) = LENGTH.unpack(read_exactly(descriptor, LENGTH.size))
     return read_exactly(descriptor, length)
 
