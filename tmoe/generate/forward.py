@@ -136,9 +136,7 @@ def decode(
     pages_B = table_BM.gather(1, at_B[:, None] // PAGE)[:, 0]
     places_B = pages_B.long() * PAGE + at_B % PAGE
     lengths_B = at_B + 1
-    # the kernel's version for CPUs computes sequences one by one
-    attend_one = decode_attention if tokens_B.is_cuda else attend_pages
-    fused = tokens_B.is_cuda and not model.bits  # fused kernels round at other places than training
+    fused = tokens_B.is_cuda and model.rounding.fused
     x = model.embed(tokens_B[:, None])
     blocks = cast(list[Block], list(model.blocks))
     normed = blocks[0].attention_norm(x)
@@ -262,7 +260,7 @@ def put_one(
 ) -> tuple[Tensor, Tensor | None]:
     """Queries and gates [B, H, C] of one token each; its key and value are written to the cache.
 
-    bits: round as in training; without the kernel this is always so.
+    fused: norms of heads may be part of their kernel. Else, and without a kernel, they round as in training.
     """
     latent = isinstance(attention, LatentAttention)
     if x_B1D.is_cuda and not latent and has_kernel(attention, fused):
@@ -276,10 +274,10 @@ def put_one(
     return q[:, 0].contiguous(), None if gate is None else gate[:, 0]
 
 
-def has_kernel(attention: Attention, bits: bool) -> bool:
-    """Whether ops/decode/heads.py can compute the attention's heads.
+def has_kernel(attention: Attention, fused: bool) -> bool:
+    """Whether ops/decode/heads.py can take the attention's heads.
 
-    bits: after the modules' own norms, so a norm after the rotation is not possible.
+    fused: norms are part of the kernel; else they are the modules', which cannot follow the rotation.
     """
     cfg = attention.cfg
     return fits(cfg.heads, cfg.head_dim, cfg.qk_norm) if fused else cfg.qk_norm != "rotated"
@@ -288,7 +286,7 @@ def has_kernel(attention: Attention, bits: bool) -> bool:
 def put_heads(
     attention: Attention, x_BD: Tensor, turns: Turns, layer: Layer, places_B: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`put_one` by ops/decode/heads.py. bits: use the modules' own norms, which sum in another order."""
+    """put_one by ops/decode/heads.py. fused: norms as well; the modules' have sums of another order."""
     cfg, G, norm = attention.cfg, attention.key_heads, attention.cfg.qk_norm
     qkv_BX = attention.qkv(x_BD)
     if norm != "none" and not fused:
@@ -346,36 +344,3 @@ def softmax_of(attention: Attention | LatentAttention) -> tuple[float, Tensor | 
     cfg = attention.cfg
     scale = cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
     return scale, attention.sinks
-
-
-def attend_pages(
-    q_BHC: Tensor,
-    k_PTGC: Tensor,
-    v_PTGC: Tensor,
-    table_BM: Tensor,
-    lengths_B: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """ops/decode/attention.py's op for a CPU: all sequences at once, over copies of their pages.
-
-    The heads that share a key are rows of one product, so keys are read once. lengths_B: at least 1.
-    """
-    B, H, _ = q_BHC.shape
-    G = k_PTGC.shape[2]
-    q_BGRC = rearrange(q_BHC, "b (g r) c -> b g r c", g=G)
-    pages_BM = table_BM.long()
-    k_BGNC, v_BGNC = (rearrange(t[pages_BM], "b m t g c -> b g (m t) c") for t in (k_PTGC, v_PTGC))
-    behind_BN = lengths_B[:, None] - 1 - torch.arange(k_BGNC.shape[2], device=q_BHC.device)
-    seen_BN = behind_BN >= 0 if window is None else (behind_BN >= 0) & (behind_BN < window)
-    seen = seen_BN[:, None, None]
-    if sinks_H is None:
-        y = F.scaled_dot_product_attention(q_BGRC, k_BGNC, v_BGNC, attn_mask=seen, scale=scale)
-        return y.flatten(1, 2)
-    scores = (q_BGRC @ k_BGNC.mT).float() * scale
-    scores = scores.masked_fill(~seen, float("-inf"))
-    sinks = sinks_H.float().view(1, G, H // G, 1).expand(B, -1, -1, -1)
-    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (weights.to(v_BGNC.dtype) @ v_BGNC).flatten(1, 2)

@@ -37,11 +37,6 @@ from tmoe.model.transformer import Transformer
 from tmoe.ops.decode.sample import Keys, sample
 from tmoe.ops.loss.logprob import logprobs
 
-# With bits, the number of a step's rows is a multiple of this, because libraries choose other kernels for
-# fewer rows. On an H200 with torch 2.11 cuBLAS splits an inner width of 4096 below 128 rows. MKL has another
-# kernel below 4 rows, and a sigmoid of fewer than 32 numbers is not vectorised on a CPU.
-FEW = {"cuda": 128, "cpu": 32}
-
 
 @dataclass(eq=False)
 class Request:
@@ -91,9 +86,8 @@ class Room(NamedTuple):
 
 
 def rows_of(model: Transformer, slots: int, graphs: bool = True) -> int:
-    """Number of rows of a step of `slots` slots. graphs: whether steps may be graphs."""
-    few = FEW.get(model.head_weight.device.type, 1) if model.bits else 1
-    return -(-(rounded(slots) if graphs else slots) // few) * few
+    """How many rows a step of so many slots has."""
+    return model.rounding.rows(rounded(slots) if graphs else slots, model.head_weight.device.type)
 
 
 class Slots:
@@ -302,7 +296,7 @@ class Slots:
             seen_BV = self.seen_BV[:B].scatter_(1, token_B[:, None], True)
         drawn = sample(self.penalised(logits_BV, seen_BV), keys, self.sampling, self.barred(made_B, early))
         ids_B = drawn.tokens_B.long()
-        if self.model.bits:  # computed as in training, whose sum has another order than the sampler's
+        if self.model.rounding.log_probs_of_loss:  # the sampler's sum has another order
             drawn = drawn._replace(logprobs_B=logprobs(h_BD, self.model.head_weight, ids_B, heat))
         elif seen_BV is not None:  # from logits without the penalty
             plain_BV = (logits_BV.float() / heat).log_softmax(-1)

@@ -125,8 +125,7 @@ class Ranks:
         # at most the tokens that exchanges have buffers for: larger buffers would be kept, and copied whole
         rooms = [exchange.tokens for exchange in exchanges(layers) if exchange.tokens]
         self.at_once = min([AT_ONCE if self.device.type == "cuda" else ON_CPU, *rooms])
-        if model.bits:  # pieces of a long prompt must begin at blocks
-            self.at_once = max(PAGE, self.at_once // PAGE * PAGE)
+        self.at_once = model.rounding.piece(self.at_once)
 
     def join(self, rows: int) -> int:
         """The most rows of any rank in the next pass, which all ranks must make; below 0: no rank has one.
