@@ -63,9 +63,9 @@ _warm: set[tuple] = set()  # (architecture, trace) of all that this process has 
 
 
 def traces(cfg: Config) -> list[tuple]:
-    """What a rank launches under this configuration, as precompile takes it.
+    """The kernel launches of a rank under this configuration, in the form that precompile reads.
 
-    The ops say it themselves: each registration has the traces of its kernels (ops/register.py).
+    The registration of each op has the traces of its kernels (ops/register.py).
     """
     m = cfg.model
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
@@ -78,7 +78,7 @@ def traces(cfg: Config) -> list[tuple]:
 
 
 def of_layer(cfg: Config, T: int, dtype: torch.dtype, trained: bool = True) -> list[tuple]:
-    """What an MoE layer launches for T tokens of this rank; trained: False: in a forward alone."""
+    """The launches of an MoE layer for T tokens of this rank; trained: False: in a forward alone."""
     return traces_of(layer_shapes(cfg, T, dtype, trained))
 
 
@@ -130,7 +130,7 @@ def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> Laye
 
 
 def of_rollout(cfg: Config, tokens: int, dtype: torch.dtype) -> list[tuple]:
-    """What a rollout launches: a pass may have any number of tokens.
+    """The launches of a rollout, whose passes may have any number of tokens.
 
     tokens: of a micro-batch of training, for which an exchange has room at least.
     """
@@ -143,7 +143,7 @@ def of_rollout(cfg: Config, tokens: int, dtype: torch.dtype) -> list[tuple]:
 
 
 def decode_shapes(cfg: Config, dtype: torch.dtype) -> DecodeShapes:
-    """A rollout's step for one token of each slot beside the experts: attention, norms, the draw."""
+    """A rollout's step for one token of each slot without the experts: attention, norms, sampling."""
     m, how = cfg.model, rounding(cfg.grpo.bitwise)
     blocks = {m.is_moe(layer) for layer in range(m.layers)}
     widths = [m.moe.shared_dim] * (True in blocks) + [m.ffn_dim] * (False in blocks)

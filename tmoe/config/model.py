@@ -317,7 +317,7 @@ class MoEConfig:
         cause = Setting("model.moe.renormalize", "True")
         if self.softmax == "after":
             cause = Setting("model.moe.softmax", "after")
-        return (
+        return (  # prose: by itself
             f"{Setting('model.moe.top_k', 1)} with {cause}: a token's only weight is divided by itself and "
             "constant, so balancing losses alone train the routers"
         )

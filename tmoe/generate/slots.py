@@ -86,7 +86,7 @@ class Room(NamedTuple):
 
 
 def rows_of(model: Transformer, slots: int, graphs: bool = True) -> int:
-    """How many rows a step of so many slots has."""
+    """Number of rows of a step of `slots` slots. graphs: whether steps may be CUDA graphs."""
     return model.rounding.rows(rounded(slots) if graphs else slots, model.head_weight.device.type)
 
 
