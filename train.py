@@ -21,26 +21,26 @@ from torch import Tensor
 
 from tmoe.cli.parse import check_start, parse
 from tmoe.commands import warmup
-from tmoe.commands.plan import plan
+from tmoe.commands.plan_command import plan
 from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Dataset, Loader
 from tmoe.log.progress import validation
-from tmoe.model.ahead import compile_ahead
+from tmoe.model.compile_ahead import compile_ahead
 from tmoe.model.stages import Stages
 from tmoe.moe.balance import Totals
 from tmoe.optim.guard import SkipGuard, require_finite
-from tmoe.optim.schedule import lr_factor, set_lr
+from tmoe.optim.learning_rate import lr_factor, set_lr
 from tmoe.parallel import clip_grad_norm_
 from tmoe.parallel.collectives import sum_over_all
 from tmoe.post import task_of
 from tmoe.post.task import NothingToLearn, Task
 from tmoe.run import process as runtime
-from tmoe.run.process import OnItsWay, Runtime, all_finite
-from tmoe.run.profile import Graphs, Profiler, collecting, profiler
+from tmoe.run.process import PendingHostCopy, Runtime, all_finite
+from tmoe.run.profile import GraphCounter, Profiler, collecting, profiler
 from tmoe.run.start import Start
 
 Unread = tuple[
-    int, OnItsWay, float, int
+    int, PendingHostCopy, float, int
 ]  # arguments of `log` for a step whose numbers are still being copied to the host
 
 
@@ -71,7 +71,7 @@ class Trainer(Start):
 
     def __init__(self, cfg: Config, run: Runtime):
         super().__init__(cfg, run, task_of)
-        self.graphs = Graphs()
+        self.graphs = GraphCounter()
         self.unread: Unread | None = None  # the step whose numbers are not logged yet
 
     def prepare(self) -> None:
@@ -82,7 +82,7 @@ class Trainer(Start):
             example = self.task.example(data.batch(self.step, **self.shape()), run.device)
             passes = [one for one in self.task.passes if not (one.grad and cfg.eval_only)]
             compile_ahead(self.model, self.mesh, cfg.train.dtype, example, passes)
-            run.watch.meet()
+            run.watch.wait_for_ranks()
         test = () if self.test_data is None else (self.test_data,)
         self.task.prepare(self.model, (self.data, self.val_data, *test), run, self.step)
 
@@ -99,7 +99,7 @@ class Trainer(Start):
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
         with data, collecting(), profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             saving = self.checkpoints.saving
-            for step in run.watch.over(range(self.step, cfg.steps), cfg.train.timeout, saving):
+            for step in run.watch.watched_steps(range(self.step, cfg.steps), cfg.train.timeout, saving):
                 with optimizer.away(self.task.offloads):
                     batch = self.task.rollout(model, next(data), run, step)
                 if batch is None:  # a stop was requested in the rollout; a resumed run repeats it
@@ -112,7 +112,8 @@ class Trainer(Start):
                 for _ in range(self.task.updates):
                     loss = self.forward_backward(batch, totals)
                     norm = clip_grad_norm_(model.counted(), inf)
-                    run.watch.vote()  # all ranks raise if one skipped a collective: the sums would be wrong
+                    # all ranks raise if one skipped a collective: the sums would be wrong
+                    run.watch.compare_calls()
                     finite = all_finite(loss, norm)
                     # decides whether to clip the gradients and whether to skip the step
                     optimizer.decide(finite, norm, cfg.optim.clip)
@@ -154,7 +155,7 @@ class Trainer(Start):
         if self.unread is not None:
             self.log(*self.unread)
         router = self.model.read_log() if self.metrics.due(step) else None
-        self.unread = step, OnItsWay((*numbers, self.mean, router, self.measured)), lr, self.tokens
+        self.unread = step, PendingHostCopy((*numbers, self.mean, router, self.measured)), lr, self.tokens
         if save or validate or run.device.type == "cpu":
             # Before the checkpoint: a run that resumes from it does not log this step again.
             self.log(*self.unread)
@@ -236,9 +237,9 @@ class Trainer(Start):
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
         """Counts of the whole step, and whether any rank must stop. Costs one small all-reduce on the CPU."""
         own = (self.task.divisor(batch), batch.count(), batch.count_sequences()) if self.counts else (0, 0, 0)
-        targets, tokens, sequences, stops = self.run.sums(*own, self.run.stop)
+        targets, tokens, sequences, stops = self.run.sum_over_ranks(*own, self.run.stop)
         totals = [max(targets, 1.0), tokens, sequences]
-        return Totals(*self.run.put(torch.tensor(totals))), stops > 0
+        return Totals(*self.run.to_device(torch.tensor(totals))), stops > 0
 
     @torch.no_grad()
     def validate(self, data: Dataset | None = None) -> float | None:
@@ -259,7 +260,7 @@ class Trainer(Start):
                 val_loss, self.val_measured = found or (None, {})
                 return val_loss
             for i in range(cfg.train.eval_batches):
-                if stopped := self.run.sums(self.run.stop)[0] > 0:
+                if stopped := self.run.sum_over_ranks(self.run.stop)[0] > 0:
                     break
                 batch = (data or self.val_data).batch(i, **self.shape())
                 divisor += self.task.divisor(batch) if self.counts else 0
@@ -276,7 +277,7 @@ class Trainer(Start):
         if stopped:
             return None
         sums = sum_over_all(torch.cat([total[None], self.task.read_measured(total)]))
-        val_loss, *measured = (sums / max(self.run.sums(divisor)[0], 1)).tolist()
+        val_loss, *measured = (sums / max(self.run.sum_over_ranks(divisor)[0], 1)).tolist()
         self.val_measured = dict(zip(self.task.measures, measured, strict=True))
         return val_loss
 
@@ -288,12 +289,12 @@ class Trainer(Start):
             self.metrics.validated(loss, self.val_measured, "test")
         self.metrics.note(validation("test", loss, self.val_measured, self.step))
 
-    def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
+    def log(self, step: int, numbers: PendingHostCopy, lr: float, tokens: int) -> None:
         """Checks a step's loss and logs the step. Waits until the step's numbers are on the host."""
         loss, norm, finite, mean, router, measured = numbers.read()
         if self.guard.strange(bool(finite), loss.item()):
             samples = self.data.indices(step, **self.shape())
-            self.run.blame(step + 1, loss.item(), norm.item(), mean.item(), samples)
+            self.run.explain_bad_step(step + 1, loss.item(), norm.item(), mean.item(), samples)
         self.metrics.log(
             step,
             loss=loss,
@@ -317,7 +318,7 @@ class Trainer(Start):
         if self.cfg.checkpoint.mode == "off":
             return
         self.checkpoints.finish()
-        self.run.together(lambda: require_finite(self.tensors(("model",))))
+        self.run.on_all_ranks(lambda: require_finite(self.tensors(("model",))))
         state = dict(step=self.step, tokens=self.tokens, guard=self.guard.state_dict())
         state |= dict(task=self.task.state())
         tensors = {name: t for name, t in self.tensors().items() if not self.model.is_copy(name)}

@@ -20,10 +20,11 @@ import green  # noqa: E402
 
 # (file, its text, the fault that replaces it, a test that catches the fault; a prefix of test names is
 # enough)
+SCHEDULE, WARMUP = "parallel/test_schedule.py", "optim/test_optim.py::test_warmup"
 FAULTS = [
     ("tmoe/moe/router.py", "weights_TK * self.cfg.scaling", "weights_TK", "moe/test_router.py"),
-    ("tmoe/parallel/schedule.py", "chunk + 1 < chunks", "chunk + 2 < chunks", "parallel/test_schedule.py"),
-    ("tmoe/optim/schedule.py", "(step + 1) / warmup", "step / warmup", "optim/test_optim.py::test_warmup"),
+    ("tmoe/parallel/pipeline_schedule.py", "chunk + 1 < chunks", "chunk + 2 < chunks", SCHEDULE),
+    ("tmoe/optim/learning_rate.py", "(step + 1) / warmup", "step / warmup", WARMUP),
     ("tmoe/data/chat/packing.py", "self.order[low + at]", "self.order[low]", "data/test_packing.py"),
     ("tmoe/checkpoint/manifest.py", "filled != volume", "False", "checkpoint/test_checkpoint.py"),
     ("tmoe/hf/architectures/mixtral.py", "theta=1e6", "theta=1e5", "hf/test_hf_fields.py::test_every_key"),
@@ -34,7 +35,7 @@ FAULTS = [
     ("tmoe/extras/upcycle.py", "for name in want.keys()", "for name in ()", "hf/test_upcycle.py::test_sour"),
     ("tmoe/parallel/launcher.py", '"LOCAL_RANK"', '"LOCAL_RANKS"', "parallel/test_launcher.py::test_the_w"),
     ("tmoe/post/rewards/number.py", "is not None", "is None", "post/test_graders.py::test_numbers"),
-    ("tmoe/log/lines.py", "json.loads(text)", "{}", "run/test_report.py::test_load"),
+    ("tmoe/log/metrics_file.py", "json.loads(text)", "{}", "run/test_report.py::test_load"),
     ("tmoe/commands/report.py", "def main", "def start", "test_tmoe_command.py::test_each_command"),
     ("train.py", "clip_grad_norm_(", "clip_grad_norm(", "test_house.py::test_the_step"),
     ("README.md", "torch 2.11", "torch 2.10", "test_stack.py::test_readme"),

@@ -45,7 +45,7 @@ from benchmarks.moe_layer import (
 from tmoe.base.activations import ACTIVATIONS
 from tmoe.ops import moe_mlp
 from tmoe.ops.experts.op import trace
-from tmoe.ops.launch.launch import device_facts
+from tmoe.ops.launch.kernel_launch import device_facts
 from tmoe.ops.launch.precompile import precompile
 
 AGAIN = "swiglu again"

@@ -6,10 +6,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.adaptive --layers tiny --tokens 16 256 --rounds 3
 
 For each layer and number of tokens per rank, it prints for each r the milliseconds of forward and backward of
-tmoe.MoE, from router to combine, compiled, and the prediction of `Cost` of tmoe/moe/exchange/adaptive.py;
-which r "auto" selects, and how much slower that is than the fastest. `crossover` is the first number of
-tokens from which r = 0 is fastest. The last line has the constants for MACHINES that fit the times best; with
-them in the table, "auto" should be within 5% of the best everywhere.
+tmoe.MoE, from router to combine, compiled, and the prediction of `LayerCost` of
+tmoe/moe/exchange/adaptive.py; which r "auto" selects, and how much slower that is than the fastest.
+`crossover` is the first number of tokens from which r = 0 is fastest. The last line has the constants for
+MACHINES that fit the times best; with them in the table, "auto" should be within 5% of the best everywhere.
 
 Milliseconds are medians over rounds in which all r alternate, on the slowest rank. Without a GPU it runs on
 gloo, eagerly, which shows only that it works.
@@ -32,7 +32,7 @@ import tmoe
 from benchmarks.moe_layer import prepare, time_all
 from benchmarks.train import write_line
 from tmoe.model.parallelize import apply_ep
-from tmoe.moe.exchange.adaptive import Cost, Machine
+from tmoe.moe.exchange.adaptive import LayerCost, Machine
 
 LAYERS = {  # name: (D, the layer)
     "qwen3": (2048, tmoe.MoEConfig(experts=128, top_k=8, ffn_dim=768)),
@@ -131,7 +131,7 @@ def measure(moe: tmoe.MoE, tokens: int, backward: bool, rounds: int) -> dict[str
     )
 
 
-def cost_of(moe: tmoe.MoE, element: int, backward: bool) -> Cost:
+def cost_of(moe: tmoe.MoE, element: int, backward: bool) -> LayerCost:
     assert moe.cost is not None
     return replace(moe.cost, element=element, backward=backward)
 
@@ -148,8 +148,8 @@ def crossover(lines: list[dict[str, Any]]) -> int | None:
     return first
 
 
-def fitted(cost: Cost, lines: list[dict[str, Any]]) -> Machine:
-    """The constants, none below 0, with which `Cost` is closest to the measured times.
+def fitted(cost: LayerCost, lines: list[dict[str, Any]]) -> Machine:
+    """The constants, none below 0, with which `LayerCost` is closest to the measured times.
 
     This is a least squares over the terms, with relative errors. Terms whose constant is below 0 are removed
     one after the other.

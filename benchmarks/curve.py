@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.train import running
 from tmoe.cli.parse import parse
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 from tmoe.model import loss, transformer
 from tmoe.model.attention_backend import document_mask
 from tmoe.moe import experts, router

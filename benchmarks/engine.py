@@ -56,7 +56,7 @@ from tmoe.config.presets import presets
 from tmoe.generate import Engine, Sampling
 from tmoe.generate.cache import bytes_a_token
 from tmoe.hf.config import write_config
-from tmoe.hf.start import load_hf
+from tmoe.hf.load_weights import load_hf
 from tmoe.model.shapes import model_shapes
 from tmoe.model.transformer import Transformer
 

@@ -51,7 +51,7 @@ from tmoe.ops import exchange
 from tmoe.ops.exchange import section
 from tmoe.ops.experts import swiglu
 from tmoe.ops.experts.op import trace
-from tmoe.ops.launch.launch import launch
+from tmoe.ops.launch.kernel_launch import launch
 from tmoe.ops.launch.precompile import precompile
 from tmoe.ops.router import product as router_product
 from tmoe.ops.router.topk import trace as trace_router

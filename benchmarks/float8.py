@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.train import at_least_one, measure, running, write_line
 from tmoe.cli.parse import parse
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 from tmoe.model.float8 import layers_in
 
 MODELS = {

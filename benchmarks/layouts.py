@@ -27,7 +27,7 @@ import train
 from benchmarks.train import at_least_one, running
 from tmoe.cli.parse import parse
 from tmoe.commands import warmup
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 
 SEQUENCES = 8  # sequences of a step, over all processes
 STEPS = 20

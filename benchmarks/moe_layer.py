@@ -42,8 +42,8 @@ from torch import Tensor
 
 from benchmarks import rivals
 from tmoe.ops.experts import gpu, table
-from tmoe.ops.experts.routing import route
-from tmoe.ops.experts.table import Config
+from tmoe.ops.experts.pair_order import route
+from tmoe.ops.experts.table import KernelConfig
 
 Shape = tuple[int, int, int, int, int]  # T, D, F, E, K
 SHAPES: dict[str, Shape] = {  # name: (T, D, F, E, K)
@@ -94,7 +94,7 @@ class Bench:
         self.x, logits, self.gate_up, self.down, self.dy = make(shape, device)
         self.weights, self.ids = logits.softmax(-1).topk(K, dim=-1)
         operands = self.gate_up, self.down
-        self.layer = gpu.Layer(self.x, (E, D, F), K, route(self.ids, E), self.weights, operands)
+        self.layer = gpu.LayerLaunches(self.x, (E, D, F), K, route(self.ids, E), self.weights, operands)
         N = T * K
         widths = (2 * F, F, D)
         self.h, self.act, self.rows = (torch.randn(N, w, device=device, dtype=self.x.dtype) for w in widths)
@@ -102,7 +102,7 @@ class Bench:
         self.gather = self.layer.gathered
         self.layer.gathered = lambda t_TD: self.rows
 
-    def run(self, kernel: str, cfg: Config) -> None:
+    def run(self, kernel: str, cfg: KernelConfig) -> None:
         """One call of one kernel of table.KERNELS."""
         layer = self.layer
         layer.config = lambda kernel: cfg

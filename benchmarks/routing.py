@@ -26,7 +26,7 @@ from benchmarks.moe_layer import require_gpu, time_all
 from benchmarks.train import write_line
 from tmoe.moe.balance import measure as load_of
 from tmoe.moe.router import Router
-from tmoe.ops.experts.routing import route
+from tmoe.ops.experts.pair_order import route
 
 SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {  # tokens, D, settings of the layer
     "olmoe": (32768, 2048, dict(experts=64, top_k=8, ffn_dim=1024, renormalize=False)),

@@ -43,7 +43,7 @@ from tmoe.base.versions import versions
 from tmoe.cli.parse import parse
 from tmoe.data.chat.packing import plan
 from tmoe.data.shards import write_shards
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 
 PARTS = "packing", "dpo", "speed"
 LENGTHS = "full", "chat"

@@ -40,7 +40,7 @@ from benchmarks.trace import read, summary
 from tmoe.cli.parse import parse
 from tmoe.data.shards import write_shards
 from tmoe.data.tokenizer import ByteTokenizer
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 
 WARMUP = 10  # steps left out of the medians
 

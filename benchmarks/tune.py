@@ -24,8 +24,8 @@ import torch
 from benchmarks.moe_layer import SHAPES, Bench, Shape, require_gpu, time_all
 from tmoe.commands.warmup import ARCH, ARCH_VALID
 from tmoe.ops.experts import table
-from tmoe.ops.experts.table import Config
-from tmoe.ops.launch.launch import compile_only, device_facts
+from tmoe.ops.experts.table import KernelConfig
+from tmoe.ops.launch.kernel_launch import compile_only, device_facts
 
 # The benchmark's shapes, and further shapes, between which the rule interpolates.
 TUNED: dict[str, Shape] = {  # name: (T, D, F, E, K)
@@ -46,11 +46,11 @@ TUNED: dict[str, Shape] = {  # name: (T, D, F, E, K)
     "few-experts": (65536, 2048, 1408, 8, 2),
 }
 GATHERS = ("up", "dh", "dw_down", "dw_up")
-Job = tuple[str, Shape, str, Config]  # architecture, shape, kernel, configuration
+Job = tuple[str, Shape, str, KernelConfig]  # architecture, shape, kernel, configuration
 Record = dict[str, Any]  # shape, kernel, gather_ms, dense (ms), tried [(ms, configuration)]
 
 
-def candidates(kernel: str, rows: float) -> list[Config]:
+def candidates(kernel: str, rows: float) -> list[KernelConfig]:
     """Configurations worth trying for a kernel whose experts have this many rows.
 
     They fit into shared memory without spills; tests/ops/test_ops_kernels.py checks this for the
@@ -69,7 +69,7 @@ def candidates(kernel: str, rows: float) -> list[Config]:
         cuts = few + cuts
     gathers = (True, False) if kernel in GATHERS else (False,)
     return [
-        Config(bm, bn, bl, 16, sub, 4 if bm == 64 else 8, stages, 1, gather, outs)
+        KernelConfig(bm, bn, bl, 16, sub, 4 if bm == 64 else 8, stages, 1, gather, outs)
         for gather in gathers
         for bm, bn, bl, sub, stages, outs in cuts
     ]
@@ -87,7 +87,7 @@ def compile_one(job: Job) -> str | None:
     return None
 
 
-def compile_all(arch: str, names: list[str], kernels: list[str], jobs: int) -> set[tuple[str, Config]]:
+def compile_all(arch: str, names: list[str], kernels: list[str], jobs: int) -> set[tuple[str, KernelConfig]]:
     """Compiles every candidate in parallel; returns the candidates that failed.
 
     jobs: number of processes.
@@ -104,7 +104,7 @@ def compile_all(arch: str, names: list[str], kernels: list[str], jobs: int) -> s
     return {job[2:] for job, failure in zip(work, failures, strict=True) if failure}
 
 
-def sweep(name: str, kernels: list[str], failed: set[tuple[str, Config]]) -> list[Record]:
+def sweep(name: str, kernels: list[str], failed: set[tuple[str, KernelConfig]]) -> list[Record]:
     """The measurements at one shape, one record a kernel: its configurations with their ms, best first."""
     T, _, _, E, K = TUNED[name]
     bench = Bench(TUNED[name], "cuda")
@@ -137,16 +137,16 @@ def sweep(name: str, kernels: list[str], failed: set[tuple[str, Config]]) -> lis
     return records
 
 
-def winners(records: list[Record]) -> dict[str, tuple[float, Config]]:
+def winners(records: list[Record]) -> dict[str, tuple[float, KernelConfig]]:
     """{kernel: (ms, Config)} of one shape: the fastest set, with the gathered copies that it needs.
 
     dh and dw_down share one copy.
     """
     gather_ms = records[0]["gather_ms"]
-    best: dict[tuple[str, bool], tuple[float, Config]] = {}
+    best: dict[tuple[str, bool], tuple[float, KernelConfig]] = {}
     for r in records:
         for gather in (True, False):
-            tried = [(ms, Config(*c)) for ms, c in r["tried"] if Config(*c).gather == gather]
+            tried = [(ms, KernelConfig(*c)) for ms, c in r["tried"] if KernelConfig(*c).gather == gather]
             if tried:
                 best[r["kernel"], gather] = min(tried)
     kernels = [r["kernel"] for r in records]

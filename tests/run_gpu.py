@@ -79,7 +79,7 @@ def traces() -> list[tuple]:
     from tmoe.config.model import IGNORE
     from tmoe.config.presets import presets
     from tmoe.config.run import ParallelConfig
-    from tmoe.ops import adamw
+    from tmoe.ops import adamw_op
     from tmoe.ops import sum_parts as parts
     from tmoe.ops.experts.op import trace
     from tmoe.ops.loss import cross_entropy, logprob_kernels
@@ -107,7 +107,7 @@ def traces() -> list[tuple]:
             (cross_entropy.trace, V, D, IGNORE, dtype) for D, V in ((64, 512), (128, 50304), (64, 1001))
         ]
         found += [(logprob_kernels.trace, V, IGNORE, dtype) for V in (512, 50304, 1001, 151936)]
-        found += [(adamw.trace, dtype), (parts.trace, dtype)]
+        found += [(adamw_op.trace, dtype), (parts.trace, dtype)]
     tiny = presets()["tiny"]
     found += traces_of(replace(tiny, train=replace(tiny.train, batch=1), parallel=ParallelConfig(ep=4)))
     return found + test_symm_gpu.traces(4)

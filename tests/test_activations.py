@@ -18,7 +18,7 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.transformer import Transformer
-from tmoe.moe.held_bytes import gathered_expert_bytes, left_bytes, moe_bytes, slice_bytes
+from tmoe.moe.moe_bytes import gathered_expert_bytes, left_bytes, moe_bytes, slice_bytes
 from tmoe.ops import moe_mlp, reference
 from tmoe.ops.experts import kernels
 

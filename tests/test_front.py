@@ -20,8 +20,8 @@ from tmoe.commands import report as report_command
 from tmoe.commands import rollouts, routing, warmup
 from tmoe.config.check import ConfigError
 from tmoe.extras import upcycle
-from tmoe.extras.migrate import command as migrate
-from tmoe.generate import command as generate
+from tmoe.extras.migrate import translate as migrate
+from tmoe.generate import command_line as generate
 from tmoe.hf import importer
 
 

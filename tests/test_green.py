@@ -116,14 +116,14 @@ def house():
             "pyproject.toml README.md LICENSE train.py tmoe/ops/experts/table.json tmoe/extras/upcycle.py",
         ),
         ("test_stack", "README.md train.py"),
-        ("test_lazy", "tmoe/hf/swap.py tmoe/parallel/tags.py"),
+        ("test_lazy", "tmoe/hf/swap.py tmoe/parallel/expert_parameters.py"),
         ("test_house", "docs/make_map.py docs/map.md train.py tmoe/post/grpo.py tests/lib/gloo.py"),
         ("test_documented", "README.md docs/finetune.md docs/multinode.md tmoe/commands/dry_run.py"),
         ("test_tmoe_command", "tmoe/__main__.py tmoe/hf/__main__.py tmoe/commands/rollouts.py"),
         ("test_green", ".ci/counted.py tests/lib/green.py"),
         ("benchmarks/cost/test_points", "README.md docs/performance.md benchmarks/cost/h200.json"),
         ("checkpoint/test_operations", "docs/operations.md tmoe/post/grpo.py"),
-        ("data/test_chat_masks", "tests/data/templates/gpt_oss.jinja tmoe/data/chat/marks.py"),
+        ("data/test_chat_masks", "tests/data/templates/gpt_oss.jinja tmoe/data/chat/special_tokens.py"),
         ("end_to_end/test_snippets", "README.md docs/huggingface.md examples/own_loop.py tmoe/hf/swap.py"),
         ("end_to_end/test_helloworld", "examples/helloworld_fsdp2.py"),
         ("end_to_end/test_digit_sums", "examples/digit_sums.py train.py"),
@@ -146,7 +146,7 @@ def test_inputs_of_files_of_this_house(house, test, reads):
 def test_a_file_of_arithmetic_does_not_wait_for_train(house):
     """The record would be worth little if every file read all others."""
     found = house.of("tests/parallel/test_schedule.py")
-    assert "tmoe/parallel/schedule.py" in found and "train.py" not in found and len(found) < 40
+    assert "tmoe/parallel/pipeline_schedule.py" in found and "train.py" not in found and len(found) < 40
 
 
 # ---- the record ----

@@ -159,7 +159,7 @@ ARGUMENTS = 8
 # Functions of ours that take more, `self` not counted. A registered op's take one value (ops/register.py).
 MANY = {
     "tmoe.moe.exchange.symm": {"push"},
-    "tmoe.moe.exchange.received": {"__init__"},
+    "tmoe.moe.exchange.received_rows": {"__init__"},
     "tmoe.ops.decode.attention": {"decode_attention"},
     "tmoe.ops.exchange": {"push", "pull"},
     "tmoe.ops.experts.cpu": {"moe_mlp_forward", "moe_mlp_backward", "gradients_of_matrices"},

@@ -38,7 +38,7 @@ def test_an_old_name_is_the_module_and_warns():
 def test_what_became_a_package_or_a_command_gives_its_functions():
     from tmoe.data import chat
     from tmoe.data.chat import encoding
-    from tmoe.extras.migrate import command
+    from tmoe.extras.migrate import translate as command
 
     assert chat.chat_prompt is encoding.chat_prompt and chat.encode is encoding.encode
     assert importlib.import_module("tmoe.migrate.command") is command

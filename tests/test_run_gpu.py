@@ -16,7 +16,7 @@ import pytest
 import run_gpu
 import torch
 
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

@@ -138,7 +138,7 @@ def test_what_a_path_leads_to():
 def test_a_note_comes_once_and_from_rank_0(monkeypatch, caplog):
     stack.note.cache_clear()
     for _ in range(3):
-        assert stack.take("torch._no_such", "it takes longer") is None
+        assert stack.find_or_note("torch._no_such", "it takes longer") is None
     (record,) = caplog.records
     words = (
         f"torch {torch.__version__} has no torch._no_such: it takes longer "
@@ -146,7 +146,7 @@ def test_a_note_comes_once_and_from_rank_0(monkeypatch, caplog):
     )
     assert record.getMessage() == words
     monkeypatch.setenv("RANK", "1")
-    stack.take("torch._no_such", "something else")
+    stack.find_or_note("torch._no_such", "something else")
     assert len(caplog.records) == 1
 
 

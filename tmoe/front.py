@@ -189,7 +189,7 @@ def _refusal(
     if kind == "UnrecognizedArgs":
         return ConfigError(unexpected(event.tokens, flags, shows, hint))
     if kind == "MissingArgs":
-        names = ", ".join(named(one.arg) for one in event.missing_arguments)
+        names = ", ".join(argument_name(one.arg) for one in event.missing_arguments)
         if event.unrecognized_tokens:
             return ConfigError(unexpected(event.unrecognized_tokens, flags, shows, hint))
         return ConfigError(f"{names}: missing; {shows}")
@@ -223,7 +223,7 @@ def unknown_flags(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 def _wrong_value(argument: Any, words: list[str]) -> ConfigError:
     """The error for an invalid value of one argument."""
-    name, must = named(argument), f"must be {in_words(argument.field.type)}"
+    name, must = argument_name(argument), f"must be {in_words(argument.field.type)}"
     given = value_of(words, name)
     if argument.is_positional():
         return ConfigError(f"{name}: {must}")
@@ -243,7 +243,7 @@ def meant_in(flag: str, given: str, kind: Any) -> str:
     return meant_by_value(flag.replace("-", "_"), given, options) if options else ""
 
 
-def named(argument: Any) -> str:
+def argument_name(argument: Any) -> str:
     """The name of an argument: its flag, or the word in capitals that --help shows for it."""
     if argument.is_positional():
         return argument.lowered.metavar.strip("[]").split()[0].rstrip("}").lstrip("{")

@@ -4,7 +4,7 @@ huggingface_hub downloads them, with its cache, login and progress bars. It is i
 requires it, and it is imported only when needed. Without a connection the files are read from the cache. An
 error of one line names what the cache lacks.
 
-next: hf/hub.py for models, data/hub.py for data sets
+next: hf/hub_folders.py for models, data/hub_datasets.py for data sets
 """
 
 from __future__ import annotations

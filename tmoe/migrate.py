@@ -1,6 +1,6 @@
-"""The entry of `python -m tmoe.migrate` and `tmoe migrate`: the command is tmoe/extras/migrate/command.py."""
+"""The entry of `python -m tmoe.migrate` and `tmoe migrate`, whose code is in tmoe/extras/migrate."""
 
-from tmoe.extras.migrate.command import main
+from tmoe.extras.migrate.translate import main
 
 __path__: list[str] = []  # tmoe/base/moved.py finds the modules below this name
 

@@ -14,10 +14,10 @@ from benchmarks.cost.network import all_to_all, ring, times
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
+from tmoe.model.block_bytes import key_copies
 from tmoe.model.count import attention_shapes, block_shapes, qk_width, v_width
-from tmoe.model.held_bytes import key_copies
 from tmoe.moe.exchange.two_level import expected_rows_across
-from tmoe.moe.held_bytes import rows_received, runs_beside, slice_bytes
+from tmoe.moe.moe_bytes import rows_received, runs_beside, slice_bytes
 
 # FLOPs of flash attention over the FLOPs that MFU counts: the backward has five products, not four.
 FLASH = 7 / 6

@@ -99,7 +99,7 @@ def kept_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) -> tu
     """Seconds of a step for experts that ranks keep whole: (all-gathers, communication of gradients).
 
     Gradients are sent in the compute type, and as fp32 if micro-batches are summed. They are sent directly to
-    the rank that sums them (parallel/gathered_copies.py): unlike in a ring, all members of a node send their
+    the rank that sums them (parallel/shared_copies.py): unlike in a ring, all members of a node send their
     gradients out of the node.
     """
     width = compute_bytes(cfg)

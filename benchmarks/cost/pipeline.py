@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tmoe.parallel.schedule import Action, Cost, Message, Table, messages, result
+from tmoe.parallel.pipeline_schedule import Action, Message, StageCost, Table, messages, result
 
 
 class Timed(NamedTuple):
@@ -55,7 +55,7 @@ class Stage:
         self.since = now
 
 
-def run(table: Table, costs: Sequence[Cost], lost: Sequence[Cost], latency: float) -> Timed:
+def run(table: Table, costs: Sequence[StageCost], lost: Sequence[StageCost], latency: float) -> Timed:
     """Simulates a table as schedule.simulate does, with receives posted as pipelining.Edges posts them.
 
     costs: seconds of each chunk's actions.

@@ -32,7 +32,7 @@ from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32
 from tmoe.model.count import block_shapes, count_parameters, numel
-from tmoe.parallel.schedule import homes
+from tmoe.parallel.pipeline_schedule import homes
 from tmoe.plan.memory import blocks_bytes, chunk_spans, held_at_most
 
 divisors = functools.cache(check.divisors)

@@ -62,8 +62,8 @@ from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel
-from tmoe.parallel.gathered_copies import WAVES
-from tmoe.parallel.schedule import Cost
+from tmoe.parallel.pipeline_schedule import StageCost
+from tmoe.parallel.shared_copies import WAVES
 from tmoe.plan.memory import chunk_root, chunk_spans, held_at_most, kept_whole, plan
 
 EXCHANGES = ("exchange", "tp exchange", "cp exchange", "etp exchange")
@@ -87,13 +87,13 @@ class Chunk(NamedTuple):
     """seconds of a micro-batch's forward"""
     weights: float
     """seconds of the gradients of experts' weights in its backward, which schedule v defers"""
-    lost: Cost
+    lost: StageCost
     """seconds that a micro-batch's products of experts lose if a receive waits during all of them"""
 
-    def cost(self, micros: int) -> Cost:
+    def cost(self, micros: int) -> StageCost:
         """Seconds of one micro-batch, when a step has this many."""
         backward = sum(self.parts.values()) / micros - self.forward
-        return Cost(self.forward, backward - self.weights, self.weights)
+        return StageCost(self.forward, backward - self.weights, self.weights)
 
 
 class Prediction(NamedTuple):
@@ -220,8 +220,8 @@ def chunk_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busi
     runs_again = products.forward * ("experts" in RECOMPUTED[cfg.parallel.checkpoint])
     waves = WAVES if axes.sharers > 1 and kept_whole(cfg, axes, span) else 1
     loses = sparse * float(np.interp(waves, *zip(*m.held, strict=True)))
-    lost = Cost(products.forward, products.inputs + runs_again, products.weights)
-    lost = Cost(*(loses * seconds for seconds in lost))
+    lost = StageCost(products.forward, products.inputs + runs_again, products.weights)
+    lost = StageCost(*(loses * seconds for seconds in lost))
     return Chunk(parts, sum(forward.values()), sparse * products.weights, lost)
 
 

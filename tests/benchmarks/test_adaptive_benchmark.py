@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import adaptive
-from tmoe.moe.exchange.adaptive import MACHINES, Cost, Machine
+from tmoe.moe.exchange.adaptive import MACHINES, LayerCost, Machine
 
-COST = Cost(MACHINES["nvlink"], 64, 8, 2048, 1024, ep=2, element=2, waits=True, backward=True)
+COST = LayerCost(MACHINES["nvlink"], 64, 8, 2048, 1024, ep=2, element=2, waits=True, backward=True)
 
 
 def timed(rank: int, world: int) -> list[dict]:

@@ -49,7 +49,7 @@ from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint import plans, rewrite
 from tmoe.checkpoint.checkpoints import CheckpointError, Checkpoints, read_manifest, verify
-from tmoe.checkpoint.manifest import Chunk, TensorEntry
+from tmoe.checkpoint.manifest import ShardChunk, TensorEntry
 from tmoe.checkpoint.rewrite import read_boxes
 from tmoe.config.axes import Axes
 from tmoe.config.model import ModelConfig, MoEConfig
@@ -207,7 +207,7 @@ def test_any_cut_reads_as_any_other_and_each_chunk_once(tmp_path, seed, monkeypa
     with disk.HashedFile(tmp_path / "f") as file:
         chunks = [files.write_chunk(file, part(*cut), cut[0]) for cut in grid_cuts(draw, shape)]
     entry = files.tensor_entry(shape, tensor.dtype, "", draw.sample(chunks, len(chunks)))
-    reads: list[Chunk] = []
+    reads: list[ShardChunk] = []
     monkeypatch.setattr(
         rewrite, "read_chunk", lambda *args: (reads.append(args[1]), files.read_chunk(*args))[1]
     )
@@ -348,7 +348,7 @@ def lie(step: Path, changes: dict) -> None:
 
 
 def halves(*offsets: int) -> dict[str, TensorEntry]:
-    chunks = [Chunk((offset, 0), (2, 3), "__0_0.distcp", 0, 8, "") for offset in offsets]
+    chunks = [ShardChunk((offset, 0), (2, 3), "__0_0.distcp", 0, 8, "") for offset in offsets]
     return {"a": TensorEntry((4, 3), "float32", "", "", tuple(chunks))}
 
 

@@ -14,9 +14,9 @@ from chat_tokenizers import shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tmoe.data.chat.conversations import Conversation, kind_of, parse_row
 from tmoe.data.chat.encoding import Encoder, chat_prompt, encode, turn_ends
 from tmoe.data.chat.held import walk
-from tmoe.data.chat.rows import Conversation, kind_of, parse_row
 from tmoe.data.chat.template import load_template
 from tmoe.data.tokenizer import DataError, JsonTokenizer
 

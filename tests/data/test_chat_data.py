@@ -15,13 +15,13 @@ from chat_tokenizers import chat_tokenizer
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config, DataConfig, GrpoConfig, TrainConfig
-from tmoe.data.chat import dataset as chat_dataset
-from tmoe.data.chat.dataset import ChatDataset, open_chat
-from tmoe.data.chat.prompts import open_prompts
+from tmoe.data.chat import chat_dataset as chat_dataset
+from tmoe.data.chat.chat_dataset import ChatDataset, open_chat
+from tmoe.data.chat.prompt_data import open_prompts
 from tmoe.data.dataset import Loader
-from tmoe.data.small_facts import chat_rows, preference_rows, small_facts, write_facts
+from tmoe.data.synthetic_chat import chat_rows, preference_rows, small_facts, write_facts
 from tmoe.data.tokenizer import DataError
-from tmoe.hf.tokenizer import carried_by
+from tmoe.hf.tokenizer_files import carried_by
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import tokenizers
 import transformers
 from chat_tokenizers import SPECIAL, TEMPLATES, chat_tokenizer, shown
 
+from tmoe.data.chat.conversations import Conversation, Plain
 from tmoe.data.chat.encoding import Encoder, chat_prompt, encode, turn_end, turn_ends
-from tmoe.data.chat.rows import Conversation, Plain
 from tmoe.data.chat.template import ChatTemplate, load_template
 from tmoe.data.tokenizer import ByteTokenizer, DataError, JsonTokenizer
 

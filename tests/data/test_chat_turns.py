@@ -9,8 +9,8 @@ import pytest
 from call_templates import byte_tokenizer
 from chat_tokenizers import chat_tokenizer, shown
 
+from tmoe.data.chat.conversations import Conversation, Plain, kind_of, parse_row
 from tmoe.data.chat.encoding import Encoder, chat_prompt, encode, spoken, turn_ends
-from tmoe.data.chat.rows import Conversation, Plain, kind_of, parse_row
 from tmoe.data.chat.template import load_template
 from tmoe.data.tokenizer import DataError, JsonTokenizer
 

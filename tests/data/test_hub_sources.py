@@ -1,6 +1,6 @@
 """Data sets of the hub as sources, against a stand-in for the hub; columns under other names.
 
-next: tmoe/data/hub.py
+next: tmoe/data/hub_datasets.py
 """
 
 import json
@@ -16,9 +16,9 @@ from huggingface_hub import constants
 from tmoe.cli.parse import flags_of, parse
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, DataConfig
-from tmoe.data import hub
-from tmoe.data.chat.dataset import open_chat
-from tmoe.data.chat.prompts import open_prompts
+from tmoe.data import hub_datasets
+from tmoe.data.chat.chat_dataset import open_chat
+from tmoe.data.chat.prompt_data import open_prompts
 from tmoe.data.convert import convert
 from tmoe.data.dataset import parse_sources
 from tmoe.data.show import show
@@ -64,7 +64,7 @@ def served(monkeypatch, tmp_path):
 
 
 def names(spec: str) -> list[str]:
-    root, files = hub.files_of(spec)
+    root, files = hub_datasets.files_of(spec)
     return [path.relative_to(root).as_posix() for path in files]
 
 
@@ -120,28 +120,30 @@ def test_files_by_their_names(monkeypatch, tmp_path):
         "dataset_infos.json": b"{}",
         "_hidden.jsonl": b"{}\n",
     }
-    found, usual = hub.configs_of(plain, None)
+    found, usual = hub_datasets.configs_of(plain, None)
     assert usual == "default" and found["default"] == {
         "train_sft": ["train_sft-00000-of-00001.jsonl"],
         "test": ["data/test.jsonl"],
         "validation": ["data/val-set.jsonl"],
     }
     converted = ["main/partial-train_sft/0000.parquet", "main/test/0000.parquet", "other/train/0000.parquet"]
-    found, usual = hub.configs_of(converted, None)
+    found, usual = hub_datasets.configs_of(converted, None)
     assert not usual and found["main"] == {"train_sft": converted[:1], "test": converted[1:2]}
-    assert hub.configs_of(["a.jsonl", "b.jsonl"], None)[0] == {"default": {"train": ["a.jsonl", "b.jsonl"]}}
+    assert hub_datasets.configs_of(["a.jsonl", "b.jsonl"], None)[0] == {
+        "default": {"train": ["a.jsonl", "b.jsonl"]}
+    }
     shards = ["data/train-00000-of-00001-b.parquet", "data/validation-00000-of-00001-c.parquet"]
     stories = ["Stories-train.txt", "Stories-valid.txt", "StoriesV2-train.txt", *shards]  # the set thrice
     both = {"train": shards[:1], "validation": shards[1:]}
-    assert hub.configs_of(stories, None)[0] == {"default": both}
+    assert hub_datasets.configs_of(stories, None)[0] == {"default": both}
     twice = ["train.jsonl.gz", "train.parquet", "test.parquet", "README.txt"]
-    assert hub.configs_of(twice, None)[0]["default"] == {"train": twice[1:2], "test": twice[2:3]}
+    assert hub_datasets.configs_of(twice, None)[0]["default"] == {"train": twice[1:2], "test": twice[2:3]}
     few = ["README.txt", "data.jsonl", "metadata.json"]
-    assert hub.configs_of(few, None)[0]["default"] == {"train": ["data.jsonl"]}
+    assert hub_datasets.configs_of(few, None)[0]["default"] == {"train": ["data.jsonl"]}
     other = pytest.raises(DataError, match=r"\(train.csv\) are not parquet.*@refs/convert/parquet:CONFIG")
     with serving(NAME, {"train.csv": b"a,b\n"}, monkeypatch, tmp_path / "cache"), other:
         names(f"hub:{NAME}")
-    pattern = hub._pattern("./data/**/train-[0-9]?.json*")
+    pattern = hub_datasets._pattern("./data/**/train-[0-9]?.json*")
     assert pattern.fullmatch("data/a/b/train-1x.jsonl") and pattern.fullmatch("data/train-1x.json")
     assert not pattern.fullmatch("data/train-xx.json") and not pattern.fullmatch("other/train-1x.json")
 

@@ -13,8 +13,8 @@ from tiny_models import MODEL
 
 from tmoe.config.model import IGNORE, ModelConfig
 from tmoe.config.run import DataConfig
-from tmoe.data.chat.dataset import ChatBatch, ChatDataset, open_chat
-from tmoe.data.small_facts import write_facts
+from tmoe.data.chat.chat_dataset import ChatBatch, ChatDataset, open_chat
+from tmoe.data.synthetic_chat import write_facts
 from tmoe.model.transformer import Transformer
 
 SEQ = 256

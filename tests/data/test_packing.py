@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tmoe.data.chat.packing import Plan, plan
+from tmoe.data.chat.packing import PackingPlan, plan
 
 
 def textbook(lengths: list[int], size: int) -> list[int]:
@@ -18,7 +18,7 @@ def textbook(lengths: list[int], size: int) -> list[int]:
     return sorted(rooms)
 
 
-def filled(packed: Plan) -> np.ndarray:
+def filled(packed: PackingPlan) -> np.ndarray:
     return np.add.reduceat(packed.lengths[packed.places], packed.starts[:-1])
 
 

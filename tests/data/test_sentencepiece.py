@@ -14,7 +14,7 @@ from corpora import data, prose
 
 from tmoe.data.convert import convert
 from tmoe.data.tokenizer import DataError, SentencePieceTokenizer, load_tokenizer
-from tmoe.hf.tokenizer import carried_by
+from tmoe.hf.tokenizer_files import carried_by
 
 spm = pytest.importorskip("sentencepiece")
 texts, bpe = corpora.texts, corpora.bpe

@@ -2,7 +2,7 @@
 
 Rows may have any name and compression.
 
-next: tmoe/data/rows.py
+next: tmoe/data/row_files.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from corpora import data
 
-from tmoe.data import rows
+from tmoe.data import row_files as rows
 from tmoe.data.convert import convert
 from tmoe.data.shards import open_shard
 from tmoe.data.sources import Skips, beginning, read_documents

@@ -1,6 +1,6 @@
 """Sources as they are found: marks of other programs next to parts, pointers, binary text, zstd as it may be.
 
-next: tmoe/data/rows.py, tmoe/data/sources.py
+next: tmoe/data/row_files.py, tmoe/data/sources.py
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 from corpora import data
 
 from tmoe.config.run import DataConfig
-from tmoe.data.chat.dataset import open_chat
-from tmoe.data.rows import packing
+from tmoe.data.chat.chat_dataset import open_chat
+from tmoe.data.row_files import packing
 from tmoe.data.sources import read_documents
 from tmoe.data.tokenizer import DataError, load_tokenizer
 

@@ -10,10 +10,10 @@ import runs
 from tmoe.config.check import ConfigError
 from tmoe.config.run import DataConfig
 from tmoe.data.convert import convert
-from tmoe.data.corpus import HeldOut, Run, cut
+from tmoe.data.corpus import HeldOut, TokenRun, cut
 from tmoe.data.dataset import open_data, require_alike
 from tmoe.data.tokenizer import DataError
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 
 WORDS = [f"document number {i} of a small set, " * 3 for i in range(400)]
 
@@ -59,7 +59,7 @@ def test_shards_are_cut_in_order(folder, tmp_path):
 
 
 def test_cut_without_a_test_is_as_before():
-    run = Run(np.arange(100) % 10, "here")
+    run = TokenRun(np.arange(100) % 10, "here")
     train, val = (cut(run, HeldOut(0.25), split, 0).tokens for split in ("train", "val"))
     assert len(train) == 81  # 75, then to the end of the document
     assert len(val) == 19

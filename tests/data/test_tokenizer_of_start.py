@@ -2,7 +2,7 @@
 
 Data of another tokenizer are refused, on every road.
 
-next: tmoe/hf/tokenizer.py
+next: tmoe/hf/tokenizer_files.py
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tmoe import hf
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.manifest import CheckpointError, read_manifest
 from tmoe.cli.parse import parse
-from tmoe.config.same import build_config
+from tmoe.config.compare import build_config
 from tmoe.data.convert import convert
 from tmoe.data.tokenizer import load_tokenizer
 from tmoe.hf.config import read_config
-from tmoe.hf.tokenizer import carried_by
+from tmoe.hf.tokenizer_files import carried_by
 from tmoe.run import process as runtime
 
 bpe = corpora.bpe  # a fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from runs import SMALL, load, run
 
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 
 # Eight sequences a step everywhere: batch x accumulate x readers.
 WHOLE = ["--train.batch", "4", "--train.accumulate", "2"]

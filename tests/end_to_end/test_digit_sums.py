@@ -9,7 +9,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 from tmoe.post.rollouts import read_rollouts
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ import forked
 import pytest
 
 from tmoe.data.chat.encoding import chat_prompt
-from tmoe.data.small_facts import write_facts
+from tmoe.data.synthetic_chat import write_facts
 from tmoe.generate.load import load
 from tmoe.generate.sampler import Sampling
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 
 SFT_STEPS, DPO_STEPS, PEOPLE = 80, 20, 4
 

@@ -31,11 +31,11 @@ from transformers import (
     TrainingArguments,
 )
 
+from tmoe.config.compare import as_flags
 from tmoe.config.presets import presets
-from tmoe.config.same import as_flags
 from tmoe.hf import swap_experts
 from tmoe.hf.config import read_config
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 
 pytestmark = pytest.mark.slow
 

@@ -469,7 +469,7 @@ def test_bad_input_on_one_rank_ends_all(gloo, tmp_path):
 
 def test_what_start_up_made_is_collected_again_behind_training():
     with pytest.raises(KeyError), profile.collecting():
-        graphs = profile.Graphs()
+        graphs = profile.GraphCounter()
         for phase in ("train", "train", "validate"):
             graphs.passed(phase)
         assert gc.get_freeze_count() > 1000

@@ -17,7 +17,7 @@ from orphans import no_orphans  # noqa: F401
 from runs import SMALL
 
 from benchmarks.launch import launch
-from tmoe.parallel import pipelining, tokens
+from tmoe.parallel import pipelining, token_exchange
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 
@@ -36,7 +36,7 @@ def fails(rank: int, world: int, argv: list[str], failing: int, where: str, how:
         if rank != failing:
             return
         owner, name = dict(
-            gather=(tokens, "_all_gather"),
+            gather=(token_exchange, "_all_gather"),
             exchange=(dist, "all_to_all_single"),
             receive=(pipelining.Edges, "receive"),
         )[where]

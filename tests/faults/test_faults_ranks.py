@@ -28,14 +28,14 @@ from tiers import slow_but
 
 import train
 from benchmarks.launch import End, launch
-from tmoe.base import last_line
+from tmoe.base import exit_message
 from tmoe.data.convert import convert
 from tmoe.log.metrics import Metrics
 from tmoe.run.watch import heartbeat, standstill
+from tmoe.run.watch.failure_messages import explain
 from tmoe.run.watch.heartbeat import Heartbeat
 from tmoe.run.watch.journal import Journal
 from tmoe.run.watch.standstill import Standstill
-from tmoe.run.watch.words import explain
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
@@ -175,8 +175,8 @@ def test_25_torchrun_takes_a_cause_before_a_loss_of_the_same_second(tmp_path, mo
     seconds = []
     for behind in (False, True):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{behind}.json"))
-        monkeypatch.setattr(last_line.time, "time", lambda: 1234.5)
-        last_line.leave("in short: …", behind)
+        monkeypatch.setattr(exit_message.time, "time", lambda: 1234.5)
+        exit_message.leave("in short: …", behind)
         told = json.loads((tmp_path / f"{behind}.json").read_text())
         seconds.append(int(told["message"]["extraInfo"]["timestamp"]))
     assert seconds == [1234, 1235]

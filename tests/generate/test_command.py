@@ -16,7 +16,7 @@ from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.data.chat.encoding import chat_prompt
 from tmoe.data.tokenizer import ByteTokenizer, JsonTokenizer, tokenizer_files
-from tmoe.generate import Engine, Sampling, command
+from tmoe.generate import Engine, Sampling, command_line
 from tmoe.generate.generation_config import sampling_of
 from tmoe.generate.load import find, load
 from tmoe.hf import import_hf
@@ -62,7 +62,7 @@ def test_a_run_is_its_last_whole_step(run, tmp_path, capsys):
     newest = load_step(run / "checkpoints" / "step-2")
     (want,) = answers(newest, ["def f("], temperature=0, max_tokens=34, min_tokens=34)
     for path in (run, run / "checkpoints", run / "checkpoints" / "step-2"):
-        command.main([str(path), "def f(", *GREEDY, "--min-tokens", "34"])
+        command_line.main([str(path), "def f(", *GREEDY, "--min-tokens", "34"])
         said = capsys.readouterr()
         # as many tokens as the sequences of 40 that it was trained on leave room for
         assert said.out == f"def f({want}\n"
@@ -77,7 +77,7 @@ def test_a_run_is_its_last_whole_step(run, tmp_path, capsys):
 
 def test_several_answers_to_a_prompt(run, capsys):
     words = ["ab", "-n", "3", "--seed", "5", "--max-tokens", "6", "--temperature", "1", "--device", "cpu"]
-    command.main([str(run), *words])
+    command_line.main([str(run), *words])
     said = capsys.readouterr()
     want = answers(load_step(run / "checkpoints" / "step-2"), ["ab"], 3, seed=5, max_tokens=6)
     assert said.out == "".join(f"ab{text}\n" for text in want)
@@ -89,7 +89,7 @@ def test_a_prompt_from_stdin_and_a_stop_text(run, capsys, monkeypatch):
     (whole,) = answers(model, ["x\ny"], temperature=0, max_tokens=20)
     stop = whole[3]
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\ny"))
-    command.main([str(run), *GREEDY, "--max-tokens", "20", "--stop", "never", "--stop", stop])
+    command_line.main([str(run), *GREEDY, "--max-tokens", "20", "--stop", "never", "--stop", stop])
     said = capsys.readouterr()
     assert said.out == f"x\ny{whole.partition(stop)[0]}\n" and "(stop)" in said.err
 
@@ -105,7 +105,7 @@ def test_a_file_of_prompts(run, tmp_path, name):
     (tmp_path / name).write_text(lines[name])
     out = tmp_path / "out.jsonl"
     words = ["--file", str(tmp_path / name), "--out", str(out), "-n", "2", "--max-tokens", "5"]
-    command.main([str(run), *words, "--temperature", "1", "--device", "cpu", "--slots", "2"])
+    command_line.main([str(run), *words, "--temperature", "1", "--device", "cpu", "--slots", "2"])
     found = [json.loads(line) for line in out.read_text().splitlines()]
     prompts = [row["prompt"] for row in rows]
     assert [(row["prompt"], row["sample"]) for row in found] == [(p, i) for p in prompts for i in (0, 1)]
@@ -118,12 +118,12 @@ def test_a_file_of_prompts(run, tmp_path, name):
 def test_messages_are_a_conversation(run, tmp_path, capsys):
     messages = [dict(role="user", content="hi")]
     (tmp_path / "p.jsonl").write_text(json.dumps(dict(messages=messages)))
-    command.main([str(run), "--file", str(tmp_path / "p.jsonl"), *GREEDY, "--max-tokens", "4"])
+    command_line.main([str(run), "--file", str(tmp_path / "p.jsonl"), *GREEDY, "--max-tokens", "4"])
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
     prompt = [int(i) for i in chat_prompt(messages, ByteTokenizer())]
     model = load_step(run / "checkpoints" / "step-2")
     assert [row["text"]] == answers(model, [prompt], temperature=0, max_tokens=4)
-    command.main([str(run), "hi", "--chat", *GREEDY, "--max-tokens", "4"])
+    command_line.main([str(run), "hi", "--chat", *GREEDY, "--max-tokens", "4"])
     assert capsys.readouterr().out == row["text"] + "\n"
 
     # what a row gives the template beside its messages
@@ -134,7 +134,9 @@ def test_messages_are_a_conversation(run, tmp_path, capsys):
     given = dict(tools=[dict(name="f")] * 2, chat_template_kwargs=dict(mood="calm"), system="be")
     (tmp_path / "p.jsonl").write_text(json.dumps(dict(messages=messages) | given))
     template = ["--chat-template", str(tmp_path / "mood.jinja")]
-    command.main([str(run), "--file", str(tmp_path / "p.jsonl"), *template, *GREEDY, "--max-tokens", "4"])
+    command_line.main(
+        [str(run), "--file", str(tmp_path / "p.jsonl"), *template, *GREEDY, "--max-tokens", "4"]
+    )
     said = capsys.readouterr()
     (row,) = map(json.loads, said.out.splitlines())
     assert [row["text"]] == answers(model, [list(b"be\0hi\0calm2")], temperature=0, max_tokens=4)
@@ -144,7 +146,9 @@ def test_messages_are_a_conversation(run, tmp_path, capsys):
     (tmp_path / "mood.jinja").write_text(
         "{% for one in messages %}{{ one.content }}{{ eos_token }}{% endfor %}"
     )
-    command.main([str(run), "--file", str(tmp_path / "p.jsonl"), *template, *GREEDY, "--max-tokens", "4"])
+    command_line.main(
+        [str(run), "--file", str(tmp_path / "p.jsonl"), *template, *GREEDY, "--max-tokens", "4"]
+    )
     assert f"{left}chat_template_kwargs: mood in 1 row, tools in 1 row\n" in capsys.readouterr().err
 
 
@@ -159,7 +163,7 @@ def test_a_conversation_in_the_terminal(run, capsys, monkeypatch):
 
     monkeypatch.setattr("builtins.input", read)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    command.main([str(run), "--chat", "--system", "s", *GREEDY, "--max-tokens", "4"])
+    command_line.main([str(run), "--chat", "--system", "s", *GREEDY, "--max-tokens", "4"])
     said = capsys.readouterr()
     model = load_step(run / "checkpoints" / "step-2")
     messages = [dict(role="system", content="s"), dict(role="user", content="hi")]
@@ -175,7 +179,7 @@ def test_a_conversation_in_the_terminal(run, capsys, monkeypatch):
 def test_lines_of_a_pipe_are_messages(run, capsys, monkeypatch):
     """Each with the conversation before it, as one by one; /new begins another, /quit ends all."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nmore\n/help\n/new\nhi\n/quit\nnever\n"))
-    command.main([str(run), "--chat", *GREEDY, "--max-tokens", "4"])
+    command_line.main([str(run), "--chat", *GREEDY, "--max-tokens", "4"])
     said = capsys.readouterr()
     model = load_step(run / "checkpoints" / "step-2")
     messages: list = []
@@ -186,20 +190,20 @@ def test_lines_of_a_pipe_are_messages(run, capsys, monkeypatch):
         want += answers(model, [prompt], temperature=0, max_tokens=4)
         messages.append(dict(role="assistant", content=want[-1]))
     assert said.out == f"{want[0]}\n{want[1]}\n{want[0]}\n"
-    assert said.err.count("tokens/s") == 3 and said.err.count(command.HELP) == 1
+    assert said.err.count("tokens/s") == 3 and said.err.count(command_line.HELP) == 1
     assert "conversations are written by plain built-in template" in said.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n" + "x" * 99))
     with pytest.raises(SystemExit) as end:
-        command.main([str(run), "--chat", *GREEDY, "--max-tokens", "4"])
+        command_line.main([str(run), "--chat", *GREEDY, "--max-tokens", "4"])
     assert str(end.value).startswith("error: stdin: line 2: ")
     monkeypatch.setattr(sys, "stdin", io.StringIO("/quitt\n"))
     with pytest.raises(SystemExit) as end:
-        command.main([str(run), "--chat", *GREEDY, "--max-tokens", "4"])
+        command_line.main([str(run), "--chat", *GREEDY, "--max-tokens", "4"])
     assert "stdin: line 1: /quitt: no such command; valid: /new, /help, /quit" in str(end.value)
-    assert command.no_command("/system be kind").startswith("/system: no such command")
-    assert not any(map(command.no_command, ("/usr/bin is a folder", "1/2", "//", "/", "/2")))
+    assert command_line.no_command("/system be kind").startswith("/system: no such command")
+    assert not any(map(command_line.no_command, ("/usr/bin is a folder", "1/2", "//", "/", "/2")))
     with pytest.raises(SystemExit) as end:
-        command.main([str(run), "--chat", "-n", "2"])
+        command_line.main([str(run), "--chat", "-n", "2"])
     assert "-n=2: a conversation has one answer" in str(end.value)
 
 
@@ -208,13 +212,13 @@ def test_bytes_of_a_pipe(run, capsys, monkeypatch):
 
     def asked(raw: bytes, errors: str, *words: str) -> str:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), "utf-8", errors))
-        command.main([str(run), *words, *GREEDY, "--max-tokens", "4"])
+        command_line.main([str(run), *words, *GREEDY, "--max-tokens", "4"])
         return capsys.readouterr().out
 
     assert asked(b"\xef\xbb\xbfhi\n", "strict", "--chat") == asked(b"hi", "strict", "--chat")
     assert asked(b"\xef\xbb\xbfa\nb", "strict").startswith("a\nb")
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    command.main([str(run), "--chat", *GREEDY])
+    command_line.main([str(run), "--chat", *GREEDY])
     assert capsys.readouterr().err.endswith("stdin holds no message\n")
     for errors in ("strict", "surrogateescape"):
         for words in (["--chat"], []):
@@ -253,7 +257,7 @@ def test_a_hugging_face_folder_and_its_import(tmp_path, bpe, monkeypatch):  # no
         theirs.generation_config.eos_token_id = [0, 2, 5]
         want = theirs.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
         assert got.ids.tolist() == want.tolist()
-        flags = command.Flags(path, top_k=3)
+        flags = command_line.Flags(path, top_k=3)
         assert flags.sampling(loaded) == Sampling(temperature=0.6, top_k=3, max_tokens=256)
 
 
@@ -297,5 +301,5 @@ def test_what_cannot_be_done_is_one_message(run, tmp_path, capsys, monkeypatch):
         ),
     ):
         with pytest.raises(SystemExit) as end:
-            command.main(words)
+            command_line.main(words)
         assert names in str(end.value) and str(end.value).startswith("error: ")

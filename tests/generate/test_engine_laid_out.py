@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.generate import Engine, Sampling
-from tmoe.generate.whole import gathered
+from tmoe.generate.gathered_model import gathered
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer

@@ -8,8 +8,8 @@ from tiers import slow_but
 from tmoe.generate import Engine, Sampling
 from tmoe.generate.generation_config import sampling_of
 from tmoe.hf.files import Folder
-from tmoe.hf.plan import plan_folder
-from tmoe.hf.start import load_hf
+from tmoe.hf.load_weights import load_hf
+from tmoe.hf.tensor_plan import plan_folder
 from tmoe.model.transformer import Transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:--model.moe.top-k=1")

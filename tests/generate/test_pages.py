@@ -12,7 +12,7 @@ import torch
 from layouts import GPT_OSS, GQA, LATENT, MIMO
 from tiers import slow_but
 
-from tmoe.generate import Engine, Sampling, slots, whole
+from tmoe.generate import Engine, Sampling, gathered_model, slots
 from tmoe.generate.cache import bytes_a_token
 from tmoe.generate.pages import Pages, Span, alone, most_needed
 from tmoe.generate.prompt_chunks import chunks
@@ -90,7 +90,7 @@ def test_prompts_and_answers_over_several_pages(name, monkeypatch):
                 z = net(torch.tensor([[*prompt, *sample.ids.tolist()]]))[0, len(prompt) - 1 : -1] / 0.7
             expected = z.log_softmax(-1).gather(1, sample.ids[:, None])[:, 0]
             assert torch.allclose(sample.logprobs, expected, atol=2e-4)
-    monkeypatch.setattr(whole, "ON_CPU", 60)
+    monkeypatch.setattr(gathered_model, "ON_CPU", 60)
     page = 128 * bytes_a_token(net.cfg, torch.float32)
     few = Engine(net, pool_gib=10 * page / 2**30).generate(prompts, 2, how, routes=True)
     for a, b in zip([s for x in want for s in x], [s for x in few for s in x], strict=True):
@@ -114,7 +114,7 @@ def test_rows_of_blocks_change_no_token(name, most, monkeypatch):
             yield chunk
 
     monkeypatch.setattr(slots, "chunks", in_blocks)
-    monkeypatch.setattr(whole, "ON_CPU", most)
+    monkeypatch.setattr(gathered_model, "ON_CPU", most)
     got = Engine(net).generate(prompts, 2, how, routes=True)
     assert [len(chunk.tokens_1S[0]) for chunk in seen] == ([1024] if most == 1024 else [128] * 6)
     for a, b in zip([s for x in want for s in x], [s for x in got for s in x], strict=True):

@@ -27,16 +27,16 @@ from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, write_manifest
 from tmoe.cli.parse import parse
 from tmoe.config.run import DataConfig
-from tmoe.data.chat.choice import choose_template, format_of
 from tmoe.data.chat.encoding import chat_prompt
 from tmoe.data.chat.format import TOOLS_FILE, ChatFormat, templates_in
 from tmoe.data.chat.template import BUILT_IN, load_template
+from tmoe.data.chat.template_choice import choose_template, format_of
 from tmoe.data.convert import convert
 from tmoe.data.dataset import _choose_tokenizer
 from tmoe.data.tokenizer import DataError, JsonTokenizer, TokenizerFiles, load_tokenizer
 from tmoe.generate.load import load
 from tmoe.hf.chat import with_chat
-from tmoe.hf.tokenizer import carried_by
+from tmoe.hf.tokenizer_files import carried_by
 from tmoe.run import process as runtime
 
 bpe = corpora.bpe  # a fixture

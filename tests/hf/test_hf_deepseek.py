@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
+from tmoe.config.compare import differences
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
-from tmoe.config.same import differences
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder

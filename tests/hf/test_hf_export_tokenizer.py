@@ -15,7 +15,7 @@ from tmoe.config.run import DataConfig
 from tmoe.data.convert import convert
 from tmoe.data.dataset import open_data
 from tmoe.data.tokenizer import load_tokenizer
-from tmoe.hf.tokenizer import GENERATION, of_run
+from tmoe.hf.tokenizer_files import GENERATION, of_run
 
 bpe = corpora.bpe  # a fixture
 

@@ -32,7 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
-from tmoe.config.same import facts
+from tmoe.config.compare import facts
 from tmoe.hf import load_hf
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.config import READ, read_config

@@ -16,11 +16,12 @@ from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.data.tokenizer import DataError, load_tokenizer
 from tmoe.generate.load import find, tokenizer_of
-from tmoe.hf import export_hf, hub, import_hf
+from tmoe.hf import export_hf, import_hf
+from tmoe.hf import hub_folders as hub
 from tmoe.hf.files import INDEX, SINGLE, Folder, settings_of
 from tmoe.hf.foreign import is_folder
-from tmoe.hf.start import model_of
-from tmoe.hf.tokenizer import unknown_of
+from tmoe.hf.load_weights import model_of
+from tmoe.hf.tokenizer_files import unknown_of
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 ADAPTER = dict(peft_type="LORA", base_model_name_or_path="Qwen/Qwen2.5-7B")

@@ -1,6 +1,6 @@
 """A name on the hub where a folder is meant, and an export that is uploaded, against a stand-in for the hub.
 
-next: tmoe/hf/hub.py
+next: tmoe/hf/hub_folders.py
 """
 
 from pathlib import Path
@@ -15,8 +15,9 @@ from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.cli.parse import flags_of, parse
 from tmoe.config.check import ConfigError
 from tmoe.generate.load import load
-from tmoe.hf import export_hf, hub, import_hf
-from tmoe.hf.start import model_of
+from tmoe.hf import export_hf, import_hf
+from tmoe.hf import hub_folders as hub
+from tmoe.hf.load_weights import model_of
 
 NAME = "owner/tiny.moe-1b"
 

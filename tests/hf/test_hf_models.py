@@ -33,9 +33,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
+from tmoe.config.compare import differences
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
-from tmoe.config.same import differences
 from tmoe.hf import export_hf, import_hf
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.config import read_config, write_config

@@ -2,7 +2,7 @@
 
 No tensor is lost on the way.
 
-next: tmoe/hf/plan.py
+next: tmoe/hf/tensor_plan.py
 """
 
 import json
@@ -22,7 +22,7 @@ from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
-from tmoe.hf.plan import plan_folder
+from tmoe.hf.tensor_plan import plan_folder
 from tmoe.model.transformer import Transformer
 
 HEAD = "lm_head.weight"

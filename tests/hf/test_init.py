@@ -27,7 +27,7 @@ import train
 from tmoe import hf
 from tmoe.checkpoint import tools as offline
 from tmoe.cli.parse import parse
-from tmoe.config.same import build_config
+from tmoe.config.compare import build_config
 from tmoe.hf.config import read_config
 from tmoe.run import process as runtime
 from tmoe.run import start

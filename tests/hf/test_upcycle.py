@@ -27,7 +27,7 @@ from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.extras import upcycle
 from tmoe.hf import export_hf, import_hf
 from tmoe.hf.files import Folder
-from tmoe.hf.plan import plan_folder
+from tmoe.hf.tensor_plan import plan_folder
 from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tmoe.config.presets import presets
-from tmoe.extras.migrate import launch
+from tmoe.extras.migrate import launchers as launch
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"map.md", "migrate.md"}  # a list of files; commands of other programs

@@ -27,8 +27,8 @@ from transformers.conversion_mapping import (
 )
 
 from tmoe.checkpoint.checkpoints import Checkpoints, verify
+from tmoe.config.compare import build_config
 from tmoe.config.model import ModelConfig
-from tmoe.config.same import build_config
 from tmoe.hf import export_hf, import_hf
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.rules import divide

@@ -16,8 +16,8 @@ from urllib.parse import unquote
 import pytest
 from huggingface_hub import constants
 
-from tmoe.data import hub as data_hub
-from tmoe.hf import hub
+from tmoe.data import hub_datasets as data_hub
+from tmoe.hf import hub_folders as hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

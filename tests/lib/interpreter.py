@@ -70,12 +70,12 @@ def small_tiles(gpu: ModuleType, tma: bool, gather: bool, sub: int) -> None:
     tma: whether kernels may use tensor descriptors.
     gather, sub: the configurations' fields of these names; for `up`, sub is at most 2.
     """
-    from tmoe.ops.experts.table import Config
+    from tmoe.ops.experts.table import KernelConfig
 
     def pick(kernel, *_):
         columns = 64 if kernel == "up" else 32
         rows = 32 if kernel.startswith("dw") else 64
-        return Config(rows, columns, 32, 2, min(sub, 2) if kernel == "up" else sub, 4, 2, 1, gather)
+        return KernelConfig(rows, columns, 32, 2, min(sub, 2) if kernel == "up" else sub, 4, 2, 1, gather)
 
     gpu.device_facts = lambda device: ("cuda:90", 3, tma)
     gpu.has_tma = lambda *args: tma

@@ -15,7 +15,7 @@ import torch
 
 import train
 from tmoe.cli.parse import parse
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 from tmoe.run import process as runtime
 
 # Eight steps of a model with two layers and four experts, on sequences of 32 tokens. report.png is left out,

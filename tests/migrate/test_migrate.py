@@ -14,15 +14,15 @@ import pytest
 import runs
 
 from tmoe.cli.parse import parse
+from tmoe.config.compare import flattened
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
-from tmoe.config.same import flattened
 from tmoe.extras.migrate import names
-from tmoe.extras.migrate.command import main
 from tmoe.extras.migrate.frameworks import FRAMEWORKS, translate
 from tmoe.extras.migrate.megatron import blend, read_pattern
 from tmoe.extras.migrate.tables import page, spell
-from tmoe.log.lines import read_steps
+from tmoe.extras.migrate.translate import main
+from tmoe.log.metrics_file import read_steps
 
 ROOT = Path(__file__).parents[2]
 # A Mixtral 8x7B pretraining command of Megatron-Core on 16 GPUs, as its examples have it.

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from tmoe.extras.migrate.frameworks import translate
-from tmoe.extras.migrate.launch import read
+from tmoe.extras.migrate.launchers import read
 
 HELLO, SFT, GPT = "tutel.examples.helloworld", "tuning.sft_trainer", "pretrain_gpt.py"
 RUN, LOCAL = "python3 -m torch.distributed.run", "LOCAL_SIZE=8 python3 -m tutel.launcher.run"

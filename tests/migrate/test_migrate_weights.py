@@ -18,7 +18,7 @@ from tiers import slow_but
 import tmoe
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.model import MoEConfig
-from tmoe.extras.migrate.command import main
+from tmoe.extras.migrate.translate import main
 from tmoe.extras.migrate.tutel_weights import gather
 
 FLAGS = """--disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 import train
 from benchmarks.launch import launch
-from tmoe.model import ahead as compiling
+from tmoe.model import compile_ahead as compiling
 from tmoe.model.compiler import Compiler
 from tmoe.run import process as runtime
 
@@ -145,7 +145,7 @@ def meets(rank: int, world: int, how: str) -> None:
             time.sleep(shared(4.0))
         if rank == 2 and how == "stops":
             os.kill(os.getpid(), signal.SIGSTOP)
-        watch.meet()
+        watch.wait_for_ranks()
 
 
 @pytest.mark.parametrize("how", ["comes late", "fails", "stops"])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tmoe.config.check import ConfigError
+from tmoe.config.compare import build_config, differences, facts
 from tmoe.config.model import MLAConfig, ModelConfig, RopeConfig
-from tmoe.config.same import build_config, differences, facts
 from tmoe.model.attention import Attention
 from tmoe.model.rope import rope_table, rotate, turns_of
 from tmoe.model.transformer import Block

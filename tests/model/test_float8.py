@@ -1,6 +1,6 @@
 """--train.float8: which layers it converts, what they compute, how many products, and what is refused.
 
-next: tmoe/model/float8.py, tmoe/config/float8.py
+next: tmoe/model/float8.py, tmoe/config/float8_settings.py
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tmoe.cli.parse import parse
 from tmoe.commands.dry_run import dry_run
 from tmoe.config.axes import ALONE
 from tmoe.config.check import ConfigError
-from tmoe.config.float8 import shared_in_float8
+from tmoe.config.float8_settings import shared_in_float8
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, GrpoConfig, ParallelConfig, TrainConfig
 from tmoe.generate.engine import Engine
@@ -215,7 +215,7 @@ def test_a_compiled_block_has_them_in_its_graphs(checkpoint):
 
 def curve(rank, world, axes):
     """A training in float8 of a model whose layers are narrow, and the float8 products of this rank."""
-    from tmoe.config import float8 as rule
+    from tmoe.config import float8_settings as rule
 
     rule.LEAST, counted, plain, config = 16, [], torch._scaled_mm, layouts.config
     torch._scaled_mm = lambda *a, **k: (counted.append(1), plain(*a, **k))[1]

@@ -13,7 +13,7 @@ from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.transformer import Transformer
 from tmoe.optim.adamw import parameter_groups
-from tmoe.optim.schedule import set_lr
+from tmoe.optim.learning_rate import set_lr
 from tmoe.plan.memory import memory_per_rank
 
 

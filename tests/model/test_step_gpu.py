@@ -18,7 +18,7 @@ from tmoe.model.loss import cross_entropy_sum
 from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
-from tmoe.ops.adamw import adamw_
+from tmoe.ops.adamw_op import adamw_
 from tmoe.optim import adamw as optim
 from tmoe.optim.adamw import build_optimizer, init_state
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize

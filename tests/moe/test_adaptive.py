@@ -13,7 +13,7 @@ from tiers import slow_but
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MoEConfig
 from tmoe.config.run import ParallelConfig
-from tmoe.moe.exchange.adaptive import MACHINES, Cost, Machine
+from tmoe.moe.exchange.adaptive import MACHINES, LayerCost, Machine
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE
 from tmoe.parallel import build_mesh, parallelize
@@ -184,7 +184,7 @@ def test_compiled_gradients(gloo):
 
 # ---- the choice ----
 
-COST = Cost(MACHINES["nvlink"], 64, 8, 2048, 1024, ep=8, element=2, waits=True, backward=True)
+COST = LayerCost(MACHINES["nvlink"], 64, 8, 2048, 1024, ep=8, element=2, waits=True, backward=True)
 
 
 def test_cost_is_its_formula():

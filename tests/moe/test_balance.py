@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import tmoe
 from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
+from tmoe.config.compare import build_config
 from tmoe.config.model import MoEConfig
 from tmoe.config.presets import presets
-from tmoe.config.same import build_config
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.exchange.dispatch import LocalDispatcher
 from tmoe.moe.losses import LOSSES

@@ -15,10 +15,10 @@ import torch
 
 import train
 from tmoe.cli.parse import parse
-from tmoe.config import policies
+from tmoe.config import routing_choices
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MoEConfig
-from tmoe.config.policies import SELECTIONS
+from tmoe.config.routing_choices import SELECTIONS
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router
 
@@ -34,7 +34,7 @@ def added(monkeypatch):
     module = ModuleType("tmoe.moe.select.lottery")
     exec(compile(file, str(PAGE), "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, "tmoe.moe.select.lottery", module)
-    for name, entry in eval("{" + line + "}", vars(policies)).items():
+    for name, entry in eval("{" + line + "}", vars(routing_choices)).items():
         monkeypatch.setitem(SELECTIONS, name, entry)
     return module
 

@@ -10,7 +10,7 @@ from tmoe.moe.exchange.dispatch import AllToAllDispatcher
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Routing
 from tmoe.parallel import build_mesh
-from tmoe.parallel.agree import together
+from tmoe.parallel.agree import gathered_by_store
 
 D, E, K = 16, 8, 3
 
@@ -143,9 +143,9 @@ def odd_calls(rank: int, world: int) -> tuple:
     rows, plan = dispatcher.dispatch(x, Routing(torch.ones(ids.shape), ids, torch.empty(0)))
     back = dispatcher.combine(rows.x_RD / 3, plan)
     if rank == 0:
-        assert together(dist.group.WORLD, "odd", 1, lambda: [1]) is None
+        assert gathered_by_store(dist.group.WORLD, "odd", 1, lambda: [1]) is None
     dist.barrier()
-    words = together(dist.group.WORLD, "odd", rank, lambda: [])
+    words = gathered_by_store(dist.group.WORLD, "odd", rank, lambda: [])
     return torch.equal(back, sum([x / 3] * world, torch.zeros(()))), words
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tmoe.config.model import MoEConfig
-from tmoe.config.policies import SELECTIONS
+from tmoe.config.routing_choices import SELECTIONS
 from tmoe.moe.router import Router
 from tmoe.ops import reference
 from tmoe.ops.router.sinkhorn import sinkhorn

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tmoe.config.model import MoEConfig
 from tmoe.moe import router as router_module
 from tmoe.moe.router import Router
-from tmoe.ops.router.product import beside, router_product, stacked
+from tmoe.ops.router.product import router_product, side_by_side, stacked
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def test_the_kernels_pieces_are_the_definitions(shape):
     a.flatten()[:2] = torch.tensor([torch.finfo(fp32).max, float("inf")])
     for source in (a, a.bfloat16(), a.half(), a.double()):
         for order in ORDERS:
-            for lay in (beside, stacked):
+            for lay in (side_by_side, stacked):
                 assert torch.equal(lay(source.cuda(), order).cpu(), lay(source, order))
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tiers import slow_but
 from torch.autograd import gradcheck
 
-from tmoe.config import policies
+from tmoe.config import routing_choices
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MoEConfig
 from tmoe.moe.balance import measure
@@ -40,10 +40,10 @@ def as_dict(routing, t: int) -> dict[int, float]:
 
 
 def test_every_score_has_a_formula_and_the_facts_that_settings_ask_for():
-    assert SCORES.keys() == policies.SCORES.keys()
+    assert SCORES.keys() == routing_choices.SCORES.keys()
     logits = torch.randn(5, 7, dtype=torch.float64)
     for name, score in SCORES.items():
-        assert policies.SCORES[name].softmax == torch.allclose(score.of(logits), logits.softmax(-1))
+        assert routing_choices.SCORES[name].softmax == torch.allclose(score.of(logits), logits.softmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,12 @@ def test_formulas_and_gradients_in_fp64(score):
 
 @pytest.mark.parametrize(
     ("softmax", "score"),
-    [(w, s) for w in ("before", "after") for s in SCORES if w == "before" or policies.SCORES[s].softmax],
+    [
+        (w, s)
+        for w in ("before", "after")
+        for s in SCORES
+        if w == "before" or routing_choices.SCORES[s].softmax
+    ],
 )
 def test_router_gradients_in_fp64(score, softmax):
     cfg = MoEConfig(

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
+from tmoe.config.compare import differences
 from tmoe.config.model import ModelConfig, MoEConfig
-from tmoe.config.policies import SELECTIONS
+from tmoe.config.routing_choices import SELECTIONS
 from tmoe.config.run import Config, ParallelConfig, TrainConfig
-from tmoe.config.same import differences
 from tmoe.model.parallelize import apply_ep
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Balancer, stack

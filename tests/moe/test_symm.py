@@ -23,7 +23,7 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("arch", ["cuda:90", "cuda:80", "hip:gfx942"])
 def test_compiles(arch):
     from tmoe.ops import exchange
-    from tmoe.ops.launch.launch import compile_only
+    from tmoe.ops.launch.kernel_launch import compile_only
 
     found = {}
     with compile_only(arch, lambda name, key, compile: found.setdefault(key, (name, compile()))):
@@ -237,7 +237,7 @@ def check_experts(tokens, kind, pairs, activation="swiglu", K=2, L=2, D=64, F=32
 
     def experts(p):
         own = slice(p * L, (p + 1) * L)
-        return symm.Experts(ex[p], gate_up[own], down[own], None, activation, K, torch.float32, pairs)
+        return symm.ReceivedExperts(ex[p], gate_up[own], down[own], None, activation, K, torch.float32, pairs)
 
     def push(name, rows, weights):
         for p in range(world):

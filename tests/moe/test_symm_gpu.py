@@ -40,7 +40,7 @@ def way(dispatcher, moe):
     def through(x, routing, experts):
         if moe.shared is None:
             return (dispatcher(x, routing, experts),)
-        return dispatcher.beside(x, routing, experts, moe.shared)
+        return dispatcher.run_with_shared(x, routing, experts, moe.shared)
 
     return through
 

@@ -53,14 +53,14 @@ class Calls(Streams):
         for name in ("pull", "meet", "sum", "copy_x", "copy_y", "wire_x", "wire_y"):
             setattr(ex, name, say(name))
         ex.beside, ex.arrived = (
-            functools.partial(f, ex) for f in (symm.Exchange.beside, symm.Exchange.arrived)
+            functools.partial(f, ex) for f in (symm.Exchange.copy_async, symm.Exchange.arrived)
         )
         monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(symm, "exchange_of", lambda _: ex)
         monkeypatch.setattr(symm, "hides", lambda *_: hidden)
-        monkeypatch.setattr(symm, "Experts", lambda *_: say("route")() or self)
+        monkeypatch.setattr(symm, "ReceivedExperts", lambda *_: say("route")() or self)
         monkeypatch.setattr(exchange, "meet", say("half"))
         monkeypatch.setattr(swiglu, "forward", lambda x, *_: say("shared")() or (x, x))
         monkeypatch.setattr(swiglu, "backward", lambda dy, x, up, down, h: say("shared")() or (x, up, down))
@@ -92,7 +92,7 @@ def test_backward_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch
     x, w, ids, gate_up, down, *_ = operands(False)
     without = (None,) * 5  # bias, shared expert, H
     symm._backward(
-        symm.Backward(x, None, x, w, ids, gate_up, down, *without, "swiglu", 4, 128, False, "group")
+        symm.SymmBackward(x, None, x, w, ids, gate_up, down, *without, "swiglu", 4, 128, False, "group")
     )
     assert at.log == [
         ("main", "push 8 columns meet=True"), ("main", "wire_x"),
@@ -108,7 +108,7 @@ def test_backward_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch
 def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
     """As in the backward."""
     at = Calls(monkeypatch, True)
-    symm._forward(symm.Layer(*operands(), "swiglu", 4, 128, False, True, "group"))
+    symm._forward(symm.SymmCall(*operands(), "swiglu", 4, 128, False, True, "group"))
     beside = [
         ("main", "push 0 columns meet=False"),
         ("side", "after main"), ("side", "copy_x x"), ("side", "half wait=False"),
@@ -116,7 +116,7 @@ def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
     ]  # fmt: skip
     assert at.log == [*beside, ("main", "route"), ("main", "experts"), ("main", "pull")]
     at.log.clear()
-    symm._forward(symm.Layer(*operands(False), "swiglu", 4, 128, False, True, "group"))
+    symm._forward(symm.SymmCall(*operands(False), "swiglu", 4, 128, False, True, "group"))
     assert at.log == [("main", what) for what in ("push 8 columns", "route", "experts", "pull")], "as ever"
 
 
@@ -124,7 +124,7 @@ def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
 def test_backward_brings_dy_and_x_beside_the_shared_gradients(monkeypatch, hidden):
     at = Calls(monkeypatch, hidden)
     x, *rest = operands()
-    symm._backward(symm.Backward(x, x, x, *rest, x, x, "swiglu", 4, 128, False, "group"))
+    symm._backward(symm.SymmBackward(x, x, x, *rest, x, x, "swiglu", 4, 128, False, "group"))
     home = [
         ("main", "wire_y"), ("side", "after main"), ("side", "copy_y"), ("side", "half wait=False"),
         ("main", "dw"), ("main", "after side"), ("main", "half arrive=False"), ("main", "sum"),

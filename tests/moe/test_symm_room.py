@@ -21,7 +21,7 @@ from tmoe.moe.exchange import symm
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.ops import exchange
 from tmoe.ops.experts.op import trace
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.parallel import agree
 
 D, K = 8, 2
@@ -178,7 +178,7 @@ def stay_away(rank, world):
             mock.patch.object(agree, "_get_process_group_store", lambda group: store),
             pytest.raises(TimeoutError, match=r"room: ranks \[1\] did not come"),
         ):
-            agree.together(dist.group.WORLD, "room", 1, list)
+            agree.gathered_by_store(dist.group.WORLD, "room", 1, list)
     dist.barrier()
 
 
@@ -192,7 +192,7 @@ def split_groups(rank, world):
     store = _get_process_group_store(dist.group.WORLD)
     with mock.patch.object(agree, "_get_process_group_store", lambda group: store):
         time.sleep(rank // 2 * 0.3)
-        return agree.together(groups[rank // 2], "room", rank, list)
+        return agree.gathered_by_store(groups[rank // 2], "room", rank, list)
 
 
 def test_groups_that_share_a_store(gloo):
@@ -268,7 +268,9 @@ def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_
     )
 
     def experts():
-        mine = symm.Experts(ex, gate_up, down, bias if biased else None, "swiglu", top_k, dtype, pairs)
+        mine = symm.ReceivedExperts(
+            ex, gate_up, down, bias if biased else None, "swiglu", top_k, dtype, pairs
+        )
         mine.forward(None)
         mine.forward(h)
         mine.backward(h, lambda: None, lambda: None)
@@ -316,7 +318,7 @@ def test_without_gpus(gloo):
 
 def one_after_another(rank, world):
     """What each rank heard in calls that follow each other without a pause."""
-    return [agree.together(dist.group.WORLD, "room", [call, rank], list) for call in range(20)]
+    return [agree.gathered_by_store(dist.group.WORLD, "room", [call, rank], list) for call in range(20)]
 
 
 def test_a_call_hears_no_word_of_another(gloo):
@@ -344,7 +346,7 @@ def test_who_went_on_is_found_though_its_word_of_a_later_call_is_there(gloo):
 
 def late_for_one_call(rank, world):
     if rank:
-        return agree.together(dist.group.WORLD, "room", 1, lambda: [0])
+        return agree.gathered_by_store(dist.group.WORLD, "room", 1, lambda: [0])
     store = _get_process_group_store(dist.group.WORLD)
     store.set("tmoe room of [0, 1] 0 0", "1")
     return [1]
@@ -359,9 +361,9 @@ def ahead_of_its_gpu(rank, world):
     dist.barrier()
     begin = time.monotonic()
     if rank == 0:
-        return agree.together(dist.group.WORLD, "room", 1, lambda: time.monotonic() - begin > 0.3)
+        return agree.gathered_by_store(dist.group.WORLD, "room", 1, lambda: time.monotonic() - begin > 0.3)
     with pytest.raises(TimeoutError, match=r"room: ranks \[0\] did not come within 0:00:01"):
-        agree.together(dist.group.WORLD, "room", 1, lambda: time.sleep(0.6))
+        agree.gathered_by_store(dist.group.WORLD, "room", 1, lambda: time.sleep(0.6))
 
 
 def test_a_word_is_not_out_before_its_ranks_own_work_is_done(gloo):

@@ -31,12 +31,12 @@ from tmoe.config.run import Config, ParallelConfig
 from tmoe.moe.exchange import symm
 from tmoe.moe.exchange.dispatch import SymmDispatcher, dispatcher_for
 from tmoe.moe.experts import LocalExperts
-from tmoe.moe.held_bytes import moe_bytes, runs_beside
 from tmoe.moe.layer import SwiGLU
+from tmoe.moe.moe_bytes import moe_bytes, runs_beside
 from tmoe.moe.router import Routing
 from tmoe.ops import exchange
 from tmoe.ops.experts import swiglu
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.register import lib, taking
 
 
@@ -86,7 +86,7 @@ def test_who_takes_the_shared_expert(monkeypatch):
         dispatcher = SymmDispatcher(
             SimpleNamespace(group_name="nobody", size=lambda: 2), 1, fp8=fp8, width=SHARED
         )  # type: ignore[bad-argument-type]
-        y, y_shared = dispatcher.beside(x, routing, local, shared)
+        y, y_shared = dispatcher.run_with_shared(x, routing, local, shared)
         assert torch.equal(y, x * 2) and torch.equal(y_shared, x * 3 if op else shared(x))
         assert torch.equal(dispatcher(x, routing, local), x * 2)
     assert taken == [True, False, False, False, False, False]
@@ -133,8 +133,8 @@ def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change,
     for now in (shared, torch.nn.Linear(8, 8)):
         with pytest.raises(ValueError, match=r"moe\.shared: has got hooks"):
             dispatcher = SymmDispatcher(group, 1, width=SHARED)  # type: ignore[bad-argument-type]
-            dispatcher.beside(x, routing, local, now)  # type: ignore[bad-argument-type]
-    _, y = SymmDispatcher(group, 1).beside(x, routing, local, shared)  # type: ignore[bad-argument-type]
+            dispatcher.run_with_shared(x, routing, local, now)  # type: ignore[bad-argument-type]
+    _, y = SymmDispatcher(group, 1).run_with_shared(x, routing, local, shared)  # type: ignore[bad-argument-type]
     assert torch.equal(y, shared(x))
 
 
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_said_before_anything_is_pushed():
         (False, (shared_up, shared_down[:-1]), "shared_down"),
     ):
         with pytest.raises(ValueError, match=message):
-            layer = symm.Layer(x, w, ids, up, down, bias, *shared, "swiglu", 4, 128, fp8, True, "nobody")
+            layer = symm.SymmCall(x, w, ids, up, down, bias, *shared, "swiglu", 4, 128, fp8, True, "nobody")
             symm._forward(layer)
 
 
@@ -279,7 +279,7 @@ class Late:
         self.ex = ex
         self.pending = []
 
-    def beside(self, copy, wire):
+    def copy_async(self, copy, wire):
         self.pending.append((copy, wire))
         return wire
 
@@ -397,8 +397,8 @@ def one_rank(rank, ranks, tokens, L):
     late = Late(ex)
     symm.exchange_of = lambda _: ex
     symm._all = lambda t: 2  # programs; no GPU to ask
-    lib.impl("symm_moe", taking(symm.Layer, symm._forward), "CPU")
-    lib.impl("symm_moe_backward", taking(symm.Backward, symm._backward), "CPU")
+    lib.impl("symm_moe", taking(symm.SymmCall, symm._forward), "CPU")
+    lib.impl("symm_moe_backward", taking(symm.SymmBackward, symm._backward), "CPU")
     dispatcher = SymmDispatcher(
         SimpleNamespace(group_name="g", size=lambda: len(tokens)), L, max(tokens), False, SHARED
     )  # type: ignore[bad-argument-type]

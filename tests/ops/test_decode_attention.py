@@ -13,7 +13,7 @@ from tiers import slow_but
 from triton import knobs
 
 from tmoe.ops.decode import attention as module
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels")

@@ -14,15 +14,15 @@ from tiers import slow_but
 from triton import knobs
 
 from tmoe.config.model import ModelConfig, RopeConfig
-from tmoe.generate.cache import Layer
-from tmoe.generate.forward import Turns, has_kernel, put_heads
+from tmoe.generate.cache import LayerCache
+from tmoe.generate.forward import Rotations, has_kernel, put_heads
 from tmoe.model.attention import Attention
 from tmoe.model.rope import turns_of
 from tmoe.ops.decode import add_norm as sums
 from tmoe.ops.decode import heads
 from tmoe.ops.decode.add_norm import add_norm
 from tmoe.ops.decode.heads import Heads, decode_heads
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels")
@@ -98,9 +98,9 @@ def test_behind_the_models_norms_they_have_its_bits(name):
     at_B, places_B = torch.tensor([0, 7, 3, 300, 1]), torch.tensor([5, 47, 16, 0, 33])
     x_BD = torch.randn(len(at_B), cfg.dim)
     ((cos, sin),) = (tables for tables in turns_of(cfg, 512, x_BD.device).values())
-    turns = Turns(cos[at_B], sin[at_B])
+    turns = Rotations(cos[at_B], sin[at_B])
     widths = cfg.head_dim, cfg.value_dim
-    layer = Layer(*(torch.zeros(3, 16, attention.key_heads, width) for width in widths))
+    layer = LayerCache(*(torch.zeros(3, 16, attention.key_heads, width) for width in widths))
 
     with torch.no_grad():
         assert has_kernel(attention, fused=False)

@@ -13,7 +13,7 @@ from triton import knobs
 
 from tmoe.ops.decode import in_blocks as module
 from tmoe.ops.decode.in_blocks import BLOCK, decode_in_blocks
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels")

@@ -22,7 +22,7 @@ from tmoe.base import private_torch as stack
 from tmoe.ops import exchange
 from tmoe.ops.experts import op as mlp
 from tmoe.ops.experts.op import trace
-from tmoe.ops.launch import launch
+from tmoe.ops.launch import kernel_launch
 from tmoe.ops.launch.eager import unwatched
 from tmoe.ops.register import flat, taking
 from tmoe.ops.router import topk
@@ -34,15 +34,19 @@ def test_a_binary_is_found_by_all_that_it_depends_on(monkeypatch):
     small, large = (torch.empty(n, dtype=torch.bfloat16, device="meta") for n in (2**20, 2**30))
 
     def key(target, *args):
-        monkeypatch.setattr(launch, "_target", target)
-        return launch._key(args, [False] * len(args))[0]
+        monkeypatch.setattr(kernel_launch, "_target", target)
+        return kernel_launch._key(args, [False] * len(args))[0]
 
     assert key("cuda:90", small) == key("cuda:90", large) != key("cuda:90", small.float())
     assert key("hip:gfx942", small) != key("hip:gfx942", large)
     shifted = torch.empty(9, dtype=torch.bfloat16)
     assert key("cuda:90", shifted[1:]) != key("cuda:90", shifted) != key("cuda:90", None)
     assert key("cuda:90", 5) != key("cuda:90", 6)
-    assert launch._key((5,), [True])[0] == launch._key((6,), [True])[0] != launch._key((2**31,), [True])[0]
+    assert (
+        kernel_launch._key((5,), [True])[0]
+        == kernel_launch._key((6,), [True])[0]
+        != kernel_launch._key((2**31,), [True])[0]
+    )
 
 
 @pytest.mark.parametrize("capturing", [False, True])
@@ -55,15 +59,15 @@ def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
     driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
     args = torch.zeros(2, dtype=torch.int64), 0, 2, 2, True, True
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    key, _ = launch._key(args, launch._fixed(exchange.meet_kernel))
+    key, _ = kernel_launch._key(args, kernel_launch._fixed(exchange.meet_kernel))
     monkeypatch.setitem(
-        launch._binaries, (id(exchange.meet_kernel), 0, *key), lambda *_: ran.append(len(asked))
+        kernel_launch._binaries, (id(exchange.meet_kernel), 0, *key), lambda *_: ran.append(len(asked))
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append(1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     for _ in range(2):
         thread = threading.Thread(
-            target=lambda: [launch.launch(exchange.meet_kernel, (1,), *args) for _ in range(3)]
+            target=lambda: [kernel_launch.launch(exchange.meet_kernel, (1,), *args) for _ in range(3)]
         )
         thread.start()
         thread.join()
@@ -139,38 +143,38 @@ def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch,
     t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
     def both_ways(compiled, values):
-        short = launch.launcher(compiled, None, values)
+        short = kernel_launch.launcher(compiled, None, values)
         before = len(encoded)
         assert hasattr(short, "parts") and not handed  # asking launches nothing
         short((3, 2, 1), 99, values)
         short((3, 2, 1), 99, values)
         # the second found them
-        assert len(encoded) - before == sum(isinstance(v, launch.Descriptor) for v in values)
-        natives = [launch._native(v, None) for v in values]
+        assert len(encoded) - before == sum(isinstance(v, kernel_launch.Descriptor) for v in values)
+        natives = [kernel_launch._native(v, None) for v in values]
         compiled.run(3, 2, 1, 99, compiled.function, compiled.packed_metadata, None, None, None, *natives)
         first, second, own = handed[-3:]
         assert first == second == own
         handed.clear()
         return short
 
-    described = launch.describe(t, [64, 64]), launch.describe_ragged(u, [8, 32])
+    described = kernel_launch.describe(t, [64, 64]), kernel_launch.describe_ragged(u, [8, 32])
     compiled = binary(cuda)
     short = both_ways(compiled, [t.data_ptr(), described[0], 5, described[1], 16])
     box = len(short.parts[1]) + 5  # where the first map stands
     before = len(encoded)
-    short((1, 1, 1), 0, [0, launch.describe(t[:128], [64, 64]), 5, described[1], 16])
+    short((1, 1, 1), 0, [0, kernel_launch.describe(t[:128], [64, 64]), 5, described[1], 16])
     assert len(encoded) == before + 1 and encoded[-1][5] == (128, 128)
     other = t.clone()
     turned = t.view(128, 256)[:, :128]
     for there, stride in ((other, (128, 1)), (other, (128, 1)), (turned, (256, 1))):
-        described_there = launch.Descriptor(there, (128, 128), stride, [64, 64])
+        described_there = kernel_launch.Descriptor(there, (128, 128), stride, [64, 64])
         short((1, 1, 1), 0, [0, described_there, 5, described[1], 16])
         assert handed[-1][box][1][0] == there.data_ptr() and handed[-1][box][1][6] == stride
     assert len(encoded) == before + 3
-    monkeypatch.setattr(launch, "MAPS", 2)
+    monkeypatch.setattr(kernel_launch, "MAPS", 2)
     for rows, new in ((192, 1), (64, 1), (192, 0), (256, 1)):  # the first and the last find no room
         before = len(encoded)
-        short((1, 1, 1), 0, [0, launch.describe(t[:rows], [64, 64]), 5, described[1], 16])
+        short((1, 1, 1), 0, [0, kernel_launch.describe(t[:rows], [64, 64]), 5, described[1], 16])
         assert len(encoded) == before + new and handed[-1][box][1][5] == (rows, 128)
     handed.clear()
     both_ways(binary(cuda, dict(a="*bf16", n="i32"), None), [t.data_ptr(), 5])
@@ -215,7 +219,13 @@ def test_a_strangers_launcher_launches_itself(monkeypatch, caplog, cuda, change)
     """Whatever it changed, triton launches, with descriptors of its own kind, and one note says so."""
     stack.note.cache_clear()
     t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
-    values = [t.data_ptr(), launch.describe(t, [64, 64]), 5, launch.describe_ragged(u, [8, 32]), 16]
+    values = [
+        t.data_ptr(),
+        kernel_launch.describe(t, [64, 64]),
+        5,
+        kernel_launch.describe_ragged(u, [8, 32]),
+        16,
+    ]
     ran = []
     for _ in range(2):
         compiled = binary(cuda)
@@ -225,7 +235,7 @@ def test_a_strangers_launcher_launches_itself(monkeypatch, caplog, cuda, change)
             "__getitem__",
             lambda self, grid: lambda *args, stream: ran.append((grid, stream, *args)),
         )
-        way = launch.launcher(compiled, None, values)
+        way = kernel_launch.launcher(compiled, None, values)
         assert not hasattr(way, "parts")
         way((3, 2, 1), 99, values)
     assert not cuda.handed and len(ran) == 2 and ran[0] == ran[1]
@@ -242,7 +252,7 @@ def test_another_gpus_launcher_is_left_to_itself(caplog):
         def __getitem__(self, grid):
             return lambda *args, stream: ran.append((grid, stream, *args))
 
-    launch.launcher(Compiled(run=lambda: None), None, [1, 2])((3, 2, 1), 99, [1, 2])
+    kernel_launch.launcher(Compiled(run=lambda: None), None, [1, 2])((3, 2, 1), 99, [1, 2])
     assert ran == [((3, 2, 1), 99, 1, 2)] and not caplog.records
 
 
@@ -255,23 +265,23 @@ def test_gluon_without_what_hoppers_kernels_use(monkeypatch, caplog):
 
     from tmoe.ops.experts import gluon_names
 
-    assert launch.gluon_lacks() == "" and launch._has_descriptors("cuda:90")
+    assert kernel_launch.gluon_lacks() == "" and kernel_launch._has_descriptors("cuda:90")
     stack.note.cache_clear()
-    launch.gluon_lacks.cache_clear()
+    kernel_launch.gluon_lacks.cache_clear()
     monkeypatch.delattr(tma, "store_wait")
     monkeypatch.setattr(gluon_names, "bulk_load", None)
     try:
-        assert not launch._has_descriptors("cuda:90") and not launch._has_descriptors("cuda:90")
-        assert not launch._has_descriptors("cuda:80")
+        assert not kernel_launch._has_descriptors("cuda:90") and not kernel_launch._has_descriptors("cuda:90")
+        assert not kernel_launch._has_descriptors("cuda:80")
         (record,) = caplog.records
         assert "has no bulk_load of Gluon, " in record.getMessage()
         assert "tma.store_wait: portable kernels" in record.getMessage()
         names = []
-        with launch.compile_only("cuda:90", lambda name, key, compile: names.append(name)):
+        with kernel_launch.compile_only("cuda:90", lambda name, key, compile: names.append(name)):
             trace(512, 128, 128, 4, 2, torch.bfloat16)
         assert "up_kernel" in names and not {"specialised", "few_rows"} & {*names}
     finally:
-        launch.gluon_lacks.cache_clear()
+        kernel_launch.gluon_lacks.cache_clear()
 
 
 # ---- arguments as one value
@@ -308,8 +318,8 @@ def straight(monkeypatch):
         monkeypatch.setattr(
             module, "unwatched", lambda *tensors: taken.append(tensors) or unwatched(*tensors)
         )
-        run = taking(getattr(module, "Call", ""), module._forward_cpu)
-        run_backward = taking(getattr(module, "BackwardCall", ""), module._backward_cpu)
+        run = taking(getattr(module, "MlpCall", ""), module._forward_cpu)
+        run_backward = taking(getattr(module, "MlpBackward", ""), module._backward_cpu)
         monkeypatch.setattr(module._Straight, "run", run)
         monkeypatch.setattr(module._Straight, "run_backward", run_backward)
     return taken

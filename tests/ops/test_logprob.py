@@ -166,7 +166,7 @@ class Apart(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         needs = ctx.needs_input_grad[:2]
-        call = logprob.Backward(g, g.new_empty(0), *ctx.saved_tensors, 1.0, False, *needs)
+        call = logprob.LogprobsBackward(g, g.new_empty(0), *ctx.saved_tensors, 1.0, False, *needs)
         grads = logprob._backward(call)
         return *(t if need else None for t, need in zip(grads, needs, strict=True)), None
 

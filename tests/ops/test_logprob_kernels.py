@@ -18,7 +18,7 @@ from tmoe.commands.warmup import traces
 from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
 from tmoe.ops import reference
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.loss import logprob
 from tmoe.ops.loss import logprob_kernels as kernels
 

@@ -13,7 +13,7 @@ from interpreter import repair_interpreter
 from triton import knobs
 
 from tmoe.ops import norm as module
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.norm import rms_norm
 from tmoe.ops.router import topk
 

@@ -15,7 +15,7 @@ from triton import knobs
 from tmoe.base.activations import activation as activation_of
 from tmoe.ops import reference
 from tmoe.ops.experts.one_token import one_token
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels")

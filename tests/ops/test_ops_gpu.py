@@ -17,7 +17,7 @@ from tmoe.ops import reference
 from tmoe.ops.experts import gpu, table
 from tmoe.ops.experts.deferred import collecting
 from tmoe.ops.experts.op import moe_mlp_deferred
-from tmoe.ops.experts.routing import route
+from tmoe.ops.experts.pair_order import route
 from tmoe.ops.launch import replay
 
 pytestmark = pytest.mark.gpu
@@ -298,7 +298,7 @@ def test_combine_leaves_rows_of_absent_tokens_alone(pairs):
     want = ops.moe_mlp(x, gate_up, down, weights, ids)
     y = torch.full_like(x, float("nan"))
     for i, window in enumerate(gpu.windows(route(ids, 16, pairs), ids.numel())):
-        part = gpu.Layer(x, down.shape, 8, window, weights, (gate_up, down))
+        part = gpu.LayerLaunches(x, down.shape, 8, window, weights, (gate_up, down))
         part.combine(
             part.rows("down", part.up(gate_up, None, None), down, True), weights, y, add=i > 0, fill=False
         )

@@ -49,7 +49,7 @@ def metadata(E):
 
     The other experts have none.
     """
-    from tmoe.ops.experts.routing import Metadata
+    from tmoe.ops.experts.pair_order import Metadata
 
     meta = Metadata(torch.empty(Metadata.size(N, E), dtype=torch.int32), N, E)
     meta.offsets[E - 1 :] = torch.tensor([N - n, N])
@@ -99,7 +99,7 @@ def main():
     (out * w).backward(dy.double().flip(0))
 
     gate_up, down = huge(gate_up, E), huge(down, E)
-    layer = gpu.Layer(huge(x), (E, D, F), 1, metadata(E), huge(weights), (gate_up, down))
+    layer = gpu.LayerLaunches(huge(x), (E, D, F), 1, metadata(E), huge(weights), (gate_up, down))
     h_N2F = torch.empty(N, 2 * F, dtype=x.dtype)
     dy_ND = huge(dy)
     near("gather", layer.gathered(layer.x), rows.detach(), 1e-9)
@@ -115,7 +115,7 @@ def main():
     near("ds", ds[:, N - n :].sum(0)[:, None], w.grad)
     near("dx", layer.rows("dx", dh_N2F, gate_up, False), rows.grad)
     # the interpreter is too slow for half a million experts
-    layer = gpu.Layer(layer.x, (1, D, F), 1, metadata(1), layer.weights)
+    layer = gpu.LayerLaunches(layer.x, (1, D, F), 1, metadata(1), layer.weights)
     near(
         "d_down",
         layer.dw("dw_down", dy_ND, scaled_NF, "a")[0],

@@ -160,7 +160,8 @@ def check_grouped(gpu, reference, ends, dtype=torch.float32):
 def main():
     repair_interpreter()
     from tmoe.ops import reference
-    from tmoe.ops.experts import gpu, routing
+    from tmoe.ops.experts import gpu
+    from tmoe.ops.experts import pair_order as routing
     from tmoe.ops.router import topk
 
     poison()

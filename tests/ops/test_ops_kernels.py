@@ -17,7 +17,7 @@ from triton import knobs
 
 from tmoe.ops.experts import gpu, table
 from tmoe.ops.experts.op import trace
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.router.topk import trace as trace_router
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

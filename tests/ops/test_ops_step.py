@@ -20,9 +20,9 @@ from tmoe.commands.warmup import traces
 from tmoe.config import model
 from tmoe.config.presets import presets
 from tmoe.model import loss
-from tmoe.ops import adamw
+from tmoe.ops import adamw_op
 from tmoe.ops import sum_parts as parts
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.loss import cross_entropy
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
@@ -62,7 +62,7 @@ def test_the_warm_up_knows_what_a_step_launches(dtype):
             for low in (None, copy)
         ]
         for lr in (1e-2, 1e-3):
-            adamw.adamw_(tensors, one, one, lr, (0.9, 0.95), 1e-8, 0.1)
+            adamw_op.adamw_(tensors, one, one, lr, (0.9, 0.95), 1e-8, 0.1)
         for rows, grad in ((8, True), (6, False)):
             logits = torch.empty(rows, cross_entropy.aligned(V, dtype.itemsize), dtype=dtype, device="meta")
             cross_entropy.cross_entropy_(
@@ -92,7 +92,7 @@ def test_the_kernels_fit(arch, tmp_path, monkeypatch):
     monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
     found = []
     with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile, {}))):
-        adamw.trace(torch.bfloat16)
+        adamw_op.trace(torch.bfloat16)
         parts.trace(torch.bfloat16)
         for dtype in (torch.bfloat16, torch.float32):
             cross_entropy.trace(50304, 2048, -100, dtype)
@@ -133,7 +133,7 @@ def test_adamw(dtype, finite):
         parameter(1025, dtype, bf16, 7),
     ]
     before = [[t.clone() for t in (weight, mean, square)] for weight, _, mean, square, _, _ in tensors]
-    adamw.adamw_(tensors, torch.tensor(0.25), torch.tensor(finite), 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    adamw_op.adamw_(tensors, torch.tensor(0.25), torch.tensor(finite), 1e-2, (0.9, 0.95), 1e-8, 0.1)
     for (weight, grad, mean, square, copy, step), was in zip(tensors, before, strict=True):
         if not finite:
             assert all(torch.equal(a, b) for a, b in zip((weight, mean, square), was, strict=True))
@@ -172,7 +172,7 @@ def test_adamw_takes_no_other_tensors(at, change, message):
     one = torch.ones(())
     before = [t.clone() for t in tensors]
     with pytest.raises(ValueError, match=rf"adamw_: .*{message}"):
-        adamw.adamw_([tensors], one, one, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+        adamw_op.adamw_([tensors], one, one, 1e-2, (0.9, 0.95), 1e-8, 0.1)
     assert all(a.is_meta or torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 

@@ -38,7 +38,7 @@ from tmoe.config.run import GrpoConfig, ParallelConfig, TrainConfig
 from tmoe.ops.experts import swiglu
 from tmoe.ops.experts.op import trace
 from tmoe.ops.launch import precompile
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.launch.shapes import StepShapes
 from tmoe.ops.register import collect
 

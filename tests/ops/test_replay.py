@@ -15,9 +15,9 @@ import pytest
 import torch
 import triton
 
-from tmoe.moe.exchange import received
+from tmoe.moe.exchange import received_rows
 from tmoe.ops.experts import gpu
-from tmoe.ops.launch import launch, replay
+from tmoe.ops.launch import kernel_launch, replay
 
 
 @pytest.fixture
@@ -42,16 +42,16 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "warmup", warmup)
     monkeypatch.setattr(
-        launch,
+        kernel_launch,
         "_own_launcher",
-        lambda compiled, kernel, values: launch.Short(
+        lambda compiled, kernel, values: kernel_launch.Short(
             lambda *a: handed.append(list(a)), compiled.head, [(i, encode) for i in compiled.run.boxes]
         ),
     )
     driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 77)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(launch._thread, "ready", True, raising=False)
-    monkeypatch.setattr(launch, "_binaries", {})
+    monkeypatch.setattr(kernel_launch._thread, "ready", True, raising=False)
+    monkeypatch.setattr(kernel_launch, "_binaries", {})
     monkeypatch.setattr(replay, "_programs", {})
     monkeypatch.setattr(gpu, "device_facts", lambda device: ("cuda:90", 132, True))
     return handed
@@ -186,7 +186,7 @@ def test_tf32_by_fp32_precision(calls):
     try:
         for precision in ("tf32", "ieee"):
             matmul.fp32_precision = precision
-            assert launch.tf32() == (precision == "tf32")
+            assert kernel_launch.tf32() == (precision == "tf32")
             tensors = inputs(T=300, D=64, F=64, E=3, K=2, dtype=torch.float32, biased=False)
             replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
     finally:
@@ -277,8 +277,8 @@ def test_what_cannot_be_replayed_is_not(calls, monkeypatch):
             replay.remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), "swiglu", 1024, True)
     assert list(replay._programs.values()) == [False]
     replay._programs.clear()
-    launch._binaries.clear()
-    monkeypatch.setattr(launch, "launcher", lambda *_: lambda *_: None)
+    kernel_launch._binaries.clear()
+    monkeypatch.setattr(kernel_launch, "launcher", lambda *_: lambda *_: None)
     for _ in range(3):
         replay.remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), "swiglu", 1024, True)
     assert list(replay._programs.values()) == [False]
@@ -291,7 +291,7 @@ def test_what_torch_does_no_program_repeats(calls):
     """
 
     def run(x, through_a_view):
-        y = launch.empty(x.shape, x.dtype, x.device)
+        y = kernel_launch.empty(x.shape, x.dtype, x.device)
         (y.view(-1) if through_a_view else y).copy_(x)
         return (y,)
 
@@ -308,7 +308,7 @@ def test_inside_compile_only_nothing_is_remembered(calls):
     for _ in range(3):
         replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
     driver = triton.runtime.driver._active
-    with launch.compile_only("cuda:90", lambda name, key, compile: asked.append(name)):
+    with kernel_launch.compile_only("cuda:90", lambda name, key, compile: asked.append(name)):
         calls.clear()
         replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
     assert triton.runtime.driver._active is driver and len(asked) >= 4 and not calls
@@ -330,10 +330,10 @@ def test_a_failure_while_it_is_written_down_leaves_nothing_behind(calls, monkeyp
     tensors = inputs(300, 64, 64, 3, 2, torch.bfloat16, False)
     replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
     with monkeypatch.context() as patch:
-        patch.setattr(gpu.Layer, "combine", lambda *_: 1 / 0)
+        patch.setattr(gpu.LayerLaunches, "combine", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
-    assert getattr(launch._thread, "tape", None) is None and list(replay._programs.values()) == [None]
+    assert getattr(kernel_launch._thread, "tape", None) is None and list(replay._programs.values()) == [None]
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
@@ -391,9 +391,9 @@ def test_an_expert_groups_parts(calls, monkeypatch, share, D, dtype, biased):
         calls.clear()
         with monkeypatch.context() as patch:
             if again == 0:
-                patch.setattr(received, "remembered", lambda part, tensors, *how: part(*tensors, *how))
+                patch.setattr(received_rows, "remembered", lambda part, tensors, *how: part(*tensors, *how))
             memory = Memory(patch, (gate_up, down, bias, h, *ex.of.values()))
-            experts = received.Experts(ex, gate_up, down, bias, "swiglu", K, dtype, pairs)
+            experts = received_rows.ReceivedExperts(ex, gate_up, down, bias, "swiglu", K, dtype, pairs)
             experts.forward(None)
             experts.forward(h)
             calls.append(["forward"])

@@ -32,9 +32,18 @@ from triton import knobs
 from tmoe.config.model import MoEConfig
 from tmoe.moe import router as router_module
 from tmoe.moe.router import Router
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.router import product as module
-from tmoe.ops.router.product import HI, LO, MID, beside, router_product, split_gpu, stacked, three_pieces
+from tmoe.ops.router.product import (
+    HI,
+    LO,
+    MID,
+    router_product,
+    side_by_side,
+    split_gpu,
+    stacked,
+    three_pieces,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +81,7 @@ def test_where_pieces_lie(shape):
     pieces = three_pieces(a)
     for order in ORDERS:
         columns, rows = (C + 7) // 8 * 8, (R + 7) // 8 * 8
-        wide = beside(a, order).view(R, len(order), columns)
+        wide = side_by_side(a, order).view(R, len(order), columns)
         tall = stacked(a, order).view(len(order), rows, C)
         assert not wide[:, :, C:].any() and not tall[:, R:].any()
         for i, piece in enumerate(order):

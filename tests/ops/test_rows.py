@@ -19,8 +19,8 @@ from tmoe import ops
 from tmoe.commands.warmup import traces
 from tmoe.config.presets import presets
 from tmoe.ops import reference
-from tmoe.ops.experts import rows
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.experts import gather_scatter as rows
+from tmoe.ops.launch.kernel_launch import compile_only
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [(5, 9, 3), (0, 4, 3), (6, 0, 2), (0, 0, 1), (70, 700, 40), (1, 33, 1)]  # T, N, D

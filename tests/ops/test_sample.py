@@ -20,7 +20,7 @@ from tmoe.generate.sampler import Sampling
 from tmoe.ops.decode import sample as module
 from tmoe.ops.decode import sample_kernels as kernels
 from tmoe.ops.decode.sample import Keys, draw, forward, sample, uniforms, uniforms_at
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels")

@@ -4,7 +4,7 @@ The kernel runs in triton's interpreter, by one program and by several that wait
 process of its own:
     TRITON_INTERPRET=1 python tests/ops/test_sinkhorn.py
 
-next: tmoe/moe/select/sinkhorn.py
+next: tmoe/moe/select/sinkhorn_selection.py
 """
 
 import os
@@ -126,7 +126,7 @@ def test_kernel_fits_the_chips(arch, tmp_path, monkeypatch):
     from chips import CHIPS, measure
     from triton import knobs
 
-    from tmoe.ops.launch.launch import compile_only
+    from tmoe.ops.launch.kernel_launch import compile_only
     from tmoe.ops.router.sinkhorn import trace
 
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
@@ -149,7 +149,7 @@ def test_kernel_fits_the_chips(arch, tmp_path, monkeypatch):
 def one_program(first, programs, tensors, iterations):
     """A program of a launch, in a process of its own."""
     repair_interpreter()
-    from tmoe.ops.experts.routing import power_of_2
+    from tmoe.ops.experts.pair_order import power_of_2
     from tmoe.ops.router.sinkhorn import sinkhorn_kernel
 
     torch.set_num_threads(1)

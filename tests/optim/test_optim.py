@@ -15,7 +15,7 @@ from tmoe.config.run import OptimConfig
 from tmoe.optim.adamw import AdamW, build_optimizer, init_state, optimizer_tensors, parameter_groups
 from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard
-from tmoe.optim.schedule import lr_factor, set_lr
+from tmoe.optim.learning_rate import lr_factor, set_lr
 from tmoe.parallel.grad_norm import clip_grad_norm_
 
 CPU = torch.device("cpu")

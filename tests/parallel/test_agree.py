@@ -13,7 +13,7 @@ def fails_on_rank_1(rank, world):
         return "done"
 
     result, error, failures = agree.attempt(work, dist.group.WORLD)
-    lines = agree.unlike(dict(seed=0, lr=0.1 * rank), dist.group.WORLD)
+    lines = agree.differing_facts(dict(seed=0, lr=0.1 * rank), dist.group.WORLD)
     return result, error and str(error), failures, lines, agree.gathered(rank, dist.group.WORLD)
 
 
@@ -29,7 +29,7 @@ def test_what_one_rank_meets_all_hear(gloo):
 def test_without_a_group_a_process_is_alone():
     assert agree.attempt(lambda: 7, None) == (7, None, {})
     assert agree.attempt(lambda: int("x"), None, words=lambda error: "")[2] == {0: ""}
-    assert agree.unlike(dict(seed=0), None) == []
+    assert agree.differing_facts(dict(seed=0), None) == []
     with pytest.raises(ZeroDivisionError):
         agree.attempt(lambda: 1 / 0, None, errors=(ValueError,))
 

@@ -22,9 +22,9 @@ from tmoe.ops.experts.deferred import collecting
 from tmoe.ops.experts.op import moe_mlp_deferred
 from tmoe.parallel import build_mesh, pipeline, pipelining
 from tmoe.parallel.copies import working_copy
-from tmoe.parallel.gathered_copies import GatheredCopy
 from tmoe.parallel.mesh import local_part
-from tmoe.parallel.schedule import simulate
+from tmoe.parallel.pipeline_schedule import simulate
+from tmoe.parallel.shared_copies import GatheredCopy
 
 # The op ----------------------------------------------------------------------------------------------------
 

@@ -18,10 +18,10 @@ from tmoe.model.transformer import Transformer
 from tmoe.optim.adamw import build_optimizer
 from tmoe.optim.ema import Ema
 from tmoe.parallel import build_mesh, clip_grad_norm_, mesh, parallelize
-from tmoe.parallel import gathered_copies as gathered
+from tmoe.parallel import shared_copies as gathered
 from tmoe.parallel.copies import make_stale, working_copy
-from tmoe.parallel.gathered_copies import GatheredCopy
 from tmoe.parallel.mesh import local_part
+from tmoe.parallel.shared_copies import GatheredCopy
 
 B, S = 2, 16
 

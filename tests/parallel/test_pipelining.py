@@ -12,7 +12,7 @@ from tmoe.config.run import ParallelConfig
 from tmoe.moe.balance import Totals
 from tmoe.moe.trace import keeping, layers_of, replaying
 from tmoe.parallel import build_mesh, clip_grad_norm_, pipeline, pipelining
-from tmoe.parallel.schedule import messages, table
+from tmoe.parallel.pipeline_schedule import messages, table
 
 
 @pytest.mark.parametrize(

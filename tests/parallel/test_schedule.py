@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tmoe.parallel import schedule
-from tmoe.parallel.schedule import (
+from tmoe.parallel import pipeline_schedule
+from tmoe.parallel.pipeline_schedule import (
     EVEN,
     EXPERTS,
     Action,
-    Cost,
     Message,
     Simulation,
+    StageCost,
     Table,
     cut,
     messages,
@@ -121,7 +121,7 @@ def test_tables_run_to_their_ends():
 def test_tables_of_any_size_run_to_their_ends():
     """A draw from 2 to 16 ranks and 1 to 64 micro-batches. Another schedule.py draws other settings."""
     everything = list(settings(list(range(2, 17)), list(range(1, 65))))
-    source = Path(schedule.__file__).read_bytes()
+    source = Path(pipeline_schedule.__file__).read_bytes()
     for setting in random.Random(source).sample(everything, 120):
         check(*setting)
 
@@ -135,7 +135,7 @@ def test_v_with_deferred_weights(pp, micros, percent, better):
     assert 100 * found.bubble <= percent and max(found.held) <= 2 * pp and max(found.kept) <= 2 * pp
     more = simulate(table("v", pp, micros, 2, deferred=True, waiting=4 * pp), EXPERTS)
     assert 100 * more.bubble <= better
-    assert found.time < simulate(table("1f1b", pp, micros, deferred=True), Cost(200, 310, 90)).time
+    assert found.time < simulate(table("1f1b", pp, micros, deferred=True), StageCost(200, 310, 90)).time
 
 
 def test_deferred_weights_shorten_every_schedule():
@@ -181,7 +181,7 @@ def test_limits_of_v_are_kept():
 
 def test_each_chunk_has_its_own_cost():
     made = table("1f1b", 2, 2)
-    found = simulate(made, [Cost(1, 1, 1), Cost(2, 3, 1)])
+    found = simulate(made, [StageCost(1, 1, 1), StageCost(2, 3, 1)])
     assert found.time == 1 + 2 * 6 + 2 and found.bubble == pytest.approx(1 - 18 / 30)
     assert simulate(made, latency=5).time == simulate(made).time + 2 * 5
     with pytest.raises(ValueError, match="3 costs for 2 chunks"):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from tmoe.parallel.collectives import name_of
-from tmoe.parallel.tokens import (
+from tmoe.parallel.token_exchange import (
     exchange,
     gather,
     gathered_linear,

@@ -9,8 +9,8 @@ import pytest
 
 from tmoe.post.rewards import RewardSample
 from tmoe.post.rewards.boxed import boxed, same
-from tmoe.post.rewards.choice import letter_of
 from tmoe.post.rewards.expression import value_of
+from tmoe.post.rewards.multiple_choice import letter_of
 from tmoe.post.rewards.number import number
 
 EQUAL = r"""

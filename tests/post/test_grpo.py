@@ -30,10 +30,10 @@ from tmoe.config.run import (
     ParallelConfig,
     TrainConfig,
 )
-from tmoe.data.chat.prompts import Prompt, open_prompts
+from tmoe.data.chat.prompt_data import Prompt, open_prompts
 from tmoe.data.tokenizer import DataError
-from tmoe.log.lines import read_steps
-from tmoe.ops.launch.launch import compile_only
+from tmoe.log.metrics_file import read_steps
+from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.parallel.mesh import local_part
 from tmoe.post.answers import Answer, Step, pack, rows_of
 from tmoe.post.grpo import Grpo

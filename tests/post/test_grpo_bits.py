@@ -9,7 +9,7 @@ from tiers import slow_but
 
 import train
 from tmoe.cli.parse import parse
-from tmoe.data.chat.prompts import Prompt
+from tmoe.data.chat.prompt_data import Prompt
 from tmoe.post.answers import Answer, pack, rows_of
 from tmoe.run import process as runtime
 

@@ -12,7 +12,7 @@ from tiers import slow_but
 import train
 from tmoe.cli.parse import parse
 from tmoe.generate.slots import Slots
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 from tmoe.run import process as runtime
 
 # Of dp's ranks each has prompts whose 8 answers are made one after the other: some 48 passes for each.
@@ -35,7 +35,7 @@ def told_between_tokens(rank, world, argv, at):
             passes += 1
             if passes == at and rank == world - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-                trainer.run.hears()
+                trainer.run.stop_requested()
             if passes == at and world > 1:
                 dist.barrier()  # the word is out before the other rank looks for it
         return step(self)

@@ -17,10 +17,10 @@ from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config, DataConfig, PreferenceConfig, TrainConfig
-from tmoe.data.chat.dataset import open_chat
+from tmoe.data.chat.chat_dataset import open_chat
 from tmoe.data.chat.mismatched import Mismatched
 from tmoe.data.tokenizer import DataError
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 from tmoe.moe.balance import Totals
 from tmoe.post.kto import Kto
 from tmoe.run import process as runtime

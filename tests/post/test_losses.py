@@ -19,10 +19,10 @@ from tmoe.post.losses.sequences import (
     advantages,
     baseline_of,
     gspo,
+    has_unequal_rewards,
     kto,
     overlong_penalty,
     rloo,
-    telling,
     without_truncated,
 )
 from tmoe.post.losses.sums import StepCounts, add_up, count, sequence_sums, token_weights, trained_tokens
@@ -109,8 +109,17 @@ def test_groups_are_found_by_prompt_and_none_counts_nowhere():
     prompts = torch.tensor([3, 9, 3, 3, 3, 9, 3, 4])
     near(advantages(rewards, prompts, "mean"), 0.5, 0, -0.5, 0, -0.5, 0, 0.5, 0)
     near(advantages(rewards, prompts)[[0, 2, 3, 4, 6, 7]], 0.865875, -0.865875, 0, -0.865875, 0.865875, 0)
-    assert telling(rewards, prompts).tolist() == [True, False, True, True, True, False, True, False]
-    assert telling(t(nan, nan), torch.tensor([1, 1])).tolist() == [False, False]
+    assert has_unequal_rewards(rewards, prompts).tolist() == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert has_unequal_rewards(t(nan, nan), torch.tensor([1, 1])).tolist() == [False, False]
     assert len(advantages(t(), torch.tensor([], dtype=torch.long))) == 0
 
 

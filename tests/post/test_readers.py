@@ -116,7 +116,7 @@ def one_step(trainer: train.Trainer) -> list[float]:
     for _ in range(task.updates):
         loss = trainer.forward_backward(batch, totals)
         numbers += [loss.item(), clip_grad_norm_(model.counted(), math.inf).item()]
-        run.watch.vote()
+        run.watch.compare_calls()
         if task.updates > 1:
             trainer.optimizer.step()
         trainer.optimizer.zero_grad()

@@ -11,16 +11,16 @@ from steps import step as step  # a fixture
 
 from tmoe import ops
 from tmoe.config.check import ConfigError
-from tmoe.post import losses, reference
+from tmoe.post import losses, reference_model
 from tmoe.post.losses.pairs import pairs_of
 from tmoe.post.losses.sums import StepCounts, sequence_sums, trained_tokens
-from tmoe.post.reference import ReferenceStore, tokens_hash, weights_hash
+from tmoe.post.reference_model import ReferenceStore, tokens_hash, weights_hash
 
 
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
     """A function that opens the store of ten rows in pieces of four."""
-    monkeypatch.setattr(reference, "PIECE", 4)
+    monkeypatch.setattr(reference_model, "PIECE", 4)
     facts = dict(rows=10, weights="w", tokens="t", settings=dict(template="chat", temperature=1.0))
 
     def open_store(**changes):
@@ -124,7 +124,7 @@ def test_a_write_that_fails_leaves_nothing(opened, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(reference.os, "replace", fail)
+    monkeypatch.setattr(reference_model.os, "replace", fail)
     with pytest.raises(OSError, match="No space left"):
         store.write(range(0, 4), torch.ones(4))
     assert [path.name for path in store.folder.iterdir()] == ["identity.json"]

@@ -11,7 +11,7 @@ import train
 from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.run import GrpoConfig
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 from tmoe.log.progress import summary
 from tmoe.post.rewarded import Rewarded
 from tmoe.post.task import NothingToLearn

@@ -8,11 +8,12 @@ from fractions import Fraction
 import pytest
 
 from tmoe.config.check import ConfigError
-from tmoe.post.rewards import Rewards, RewardSample, builtin, words
+from tmoe.post.rewards import Rewards, RewardSample, builtin
+from tmoe.post.rewards import reward_terms as words
 from tmoe.post.rewards.boxed import boxed
-from tmoe.post.rewards.choice import choice, letter_of
 from tmoe.post.rewards.code import program_of
 from tmoe.post.rewards.exact import exact
+from tmoe.post.rewards.multiple_choice import choice, letter_of
 from tmoe.post.rewards.number import number, number_of, read_number
 from tmoe.post.rewards.regex import regex
 from tmoe.post.rewards.tex import last_boxed

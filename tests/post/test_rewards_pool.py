@@ -187,7 +187,7 @@ def children(s):
     import subprocess
     return float(subprocess.run(["sh", "-c", "kill -TERM $$"]).returncode)
 def imports(s):
-    from tmoe.post.rewards.sample import RewardSample
+    from tmoe.post.rewards.reward_sample import RewardSample
     import beside
     return float(isinstance(s, RewardSample)) + beside.TWO
 """

@@ -15,7 +15,7 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config, DataConfig, PreferenceConfig
 from tmoe.data.tokenizer import DataError
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 from tmoe.post.preference import Preference
 from tmoe.post.sft import Sft
 

@@ -13,11 +13,11 @@ from tmoe.config.axes import Axes
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, ParallelConfig, TrainConfig
 from tmoe.model.attention_backend import position_mask
-from tmoe.model.held_bytes import loss_bytes
+from tmoe.model.attention_parallel import Spread
+from tmoe.model.block_bytes import loss_bytes
 from tmoe.model.rope import turns_of
-from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block
-from tmoe.moe.held_bytes import moe_bytes, slice_bytes, uses_symm, window_bytes
+from tmoe.moe.moe_bytes import moe_bytes, slice_bytes, uses_symm, window_bytes
 from tmoe.parallel.mesh import build_mesh
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
 

@@ -18,7 +18,7 @@ from tmoe.cli.settings import read_settings
 from tmoe.config.check import ConfigError
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, OptimConfig
-from tmoe.optim.schedule import lr_factor
+from tmoe.optim.learning_rate import lr_factor
 
 TINY = presets()["tiny"]
 GRPO = ("--grpo.rewards", "exact", "--grpo.max-tokens", "5")

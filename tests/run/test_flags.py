@@ -249,7 +249,7 @@ def test_valid_degrees_are_valid():
 
 @pytest.mark.parametrize("place", ["/proc/x", "/dev/null/x"])
 def test_a_place_where_no_folder_can_be_made(place):
-    alone = SimpleNamespace(rank=0, together=lambda work: work())
+    alone = SimpleNamespace(rank=0, on_all_ranks=lambda work: work())
     with pytest.raises(
         ConfigError, match=rf"--out={place}: no files can be made there \((No|Not)[^E]*\); name"
     ):
@@ -258,7 +258,7 @@ def test_a_place_where_no_folder_can_be_made(place):
 
 def test_a_run_folder_in_use_names_its_process(tmp_path):
     """The lock holds process and host, and a later holder's alone: the text of the longer one is gone."""
-    alone = SimpleNamespace(rank=0, together=lambda work: work())
+    alone = SimpleNamespace(rank=0, on_all_ranks=lambda work: work())
     (tmp_path / ".lock").write_text("1234567890 a-longer-name-than-any-host-has-here.example.org\n" * 2)
     held = Runtime.claim(alone, tmp_path)
     assert (tmp_path / ".lock").read_text() == f"{os.getpid()} {socket.gethostname()}\n"

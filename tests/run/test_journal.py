@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from tmoe.run import process as runtime
 from tmoe.run.watch import DivergenceError
+from tmoe.run.watch.failure_messages import explain
 from tmoe.run.watch.heartbeat import Heartbeat
 from tmoe.run.watch.journal import METHODS, Journal, attach, detach, parting, spell
-from tmoe.run.watch.words import explain
 
 HALVES = " among ranks 0, 1", " among ranks 2, 3"
 
@@ -57,7 +57,7 @@ def halves(rank: int, world: int, how: str) -> str:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[rank // 2]
     with watch:
-        for step in watch.over(range(2)):
+        for step in watch.watched_steps(range(2)):
             dist.all_reduce(torch.ones(3 + 2 * (rank // 2)), group=mine)
             for _ in range(rank // 2):  # one half has more to add up than the other
                 dist.all_reduce(torch.ones(2), group=mine)
@@ -71,7 +71,7 @@ def halves(rank: int, world: int, how: str) -> str:
                 dist.all_reduce(torch.full((2,), 7.0), group=mine)
             dist.all_reduce(torch.ones(4))
             try:
-                watch.vote()
+                watch.compare_calls()
             except DivergenceError as error:
                 watch.heart.begin_journal()
                 return str(error)

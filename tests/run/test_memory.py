@@ -22,21 +22,21 @@ from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model.block_bytes import loss_bytes
 from tmoe.model.count import count_parameters, flops_per_token, mfu, peak_flops
-from tmoe.model.held_bytes import loss_bytes
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import pipeline
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.dispatch import SymmDispatcher, pairs_bound
 from tmoe.moe.experts import Experts, LocalExperts
-from tmoe.moe.held_bytes import exchange_bytes, left_bytes, moe_bytes, rows_received, window_bytes
+from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, moe_bytes, rows_received, window_bytes
 from tmoe.moe.router import Routing
 from tmoe.ops.experts import gpu
 from tmoe.ops.experts.deferred import collecting
 from tmoe.ops.experts.op import moe_mlp_deferred
-from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.parallel.mesh import build_mesh
-from tmoe.parallel.schedule import simulate
+from tmoe.parallel.pipeline_schedule import simulate
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
 from tmoe.plan.fitting import require_room, smallest_change, verdict
 from tmoe.plan.memory import defers, kept_whole, memory_of_stages, memory_per_rank, padding, peak_bytes, plan
@@ -270,7 +270,11 @@ def test_activations_match_what_the_symm_dispatcher_keeps(ep, experts, top_k, sh
         always = SimpleNamespace(plain=True, matrices=lambda x: dense) if shared else None
         dispatcher = SymmDispatcher(Group(ep), experts // ep, width=shared)  # type: ignore[bad-argument-type]
         routing = Routing(weights, ids, weights)
-        y = dispatcher.beside(x, routing, local, always)[0] if shared else dispatcher(x, routing, local)
+        y = (
+            dispatcher.run_with_shared(x, routing, local, always)[0]
+            if shared
+            else dispatcher(x, routing, local)
+        )
         operands = sum(t.untyped_storage().nbytes() for t in (x, gate_up, down, *dense))
     logits = T * experts * 4  # the router's, in fp32
     assert y.shape == (T, D) and moe_bytes(cfg, Axes(ep=ep)) == sum(kept.values()) - operands + logits
@@ -654,7 +658,8 @@ def test_activations_of_a_pipeline_worked_by_hand():
 
 
 def test_what_v_puts_off_is_counted():
-    """A layer's backward leaves what `Left` holds; a stage has as many at once as the table says."""
+    """A layer's backward leaves what `DeferredGradients` holds; a stage has as many at once as the table
+    says."""
     model = dataclasses.replace(OLMOE, vocab=64, layers=4, dim=64, moe=MoEConfig(experts=4, ffn_dim=96))
     train = TrainConfig(batch=2, seq=64, accumulate=4, dtype="fp32")
     cfg = Config(model=model, train=train, parallel=ParallelConfig(pp=2, schedule="v", dispatch="nccl"))

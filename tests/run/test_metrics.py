@@ -25,8 +25,8 @@ from tmoe.base import versions
 from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
 from tmoe.config.run import ParallelConfig
-from tmoe.log import lines as lines_module
 from tmoe.log import metrics as module
+from tmoe.log import metrics_file as lines_module
 from tmoe.log import progress, report
 from tmoe.log.metrics import max_violation, to_host
 

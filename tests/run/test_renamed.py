@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 import pytest
 
 from tmoe.cli.parse import parse
+from tmoe.config.compare import build_config, flattened, nested
 from tmoe.config.model import MoEConfig
 from tmoe.config.renamed import RENAMED, with_new_flags, with_new_names
 from tmoe.config.run import Config, GrpoConfig, ParallelConfig
-from tmoe.config.same import build_config, flattened, nested
 
 SECTIONS = {"grpo": GrpoConfig, "model.moe": MoEConfig, "parallel": ParallelConfig}
 

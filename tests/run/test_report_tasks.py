@@ -68,7 +68,7 @@ def lines_of(axis: Axes) -> dict[str, np.ndarray]:
 def test_the_loss_is_called_what_it_is(tmp_path, settings, title):
     shown = asdict(replace(config(tmp_path), **settings))
     nothing = np.zeros((1, 0))
-    run = report.Run("a", dict(config=shown), np.ones(1), {}, nothing, nothing)
+    run = report.ReportedRun("a", dict(config=shown), np.ones(1), {}, nothing, nothing)
     assert report.title_of_loss(run) == title
     run.config = {}
     assert report.title_of_loss(run) == "Loss"

@@ -13,7 +13,7 @@ from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config, GrpoConfig, TrainConfig
 from tmoe.generate import slots as loop
-from tmoe.generate.whole import gathered
+from tmoe.generate.gathered_model import gathered
 from tmoe.parallel.mesh import local_part
 from tmoe.plan.memory import memory_per_rank, peak_bytes
 from tmoe.plan.rollout_memory import passing_bytes

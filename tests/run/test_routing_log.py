@@ -18,7 +18,7 @@ from runs import run as run_small
 from tmoe.config.run import ParallelConfig
 from tmoe.log import routing_log
 from tmoe.log.metrics import Metrics
-from tmoe.log.routing_log import Record, pack, read_records, rewind
+from tmoe.log.routing_log import RoutingRecord, pack, read_records, rewind
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +27,12 @@ def no_pictures(monkeypatch):
     monkeypatch.setattr(Metrics, "draw", lambda _: None)
 
 
-def record(number: int, layers: int = 2, experts: int = 4, most: int = 300) -> Record:
+def record(number: int, layers: int = 2, experts: int = 4, most: int = 300) -> RoutingRecord:
     draw = np.random.default_rng(number)
     counts = draw.integers(0, most, (layers, experts), dtype=np.int64)
     bias = draw.normal(size=(layers, experts)).astype(np.float32)
     entropy, losses = draw.random(layers, np.float32), draw.random((layers, 2), np.float32)
-    return Record(number, ("sequence", "z"), counts, counts // 3, bias, entropy, losses)
+    return RoutingRecord(number, ("sequence", "z"), counts, counts // 3, bias, entropy, losses)
 
 
 def written(path, records) -> list[int]:
@@ -45,7 +45,7 @@ def written(path, records) -> list[int]:
     return ends
 
 
-def assert_alike(found: list[Record], wanted: list[Record]) -> None:
+def assert_alike(found: list[RoutingRecord], wanted: list[RoutingRecord]) -> None:
     assert [one[:2] for one in found] == [one[:2] for one in wanted]
     for ours, theirs in zip(found, wanted, strict=True):
         for a, b in zip(ours[2:], theirs[2:], strict=True):
@@ -118,7 +118,7 @@ def test_a_record_is_compact(tmp_path):
     draw = np.random.default_rng(0)
     counts = draw.multinomial(16384 * 8, np.ones(128) / 128, 94)
     zeros = np.zeros((94, 128))
-    one = Record(0, ("sequence", "z"), counts, zeros.astype(int), zeros, np.ones(94), np.ones((94, 2)))
+    one = RoutingRecord(0, ("sequence", "z"), counts, zeros.astype(int), zeros, np.ones(94), np.ones((94, 2)))
     assert len(pack(one)) < 1.5 * 94 * 128
 
 

@@ -7,11 +7,11 @@ import pytest
 from run_logs import config, start, step
 
 from tmoe.commands import routing as command
-from tmoe.log import history as history_module
+from tmoe.log import routing_history as history_module
 from tmoe.log import routing_report
-from tmoe.log.history import compare, describe, read_history
 from tmoe.log.metrics import Metrics
-from tmoe.log.routing_log import Record, pack
+from tmoe.log.routing_history import compare, describe, read_history
+from tmoe.log.routing_log import RoutingRecord, pack
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def written(run, counts: list[list[list[int]]], losses=("sequence", "z"), first:
             zeros, ones = np.zeros(load.shape), np.ones((len(load), len(losses)))
             bias = zeros.copy()
             bias[:, 0] = 0.25 * i
-            one = Record(first + i, losses, load, load // 4, bias, ones[:, 0], ones * (i + 1))
+            one = RoutingRecord(first + i, losses, load, load // 4, bias, ones[:, 0], ones * (i + 1))
             file.write(pack(one))
 
 

@@ -17,8 +17,8 @@ from runs import SMALL, refusal, run
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.cli.parse import check_start, flags_of, parse
 from tmoe.cli.settings import with_settings
+from tmoe.config.compare import as_flags, differences
 from tmoe.config.presets import presets
-from tmoe.config.same import as_flags, differences
 from tmoe.hf import import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder

@@ -27,7 +27,7 @@ import train
 from benchmarks.launch import launch
 from tmoe.run import process as runtime
 from tmoe.run.watch import heartbeat
-from tmoe.run.watch.words import cause
+from tmoe.run.watch.failure_messages import cause
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
@@ -36,10 +36,10 @@ def steps(watch, n: int, act, timeout: float | None = None) -> None:
     """n steps, each of which may stand still for a second, on cores of one's own."""
     timeout = shared(1.0) if timeout is None else timeout
     with watch:
-        for step in watch.over(range(n), timeout):
+        for step in watch.watched_steps(range(n), timeout):
             dist.all_reduce(torch.ones(4))
             act(step)
-            watch.vote()
+            watch.compare_calls()
 
 
 def again(rank: int, world: int) -> str:

@@ -37,7 +37,7 @@ def find(path: str) -> Any | None:
     return None
 
 
-def take(path: str, without: str) -> Any | None:
+def find_or_note(path: str, without: str) -> Any | None:
     """`find(path)`. If it finds nothing, a note says what follows.
 
     without: the consequence; it continues the line "torch 3.0 has no ...: ".

@@ -47,10 +47,10 @@ from tmoe.base.listing import counted, listed
 from tmoe.checkpoint import folders
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.best import best_of, read_losses, write_losses
-from tmoe.checkpoint.dcp import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
+from tmoe.checkpoint.dcp import RNG, Files, Planner, Reader, ShardWriter, Tensors, write_stock_metadata
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
-from tmoe.parallel.agree import attempt, by_reason, gathered, named
+from tmoe.parallel.agree import attempt, by_reason, error_text, gathered
 from tmoe.parallel.mesh import patience
 
 __all__ = ["CheckpointError", "Checkpoints", "MismatchError", "read_manifest", "verify"]
@@ -219,7 +219,9 @@ class Checkpoints:
         final = self.folder / f"step-{step}"
         temporary = Path(self._together(f"saving {final}", lambda: self._make_temporary(final))[0])
         planner = Planner(local)
-        writer = Writer(temporary, self._rank, planner, partial(self._publish, final, temporary, step, state))
+        writer = ShardWriter(
+            temporary, self._rank, planner, partial(self._publish, final, temporary, step, state)
+        )
         try:
             self._dcp(
                 f"saving {final}", lambda **how: dcp.save(tensors, storage_writer=writer, **how), planner
@@ -239,7 +241,7 @@ class Checkpoints:
             return ""
         self.folder.mkdir(parents=True, exist_ok=True)
         folders.sweep(self.folder)
-        temporary = folders.beside(final, "tmp")
+        temporary = folders.sibling(final, "tmp")
         temporary.mkdir()
         return str(temporary)
 
@@ -481,7 +483,7 @@ class Checkpoints:
 
 
 def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else named(error)
+    return str(error) if isinstance(error, CheckpointError) else error_text(error)
 
 
 def _report(doing: str, failures: dict[int, str]) -> str:

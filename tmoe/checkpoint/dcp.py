@@ -44,13 +44,13 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.base import disk
 from tmoe.base.disk import FileEntry
-from tmoe.base.private_torch import take
+from tmoe.base.private_torch import find_or_note
 from tmoe.checkpoint import manifest as files
-from tmoe.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from tmoe.checkpoint.manifest import Manifest, ShardChunk, TensorEntry
 
 # Stock FileSystemReader finds payloads in .metadata by this class, the only name here that DCP does not
 # export.
-_StorageInfo: Any = take(
+_StorageInfo: Any = find_or_note(
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "stock readers of checkpoints find no data in .metadata",
 )
@@ -64,10 +64,10 @@ RNG = "rng."  # names of generator states: rng.RANK.NAME
 
 
 @dataclass(frozen=True)
-class Record:
+class WrittenChunk:
     """The report of a rank about one chunk that it wrote."""
 
-    chunk: Chunk
+    chunk: ShardChunk
     file: FileEntry
     placement: str
 
@@ -95,7 +95,7 @@ class Planner(DefaultSavePlanner):
         return ", ".join(f"{axis}={mesh.size(i)}: {tensor.placements[i]!r}" for i, axis in enumerate(axes))
 
 
-class Writer(StorageWriter):
+class ShardWriter(StorageWriter):
     """Writes a rank's items in parallel files; rank 0 calls `publish(tensors, files)` for all ranks' items.
 
     DCP sends an error of any rank, in write_data or in publish, to all ranks.
@@ -132,13 +132,15 @@ class Writer(StorageWriter):
             chunks = [files.write_chunk(file, tensor, offset) for tensor, offset in boxes]
         entry = file.entry()
         return [
-            WriteResult(item.index, chunk.size, Record(chunk, entry, self.planner.placement(item.index.fqn)))
+            WriteResult(
+                item.index, chunk.size, WrittenChunk(chunk, entry, self.planner.placement(item.index.fqn))
+            )
             for item, chunk in zip(items, chunks, strict=True)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: join the chunks of all ranks into one entry for each tensor, and publish them."""
-        records: dict[str, list[Record]] = {}
+        records: dict[str, list[WrittenChunk]] = {}
         for result in itertools.chain(*results):
             records.setdefault(result.index.fqn, []).append(result.storage_data)
         entries = {r.chunk.file: r.file for r in itertools.chain(*records.values())}
@@ -179,7 +181,7 @@ def _split(items: list[WriteItem]) -> list[list[WriteItem]]:
     return [part for part in parts if part]
 
 
-def _tensor_entry(planned: TensorStorageMetadata, records: list[Record]) -> TensorEntry:
+def _tensor_entry(planned: TensorStorageMetadata, records: list[WrittenChunk]) -> TensorEntry:
     chunks = [record.chunk for record in records]
     return files.tensor_entry(planned.size, planned.properties.dtype, records[0].placement, chunks)
 

@@ -93,7 +93,7 @@ def newest_in(steps: Path) -> tuple[Path, list[str]]:
     raise CheckpointError(f"{steps}: no whole checkpoint: {problems[0]}{more}")
 
 
-def beside(path: Path, kind: str) -> Path:
+def sibling(path: Path, kind: str) -> Path:
     """An unused name next to `path`. kind: "tmp" (being written or removed) or "old" (being replaced)."""
     return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex}")
 
@@ -114,7 +114,7 @@ def publish(temporary: Path, final: Path) -> None:
     If the process is killed at any point, either the old or the new step is found, never a mixture.
     """
     sync_folder(temporary)
-    displaced = beside(final, "old") if final.exists() else None
+    displaced = sibling(final, "old") if final.exists() else None
     if displaced:
         os.rename(final, displaced)
     try:
@@ -134,7 +134,7 @@ def remove(path: Path) -> None:
     The folder loses its public name first, so that a kill half way leaves no damaged step under that name.
     """
     if "." not in path.name:
-        condemned = beside(path, "tmp")
+        condemned = sibling(path, "tmp")
         os.rename(path, condemned)
         path = condemned
     shutil.rmtree(path, ignore_errors=True)

@@ -47,7 +47,7 @@ _MOST = 1 << 58  # most elements whose bytes torch can count, whatever their typ
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ShardChunk:
     """A box of a tensor, and the position of its torch.save payload.
 
     offset, shape: where the box starts and how long it is in each dimension.
@@ -76,7 +76,7 @@ class TensorEntry:
     dtype: str
     placement: str
     sha256: str
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ShardChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ _FIELDS = dict(  # fields that tools and training compute with or index; the oth
 
 
 def _parse_tensor(entry: dict[str, Any]) -> TensorEntry:
-    chunks = tuple(Chunk(**_tuples(chunk)) for chunk in entry["chunks"])
+    chunks = tuple(ShardChunk(**_tuples(chunk)) for chunk in entry["chunks"])
     return TensorEntry(**_tuples(entry) | {"chunks": chunks})
 
 
@@ -249,13 +249,13 @@ def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) ->
         raise ValueError(f"tensor {name}: chunks at {pair[0].offset} and {pair[1].offset} overlap")
 
 
-def _overlap(chunks: tuple[Chunk, ...]) -> tuple[Chunk, Chunk] | None:
+def _overlap(chunks: tuple[ShardChunk, ...]) -> tuple[ShardChunk, ShardChunk] | None:
     """Two chunks with an element in common, or None.
 
     This is a sweep along dim 0: each chunk is compared only with the chunks that have not ended before it
     starts.
     """
-    running: list[Chunk] = []
+    running: list[ShardChunk] = []
     for chunk in sorted((c for c in chunks if math.prod(c.shape)), key=lambda c: c.offset):
         running = [c for c in running if c.offset[0] + c.shape[0] > chunk.offset[0]]
         for other in running:
@@ -267,7 +267,7 @@ def _overlap(chunks: tuple[Chunk, ...]) -> tuple[Chunk, Chunk] | None:
 
 
 def tensor_entry(
-    shape: tuple[int, ...], dtype: torch.dtype, placement: str, chunks: list[Chunk]
+    shape: tuple[int, ...], dtype: torch.dtype, placement: str, chunks: list[ShardChunk]
 ) -> TensorEntry:
     """The entry of a tensor, made from its chunks in any order."""
     ordered = sorted(chunks, key=lambda chunk: chunk.offset)
@@ -364,7 +364,7 @@ def stamp(path: Path) -> tuple | None:
 # ---- payloads ----
 
 
-def write_chunk(file: HashedFile, tensor: Tensor, offset: tuple[int, ...]) -> Chunk:
+def write_chunk(file: HashedFile, tensor: Tensor, offset: tuple[int, ...]) -> ShardChunk:
     """Append `tensor` (any device and strides) as the box at `offset` of its whole."""
     tensor = tensor.detach().to("cpu").contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save would write the whole storage
@@ -372,7 +372,7 @@ def write_chunk(file: HashedFile, tensor: Tensor, offset: tuple[int, ...]) -> Ch
     at = file.size
     digest = _content_hash(tensor)
     torch.save(tensor, cast(IO[bytes], file))
-    return Chunk(tuple(offset), tuple(tensor.shape), file.path.name, at, file.size - at, digest)
+    return ShardChunk(tuple(offset), tuple(tensor.shape), file.path.name, at, file.size - at, digest)
 
 
 class _Window(io.RawIOBase):
@@ -408,7 +408,7 @@ class _Window(io.RawIOBase):
         return filled
 
 
-def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+def read_chunk(folder: Path, chunk: ShardChunk, dtype: torch.dtype) -> Tensor:
     """The chunk as a CPU tensor, checked against its shape, dtype and hash.
 
     Raises CheckpointError, which names file and byte, if the chunk differs.

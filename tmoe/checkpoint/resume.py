@@ -14,10 +14,10 @@ from typing import Any
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import Manifest, read_manifest
 from tmoe.config.check import Section, Setting, fits
+from tmoe.config.compare import as_flags, build_config, differences
 from tmoe.config.model import STEPS_READ, ModelConfig
 from tmoe.config.renamed import with_new_names
 from tmoe.config.run import Config
-from tmoe.config.same import as_flags, build_config, differences
 
 GROUPS = ("data", "optim", "sft", "preference", "grpo")  # sections whose changed settings a note lists
 

@@ -51,8 +51,8 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.manifest import (
     CheckpointError,
-    Chunk,
     Manifest,
+    ShardChunk,
     TensorEntry,
     read_chunk,
     read_manifest,
@@ -400,7 +400,7 @@ def read_whole(folder: Path, entry: TensorEntry) -> Tensor:
     return next(read_boxes(folder, entry, (Box(0, (0,) * len(entry.shape), entry.shape),)))
 
 
-def _assemble(box: Box, parts: list[tuple[Chunk, Tensor]], dtype: torch.dtype) -> Tensor:
+def _assemble(box: Box, parts: list[tuple[ShardChunk, Tensor]], dtype: torch.dtype) -> Tensor:
     """The box, made from the chunks that cover it. It is a view if a single chunk covers it."""
     if len(parts) == 1:
         return _common(box, *parts[0])[1]
@@ -411,7 +411,7 @@ def _assemble(box: Box, parts: list[tuple[Chunk, Tensor]], dtype: torch.dtype) -
     return whole
 
 
-def _common(box: Box, chunk: Chunk, tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
+def _common(box: Box, chunk: ShardChunk, tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
     """The intersection of box and chunk: its slices in the box, and its elements."""
     sides = list(zip(box.offset, box.shape, chunk.offset, chunk.shape, strict=True))
     spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]

@@ -30,7 +30,7 @@ MEGATRON = "metadata.json"
 PAIRWISE = 4096  # most chunks of a tensor for which overlaps are looked for
 
 
-class Chunk(NamedTuple):
+class StockChunk(NamedTuple):
     """A box of a tensor, and the position of its bytes."""
 
     offset: tuple[int, ...]
@@ -41,13 +41,13 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StockTensor:
     """A tensor of the folder."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StockChunk, ...]
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +65,7 @@ class StockFolder:
         files = [path / METADATA] if (path / METADATA).is_file() else sorted(path.glob("__*.metadata"))
         if not files:
             raise CheckpointError(f"{path / METADATA}: missing; {path} is no DCP folder")
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StockTensor] = {}
         self.objects: set[str] = set()
         for file in files:
             found, objects = _description(file)
@@ -101,7 +101,7 @@ class StockFolder:
             whole[tuple(slice(o, o + n) for o, n in zip(offset, read.shape, strict=True))] = read
         return whole if row is None else whole[0]
 
-    def _read_chunk(self, stored: Stored, chunk: Chunk) -> Tensor:
+    def _read_chunk(self, stored: StockTensor, chunk: StockChunk) -> Tensor:
         where = f"{self.path / chunk.file}: {stored.name} at byte {chunk.start}"
         with open(self.path / chunk.file, "rb") as file:
             file.seek(chunk.start)
@@ -206,7 +206,7 @@ class _Unpickler(pickle.Unpickler):
         raise CheckpointError(f"{self.path}: refers to {module}.{name}, which no checkpoint needs: refused")
 
 
-def _description(file: Path) -> tuple[dict[str, Stored], set[str]]:
+def _description(file: Path) -> tuple[dict[str, StockTensor], set[str]]:
     """The tensors of a .metadata file, and the names of the entries that are not tensors."""
     try:
         with open(file, "rb") as stream:
@@ -218,7 +218,7 @@ def _description(file: Path) -> tuple[dict[str, Stored], set[str]]:
         raise CheckpointError(f"{file}: malformed: {type(error).__name__}: {str(error)[:200]}") from None
 
 
-def _tensors(told: Any) -> tuple[dict[str, Stored], set[str]]:
+def _tensors(told: Any) -> tuple[dict[str, StockTensor], set[str]]:
     """The result of _description, from the unpickled object. ValueError if it does not describe tensors."""
     if type(told).__name__ != "Metadata" or not isinstance(told, Held):
         raise ValueError("holds no Metadata")
@@ -226,7 +226,7 @@ def _tensors(told: Any) -> tuple[dict[str, Stored], set[str]]:
     for index, info in (told.get("storage_data") or {}).items():
         offset = index.get("offset")
         places[str(index.get("fqn")), None if offset is None else _sizes(offset)] = info
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StockTensor] = {}
     objects: set[str] = set()
     for name, entry in told.get("state_dict_metadata").items():
         if not isinstance(name, str) or not isinstance(entry, Held):
@@ -239,11 +239,11 @@ def _tensors(told: Any) -> tuple[dict[str, Stored], set[str]]:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name}: no dtype but {dtype!r}")
         chunks = [_chunk(name, chunk, places) for chunk in entry.get("chunks")]
-        tensors[name] = Stored(name, dtype, _sizes(entry.get("size")), tuple(chunks))
+        tensors[name] = StockTensor(name, dtype, _sizes(entry.get("size")), tuple(chunks))
     return tensors, objects
 
 
-def _chunk(name: str, told: Held, places: dict[tuple[str, tuple[int, ...] | None], Held]) -> Chunk:
+def _chunk(name: str, told: Held, places: dict[tuple[str, tuple[int, ...] | None], Held]) -> StockChunk:
     offset, shape = _sizes(told.get("offsets")), _sizes(told.get("sizes"))
     info = places.get((name, offset))
     if info is None:
@@ -256,7 +256,7 @@ def _chunk(name: str, told: Held, places: dict[tuple[str, tuple[int, ...] | None
     if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
         raise ValueError(f"{name}: stored in {file!r}, which is no name of a file in the folder")
     start, length = _sizes((info.get("offset"), info.get("length")))
-    return Chunk(offset, shape, file, start, length)
+    return StockChunk(offset, shape, file, start, length)
 
 
 def _sizes(told: Any) -> tuple[int, ...]:
@@ -266,7 +266,7 @@ def _sizes(told: Any) -> tuple[int, ...]:
     return tuple(told)
 
 
-def _joined(before: Stored | None, now: Stored, file: Path) -> Stored:
+def _joined(before: StockTensor | None, now: StockTensor, file: Path) -> StockTensor:
     """A tensor whose parts are described by several ranks: the chunks of `before` and `now`."""
     if before is None:
         return now
@@ -274,10 +274,10 @@ def _joined(before: Stored | None, now: Stored, file: Path) -> Stored:
         here, there = f"{now.dtype} {now.shape}", f"{before.dtype} {before.shape}"
         raise CheckpointError(f"{file}: {now.name} is {here}, {there} in the file of another rank")
     chunks = {chunk.offset: chunk for chunk in (*before.chunks, *now.chunks)}
-    return Stored(now.name, now.dtype, now.shape, tuple(chunks.values()))
+    return StockTensor(now.name, now.dtype, now.shape, tuple(chunks.values()))
 
 
-def _require_whole(path: Path, stored: Stored) -> None:
+def _require_whole(path: Path, stored: StockTensor) -> None:
     """Raises CheckpointError unless the chunks lie inside the tensor and cover each element once."""
     rank = len(stored.shape)
     inside = all(
@@ -293,7 +293,7 @@ def _require_whole(path: Path, stored: Stored) -> None:
         )
 
 
-def _overlap(chunks: Iterable[Chunk]) -> bool:
+def _overlap(chunks: Iterable[StockChunk]) -> bool:
     boxes = [chunk for chunk in chunks if math.prod(chunk.shape)]
     if len(boxes) > PAIRWISE or len(boxes) < 2 or not boxes[0].shape:
         return len(boxes) > 1 and not boxes[0].shape

@@ -18,7 +18,7 @@ from tmoe.base.listing import counted
 from tmoe.checkpoint.manifest import NAME, CheckpointError, read_manifest
 from tmoe.config.check import ConfigError, Setting, fits
 from tmoe.config.run import Config, require_steps
-from tmoe.optim.schedule import MOST_WARMUP, lr_factor, warmup_of
+from tmoe.optim.learning_rate import MOST_WARMUP, lr_factor, warmup_of
 
 # Peak learning rates of finetunes: the defaults of TRL's SFTConfig (2e-5), DPOConfig and GRPOConfig (1e-6).
 RATES = dict(sft=2e-5, preference=1e-6, grpo=1e-6)

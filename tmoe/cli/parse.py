@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from tmoe import front
-from tmoe.base import last_line
+from tmoe.base import exit_message
 from tmoe.base.disk import expand_home
 from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, is_step
 from tmoe.cli.flags import flag_of, flags_of_settings, name_of, require_known, require_task
 from tmoe.cli.help import PAGES, page
-from tmoe.cli.settings import Source, chosen_step, model_at, pinned, read_settings, start_of, state_of
+from tmoe.cli.settings import BaseSettings, chosen_step, model_at, pinned, read_settings, start_of, state_of
 from tmoe.cli.unread import require_read, unread
 from tmoe.config.axes import Axes
-from tmoe.config.balance import require_coefficient_read
+from tmoe.config.balance_settings import require_coefficient_read
 from tmoe.config.check import ConfigError, Section, Setting, divisors, require, spelt
-from tmoe.config.float8 import require_torchao
+from tmoe.config.compare import as_flags, differences
+from tmoe.config.float8_settings import require_torchao
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, with_global_batch
-from tmoe.config.same import as_flags, differences
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.plan.memory import padding
@@ -85,7 +85,7 @@ def refuse(text: str, rank: int) -> NoReturn:
     Every node prints, because rank 0 does not see an error that only another node has.
     """
     launch = launcher_world()
-    last_line.leave(f"error: {text}")
+    exit_message.leave(f"error: {text}")
     if rank == 0 or launch.local_rank == 0:
         print(f"rank {rank}: error: {text}" if rank else f"error: {text}", file=sys.stderr)
     if rank and launch.launcher not in ("", "environment"):
@@ -252,7 +252,9 @@ def require_preset_of(name: str, cfg: Config) -> None:
     raise ConfigError(f"{name}: this preset is another model than {start}", valid=valid)
 
 
-def _require_read(cfg: Config, source: Source, words: list[str], typed: dict[str, str]) -> Iterator[str]:
+def _require_read(
+    cfg: Config, source: BaseSettings, words: list[str], typed: dict[str, str]
+) -> Iterator[str]:
     """Raise ConfigError for settings that the user gave and this run does not read.
 
     Yields notes on unused settings that do no harm, and on unused settings of a run's record.

@@ -20,7 +20,7 @@ from tmoe.checkpoint.folders import newest_in, steps_in
 from tmoe.checkpoint.manifest import CheckpointError, is_step, read_manifest
 from tmoe.cli.defaults import with_defaults
 from tmoe.cli.flags import answer, flag_of, flags_of_settings, require_task
-from tmoe.config.balance import require_coefficient_read
+from tmoe.config.balance_settings import require_coefficient_read
 from tmoe.config.check import ConfigError, Setting, fits, options_of, require, spell, spelt
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
@@ -31,7 +31,7 @@ from tmoe.config.run import Config, DataConfig
 OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")
 
 
-class Source(NamedTuple):
+class BaseSettings(NamedTuple):
     """The settings that the flags override, and their sources."""
 
     name: str
@@ -49,7 +49,7 @@ class Source(NamedTuple):
     """dotted settings that any file gives, also a run's record and the model of --init -> that file"""
 
 
-def read_settings(words: list[str]) -> Source:
+def read_settings(words: list[str]) -> BaseSettings:
     """The settings that the flags of a command line override.
 
     The first source is a preset or a run folder (the first word); without a first word the model of --init's
@@ -98,7 +98,7 @@ def read_settings(words: list[str]) -> Source:
         run = cfg if record else run
     flags, of_file = _values(rest), set(given)
     cfg = _with_one_length(cfg, flags, told, file)
-    return Source(first, with_defaults(cfg, flags, of_file, run), rest, notes, given, record, places)
+    return BaseSettings(first, with_defaults(cfg, flags, of_file, run), rest, notes, given, record, places)
 
 
 def _with_one_length(cfg: Config, flags: dict[str, str], told: dict[str, Any], file: str | None) -> Config:
@@ -248,12 +248,12 @@ def _require_task_in(where: str, value: str) -> None:
 
 
 def start_of(init: str, weights: bool) -> Path:
-    """The folder that --init means: a path, or the hub's folder of a name (hf/hub.py).
+    """The folder that --init means: a path, or the hub's folder of a name (hf/hub_folders.py).
 
     For a run folder, or a folder of steps, it is the newest step that has all its files.
     """
     from tmoe.hf.foreign import is_folder  # tmoe.hf takes most of a second to import, and is seldom needed
-    from tmoe.hf.hub import folder_of
+    from tmoe.hf.hub_folders import folder_of
 
     try:
         folder = folder_of(init, weights)
@@ -284,13 +284,13 @@ def pinned(data: DataConfig) -> DataConfig:
     """The settings with the commit of each data set of the hub, so that a resumed run reads the same rows."""
     if not any(name.startswith("hub:") for name in (*data.path, *data.val_path)):
         return data
-    from tmoe.data import hub  # seldom needed
+    from tmoe.data import hub_datasets  # seldom needed
 
     found: dict[str, Any] = {}
     for name in ("path", "val_path"):
         sources = getattr(data, name)
         try:
-            found[name] = tuple(map(hub.pinned, sources))
+            found[name] = tuple(map(hub_datasets.pinned, sources))
         except ValueError as error:
             raise ConfigError.of(f"data.{name}", " ".join(sources), str(error)) from None
     return replace(data, **found)
@@ -302,7 +302,7 @@ def state_of(init: str) -> str | None:
     It is the commit of a folder in the hub's cache, or a hash of a step's weights. They may differ, because a
     run that still saves may show a newer step to another node, and two nodes may have different copies.
     """
-    from tmoe.hf.hub import commit_of
+    from tmoe.hf.hub_folders import commit_of
 
     if not is_step(Path(init)):
         return commit_of(init)
@@ -316,7 +316,7 @@ def state_of(init: str) -> str | None:
 
 def model_at(init: str) -> ModelConfig | None:
     """The model of --init's folder; None if the folder has none, which a later check refuses."""
-    from tmoe.hf.start import model_of
+    from tmoe.hf.load_weights import model_of
 
     try:
         return model_of(start_of(init, False), False)
@@ -329,7 +329,7 @@ def _of_start(init: Path, weights: bool) -> Config:
 
     weights: whether the folder must have the weights.
     """
-    from tmoe.hf.start import model_of
+    from tmoe.hf.load_weights import model_of
 
     try:
         model = model_of(init, weights)

@@ -32,7 +32,7 @@ advantage_eps updates kl kl_in kl_estimator overlong resample mismatch mismatch_
 OF_OPTIM = tuple(f"optim.{one.name}" for one in fields(OptimConfig) if one.name not in ("ema", "freeze"))
 
 
-class Rule(NamedTuple):
+class UnreadRule(NamedTuple):
     """Settings that only some runs read."""
 
     names: tuple[str, ...]
@@ -47,9 +47,9 @@ class Rule(NamedTuple):
     """whether unread settings are an error; False: a note names them, because they do no harm"""
 
 
-def of_task(names: str, *tasks: str) -> Rule:
+def of_task(names: str, *tasks: str) -> UnreadRule:
     """Settings that some tasks read."""
-    return Rule(
+    return UnreadRule(
         tuple(names.split()),
         lambda cfg: cfg.task in tasks,
         lambda cfg: f"--task={cfg.task}",
@@ -57,9 +57,9 @@ def of_task(names: str, *tasks: str) -> Rule:
     )
 
 
-def of_preference(name: str, losses: tuple[str, ...]) -> Rule:
+def of_preference(name: str, losses: tuple[str, ...]) -> UnreadRule:
     """A setting that some losses of --task preference read."""
-    return Rule(
+    return UnreadRule(
         (f"preference.{name}",),
         lambda cfg: cfg.task != "preference" or cfg.preference.loss in losses,
         lambda cfg: f"--preference.loss={cfg.preference.loss}",
@@ -67,9 +67,11 @@ def of_preference(name: str, losses: tuple[str, ...]) -> Rule:
     )
 
 
-def of_grpo(name: str, read: Callable[[Config], bool], now: Callable[[Config], str], valid: str) -> Rule:
+def of_grpo(
+    name: str, read: Callable[[Config], bool], now: Callable[[Config], str], valid: str
+) -> UnreadRule:
     """A setting of --task grpo that is read only with some values of another setting."""
-    return Rule((f"grpo.{name}",), lambda cfg: cfg.task != "grpo" or read(cfg), now, valid)
+    return UnreadRule((f"grpo.{name}",), lambda cfg: cfg.task != "grpo" or read(cfg), now, valid)
 
 
 def normalises(cfg: Config) -> bool:
@@ -104,21 +106,21 @@ RULES = (
         "with --grpo.mismatch truncate or mask",
     ),
     of_grpo("kl_in", lambda cfg: cfg.grpo.kl > 0, lambda cfg: "--grpo.kl=0", "with --grpo.kl above 0"),
-    Rule(
+    UnreadRule(
         ("optim.decay_fraction",),
         lambda cfg: cfg.optim.schedule == "wsd",
         lambda cfg: f"--optim.schedule={cfg.optim.schedule}",
         "with --optim.schedule wsd",
         refuses=False,
     ),
-    Rule(
+    UnreadRule(
         ("optim.min_lr", "optim.decay_steps"),
         lambda cfg: cfg.optim.schedule != "constant",
         lambda cfg: "--optim.schedule=constant",
         "with --optim.schedule cosine, linear or wsd",
         refuses=False,
     ),
-    Rule(
+    UnreadRule(
         ("data.val_fraction",),
         lambda cfg: not (cfg.data.val_path or cfg.data.split),
         lambda cfg: "--data.val-path" if cfg.data.val_path else "--data.split",
@@ -126,7 +128,7 @@ RULES = (
         refuses=False,
     ),
     *(
-        Rule(tuple(names.split()), read, lambda cfg, now=now: now, valid, refuses=False)
+        UnreadRule(tuple(names.split()), read, lambda cfg, now=now: now, valid, refuses=False)
         for names, read, now, valid in (
             (
                 "checkpoint.every checkpoint.keep checkpoint.keep_best",
@@ -160,19 +162,19 @@ RULES = (
             ),
         )
     ),
-    Rule(
+    UnreadRule(
         ("data.new_tokenizer",),
         lambda cfg: cfg.init is not None or cfg.resume not in ("auto", "none"),
         lambda cfg: "drawn weights, which have no tokenizer",
         "with --init",
     ),
-    Rule(
+    UnreadRule(
         ("load_optim", "load_rng"),
         lambda cfg: cfg.resume != "none",
         lambda cfg: "--resume=none",
         "with --resume auto or a step folder",
     ),
-    Rule(
+    UnreadRule(
         ("steps", "epochs", "checkpoint.", "train.eval_every", "load_optim", "load_rng", "sft.", *OF_OPTIM)
         + tuple(f"grpo.{name}" for name in OF_UPDATES.split()),
         lambda cfg: not cfg.eval_only or cfg.dry_run,
@@ -203,7 +205,7 @@ def require_read(cfg: Config, given: Mapping[str, str]) -> list[str]:
     return notes
 
 
-def applies(rule: Rule, name: str) -> bool:
+def applies(rule: UnreadRule, name: str) -> bool:
     """Whether a rule contains this dotted setting."""
     return any(name.startswith(one) if one.endswith(".") else name == one for one in rule.names)
 

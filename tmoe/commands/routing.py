@@ -1,6 +1,6 @@
 """Shows how evenly experts were used in the course of a run: python -m tmoe.routing RUN [RUN...].
 
-next: log/history.py
+next: log/routing_history.py
 """
 
 from pathlib import Path
@@ -10,8 +10,8 @@ import tyro
 
 from tmoe.base.disk import expand_home
 from tmoe.front import call, one_message
-from tmoe.log.history import compare, describe, read_history
 from tmoe.log.report import readable
+from tmoe.log.routing_history import compare, describe, read_history
 from tmoe.log.routing_report import paint, paint_beside, save
 
 

@@ -31,14 +31,14 @@ from tmoe.config.presets import presets
 from tmoe.config.run import Config
 from tmoe.front import Parser
 from tmoe.generate.cache import layer_widths
+from tmoe.generate.gathered_model import AT_ONCE
 from tmoe.generate.sampler import Sampling
-from tmoe.generate.whole import AT_ONCE
-from tmoe.model.held_bytes import by_log_probs
+from tmoe.model.block_bytes import by_log_probs
 from tmoe.model.rounding import rounding
 from tmoe.moe.exchange.dispatch import pairs_bound
-from tmoe.moe.held_bytes import runs_beside, travelling
+from tmoe.moe.moe_bytes import runs_beside, travelling
 from tmoe.moe.select.capacity import capacity
-from tmoe.ops.launch.launch import device_facts
+from tmoe.ops.launch.kernel_launch import device_facts
 from tmoe.ops.launch.precompile import precompile, whole
 from tmoe.ops.launch.shapes import (
     AttentionShapes,

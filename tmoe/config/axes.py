@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tmoe.config.run import ParallelConfig
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """A rank's index on every axis, counted from 0 (`Axes.place`)."""
 
     pp: int
@@ -100,7 +100,7 @@ class Axes:
         """Number of groups of cp x tp ranks, each of which reads its own sequences."""
         return self.stage // self.parts
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlace:
         """A rank's place: pp varies slowest, then replicate; dp, etp, ep divide the rest, and so do reader,
         cp, tp."""
         pp, in_stage = divmod(rank, self.stage)
@@ -109,7 +109,7 @@ class Axes:
         dp, etp = divmod(sharer, self.etp)
         reader, part = divmod(in_stage, self.parts)
         cp, tp = divmod(part, self.tp)
-        return Place(pp, replicate, dp, etp, ep, reader, cp, tp)
+        return RankPlace(pp, replicate, dp, etp, ep, reader, cp, tp)
 
     def __str__(self) -> str:
         """The degrees in words: `dp 2 x ep 4`, and the other axes where they are more than 1."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tmoe.base.activations import activation, canonical
-from tmoe.config.balance import Balance, one_spelling, read_balance, require_noise
+from tmoe.config.balance_settings import Balance, one_spelling, read_balance, require_noise
 from tmoe.config.check import ConfigError, Section, Setting, check, divisors, require
-from tmoe.config.policies import SCORES, SELECTIONS, ScoreName
 from tmoe.config.renamed import former_names
+from tmoe.config.routing_choices import SCORES, SELECTIONS, ScoreName
 
 # Settings of a model that affect its training alone. A run may change them: the weights mean the same.
 STEPS_READ = (

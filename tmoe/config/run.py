@@ -25,11 +25,11 @@ from tmoe.config.check import (
     divisors,
     require,
 )
-from tmoe.config.float8 import require_float8
+from tmoe.config.float8_settings import require_float8
 from tmoe.config.gpus import GpuName
 from tmoe.config.model import ModelConfig, no_bits, require_reach
-from tmoe.config.policies import SELECTIONS
 from tmoe.config.renamed import former_names
+from tmoe.config.routing_choices import SELECTIONS
 
 MOST |= dict.fromkeys(("dim", "head_dim", "v_head_dim", "ffn_dim", "shared_dim"), 2**20)
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)

@@ -1,6 +1,6 @@
 """Sizes that follow from the settings: bytes of a number, tokens of a rank; for the estimates of memory.
 
-next: tmoe/moe/held_bytes.py
+next: tmoe/moe/moe_bytes.py
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ def main(words: list[str]) -> None:
     if "--show" in flags:
         from tmoe.data.show import show as command
     elif "--facts" in flags:
-        from tmoe.data.small_facts import write_facts as command
+        from tmoe.data.synthetic_chat import write_facts as command
     call(command, "python -m tmoe.data", words)
 
 

@@ -68,7 +68,7 @@ def convert(
         TimeRemainingColumn(),
     )
     chosen = load_tokenizer(tokenizer, "--tokenizer")
-    counts = [Counts() for _ in surveyed]
+    counts = [ConversionCounts() for _ in surveyed]
 
     # These are generators: one document after another is read, encoded and written.
     with Progress(*bar) as progress:
@@ -90,7 +90,7 @@ def convert(
     print(f"{out}: {tokens:,} tokens in {len(list(out.glob('*.bin')))} shards")
 
 
-class Counts:
+class ConversionCounts:
     """Counts of one source in a conversion: its documents and tokens, and how the first document begins."""
 
     documents = 0
@@ -106,7 +106,7 @@ class Counts:
 
 
 def _track(
-    source: Survey, field: str, skips: Skips, count: Counts, progress: Progress, task: TaskID
+    source: Survey, field: str, skips: Skips, count: ConversionCounts, progress: Progress, task: TaskID
 ) -> Iterator[Document]:
     """Yields the documents of a source unchanged and advances the progress bar."""
     for number, document in enumerate(read_documents(source, field, skips)):

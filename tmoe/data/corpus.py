@@ -15,7 +15,7 @@ from tmoe.data.tokenizer import DataError
 Split = Literal["train", "val", "test"]
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Consecutive tokens of one file, in memory or memory-mapped."""
 
     tokens: np.ndarray
@@ -39,7 +39,7 @@ class Corpus(NamedTuple):
     """One split of one source."""
 
     name: str
-    runs: list[Run]
+    runs: list[TokenRun]
     eos: int
     fingerprint: str
     """fingerprint of the tokenizer that made the ids"""
@@ -54,7 +54,7 @@ class HeldOut(NamedTuple):
     test: float = 0.0
 
 
-def cut(run: Run, shares: HeldOut, split: Split, eos: int) -> Run:
+def cut(run: TokenRun, shares: HeldOut, split: Split, eos: int) -> TokenRun:
     """One split of a run that is cut at the ends of documents: training, then validation, then test data."""
     both = shares.val + shares.test
     if split == "train":
@@ -63,7 +63,7 @@ def cut(run: Run, shares: HeldOut, split: Split, eos: int) -> Run:
     return _cut(rest, shares.test / both, split == "val", eos) if shares.test else rest
 
 
-def _cut(run: Run, fraction: float, first: bool, eos: int) -> Run:
+def _cut(run: TokenRun, fraction: float, first: bool, eos: int) -> TokenRun:
     """The first 1 - fraction of a run, or the rest of it.
 
     The cut follows the first eos in the first half of that rest. If no document ends in that half, the cut

@@ -30,8 +30,8 @@ import torch
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
 from tmoe.data.chat.format import ChatFormat
-from tmoe.data.corpus import Corpus, HeldOut, Run, Split
-from tmoe.data.hub import PREFIX
+from tmoe.data.corpus import Corpus, HeldOut, Split, TokenRun
+from tmoe.data.hub_datasets import PREFIX
 from tmoe.data.sources import open_corpus
 from tmoe.data.survey import survey
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
@@ -126,7 +126,7 @@ def choose(index: int, weights: list[int]) -> tuple[int, int]:
     return low, index
 
 
-class Source:
+class WindowSource:
     """Windows of seq + 1 tokens, seq apart, over one source's concatenated runs."""
 
     def __init__(self, corpus: Corpus, seq: int, vocab: int, split: Split) -> None:
@@ -161,7 +161,7 @@ class Source:
         low = max(start - base, 0)
         return self._checked(run, low, end - base)
 
-    def _checked(self, run: Run, low: int, high: int) -> np.ndarray:
+    def _checked(self, run: TokenRun, low: int, high: int) -> np.ndarray:
         """Tokens [low, high) of a run as int64; DataError on an id outside the vocabulary."""
         tokens = run.tokens[low:high].astype(np.int64)
         bad = tokens.view(np.uint64) >= self.vocab  # a negative id is a large one
@@ -187,7 +187,7 @@ class Dataset:
     """lines that are logged at the start of a run"""
 
     def __init__(
-        self, sources: list[Source], weights: list[int], *, eos: int, fingerprint: str, seed: int
+        self, sources: list[WindowSource], weights: list[int], *, eos: int, fingerprint: str, seed: int
     ) -> None:
         self.sources = sources
         self.weights = weights
@@ -305,7 +305,7 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
             open_corpus(source, tokenizer, vocab, shares, part, cfg.text_field, cfg.skip_malformed, carried)
             for source in (survey(name, cfg.columns) for name in names)
         ]
-        sources = [Source(corpus, seq, vocab, split) for corpus in corpora]
+        sources = [WindowSource(corpus, seq, vocab, split) for corpus in corpora]
     except DataError as error:
         raise refused(flag, names, error) from None
     first = corpora[0] if cfg.tokenizer == "auto" else tokenizer

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tmoe.data.corpus import HeldOut, Run, Split
+from tmoe.data.corpus import HeldOut, Split, TokenRun
 from tmoe.data.tokenizer import DataError
 
 MAGIC = b"MMIDIDX\0\0"
@@ -34,19 +34,19 @@ PIECE = 1 << 22  # sequences that are checked at a time
 LOOKED = 1000  # documents whose last ids are read to find out whether documents end with eos
 
 
-def beside(path: Path) -> Path:
+def index_path(path: Path) -> Path:
     """The path of the index (.idx) that belongs to a .bin."""
     return path.with_suffix(".idx")
 
 
 def is_indexed(path: Path) -> bool:
     """Whether this is the .bin of a Megatron data set: its .idx is in the same folder."""
-    return path.suffix == ".bin" and beside(path).is_file()
+    return path.suffix == ".bin" and index_path(path).is_file()
 
 
 def open_indexed(path: Path) -> Indexed:
     """Opens a data set and checks its index. DataError names the file, the place in it and the fault."""
-    index = beside(path)
+    index = index_path(path)
     for file in (path, index):
         if not file.is_file():  # opening a pipe would block until something writes to it
             raise DataError(f"{file}: missing or no regular file; a Megatron data set is a .bin and its .idx")
@@ -104,11 +104,11 @@ class Indexed:
         return np.memmap(self.path, dtype=self.dtype, mode="r")
 
     def _array(self, kind: str, count: int, offset: int) -> np.ndarray:
-        return np.memmap(beside(self.path), dtype=kind, mode="r", offset=offset, shape=(count,))
+        return np.memmap(index_path(self.path), dtype=kind, mode="r", offset=offset, shape=(count,))
 
     def check(self) -> None:
         """DataError unless the sequences cover the .bin without gaps, and the documents the sequences."""
-        index = beside(self.path)
+        index = index_path(self.path)
         at = 0
         for low in range(0, self.sequences, PIECE):
             lengths = self.lengths[low : low + PIECE].astype(np.int64)
@@ -154,7 +154,7 @@ class Indexed:
                 raise DataError(f"{self.path}: holds numbers that are no whole ids, as {ids[odd][0]}")
         return ids.astype(np.int64)
 
-    def run(self, shares: HeldOut, split: Split, eos: int) -> Run:
+    def run(self, shares: HeldOut, split: Split, eos: int) -> TokenRun:
         """One split, cut as by Megatron's --split: by the number of sequences, in order.
 
         If documents do not end with eos, eos is added after each.
@@ -168,9 +168,9 @@ class Indexed:
             for at in (first, last)
         )
         if self.last_ids == {eos} and self.dtype.kind != "f":
-            return Run(self.ids[low:high], str(self.path), low * itemsize)
+            return TokenRun(self.ids[low:high], str(self.path), low * itemsize)
         tokens: Any = Separated(self, low, high, None if self.last_ids == {eos} else eos)
-        return Run(tokens, str(self.path), low * itemsize, tokens.separators)
+        return TokenRun(tokens, str(self.path), low * itemsize, tokens.separators)
 
 
 class Separated:

@@ -21,7 +21,7 @@ import numpy as np
 
 from tmoe.base.disk import naming
 from tmoe.config.check import fits
-from tmoe.data.corpus import Run
+from tmoe.data.corpus import TokenRun
 from tmoe.data.tokenizer import DataError, Tokenizer, own_files
 
 HEADER_BYTES = 1024
@@ -51,7 +51,7 @@ class ShardHeader:
         return np.dtype(self.dtype).itemsize
 
 
-def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, Run]:
+def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, TokenRun]:
     """Memory-maps a shard after checking its header, size and largest id. DataError names file and offset."""
     header = read_header(path)
     size = path.stat().st_size
@@ -64,7 +64,7 @@ def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, Run]:
     if header.tokens == 0:
         raise DataError(f"{path}: empty shard: no tokens after the header (byte {HEADER_BYTES})")
     mapped = np.memmap(path, dtype=f"<u{header.itemsize}", mode="r", offset=HEADER_BYTES)
-    run = Run(mapped, str(path), HEADER_BYTES)
+    run = TokenRun(mapped, str(path), HEADER_BYTES)
     if header.max_id >= vocab:
         raise run.bad_id(header.max_at, vocab)
     return header, run

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from tmoe.config.run import require_columns
+from tmoe.data.chat.conversations import parse_row
 from tmoe.data.chat.encoding import Encoder, Tokens
 from tmoe.data.chat.held import NULLS
-from tmoe.data.chat.rows import parse_row
 from tmoe.data.chat.template import load_template
 from tmoe.data.chat.tokenise import first_row
 from tmoe.data.chat.unpaired import without_label
-from tmoe.data.rows import read_rows
+from tmoe.data.row_files import read_rows
 from tmoe.data.survey import survey
 from tmoe.data.tokenizer import DataError, Tokenizer, load_tokenizer
 

@@ -38,9 +38,9 @@ from filelock import FileLock
 from rich.filesize import decimal
 
 from tmoe.base.disk import BOM
-from tmoe.data.corpus import Corpus, HeldOut, Run, Split, cut
+from tmoe.data.corpus import Corpus, HeldOut, Split, TokenRun, cut
 from tmoe.data.indexed import eos_of, open_indexed
-from tmoe.data.rows import kind_of_row, no_text, opened, read_rows
+from tmoe.data.row_files import kind_of_row, no_text, opened, read_rows
 from tmoe.data.shards import _publish, _write_shard, open_shard
 from tmoe.data.survey import (  # noqa: F401 (stdlib_files and text_files, which were here, until 0.2)
     Facts,
@@ -141,14 +141,18 @@ class _Texts:
     field: str
     skips: Skips
 
-    def in_memory(self, split: Split) -> tuple[Run, bool, Facts]:
+    def in_memory(self, split: Split) -> tuple[TokenRun, bool, Facts]:
         """The tokens of a split, whether they are the whole source (if it is one document), and its facts."""
         documents = list(read_documents(self.source, self.field, self.skips))
         part_of, facts = self._divide(documents)
         wanted = [document for document in documents if part_of(document) in (split, "whole")]
         nothing = np.zeros(0, np.uint8)  # concatenate needs at least one array
         tokens = np.concatenate([nothing, *encode_documents(wanted, self.tokenizer, self.skips)])
-        return Run(tokens, self.source.name), len(documents) == 1, facts._replace(skipped=self.skips.tell())
+        return (
+            TokenRun(tokens, self.source.name),
+            len(documents) == 1,
+            facts._replace(skipped=self.skips.tell()),
+        )
 
     def _divide(self, documents: Iterable[Document]) -> tuple[Callable[[Document], str], Facts]:
         """A function that returns the part to which a document belongs, by its key, and the source's facts.
@@ -168,14 +172,14 @@ class _Texts:
 
         return part_of, Facts(len(shares), first)
 
-    def cached(self, split: Split) -> tuple[Run, bool, Facts]:
+    def cached(self, split: Split) -> tuple[TokenRun, bool, Facts]:
         """The same as `in_memory`, read from shards that one process of the node makes."""
         made = made_once(self._key(), self._make)
         facts = Facts(**json.loads((made / "facts.json").read_text()))
         whole = facts.documents == 1
         path = made / ("whole.bin" if whole else f"{split}.bin")
         tokens = open_shard(path, self.tokenizer.vocab)[1].tokens if path.exists() else np.zeros(0, np.uint8)
-        return Run(tokens, self.source.name), whole, facts
+        return TokenRun(tokens, self.source.name), whole, facts
 
     def _key(self) -> str:
         """Name of the cached shards; it changes with every file, tokenizer or setting that decides tokens."""

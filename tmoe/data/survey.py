@@ -4,7 +4,7 @@ All files of a source are of one kind: a folder with files of several kinds is r
 ('folder/*.jsonl') selects those of one kind. A JSON file among texts (a package.json among source code) is
 read as text too, unless it holds rows of a data set.
 
-next: data/rows.py, data/sources.py
+next: data/row_files.py, data/sources.py
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from tmoe.base.disk import absent_words
 from tmoe.base.listing import counted
-from tmoe.data import hub
+from tmoe.data import hub_datasets
 from tmoe.data.corpus import Split
 from tmoe.data.indexed import is_indexed
-from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, look, named
+from tmoe.data.row_files import PACKED_SUFFIXES, Form, Found, look, with_columns
 from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, DataError
 
 
@@ -95,8 +95,8 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
     """Root and files of a source in reading order: sorted by relative path, hidden files left out."""
     if name == "stdlib":
         return Path(sysconfig.get_path("stdlib")), stdlib_files()
-    if name.startswith(hub.PREFIX):
-        return hub.files_of(name)
+    if name.startswith(hub_datasets.PREFIX):
+        return hub_datasets.files_of(name)
     path = Path(name)
     if path.suffix == ".idx" and path.with_suffix(".bin").is_file():
         path = path.with_suffix(".bin")
@@ -147,7 +147,7 @@ def _require_one_split(root: Path, files: list[Path]) -> None:
     """DataError for a folder with both training and test rows, as in a clone of a data set of the hub."""
     splits: dict[str, list[str]] = {}
     for path in (file.relative_to(root) for file in files):
-        if split := hub.split_of_rows(path.as_posix()):
+        if split := hub_datasets.split_of_rows(path.as_posix()):
             splits.setdefault(split, []).append(path.as_posix())
     if len(splits) < 2:
         return
@@ -212,7 +212,7 @@ def survey(name: str, columns: tuple[str, ...] = ()) -> Survey:
     root, files = text_files(name)
     if name == "stdlib" and not columns:
         return Survey(name, "plain text", root, [(path, Found("plain text")) for path in files])
-    looked = [(path, named(look(path), columns)) for path in files]
+    looked = [(path, with_columns(look(path), columns)) for path in files]
     if any(found.form == "plain text" for _, found in looked):
         looked = [(path, found if found.sure else _as_text(found)) for path, found in looked]
     looked = [(path, found) for path, found in looked if found.form != "nothing"]

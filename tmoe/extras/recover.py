@@ -62,7 +62,7 @@ STACKED = re.compile(r"(.+)\.(input_linear|output_linear)\.weight")
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """Names of the tensors of the DCP folder from which a tensor is made, and the function that makes it."""
 
     names: tuple[str, ...]
@@ -182,34 +182,36 @@ def model_names(stock: StockFolder, wanted: set[str]) -> tuple[dict[str, str], s
     return own, prefix
 
 
-def source_of(name: str, held: dict[str, str], tied: bool) -> Source | None:
+def source_of(name: str, held: dict[str, str], tied: bool) -> TensorSource | None:
     """The source of one of the original's tensors; None if the folder does not hold it.
 
     held: the folder's names of the model's tensors, by the model's own names.
     tied: whether the head may be read from the embedding.
     """
     if name in held:
-        return Source((name,), lambda whole: whole)
-    candidates: list[Source] = []
+        return TensorSource((name,), lambda whole: whole)
+    candidates: list[TensorSource] = []
     if found := EXPERT.fullmatch(name):
         module, number, part = found[1], int(found[2]), PARTS[found[3]]
         for at in modules(module):
-            candidates.append(Source((f"{at}.{part}.weight",), partial(_scattered, number)))
+            candidates.append(TensorSource((f"{at}.{part}.weight",), partial(_scattered, number)))
             fused = f"{at}.experts.{'down_proj' if part == 'w2' else 'gate_up_proj'}"
-            candidates.append(Source((fused,), partial(_fused, number, part)))
+            candidates.append(TensorSource((fused,), partial(_fused, number, part)))
     elif found := STACKED.fullmatch(name):
         parts = ("w1", "w3") if found[2] == "input_linear" else ("w2",)
         names = tuple(f"{found[1]}.{part}.weight" for part in parts)
-        candidates.append(Source(names, _side_by_side))
+        candidates.append(TensorSource(names, _side_by_side))
         fused = "gate_up_proj" if found[2] == "input_linear" else "down_proj"
-        candidates += [Source((f"{at}.experts.{fused}",), lambda whole: whole) for at in modules(found[1])]
+        candidates += [
+            TensorSource((f"{at}.experts.{fused}",), lambda whole: whole) for at in modules(found[1])
+        ]
     elif found := ROUTER.fullmatch(name):
         ends = ("router.weight", "gate.weight", "router.layer.weight")
         candidates += [
-            Source((f"{at}.{end}",), lambda whole: whole) for at in modules(found[1]) for end in ends
+            TensorSource((f"{at}.{end}",), lambda whole: whole) for at in modules(found[1]) for end in ends
         ]
     if tied and name == "lm_head.weight":
-        candidates.append(Source(("model.embed_tokens.weight",), lambda whole: whole))
+        candidates.append(TensorSource(("model.embed_tokens.weight",), lambda whole: whole))
     return next((source for source in candidates if all(n in held for n in source.names)), None)
 
 
@@ -240,7 +242,7 @@ def _side_by_side(*stacked_EIO: Tensor) -> Tensor:
     return torch.cat([one.transpose(1, 2) for one in stacked_EIO], dim=1)
 
 
-def _meta(stock: StockFolder, held: dict[str, str], source: Source) -> Tensor | None:
+def _meta(stock: StockFolder, held: dict[str, str], source: TensorSource) -> Tensor | None:
     """Shape and type of the tensor that a source makes; None if its parts do not fit together."""
     parts = [stock.tensors[held[name]] for name in source.names]
     try:
@@ -250,7 +252,7 @@ def _meta(stock: StockFolder, held: dict[str, str], source: Source) -> Tensor | 
 
 
 def _produce(
-    stock: StockFolder, held: dict[str, str], sources: dict[str, Source], names: set[str]
+    stock: StockFolder, held: dict[str, str], sources: dict[str, TensorSource], names: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file. Three tensors of the DCP folder are cached, since one may be used many times."""
     read = functools.lru_cache(maxsize=3)(lambda name: stock.read(held[name]))

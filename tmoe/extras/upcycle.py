@@ -53,8 +53,8 @@ from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
 from tmoe.checkpoint.tools import commands
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import Setting, require
+from tmoe.config.compare import build_config
 from tmoe.config.model import ModelConfig, MoEConfig
-from tmoe.config.same import build_config
 from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL
 from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box, axes_of_flags, lay_out

@@ -1,5 +1,5 @@
 """python -m tmoe.generate RUN|STEP|HF_DIR "prompt"."""
 
-from tmoe.generate.command import main
+from tmoe.generate.command_line import main
 
 main()

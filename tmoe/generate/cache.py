@@ -19,7 +19,7 @@ from tmoe.config.model import ModelConfig
 PAGE = 128  # tokens; flex attention's block
 
 
-class Layer(NamedTuple):
+class LayerCache(NamedTuple):
     """One block's part of the cache. Unwritten places hold any finite values: no query attends to them."""
 
     k_PTGC: Tensor
@@ -46,12 +46,12 @@ class Cache:
     def __init__(self, cfg: ModelConfig, pages: int, device: torch.device, dtype: torch.dtype):
         self.pages = pages
         self.shared = cfg.attention == "mla"
-        self.layers: list[Layer] = []
+        self.layers: list[LayerCache] = []
         for layer in range(cfg.layers):
             heads, width, values = layer_widths(cfg, layer)
             k = torch.zeros(pages, PAGE, heads, width, device=device, dtype=dtype)
             v = k[..., :values] if self.shared else k.new_zeros(pages, PAGE, heads, values)
-            self.layers.append(Layer(k, v))
+            self.layers.append(LayerCache(k, v))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies the first page of each pair into the second."""

@@ -22,11 +22,11 @@ from tmoe.config.check import FLOATS, ConfigError, Setting, fits, require
 from tmoe.config.model import no_bits
 from tmoe.data.chat.format import ends_of
 from tmoe.generate.cache import PAGE, bytes_a_token
+from tmoe.generate.gathered_model import gathered, is_laid_out, require_whole
 from tmoe.generate.pages import Span, alone, most_needed
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.slots import Request, Room, Slots, rows_of
 from tmoe.generate.text import Text
-from tmoe.generate.whole import gathered, is_laid_out, require_whole
 from tmoe.model.float8 import float8_layers
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.own_experts import OwnExperts
@@ -230,7 +230,7 @@ class Engine:
         outside its vocabulary, and for a pool without room for one answer; if the model is laid out, on all
         ranks. Raises ValueError for logits that are not finite as well, on the rank that has them.
         """
-        pieces = self._pieces(prompts, n, sampling, numbers, routes, False, told)
+        pieces = self._streamed_pieces(prompts, n, sampling, numbers, routes, False, told)
         found: list[list[Sample]] = [[] for _ in prompts]
         by_number: dict[tuple[int, int], Sample] = {}
         for prompt, sample, _, done in pieces:
@@ -249,11 +249,11 @@ class Engine:
         numbers: Sequence[int] | None = None,
     ) -> Iterator[Piece]:
         """The answers of `generate` while they are made: after each step a piece of each answer."""
-        return self._pieces(prompts, n, sampling, numbers, False, True, lambda: False)
+        return self._streamed_pieces(prompts, n, sampling, numbers, False, True, lambda: False)
 
     # ---- a call ----
 
-    def _pieces(
+    def _streamed_pieces(
         self,
         prompts: Sequence[Prompt],
         n: int,
@@ -266,10 +266,10 @@ class Engine:
         """The pieces of a call. live: decode texts while tokens are drawn, not at the end."""
         sampling = Sampling() if sampling is None else sampling
         # before the first collective, in which ranks would wait for a rank with bad prompts
-        ids, keys = self.on_all(lambda: self.checked(prompts, n, sampling, numbers))
-        return self._run(ids, n, sampling, keys, routes, live, told)
+        ids, keys = self.on_all_ranks(lambda: self.validated_prompts(prompts, n, sampling, numbers))
+        return self._generate_batch(ids, n, sampling, keys, routes, live, told)
 
-    def checked(
+    def validated_prompts(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, numbers: Sequence[int] | None
     ) -> tuple[list[list[int]], list[int]]:
         """The prompts' tokens and numbers. ValueError for arguments of a call that cannot work."""
@@ -291,7 +291,7 @@ class Engine:
         require(ok, f"numbers: got {len(keys)} for {len(ids)} prompts, valid is one from 0 on for each")
         return ids, cast(list[int], keys)
 
-    def on_all(self, work: Callable[[], T]) -> T:
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
         """The result of `work`. If the model is laid out, an error on any rank is a ConfigError on all ranks.
 
         A collective of all these ranks.
@@ -306,7 +306,7 @@ class Engine:
         return cast(T, result)
 
     @torch.no_grad()
-    def _run(
+    def _generate_batch(
         self,
         ids: list[list[int]],
         n: int,
@@ -334,7 +334,7 @@ class Engine:
         known = self.known
         with gathered(self.model, rows_of(self.model, min(self.slots, len(queue))), told) as ranks:
             graphs = self.graphs and ranks.free and can_be_graphs(self.model)
-            room = self.on_all(lambda: self.room(queue, n))._replace(graphs=graphs)
+            room = self.on_all_ranks(lambda: self.room(queue, n))._replace(graphs=graphs)
             slots = Slots(self.model, ids, sampling, ends, room, known, routes, ranks)
             for requests in slots.run(queue):
                 for request in requests:

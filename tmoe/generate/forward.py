@@ -19,7 +19,7 @@ from einops import einsum, rearrange
 from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig, RopeConfig
-from tmoe.generate.cache import PAGE, Cache, Layer
+from tmoe.generate.cache import PAGE, Cache, LayerCache
 from tmoe.model.attention import Attention, gated
 from tmoe.model.attention_backend import Mask, attend, make_mask
 from tmoe.model.count import qk_width, v_width
@@ -27,7 +27,7 @@ from tmoe.model.latent import LatentAttention
 from tmoe.model.rope import turns_of
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.expert_tensor import ExpertTensorDispatcher
-from tmoe.moe.layer import Call
+from tmoe.moe.layer import CallOptions
 from tmoe.moe.router import Routing
 from tmoe.ops.decode.add_norm import WIDEST, add_norm
 from tmoe.ops.decode.attention import decode_attention
@@ -35,22 +35,22 @@ from tmoe.ops.decode.heads import Heads, decode_heads, fits
 from tmoe.ops.decode.in_blocks import decode_in_blocks
 
 
-class Turns(NamedTuple):
+class Rotations(NamedTuple):
     """Rotations of some tokens: rope_table's rows."""
 
     cos: Tensor
     sin: Tensor
 
 
-AllTurns = dict[RopeConfig | None, Turns]  # by kind of block
+AllTurns = dict[RopeConfig | None, Rotations]  # by kind of block
 
 
 def all_turns(cfg: ModelConfig, tokens: int, device: torch.device) -> AllTurns:
     """The rotations of positions 0 to tokens - 1, by kind of block."""
-    return {rope: Turns(*tables) for rope, tables in turns_of(cfg, tokens, device).items()}
+    return {rope: Rotations(*tables) for rope, tables in turns_of(cfg, tokens, device).items()}
 
 
-class Chunk(NamedTuple):
+class PromptBatch(NamedTuple):
     """Prompts that the model computes together, as one row of S places: N tokens, and gaps.
 
     A chunk holds either whole prompts, from their first token on, or a piece of one prompt.
@@ -70,14 +70,14 @@ class Chunk(NamedTuple):
 
 
 def prefill(
-    model: Transformer, cache: Cache, chunk: Chunk, turns: AllTurns, rows: int, last: bool
+    model: Transformer, cache: Cache, chunk: PromptBatch, turns: AllTurns, rows: int, last: bool
 ) -> list[Tensor]:
     """Fills the cache with a chunk. Returns the experts of its tokens, ids [N, K] of each MoE layer.
 
     turns: of all positions. rows: as in feed_forward. last: compute the feed-forward of the last block too.
     """
     routes = []
-    here = {rope: Turns(cos[chunk.at_1S], sin[chunk.at_1S]) for rope, (cos, sin) in turns.items()}
+    here = {rope: Rotations(cos[chunk.at_1S], sin[chunk.at_1S]) for rope, (cos, sin) in turns.items()}
     masks = {window: mask_of(model, chunk, window) for window in windows(model)}
     x = model.embed(chunk.tokens_1S)
     for block, layer in zip(model.blocks, cache.layers, strict=True):
@@ -97,7 +97,7 @@ def prefill(
     return routes
 
 
-def mask_of(model: Transformer, chunk: Chunk, window: int) -> Mask:
+def mask_of(model: Transformer, chunk: PromptBatch, window: int) -> Mask:
     """The mask of attention between the tokens of a chunk, for a layer with this window."""
     cfg = model.cfg
     width, sinks = min(qk_width(cfg), v_width(cfg)), cfg.sinks_in(window)
@@ -132,7 +132,7 @@ def decode(
         padding_B: True at rows of no sequence, which experts must not get.
     """
     padding_B1 = None if padding_B is None else padding_B[:, None]
-    here = {rope: Turns(cos[at_B], sin[at_B]) for rope, (cos, sin) in turns.items()}
+    here = {rope: Rotations(cos[at_B], sin[at_B]) for rope, (cos, sin) in turns.items()}
     pages_B = table_BM.gather(1, at_B[:, None] // PAGE)[:, 0]
     places_B = pages_B.long() * PAGE + at_B % PAGE
     lengths_B = at_B + 1
@@ -197,7 +197,7 @@ def feed_forward(
         padding_T = torch.cat([padding_T, padding_T.new_ones(more)])
     call = None if moe.router.cfg.capacity_factor is None else moe.call(x_TD, capacity_factor=0.0)
     if isinstance(moe.dispatcher, ExpertTensorDispatcher):  # undivided: ranks of its group have other tokens
-        call = (call or Call())._replace(way="1")
+        call = (call or CallOptions())._replace(way="1")
     # `forward` bypasses the hooks of the scope, because weights are gathered already
     y_TD, routing, _ = moe.experts.forward(partial(moe.mix, call=call), x_TD, padding_T)
     y_TD, ids_TK = y_TD[:T], routing.ids_TK[:T]
@@ -208,7 +208,7 @@ def feed_forward(
 
 
 def prompt_grouped(
-    attention: Attention, x_1SD: Tensor, turns: Turns, layer: Layer, chunk: Chunk, mask: Mask
+    attention: Attention, x_1SD: Tensor, turns: Rotations, layer: LayerCache, chunk: PromptBatch, mask: Mask
 ) -> Tensor:
     """y [1, S, D] of a chunk; its keys and values are written to the cache."""
     q, k, v, gate = attention.project(x_1SD, *turns)
@@ -223,7 +223,12 @@ def prompt_grouped(
 
 
 def prompt_latent(
-    attention: LatentAttention, x_1SD: Tensor, turns: Turns, layer: Layer, chunk: Chunk, mask: Mask
+    attention: LatentAttention,
+    x_1SD: Tensor,
+    turns: Rotations,
+    layer: LayerCache,
+    chunk: PromptBatch,
+    mask: Mask,
 ) -> Tensor:
     """y [1, S, D] of a chunk, without absorbed matrices; its latents are written to the cache."""
     q_nope, q_rot, latent, k_rot = attention.narrow(x_1SD, *turns)
@@ -253,8 +258,8 @@ def add_and_norm(x: Tensor, y: Tensor, norm: nn.Module, fused: bool) -> tuple[Te
 def put_one(
     attention: Attention | LatentAttention,
     x_B1D: Tensor,
-    turns: Turns,
-    layer: Layer,
+    turns: Rotations,
+    layer: LayerCache,
     places_B: Tensor,
     fused: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -265,7 +270,7 @@ def put_one(
     latent = isinstance(attention, LatentAttention)
     if x_B1D.is_cuda and not latent and has_kernel(attention, fused):
         return put_heads(attention, x_B1D[:, 0], turns, layer, places_B, fused)
-    one = Turns(turns.cos[:, None], turns.sin[:, None])
+    one = Rotations(turns.cos[:, None], turns.sin[:, None])
     if latent:
         q, k, v, gate = (*absorbed(attention, x_B1D, one), None)
     else:
@@ -284,7 +289,7 @@ def has_kernel(attention: Attention, fused: bool) -> bool:
 
 
 def put_heads(
-    attention: Attention, x_BD: Tensor, turns: Turns, layer: Layer, places_B: Tensor, fused: bool
+    attention: Attention, x_BD: Tensor, turns: Rotations, layer: LayerCache, places_B: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor | None]:
     """put_one by ops/decode/heads.py. fused: norms as well; the modules' have sums of another order."""
     cfg, G, norm = attention.cfg, attention.key_heads, attention.cfg.qk_norm
@@ -311,7 +316,7 @@ def with_norms(attention: Attention, qkv_BX: Tensor) -> Tensor:
     return torch.cat([q.reshape(len(qkv_BX), -1), k.reshape(len(qkv_BX), -1), others], -1)
 
 
-def absorbed(attention: LatentAttention, x_B1D: Tensor, turns: Turns) -> tuple[Tensor, Tensor, None]:
+def absorbed(attention: LatentAttention, x_B1D: Tensor, turns: Rotations) -> tuple[Tensor, Tensor, None]:
     """Queries that are multiplied by latents, and the latent of this token for the cache.
 
     (W q_nope) . latent = q_nope . (W^T latent), where W^T latent is the key. Values are a view of the latent.

@@ -29,7 +29,7 @@ def capturing(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Graphs:
+class CudaGraphs:
     """Functions without arguments, captured as graphs by key. Their next run overwrites their results.
 
     They run one after the other, so their intermediate tensors share memory.

@@ -1,6 +1,6 @@
 """Loads an engine from a run folder, a step folder or a Hugging Face folder, with the folder's tokenizer.
 
-next: generate/command.py
+next: generate/command_line.py
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.check import ConfigError, require
+from tmoe.config.compare import build_config
 from tmoe.config.model import ModelConfig
-from tmoe.config.same import build_config
 from tmoe.data.chat.format import ends_of
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 from tmoe.generate.engine import Engine
 from tmoe.hf.files import MODEL, Folder
 from tmoe.hf.foreign import hint, is_folder, require_folder
-from tmoe.hf.hub import folder_of
-from tmoe.hf.plan import plan_folder
-from tmoe.hf.start import load_hf
-from tmoe.hf.tokenizer import carried_by, unread_in
+from tmoe.hf.hub_folders import folder_of
+from tmoe.hf.load_weights import load_hf
+from tmoe.hf.tensor_plan import plan_folder
+from tmoe.hf.tokenizer_files import carried_by, unread_in
 from tmoe.model.transformer import Transformer
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)

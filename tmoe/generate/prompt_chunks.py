@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tmoe.generate.cache import PAGE
-from tmoe.generate.forward import Chunk
+from tmoe.generate.forward import PromptBatch
 from tmoe.generate.pages import NOWHERE
 
 # On a GPU flex attention compiles a kernel for each length, so rows, and the keys of later pieces, have one
@@ -20,7 +20,7 @@ from tmoe.generate.pages import NOWHERE
 LENGTHS = (128, 512, 2048, 8192)
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Tokens of a prompt, from position `start` on."""
 
     ids: list[int]
@@ -30,13 +30,13 @@ class Piece(NamedTuple):
 
 def chunks(
     prompts: Sequence[tuple[list[int], list[int]]], most: int, device: torch.device, blocks: bool
-) -> Iterator[Chunk]:
+) -> Iterator[PromptBatch]:
     """Chunks of at most `most` tokens with these prompts in order; a prompt is a pair of ids and pages.
 
     blocks: align prompts with the blocks of flex attention. A prompt then gets the same bits as at the
     beginning of a row.
     """
-    some: list[Piece] = []
+    some: list[PromptPiece] = []
     length = 0
     for ids, pages in prompts:
         more = aligned(len(ids), blocks)
@@ -45,9 +45,9 @@ def chunks(
             some, length = [], 0
         if len(ids) > most:
             for at in range(0, len(ids), most):
-                yield row([Piece(ids[at : at + most], pages, at)], most, device, blocks)
+                yield row([PromptPiece(ids[at : at + most], pages, at)], most, device, blocks)
         else:
-            some.append(Piece(ids, pages, 0))
+            some.append(PromptPiece(ids, pages, 0))
             length += more
     if some:
         yield row(some, most, device, blocks)
@@ -58,7 +58,7 @@ def aligned(length: int, blocks: bool) -> int:
     return -(-length // PAGE) * PAGE if blocks else length
 
 
-def row(pieces: Sequence[Piece], most: int, device: torch.device, blocks: bool) -> Chunk:
+def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: bool) -> PromptBatch:
     """Pieces one after the other in a row. A gap belongs to the piece before it; no token attends to it."""
     tokens: list[int] = []
     at: list[int] = []
@@ -95,9 +95,12 @@ def row(pieces: Sequence[Piece], most: int, device: torch.device, blocks: bool) 
         padding_1S[0, rows_N] = False
     documents_1S = put([documents]) if documents[-1] and not seen else None
     keys = put(places), put(seen) if seen else None
-    return Chunk(put([tokens]), put([at]), documents_1S, padding_1S, rows_N, *keys)
+    return PromptBatch(put([tokens]), put([at]), documents_1S, padding_1S, rows_N, *keys)
 
 
 def places_of(pages: Sequence[int], start: int, end: int) -> list[int]:
     """The places in the cache of the tokens at positions start to end - 1."""
     return [pages[i // PAGE] * PAGE + i % PAGE for i in range(start, end)]
+
+
+Piece = PromptPiece  # the name until version 0.2

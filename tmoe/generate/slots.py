@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from tmoe.config.check import require
-from tmoe.config.policies import SELECTIONS
+from tmoe.config.routing_choices import SELECTIONS
 from tmoe.generate.cache import PAGE, Cache
 from tmoe.generate.forward import all_turns, decode, idle, prefill
-from tmoe.generate.graphs import Graphs, rounded
+from tmoe.generate.gathered_model import Ranks
+from tmoe.generate.graphs import CudaGraphs, rounded
 from tmoe.generate.pages import Pages, Span
 from tmoe.generate.prompt_chunks import chunks
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.text import Text
-from tmoe.generate.whole import Ranks
 from tmoe.model.transformer import Transformer
 from tmoe.ops.decode.sample import Keys, sample
 from tmoe.ops.loss.logprob import logprobs
@@ -114,7 +114,7 @@ class Slots:
         device = weight.device
         self.lag = 1 if device.type == "cuda" else 0  # launched steps whose results the host has not read
         self.slots = room.slots
-        self.graphs = Graphs(device) if room.graphs else None
+        self.graphs = CudaGraphs(device) if room.graphs else None
         # whether a token's experts depend on the other tokens of a step
         self.looks = SELECTIONS[cfg.moe.selection].looks == "always"
         self.cache = Cache(cfg, room.pages, device, weight.dtype)
@@ -158,7 +158,7 @@ class Slots:
             if self.rows:
                 flights.append(self.step())
             if flights and (len(flights) > self.lag or not self.rows):
-                yield self.land(flights.popleft())
+                yield self.apply_results(flights.popleft())
             if not (self.rows or flights or queue):
                 break
         while (rows := self.ranks.join(-1)) >= 0:
@@ -264,7 +264,7 @@ class Slots:
                 longest = 1 + max(request.first + request.launched for request in self.rows)
                 numbers_4B, routes_YBK = self.advance(size, -(-longest // PAGE), early, rows)
             routes_YBK = None if routes_YBK is None else routes_YBK[:, :B]
-            flight = take_off(list(self.rows), numbers_4B[:, :B], routes_YBK)
+            flight = start_copy(list(self.rows), numbers_4B[:, :B], routes_YBK)
         for request in self.rows:
             request.launched += 1
         return flight
@@ -294,7 +294,9 @@ class Slots:
         seen_BV = None
         if self.seen_BV is not None:
             seen_BV = self.seen_BV[:B].scatter_(1, token_B[:, None], True)
-        drawn = sample(self.penalised(logits_BV, seen_BV), keys, self.sampling, self.barred(made_B, early))
+        drawn = sample(
+            self.penalised(logits_BV, seen_BV), keys, self.sampling, self.forbidden_tokens(made_B, early)
+        )
         ids_B = drawn.tokens_B.long()
         if self.model.rounding.log_probs_of_loss:  # the sampler's sum has another order
             drawn = drawn._replace(logprobs_B=logprobs(h_BD, self.model.head_weight, ids_B, heat))
@@ -315,14 +317,14 @@ class Slots:
         z_BV, penalty = logits_BV.float(), self.sampling.repetition_penalty
         return torch.where(seen_BV, torch.where(z_BV < 0, z_BV * penalty, z_BV / penalty), z_BV)
 
-    def barred(self, made_B: Tensor, early: bool) -> Tensor | None:
+    def forbidden_tokens(self, made_B: Tensor, early: bool) -> Tensor | None:
         """Tokens that must not be drawn: those of `never`, and before min_tokens also end tokens."""
         if not early:
             return self.unknown_V
         early_BV = (made_B < self.sampling.min_tokens)[:, None] & self.ending_V
         return early_BV if self.unknown_V is None else early_BV | self.unknown_V
 
-    def land(self, flight: Flight) -> list[Request]:
+    def apply_results(self, flight: Flight) -> list[Request]:
         """Adds a step's results to its requests that are not over yet. Returns these requests."""
         if flight.copied is not None:
             flight.copied.synchronize()
@@ -341,11 +343,11 @@ class Slots:
             request.sampler_logprobs.append(sampler_logprob)
             if routes_YBK is not None:
                 request.routes.append(routes_YBK[:, row])
-            self.judge(request, bool(ended))
+            self.update_finish(request, bool(ended))
             open_requests.append(request)
         return open_requests
 
-    def judge(self, request: Request, ended: bool) -> None:
+    def update_finish(self, request: Request, ended: bool) -> None:
         """Decides whether an answer is over with its last token, and adds the token to its text."""
         text, count = request.text, len(request.ids)
         may_stop = count >= self.sampling.min_tokens
@@ -360,7 +362,7 @@ class Slots:
             request.finish = "stop" if text.stopped else request.finish
 
 
-def take_off(requests: list[Request], numbers_4B: Tensor, routes_YBK: Tensor | None) -> Flight:
+def start_copy(requests: list[Request], numbers_4B: Tensor, routes_YBK: Tensor | None) -> Flight:
     """Starts the copy of a step's results to the host."""
     if not numbers_4B.is_cuda:
         return Flight(requests, numbers_4B, routes_YBK, None)

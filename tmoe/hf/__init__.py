@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from tmoe.hf.export import export_hf
     from tmoe.hf.foreign import is_folder
     from tmoe.hf.importer import import_hf
-    from tmoe.hf.start import load_hf, load_weights
+    from tmoe.hf.load_weights import load_hf, load_weights
     from tmoe.hf.swap import swap_experts
 
 __all__ = [
@@ -26,8 +26,8 @@ __getattr__, __dir__ = lazy(
         "export_hf": "tmoe.hf.export",
         "import_hf": "tmoe.hf.importer",
         "is_folder": "tmoe.hf.foreign",
-        "load_hf": "tmoe.hf.start",
-        "load_weights": "tmoe.hf.start",
+        "load_hf": "tmoe.hf.load_weights",
+        "load_weights": "tmoe.hf.load_weights",
         "swap_experts": "tmoe.hf.swap",
     },
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from tmoe.checkpoint.manifest import Manifest
 from tmoe.config.model import ModelConfig
-from tmoe.hf.hub import name_of
+from tmoe.hf.hub_folders import name_of
 from tmoe.hf.rules import Architecture
 from tmoe.model.count import count_parameters
 

@@ -1,6 +1,6 @@
 """Writes the files of an export that describe conversations: chat template, special tokens, ends of answers.
 
-next: hf/tokenizer.py
+next: hf/tokenizer_files.py
 """
 
 from __future__ import annotations

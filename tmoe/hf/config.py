@@ -1,6 +1,6 @@
 """Converts config.json to ModelConfig and back, by the entries of hf/architectures.
 
-next: hf/plan.py
+next: hf/tensor_plan.py
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 from tmoe.base.listing import listed
 from tmoe.config.check import MOST, ConfigError, fits
-from tmoe.config.model import ModelConfig
-from tmoe.config.same import (
+from tmoe.config.compare import (
     KINDS,
     ROPE,
     _mistyped,
@@ -24,6 +23,7 @@ from tmoe.config.same import (
     nested,
     softmax_scale,
 )
+from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.packed import QUANTISED, no_reader
 from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, Windows, kinds_of_layers

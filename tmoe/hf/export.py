@@ -29,8 +29,8 @@ from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
 from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
 from tmoe.config.check import Setting, require
+from tmoe.config.compare import build_config, differences
 from tmoe.config.model import ModelConfig
-from tmoe.config.same import build_config, differences
 from tmoe.hf.card import README, card
 from tmoe.hf.chat import with_chat
 from tmoe.hf.config import architecture, write_config
@@ -47,11 +47,11 @@ from tmoe.hf.files import (
     untied,
 )
 from tmoe.hf.foreign import CONFIG, INDEX, is_folder
-from tmoe.hf.hub import folder_of, require_login, upload
+from tmoe.hf.hub_folders import folder_of, require_login, upload
 from tmoe.hf.packed import unpacked
-from tmoe.hf.plan import plan_folder, plan_layout
-from tmoe.hf.rules import HF, Piece, divide, their_shapes
-from tmoe.hf.tokenizer import of_run, require_tokenizer_of_run
+from tmoe.hf.rules import HF, TensorPiece, divide, their_shapes
+from tmoe.hf.tensor_plan import plan_folder, plan_layout
+from tmoe.hf.tokenizer_files import of_run, require_tokenizer_of_run
 from tmoe.hf.write import Export, check_room, write_folder
 from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box
@@ -301,7 +301,7 @@ def _itemsize(origin: Origin, names: dict[str, str], name: str) -> int:
 def _exported(
     step: Path,
     weights: dict[str, TensorEntry],
-    found: dict[str, list[Piece]],
+    found: dict[str, list[TensorPiece]],
     names: dict[str, str],
     extra: list[str],
     origin: Origin,

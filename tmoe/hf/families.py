@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tmoe.config.check import ConfigError
-from tmoe.config.same import ROPE
+from tmoe.config.compare import ROPE
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.config import READ
 
@@ -59,7 +59,8 @@ class Family(NamedTuple):
     hints: tuple[str, ...]
     """further facts of the config class, such as a nested text_config"""
     swaps: str
-    """whether swap_experts accepts its experts, by their marks (hf/marks.py), in words; "": it does not"""
+    """whether swap_experts accepts its experts, by their marks (hf/experts_module.py), in words; "": it does
+    not"""
 
 
 def families(models: Path | None = None) -> list[Family]:

@@ -37,7 +37,7 @@ from tmoe.hf.foreign import (
     require_single,
 )
 from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
-from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, Piece
+from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, TensorPiece
 
 DTYPES = dict(F32=torch.float32, BF16=torch.bfloat16, F16=torch.float16)  # what fp32 holds without rounding
 ORDER = dict(F32=1, BF16=2, F16=3)  # order of tensors in a file: by type, wider first, then by name
@@ -308,7 +308,7 @@ def opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: {error}") from error
 
 
-def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read) -> None:
+def fill(target: Tensor, offset: tuple[int, ...], found: list[TensorPiece], read: Read) -> None:
     """Fill `target` from the pieces. `target` is the box of one of tmoe's tensors that starts at `offset`."""
     for piece in found:
         sides = list(zip(offset, target.shape, piece.offset, piece.shape, strict=True))
@@ -326,7 +326,7 @@ def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read
         target[here] = theirs
 
 
-class Writer:
+class SafetensorsWriter:
     """Writes a safetensors file: the header first, then the tensors in any order.
 
     The library's own save_file needs the whole file, usually 5 GB, in memory. The order of tensors and the

@@ -13,9 +13,9 @@ killed, running it again resumes it. Memory is that of a few tensors. Weights in
 training, which holds bf16 and fp16 exactly; an export gives every tensor its original type. A step folder
 also stores the files of HF_DIR that are not weights, as tensors hf.file.NAME of bytes.
 
-`train.py --init HF_DIR` needs no import: hf/start.py reads each rank's part directly from HF_DIR.
+`train.py --init HF_DIR` needs no import: hf/load_weights.py reads each rank's part directly from HF_DIR.
 
-next: hf/rules.py, hf/architectures/__init__.py, hf/config.py, hf/plan.py, hf/files.py, hf/export.py,
+next: hf/rules.py, hf/architectures/__init__.py, hf/config.py, hf/tensor_plan.py, hf/files.py, hf/export.py,
 extras/recover.py, hf/swap.py
 """
 
@@ -44,18 +44,18 @@ from tmoe.checkpoint.resume import require_same_run
 from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import spelt
-from tmoe.config.same import build_config
+from tmoe.config.compare import build_config
 from tmoe.hf.export import export_hf
 from tmoe.hf.families import print_families
 from tmoe.hf.files import EXTRA, FILE, LAYOUT, MODEL, Folder, fill, untied
 from tmoe.hf.foreign import CONFIG, is_folder
-from tmoe.hf.hub import folder_of
+from tmoe.hf.hub_folders import folder_of
+from tmoe.hf.load_weights import load_hf, load_weights
 from tmoe.hf.packed import unpacked
-from tmoe.hf.plan import plan_folder
-from tmoe.hf.rules import Piece
-from tmoe.hf.start import load_hf, load_weights
+from tmoe.hf.rules import TensorPiece
 from tmoe.hf.swap import swap_experts
-from tmoe.hf.tokenizer import carried_by
+from tmoe.hf.tensor_plan import plan_folder
+from tmoe.hf.tokenizer_files import carried_by
 from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box, axes_of_flags, lay_out
 
@@ -165,7 +165,7 @@ def plan_import(hf_dir: Path, axes: Axes = ALONE) -> Plan:
 
 def _imported(
     folder: Folder,
-    found: dict[str, list[Piece]],
+    found: dict[str, list[TensorPiece]],
     carried: dict[str, Callable[[], Tensor]],
     output: Output,
 ) -> Iterator[Tensor]:

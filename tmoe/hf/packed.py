@@ -45,7 +45,7 @@ class View:
 Found = tuple[dict[str, View], list[str]]  # the views by name, and problems of the format's tensors
 
 
-class Stored(NamedTuple):
+class PackedTensor(NamedTuple):
     """A row of a format's table: one of the stored tensors that make up a packed tensor NAME."""
 
     suffix: str
@@ -58,7 +58,9 @@ class Stored(NamedTuple):
     """the valid shape in words"""
 
 
-def find(table: tuple[Stored, ...], shapes: Shapes, dtypes: dict[str, str]) -> tuple[list[str], list[str]]:
+def find(
+    table: tuple[PackedTensor, ...], shapes: Shapes, dtypes: dict[str, str]
+) -> tuple[list[str], list[str]]:
     """Names of the packed tensors, and a line for each tensor that is missing or differs from the table.
 
     A tensor belongs to the format if its name ends in one of the table's suffixes. If the table has a row
@@ -75,7 +77,7 @@ def find(table: tuple[Stored, ...], shapes: Shapes, dtypes: dict[str, str]) -> t
 
 
 def _problems(
-    table: tuple[Stored, ...], name: str, shapes: Shapes, dtypes: dict[str, str], bare: bool
+    table: tuple[PackedTensor, ...], name: str, shapes: Shapes, dtypes: dict[str, str], bare: bool
 ) -> list[str]:
     """Problems of the stored tensors of one packed tensor.
 
@@ -104,10 +106,10 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign bit
 BLOCK = 32  # values that share a power of two
 BIAS = 127  # a power of two is stored as its exponent plus this (E8M0)
 MXFP4 = (
-    Stored(
+    PackedTensor(
         "_blocks", ("U8",), lambda shape, _: len(shape) == 4 and shape[3] * 2 == BLOCK, "[E, M, W/32, 16]"
     ),
-    Stored(
+    PackedTensor(
         "_scales", ("U8",), lambda shape, blocks: shape == blocks[:3], "the blocks' without its last axis"
     ),
 )
@@ -198,8 +200,10 @@ def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fou
 
     scales = ("F32", "BF16", "F16", "U8", "F8_E8M0")
     table = (
-        Stored("", ("F8_E4M3",), lambda shape, _: len(shape) == 2, "[M, W]"),
-        Stored("_scale_inv", scales, one_a_block, f"a factor for each block of {block[0]} x {block[1]}"),
+        PackedTensor("", ("F8_E4M3",), lambda shape, _: len(shape) == 2, "[M, W]"),
+        PackedTensor(
+            "_scale_inv", scales, one_a_block, f"a factor for each block of {block[0]} x {block[1]}"
+        ),
     )
     names, problems = find(table, shapes, dtypes)
     if problems:
@@ -263,11 +267,11 @@ def int4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fo
         return len(words) == 2 and shape == (words[0], words[1] * WORD // size)
 
     table = (
-        Stored(
+        PackedTensor(
             "_packed", ("I32",), lambda shape, _: len(shape) == 2 and shape[1] * WORD % size == 0, "[M, W/8]"
         ),
-        Stored("_scale", ("BF16", "F16", "F32"), one_a_group, f"a factor for {size} values of a row"),
-        Stored("_shape", ("I32", "I64"), lambda shape, _: shape == (2,), "[2]"),
+        PackedTensor("_scale", ("BF16", "F16", "F32"), one_a_group, f"a factor for {size} values of a row"),
+        PackedTensor("_shape", ("I32", "I64"), lambda shape, _: shape == (2,), "[2]"),
     )
     names, problems = find(table, shapes, dtypes)
     if problems:

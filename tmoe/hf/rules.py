@@ -32,7 +32,7 @@ HEAD = "lm_head.weight"
 # ---- parts of an entry ----
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """One of their tensors that make up one of ours. {layer} and {expert} stand for numbers.
 
     rows: how many of our rows it fills (the second axis in a stack of experts, else the first), by the
@@ -51,7 +51,7 @@ class Part(NamedTuple):
     framed: bool = False
 
 
-class Rule(NamedTuple):
+class TensorRule(NamedTuple):
     """One of our tensors and its parts, joined along the rows; parts named with {expert} are stacked first.
 
     held: the parts as transformers 5 holds them in memory and writes them with save_original_format=False.
@@ -60,8 +60,8 @@ class Rule(NamedTuple):
     """
 
     ours: str
-    parts: tuple[Part, ...]
-    held: tuple[Part, ...] = ()
+    parts: tuple[TensorPart, ...]
+    held: tuple[TensorPart, ...] = ()
 
     @property
     def by_shape(self) -> bool:
@@ -111,7 +111,7 @@ class Key(NamedTuple):
     null: bool = True
 
 
-class Layers(NamedTuple):
+class MoELayers(NamedTuple):
     """How an architecture states which blocks are MoE."""
 
     read: Callable[[HF, dict[str, Any]], list[str]]
@@ -164,7 +164,7 @@ class Architecture:
 
     model_type: str
     class_name: str
-    rules: tuple[Rule, ...]
+    rules: tuple[TensorRule, ...]
     fields: tuple[Field, ...]
     ours: dict[str, Any]
     """settings of ModelConfig that the architecture implies"""
@@ -173,7 +173,7 @@ class Architecture:
 
     null is valid only if it is in the tuple; the key may be missing.
     """
-    layers: Layers
+    layers: MoELayers
     """which blocks are MoE"""
     keys: tuple[Key, ...] = ()
     """keys that are in no Field, in addition to those of every architecture (hf/config.py)"""
@@ -211,7 +211,7 @@ class Architecture:
     """patterns of tensors without effect on the result: kept for an export, read only if a rule names them"""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """One of their tensors, or the rows of it that a Part names, as a box of one of ours.
 
     offset, shape: the box in our tensor.
@@ -250,10 +250,10 @@ class Piece(NamedTuple):
         return (*axes[:-2], axes[-1], axes[-2]) if self.transposed else axes
 
 
-def under(rules: Iterable[Rule], old: str, new: str) -> tuple[Rule, ...]:
+def under(rules: Iterable[TensorRule], old: str, new: str) -> tuple[TensorRule, ...]:
     """The rules with `old` replaced by `new` at the beginning of their tensors' names."""
 
-    def moved(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    def moved(parts: tuple[TensorPart, ...]) -> tuple[TensorPart, ...]:
         return tuple(
             part._replace(name=new + part.name.removeprefix(old) if part.name.startswith(old) else part.name)
             for part in parts
@@ -267,7 +267,7 @@ def under(rules: Iterable[Rule], old: str, new: str) -> tuple[Rule, ...]:
 
 def pieces(
     arch: Architecture, cfg: ModelConfig, ours: str, shape: tuple[int, ...], held: Container[str] = ()
-) -> list[Piece]:
+) -> list[TensorPiece]:
     """Their tensors that make up our tensor `ours` of `shape`, expert by expert.
 
     The list is empty if the architecture lacks the tensor.
@@ -275,7 +275,7 @@ def pieces(
     """
     generic, layer = _generic(ours)
     here = of_layer(cfg, int(layer)) if layer else cfg
-    rule = next((rule for rule in arch.rules if rule.ours == generic), Rule(ours, ()))
+    rule = next((rule for rule in arch.rules if rule.ours == generic), TensorRule(ours, ()))
     parts = rule.held if rule.held and layer in held else rule.parts
     found = []
     stacked = any("{expert}" in part.name for part in parts)
@@ -295,7 +295,7 @@ def pieces(
                 box[0] = 1
             name = part.name.format(layer=layer, expert=expert)
             woven = (part.every, part.first, part.framed)
-            found.append(Piece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven))
+            found.append(TensorPiece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven))
             start += rows
     assert sum(math.prod(piece.shape) for piece in found) in (0, math.prod(shape)), (
         f"{ours}: parts leave a hole"
@@ -318,7 +318,7 @@ def of_layer(cfg: ModelConfig, layer: int) -> ModelConfig:
 
 def divide(
     arch: Architecture, cfg: ModelConfig, present: Iterable[str], ahead: int = 0, held: Collection[str] = ()
-) -> tuple[dict[str, list[Piece]], list[str]]:
+) -> tuple[dict[str, list[TensorPiece]], list[str]]:
     """The pieces of our tensors, and the names among `present` that the model does not read.
 
     The unread tensors are computed ones (inv_freq), and those of the `ahead` blocks after the last, which
@@ -399,5 +399,5 @@ def ahead(hf: HF) -> int:
     return hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0
 
 
-def their_shapes(found: dict[str, list[Piece]]) -> dict[str, tuple[int, ...]]:
+def their_shapes(found: dict[str, list[TensorPiece]]) -> dict[str, tuple[int, ...]]:
     return {piece.name: piece.their_shape for group in found.values() for piece in group}

@@ -1,15 +1,15 @@
 """Put tmoe's fused, optionally expert-parallel experts into a loaded transformers model, in place.
 
 transformers 5 keeps the experts of a layer in one module, called as (hidden_states, top_k_index,
-top_k_weights), and marks it: hf/marks.py reads the layout of its weights and the activation that it computes.
-So no table of families is needed. The router is a separate module and is not changed, so its logits, the
-auxiliary loss and all its hooks stay the same. The new module has the parameters of the old one under the
-same names. So state dicts, save_pretrained and optimizers built before the swap need no change (without a
-mesh, the Parameter objects themselves are kept).
+top_k_weights), and marks it: hf/experts_module.py reads the layout of its weights and the activation that it
+computes. So no table of families is needed. The router is a separate module and is not changed, so its
+logits, the auxiliary loss and all its hooks stay the same. The new module has the parameters of the old one
+under the same names. So state dicts, save_pretrained and optimizers built before the swap need no change
+(without a mesh, the Parameter objects themselves are kept).
 The alternative was to register a function with transformers' ALL_EXPERTS_FUNCTIONS, but such a function has
 no mesh and cannot own DTensors.
 
-next: hf/marks.py, moe/experts.py
+next: hf/experts_module.py, moe/experts.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tmoe.config.check import ConfigError
-from tmoe.hf.marks import Marks, is_marked, read_marks
+from tmoe.hf.experts_module import Marks, is_marked, read_marks
 from tmoe.moe.exchange.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from tmoe.moe.exchange.two_level import over_nodes
 from tmoe.moe.experts import Experts, LocalExperts

@@ -25,7 +25,7 @@ from tmoe.base.disk import HashedFile
 from tmoe.base.listing import listed
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import Advance, bar, locked, require_absent, require_ours, room_for, work_folder
-from tmoe.hf.files import Layout, Writer
+from tmoe.hf.files import Layout, SafetensorsWriter
 
 # Most bytes that a tensor needs besides its elements: its lines in the header and in the index.
 HEADER = 512
@@ -128,7 +128,7 @@ def _record(plan: Export, path: Path) -> list[tuple[int, int, str]] | None:
 def _write_tensors(plan: Export, work: Path, file: str, advance: Advance) -> None:
     """Write one safetensors file, and then its record."""
     kinds = plan.layout[file]
-    writer = Writer(
+    writer = SafetensorsWriter(
         work / file, {name: (kind, plan.shapes[name]) for name, kind in kinds.items()}, plan.sizes
     )
     try:

@@ -32,7 +32,7 @@ from tmoe.config.check import ConfigError, Setting, require
 from tmoe.config.run import Config
 from tmoe.log import routing_log
 from tmoe.log.idle import IdleExperts
-from tmoe.log.lines import COMPACT, COUNTED, append, rewind
+from tmoe.log.metrics_file import COMPACT, COUNTED, append, rewind
 from tmoe.log.progress import Display
 from tmoe.model.count import count_parameters, mfu
 
@@ -40,7 +40,7 @@ GIB = 2**30
 log = logging.getLogger(__name__)
 
 
-class RouterStats(Protocol):
+class LoggedRouterStats(Protocol):
     """Load of the MoE layers, summed over all ranks. L: the MoE layers only, without dense layers."""
 
     @property
@@ -77,7 +77,7 @@ class Metrics:
         router_losses           {name: [layers]}, means over the line's steps, without their coefficients
     A value that is unknown or not finite is null. A validation adds its own line after its step's line:
         step, from, val_loss, and val_ with each name that the task measures
-    `read_steps` of log/lines.py merges the two lines.
+    `read_steps` of log/metrics_file.py merges the two lines.
     A record of routing.bin (log/routing_log.py) holds a line's counts by layer and expert, and the other
     numbers of the routers.
 
@@ -119,7 +119,7 @@ class Metrics:
         self.flops_per_token = flops_per_token
         self.peak = peak
         self.held = held
-        self.clock = Clock()
+        self.clock = ThroughputClock()
         self.lines: BinaryIO | None = None  # set on rank 0 of a run that trains
         self.records: BinaryIO | None = None  # set on the same rank, if the model has MoE layers
         self.failing: set[Path] = set()  # files whose last write failed
@@ -185,7 +185,7 @@ class Metrics:
         grad_norm: Tensor | float,
         lr: float,
         tokens: int,
-        router: RouterStats | None,
+        router: LoggedRouterStats | None,
         skipped: int = 0,
         recompiles: int = 0,
         ended: float | None = None,
@@ -265,7 +265,7 @@ class Metrics:
             return
         arrays = {name: np.array(value) for name, value in more.items()}
         counts = dict(counts_LE=np.array(line["expert_counts"]), entropy_L=np.array(line["entropy"]))
-        packed = routing_log.pack(routing_log.Record(line["step"], names, **counts, **arrays))
+        packed = routing_log.pack(routing_log.RoutingRecord(line["step"], names, **counts, **arrays))
         with self.going_on(self.routing):
             append(self.records, packed)
 
@@ -366,7 +366,7 @@ class Metrics:
         self.close(report=not failed)
 
 
-class Clock:
+class ThroughputClock:
     """Measures tokens per second between laps, without the first lap (compilation) and without pauses.
 
     It uses a clock that never runs backwards.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tmoe.base.disk import naming
-from tmoe.log.lines import read_steps
+from tmoe.log.metrics_file import read_steps
 
 
 @contextmanager
@@ -69,7 +69,7 @@ COLOURS = BLUE, GREEN, GOLD
 
 
 @dataclass
-class Run:
+class ReportedRun:
     """The numbers of a run that the picture shows; NaN where a line had null or lacks the number."""
 
     name: str
@@ -92,7 +92,7 @@ class Curves(NamedTuple):
     """end of the scale, which then begins at 0; None: the scale follows the values"""
 
 
-def load(path: Path) -> Run:
+def load(path: Path) -> ReportedRun:
     """Reads a run folder.
 
     Raises ValueError, which names the file, if metrics.jsonl holds no line, or if either file holds something
@@ -128,7 +128,7 @@ def load(path: Path) -> Run:
         summed = np.sum(counts, axis=0) if counts else np.zeros((0, 0))
     except ValueError as error:
         raise ValueError(f"{file}: lines of different models: {error}") from error
-    return Run(
+    return ReportedRun(
         name=readable(path.resolve().name),
         config=config,
         steps=table[:, 0],
@@ -166,7 +166,7 @@ def draw(path: Path) -> Path:
     return out
 
 
-def paint(run: Run) -> Figure:
+def paint(run: ReportedRun) -> Figure:
     """The picture: curves, and below them the load of the experts if the model has MoE layers."""
     rows = layout(kind(run), bool(run.counts.size))
     figure = Figure(figsize=(15, 2.9 * len(rows)), dpi=110, layout="constrained")
@@ -186,7 +186,7 @@ def paint(run: Run) -> Figure:
     return figure
 
 
-def kind(run: Run) -> str:
+def kind(run: ReportedRun) -> str:
     """The run's --task from its config.json; without that file, guessed from what its lines measure."""
     measured = {name for name, values in run.series.items() if np.isfinite(values).any()}
     guess = "preference" if "rewards/margin" in measured else "grpo" if "reward/mean" in measured else ""
@@ -210,7 +210,7 @@ def layout(task: str, moe: bool) -> list[Any]:
     return [*rows, *last] if moe else [*rows, ["speed", "rate", "rate"]]
 
 
-def title(run: Run) -> str:
+def title(run: ReportedRun) -> str:
     done = int(run.steps[-1])
     parts = [run.name, f"{done:,} step{'s' * (done != 1)}"]
     if "parameters" in run.config:
@@ -222,7 +222,7 @@ def title(run: Run) -> str:
     return "  ·  ".join([*parts, "dotted: resumed"] if resumptions(run) else parts)
 
 
-def resumptions(run: Run) -> list[int]:
+def resumptions(run: ReportedRun) -> list[int]:
     """Steps at which the run was resumed."""
     return [start["step"] for start in run.config.get("starts", []) if 0 < start["step"] < run.steps[-1]]
 
@@ -235,7 +235,7 @@ def short(number: float, _: object = None) -> str:
     return f"{number:.3g}"
 
 
-def dress(axis: Axes, run: Run) -> None:
+def dress(axis: Axes, run: ReportedRun) -> None:
     """Steps along the axis, a light grid, and a dotted line at each step at which the run was resumed."""
     axis.set_xlabel("step")
     first, last = run.steps[0], run.steps[-1]
@@ -271,7 +271,7 @@ def curve(
     axis.plot(*smooth(steps, values), color=color, linewidth=1.6, label=label, marker="o" if single else None)
 
 
-def draw_loss(axis: Axes, run: Run) -> None:
+def draw_loss(axis: Axes, run: ReportedRun) -> None:
     loss, val = run.series["loss"], run.series["val_loss"]
     curve(axis, run.steps, loss, label=f"training, smoothed{last_value(loss)}")
     if kind(run) != "grpo":  # for grpo a validation's loss is minus the mean reward
@@ -284,13 +284,13 @@ def draw_loss(axis: Axes, run: Run) -> None:
     legend(axis)
 
 
-def loss_of(run: Run) -> str | None:
+def loss_of(run: ReportedRun) -> str | None:
     """The name of the loss of --task preference or grpo; None for other tasks."""
     task = kind(run)
     return run.config.get("config", {}).get(task, {}).get("loss") if task in ("preference", "grpo") else None
 
 
-def title_of_loss(run: Run) -> str:
+def title_of_loss(run: ReportedRun) -> str:
     """Name and unit of the loss that the task minimises."""
     config, task, name = run.config.get("config", {}), kind(run), loss_of(run)
     if task == "grpo":
@@ -310,7 +310,7 @@ def draw_validation(axis: Axes, steps: np.ndarray, values: np.ndarray, name: str
         axis.plot(steps[seen], values[seen], "o-", color=RED, markersize=4, linewidth=0.8, label=label)
 
 
-def draw_curves(axis: Axes, run: Run, picture: Curves) -> None:
+def draw_curves(axis: Axes, run: ReportedRun, picture: Curves) -> None:
     """Smoothed series over the steps, and the validation's numbers as dots."""
     heading, curves, validation, top = picture
     for (name, label), color in zip(curves.items(), COLOURS, strict=False):
@@ -347,7 +347,7 @@ def last_value(values: np.ndarray) -> str:
     return f" (last {known[-1]:.4g})" if known.size else ""
 
 
-def draw_norm(axis: Axes, run: Run) -> None:
+def draw_norm(axis: Axes, run: ReportedRun) -> None:
     norm = run.series["grad_norm"]
     curve(axis, run.steps, norm)
     if np.nanmax(norm, initial=0.0) > 0:
@@ -364,7 +364,7 @@ def draw_norm(axis: Axes, run: Run) -> None:
         legend(axis)
 
 
-def draw_speed(axis: Axes, run: Run) -> None:
+def draw_speed(axis: Axes, run: ReportedRun) -> None:
     rate, mfu = run.series["tokens_per_s"], run.series["mfu"]
     known = rate[np.isfinite(rate)]
     if not known.size:
@@ -386,7 +386,7 @@ def draw_speed(axis: Axes, run: Run) -> None:
     axis.set_title(heading, loc="left")
 
 
-def draw_rate(axis: Axes, run: Run) -> None:
+def draw_rate(axis: Axes, run: ReportedRun) -> None:
     marker = "o" if len(run.steps) == 1 else None
     axis.plot(run.steps, run.series["lr"], color=BLUE, linewidth=1.6, marker=marker)
     axis.set_ylim(bottom=0)
@@ -394,7 +394,7 @@ def draw_rate(axis: Axes, run: Run) -> None:
     axis.set_title("Learning rate", loc="left")
 
 
-def draw_violation(axis: Axes, run: Run) -> None:
+def draw_violation(axis: Axes, run: ReportedRun) -> None:
     known = np.isfinite(run.violation).all(1)
     steps, layers = run.steps[known], run.violation[known]
     if len(steps):
@@ -405,7 +405,7 @@ def draw_violation(axis: Axes, run: Run) -> None:
     axis.set_title("Max violation: fullest expert over the mean, −1", loc="left")
 
 
-def draw_load(axis: Axes, run: Run) -> None:
+def draw_load(axis: Axes, run: ReportedRun) -> None:
     """Layer x expert: an expert's share of its layer's routed pairs, 1 = uniform; blue idle, red crowded."""
     lines = min(WINDOW, len(run.steps))
     which = f"{lines} lines" if lines > 1 else "line"
@@ -427,7 +427,7 @@ def draw_load(axis: Axes, run: Run) -> None:
     bar.ax.yaxis.set_major_formatter("{x:.2g}")
 
 
-def moe_layers(run: Run, layers: int) -> list[int]:
+def moe_layers(run: ReportedRun, layers: int) -> list[int]:
     """The block number of each MoE layer; dense blocks have no row."""
     model = run.config.get("config", {}).get("model", {})
     numbers = count(model.get("dense_layers", 0), model.get("moe_every", 1))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tmoe.log.lines import COUNTED
+from tmoe.log.metrics_file import COUNTED
 
 MARK = b"tmoR"
 HEAD = struct.Struct("<4sII")  # mark, length of the body in bytes, CRC-32 of the body
@@ -29,7 +29,7 @@ LARGEST = 2**28  # most bytes of an uncompressed body; all arrays of 4096 layers
 WHOLE_NUMBERS = tuple(np.dtype(f"<u{size}") for size in (1, 2, 4, 8))
 
 
-class Record(NamedTuple):
+class RoutingRecord(NamedTuple):
     """The routers' numbers for one line of the log: sums over the steps since the previous line.
 
     L: the MoE layers only, without dense layers.
@@ -44,10 +44,10 @@ class Record(NamedTuple):
     losses_LX: np.ndarray  # means over the steps, without coefficients
 
 
-ARRAYS = Record._fields[2:]
+ARRAYS = RoutingRecord._fields[2:]
 
 
-def pack(record: Record) -> bytes:
+def pack(record: RoutingRecord) -> bytes:
     """The bytes of a record.
 
     An array of whole numbers has the smallest type that holds its largest number.
@@ -69,7 +69,7 @@ def pack(record: Record) -> bytes:
     return HEAD.pack(MARK, len(body), zlib.crc32(body)) + body
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[RoutingRecord]:
     """Yields the intact records of a file in order; nothing if the file does not exist."""
     for _, record in _records(path):
         yield record
@@ -95,7 +95,7 @@ def rewind(path: Path, done: int, keep: Path | None = None) -> int:
     return gone
 
 
-def _records(path: Path) -> Iterator[tuple[int, Record]]:
+def _records(path: Path) -> Iterator[tuple[int, RoutingRecord]]:
     """Yields each intact record with the position of its end."""
     if not path.exists() or not path.stat().st_size:
         return
@@ -108,7 +108,7 @@ def _records(path: Path) -> Iterator[tuple[int, Record]]:
             at = held.find(MARK, end)
 
 
-def _read(held: mmap.mmap, at: int) -> tuple[int, Record | None]:
+def _read(held: mmap.mmap, at: int) -> tuple[int, RoutingRecord | None]:
     """(end, record) for the mark at `at`; (position to search on from, None) if there is no intact record."""
     begin = at + HEAD.size
     if begin > len(held):
@@ -123,7 +123,7 @@ def _read(held: mmap.mmap, at: int) -> tuple[int, Record | None]:
         return at + 1, None
 
 
-def _unpacked(body: bytes) -> Record:
+def _unpacked(body: bytes) -> RoutingRecord:
     line, _, rest = zlib.decompressobj().decompress(body, LARGEST).partition(b"\n")
     told: dict[str, Any] = json.loads(line)
     arrays = {}
@@ -135,7 +135,7 @@ def _unpacked(body: bytes) -> Record:
         arrays[name] = np.frombuffer(rest, dtype, size, at).reshape(shape)
         at += size * dtype.itemsize
     losses = tuple(str(name) for name in told["losses"])
-    record = Record(int(told["step"]) + 1 - int(told.get("from", 0)), losses, **arrays)
+    record = RoutingRecord(int(told["step"]) + 1 - int(told.get("from", 0)), losses, **arrays)
     layers, experts = record.counts_LE.shape
     shapes = dict(dropped_LE=(layers, experts), bias_LE=(layers, experts), entropy_L=(layers,))
     shapes["losses_LX"] = layers, len(losses)

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from tmoe.base.disk import naming
-from tmoe.config.balance import NAMES
-from tmoe.log.history import History, mean_of
+from tmoe.config.balance_settings import NAMES
 from tmoe.log.report import any_backend, readable
+from tmoe.log.routing_history import History, mean_of
 
 with any_backend():
     from matplotlib.axes import Axes

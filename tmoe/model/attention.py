@@ -1,6 +1,6 @@
 """Causal grouped-query attention with rotary positions and optional QK-norm.
 
-next: model/spread.py, then model/attention_backend.py
+next: model/attention_parallel.py, then model/attention_backend.py
 """
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig
 from tmoe.model.attention_backend import Mask, attend
+from tmoe.model.attention_parallel import ALONE
 from tmoe.model.rope import rotate
-from tmoe.model.spread import ALONE
 
 
 class Attention(nn.Module):

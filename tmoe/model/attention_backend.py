@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from tmoe.base.private_torch import take
+from tmoe.base.private_torch import find_or_note
 from tmoe.ops.decode.in_blocks import tiles_in_order
 
 _PADDED = "values narrower than queries are padded before attention"
-no_dispatch = take("torch.utils._mode_utils.no_dispatch", _PADDED)
-no_transforms = take("torch._C._DisableFuncTorch", _PADDED)
-choice = take("torch._fused_sdp_choice", _PADDED)
+no_dispatch = find_or_note("torch.utils._mode_utils.no_dispatch", _PADDED)
+no_transforms = find_or_note("torch._C._DisableFuncTorch", _PADDED)
+choice = find_or_note("torch._fused_sdp_choice", _PADDED)
 
 
 class InOrder(NamedTuple):

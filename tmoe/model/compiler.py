@@ -1,6 +1,6 @@
 """torch.compile's compiler, with a switch to compile graphs without running them.
 
-next: model/ahead.py
+next: model/compile_ahead.py
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from tmoe.base.private_torch import find, take
+from tmoe.base.private_torch import find, find_or_note
 from tmoe.model.attention_backend import COMPILE
 
 WITHOUT = "blocks are compiled in their first step, in which ranks wait for the slowest compiler"
-_Inductor: Any = take("torch._TorchCompileInductorWrapper", WITHOUT)
+_Inductor: Any = find_or_note("torch._TorchCompileInductorWrapper", WITHOUT)
 
 
 class NotRun(Exception):

@@ -14,7 +14,7 @@ from tmoe.config.model import ModelConfig
 Shape = tuple[int, ...]
 
 
-class Counts(NamedTuple):
+class ParameterCounts(NamedTuple):
     """Numbers of parameters: all, those that one token uses, and those of them that multiply."""
 
     total: int
@@ -89,7 +89,7 @@ def numel(shapes: list[Shape]) -> int:
     return sum(prod(shape) for shape in shapes)
 
 
-def count_parameters(model: ModelConfig) -> Counts:
+def count_parameters(model: ModelConfig) -> ParameterCounts:
     """Exact number of parameters of `Transformer(model)`."""
     total = active = numel(root_shapes(model))
     for layer in range(model.layers):
@@ -97,7 +97,7 @@ def count_parameters(model: ModelConfig) -> Counts:
         total += numel(dense) + numel(experts)
         active += numel(dense) + numel(experts) // model.moe.experts * model.moe.top_k
     embedding = 0 if model.tied else model.vocab * model.dim  # a tied table still multiplies, as the head
-    return Counts(total, active, active - embedding)
+    return ParameterCounts(total, active, active - embedding)
 
 
 def flops_per_token(model: ModelConfig, seq: int) -> float:

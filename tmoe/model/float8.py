@@ -22,7 +22,7 @@ from torch import nn
 
 from tmoe.base.versions import package_version
 from tmoe.config.check import ConfigError, Setting, require
-from tmoe.config.float8 import LEAST, MULTIPLE, NONE, WEIGHTS, fits, require_torchao
+from tmoe.config.float8_settings import LEAST, MULTIPLE, NONE, WEIGHTS, fits, require_torchao
 from tmoe.config.gpus import GPUS
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
@@ -32,7 +32,7 @@ ADA = (8, 9)  # the first compute capability of NVIDIA with float8 products
 AMD = ("gfx94", "gfx95", "gfx12")  # MI300, MI350, RDNA 4
 
 
-class Layers(NamedTuple):
+class Float8Layers(NamedTuple):
     """Names of a model's dense layers and shared experts."""
 
     converted: list[str]
@@ -40,9 +40,9 @@ class Layers(NamedTuple):
     """too narrow, or of a width that float8 products do not support"""
 
 
-def layers_in(model: ModelConfig) -> Layers:
+def layers_in(model: ModelConfig) -> Float8Layers:
     """The layers that float8 converts, and the layers that it does not convert, in the order of the model."""
-    found = Layers([], [])
+    found = Float8Layers([], [])
     for name, shape in model_shapes(model).items():
         if WEIGHTS.fullmatch(name):
             (found.converted if fits(*shape) else found.left).append(name.removesuffix(".weight"))

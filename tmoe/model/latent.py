@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig
 from tmoe.model.attention_backend import Mask, attend
+from tmoe.model.attention_parallel import ALONE, linear_of_rows
 from tmoe.model.rope import rotate, yarn_scale
-from tmoe.model.spread import ALONE, linear_of_rows
-from tmoe.parallel.tokens import gather
+from tmoe.parallel.token_exchange import gather
 
 # eps of the latents' norms, independent of norm_eps: DeepSeek's code does not use its setting for them
 LATENT_EPS = 1e-6

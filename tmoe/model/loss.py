@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tmoe.config.model import IGNORE
-from tmoe.ops.check import autocasts
+from tmoe.ops.argument_checks import autocasts
 from tmoe.ops.loss.cross_entropy import cross_entropy_
 from tmoe.ops.loss.head import add_product, summed_type, times, widened
 from tmoe.ops.register import register

@@ -27,12 +27,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tmoe.base.private_torch import find
 from tmoe.config.check import ConfigError, Setting
-from tmoe.config.float8 import require_float8
+from tmoe.config.float8_settings import require_float8
 from tmoe.config.model import require_reach
 from tmoe.config.run import Config, TrainConfig, require_heads
+from tmoe.model.attention_parallel import Spread
 from tmoe.model.compiler import compiled
 from tmoe.model.float8 import apply_float8
-from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.adaptive import cost_of, ways
 from tmoe.moe.exchange.dispatch import dispatcher_for
@@ -41,11 +41,11 @@ from tmoe.moe.exchange.two_level import over_nodes
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
 from tmoe.moe.own_experts import OwnExperts
-from tmoe.ops.check import require
+from tmoe.ops.argument_checks import require
 from tmoe.parallel.collectives import name_of
 from tmoe.parallel.copies import WorkingCopy, stand_in
-from tmoe.parallel.gathered_copies import GatheredCopy, Sharers, at_the_end
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
+from tmoe.parallel.shared_copies import GatheredCopy, SharingRanks, at_the_end
 from tmoe.parallel.zero import keep_gathered
 
 # build_mesh refuses a torch without _StridedShard
@@ -353,7 +353,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
 
     Parameters that a rank holds whole (experts if dp is 1, all of a Transformer in a world of 1) are not
     given to FSDP2, see parallel/copies.py. Nor are experts that a rank shares but keeps whole
-    (whole_forwards), see parallel/gathered_copies.py, unless there are replicas. A model of your own is given
+    (whole_forwards), see parallel/shared_copies.py, unless there are replicas. A model of your own is given
     to FSDP2 in a world of 1 too: its checkpointing may run parts of it in the backward, and working copies
     replace parameters only in modules that are called directly.
     """
@@ -380,7 +380,7 @@ def _scopes(model: nn.Module) -> list[Experts]:
     return [m for m in model.modules() if isinstance(m, Experts) and next(m.parameters(), None) is not None]
 
 
-def _sharers(model: nn.Module, mesh: Mesh, cfg: Config) -> Sharers | None:
+def _sharers(model: nn.Module, mesh: Mesh, cfg: Config) -> SharingRanks | None:
     """The ranks that share this rank's experts, if they keep them whole; else None."""
     held = [p.to_local() for experts in _scopes(model) for p in experts.parameters()]
     width = 2 if cfg.train.dtype == "bf16" else 4
@@ -390,11 +390,11 @@ def _sharers(model: nn.Module, mesh: Mesh, cfg: Config) -> Sharers | None:
         and mesh.axes.replicate == 1
         and keeps_whole(mesh.dp.size(), [len(p) for p in held], size, cfg.parallel.gathered_gib)
     )
-    return Sharers(mesh.dp.get_group()) if keep else None
+    return SharingRanks(mesh.dp.get_group()) if keep else None
 
 
 def _shard_experts(
-    model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, sharers: Sharers | None
+    model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, sharers: SharingRanks | None
 ) -> set[nn.Parameter]:
     """Shards experts over the ranks that share them; returns the parameters that a rank holds whole."""
     # the placement that FSDP2 gives to experts: the shards of ep, sharded again by dp

@@ -9,11 +9,13 @@ import math
 import torch
 from torch import Tensor
 
-from tmoe.base.private_torch import take
+from tmoe.base.private_torch import find_or_note
 from tmoe.config.model import ModelConfig, RopeConfig
 
 Tables = dict[RopeConfig | None, tuple[Tensor, Tensor]]  # results of rope_table, by kind of block
-_modes = take("torch._C._len_torch_dispatch_stack", "every forward computes its table of rotations again")
+_modes = find_or_note(
+    "torch._C._len_torch_dispatch_stack", "every forward computes its table of rotations again"
+)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

@@ -39,20 +39,20 @@ from tmoe.moe.exchange.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
 from tmoe.moe.trace import give, layers_of
-from tmoe.ops.check import require
-from tmoe.ops.experts.deferred import Left
+from tmoe.ops.argument_checks import require
+from tmoe.ops.experts.deferred import DeferredGradients
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.copies import WorkingCopy, working_copy
-from tmoe.parallel.gathered_copies import GatheredCopy
 from tmoe.parallel.grad_norm import clip_grad_norm_
 from tmoe.parallel.mesh import Mesh, local_part, patience, set_timeout
+from tmoe.parallel.pipeline_schedule import cut, table
 from tmoe.parallel.pipelining import Pipeline, Shape, own_chunks
-from tmoe.parallel.schedule import cut, table
+from tmoe.parallel.shared_copies import GatheredCopy
 
 log = logging.getLogger(__name__)
 
 
-class Part(Transformer):
+class ModelPart(Transformer):
     """Some blocks of a Transformer: the first part has the embedding, the last has norm and head."""
 
     def forward(  # pyrefly: ignore
@@ -75,7 +75,7 @@ class Part(Transformer):
 class _Chunk:
     """A part in the form that the pipeline calls: with the micro-batches of the current step."""
 
-    def __init__(self, stages: Stages, part: Part):
+    def __init__(self, stages: Stages, part: ModelPart):
         self.stages = stages
         self.part = part
         self.experts = scopes(part)
@@ -99,7 +99,7 @@ class _Chunk:
         self.part.set_requires_gradient_sync(last)
         self.part.set_is_last_backward(last)
 
-    def finish_experts(self, left: list[Left], last: bool) -> None:
+    def finish_experts(self, left: list[DeferredGradients], last: bool) -> None:
         """Computes the gradients that a backward deferred, and gives them to each layer's working copies.
 
         The copies are found by their address. (A layer number as argument of the op would be a constant of
@@ -146,7 +146,7 @@ class Stages(nn.Module):
         self.parts = nn.ModuleDict()
         for chunk in own_chunks(self.table, mesh.place.pp):
             with torch.device("meta"):
-                part = Part(cfg.model, spans[chunk])
+                part = ModelPart(cfg.model, spans[chunk])
                 freeze(part, cfg.optim.freeze, cfg.train.dtype)
             self.parts[str(chunk)] = parallelize(part, mesh, cfg, whole_forwards=True)
         if p.schedule == "v" and can_defer(self):
@@ -160,11 +160,11 @@ class Stages(nn.Module):
         self.copies = self._group_of_copies()
         self.replayed: list[dict[MoE, Tensor]] | None = None  # ids by micro-batch (moe/trace.py)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[ModelPart]:
         return iter(self.parts.values())  # pyrefly: ignore
 
     @property
-    def part(self) -> Part:
+    def part(self) -> ModelPart:
         """One of this rank's parts, for facts that are the same in all parts."""
         return next(iter(self))
 
@@ -223,12 +223,12 @@ class Stages(nn.Module):
         return group
 
     @property
-    def ends(self) -> tuple[Part, Part] | None:
+    def ends(self) -> tuple[ModelPart, ModelPart] | None:
         """The first chunk and the last, if this rank has both and they share a tied table."""
         first, last = ([part for part in self if getattr(part, end)] for end in ("first", "last"))
         return (first[0], last[0]) if self.cfg.tied and first and last else None
 
-    def _follows(self, part: Part, name: str) -> bool:
+    def _follows(self, part: ModelPart, name: str) -> bool:
         """Whether `part` has the second copy of a tied table whose first copy is on this rank too."""
         return name == "embedding.weight" and not part.first and self.ends is not None
 
@@ -286,7 +286,7 @@ class Stages(nn.Module):
             for ids_TK in ids.values():
                 require(len(ids_TK) == tokens, "ids", f"ids of {len(ids_TK)} tokens", f"ids of {tokens}")
 
-    def replay(self, part: Part, micro: int) -> None:
+    def replay(self, part: ModelPart, micro: int) -> None:
         """Gives a part's layers the recorded ids of a micro-batch, inside `replaying`."""
         layers = layers_of(part)
         if self.replayed is not None and layers:
@@ -353,12 +353,12 @@ class Stages(nn.Module):
                 part.reshard()
 
 
-def scopes(part: Part) -> list[Experts]:
+def scopes(part: ModelPart) -> list[Experts]:
     """The experts of each MoE layer of a part."""
     return [module for module in part.modules() if isinstance(module, Experts)]
 
 
-def can_defer(parts: Iterable[Part]) -> bool:
+def can_defer(parts: Iterable[ModelPart]) -> bool:
     """Whether the experts of all ranks can defer their weights' gradients; if not, rank 0 logs why.
 
     A collective of all ranks. All ranks need the same result, because their tables must be equal.

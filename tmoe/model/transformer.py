@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tmoe.base.private_torch import take
+from tmoe.base.private_torch import find_or_note
 from tmoe.config.model import IGNORE, ModelConfig
 from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import Mask, make_mask
+from tmoe.model.attention_parallel import ALONE
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import Given, Objective, cross_entropy
 from tmoe.model.rope import Tables, kinds_of, turns_of
 from tmoe.model.rounding import rounding
-from tmoe.model.spread import ALONE
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_untrained
@@ -28,7 +28,9 @@ from tmoe.moe.router import Router
 from tmoe.parallel.init_weights import initialise
 
 # marks a dimension of a tensor as dynamic: compiled graphs must accept any size of it
-let_vary = take("torch._dynamo.mark_dynamic", "blocks are compiled for each number of sequences in a row")
+let_vary = find_or_note(
+    "torch._dynamo.mark_dynamic", "blocks are compiled for each number of sequences in a row"
+)
 let_vary = let_vary or (lambda tensor, dim: None)
 
 

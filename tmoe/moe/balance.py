@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.config.balance import OF_NOISE
+from tmoe.config.balance_settings import OF_NOISE
 from tmoe.config.model import MoEConfig
 from tmoe.moe.losses import LOSSES, Load, Scope, Totals, smooth_load, with_fields
 from tmoe.moe.router import Router, Routing

@@ -13,12 +13,12 @@ from tmoe.base.activations import activation
 from tmoe.config.model import MoEConfig
 from tmoe.moe.exchange.dispatch import Rows
 from tmoe.moe.exchange.expert_tensor import Slice
-from tmoe.moe.exchange.gathered import moe_mlp_gathered
+from tmoe.moe.exchange.gathered_weights import moe_mlp_gathered
 from tmoe.moe.exchange.sorted_rows import Sorted, over_sorted_rows
 from tmoe.ops import gather_rows, moe_mlp
-from tmoe.ops.check import require
+from tmoe.ops.argument_checks import require
 from tmoe.ops.experts.op import moe_mlp_deferred
-from tmoe.parallel import tokens
+from tmoe.parallel import token_exchange
 from tmoe.parallel.mesh import local_part
 
 
@@ -37,7 +37,9 @@ class LocalExperts(NamedTuple):
     down_bias: Tensor | None = None  # [L, D]
     activation: str = "swiglu"
     deferred: bool = False  # matrices are detached, gradients computed later: ops/experts/deferred.py
-    group: str | None = None  # the ranks whose experts are gathered for the op: moe/exchange/gathered.py
+    group: str | None = (
+        None  # the ranks whose experts are gathered for the op: moe/exchange/gathered_weights.py
+    )
     weigh: str = "activation"  # where weights are applied: MoEConfig.weigh
 
     @property
@@ -100,7 +102,7 @@ class LocalExperts(NamedTuple):
         else:
             y_RD = moe_mlp_gathered(rows.x_RD, *matrices, *routed, self.group)
             if down_bias is not None:  # in fp32, so that its gradients are summed in fp32
-                whole = tokens.gather(down_bias[None].float(), self.group)[0]
+                whole = token_exchange.gather(down_bias[None].float(), self.group)[0]
                 down_bias = whole.to(down_bias.dtype)
         if down_bias is None:
             return y_RD

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tmoe.config.check import spelt
 from tmoe.config.model import MoEConfig
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
-from tmoe.moe.exchange.adaptive import Cost
+from tmoe.moe.exchange.adaptive import LayerCost
 from tmoe.moe.exchange.dispatch import Dispatcher, LocalDispatcher
 from tmoe.moe.exchange.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.experts import Experts, LocalExperts
@@ -27,7 +27,7 @@ from tmoe.moe.own_experts import OwnExperts, OwnLocal
 from tmoe.moe.router import Router, Routing, without_identity
 from tmoe.moe.select.capacity import capacity, limited
 from tmoe.moe.select.quantile import quantiles
-from tmoe.ops.check import autocasts, require
+from tmoe.ops.argument_checks import autocasts, require
 from tmoe.ops.experts.swiglu import activate
 from tmoe.parallel.init_weights import initialise
 
@@ -111,7 +111,7 @@ def warn_if_acausal(cfg: MoEConfig) -> None:
         warnings.warn(spelt(cfg.acausal), stacklevel=1)
 
 
-class Call(NamedTuple):
+class CallOptions(NamedTuple):
     """The settings of one call of a layer that differ from its MoEConfig; None: the value of the MoEConfig.
 
     top_k: the number in digits, because dynamo turns a number that changes from call to call into a symbol.
@@ -183,7 +183,7 @@ class MoE(nn.Module):
         self.dispatcher.mean_K = cfg.top_k if cfg.slots > cfg.top_k else 0
         # model/parallelize.py: the dispatchers of adaptive_r, by str(r), and the cost of each
         self.ways: dict[str, Dispatcher] = {}
-        self.cost: Cost | None = None
+        self.cost: LayerCost | None = None
         self.load: Any = None  # a Load
         # moe/trace.py: whether the load holds the choices; the choices that the router must use
         self.traced = False
@@ -244,7 +244,7 @@ class MoE(nn.Module):
         capacity_factor: float | None = None,
         adaptive_r: int | str | None = None,
         ids: Tensor | None = None,
-    ) -> Call | None:
+    ) -> CallOptions | None:
         """The checked settings of one call on x; None if the call sets nothing."""
         if ids is not None:
             ok = isinstance(ids, Tensor) and ids.shape[:-1] == x.shape[:-1]
@@ -252,7 +252,7 @@ class MoE(nn.Module):
             require(ok, "ids", got, f"[{', '.join(map(str, x.shape[:-1]))}, K], as x")
             ids = ids.flatten(0, -2)
         if top_k is None and capacity_factor is None and adaptive_r is None:
-            return None if ids is None else Call(ids_TK=ids)
+            return None if ids is None else CallOptions(ids_TK=ids)
         cfg, tokens = self.router.cfg, x[..., 0].numel()
         digits, K = None, cfg.top_k
         if top_k is not None:
@@ -266,12 +266,12 @@ class MoE(nn.Module):
         if adaptive_r is not None:
             way = self.way(adaptive_r, tokens, K, x.element_size())
         if capacity_factor is None:
-            return Call(digits, None, way, ids)
+            return CallOptions(digits, None, way, ids)
         ok = isinstance(capacity_factor, (int, float)) and -math.inf < capacity_factor < math.inf
         if not ok:
             require(False, "capacity_factor", repr(capacity_factor), "a finite number; 0 drops nothing")
         most = capacity(tokens, K, cfg, capacity_factor)
-        return Call(digits, most if cfg.pad else torch.full((), most, device=x.device), way, ids)
+        return CallOptions(digits, most if cfg.pad else torch.full((), most, device=x.device), way, ids)
 
     def way(self, adaptive_r: int | str, tokens: int, top_k: int, element: int) -> str | None:
         """The key in `ways` for a call with this number of tokens; None: on one rank all ways are equal.
@@ -295,7 +295,7 @@ class MoE(nn.Module):
         x: Tensor,
         padding: Tensor | None,
         experts: LocalExperts | OwnLocal,
-        call: Call | None = None,
+        call: CallOptions | None = None,
         members: Tensor | None = None,
     ) -> tuple[Tensor, Load]:
         """The layer's computation, given this rank's experts: y [T, D], and the load of each row.
@@ -317,10 +317,14 @@ class MoE(nn.Module):
         return y_TD, with_fields(load, ids_TK=chosen.ids_TK) if self.traced else load
 
     def mix(
-        self, x: Tensor, padding: Tensor | None, experts: LocalExperts | OwnLocal, call: Call | None = None
+        self,
+        x: Tensor,
+        padding: Tensor | None,
+        experts: LocalExperts | OwnLocal,
+        call: CallOptions | None = None,
     ) -> tuple[Tensor, Routing, Routing]:
         """y [T, D], the tokens' routing, and that routing without the pairs that full experts dropped."""
-        cfg, call = self.router.cfg, call or Call()
+        cfg, call = self.router.cfg, call or CallOptions()
         dispatcher = self.dispatcher if call.way is None else self.ways[call.way]
         if dispatcher.ranks == 1 and experts.held != cfg.experts:
             valid = f"all {cfg.experts}, or experts sharded by parallelize"
@@ -367,7 +371,7 @@ class MoE(nn.Module):
         elif self.shared is None:
             y_TD = dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
         else:
-            y_TD, shared_TD = dispatcher.beside(x_TD, routing, experts, self.shared)
+            y_TD, shared_TD = dispatcher.run_with_shared(x_TD, routing, experts, self.shared)
         if shared_TD is None:
             return y_TD
         if self.shared_gate is not None:

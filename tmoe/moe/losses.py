@@ -1,7 +1,7 @@
 """The load-balancing losses: each is a function of a micro-batch's sums, named in --model.moe.balance.
 
-A new loss is a function here, a line in LOSSES, and its name in config/balance.py. Any sum that it needs
-besides those of Load is added in `measure` (moe/balance.py).
+A new loss is a function here, a line in LOSSES, and its name in config/balance_settings.py. Any sum that it
+needs besides those of Load is added in `measure` (moe/balance.py).
 
 Y: the number of MoE layers. Every function returns a rank's share of the step's loss, [Y], without its
 coefficient. The shares of all ranks and micro-batches add up to the loss.

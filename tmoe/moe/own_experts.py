@@ -18,7 +18,7 @@ from tmoe.config.model import MoEConfig
 from tmoe.moe.exchange.dispatch import Rows
 from tmoe.moe.exchange.sorted_rows import over_sorted_rows
 from tmoe.moe.experts import Experts
-from tmoe.ops.check import require
+from tmoe.ops.argument_checks import require
 from tmoe.parallel.mesh import local_part
 
 

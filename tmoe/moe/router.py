@@ -1,7 +1,7 @@
 """Chooses experts for every token and weighs them: logits, scores, a selection, weights.
 
 The scores are a table (moe/select/scores.py). Each selection is a file (moe/select/selection.py describes the
-interface). config/policies.py has the names, and which of them can be combined.
+interface). config/routing_choices.py has the names, and which of them can be combined.
 
 next: moe/select/scores.py, then moe/balance.py
 """
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tmoe.config.model import MoEConfig
-from tmoe.config.policies import SELECTIONS
-from tmoe.moe.select.force import forced
+from tmoe.config.routing_choices import SELECTIONS
+from tmoe.moe.select.forced_routing import forced
 from tmoe.moe.select.scores import SCORES, normalised
-from tmoe.moe.select.selection import Asked, Choice, selection
+from tmoe.moe.select.selection import Choice, RouterInput, selection
 from tmoe.ops import softmax_topk
-from tmoe.ops.check import require
+from tmoe.ops.argument_checks import require
 from tmoe.ops.router.product import router_product
 
 HOTTEST = math.log(100.0)  # upper bound of a cosine router's log scale (Tutel)
@@ -190,7 +190,7 @@ class Router(nn.Module):
         logits_TE = logits_TE.detach()
         scores_TE = SCORES[self.cfg.score].of(logits_TE)
         numbers = (logits_TE, scores_TE, self.choice_bias, live_T)
-        return self.choose(Asked(self.cfg, K, *numbers, self.devices, self.training))
+        return self.choose(RouterInput(self.cfg, K, *numbers, self.devices, self.training))
 
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor, K: int, given: bool = False) -> Tensor:
         """The weights of these experts, before scaling; 0 where an id is -1.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tmoe.moe.balance import Balancer
 from tmoe.moe.layer import MoE
-from tmoe.ops.check import require
+from tmoe.ops.argument_checks import require
 
 
 def layers_of(model: nn.Module) -> list[MoE]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from tmoe.base.lazy import lazy
 
 if TYPE_CHECKING:
+    from tmoe.ops.experts.gather_scatter import gather_rows, scatter_rows
     from tmoe.ops.experts.grouped import grouped_mm
     from tmoe.ops.experts.op import moe_mlp
-    from tmoe.ops.experts.rows import gather_rows, scatter_rows
     from tmoe.ops.loss.logprob import TokenLoss, logprobs, token_loss
     from tmoe.ops.router.topk import softmax_topk
 
@@ -36,11 +36,11 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "TokenLoss": "tmoe.ops.loss.logprob",
-        "gather_rows": "tmoe.ops.experts.rows",
+        "gather_rows": "tmoe.ops.experts.gather_scatter",
         "grouped_mm": "tmoe.ops.experts.grouped",
         "logprobs": "tmoe.ops.loss.logprob",
         "moe_mlp": "tmoe.ops.experts.op",
-        "scatter_rows": "tmoe.ops.experts.rows",
+        "scatter_rows": "tmoe.ops.experts.gather_scatter",
         "softmax_topk": "tmoe.ops.router.topk",
         "token_loss": "tmoe.ops.loss.logprob",
     },

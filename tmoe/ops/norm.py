@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.ops.check import FLOATS, check_device, check_tensors, require
-from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.launch import cdiv, empty, launch
+from tmoe.ops.argument_checks import FLOATS, check_device, check_tensors, require
+from tmoe.ops.experts.pair_order import power_of_2
+from tmoe.ops.launch.kernel_launch import cdiv, empty, launch
 from tmoe.ops.register import Backward, register_differentiable
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tmoe.base.private_torch import find
-from tmoe.ops.check import check_tensors, require
+from tmoe.ops.argument_checks import check_tensors, require
 from tmoe.ops.launch.eager import no_second_derivative, unwatched
 
 R = TypeVar("R")

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.launch.kernel_launch import cdiv, launch
 from tmoe.ops.launch.shapes import StepShapes
 from tmoe.ops.register import collect
 

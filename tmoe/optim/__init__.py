@@ -2,6 +2,6 @@
 
 from tmoe.optim.adamw import build_optimizer
 from tmoe.optim.ema import Ema
-from tmoe.optim.schedule import lr_factor
+from tmoe.optim.learning_rate import lr_factor
 
 __all__ = ["Ema", "build_optimizer", "lr_factor"]

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.base.private_torch import need
 from tmoe.config.run import OptimConfig
-from tmoe.ops.adamw import adamw_
-from tmoe.optim.away import HostRoom
+from tmoe.ops.adamw_op import adamw_
+from tmoe.optim.offload import HostRoom
 from tmoe.parallel.copies import WorkingCopy, make_stale, version, working_copy
 from tmoe.parallel.mesh import local_part
 
@@ -69,7 +69,7 @@ def parameter_groups(
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, which clips and can skip a step on the device, so that the host does not wait.
 
-    On a GPU the step is one pass over the memory of all parameters (ops/adamw.py). Gradients of any float
+    On a GPU the step is one pass over the memory of all parameters (ops/adamw_op.py). Gradients of any float
     type are read once and not written, and working copies (parallel/copies.py) are written in the same pass
     as the weights.
 
@@ -91,7 +91,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__(*args, **settings)
         for name in ("amsgrad", "maximize"):
             if any(group[name] for group in self.param_groups):
-                raise ValueError(f"AdamW: {name}=True, valid is False: ops/adamw.py has one rule")
+                raise ValueError(f"AdamW: {name}=True, valid is False: ops/adamw_op.py has one rule")
         self.host = HostRoom()
         # False, so that a GradScaler unscales the gradients and skips steps itself.
         self._step_supports_amp_scaling = False

@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from tmoe.model.parallelize import parallelize
     from tmoe.model.stages import pipeline
     from tmoe.parallel.collectives import all_gather_v, all_to_all_v
+    from tmoe.parallel.expert_parameters import tag_experts
     from tmoe.parallel.grad_norm import clip_grad_norm_
     from tmoe.parallel.mesh import Mesh, build_mesh
-    from tmoe.parallel.tags import tag_experts
 
 __all__ = [
     "Mesh",
@@ -33,6 +33,6 @@ __getattr__, __dir__ = lazy(
         "clip_grad_norm_": "tmoe.parallel.grad_norm",
         "parallelize": "tmoe.model.parallelize",
         "pipeline": "tmoe.model.stages",
-        "tag_experts": "tmoe.parallel.tags",
+        "tag_experts": "tmoe.parallel.expert_parameters",
     },
 )

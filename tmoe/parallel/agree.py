@@ -1,9 +1,9 @@
 """Lets ranks agree on which of them failed and why, on each rank's value, and on whether their facts match.
 
-    gathered    each rank's value
-    attempt     runs work on every rank; no rank waits for a rank whose work has failed
-    unlike      the facts in which ranks differ
-    together    words exchanged through a store, for calls that some ranks may never make
+    gathered           each rank's value
+    attempt            runs work on every rank; no rank waits for a rank whose work has failed
+    differing_facts    the facts in which ranks differ
+    gathered_by_store  words exchanged through a store, for calls that some ranks may never make
 
 next: parallel/collectives.py
 """
@@ -35,7 +35,7 @@ def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return values
 
 
-def named(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The type and message of an error."""
     return f"{type(error).__name__}: {error}"
 
@@ -44,7 +44,7 @@ def attempt(
     work: Callable[[], T],
     group: dist.ProcessGroup | None,
     errors: tuple[type[Exception], ...] = (Exception,),
-    words: Callable[[Exception], str] = named,
+    words: Callable[[Exception], str] = error_text,
 ) -> tuple[T | None, Exception | None, dict[int, str]]:
     """Runs `work` on every rank, and reports to every rank which ranks failed.
 
@@ -72,7 +72,7 @@ def by_reason(failures: Mapping[int, str]) -> dict[str, list[int]]:
     return ranks
 
 
-def unlike(facts: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[str]:
+def differing_facts(facts: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[str]:
     """A line for each fact that has another value on some rank than on rank 0.
 
     A collective; all ranks get the same lines.
@@ -93,7 +93,9 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.PrefixStore(f"tmoe {group.group_name}", default_store())
 
 
-def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], Any]) -> list[Any] | None:
+def gathered_by_store(
+    group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], Any]
+) -> list[Any] | None:
     """Exchanges a word between all ranks of a group, through the group's store; returns them in rank order.
 
     All ranks must call it with the same key. The result is None once ahead() returns True, because some rank

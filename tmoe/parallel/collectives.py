@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tmoe.base.private_torch import find
-from tmoe.ops.check import require
+from tmoe.ops.argument_checks import require
 from tmoe.ops.register import on_any_device
 
 # how functional collectives find a group by name

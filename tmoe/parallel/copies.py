@@ -7,7 +7,7 @@ an element a step. With working copies a parameter stays an fp32 DTensor for all
 gradient of the copy becomes the gradient of the parameter. That moves 6 bytes an element, or 2 where the
 optimizer writes the copy in the same pass as the weight (`tmoe.optim.AdamW`).
 
-next: parallel/gathered_copies.py
+next: parallel/shared_copies.py
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tmoe.base.private_torch import take
+from tmoe.base.private_torch import find_or_note
 from tmoe.parallel.mesh import local_part
 
-take(
+find_or_note(
     "torch.Tensor._post_accumulate_grad_hooks",
     "hooks of register_post_accumulate_grad_hook are not called where a rank holds a parameter whole",
 )

@@ -39,12 +39,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tmoe.base.private_torch import find, lacks, note, take
-from tmoe.config.axes import Axes, Place
+from tmoe.base.private_torch import find, find_or_note, lacks, note
+from tmoe.config.axes import Axes, RankPlace
 from tmoe.config.check import ConfigError, Setting, divisors
 from tmoe.parallel.launcher import join, launcher_world
 
-_get_default_store = take(
+_get_default_store = find_or_note(
     "torch.distributed.distributed_c10d._get_default_store",
     "ranks open a store of tmoe's in addition to the group's",
 )
@@ -85,7 +85,7 @@ class Mesh:
         return self.grid["ep"]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """This rank's coordinate on every axis."""
         return self.axes.place(dist.get_rank())
 

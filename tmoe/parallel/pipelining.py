@@ -5,7 +5,7 @@ receiver posts buffers in the order in which the sender's row of the table sends
 torch's own pipelines send and receive on one communicator, so compute waits for messages, and their split
 backwards refuse compiled blocks (docs/decisions/051-own-pipeline.md).
 
-next: parallel/schedule.py
+next: parallel/pipeline_schedule.py
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.ops.experts.deferred import Left, collecting
+from tmoe.ops.experts.deferred import DeferredGradients, collecting
 from tmoe.parallel.mesh import Mesh, patience, set_timeout
-from tmoe.parallel.schedule import Action, Message, Table, messages
+from tmoe.parallel.pipeline_schedule import Action, Message, Table, messages
 
 
 class Chunk(Protocol):
@@ -38,7 +38,7 @@ class Chunk(Protocol):
         """Prepares for a micro-batch's backward. last: it is the step's last, and sends gradients."""
         ...
 
-    def finish_experts(self, left: list[Left], last: bool) -> None:
+    def finish_experts(self, left: list[DeferredGradients], last: bool) -> None:
         """Computes the gradients that a backward has deferred. last: the step's last, which sends them."""
         ...
 
@@ -206,7 +206,7 @@ class Pipeline:
         """Forward and backward of every micro-batch."""
         self.edges.begin(shape, "FB")
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | None, list[Tensor]]] = {}
-        left: dict[tuple[int, int], list[Left]] = {}  # work that an I defers to its W
+        left: dict[tuple[int, int], list[DeferredGradients]] = {}  # work that an I defers to its W
         final = {(a.op == "W", a.chunk): i for i, a in enumerate(self.row) if a.op != "F"}
         for i, action in enumerate(self.row):
             op, chunk, micro = action

@@ -1,6 +1,6 @@
 """Bytes that one block holds on a rank, in closed form: the sum over its parts.
 
-The formulas of the parts are in tmoe/model/held_bytes.py and tmoe/moe/held_bytes.py.
+The formulas of the parts are in tmoe/model/block_bytes.py and tmoe/moe/moe_bytes.py.
 
 next: tmoe/plan/memory.py
 """
@@ -11,14 +11,14 @@ from typing import Any
 
 from tmoe.config import sizes
 from tmoe.config.axes import Axes
-from tmoe.config.float8 import fits
+from tmoe.config.float8_settings import fits
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
-from tmoe.model import held_bytes as of_model
+from tmoe.model import block_bytes as of_model
+from tmoe.model.block_bytes import grouped_elements, latent_elements, statistics
 from tmoe.model.count import block_shapes
-from tmoe.model.held_bytes import grouped_elements, latent_elements, statistics
-from tmoe.moe import held_bytes as of_moe
-from tmoe.moe.held_bytes import gathered_expert_bytes, moe_bytes, slice_bytes, window_bytes
+from tmoe.moe import moe_bytes as of_moe
+from tmoe.moe.moe_bytes import gathered_expert_bytes, moe_bytes, slice_bytes, window_bytes
 
 
 def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -> int:

@@ -20,14 +20,14 @@ from tmoe.config.check import Setting, require
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
+from tmoe.model.block_bytes import loss_bytes
 from tmoe.model.count import Shape, block_shapes, numel, root_shapes
 from tmoe.model.freeze import matching
-from tmoe.model.held_bytes import loss_bytes
 from tmoe.model.stages import cuts
 from tmoe.model.transformer import Transformer
-from tmoe.moe.held_bytes import exchange_bytes, left_bytes, uses_symm
+from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, uses_symm
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
-from tmoe.parallel.schedule import Table, table
+from tmoe.parallel.pipeline_schedule import Table, table
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
 from tmoe.plan.rollout_memory import several_micros, with_rollout
 
@@ -163,7 +163,7 @@ class Numbers(NamedTuple):
     backward: int
 
 
-class Chunk(NamedTuple):
+class StageBytes(NamedTuple):
     """The numbers that a chunk adds to its stage's rank, in elements; `working` in bytes."""
 
     own: int  # this rank's share of all parameters
@@ -186,7 +186,7 @@ def _numbers(cfg: Config, axes: Axes, layer: int) -> Numbers:
     )
 
 
-def _chunk(cfg: Config, axes: Axes, span: range, blocks: Sequence[Numbers]) -> Chunk:
+def _chunk(cfg: Config, axes: Axes, span: range, blocks: Sequence[Numbers]) -> StageBytes:
     """A rank's part of one chunk; blocks: the Numbers of its blocks."""
     model, shard, sharers = cfg.model, axes.shard, axes.sharers
     width = compute_bytes(cfg)
@@ -203,7 +203,7 @@ def _chunk(cfg: Config, axes: Axes, span: range, blocks: Sequence[Numbers]) -> C
     padded = [block.dense_piece * shard for block in blocks]  # as FSDP2 gathers them
     passing = [sum(padded[i] for i in unit) for unit in together for _ in unit]
     shared = [0 if keeps or unshared else sharers * block.expert_piece for block in blocks]
-    return Chunk(
+    return StageBytes(
         own=own,
         held=held,
         whole=numel(root) + sum(block.dense for block in blocks) + sum(experts),
@@ -295,7 +295,7 @@ def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequen
     return {name: size - less.get(name, 0) for name, size in parts.items()}
 
 
-class Frozen(NamedTuple):
+class FrozenElements(NamedTuple):
     """Frozen elements of a rank's blocks."""
 
     dense: int
@@ -307,16 +307,16 @@ class Frozen(NamedTuple):
     """the part of `own` that no rank shares: the rank computes with it in place"""
 
 
-def frozen_on_a_rank(cfg: Config, axes: Axes, spans: Sequence[range]) -> Frozen:
+def frozen_on_a_rank(cfg: Config, axes: Axes, spans: Sequence[range]) -> FrozenElements:
     """The frozen elements on a rank of the stage that has these chunks, by --optim.freeze."""
     if not cfg.optim.freeze:
-        return Frozen(0, 0, 0, 0)
+        return FrozenElements(0, 0, 0, 0)
     found = [frozen_elements(cfg.model, cfg.optim.freeze, span) for span in spans]
     dense, experts = (sum(numbers) for numbers in zip(*found, strict=True))
     own = dense // axes.shard + experts // (axes.ep * axes.sharers)
     unshared = axes.sharers * axes.replicate == 1
     held = own if axes.stage == 1 else experts // axes.ep if unshared else 0
-    return Frozen(dense, experts, own, held)
+    return FrozenElements(dense, experts, own, held)
 
 
 @functools.lru_cache(64)

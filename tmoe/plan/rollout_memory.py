@@ -17,7 +17,7 @@ from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import Span, most_needed
 from tmoe.plan.block_memory import layer_bytes
 
-AT_ONCE = 8192  # tokens of prompts in one pass; generate/whole.py has the same on a GPU
+AT_ONCE = 8192  # tokens of prompts in one pass; generate/gathered_model.py has the same on a GPU
 
 
 def several_micros(cfg: Config, axes: Axes) -> bool:

@@ -14,9 +14,9 @@ from einops import rearrange
 from torch import Tensor
 
 from tmoe.config.model import IGNORE
-from tmoe.data.chat.dataset import ChatBatch
+from tmoe.data.chat.chat_dataset import ChatBatch
 from tmoe.data.chat.packing import plan
-from tmoe.data.chat.prompts import Prompt
+from tmoe.data.chat.prompt_data import Prompt
 from tmoe.generate.engine import Sample
 from tmoe.post.losses.sums import StepCounts
 
@@ -176,7 +176,7 @@ class Step(NamedTuple):
         return self.packed.batch.count_sequences()
 
 
-class Outcome(NamedTuple):
+class AnswerResult(NamedTuple):
     """The facts of an answer that all ranks know."""
 
     number: int
@@ -198,7 +198,7 @@ def routes_of(sample: Sample) -> Tensor:
     return torch.cat([*before, sample.routes], 1)
 
 
-def of_groups(told: Sequence[Outcome]) -> tuple[Tensor, Tensor]:
+def of_groups(told: Sequence[AnswerResult]) -> tuple[Tensor, Tensor]:
     """Rewards of answers, and the numbers of their prompts."""
     rewards = torch.tensor([one.reward for one in told], dtype=torch.float32)
     return rewards, torch.tensor([one.number for one in told], dtype=torch.int64)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.run import Config
-from tmoe.hf.start import load_weights
+from tmoe.hf.load_weights import load_weights
 from tmoe.model.transformer import Transformer
 from tmoe.optim.ema import Ema
 from tmoe.parallel.copies import make_stale
 from tmoe.parallel.mesh import local_part
 
 
-class Frozen:
+class FrozenWeights:
     """The weights of --init, or the weights drawn from the seed: fp32, laid out as the model's own.
 
     Weights that --optim.freeze freezes are not kept twice. A collective. A resumed run has other weights than

@@ -27,17 +27,17 @@ from torch import Tensor
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
-from tmoe.data.chat.prompts import Asked, PromptDataset, open_prompts, share
+from tmoe.data.chat.prompt_data import PromptDataset, RankPrompts, open_prompts, share
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
 from tmoe.data.tokenizer import Carried
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.engine import Engine, Samples, require_pool
+from tmoe.generate.gathered_model import Stopped
 from tmoe.generate.generation_config import not_followed
 from tmoe.generate.pages import Span
 from tmoe.generate.sampler import Sampling
-from tmoe.generate.whole import Stopped
-from tmoe.model.ahead import Pass
+from tmoe.model.compile_ahead import Pass
 from tmoe.model.loss import Given, Objective
 from tmoe.model.rounding import rounding
 from tmoe.model.transformer import Transformer
@@ -46,10 +46,10 @@ from tmoe.moe.trace import keeping, replaying
 from tmoe.ops import logprobs
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh
-from tmoe.post.answers import Answer, Outcome, Packed, Parts, Step, of_groups, pack, routes_of, rows_of
+from tmoe.post.answers import Answer, AnswerResult, Packed, Parts, Step, of_groups, pack, routes_of, rows_of
 from tmoe.post.estimates import estimates
-from tmoe.post.frozen import Frozen
-from tmoe.post.losses.sequences import advantages, telling
+from tmoe.post.frozen import FrozenWeights
+from tmoe.post.losses.sequences import advantages, has_unequal_rewards
 from tmoe.post.losses.sums import StepCounts, sequence_sums
 from tmoe.post.losses.tokens import kl
 from tmoe.post.policy_loss import OF_TOKENS, PolicyLoss
@@ -109,7 +109,7 @@ class Grpo(Task):
         steps = dict(none=[Pass()], rollout=[Pass(replay=True)], old=old)
         return steps[self.g.replay] + ([Pass(grad=False)] if self.g.kl else [])
 
-    def example(self, batch: Asked, device: torch.device) -> Micro:
+    def example(self, batch: RankPrompts, device: torch.device) -> Micro:
         """A micro-batch of padding, because there are no answers yet."""
         train = self.cfg.train
         return next(pack([], [], (1, train.batch, train.seq), []).batch.micros(device, True))
@@ -127,7 +127,7 @@ class Grpo(Task):
 
     def prepare(self, model: Transformer, data: Sequence[PromptDataset], run: Runtime, step: int) -> None:
         self.data, self.model = data[0], model
-        self.frozen = Frozen(model, self.cfg, step) if self.g.kl else None
+        self.frozen = FrozenWeights(model, self.cfg, step) if self.g.kl else None
         self.ended = time.perf_counter()
         self.log = None
         if run.rank == 0 and not self.cfg.eval_only:
@@ -141,14 +141,14 @@ class Grpo(Task):
 
     # ---- a rollout ----
 
-    def rollout(self, model: Transformer, batch: Asked, run: Runtime, step: int) -> Step | None:
+    def rollout(self, model: Transformer, batch: RankPrompts, run: Runtime, step: int) -> Step | None:
         """Answers to the step's prompts, rewarded and packed.
 
         With --grpo.resample, prompts whose answers all have the same reward are replaced by new prompts.
         """
         g = self.g
         answers: list[Answer] = []
-        told: list[Outcome] = []
+        told: list[AnswerResult] = []
         parts: Parts = {}
         missing, drawn, equal = g.prompts, 0, 0
         self.rewarded.begin()
@@ -166,7 +166,7 @@ class Grpo(Task):
             seconds["rollout"] += answered - began
             seconds["rewards"] += time.perf_counter() - answered
             generated += sum(outcome.tokens for outcome in found)
-            keeps = telling(*of_groups(found)).tolist()
+            keeps = has_unequal_rewards(*of_groups(found)).tolist()
             tell = {outcome.number for outcome, keep in zip(found, keeps, strict=True) if keep}
             drawn += missing
             equal += missing - len(tell)
@@ -219,10 +219,12 @@ class Grpo(Task):
             keys = [base + number for number in wave]
             made = Samples()
             ids = [prompt.ids for prompt in prompts]
-            with run.watch.aside(), suppress(Stopped):  # the sum below is not 0 then
-                made = engine.generate(ids, g.group, sampling, numbers=keys, routes=replays, told=run.hears)
-            run.watch.moved()
-            if run.sums(run.stop)[0]:
+            with run.watch.unrecorded(), suppress(Stopped):  # the sum below is not 0 then
+                made = engine.generate(
+                    ids, g.group, sampling, numbers=keys, routes=replays, told=run.stop_requested
+                )
+            run.watch.note_progress()
+            if run.sum_over_ranks(run.stop)[0]:
                 return None
             for number, prompt, group in zip(wave, prompts, made, strict=True):
                 for i, s in enumerate(group):
@@ -239,14 +241,14 @@ class Grpo(Task):
 
     def reward(
         self, answers: list[Answer], step: int, run: Runtime, counts: Rewarded
-    ) -> tuple[list[Outcome], Parts]:
+    ) -> tuple[list[AnswerResult], Parts]:
         """Rewards this rank's answers. Returns the outcomes of all ranks' answers. A collective.
 
         counts: gets the rewards and the faults. Also returned: the parts of the rewards of the answers that
         this rank rewarded.
         """
         place = self.mesh.place
-        own: list[Outcome] = []
+        own: list[AnswerResult] = []
         parts: Parts = {}
         faults: dict[str, int] = {}
         if place.cp == place.tp == 0:  # one of the ranks that share answers rewards them
@@ -260,16 +262,18 @@ class Grpo(Task):
             for i, a in enumerate(answers):
                 reward = scores.rewards[i]
                 worth = math.nan if reward is None else reward
-                own.append(Outcome(a.number, a.sample, worth, len(a.ids), a.truncated))
+                own.append(AnswerResult(a.number, a.sample, worth, len(a.ids), a.truncated))
                 parts[a.number, a.sample] = {name: column[i] for name, column in scores.parts.items()}
             faults = scores.faults
-            run.watch.moved()
+            run.watch.note_progress()
         everyone = gathered((own, faults), run.control)
         found = [outcome for some, _ in everyone for outcome in some]
         counts.add([outcome.reward for outcome in found], [kinds for _, kinds in everyone])
         return found, parts
 
-    def learn(self, model: Transformer, answers: list[Answer], told: list[Outcome], run: Runtime) -> Step:
+    def learn(
+        self, model: Transformer, answers: list[Answer], told: list[AnswerResult], run: Runtime
+    ) -> Step:
         """Packs this reader's answers, and computes the inputs of their loss. A collective.
 
         answers: of this reader; the outcomes are those of all ranks' answers.
@@ -402,7 +406,9 @@ class Grpo(Task):
 
     # ---- numbers ----
 
-    def numbers(self, told: list[Outcome], equal: float, generated: int, seconds: dict[str, float]) -> Tensor:
+    def numbers(
+        self, told: list[AnswerResult], equal: float, generated: int, seconds: dict[str, float]
+    ) -> Tensor:
         """The logged numbers of a step as a whole, fp32, one for each of `measures`.
 
         `time/...` are shares of the time since the previous step.

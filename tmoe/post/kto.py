@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tmoe.config.run import Config
 from tmoe.data.chat.batch import ChatBatch, batch_of
-from tmoe.data.chat.dataset import ChatDataset, open_chat
+from tmoe.data.chat.chat_dataset import ChatDataset, open_chat
 from tmoe.data.chat.mismatched import Mismatched
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
@@ -124,8 +124,8 @@ class Kto(Preference):
                 numbers = batch.numbers_AN[batch.numbers_AN >= 0]
                 whole += len(numbers)
                 good += self.desirable_N[numbers.to(run.device)].sum().item()
-        gained, counted, good, whole = run.sums(gains.item() / parts, count / parts, good, whole)
-        self.z = baseline_of(*run.put(torch.tensor([gained, counted], dtype=torch.float64)))
+        gained, counted, good, whole = run.sum_over_ranks(gains.item() / parts, count / parts, good, whole)
+        self.z = baseline_of(*run.to_device(torch.tensor([gained, counted], dtype=torch.float64)))
         # Sums over one kind are divided by the number of both kinds; these factors turn them into means.
         self.shares = [whole / kind if kind else math.nan for kind in (good, whole - good)]
         return whole
@@ -164,13 +164,13 @@ class Kto(Preference):
         shape = dict(batch=train.batch, accumulate=train.accumulate)
         shape |= dict(rank=self.mesh.place.reader, world=self.mesh.axes.readers)
         batches = [data.batch(i, **shape) for i in range(train.eval_batches)]
-        if run.sums(run.stop)[0]:
+        if run.sum_over_ranks(run.stop)[0]:
             return None
         whole = self.baseline(model, batches, data, run)
         total, one = torch.zeros((), device=device), torch.ones((), device=device)
         totals = Totals(one, one, one)
         for batch in batches:
-            if run.sums(run.stop)[0]:
+            if run.sum_over_ranks(run.stop)[0]:
                 self.read_measured(total)
                 return None
             micros = list(self.micros(batch, device))

@@ -19,7 +19,7 @@ from torch import Tensor
 from tmoe.config.check import Setting, require
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config, require_no_noise
-from tmoe.data.chat.dataset import ChatBatch, ChatDataset, open_chat
+from tmoe.data.chat.chat_dataset import ChatBatch, ChatDataset, open_chat
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
 from tmoe.data.tokenizer import Carried
@@ -33,7 +33,7 @@ from tmoe.parallel.mesh import Mesh
 from tmoe.post.losses import LOSSES
 from tmoe.post.losses.pairs import pairs_of
 from tmoe.post.losses.sums import sequence_sums, trained_tokens
-from tmoe.post.reference import ReferenceStore, tokens_hash, weights_hash
+from tmoe.post.reference_model import ReferenceStore, tokens_hash, weights_hash
 from tmoe.post.task import Task
 from tmoe.run.process import Runtime
 
@@ -125,12 +125,12 @@ class Preference(Task):
         if not self.needs_reference:
             return
         self.total = self._number(data)
-        weights, tokens = gathered(run.together(lambda: self._hashes(data, run)), run.control)[0]
-        store = run.together(lambda: self._store(weights, tokens, step))
+        weights, tokens = gathered(run.on_all_ranks(lambda: self._hashes(data, run)), run.control)[0]
+        store = run.on_all_ranks(lambda: self._store(weights, tokens, step))
         if gathered(store.missing() and "some", run.control)[0]:
             gone = f"{store.folder}: lacks the reference's log-probs, and {step} steps have changed weights"
             again = f"restore the folder, or start from the beginning with {Setting('resume')} none"
-            run.together(lambda: require(step == 0, f"{gone}; {again}"))
+            run.on_all_ranks(lambda: require(step == 0, f"{gone}; {again}"))
             found = torch.full((self.copies * self.total,), -math.inf, dtype=torch.float64)
             model.eval()
             for part in data:
@@ -140,8 +140,8 @@ class Preference(Task):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=run.control)
             for piece in store.pieces() if run.rank == 0 else ():
                 store.write(piece, found[piece.start : piece.stop])
-            run.sums(0.0)  # a barrier: the files are written
-        self.reference_N = run.together(store.read).to(run.device)
+            run.sum_over_ranks(0.0)  # a barrier: the files are written
+        self.reference_N = run.on_all_ranks(store.read).to(run.device)
 
     def _number(self, data: Sequence[ChatDataset]) -> int:
         """The number of all sequences. Sequences of sources that only validation has get the last numbers."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tmoe.base.optional import Onlooker
-from tmoe.log.lines import COMPACT, COUNTED, append, read_lines, rewind
+from tmoe.log.metrics_file import COMPACT, COUNTED, append, read_lines, rewind
 
 NAME = "rollouts.jsonl"
 KEYS = "step", "number", "sample", "prompt", "answer", "reward", "parts", "finish", "tokens", "advantage"

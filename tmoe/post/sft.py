@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tmoe.config.run import Config
-from tmoe.data.chat.dataset import ChatBatch, ChatDataset, open_chat
+from tmoe.data.chat.chat_dataset import ChatBatch, ChatDataset, open_chat
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
 from tmoe.data.tokenizer import Carried

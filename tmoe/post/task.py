@@ -18,7 +18,7 @@ from tmoe.config.run import Config
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Batch, Dataset, Micro, open_data, unigram_entropy
 from tmoe.data.tokenizer import Carried
-from tmoe.model.ahead import Pass
+from tmoe.model.compile_ahead import Pass
 from tmoe.model.loss import Objective
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
@@ -62,7 +62,8 @@ class Task:
         return [Pass(), Pass(grad=False)]
 
     def example(self, batch: Batch, device: torch.device) -> Micro:
-        """A micro-batch with the shapes and types of all micro-batches, for compiling (model/ahead.py).
+        """A micro-batch with the shapes and types of all micro-batches, for compiling
+        (model/compile_ahead.py).
 
         batch: the data that is read for a step.
         """

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 
 from tmoe import front
-from tmoe.base import last_line
+from tmoe.base import exit_message
 from tmoe.base.listing import listed
 from tmoe.base.optional import say, settle_output
-from tmoe.base.private_torch import find, lacks, take
+from tmoe.base.private_torch import find, find_or_note, lacks
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
-from tmoe.parallel.agree import attempt, by_reason, gathered, unlike
+from tmoe.parallel.agree import attempt, by_reason, differing_facts, gathered
 from tmoe.parallel.launcher import (
     PATIENCE,
     TOLD_WHOLE,
@@ -45,7 +45,7 @@ from tmoe.parallel.mesh import default_store, patience
 from tmoe.run.watch import Watch
 
 T = TypeVar("T")
-STORE_EVERY = 32  # calls of `hears` between two reads of the store, each a network round trip
+STORE_EVERY = 32  # calls of `stop_requested` between two reads of the store, each a network round trip
 STARTS = count()  # numbers the starts of this process; equal on all ranks
 LINGERS = 10.0  # seconds that a killed run may take to end
 # Signals by which terminals, launchers and schedulers end a job, and their handlers in a new process.
@@ -57,7 +57,7 @@ ENDS = {
     signal.SIGXCPU: signal.SIG_DFL,
 }
 log = logging.getLogger(__name__)
-counters = take("torch._dynamo.utils.counters", "recompiles are not counted")
+counters = find_or_note("torch._dynamo.utils.counters", "recompiles are not counted")
 
 
 @dataclass
@@ -79,13 +79,13 @@ class Runtime:
     asked: int = field(default=0)
     said: bool = field(default=False)
 
-    def sums(self, *values: float) -> list[float]:
+    def sum_over_ranks(self, *values: float) -> list[float]:
         """Sum of each value over all ranks."""
         t = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(t, group=self.control)
         return t.tolist()
 
-    def hears(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether this rank or another rank was asked to stop; the latter is known some calls later.
 
         No collective, so ranks may call it at different places. Other ranks report a stop through the store,
@@ -102,7 +102,7 @@ class Runtime:
         self.asked += 1
         return self.asked % STORE_EVERY == 0 and store.check([self.key])
 
-    def put(self, t: torch.Tensor) -> torch.Tensor:
+    def to_device(self, t: torch.Tensor) -> torch.Tensor:
         """The tensor on the device.
 
         It is copied from pinned memory; otherwise the host would wait for all work of the GPU.
@@ -110,7 +110,7 @@ class Runtime:
         return t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
 
     @property
-    def speaks(self) -> bool:
+    def prints_for_node(self) -> bool:
         """Whether this rank prints why all ranks end: one rank per node, as each node has its own log."""
         return self.rank == 0 or launcher_world().local_rank == 0
 
@@ -125,7 +125,7 @@ class Runtime:
             return torch.cuda.get_device_properties(self.device).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (launcher_world().local_size or 1)
 
-    def together(self, work: Callable[[], T]) -> T:
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
         """Runs `work`, which calls no collective, on every rank, and returns its result.
 
         If it raises ValueError or OSError on any rank, all ranks end with code 2. The first rank of each node
@@ -136,21 +136,21 @@ class Runtime:
         self._refuse([m if len(ranks) == self.world else f"rank {ranks}: {m}" for m, ranks in reasons])
         return cast(T, result)
 
-    def alike(self, facts: Mapping[str, Any]) -> None:
+    def require_equal(self, facts: Mapping[str, Any]) -> None:
         """Ends all ranks with code 2 if a rank has other facts than rank 0, and prints which.
 
         Ranks with different settings or data would add up gradients that do not belong together, without an
         error.
         """
-        self._refuse(unlike(facts, self.control))
+        self._refuse(differing_facts(facts, self.control))
 
     def _refuse(self, lines: list[str]) -> None:
         """Ends all ranks with code 2 if there are lines, which the first rank of each node prints."""
         if lines:
             line = listed("", ["error: " + "\n".join(lines)], indent="")
-            if self.speaks:
+            if self.prints_for_node:
                 say(line, sys.stderr)
-            last_line.leave(line)
+            exit_message.leave(line)
             raise SystemExit(2)
 
     @contextmanager
@@ -166,9 +166,9 @@ class Runtime:
             yield
         except kinds as error:
             line = f"error: {front.spelt(error)}"
-            if self.speaks:
+            if self.prints_for_node:
                 say(line, sys.stderr)
-            last_line.leave(line)
+            exit_message.leave(line)
             raise SystemExit(2) from None
 
     def claim(self, out: str) -> BinaryIO | None:
@@ -204,9 +204,9 @@ class Runtime:
                 except OSError:  # no locks on this file system
                     return file
 
-        return self.together(take)
+        return self.on_all_ranks(take)
 
-    def blame(self, step: int, loss: float, norm: float, mean: float, samples: list[int]) -> None:
+    def explain_bad_step(self, step: int, loss: float, norm: float, mean: float, samples: list[int]) -> None:
         """Logs on rank 0 why a step is strange. A collective of all ranks.
 
         If only the gradient norm is not finite, the norm is logged. Otherwise the loss is strange, and the
@@ -230,7 +230,7 @@ class Runtime:
         The signal handlers of before the run are restored, unless the run was asked to stop: a second signal
         must not interrupt a process that is already ending.
         """
-        (told,) = self.sums(self.stop)
+        (told,) = self.sum_over_ranks(self.stop)
         if not told:
             for signum, handler in self.handlers.items():
                 signal.signal(signum, handler)
@@ -277,7 +277,7 @@ def one_error() -> Iterator[None]:
     except ValueError as error:
         line = f"error: {front.spelt(error)}"
         print(line, file=sys.stderr)
-        last_line.leave(line)
+        exit_message.leave(line)
         raise SystemExit(2) from None
 
 
@@ -384,7 +384,7 @@ def to_host(tree: Any) -> Any:
     return tree
 
 
-class OnItsWay:
+class PendingHostCopy:
     """Tensors (in any nest of tuples) whose copy to the host has begun.
 
     `read` waits for these copies alone, not for later work of the GPU. `ended`, once read, is the time at
@@ -405,10 +405,10 @@ class OnItsWay:
     def read(self) -> T:
         if self.copied:
             self.copied.synchronize()
-            if OnItsWay.last is None:
+            if PendingHostCopy.last is None:
                 self.ended = time.perf_counter()
             else:
-                copied_before, ended_before = OnItsWay.last
+                copied_before, ended_before = PendingHostCopy.last
                 self.ended = ended_before + copied_before.elapsed_time(self.copied) / 1e3
-            OnItsWay.last = self.copied, self.ended
+            PendingHostCopy.last = self.copied, self.ended
         return self.host

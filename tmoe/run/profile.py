@@ -14,7 +14,7 @@ from tmoe.base.optional import Onlooker
 from tmoe.run.process import counters, log
 
 
-class Graphs:
+class GraphCounter:
     """Counts compiled graphs: new ones after a phase's first pass are recompiles, and a steady run has none.
 
     Compilation leaves half a million Python objects that stay. Python's garbage collector takes 0.2 to 0.5 s

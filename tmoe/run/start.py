@@ -23,8 +23,8 @@ from tmoe.cli.defaults import plan_of, samples_a_step, with_length
 from tmoe.cli.parse import flags_of, require_weights
 from tmoe.config.run import Config
 from tmoe.data.dataset import Dataset, require_alike
-from tmoe.hf.start import load_weights
-from tmoe.hf.tokenizer import carried_by_start, unknown_of
+from tmoe.hf.load_weights import load_weights
+from tmoe.hf.tokenizer_files import carried_by_start, unknown_of
 from tmoe.log.metrics import Metrics
 from tmoe.log.routes import Routes
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
@@ -53,31 +53,33 @@ class Start:
         """task_of: creates the task (tmoe/post/task.py) from these settings on this mesh."""
         self.cfg = cfg
         self.run = run
-        run.alike(flags_of(cfg))
+        run.require_equal(flags_of(cfg))
 
         # The mesh, and whether the model fits into each rank's memory.
         p = cfg.parallel
         axes = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
-        self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes))
-        run.together(lambda: require_matches(cfg))
-        run.together(lambda: require_layers(cfg))
-        run.together(lambda: require_device(cfg, run.device))
-        run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
+        self.mesh = run.on_all_ranks(
+            lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes)
+        )
+        run.on_all_ranks(lambda: require_matches(cfg))
+        run.on_all_ranks(lambda: require_layers(cfg))
+        run.on_all_ranks(lambda: require_device(cfg, run.device))
+        run.on_all_ranks(lambda: require_room(cfg, self.mesh.axes, run.memory))
 
         # Data, read with the tokenizer of the initial weights, if they have one.
-        self.carried = run.together(lambda: carried_by_start(cfg))
+        self.carried = run.on_all_ranks(lambda: carried_by_start(cfg))
         self.task = task_of(cfg, self.mesh)
-        opened = run.together(lambda: [self.task.open(split, self.carried) for split in ("train", "val")])
+        opened = run.on_all_ranks(lambda: [self.task.open(split, self.carried) for split in ("train", "val")])
         self.data, self.val_data = opened
-        run.together(lambda: require_alike(self.data, self.val_data))
-        run.alike(self.data.extent("training") | self.val_data.extent("validation"))
+        run.on_all_ranks(lambda: require_alike(self.data, self.val_data))
+        run.require_equal(self.data.extent("training") | self.val_data.extent("validation"))
         self.a_step = samples_a_step(cfg, self.mesh.axes.readers)
         cfg = self.with_length(cfg)
         self.test_data: Dataset | None = None
         if cfg.data.held_out[1]:
-            self.test_data = run.together(lambda: self.task.open("test", self.carried))
-            run.alike(self.test_data.extent("test"))
-        self.facts = run.together(lambda: self.task.facts(self.val_data))
+            self.test_data = run.on_all_ranks(lambda: self.task.open("test", self.carried))
+            run.require_equal(self.test_data.extent("test"))
+        self.facts = run.on_all_ranks(lambda: self.task.facts(self.val_data))
 
         # Model and optimizer.
         with run.refusing():  # the requested dispatcher may not work on these ranks
@@ -113,7 +115,7 @@ class Start:
         if not cfg.eval_only:
             self.checkpoints.begin(self.step)
         # On all ranks together: rank 0 may find files in the run folder that it cannot continue.
-        self.metrics = run.together(lambda: self.open_log(known, held))
+        self.metrics = run.on_all_ranks(lambda: self.open_log(known, held))
         self.announce()
 
     def open_log(self, known: dict[str, str], held: Any) -> Metrics:
@@ -135,7 +137,7 @@ class Start:
     def with_length(self, cfg: Config) -> Config:
         """The settings with the number of steps that data and --epochs give; also set in the task."""
         samples = self.data.samples
-        self.cfg = self.task.cfg = self.run.together(lambda: with_length(cfg, samples, self.a_step))
+        self.cfg = self.task.cfg = self.run.on_all_ranks(lambda: with_length(cfg, samples, self.a_step))
         return self.cfg
 
     def restore(self) -> None:
@@ -156,7 +158,7 @@ class Start:
                     self.ema.restart()
             elif cfg.eval_only and cfg.resume == "auto":
                 require_weights(cfg, found=False)
-        run.together(lambda: require_finite(self.tensors(("model",))))
+        run.on_all_ranks(lambda: require_finite(self.tensors(("model",))))
 
     def go_on_from(self, path: Path) -> None:
         """Loads a step folder: all state that the next step depends on, or only weights for --eval-only."""
@@ -169,7 +171,7 @@ class Start:
                 cfg = with_length(cfg, self.data.samples, self.a_step, self.data.ahead)
             return cfg, resume.require_same_run(path, cfg, facts, readers)
 
-        cfg, self.changes = run.together(look)
+        cfg, self.changes = run.on_all_ranks(look)
         self.cfg = self.task.cfg = cfg
         weights_only = cfg.eval_only or not cfg.load_optim
         wanted = ("model.", "ema.") if weights_only else None

@@ -12,7 +12,7 @@ from benchmarks.cost import block_time, constants, network, search, step_time
 from tmoe.config.axes import Axes
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
-from tmoe.parallel.schedule import Cost, simulate
+from tmoe.parallel.pipeline_schedule import StageCost, simulate
 from tmoe.plan.memory import plan
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
@@ -123,7 +123,7 @@ def test_a_pipelines_time_is_its_tables(schedule, chunks):
     for span in spans:
         forward, backward = step_time.passes(cfg, axes, span, m, 1.0)
         weights = forward["experts"]  # three products either way
-        costs.append(Cost(sum(forward.values()), sum(backward.values()) - weights, weights))
+        costs.append(StageCost(sum(forward.values()), sum(backward.values()) - weights, weights))
     assert got.seconds == pytest.approx(simulate(plan(cfg, axes), costs).time)
     assert got.tokens == 8 * 4 * 4096 and got.parts["pipeline bubble"] > 0
     longer = replace(cfg, train=replace(cfg.train, accumulate=20))
@@ -141,7 +141,7 @@ def test_v_puts_off_the_experts_weights_as_its_table_does():
     model = replace(QWEN3.model, layers=16, vocab=1024)
     cfg = laid(replace(QWEN3, model=model), Axes(pp=4), batch=2, micros=8, schedule="v")
     costs = [
-        Cost(n * (dense + experts), n * (2 * dense + experts), n * experts)
+        StageCost(n * (dense + experts), n * (2 * dense + experts), n * experts)
         for n in map(len, step_time.chunk_spans(model, 8))
     ]
     head = 6 * T * D * 1024 / 1e12
@@ -152,7 +152,7 @@ def test_v_puts_off_the_experts_weights_as_its_table_does():
     got = step_time.predict(cfg, Axes(pp=4), m)
     assert got.seconds == pytest.approx(expected.time)
     # with all of the backward in front of the message, as for a table that cannot put anything off
-    at_once = simulate(made, [Cost(f, i + w, 0.0) for f, i, w in costs])
+    at_once = simulate(made, [StageCost(f, i + w, 0.0) for f, i, w in costs])
     assert got.seconds < 0.97 * at_once.time
     # at replicas FSDP2 holds the experts: nothing is put off, and B takes both
     axes = Axes(pp=4, replicate=2)

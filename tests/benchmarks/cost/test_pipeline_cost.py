@@ -20,9 +20,9 @@ from tmoe.config.presets import presets
 from tmoe.config.run import Config, TrainConfig
 from tmoe.ops.experts import gpu
 from tmoe.parallel import pipelining
-from tmoe.parallel.gathered_copies import WAVES
+from tmoe.parallel.pipeline_schedule import StageCost, messages, simulate, table
 from tmoe.parallel.pipelining import Edges, Shape
-from tmoe.parallel.schedule import Cost, messages, simulate, table
+from tmoe.parallel.shared_copies import WAVES
 from tmoe.plan.memory import plan
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 M = constants.values(json.loads(constants.CONSTANTS.read_text()))
 OLMOE = presets()["olmoe-1b-7b"]
-NOTHING = Cost(0, 0, 0)
+NOTHING = StageCost(0, 0, 0)
 
 
 def laid(axes: Axes, batch: int = 2, micros: int = 4, **parallel) -> Config:
@@ -47,7 +47,7 @@ def laid(axes: Axes, batch: int = 2, micros: int = 4, **parallel) -> Config:
 @pytest.mark.parametrize("deferred", [False, True])
 def test_where_nothing_is_lost_a_table_takes_what_simulate_says(schedule, pp, micros, chunks, deferred):
     made = table(schedule, pp, micros, chunks, deferred=deferred)
-    costs = [Cost(1 + i / 7, 2 - i / 9, 0.5) for i in range(pp * chunks)]
+    costs = [StageCost(1 + i / 7, 2 - i / 9, 0.5) for i in range(pp * chunks)]
     timed = run(made, costs, [NOTHING] * len(costs), 0.25)
     assert timed.time == pytest.approx(simulate(made, costs, 0.25).time)
     assert timed.lost == pytest.approx([0.0] * pp)
@@ -60,7 +60,7 @@ def test_two_stages_worked_by_hand():
     waits for F1 until 4, when F0 is just done; B0 until 6. Then stage 0 waits for the second gradient:
     stage 1's F1 and B1, beside which nothing waits, until 9. By then B0 has done 1.5 of 2 s.
     """
-    costs = [Cost(1, 1, 1)] * 2
+    costs = [StageCost(1, 1, 1)] * 2
     timed = run(table("1f1b", 2, 2), costs, costs, 0.0)
     assert timed.time == pytest.approx(11.5)
     assert timed.lost == pytest.approx((1 + 1 + 1.5, 1))
@@ -72,7 +72,7 @@ def test_two_stages_worked_by_hand():
 
 def test_losses_are_spread_over_an_action():
     """A third of stage 0's F are products that lose all their time again: 4/3 of it beside a receive."""
-    costs, lost = [Cost(3, 3, 0)] * 2, [Cost(1, 0, 0), NOTHING]
+    costs, lost = [StageCost(3, 3, 0)] * 2, [StageCost(1, 0, 0), NOTHING]
     timed = run(table("1f1b", 2, 2), costs, lost, 0.0)
     # F0 until 4; F1 until 8, while stage 1 has F0 until 7 and B0 until 10; then B0, as B1 of stage 1 is at 16
     assert timed.lost == pytest.approx((2, 0))

@@ -36,7 +36,7 @@ from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
-from tmoe.moe.held_bytes import rows_received
+from tmoe.moe.moe_bytes import rows_received
 from tmoe.parallel.mesh import build_mesh
 from tmoe.plan.fitting import verdict
 from tmoe.plan.memory import memory_per_rank, peak_bytes

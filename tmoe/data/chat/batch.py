@@ -1,6 +1,6 @@
 """Builds a step's tensors of packed conversations or preferences.
 
-next: data/chat/dataset.py
+next: data/chat/chat_dataset.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Arguments become an object, and a result becomes a text.
 
-next: data/chat/rows.py
+next: data/chat/conversations.py
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ as the last one. So every turn is learned once.
     ids = chat_prompt(messages, tokenizer)                                   to generate from
     stops = turn_ends(tokenizer, template)                                   the tokens that end a turn
 
-next: data/chat/dataset.py
+next: data/chat/chat_dataset.py
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tmoe.data.chat.calls import objects
+from tmoe.data.chat.conversations import Conversation, Plain, Sample, parse_messages
 from tmoe.data.chat.held import CALLS, THOUGHTS, Item, as_python, holds, require_asked, shadow, squeezed, walk
-from tmoe.data.chat.marks import Encoded, Marker
-from tmoe.data.chat.pieces import Piece, Pieces
-from tmoe.data.chat.rows import Conversation, Plain, Sample, parse_messages
+from tmoe.data.chat.pieces import Pieces, RenderedText
+from tmoe.data.chat.special_tokens import Encoded, Marker
 from tmoe.data.chat.spelling import Speller
 from tmoe.data.chat.template import ChatTemplate, load_template
 from tmoe.data.tokenizer import DataError, Tokenizer
@@ -70,7 +70,7 @@ class Encoder:
 
     def encode(self, samples: Sequence[Sample]) -> list[list[Tokens] | DataError]:
         """The sequences of each sample, or the error if it cannot be trained on."""
-        planned: list[list[Piece] | DataError] = []
+        planned: list[list[RenderedText] | DataError] = []
         self.left = [set() for _ in samples]
         for sample, left in zip(samples, self.left, strict=True):
             try:
@@ -99,15 +99,15 @@ class Encoder:
 
     # ---- texts ----
 
-    def _plain(self, sample: Plain) -> list[Piece]:
+    def _plain(self, sample: Plain) -> list[RenderedText]:
         """The two texts, between the tokenizer's opening token and its separator, each of these only once."""
         opening, eos = self.marker.opening, self.template.special["eos_token"]
         prompt = sample.prompt if opening and sample.prompt.startswith(opening) else opening + sample.prompt
         said = sample.completion.rstrip()
         text = prompt + (said if eos and said.endswith(eos) else sample.completion + eos)
-        return [Piece(text, [(len(prompt), len(text))], [0], [self._pieces.edge(prompt)])]
+        return [RenderedText(text, [(len(prompt), len(text))], [0], [self._pieces.edge(prompt)])]
 
-    def _conversation(self, sample: Conversation, left: set[str]) -> list[Piece]:
+    def _conversation(self, sample: Conversation, left: set[str]) -> list[RenderedText]:
         """The texts of a conversation. The fields that the template leaves out are added to `left`."""
         if not sample.turns:
             raise DataError("no turn of the assistant to learn")
@@ -118,7 +118,7 @@ class Encoder:
         self._require_held(sample, pieces, left)
         return pieces
 
-    def _require_held(self, sample: Conversation, pieces: list[Piece], left: set[str]) -> None:
+    def _require_held(self, sample: Conversation, pieces: list[RenderedText], left: set[str]) -> None:
         """DataError if the texts lack a required string; other fields that they lack are added to `left`."""
         messages, _, tools, _ = sample
         items = walk(messages, tools)[2]
@@ -176,10 +176,10 @@ class Encoder:
         lacks = {n for n, item in enumerate(items) if item.text not in turns.get(item.message, whole)}
         return lacks, [self._marks(piece) for piece in pieces]
 
-    def _marks(self, piece: Piece) -> Counter[str]:
+    def _marks(self, piece: RenderedText) -> Counter[str]:
         return Counter(self.marker.names.findall(piece.text))
 
-    def _require_no_new_mark(self, pieces: list[Piece], marks: list[Counter[str]] | None) -> None:
+    def _require_no_new_mark(self, pieces: list[RenderedText], marks: list[Counter[str]] | None) -> None:
         """DataError if the texts hold a special token that the same conversation in other words does not."""
         if marks is None or len(marks) != len(pieces):
             return
@@ -191,7 +191,7 @@ class Encoder:
 
     # ---- tokens ----
 
-    def _cut(self, plan: list[Piece], encoded: list[list[Encoded]]) -> list[Tokens] | DataError:
+    def _cut(self, plan: list[RenderedText], encoded: list[list[Encoded]]) -> list[Tokens] | DataError:
         """The tokens of each piece up to its last trained token, or an error if no answer can be learned."""
         found = []
         for piece, (whole, *ends) in zip(plan, encoded, strict=True):
@@ -216,7 +216,7 @@ class Encoder:
             found.append(Tokens(whole.ids[:last], trained[:last]))
         return found
 
-    def _in_parts(self, piece: Piece) -> Encoded | None:
+    def _in_parts(self, piece: RenderedText) -> Encoded | None:
         """The tokens of the text encoded in parts; a part begins with each trained span, as in generation.
 
         None if these tokens decode to another text: some tokenizers put a blank before every text.
@@ -230,7 +230,7 @@ class Encoder:
         return Encoded(joined[0], joined[1] + shifts, joined[2] + shifts) if same else None
 
 
-def _texts(piece: Piece) -> list[str]:
+def _texts(piece: RenderedText) -> list[str]:
     """The texts of a piece to encode: all of it, and the end of each of its prompts."""
     return [piece.text, *(piece.text[special:end] for end, special in piece.edges)]
 
@@ -243,7 +243,7 @@ def _begins(whole: Encoded, part: Encoded, end: int, start: int) -> bool:
     return bool(at_edge) and np.array_equal(whole.ids[first:last], part.ids)
 
 
-def _shown(pieces: list[Piece]) -> tuple[str, dict[int, str]]:
+def _shown(pieces: list[RenderedText]) -> tuple[str, dict[int, str]]:
     """All texts of the pieces, and the trained text of each turn, both without blanks."""
     turns: dict[int, str] = {}
     for piece in pieces:

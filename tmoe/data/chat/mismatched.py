@@ -9,7 +9,7 @@ from bisect import bisect_right
 
 import numpy as np
 
-from tmoe.data.chat.dataset import ChatDataset
+from tmoe.data.chat.chat_dataset import ChatDataset
 from tmoe.data.chat.packing import plan
 from tmoe.data.chat.source import ChatSource
 from tmoe.data.tokenizer import DataError

@@ -1,8 +1,8 @@
 """Packs sequences into rows of a fixed length: best fit, longest first; no sequence is divided.
 
 Only the lengths decide which of them share a row. So every epoch has the same number of rows, and any row of
-any epoch is computed without the rows before it: `Plan.row` permutes the sequences of equal length, and the
-rows, by (seed, epoch).
+any epoch is computed without the rows before it: `PackingPlan.row` permutes the sequences of equal length,
+and the rows, by (seed, epoch).
 
 next: data/chat/source.py
 """
@@ -16,7 +16,7 @@ import numpy as np
 from tmoe.data.dataset import permute
 
 
-class Plan(NamedTuple):
+class PackingPlan(NamedTuple):
     """A place in a row for every sequence. Places are ordered by row."""
 
     order: np.ndarray
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
         return found
 
 
-def plan(lengths: np.ndarray, size: int) -> Plan:
+def plan(lengths: np.ndarray, size: int) -> PackingPlan:
     """Packs sequences into rows of `size` tokens by best fit decreasing (Johnson 1973); none may be longer.
 
     Rows with the same number of free tokens are handled together. So the number of steps is that of the
@@ -92,7 +92,7 @@ def plan(lengths: np.ndarray, size: int) -> Plan:
             _give(open_rows, rooms, room, taken)
     places = np.argsort(row_of, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rows))])
-    return Plan(order, places, starts, descending, np.append(firsts, len(lengths)))
+    return PackingPlan(order, places, starts, descending, np.append(firsts, len(lengths)))
 
 
 def _put(row_of: np.ndarray, at: int, rows: np.ndarray) -> None:

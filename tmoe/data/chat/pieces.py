@@ -9,9 +9,9 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from tmoe.data.chat.conversations import Conversation
 from tmoe.data.chat.held import CALLS, INLINE, THOUGHTS, holds, squeezed
-from tmoe.data.chat.marks import Marker
-from tmoe.data.chat.rows import Conversation
+from tmoe.data.chat.special_tokens import Marker
 from tmoe.data.chat.spelling import Speller
 from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.tokenizer import DataError
@@ -26,7 +26,7 @@ SAID = "z0000000z"  # an answer that occurs in no other text
 SHORT = [dict(role="user", content="?"), dict(role="assistant", content=SAID)]
 
 
-class Piece(NamedTuple):
+class RenderedText(NamedTuple):
     """A text that becomes one sequence, and the spans of it that are trained."""
 
     text: str
@@ -48,14 +48,14 @@ class Pieces:
         self.spell = Speller(template)
         self._running: dict[str, bool] = {}
 
-    def __call__(self, sample: Conversation) -> list[Piece]:
+    def __call__(self, sample: Conversation) -> list[RenderedText]:
         """The texts of a conversation: one, or several if earlier turns are not rendered as the last one is.
 
         DataError for a conversation that the template refuses, and for turns that no model could generate.
         """
         return self._by_tags(sample) if self.template.marks else self._by_prefixes(sample)
 
-    def _by_tags(self, sample: Conversation) -> list[Piece]:
+    def _by_tags(self, sample: Conversation) -> list[RenderedText]:
         """The texts of the turns, each rendered as the last one; {% generation %} marks the trained spans."""
         messages, _, tools, more = sample
         texts: dict[int, str] = {}
@@ -74,7 +74,7 @@ class Pieces:
             here = [i for i in left if not spans[i] or whole.startswith(texts[i][: spans[i][-1][1]])]
             here = here or left[-1:]
             of_turns = [(span, i) for i in here for span in spans[i]]
-            pieces.append(Piece(whole, [span for span, _ in of_turns], [i for _, i in of_turns]))
+            pieces.append(RenderedText(whole, [span for span, _ in of_turns], [i for _, i in of_turns]))
             left = [i for i in left if i not in here]
         return pieces[::-1]
 
@@ -94,7 +94,7 @@ class Pieces:
                 "it in front of {% endgeneration %}, or name another template with --data.chat-template"
             )
 
-    def _by_prefixes(self, sample: Conversation) -> list[Piece]:
+    def _by_prefixes(self, sample: Conversation) -> list[RenderedText]:
         """The texts of the turns; the trained span of a turn is the text after its generation prompt."""
         messages, _, tools, more = sample
         prompts = {}
@@ -117,7 +117,7 @@ class Pieces:
             here = {i: self._end(len(prompts[i]), texts[i], whole) for i in left}
             mine = [i for i, end in here.items() if end]
             spans = [(len(prompts[i]), here[i]) for i in mine]
-            pieces.append(Piece(whole, spans, mine, [self.edge(prompts[i]) for i in mine]))
+            pieces.append(RenderedText(whole, spans, mine, [self.edge(prompts[i]) for i in mine]))
             left = [i for i, end in here.items() if not end]
         return pieces[::-1]
 

@@ -23,7 +23,7 @@ from tmoe.data.tokenizer import DataError
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
-class Counts(NamedTuple):
+class RowCounts(NamedTuple):
     """Counts of the rows and sequences of one source, or of all sources."""
 
     rows: int
@@ -95,7 +95,7 @@ class ChatSource:
         if cut.any():
             trained = sum(int(self.sequence(i)[1][1:].sum()) for i in mine)
         self.predicted = int(trained)
-        self.counts = Counts(
+        self.counts = RowCounts(
             facts["rows"],
             len(mine),
             self.tokens,

@@ -24,14 +24,14 @@ from rich.filesize import decimal
 from safetensors.numpy import save_file
 
 from tmoe.config.run import DataConfig
+from tmoe.data.chat.conversations import KINDS, ChatRow, Kind, Plain, kind_of, parse_row
 from tmoe.data.chat.encoding import Encoder, Tokens
 from tmoe.data.chat.held import NULLS, tell
-from tmoe.data.chat.rows import KINDS, Kind, Plain, Row, kind_of, parse_row
 from tmoe.data.chat.source import SPLITS, ChatSource, _equal
 from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.chat.unpaired import without_label
 from tmoe.data.corpus import HeldOut, Split
-from tmoe.data.rows import read_rows
+from tmoe.data.row_files import read_rows
 from tmoe.data.shards import _publish
 from tmoe.data.sources import Skips, Splitter, _hash, made_once
 from tmoe.data.survey import Survey, require_rows
@@ -172,7 +172,7 @@ class _Rows:
 
     def _encoded(
         self, encoder: Encoder, skips: Skips
-    ) -> Iterator[tuple[tuple[int, int], Row, list[Tokens], set[str]]]:
+    ) -> Iterator[tuple[tuple[int, int], ChatRow, list[Tokens], set[str]]]:
         """For every row that can be trained on: (file, line), the row, its sequences, and fields left out.
 
         Other rows are added to `skips`.
@@ -200,7 +200,7 @@ class _Rows:
                 else:
                     yield place, row, sequences, lacks
 
-    def _chunks(self, skips: Skips) -> Iterator[list[tuple[str, tuple[int, int], Row]]]:
+    def _chunks(self, skips: Skips) -> Iterator[list[tuple[str, tuple[int, int], ChatRow]]]:
         """Lists of CHUNK parsed rows, each with its place."""
         chunk = []
         for number, (path, found) in enumerate(self.source.files):

@@ -2,7 +2,7 @@
 
     {"prompt": ..., "completion": ..., "label": true}
 
-Prompt and completion are texts or lists of messages, as in rows without a label (data/chat/rows.py).
+Prompt and completion are texts or lists of messages, as in rows without a label (data/chat/conversations.py).
 
 next: data/chat/mismatched.py
 """

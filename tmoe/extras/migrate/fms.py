@@ -17,18 +17,27 @@ from typing import Any
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
-from tmoe.extras.migrate.launch import Launch
-from tmoe.extras.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked
+from tmoe.extras.migrate.launchers import Launch
+from tmoe.extras.migrate.tables import (
+    FlagRow,
+    GivenFlags,
+    TranslatedCommand,
+    nothing,
+    refused,
+    same,
+    switch,
+    worked,
+)
 from tmoe.hf.config import read_config
 from tmoe.hf.foreign import CONFIG
-from tmoe.hf.hub import NAME
+from tmoe.hf.hub_folders import NAME
 
 ALWAYS = "tmoe always does"
 LORA = "tmoe has no adapters yet: it trains all parameters, or those that --optim.freeze leaves"
 QUANTISED = "tmoe does not train on quantised weights"
 CHAT = "messages", "conversations"
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[FlagRow, ...] = (
     # the plugins' YAML, by dotted keys
     worked("training.moe.scattermoe.ep_degree", "`--parallel.ep`"),
     nothing("training.moe.scattermoe.disable_distributed", "FSDP2 shares experts over dp where ep is 1"),
@@ -184,15 +193,15 @@ RECIPE = (
 )
 
 
-def translate(launch: Launch, world: int | None = None) -> Outcome:
+def translate(launch: Launch, world: int | None = None) -> TranslatedCommand:
     """The command of train.py for the trainer's flags.
 
     The plugins' YAML is named by its flag, by an environment variable, or as the first word.
     """
-    out = Outcome(preset="")
+    out = TranslatedCommand(preset="")
     words = launch.words
     files = [word for word in words[:1] if word.endswith((".yaml", ".yml"))]
-    given = Given(ROWS, words[len(files) :], out, abbreviated=True)
+    given = GivenFlags(ROWS, words[len(files) :], out, abbreviated=True)
     files += given.list("--acceleration_framework_config_file")
     files = files or [name for name in [launch.variables.get(FILE, os.environ.get(FILE, ""))] if name]
     out.read.add(FILE)
@@ -202,7 +211,7 @@ def translate(launch: Launch, world: int | None = None) -> Outcome:
             settings += [f"--{key}={value}" for key, value in read_yaml(Path(file))]
         except ConfigError as error:
             out.wrong.append(error.spelt("flag"))
-    plugins = Given(ROWS, settings, out)
+    plugins = GivenFlags(ROWS, settings, out)
     ep = plugins.whole("training.moe.scattermoe.ep_degree", given.whole("--fast_moe", 1, 1), 1)
     out.world = world or ep
     if out.world % ep:
@@ -244,7 +253,7 @@ def _flat(read: dict, before: str, depth: int) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _model(given: Given, out: Outcome) -> None:
+def _model(given: GivenFlags, out: TranslatedCommand) -> None:
     """Sets --init and the balancing loss, which transformers adds only with output_router_logits."""
     flag = "--model_name_or_path"
     name = given.text(flag)
@@ -278,7 +287,7 @@ def _model(given: Given, out: Outcome) -> None:
     return None
 
 
-def _data(given: Given, plugins: Given, out: Outcome) -> None:
+def _data(given: GivenFlags, plugins: GivenFlags, out: TranslatedCommand) -> None:
     paths = given.list("--training_data_path")
     if paths:
         out.set("--data.path", *paths)
@@ -300,7 +309,7 @@ def _data(given: Given, plugins: Given, out: Outcome) -> None:
         out.notes.append(f"--packing=False: {why}; padding would compute the same and more")
 
 
-def _is_chat(given: Given, paths: list[str]) -> bool:
+def _is_chat(given: GivenFlags, paths: list[str]) -> bool:
     """Whether the rows are conversations, by flags for conversations or by the first row."""
     flags = "--instruction_template", "--dataset_conversation_field", "--chat_template"
     if any(map(given.has, flags)):
@@ -323,7 +332,7 @@ def _holds(paths: list[str], *fields: str) -> bool:
     return all(field in found for field in fields)
 
 
-def _length(given: Given, out: Outcome) -> None:
+def _length(given: GivenFlags, out: TranslatedCommand) -> None:
     """Sets --steps or --epochs; transformers' default is 3 epochs."""
     steps = given.whole("--max_steps", -1, -1)
     if steps > 0:
@@ -332,7 +341,7 @@ def _length(given: Given, out: Outcome) -> None:
     return out.set("--epochs", given.number("--num_train_epochs", 3.0, 0))
 
 
-def _train(given: Given, out: Outcome) -> None:
+def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     kind, least = given.text("--lr_scheduler_type", "linear"), 0.0
     if kind == "cosine_with_min_lr":
         found = re.search(r"min_lr_rate\W+(\d[\d.e-]*)", given.text("--lr_scheduler_kwargs"))

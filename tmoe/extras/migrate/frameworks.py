@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 from tmoe.config.check import ConfigError
 from tmoe.extras.migrate import fms, megatron, names, tutel
-from tmoe.extras.migrate import launch as launcher
-from tmoe.extras.migrate.launch import Launch
-from tmoe.extras.migrate.tables import Outcome, Row, misfits
+from tmoe.extras.migrate import launchers as launcher
+from tmoe.extras.migrate.launchers import Launch
+from tmoe.extras.migrate.tables import FlagRow, TranslatedCommand, misfits
 
-Translation = Callable[[Launch, int | None], Outcome]
-FRAMEWORKS: dict[str, tuple[tuple[Row, ...], Translation]] = {
+Translation = Callable[[Launch, int | None], TranslatedCommand]
+FRAMEWORKS: dict[str, tuple[tuple[FlagRow, ...], Translation]] = {
     "megatron": (megatron.ROWS, megatron.translate),
     "tutel": (tutel.ROWS, tutel.translate),
     "fms": (fms.ROWS, fms.translate),
@@ -30,7 +30,7 @@ SILENT = {
 }
 
 
-def translate(framework: str, words: Sequence[str], world: int | None = None) -> Outcome:
+def translate(framework: str, words: Sequence[str], world: int | None = None) -> TranslatedCommand:
     """The outcome of a command of a framework.
 
     words: the command, with or without its launchers.

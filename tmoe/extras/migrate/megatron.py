@@ -15,9 +15,9 @@ from pathlib import Path
 from tmoe.config.check import ConfigError
 from tmoe.data.tokenizer import DataError, load_tokenizer
 from tmoe.extras.migrate import names
-from tmoe.extras.migrate.launch import Launch
+from tmoe.extras.migrate.launchers import Launch
 from tmoe.extras.migrate.megatron_flags import ROTARY, ROWS
-from tmoe.extras.migrate.tables import Given, Outcome
+from tmoe.extras.migrate.tables import GivenFlags, TranslatedCommand
 
 VOCABULARIES = {"Llama2Tokenizer": 32000}  # sizes to assume if the tokenizer's file does not exist here
 READ = "Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer"
@@ -41,15 +41,15 @@ AXES = tuple(
 REQUIRED = "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--lr"
 
 
-def translate(launch: Launch, world: int | None = None) -> Outcome:
+def translate(launch: Launch, world: int | None = None) -> TranslatedCommand:
     """The command of train.py that does what a command of pretrain_gpt.py does.
 
     world: ranks of the run; None: the smallest number that the layout allows.
     """
-    out = Outcome()
+    out = TranslatedCommand()
     if any(part in launch.program.rpartition("/")[2] for part in PROGRAMS):
         out.refuse(launch.program, "tmoe trains decoders of text, as pretrain_gpt.py does")
-    given = Given(ROWS, launch.words, out)
+    given = GivenFlags(ROWS, launch.words, out)
     for flag in REQUIRED:
         if not given.has(flag):
             out.reject(flag, "missing; Megatron needs it as well")
@@ -65,7 +65,7 @@ def translate(launch: Launch, world: int | None = None) -> Outcome:
     return out
 
 
-def _model(given: Given, out: Outcome) -> None:
+def _model(given: GivenFlags, out: TranslatedCommand) -> None:
     dim, heads = given.whole("--hidden-size", 1, 1), given.whole("--num-attention-heads", 1, 1)
     width = given.whole("--ffn-hidden-size", _default_width(dim))
     out.set("--model.ffn-dim", width)
@@ -98,7 +98,7 @@ def _model(given: Given, out: Outcome) -> None:
         out.set("--model.rope.dim", int(given.whole("--kv-channels", dim // heads, 1) * percent))
 
 
-def _stretch(given: Given, out: Outcome, latent: bool) -> None:
+def _stretch(given: GivenFlags, out: TranslatedCommand, latent: bool) -> None:
     """Sets YaRN, which Megatron uses for latent attention unless --rope-type is rope."""
     factor = given.number("--rotary-scaling-factor", 1.0, 1)
     kind = given.text("--rope-type", "yarn" if latent else "rope")
@@ -116,7 +116,7 @@ def _default_width(dim: int) -> int:
     return int((4 * dim * 2 / 3) / 64) * 64
 
 
-def _experts(given: Given, out: Outcome) -> None:
+def _experts(given: GivenFlags, out: TranslatedCommand) -> None:
     layers = given.whole("--num-layers", 1)
     if not given.has("--num-experts"):
         out.set("--model.dense-layers", layers)
@@ -134,7 +134,7 @@ def _experts(given: Given, out: Outcome) -> None:
     _capacity(given, out)
 
 
-def _frequency(text: str, layers: int, out: Outcome) -> None:
+def _frequency(text: str, layers: int, out: TranslatedCommand) -> None:
     """Translates --moe-layer-freq: N, the first and then every N-th block; or a list of 1 (MoE) and 0."""
     if text.isdigit():
         out.set("--model.moe-every", text)
@@ -180,7 +180,7 @@ def read_pattern(text: str) -> list[int]:
     return found
 
 
-def _router(given: Given, out: Outcome) -> None:
+def _router(given: GivenFlags, out: TranslatedCommand) -> None:
     k = given.whole("--moe-router-topk", 2)
     score = given.text("--moe-router-score-function", "softmax")
     before = given.has("--moe-router-pre-softmax")
@@ -211,13 +211,13 @@ def _router(given: Given, out: Outcome) -> None:
         out.set(names.FORCE_SKEW, given.number("--moe-router-force-biased", 1.0))
 
 
-def _kinds(given: Given) -> list[str]:
+def _kinds(given: GivenFlags) -> list[str]:
     """The kinds of balancing; `[aux_loss,seq_aux_loss]` in one word is a list too."""
     words = given.list("--moe-router-load-balancing-type") or ["aux_loss"]
     return [kind.strip("'\" ") for word in words for kind in word.strip("[]").split(",")]
 
 
-def _balance(given: Given, out: Outcome) -> None:
+def _balance(given: GivenFlags, out: TranslatedCommand) -> None:
     types = _kinds(given)
     coeffs = [c for word in given.list("--moe-aux-loss-coeff") for c in word.strip("[]").split(",")] or ["0"]
     coeffs = coeffs * len(types) if len(coeffs) == 1 else coeffs
@@ -242,7 +242,7 @@ def _balance(given: Given, out: Outcome) -> None:
     return None
 
 
-def _capacity(given: Given, out: Outcome) -> None:
+def _capacity(given: GivenFlags, out: TranslatedCommand) -> None:
     factor = given.number("--moe-expert-capacity-factor", -1.0)
     if factor >= 0:
         out.set(names.CAPACITY, factor)
@@ -262,7 +262,7 @@ def _capacity(given: Given, out: Outcome) -> None:
         out.set(names.WEIGH, "before")
 
 
-def _lay_out(given: Given, out: Outcome, world: int | None) -> None:
+def _lay_out(given: GivenFlags, out: TranslatedCommand, world: int | None) -> None:
     tp, pp, cp, ep, etp = (given.whole(flag, 1, 1) for flag in AXES)
     out.set("--parallel.tp", tp)
     if given.has("--expert-tensor-parallel-size"):
@@ -304,7 +304,7 @@ def _lay_out(given: Given, out: Outcome, world: int | None) -> None:
         out.set("--train.collective-timeout", 60 * given.number("--distributed-timeout-minutes", 10, 1))
 
 
-def _recompute(given: Given, out: Outcome) -> None:
+def _recompute(given: GivenFlags, out: TranslatedCommand) -> None:
     modules = {*given.list("--recompute-modules")}
     if given.text("--recompute-granularity") == "full":
         out.set("--parallel.checkpoint", "block")
@@ -314,7 +314,7 @@ def _recompute(given: Given, out: Outcome) -> None:
         out.set("--parallel.checkpoint", "attention")
 
 
-def _data(given: Given, out: Outcome) -> None:
+def _data(given: GivenFlags, out: TranslatedCommand) -> None:
     if given.has("--data-path"):
         try:
             out.set("--data.path", *blend(given.list("--data-path")))
@@ -347,7 +347,7 @@ def blend(words: list[str]) -> list[str]:
     return words
 
 
-def _split(text: str, out: Outcome) -> list[str]:
+def _split(text: str, out: TranslatedCommand) -> list[str]:
     shares = [share.strip() for share in text.replace("/", ",").split(",")]
     shares += ["0"] * (3 - len(shares))
     try:
@@ -362,7 +362,7 @@ def _split(text: str, out: Outcome) -> list[str]:
     return shares
 
 
-def _vocabulary(given: Given, out: Outcome) -> int:
+def _vocabulary(given: GivenFlags, out: TranslatedCommand) -> int:
     """The size of the vocabulary before it is rounded up to a multiple; also sets --data.tokenizer."""
     kind, path = given.text("--tokenizer-type"), given.text("--tokenizer-model")
     size = given.whole("--vocab-size", 0, 1)
@@ -396,7 +396,7 @@ def _vocabulary(given: Given, out: Outcome) -> int:
     return known
 
 
-def _train(given: Given, out: Outcome) -> None:
+def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     readers = max(out.world // math.prod(given.whole(flag, 1, 1) for flag in AXES[:3]), 1)
     micro = given.whole("--micro-batch-size", 1, 1)
     batch = given.whole("--global-batch-size", micro * readers, 1)
@@ -430,7 +430,7 @@ def _train(given: Given, out: Outcome) -> None:
             out.set(ours, default)
 
 
-def _schedule(given: Given, out: Outcome, steps: int, batch: int) -> None:
+def _schedule(given: GivenFlags, out: TranslatedCommand, steps: int, batch: int) -> None:
     style = given.text("--lr-decay-style", "linear")
     ours = dict(linear="linear", cosine="cosine", constant="constant", WSD="wsd")
     if style not in ours:
@@ -451,7 +451,7 @@ def _schedule(given: Given, out: Outcome, steps: int, batch: int) -> None:
         out.set("--optim.decay-fraction", given.whole("--lr-wsd-decay-iters", 0) / max(end or steps, 1))
 
 
-def _files(given: Given, out: Outcome) -> None:
+def _files(given: GivenFlags, out: TranslatedCommand) -> None:
     save, load = given.text("--save"), given.text("--load")
     start = given.text("--pretrained-checkpoint") or (load if given.has("--finetune") else "")
     if save:

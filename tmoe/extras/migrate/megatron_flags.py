@@ -6,7 +6,7 @@ next: megatron.py
 from __future__ import annotations
 
 from tmoe.extras.migrate import names
-from tmoe.extras.migrate.tables import Row, nothing, refused, same, switch, worked
+from tmoe.extras.migrate.tables import FlagRow, nothing, refused, same, switch, worked
 
 FULL = "tmoe keeps weights, gradients and moments in fp32"
 ALWAYS = "tmoe always does"
@@ -21,7 +21,7 @@ PUBLISHED = (
 SKIPPED = "tmoe skips a step that is not finite, and ends after several in a row"
 ROTARY = "tmoe has rotary positions only"
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[FlagRow, ...] = (
     # the model
     nothing("--use-mcore-models", ALWAYS, "nothing"),
     nothing("--transformer-impl", ITSELF),

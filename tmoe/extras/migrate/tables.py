@@ -24,7 +24,7 @@ from tmoe.config.check import spell as spell_kind
 Kind = Literal["same", "worked", "nothing", "refused"]
 
 
-class Row(NamedTuple):
+class FlagRow(NamedTuple):
     """A flag of the other framework."""
 
     flag: str
@@ -50,28 +50,28 @@ class Row(NamedTuple):
         }[self.kind]
 
 
-def same(flag: str, becomes: str) -> Row:
-    return Row(flag, "same", becomes)
+def same(flag: str, becomes: str) -> FlagRow:
+    return FlagRow(flag, "same", becomes)
 
 
-def worked(flag: str, becomes: str, takes: Literal["nothing", "one", "some"] = "one") -> Row:
-    return Row(flag, "worked", becomes, takes)
+def worked(flag: str, becomes: str, takes: Literal["nothing", "one", "some"] = "one") -> FlagRow:
+    return FlagRow(flag, "worked", becomes, takes)
 
 
-def switch(flag: str, becomes: str) -> Row:
-    return Row(flag, "worked", becomes, "nothing")
+def switch(flag: str, becomes: str) -> FlagRow:
+    return FlagRow(flag, "worked", becomes, "nothing")
 
 
-def nothing(flag: str, why: str, takes: Literal["nothing", "one", "some"] = "one", *only: str) -> Row:
-    return Row(flag, "nothing", why, takes, only)
+def nothing(flag: str, why: str, takes: Literal["nothing", "one", "some"] = "one", *only: str) -> FlagRow:
+    return FlagRow(flag, "nothing", why, takes, only)
 
 
-def refused(flag: str, why: str, takes: Literal["nothing", "one", "some"] = "one") -> Row:
-    return Row(flag, "refused", why, takes)
+def refused(flag: str, why: str, takes: Literal["nothing", "one", "some"] = "one") -> FlagRow:
+    return FlagRow(flag, "refused", why, takes)
 
 
 @dataclass
-class Outcome:
+class TranslatedCommand:
     """The resulting command, its notes, and all faults of the original command."""
 
     flags: dict[str, list[str]] = field(default_factory=dict)
@@ -124,11 +124,15 @@ def _quoted(word: str) -> str:
     return f'"{word}"' if re.fullmatch(r"[\w/.:-]*\$\{?\w+\}?[\w/.:-]*", word) else shlex.quote(word)
 
 
-class Given:
+class GivenFlags:
     """The flags of a command, by the names of a table."""
 
     def __init__(
-        self, rows: Sequence[Row], words: Sequence[str], outcome: Outcome, abbreviated: bool = False
+        self,
+        rows: Sequence[FlagRow],
+        words: Sequence[str],
+        outcome: TranslatedCommand,
+        abbreviated: bool = False,
     ) -> None:
         """Reads a command. Flags that are refused, wrong, or not in the table are reported in the outcome.
 
@@ -158,14 +162,14 @@ class Given:
                 continue
             self._take(row, values)
 
-    def _row(self, flag: str) -> Row | None:
+    def _row(self, flag: str) -> FlagRow | None:
         name = spell(flag)
         if name in self.table or not self.abbreviated:
             return self.table.get(name)
         longer = [row for one, row in self.table.items() if one.startswith(name) and row.flag[0] == "-"]
         return longer[0] if len(longer) == 1 else None
 
-    def _take(self, row: Row, values: list[str]) -> None:
+    def _take(self, row: FlagRow, values: list[str]) -> None:
         if row.takes == "one" and len(values) != 1 and (row.kind != "nothing" or row.only):
             return self.outcome.reject(_shown(row.flag, values), "takes one value")
         if row.takes == "nothing" and [v.lower() for v in values] not in ([], ["true"], ["false"]):
@@ -228,7 +232,7 @@ def _shown(flag: str, values: Sequence[str]) -> str:
     return f"{flag}={' '.join(values)}" if values else flag
 
 
-def misfits(out: Outcome, kinds: dict[str, Any]) -> None:
+def misfits(out: TranslatedCommand, kinds: dict[str, Any]) -> None:
     """Adds a line to `out.wrong` for every value that does not have the type of its setting.
 
     kinds: the type of each flag of train.py.
@@ -261,7 +265,7 @@ def spell(flag: str) -> str:
     return flag.lstrip("-").replace("_", "-")
 
 
-def page(rows: Iterable[Row]) -> str:
+def page(rows: Iterable[FlagRow]) -> str:
     """A table of flags in Markdown."""
     lines = [f"| `{row.shown or row.flag}` | {row.page.replace('|', chr(92) + '|')} |" for row in rows]
     return "\n".join(["| theirs | tmoe |", "| --- | --- |", *lines])

@@ -14,12 +14,21 @@ from collections.abc import Mapping
 
 from tmoe.config.check import divisors
 from tmoe.extras.migrate import names
-from tmoe.extras.migrate.launch import Launch
-from tmoe.extras.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked
+from tmoe.extras.migrate.launchers import Launch
+from tmoe.extras.migrate.tables import (
+    FlagRow,
+    GivenFlags,
+    TranslatedCommand,
+    nothing,
+    refused,
+    same,
+    switch,
+    worked,
+)
 
 LIBRARY = "a call of the library: `tmoe.MoE(...)(x, padding, top_k=, capacity_factor=, adaptive_r=)`"
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[FlagRow, ...] = (
     # moe_layer(...)
     worked("gate_type", "top or cosine_top: `--model.moe.score` softmax or cosine; TopKGate's K: top-k"),
     same("model_dim", "--model.dim"),
@@ -127,15 +136,15 @@ TIMEOUT = "TUTEL_GLOBAL_TIMEOUT_SEC"
 YEAR = 365 * 86400  # largest value of --train.collective-timeout
 
 
-def translate(launch: Launch, world: int | None = None) -> Outcome:
+def translate(launch: Launch, world: int | None = None) -> TranslatedCommand:
     """The command of train.py for a command of helloworld, or arguments of moe_layer as `name=value`.
 
     world: ranks of the run; None: the fewest that num_local_experts allows.
     """
-    out = Outcome()
+    out = TranslatedCommand()
     _program(launch.program, out)
     words = [f"--{word}" if re.match(r"[a-z]\w*=", word) else word for word in launch.words]
-    given = Given(ROWS, words, out, abbreviated=True)
+    given = GivenFlags(ROWS, words, out, abbreviated=True)
     _wait(launch.variables, out)
     each = _shared(given, out)
     out.world = world or max(-each, 1)
@@ -181,7 +190,7 @@ def translate(launch: Launch, world: int | None = None) -> Outcome:
     return out
 
 
-def _program(program: str, out: Outcome) -> None:
+def _program(program: str, out: TranslatedCommand) -> None:
     """Refuses a program of Tutel that is not its helloworld, and notes how other helloworlds differ."""
     name = program.removesuffix(".py").replace("/", ".")
     for part, why in PROGRAMS.items():
@@ -194,7 +203,7 @@ def _program(program: str, out: Outcome) -> None:
     return None
 
 
-def _wait(variables: Mapping[str, str], out: Outcome) -> None:
+def _wait(variables: Mapping[str, str], out: TranslatedCommand) -> None:
     """Translates TUTEL_GLOBAL_TIMEOUT_SEC, which the command or the environment sets."""
     text = variables.get(TIMEOUT, os.environ.get(TIMEOUT, ""))
     out.read.add(TIMEOUT)
@@ -213,7 +222,7 @@ NO_IMPORT = (
 )
 
 
-def _shared(given: Given, out: Outcome) -> int:
+def _shared(given: GivenFlags, out: TranslatedCommand) -> int:
     """num_local_experts as a whole number: N experts a rank, or -N ranks an expert."""
     flags = "--num_local_experts", "num_experts_per_device", "count_per_node"
     flag = next((flag for flag in flags if given.has(flag)), flags[0])
@@ -223,7 +232,7 @@ def _shared(given: Given, out: Outcome) -> int:
     return each or 2
 
 
-def _lay_out(given: Given, out: Outcome, each: int) -> None:
+def _lay_out(given: GivenFlags, out: TranslatedCommand, each: int) -> None:
     world, shared = out.world, max(-each, 1)
     if world % shared:
         out.reject(f"--num_local_experts={each}", f"{shared} ranks share an expert; --world={world}")
@@ -240,7 +249,7 @@ def _lay_out(given: Given, out: Outcome, each: int) -> None:
         out.set("--parallel.adaptive-r", degree)
 
 
-def _degree(given: Given, out: Outcome, shared: int) -> int:
+def _degree(given: GivenFlags, out: TranslatedCommand, shared: int) -> int:
     """adaptive_r: 0, or among how many of the ranks that share an expert its width is divided."""
     text = given.text("adaptive_r") or given.text("parallel_type", "adaptive:1")
     kind, _, number = text.partition(":")
@@ -259,7 +268,7 @@ def _degree(given: Given, out: Outcome, shared: int) -> int:
     return degree
 
 
-def _router(given: Given, out: Outcome) -> None:
+def _router(given: GivenFlags, out: TranslatedCommand) -> None:
     gate = given.text("gate_type", "top")
     k = given.whole("top", given.whole("k", given.whole("top_k", 2)))
     if gate.startswith("Top") and gate.endswith("Gate") and gate[3:-4].isdigit():
@@ -288,7 +297,7 @@ def _router(given: Given, out: Outcome) -> None:
     out.set(names.BALANCE, f"{names.GSHARD if gshard else names.IMPORTANCE}:{weight:g}")
 
 
-def _capacity(given: Given, out: Outcome) -> None:
+def _capacity(given: GivenFlags, out: TranslatedCommand) -> None:
     factor = given.number("capacity_factor", 1.0)
     if factor:  # 0 is tmoe's default: nothing is dropped
         out.set(names.CAPACITY, abs(factor))  # below 0, Tutel drops the same and pads less, as tmoe does
@@ -299,7 +308,7 @@ def _capacity(given: Given, out: Outcome) -> None:
         out.set(names.WEIGH, "before")
 
 
-def _experts(given: Given, out: Outcome) -> None:
+def _experts(given: GivenFlags, out: TranslatedCommand) -> None:
     kind = given.text("--expert_type") or given.text("experts", "ffn")
     if kind not in ACTIVATIONS:
         out.refuse(f"--expert_type={kind}", f"tmoe has {' and '.join(ACTIVATIONS)}")
@@ -321,7 +330,7 @@ def _experts(given: Given, out: Outcome) -> None:
             )
 
 
-def _is_true(given: Given, flag: str, default: bool) -> bool:
+def _is_true(given: GivenFlags, flag: str, default: bool) -> bool:
     text = given.text(flag, str(default)).lower()
     if text not in ("true", "false", "1", "0"):
         given.outcome.reject(f"{flag}={given.text(flag)}", "must be True or False")

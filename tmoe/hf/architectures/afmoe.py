@@ -10,15 +10,15 @@ import math
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.deepseek import SIGMOID, shared_width, write_shared
-from tmoe.hf.rules import HF, Architecture, Field, Key, Part, Rule, Windows
+from tmoe.hf.rules import HF, Architecture, Field, Key, TensorPart, TensorRule, Windows
 
 ATTN, MLP = f"{c.LAYER}.self_attn", f"{c.LAYER}.mlp"
-GATE = Part(f"{ATTN}.gate_proj.weight", lambda cfg: cfg.heads * cfg.head_dim)
+GATE = TensorPart(f"{ATTN}.gate_proj.weight", lambda cfg: cfg.heads * cfg.head_dim)
 RULES = (  # rules that differ precede the usual rules, since the first rule of a tensor is used
     c.one(f"{c.BLOCK}.attention_post_norm.weight", f"{c.LAYER}.post_attention_layernorm.weight"),
     c.one(f"{c.BLOCK}.ffn_norm.weight", f"{c.LAYER}.pre_mlp_layernorm.weight"),
     c.one(f"{c.BLOCK}.ffn_post_norm.weight", f"{c.LAYER}.post_mlp_layernorm.weight"),
-    Rule(f"{c.BLOCK}.attention.qkv.weight", (*c.qkv("weight").parts, GATE)),
+    TensorRule(f"{c.BLOCK}.attention.qkv.weight", (*c.qkv("weight").parts, GATE)),
     *(c.DECODER + c.QK_NORM + c.DENSE),
     c.one(f"{c.BLOCK}.moe.router.weight", f"{MLP}.router.gate.weight"),
     c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{MLP}.expert_bias"),

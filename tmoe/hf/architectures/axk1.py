@@ -10,7 +10,7 @@ from typing import Any
 
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.deepseek import DEEPSEEK_V3, SHARED_EXPERTS, write_latent_keys
-from tmoe.hf.rules import HF, Field, Key, Layers
+from tmoe.hf.rules import HF, Field, Key, MoELayers
 
 FIRST_DENSE = Key("first_k_dense_replace", least=0, null=False)
 STEP = Key("moe_layer_freq", least=1, null=False)
@@ -54,7 +54,7 @@ AXK1 = replace(
         Field("mla.q_rank", ("q_lora_rank",), 1536, least=1),
     ),
     ours=DEEPSEEK_V3.ours | {"norms": "moe"},
-    layers=Layers(read_layers, c.write_mlp_types),
+    layers=MoELayers(read_layers, c.write_mlp_types),
     keys=(SHARED_EXPERTS, c.MLP_TYPES, FIRST_DENSE, STEP, Key("n_group"), Key("topk_group")),
     write=write_latent_keys,
 )

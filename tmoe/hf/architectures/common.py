@@ -10,7 +10,7 @@ from typing import Any
 
 from tmoe.base.activations import ACTIVATIONS
 from tmoe.config.model import ModelConfig
-from tmoe.hf.rules import HF, NO_NULL, Field, Key, Layers, Part, Rule, kinds_of_layers
+from tmoe.hf.rules import HF, NO_NULL, Field, Key, MoELayers, TensorPart, TensorRule, kinds_of_layers
 
 # ---- tensors ----
 
@@ -20,32 +20,32 @@ BLOCK = "blocks.{layer}"  # a block in our names
 HELD = f"{LAYER}.mlp.experts"  # the module in which transformers 5 holds most families' experts
 
 
-def one(ours: str, theirs: str) -> Rule:
+def one(ours: str, theirs: str) -> TensorRule:
     """The rule of one of our tensors that equals one of theirs."""
-    return Rule(ours, (Part(theirs),))
+    return TensorRule(ours, (TensorPart(theirs),))
 
 
 def swiglu(
     ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
-) -> tuple[Rule, Rule]:
+) -> tuple[TensorRule, TensorRule]:
     """The rules of gate_up (gate rows above up rows) and of down.
 
     ours, theirs: the modules in our and their names; `theirs` has the three projections, and may
         contain {expert}.
     """
     weight = "" if ours.endswith("experts") else ".weight"  # parameters of Experts, Linear layers elsewhere
-    both = (Part(f"{theirs}.{gate}.weight"), Part(f"{theirs}.{up}.weight"))
-    return Rule(f"{ours}.gate_up{weight}", both), one(f"{ours}.down{weight}", f"{theirs}.{down}.weight")
+    both = (TensorPart(f"{theirs}.{gate}.weight"), TensorPart(f"{theirs}.{up}.weight"))
+    return TensorRule(f"{ours}.gate_up{weight}", both), one(f"{ours}.down{weight}", f"{theirs}.{down}.weight")
 
 
-def also(rule: Rule, held: str) -> Rule:
+def also(rule: TensorRule, held: str) -> TensorRule:
     """The rule for a tensor that transformers 5, like tmoe, holds as one tensor, under the name `held`."""
-    return rule._replace(held=(Part(held),))
+    return rule._replace(held=(TensorPart(held),))
 
 
 def experts(
     theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
-) -> tuple[Rule, Rule]:
+) -> tuple[TensorRule, TensorRule]:
     """The rules of experts that are published one by one in the module `theirs`, or stacked.
 
     The stacked tensors are gate_up_proj [E, 2F, D] and down_proj [E, D, F].
@@ -54,15 +54,15 @@ def experts(
     return also(gate_up, f"{HELD}.gate_up_proj"), also(downs, f"{HELD}.down_proj")
 
 
-def qkv(kind: str) -> Rule:
+def qkv(kind: str) -> TensorRule:
     """The rule of qkv: their three projections are one matrix in tmoe. kind: weight or bias."""
     rows = dict(
         q=lambda cfg: cfg.heads * cfg.head_dim,
         k=lambda cfg: cfg.kv_heads * cfg.head_dim,
         v=lambda cfg: cfg.kv_heads * cfg.value_dim,
     )
-    parts = (Part(f"{LAYER}.self_attn.{n}_proj.{kind}", rows[n]) for n in rows)
-    return Rule(f"{BLOCK}.attention.qkv.{kind}", tuple(parts))
+    parts = (TensorPart(f"{LAYER}.self_attn.{n}_proj.{kind}", rows[n]) for n in rows)
+    return TensorRule(f"{BLOCK}.attention.qkv.{kind}", tuple(parts))
 
 
 DECODER = (
@@ -150,11 +150,11 @@ def _all(said: HF, found: dict[str, Any]) -> list[str]:
     return []
 
 
-ALL_DENSE = Layers(_none)
-ALL_MOE = Layers(_all)
+ALL_DENSE = MoELayers(_none)
+ALL_MOE = MoELayers(_all)
 
 
-BY_A_FIELD = Layers(lambda said, found: [])  # LEADING_DENSE states it
+BY_A_FIELD = MoELayers(lambda said, found: [])  # LEADING_DENSE states it
 
 
 def put_sparse(found: dict[str, Any], sparse: list[int]) -> None:
@@ -172,7 +172,7 @@ def put_sparse(found: dict[str, Any], sparse: list[int]) -> None:
 MLP_TYPES = Key("mlp_layer_types", tuple[str, ...])
 
 
-def typed_layers(dense: int) -> Layers:
+def typed_layers(dense: int) -> MoELayers:
     """The MoE blocks of a config.json with mlp_layer_types, "dense" or "sparse" for each block.
 
     dense: number of leading dense blocks, the only dense ones, if the key is missing or null.
@@ -187,7 +187,7 @@ def typed_layers(dense: int) -> Layers:
         put_sparse(found, [i for i, kind in enumerate(kinds) if kind == "sparse"])
         return problems
 
-    return Layers(read, write_mlp_types)
+    return MoELayers(read, write_mlp_types)
 
 
 def leading_dense(dense: int) -> Callable[[HF], int]:

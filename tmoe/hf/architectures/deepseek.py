@@ -12,7 +12,7 @@ from typing import Any
 
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import common as c
-from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Part, Rule, under
+from tmoe.hf.rules import HF, Architecture, Field, Key, MoELayers, TensorPart, TensorRule, under
 
 CHOICE_BIAS = "e_score_correction_bias"
 
@@ -23,12 +23,14 @@ def query_rows(cfg: ModelConfig) -> int:
 
 
 QKV_A = (  # q_a_proj if queries have a latent, else q_proj
-    Part(f"{c.LAYER}.self_attn.q_proj.weight", query_rows),
-    Part(f"{c.LAYER}.self_attn.q_a_proj.weight", lambda cfg: cfg.mla.q_rank),
-    Part(f"{c.LAYER}.self_attn.kv_a_proj_with_mqa.weight", lambda cfg: cfg.mla.kv_rank + cfg.mla.rope_dim),
+    TensorPart(f"{c.LAYER}.self_attn.q_proj.weight", query_rows),
+    TensorPart(f"{c.LAYER}.self_attn.q_a_proj.weight", lambda cfg: cfg.mla.q_rank),
+    TensorPart(
+        f"{c.LAYER}.self_attn.kv_a_proj_with_mqa.weight", lambda cfg: cfg.mla.kv_rank + cfg.mla.rope_dim
+    ),
 )
 LATENT = (
-    Rule(f"{c.BLOCK}.attention.qkv_a.weight", QKV_A),
+    TensorRule(f"{c.BLOCK}.attention.qkv_a.weight", QKV_A),
     *(
         c.one(f"{c.BLOCK}.attention.{n}_norm.weight", f"{c.LAYER}.self_attn.{n}_a_layernorm.weight")
         for n in ("q", "kv")
@@ -114,7 +116,7 @@ def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
     return []
 
 
-LAYERS = Layers(read_layers)
+LAYERS = MoELayers(read_layers)
 
 
 def write_latent_keys(cfg: ModelConfig) -> HF:

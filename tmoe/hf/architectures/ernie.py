@@ -12,13 +12,13 @@ from typing import Any
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.deepseek import CHOICE_BIAS
-from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Layers, Part, Rule
+from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, MoELayers, TensorPart, TensorRule
 
 STATICS = f"moe_statics.{CHOICE_BIAS}"  # [1, E]
-BIAS = Rule(
+BIAS = TensorRule(
     f"{c.BLOCK}.moe.router.choice_bias",
-    (Part(f"{c.LAYER}.mlp.{STATICS}", framed=True),),
-    (Part(f"{c.LAYER}.mlp.gate.{STATICS}", framed=True),),
+    (TensorPart(f"{c.LAYER}.mlp.{STATICS}", framed=True),),
+    (TensorPart(f"{c.LAYER}.mlp.gate.{STATICS}", framed=True),),
 )
 FIRST, LAST, STEP = (
     Key(f"moe_layer_{name}", least=least, null=False)
@@ -74,7 +74,7 @@ ERNIE4_5_MOE = Architecture(
     ),
     ours={"rope.interleave": True, "moe.choice_bias": True, "moe.renormalize": True},
     theirs=c.PLAIN | dict(use_bias=(False, None), moe_norm_min=1e-12),
-    layers=Layers(read_layers, write_layers),
+    layers=MoELayers(read_layers, write_layers),
     keys=(FIRST, LAST, STEP, SHARED_EXPERTS),
     write=write_keys,
     theta=500000.0,

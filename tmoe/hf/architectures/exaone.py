@@ -9,7 +9,7 @@ from typing import Any
 
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures import deepseek
-from tmoe.hf.rules import HF, INV_FREQ, Architecture, Key, Layers, Windows
+from tmoe.hf.rules import HF, INV_FREQ, Architecture, Key, MoELayers, Windows
 
 MLP = f"{c.LAYER}.mlp"
 SHARED_EXPERTS = Key("num_shared_experts", least=0, null=False)
@@ -57,7 +57,7 @@ EXAONE_MOE = Architecture(
     ),
     ours={"qk_norm": "head"} | deepseek.GROUPED,
     theirs=c.PLAIN | deepseek.SIGMOID_KEYS | dict(attention_bias=False),
-    layers=Layers(read_layers, c.write_mlp_types),
+    layers=MoELayers(read_layers, c.write_mlp_types),
     keys=(SHARED_EXPERTS, FIRST_DENSE, PATTERN, c.MLP_TYPES),
     write=lambda cfg: deepseek.write_shared(cfg, SHARED_EXPERTS.name),
     windows=Windows(("sliding_window", "layer_types"), slides, 4096, null=False, rotary=True),

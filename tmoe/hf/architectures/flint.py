@@ -10,7 +10,7 @@ from typing import Any
 
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.qwen import ONLY_DENSE, QWEN3_MOE, SPARSE_STEP, read_layers, write_layers
-from tmoe.hf.rules import HF, Field, Layers, Windows
+from tmoe.hf.rules import HF, Field, MoELayers, Windows
 
 ATTN = f"{c.LAYER}.self_attn"
 
@@ -45,7 +45,7 @@ FLINT = replace(
         c.AUXILIARY._replace(default=0.0005),
     ),
     ours={"qk_norm": "head", "sinks": True, "moe.score": "sigmoid"},
-    layers=Layers(read_first_dense, write_layers),
+    layers=MoELayers(read_first_dense, write_layers),
     keys=(SPARSE_STEP, ONLY_DENSE),
     windows=Windows(("sliding_window", "layer_types"), slides, 513, null=False, rotary=True),
     fp32=("mlp.gate.weight", "softmax_offset", "sinks"),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.deepseek import CHOICE_BIAS, SHARED_EXPERTS, shared_width
-from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, under
+from tmoe.hf.rules import HF, Architecture, Field, Key, MoELayers, under
 
 USE_QK_NORM = Key("use_qk_norm", bool, null=False)
 SHARED = c.swiglu(f"{c.BLOCK}.moe.shared", f"{c.LAYER}.mlp.shared_experts")
@@ -49,7 +49,7 @@ GLM4_MOE = Architecture(
     ),
     ours={"moe.score": "sigmoid", "moe.choice_bias": True, "moe.group_score": "top2"},
     theirs=c.PLAIN | dict(scoring_func=("sigmoid", None), topk_method=("noaux_tc", None)),
-    layers=Layers(lambda said, found: []),  # the field of dense_layers states it
+    layers=MoELayers(lambda said, found: []),  # the field of dense_layers states it
     keys=(USE_QK_NORM, SHARED_EXPERTS, Key("num_mtp_layers", null=False)),
     write=write_keys,
     partial=lambda hf: 0.5,

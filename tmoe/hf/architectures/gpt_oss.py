@@ -7,22 +7,26 @@ from __future__ import annotations
 
 from tmoe.base.activations import ACTIVATIONS
 from tmoe.hf.architectures import common as c
-from tmoe.hf.rules import Architecture, Field, Part, Rule, Windows
+from tmoe.hf.rules import Architecture, Field, TensorPart, TensorRule, Windows
 
 ACTIVATION = "clamped"
 
 
-def woven(theirs: str, transposed: bool = False) -> tuple[Part, Part]:
+def woven(theirs: str, transposed: bool = False) -> tuple[TensorPart, TensorPart]:
     """The two parts of a tensor with alternating rows: gate, up, gate, up. The even rows are gate rows."""
-    return Part(theirs, None, transposed, 2, 0), Part(theirs, None, transposed, 2, 1)
+    return TensorPart(theirs, None, transposed, 2, 0), TensorPart(theirs, None, transposed, 2, 1)
 
 
 MLP = (  # weights for x W; tmoe and the other architectures have W x
     c.one(f"{c.BLOCK}.attention.sinks", f"{c.LAYER}.self_attn.sinks"),
     *(c.one(f"{c.BLOCK}.moe.router.{kind}", f"{c.LAYER}.mlp.router.{kind}") for kind in ("weight", "bias")),
-    Rule(f"{c.BLOCK}.moe.experts.gate_up", woven(f"{c.LAYER}.mlp.experts.gate_up_proj", transposed=True)),
-    Rule(f"{c.BLOCK}.moe.experts.gate_up_bias", woven(f"{c.LAYER}.mlp.experts.gate_up_proj_bias")),
-    Rule(f"{c.BLOCK}.moe.experts.down", (Part(f"{c.LAYER}.mlp.experts.down_proj", transposed=True),)),
+    TensorRule(
+        f"{c.BLOCK}.moe.experts.gate_up", woven(f"{c.LAYER}.mlp.experts.gate_up_proj", transposed=True)
+    ),
+    TensorRule(f"{c.BLOCK}.moe.experts.gate_up_bias", woven(f"{c.LAYER}.mlp.experts.gate_up_proj_bias")),
+    TensorRule(
+        f"{c.BLOCK}.moe.experts.down", (TensorPart(f"{c.LAYER}.mlp.experts.down_proj", transposed=True),)
+    ),
     c.one(f"{c.BLOCK}.moe.experts.down_bias", f"{c.LAYER}.mlp.experts.down_proj_bias"),
 )
 

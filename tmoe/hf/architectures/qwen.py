@@ -11,7 +11,7 @@ from typing import Any
 
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import common as c
-from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Layers, Windows
+from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, MoELayers, Windows
 
 SHARED = (
     *c.swiglu(f"{c.BLOCK}.moe.shared", f"{c.LAYER}.mlp.shared_expert"),
@@ -43,7 +43,7 @@ def write_layers(cfg: ModelConfig) -> HF:
     return dict(decoder_sparse_step=1, mlp_only_layers=[i for i in range(cfg.layers) if not cfg.is_moe(i)])
 
 
-LAYERS = Layers(read_layers, write_layers)
+LAYERS = MoELayers(read_layers, write_layers)
 
 
 def last_full_layer(hf: HF) -> int:

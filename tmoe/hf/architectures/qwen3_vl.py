@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.qwen import LAYERS, ONLY_DENSE, SPARSE_STEP
-from tmoe.hf.rules import Architecture, Part, Rule, under
+from tmoe.hf.rules import Architecture, TensorPart, TensorRule, under
 
 MOE = (
     c.one(f"{c.BLOCK}.moe.router.weight", f"{c.LAYER}.mlp.gate.weight"),
     *(
         c.also(
-            Rule(f"{c.BLOCK}.moe.experts.{name}", (Part(f"{c.HELD}.{name}_proj", transposed=True),)),
+            TensorRule(
+                f"{c.BLOCK}.moe.experts.{name}", (TensorPart(f"{c.HELD}.{name}_proj", transposed=True),)
+            ),
             f"{c.HELD}.{name}_proj",
         )
         for name in ("gate_up", "down")

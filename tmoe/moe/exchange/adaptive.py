@@ -7,9 +7,9 @@ The sharding of the weights never changes. A way, by its number r, defines what 
     d          if n ranks share each expert (--parallel.etp n), for the divisors d of n: tokens as well,
                and groups of d ranks gather their rows and divide the experts' width
 
-Results and gradients are equal up to rounding. `Cost` estimates which way is cheapest.
+Results and gradients are equal up to rounding. `LayerCost` estimates which way is cheapest.
 
-next: moe/exchange/gathered.py, moe/exchange/expert_tensor.py
+next: moe/exchange/gathered_weights.py, moe/exchange/expert_tensor.py
 """
 
 import operator
@@ -70,7 +70,7 @@ class Machine(NamedTuple):
     product: float
 
 
-# All assumptions of `Cost` about a machine. They are guesses from exchanges that were measured on H200
+# All assumptions of `LayerCost` about a machine. They are guesses from exchanges that were measured on H200
 # (NCCL's all-to-all, 160 to 285 GB/s a rank) and from data sheets. `python -m benchmarks.adaptive` measures a
 # machine and prints a line for this table.
 MACHINES = dict(
@@ -91,7 +91,7 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cost:
+class LayerCost:
     """Estimated seconds of a layer's experts and of the exchange for them, by r, if experts are evenly used.
 
     With n = ep, T tokens on each rank, b bytes an element, and experts of W = 3 D F b bytes (2 D F b
@@ -149,7 +149,7 @@ class Cost:
         return min(ways, key=lambda r: self.seconds(r, tokens))
 
 
-def cost_of(by_tokens: Dispatcher, cfg: MoEConfig, dim: int, mesh: Mesh) -> Cost:
+def cost_of(by_tokens: Dispatcher, cfg: MoEConfig, dim: int, mesh: Mesh) -> LayerCost:
     """The Cost of a layer on this mesh, in bf16 and training; by_tokens: the dispatcher of r = 1."""
     group = mesh.ep.get_group()
     link = "gloo"
@@ -158,7 +158,7 @@ def cost_of(by_tokens: Dispatcher, cfg: MoEConfig, dim: int, mesh: Mesh) -> Cost
         spans = mesh.nodes and len({mesh.nodes[rank] for rank in members}) > 1
         link = "network" if spans else "nvlink"
     waits = mesh.axes.ep > 1 and not isinstance(by_tokens, SymmDispatcher | PaddedDispatcher)
-    return Cost(
+    return LayerCost(
         MACHINES[link],
         cfg.experts,
         cfg.top_k,

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     pairs: int | None = None  # number of routed pairs to allocate for at once, see moe_mlp
 
 
-class Plan(NamedTuple):
+class DispatchPlan(NamedTuple):
     """How the rows were sent: the only input of combine besides y. Frozen."""
 
     ids_RK: Tensor
@@ -85,16 +85,16 @@ class Dispatcher:
         rows, plan = self.dispatch(x_TD, routing)
         return self.combine(experts(rows), plan)
 
-    def beside(
+    def run_with_shared(
         self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor], shared: Shared
     ) -> tuple[Tensor, Tensor]:
         """y_TD and shared(x_TD). shared(x_TD) may run while tokens are sent."""
         return self(x_TD, routing, experts), shared(x_TD)
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan | None]:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, DispatchPlan | None]:
         raise NotImplementedError
 
-    def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor:
+    def combine(self, y_RD: Tensor, plan: DispatchPlan | None) -> Tensor:
         raise NotImplementedError
 
 
@@ -106,7 +106,7 @@ class LocalDispatcher(Dispatcher):
         pairs = self.mean_K * max(len(x_TD), 1) * 9 // 8 if self.mean_K else None
         return Rows(x_TD, routing.weights_TK, routing.ids_TK, pairs), None
 
-    def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor:
+    def combine(self, y_RD: Tensor, plan: DispatchPlan | None) -> Tensor:
         return y_RD
 
 
@@ -121,15 +121,15 @@ class AllToAllDispatcher(Dispatcher):
         self.ranks = group.size()
         self.local_experts = local_experts
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan]:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, DispatchPlan]:
         ids_RK, order_S, splits_2P = collectives.plan(routing.ids_TK, self.local_experts, self.group)
         x_RD = collectives.push(x_TD, ids_RK, order_S, splits_2P, self.group)
         weights_RK = collectives.push(routing.weights_TK, ids_RK, order_S, splits_2P, self.group)
         T, K = routing.ids_TK.shape
         pairs = pairs_bound(T, self.mean_K or K, self.ranks, self.local_experts)
-        return Rows(x_RD, weights_RK, ids_RK, pairs), Plan(ids_RK, order_S, splits_2P, T)
+        return Rows(x_RD, weights_RK, ids_RK, pairs), DispatchPlan(ids_RK, order_S, splits_2P, T)
 
-    def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor:
+    def combine(self, y_RD: Tensor, plan: DispatchPlan | None) -> Tensor:
         assert plan is not None
         return collectives.pull(y_RD, *plan, self.group)
 
@@ -161,14 +161,16 @@ class SymmDispatcher(Dispatcher):
     def __call__(self, x_TD: Tensor, routing: Routing, experts: Any) -> Tensor:
         return self.layer(x_TD, routing, experts)[0]
 
-    def beside(self, x_TD: Tensor, routing: Routing, experts: Any, shared: Shared) -> tuple[Tensor, Tensor]:
+    def run_with_shared(
+        self, x_TD: Tensor, routing: Routing, experts: Any, shared: Shared
+    ) -> tuple[Tensor, Tensor]:
         """y_TD and shared(x_TD), in one op if tokens can be sent while the shared expert runs.
 
         Raises ValueError if the shared expert no longer consists of its matrices only: if that happened on
         one rank alone, the ranks would wait for each other forever.
         """
         if not (self.width and symm.hides(self.ranks, x_TD.element_size(), self.width)):
-            return super().beside(x_TD, routing, experts, shared)
+            return super().run_with_shared(x_TD, routing, experts, shared)
         if not getattr(shared, "plain", False):
             raise ValueError(
                 "moe.shared: has got hooks, adapters or other layers since parallelize, "
@@ -177,7 +179,7 @@ class SymmDispatcher(Dispatcher):
             )
         matrices = shared.matrices(x_TD)
         if matrices is None:
-            return super().beside(x_TD, routing, experts, shared)
+            return super().run_with_shared(x_TD, routing, experts, shared)
         return self.layer(x_TD, routing, experts, matrices)
 
     def layer(
@@ -188,7 +190,7 @@ class SymmDispatcher(Dispatcher):
         K = self.mean_K or routing.ids_TK.shape[1]
         pairs = pairs_bound(tokens, K, self.ranks, self.local_experts)
         local = symm.Local(experts.gate_up, experts.down, experts.gate_up_bias, experts.activation)
-        way = symm.Way(tokens, pairs, self.fp8, self.group)
+        way = symm.SymmOptions(tokens, pairs, self.fp8, self.group)
         return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, local, way, shared)
 
 

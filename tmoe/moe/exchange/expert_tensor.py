@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.moe.exchange.dispatch import Dispatcher, Plan, Rows
+from tmoe.moe.exchange.dispatch import Dispatcher, DispatchPlan, Rows
 from tmoe.moe.router import Routing
 from tmoe.parallel import collectives
 
@@ -22,7 +22,7 @@ from tmoe.parallel import collectives
 class Gathered(NamedTuple):
     """How rows were sent to this rank and from it to its group: the only input of combine besides y."""
 
-    inner: Plan | None
+    inner: DispatchPlan | None
     ids_RK: Tensor
     counts_P: Tensor
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tmoe.moe.exchange.dispatch import Dispatcher, Rows, pairs_bound
 from tmoe.moe.select.capacity import places
-from tmoe.ops.check import require
+from tmoe.ops.argument_checks import require
 from tmoe.ops.register import on_any_device
 from tmoe.parallel import collectives
 from tmoe.parallel.collectives import group_of
@@ -35,7 +35,7 @@ class PaddedRouting(NamedTuple):
     capacity: int
 
 
-class Slots(NamedTuple):
+class ExpertSlots(NamedTuple):
     """The slot of each pair among this rank's E C slots; E C if it was dropped. All that combine needs."""
 
     slots_TK: Tensor
@@ -53,7 +53,7 @@ class PaddedDispatcher(Dispatcher):
         self.group = None if group is None else collectives.name_of(group)
         self.ranks = 1 if group is None else group.size()
 
-    def dispatch(self, x_TD: Tensor, routing: Any) -> tuple[Rows, Slots]:
+    def dispatch(self, x_TD: Tensor, routing: Any) -> tuple[Rows, ExpertSlots]:
         """routing: a PaddedRouting."""
         weights_TK, ids_TK, C = routing
         (T, K), E, P, L = ids_TK.shape, self.experts, self.ranks, self.experts // self.ranks
@@ -80,7 +80,7 @@ class PaddedDispatcher(Dispatcher):
         pairs = T * K if P == 1 else pairs_bound(T, K, P, L)
         weights_R1 = rearrange(marks[:, :C], "e c -> (e c) 1")
         ids_R1 = rearrange(ids_PLC, "p l c -> (p l c) 1")
-        return Rows(rows_SD, weights_R1, ids_R1, pairs or None), Slots(slots_TK, everything)
+        return Rows(rows_SD, weights_R1, ids_R1, pairs or None), ExpertSlots(slots_TK, everything)
 
     def combine(self, y_RD: Tensor, plan: Any) -> Tensor:
         if self.group is not None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tmoe.moe.exchange.dispatch import Rows
-from tmoe.ops.check import require
-from tmoe.ops.experts.rows import gather_rows, scatter_rows
+from tmoe.ops.argument_checks import require
+from tmoe.ops.experts.gather_scatter import gather_rows, scatter_rows
 from tmoe.ops.register import on_any_device
 
 

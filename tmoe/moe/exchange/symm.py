@@ -58,13 +58,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tmoe.base.private_torch import find
-from tmoe.moe.exchange.received import Experts
+from tmoe.moe.exchange.received_rows import ReceivedExperts
 from tmoe.ops import exchange
-from tmoe.ops.check import check_moe_mlp, check_shared
+from tmoe.ops.argument_checks import check_moe_mlp, check_shared
 from tmoe.ops.experts import swiglu
-from tmoe.ops.launch.launch import cdiv, device_facts
+from tmoe.ops.launch.kernel_launch import cdiv, device_facts
 from tmoe.ops.register import register
-from tmoe.parallel.agree import gathered, together
+from tmoe.parallel.agree import gathered, gathered_by_store
 from tmoe.parallel.collectives import group_of
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Exchange:
                 f"symm: no room for {tokens} tokens of {width} bytes; "
                 "run the largest batch once before capturing a CUDA graph"
             )
-        asks = together(self.group, "room", (tokens, width, K, fp8), self.ahead)
+        asks = gathered_by_store(self.group, "room", (tokens, width, K, fp8), self.ahead)
         if asks is None:
             first = dist.get_global_rank(self.group, self.ahead()[0])
             raise ValueError(
@@ -326,7 +326,7 @@ class Exchange:
         """The stream waits until the streams of all ranks have reached this meeting."""
         exchange.meet(self.addresses["main"], self.rank)
 
-    def beside(self, copy: Callable[[Any], None], wire: Any) -> Any:
+    def copy_async(self, copy: Callable[[Any], None], wire: Any) -> Any:
         """Runs copy(wire) on the side stream, in parallel with the caller's stream, then signals all ranks.
 
         The copies start after all work that was enqueued on the caller's stream before. Returns wire, whose
@@ -390,7 +390,7 @@ class Local(NamedTuple):
     activation: str
 
 
-class Way(NamedTuple):
+class SymmOptions(NamedTuple):
     """How tokens are exchanged in a call."""
 
     tokens: int
@@ -409,7 +409,7 @@ def moe(
     weights_TK: Tensor,
     ids_TK: Tensor,
     local: Local,
-    way: Way,
+    way: SymmOptions,
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes a whole layer over an expert group: `tmoe.ops.moe_mlp` with the experts of all its ranks.
@@ -435,13 +435,13 @@ def moe(
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     tokens, pairs, fp8, group = way
     assert pairs is not None  # None means all pairs of one rank
-    layer = Layer(x_TD, weights_TK, ids_TK, *matrices, activation, tokens, pairs, fp8, keep, group)
+    layer = SymmCall(x_TD, weights_TK, ids_TK, *matrices, activation, tokens, pairs, fp8, keep, group)
     y_TD, _, shared_TD, _ = torch.ops.tmoe.symm_moe(*layer)
     return y_TD, None if shared is None else shared_TD
 
 
-class Layer(NamedTuple):
-    """The arguments of the op symm_moe; `Local` and `Way` describe them."""
+class SymmCall(NamedTuple):
+    """The arguments of the op symm_moe; `Local` and `SymmOptions` describe them."""
 
     x: Tensor
     weights: Tensor
@@ -459,7 +459,7 @@ class Layer(NamedTuple):
     group: str
 
 
-class Backward(NamedTuple):
+class SymmBackward(NamedTuple):
     """The arguments of the op symm_moe_backward: two gradients, fields of `Layer`, and kept tensors."""
 
     dy: Tensor
@@ -481,7 +481,7 @@ class Backward(NamedTuple):
     group: str
 
 
-def _forward(layer: Layer) -> Tensors:
+def _forward(layer: SymmCall) -> Tensors:
     """The op symm_moe.
 
     Returns y; H of the first `pairs` routed pairs (empty unless keep); y and the pre-activations of the
@@ -510,14 +510,14 @@ def _forward(layer: Layer) -> Tensors:
             shared_h = shared_h if keep else x.new_empty(0)
             ex.arrived()
         h = x.new_empty(layer.pairs if keep else 0, gate_up.shape[1])
-        experts = Experts(ex, gate_up, down, bias, activation, K, x.dtype, layer.pairs)
+        experts = ReceivedExperts(ex, gate_up, down, bias, activation, K, x.dtype, layer.pairs)
         experts.forward(h if keep else None)
         y = torch.empty_like(x)
         ex.pull(y, None, ids, L, fp8)
     return y, h, shared_y, shared_h
 
 
-def _forward_fake(layer: Layer) -> Tensors:
+def _forward_fake(layer: SymmCall) -> Tensors:
     x = layer.x
     h = x.new_empty(layer.pairs if layer.keep else 0, layer.gate_up.shape[1])
     if layer.shared_gate_up is None:
@@ -532,10 +532,10 @@ def _push_beside(ex: Exchange, wire: dict[str, Tensor], ids: Tensor, weights: Te
     `arrived` waits for all of them.
     """
     ex.push("x", wire["x"][:, :0], ids, weights, L, False, meet=False)
-    ex.beside(ex.copy_x, wire)
+    ex.copy_async(ex.copy_x, wire)
 
 
-def _backward(layer: Backward) -> Tensors:
+def _backward(layer: SymmBackward) -> Tensors:
     """The op symm_moe_backward.
 
     Returns the gradients that the experts give: of x, weights, gate_up, down and the bias (empty without
@@ -565,14 +565,14 @@ def _backward(layer: Backward) -> Tensors:
             of_shared = tuple(x.new_empty(0) for _ in range(3))
             ex.push("dy", dy, ids, weights, L, fp8, meet=hidden)
             if hidden:
-                copied.append(ex.beside(ex.copy_x, ex.wire_x("x", x, fp8)))
+                copied.append(ex.copy_async(ex.copy_x, ex.wire_x("x", x, fp8)))
             else:
                 ex.push("x", x, ids, None, L, fp8)
             if fp8:
                 ex.unpack("dy", D, x.dtype, K)
 
         # The experts' gradients, and the rows that are sent during them.
-        experts = Experts(ex, gate_up, down, bias, layer.activation, K, x.dtype, layer.pairs)
+        experts = ReceivedExperts(ex, gate_up, down, bias, layer.activation, K, x.dtype, layer.pairs)
 
         def x_is_here() -> None:
             if hidden and not shared:
@@ -582,7 +582,7 @@ def _backward(layer: Backward) -> Tensors:
 
         def dx_is_there() -> None:
             if hidden:
-                copied.append(ex.beside(ex.copy_y, ex.wire_y(D, x.dtype, K, fp8)))
+                copied.append(ex.copy_async(ex.copy_y, ex.wire_y(D, x.dtype, K, fp8)))
             else:
                 ex.pull(dx, d_weights, ids, L, fp8)
 
@@ -596,7 +596,7 @@ def _backward(layer: Backward) -> Tensors:
     return dx, d_weights, d_gate_up, d_down, d_bias, *of_shared
 
 
-def _backward_fake(layer: Backward) -> Tensors:
+def _backward_fake(layer: SymmBackward) -> Tensors:
     x, weights, _, gate_up, down, bias = layer[2:8]
     shared = (x, *layer[8:10]) if layer.shared_gate_up is not None else (None,) * 3
     present = (t.new_empty(t.shape) for t in (x, weights, gate_up, down))
@@ -635,7 +635,7 @@ def _differentiate(
 
 register(
     "symm_moe",
-    Layer,
+    SymmCall,
     results=4,
     cpu=None,
     cuda=_forward,
@@ -643,7 +643,7 @@ register(
     save=_save,
     differentiate=_differentiate,
 )
-register("symm_moe_backward", Backward, results=8, cpu=None, cuda=_backward, fake=_backward_fake)
+register("symm_moe_backward", SymmBackward, results=8, cpu=None, cuda=_backward, fake=_backward_fake)
 
 
 def hides(ranks: int, itemsize: int, width: int) -> bool:

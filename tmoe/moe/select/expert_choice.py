@@ -4,15 +4,15 @@
 or `--model.moe.max-top-k`. The choice depends on this rank's other tokens, later tokens included. Therefore a
 causal model that is trained with it is evaluated on a different task than it was trained on.
 
-next: moe/select/tiles.py
+next: moe/select/token_rounding.py
 """
 
 import torch
 
-from tmoe.moe.select.selection import Asked, Choice, best_tokens, in_columns, shares
+from tmoe.moe.select.selection import Choice, RouterInput, best_tokens, in_columns, shares
 
 
-def choose(asked: Asked) -> Choice:
+def choose(asked: RouterInput) -> Choice:
     """Each expert's ceil(T K / E) best of T tokens: the tokens whose share for this expert is largest."""
     shares_TE = shares(asked.cfg, asked.logits_TE)
     T, E = shares_TE.shape

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from tmoe.moe.select.selection import Asked, Choice, best_experts
+from tmoe.moe.select.selection import Choice, RouterInput, best_experts
 
 
-def choose(asked: Asked) -> Choice:
+def choose(asked: RouterInput) -> Choice:
     """Top-k of logits plus bias. Notes each token's cutoff, which is the largest sum that was not chosen."""
     assert asked.bias_E is not None
     K, E = asked.K, asked.logits_TE.shape[-1]

@@ -1,8 +1,8 @@
 """Scores of experts: a table of functions of the logits, which the router and the losses use.
 
-The names are in config/policies.py. A score is defined by its logarithm, up to a constant for all experts of
-a token. A token's shares are its scores divided by their sum. They are computed as the softmax of these
-logarithms, so that they add up to one even if every score is nearly 0 or has underflowed to 0.
+The names are in config/routing_choices.py. A score is defined by its logarithm, up to a constant for all
+experts of a token. A token's shares are its scores divided by their sum. They are computed as the softmax of
+these logarithms, so that they add up to one even if every score is nearly 0 or has underflowed to 0.
 
 next: moe/select/selection.py
 """

@@ -1,10 +1,10 @@
 """The interface of a selection of experts; plain top-k, and functions that several selections share.
 
 A selection is a function `choose(asked) -> Choice` in a separate file, and a line in the table SELECTIONS of
-config/policies.py. It runs without gradient, inside the compiled block. It must not wait for the host, and no
-size may depend on values of tensors.
+config/routing_choices.py. It runs without gradient, inside the compiled block. It must not wait for the host,
+and no size may depend on values of tensors.
 
-next: moe/select/sinkhorn.py
+next: moe/select/sinkhorn_selection.py
 """
 
 import importlib
@@ -16,12 +16,12 @@ from einops import rearrange
 from torch import Tensor
 
 from tmoe.config.model import MoEConfig
-from tmoe.config.policies import SELECTIONS
+from tmoe.config.routing_choices import SELECTIONS
 from tmoe.moe.select.scores import SCORES
 from tmoe.ops import softmax_topk
 
 
-class Asked(NamedTuple):
+class RouterInput(NamedTuple):
     """The input of a selection: the router's numbers of T tokens for all experts. None has a gradient."""
 
     cfg: MoEConfig
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     noted_TX: Tensor | None = None  # numbers for the log, or for the balancing of the selection
 
 
-def choose(asked: Asked) -> Choice:
+def choose(asked: RouterInput) -> Choice:
     """Plain top-k: the K experts that a token prefers."""
     return Choice(best_experts(preference(asked), asked.K))
 
@@ -53,7 +53,7 @@ def best_experts(wanted_TE: Tensor, K: int) -> Tensor:
     return softmax_topk(wanted_TE, K, False)[1]  # one short launch on a GPU, where topk sorts
 
 
-def preference(asked: Asked) -> Tensor:
+def preference(asked: RouterInput) -> Tensor:
     """The numbers [T, E] whose K largest are chosen; -inf outside a token's best groups or ranks.
 
     With a choice bias: scores plus the bias. Without: logits, which have the same order as scores. Logits
@@ -70,7 +70,7 @@ def preference(asked: Asked) -> Tensor:
     return wanted_TE if best == groups else within_best(asked, wanted_TE, scores_TE, groups, best)
 
 
-def within_best(asked: Asked, wanted_TE: Tensor, scores_TE: Tensor, groups: int, best: int) -> Tensor:
+def within_best(asked: RouterInput, wanted_TE: Tensor, scores_TE: Tensor, groups: int, best: int) -> Tensor:
     """`wanted`, with -inf at the experts outside a token's `best` groups.
 
     Groups are neighbouring experts. The value of a group is its best expert (DeepSeek-V2, 2024, section
@@ -122,7 +122,7 @@ def shares(cfg: MoEConfig, logits_TE: Tensor) -> Tensor:
     return SCORES[cfg.score].log(logits_TE).softmax(-1)
 
 
-def selection(name: str) -> Callable[[Asked], Choice]:
+def selection(name: str) -> Callable[[RouterInput], Choice]:
     """The function `choose` that a line of SELECTIONS names."""
     module = SELECTIONS[name].module
     return importlib.import_module(module if "." in module else f"tmoe.moe.select.{module}").choose

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.ops.check import INTS, check_device, require
-from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
+from tmoe.ops.argument_checks import INTS, check_device, require
+from tmoe.ops.experts.pair_order import power_of_2
+from tmoe.ops.launch.kernel_launch import cdiv, device_facts, empty, launch
 from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import register
 
@@ -322,7 +322,7 @@ def decode_sum_kernel(
     tl.store(out + head * CV + c[None, :], result.to(out.dtype.element_ty), c[None, :] < CV)
 
 
-class Tile(NamedTuple):
+class PageTile(NamedTuple):
     """Sizes of a program. `tokens` alone fixes the order of summation, so it must not depend on the batch."""
 
     rows: int  # heads that share a key, which are the rows of a product
@@ -331,7 +331,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile(arch: str, R: int, C: int, CV: int, itemsize: int) -> Tile:
+def tile(arch: str, R: int, C: int, CV: int, itemsize: int) -> PageTile:
     """The tile for R heads that share keys of C channels and values of CV channels.
 
     On an H100 three programs of 128 channels fit on a multiprocessor, so its loads in flight are 190 KB. Only
@@ -342,7 +342,7 @@ def tile(arch: str, R: int, C: int, CV: int, itemsize: int) -> Tile:
     rows = 16 if R <= 16 or (wide and hip) else 32 if wide else 64
     tokens = 64 // (1 + wide) // (1 + (itemsize == 4))
     warps = 8 if wide or rows * itemsize > 128 else 4
-    return Tile(rows, tokens, warps, 1 if hip else 3)
+    return PageTile(rows, tokens, warps, 1 if hip else 3)
 
 
 def views_alike(k: Tensor, v: Tensor) -> bool:

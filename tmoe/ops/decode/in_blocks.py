@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.ops.check import require
+from tmoe.ops.argument_checks import require
 from tmoe.ops.decode.attention import LOG2E, check
-from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
+from tmoe.ops.experts.pair_order import power_of_2
+from tmoe.ops.launch.kernel_launch import cdiv, device_facts, empty, launch
 from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import register
 
@@ -181,7 +181,7 @@ def blocks_kernel(
     tl.store(out + at, acc.to(out.dtype.element_ty), there)
 
 
-class Tile(NamedTuple):
+class BlockTile(NamedTuple):
     """Sizes of a program."""
 
     rows: int  # heads that share a key
@@ -190,7 +190,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile(arch: str, C: int, itemsize: int) -> Tile:
+def tile(arch: str, C: int, itemsize: int) -> BlockTile:
     """The tile for keys of C channels.
 
     tokens: torch's BLOCK_N for flex attention. rows: 16 for each warp, as in flex attention, and enough rows
@@ -204,7 +204,7 @@ def tile(arch: str, C: int, itemsize: int) -> Tile:
     else:
         tokens = 128 if hopper and C == 64 else 32 if hopper and C == 256 else 64
     rows = 128 if arch.startswith("cuda") and not hopper else 64
-    return Tile(rows, tokens, rows // 16, 1 if arch.startswith("hip") else 3 if hopper else 2)
+    return BlockTile(rows, tokens, rows // 16, 1 if arch.startswith("hip") else 3 if hopper else 2)
 
 
 def forward(
@@ -214,7 +214,7 @@ def forward(
     table: Tensor,
     lengths: Tensor,
     scale: float,
-    cut: Tile | None = None,
+    cut: BlockTile | None = None,
 ) -> Tensor:
     """The op on a GPU. cut: sizes of a program; None: those of `tile`."""
     B, H, C = q.shape

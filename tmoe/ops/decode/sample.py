@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tmoe.ops.check import FLOATS, check_device, require
+from tmoe.ops.argument_checks import FLOATS, check_device, require
 from tmoe.ops.decode.sample_kernels import sample_kernel
-from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
+from tmoe.ops.experts.pair_order import power_of_2
+from tmoe.ops.launch.kernel_launch import cdiv, device_facts, empty, launch
 from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import collect
 

@@ -30,7 +30,7 @@ def route(ids_TK: Tensor, E: int) -> tuple[Tensor, list[int]]:
     return order, [end - not_here for end in ends[1:]]
 
 
-class Experts(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The experts' parameters and their activation."""
 
     gate_up_E2FD: Tensor
@@ -96,7 +96,7 @@ def pre_activations(
 
 def moe_mlp_forward(
     x_TD: Tensor,
-    experts: Experts,
+    experts: ExpertWeights,
     weights_TK: Tensor,
     order: Tensor,
     ends: list[int],
@@ -119,7 +119,7 @@ def moe_mlp_forward(
 def moe_mlp_backward(
     dy_TD: Tensor,
     x_TD: Tensor,
-    experts: Experts,
+    experts: ExpertWeights,
     weights_TK: Tensor,
     h: Tensor,
     order: Tensor,
@@ -139,7 +139,7 @@ def moe_mlp_backward(
 def gradient_of_x(
     dy_TD: Tensor,
     x_TD: Tensor,
-    experts: Experts,
+    experts: ExpertWeights,
     weights_TK: Tensor,
     h: Tensor,
     order: Tensor,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Left(NamedTuple):
+class DeferredGradients(NamedTuple):
     """The gradients of one layer's matrices, deferred by one backward, with the inputs to compute them."""
 
     gate_up: Tensor
@@ -31,13 +31,13 @@ class Left(NamedTuple):
 
 # One list for each active `collecting`. They are global to the process, because on a GPU a backward runs on
 # autograd's thread.
-_lists: list[list[Left]] = []
+_lists: list[list[DeferredGradients]] = []
 
 
 @contextmanager
-def collecting() -> Iterator[list[Left]]:
+def collecting() -> Iterator[list[DeferredGradients]]:
     """A list of the gradients that backwards inside this context defer, in order."""
-    left: list[Left] = []
+    left: list[DeferredGradients] = []
     _lists.append(left)
     try:
         yield left
@@ -54,7 +54,7 @@ def require_collecting() -> None:
         )
 
 
-def leave(left: Left) -> None:
+def leave(left: DeferredGradients) -> None:
     """Appends deferred gradients to the list of the innermost `collecting`."""
     require_collecting()
     _lists[-1].append(left)

@@ -1,7 +1,7 @@
 """Names of Gluon that changed between versions of triton: the new name, else the old name, else None.
 
-If a name is None, the portable kernels run (`gluon_lacks` of ops/launch/launch.py). Triton 3.9 still has the
-old names of copies, but raises an error when a kernel that calls them is compiled.
+If a name is None, the portable kernels run (`gluon_lacks` of ops/launch/kernel_launch.py). Triton 3.9 still
+has the old names of copies, but raises an error when a kernel that calls them is compiled.
 """
 
 from triton.experimental.gluon import language as gl

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from tmoe.base import activations
-from tmoe.ops.check import require
+from tmoe.ops.argument_checks import require
 from tmoe.ops.experts import kernels
 from tmoe.ops.experts.one_token import one_token
-from tmoe.ops.experts.routing import FEW, Metadata, group, power_of_2, route
-from tmoe.ops.experts.table import Config, Few, few, pick
-from tmoe.ops.launch.launch import (
+from tmoe.ops.experts.pair_order import FEW, Metadata, group, power_of_2, route
+from tmoe.ops.experts.table import Few, KernelConfig, few, pick
+from tmoe.ops.launch.kernel_launch import (
     Descriptor,
     cdiv,
     describe,
@@ -97,7 +97,7 @@ class Product(NamedTuple):
     bias: Tensor | None = None
 
 
-class Layer:
+class LayerLaunches:
     """One call's shapes and choices, and a method for each kernel launch."""
 
     def __init__(
@@ -134,26 +134,26 @@ class Layer:
         fast = tf32() and self.arch.startswith(("cuda", "hip:gfx942"))  # triton has TF32 for no other chips
         self.precision = "tf32" if fast else "ieee"
 
-    def config(self, kernel: str) -> Config:
+    def config(self, kernel: str) -> KernelConfig:
         """The configuration of a kernel for this layer."""
         return pick(kernel, self.arch, self.x.dtype, self.D, self.F, self.N / self.E, self.tma)
 
-    def grid(self, cfg: Config, tiles: int) -> tuple[int]:
+    def grid(self, cfg: KernelConfig, tiles: int) -> tuple[int]:
         """The number of programs: as many as can be resident, times `waves`, and at most `tiles`.
 
         tiles: the host's upper bound on the number of tiles.
         """
         return (max(1, min(self.sms * cfg.ctas * waves, tiles)),)
 
-    def row_tiles(self, cfg: Config, width: int, columns: int) -> int:
+    def row_tiles(self, cfg: KernelConfig, width: int, columns: int) -> int:
         """An upper bound on the tiles of a result with `width` columns, `columns` a tile."""
         return (self.N // cfg.BM + self.E) * cdiv(width, columns)
 
-    def tile_args(self, cfg: Config | Few) -> tuple[Tensor, int, Tensor]:
+    def tile_args(self, cfg: KernelConfig | Few) -> tuple[Tensor, int, Tensor]:
         """Arguments of a kernel: the table of row tiles, its capacity and the experts' offsets."""
         return self.meta.tiles[cfg.BM], Metadata.capacity(self.N, self.E, cfg.BM), self.meta.offsets
 
-    def even(self, cfg: Config, length: int) -> bool:
+    def even(self, cfg: KernelConfig, length: int) -> bool:
         """Whether a length is a multiple of the configuration's step."""
         return length % cfg.BL == 0
 
@@ -172,7 +172,7 @@ class Layer:
         )  # fmt: skip
         return rows
 
-    def specialised(self, kind: str, cfg: Config, product: Product, outs: Outs) -> None:
+    def specialised(self, kind: str, cfg: KernelConfig, product: Product, outs: Outs) -> None:
         """Launch hopper.specialised; outs are its c, c2, c3, with `product.width` columns."""
         a, b, width, length, b_rows, gather, h, ds, bias = product
         dw = kind == "dw"
@@ -443,7 +443,7 @@ def forward(
     if ids.numel() == 0:
         return torch.zeros_like(x), h, meta.packed
     for window in windows(meta, ids.numel()):
-        layer = Layer(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
+        layer = LayerLaunches(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
         rows = layer.products(gate_up, bias, h if keep and y is None else None, down)
         y, _ = layer.combine(rows, weights, y)
         del rows  # before the rows of the next window are allocated
@@ -469,7 +469,9 @@ def backward(
         return tuple(None if t is None else torch.zeros_like(t) for t in (x, gate_up, down, weights, bias))
     dx = d_gate_up = d_down = d_weights = d_bias = None
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
-        layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
+        layer = LayerLaunches(
+            x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation
+        )
         if dx is not None:
             h = layer.empty(pairs, gate_up.shape[1])  # recomputed for every window after the first
             layer.up(gate_up, bias, h)
@@ -516,7 +518,9 @@ def backward_of_x(
     dx = d_weights = d_bias = None
     kept: tuple[Tensor, ...] = ()
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
-        layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
+        layer = LayerLaunches(
+            x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation
+        )
         if kept:
             h = layer.empty(pairs, gate_up.shape[1])  # recomputed for every window after the first
             layer.up(gate_up, bias, h)
@@ -556,7 +560,9 @@ def backward_of_matrices(
     d_gate_up: Any = None
     d_down: Any = None
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
-        layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
+        layer = LayerLaunches(
+            x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation
+        )
         fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
         again = d_down is not None
         dy_N: Any = None if fused[1] and (fused[0] or not again) else layer.gathered(dy)
@@ -579,7 +585,7 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     a, b = a.contiguous(), b.contiguous()
     if a.shape[0] == 0:
         return a.new_empty(0, b.shape[1])
-    layer = Layer(a, b.shape, 1, group(ends.contiguous(), a.shape[0]), operands=(b,))
+    layer = LayerLaunches(a, b.shape, 1, group(ends.contiguous(), a.shape[0]), operands=(b,))
     return layer.clear_rest(layer.rows("down", a, b, True))
 
 
@@ -588,5 +594,5 @@ def grouped_mm_backward(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple
     dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
     if a.shape[0] == 0:
         return torch.zeros_like(a), torch.zeros_like(b)
-    layer = Layer(a, b.shape, 1, group(ends.contiguous(), a.shape[0]), operands=(b, dc))
+    layer = LayerLaunches(a, b.shape, 1, group(ends.contiguous(), a.shape[0]), operands=(b, dc))
     return layer.clear_rest(layer.rows("dx", dc, b, False)), layer.dw("dw_down", dc, a, "")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tmoe.ops.check import check_device, check_grouped_mm, check_tensors, require
+from tmoe.ops.argument_checks import check_device, check_grouped_mm, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
 from tmoe.ops.register import Backward, register_differentiable
 

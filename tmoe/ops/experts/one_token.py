@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tmoe.base import activations
 from tmoe.ops.experts.kernels import activate, halves_of
-from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.launch import cdiv, empty, launch
+from tmoe.ops.experts.pair_order import power_of_2
+from tmoe.ops.launch.kernel_launch import cdiv, empty, launch
 
 ROWS = 4  # rows of a matrix that a program reads
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tmoe.base.activations import ACTIVATIONS
 from tmoe.base.activations import activation as named
-from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
+from tmoe.ops.argument_checks import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
-from tmoe.ops.experts.deferred import Left, leave, require_collecting
-from tmoe.ops.experts.routing import Metadata
+from tmoe.ops.experts.deferred import DeferredGradients, leave, require_collecting
+from tmoe.ops.experts.pair_order import Metadata
 from tmoe.ops.launch.eager import mapped, unwatched
-from tmoe.ops.launch.launch import cdiv
+from tmoe.ops.launch.kernel_launch import cdiv
 from tmoe.ops.launch.replay import remembered
 from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import Backward, register_differentiable
@@ -124,7 +124,7 @@ def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None
     return getattr(torch.ops.tmoe, name)(*tensors, activation, pairs, keep)[0]
 
 
-class Call(NamedTuple):
+class MlpCall(NamedTuple):
     """The arguments of the ops moe_mlp, moe_mlp_frozen and moe_mlp_deferred."""
 
     x: Tensor
@@ -138,7 +138,7 @@ class Call(NamedTuple):
     keep: bool  # whether to keep H and the metadata for a backward
 
 
-class BackwardCall(NamedTuple):
+class MlpBackward(NamedTuple):
     """The arguments of the op moe_mlp_backward and of the backwards of the other two ops."""
 
     dy: Tensor
@@ -163,7 +163,7 @@ def _rows(x: Tensor, ids: Tensor, pairs: int) -> int:
     return ids.numel() if x.device.type == "cpu" else pairs
 
 
-def _forward_cpu(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_cpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
     """y, H (empty unless keep) and the packed metadata."""
     x, gate_up, down, weights, ids, bias, activation, _, keep = call
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
@@ -171,19 +171,19 @@ def _forward_cpu(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     E, F2, _ = gate_up.shape
     order, ends = cpu.route(ids, E)
     h = x.new_empty(N, F2)
-    y = cpu.moe_mlp_forward(x, cpu.Experts(gate_up, down, bias, activation), weights, order, ends, h)
+    y = cpu.moe_mlp_forward(x, cpu.ExpertWeights(gate_up, down, bias, activation), weights, order, ends, h)
     meta = Metadata(ids.new_zeros(Metadata.size(N, E), dtype=torch.int32), N, E)
     meta.ends[:] = torch.tensor(ends, dtype=torch.int32)
     meta.order[: order.numel()] = order
     return y, h if keep else h.new_empty(0, F2), meta.packed
 
 
-def _forward_gpu(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_gpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
     check_moe_mlp(*call[:7])
     return remembered(gpu.forward, call[:6], call.activation, call.pairs, call.keep)
 
 
-def _forward_fake(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
     x, gate_up, down, weights, ids, bias, _, pairs, keep = call
     biased = {} if bias is None else {"gate_up_bias": bias}
     check_device(x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
@@ -193,52 +193,54 @@ def _forward_fake(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(rows if keep else 0, F2), Metadata.fake(N, E, rows, x)
 
 
-def _backward_cpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
+def _backward_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of x, gate_up, down, weights and the bias (None without one)."""
     dy, x, gate_up, down, weights, h, packed, bias, activation, _ = call
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
-    experts = cpu.Experts(gate_up, down, bias, activation)
+    experts = cpu.ExpertWeights(gate_up, down, bias, activation)
     with torch.autocast("cpu", enabled=False):  # autocast may be on where backward is called
         return cpu.moe_mlp_backward(dy, x, experts, weights, h, order, ends)
 
 
-def _backward_gpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
+def _backward_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_cpu`, on the GPU."""
     *tensors, activation, pairs = call
     return remembered(gpu.backward, tensors, activation, pairs)
 
 
-def _of_x_cpu(call: BackwardCall) -> tuple[tuple[Any, ...], Tensor, list[int]]:
+def _of_x_cpu(call: MlpBackward) -> tuple[tuple[Any, ...], Tensor, list[int]]:
     """The results of cpu.gradient_of_x, and order and ends of the rows."""
     dy, x, gate_up, down, weights, h, packed, bias, activation, _ = call
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
-    experts = cpu.Experts(gate_up, down, bias, activation)
+    experts = cpu.ExpertWeights(gate_up, down, bias, activation)
     with torch.autocast("cpu", enabled=False):  # autocast may be on where backward is called
         return cpu.gradient_of_x(dy, x, experts, weights, h, order, ends), order, ends
 
 
-def _backward_frozen_cpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
+def _backward_frozen_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights and the bias (None without one)."""
     gradients, _, _ = _of_x_cpu(call)
     return gradients[:3]
 
 
-def _backward_frozen_gpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
+def _backward_frozen_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_frozen_cpu`, on the GPU."""
     *tensors, activation, pairs = call
     return remembered(gpu.backward_of_x, tensors, activation, pairs)[:3]
 
 
-def _backward_of_x_cpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
+def _backward_of_x_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights and the bias (None without one); defers those of the matrices."""
     require_collecting()
     (*gradients, dh, act), order, ends = _of_x_cpu(call)
     kept = _own(call.dy), _own(call.x), order // max(call.weights.shape[1], 1), dh, act
-    leave(Left(call.gate_up.detach(), call.down.detach(), kept, partial(_matrices_cpu, ends=ends)))
+    leave(
+        DeferredGradients(call.gate_up.detach(), call.down.detach(), kept, partial(_matrices_cpu, ends=ends))
+    )
     return tuple(gradients)
 
 
@@ -248,14 +250,14 @@ def _matrices_cpu(*tensors: Tensor, ends: list[int]) -> tuple[Tensor, Tensor]:
         return cpu.gradients_of_matrices(*tensors, ends=ends)
 
 
-def _backward_of_x_gpu(call: BackwardCall) -> tuple[Tensor | None, ...]:
+def _backward_of_x_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_of_x_cpu`, on the GPU."""
     require_collecting()
     dy, x, gate_up, down, weights, _, packed, bias, activation, pairs = call
     *gradients, dh, act = remembered(gpu.backward_of_x, call[:8], activation, pairs)
     kept = *map(_own, (dy, x, weights, packed)), dh, act
     work = partial(_matrices_gpu, bias=None if bias is None else bias.detach(), how=(activation, pairs))
-    leave(Left(gate_up.detach(), down.detach(), kept, work))
+    leave(DeferredGradients(gate_up.detach(), down.detach(), kept, work))
     return tuple(gradients)
 
 
@@ -304,7 +306,7 @@ def trace(
     if pairs is None:
         return
     # in an expert group the sums of symm.py do not write unused rows
-    layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
+    layer = gpu.LayerLaunches(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
     rows = layer.empty(pairs, D)
     layer.combine(rows, weights, x, add=False, fill=False)
     if trained:
@@ -320,15 +322,15 @@ def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
 
 
 _FORWARD: dict[str, Any] = dict(
-    schema=Call, returns="y", keeps="h packed", cpu=_forward_cpu, cuda=_forward_gpu, fake=_forward_fake
+    schema=MlpCall, returns="y", keeps="h packed", cpu=_forward_cpu, cuda=_forward_gpu, fake=_forward_fake
 )
 
-_BACKWARD_OF_X: dict[str, Any] = dict(schema=BackwardCall, gradients="x weights bias")
+_BACKWARD_OF_X: dict[str, Any] = dict(schema=MlpBackward, gradients="x weights bias")
 _Straight = register_differentiable(
     "moe_mlp",
     **_FORWARD,
     backward=Backward(
-        BackwardCall,
+        MlpBackward,
         gradients="x gate_up down weights bias",
         cpu=_backward_cpu,
         cuda=_backward_gpu,

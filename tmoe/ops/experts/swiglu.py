@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.ops.experts import kernels
-from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.experts.pair_order import power_of_2
+from tmoe.ops.launch.kernel_launch import cdiv, launch
 from tmoe.ops.launch.shapes import DecodeShapes, LayerShapes
 from tmoe.ops.register import collect
 

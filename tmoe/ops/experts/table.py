@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 
-class Config(NamedTuple):
+class KernelConfig(NamedTuple):
     """Tile sizes and launch settings of one kernel."""
 
     BM: int  # rows of a tile of the result (routed rows, or P in dw)
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
     D: int
     F: int
     rows: int  # per expert
-    config: Config
+    config: KernelConfig
 
 
 KERNELS = ("up", "down", "dh", "dx", "dw_down", "dw_up")
@@ -48,11 +48,11 @@ PATH = Path(__file__).with_name("table.json")
 def entries(arch: str) -> list[Entry]:
     """All entries of this architecture."""
     table = json.loads(PATH.read_text()).get(arch, [])
-    return [Entry(e["kernel"], e["D"], e["F"], e["rows"], Config(*e["config"])) for e in table]
+    return [Entry(e["kernel"], e["D"], e["F"], e["rows"], KernelConfig(*e["config"])) for e in table]
 
 
 @functools.cache
-def tuned(kernel: str, arch: str, D: int, F: int, bucket: float) -> Config:
+def tuned(kernel: str, arch: str, D: int, F: int, bucket: float) -> KernelConfig:
     """The entry nearest to the shape. bucket: log2 of the rows per expert.
 
     Rows per expert have the largest weight, since they determine the height of tiles.
@@ -69,7 +69,7 @@ def tuned(kernel: str, arch: str, D: int, F: int, bucket: float) -> Config:
 
 def pick(
     kernel: str, arch: str, dtype: torch.dtype, D: int, F: int, rows_per_expert: float, tma: bool
-) -> Config:
+) -> KernelConfig:
     """The configuration of a kernel for an architecture ("cuda:90"), element type and shape."""
     if tma:
         return tuned(kernel, arch, D, F, round(2 * math.log2(max(rows_per_expert, 1))) / 2)  # steps of 1/2
@@ -103,17 +103,17 @@ def few(arch: str, rows_per_expert: float, tma: bool) -> Few | None:
 
 # Configurations for Hopper, if the table has no entry for the kernel.
 DESCRIPTOR = {
-    "up": Config(128, 256, 64, 16, 4, 8, 3, 1, True, 4),
-    "down": Config(128, 256, 64, 16, 2, 8, 3, 1, False, 2),
-    "dh": Config(128, 256, 64, 16, 4, 8, 3, 1, True, 4),
-    "dx": Config(128, 256, 64, 16, 2, 8, 3, 1, False, 2),
-    "dw_down": Config(128, 256, 64, 16, 2, 8, 4, 1, True, 1),
-    "dw_up": Config(256, 128, 64, 16, 2, 8, 4, 1, True, 1),
-    "dw_add": Config(128, 128, 64, 16, 2, 8, 3, 1, True),  # both dw kernels, if they add to C
+    "up": KernelConfig(128, 256, 64, 16, 4, 8, 3, 1, True, 4),
+    "down": KernelConfig(128, 256, 64, 16, 2, 8, 3, 1, False, 2),
+    "dh": KernelConfig(128, 256, 64, 16, 4, 8, 3, 1, True, 4),
+    "dx": KernelConfig(128, 256, 64, 16, 2, 8, 3, 1, False, 2),
+    "dw_down": KernelConfig(128, 256, 64, 16, 2, 8, 4, 1, True, 1),
+    "dw_up": KernelConfig(256, 128, 64, 16, 2, 8, 4, 1, True, 1),
+    "dw_add": KernelConfig(128, 128, 64, 16, 2, 8, 3, 1, True),  # both dw kernels, if they add to C
 }
 
 
-def portable(kernel: str, arch: str, dtype: torch.dtype, even: bool) -> Config:
+def portable(kernel: str, arch: str, dtype: torch.dtype, even: bool) -> KernelConfig:
     """Tiles of the kernels without descriptors.
 
     Ampere's cp.async needs three stages, CDNA two. float32 is multiplied without matrix units, in small
@@ -123,8 +123,8 @@ def portable(kernel: str, arch: str, dtype: torch.dtype, even: bool) -> Config:
     sub = 2 if arch.startswith("cuda") and (kernel == "dh" or (kernel == "dw_add" and even)) else 1
     if dtype == torch.float32:
         narrow = kernel.startswith("dw") or (not even and kernel in ("dh", "down", "dx"))
-        return Config(64, 32 if narrow else 64, 16, 8, sub, 4, 2, 2, True)
+        return KernelConfig(64, 32 if narrow else 64, 16, 8, sub, 4, 2, 2, True)
     columns = 64 if kernel == "dh" or not even else 128
     if arch.startswith("hip"):
-        return Config(128, columns, 32, 8, 1, 8, 2, 1, True)
-    return Config(64, columns if even else columns // 2, 32, 8, sub, 4, 3 if even else 2, 2, True)
+        return KernelConfig(128, columns, 32, 8, 1, 8, 2, 1, True)
+    return KernelConfig(64, columns if even else columns // 2, 32, 8, sub, 4, 3 if even else 2, 2, True)

@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tmoe.base.private_torch import take
+from tmoe.base.private_torch import find_or_note
 
 _SLOWER = "ops go through torch's dispatcher, which takes longer"
-_modes = take("torch._C._len_torch_dispatch_stack", _SLOWER)
-_transform = take("torch._C._functorch.peek_interpreter_stack", _SLOWER)
-_trace = take("torch._C._get_tracing_state", _SLOWER)
-_is_legacy_batch = take("torch._C._functorch.is_legacy_batchedtensor", _SLOWER)
-_is_batch = take(
+_modes = find_or_note("torch._C._len_torch_dispatch_stack", _SLOWER)
+_transform = find_or_note("torch._C._functorch.peek_interpreter_stack", _SLOWER)
+_trace = find_or_note("torch._C._get_tracing_state", _SLOWER)
+_is_legacy_batch = find_or_note("torch._C._functorch.is_legacy_batchedtensor", _SLOWER)
+_is_batch = find_or_note(
     "torch._C._functorch.is_batchedtensor", "layers keep tensors for a backward even if none follows"
 )
 _SEES = None not in (_modes, _transform, _trace, _is_legacy_batch)  # whether torch has all these queries

@@ -21,10 +21,10 @@ from typing import Any
 
 from triton import knobs
 
-from tmoe.base.private_torch import take
-from tmoe.ops.launch.launch import compile_only
+from tmoe.base.private_torch import find_or_note
+from tmoe.ops.launch.kernel_launch import compile_only
 
-FileCacheManager: Any = take(
+FileCacheManager: Any = find_or_note(
     "triton.runtime.cache.FileCacheManager", "truncated files in its cache are not replaced"
 )
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from tmoe.base.private_torch import take
-from tmoe.ops.launch import launch
-from tmoe.ops.launch.launch import Address, Descriptor, encoded, heard
+from tmoe.base.private_torch import find_or_note
+from tmoe.ops.launch import kernel_launch
+from tmoe.ops.launch.kernel_launch import Address, Descriptor, encoded, heard
 
-TorchDispatchMode: Any = take(
+TorchDispatchMode: Any = find_or_note(
     "torch.utils._python_dispatch.TorchDispatchMode", "every call of a layer decides its launches again"
 )
 
@@ -41,13 +41,13 @@ def remembered(run: Callable[..., tuple], tensors: Tensors, *how: Hashable) -> t
     hooks = knobs.runtime
     if (
         TorchDispatchMode is None
-        or launch.compiling()
+        or kernel_launch.compiling()
         or heard(hooks.launch_enter_hook)
         or heard(hooks.launch_exit_hook)
     ):
         return run(*tensors, *how)
 
-    kind = [run, *how, launch.tf32(), tensors[0].device]
+    kind = [run, *how, kernel_launch.tf32(), tensors[0].device]
     for t in tensors:
         if t is None:
             kind.append(None)
@@ -66,7 +66,7 @@ def remembered(run: Callable[..., tuple], tensors: Tensors, *how: Hashable) -> t
         return run(*tensors, *how)
     if program is None:
         tape = Tape(tensors)
-        with launch.recording(tape), Foreign(tape):
+        with kernel_launch.recording(tape), Foreign(tape):
             results = run(*tensors, *how)
         _programs[kind] = tape.program(results)
         return results
@@ -191,7 +191,7 @@ class Program:
 
     def __call__(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
         device = tensors[0].device
-        stream = launch.current_stream()
+        stream = kernel_launch.current_stream()
         held = list(tensors)
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         for step in self.steps:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from tmoe.ops.check import FLOATS, INTS, autocasts, check_device, check_tensors, require
+from tmoe.ops.argument_checks import FLOATS, INTS, autocasts, check_device, check_tensors, require
 from tmoe.ops.loss import logprob_kernels as kernels
 from tmoe.ops.loss.head import add_product, summed_type, times, wide_products, widened
 from tmoe.ops.register import register
@@ -264,7 +264,7 @@ def _forward_fake(
     return logp, H, lse
 
 
-class Backward(NamedTuple):
+class LogprobsBackward(NamedTuple):
     """The arguments of the op logprobs_backward: gradients, and the inputs and kept results of `logprobs`."""
 
     by_logp: Tensor
@@ -281,7 +281,7 @@ class Backward(NamedTuple):
 
 
 @record_function("loss")
-def _backward(call: Backward) -> tuple[Tensor, Tensor]:
+def _backward(call: LogprobsBackward) -> tuple[Tensor, Tensor]:
     """The gradients by h and weight, in their types."""
     by_logp, by_entropy, h, weight, targets, lse, H, temperature, fp32_logits, needs_h, needs_w = call
     chunks = _Chunks(h, weight, targets, temperature, fp32_logits)
@@ -297,7 +297,7 @@ def _backward(call: Backward) -> tuple[Tensor, Tensor]:
     return none if by_h is None else by_h, none if by_weight is None else by_weight.to(weight.dtype)
 
 
-def _backward_fake(call: Backward) -> tuple[Tensor, Tensor]:
+def _backward_fake(call: LogprobsBackward) -> tuple[Tensor, Tensor]:
     h, weight = call.h, call.weight
     # contiguous, whatever the strides of the weight
     by_weight = weight.new_empty(weight.shape) if call.needs_w else h.new_empty(0)
@@ -329,7 +329,7 @@ def _differentiate(
 
 register(
     "logprobs_backward",
-    Backward,
+    LogprobsBackward,
     results=2,
     cpu=_backward,
     cuda=_backward,

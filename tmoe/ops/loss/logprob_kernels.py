@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.ops.launch.launch import launch
+from tmoe.ops.launch.kernel_launch import launch
 from tmoe.ops.launch.shapes import StepShapes
 from tmoe.ops.loss.cross_entropy import aligned
 from tmoe.ops.register import collect

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.ops.check import require
-from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.argument_checks import require
+from tmoe.ops.experts.pair_order import power_of_2
+from tmoe.ops.launch.kernel_launch import cdiv, launch
 from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import Backward, register_differentiable
 
@@ -98,7 +98,7 @@ def backward(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
     #        mid | hi [| hi]  times the rows of W hi, hi [, mid]: dx
     # mid * mid is left out, because it is 2^-16 of hi * hi
     several = pieces > 1
-    d = beside(dlogits, (LO,) * (pieces == 3) + (MID, HI) + (HI,) * several)
+    d = side_by_side(dlogits, (LO,) * (pieces == 3) + (MID, HI) + (HI,) * several)
     width = cdiv(E, ALIGN) * ALIGN
     of_dw = 3 if pieces == 3 else 2
     parts = product(d[:, : of_dw * width].t(), x).view(of_dw, width, D)[:, :E]
@@ -121,7 +121,7 @@ def add(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.add(total, parts[-1], out=torch.empty(total.shape, dtype=dtype, device=total.device))
 
 
-def beside(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
+def side_by_side(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
     """The pieces of a in this order, concatenated along columns: [R, pieces * columns].
 
     Each piece is padded with zeros to a multiple of ALIGN columns.

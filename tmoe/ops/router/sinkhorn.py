@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.ops import reference
-from tmoe.ops.check import check_tensors, require
-from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.launch import cdiv, device_facts, launch
+from tmoe.ops.argument_checks import check_tensors, require
+from tmoe.ops.experts.pair_order import power_of_2
+from tmoe.ops.launch.kernel_launch import cdiv, device_facts, launch
 from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import register
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from tmoe.ops import reference
-from tmoe.ops.check import FLOATS, check_tensors, require
-from tmoe.ops.experts.routing import power_of_2
+from tmoe.ops.argument_checks import FLOATS, check_tensors, require
+from tmoe.ops.experts.pair_order import power_of_2
 from tmoe.ops.launch.eager import unwatched
-from tmoe.ops.launch.launch import cdiv, early, launch
+from tmoe.ops.launch.kernel_launch import cdiv, early, launch
 from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import Backward, register_differentiable
 

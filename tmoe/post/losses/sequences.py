@@ -67,7 +67,7 @@ def advantages_over_ranks(
     return found[before : before + len(rewards_N)].to(rewards_N.device)
 
 
-def telling(rewards_N: Tensor, prompts_N: Tensor) -> Tensor:
+def has_unequal_rewards(rewards_N: Tensor, prompts_N: Tensor) -> Tensor:
     """Whether a sample's prompt has samples of unequal rewards, bool [N]; NaN: no reward.
 
     All samples of other prompts have advantage 0: DAPO's dynamic sampling replaces these prompts.

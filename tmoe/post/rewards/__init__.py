@@ -3,7 +3,7 @@
     with Rewards(["number", "my_rewards.py:brief:0.2"], workers=4) as rewards:
         scores = rewards.score(samples)                # samples: RewardSample
 
-next: post/rewards/words.py
+next: post/rewards/reward_terms.py
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tmoe.config.check import FLOATS, require
 from tmoe.post.losses.sequences import overlong_penalty
 from tmoe.post.rewards.builtin import OF_ROW
 from tmoe.post.rewards.pool import Fault, Outcome, Pool
-from tmoe.post.rewards.sample import RewardSample
-from tmoe.post.rewards.words import Term, longest_and_margin, parse
+from tmoe.post.rewards.reward_sample import RewardSample
+from tmoe.post.rewards.reward_terms import Term, longest_and_margin, parse
 
 __all__ = ["RewardSample", "Rewards", "Scores"]
 

@@ -9,10 +9,10 @@ next: post/rewards/expression.py
 
 import re
 
-from tmoe.post.rewards.choice import LETTERS, letter_in
 from tmoe.post.rewards.expression import same_value, value_of
+from tmoe.post.rewards.multiple_choice import LETTERS, letter_in
 from tmoe.post.rewards.number import read_number, same_number
-from tmoe.post.rewards.sample import RewardSample, truth_of
+from tmoe.post.rewards.reward_sample import RewardSample, truth_of
 from tmoe.post.rewards.tex import group_at, last_boxed, without_looks
 
 MOST = 1000  # characters of a box that is read

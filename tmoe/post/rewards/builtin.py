@@ -11,12 +11,12 @@ from typing import Any
 
 from tmoe.post.rewards import sandbox
 from tmoe.post.rewards.boxed import boxed
-from tmoe.post.rewards.choice import choice, letter_of_row
 from tmoe.post.rewards.code import code, tests_of
 from tmoe.post.rewards.exact import exact
+from tmoe.post.rewards.multiple_choice import choice, letter_of_row
 from tmoe.post.rewards.number import number, number_of_row
 from tmoe.post.rewards.regex import pattern_of_row, regex
-from tmoe.post.rewards.sample import RewardSample, truth_of
+from tmoe.post.rewards.reward_sample import RewardSample, truth_of
 
 Reward = Callable[[RewardSample], float | None]
 PLAIN: dict[str, Reward] = dict(exact=exact, number=number, boxed=boxed, choice=choice)

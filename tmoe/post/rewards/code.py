@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 from tmoe.post.rewards import sandbox
-from tmoe.post.rewards.sample import RewardSample
+from tmoe.post.rewards.reward_sample import RewardSample
 
 BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 PYTHON = "python", "python3", "py"

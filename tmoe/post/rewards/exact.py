@@ -1,6 +1,6 @@
 """exact: 1 for an answer that equals the right one letter by letter, apart from white space at its ends."""
 
-from tmoe.post.rewards.sample import RewardSample, truth_of
+from tmoe.post.rewards.reward_sample import RewardSample, truth_of
 
 
 def exact(sample: RewardSample) -> float:

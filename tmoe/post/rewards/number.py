@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from tmoe.post.rewards.expression import CLOSE, value_of
-from tmoe.post.rewards.sample import RewardSample, truth_of
+from tmoe.post.rewards.reward_sample import RewardSample, truth_of
 from tmoe.post.rewards.tex import (
     RAISED_UNIT,
     SIGNS,

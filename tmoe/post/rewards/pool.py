@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tmoe.config.check import ConfigError
-from tmoe.post.rewards.sample import RewardSample
-from tmoe.post.rewards.words import SETTING, Term
+from tmoe.post.rewards.reward_sample import RewardSample
+from tmoe.post.rewards.reward_terms import SETTING, Term
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S = 120.0  # limit of the time in which a worker imports the modules of its rewards

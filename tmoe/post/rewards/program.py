@@ -50,7 +50,7 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Given:
+class JudgeObject:
     """Represents a function of the judge's test, or an object of its classes, that the program was given."""
 
     def __init__(self, wire: Wire, number: int) -> None:
@@ -71,14 +71,14 @@ class Given:
 
 class OfProgram(Wire):
     def __init__(self, link: int, code: CodeType, names: dict[str, Any]) -> None:
-        self.given: dict[int, Given] = {}
+        self.given: dict[int, JudgeObject] = {}
         self.code, self.names = code, names
         self.screen = io.TextIOWrapper(io.BytesIO(), "utf-8", "replace", write_through=True)
         sys.stdout = self.screen
-        super().__init__(link, self.stand_in, lambda one: one._number if type(one) is Given else None)
+        super().__init__(link, self.stand_in, lambda one: one._number if type(one) is JudgeObject else None)
 
-    def stand_in(self, number: int) -> Given:
-        return self.given.setdefault(number, Given(self, number))
+    def stand_in(self, number: int) -> JudgeObject:
+        return self.given.setdefault(number, JudgeObject(self, number))
 
     def serve(self, op: str, given: list[Any]) -> Any:
         if op == "load":

@@ -2,7 +2,7 @@
 
 import re
 
-from tmoe.post.rewards.sample import RewardSample
+from tmoe.post.rewards.reward_sample import RewardSample
 
 
 def regex(sample: RewardSample, pattern: str | None) -> float:

@@ -35,14 +35,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from tmoe.base import last_line
+from tmoe.base import exit_message
 from tmoe.parallel import agree
 from tmoe.parallel.mesh import patience
 from tmoe.run.watch import heartbeat
+from tmoe.run.watch.failure_messages import cause
 from tmoe.run.watch.heartbeat import BEAT_S, Heartbeat
 from tmoe.run.watch.journal import Journal, Originals, attach, detach, parting
 from tmoe.run.watch.standstill import NO_FILE, Standstill, end_process, leave_behind
-from tmoe.run.watch.words import cause
 
 # Numbers of the watches of this process, equal on all ranks: each watch has separate keys in the store.
 ENTRIES = itertools.count()
@@ -75,7 +75,7 @@ class Watch:
         self._beating: threading.Thread | None = None
         self._attached: Originals = {}  # empty if nothing is watched
 
-    def over(
+    def watched_steps(
         self, steps: Iterable[int], timeout: float = 0.0, saving: Callable[[], bool] = lambda: False
     ) -> Iterator[int]:
         """The steps, one by one; each is recorded as the current step.
@@ -104,12 +104,12 @@ class Watch:
         """Stops the clock until the next step begins, because a save or a validation may take any time."""
         self.clock.pause()
 
-    def moved(self) -> None:
+    def note_progress(self) -> None:
         """Reports progress that no collective shows."""
         self.clock.moved()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """In this context, collectives count as progress, and are not journalled.
 
         For rollouts: the number of an expert group's collectives depends on the length of its answers.
@@ -120,7 +120,7 @@ class Watch:
         finally:
             self._aside = False
 
-    def meet(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Waits until all ranks are here, as long as they live. Not a collective, which would time out.
 
         RuntimeError if a rank has failed, or is silent for as long as a collective would wait. Rank 0 checks
@@ -147,7 +147,7 @@ class Watch:
                 if now - heard[r][1] > patience().total_seconds():
                     raise RuntimeError(f"connection lost: rank {r} is silent before the first step")
 
-    def vote(self) -> None:
+    def compare_calls(self) -> None:
         """Raises DivergenceError on all ranks unless each group's ranks made the same calls in this step.
 
         A collective of all ranks.
@@ -179,7 +179,7 @@ class Watch:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is None:
-                self.vote()  # covers the calls after the last step's vote: validation, metrics
+                self.compare_calls()  # covers the calls after the last step's vote: validation, metrics
         except Exception as caught:
             error = caught
             raise
@@ -208,7 +208,7 @@ class Watch:
             error.add_note(words)
             *_, line = words.splitlines()
             line = line if line.startswith("in short: ") else f"{cause(error)}; {line}"
-            last_line.leave(line, behind=not line.startswith(f"in short: rank {self.rank} "))
+            exit_message.leave(line, behind=not line.startswith(f"in short: rank {self.rank} "))
             if torch.cuda.is_initialized():
                 leave_behind(error)
         if self._beating:

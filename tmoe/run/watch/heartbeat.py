@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tmoe.run.watch.failure_messages import after, cause, explain
 from tmoe.run.watch.journal import Journal
-from tmoe.run.watch.words import after, cause, explain
 
 BEAT_S = 0.2
 GRACE_S = 0.8  # how long a failing rank reads the states of all ranks before it reports

@@ -7,7 +7,7 @@ within the group of the collective.
 `attach` replaces the methods of the process group itself. All functions of torch.distributed, and all
 wrappers of these functions, call them.
 
-next: run/watch/words.py
+next: run/watch/failure_messages.py
 """
 
 from __future__ import annotations

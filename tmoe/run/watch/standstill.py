@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from tmoe.base import last_line
+from tmoe.base import exit_message
 from tmoe.parallel.mesh import patience
 
 LEAVES = "_tmoe_leaves"  # marks an exception that, if it is not caught, ends the process at once
@@ -120,7 +120,7 @@ def end_process(stood: float, thread: threading.Thread, words: Callable[[Any], s
             print("".join(said), file=sys.stderr, flush=True)
             known = words(error)
             print(known, file=sys.stderr)
-            last_line.leave(known.splitlines()[-1], behind=True)
+            exit_message.leave(known.splitlines()[-1], behind=True)
         finally:
             _leave()
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tmoe.log.lines import read_steps
-from tmoe.log.routing_log import Record, read_records
+from tmoe.log.metrics_file import read_steps
+from tmoe.log.routing_log import RoutingRecord, read_records
 
 MOST_BINS = 512  # bins of the load over time: more cannot be seen, and a long run's counts would fill memory
 IDLE = 0.05  # an expert is idle below this share of an even load
@@ -103,7 +103,7 @@ def read_history(run: Path) -> History:
     )
 
 
-def _row(one: Record) -> tuple[Any, ...]:
+def _row(one: RoutingRecord) -> tuple[Any, ...]:
     """A record's step, and its numbers for each layer."""
     counts = one.counts_LE.astype(np.float64)
     sums = counts.sum(1)
@@ -113,7 +113,7 @@ def _row(one: Record) -> tuple[Any, ...]:
     return one.step, violation, one.entropy_L, one.dropped_LE.sum(1) / known, span
 
 
-def records_of(run: Path) -> Iterator[Record]:
+def records_of(run: Path) -> Iterator[RoutingRecord]:
     """The records of routing.bin; for a run older than that file, the ones that metrics.jsonl holds."""
     if (run / "routing.bin").exists():
         yield from read_records(run / "routing.bin")
@@ -125,7 +125,7 @@ def records_of(run: Path) -> Iterator[Record]:
             counts = np.array(line["expert_counts"], dtype=np.int64)
             entropy = np.array(line.get("entropy") or [None] * len(counts), dtype=np.float64)
             zeros = np.zeros(counts.shape)
-            yield Record(line["step"], (), counts, zeros, zeros, entropy, zeros[:, :0])
+            yield RoutingRecord(line["step"], (), counts, zeros, zeros, entropy, zeros[:, :0])
         except (TypeError, ValueError, IndexError, OverflowError) as error:
             raise ValueError(
                 f"{run / 'metrics.jsonl'}: step {line['step']}: no line of a run: {error}"

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tmoe.config.check import Setting, require
+from tmoe.model.attention_parallel import ALONE
 from tmoe.model.float8 import in_compute_type
-from tmoe.model.spread import ALONE
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.dispatch import SymmDispatcher
 from tmoe.moe.exchange.symm import graphs_end_here

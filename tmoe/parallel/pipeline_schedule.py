@@ -64,7 +64,7 @@ class Message(NamedTuple):
     micro: int
 
 
-class Cost(NamedTuple):
+class StageCost(NamedTuple):
     """Durations of F, of I and of W in one chunk, in any common unit; B lasts as long as I and W together."""
 
     forward: float
@@ -89,8 +89,10 @@ class Simulation(NamedTuple):
     stashed: tuple[int, ...]  # most messages at a time that have arrived before they are used
 
 
-EVEN = Cost(1, 1, 1)  # all matrix products cost the same, and the gradients of a product are two products
-EXPERTS = Cost(100, 155, 45)  # only the experts' weights wait: a sixth of the work of a Qwen3-like layer
+EVEN = StageCost(
+    1, 1, 1
+)  # all matrix products cost the same, and the gradients of a product are two products
+EXPERTS = StageCost(100, 155, 45)  # only the experts' weights wait: a sixth of the work of a Qwen3-like layer
 
 
 @functools.lru_cache(128)
@@ -101,7 +103,7 @@ def table(
     chunks: int = 1,
     *,
     deferred: bool = False,
-    cost: Cost = EXPERTS,
+    cost: StageCost = EXPERTS,
     limit: int | None = None,
     waiting: int | None = None,
 ) -> Table:
@@ -210,7 +212,7 @@ def result(action: Action, chunks: int) -> Message | None:
     return None
 
 
-def simulate(table: Table, cost: Cost | Sequence[Cost] = EVEN, latency: float = 0) -> Simulation:
+def simulate(table: Table, cost: StageCost | Sequence[StageCost] = EVEN, latency: float = 0) -> Simulation:
     """Simulates the run of a table.
 
     cost: durations in every chunk, or a list with the durations in each chunk.
@@ -221,7 +223,7 @@ def simulate(table: Table, cost: Cost | Sequence[Cost] = EVEN, latency: float = 
     """
     count = len(table.home)
     micros = _check_actions(table)
-    costs = [cost] * count if isinstance(cost, Cost) else list(cost)
+    costs = [cost] * count if isinstance(cost, StageCost) else list(cost)
     if len(costs) != count:
         raise ValueError(f"{len(costs)} costs for {count} chunks: give one for all, or one for each")
     run = _Run(table, costs, latency)
@@ -237,7 +239,7 @@ def simulate(table: Table, cost: Cost | Sequence[Cost] = EVEN, latency: float = 
 class _Run:
     """A simulated run of a table: each rank's progress, the arrived messages, and what each rank holds."""
 
-    def __init__(self, table: Table, costs: list[Cost], latency: float):
+    def __init__(self, table: Table, costs: list[StageCost], latency: float):
         pp = len(table.ranks)
         self.table = table
         self.costs = costs
@@ -367,7 +369,7 @@ def _one_of_each(forwards: list[Action], backwards: list[Action], ahead: int) ->
     return [*forwards[:ahead], *itertools.chain(*turns), *backwards[len(forwards) - ahead :]]
 
 
-def _v_order(home: tuple[int, ...], micros: int, cost: Cost, pace: tuple[float, float]) -> list[float]:
+def _v_order(home: tuple[int, ...], micros: int, cost: StageCost, pace: tuple[float, float]) -> list[float]:
     """The priority of every action: a rank runs the action with the least number among its ready actions.
 
     A micro-batch is due when the ranks have done the work of all micro-batches before it. Returns a number
@@ -410,7 +412,7 @@ class _Filling:
         self.taken = [0] * pp
         self.ends: list[tuple[float, int, int]] = []  # (end, rank, action) of running actions; -1 is a W
 
-    def run(self, cost: Cost, order: Sequence[float]) -> tuple[float, Table]:
+    def run(self, cost: StageCost, order: Sequence[float]) -> tuple[float, Table]:
         """Returns the time that the table needs, and the table."""
         backward = cost.inputs + (0 if self.deferred else cost.weights)
         for m in range(self.micros):

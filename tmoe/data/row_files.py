@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from tmoe.base.disk import BOM, POINTERS, naming
-from tmoe.data.chat.rows import kind_of
+from tmoe.data.chat.conversations import kind_of
 from tmoe.data.indexed import MAGIC, is_indexed
 from tmoe.data.tokenizer import DataError
 
@@ -82,7 +82,7 @@ class Found(NamedTuple):
         return len(self.rows) > 1 and kind_of_row(self.rows[0]) != ""
 
 
-# Kind of chat row (data/chat/rows.py) -> its name in messages, and the task that trains on it.
+# Kind of chat row (data/chat/conversations.py) -> its name in messages, and the task that trains on it.
 CHAT = {
     "messages": ("chat rows", "sft"),
     "conversations": ("chat rows", "sft"),
@@ -173,7 +173,7 @@ def _rows_or_text(path: Path, packed: str, head: bytes) -> Found:
     return Found("plain text", packed)
 
 
-def named(found: Found, columns: tuple[str, ...]) -> Found:
+def with_columns(found: Found, columns: tuple[str, ...]) -> Found:
     """`found` with its columns renamed as `columns` states."""
     if not columns:
         return found

@@ -5,9 +5,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tmoe.base import activations
-from tmoe.base.private_torch import take
+from tmoe.base.private_torch import find_or_note
 
-_tracks_gradients = take(
+_tracks_gradients = find_or_note(
     "torch._C._functorch.is_gradtrackingtensor", "torch.func's gradients raise torch's own error"
 )
 # this shows that there is no tangent, without a check of each tensor

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from tmoe.ops.experts import gpu
-from tmoe.ops.experts.routing import Metadata, route
+from tmoe.ops.experts.pair_order import Metadata, route
 from tmoe.ops.launch.replay import remembered
 
 
-class Experts:
+class ReceivedExperts:
     """The experts of one call, over the sections of an Exchange `ex` (moe/exchange/symm.py).
 
     A slot that received no token keeps the old contents of y and d_weights, which are not used.
@@ -96,11 +96,11 @@ class Work(NamedTuple):
         first = Metadata(packed[0], self.weights.numel(), self.down.shape[0], self.pairs)
         return [first, *(first.over(i * self.pairs, more) for i, more in enumerate(packed[1:], 1))]
 
-    def layer(self, window: Metadata) -> gpu.Layer:
+    def layer(self, window: Metadata) -> gpu.LayerLaunches:
         """The kernels of moe_mlp for a window."""
         operands = (self.gate_up, self.down, self.dy)
         K = self.weights.shape[1]
-        return gpu.Layer(self.x, self.down.shape, K, window, self.weights, operands, self.activation)
+        return gpu.LayerLaunches(self.x, self.down.shape, K, window, self.weights, operands, self.activation)
 
     def gradient_of_h(self, window: Metadata, h: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """dH, the weighted activation, and the parts of the routing weights' gradient.

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmoe.ops.launch.launch import cdiv, early, empty, launch
+from tmoe.ops.launch.kernel_launch import cdiv, early, empty, launch
 
 # heights of row tiles that the kernels use; each has a table of (expert, first row)
 TILES = (64, 128)

@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 from tmoe.base.listing import listed
 from tmoe.config.check import ConfigError, fits, spell
 from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, RopeConfig
-from tmoe.config.policies import SELECTIONS
 from tmoe.config.renamed import with_new_names
+from tmoe.config.routing_choices import SELECTIONS
 
 # the nested sections of ModelConfig, by name
 PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)

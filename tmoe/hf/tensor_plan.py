@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tmoe.config.model import ModelConfig
 from tmoe.hf.config import architecture, read_config, text_settings
 from tmoe.hf.files import DTYPES, Folder
-from tmoe.hf.rules import HF, Architecture, Piece, ahead, copies, divide, held_by_shape, their_shapes
+from tmoe.hf.rules import HF, Architecture, TensorPiece, ahead, copies, divide, held_by_shape, their_shapes
 
 
 class Reading(NamedTuple):
@@ -25,7 +25,7 @@ class Reading(NamedTuple):
 
     arch: Architecture
     cfg: ModelConfig
-    pieces: dict[str, list[Piece]]
+    pieces: dict[str, list[TensorPiece]]
     """tmoe's tensors, and the boxes of Hugging Face's tensors that fill each element of them once"""
     copies: dict[str, str]
     """tensor -> the tensor that it repeats; it is not read, and an export writes it again"""
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
     held: set[str]
     """numbers of the layers whose tensors are laid out as transformers 5 holds them, found by shapes alone"""
 
-    def written(self) -> dict[str, list[Piece]]:
+    def written(self) -> dict[str, list[TensorPiece]]:
         """tmoe's tensors and all boxes that an export writes from them, copies included."""
         again = {original: name for name, original in self.copies.items()}
         return {

@@ -7,7 +7,7 @@ from tmoe.cli.defaults import plan_of, samples_a_step, with_length
 from tmoe.cli.parse import planned_world
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
-from tmoe.hf.tokenizer import carried_by_start
+from tmoe.hf.tokenizer_files import carried_by_start
 from tmoe.post.tasks import task_of
 from tmoe.run.process import one_error
 

@@ -43,7 +43,7 @@ def _require_even(length: int, ranks: int, what: str) -> None:
         raise ValueError(f"{length} {what}: must be a multiple of the group's {ranks} ranks")
 
 
-class _Travel(NamedTuple):
+class _PendingExchange(NamedTuple):
     """A running collective with its input and output, which it keeps alive."""
 
     work: Any
@@ -55,18 +55,20 @@ class _Travel(NamedTuple):
         return self.out
 
 
-def _start_gather(x_BsX: Tensor, group: dist.ProcessGroup) -> _Travel:
+def _start_gather(x_BsX: Tensor, group: dist.ProcessGroup) -> _PendingExchange:
     """Starts a gather to [n, B, S/n, ...]; dimension 0 is the rank."""
     x_BsX = x_BsX.contiguous()
     out = x_BsX.new_empty(group.size(), *x_BsX.shape)
-    return _Travel(_all_gather(out.flatten(0, 1), x_BsX, group=group, async_op=True), x_BsX, out)
+    return _PendingExchange(_all_gather(out.flatten(0, 1), x_BsX, group=group, async_op=True), x_BsX, out)
 
 
-def _start_scatter(x_nBsX: Tensor, group: dist.ProcessGroup) -> _Travel:
+def _start_scatter(x_nBsX: Tensor, group: dist.ProcessGroup) -> _PendingExchange:
     """Starts a reduce-scatter of [n, B, S/n, ...] to this rank's part of the sum, [B, S/n, ...]."""
     x_nBsX = x_nBsX.contiguous()
     out = torch.empty_like(x_nBsX[0])
-    return _Travel(_reduce_scatter(out, x_nBsX.flatten(0, 1), group=group, async_op=True), x_nBsX, out)
+    return _PendingExchange(
+        _reduce_scatter(out, x_nBsX.flatten(0, 1), group=group, async_op=True), x_nBsX, out
+    )
 
 
 def _by_token(x_nBsX: Tensor) -> Tensor:

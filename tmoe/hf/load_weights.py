@@ -19,13 +19,13 @@ from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.resume import require_same_model
 from tmoe.config.check import ConfigError, require
+from tmoe.config.compare import as_flags, build_config, differences
 from tmoe.config.model import ModelConfig
-from tmoe.config.same import as_flags, build_config, differences
 from tmoe.hf.config import read_config
 from tmoe.hf.files import MODEL, Folder, fill, settings_of, untied
 from tmoe.hf.foreign import CONFIG, hint, is_folder
-from tmoe.hf.plan import plan_folder
-from tmoe.hf.rules import Piece
+from tmoe.hf.rules import TensorPiece
+from tmoe.hf.tensor_plan import plan_folder
 from tmoe.model.shapes import model_shapes
 from tmoe.moe.layer import warn_if_untrained
 from tmoe.parallel.agree import attempt, gathered
@@ -125,7 +125,7 @@ def _find_step(path: Path) -> tuple[Path, Manifest]:
 
 def _plan_load(
     hf_dir: Path, parameters: dict[str, Tensor], held: set[str], cfg: ModelConfig
-) -> tuple[Folder, dict[str, list[Piece]]]:
+) -> tuple[Folder, dict[str, list[TensorPiece]]]:
     """The folder and the pieces of tmoe's tensors. MismatchError if it does not fit the model or parameters.
 
     held: names of the tensors that any rank fills.

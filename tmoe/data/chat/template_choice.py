@@ -1,6 +1,6 @@
 """Chooses the template of a run's conversations, and the format that its saved steps store.
 
-next: data/chat/dataset.py
+next: data/chat/chat_dataset.py
 """
 
 from __future__ import annotations

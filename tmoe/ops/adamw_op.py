@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.launch.kernel_launch import cdiv, launch
 from tmoe.ops.launch.shapes import StepShapes
 from tmoe.ops.register import collect
 

@@ -83,7 +83,7 @@ class Plain(NamedTuple):
 Sample = Conversation | Plain
 
 
-class Row(NamedTuple):
+class ChatRow(NamedTuple):
     """A parsed row: one sample, or the two of a preference, the chosen one first."""
 
     samples: tuple[Sample, ...]
@@ -114,7 +114,7 @@ def _answer(row: dict) -> Any:
     return row.get("response") if row.get("completion") is None else row["completion"]
 
 
-def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
+def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> ChatRow:
     """Parses a row of this kind. DataError, which names `where` and the field, for a row that is not.
 
     Null fields are treated as absent: a data set of Arrow gives each object the fields of all other objects,
@@ -141,7 +141,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         sample = Conversation(messages, 0, *given)
         if not sample.turns:
             raise DataError(f"{where}: {kind}: no turn of the assistant to learn")
-        return Row((sample,), _key(messages[: sample.turns[0]], messages), nulls, unread=unread)
+        return ChatRow((sample,), _key(messages[: sample.turns[0]], messages), nulls, unread=unread)
     row, answers = _with_answers(row, where, kind)
     values = [row.get("prompt"), *(row.get(field) for field in answers)]
     if kind == "prompt/completion" or row.get("prompt") is not None:
@@ -157,7 +157,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         parsed = [with_system(row, one, where) for one in parsed]
     samples = _after(prompt, parsed, where)
     key = _key(samples[0][0][: samples[0][1]], values)
-    return Row(tuple(Conversation(*one, *given) for one in samples), key, nulls, unread=unread)
+    return ChatRow(tuple(Conversation(*one, *given) for one in samples), key, nulls, unread=unread)
 
 
 def _with_answers(row: dict, where: str, kind: Kind) -> tuple[dict, tuple[str, ...]]:
@@ -177,7 +177,7 @@ def _with_answers(row: dict, where: str, kind: Kind) -> tuple[dict, tuple[str, .
 
 def _plain_row(
     row: dict, where: str, answers: tuple[str, ...], values: list[Any], unread: tuple[str, ...]
-) -> Row:
+) -> ChatRow:
     """Parses a row whose prompt and answers are texts. values: the prompt, then the answers."""
     prompt, *texts = values
     if row.get("system"):
@@ -186,7 +186,7 @@ def _plain_row(
         if not text:
             raise DataError(f"{where}: {field}: is empty, so there is nothing to learn")
     unread += tuple(name for name in ("tools", "functions", "chat_template_kwargs") if row.get(name))
-    return Row(tuple(Plain(prompt, text) for text in texts), _key(prompt, values), unread=unread)
+    return ChatRow(tuple(Plain(prompt, text) for text in texts), _key(prompt, values), unread=unread)
 
 
 def _unread(row: dict, kind: Kind) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Reads prompts from a file, and writes answers as lines of JSON.
 
-next: generate/command.py
+next: generate/command_line.py
 """
 
 from __future__ import annotations

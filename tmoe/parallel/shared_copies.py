@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tmoe.base.private_torch import take
+from tmoe.base.private_torch import find_or_note
 from tmoe.ops.experts import gpu
 from tmoe.ops.sum_parts import sum_parts
 from tmoe.parallel.copies import WorkingCopy
@@ -37,7 +37,7 @@ from tmoe.parallel.mesh import local_part
 # torch 2.13's name, and 2.11's
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Calls a function at the end of the current backward. FSDP2 uses it too; it has no public name.
-at_the_end = take(
+at_the_end = find_or_note(
     "torch.autograd.Variable._execution_engine.queue_callback",
     "experts that data-parallel ranks share are gathered by FSDP2 (--parallel.gathered-gib has no effect)",
 )
@@ -48,7 +48,7 @@ AHEAD = 3
 WAVES = 4
 
 
-class Sharers:
+class SharingRanks:
     """The ranks that share experts (the dp axis), and the streams of their transfers.
 
     sync: the next backward sends gradients.
@@ -128,7 +128,7 @@ class Sharers:
         main.wait_stream(side)
 
     @contextmanager
-    def beside(self, grad: Tensor) -> Iterator[None]:
+    def on_side_stream(self, grad: Tensor) -> Iterator[None]:
         """Runs the body, which sends `grad`, on the stream "send"; the end of the backward waits for it."""
         if not grad.is_cuda:
             yield
@@ -175,7 +175,7 @@ class GatheredCopy(WorkingCopy):
         not send it.
     """
 
-    def __init__(self, master: nn.Parameter, dtype: torch.dtype, sharers: Sharers):
+    def __init__(self, master: nn.Parameter, dtype: torch.dtype, sharers: SharingRanks):
         self.sharers = sharers
         self.spread = False
         self.number = next(sharers.numbers)
@@ -232,7 +232,7 @@ class GatheredCopy(WorkingCopy):
     def deliver_later(self, grad: Tensor, last: bool) -> None:
         """Sums gradients that were computed after their backward, in fp32, and sends the sum after the last.
 
-        All sharers call it in the same order, and call `Sharers.finish` afterwards.
+        All sharers call it in the same order, and call `SharingRanks.finish` afterwards.
         """
         self.require_unwritten()
         self.unsent = grad if self.unsent is None else self.unsent.float().add_(grad)
@@ -244,5 +244,5 @@ class GatheredCopy(WorkingCopy):
     def send(self, grad: Tensor) -> None:
         """Sends each owner its part of a gradient; the owner sums the parts. A collective of the sharers."""
         self.unsent = None
-        with self.sharers.beside(grad):
+        with self.sharers.on_side_stream(grad):
             self.give(self.sharers.owned(grad.contiguous()))

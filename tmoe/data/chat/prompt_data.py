@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from tmoe.config.run import Config
-from tmoe.data.chat.choice import Chosen, choose_template, format_of
+from tmoe.data.chat.conversations import listed, parse_given, parse_messages, with_system
 from tmoe.data.chat.encoding import Marker, prompt_text
 from tmoe.data.chat.held import tell
-from tmoe.data.chat.rows import listed, parse_given, parse_messages, with_system
 from tmoe.data.chat.template import ChatTemplate
+from tmoe.data.chat.template_choice import Chosen, choose_template, format_of
 from tmoe.data.corpus import HeldOut, Split
 from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, refused, sources_of
-from tmoe.data.rows import read_rows
+from tmoe.data.row_files import read_rows
 from tmoe.data.sources import NAMED, Skips, Splitter, _hash
 from tmoe.data.survey import none_in_split, require_rows, survey
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer, require_ids, require_vocab
@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
     row: dict[str, Any]
 
 
-class Asked(NamedTuple):
+class RankPrompts(NamedTuple):
     """A rank's prompts of a step, before they are answered."""
 
     step: torch.Tensor  # number of the step, 0-dim
@@ -104,9 +104,11 @@ class PromptDataset(Dataset):
         """The numbers of a rank's part of the first draw of a step."""
         return [self.number(step, 0, q) for q in share(self.prompts, rank, world)]
 
-    def batch(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> Asked:
+    def batch(
+        self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
+    ) -> RankPrompts:
         numbers = self.indices(step, batch=batch, accumulate=accumulate, rank=rank, world=world)
-        return Asked(torch.tensor(step), torch.tensor(numbers, dtype=torch.int64))
+        return RankPrompts(torch.tensor(step), torch.tensor(numbers, dtype=torch.int64))
 
     def go_on(self, step: int, tokens: int, **shape: int) -> None:
         """Does nothing, because a step's prompts do not depend on earlier steps."""

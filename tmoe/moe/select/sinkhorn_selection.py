@@ -9,11 +9,11 @@ next: ops/router/sinkhorn.py, then moe/select/expert_choice.py
 """
 
 from tmoe.moe.select import selection
-from tmoe.moe.select.selection import Asked, Choice
+from tmoe.moe.select.selection import Choice, RouterInput
 from tmoe.ops.router.sinkhorn import sinkhorn
 
 
-def choose(asked: Asked) -> Choice:
+def choose(asked: RouterInput) -> Choice:
     """The K largest entries of each token's row of the plan. Notes the plan's residual for each token."""
     if not asked.training:
         return selection.choose(asked)

@@ -45,7 +45,7 @@ def moe_mlp_gathered(
     return torch.ops.tmoe.moe_mlp_gathered(*tensors, activation, keep, group)[0]
 
 
-class _Travel(NamedTuple):
+class _PendingGather(NamedTuple):
     """A running collective with its input and output. Holding this object keeps both tensors alive."""
 
     work: Any
@@ -63,7 +63,7 @@ def _gathered(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tenso
     for t in tensors:
         t = t.contiguous()
         out = t.new_empty(group.size() * t.shape[0], *t.shape[1:])
-        coming.append(_Travel(_all_gather(out, t, group=group, async_op=True), t, out))
+        coming.append(_PendingGather(_all_gather(out, t, group=group, async_op=True), t, out))
     return [travel.wait() for travel in coming]
 
 
@@ -74,7 +74,7 @@ def _owned(grads: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
         grad = grad.contiguous()
         parts = torch.empty_like(grad)
         work = dist.all_to_all_single(parts, grad, group=group, async_op=True)
-        coming.append(_Travel(work, grad, parts))
+        coming.append(_PendingGather(work, grad, parts))
     sums = []
     for travel in coming:
         parts = travel.wait().unflatten(0, (group.size(), -1))
@@ -90,7 +90,7 @@ def _whole(experts: tuple[Tensor | None, ...], group: str) -> list[Tensor | None
     return [*found, *[None] * (len(experts) - len(found))]
 
 
-class Call(NamedTuple):
+class GatheredCall(NamedTuple):
     """The arguments of the op moe_mlp_gathered."""
 
     x: Tensor
@@ -104,7 +104,7 @@ class Call(NamedTuple):
     group: str
 
 
-class BackwardCall(NamedTuple):
+class GatheredBackward(NamedTuple):
     """The arguments of the op moe_mlp_gathered_backward."""
 
     dy: Tensor
@@ -119,7 +119,7 @@ class BackwardCall(NamedTuple):
     group: str
 
 
-def _mlp(call: Call, experts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+def _mlp(call: GatheredCall, experts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     """The op moe_mlp with these gate_up, down and bias."""
     gate_up, down, bias = experts
     x, weights, ids = call.x, call.weights, call.ids
@@ -128,17 +128,17 @@ def _mlp(call: Call, experts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tens
     )
 
 
-def _forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(call: GatheredCall) -> tuple[Tensor, Tensor, Tensor]:
     return _mlp(call, _whole((call.gate_up, call.down, call.bias), call.group))
 
 
-def _forward_fake(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(call: GatheredCall) -> tuple[Tensor, Tensor, Tensor]:
     n = group_of(call.group).size()
     own = call.gate_up, call.down, call.bias
     return _mlp(call, [t if t is None else t.new_empty(n * t.shape[0], *t.shape[1:]) for t in own])
 
 
-def _backward(call: BackwardCall) -> tuple[Tensor | None, ...]:
+def _backward(call: GatheredBackward) -> tuple[Tensor | None, ...]:
     dy, x, gate_up, down, weights, h, packed, bias, activation, group = call
     gate_up, down, bias = _whole((gate_up, down, bias), group)
     dx, *of_matrices, d_weights, d_bias = torch.ops.tmoe.moe_mlp_backward(
@@ -150,14 +150,14 @@ def _backward(call: BackwardCall) -> tuple[Tensor | None, ...]:
 
 register_differentiable(
     "moe_mlp_gathered",
-    Call,
+    GatheredCall,
     returns="y",
     keeps="h packed",
     cpu=_forward,
     cuda=_forward,
     fake=_forward_fake,
     backward=Backward(
-        BackwardCall,
+        GatheredBackward,
         gradients="x gate_up down weights bias",
         cpu=_backward,
         cuda=_backward,

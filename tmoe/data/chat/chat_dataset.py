@@ -22,8 +22,8 @@ import numpy as np
 
 from tmoe.config.run import DataConfig
 from tmoe.data.chat.batch import ChatBatch, batch_of
-from tmoe.data.chat.choice import Chosen, choose_template, format_of
-from tmoe.data.chat.source import ChatSource, Counts
+from tmoe.data.chat.source import ChatSource, RowCounts
+from tmoe.data.chat.template_choice import Chosen, choose_template, format_of
 from tmoe.data.chat.tokenise import ChatTask, _Rows
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Dataset, _choose_tokenizer, refused, sources_of
@@ -59,9 +59,9 @@ class ChatDataset(Dataset):
         self.bases = bases
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> RowCounts:
         counts = np.array([source.counts for source in self.sources])
-        return Counts(*counts.sum(0).tolist())
+        return RowCounts(*counts.sum(0).tolist())
 
     def row(self, index: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """Number, ids and trained mask of each sequence of global sample `index`."""
@@ -94,9 +94,9 @@ def open_chat(
 ) -> ChatDataset:
     """Opens the sources of `--data.path` as chat data for rows of seq tokens.
 
-    Each source has rows of one kind (data/chat/rows.py): for "sft" conversations or prompts with answers, for
-    "preference" preferences, for "kto" prompts with answers and labels, or preferences, which are split into
-    two answers each. Weights are as in `open_data`, but count packed rows.
+    Each source has rows of one kind (data/chat/conversations.py): for "sft" conversations or prompts with
+    answers, for "preference" preferences, for "kto" prompts with answers and labels, or preferences, which
+    are split into two answers each. Weights are as in `open_data`, but count packed rows.
     carried: the tokenizer of the model that the run starts from, as in `open_data`.
     DataError for anything that cannot be trained on, the same on every rank.
     """

@@ -5,7 +5,7 @@
 writes OUT/chat.jsonl (messages), OUT/pairs.jsonl (prompt, chosen, rejected) and OUT/questions.jsonl (prompt
 and answer, to ask a trained model). Tests and docs finetune on it: `tiny` learns it on a CPU.
 
-next: data/chat/rows.py
+next: data/chat/conversations.py
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 T is the number of tokens of one rank: under tp and cp a part of each of its sequences.
 
-next: tmoe/model/held_bytes.py
+next: tmoe/model/block_bytes.py
 """
 
 from __future__ import annotations
 
 from tmoe.config.axes import Axes
-from tmoe.config.float8 import shared_in_float8
+from tmoe.config.float8_settings import shared_in_float8
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, INT32, compute_bytes, local_tokens
 from tmoe.moe.exchange.dispatch import pairs_bound

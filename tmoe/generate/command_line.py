@@ -29,17 +29,17 @@ import tyro
 from tmoe.base.disk import expand_home
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError, Section, Setting, require
-from tmoe.data.chat.choice import another
+from tmoe.data.chat.conversations import parse_given, parse_messages, with_system
 from tmoe.data.chat.encoding import Marker, prompt_text, spoken, turn_ends
 from tmoe.data.chat.held import tell
-from tmoe.data.chat.rows import parse_given, parse_messages, with_system
 from tmoe.data.chat.template import ChatTemplate, load_template
+from tmoe.data.chat.template_choice import another
 from tmoe.data.tokenizer import DataError
 from tmoe.front import call, one_message, spelt
 from tmoe.generate.engine import Engine, Piece
 from tmoe.generate.generation_config import DRAWN, not_followed, sampling_of
 from tmoe.generate.load import Loaded, load
-from tmoe.generate.prompts import is_chat, read_prompts, write_answers
+from tmoe.generate.prompt_file import is_chat, read_prompts, write_answers
 from tmoe.generate.sampler import Sampling
 
 TOKENS = 256  # default of --max-tokens
@@ -138,7 +138,7 @@ class Flags:
         return Sampling(**settings, **lengths, stop=stop, seed=self.seed)
 
 
-class Clock:
+class TokenClock:
     """Counts tokens and the time since the first of them."""
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ class Speaker:
         chat = self.flags.chat
         ids = self.ids_of([user(prompt)]) if chat else self.engine.ids_of(0, prompt)
         shown = "" if chat else prompt
-        clock = Clock()
+        clock = TokenClock()
         pieces = clock.over(self.stream([ids], chat))
         if self.flags.n == 1:
             say(shown)
@@ -307,7 +307,7 @@ class Speaker:
                 raise ConfigError(f"{where}: {spelt(error)}") from None
         if self.left:
             note(tell(self.left, self.template().source))
-        clock = Clock()
+        clock = TokenClock()
         with flags.out.open("x", encoding="utf-8") if flags.out else nullcontext(sys.stdout) as file:
             for _ in write_answers(rows, flags.n, clock.over(self.stream(prompts, chat)), file.write):
                 file.flush()
@@ -337,7 +337,7 @@ class Speaker:
                     raise ConfigError(f"stdin: line {turn + 1}: {wrong}")
                 note(f"error: {wrong}")
                 continue
-            clock = Clock()
+            clock = TokenClock()
             said = ""
             try:
                 for piece in clock.over(self.stream([self.ids_of([*messages, user(text)])], True, turn)):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tmoe.parallel.collectives import name_of
 from tmoe.parallel.mesh import Mesh
-from tmoe.parallel.tokens import (
+from tmoe.parallel.token_exchange import (
     exchange,
     gather,
     gathered_linear,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from tmoe.post.rewards.sample import RewardSample, truth_of
+from tmoe.post.rewards.reward_sample import RewardSample, truth_of
 from tmoe.post.rewards.tex import OF_WORDS, last_boxed
 
 LETTERS = "ABCDEFGHIJ"  # MMLU-Pro has ten

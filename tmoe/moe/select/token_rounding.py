@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tmoe.moe.select import selection
-from tmoe.moe.select.selection import Asked, Choice, best_tokens, in_columns, shares
+from tmoe.moe.select.selection import Choice, RouterInput, best_tokens, in_columns, shares
 
 
-def choose(asked: Asked) -> Choice:
+def choose(asked: RouterInput) -> Choice:
     """Rounded top-k in training, else plain top-k."""
     plain = selection.choose(asked)
     if not asked.training:

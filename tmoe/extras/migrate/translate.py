@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tmoe.config.check import ConfigError
 
 if TYPE_CHECKING:
-    from tmoe.extras.migrate.tables import Outcome
+    from tmoe.extras.migrate.tables import TranslatedCommand
 
 
 def __getattr__(name: str) -> object:
@@ -68,20 +68,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(outcome.command())
 
 
-def _untrainable(out: Outcome) -> str:
+def _untrainable(out: TranslatedCommand) -> str:
     """The reason why train.py would refuse the command, with their flag if it became the setting; else "".
 
     A model that --init names is checked only if its folder exists on this machine.
     """
     from tmoe.extras.migrate import names
-    from tmoe.extras.migrate.tables import Outcome
+    from tmoe.extras.migrate.tables import TranslatedCommand
 
     here = Path(out.flags.get("--init", [""])[0], "config.json").is_file()
     if not (out.preset or here):
         return ""
     left_out = {"--world"} if here else {"--world", "--init"}
     planned = {flag: values for flag, values in out.flags.items() if flag not in left_out}
-    words = Outcome(flags=planned, preset=out.preset).words
+    words = TranslatedCommand(flags=planned, preset=out.preset).words
     said = names.refusal((*words, "--world", str(out.world))).removeprefix("error: ")
     values = out.flags.get(said.partition("=")[0], [""])
     theirs = out.given.get(values[0], "")
@@ -116,9 +116,9 @@ def _import_megatron(source: Path, out: Path, theirs: list[str]) -> None:
     from tmoe.cli.parse import parse
     from tmoe.extras.migrate.frameworks import translate
     from tmoe.extras.migrate.megatron_weights import plan_import
-    from tmoe.extras.migrate.tables import Outcome
+    from tmoe.extras.migrate.tables import TranslatedCommand
 
-    outcome = Outcome()
+    outcome = TranslatedCommand()
     faults = [] if source.exists() else [f"{source}: no such folder"]
     try:
         outcome = translate("megatron", theirs)
