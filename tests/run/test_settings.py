@@ -278,7 +278,7 @@ def test_no_folder_to_start_from(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/facts").mkdir(parents=True)
     said = refusal(["--init", "runs/fact"], capsys)
-    assert said.startswith("error: --init=runs/fact: no such folder here, and the hub")
+    assert said.startswith("error: --init=runs/fact: no such folder here, and no download from the hub")
     assert said.endswith("; did you mean runs/facts?\n")
 
 
