@@ -26,18 +26,11 @@ CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Paris", "Delhi", "Quito", "Tokyo", "
 PETS = ["cat", "dog", "fox", "hen", "owl", "pig", "bee", "frog"]
 COLOURS = ["red", "blue", "green", "black", "white", "pink", "brown", "grey"]
 # for each kind of fact: its values, the ways to ask for it, and the sentence that states it
+# prose: What
 ASKED = [
     (CITIES, ("Where does {} live?", "Which city is {}'s home?", "{} lives where?"), "{} lives in {}."),
-    (
-        PETS,
-        ("Which pet has {}?", "What animal does {} keep?", "{}'s pet is what?"),  # prose: What
-        "{} has a {}.",
-    ),
-    (
-        COLOURS,
-        ("Which colour likes {}?", "What is {}'s colour?", "{} likes which colour?"),  # prose: What
-        "{} likes {}.",
-    ),
+    (PETS, ("Which pet has {}?", "What animal does {} keep?", "{}'s pet is what?"), "{} has a {}."),
+    (COLOURS, ("Which colour likes {}?", "What is {}'s colour?", "{} likes which colour?"), "{} likes {}."),
 ]
 
 
