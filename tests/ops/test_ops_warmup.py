@@ -209,11 +209,11 @@ def test_every_op_with_kernels_is_asked(monkeypatch):
     tiny = presets()["tiny"]
     moe = tiny.model.moe
     bf16 = replace(tiny, train=replace(tiny.train, dtype="bf16"), compile=False)
-    grpo = replace(bf16, task="grpo", grpo=GrpoConfig(rewards=["length"], slots=64))
+    grpo = replace(bf16, task="grpo", grpo=GrpoConfig(rewards=["length"], rollout_slots=64))
     shared = replace(presets()["moe-pilot-14b"], parallel=ParallelConfig(ep=2))
     cfgs = [
         grpo,
-        replace(grpo, grpo=replace(grpo.grpo, bits=True)),
+        replace(grpo, grpo=replace(grpo.grpo, bitwise=True)),
         replace(bf16, model=replace(tiny.model, moe=replace(moe, weigh="before"))),
         replace(bf16, model=replace(tiny.model, moe=replace(moe, selection="sinkhorn"))),
         shared,
