@@ -45,10 +45,10 @@ class Selection(NamedTuple):
 
 SELECTIONS = {
     "topk": Selection("selection"),
-    "sinkhorn": Selection("sinkhorn", looks="training", limited=False, biased=False, weighs=True),
+    "sinkhorn": Selection("sinkhorn_selection", looks="training", limited=False, biased=False, weighs=True),
     "quantile": Selection("quantile", limited=False, biased=False),
     "expert-choice": Selection("expert_choice", columns=True, looks="always", limited=False, biased=False),
-    "tiles": Selection("tiles", columns=True, looks="training"),
+    "tiles": Selection("token_rounding", columns=True, looks="training"),
 }
 
 if TYPE_CHECKING:

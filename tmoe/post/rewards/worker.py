@@ -56,7 +56,7 @@ def main() -> None:
             reply(replies, dict(refused=[i, said_of(error, term["file"])]))
             return
     reply(replies, dict(ready=True))
-    make_sample = names["sample"].RewardSample
+    make_sample = names["reward_sample"].RewardSample
     while True:
         job, first, end, sample = pickle.loads(read_frame(jobs))
         for i in range(first, end):
@@ -94,7 +94,7 @@ def import_light() -> dict[str, ModuleType]:
         empty[name] = ModuleType(name)
         empty[name].__path__ = [str(folder)]
     sys.modules |= empty
-    found = {name: importlib.import_module(f"tmoe.post.rewards.{name}") for name in ("sample", "builtin")}
+    found = {name: importlib.import_module(f"tmoe.post.rewards.{name}") for name in ("reward_sample", "builtin")}
     for name in empty:
         del sys.modules[name]
     return found
