@@ -52,7 +52,7 @@ class Calls(Streams):
         ex.push = lambda name, x, *_, **how: say(f"push {x.shape[1]} columns")(**how)
         for name in ("pull", "meet", "sum", "copy_x", "copy_y", "wire_x", "wire_y"):
             setattr(ex, name, say(name))
-        ex.beside, ex.arrived = (
+        ex.copy_async, ex.arrived = (
             functools.partial(f, ex) for f in (symm.Exchange.copy_async, symm.Exchange.arrived)
         )
         monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())

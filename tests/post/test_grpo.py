@@ -144,7 +144,10 @@ def test_messages_are_asked_by_the_template_and_long_prompts_left_out(tmp_path):
             r"none of its 9 prompts is in its (train|val) split \(those of equal prompts",
         ),
         ([dict(prompt=chat, tools=5)], r"rows.jsonl:1: tools: must be a list; here is int"),
-        ([dict(prompt=chat, chat_template_kwargs=dict(messages=[]))], r"chat_template_kwargs: messages: not"),
+        (
+            [dict(prompt=chat, chat_template_kwargs=dict(messages=[]))],
+            r"chat_template_kwargs: messages: cannot be set",
+        ),
         ([], "rows.jsonl: is empty; valid: rows of"),
     ):
         path.write_text("\n".join(map(json.dumps, rows)))

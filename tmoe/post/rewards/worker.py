@@ -94,7 +94,9 @@ def import_light() -> dict[str, ModuleType]:
         empty[name] = ModuleType(name)
         empty[name].__path__ = [str(folder)]
     sys.modules |= empty
-    found = {name: importlib.import_module(f"tmoe.post.rewards.{name}") for name in ("reward_sample", "builtin")}
+    found = {
+        name: importlib.import_module(f"tmoe.post.rewards.{name}") for name in ("reward_sample", "builtin")
+    }
     for name in empty:
         del sys.modules[name]
     return found
