@@ -152,7 +152,8 @@ def test_the_readme_says_how_far_off_the_model_is():
     lost = step.parts["beside receives"]
     assert (
         f"has the largest error: {1e3 * step.seconds:.1f} ms are predicted and {1e3 * piped.seconds:.1f} "
-        f"were measured ({step.seconds / piped.seconds - 1:+.1%}; `axes/2xH200-pp.jsonl`). {1e3 * lost:.1f} ms of"
+        f"were measured ({step.seconds / piped.seconds - 1:+.1%}; `axes/2xH200-pp.jsonl`). "
+        f"{1e3 * lost:.1f} ms of"
     ) in text
     rest = max((error for p, error in zip(held(), errors_of_held(), strict=True) if p.axes.pp == 1), key=abs)
     assert f"All other predictions are within {abs(rest):.1%}." in text
