@@ -130,11 +130,11 @@ def test_the_readme_says_how_far_off_the_model_is():
     free, free_layouts, free_worst, free_mean = of(lambda p: p.layout not in fitted())
     others = len(points.read_points([RESULTS / name for name in points.UNHELD]))
     assert (
-        f"the cost model is held to {steps} measured steps of {layouts} layouts on one to four GPUs, "
-        f"all that are shipped but {others} in three files left out by name and reason "
-        f"(another code, hosts that could not keep up), and gives each within {abs(worst):.1%}; "
-        f"the {free} of the {free_layouts} layouts that set none of its constants within "
-        f"{abs(free_worst):.1%}, {free_mean:+.1%} in the mean."
+        f"The cost model is compared with {steps} measured steps of {layouts} layouts on one to four GPUs. "
+        f"{others} recorded steps in three files are left out by name and reason "
+        f"(another code, hosts that could not keep up). Each prediction is within {abs(worst):.1%} of its "
+        f"step. The {free} steps of the {free_layouts} layouts that set none of the model's constants are "
+        f"predicted within {abs(free_worst):.1%}, {free_mean:+.1%} in the mean."
     ) in text
     one, _, worst_one, mean_one = of(lambda p: p.axes.world == 1)
     dp, _, worst_dp, mean_dp = of(lambda p: p.axes == Axes(dp=p.axes.world) != ALONE)
@@ -142,7 +142,7 @@ def test_the_readme_says_how_far_off_the_model_is():
     more, _, worst_more, mean_more = of(lambda p: p.axes.parts > 1)
     low = sum(error < 0 for p, error in zip(held(), errors_of_held(), strict=True) if p.axes.ep > 1)
     assert (
-        f"Its steps on one GPU come out {mean_one:+.1%} in the mean "
+        f"Predictions differ by {mean_one:+.1%} in the mean on one GPU "
         f"({one} steps, {worst_one:+.1%} at worst), with dp alone {mean_dp:+.1%} ({dp}, {worst_dp:+.1%}), "
         f"with ep > 1 {mean_ep:+.1%} ({ep}, {worst_ep:+.1%}; {low} of them too fast), "
         f"with tp or cp {mean_more:+.1%} ({more}, {worst_more:+.1%})."
@@ -151,11 +151,12 @@ def test_the_readme_says_how_far_off_the_model_is():
     step = step_time.predict(piped.cfg, piped.axes, constants.values(CONSTANTS), piped.skew)
     lost = step.parts["beside receives"]
     assert (
-        f"comes out worst: {1e3 * step.seconds:.1f} ms for {1e3 * piped.seconds:.1f} measured "
-        f"({step.seconds / piped.seconds - 1:+.1%}; `axes/2xH200-pp.jsonl`), of which {1e3 * lost:.1f} are"
+        f"has the largest error: {1e3 * step.seconds:.1f} ms are predicted and {1e3 * piped.seconds:.1f} "
+        f"were measured ({step.seconds / piped.seconds - 1:+.1%}; `axes/2xH200-pp.jsonl`). "
+        f"{1e3 * lost:.1f} ms of"
     ) in text
     rest = max((error for p, error in zip(held(), errors_of_held(), strict=True) if p.axes.pp == 1), key=abs)
-    assert f"All others are within {abs(rest):.1%}." in text
+    assert f"All other predictions are within {abs(rest):.1%}." in text
 
 
 def test_a_step_of_shared_sequences_is_timed_by_a_ranks_own_tokens(tmp_path):
