@@ -542,7 +542,7 @@ class ModelConfig:
         return regular and layer not in self.dense_blocks
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """The rotary positions of this block; None for a block without."""
+        """The RoPE settings of this block; None for a block without RoPE."""
         if not self.rotary[layer % len(self.rotary)]:
             return None
         if self.rope.window_theta is None:

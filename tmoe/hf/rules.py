@@ -80,7 +80,7 @@ class Field(NamedTuple):
         None: the key is required.
     null: the value that transformers' model uses for null, which is seldom the default. NO_NULL: its class
         refuses null, or its model fails.
-    least: the smallest number that config.json may have. None: ModelConfig's own check decides.
+    least: the smallest number that config.json may have. None: only ModelConfig's own check limits it.
     words: the setting for each word of config.json; other words are refused. If several words mean the same
         setting, an export writes the first. None: the setting equals the value in config.json.
     """

@@ -84,7 +84,7 @@ Sample = Conversation | Plain
 
 
 class ChatRow(NamedTuple):
-    """A parsed row: one sample, or the two of a preference, the chosen one first."""
+    """A parsed row: one sample, or the chosen and the rejected sample of a preference, in this order."""
 
     samples: tuple[Sample, ...]
     key: str

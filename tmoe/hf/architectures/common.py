@@ -158,7 +158,7 @@ BY_A_FIELD = MoELayers(lambda said, found: [])  # LEADING_DENSE states it
 
 
 def put_sparse(found: dict[str, Any], sparse: list[int]) -> None:
-    """Put dense_layers, moe_every and dense_blocks into `found`, such that the blocks `sparse` are MoE."""
+    """Sets dense_layers, moe_every and dense_blocks in `found`, so that the blocks `sparse` have an MoE."""
     layers = found.get("layers") or 0
     first = sparse[0] if sparse else layers
     every = sparse[1] - first if len(sparse) > 1 else max(layers - first, 1)

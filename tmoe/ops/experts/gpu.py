@@ -414,7 +414,7 @@ class LayerLaunches:
 
 
 def windows(first: Metadata, N: int) -> Iterator[Metadata]:
-    """The metadata of each window of the N sorted rows."""
+    """Divides the N sorted rows into windows of P rows, and yields the metadata of each window."""
     yield first
     for base in range(first.P, N, first.P):
         yield first.window(base)
@@ -507,8 +507,8 @@ def backward_of_x(
     """The part of `backward` that other stages wait for: the gradients of x, weights and bias (None without).
 
     It also returns the inputs of `backward_of_matrices` for the first window: dH [pairs, 2F] and the weighted
-    activation [pairs, F]. They need F elements a pair more than H alone. If H were kept instead, dH's product
-    would have to be recomputed, a sixth of the backward's products.
+    activation [pairs, F]. They need F elements a pair more than H alone would. But with H alone, dH's product
+    would have to be computed a second time: a sixth of the backward's products.
     """
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     bias = None if bias is None else bias.contiguous()

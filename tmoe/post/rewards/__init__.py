@@ -76,7 +76,7 @@ class Rewards:
         self.told: set[str] = set()
 
     def require_row(self, prompt: str, row: dict[str, Any]) -> None:
-        """ValueError for a data row for which one of tmoe's own rewards cannot judge any answer."""
+        """ValueError if a data row lacks a column that one of tmoe's own rewards needs."""
         sample = RewardSample(prompt, "", row, "stop", 0, 0, 0, 0)
         for term in self.terms:
             if term.file is None and term.argument is None and term.name in OF_ROW:
