@@ -227,7 +227,7 @@ def is_spread(experts: Experts) -> bool:
 
 
 def apply_way(moe: MoE, adaptive_r: int | str | None, tokens: int, element: int) -> None:
-    """Sets the default of what calls exchange, by ParallelConfig.adaptive_r.
+    """Sets what the ranks exchange in a call without adaptive_r, by ParallelConfig.adaptive_r.
 
     tokens: number of tokens of each rank in a call; element: bytes per element. "auto" chooses once, for a
     training step.
