@@ -162,7 +162,7 @@ class Trainer(Start):
             self.unread = None
             run.watch.pause()
 
-        # A skipped step is saved only if it is the run's last: each save may remove an older, good checkpoint.
+        # A skipped step is saved only if it is the last: each save may remove an older, good checkpoint.
         if save and (last or not self.guard.in_a_row):
             self.save()
         if last:  # the checkpoint is on disk before the validation, which may be long and be interrupted

@@ -21,7 +21,7 @@ HELD = f"{LAYER}.mlp.experts"  # the module in which transformers 5 holds most f
 
 
 def one(ours: str, theirs: str) -> TensorRule:
-    """The rule of one of our tensors that equals one of theirs."""
+    """The rule of one of our tensors that equals one tensor of a Hugging Face folder."""
     return TensorRule(ours, (TensorPart(theirs),))
 
 

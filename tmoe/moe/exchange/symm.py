@@ -460,7 +460,7 @@ class SymmCall(NamedTuple):
 
 
 class SymmBackward(NamedTuple):
-    """The arguments of the op symm_moe_backward: two gradients, fields of `Layer`, and kept tensors."""
+    """The arguments of the op symm_moe_backward: two gradients, fields of SymmCall, and kept tensors."""
 
     dy: Tensor
     d_shared: Tensor | None
@@ -614,7 +614,7 @@ def _save(ctx: Any, inputs: tuple, output: Tensors) -> None:
 def _differentiate(
     ctx: Any, dy: Tensor | None, _: Tensor | None, d_shared: Tensor | None, __: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # read once: a checkpoint recomputes at each access
+    saved = ctx.saved_tensors  # read once: under torch.utils.checkpoint each access recomputes
     x, bias, shared_down = saved[0], saved[5], saved[7]
     # zeros where a result was not used: every rank must take part
     dy = torch.zeros_like(x) if dy is None else dy

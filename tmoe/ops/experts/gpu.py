@@ -36,7 +36,7 @@ from tmoe.ops.launch.kernel_launch import (
 try:
     from tmoe.ops.experts import hopper
     from tmoe.ops.experts.few_rows import few_rows
-except ImportError:  # then gluon_lacks of launch.py reports that no GPU can run them
+except ImportError:  # then gluon_lacks of kernel_launch.py reports that no GPU can run them
     hopper = few_rows = None
 
 Operand = Tensor | Descriptor  # an operand of a kernel
@@ -200,7 +200,7 @@ class LayerLaunches:
             result: Any = outs[0]
             c = c3 = describe(result, [1, *box]) if dw else describe_ragged(result, box)
 
-        # tiles divide every expert's matrix, or its rows
+        # with dw tiles divide the matrix of each expert, else its rows
         num_m = cdiv(a.shape[1], cfg.BM) if dw else 0
         num_n = cdiv(width, columns)
         if dw:

@@ -55,7 +55,7 @@ class Rewards:
     its traceback.
 
     Args:
-        words: rewards and weights, in the form that words.py describes.
+        words: rewards and weights, in the form that reward_terms.py describes.
         workers: number of processes.
         timeout_s: seconds that one reward may take for one sample.
         code: whether the reward `code` may run what the model wrote.
