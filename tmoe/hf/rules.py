@@ -271,7 +271,7 @@ def pieces(
     """Their tensors that make up our tensor `ours` of `shape`, expert by expert.
 
     The list is empty if the architecture lacks the tensor.
-    held: numbers of the layers whose tensors have the form in which transformers 5 holds them (see TensorRule).
+    held: numbers of the layers whose tensors have the form in which transformers 5 holds them (TensorRule).
     """
     generic, layer = _generic(ours)
     here = of_layer(cfg, int(layer)) if layer else cfg
@@ -304,7 +304,7 @@ def pieces(
 
 
 def _generic(ours: str) -> tuple[str, str]:
-    """The name of our tensor as in a TensorRule, with {layer}, and the number of its layer, "" if it has none."""
+    """The name of our tensor as in a TensorRule, with {layer}, and its layer's number, "" without one."""
     numbers = [word for word in ours.split(".") if word.isdigit()]
     generic = ".".join("{layer}" if word.isdigit() else word for word in ours.split("."))
     return generic, numbers[0] if numbers else ""
@@ -360,8 +360,8 @@ def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) ->
 def held_by_shape(arch: Architecture, cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Numbers of the layers that, by their tensors' shapes, have the form in which transformers 5 holds them.
 
-    Only rules with TensorRule.by_shape are checked. A square tensor fits both forms; the layer's other tensors then
-    decide. MismatchError names the layers with shapes of both forms.
+    Only rules with TensorRule.by_shape are checked. A square tensor fits both forms; the layer's other
+    tensors then decide. MismatchError names the layers with shapes of both forms.
     """
     told = {rule.ours for rule in arch.rules if rule.by_shape}
     seen: dict[str, dict[bool, str]] = {}

@@ -35,8 +35,9 @@ experts had read x, ids and weights. Therefore the rank may overwrite the peers'
 meeting before it. Before the experts of a rank write y, the rank has met all ranks again: in the push, or
 while it waited for the copies during a shared expert. The other ranks reached that meeting after their pull
 of the previous y. Only backward needs more: its weight gradients read x and dy, and its sums are read, after
-the last of these meetings. Therefore backward ends with one more meeting. All calls of one group must be made
-on one stream, and in the same order on every rank. A rank without tokens makes the calls as well.
+the last of these meetings. Therefore backward ends with a further meeting of all ranks. All calls of one
+group must be made on one stream, and in the same order on every rank. A rank without tokens makes the calls
+as well.
 
 **fp8** on the wire: rows are packed to float8 e4m3, with one scale per row, before they are sent. The
 receiver unpacks them, so experts and sums read the dtype of x. This halves the bytes. Each movement adds
@@ -253,7 +254,7 @@ class Exchange:
         fp8: bool,
         programs: int | None = None,
     ) -> None:
-        """Writes the sums over all ranks' y for this rank's tokens into y_TD.
+        """Writes y of this rank's tokens into y_TD: for each token, the sum of all ranks' rows.
 
         It also writes d_weights_TK, unless that is None. programs: None fills the GPU.
         """
