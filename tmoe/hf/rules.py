@@ -33,7 +33,7 @@ HEAD = "lm_head.weight"
 
 
 class TensorPart(NamedTuple):
-    """One of their tensors that make up one of ours. {layer} and {expert} stand for numbers.
+    """One of the Hugging Face tensors that make up a tensor of tmoe. {layer} and {expert} stand for numbers.
 
     rows: how many of our rows it fills (the second axis in a stack of experts, else the first), by the
         settings `of_layer`. 0: it does not exist. None: an equal share.
@@ -212,7 +212,7 @@ class Architecture:
 
 
 class TensorPiece(NamedTuple):
-    """One of their tensors, or the rows of it that a TensorPart names, as a box of one of ours.
+    """A Hugging Face tensor, or the rows of it that a TensorPart names, as a box of a tensor of tmoe.
 
     offset, shape: the box in our tensor.
     stacked: it lacks our first axis, which has length one in the box.
@@ -251,7 +251,7 @@ class TensorPiece(NamedTuple):
 
 
 def under(rules: Iterable[TensorRule], old: str, new: str) -> tuple[TensorRule, ...]:
-    """The rules with `old` replaced by `new` at the beginning of their tensors' names."""
+    """The rules with `old` replaced by `new` at the beginning of the Hugging Face tensors' names."""
 
     def moved(parts: tuple[TensorPart, ...]) -> tuple[TensorPart, ...]:
         return tuple(

@@ -85,7 +85,8 @@ class Level(NamedTuple):
 def lineage(path: Path) -> list[Level]:
     """The folders through which the weights of `path` were trained, by each run's --init, the oldest first.
 
-    A folder that cannot be read ends the list, because loading it reports the error. A circle ends it too.
+    A folder that cannot be read ends the list, because loading it reports the error. So does a folder that
+    is in the list already.
     """
     names = (*NAMES, SETTINGS, TEMPLATE, TOOLS_FILE, GENERATION, CONFIG)
     found: list[Level] = []

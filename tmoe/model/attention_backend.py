@@ -81,7 +81,7 @@ def fused(fn: Callable, *sizes: Any) -> Callable:
 
     In a compiled block fn itself becomes part of the graph.
     """
-    # before the mode is read: torch 2.11's Dynamo cannot trace that call
+    # checked before the mode is read, because torch 2.11's Dynamo cannot trace the reading
     if torch.compiler.is_compiling():
         return fn
     return _compiled(fn, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *sizes)

@@ -446,7 +446,7 @@ def forward(
         layer = LayerLaunches(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
         rows = layer.products(gate_up, bias, h if keep and y is None else None, down)
         y, _ = layer.combine(rows, weights, y)
-        del rows  # before the rows of the next window are allocated
+        del rows  # freed before the next window allocates its own
     return y, h, meta.packed
 
 
@@ -488,7 +488,7 @@ def backward(
         )
         if bias is not None:
             d_bias = layer.bias_gradient(dh, d_bias)
-        del h, dh, ds  # before those of the next window are allocated
+        del h, dh, ds  # freed before the next window allocates its own
     return dx, d_gate_up, d_down, d_weights, d_bias
 
 
@@ -529,7 +529,7 @@ def backward_of_x(
         if bias is not None:
             d_bias = layer.bias_gradient(dh, d_bias)
         kept = kept or (dh, act)
-        del h, dh, act, ds  # before those of the next window are allocated
+        del h, dh, act, ds  # freed before the next window allocates its own
     return dx, d_weights, d_bias, *kept
 
 
@@ -576,7 +576,7 @@ def backward_of_matrices(
         d_gate_up = layer.dw(
             "dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up
         )
-        del dh  # before that of the next window is allocated
+        del dh  # freed before the next window allocates its own
     return d_gate_up, d_down
 
 

@@ -652,7 +652,7 @@ def bias_kernel(dh, d_bias, offsets, W, R: tl.constexpr, BLOCK: tl.constexpr, AD
 
 @triton.jit(do_not_specialize=["E"])
 def gather_kernel(x, order, offsets, rows, D, E, K: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
-    """rows[r] = x[order[r] // K] for all rows of experts. A program copies R rows, so that its loads overlap."""
+    """rows[r] = x[order[r] // K] for all rows of experts. A program copies R rows: its loads overlap."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = r < tl.load(offsets + E)
