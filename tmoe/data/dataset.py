@@ -348,7 +348,7 @@ def require_alike(data: Dataset, val_data: Dataset) -> None:
 def _choose_tokenizer(spec: str, carried: Carried | None) -> Tokenizer:
     """The tokenizer of `--data.tokenizer`; for 'auto' that of the weights the run starts from, else bytes.
 
-    Its format of conversations is that of these weights.
+    If the weights have a format of conversations, the tokenizer gets it.
     """
     if spec == "auto" and carried and carried.files:
         return carried.load()
