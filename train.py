@@ -162,10 +162,10 @@ class Trainer(Start):
             self.unread = None
             run.watch.pause()
 
-        # Within a row of skipped steps only the run's last step is saved: other saves would delete good ones.
+        # A skipped step is saved only if it is the last: each save may remove an older, good checkpoint.
         if save and (last or not self.guard.in_a_row):
             self.save()
-        if last:  # on disk before the validation, which may be long and be interrupted
+        if last:  # the checkpoint is on disk before the validation, which may be long and be interrupted
             self.checkpoints.finish()
         if validate and (val_loss := self.validate()) is not None:
             self.metrics.validated(val_loss, self.val_measured)
@@ -271,7 +271,7 @@ class Trainer(Start):
                 for micro in micros:
                     model(**micro._asdict(), totals=Totals(one, one, one), objective=objective)
                     total += model.task_loss
-            model.reshard()  # no backward follows that would free the gathered weights of the root
+            model.reshard()  # frees the root's gathered weights: no backward follows to do it
         model.train()
         self.graphs.passed("validate")
         if stopped:

@@ -73,7 +73,7 @@ def inspect(
     path = folders.resolve(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder; valid: a step folder or a run folder")
-    manifest = files.read_manifest(path)  # a folder that is not a step is refused here, not only warned of
+    manifest = files.read_manifest(path)  # raises for a folder that is no step
     if problems := files.verify(path, share=(0, 1) if _size(path) <= HASHED else None):
         print(
             listed("warning: this step is not whole, and a run would not use it:", problems), file=sys.stderr

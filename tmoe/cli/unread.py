@@ -186,7 +186,7 @@ RULES = (
 
 
 def require_read(cfg: Config, given: Mapping[str, str]) -> list[str]:
-    """Raise ConfigError for given settings that this run does not read; one message for all of one rule.
+    """Raise ConfigError for given settings that this run does not read, with one message for each rule.
 
     given: dotted settings that the user gave -> the flag with its value, as spelled in an error.
     Returns notes on unused settings that are not refused.

@@ -64,7 +64,7 @@ def lines_of(run: Path, step: int | None, best: int | None, worst: int | None) -
 
 
 def of_step(run: Path, step: int | None) -> Iterator[Rollout]:
-    """The samples of a step, or all. ValueError, which names the existing steps, if there is none."""
+    """The samples of a step (None: of all steps). ValueError, which names the steps, if there is none."""
     steps: list[int] = []
     some = False
     for one in read_rollouts(run):

@@ -55,7 +55,7 @@ ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}
 ARCH_VALID = (
     "must be cuda:NN (a GPU's compute capability from 70 to 121, as cuda:90) or hip:gfxNNN (as hip:gfx942)"
 )
-# with these numbers of tokens each choice that depends on it falls each way, up to the most of a pass
+# numbers of tokens, up to the most in a pass, that select every kernel which depends on this number
 COUNTS = sorted(
     {n for i in range(13) for n in (2**i, 2**i + 1, 3 * 2**i, 3 * 2**i + 1) if n < AT_ONCE} | {AT_ONCE}
 )
@@ -101,13 +101,13 @@ def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> Laye
     weighed_inside = moe.weigh == "activation"
     if weighed_inside:
         passes = [PassShapes(rows, slots, pairs)]
-        if ep > 1 and not (trained or moe.pad):  # with nccl any number arrives, an odd one too
+        if ep > 1 and not (trained or moe.pad):  # with nccl any number of rows arrives, also an odd one
             passes.append(PassShapes(rows - 1, slots, pairs))
     else:  # one row for each pair, whose only expert has the weight 1
         passes = [PassShapes(T * K * etp, 1, None)]
     if moe.by_softmax_topk(ep):
         chosen, renormalize = moe.top_k, moe.renormalize or moe.softmax == "after"
-    else:  # the op chooses alone; quantile balancing looks at one expert more
+    else:  # the op only chooses; quantile balancing reads one more expert
         chosen, renormalize = moe.top_k + (moe.selection == "quantile"), False
     shared_dim = moe.shared_dim if runs_beside(cfg, Axes(ep=p.ep, etp=p.etp)) else 0
     return LayerShapes(
@@ -209,7 +209,7 @@ def warm(cfgs: list[Config], arch: str | None = None, processes: int = 0) -> tup
 
 
 def keep_tools() -> None:
-    """Triton's cache and assembler are from now on those of this moment.
+    """From now on Triton uses the cache and the assembler that are set at this moment.
 
     With its first kernel inductor gives both of them another place where the environment names none. What
     was compiled before is then not found, and compiled again in the first step.

@@ -82,7 +82,7 @@ class RopeConfig:
         rope.require(stretched, "factor", f"needs {Setting('model.rope.scaling')}")
         for low, high in ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"):
             a, b = getattr(self, low), getattr(self, high)
-            touch = low == "beta_slow"  # equal ones make the ramp a step: Kimi K2
+            touch = low == "beta_slow"  # equal limits make the ramp a step (Kimi K2)
             valid = f"above 0 and {'at or ' * touch}below {rope.said(high)}"
             rope.require(0 < a <= b < math.inf and (a < b or touch), low, f"must be {valid}")
 
@@ -542,7 +542,7 @@ class ModelConfig:
         return regular and layer not in self.dense_blocks
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """The rotary positions of this block; None for a block without."""
+        """The RoPE settings of this block; None for a block without RoPE."""
         if not self.rotary[layer % len(self.rotary)]:
             return None
         if self.rope.window_theta is None:

@@ -638,7 +638,7 @@ class Config:
 
 
 def require_steps(cfg: Config) -> None:
-    """ConfigError unless the run has the steps whose numbers settings give."""
+    """ConfigError unless each step that a setting names by its number is a step of the run."""
     run = Section(cfg)
     steps = 0 if cfg.eval_only else cfg.steps
     valid = f"must be numbers of steps, from 1 to {Setting('steps', steps)}"
@@ -753,8 +753,8 @@ def with_global_batch(cfg: Config, readers: int) -> Config:
     """The settings with the accumulate that follows from --train.global-batch, if that is given.
 
     readers: `Axes.readers` of the run.
-    Raises ConfigError where batch x readers does not divide the global batch, or where an accumulate that is
-    given too has another value.
+    Raises ConfigError where batch x readers does not divide the global batch, or where --train.accumulate is
+    given too and differs from the computed value.
     """
     t = cfg.train
     if not t.global_batch:

@@ -64,9 +64,9 @@ def cut(run: TokenRun, shares: HeldOut, split: Split, eos: int) -> TokenRun:
 
 
 def _cut(run: TokenRun, fraction: float, first: bool, eos: int) -> TokenRun:
-    """The first 1 - fraction of a run, or the rest of it.
+    """The first part of a run, 1 - fraction of its tokens, or (not first) the second part.
 
-    The cut follows the first eos in the first half of that rest. If no document ends in that half, the cut
+    The cut follows the first eos in the first half of the second part. Without an eos in that half, the cut
     splits a document: otherwise validation could have almost no data.
     """
     at = len(run.tokens) - int(len(run.tokens) * fraction)

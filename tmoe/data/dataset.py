@@ -193,7 +193,7 @@ class Dataset:
         self.weights = weights
         self.eos = eos
         self.seed = seed
-        # How many samples a run is ahead of its step number, because earlier steps had another size.
+        # Samples used beyond (step number x samples of a step), because earlier steps had another size.
         self.ahead = 0
         self.fingerprint = fingerprint
         self.seq = sources[0].seq
@@ -288,8 +288,8 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
     whatever the sizes of the sources. Small sources then start their next epoch, in a new order, while large
     sources are still in their first.
 
-    This function tokenises text (data/sources.py): make shards of data that many runs read. Shards hold their
-    tokenizer's fingerprint, so `--data.tokenizer` may keep its default if every source is shards.
+    Text is tokenised at each opening (data/sources.py). Convert data that many runs read to shards. They hold
+    their tokenizer's fingerprint, so `--data.tokenizer` may keep its default if every source is shards.
     carried: the tokenizer of the model that the run starts from. It is the default, and data of another
         tokenizer is refused, except with cfg.new_tokenizer.
     DataError for anything that cannot be trained on, the same on every rank.
@@ -348,7 +348,7 @@ def require_alike(data: Dataset, val_data: Dataset) -> None:
 def _choose_tokenizer(spec: str, carried: Carried | None) -> Tokenizer:
     """The tokenizer of `--data.tokenizer`; for 'auto' that of the weights the run starts from, else bytes.
 
-    Its format of conversations is that of these weights.
+    If the weights have a format of conversations, the tokenizer gets it.
     """
     if spec == "auto" and carried and carried.files:
         return carried.load()

@@ -111,7 +111,7 @@ def require_pool(pool: float, spans: Sequence[Span], n: int, a_page: int, settin
 
 
 def whole(value: object) -> int | None:
-    """A whole number, numpy's and a 0-dim tensor's too, as int; None for anything else, also for bools."""
+    """A whole number, which may be numpy's or a 0-dim tensor, as int; None for other values and for bools."""
     try:
         return None if isinstance(value, bool) else operator.index(cast(Any, value))
     except TypeError:

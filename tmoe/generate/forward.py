@@ -291,7 +291,7 @@ def has_kernel(attention: Attention, fused: bool) -> bool:
 def put_heads(
     attention: Attention, x_BD: Tensor, turns: Rotations, layer: LayerCache, places_B: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """put_one by ops/decode/heads.py. fused: norms as well; the modules' have sums of another order."""
+    """put_one by ops/decode/heads.py. fused: norms as well. (The norm modules add in another order.)"""
     cfg, G, norm = attention.cfg, attention.key_heads, attention.cfg.qk_norm
     qkv_BX = attention.qkv(x_BD)
     if norm != "none" and not fused:

@@ -117,18 +117,18 @@ class Ranks:
         self.device = model.head_weight.device
         self.side = torch.cuda.Stream() if self.group and self.device.type == "cuda" else None
         self.pads = self.group is not None and any(moe.router.cfg.pad for moe in layers)
-        # whether a pass needs no wait of the host: experts are on this rank, or rows use the peers' memory
+        # whether the host need not wait in a pass: experts are on this rank, or rows use the peers' memory
         self.free = self.group is None or all(
             isinstance(moe.dispatcher, SymmDispatcher) and moe.router.cfg.capacity_factor is None
             for moe in layers
         )
-        # at most the tokens that exchanges have buffers for: larger buffers would be kept, and copied whole
+        # at most the tokens that the buffers hold: larger buffers would stay, and exchanges copy all of them
         rooms = [exchange.tokens for exchange in exchanges(layers) if exchange.tokens]
         self.at_once = min([AT_ONCE if self.device.type == "cuda" else ON_CPU, *rooms])
         self.at_once = model.rounding.piece(self.at_once)
 
     def join(self, rows: int) -> int:
-        """The most rows of any rank in the next pass, which all ranks must make; below 0: no rank has one.
+        """The most rows of any rank in the next pass, which all ranks must run; below 0: no rank needs it.
 
         rows: of this rank; -1: it needs no pass. A collective on a separate stream, so that the host does not
         wait for the work on the device. Raises Stopped on all of these ranks if one of them must stop.

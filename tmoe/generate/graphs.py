@@ -25,7 +25,7 @@ def rounded(slots: int) -> int:
 
 @functools.cache
 def capturing(device: torch.device) -> torch.cuda.Stream:
-    """A device's stream to capture on; torch's default one is of the first device that captured."""
+    """A device's stream for captures. torch's own capture stream is on the first device that captured."""
     return torch.cuda.Stream(device)
 
 

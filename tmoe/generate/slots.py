@@ -167,7 +167,7 @@ class Slots:
     # ---- slots ----
 
     def refill(self, queue: deque[Request]) -> None:
-        """Gives the slots of ended answers to the queue's next ones, while pages are free; closes gaps."""
+        """Gives free slots to the next requests of the queue, while pages are free; then closes the gaps."""
         gaps = deque(slot for slot, request in enumerate(self.rows) if request.leaves)
         for slot in gaps:
             self.pages.drop(self.rows[slot].pages)

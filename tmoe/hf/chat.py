@@ -87,7 +87,7 @@ def with_chat(step: Path, manifest: Manifest, files: Files, folder: Path) -> Wri
 
 
 def _put_template(template: str, tools: str | None, settings: dict[str, Any]) -> dict[str, bytes]:
-    """A template's file, by its name; with a template for tools none, since both are put into `settings`."""
+    """A template's file, by its name. With a template for tools, both are put into `settings` instead."""
     settings.pop("chat_template", None)
     if tools is None:
         return {TEMPLATE: template.encode()}

@@ -527,7 +527,7 @@ def _window_width(windows: Windows, hf: HF, said: HF, off: bool) -> Any:
 
 
 def write_windows(arch: Architecture, cfg: ModelConfig) -> HF:
-    """The windows in the keys that the architecture reads.
+    """The keys of config.json by which the architecture states its windows, with their values.
 
     Windows that these keys cannot describe are noticed when the keys are read back.
     """

@@ -136,7 +136,7 @@ def _same(
     """Whether the values and gradients in `got` are those of `of`.
 
     wide: compute `of` in fp64; False: in fp32, as some gates compute.
-    size: |gate| + 1 times |up| + 1, the scale of permitted rounding errors.
+    size: (|gate| + 1) * (|up| + 1), to which the permitted rounding error is proportional.
     """
     want = _value_and_gradient(of if wide else lambda h: of(h.float()).double(), h, d_act)
     relative, rounding = (1e-9, 1e-13) if wide else (1e-5, 1e-6)

@@ -80,7 +80,7 @@ def require_login(repo: str) -> None:
         raise ConfigError.of("push", repo, "must be OWNER/NAME")
     try:
         HfApi().whoami()
-    except Exception as error:  # no token, a wrong one, no connection
+    except Exception as error:  # no token, a wrong token, or no connection
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         wrong = f"this machine has no login to the hub ({why}); hf auth login"
         raise ConfigError.of("push", repo, wrong) from None

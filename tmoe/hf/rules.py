@@ -33,7 +33,7 @@ HEAD = "lm_head.weight"
 
 
 class TensorPart(NamedTuple):
-    """One of their tensors that make up one of ours. {layer} and {expert} stand for numbers.
+    """One of the Hugging Face tensors that make up a tensor of tmoe. {layer} and {expert} stand for numbers.
 
     rows: how many of our rows it fills (the second axis in a stack of experts, else the first), by the
         settings `of_layer`. 0: it does not exist. None: an equal share.
@@ -80,7 +80,7 @@ class Field(NamedTuple):
         None: the key is required.
     null: the value that transformers' model uses for null, which is seldom the default. NO_NULL: its class
         refuses null, or its model fails.
-    least: the smallest number that config.json may have. None: ModelConfig's own check decides.
+    least: the smallest number that config.json may have. None: only ModelConfig's own check limits it.
     words: the setting for each word of config.json; other words are refused. If several words mean the same
         setting, an export writes the first. None: the setting equals the value in config.json.
     """
@@ -212,12 +212,12 @@ class Architecture:
 
 
 class TensorPiece(NamedTuple):
-    """One of their tensors, or the rows of it that a Part names, as a box of one of ours.
+    """A Hugging Face tensor, or the rows of it that a TensorPart names, as a box of a tensor of tmoe.
 
     offset, shape: the box in our tensor.
     stacked: it lacks our first axis, which has length one in the box.
     axis: the axis of our rows, counted from the end.
-    transposed, every, first, framed: as in Part.
+    transposed, every, first, framed: as in TensorPart.
     """
 
     name: str
@@ -251,7 +251,7 @@ class TensorPiece(NamedTuple):
 
 
 def under(rules: Iterable[TensorRule], old: str, new: str) -> tuple[TensorRule, ...]:
-    """The rules with `old` replaced by `new` at the beginning of their tensors' names."""
+    """The rules with `old` replaced by `new` at the beginning of the Hugging Face tensors' names."""
 
     def moved(parts: tuple[TensorPart, ...]) -> tuple[TensorPart, ...]:
         return tuple(
@@ -271,7 +271,7 @@ def pieces(
     """Their tensors that make up our tensor `ours` of `shape`, expert by expert.
 
     The list is empty if the architecture lacks the tensor.
-    held: numbers of the layers whose tensors have the form in which transformers 5 holds them (see Rule).
+    held: numbers of the layers whose tensors have the form in which transformers 5 holds them (TensorRule).
     """
     generic, layer = _generic(ours)
     here = of_layer(cfg, int(layer)) if layer else cfg
@@ -304,7 +304,7 @@ def pieces(
 
 
 def _generic(ours: str) -> tuple[str, str]:
-    """The name of our tensor as in a Rule, with {layer}, and the number of its layer, "" if it has none."""
+    """The name of our tensor as in a TensorRule, with {layer}, and its layer's number, "" without one."""
     numbers = [word for word in ours.split(".") if word.isdigit()]
     generic = ".".join("{layer}" if word.isdigit() else word for word in ours.split("."))
     return generic, numbers[0] if numbers else ""
@@ -326,7 +326,7 @@ def divide(
 
     A tied model's folder may hold the embedding under either name, or under both (`copies`).
     held: numbers of the layers that `held_by_shape` found.
-    MismatchError names the layers whose tensors have both forms of a Rule.
+    MismatchError names the layers whose tensors have both forms of a TensorRule.
     """
     present = set(present)
     held = held_layers(arch, cfg, present) | {*held}
@@ -343,7 +343,7 @@ def divide(
 def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) -> set[str]:
     """Numbers of the layers that, by the names `present`, have the form in which transformers 5 holds them.
 
-    MismatchError names the layers with names of both forms of a Rule.
+    MismatchError names the layers with names of both forms of a TensorRule.
     """
     rules = [rule for rule in arch.rules if rule.held and not rule.by_shape]
     spelled = {part.name: False for rule in rules for part in rule.parts}
@@ -360,8 +360,8 @@ def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) ->
 def held_by_shape(arch: Architecture, cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Numbers of the layers that, by their tensors' shapes, have the form in which transformers 5 holds them.
 
-    Only rules with Rule.by_shape are checked. A square tensor fits both forms; the layer's other tensors then
-    decide. MismatchError names the layers with shapes of both forms.
+    Only rules with TensorRule.by_shape are checked. A square tensor fits both forms; the layer's other
+    tensors then decide. MismatchError names the layers with shapes of both forms.
     """
     told = {rule.ours for rule in arch.rules if rule.by_shape}
     seen: dict[str, dict[bool, str]] = {}

@@ -176,7 +176,7 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
         ours = made[theirs]
         model.set_submodule(name, ours)
         if hook := getattr(theirs, "_hf_hook", None):
-            from accelerate.hooks import add_hook_to_module  # installed, because it made the hook
+            from accelerate.hooks import add_hook_to_module  # accelerate made the hook, so it is installed
 
             add_hook_to_module(ours, hook)
     return model
@@ -206,8 +206,8 @@ def _wrapped(modules: dict[str, nn.Module], name: str) -> str:
     """The reason why the module is wrapped by one that is not part of its model; "" if it is not wrapped.
 
     All modules around it, up to its model, are checked. A module is part of the model if its class is defined
-    in the same file as the experts' or the model's class. Another module (of PEFT, torch.compile) reads
-    parameters or modules that the swap would remove.
+    in the same file as the experts' or the model's class. Any other module (PEFT's, torch.compile's) may read
+    parameters or modules that the swap removes.
     """
     homes = _home(modules[name])
     between = []

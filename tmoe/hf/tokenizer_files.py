@@ -85,7 +85,8 @@ class Level(NamedTuple):
 def lineage(path: Path) -> list[Level]:
     """The folders through which the weights of `path` were trained, by each run's --init, the oldest first.
 
-    A folder that cannot be read ends the list, because loading it reports the error. A circle ends it too.
+    A folder that cannot be read ends the list, because loading it reports the error. So does a folder that
+    is in the list already.
     """
     names = (*NAMES, SETTINGS, TEMPLATE, TOOLS_FILE, GENERATION, CONFIG)
     found: list[Level] = []
@@ -114,9 +115,9 @@ def lineage(path: Path) -> list[Level]:
 def carried_by(path: Path) -> Carried | None:
     """The tokenizer and the format of conversations of a Hugging Face folder or of a step folder.
 
-    They are the folder's own, else those of the weights that its run started from. A step's manifest names
-    the tokenizer that made its data; a file with another hash is not used for it. CheckpointError for a step
-    whose "chat" is malformed.
+    If the folder has none, those of the weights that its run started from are returned. A step's manifest
+    names the tokenizer that made its data; a file with another hash is not used for it. CheckpointError for
+    a step whose "chat" is malformed.
     """
     found: Carried | None = None
     for level in lineage(path):

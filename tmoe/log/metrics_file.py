@@ -35,7 +35,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def read_steps(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the steps of a metrics.jsonl, each with the number, from 1, of its first line in the file.
+    """Yields the steps of a metrics.jsonl, each with the line number (from 1) of its first line.
 
     The loss of a validation has its own line, {"step", "val_loss"}; runs of older versions have it in the
     step's line. So a line is merged into the previous line if both are of one step and share no other key.

@@ -81,7 +81,7 @@ def fused(fn: Callable, *sizes: Any) -> Callable:
 
     In a compiled block fn itself becomes part of the graph.
     """
-    # before the mode is read: torch 2.11's Dynamo cannot trace that call
+    # checked before the mode is read, because torch 2.11's Dynamo cannot trace the reading
     if torch.compiler.is_compiling():
         return fn
     return _compiled(fn, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *sizes)
@@ -302,8 +302,8 @@ def attend(
     width = v_BSGC.shape[-1]
     gpu = q_BSHC.is_cuda
     if width < C and not (gpu and (mask is not None or (G == H and unequal(C, width, q_BSHC.dtype)))):
-        # latent attention, sinks: flash kernels need equal widths, and without them [B, H, S, S] is kept
-        # (CPU: 2.5 times as slow)
+        # Latent attention, sinks: flash kernels need values as wide as keys. Any other backend stores the
+        # scores [B, H, S, S] (CPU: 2.5 times as slow).
         v_BSGC = add_zeros(v_BSGC, C - width, -1)
     if mask is not None and gpu:
         # with a mask only the unfused backend supports grouped heads: [B, H, S, S]
@@ -347,8 +347,9 @@ def add_sinks(
     """Adds a key whose product with every query of head h is sinks_H[h] and whose value is zero.
 
     Any kernel then computes sinks. Returns q, k, v and the mask. The H/G query heads of a key head have
-    different sinks. Therefore heads grow by H/G channels (rounded up to 8, which fused kernels require): a
-    query has a one in its head's channel, the old keys have zeros, and the new key has the sinks.
+    different sinks. Therefore each query and key gets H/G more channels (rounded up to a multiple of 8,
+    which fused kernels require). In these channels a query has a one at its head's place and zeros elsewhere,
+    the new key has the sinks, and all other keys have zeros.
     """
     B, S, H, C = q_BSHC.shape
     G = k_BSGC.shape[2]

@@ -63,7 +63,7 @@ def grouped_elements(cfg: Config, axes: Axes, layer: int) -> int:
         return kept + own * ((H + G) * C * turned + G * read * copied + H * C * padded)
     if by_keys:
         return kept + own * H * C + own * cp * G * (C + V)  # keys and values of all tokens
-    # all tokens of 1/cp of the heads: q, k, v, and the result before it is sent back
+    # q, k, v and the result before its exchange: all tokens of 1/cp of the heads
     return kept + own * (H + key_copies(H, G, cp) * G) * (C + read)
 
 
@@ -105,7 +105,7 @@ def latent_elements(cfg: Config, axes: Axes) -> int:
     narrow = mla.v_dim < qk_width(cfg.model)
     if narrow and not by_keys and not cfg.train.isolate_documents:
         kept += own * 2 * queries
-    elif by_heads:  # v, and the result before it is sent back
+    elif by_heads:  # v, and the result before its exchange
         kept += own * 2 * values
     else:
         # the product of keys and values: v is a view into it

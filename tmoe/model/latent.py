@@ -77,7 +77,7 @@ class LatentAttention(nn.Module):
         mla = self.mla
         q, latent, k_rot = self.latents(x_BSD)
         q = rearrange(q, "b s (head c) -> b s head c", c=mla.nope_dim + mla.rope_dim)
-        if self.scales_queries:  # before the rotation, which is linear
+        if self.scales_queries:  # scaled before the rotation, which is linear
             cos_SC, scale_S1 = cos_SC.split([mla.rope_dim, 1], -1)
             q = q * scale_S1.unsqueeze(-1).to(q.dtype)
         q_nope, q_rot = q.split([mla.nope_dim, mla.rope_dim], -1)

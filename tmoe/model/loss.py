@@ -13,7 +13,8 @@ from tmoe.ops.loss.head import add_product, summed_type, times, widened
 from tmoe.ops.register import register
 
 Given = dict[str, Tensor]
-"""The inputs that a task gives its objective besides the targets, by name: a value per token, or others."""
+"""The inputs that a task gives its objective besides the targets, by name: a value for each token, or
+a tensor of another shape."""
 
 
 class Objective(Protocol):
@@ -71,7 +72,7 @@ def loss_and_gradients(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss in eager code; its backward only multiplies by the incoming scale."""
+    """The loss in eager code; its backward only multiplies the gradients by the incoming factor."""
 
     @staticmethod
     def forward(ctx: Any, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_h, grad_w, None
 
 
-# The same as an op for compilers, which would trace every chunk, and on a GPU the kernels' launches.
+# The same as an op: without it a compiler would trace every chunk, and on a GPU every launch of a kernel.
 def _forward(h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool) -> tuple[Tensor, ...]:
     """loss_and_gradients with empty tensors instead of None, since an op returns tensors."""
     gradients = loss_and_gradients(h, weight, targets, needs_h, needs_w)
@@ -197,7 +198,7 @@ def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Ten
         raise ValueError(f"targets: on {targets_T.device}, must be on {h_TD.device}, where h is")
     # the kernel needs them contiguous; flatten keeps a matrix column strided
     targets_T = targets_T.contiguous()
-    if not torch.is_grad_enabled():  # needs_input_grad stays true, and validation would compute gradients
+    if not torch.is_grad_enabled():  # else needs_input_grad is true, and validation computes gradients
         h_TD = h_TD.detach()
         weight_VD = weight_VD.detach()
     if autocasts(h_TD) and h_TD.dtype != torch.float64:  # as for F.linear

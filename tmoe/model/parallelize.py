@@ -3,7 +3,7 @@
 Where the hooks are, for one MoE block:
 
     Block.forward             FSDP2 over all ranks: gathers norms, attention, router, shared expert
-      Experts.forward         over dp: gathers this rank's experts, by gathered_copies.py or, if they are
+      Experts.forward         over dp: gathers this rank's experts, by shared_copies.py or, if they are
                               large, by FSDP2
         Block.compute         one compiled graph, fullgraph: no hook inside
 
@@ -71,12 +71,12 @@ def parallelize(
 
     cfg: its fields `train.dtype`, `.float8`, `.batch` and `.seq`, `parallel.dispatch`, `.dispatch_dtype`,
         `.checkpoint`, `.gathered_gib`, `.shard`, `.cp_exchange`, `.tp_pieces` and `.adaptive_r` and `compile`
-        are read. None: fp32, auto, same, none, 16, 3, keys, 1, none, eager.
+        are read. None: the defaults, but fp32 and not compiled.
     whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
         its end, and that set_requires_gradient_sync is called on the model itself for micro-batches that do
         not sync. FSDP2 then gathers small neighbouring blocks together, with one hook before the first block
         and one after the last. Experts that dp ranks share stay whole, up to `parallel.gathered_gib`, outside
-        FSDP2's bookkeeping (gathered_copies.py). If the promise is broken, blocks may be gathered or
+        FSDP2's bookkeeping (shared_copies.py). If the promise is broken, blocks may be gathered or
         resharded at the wrong time, and gradients may not be reduced.
 
     In a model of your own, FSDP2 finds the outputs of the forward in tuples, lists, dicts and dataclasses. A
@@ -227,7 +227,7 @@ def is_spread(experts: Experts) -> bool:
 
 
 def apply_way(moe: MoE, adaptive_r: int | str | None, tokens: int, element: int) -> None:
-    """Sets the default of what calls exchange, by ParallelConfig.adaptive_r.
+    """Sets what the ranks exchange in a call without adaptive_r, by ParallelConfig.adaptive_r.
 
     tokens: number of tokens of each rank in a call; element: bytes per element. "auto" chooses once, for a
     training step.
@@ -367,7 +367,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # else a pre-multiplied sum, which gloo lacks
+            module.set_force_sum_reduction_for_comms(True)  # else FSDP2 asks for a sum that gloo lacks
     if cfg.parallel.shard < 3:
         dense = [m for m in model.modules() if isinstance(m, FSDPModule) and not isinstance(m, Experts)]
         keep_gathered(root, dense, cfg.parallel.shard)

@@ -25,7 +25,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     "NTK by parts"). They are computed in fp32 and in the order of transformers' operations, so that all bits
     are equal: published weights were trained with frequencies that were rounded in this way.
     """
-    # on the CPU, whatever the default device is, for the last bit of fp32
+    # computed on the CPU, so that the last bit of fp32 does not depend on the default device
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
     period = rope.theta ** (pairs / head_dim)  # positions per radian
     freq = 1.0 / period
@@ -83,7 +83,7 @@ def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) 
 
 
 def kinds_of(cfg: ModelConfig) -> frozenset[RopeConfig | None]:
-    """The set of rotations of all blocks (`rope_of`)."""
+    """The RoPE settings (`rope_of`) of the model's blocks, each once."""
     return frozenset(cfg.rope_of(i) for i in range(cfg.layers))
 
 

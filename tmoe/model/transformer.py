@@ -315,7 +315,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Load | None]:
         """Final hidden states [B, S, D], and the routers' load stacked over MoE layers; see `forward`.
 
-        The load is None without MoE layers. Only the model's own names are read from `given`.
+        The load is None without MoE layers. This function reads only "noise" and "members" of `given`.
         """
         context = self.context(tokens_BS, documents_BS, padding_BS, positions_BS, given)
         x, load = self.run_blocks(self.embed(tokens_BS, (given or {}).get("noise")), context)
@@ -391,7 +391,10 @@ class Transformer(nn.Module):
     def turns(
         self, S: int, device: torch.device, rotated: Tensor | None, positions_BS: Tensor | None
     ) -> dict[Any, tuple[Tensor, Tensor]]:
-        """Cosines and sines of each RoPE at positions (None: 0 to S), for the rows `rotated` (None: all)."""
+        """Cosines and sines of each RoPE for the tokens `rotated` of a row (None: all S tokens).
+
+        positions_BS: the tokens' positions; None: their indices in the row.
+        """
         turns = turns_of(self.cfg, S, device, self.ropes)
         at = rotated
         if positions_BS is not None:

@@ -1,4 +1,4 @@
-"""Keeps experts evenly used: the sums that each router measures per sequence, and the losses of them.
+"""Keeps experts evenly used: sums that each router measures per sequence, and losses of these sums.
 
 Every MoE layer returns only sums per sequence. The loss is computed once, for all layers together, outside
 the compiled blocks. Therefore the global-batch loss costs one all-reduce per micro-batch, however deep the
@@ -237,9 +237,9 @@ class Balancer:
         """The load with the sums of whole sequences, and the number of ranks that divide them.
 
         A product of two sums over a sequence is not the sum of the products over its parts. Therefore the
-        counts, by which losses multiply, become those of whole sequences. The sums of the importance loss do
-        too, and keep the gradient of this rank's part. All other sums stay this rank's share. Where tp
-        or cp divide sequences, this is one collective for all layers.
+        counts, which the losses multiply by other sums, are replaced by the counts of whole sequences. So are
+        the sums of the importance loss, but their gradient stays that of this rank's part. All other sums
+        stay this rank's share. Where tp or cp divide sequences, this is one collective for all layers.
         """
         if self.over_parts is None:
             return load, 1.0

@@ -39,7 +39,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
-        # whether a forward without gradients may round once where a forward with gradients rounds twice
+        # whether a forward without gradients uses the fused activation, which rounds once instead of twice
         self.fused = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -278,7 +278,8 @@ class MoE(nn.Module):
 
         element: bytes of one element of x.
         """
-        here = {0} if self.cost is None or self.cost.ep == 1 else set()  # without an exchange 0 equals 1
+        # without an exchange, adaptive_r 0 and 1 are the same
+        here = {0} if self.cost is None or self.cost.ep == 1 else set()
         valid = sorted({1} | here | {int(r) for r in self.ways})
         ok = adaptive_r == "auto" or (type(adaptive_r) is int and adaptive_r in valid)
         if not ok:

@@ -111,8 +111,8 @@ def importance(load: Load, scope: Scope) -> Tensor:
     """
     assert load.clean_BE is not None and load.smooth_BE is not None
     loss_Y = (_cv_squared(load.clean_BE.sum(1)) + _cv_squared(load.smooth_BE.sum(1))) / 2
-    # Not a sum over parts: ranks that divide sequences each have the whole value, and the gradient of their
-    # part.
+    # Each of the ranks that divide sequences has the whole value, but only the gradient of its part. So the
+    # value is divided by their number, and the gradient is not.
     share_Y = loss_Y - loss_Y.detach() + loss_Y.detach() / scope.parts
     return share_Y * load.tokens_B.sum(1) / scope.totals.tokens.clamp(min=1)
 

@@ -64,7 +64,7 @@ class Router(nn.Module):
 
     Logits: the method `logits`. Choice: the file of `cfg.selection`. Weights:
     `softmax="before"`: the chosen experts' scores, divided by their sum if `renormalize`.
-    `softmax="after"`: the softmax over the chosen logits (Mixtral; the same numbers as before + renormalize).
+    `softmax="after"`: the softmax over the chosen logits (Mixtral; equal to "before" with `renormalize`).
 
     Both are multiplied by `scaling`. `router_bias`: logits = x W^T + b (gpt-oss).
     Scores and weights are fp32, and the product has fp32 accuracy, whatever the dtypes of x and W. With

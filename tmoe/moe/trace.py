@@ -101,7 +101,7 @@ def replaying(model: nn.Module, ids: Tensor | Sequence[Tensor]) -> Iterator[None
 
 
 def give(layers: Iterable[MoE], ids: Iterable[Tensor | None]) -> None:
-    """Makes each layer use its [T, K] from now on; None: the layer chooses."""
+    """Makes each layer use its ids [T, K] from now on; None: the layer chooses its experts."""
     for moe, given_TK in zip(layers, ids, strict=True):
         moe.given_TK = None if given_TK is None else given_TK.to(moe.router.weight.device)
 

@@ -244,7 +244,7 @@ def register_differentiable(
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-            # otherwise the gradient is batched, counted, compiled, or will be differentiated again
+            # False: the gradient is batched, counted or compiled, or will be differentiated again
             alone = gradient is not None and unwatched(gradient) and not torch.is_grad_enabled()
             return rule.gradients(ctx, gradient, Straight.run_backward if alone else registered_backward)
 

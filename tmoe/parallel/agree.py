@@ -143,5 +143,5 @@ def gathered_by_store(
         for k in (*keys, prefix):
             store.delete_key(k)
         store.add(calls, 1)
-    wait(lambda: store.add(calls, 0) > call, prefix)  # otherwise the next word would be read as this word
+    wait(lambda: store.add(calls, 0) > call, prefix)  # then the next call may write its words
     return words

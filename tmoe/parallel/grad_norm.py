@@ -10,8 +10,9 @@ sum of p-th powers, and one all-reduce of that scalar follows. Placements alone 
     plain tensor                                    replicated on all ranks, rank 0 owns it
 
 The collective depends on no gradient and no parameter, so ranks without gradients, or without tensors, take
-part as well. A reduction of each mesh's sum over its own axes would need more collectives. Ranks outside a
-mesh would also clip the parameters that they share with its ranks by another factor.
+part as well. The alternative, a reduction of each mesh's sum over that mesh alone, would need more
+collectives. Ranks outside the mesh would have another norm, and clip parameters that they share with its
+ranks by another factor.
 
 `torch.nn.utils.clip_grad_norm_` raises an error if DTensors are on two meshes (seen on 2.13: "All operands
 in aten.stack.default must have the same mesh").

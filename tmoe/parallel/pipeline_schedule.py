@@ -386,10 +386,11 @@ class _Filling:
     """Makes a table: a free rank runs the first of its ready actions in `order`, or a W if none is ready.
 
     order: priorities as `_v_order` returns them; if gradients are deferred, I takes the place of B.
-    limit: None keeps strictly to the order. Its numbers are then places in a rank's row, and a rank waits for
-        the next place, or runs a W. With a limit, a chunk of the first half (the way down of a V) leaves one
-        place free. So a chunk on the way up never waits for memory: the backward of the last chunk follows
-        at once and frees the place for the chunk before it, and so on. This prevents a deadlock.
+    limit: most forwards that wait for their backward on a rank. A chunk of the first half (the way down of a
+        V) leaves one such place free. So a chunk on the way up never waits for memory: the backward of the
+        last chunk follows at once and frees the place for the chunk before it, and so on. This prevents a
+        deadlock. None: the numbers in `order` are positions in a rank's row, and a rank waits for the action
+        of the next position, or runs a W.
 
     An action is one number, its index in `order`, because thousands of tuples would be slower.
     """

@@ -49,7 +49,7 @@ WAVES = 4
 
 
 class SharingRanks:
-    """The ranks that share experts (the dp axis), and the streams of their transfers.
+    """The ranks that share experts (the dp axis), and the CUDA streams on which they exchange copies.
 
     sync: the next backward sends gradients.
     begun: CUDA event at which the model's forward began, while it runs.

@@ -62,7 +62,7 @@ Knob = tuple[list[str], Callable[[Config], Config]]
 
 
 def knobs(cfg: Config) -> list[Knob]:
-    """Single changes, the cheapest first."""
+    """The settings that can be changed to save memory, one at a time, those with the least cost first."""
     found: list[Knob] = []
     if cfg.eval_only:  # the state is parameters only, which only more ranks divide
         return found

@@ -245,7 +245,7 @@ def _working(
 
 
 def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[str, int]:
-    """Bytes of a rank of a stage with these chunks, and activations of `kept` bytes."""
+    """Bytes, by purpose, of a rank whose stage has these chunks, if autograd keeps `kept` bytes."""
     model = cfg.model
     width = compute_bytes(cfg)
     several = several_micros(cfg, axes)

@@ -409,7 +409,7 @@ class Grpo(Task):
     def numbers(
         self, told: list[AnswerResult], equal: float, generated: int, seconds: dict[str, float]
     ) -> Tensor:
-        """The logged numbers of a step as a whole, fp32, one for each of `measures`.
+        """The numbers that the log shows for a step over all ranks, fp32, one for each name in `measures`.
 
         `time/...` are shares of the time since the previous step.
         equal: share of the drawn prompts whose answers all had the same reward. generated: tokens of all

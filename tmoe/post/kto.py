@@ -86,7 +86,10 @@ class Kto(Preference):
         self.desirable_N = torch.from_numpy(np.concatenate(labels)).to(run.device)
 
     def others(self, batches: Sequence[ChatBatch], data: ChatDataset, run: Runtime) -> list[ChatBatch]:
-        """The completions of batches after other prompts, equally many micro-batches a rank. A collective."""
+        """The batches' completions, each after the prompt of another one. A collective.
+
+        Every rank gets the same number of micro-batches.
+        """
         train = self.cfg.train
         numbers = [n for batch in batches for n in batch.numbers_AN.flatten().tolist() if n >= 0]
         rows = self.mismatched[id(data)].rows(numbers)

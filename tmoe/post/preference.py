@@ -167,7 +167,8 @@ class Preference(Task):
     def _store(self, weights: str, tokens: str, step: int) -> ReferenceStore:
         """The store of the run's reference log-probs, identified by everything that they depend on.
 
-        Names of sources and templates are not part of its identity: the tokens of the rows depend on both.
+        Names of sources and templates are left out: a change in either changes the rows' tokens, and their
+        hash is part of the identity.
         """
         cfg = self.cfg
         settings: dict[str, Any] = dict(dtype=cfg.train.dtype, seq=cfg.train.seq)

@@ -84,7 +84,7 @@ class Start:
         # Model and optimizer.
         with run.refusing():  # the requested dispatcher may not work on these ranks
             self.model = build_model(cfg, self.mesh, run.device)
-        # keeps_fresh: besides the optimizer only Ema writes weights, and Ema marks them stale.
+        # keeps_fresh is allowed: besides the optimizer only Ema writes weights, and Ema calls `make_stale`.
         parameters = self.model.named_parameters()
         self.optimizer = build_optimizer(parameters, cfg.optim, run.device, keeps_fresh=True)
         if not cfg.eval_only:

@@ -84,7 +84,7 @@ Sample = Conversation | Plain
 
 
 class ChatRow(NamedTuple):
-    """A parsed row: one sample, or the two of a preference, the chosen one first."""
+    """A parsed row: one sample, or the chosen and the rejected sample of a preference, in this order."""
 
     samples: tuple[Sample, ...]
     key: str
@@ -298,7 +298,7 @@ def _with_prompt(row: dict, where: str) -> dict:
 
 
 def _turns(value: Any, where: str, role: str) -> list[dict]:
-    """The messages of a list, of one message, or of a text, which becomes one message of this role."""
+    """The messages of a value: a list of messages, one message, or the text of a message of this role."""
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, str | list):
         here = "null" if value is None else type(value).__name__

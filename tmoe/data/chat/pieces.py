@@ -34,9 +34,9 @@ class RenderedText(NamedTuple):
     turns: list[int] = []  # noqa: RUF012
     """for each span the index of its message"""
     edges: list[tuple[int, int]] = []  # noqa: RUF012
-    """for each prompt its end, and the beginning of its last special token. A model answers after the tokens
-    of the prompt, which is encoded alone, so the text must have the same tokens. It is enough to compare them
-    from the last special token on, because no token extends over a special one."""
+    """for each prompt its end, and the beginning of its last special token. In generation
+    the prompt is encoded alone, so the text must have the same tokens up to that end. It is enough to compare
+    them from the last special token on, because no token extends over a special one."""
 
 
 class Pieces:
@@ -207,7 +207,7 @@ class Pieces:
         if end and (end not in self.marker.closers or end == self._answer_end(tools, more)):
             return text
         begins = self._following(messages, text, tools, more)
-        if begins is None:  # a thought is rendered differently once there is an answer
+        if begins is None:  # the template changes a thought once an answer follows it
             call = {name: one for name, one in messages[-1].items() if name == CALLS}
             short = [*SHORT[:1], SHORT[1] | call]
             begins = self._following(short, self._render(short, tools, more)[0], tools, more)

@@ -101,7 +101,7 @@ class PromptDataset(Dataset):
     def indices(
         self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
     ) -> list[int]:
-        """The numbers of a rank's part of the first draw of a step."""
+        """The numbers, in the endless sequence, of the prompts that a rank uses in a step's first draw."""
         return [self.number(step, 0, q) for q in share(self.prompts, rank, world)]
 
     def batch(

@@ -130,7 +130,7 @@ class ChatSource:
         if overlong == "truncate":
             for unit in long.tolist():
                 mine = range(unit * self.of_unit, (unit + 1) * self.of_unit)
-                # Each of two sequences may use half the row, and the longer what the shorter leaves free.
+                # Each of two sequences may use half the row, the longer one also what the other leaves free.
                 share = self.seq // self.of_unit
                 for i in mine:
                     others = sum(int(self.lengths[j]) for j in mine if j != i)

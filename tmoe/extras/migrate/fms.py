@@ -3,7 +3,7 @@
 --init names the model. Its config.json, if it exists on this machine, decides whether there is a balancing
 loss.
 
-next: command.py
+next: translate.py
 """
 
 from __future__ import annotations

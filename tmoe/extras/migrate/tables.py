@@ -252,7 +252,7 @@ def misfits(out: TranslatedCommand, kinds: dict[str, Any]) -> None:
 
 
 def _readings(text: str) -> list[Any]:
-    """All values that a word of a command line may mean."""
+    """All values that a word of a command line can stand for: the text, a bool, an int, a float."""
     found: list[Any] = [text, *{"true": [True], "false": [False]}.get(text.lower(), [])]
     for kind in (int, float):
         with suppress(ValueError):

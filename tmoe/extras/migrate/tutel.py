@@ -223,7 +223,7 @@ NO_IMPORT = (
 
 
 def _shared(given: GivenFlags, out: TranslatedCommand) -> int:
-    """num_local_experts as a whole number: N experts a rank, or -N ranks an expert."""
+    """num_local_experts, a whole number: N means N experts on each rank, -N means N ranks per expert."""
     flags = "--num_local_experts", "num_experts_per_device", "count_per_node"
     flag = next((flag for flag in flags if given.has(flag)), flags[0])
     each = given.whole(flag, 2, -(2**16))  # Tutel also accepts fractions, which are refused

@@ -21,7 +21,7 @@ HELD = f"{LAYER}.mlp.experts"  # the module in which transformers 5 holds most f
 
 
 def one(ours: str, theirs: str) -> TensorRule:
-    """The rule of one of our tensors that equals one of theirs."""
+    """The rule of one of our tensors that equals one tensor of a Hugging Face folder."""
     return TensorRule(ours, (TensorPart(theirs),))
 
 
@@ -158,7 +158,7 @@ BY_A_FIELD = MoELayers(lambda said, found: [])  # LEADING_DENSE states it
 
 
 def put_sparse(found: dict[str, Any], sparse: list[int]) -> None:
-    """Put dense_layers, moe_every and dense_blocks into `found`, such that the blocks `sparse` are MoE."""
+    """Sets dense_layers, moe_every and dense_blocks in `found`, so that the blocks `sparse` have an MoE."""
     layers = found.get("layers") or 0
     first = sparse[0] if sparse else layers
     every = sparse[1] - first if len(sparse) > 1 else max(layers - first, 1)

@@ -150,7 +150,7 @@ class LayerCost:
 
 
 def cost_of(by_tokens: Dispatcher, cfg: MoEConfig, dim: int, mesh: Mesh) -> LayerCost:
-    """The Cost of a layer on this mesh, in bf16 and training; by_tokens: the dispatcher of r = 1."""
+    """The LayerCost of a layer on this mesh, in bf16 and training; by_tokens: the dispatcher of r = 1."""
     group = mesh.ep.get_group()
     link = "gloo"
     if dist.get_backend(group) != "gloo":

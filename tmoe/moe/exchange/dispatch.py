@@ -210,8 +210,7 @@ def dispatcher_for(
     lacks: the feature of the experts that symm does not support (`Experts.symm_lacks`), "" if it supports
     all.
     width: the width of the shared expert if it is plain on this rank, else 0.
-    Raises ValueError if symm cannot work, and symm or fp8 on the wire, which only symm supports, was
-    requested.
+    Raises ValueError if symm, or fp8 on the wire (which needs symm), was requested and symm cannot work.
     """
     if dist.get_backend(group) == "fake":  # a dry run sends nothing
         return AllToAllDispatcher(group, local_experts)

@@ -120,7 +120,7 @@ class GatheredBackward(NamedTuple):
 
 
 def _mlp(call: GatheredCall, experts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """The op moe_mlp with these gate_up, down and bias."""
+    """Calls the op moe_mlp with the experts [gate_up, down, bias]."""
     gate_up, down, bias = experts
     x, weights, ids = call.x, call.weights, call.ids
     return torch.ops.tmoe.moe_mlp(

@@ -35,8 +35,9 @@ experts had read x, ids and weights. Therefore the rank may overwrite the peers'
 meeting before it. Before the experts of a rank write y, the rank has met all ranks again: in the push, or
 while it waited for the copies during a shared expert. The other ranks reached that meeting after their pull
 of the previous y. Only backward needs more: its weight gradients read x and dy, and its sums are read, after
-the last of these meetings. Therefore backward ends with one more meeting. All calls of one group must be made
-on one stream, and in the same order on every rank. A rank without tokens makes the calls as well.
+the last of these meetings. Therefore backward ends with a further meeting of all ranks. All calls of one
+group must be made on one stream, and in the same order on every rank. A rank without tokens makes the calls
+as well.
 
 **fp8** on the wire: rows are packed to float8 e4m3, with one scale per row, before they are sent. The
 receiver unpacks them, so experts and sums read the dtype of x. This halves the bytes. Each movement adds
@@ -253,7 +254,7 @@ class Exchange:
         fp8: bool,
         programs: int | None = None,
     ) -> None:
-        """Writes the sums over all ranks' y for this rank's tokens into y_TD.
+        """Writes y of this rank's tokens into y_TD: for each token, the sum of all ranks' rows.
 
         It also writes d_weights_TK, unless that is None. programs: None fills the GPU.
         """
@@ -460,7 +461,7 @@ class SymmCall(NamedTuple):
 
 
 class SymmBackward(NamedTuple):
-    """The arguments of the op symm_moe_backward: two gradients, fields of `Layer`, and kept tensors."""
+    """The arguments of the op symm_moe_backward: two gradients, fields of SymmCall, and kept tensors."""
 
     dy: Tensor
     d_shared: Tensor | None
@@ -614,7 +615,7 @@ def _save(ctx: Any, inputs: tuple, output: Tensors) -> None:
 def _differentiate(
     ctx: Any, dy: Tensor | None, _: Tensor | None, d_shared: Tensor | None, __: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # read once: a checkpoint recomputes at each access
+    saved = ctx.saved_tensors  # read once: under torch.utils.checkpoint each access recomputes
     x, bias, shared_down = saved[0], saved[5], saved[7]
     # zeros where a result was not used: every rank must take part
     dy = torch.zeros_like(x) if dy is None else dy

@@ -57,8 +57,8 @@ SCORES = {
 }
 
 # If the sum of a token's scores is smaller than this, their logarithms are used. The limit is far above the
-# smallest fp32 number, and far below any usual sum: DeepSeek's 1e-20 in the divisor, which is left out here,
-# never changed a bit.
+# smallest fp32 number, and far below any usual sum. DeepSeek adds 1e-20 to the sum. This code does not,
+# because no bit of a sum above the limit would change.
 LEAST = 1e-12
 
 

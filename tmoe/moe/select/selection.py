@@ -22,7 +22,7 @@ from tmoe.ops import softmax_topk
 
 
 class RouterInput(NamedTuple):
-    """The input of a selection: the router's numbers of T tokens for all experts. None has a gradient."""
+    """The input of a selection: the router's numbers of T tokens for all experts, without gradients."""
 
     cfg: MoEConfig
     K: int  # experts per token; an average where a selection has more columns than K
@@ -63,7 +63,7 @@ def preference(asked: RouterInput) -> Tensor:
     scores_TE = asked.scores_TE if asked.bias_E is None else asked.scores_TE + asked.bias_E
     wanted_TE = asked.logits_TE if asked.bias_E is None else scores_TE
     if cfg.softmax == "after":
-        scores_TE = wanted_TE  # without scores yet, groups are compared by logits (Megatron)
+        scores_TE = wanted_TE  # scores are computed after the choice, so logits compare groups (Megatron)
     groups, best = cfg.groups, cfg.top_groups
     if cfg.top_devices:
         groups, best = asked.devices, min(cfg.top_devices, asked.devices)
@@ -73,7 +73,7 @@ def preference(asked: RouterInput) -> Tensor:
 def within_best(asked: RouterInput, wanted_TE: Tensor, scores_TE: Tensor, groups: int, best: int) -> Tensor:
     """`wanted`, with -inf at the experts outside a token's `best` groups.
 
-    Groups are neighbouring experts. The value of a group is its best expert (DeepSeek-V2, 2024, section
+    A group is a run of neighbouring experts. Its value is that of its best expert (DeepSeek-V2, 2024, section
     2.2.2), or the sum of its two best scores (DeepSeek-V3, 2024, released code), or the sum of its best K /
     `best` scores (Megatron). Identity experts are in no group and can always be chosen.
     """

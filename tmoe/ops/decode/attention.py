@@ -376,7 +376,7 @@ def forward(query: Query) -> Tensor:
         sums = empty((B, H, parts, CV), torch.float32, q.device)
         edges = empty((B, H, parts, 2), torch.float32, q.device)
     to_powers_of_2 = LOG2E / softcap if softcap else LOG2E
-    precision = "ieee" if arch.startswith("hip") else "tf32x3"  # for fp32; tf32x3: as exact, on tensor cores
+    precision = "ieee" if arch.startswith("hip") else "tf32x3"  # fp32: tf32x3 is as exact, on tensor cores
     launch(
         decode_kernel, (G * cdiv(H // G, rows), B, parts), q, k, v, table, lengths,
         out if sinks is None else sinks, out, sums, edges, scale * to_powers_of_2, softcap * LOG2E, window, M,

@@ -105,7 +105,7 @@ def sample(logits_BV: Tensor, keys: Keys, filters: Filters, barred: Tensor | Non
 
 
 def philox(seed: int, counter: list[int]) -> np.random.Philox:
-    """numpy's generator, made from arrays: it would convert numbers from 2^63 on in a list to floats."""
+    """numpy's Philox generator, made from arrays: in lists numpy converts numbers from 2^63 on to floats."""
     return np.random.Philox(key=np.array([seed, 0], np.uint64), counter=np.array(counter, np.uint64))
 
 

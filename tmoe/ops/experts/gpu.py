@@ -36,7 +36,7 @@ from tmoe.ops.launch.kernel_launch import (
 try:
     from tmoe.ops.experts import hopper
     from tmoe.ops.experts.few_rows import few_rows
-except ImportError:  # then gluon_lacks of launch.py reports that no GPU can run them
+except ImportError:  # then gluon_lacks of kernel_launch.py reports that no GPU can run them
     hopper = few_rows = None
 
 Operand = Tensor | Descriptor  # an operand of a kernel
@@ -200,7 +200,7 @@ class LayerLaunches:
             result: Any = outs[0]
             c = c3 = describe(result, [1, *box]) if dw else describe_ragged(result, box)
 
-        # tiles divide every expert's matrix, or its rows
+        # with dw tiles divide the matrix of each expert, else its rows
         num_m = cdiv(a.shape[1], cfg.BM) if dw else 0
         num_n = cdiv(width, columns)
         if dw:
@@ -414,7 +414,7 @@ class LayerLaunches:
 
 
 def windows(first: Metadata, N: int) -> Iterator[Metadata]:
-    """The metadata of each window of the N sorted rows."""
+    """Divides the N sorted rows into windows of P rows, and yields the metadata of each window."""
     yield first
     for base in range(first.P, N, first.P):
         yield first.window(base)
@@ -446,7 +446,7 @@ def forward(
         layer = LayerLaunches(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
         rows = layer.products(gate_up, bias, h if keep and y is None else None, down)
         y, _ = layer.combine(rows, weights, y)
-        del rows  # before the rows of the next window are allocated
+        del rows  # freed before the next window allocates its own
     return y, h, meta.packed
 
 
@@ -488,7 +488,7 @@ def backward(
         )
         if bias is not None:
             d_bias = layer.bias_gradient(dh, d_bias)
-        del h, dh, ds  # before those of the next window are allocated
+        del h, dh, ds  # freed before the next window allocates its own
     return dx, d_gate_up, d_down, d_weights, d_bias
 
 
@@ -507,8 +507,8 @@ def backward_of_x(
     """The part of `backward` that other stages wait for: the gradients of x, weights and bias (None without).
 
     It also returns the inputs of `backward_of_matrices` for the first window: dH [pairs, 2F] and the weighted
-    activation [pairs, F]. They need F elements a pair more than H alone. If H were kept instead, dH's product
-    would have to be recomputed, a sixth of the backward's products.
+    activation [pairs, F]. They need F elements a pair more than H alone would. But with H alone, dH's product
+    would have to be computed a second time: a sixth of the backward's products.
     """
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     bias = None if bias is None else bias.contiguous()
@@ -529,7 +529,7 @@ def backward_of_x(
         if bias is not None:
             d_bias = layer.bias_gradient(dh, d_bias)
         kept = kept or (dh, act)
-        del h, dh, act, ds  # before those of the next window are allocated
+        del h, dh, act, ds  # freed before the next window allocates its own
     return dx, d_weights, d_bias, *kept
 
 
@@ -576,7 +576,7 @@ def backward_of_matrices(
         d_gate_up = layer.dw(
             "dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up
         )
-        del dh  # before that of the next window is allocated
+        del dh  # freed before the next window allocates its own
     return d_gate_up, d_down
 
 

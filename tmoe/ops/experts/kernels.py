@@ -613,7 +613,7 @@ def combine_kernel(
     ADD: add to the values of y and d_weights, in a few programs that loop over all tokens, because there is
         nearly always nothing to add.
     FILL: if False, y and d_weights do not change for a token without any slot in row_of.
-    EARLY: see `early` in launch.py.
+    EARLY: see `early` in kernel_launch.py.
     """
     if EARLY:
         gdc_wait()
@@ -652,7 +652,7 @@ def bias_kernel(dh, d_bias, offsets, W, R: tl.constexpr, BLOCK: tl.constexpr, AD
 
 @triton.jit(do_not_specialize=["E"])
 def gather_kernel(x, order, offsets, rows, D, E, K: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
-    """rows[r] = x[order[r] // K] for all rows of experts; R rows a program keep enough loads in flight."""
+    """rows[r] = x[order[r] // K] for all rows of experts. A program copies R rows: its loads overlap."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = r < tl.load(offsets + E)

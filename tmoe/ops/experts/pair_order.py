@@ -134,7 +134,7 @@ def write_tiles(
 ):
     """Writes this expert's part of the table of BM-row tiles, from tile `first` on.
 
-    The last expert also writes the count.
+    The program of the last expert also writes the number of all tiles.
     """
     mine = (count + BM - 1) // BM
     for s in range(tl.cdiv(mine, CHUNK)):

@@ -127,7 +127,7 @@ class Tape:
         for i, (arg, value) in enumerate(zip(args, values, strict=True)):
             if isinstance(arg, Descriptor):
                 buffer, offset = self._find(arg.base.data_ptr())
-                length = 1 + 2 * len(arg.shape)  # a map, followed by sizes and strides
+                length = 1 + 2 * len(arg.shape)  # an encoded map, then sizes and strides
                 box = arg._replace(base=Address(0))  # otherwise the program would keep the tensor alive
                 boxes.append((len(flat), len(flat) + length, buffer, offset, box, *encoders[i]))
                 flat += [None] * length

@@ -75,8 +75,8 @@ def aligned(V: int, width: int) -> int:
 def cross_entropy_(logits_RW: Tensor, targets_R: Tensor, V: int, ignore: int, grad: bool) -> Tensor:
     """-log softmax(logits[:, :V])[target] of each row, fp32 [R], 0 where the target is `ignore`; on the GPU.
 
-    With grad the logits are overwritten by softmax - onehot, rounded to their type; it is 0 in ignored rows
-    and from column V on. Without grad the logits do not change.
+    With grad, softmax - onehot overwrites the logits, rounded to their type. It is 0 in ignored rows, and in
+    the columns from V on. Without grad the logits do not change.
 
     logits_RW: contiguous, of any float type; the arithmetic is fp32. A row that fits in the cache is read
         from memory once.

@@ -197,7 +197,7 @@ class _Chunks:
     def gradient(
         self, logits: Tensor, at: slice, found: tuple[Tensor, Tensor], by: tuple[Tensor, Tensor | None]
     ) -> Tensor:
-        """The gradient by the logits, in h's type. It may overwrite the logits; see `kernels.gradient`."""
+        """The gradient of the logits, in h's type. It may overwrite the logits; see `kernels.gradient`."""
         targets = self.targets[at]
         if logits.is_cuda:
             dtype = self.h.dtype
@@ -231,7 +231,7 @@ class _Gradients:
             self.weight = add_product(self.weight, by_logits.t(), self.chunks.h[at])
 
     def of_weight(self) -> Tensor | None:
-        """The gradient by the weight [V, D], without the rows of padding."""
+        """The gradient of the weight [V, D], without the rows of padding."""
         if not self.needs_w:
             return None
         if self.weight is None:  # no rows
@@ -268,7 +268,7 @@ class LogprobsBackward(NamedTuple):
     """The arguments of the op logprobs_backward: gradients, and the inputs and kept results of `logprobs`."""
 
     by_logp: Tensor
-    by_entropy: Tensor  # empty if there is no gradient by the entropy
+    by_entropy: Tensor  # empty if the loss has no gradient with respect to the entropy
     h: Tensor
     weight: Tensor
     targets: Tensor

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a block of logits, and their gradient by the logits: a kernel for each.
+"""Log-probs and entropies of a block of logits, and the gradient of the logits: a kernel for each.
 
 next: logprob.py
 """
@@ -140,9 +140,9 @@ def gradient(
     by: tuple[Tensor, Tensor | None],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient by the logits, [R, W] in dtype, on the GPU. It overwrites logits of that type.
+    """The gradient of the logits, [R, W] in dtype, on the GPU. It overwrites logits of that type.
 
-    With p the softmax, H its entropy, g and g_H the gradients by log-prob and entropy, it is
+    With p the softmax, H its entropy, g and g_H the gradients of log-prob and entropy, it is
     scale * (g (onehot(target) - p) - g_H p (ln p + H)). It is 0 in ignored rows and from column V on.
 
     found: log-sum-exp and entropy, as `measure` returned them.

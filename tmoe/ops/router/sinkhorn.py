@@ -83,7 +83,7 @@ def sinkhorn_kernel(
     # Half of the last step. The loop cannot carry the last position itself: if a carried name is set to
     # another carried name, triton 3.6 treats it as a constant (its interpreter does not).
     momentum = tl.zeros((EP,), tl.float32)
-    for i in range(iterations + 1):  # the last one only computes the residual
+    for i in range(iterations + 1):  # the last iteration only computes the residual
         last = i == iterations
         ahead = tl.where(last, now, now + momentum)
         load = tl.zeros((EP,), tl.float32)

@@ -55,7 +55,7 @@ class Rewards:
     its traceback.
 
     Args:
-        words: rewards and weights, in the form that words.py describes.
+        words: rewards and weights, in the form that reward_terms.py describes.
         workers: number of processes.
         timeout_s: seconds that one reward may take for one sample.
         code: whether the reward `code` may run what the model wrote.
@@ -76,7 +76,7 @@ class Rewards:
         self.told: set[str] = set()
 
     def require_row(self, prompt: str, row: dict[str, Any]) -> None:
-        """ValueError for a data row for which one of tmoe's own rewards cannot judge any answer."""
+        """ValueError if a data row lacks a column that one of tmoe's own rewards needs."""
         sample = RewardSample(prompt, "", row, "stop", 0, 0, 0, 0)
         for term in self.terms:
             if term.file is None and term.argument is None and term.name in OF_ROW:

@@ -198,9 +198,9 @@ class _Parser:
         return self.factor()
 
     def whole_fraction(self) -> tuple[int, int] | None:
-        r"""Numerator and denominator of the \frac at this place, which is consumed, if both are whole.
+        r"""Reads the \frac at this place if its numerator and denominator are whole numbers; returns both.
 
-        Else None, and nothing is consumed.
+        Otherwise returns None, and reads nothing.
         """
         at = self.at
         self.at += 1

@@ -8,7 +8,7 @@ to its own Python has an effect in this sandbox.
 An object of a class that the program defines stays in the program's sandbox, and an `Away` represents it. For
 two such objects, the program's class compares or adds them. An object and plain data are compared or added in
 this sandbox, because the program would otherwise decide `f(2) == 3` and `abs(f(2) - 3)`. The object is first
-converted to plain data; an object that is an instance of no plain type is equal to no data.
+converted to plain data. An object that is no instance of a plain type (int, list, ...) differs from all data.
 
 next: post/rewards/code.py
 """

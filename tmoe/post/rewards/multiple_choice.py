@@ -47,7 +47,7 @@ def letter_of_row(sample: RewardSample) -> str:
 def letter_in(box: str) -> str | None:
     """The capital letter in a box's text: alone, after "option", in brackets, or before "." or ")".
 
-    None for letters in brackets that differ.
+    None if the text has different letters in brackets, such as "(A) or (B)".
     """
     box = OF_WORDS.sub(r"\1", box)
     found = ALONE.fullmatch(box) or BRACKETS.search(box) or BEGINS.match(box)

@@ -290,7 +290,7 @@ class Wire:
             reply = dict(value=self.write(self.serve(str(message["ask"]), given), table, places))
         except Gone:
             raise
-        except BaseException as error:  # SystemExit too: the side that asked decides what it means
+        except BaseException as error:  # SystemExit too: the process that made the request handles it
             reply = dict(raised=[names_of(type(error)), self._arguments(error)])
         changed = [[n, self.contents(table[n], table, places)] for n in range(len(before))]
         reply |= dict(changed=[one for one in changed if one[1] != before[one[0]]], said=self.printed())
