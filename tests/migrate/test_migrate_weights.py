@@ -253,7 +253,7 @@ def test_tutels_ffn_computes_the_same(tmp_path, ranks, E, D, F, bias):
         (lambda m: m.pop("moe.experts.batched_fc2_w"), "moe.experts.batched_fc2_w: missing"),
         (
             lambda m: m.update({"moe.experts.batched_fc2_w": torch.ones(4, 6, 10)}),
-            "batched_fc2_w: 60, .* elements of an expert.* an output_dim of their own are not read",
+            "batched_fc2_w: 60, .* elements of an expert.* experts with another output_dim are not read",
         ),
         (lambda m: m.update({"moe.experts.batched_fc1_w": torch.ones(7)}), "as many for each of 4 experts"),
         (lambda m: m.update({"moe.experts.W_fc1": torch.ones(7)}), "W_fc1: not known in .* experts ffn"),

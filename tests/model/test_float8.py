@@ -277,7 +277,7 @@ BITS = dict(task="grpo", grpo=GrpoConfig(rewards=("exact",), bitwise=True), comp
         (dict(parallel=ParallelConfig(tp=2)), "not with --parallel.tp=2: "),
         (dict(parallel=ParallelConfig(cp=4)), "not with --parallel.cp=4: "),
         (dict(train=ODD), "--train.batch=1 x --train.seq=40 = 40 tokens are no multiple of 16"),
-        (BITS, "--grpo.bitwise wants"),
+        (BITS, "--grpo.bitwise needs"),
     ],
     ids=["tp", "cp", "tokens", "bits"],
 )

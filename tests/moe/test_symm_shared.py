@@ -393,7 +393,7 @@ def one_rank(rank, ranks, tokens, L):
     pace = torch.Generator().manual_seed(rank)
     ex.side = SimpleNamespace(wait_stream=lambda other: None)
     ex.reserve = lambda *_: None
-    early = ex.beside
+    early = ex.copy_async
     late = Late(ex)
     symm.exchange_of = lambda _: ex
     symm._all = lambda t: 2  # programs; no GPU to ask
@@ -402,7 +402,7 @@ def one_rank(rank, ranks, tokens, L):
     dispatcher = SymmDispatcher(
         SimpleNamespace(group_name="g", size=lambda: len(tokens)), L, max(tokens), False, SHARED
     )  # type: ignore[bad-argument-type]
-    compiled = torch.compile(dispatcher.beside, fullgraph=True, dynamic=False, backend="aot_eager")
+    compiled = torch.compile(dispatcher.run_with_shared, fullgraph=True, dynamic=False, backend="aot_eager")
 
     def paced(layer):
         def call(*args):
@@ -413,20 +413,28 @@ def one_rank(rank, ranks, tokens, L):
 
     # beside, experts' copies hidden, copies begin late, call, what is used, around a layer, no gradient of x
     cases = [
-        (True, True, False, dispatcher.beside, both, paced, False),
-        (True, False, rank == 0, dispatcher.beside, both, checkpointed, False),
-        (False, True, False, dispatcher.beside, both, paced, False),
-        (True, True, True, dispatcher.beside, lambda routed, shared, x: shared + x, paced, False),
-        (True, True, rank == 1, dispatcher.beside, lambda routed, shared, x: routed + x, paced, False),
+        (True, True, False, dispatcher.run_with_shared, both, paced, False),
+        (True, False, rank == 0, dispatcher.run_with_shared, both, checkpointed, False),
+        (False, True, False, dispatcher.run_with_shared, both, paced, False),
+        (True, True, True, dispatcher.run_with_shared, lambda routed, shared, x: shared + x, paced, False),
+        (
+            True,
+            True,
+            rank == 1,
+            dispatcher.run_with_shared,
+            lambda routed, shared, x: routed + x,
+            paced,
+            False,
+        ),
         (True, True, False, compiled, both, paced, False),
-        (True, True, True, dispatcher.beside, both, paced, True),
-        (False, False, False, dispatcher.beside, both, paced, False),
+        (True, True, True, dispatcher.run_with_shared, both, paced, True),
+        (False, False, False, dispatcher.run_with_shared, both, paced, False),
     ]
     with no_streams():
         for i, (beside, hidden, waits, call, uses, around, frozen) in enumerate(cases):
             symm.hides = rule(beside, hidden)
-            ex.beside, ex.arrived = (
-                (late.beside, late.arrived)
+            ex.copy_async, ex.arrived = (
+                (late.copy_async, late.arrived)
                 if waits
                 else (early, functools.partial(symm.Exchange.arrived, ex))
             )
