@@ -70,7 +70,7 @@ class Done(NamedTuple):
     """its output on stdout"""
 
 
-class Box:
+class SandboxProcess:
     """One sandboxed process. If no sandbox can be made, `require` raises OSError, which says what failed.
 
     Args:
@@ -105,7 +105,7 @@ class Box:
                 env={},
             )
 
-    def __enter__(self) -> Box:
+    def __enter__(self) -> SandboxProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,7 +134,7 @@ _TEXT = dict(program="program", judge="test")  # the key of a role's text in its
 
 def script(program: str, given: str, seconds: float) -> Done:
     """Runs a program as a script, with `given` on stdin. OSError if no sandbox can be made."""
-    with Box("program", program, given, seconds) as box:
+    with SandboxProcess("program", program, given, seconds) as box:
         code = box.code(seconds)
         box.require()
         return Done(code == 0, "" if code is None else _read(box.stdout))
@@ -147,7 +147,7 @@ def passes(program: str, test: str, seconds: float) -> bool:
     with contextlib.ExitStack() as stack:
         try:
             boxes = [
-                stack.enter_context(Box(role, text, "", seconds, end.fileno()))
+                stack.enter_context(SandboxProcess(role, text, "", seconds, end.fileno()))
                 for role, text, end in (("program", program, ends[0]), ("judge", test, ends[1]))
             ]
         finally:
