@@ -134,7 +134,8 @@ def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change,
         with pytest.raises(ValueError, match=r"moe\.shared: has got hooks"):
             dispatcher = SymmDispatcher(group, 1, width=SHARED)  # type: ignore[bad-argument-type]
             dispatcher.run_with_shared(x, routing, local, now)  # type: ignore[bad-argument-type]
-    _, y = SymmDispatcher(group, 1).run_with_shared(x, routing, local, shared)  # type: ignore[bad-argument-type]
+    dispatcher = SymmDispatcher(group, 1)  # type: ignore[bad-argument-type]
+    _, y = dispatcher.run_with_shared(x, routing, local, shared)
     assert torch.equal(y, shared(x))
 
 

@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 
+from tmoe.checkpoint.plans import _model_settings
 from tmoe.cli.parse import parse
 from tmoe.config.compare import build_config, flattened, nested
 from tmoe.config.model import MoEConfig
@@ -86,3 +88,10 @@ def test_python_names_of_before_are_read_with_a_warning():
         assert GrpoConfig(rewards=("exact",), rollout_slots=9).slots == 9
     with pytest.warns(DeprecationWarning):
         assert replace(parallel, cp_by="heads").cp_exchange == "heads"
+
+
+def test_steps_of_before_and_of_today_are_of_one_model_for_an_average():
+    today = dict(moe=dict(max_top_k=3, experts=8), dim=4)
+    before = dict(moe=dict(columns=3, experts=8), dim=4)
+    new, old = (_model_settings(SimpleNamespace(info=dict(config=dict(model=m)))) for m in (today, before))
+    assert new == old == {"moe.max_top_k": 3, "moe.experts": 8, "dim": 4}

@@ -34,6 +34,7 @@ from tmoe.checkpoint.rewrite import (
 )
 from tmoe.config.axes import Axes
 from tmoe.config.model import STEPS_READ
+from tmoe.config.renamed import with_new_names
 from tmoe.parallel.layout import BUFFERS, Box, Layout, lay_out
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
@@ -161,7 +162,7 @@ def _model_settings(manifest: Manifest) -> dict[str, Any]:
     A run may change those between two steps.
     """
     config = manifest.info.get("config")
-    model = config.get("model") if isinstance(config, dict) else None
+    model, _ = with_new_names(config.get("model") if isinstance(config, dict) else None, "model.")
     flat: dict[str, Any] = {}
     for name, value in model.items() if isinstance(model, dict) else ():
         flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
