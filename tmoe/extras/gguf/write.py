@@ -87,18 +87,19 @@ def content_of(source: Source, name: str, mix: str, pre: str, allow: tuple[str, 
         kinds = {FACTORS: "F32"} | kinds
     if source.plan.extra:
         notes.append(f"{len(source.plan.extra)} tensors that the model does not read are not written")
-    words = _vocabulary_of(source, cfg, pre)
-    if words.model == "none":
-        notes.append("no tokenizer is known, and none is written: llama.cpp takes and gives ids alone")
+    words, said = _vocabulary_of(source, cfg, pre)
+    notes += [said] if said else []
     return Content(family, cfg, name, tuple(found), kinds, mix, words, tuple(notes))
 
 
-def _vocabulary_of(source: Source, cfg: ModelConfig, pre: str) -> Vocabulary:
+def _vocabulary_of(source: Source, cfg: ModelConfig, pre: str) -> tuple[Vocabulary, str]:
+    """The vocabulary, and a note where no file of a tokenizer is known."""
     files = {name: read() for name, read in source.origin.files.items() if not name.endswith(".py")}
     found = vocabulary(files, cfg.vocab, pre)
     if found.model == "none" and of_data(source.manifest) == "bytes":
-        return bytes_vocabulary(cfg.vocab)
-    return found
+        return bytes_vocabulary(cfg.vocab), "the tokenizer of bytes is written, in llama.cpp's form"
+    none = "no tokenizer is known, and none is written: llama.cpp takes and gives ids alone"
+    return found, none if found.model == "none" else ""
 
 
 # ---- the file ----
