@@ -104,6 +104,15 @@ def test_special_tokens_ends_and_templates():
     assert after.encode("a").ids[0] == 1 and after.token_to_id("<tool>") == 405
 
 
+def test_added_tokens_without_a_row_are_left_out():
+    """A padding token that was added later; its id is not written either."""
+    told = words.byte_level()
+    told["added_tokens"].append(dict(id=410, content="<pad>", special=True))
+    settings = as_bytes(dict(pad_token="<pad>", eos_token=END))
+    found = vocabulary({"tokenizer.json": as_bytes(told), "tokenizer_config.json": settings}, 410)
+    assert len(found.tokens) == 410 and found.ids == dict(eos=0)
+
+
 def test_a_post_processor_says_that_bos_is_added():
     told = words.byte_level()
     single = [{"SpecialToken": dict(id=START, type_id=0)}, {"Sequence": dict(id="A", type_id=0)}]

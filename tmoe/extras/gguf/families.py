@@ -394,6 +394,7 @@ DEEPSEEK2 = Family(
     limits=_latent_limits,
 )
 
+HARMLESS = {"vocab_size", "rope.scaling.finetuned"}  # keys that decide nothing that is computed
 NUMERIC = ("rope.truncate", "windows")
 """differences that a file may have all the same: no tensor depends on them"""
 
@@ -476,7 +477,7 @@ def read_model(
     family = found[0]
     settings: Settings = dict(family.ours) | dict(tied="output.weight" not in tensors)
     settings["vocab"] = tensors.get("token_embd.weight", (0, 0))[0]
-    unread = set(values) - read_names(family.keys) - {"vocab_size"}
+    unread = set(values) - read_names(family.keys) - HARMLESS
     problems = [f"{name}={values[name]!r}: not read" for name in sorted(unread)]
     problems += read_keys(family.keys, values, settings)
     if problems:

@@ -101,6 +101,8 @@ def _of_json(told: dict[str, Any], size: int, pre: str) -> Vocabulary:
     by_id = {i: text for text, i in model["vocab"].items()}
     kinds = {}
     for token in told.get("added_tokens") or []:
+        if token["id"] >= size and token["content"] not in model["vocab"]:
+            continue  # it has no row in the embedding: a padding token, which no text needs
         by_id[token["id"]] = token["content"]
         kinds[token["id"]] = CONTROL if token.get("special") else USER
     adds = dict(NO_ADDS) | _added(told.get("post_processor"), by_id)

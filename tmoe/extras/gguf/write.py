@@ -98,6 +98,12 @@ def _vocabulary_of(source: Source, cfg: ModelConfig, pre: str) -> tuple[Vocabula
     found = vocabulary(files, cfg.vocab, pre)
     if found.model == "none" and of_data(source.manifest) == "bytes":
         return bytes_vocabulary(cfg.vocab), "the tokenizer of bytes is written, in llama.cpp's form"
+    if found.model != "none" and "eos" not in found.ids:
+        usual = 2 if found.model == "llama" else 11
+        return (
+            found,
+            f"no end of a text is known: llama.cpp takes token {usual} for it",
+        )
     none = "no tokenizer is known, and none is written: llama.cpp takes and gives ids alone"
     return found, none if found.model == "none" else ""
 
