@@ -25,7 +25,7 @@ from gguf_words import byte_level
 from tmoe.checkpoint.manifest import read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.check import ConfigError
-from tmoe.config.presets import moe_pilot_14b
+from tmoe.config.presets import moe_pilot_14b, presets
 from tmoe.extras.gguf.command import export_gguf, import_model
 from tmoe.extras.gguf.encode import decode, encode
 from tmoe.extras.gguf.families import family_of, read_model, require_same_function
@@ -293,6 +293,15 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_name(name):
         require_same_function(family_of(architecture(hf).model_type), cfg)
     for words in REFUSED[name]:
         assert words in str(error.value)
+
+
+def test_every_preset_is_written():
+    """gpt-oss's, whose YaRN is published with truncate false, by name."""
+    for name, preset in presets().items():
+        arch = architecture(write_config(preset.model, "float32"))
+        allowed = ("rope.truncate",) if name.startswith("gpt-oss") else ()
+        lines = require_same_function(family_of(arch.model_type), preset.model, allowed)
+        assert len(lines) == len(allowed), name
 
 
 def test_two_differences_are_allowed_by_name():
