@@ -20,7 +20,7 @@ MODULES = {
     "checkpoint": "shows, verifies, reshards and averages step folders",
     "data": "turns text into token shards, and shows chat rows as they are trained on",
     "generate": "continues a text, answers in a chat, or works through a file of prompts",
-    "hf": "imports and exports Hugging Face folders",
+    "hf": "imports and exports Hugging Face folders and GGUF files",
     "migrate": "turns a command of Megatron-LM, Tutel or fms-acceleration into one of tmoe",
     "report": "draws a run's report.png from its metrics",
     "rollouts": "shows the answers of a run with --task grpo",

@@ -214,7 +214,7 @@ def test_a_damaged_config_is_named_by_every_command(folder, tmp_path, raw):
     [
         (["consolidated.safetensors"], "here are consolidated.safetensors, in the publisher's own format"),
         (["consolidated.00.pth"], "here are consolidated.00.pth, in the publisher's own format: download"),
-        (["m-q4.gguf"], 'from_pretrained(DIR, gguf_file="m-q4.gguf", quantization_config=GgufConfig('),
+        (["m-q4.gguf"], "or a step of these: python -m tmoe.hf import "),
         (["model.fp16.safetensors"], 'from_pretrained(DIR, variant="fp16").save_pretrained(NEW_DIR) writes'),
         (["model-00001-of-00001.safetensors"], f"safetensors: rename it to {SINGLE}"),
         (["weights.safetensors"], f"where it holds the whole model, rename it to {SINGLE}"),

@@ -22,7 +22,12 @@ WISHES = (
         "host's memory",
     ),
     (
-        r"quant(?!il)|load.?in.?[48].?bit|\b[48].?bit\b|int[48]|nf4|gptq|\bawq|bnb|bitsandbytes|gguf|hqq",
+        r"gguf|llama.?cpp",
+        "files of llama.cpp have commands of their own: `tmoe hf gguf STEP X.gguf --type q4_k_m` writes one, "
+        "`tmoe hf import X.gguf STEP` reads one",
+    ),
+    (
+        r"quant(?!il)|load.?in.?[48].?bit|\b[48].?bit\b|int[48]|nf4|gptq|\bawq|bnb|bitsandbytes|hqq",
         "weights of 8 bits and fewer are not there yet; valid: bf16 or fp32; `tmoe hf export` writes a "
         "folder that tools for quantizing read",
     ),

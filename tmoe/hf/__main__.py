@@ -1,6 +1,7 @@
-"""Runs the command line: python -m tmoe.hf import|export|recover|families."""
+"""Runs the command line: python -m tmoe.hf import|export|gguf|recover|families."""
 
+from tmoe.extras.gguf.command import export_gguf, import_model
 from tmoe.extras.recover import recover
 from tmoe.hf.importer import main
 
-main(recover=recover)
+main(**{"import": import_model}, gguf=export_gguf, recover=recover)

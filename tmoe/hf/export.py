@@ -50,7 +50,7 @@ from tmoe.hf.foreign import CONFIG, INDEX, is_folder
 from tmoe.hf.hub_folders import folder_of, require_login, upload
 from tmoe.hf.packed import unpacked
 from tmoe.hf.rules import HF, TensorPiece, divide, their_shapes
-from tmoe.hf.tensor_plan import plan_folder, plan_layout
+from tmoe.hf.tensor_plan import Reading, plan_folder, plan_layout
 from tmoe.hf.tokenizer_files import of_run, require_tokenizer_of_run
 from tmoe.hf.write import Export, check_room, write_folder
 from tmoe.model.shapes import model_shapes
@@ -107,31 +107,14 @@ def export_hf(
     require_absent(hf_dir)
     if push is not None:
         require_login(push)
-    like = like and folder_of(like)
-    step = folders.resolve(step_dir)
-    require_outside(hf_dir, [step])
-    manifest = read_manifest(step)
-    weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
-    if problems := verify(step, share=None):  # checks sizes now; contents are checked as they are read
-        raise CheckpointError(listed("", problems, indent=""))
-    origin = _with_dtype(find_origin(step, manifest, like), dtype)
-    if not origin.stamp:  # made from settings
-        config, files = of_run(step, manifest, origin.config, origin.files)
-        origin = _with_files(origin._replace(config=config, files=files))
-    require_tokenizer_of_run(step, manifest, origin.files)
-    files, chat_notes = with_chat(step, manifest, origin.files, hf_dir)
-    origin = origin._replace(files=files)
+    step, manifest, weights, origin, plan, chat_notes = source_of(step_dir, hf_dir, like, dtype)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
-    plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names, origin.held)
     arch = plan.arch
     found = plan.written()
     extra = plan.extra
     if README not in origin.files and LAYOUT not in manifest.tensors:  # no README is added to an import
         readme = partial(card, hf_dir.name, arch, plan.cfg, manifest, license)
         origin = origin._replace(files=origin.files | {README: readme})
-    refuse(
-        f"{step} is no {arch.model_type} of this config", plan.problems + _unfit(manifest, weights, plan.cfg)
-    )
     shapes = their_shapes(found) | {name: tuple(origin.extra(name).shape) for name in extra}
     sizes = {name: math.prod(shape) * _itemsize(origin, names, name) for name, shape in shapes.items()}
     produce = partial(_exported, step, weights, found, names, extra, origin)
@@ -150,6 +133,45 @@ def export_hf(
         print(line)
     if push is not None and not dry_run:
         print(f"{hf_dir}: uploaded to {upload(hf_dir, push, private)}")
+
+
+class Source(NamedTuple):
+    """A step folder that is exported, with all that is known of the model."""
+
+    step: Path
+    manifest: Manifest
+    weights: dict[str, TensorEntry]
+    """the model's tensors, by their names in the step"""
+    origin: Origin
+    plan: Reading
+    notes: list[str]
+    """what is said of the chat template and of ends of answers"""
+
+
+def source_of(step_dir: Path, out: Path, like: Path | None, dtype: str | None) -> Source:
+    """The model of a step folder, whole and of the settings that its origin says; else an error says why.
+
+    out: where the export is written. like, dtype: as of `export_hf`.
+    """
+    like = like and folder_of(like)
+    step = folders.resolve(step_dir)
+    require_outside(out, [step])
+    manifest = read_manifest(step)
+    weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
+    if problems := verify(step, share=None):  # sizes now, contents as they are read
+        raise CheckpointError(listed("", problems, indent=""))
+    origin = _with_dtype(find_origin(step, manifest, like), dtype)
+    if not origin.stamp:  # made from settings
+        config, files = of_run(step, manifest, origin.config, origin.files)
+        origin = _with_files(origin._replace(config=config, files=files))
+    require_tokenizer_of_run(step, manifest, origin.files)
+    files, chat_notes = with_chat(step, manifest, origin.files, out)
+    origin = origin._replace(files=files)
+    names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
+    plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names, origin.held)
+    unfit = plan.problems + _unfit(manifest, weights, plan.cfg)
+    refuse(f"{step} is no {plan.arch.model_type} of this config", unfit)
+    return Source(step, manifest, weights, origin, plan, chat_notes)
 
 
 def find_origin(step: Path, manifest: Manifest, like: Path | None, later: tuple[Path, ...] = ()) -> Origin:

@@ -61,7 +61,9 @@ def is_folder(path: str | Path) -> bool:
 
 
 def require_folder(path: Path) -> None:
-    """ConfigError if a file is named in place of its folder."""
+    """ConfigError if a file is named in place of its folder; it says how a GGUF file becomes a step."""
+    if path.is_file() and path.suffix == ".gguf":
+        raise ConfigError(f"{path}: a GGUF file; python -m tmoe.hf import {path} STEP_DIR makes a step of it")
     if path.is_file():
         raise ConfigError(f"{path}: a file, and no folder; name the folder that holds it: {path.parent}")
 
@@ -156,11 +158,8 @@ def weights_of(folder: Path) -> str:
             f"{SINGLE} or model-*.safetensors with {INDEX}, of the same repository ({DOWNLOAD})"
         )
     if packed := [name for name in there if name.endswith(".gguf")]:
-        unpacked = f', gguf_file="{packed[0]}", quantization_config=GgufConfig(dequantize=True)'
-        return (
-            f"here are {shown}: take the published folder of 16-bit weights, or write them: transformers' "
-            f"{CONVERT.format(more=unpacked)}"
-        )
+        read = f"python -m tmoe.hf import {folder / packed[0]} STEP_DIR"
+        return f"here are {shown}: take the published folder of 16-bit weights, or a step of these: {read}"
     written = CONVERT.format(more="")
     return f"here are {shown}, and only safetensors are read: transformers' {written} writes it"
 

@@ -5,6 +5,8 @@
     python -m tmoe.hf export STEP_DIR HF_DIR                    from_pretrained loads it
     python -m tmoe.hf export STEP_DIR HF_DIR --like ORIGINAL    config, tokenizer and files as in ORIGINAL
     python -m tmoe.hf export STEP_DIR HF_DIR --push OWNER/NAME  the same, and uploads it to the hub
+    python -m tmoe.hf gguf STEP_DIR X.gguf --type q4_k_m        a file for llama.cpp
+    python -m tmoe.hf import X.gguf STEP_DIR                    a step of its weights, as fp32
     python -m tmoe.hf recover DCP_DIR OUT ORIGINAL              a Hugging Face folder from a DCP folder
     python -m tmoe.hf families                                  which MoE families of transformers work here
 
@@ -16,7 +18,7 @@ also stores the files of HF_DIR that are not weights, as tensors hf.file.NAME of
 `train.py --init HF_DIR` needs no import: hf/load_weights.py reads each rank's part directly from HF_DIR.
 
 next: hf/rules.py, hf/architectures/__init__.py, hf/config.py, hf/tensor_plan.py, hf/files.py, hf/export.py,
-extras/recover.py, hf/swap.py
+extras/recover.py, extras/gguf/command.py, hf/swap.py
 """
 
 from __future__ import annotations

@@ -125,6 +125,11 @@ def carried_by(path: Path) -> Carried | None:
     return found
 
 
+def carried_in(where: Path, content: dict[str, bytes]) -> Carried | None:
+    """`carried_by` of the small files of a folder that is not there. where: what messages name."""
+    return _after(Level(where, content, None), None)
+
+
 def _after(level: Level, before: Carried | None) -> Carried | None:
     """The tokenizer and format after one more folder of the history; before: those of the older folders."""
     where, content, manifest = level

@@ -1,0 +1,362 @@
+"""GGUF files: llama.cpp's logits, types of tensors, sizes, what is refused, and the way back.
+
+Logits and types are stored, as tests/lib/gguf_tiny.py says; no test needs llama.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf")
+
+import gguf_tiny as tiny
+import hf_tiny
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf_words import byte_level
+
+from tmoe.checkpoint.manifest import read_manifest
+from tmoe.checkpoint.rewrite import read_whole
+from tmoe.config.check import ConfigError
+from tmoe.config.presets import moe_pilot_14b, presets
+from tmoe.extras.gguf.command import export_gguf, import_model
+from tmoe.extras.gguf.encode import decode, encode
+from tmoe.extras.gguf.families import family_of, read_model, require_same_function
+from tmoe.extras.gguf.names import entries
+from tmoe.extras.gguf.rows import Heads, turned
+from tmoe.extras.gguf.types import MIXES, facts_of, kind_of, padded, size_of
+from tmoe.hf.config import architecture, read_config, write_config
+from tmoe.hf.importer import main
+
+HERE = Path(__file__).parent
+LOGITS = HERE / "gguf_logits.npz"
+TYPES = HERE / "gguf_types.json"
+
+
+def run(*words: object) -> None:
+    main([str(word) for word in words], **{"import": import_model}, gguf=export_gguf)
+
+
+def weights_of(step: Path) -> dict[str, torch.Tensor]:
+    tensors = read_manifest(step).tensors
+    return {name: read_whole(step, entry) for name, entry in tensors.items() if name.startswith("model.")}
+
+
+def tensors_in(file: Path) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+
+
+# ---- llama.cpp's function ----
+
+# An import gives these other weights of the same function: rotated rows in the other order, an untied head.
+REORDERED = ("deepseek2, sigmoid, groups", "qwen2moe")
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_logits_and_tokens_are_those_of_llama_cpp(tmp_path, name):
+    """llama.cpp's logits of the fp32 file, to 1e-4, and its 32 greedy tokens; an import has its bits."""
+    stored = np.load(LOGITS)
+    step = tiny.step_of(tmp_path / "run", tiny.MODELS[name])
+    run("gguf", step, tmp_path / "x.gguf", "--type", "f32")
+    run("import", tmp_path / "x.gguf", tmp_path / "back")
+    run("gguf", tmp_path / "back", tmp_path / "y.gguf", "--type", "f32")
+    file, again = (tensors_in(tmp_path / f"{name}.gguf") for name in "xy")
+    assert {*file} == {*again} and all(np.array_equal(again[name].data, t.data) for name, t in file.items())
+    if name not in REORDERED:
+        hf_tiny.assert_bits(weights_of(tmp_path / "back"), weights_of(step))
+    model = hf_tiny.load_step(tmp_path / "back")
+    made = stored[f"{name}/tokens"].tolist()
+    with torch.no_grad():
+        logits = model(torch.tensor([[*tiny.PROMPT, *made]]))[0]
+    at = len(tiny.PROMPT)
+    assert np.abs(logits[:at].numpy()[tiny.ROWS] - stored[f"{name}/logits"]).max() < 1e-4
+    assert logits[at - 1 : -1].argmax(-1).tolist() == made and len(made) == tiny.NEW
+
+
+# ---- types and sizes ----
+
+
+@cache
+def shapes_of(cfg) -> tuple[str, dict[str, tuple[int, ...]]]:
+    arch = architecture(write_config(cfg, "float32"))
+    family = family_of(arch.model_type)
+    return family.name, {entry.name: entry.shape for entry in entries(family, arch, cfg)[0]}
+
+
+def kinds_of(cfg, mix: str) -> dict[str, str]:
+    arch, shapes = shapes_of(cfg)
+    group = cfg.heads if cfg.attention == "mla" else cfg.heads // cfg.kv_heads
+    experts = cfg.moe.experts if any(map(cfg.is_moe, range(cfg.layers))) else 0
+    facts = facts_of(shapes, cfg.layers, experts, group, arch)
+    return {name: kind_of(name, shape, mix, facts) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("name", tiny.MIXED)
+def test_types_are_those_that_llama_cpp_chooses(name):
+    """All tensors, for each mix that llama.cpp's quantiser makes."""
+    stored = json.loads(TYPES.read_text())
+    said = stored[name]
+    assert {*said} == {*MIXES} - {"f32"}
+    for mix, letters in said.items():
+        kinds = kinds_of(tiny.MIXED[name], mix)
+        theirs = [stored["types"][int(number, 36)] for number in letters]
+        ours = [kinds[tensor] for tensor in sorted(kinds)]
+        wrong = [one for one in zip(sorted(kinds), ours, theirs, strict=True) if one[1] != one[2]]
+        assert not wrong, (mix, wrong[:3])
+
+
+def test_types_of_the_pilot():
+    """Its rows of 1408 are 44 blocks of 32, which no K-quant divides; 32 experts get no 8-expert types."""
+    cfg = tiny.replace(moe_pilot_14b(), layers=4)
+    small = dict(
+        q2_k="Q4_0", q3_k_m="Q4_0", q3_k_s="Q4_0", q3_k_l="Q5_1", q4_k_s="Q5_0", q5_k_s="Q5_1", q6_k="Q8_0"
+    )
+    small |= dict(q4_k_m="Q5_0", q5_k_m="Q5_1", q3_k_m="Q5_0")
+    for mix, kind in small.items():
+        kinds = kinds_of(cfg, mix)
+        assert kinds["blk.1.ffn_down_exps.weight"] == kind, mix
+        assert kinds["output.weight"] == "Q6_K" and kinds["blk.0.ffn_gate_inp.weight"] == "F32"
+    assert kinds_of(cfg, "q4_k_m")["blk.3.attn_v.weight"] == "Q6_K"
+    size = sum(size_of(kind, shapes_of(cfg)[1][name]) for name, kind in kinds_of(cfg, "q8_0").items())
+    weights = sum(int(np.prod(shape)) for shape in shapes_of(cfg)[1].values())
+    assert abs(size / weights * 8 / 8.5 - 1) < 0.001
+
+
+BOUNDS = dict(Q2_K=0.0075, Q3_K=0.004, Q4_K=0.002, Q5_K=0.002, Q6_K=0.002, Q8_0=0.002, Q4_0=0.002)
+BOUNDS |= dict(Q5_0=0.002, Q5_1=0.002, MXFP4=0.002)  # tests/test-quantize-fns.cpp of llama.cpp
+GGML = dict(
+    Q2_K=0.2969, Q3_K=0.1507, Q4_K=0.0714, Q5_K=0.0361, Q6_K=0.0177
+)  # relative error, its own encoder
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_errors_of_encoders(kind):
+    """llama.cpp's own test within its bound; on normal values at most 1.02 of ggml's encoder."""
+
+    def back(values: torch.Tensor) -> torch.Tensor:
+        return decode(encode(values, kind, ""), GGMLQuantizationType[kind])
+
+    values = (0.1 + 2 * torch.cos(torch.arange(4096, dtype=torch.float32))).view(-1, 256)
+    assert float((back(values) - values).double().norm()) / 4096 < BOUNDS[kind]
+    if kind in GGML:
+        normal = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
+        assert float((back(normal) - normal).norm() / normal.norm()) < 1.02 * GGML[kind]
+
+
+@pytest.mark.parametrize("kind", GGML)
+def test_blocks_of_zeros_and_of_one_value(kind):
+    values = torch.zeros(3, 256)
+    values[1] = 0.5
+    values[2, 7] = -3.0
+    back = decode(encode(values, kind, ""), GGMLQuantizationType[kind])
+    assert back.isfinite().all() and not back[0].any()
+    assert float((back - values).abs().max()) < 0.1
+
+
+def test_a_file_has_its_predicted_size(tmp_path, capsys):
+    """Keys, table and tensors, each where the header says; the dry run counts the same bytes."""
+    step = tiny.step_of(tmp_path / "run", tiny.MODELS["mixtral"])
+    for mix in ("q8_0", "q4_k_m", "mxfp4", "bf16"):
+        out = tmp_path / f"{mix}.gguf"
+        run("gguf", step, out, "--type", mix, "--dry-run")
+        assert not out.exists()
+        predicted = int(re.findall(r"\((\d+) bytes\)", capsys.readouterr().out)[-1])
+        run("gguf", step, out, "--type", mix)
+        assert out.stat().st_size == predicted
+        reader = GGUFReader(out)
+        assert all(t.data_offset % 32 == 0 for t in reader.tensors)
+        last = max(reader.tensors, key=lambda t: t.data_offset)
+        assert predicted == padded(int(last.data_offset + last.n_bytes))
+        assert reader.fields["general.file_type"].contents() == int(MIXES[mix].file_type)
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
+
+
+def test_stacks_are_encoded_in_parts(tmp_path, monkeypatch):
+    """A stack that is read an expert at a time has the bytes of one that is read whole."""
+    step = tiny.step_of(tmp_path / "run", tiny.MODELS["mixtral"])
+    run("gguf", step, tmp_path / "whole.gguf", "--type", "q8_0")
+    monkeypatch.setattr("tmoe.extras.gguf.write.AT_ONCE", 1)
+    run("gguf", step, tmp_path / "parts.gguf", "--type", "q8_0")
+    whole, parts = ((tmp_path / f"{name}.gguf").read_bytes() for name in ("whole", "parts"))
+    assert whole.replace(b"whole", b"parts") == parts
+
+
+# ---- the way back ----
+
+
+@pytest.mark.parametrize("mix", ["f16", "q8_0", "q6_k", "q2_k"])
+def test_types_are_read_back(tmp_path, mix):
+    """The step has the values that the blocks stand for, and writing it again gives the same blocks."""
+    cfg = tiny.replace(tiny.MIXED["granitemoe"], layers=1)
+    step = tiny.step_of(tmp_path / "run", cfg)
+    run("gguf", step, tmp_path / "x.gguf", "--type", mix)
+    run("import", tmp_path / "x.gguf", tmp_path / "back", "--world", "2", "--ep", "2")
+    before, after = weights_of(step), weights_of(tmp_path / "back")
+    assert {*before} == {*after}
+    file = tensors_in(tmp_path / "x.gguf")
+    stack = file["blk.0.ffn_up_exps.weight"]
+    values = decode(stack.data, stack.tensor_type).view(16, 48, 256)
+    assert torch.equal(after["model.blocks.0.moe.experts.gate_up"][:, 48:], values)
+    worst = max(float((after[n] - before[n]).norm() / before[n].norm()) for n in before)
+    assert worst < dict(f16=0.0005, q8_0=0.02, q6_k=0.03, q2_k=0.4)[mix]
+    info = read_manifest(tmp_path / "back").info["gguf"]
+    assert info["architecture"] == "granitemoe" and sum(info["types"].values()) == len(file)
+    run("gguf", tmp_path / "back", tmp_path / "y.gguf", "--type", mix)
+    again = tensors_in(tmp_path / "y.gguf")
+    if mix in ("f16", "q8_0"):
+        assert all(np.array_equal(again[name].data, t.data) for name, t in file.items())
+
+
+def test_an_import_of_hugging_face_and_back(tmp_path):
+    """Tokenizer, template and ends of a folder go through a file; an export of the import has them."""
+    hf_dir = hf_tiny.saved(tmp_path / "hf", "qwen3_moe", torch.float32)
+    told = byte_level()
+    config = json.loads((hf_dir / "config.json").read_text()) | dict(eos_token_id=0)
+    told["model"]["vocab"] = {text: i for text, i in told["model"]["vocab"].items() if i < 31}
+    told["model"]["merges"] = []
+    (hf_dir / "config.json").write_text(json.dumps(config))
+    (hf_dir / "tokenizer.json").write_text(json.dumps(told))
+    (hf_dir / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    run("import", hf_dir, tmp_path / "step")
+    run("gguf", tmp_path / "step", tmp_path / "x.gguf", "--type", "f32")
+    fields = GGUFReader(tmp_path / "x.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == "qwen2"
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages[0].content }}"
+    run("import", tmp_path / "x.gguf", tmp_path / "back")
+    run("export", tmp_path / "back", tmp_path / "out")
+    hf_tiny.assert_bits(hf_tiny.tensors_of(tmp_path / "out"), hf_tiny.tensors_of(hf_dir))
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_rows_in_pairs_and_back():
+    rows = torch.arange(2 * 10).view(20, 1).expand(20, 3)
+    heads = Heads(2, 2, 6, 2, True)
+    pairs = turned(rows, heads)
+    assert pairs[:10, 0].tolist() == [0, 1, 2, 5, 3, 6, 4, 7, 8, 9]
+    assert torch.equal(turned(pairs, heads.back()), rows)
+
+
+def test_keys_are_snapped_to_what_was_meant():
+    """fp32's 1e-06 is 1e-06 again, and no key is dropped in silence."""
+    arch, shapes = shapes_of(tiny.MODELS["mixtral"])
+    values = dict(block_count=3, context_length=256, embedding_length=32, feed_forward_length=24)
+    values |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8}
+    values |= {"attention.layer_norm_rms_epsilon": float(np.float32(1e-5)), "rope.freq_base": 10000.0}
+    values |= dict(expert_count=4, expert_used_count=2)
+    assert read_model(arch, values, shapes)[1].norm_eps == 1e-5
+    with pytest.raises(ConfigError, match=r"attention.sliding_window=9: not read"):
+        read_model(arch, values | {"attention.sliding_window": 9}, shapes)
+    with pytest.raises(ConfigError, match="embedding_length: missing"):
+        read_model(arch, {k: v for k, v in values.items() if k != "embedding_length"}, shapes)
+    with pytest.raises(ConfigError, match="'mamba': there are llama"):
+        read_model("mamba", values, shapes)
+
+
+# ---- what is refused ----
+
+REFUSED = {
+    "qwen3_moe, every second": ("MoE layers=[1, 3]", "model.moe.renormalize=False"),
+    "qwen3_moe, window, biases": ("model.o_bias=True", "model.windows=[5, 5]"),
+    "olmoe": ("model.kv_heads=2",),
+    "olmoe, renormalised, all heads": ("model.moe.renormalize=True",),
+    "qwen2_moe, windows, wide heads": ("model.head_dim=6",),
+    "mixtral, window": ("model.windows=[6, 6]", "--allow windows"),
+    "gpt_oss": ("model.rope.truncate=False", "--allow rope.truncate"),
+    "gpt_oss, one key head, other windows, no attention bias": (
+        "model.windows=[0, 0, 3]",
+        "model.qkv_bias=False",
+    ),
+    "deepseek_v2": ("model.moe.group_score='max'",),
+    "deepseek_v3, halves, no query latent, mscale, weights as they are": ("model.mla.q_rank=0",),
+    "deepseek_v3, one group, all blocks sparse, one mscale": ("YaRN's factor",),
+    "flex_olmo": ("no GGUF is written of it",),
+    "flint": ("no GGUF is written of it",),
+    "axk1": ("no GGUF is written of it",),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_llama_cpp_computes_otherwise_is_refused_by_name(name):
+    made = hf_tiny.MODELS[name]()
+    hf = made.to_dict() | dict(model_type=made.model_type)
+    cfg = read_config(hf)
+    with pytest.raises(ConfigError) as error:
+        require_same_function(family_of(architecture(hf).model_type), cfg)
+    for words in REFUSED[name]:
+        assert words in str(error.value)
+
+
+def test_every_preset_is_written():
+    """gpt-oss's, whose YaRN is published with truncate false, by name."""
+    for name, preset in presets().items():
+        arch = architecture(write_config(preset.model, "float32"))
+        allowed = ("rope.truncate",) if name.startswith("gpt-oss") else ()
+        lines = require_same_function(family_of(arch.model_type), preset.model, allowed)
+        assert len(lines) == len(allowed), name
+
+
+def test_two_differences_are_allowed_by_name():
+    made = hf_tiny.MODELS["gpt_oss"]()
+    cfg = read_config(made.to_dict() | dict(model_type=made.model_type))
+    (line,) = require_same_function(family_of("gpt_oss"), cfg, ("rope.truncate",))
+    assert "rope.truncate=False" in line
+    with pytest.raises(ConfigError, match="MoE layers"):
+        require_same_function(
+            family_of("qwen3_moe"), tiny.replace(tiny.MODELS["qwen3moe"], moe_every=2), ("MoE layers",)
+        )
+
+
+def refusal(capsys, *words: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        run(*words)
+    return f"{end.value} {capsys.readouterr().err}"
+
+
+def test_the_command_refuses_in_one_line(tmp_path, capsys):
+    step = tiny.step_of(tmp_path / "run", tiny.MODELS["llama"])
+    assert "ends in .gguf" in refusal(capsys, "gguf", step, tmp_path / "x", "--type", "f16")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert "exists already" in refusal(capsys, "gguf", step, tmp_path / "x.gguf", "--type", "f16")
+    assert "no GGUF file, or damaged" in refusal(capsys, "import", tmp_path / "x.gguf", tmp_path / "s")
+    assert "no such file" in refusal(capsys, "import", tmp_path / "y.gguf", tmp_path / "s")
+    assert "q5_k_m" in refusal(capsys, "gguf", step, tmp_path / "y.gguf", "--type", "q7_k")
+
+
+def test_a_cut_file_and_a_lacking_tensor_are_refused(tmp_path, capsys):
+    step = tiny.step_of(tmp_path / "run", tiny.MODELS["llama"])
+    run("gguf", step, tmp_path / "x.gguf", "--type", "f32")
+    raw = (tmp_path / "x.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(raw[: len(raw) // 2])
+    assert "cut.gguf: no GGUF file, or damaged" in refusal(
+        capsys, "import", tmp_path / "cut.gguf", tmp_path / "s"
+    )
+    (tmp_path / "other.gguf").write_bytes(raw.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
+    said = refusal(capsys, "import", tmp_path / "other.gguf", tmp_path / "s")
+    assert "blk.1.ffn_up.weight: missing" in said and "blk.1.ffn_xx.weight: llama has no such tensor" in said
+
+
+def test_float16_that_overflows_is_refused(tmp_path, capsys):
+    step = tiny.step_of(tmp_path / "run", tiny.MODELS["llama"])
+    with pytest.raises(Exception, match="float16 holds 65504: use --type bf16"):
+        encode(torch.full((2, 32), 7e4), "F16", "blocks.0.ffn.down.weight")
+    assert step.exists()
+
+
+def test_a_run_on_bytes_gets_the_tokenizer_of_bytes(tmp_path, capsys):
+    cfg = tiny.replace(tiny.MODELS["pilot"], vocab=256)
+    step = tiny.step_of(tmp_path / "run", cfg, data=dict(tokenizer="bytes", eos=0))
+    run("gguf", step, tmp_path / "x.gguf", "--type", "f32")
+    fields = GGUFReader(tmp_path / "x.gguf").fields
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 0
+    assert len(fields["tokenizer.ggml.tokens"].contents()) == 256
+    said = capsys.readouterr().out
+    assert "no tokenizer is known" not in said and "the tokenizer of bytes is written" in said
