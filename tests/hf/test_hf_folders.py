@@ -256,7 +256,7 @@ def test_a_folder_of_folders_and_a_file_name_what_is_meant(whole, tmp_path):
 
 
 def refused_to_start(folder: Path) -> str:
-    """What `train.py --init` and `generate` say of a folder that is none; both name the same one."""
+    """The message of `train.py --init` for a folder without a model; `generate` suggests the same folder."""
     with pytest.raises(CheckpointError) as init:
         model_of(folder)
     with pytest.raises(CheckpointError) as generate:

@@ -23,7 +23,7 @@ WISHES = (
     ),
     (
         r"gguf|llama.?cpp",
-        "files of llama.cpp have commands of their own: `tmoe hf gguf STEP X.gguf --type q4_k_m` writes one, "
+        "two commands handle files of llama.cpp: `tmoe hf gguf STEP X.gguf --type q4_k_m` writes one, "
         "`tmoe hf import X.gguf STEP` reads one",
     ),
     (
