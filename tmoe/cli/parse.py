@@ -242,12 +242,12 @@ def require_step(resume: str) -> None:
 
 def require_preset_of(name: str, cfg: Config) -> None:
     """Raise ConfigError for a preset as first word whose model differs from that of --init's folder."""
-    start_model = model_at(cfg.init or "")
-    if start_model is None or not (differing := differences(cfg.model, start_model)):
+    theirs = model_at(cfg.init or "")
+    if theirs is None or not (found := differences(cfg.model, theirs)):
         return
-    more = f" and {len(differing) - 2} more" if len(differing) > 2 else ""
-    flags = as_flags(cfg.model, start_model)
-    start = f"{Setting('init', cfg.init)} ({'; '.join(differing[:2])}{more})"
+    more = f" and {len(found) - 2} more" if len(found) > 2 else ""
+    flags = as_flags(cfg.model, theirs)
+    start = f"{Setting('init', cfg.init)} ({'; '.join(found[:2])}{more})"
     valid = f"no preset, for {Setting('init')} says the model{flags and ', or '}{flags}"
     raise ConfigError(f"{name}: this preset is another model than {start}", valid=valid)
 
@@ -318,19 +318,19 @@ def flags_of(cfg: Config) -> dict[str, str]:
 
     Paths and the presence of a compiler are left out, because they may differ between nodes.
     """
-    settings: dict[str, Any] = asdict(cfg)
-    settings["data"]["path"] = [name for name in cfg.data.path if name.startswith("hub:")] or None
-    settings["out"] = settings["compile"] = None
-    settings["init"] = bool(cfg.init) and (state_of(cfg.init) or True)
-    return dict(_flags("--", settings))
+    told: dict[str, Any] = asdict(cfg)
+    told["data"]["path"] = [name for name in cfg.data.path if name.startswith("hub:")] or None
+    told["out"] = told["compile"] = None
+    told["init"] = bool(cfg.init) and (state_of(cfg.init) or True)
+    return dict(_flags("--", told))
 
 
-def _flags(name: str, setting: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(setting, dict):
-        for key, value in setting.items():
+def _flags(name: str, told: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(told, dict):
+        for key, value in told.items():
             yield from _flags(f"{name}{'' if name == '--' else '.'}{key.replace('_', '-')}", value)
     else:
-        yield name, repr(setting)
+        yield name, repr(told)
 
 
 def require_writable(out: str, place: str) -> None:

@@ -326,10 +326,10 @@ def _holds(paths: list[str], *fields: str) -> bool:
         return False
     row = re.match(r"\s*(?:\[\s*)?(\{.*)", text, re.S)
     try:
-        value, _ = json.JSONDecoder().raw_decode(row[1]) if row else ({}, 0)
+        found, _ = json.JSONDecoder().raw_decode(row[1]) if row else ({}, 0)
     except ValueError:
         return False
-    return all(field in value for field in fields)
+    return all(field in found for field in fields)
 
 
 def _length(given: GivenFlags, out: TranslatedCommand) -> None:
@@ -344,8 +344,8 @@ def _length(given: GivenFlags, out: TranslatedCommand) -> None:
 def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     kind, least = given.text("--lr_scheduler_type", "linear"), 0.0
     if kind == "cosine_with_min_lr":
-        rate = re.search(r"min_lr_rate\W+(\d[\d.e-]*)", given.text("--lr_scheduler_kwargs"))
-        kind, least = "cosine", float(rate[1]) if rate else 0.0
+        found = re.search(r"min_lr_rate\W+(\d[\d.e-]*)", given.text("--lr_scheduler_kwargs"))
+        kind, least = "cosine", float(found[1]) if found else 0.0
     elif given.has("--lr_scheduler_kwargs"):
         out.refuse("--lr_scheduler_kwargs", "of cosine_with_min_lr alone, its min_lr_rate")
     if kind not in SCHEDULES:
