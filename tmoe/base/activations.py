@@ -158,8 +158,8 @@ def _constants(text: str) -> tuple[str, dict[str, float]]:
     if name not in ACTIVATIONS:
         raise ValueError(f"must be one of {', '.join(ACTIVATIONS)}")
     constants = dict(ACTIVATIONS[name].constants)
-    for one in given.split(",") if colon else ():
-        key, _, value = one.partition("=")
+    for pair in given.split(",") if colon else ():
+        key, _, value = pair.partition("=")
         valid = " and ".join(constants) or "none"
         if key not in constants:
             raise ValueError(f"{key!r} is no constant of {name}; it has {valid}")
@@ -168,7 +168,7 @@ def _constants(text: str) -> tuple[str, dict[str, float]]:
         except ValueError:
             constants[key] = math.nan
         if not 0 < constants[key] < 2.0**127:
-            raise ValueError(f"{one!r} must be {key}= and a positive, finite number")
+            raise ValueError(f"{pair!r} must be {key}= and a positive, finite number")
     return name, constants
 
 
@@ -181,8 +181,8 @@ def full(text: str) -> str:
 def canonical(text: str) -> str:
     """The activation in one spelling: without constants that equal the entry's own."""
     name, constants = _constants(text)
-    own = ACTIVATIONS[name].constants
-    return _spelled(name, {key: value for key, value in constants.items() if value != own[key]})
+    defaults = ACTIVATIONS[name].constants
+    return _spelled(name, {key: value for key, value in constants.items() if value != defaults[key]})
 
 
 def _spelled(name: str, constants: dict[str, float]) -> str:

@@ -26,6 +26,6 @@ def leave(line: str, behind: bool = False) -> None:
     if not path:
         return
     now = math.ceil(time.time()) if behind else math.floor(time.time())
-    told = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(now)}}
+    message = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(now)}}
     with suppress(OSError), open(path, "w") as file:  # the line is on stderr as well
-        json.dump({"message": told}, file)
+        json.dump({"message": message}, file)

@@ -43,5 +43,5 @@ def _counted(kind: str, alike: list[str]) -> str:
     """The line of a kind: its only item, or the number of its items with the numbers in one of them."""
     if len(alike) == 1:
         return alike[0]
-    first = " ".join(found[0] for found in NUMBERED.finditer(alike[0]))
+    first = " ".join(match[0] for match in NUMBERED.finditer(alike[0]))
     return f"{kind} ({len(alike):,}, one is {first})"

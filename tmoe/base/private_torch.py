@@ -28,12 +28,12 @@ def find(path: str) -> Any | None:
     names = path.split(".")
     for split in range(len(names), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(names[:split]))
+            value: Any = importlib.import_module(".".join(names[:split]))
         except ImportError:
             continue
         for name in names[split:]:
-            found = getattr(found, name, None)
-        return found
+            value = getattr(value, name, None)
+        return value
     return None
 
 
@@ -42,10 +42,10 @@ def find_or_note(path: str, without: str) -> Any | None:
 
     without: the consequence; it continues the line "torch 3.0 has no ...: ".
     """
-    found = find(path)
-    if found is None:
+    value = find(path)
+    if value is None:
         note(f"{_version(path)} has no {path}: {without}")
-    return found
+    return value
 
 
 @functools.cache

@@ -33,8 +33,8 @@ def best_of(losses: Mapping[int, float], steps: Iterable[Path]) -> Path | None:
 def read_losses(folder: Path) -> dict[int, float]:
     """Step to validation loss for a checkpoints folder; empty if the file is missing or unreadable."""
     try:
-        told = json.loads(_file(folder).read_text())["val_loss"]
-        return {int(step): float(loss) for step, loss in told.items() if fits(loss, float)}
+        losses = json.loads(_file(folder).read_text())["val_loss"]
+        return {int(step): float(loss) for step, loss in losses.items() if fits(loss, float)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
@@ -45,11 +45,11 @@ def write_losses(folder: Path, losses: Mapping[int, float]) -> None:
     A failure is only a warning, because no step is lost by it.
     """
     path = _file(folder)
-    told = {str(step): loss for step, loss in sorted(losses.items())}
+    by_step = {str(step): loss for step, loss in sorted(losses.items())}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as file:
-            file.write(json.dumps(dict(val_loss=told), indent=2) + "\n")
+            file.write(json.dumps(dict(val_loss=by_step), indent=2) + "\n")
     except OSError as error:
         log.warning("%s could not be written: %s", path, error)
 

@@ -198,8 +198,8 @@ class Checkpoints:
             torch.cuda.current_stream().synchronize()
         if self.mode == "sync":
             return local
-        kept = self._staging
-        self._staging = {name: _buffer_like(source, kept.get(name)) for name, source in local.items()}
+        previous = self._staging
+        self._staging = {name: _buffer_like(source, previous.get(name)) for name, source in local.items()}
         for name, source in local.items():
             self._staging[name].copy_(source, non_blocking=True)
         if any(source.is_cuda for source in local.values()):
@@ -392,11 +392,11 @@ class Checkpoints:
         manifest = read_manifest(path)
         self._compare(path, manifest, tensors, only)
         same = self._world == manifest.world and (only is None if rng is None else rng)
-        mine = f"{RNG}{self._rank}."
+        prefix = f"{RNG}{self._rank}."
         states = {
             name: torch.empty(entry.shape, dtype=files.dtype_of(entry.dtype))
             for name, entry in manifest.tensors.items()
-            if same and name.startswith(mine)
+            if same and name.startswith(prefix)
         }
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = Reader(path, manifest)
@@ -405,7 +405,7 @@ class Checkpoints:
         )
         if not states:
             return manifest.state, None
-        return manifest.state, {name.removeprefix(mine): value for name, value in states.items()}
+        return manifest.state, {name.removeprefix(prefix): value for name, value in states.items()}
 
     def _compare(
         self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], only: str | tuple[str, ...] | None
@@ -417,11 +417,11 @@ class Checkpoints:
         votes = self._together(f"loading {path}", lambda: (list(tensors), _differences(saved, tensors)))
         # The names from all ranks, because pipeline stages hold different tensors.
         asked = {name for names, _ in votes for name in names}
-        found = {line for _, lines in votes for line in lines}
-        found |= {f"{name}: in the checkpoint, but not asked for" for name in saved.keys() - asked}
-        if found:
-            what = f"{path} does not fit: {counted(len(found), 'difference')}"
-            raise MismatchError(listed(what, sorted(found)))
+        problems = {line for _, lines in votes for line in lines}
+        problems |= {f"{name}: in the checkpoint, but not asked for" for name in saved.keys() - asked}
+        if problems:
+            what = f"{path} does not fit: {counted(len(problems), 'difference')}"
+            raise MismatchError(listed(what, sorted(problems)))
 
     # ---- deciding together ----
 
@@ -449,7 +449,7 @@ class Checkpoints:
             return stamp, hashlib.sha256((path / files.NAME).read_bytes()).hexdigest(), []
 
         votes = self._together(f"verifying {path}", look)
-        problems = list(dict.fromkeys(problem for _, _, found in votes for problem in found))
+        problems = list(dict.fromkeys(problem for _, _, lines in votes for problem in lines))
         if not problems and len({digest for _, digest, _ in votes}) > 1:
             problems = [
                 f"{path / files.NAME}: ranks see different contents; is the folder shared by all of them?"
@@ -517,8 +517,8 @@ def _differences(saved: dict[str, files.TensorEntry], tensors: dict[str, Tensor]
     return lines
 
 
-def _buffer_like(source: Tensor, kept: Tensor | None) -> Tensor:
-    """`kept` if it has the shape and dtype of `source`; else a new host buffer, pinned for a CUDA source."""
-    if kept is not None and (kept.shape, kept.dtype) == (source.shape, source.dtype):
-        return kept
+def _buffer_like(source: Tensor, previous: Tensor | None) -> Tensor:
+    """`previous` if it has the shape and dtype of `source`; else a new host buffer, pinned for CUDA."""
+    if previous is not None and (previous.shape, previous.dtype) == (source.shape, source.dtype):
+        return previous
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)

@@ -29,14 +29,14 @@ def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
 
     Newest means saved last: after a rollback, that is the step with the lower number.
     """
-    found = []
+    steps = []
     problems = []
     for path in entries(folder, published=True):
         try:
-            found.append((read_saved_ns(path), path))
+            steps.append((read_saved_ns(path), path))
         except CheckpointError as error:
             problems.append(str(error))
-    return sorted(found, reverse=True), problems
+    return sorted(steps, reverse=True), problems
 
 
 def entries(folder: Path, published: bool) -> list[Path]:
@@ -84,8 +84,8 @@ def newest_in(steps: Path) -> tuple[Path, list[str]]:
     Sizes are compared; shards are not hashed here but when the weights are read. Raises CheckpointError if no
     step has its files.
     """
-    found, problems = published(steps)
-    for _, step in found:
+    newest_first, problems = published(steps)
+    for _, step in newest_first:
         if not (wrong := verify(step, share=None)):
             return step, problems
         problems += wrong

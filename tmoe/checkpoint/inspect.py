@@ -110,14 +110,14 @@ def changed_settings(config: dict[str, Any]) -> list[str]:
 def _defaults(kind: type, section: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted name and default of every setting that has one."""
     hints = get_type_hints(kind)
-    for one in fields(kind):
-        inner = hints[one.name]
+    for setting in fields(kind):
+        inner = hints[setting.name]
         if is_dataclass(inner):
-            yield from _defaults(cast(type, inner), f"{section}{one.name}.")
-        elif one.default is not MISSING:
-            yield section + one.name, one.default
-        elif one.default_factory is not MISSING:
-            yield section + one.name, one.default_factory()
+            yield from _defaults(cast(type, inner), f"{section}{setting.name}.")
+        elif setting.default is not MISSING:
+            yield section + setting.name, setting.default
+        elif setting.default_factory is not MISSING:
+            yield section + setting.name, setting.default_factory()
 
 
 def _dotted(settings: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
@@ -288,9 +288,9 @@ class Statistics:
             self.non_finite += wide.numel() - finite.numel()
             if finite.numel():
                 mean = finite.mean()
-                one = Statistics(finite.numel(), 0, float(finite.min()), float(finite.max()), float(mean))
-                one.squares = float((finite - mean).square_().sum())
-                self.merge(one)
+                part = Statistics(finite.numel(), 0, float(finite.min()), float(finite.max()), float(mean))
+                part.squares = float((finite - mean).square_().sum())
+                self.merge(part)
 
     def merge(self, other: Statistics) -> None:
         """Add another sample's statistics: the means and squares of two samples give those of their union.
@@ -348,10 +348,10 @@ def statistics(path: Path, name: str) -> tuple[TensorEntry, list[Statistics]]:
 def nearest(name: str, names: Iterable[str], count: int = 5) -> list[str]:
     """The names that contain this one, whole or as parts in the same order, and the names similar to it."""
     names, wanted = list(names), [part for part in name.lower().split(".") if part]
-    dotted = [one for one in names if f".{name}." in f".{one}."]
-    held = [one for one in names if wanted and _in_order(wanted, one.lower().split("."))]
+    dotted = [known for known in names if f".{name}." in f".{known}."]
+    ordered = [known for known in names if wanted and _in_order(wanted, known.lower().split("."))]
     alike = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
-    return list(dict.fromkeys([*dotted, *held, *alike]))[:count]
+    return list(dict.fromkeys([*dotted, *ordered, *alike]))[:count]
 
 
 def _in_order(wanted: list[str], parts: list[str]) -> bool:

@@ -182,8 +182,8 @@ def _require_regular(file: Path) -> None:
 
 def _parse(fields: dict[str, Any]) -> Manifest:
     del fields["sha256"]
-    if (found := fields.pop("format")) != FORMAT:
-        raise ValueError(f"format {found}, this tmoe reads format {FORMAT}")
+    if (stated := fields.pop("format")) != FORMAT:
+        raise ValueError(f"format {stated}, this tmoe reads format {FORMAT}")
     for name, (valid, says) in _FIELDS.items():
         if not valid(fields[name]):
             raise ValueError(f"{name} {fields[name]!r} is not {says}")
@@ -313,12 +313,12 @@ def verify(
     if extra and share and share[0] == 0:
         log.warning("%s", listed(f"{path}: ignoring files that its manifest does not know:", sorted(extra)))
     names = sorted(manifest.files if names is None else names)
-    mine = set(names[share[0] :: share[1]]) if share else set()
+    hashed = set(names[share[0] :: share[1]]) if share else set()
     with ThreadPoolExecutor(READERS) as pool:
-        found = pool.map(
-            lambda name: _file_problem(path / name, manifest.files[name], name in mine, advance), names
+        problems = pool.map(
+            lambda name: _file_problem(path / name, manifest.files[name], name in hashed, advance), names
         )
-        return [problem for problem in found if problem]
+        return [problem for problem in problems if problem]
 
 
 def _file_problem(

@@ -237,8 +237,8 @@ def keeping(dst: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, OSError) as error:
-        kept = work_folder(dst)
-        goes_on = f"; {kept} keeps what is finished, the same command continues" if kept.exists() else ""
+        work = work_folder(dst)
+        goes_on = f"; {work} keeps what is finished, the same command continues" if work.exists() else ""
         raise CheckpointError(f"{error}{goes_on}") from error
 
 
@@ -339,11 +339,11 @@ def _read_back(parts: list[Path]) -> None:
     """Hash what was written. A damaged group is removed, and CheckpointError names its files."""
     total = sum(size_on_disk(part) for part in parts)
     with bar("verifying", total) as advance:
-        problems = {part: found for part in parts if (found := verify(part, advance=advance))}
+        problems = {part: lines for part in parts if (lines := verify(part, advance=advance))}
     for part in problems:
         shutil.rmtree(part)
     if problems:
-        named = [problem for found in problems.values() for problem in found]
+        named = [problem for lines in problems.values() for problem in lines]
         raise CheckpointError(
             listed("what was written does not read back (the same command writes it again):", named)
         )
@@ -352,8 +352,8 @@ def _read_back(parts: list[Path]) -> None:
 def _publish(plan: Plan, parts: list[Path], work: Path, dst: Path) -> None:
     """Move the groups' files into one folder with one manifest, and give it its name."""
     manifests = [read_manifest(part) for part in parts]
-    found = {name: entry for manifest in manifests for name, entry in manifest.tensors.items()}
-    tensors = {name: found[name] for name in sorted(found)}
+    unsorted = {name: entry for manifest in manifests for name, entry in manifest.tensors.items()}
+    tensors = {name: unsorted[name] for name in sorted(unsorted)}
     entries = {name: entry for manifest in manifests for name, entry in manifest.files.items()}
     entries[".metadata"] = shards.write_stock_metadata(work, tensors)
     whole = replace(plan.manifest, saved_ns=folders.next_saved_ns(dst.parent), files=entries, tensors=tensors)

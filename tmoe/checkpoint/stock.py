@@ -68,9 +68,9 @@ class StockFolder:
         self.tensors: dict[str, StockTensor] = {}
         self.objects: set[str] = set()
         for file in files:
-            found, objects = _description(file)
+            described, objects = _description(file)
             self.objects |= objects
-            for name, stored in found.items():
+            for name, stored in described.items():
                 self.tensors[name] = _joined(self.tensors.get(name), stored, file)
         needed = sorted({chunk.file for stored in self.tensors.values() for chunk in stored.chunks})
         missing = [f"{name}: missing" for name in needed if not (path / name).is_file()]
@@ -114,12 +114,12 @@ class StockFolder:
             raise CheckpointError(f"{where}: damaged: {str(error).splitlines()[0][:200]}") from None
         good = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         if not good or tensor.dtype != stored.dtype or tensor.numel() != math.prod(chunk.shape):
-            found = (
+            content = (
                 f"{tensor.dtype} {tuple(tensor.shape)}"
                 if isinstance(tensor, Tensor)
                 else type(tensor).__name__
             )
-            raise CheckpointError(f"{where}: holds {found}, described as {stored.dtype} {chunk.shape}")
+            raise CheckpointError(f"{where}: holds {content}, described as {stored.dtype} {chunk.shape}")
         return tensor.detach().reshape(chunk.shape)
 
     def stamps(self) -> tuple[str, ...]:
@@ -132,8 +132,8 @@ class StockFolder:
 def backend_of(path: Path) -> str:
     """The format of a Megatron checkpoint folder: torch_dist, zarr, ...; "" if it is not Megatron's."""
     try:
-        told: Any = json.loads((path / MEGATRON).read_text())
-        return str(told["sharded_backend"])
+        metadata: Any = json.loads((path / MEGATRON).read_text())
+        return str(metadata["sharded_backend"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
@@ -210,25 +210,25 @@ def _description(file: Path) -> tuple[dict[str, StockTensor], set[str]]:
     """The tensors of a .metadata file, and the names of the entries that are not tensors."""
     try:
         with open(file, "rb") as stream:
-            told = _Unpickler(stream, file).load()
-        return _tensors(told)
+            metadata = _Unpickler(stream, file).load()
+        return _tensors(metadata)
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # a pickle can raise any kind
         raise CheckpointError(f"{file}: malformed: {type(error).__name__}: {str(error)[:200]}") from None
 
 
-def _tensors(told: Any) -> tuple[dict[str, StockTensor], set[str]]:
+def _tensors(metadata: Any) -> tuple[dict[str, StockTensor], set[str]]:
     """The result of _description, from the unpickled object. ValueError if it does not describe tensors."""
-    if type(told).__name__ != "Metadata" or not isinstance(told, Held):
+    if type(metadata).__name__ != "Metadata" or not isinstance(metadata, Held):
         raise ValueError("holds no Metadata")
     places: dict[tuple[str, tuple[int, ...] | None], Held] = {}
-    for index, info in (told.get("storage_data") or {}).items():
+    for index, info in (metadata.get("storage_data") or {}).items():
         offset = index.get("offset")
         places[str(index.get("fqn")), None if offset is None else _sizes(offset)] = info
     tensors: dict[str, StockTensor] = {}
     objects: set[str] = set()
-    for name, entry in told.get("state_dict_metadata").items():
+    for name, entry in metadata.get("state_dict_metadata").items():
         if not isinstance(name, str) or not isinstance(entry, Held):
             raise ValueError(f"{name!r} is described by {type(entry).__name__}")
         if type(entry).__name__ == "BytesStorageMetadata":
@@ -243,8 +243,8 @@ def _tensors(told: Any) -> tuple[dict[str, StockTensor], set[str]]:
     return tensors, objects
 
 
-def _chunk(name: str, told: Held, places: dict[tuple[str, tuple[int, ...] | None], Held]) -> StockChunk:
-    offset, shape = _sizes(told.get("offsets")), _sizes(told.get("sizes"))
+def _chunk(name: str, described: Held, places: dict[tuple[str, tuple[int, ...] | None], Held]) -> StockChunk:
+    offset, shape = _sizes(described.get("offsets")), _sizes(described.get("sizes"))
     info = places.get((name, offset))
     if info is None:
         raise ValueError(f"{name}: nothing says where its part at {offset} is stored")
@@ -259,11 +259,11 @@ def _chunk(name: str, told: Held, places: dict[tuple[str, tuple[int, ...] | None
     return StockChunk(offset, shape, file, start, length)
 
 
-def _sizes(told: Any) -> tuple[int, ...]:
+def _sizes(sizes: Any) -> tuple[int, ...]:
     """The sizes as a tuple of whole numbers >= 0. Raises ValueError for any other value."""
-    if not isinstance(told, tuple | list) or not all(type(n) is int and 0 <= n < 2**62 for n in told):
-        raise ValueError(f"{told!r} are no sizes")
-    return tuple(told)
+    if not isinstance(sizes, tuple | list) or not all(type(n) is int and 0 <= n < 2**62 for n in sizes):
+        raise ValueError(f"{sizes!r} are no sizes")
+    return tuple(sizes)
 
 
 def _joined(before: StockTensor | None, now: StockTensor, file: Path) -> StockTensor:

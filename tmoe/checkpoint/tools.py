@@ -85,10 +85,10 @@ def inspect(
         if brief:
             return inspection.show_brief(path, manifest, console)
         return _print_json(inspection.as_json(manifest)) if json else inspection.show(path, manifest, console)
-    entry, found = inspection.statistics(path, tensor)
+    entry, statistics = inspection.statistics(path, tensor)
     if not json:
-        return inspection.show_statistics(tensor, entry, found, console)
-    whole, *experts = (one.as_json() for one in found)
+        return inspection.show_statistics(tensor, entry, statistics, console)
+    whole, *experts = (part.as_json() for part in statistics)
     _print_json(dict(name=tensor, shape=entry.shape, dtype=entry.dtype) | whole | dict(experts=experts))
 
 
@@ -98,8 +98,8 @@ def steps_of(path: Path) -> list[Path]:
 
     if (path / manifest.NAME).exists():
         return []
-    found = ([step for _, step in folders.published(at)[0]] for at in (path, path / "checkpoints"))
-    return next(filter(None, found), [])
+    lists = ([step for _, step in folders.published(at)[0]] for at in (path, path / "checkpoints"))
+    return next(filter(None, lists), [])
 
 
 def _size(path: Path) -> int:
@@ -123,8 +123,8 @@ def verify(path: Path, /) -> None:
     from tmoe.checkpoint import folders
     from tmoe.checkpoint.rewrite import bar
 
-    found = [folders.entries(folder, published=True) for folder in (path, path / "checkpoints")]
-    steps = found[0] or found[1] or [folders.resolve(path)]
+    lists = [folders.entries(folder, published=True) for folder in (path, path / "checkpoints")]
+    steps = lists[0] or lists[1] or [folders.resolve(path)]
     damaged = 0
     with bar("verifying", sum(map(_size, steps))) as advance:
         for step in steps:

@@ -60,8 +60,8 @@ def read_settings(words: list[str]) -> BaseSettings:
     words, file = _without(words, "--config")
     first = words[0] if words and not words[0].startswith("-") else ""
     rest = words[1:] if first else words
-    told = read_file(Path(file)) if file is not None else {}
-    init = _value(rest, "--init") or told.get("init")
+    in_file = read_file(Path(file)) if file is not None else {}
+    init = _value(rest, "--init") or in_file.get("init")
     given: dict[str, str] = {}
     record = False
     places: dict[str, str] = {}
@@ -81,15 +81,15 @@ def read_settings(words: list[str]) -> BaseSettings:
         cfg = known["tiny"] if gone else _of_start(start, weights)
         if not gone:
             notes.append(f"the model's settings are those of {init}")
-            said = Path(start, "config.json")
-            place = str(said) if said.is_file() else init
+            config_json = Path(start, "config.json")
+            place = str(config_json) if config_json.is_file() else init
             places = dict.fromkeys(_names(dict(model=asdict(cfg.model))), place)
     else:
         cfg = known["tiny"]
     if file is not None:
-        cfg = with_settings(cfg, told, file)
+        cfg = with_settings(cfg, in_file, file)
         notes.append(f"settings of {file}")
-        named = dict.fromkeys(_names(told), file)
+        named = dict.fromkeys(_names(in_file), file)
         places |= named
         record = is_record(Path(file))
         given = {} if record else named
@@ -97,11 +97,11 @@ def read_settings(words: list[str]) -> BaseSettings:
         notes.extend(f"{file}: {note_of(name)}" for name in old)
         run = cfg if record else run
     flags, of_file = _values(rest), set(given)
-    cfg = _with_one_length(cfg, flags, told, file)
+    cfg = _with_one_length(cfg, flags, in_file, file)
     return BaseSettings(first, with_defaults(cfg, flags, of_file, run), rest, notes, given, record, places)
 
 
-def _with_one_length(cfg: Config, flags: dict[str, str], told: dict[str, Any], file: str | None) -> Config:
+def _with_one_length(cfg: Config, flags: dict[str, str], in_file: dict[str, Any], file: str | None) -> Config:
     """The settings without --epochs if a source that overrides it gives --steps.
 
     ConfigError if one source gives both.
@@ -110,7 +110,7 @@ def _with_one_length(cfg: Config, flags: dict[str, str], told: dict[str, Any], f
     both = {"steps", "epochs"} <= flags.keys()
     wrong = f"not with {Setting('steps', flags.get('steps'))}: {says}"
     require(not both, "epochs", flags.get("epochs"), wrong)
-    epochs, steps = told.get("epochs"), told.get("steps")
+    epochs, steps = in_file.get("epochs"), in_file.get("steps")
     require(None in (epochs, steps), f"{file}: epochs={epochs}: not with steps={steps}: {says}")
     by_steps = "steps" in flags or (steps is not None and "epochs" not in flags)
     return replace(cfg, epochs=None) if by_steps else cfg
@@ -121,12 +121,12 @@ def of_run(word: str) -> Config:
     run, path = Path(word), Path(word, "config.json")
     if not path.is_file() or is_step(run):
         raise ConfigError(_no_run(word))
-    told = _parsed(path)
-    if "model_type" in told:
+    content = _parsed(path)
+    if "model_type" in content:
         start = f"start from it with {Setting('init')} {word}"
         raise ConfigError(f"{word}: no run folder but a Hugging Face folder: {start}")
-    require(isinstance(told.get("config"), dict), f"{path}: no config.json of a run")
-    return replace(with_settings(Config(), _settings_of(told), str(path)), out=word)
+    require(isinstance(content.get("config"), dict), f"{path}: no config.json of a run")
+    return replace(with_settings(Config(), _settings_of(content), str(path)), out=word)
 
 
 def _no_run(word: str) -> str:
@@ -159,20 +159,20 @@ def read_file(path: Path) -> dict[str, Any]:
 def _parsed(path: Path) -> dict[str, Any]:
     try:
         text = text_of(path)
-        told = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    require(isinstance(told, dict), f"{path}: must be an object of settings")
-    return told
+    require(isinstance(content, dict), f"{path}: must be an object of settings")
+    return content
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. ValueError for a key that it has twice; json would drop the first value silently."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return found
+    return unique
 
 
 def is_record(path: Path) -> bool:
@@ -180,11 +180,11 @@ def is_record(path: Path) -> bool:
     return isinstance(_parsed(path).get("config"), dict)
 
 
-def _settings_of(told: dict[str, Any]) -> dict[str, Any]:
+def _settings_of(content: dict[str, Any]) -> dict[str, Any]:
     """The settings in a file: the whole file, or in a run's record the part under "config"."""
-    config = told.get("config")
+    config = content.get("config")
     if not isinstance(config, dict):
-        return with_new_names(told)[0]
+        return with_new_names(content)[0]
     settings = {name: value for name, value in with_new_names(config)[0].items() if name not in OF_A_START}
     train = settings.get("train")
     if isinstance(train, dict) and train.get("global_batch"):
@@ -198,7 +198,7 @@ def _settings_of(told: dict[str, Any]) -> dict[str, Any]:
 def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "") -> Any:
     """`cfg` with the nested settings of a file. ConfigError for a wrong one; it names file and setting."""
     kinds = get_type_hints(type(cfg))
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     known = [flag for flag, _ in flags_of_settings(Config)]
     for key, value in told.items():
         name, shown = key.replace("-", "_"), f"{where}: {section}{key}"
@@ -208,26 +208,26 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
             if flag_of(key) in known:
                 raise ConfigError(f"{shown}: sections are nested", valid=_nested(name, value))
             raise ConfigError(f"{shown}: no such setting; {meant or 'there are: ' + ', '.join(kinds)}")
-        require(name not in found, f"{shown}: is there twice, with - and with _")
+        require(name not in settings, f"{shown}: is there twice, with - and with _")
         kind = kinds[name]
         if f"{section}{name}" == "task" and isinstance(value, str):
             _require_task_in(where, value)
         if is_dataclass(kind):
             require(isinstance(value, dict), f"{shown}={value!r}: must hold nested settings, as {key}.NAME")
-            found[name] = with_settings(getattr(cfg, name), value, where, f"{section}{key}.")
+            settings[name] = with_settings(getattr(cfg, name), value, where, f"{section}{key}.")
             continue
         if isinstance(value, str) and not fits(value, kind) and fits([value], kind):
             value = [value]  # a list of one word, as after a flag
-        options = [str(one) for one in options_of(kind)]
+        options = [str(option) for option in options_of(kind)]
         near = meant_by_value(f"{section}{name}", str(value), options) if options else ""
         require(fits(value, kind), f"{shown}={value!r}: must be {spell(kind)}{near}")
-        found[name] = tuple(value) if isinstance(value, list) else value
+        settings[name] = tuple(value) if isinstance(value, list) else value
     try:
-        if section == "model.moe." and {"balance", "balance_coeff"} <= found.keys():
-            balance = found["balance"]
+        if section == "model.moe." and {"balance", "balance_coeff"} <= settings.keys():
+            balance = settings["balance"]
             words = [balance] if isinstance(balance, str) else balance
-            require_coefficient_read(words, found["balance_coeff"])
-        return replace(cfg, **found)
+            require_coefficient_read(words, settings["balance_coeff"])
+        return replace(cfg, **settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.spelt('key')}") from None
 
@@ -268,7 +268,9 @@ def _near(path: Path) -> str:
     """A hint at the folder that a path may mean, one with a similar name; "" if there is none."""
     if path.exists() or not path.parent.is_dir():
         return ""
-    near = get_close_matches(path.name, [one.name for one in path.parent.iterdir() if one.is_dir()], 1, 0.7)
+    near = get_close_matches(
+        path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()], 1, 0.7
+    )
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
@@ -286,14 +288,14 @@ def pinned(data: DataConfig) -> DataConfig:
         return data
     from tmoe.data import hub_datasets  # seldom needed
 
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name in ("path", "val_path"):
         sources = getattr(data, name)
         try:
-            found[name] = tuple(map(hub_datasets.pinned, sources))
+            changes[name] = tuple(map(hub_datasets.pinned, sources))
         except ValueError as error:
             raise ConfigError.of(f"data.{name}", " ".join(sources), str(error)) from None
-    return replace(data, **found)
+    return replace(data, **changes)
 
 
 def state_of(init: str) -> str | None:
@@ -342,23 +344,23 @@ def _names_a_model(words: list[str]) -> bool:
     return any(word.startswith("--model.") for word in words)
 
 
-def _names(told: dict[str, Any], section: str = "") -> set[str]:
+def _names(settings: dict[str, Any], section: str = "") -> set[str]:
     """The dotted names of a file's nested settings."""
-    found: set[str] = set()
-    for key, value in told.items():
+    names: set[str] = set()
+    for key, value in settings.items():
         name = section + key.replace("-", "_")
-        found |= _names(value, f"{name}.") if isinstance(value, dict) else {name}
-    return found
+        names |= _names(value, f"{name}.") if isinstance(value, dict) else {name}
+    return names
 
 
 def _values(words: list[str]) -> dict[str, str]:
     """The flags of a command line by dotted names, each with the word after it; the last one counts."""
-    found = {}
+    values = {}
     for word, after in zip_longest(words, words[1:], fillvalue=""):
         head, equals, value = word.partition("=")
         if head.startswith("--"):
-            found[head[2:].replace("-", "_")] = value if equals else after
-    return found
+            values[head[2:].replace("-", "_")] = value if equals else after
+    return values
 
 
 def _value(words: list[str], flag: str) -> str | None:
@@ -369,15 +371,15 @@ def _value(words: list[str], flag: str) -> str | None:
 def _without(words: list[str], flag: str) -> tuple[list[str], str | None]:
     """The words without `--flag VALUE` and `--flag=VALUE`, and the last value."""
     left: list[str] = []
-    found = None
+    last = None
     rest = iter(words)
     for word in rest:
         head, equals, value = word.partition("=")
         if head != flag:
             left.append(word)
             continue
-        before, found = found, value if equals else next(rest, "")
+        before, last = last, value if equals else next(rest, "")
         once = flag != "--config" or before is None
-        require(once, "config", found, f"one file at most, and {Setting('config', before)} is the first")
-        require(found != "" or flag != "--config", "config", True, "needs a file, .toml or .json")
-    return left, found
+        require(once, "config", last, f"one file at most, and {Setting('config', before)} is the first")
+        require(last != "" or flag != "--config", "config", True, "needs a file, .toml or .json")
+    return left, last

@@ -23,8 +23,8 @@ class Setting(str):
     def __new__(cls, name: str, value: Any = True) -> Setting:
         section, dot, last = name.rpartition(".")
         off = "no_" if value is False else ""
-        said = "" if isinstance(value, bool) else f"={value}"
-        return super().__new__(cls, f"{MARK}{section}{dot}{off}{last}{MARK}{said}")
+        shown = "" if isinstance(value, bool) else f"={value}"
+        return super().__new__(cls, f"{MARK}{section}{dot}{off}{last}{MARK}{shown}")
 
     def __reduce__(self) -> Any:
         return str, (str(self),)  # the text of a copy is marked already
@@ -62,7 +62,9 @@ def _shared(names: Sequence[str]) -> int:
     """The number of leading sections that all settings of a text have in common."""
     paths = [name.split(".")[:-1] for name in names]
     parts = zip(*paths, strict=False)
-    return next((i for i, one in enumerate(parts) if len(set(one)) > 1), min(map(len, paths), default=0))
+    return next(
+        (i for i, sections in enumerate(parts) if len(set(sections)) > 1), min(map(len, paths), default=0)
+    )
 
 
 class ConfigError(ValueError):
@@ -160,7 +162,7 @@ def options_of(kind: Any) -> tuple[Any, ...]:
     """The values of a setting with a fixed list of values; () for another setting."""
     if get_origin(kind) is Literal:
         return get_args(kind)
-    return tuple(one for part in get_args(kind) for one in options_of(part))
+    return tuple(option for part in get_args(kind) for option in options_of(part))
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -173,7 +175,7 @@ def fits(value: Any, kind: Any) -> bool:
         return isinstance(value, type(options[0])) and value in options
     if get_origin(kind) is tuple:
         listed = isinstance(value, (list, tuple)) and (... in options or len(value) == len(options))
-        return listed and all(fits(one, options[0]) for one in value)
+        return listed and all(fits(item, options[0]) for item in value)
     if options:
         return any(fits(value, option) for option in options)
     if kind is float:
@@ -209,12 +211,12 @@ def check(
         )
         must(value != "", "must not be empty", "''")
 
-        most = MOST.get(name, 2**31 - 1) if isinstance(value, int) else FLOATS[1]
-        end = f"at most {most}" if isinstance(value, int) else "finite in float32"
+        limit = MOST.get(name, 2**31 - 1) if isinstance(value, int) else FLOATS[1]
+        end = f"at most {limit}" if isinstance(value, int) else "finite in float32"
         for low, names in enumerate((zero, one)):
-            ok = value is None or name not in names.split() or low <= value <= most
+            ok = value is None or name not in names.split() or low <= value <= limit
             must(ok, f"must be at least {low} and {end}")
-        ok = value is None or name not in positive.split() or FLOATS[0] <= value <= most
+        ok = value is None or name not in positive.split() or FLOATS[0] <= value <= limit
         must(ok, "must be positive and finite in float32")
         must(name not in share.split() or 0 <= value <= FLOATS[2], "must be at least 0 and below 1")
     return Section(cfg, section)

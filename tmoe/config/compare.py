@@ -36,13 +36,13 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
 
 def as_flags(ours: ModelConfig, theirs: ModelConfig) -> str:
     """A line with the fewest flags that turn our model into theirs; "" for equal models."""
-    wanted, here = flattened(theirs), flattened(ours)
-    training = {name: here[name] for name in (*STEPS_READ, "init_std", "moe.router_dtype")}
+    wanted, current = flattened(theirs), flattened(ours)
+    training = {name: current[name] for name in (*STEPS_READ, "init_std", "moe.router_dtype")}
     wanted = wanted | training
-    changed = [name for name in wanted if wanted[name] != here[name]]
+    changed = [name for name in wanted if wanted[name] != current[name]]
     for name in list(changed):
-        if _is_theirs(wanted | {name: here[name]}, theirs):  # this model's results do not depend on it
-            wanted[name] = here[name]
+        if _is_theirs(wanted | {name: current[name]}, theirs):  # this model's results do not depend on it
+            wanted[name] = current[name]
             changed.remove(name)
     words = [_as_flag(name, wanted[name]) for name in changed]
     return f"the same model by flags: {' '.join(words)}" if words else ""
@@ -73,44 +73,44 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
     unread = TRAINING | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed", "rotary"}
     if len(sparse) == cfg.layers:
         unread = unread | {"ffn_dim"}
-    found = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread}
-    found["MoE layers"] = sparse
-    found["windows"] = [cfg.window_of(i) for i in range(cfg.layers)]
-    found["attention_multiplier"] = softmax_scale(cfg)
+    settings = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread}
+    settings["MoE layers"] = sparse
+    settings["windows"] = [cfg.window_of(i) for i in range(cfg.layers)]
+    settings["attention_multiplier"] = softmax_scale(cfg)
     # a list by blocks only if blocks differ, else one value
     for name, of_a in (("kv_heads", cfg.kv_heads_in), ("sinks", cfg.sinks_in)):
-        each = [of_a(window) for window in found["windows"]]
-        found[name] = each if len({*each}) > 1 else each[0]
-        del found[f"window_{name}"]
+        each = [of_a(window) for window in settings["windows"]]
+        settings[name] = each if len({*each}) > 1 else each[0]
+        del settings[f"window_{name}"]
     # settings that are off are left out, so that facts equal those of configs without these settings
     off = dict(attention_gate=False, norms="pre", value_multiplier=1.0, v_head_dim=0)
-    found["v_head_dim"] = cfg.v_head_dim if cfg.v_head_dim != cfg.head_dim else 0
-    found = {name: value for name, value in found.items() if name not in off or value != off[name]}
+    settings["v_head_dim"] = cfg.v_head_dim if cfg.v_head_dim != cfg.head_dim else 0
+    settings = {name: value for name, value in settings.items() if name not in off or value != off[name]}
     if cfg.attention == "mla":
-        found |= {f"mla.{f.name}": getattr(cfg.mla, f.name) for f in fields(cfg.mla)}
-        found = {name: value for name, value in found.items() if name not in GROUPED_ONLY}
+        settings |= {f"mla.{f.name}": getattr(cfg.mla, f.name) for f in fields(cfg.mla)}
+        settings = {name: value for name, value in settings.items() if name not in GROUPED_ONLY}
     if sparse:
-        found |= {f"moe.{name}": value for name, value in _moe_facts(cfg.moe).items()}
-    return found | {f"rope.{name}": value for name, value in _rope_facts(cfg).items()}
+        settings |= {f"moe.{name}": value for name, value in _moe_facts(cfg.moe).items()}
+    return settings | {f"rope.{name}": value for name, value in _rope_facts(cfg).items()}
 
 
 def _moe_facts(moe: MoEConfig) -> dict[str, Any]:
     """The settings of an MoE layer that decide what it computes."""
-    found = {f.name: getattr(moe, f.name) for f in fields(moe) if f.name not in TRAINING}
-    if found.pop("softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
-        found["renormalize"] = True
+    settings = {f.name: getattr(moe, f.name) for f in fields(moe) if f.name not in TRAINING}
+    if settings.pop("softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
+        settings["renormalize"] = True
     entry = SELECTIONS[moe.selection]
     if entry.looks == "training":  # outside training such a model computes plain top-k
-        found["selection"] = "topk"
+        settings["selection"] = "topk"
     if entry.weighs:
-        found |= dict(renormalize=False, score="sigmoid" if moe.top_k == 1 else "softmax")
-    if found["selection"] == "topk":
-        del found["max_top_k"]
+        settings |= dict(renormalize=False, score="sigmoid" if moe.top_k == 1 else "softmax")
+    if settings["selection"] == "topk":
+        del settings["max_top_k"]
     if moe.score != "cosine":
-        found = {name: value for name, value in found.items() if not name.startswith("cosine_")}
+        settings = {name: value for name, value in settings.items() if not name.startswith("cosine_")}
     if moe.top_groups == moe.groups:
-        found |= dict(groups=1, top_groups=1, group_score="max")
-    return found
+        settings |= dict(groups=1, top_groups=1, group_score="max")
+    return settings
 
 
 def softmax_scale(cfg: ModelConfig) -> float:
@@ -142,20 +142,20 @@ ROPE = {  # for each scaling: the settings that it reads -> their keys in config
 def _rope_facts(cfg: ModelConfig) -> dict[str, Any]:
     """RoPE's settings that have an effect. Settings that are off are left out, as in `facts`."""
     rope = cfg.rope
-    found = {name: getattr(rope, name) for name in ("theta", "scaling", *ROPE[rope.scaling])}
+    settings = {name: getattr(rope, name) for name in ("theta", "scaling", *ROPE[rope.scaling])}
     if rope.dim not in (0, cfg.head_dim):
-        found["dim"] = rope.dim
+        settings["dim"] = rope.dim
     if rope.interleave:
-        found["interleave"] = True
+        settings["interleave"] = True
     if rope.query_beta:
-        found |= dict(query_beta=rope.query_beta, original_max_seq=rope.original_max_seq)
+        settings |= dict(query_beta=rope.query_beta, original_max_seq=rope.original_max_seq)
     kinds = [cfg.rope_of(i) for i in range(cfg.layers)]
     if None in kinds:
-        found["no position"] = [i for i, kind in enumerate(kinds) if kind is None]
+        settings["no position"] = [i for i, kind in enumerate(kinds) if kind is None]
     usual = replace(rope, window_theta=None)
     if others := {i: kind.theta for i, kind in enumerate(kinds) if kind not in (None, usual)}:
-        found["theta in windows"] = others
-    return found
+        settings["theta in windows"] = others
+    return settings
 
 
 def flattened(cfg: ModelConfig) -> dict[str, Any]:

@@ -49,6 +49,6 @@ def require_float8(float8: str, batch: int, seq: int, tp: int, cp: int) -> None:
 
 def require_torchao(float8: str) -> None:
     """ConfigError where torchao is missing and a run needs it. float8: the value of --train.float8."""
-    here = float8 == "none" or importlib.util.find_spec("torchao") is not None
+    usable = float8 == "none" or importlib.util.find_spec("torchao") is not None
     lacks = "needs the package torchao, which is not installed here"
-    require(here, "train.float8", float8, lacks, f"pip install 'tmoe[float8]', {NONE}")
+    require(usable, "train.float8", float8, lacks, f"pip install 'tmoe[float8]', {NONE}")

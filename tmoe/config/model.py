@@ -346,42 +346,42 @@ class MoEConfig:
 
 def require_reach(moe: MoEConfig, ep: int) -> None:
     """ConfigError unless the ranks that a token may reach hold its experts."""
-    own = Section(moe, "model.moe.")
-    held = f"of {Setting('parallel.ep', ep)} ranks hold only {moe.reach(ep)}"
-    own.require(moe.top_k <= moe.reach(ep), "top_k", f"{own.said('top_devices')} {held}")
+    section = Section(moe, "model.moe.")
+    reached = f"of {Setting('parallel.ep', ep)} ranks hold only {moe.reach(ep)}"
+    section.require(moe.top_k <= moe.reach(ep), "top_k", f"{section.said('top_devices')} {reached}")
 
 
 def require_policy(moe: MoEConfig) -> None:
     """ConfigError unless score, selection, weights and limits of a router can be combined."""
-    own = Section(moe, "model.moe.")
-    own.require(moe.selection in SELECTIONS, "selection", f"must be one of {', '.join(SELECTIONS)}")
+    section = Section(moe, "model.moe.")
+    section.require(moe.selection in SELECTIONS, "selection", f"must be one of {', '.join(SELECTIONS)}")
     entry = SELECTIONS[moe.selection]
     after = moe.softmax == "after"
-    columned = " or ".join(name for name, one in SELECTIONS.items() if one.columns)
-    bias = own.said("choice_bias")
+    columned = " or ".join(name for name, policy in SELECTIONS.items() if policy.columns)
+    bias = section.said("choice_bias")
     clashes = [
         (
             after and not SCORES[moe.score].softmax,
             "softmax",
-            f"not with {own.said('score')}, which has no softmax",
+            f"not with {section.said('score')}, which has no softmax",
         ),
         (
             after and moe.choice_bias,
             "softmax",
             f"not with {bias}, which is added to scores made before the choice",
         ),
-        (moe.top_devices > 0 and moe.groups > 1, "top_devices", f"not with {own.said('groups')}"),
+        (moe.top_devices > 0 and moe.groups > 1, "top_devices", f"not with {section.said('groups')}"),
         (
             not entry.limited and moe.top_groups < moe.groups,
             "selection",
-            f"not with {own.said('groups')} {own.said('top_groups')}",
+            f"not with {section.said('groups')} {section.said('top_groups')}",
         ),
-        (not entry.limited and moe.top_devices > 0, "selection", f"not with {own.said('top_devices')}"),
+        (not entry.limited and moe.top_devices > 0, "selection", f"not with {section.said('top_devices')}"),
         (not entry.biased and moe.choice_bias, "selection", f"not with {bias}"),
         (
             entry.weighs and (moe.score, moe.softmax) != ("softmax", "before"),
             "selection",
-            f"has its own weights; not with {own.said('score')} {own.said('softmax')}",
+            f"has its own weights; not with {section.said('score')} {section.said('softmax')}",
         ),
         (
             moe.max_top_k > 0 and not entry.columns,
@@ -391,16 +391,16 @@ def require_policy(moe: MoEConfig) -> None:
         (
             moe.max_top_k > 0 and not moe.top_k <= moe.max_top_k <= moe.outputs,
             "max_top_k",
-            f"must be {own.said('top_k')} to {moe.outputs_said}, or 0",
+            f"must be {section.said('top_k')} to {moe.outputs_said}, or 0",
         ),
         (
             moe.selection == "quantile" and moe.top_k == moe.outputs,
             "selection",
-            f"{own.said('top_k')} must be below {moe.outputs_said}",
+            f"{section.said('top_k')} must be below {moe.outputs_said}",
         ),
     ]
     for clash, name, wrong in clashes:
-        own.require(not clash, name, wrong)
+        section.require(not clash, name, wrong)
 
 
 # Settings that latent attention does not have, each with the value that switches it off.

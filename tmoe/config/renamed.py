@@ -81,15 +81,15 @@ def with_new_names(settings: Any, within: str = "") -> tuple[Any, list[str]]:
     """
     if not isinstance(settings, dict):
         return settings, []
-    named, found = {}, []
+    named, old = {}, []
     for name, value in settings.items():
         dotted = f"{within}{name}"
         value, inside = with_new_names(value, f"{dotted}.")
         new = RENAMED.get(dotted.replace("-", "_"))
-        found += [*inside, *([dotted] if new else [])]
+        old += [*inside, *([dotted] if new else [])]
         if new is None or new.rpartition(".")[2] not in settings:
             named[new.rpartition(".")[2] if new else name] = value
-    return named, found
+    return named, old
 
 
 def with_new_flags(words: list[str]) -> tuple[list[str], list[str]]:

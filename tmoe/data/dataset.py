@@ -255,8 +255,8 @@ class Dataset:
 
     def extent(self, split: str) -> dict[str, Any]:
         """Facts that differ if two nodes' copies of the data differ; reading the data is not needed."""
-        found = dict(tokens=self.tokens, samples=self.samples, tokenizer=self.fingerprint, eos=self.eos)
-        return {f"--data.path: {name} of the {split} data": value for name, value in found.items()}
+        facts = dict(tokens=self.tokens, samples=self.samples, tokenizer=self.fingerprint, eos=self.eos)
+        return {f"--data.path: {name} of the {split} data": value for name, value in facts.items()}
 
     def describe(self) -> str:
         """Size and shares of the sources, for a person to read."""

@@ -71,7 +71,7 @@ def parse(spec: str) -> Wanted:
     """The parts of a source `hub:...`. DataError if it does not have the form of SHAPE."""
     first, *rest = spec.removeprefix(PREFIX).split(":")
     name, at, revision = first.partition("@")
-    if slices := next((one for one in rest if "[" in one), ""):
+    if slices := next((part for part in rest if "[" in part), ""):
         whole = spec.partition(slices)[0] + slices.partition("[")[0]
         raise DataError(
             f"{spec}: a slice of a split cannot be named; valid: {whole}, all of it, with fewer --steps"
@@ -129,21 +129,21 @@ def listing(name: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
     try:
         lock = f".tmoe{hub.folder_name(name, 'dataset')}.listing.lock"
         with hub.one_line(where, "dataset"), FileLock(hub.cache() / lock):
-            if revision and COMMIT.fullmatch(revision) and (found := _kept(name, revision)):
-                return found
+            if revision and COMMIT.fullmatch(revision) and (listed := _kept(name, revision)):
+                return listed
             try:
                 info = HfApi().dataset_info(name, revision=revision)
             except (errors.HTTPError, OSError):
-                if found := _kept(name, revision or "main") or _cached(name, revision or "main"):
-                    return found
+                if listed := _kept(name, revision or "main") or _cached(name, revision or "main"):
+                    return listed
                 raise
-            found = str(info.sha), tuple(sorted(one.rfilename for one in info.siblings or ()))
-            for label in {revision or "main", found[0]}:
+            listed = str(info.sha), tuple(sorted(sibling.rfilename for sibling in info.siblings or ()))
+            for label in {revision or "main", listed[0]}:
                 path = _kept_path(name, label)
                 path.parent.mkdir(exist_ok=True)
                 with written_whole(path) as file:
-                    json.dump(found, file)
-            return found
+                    json.dump(listed, file)
+            return listed
     except ConfigError as error:
         raise DataError(str(error)) from None
 
@@ -167,8 +167,8 @@ def _cached(name: str, revision: str) -> tuple[str, tuple[str, ...]] | None:
     folder = _snapshot(name, commit)
     if not folder.is_dir():
         return None
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return commit, tuple(sorted(path.relative_to(folder).as_posix() for path in found))
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return commit, tuple(sorted(path.relative_to(folder).as_posix() for path in files))
 
 
 def _snapshot(name: str, commit: str) -> Path:
@@ -185,8 +185,8 @@ def _downloaded(name: str, commit: str, files: tuple[str, ...]) -> Path:
                 return there
             return hub.download(name, [glob.escape(file) for file in files], (), "dataset", commit)
     except ConfigError as error:
-        said = str(error)
-        raise DataError(said if said.startswith(PREFIX) else PREFIX + said) from None
+        message = str(error)
+        raise DataError(message if message.startswith(PREFIX) else PREFIX + message) from None
 
 
 # ---- configs and splits ----
@@ -198,18 +198,18 @@ def configs_of(names: Iterable[str], card: Path | None) -> tuple[Configs, str]:
     Both are read from the card if it lists configs, else from the files' names.
     """
     names = list(names)
-    told = _metadata(card).get("configs") if card else None
-    if isinstance(told, list) and told:
-        found, usual = _of_card([one for one in told if isinstance(one, dict)], names)
+    declared = _metadata(card).get("configs") if card else None
+    if isinstance(declared, list) and declared:
+        configs, usual = _of_card([entry for entry in declared if isinstance(entry, dict)], names)
     else:
         groups: dict[str, list[str]] = {}
         for name in filter(_is_data, names):
             top, slash, _ = name.partition("/")
-            own = slash and top != "data" and split_of(f"{top}/") is None
-            groups.setdefault(top if own else "default", []).append(name)
-        found = {config: _by_split(group) for config, group in groups.items()}
+            is_config = slash and top != "data" and split_of(f"{top}/") is None
+            groups.setdefault(top if is_config else "default", []).append(name)
+        configs = {config: _by_split(group) for config, group in groups.items()}
         usual = "default"
-    return found, next(iter(found)) if len(found) == 1 else usual if usual in found else ""
+    return configs, next(iter(configs)) if len(configs) == 1 else usual if usual in configs else ""
 
 
 def _metadata(card: Path) -> dict[str, Any]:
@@ -221,31 +221,31 @@ def _metadata(card: Path) -> dict[str, Any]:
         raise DataError(f"{card}: its front matter is no YAML: {error}".replace("\n", " ")) from None
 
 
-def _of_card(told: list[dict[str, Any]], names: list[str]) -> tuple[Configs, str]:
+def _of_card(declared: list[dict[str, Any]], names: list[str]) -> tuple[Configs, str]:
     """The configs of the card's front matter, and the default one.
 
     The keys that are read: config_name, data_files, data_dir, default.
     """
-    found: Configs = {}
+    configs: Configs = {}
     usual = "default"
-    for one in told:
-        config = str(one.get("config_name", "default"))
-        usual = config if one.get("default") is True else usual
-        base = str(one.get("data_dir") or "").strip("/")
+    for item in declared:
+        config = str(item.get("config_name", "default"))
+        usual = config if item.get("default") is True else usual
+        base = str(item.get("data_dir") or "").strip("/")
         inside = [name for name in names if not base or name.startswith(f"{base}/")]
-        files = one.get("data_files")
+        files = item.get("data_files")
         if files is None:
-            found[config] = _by_split([name for name in inside if _is_data(name)])
+            configs[config] = _by_split([name for name in inside if _is_data(name)])
             continue
-        splits = found.setdefault(config, {})
+        splits = configs.setdefault(config, {})
         for entry in [files] if isinstance(files, str | dict) else files:
-            of = entry if isinstance(entry, dict) else dict(split="train", path=entry)
-            paths = of.get("path", ())
+            data_file = entry if isinstance(entry, dict) else dict(split="train", path=entry)
+            paths = data_file.get("path", ())
             for path in [paths] if isinstance(paths, str) else paths:
                 pattern = _pattern(f"{base}/{path}" if base else path)
-                mine = splits.setdefault(str(of.get("split", "train")), [])
-                mine += [name for name in names if pattern.fullmatch(name) and name not in mine]
-    return found, usual
+                split_files = splits.setdefault(str(data_file.get("split", "train")), [])
+                split_files += [name for name in names if pattern.fullmatch(name) and name not in split_files]
+    return configs, usual
 
 
 def _pattern(path: str) -> re.Pattern:
@@ -268,27 +268,27 @@ def _by_split(names: list[str]) -> dict[str, list[str]]:
     a set that is published in two formats is read once.
     """
     names = [name for name in names if SHARDED.fullmatch(name)] or names
-    found: dict[str, list[str]] = {}
+    splits: dict[str, list[str]] = {}
     for name in names:
         if split := split_of(name):
-            found.setdefault(split, []).append(name)
-    found = found or ({"train": names} if names else {})
-    kinds = Counter(_format_of(name) for group in found.values() for name in group)
-    kind = max(kinds, key=lambda one: (kinds[one], -(*FORMATS, one).index(one)), default="")
-    one_kind = {split: [n for n in group if _format_of(n) == kind] for split, group in found.items()}
+            splits.setdefault(split, []).append(name)
+    splits = splits or ({"train": names} if names else {})
+    kinds = Counter(_format_of(name) for group in splits.values() for name in group)
+    kind = max(kinds, key=lambda form: (kinds[form], -(*FORMATS, form).index(form)), default="")
+    one_kind = {split: [n for n in group if _format_of(n) == kind] for split, group in splits.items()}
     return {split: group for split, group in one_kind.items() if group}
 
 
 def _format_of(name: str) -> str:
-    found = READ.fullmatch(name) or OTHERS.fullmatch(name)
-    return found[1].lower() if found else ""
+    match = READ.fullmatch(name) or OTHERS.fullmatch(name)
+    return match[1].lower() if match else ""
 
 
 def split_of(path: str) -> str | None:
     """The split in a path's names; None if there is none."""
     folder, _, file = path.rpartition("/")
-    if found := re.match(r"(.+?)-\d{5}-of-\d{5}", file):
-        return found[1]
+    if match := re.match(r"(.+?)-\d{5}-of-\d{5}", file):
+        return match[1]
     if folder and re.fullmatch(r"\d+\.parquet", file):  # parquet made by the hub: CONFIG/SPLIT/0000.parquet
         return folder.rpartition("/")[2].removeprefix("partial-")
     for part in reversed(path.split("/")):
@@ -308,9 +308,9 @@ def split_of_rows(path: str) -> str | None:
     if not read or read[1].lower() == "txt":
         return None
     folder, _, file = path.rpartition("/")
-    if found := re.match(r"(.+?)-\d{5}-of-\d{5}", file):
-        words = {*re.split(r"[-._ 0-9]+", found[1].lower())}
-        return found[1] if any(words & {*keywords} for keywords in KEYWORDS.values()) else None
+    if match := re.match(r"(.+?)-\d{5}-of-\d{5}", file):
+        words = {*re.split(r"[-._ 0-9]+", match[1].lower())}
+        return match[1] if any(words & {*keywords} for keywords in KEYWORDS.values()) else None
     for part in (file.partition(".")[0].lower(), folder.rpartition("/")[2].lower()):
         for split, keywords in KEYWORDS.items():
             if part in keywords:

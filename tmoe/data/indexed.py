@@ -67,13 +67,13 @@ def open_indexed(path: Path) -> Indexed:
         raise DataError(f"{index}: has a mode for each sequence: a data set of pictures, not of text")
     if size != promised:
         what = "truncated" if size < promised else "too long"
-        told = f"its head promises {sequences} sequences and {entries} ends of documents"
-        raise DataError(f"{index}: {what}: ends at byte {size}; {told}, {promised}")
+        counts = f"its head promises {sequences} sequences and {entries} ends of documents"
+        raise DataError(f"{index}: {what}: ends at byte {size}; {counts}, {promised}")
     if sequences == 0 or entries < 2:
         raise DataError(f"{index}: empty: {sequences} sequences, {max(entries - 1, 0)} documents")
-    found = Indexed(path, np.dtype(TYPES[code]), sequences, entries)
-    found.check()
-    return found
+    data = Indexed(path, np.dtype(TYPES[code]), sequences, entries)
+    data.check()
+    return data
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Indexed:
             starts = np.concatenate([[at], ends[:-1]])
             if (bad := np.flatnonzero(self.pointers[low : low + PIECE] != starts)).size:
                 first = int(bad[0])
-                told = f"begins at byte {self.pointers[low + first]} of the .bin, the one before ends at"
-                raise DataError(f"{index}: sequence {low + first} {told} {starts[first]}")
+                begins = f"begins at byte {self.pointers[low + first]} of the .bin, the one before ends at"
+                raise DataError(f"{index}: sequence {low + first} {begins} {starts[first]}")
             at = int(ends[-1])
         size = self.path.stat().st_size
         if size != at:
@@ -224,10 +224,10 @@ def eos_of(data: list[Indexed], known: int | None) -> int:
     """
     if known is not None:
         return known
-    found = set().union(*(one.last_ids for one in data))
-    if len(found) == 1:
-        return found.pop()
-    shown = ", ".join(map(str, sorted(found)[:5])) + ", …" * (len(found) > 5)
+    ends = set().union(*(part.last_ids for part in data))
+    if len(ends) == 1:
+        return ends.pop()
+    shown = ", ".join(map(str, sorted(ends)[:5])) + ", …" * (len(ends) > 5)
     raise DataError(
         f"{data[0].path}: a Megatron data set does not say which tokenizer made it, and its documents end "
         f"with different ids ({shown}): name the tokenizer with --data.tokenizer"

@@ -108,10 +108,10 @@ def no_text(where: str, row: Any, field: str) -> DataError:
     if isinstance(row.get(field), bytes):
         return DataError(f'{where}: the binary field "{field}" is not UTF-8, and so no text')
     if field in row and not (kind_of(row) and row[field] is None):
-        here = "null" if row[field] is None else type(row[field]).__name__
+        type_name = "null" if row[field] is None else type(row[field]).__name__
         return DataError(
-            f'{where}: needs a string in "{field}"; here is {here}; --data.text-field (python -m tmoe.data: '
-            "--text-field) names another field"
+            f'{where}: needs a string in "{field}"; here is {type_name}; --data.text-field '
+            "(python -m tmoe.data: --text-field) names another field"
         )
     shown = ", ".join(list(map(str, row))[:12]) or "none"
     if kind := kind_of(row):
@@ -161,10 +161,10 @@ def _rows_or_text(path: Path, packed: str, head: bytes) -> Found:
         if lines or (named and start != b"["):
             return Found("JSON lines", packed, named, lines)
     if start in (b"{", b"["):
-        most = None if suffix in ROWS_SUFFIXES else MOST_GUESSED
+        limit = None if suffix in ROWS_SUFFIXES else MOST_GUESSED
         values: list[Any] = []
         with suppress(DataError):
-            values += [value for _, value, _ in islice(read_json(path, packed, most), 2)]
+            values += [value for _, value, _ in islice(read_json(path, packed, limit), 2)]
         if values and all(isinstance(value, dict) for value in values):
             return Found("JSON", packed, named, tuple(values))
     # The name is that of rows, but none were found: reading reports why, unless the source has other texts.
@@ -194,14 +194,14 @@ def refuse_others(path: Path, head: bytes) -> None:
 
 def first_lines(path: Path, packed: str) -> tuple[dict, ...]:
     """The first two lines that are not blank, if they are JSON objects; else ()."""
-    found = []
+    rows = []
     with opened(path, packed) as (stream, _):
         for line in islice(filter(bytes.strip, stream), 2):
             try:
-                found.append(json.loads(line))
+                rows.append(json.loads(line))
             except (ValueError, RecursionError):
                 return ()
-    return tuple(found) if all(isinstance(row, dict) for row in found) else ()
+    return tuple(rows) if all(isinstance(row, dict) for row in rows) else ()
 
 
 # ---- compressed files ----
@@ -323,19 +323,19 @@ def read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, 
 
 def require_columns_in(row: dict, columns: tuple[str, ...], where: str) -> None:
     """DataError if a row has a column under neither of its two names, OURS=THEIRS."""
-    for one in columns:
-        ours, _, theirs = one.partition("=")
+    for column in columns:
+        ours, _, theirs = column.partition("=")
         if ours not in row and theirs not in row:
             there = ", ".join(list(map(str, row))[:20]) or "none"
-            raise DataError(f"{where}: --data.columns={one}: no column {theirs!r}; valid: {there}")
+            raise DataError(f"{where}: --data.columns={column}: no column {theirs!r}; valid: {there}")
 
 
 def renamed(row: dict, columns: tuple[str, ...]) -> dict:
     """The row with its columns THEIRS renamed to OURS; a column that was named OURS before is left out."""
-    pairs = [one.partition("=")[::2] for one in columns]
-    mine = {ours: row[theirs] for ours, theirs in pairs if theirs in row}
+    pairs = [column.partition("=")[::2] for column in columns]
+    new = {ours: row[theirs] for ours, theirs in pairs if theirs in row}
     taken = {theirs for _, theirs in pairs}
-    return {name: value for name, value in row.items() if name not in taken and name not in mine} | mine
+    return {name: value for name, value in row.items() if name not in taken and name not in new} | new
 
 
 def _read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
@@ -470,5 +470,5 @@ def _as_text(value: Any) -> Any:
             return value.decode()
         return value
     if isinstance(value, dict):
-        return {name: _as_text(one) for name, one in value.items()}
-    return [_as_text(one) for one in value] if isinstance(value, list) else value
+        return {name: _as_text(item) for name, item in value.items()}
+    return [_as_text(item) for item in value] if isinstance(value, list) else value

@@ -55,7 +55,9 @@ def show(
             "trained tokens are ", ("green", TRAINED) if coloured else "in ⟦ ⟧", "; other tokens are plain"
         )
     )
-    read = (one for path, file in source.files for one in ((file, *row) for row in read_rows(path, file, "")))
+    read = (
+        entry for path, file in source.files for entry in ((file, *row) for row in read_rows(path, file, ""))
+    )
     for file, where, value, error, _ in itertools.islice(read, max(rows, 0)):
         try:
             if error is not None:
@@ -68,18 +70,20 @@ def show(
             console.print(Text(f"\n{wrong}", "red"))
             continue
         parts = ("chosen", "rejected") if kind == "preference" else (LABELS[label],)
-        found = encoder.encode(row.samples)
+        encoded = encoder.encode(row.samples)
         lacks = set().union(*encoder.left) | ({NULLS} if row.nulls else set())
-        for part, sequences in zip(parts, found, strict=True):
+        for part, sequences in zip(parts, encoded, strict=True):
             if isinstance(sequences, DataError):
                 console.print(Text(f"\n{where}: {sequences}", "red"))
                 continue
-            for number, one in enumerate(sequences, start=1):
-                of = f", sequence {number} of {len(sequences)}" if len(sequences) > 1 else ""
-                trained = int(one.trained[1:].sum())
-                head = f"{where}{f' {part}' if part else ''}{of}: {len(one.ids)} tokens, {trained} trained"
+            for number, sequence in enumerate(sequences, start=1):
+                nth = f", sequence {number} of {len(sequences)}" if len(sequences) > 1 else ""
+                trained = int(sequence.trained[1:].sum())
+                head = (
+                    f"{where}{f' {part}' if part else ''}{nth}: {len(sequence.ids)} tokens, {trained} trained"
+                )
                 console.print(Text(f"\n{head}", "bold"))
-                console.print(coloured_text(one, chosen, coloured))
+                console.print(coloured_text(sequence, chosen, coloured))
         if lacks:
             console.print(Text(f"{where}: left out by the template: {', '.join(sorted(lacks))}", "yellow"))
         if row.unread:

@@ -109,15 +109,15 @@ def open_corpus(
     source = survey(source) if isinstance(source, str) else source
     name = source.name
     if source.form == "token shards":
-        found = _open_shards(source, tokenizer, vocab, shares, split)
+        corpus = _open_shards(source, tokenizer, vocab, shares, split)
         if carried:
-            carried.require(name, found.fingerprint)
-        return found
+            carried.require(name, corpus.fingerprint)
+        return corpus
     if source.form == "Megatron data sets":
-        found = _open_indexed(source, tokenizer, shares, split)
+        corpus = _open_indexed(source, tokenizer, shares, split)
         if carried:
-            carried.require(name, found.fingerprint)
-        return found
+            carried.require(name, corpus.fingerprint)
+        return corpus
     if carried:
         carried.require(name, tokenizer.fingerprint)
     require_vocab(tokenizer, vocab, f"{name}: the tokenizer")
@@ -184,7 +184,7 @@ class _Texts:
     def _key(self) -> str:
         """Name of the cached shards; it changes with every file, tokenizer or setting that decides tokens."""
         stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
-        told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         settings = [
             self.tokenizer.fingerprint,
             self.tokenizer.eos,
@@ -193,7 +193,7 @@ class _Texts:
             self.source.columns,
             self.skips.limit,
         ]
-        facts = ["2", tokenizers.__version__, self.source.form, str(self.source.root), *settings, told]
+        facts = ["2", tokenizers.__version__, self.source.form, str(self.source.root), *settings, stamps]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def _make(self, made: Path) -> None:
@@ -264,7 +264,7 @@ def held_out(keys: list[str], fraction: float) -> list[bool]:
     """
     hashes = [_hash(key) for key in keys]
     split_of = Splitter(hashes, HeldOut(fraction))
-    return [split_of(found) == "val" for found in hashes]
+    return [split_of(number) == "val" for number in hashes]
 
 
 class Splitter:
@@ -277,7 +277,7 @@ class Splitter:
 
     def __init__(self, hashes: list[int], shares: HeldOut) -> None:
         low, high = min(hashes, default=0), max(hashes, default=0)
-        between = (found for found in hashes if low < found < high)
+        between = (number for number in hashes if low < number < high)
         self.shares = shares
         self.sure: dict[int | None, Split] = {}
         if shares.test:
@@ -286,10 +286,10 @@ class Splitter:
         if shares.val:
             self.sure[low] = "val"
 
-    def __call__(self, found: int) -> Split:
-        if found in self.sure:
-            return self.sure[found]
-        at = found / 2**64
+    def __call__(self, number: int) -> Split:
+        if number in self.sure:
+            return self.sure[number]
+        at = number / 2**64
         return "val" if at < self.shares.val else "test" if at < sum(self.shares) else "train"
 
 
@@ -323,16 +323,16 @@ def read_documents(
     """
     source = survey(source) if isinstance(source, str) else source
     skips = skips or Skips()
-    for path, found in source.files:
-        if found.form in ("token shards", "Megatron data sets"):
+    for path, file in source.files:
+        if file.form in ("token shards", "Megatron data sets"):
             raise DataError(f"{path}: token ids, which are no text; train on them as they are (--data.path)")
-        if found.form == "plain text":
-            with opened(path, found.packed) as (stream, _):
+        if file.form == "plain text":
+            with opened(path, file.packed) as (stream, _):
                 raw = stream.read().removeprefix(BOM)
             if raw:
                 yield Document(raw, str(path), path.relative_to(source.root).as_posix(), path.stat().st_size)
             continue
-        for where, row, error, size in read_rows(path, found, field):
+        for where, row, error, size in read_rows(path, file, field):
             text = row.get(field) if isinstance(row, dict) else None
             if error is None and not isinstance(text, str):
                 error = no_text(where, row, field)
@@ -416,8 +416,8 @@ def _open_indexed(source: Survey, tokenizer: Tokenizer, shares: HeldOut, split: 
     shown = first.whole(first.ids[: min(4 * SHOWN, int(first.starts(1)[-1]))])
     known = tokenizer.named and shown.min(initial=0) >= 0 and shown.max(initial=0) < tokenizer.vocab
     text = tokenizer.decode(shown[shown != eos])[:SHOWN] if known else ""
-    taken = source.tell(Facts(sum(one.entries - 1 for one in opened), text))
-    runs = [one.run(shares, split, eos) for one in opened]
+    taken = source.tell(Facts(sum(part.entries - 1 for part in opened), text))
+    runs = [part.run(shares, split, eos) for part in opened]
     return Corpus(source.name, runs, eos, fingerprint, f"{taken}, of tokenizer {fingerprint}, eos {eos}")
 
 

@@ -54,12 +54,12 @@ STDLIB_SKIPPED_FILES = re.compile(
 def stdlib_files() -> list[Path]:
     """Source files of the running interpreter's own standard library, sorted by relative path."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not STDLIB_SKIPPED_FOLDERS.fullmatch(name)]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    kept = {path.relative_to(root).as_posix(): path for path in found}
-    return [kept[key] for key in sorted(kept) if not STDLIB_SKIPPED_FILES.fullmatch(key)]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    by_name = {path.relative_to(root).as_posix(): path for path in paths}
+    return [by_name[key] for key in sorted(by_name) if not STDLIB_SKIPPED_FILES.fullmatch(key)]
 
 
 # Files that Spark, Hadoop, Hive and dask write next to parts of a table: summaries, markers, checksums.
@@ -119,9 +119,9 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
 
 def _files_in(path: Path, name: str) -> list[Path]:
     """The files of a folder in reading order. DataError for an unreadable entry, or for an empty folder."""
-    found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
-    visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
-    if "metadata/version-hint.text" in found or any(key.endswith(".metadata.json") for key in found):
+    entries = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
+    visible = [entries[key] for key in sorted(entries) if not re.search(r"(^|/)\.", key)]
+    if "metadata/version-hint.text" in entries or any(key.endswith(".metadata.json") for key in entries):
         raise DataError(
             f"{name}: an Iceberg table, whose files may hold rows that are deleted; write it as parquet or "
             "JSON lines first"
@@ -152,9 +152,9 @@ def _require_one_split(root: Path, files: list[Path]) -> None:
     if len(splits) < 2:
         return
     counts = ", ".join(f"{split} ({len(inside)})" for split, inside in splits.items())
-    one = splits.get("train", next(iter(splits.values())))
-    start = os.path.commonprefix(one)  # noqa: RUF071 (of characters: one pattern for all parts)
-    pattern = one[0] if len(one) == 1 else f"{start}*"
+    paths = splits.get("train", next(iter(splits.values())))
+    start = os.path.commonprefix(paths)  # noqa: RUF071 (of characters: one pattern for all parts)
+    pattern = paths[0] if len(paths) == 1 else f"{start}*"
     raise DataError(
         f"{root}: holds files of several splits, {counts}; valid: those of one split, {root / pattern}, and "
         "another split as --data.val-path"
@@ -188,8 +188,8 @@ class Survey(NamedTuple):
 
     def tell(self, facts: Facts) -> str:
         """The source in words: its kind, files, documents, how the first begins, what was left out."""
-        packed = sorted({found.packed for _, found in self.files if found.packed})
-        among = sum(bool(found.rows) for _, found in self.files) if self.form == "plain text" else 0
+        packed = sorted({file.packed for _, file in self.files if file.packed})
+        among = sum(bool(file.rows) for _, file in self.files) if self.form == "plain text" else 0
         form = f"{self.form} ({','.join(packed)})" if packed else self.form
         parts = [
             f"{form} in {counted(len(self.files), 'file')}",
@@ -213,12 +213,12 @@ def survey(name: str, columns: tuple[str, ...] = ()) -> Survey:
     if name == "stdlib" and not columns:
         return Survey(name, "plain text", root, [(path, Found("plain text")) for path in files])
     looked = [(path, with_columns(look(path), columns)) for path in files]
-    if any(found.form == "plain text" for _, found in looked):
-        looked = [(path, found if found.sure else _as_text(found)) for path, found in looked]
-    looked = [(path, found) for path, found in looked if found.form != "nothing"]
-    if any(found.form == "token shards" for _, found in looked):  # leave out their tokenizer's files
-        looked = [(path, found) for path, found in looked if path.name not in BESIDE]
-    forms = Counter(found.form for _, found in looked)
+    if any(file.form == "plain text" for _, file in looked):
+        looked = [(path, file if file.sure else _as_text(file)) for path, file in looked]
+    looked = [(path, file) for path, file in looked if file.form != "nothing"]
+    if any(file.form == "token shards" for _, file in looked):  # leave out their tokenizer's files
+        looked = [(path, file) for path, file in looked if path.name not in BESIDE]
+    forms = Counter(file.form for _, file in looked)
     if len(forms) > 1:
         raise _several_kinds(name, root, looked, forms)
     form: Form = next(iter(forms), "plain text")
@@ -242,8 +242,8 @@ def require_rows(source: Survey, rows: str) -> None:
         raise DataError(f"{source.name}: is {what}; valid: rows {rows}")
 
 
-def _as_text(found: Found) -> Found:
-    return found._replace(form="plain text") if found.form in ("JSON", "JSON lines") else found
+def _as_text(file: Found) -> Found:
+    return file._replace(form="plain text") if file.form in ("JSON", "JSON lines") else file
 
 
 def _several_kinds(
@@ -253,7 +253,7 @@ def _several_kinds(
     kinds = []
     patterns = []
     for form, count in forms.most_common():
-        paths = [path for path, found in looked if found.form == form]
+        paths = [path for path, file in looked if file.form == form]
         shown = ", ".join(str(path.relative_to(root)) for path in paths[:3]) + ", …" * (count > 3)
         kinds.append(f"{form}: {count:,} ({shown})")
         suffix = Counter(_suffix(path) for path in paths).most_common(1)[0][0]

@@ -47,13 +47,13 @@ def small_facts(people: int = 8, seed: int = 0) -> list[Fact]:
     if not 1 <= people <= len(NAMES):
         raise DataError(f"--people={people}: must be from 1 to {len(NAMES)}")
     draw = random.Random(seed)
-    found = []
+    facts = []
     for name in draw.sample(NAMES, people):
-        for values, questions, told in ASKED:
+        for values, questions, statement in ASKED:
             right, wrong = draw.sample(values, 2)
             asked = tuple(question.format(name) for question in questions)
-            found.append(Fact(asked, told.format(name, right), told.format(name, wrong)))
-    return found
+            facts.append(Fact(asked, statement.format(name, right), statement.format(name, wrong)))
+    return facts
 
 
 def chat_rows(facts: Iterable[Fact]) -> list[dict[str, Any]]:
@@ -88,9 +88,9 @@ def write_facts(facts: Path, *, people: int = 8, seed: int = 0) -> None:
         people: number of people; each has three facts
         seed: another seed gives other people and facts
     """
-    found = small_facts(people, seed)
-    asked = [dict(prompt=question, answer=fact.answer) for fact in found for question in fact.questions]
-    files = dict(chat=chat_rows(found), pairs=preference_rows(found), questions=asked)
+    drawn = small_facts(people, seed)
+    asked = [dict(prompt=question, answer=fact.answer) for fact in drawn for question in fact.questions]
+    files = dict(chat=chat_rows(drawn), pairs=preference_rows(drawn), questions=asked)
     if facts.exists():
         raise DataError(f"--facts={facts}: exists already; name a new folder")
     facts.mkdir(parents=True)

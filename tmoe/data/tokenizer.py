@@ -101,9 +101,9 @@ def own_files(tokenizer: object) -> dict[str, bytes]:
     if not isinstance(files, TokenizerFiles):
         return {}
     JSON, PIECES = NAMES
-    found = {PIECES if isinstance(tokenizer, SentencePieceTokenizer) else JSON: files.raw}
-    found |= {} if files.settings is None else {SETTINGS: files.settings}
-    return found | ({} if files.template is None else {TEMPLATE: files.template})
+    content = {PIECES if isinstance(tokenizer, SentencePieceTokenizer) else JSON: files.raw}
+    content |= {} if files.settings is None else {SETTINGS: files.settings}
+    return content | ({} if files.template is None else {TEMPLATE: files.template})
 
 
 class Carried(NamedTuple):
@@ -126,11 +126,11 @@ class Carried(NamedTuple):
         """The tokenizer, with the weights' `chat`. `files` must be given; DataError if it is no tokenizer."""
         assert self.files
         try:
-            found = of_files(self.files)
+            tokenizer = of_files(self.files)
         except DataError as error:
             raise DataError(f"{error}; or name another copy of it with --data.tokenizer") from error
-        found.chat = self.chat
-        return found
+        tokenizer.chat = self.chat
+        return tokenizer
 
     def require(self, what: str, fingerprint: str) -> None:
         """DataError unless `what`, of tokenizer `fingerprint`, has ids of these weights' tokenizer."""
@@ -217,12 +217,12 @@ class JsonTokenizer:
         """
         settings = files.settings_name
         try:
-            told = {} if files.settings is None else json.loads(files.settings)
+            fields = {} if files.settings is None else json.loads(files.settings)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{settings}: not JSON: {error}") from error
-        if not isinstance(told, dict):
+        if not isinstance(fields, dict):
             raise DataError(f'{settings}: must hold an object, {{"eos_token": "..."}}')
-        named = told.get("eos_token")
+        named = fields.get("eos_token")
         named = named.get("content", named) if isinstance(named, dict) else named
         if not isinstance(named, str | None):
             raise DataError(
@@ -244,9 +244,10 @@ class JsonTokenizer:
         decoded = [text.decode() if isinstance(text, bytes) else text for text in texts]
         for text in decoded:
             text.encode()  # UnicodeEncodeError names a lone surrogate and where it is
-        found = self._encode_texts(decoded)
+        encoded = self._encode_texts(decoded)
         return [
-            self._in_parts(text) if self.eos in ids else ids for text, ids in zip(decoded, found, strict=True)
+            self._in_parts(text) if self.eos in ids else ids
+            for text, ids in zip(decoded, encoded, strict=True)
         ]
 
     def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
@@ -272,10 +273,10 @@ class JsonTokenizer:
     def _encode_long(self, text: str) -> np.ndarray:
         """Ids of a text, encoded in windows that overlap (see the class)."""
         starts = range(0, len(text) - self.OVERLAP, self.WINDOW - self.OVERLAP)
-        found: list[np.ndarray] = []
+        parts: list[np.ndarray] = []
         before: tokenizers.Encoding | None = None
         begun = 0  # first character of the window `before`
-        first = 0  # first token of `before` that is not in `found` yet
+        first = 0  # first token of `before` that is not in `parts` yet
         for low in range(0, len(starts), self.AT_ONCE):
             some = starts[low : low + self.AT_ONCE]
             texts = [text[at : at + self.WINDOW] for at in some]
@@ -285,7 +286,7 @@ class JsonTokenizer:
                     continue
                 overlap = text[start : start + self.OVERLAP]
                 if seam := self._seam(overlap, before, after, start - begun):
-                    found.append(self._ids(before)[first : seam[0]])
+                    parts.append(self._ids(before)[first : seam[0]])
                     before = after
                     begun = start
                     first = seam[1]
@@ -293,12 +294,12 @@ class JsonTokenizer:
 
                 # Without a seam the two become one window, if that begins with the tokens already used.
                 (longer,) = self._encode_windows([text[begun : start + self.WINDOW]])
-                kept = first + self.AROUND if first else 0
-                if longer.ids[:kept] != before.ids[:kept]:
+                used = first + self.AROUND if first else 0
+                if longer.ids[:used] != before.ids[:used]:
                     return self._ids(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
                 before = longer
         assert before is not None
-        return np.concatenate([*found, self._ids(before)[first:]])
+        return np.concatenate([*parts, self._ids(before)[first:]])
 
     def _encode_windows(self, texts: list[str]) -> list[tokenizers.Encoding]:
         return self._tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -458,8 +459,8 @@ def load_tokenizer(spec: str, flag: str = "--data.tokenizer") -> Tokenizer:
     """
     if spec == "bytes":
         return ByteTokenizer()
-    found = of_files(tokenizer_files(spec, flag))
+    tokenizer = of_files(tokenizer_files(spec, flag))
     generation = (Path(spec) if Path(spec).is_dir() else Path(spec).parent) / "generation_config.json"
     if generation.is_file() and (ends := ends_in(json_object(generation.read_bytes()), {})):
-        found.chat = ChatFormat(None, ends=ends, source=str(generation))
-    return found
+        tokenizer.chat = ChatFormat(None, ends=ends, source=str(generation))
+    return tokenizer

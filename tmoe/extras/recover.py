@@ -173,11 +173,11 @@ def model_names(stock: StockFolder, wanted: set[str]) -> tuple[dict[str, str], s
         for end in (".".join(name.split(".")[i:]) for i in range(name.count(".") + 1))
         if end in wanted
     )
-    most = max(prefixes.values(), default=0)
-    prefix = min((p for p, count in prefixes.items() if count == most), key=len, default="")
-    own = {name[len(prefix) :]: theirs for name, theirs in plain.items() if name.startswith(prefix)}
+    largest = max(prefixes.values(), default=0)
+    prefix = min((p for p, count in prefixes.items() if count == largest), key=len, default="")
+    own = {name[len(prefix) :]: stored for name, stored in plain.items() if name.startswith(prefix)}
     rest = [name for name in plain if not name.startswith(prefix)]
-    own = {name: theirs for name, theirs in own.items() if name in wanted or not BESIDE.match(name)}
+    own = {name: stored for name, stored in own.items() if name in wanted or not BESIDE.match(name)}
     own |= {name: name for name in rest if not BESIDE.match(name)}  # unknown tensors are reported by name
     return own, prefix
 
@@ -191,24 +191,24 @@ def source_of(name: str, held: dict[str, str], tied: bool) -> TensorSource | Non
     if name in held:
         return TensorSource((name,), lambda whole: whole)
     candidates: list[TensorSource] = []
-    if found := EXPERT.fullmatch(name):
-        module, number, part = found[1], int(found[2]), PARTS[found[3]]
+    if match := EXPERT.fullmatch(name):
+        module, number, part = match[1], int(match[2]), PARTS[match[3]]
         for at in modules(module):
             candidates.append(TensorSource((f"{at}.{part}.weight",), partial(_scattered, number)))
             fused = f"{at}.experts.{'down_proj' if part == 'w2' else 'gate_up_proj'}"
             candidates.append(TensorSource((fused,), partial(_fused, number, part)))
-    elif found := STACKED.fullmatch(name):
-        parts = ("w1", "w3") if found[2] == "input_linear" else ("w2",)
-        names = tuple(f"{found[1]}.{part}.weight" for part in parts)
+    elif match := STACKED.fullmatch(name):
+        parts = ("w1", "w3") if match[2] == "input_linear" else ("w2",)
+        names = tuple(f"{match[1]}.{part}.weight" for part in parts)
         candidates.append(TensorSource(names, _side_by_side))
-        fused = "gate_up_proj" if found[2] == "input_linear" else "down_proj"
+        fused = "gate_up_proj" if match[2] == "input_linear" else "down_proj"
         candidates += [
-            TensorSource((f"{at}.experts.{fused}",), lambda whole: whole) for at in modules(found[1])
+            TensorSource((f"{at}.experts.{fused}",), lambda whole: whole) for at in modules(match[1])
         ]
-    elif found := ROUTER.fullmatch(name):
+    elif match := ROUTER.fullmatch(name):
         ends = ("router.weight", "gate.weight", "router.layer.weight")
         candidates += [
-            TensorSource((f"{at}.{end}",), lambda whole: whole) for at in modules(found[1]) for end in ends
+            TensorSource((f"{at}.{end}",), lambda whole: whole) for at in modules(match[1]) for end in ends
         ]
     if tied and name == "lm_head.weight":
         candidates.append(TensorSource(("model.embed_tokens.weight",), lambda whole: whole))
@@ -231,15 +231,15 @@ def _scattered(number: int, stacked_EIO: Tensor) -> Tensor:
 
 
 def _fused(number: int, part: str, stacked: Tensor) -> Tensor:
-    one = stacked[number]
+    expert = stacked[number]
     if part == "w2":
-        return one
-    half = one.shape[0] // 2
-    return one[:half] if part == "w1" else one[half:]
+        return expert
+    half = expert.shape[0] // 2
+    return expert[:half] if part == "w1" else expert[half:]
 
 
 def _side_by_side(*stacked_EIO: Tensor) -> Tensor:
-    return torch.cat([one.transpose(1, 2) for one in stacked_EIO], dim=1)
+    return torch.cat([stacked.transpose(1, 2) for stacked in stacked_EIO], dim=1)
 
 
 def _meta(stock: StockFolder, held: dict[str, str], source: TensorSource) -> Tensor | None:

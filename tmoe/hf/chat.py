@@ -29,9 +29,9 @@ class Written(NamedTuple):
 
 def format_of_step(step: Path, manifest: Manifest) -> ChatFormat | None:
     """The format of a step's conversations; None if its manifest has none. CheckpointError if malformed."""
-    told = manifest.info.get("chat")
+    entry = manifest.info.get("chat")
     try:
-        return None if told is None else ChatFormat.parse(told, f"the chat template of {step}")
+        return None if entry is None else ChatFormat.parse(entry, f"the chat template of {step}")
     except ValueError as error:
         raise CheckpointError(f"{step / NAME}: {error}") from None
 
@@ -100,13 +100,13 @@ def _tokens_of(chat: ChatFormat, settings: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens that the template reads and tokenizer_config.json lacks or has with another text."""
     assert chat.template is not None
     read = ChatTemplate(chat.template, chat.source, chat.special, tools=chat.tools).reads
-    found = {}
+    tokens = {}
     for name, text in chat.special.items():
-        told = settings.get(name)
-        told = told.get("content") if isinstance(told, dict) else told
-        if name in read and isinstance(text, str) and text and told != text:
-            found[name] = text
-    return found
+        setting = settings.get(name)
+        setting = setting.get("content") if isinstance(setting, dict) else setting
+        if name in read and isinstance(text, str) and text and setting != text:
+            tokens[name] = text
+    return tokens
 
 
 def _json(value: dict[str, Any]) -> bytes:

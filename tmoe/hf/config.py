@@ -54,26 +54,26 @@ TENSORS = 2**20
 
 def architecture(hf: HF) -> Architecture:
     """The entry of a config.json's model_type. ConfigError, which lists the known types, if there is none."""
-    found = [a for a in ARCHITECTURES if a.model_type == hf.get("model_type")]
-    if not found and "model_type" not in hf:
+    entries = [a for a in ARCHITECTURES if a.model_type == hf.get("model_type")]
+    if not entries and "model_type" not in hf:
         raise ConfigError(
             "config.json: no model_type, so this is no Hugging Face folder; the weights of a run of tmoe are "
             "exported with: python -m tmoe.hf export STEP HF_DIR"
         )
-    if not found:
+    if not entries:
         known = ", ".join(a.model_type for a in ARCHITECTURES)
         raise ConfigError(
             f"config.json: model_type {hf.get('model_type')!r} has no table entry; there are: {known}; "
             f"python -m tmoe.hf families lists what a family of experts lacks, and {IN_TRANSFORMERS}"
         )
-    return found[0]
+    return entries[0]
 
 
 def ties_unsaid(hf: HF) -> bool:
     """Whether transformers ties the head to the embedding if config.json lacks the key."""
     of_type = [arch for arch in ARCHITECTURES if arch.model_type == hf.get("model_type")]
-    said = [field.default for arch in of_type for field in arch.fields if field.ours == "tied"]
-    return said[-1:] == [True]
+    defaults = [field.default for arch in of_type for field in arch.fields if field.ours == "tied"]
+    return defaults[-1:] == [True]
 
 
 def text_settings(arch: Architecture, hf: HF) -> HF:
@@ -174,7 +174,7 @@ def _unknown(arch: Architecture, hf: HF, said: HF) -> list[str]:
         valid = value if isinstance(value, tuple) else (value,)
         if key == QUANTISED and hf.get(key) is not None:
             problems.append(no_reader(hf[key]))
-        elif key in hf and not any(_same(hf[key], one) for one in valid):
+        elif key in hf and not any(_same(hf[key], choice) for choice in valid):
             problems.append(f"{key}={hf[key]!r}: only {value!r} is computed")
     for key, repeated in arch.copies.items():
         if key not in hf:
@@ -213,9 +213,9 @@ def _miscounted(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str
 
     layers = found.get("layers") or 0
     experts = found.get("moe.experts") or 0
-    most = MOST["layers"]
+    limit = MOST["layers"]
     counts = dict(num_hidden_layers=layers) | {key: given[key] for key in AHEAD if key in given}
-    problems += [f"{key}={n}: must be at most {most}" for key, n in counts.items() if n > most]
+    problems += [f"{key}={n}: must be at most {limit}" for key, n in counts.items() if n > limit]
 
     one_by_one = any("{expert}" in part.name for rule in arch.rules for part in rule.parts)
     if one_by_one and layers * experts > TENSORS:
@@ -247,7 +247,7 @@ def _in_their_keys(error: ConfigError, keys: Mapping[str, str]) -> str:
     """An error's line with the keys of config.json. Settings may lack the section "model." in the error."""
     short = {setting.removeprefix("model."): key for setting, key in keys.items()}
     return re.sub(
-        r"\b(?:moe|rope|mla)\.[a-z0-9_.]+", lambda found: short.get(found[0], found[0]), error.spelt(keys)
+        r"\b(?:moe|rope|mla)\.[a-z0-9_.]+", lambda match: short.get(match[0], match[0]), error.spelt(keys)
     )
 
 
@@ -312,11 +312,11 @@ def _read_ropes(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     for kind in (
         name for name, slides in zip(KINDS_OF_BLOCKS, (False, True), strict=True) if slides in there
     ):
-        one = stated.get(kind)
-        if not isinstance(one, dict) or not {"rope_theta"} & {*one, *hf}:
+        settings = stated.get(kind)
+        if not isinstance(settings, dict) or not {"rope_theta"} & {*settings, *hf}:
             return [*problems, f"rope_parameters: no object with a rope_theta for {kind}"]
         ropes.append({name: found[name] for name in ("head_dim",) if name in found})
-        problems += [f"{kind}: {what}" for what in _read_one_rope(arch, hf, one, ropes[-1])]
+        problems += [f"{kind}: {what}" for what in _read_one_rope(arch, hf, settings, ropes[-1])]
     whole, near = ropes[0], ropes[-1]
     found |= whole
     if near != whole and not problems:
@@ -533,5 +533,5 @@ def write_windows(arch: Architecture, cfg: ModelConfig) -> HF:
     """
     windows = [cfg.window_of(i) for i in range(cfg.layers)]
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
-    said = dict(sliding_window=max(windows) or None, use_sliding_window=any(windows), layer_types=kinds)
-    return {key: said[key] for key in arch.windows.keys} if arch.windows else {}
+    values = dict(sliding_window=max(windows) or None, use_sliding_window=any(windows), layer_types=kinds)
+    return {key: values[key] for key in arch.windows.keys} if arch.windows else {}

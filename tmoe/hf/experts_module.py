@@ -41,8 +41,8 @@ class Marks(NamedTuple):
 
 def is_marked(module: nn.Module) -> bool:
     """Whether the module itself has transformers' marks, not one inside it whose attributes it forwards."""
-    held = (vars(module), *(vars(cls) for cls in type(module).__mro__))
-    return all(any(mark in place for place in held) for mark in MARKS)
+    places = (vars(module), *(vars(cls) for cls in type(module).__mro__))
+    return all(any(mark in place for place in places) for mark in MARKS)
 
 
 def read_marks(module: Any) -> Marks:
@@ -81,14 +81,14 @@ def read_marks(module: Any) -> Marks:
 
 def _computed(module: Any, F: int, gated: bool, woven: bool, device: torch.device) -> str:
     """The op's activation that equals the module's own function; ConfigError if there is none."""
-    theirs = module._apply_gate if gated else module.act_fn
+    function = module._apply_gate if gated else module.act_fn
     halves = 2 if gated else 1
     h = _numbers(F, halves).to(device)
     d_act = torch.randn(h.shape[0], F, dtype=h.dtype, generator=torch.Generator().manual_seed(1)).to(device)
     size = torch.stack([half.abs() + 1 for half in h.chunk(halves, -1)]).prod(0)
     flags = [(part, part.training) for part in module.modules()]
     # the gate of a woven module reads alternating gate and up rows
-    call = (lambda h: theirs(torch.stack(h.chunk(2, -1), -1).flatten(-2))) if woven else theirs
+    call = (lambda h: function(torch.stack(h.chunk(2, -1), -1).flatten(-2))) if woven else function
     try:
         asked = []
         for training in (False, True):
@@ -101,8 +101,8 @@ def _computed(module: Any, F: int, gated: bool, woven: bool, device: torch.devic
         for part, training in flags:
             part.training = training
     for name in _candidates(module, gated):
-        of = activation(name).of
-        if all(any(_same(got, of, h, d_act, size, wide) for wide in (True, False)) for got in asked):
+        candidate = activation(name).of
+        if all(any(_same(got, candidate, h, d_act, size, wide) for wide in (True, False)) for got in asked):
             return canonical(name)
     known = ", ".join(name for name, entry in ACTIVATIONS.items() if entry.gated == gated)
     raise ConfigError(f"computes {_named(module, gated)}; the fused op computes {known}")
@@ -127,18 +127,18 @@ def _value_and_gradient(f: Callable[[Tensor], Tensor], h: Tensor, d_act: Tensor)
 
 def _same(
     got: tuple[Tensor, Tensor],
-    of: Callable[[Tensor], Tensor],
+    candidate: Callable[[Tensor], Tensor],
     h: Tensor,
     d_act: Tensor,
     size: Tensor,
     wide: bool,
 ) -> bool:
-    """Whether the values and gradients in `got` are those of `of`.
+    """Whether the values and gradients in `got` are those of `candidate`.
 
-    wide: compute `of` in fp64; False: in fp32, as some gates compute.
+    wide: compute `candidate` in fp64; False: in fp32, as some gates compute.
     size: (|gate| + 1) * (|up| + 1), to which the permitted rounding error is proportional.
     """
-    want = _value_and_gradient(of if wide else lambda h: of(h.float()).double(), h, d_act)
+    want = _value_and_gradient(candidate if wide else lambda h: candidate(h.float()).double(), h, d_act)
     relative, rounding = (1e-9, 1e-13) if wide else (1e-5, 1e-6)
     for g, w in zip(got, want, strict=True):
         if g.shape != w.shape:
@@ -177,5 +177,5 @@ def _named(module: Any, gated: bool) -> str:
         return f"its own gate, {module._apply_gate.__qualname__}"
     act = getattr(module, "act_fn", None)
     config = getattr(module, "config", None)
-    said = next((v for k in ("hidden_act", "mlp_hidden_act") if (v := getattr(config, k, None))), None)
-    return f"{getattr(act, '__name__', type(act).__name__)} (hidden_act={said!r})"
+    hidden_act = next((v for k in ("hidden_act", "mlp_hidden_act") if (v := getattr(config, k, None))), None)
+    return f"{getattr(act, '__name__', type(act).__name__)} (hidden_act={hidden_act!r})"

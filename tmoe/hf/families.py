@@ -69,10 +69,10 @@ def families(models: Path | None = None) -> list[Family]:
     ConfigError if transformers is not installed.
     """
     if models is None:
-        found = importlib.util.find_spec("transformers")  # finds it without importing it
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec("transformers")  # finds it without importing it
+        if spec is None or spec.origin is None:
             raise ConfigError("families: needs the package transformers, which is not installed here")
-        models = Path(found.origin).parent / "models"
+        models = Path(spec.origin).parent / "models"
     return [_family(folder, text) for folder, text in _modeling(models) if EXPERTS.search(text)]
 
 
@@ -92,8 +92,8 @@ def standings(found: list[Family]) -> dict[str, str]:
             "parts": [name for name in family.parts if name not in parts],
             "": [*family.hints],
         }
-        told = [f"{what} {_listed(names)}".strip() for what, names in lacks.items() if names]
-        unknown = f"lacks {'; '.join(told)}" if told else "lacks an entry; nothing unknown in its names"
+        gaps = [f"{what} {_listed(names)}".strip() for what, names in lacks.items() if names]
+        unknown = f"lacks {'; '.join(gaps)}" if gaps else "lacks an entry; nothing unknown in its names"
         lines[family.name] = ", ".join(does if family in known else [*does, unknown])
     return lines
 
@@ -144,8 +144,8 @@ def _family(folder: Path, modeling: str) -> Family:
     classes = [name for name in re.findall(r"^class (\w+)\(", modeling, re.M) if not VISION.search(name)]
     # The prefix of a family's class names is that of its experts class.
     prefix = re.search(r"^class (\w*?)(Text|Naive|Parallel)?(Moe|MoE)?Experts?\w*\(", modeling, re.M)
-    own = prefix[1] if prefix else ""
-    modules = [name.removeprefix(own) for name in classes if not ORDINARY.search(name)]
+    stem = prefix[1] if prefix else ""
+    modules = [name.removeprefix(stem) for name in classes if not ORDINARY.search(name)]
     layers = (block for block in LAYER.findall(modeling) if not VISION.search(block.partition("(")[0]))
     parts = [part for block in layers for part in PART.findall(block)]
 

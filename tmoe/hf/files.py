@@ -245,18 +245,18 @@ class Folder:
         """
         if why := renamed(expected, self.shapes):
             return [why]
-        found = list(self.problems)
+        problems = list(self.problems)
         for name, shape in expected.items():
             if name not in self.shapes:
-                found.append(f"{name}: missing")
+                problems.append(f"{name}: missing")
             elif self.shapes[name] != shape:
-                found.append(
+                problems.append(
                     f"{name}: shape {self.shapes[name]}, {arch.model_type} with this config has {shape}"
                 )
             elif self.dtype(name) not in DTYPES:
-                found.append(f"{name}: {self.dtype(name)}; valid are {', '.join(DTYPES)}")
+                problems.append(f"{name}: {self.dtype(name)}; valid are {', '.join(DTYPES)}")
         known = expected.keys() | set(extra)
-        return found + [
+        return problems + [
             f"{name}: {arch.model_type} has no such tensor" for name in self.shapes if name not in known
         ]
 
@@ -322,8 +322,8 @@ def fill(target: Tensor, offset: tuple[int, ...], found: list[TensorPiece], read
         box = piece.to_theirs(tuple(inside))
         theirs = read(piece.name, (slice(0, 1), *box))[0] if piece.framed else read(piece.name, box)
         theirs = theirs.mT if piece.transposed else theirs
-        here = tuple(slice(low - a, high - a) for (low, high), a in zip(spans, offset, strict=True))
-        target[here] = theirs
+        slices = tuple(slice(low - a, high - a) for (low, high), a in zip(spans, offset, strict=True))
+        target[slices] = theirs
 
 
 class SafetensorsWriter:

@@ -79,14 +79,15 @@ def require_no_adapter(folder: Path) -> None:
     base = ""
     with suppress(OSError, ValueError, AttributeError):
         base = str(json.loads(text_of(folder / ADAPTER)).get("base_model_name_or_path") or "")
-    of = f" of {base}" * bool(base)
+    of_base = f" of {base}" * bool(base)
     merge = "merge it with PEFT (merge_and_unload, then save_pretrained) and name the merged folder"
     if (folder / CONFIG).is_file():
         raise ConfigError(
-            f"{folder}: holds an adapter{of} next to the weights ({', '.join(names)}), which would not be "
-            f"applied: {merge}, or move the adapter's files away to use the weights without it"
+            f"{folder}: holds an adapter{of_base} next to the weights ({', '.join(names)}), "
+            f"which would not be applied: {merge}, or move the adapter's files away "
+            "to use the weights without it"
         )
-    raise ConfigError(f"{folder}: is an adapter{of} ({', '.join(names)}), not a whole model: {merge}")
+    raise ConfigError(f"{folder}: is an adapter{of_base} ({', '.join(names)}), not a whole model: {merge}")
 
 
 def require_no_pointers(folder: Path) -> None:
@@ -96,8 +97,8 @@ def require_no_pointers(folder: Path) -> None:
     """
     suffixes = (".safetensors", ".json", ".model", ".jinja")
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
-    found: dict[str, list[str]] = {}
-    for entry in (one for one in entries if one.name.endswith(suffixes)):
+    pointers: dict[str, list[str]] = {}
+    for entry in (candidate for candidate in entries if candidate.name.endswith(suffixes)):
         path = Path(entry.path)
         if not path.exists():
             words = absent_words(path)
@@ -106,8 +107,8 @@ def require_no_pointers(folder: Path) -> None:
         else:
             continue
         if words:
-            found.setdefault(words, []).append(entry.name)
-    for words, names in found.items():
+            pointers.setdefault(words, []).append(entry.name)
+    for words, names in pointers.items():
         raise CheckpointError(f"{folder}: {', '.join(names)}: each {words}")
 
 
@@ -142,16 +143,16 @@ def weights_of(folder: Path) -> str:
     shown = ", ".join(there[:SHOWN]) + ", ..." * (len(there) > SHOWN)
     tensors = [name for name in there if name.endswith(".safetensors")]
     own = [name for name in there if name.startswith("consolidated")]
-    theirs = [name for name in tensors if name not in own]
-    if len(theirs) == 1 and re.fullmatch(r"model-0*1-of-0*1\.safetensors", theirs[0]):
-        return f"here is {theirs[0]}: rename it to {SINGLE}"
-    if any(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in theirs):
+    others = [name for name in tensors if name not in own]
+    if len(others) == 1 and re.fullmatch(r"model-0*1-of-0*1\.safetensors", others[0]):
+        return f"here is {others[0]}: rename it to {SINGLE}"
+    if any(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in others):
         return f"here are {shown} without {INDEX}, which says where each tensor is: download it as well"
-    if theirs and (variant := re.match(r"model\.(\w+)(-\d+-of-\d+)?\.safetensors", theirs[0])):
+    if others and (variant := re.match(r"model\.(\w+)(-\d+-of-\d+)?\.safetensors", others[0])):
         written = CONVERT.format(more=f', variant="{variant[1]}"')
         return f"here are {shown}: transformers' {written} writes it"
-    if len(theirs) == 1:
-        return f"here is {theirs[0]}: where it holds the whole model, rename it to {SINGLE}"
+    if len(others) == 1:
+        return f"here is {others[0]}: where it holds the whole model, rename it to {SINGLE}"
     if own:
         return (
             f"here are {shown}, in the publisher's own format: download the files of transformers' format, "
@@ -168,12 +169,12 @@ def hint(path: Path) -> str:
     """Advice for a folder that is not a Hugging Face folder, to append to a message; "" if there is none."""
     if not path.is_dir() or (path / CONFIG).exists():
         return ""
-    below = [one.parent for pattern in ("*", "*/*") for one in path.glob(f"{pattern}/{CONFIG}")]
+    below = [config.parent for pattern in ("*", "*/*") for config in path.glob(f"{pattern}/{CONFIG}")]
     numbered = {str(folder): [*map(int, re.findall(r"\d+", folder.name))] for folder in below}
-    found = sorted((name for name in numbered if is_folder(name)), key=lambda name: (numbered[name], name))
-    if found:
-        more = f" (of {len(found)} such folders in it)" if found[1:] else ""
-        return f"; did you mean {found[-1]}{more}?"
+    names = sorted((name for name in numbered if is_folder(name)), key=lambda name: (numbered[name], name))
+    if names:
+        more = f" (of {len(names)} such folders in it)" if names[1:] else ""
+        return f"; did you mean {names[-1]}{more}?"
     if weights := weights_of(path):
         return f"; {CONFIG} is missing, which says what the model is; {weights}"
     return ""
@@ -183,7 +184,7 @@ def renamed(expected: Iterable[str], there: Collection[str]) -> str:
     """The reason why most expected names of tensors are missing, if a prefix explains it; else ""."""
     missing = [name for name in expected if name not in there]
     ends = {wrapper: sum(f"{wrapper}{name}" in there for name in missing) for wrapper in WRAPPERS}
-    wrapper = max(WRAPPERS, key=lambda one: ends[one])
+    wrapper = max(WRAPPERS, key=lambda prefix: ends[prefix])
     if 2 * ends[wrapper] > len(missing):
         return f"names begin with {wrapper}, as {WRAPPERS[wrapper]} writes them: save the model within it"
     bare = sum(name.startswith("model.") and name.removeprefix("model.") in there for name in missing)

@@ -37,8 +37,8 @@ def folder_of(path: str | Path, weights: bool = True) -> Path:
 
 def name_of(folder: str) -> str | None:
     """The hub name of a folder in huggingface_hub's cache; None for another folder."""
-    found = re.search(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$", folder)
-    return f"{found[1]}/{found[2]}" if found else None
+    match = re.search(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$", folder)
+    return f"{match[1]}/{match[2]}" if match else None
 
 
 def commit_of(folder: str) -> str | None:

@@ -125,7 +125,7 @@ def plan_import(hf_dir: Path, axes: Axes = ALONE) -> Plan:
     ConfigError for settings that tmoe does not compute. MismatchError lists every tensor that does not fit.
     """
     folder = Folder(Path(hf_dir))
-    arch, cfg, found, _, extra, problems, held = plan_folder(folder)
+    arch, cfg, pieces, _, extra, problems, held = plan_folder(folder)
     refuse(f"{hf_dir} is no whole {arch.model_type}", problems)
 
     # The outputs are the model's tensors, then the entries from which an export restores the original.
@@ -162,12 +162,12 @@ def plan_import(hf_dir: Path, axes: Axes = ALONE) -> Plan:
     read = sorted({*folder.stored_in.values(), *folder.others()})
     stats = ((name, (folder.path / name).stat()) for name in read)
     stamps = tuple(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
-    return Plan(tuple(outputs), partial(_imported, folder, found, carried), manifest, stamps)
+    return Plan(tuple(outputs), partial(_imported, folder, pieces, carried), manifest, stamps)
 
 
 def _imported(
     folder: Folder,
-    found: dict[str, list[TensorPiece]],
+    pieces: dict[str, list[TensorPiece]],
     carried: dict[str, Callable[[], Tensor]],
     output: Output,
 ) -> Iterator[Tensor]:
@@ -178,7 +178,7 @@ def _imported(
     with folder.reading() as read:
         for box in output.boxes:
             target = torch.empty(box.shape, dtype=output.dtype)
-            fill(target, box.offset, found[output.name.removeprefix(MODEL)], read)
+            fill(target, box.offset, pieces[output.name.removeprefix(MODEL)], read)
             yield target
 
 

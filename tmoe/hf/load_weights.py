@@ -62,11 +62,11 @@ def _load_hf(hf_dir: Path, parameters: dict[str, Tensor], model_cfg: ModelConfig
     plan = _together(lambda: _plan_load(hf_dir, parameters, held, model_cfg))
 
     def read() -> None:
-        folder, found = plan
+        folder, pieces = plan
         for name, parameter in parameters.items():
             offset = tuple(part.start for part in local_slices(parameter))
             with folder.reading() as reading:
-                fill(local_part(parameter), offset, found[name], reading)
+                fill(local_part(parameter), offset, pieces[name], reading)
 
     _together(read)
 

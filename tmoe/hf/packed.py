@@ -85,19 +85,19 @@ def _problems(
     """
     parts = {f"{name}{row.suffix}": row for row in table}
     there = [part for part in parts if part in shapes]
-    found = [f"{part}: missing, but {there[0]} is there" for part in parts if part not in shapes]
+    problems = [f"{part}: missing, but {there[0]} is there" for part in parts if part not in shapes]
     if not bare and name in shapes:
-        found.append(f"{name}: there, and packed as {there[0]} as well")
+        problems.append(f"{name}: there, and packed as {there[0]} as well")
     for part in there:
         row = parts[part]
         if dtypes[part] not in row.dtypes:
-            found.append(f"{part}: {dtypes[part]}; valid are {', '.join(row.dtypes)}")
+            problems.append(f"{part}: {dtypes[part]}; valid are {', '.join(row.dtypes)}")
     first = f"{name}{table[0].suffix}"
     for part in there if first in shapes else []:
         if not parts[part].fits(shapes[part], shapes[first]):
-            found.append(f"{part}: shape {shapes[part]}, must be {parts[part].said}")
+            problems.append(f"{part}: shape {shapes[part]}, must be {parts[part].said}")
             break  # the shapes of the later tensors follow from the first
-    return found
+    return problems
 
 
 # ---- MXFP4 (Open Compute Project, Microscaling Formats 1.0, 2023), as gpt-oss is published ----
@@ -124,12 +124,12 @@ def mxfp4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> F
     names, problems = find(MXFP4, shapes, dtypes)
     if problems:
         return {}, problems
-    found = {}
+    views = {}
     for name in names:
         blocks, scales = (f"{name}{row.suffix}" for row in MXFP4)
         E, M, groups, _ = shapes[blocks]
-        found[name] = View((blocks, scales), (E, groups * BLOCK, M), "BF16", partial(unpack, blocks, scales))
-    return found, []
+        views[name] = View((blocks, scales), (E, groups * BLOCK, M), "BF16", partial(unpack, blocks, scales))
+    return views, []
 
 
 def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tensor:
@@ -154,9 +154,9 @@ def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tens
         experts.stop - experts.start, len(range(*rows.indices(rows.stop))), wide.stop - wide.start
     )
     for i in range(out.shape[0]):
-        here = (slice(experts.start + i, experts.start + i + 1), rows, slice(first, last))
-        scale = powers[read(scales, here)[0].to(torch.int32)]
-        numbers = pairs[read(blocks, (*here, slice(0, BLOCK // 2)))[0].to(torch.int32)].view(torch.float32)
+        index = (slice(experts.start + i, experts.start + i + 1), rows, slice(first, last))
+        scale = powers[read(scales, index)[0].to(torch.int32)]
+        numbers = pairs[read(blocks, (*index, slice(0, BLOCK // 2)))[0].to(torch.int32)].view(torch.float32)
         out[i] = numbers.mul_(scale[..., None]).flatten(-2)[:, low : low + out.shape[2]]
     return out.mT
 
@@ -187,8 +187,8 @@ def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fou
     """
     for key, valid in FP8_SETTINGS.items():
         if settings.get(key, valid[0]) not in valid:
-            said = " or ".join(map(repr, valid))
-            raise ConfigError(f"{QUANTISED}: {key}={settings[key]!r}: only {said} is read; {FP8_ROAD}")
+            choices = " or ".join(map(repr, valid))
+            raise ConfigError(f"{QUANTISED}: {key}={settings[key]!r}: only {choices} is read; {FP8_ROAD}")
     block = settings.get("weight_block_size", BLOCKS)
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
         raise ConfigError(
@@ -208,11 +208,11 @@ def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fou
     names, problems = find(table, shapes, dtypes)
     if problems:
         return {}, problems
-    found = {}
+    views = {}
     for name in names:
         factors = f"{name}_scale_inv"
-        found[name] = View((name, factors), shapes[name], "BF16", partial(scaled, name, factors, block))
-    return found, []
+        views[name] = View((name, factors), shapes[name], "BF16", partial(scaled, name, factors, block))
+    return views, []
 
 
 def scaled(name: str, factors: str, block: list[int], read: Read, box: tuple[slice, ...]) -> Tensor:
@@ -252,12 +252,12 @@ def int4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fo
         raise ConfigError(
             f"quantization_config: config_groups={groups!r}: one with weights is read; {INT4_ROAD}"
         )
-    said = settings | weights
+    stated = settings | weights
     for key, valid in INT4_SETTINGS.items():
-        if said.get(key) not in valid:
+        if stated.get(key) not in valid:
             words = " or ".join(map(repr, valid))
             raise ConfigError(
-                f"quantization_config: {key}={said.get(key)!r}: only {words} is read; {INT4_ROAD}"
+                f"quantization_config: {key}={stated.get(key)!r}: only {words} is read; {INT4_ROAD}"
             )
     size = weights.get("group_size")
     if type(size) is not int or size < 1 or size % WORD:
@@ -276,13 +276,13 @@ def int4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fo
     names, problems = find(table, shapes, dtypes)
     if problems:
         return {}, problems
-    found = {}
+    views = {}
     for name in names:
         words_of, factors, shape_of = (f"{name}{row.suffix}" for row in table)
         rows, words = shapes[words_of]
         read = partial(grouped, words_of, factors, size)
-        found[name] = View((words_of, factors, shape_of), (rows, words * WORD), "BF16", read)
-    return found, []
+        views[name] = View((words_of, factors, shape_of), (rows, words * WORD), "BF16", read)
+    return views, []
 
 
 def grouped(packed: str, factors: str, size: int, read: Read, box: tuple[slice, ...]) -> Tensor:
@@ -305,11 +305,11 @@ WAYS = {
 def no_reader(quantised: Any) -> str:
     """The error for a quantization_config whose method is not read, with the way to get 16-bit weights."""
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    said = f"quant_method={method!r}" if method else f"{quantised!r}, without a quant_method"
-    way = WAYS.get(method, "") if isinstance(method, str) else ""
-    writes = f", or write them: transformers' {way}" if way else ""
+    shown = f"quant_method={method!r}" if method else f"{quantised!r}, without a quant_method"
+    conversion = WAYS.get(method, "") if isinstance(method, str) else ""
+    writes = f", or write them: transformers' {conversion}" if conversion else ""
     return (
-        f"{QUANTISED}: {said}: only {READABLE} are read: take the published folder of 16-bit weights "
+        f"{QUANTISED}: {shown}: only {READABLE} are read: take the published folder of 16-bit weights "
         f"(base_model in the model's README.md){writes}"
     )
 

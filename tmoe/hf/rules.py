@@ -274,16 +274,16 @@ def pieces(
     held: numbers of the layers whose tensors have the form in which transformers 5 holds them (TensorRule).
     """
     generic, layer = _generic(ours)
-    here = of_layer(cfg, int(layer)) if layer else cfg
+    layer_cfg = of_layer(cfg, int(layer)) if layer else cfg
     rule = next((rule for rule in arch.rules if rule.ours == generic), TensorRule(ours, ()))
     parts = rule.held if rule.held and layer in held else rule.parts
-    found = []
+    result = []
     stacked = any("{expert}" in part.name for part in parts)
     axis = (".experts." in ours) - len(shape)
     for expert in range(shape[0]) if stacked else (None,):
         start = 0
         for part in parts:
-            rows = part.rows(here) if part.rows else shape[axis] // len(parts)
+            rows = part.rows(layer_cfg) if part.rows else shape[axis] // len(parts)
             if not rows:
                 continue
             offset = [0] * len(shape)
@@ -295,12 +295,14 @@ def pieces(
                 box[0] = 1
             name = part.name.format(layer=layer, expert=expert)
             woven = (part.every, part.first, part.framed)
-            found.append(TensorPiece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven))
+            result.append(
+                TensorPiece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven)
+            )
             start += rows
-    assert sum(math.prod(piece.shape) for piece in found) in (0, math.prod(shape)), (
+    assert sum(math.prod(piece.shape) for piece in result) in (0, math.prod(shape)), (
         f"{ours}: parts leave a hole"
     )
-    return found
+    return result
 
 
 def _generic(ours: str) -> tuple[str, str]:
@@ -330,14 +332,14 @@ def divide(
     """
     present = set(present)
     held = held_layers(arch, cfg, present) | {*held}
-    found = {name: pieces(arch, cfg, name, shape, held) for name, shape in model_shapes(cfg).items()}
+    pieces_of = {name: pieces(arch, cfg, name, shape, held) for name, shape in model_shapes(cfg).items()}
     if cfg.tied and HEAD in present and EMBEDDING not in present:
-        found["embedding.weight"] = [piece._replace(name=HEAD) for piece in found["embedding.weight"]]
+        pieces_of["embedding.weight"] = [piece._replace(name=HEAD) for piece in pieces_of["embedding.weight"]]
     behind = tuple(f"model.layers.{cfg.layers + i}." for i in range(ahead))
     computed = [re.compile(pattern) for pattern in arch.extra]
-    read = {piece.name for group in found.values() for piece in group}
+    read = {piece.name for group in pieces_of.values() for piece in group}
     unread = (n for n in present - read if n.startswith(behind) or any(p.fullmatch(n) for p in computed))
-    return found, sorted(unread)
+    return pieces_of, sorted(unread)
 
 
 def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) -> set[str]:
@@ -363,11 +365,11 @@ def held_by_shape(arch: Architecture, cfg: ModelConfig, shapes: Mapping[str, tup
     Only rules with TensorRule.by_shape are checked. A square tensor fits both forms; the layer's other
     tensors then decide. MismatchError names the layers with shapes of both forms.
     """
-    told = {rule.ours for rule in arch.rules if rule.by_shape}
+    by_shape = {rule.ours for rule in arch.rules if rule.by_shape}
     seen: dict[str, dict[bool, str]] = {}
-    for ours, shape in model_shapes(cfg).items() if told else ():
+    for ours, shape in model_shapes(cfg).items() if by_shape else ():
         generic, layer = _generic(ours)
-        if generic not in told:
+        if generic not in by_shape:
             continue
         usual, other = (their_shapes({ours: pieces(arch, cfg, ours, shape, h)}) for h in ((), {layer}))
         for name in usual:

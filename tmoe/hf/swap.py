@@ -46,12 +46,12 @@ class SwappedExperts(Experts):
     def __init__(self, theirs: Any, marks: Marks, mesh: Mesh | None):
         nn.Module.__init__(self)  # not Experts.__init__: the parameters exist already and keep their names
         # Keep the attributes that other code reads: sizes, marks, and whether the weights are initialised.
-        kept = {
+        attributes = {
             name: value
             for name, value in vars(theirs).items()
             if not name.startswith("_") and name != "forward"
         }
-        vars(self).update(kept, _is_hf_initialized=getattr(theirs, "_is_hf_initialized", False))
+        vars(self).update(attributes, _is_hf_initialized=getattr(theirs, "_is_hf_initialized", False))
         for name, parameter in theirs.named_parameters():
             setattr(self, name, parameter)
         self.marks = marks
@@ -97,16 +97,16 @@ class SwappedExperts(Experts):
         Biases are [L, 2F] and [L, D]. Without a gate, F takes the place of 2F.
         """
         names, transposed, woven = self.marks.names, self.marks.transposed, self.marks.woven
-        found: list[Any] = []
+        tensors: list[Any] = []
         for name in (*names, *(f"{name}_bias" for name in names)):
             if not hasattr(self, name):
-                found.append(None)
+                tensors.append(None)
                 continue
             t = local_part(getattr(self, name)).to(dtype)
             t = t.mT if transposed and t.dim() == 3 else t
-            t = torch.cat([t[:, 0::2], t[:, 1::2]], 1) if woven and len(found) % 2 == 0 else t
-            found.append(t.contiguous())
-        return LocalExperts(found[0], found[1], found[2], found[3], self.marks.activation)
+            t = torch.cat([t[:, 0::2], t[:, 1::2]], 1) if woven and len(tensors) % 2 == 0 else t
+            tensors.append(t.contiguous())
+        return LocalExperts(tensors[0], tensors[1], tensors[2], tensors[3], self.marks.activation)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles create the class by `swapped_class`, because it cannot be imported by name."""
@@ -156,9 +156,9 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
             f"swap_experts: {done} blocks of this {kind} have tmoe's experts already; swap a model once"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = {name: module for name, module in modules.items() if is_marked(module)}
+    marked = {name: module for name, module in modules.items() if is_marked(module)}
     marks = {}
-    for name, theirs in found.items():
+    for name, theirs in marked.items():
         reason = _wrapped(modules, name) or _held_elsewhere(model, name)
         if reason:
             raise ConfigError(f"swap_experts: {name} {reason}")
@@ -166,13 +166,13 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
             marks[name] = read_marks(theirs)
         except ConfigError as error:
             raise ConfigError(f"swap_experts: {name} {error.wrong}") from None
-    if not found:
+    if not marked:
         raise ConfigError(f"swap_experts: {_none_found(kind, modules)}")
     made: dict[nn.Module, SwappedExperts] = {}
-    for name, theirs in found.items():  # a module with two names is replaced by one module
+    for name, theirs in marked.items():  # a module with two names is replaced by one module
         if theirs not in made:
             made[theirs] = swapped_class(type(theirs))(theirs, marks[name], mesh)
-    for name, theirs in found.items():
+    for name, theirs in marked.items():
         ours = made[theirs]
         model.set_submodule(name, ours)
         if hook := getattr(theirs, "_hf_hook", None):

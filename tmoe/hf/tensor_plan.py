@@ -80,5 +80,5 @@ def plan_layout(config: HF, types: dict[str, str], held: Collection[str]) -> Rea
 def _plan(config: HF, present: dict, held: set[str]) -> Reading:
     arch = architecture(config)
     cfg = read_config(config)
-    found, extra = divide(arch, cfg, present, ahead(text_settings(arch, config)), held)
-    return Reading(arch, cfg, found, copies(cfg, present), extra, [], held)
+    pieces, extra = divide(arch, cfg, present, ahead(text_settings(arch, config)), held)
+    return Reading(arch, cfg, pieces, copies(cfg, present), extra, [], held)

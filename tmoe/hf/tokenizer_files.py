@@ -41,11 +41,11 @@ def carried_by_start(cfg: Config) -> Carried | None:
     files are read. Whether the step is complete and belongs to the run is checked when it is loaded.
     """
     if cfg.resume not in ("auto", "none"):
-        found = carried_by(Path(cfg.resume))
+        carried = carried_by(Path(cfg.resume))
     else:
         step = _newest(Path(cfg.out, "checkpoints")) if cfg.resume == "auto" else None
-        found = carried_by(step) if step else None
-    return found or (carried_by(Path(cfg.init)) if cfg.init else None)
+        carried = carried_by(step) if step else None
+    return carried or (carried_by(Path(cfg.init)) if cfg.init else None)
 
 
 def _newest(steps: Path) -> Path | None:
@@ -57,8 +57,8 @@ def _newest(steps: Path) -> Path | None:
 
 def unknown_of(init: str) -> str:
     """The note of a run whose --init has no known tokenizer; it names tokenizer files that are not read."""
-    said = f"--init={init}: its tokenizer is not known, so it cannot be checked that the data are of it"
-    return said + unread_in(Path(init))
+    note = f"--init={init}: its tokenizer is not known, so it cannot be checked that the data are of it"
+    return note + unread_in(Path(init))
 
 
 def unread_in(folder: Path) -> str:
@@ -89,12 +89,12 @@ def lineage(path: Path) -> list[Level]:
     is in the list already.
     """
     names = (*NAMES, SETTINGS, TEMPLATE, TOOLS_FILE, GENERATION, CONFIG)
-    found: list[Level] = []
+    levels: list[Level] = []
     seen: list[Path] = []
     while True:
         if is_folder(path):
             content = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
-            found.append(Level(path, content, None))
+            levels.append(Level(path, content, None))
             break
         try:
             step = folders.resolve(path)
@@ -103,13 +103,13 @@ def lineage(path: Path) -> list[Level]:
             content = {n: read_whole(step, entry).numpy().tobytes() for n, entry in entries.items() if entry}
         except CheckpointError:
             break
-        found.append(Level(path, content, manifest))
+        levels.append(Level(path, content, manifest))
         seen.append(step.resolve())
         config = manifest.info.get("config")
         path = Path(str(config.get("init") or "")) if isinstance(config, dict) else Path()
         if not path.name or path.resolve() in seen:
             break
-    return found[::-1]
+    return levels[::-1]
 
 
 def carried_by(path: Path) -> Carried | None:
@@ -119,10 +119,10 @@ def carried_by(path: Path) -> Carried | None:
     names the tokenizer that made its data; a file with another hash is not used for it. CheckpointError for
     a step whose "chat" is malformed.
     """
-    found: Carried | None = None
+    carried: Carried | None = None
     for level in lineage(path):
-        found = _after(level, found)
-    return found
+        carried = _after(level, carried)
+    return carried
 
 
 def carried_in(where: Path, content: dict[str, bytes]) -> Carried | None:
@@ -133,7 +133,7 @@ def carried_in(where: Path, content: dict[str, bytes]) -> Carried | None:
 def _after(level: Level, before: Carried | None) -> Carried | None:
     """The tokenizer and format after one more folder of the history; before: those of the older folders."""
     where, content, manifest = level
-    found = _of_files(where, content) or before
+    carried = _of_files(where, content) or before
     chat, generation = (before.chat, before.generation) if before else (None, {})
     if content or manifest is None:
         generation = json_object(content.get(GENERATION))
@@ -141,23 +141,25 @@ def _after(level: Level, before: Carried | None) -> Carried | None:
         named = where / TEMPLATE if TEMPLATE in content else f"chat_template of {where / SETTINGS}"
         ends = ends_in(generation, json_object(content.get(CONFIG)))
         chat = ChatFormat(template, tools, ends=ends, source=str(named))
-        found = found or Carried(str(where), "", None)
+        carried = carried or Carried(str(where), "", None)
     trained_on = of_data(manifest) if manifest else None
-    if trained_on is not None and (found is None or trained_on not in (found.fingerprint, *found.others)):
-        if found is not None and found.fingerprint:  # with another tokenizer, ids have another meaning
+    if trained_on is not None and (
+        carried is None or trained_on not in (carried.fingerprint, *carried.others)
+    ):
+        if carried is not None and carried.fingerprint:  # with another tokenizer, ids have another meaning
             chat, generation = None, {}
         beside = _of_files(where, beside_data(manifest)) if manifest else None
-        found = Carried(str(where), trained_on, beside.files if beside else None)
+        carried = Carried(str(where), trained_on, beside.files if beside else None)
     if manifest is not None:
         chat = format_of_step(where, manifest) or chat
-    return found and found._replace(where=str(where), chat=chat, generation=generation)
+    return carried and carried._replace(where=str(where), chat=chat, generation=generation)
 
 
 def of_data(manifest: Manifest) -> str | None:
     """Fingerprint of the tokenizer that made a step's data; None if the manifest has none."""
     data = manifest.info.get("data")
-    found = data.get("tokenizer") if isinstance(data, dict) else None
-    return found if isinstance(found, str) else None
+    fingerprint = data.get("tokenizer") if isinstance(data, dict) else None
+    return fingerprint if isinstance(fingerprint, str) else None
 
 
 def of_run(
@@ -200,29 +202,31 @@ def beside_data(manifest: Manifest) -> dict[str, bytes]:
     for place in _places(manifest):
         folder = place if place.is_dir() else place.parent
         beside = [folder / name for name in (*NAMES, SETTINGS, TEMPLATE)]
-        found = {path.name: path.read_bytes() for path in beside if path.is_file()}
+        content = {path.name: path.read_bytes() for path in beside if path.is_file()}
         if place.is_file() and place.name not in NAMES:
             raw = place.read_bytes()
             is_json = raw.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
-            found = {TOKENIZER if is_json else MODEL: raw} | {n: found[n] for n in found if n not in NAMES}
-        carried = _of_files(folder, found)
+            content = {TOKENIZER if is_json else MODEL: raw} | {
+                n: content[n] for n in content if n not in NAMES
+            }
+        carried = _of_files(folder, content)
         if carried and trained_on in (carried.fingerprint, *carried.others):
-            return found
+            return content
     return {}
 
 
 def _places(manifest: Manifest) -> list[Path]:
     """Files and folders that may be, or hold, the tokenizer of a run's data."""
     config = manifest.info.get("config")
-    told = config.get("data") if isinstance(config, dict) else None
-    told = told if isinstance(told, dict) else {}
-    paths = told.get("path")
-    named = Path(str(told.get("tokenizer") or ""))
-    found = [named] if named.name and named.exists() else []
+    data = config.get("data") if isinstance(config, dict) else None
+    data = data if isinstance(data, dict) else {}
+    paths = data.get("path")
+    named = Path(str(data.get("tokenizer") or ""))
+    places = [named] if named.name and named.exists() else []
     for name in map(str, paths if isinstance(paths, list | tuple) else ()):
         path = Path(name) if Path(name).exists() else Path(name.rpartition(":")[0] or name)
-        found += [path if path.is_dir() else path.parent]
-    return found
+        places += [path if path.is_dir() else path.parent]
+    return places
 
 
 def _of_files(where: Path, content: dict[str, bytes]) -> Carried | None:
@@ -231,7 +235,7 @@ def _of_files(where: Path, content: dict[str, bytes]) -> Carried | None:
     None without a tokenizer.json or tokenizer.model. A tokenizer.json without a model is ignored, because it
     cannot encode text.
     """
-    found = [
+    candidates = [
         TokenizerFiles(
             f"{where / name}",
             content[name],
@@ -243,18 +247,18 @@ def _of_files(where: Path, content: dict[str, bytes]) -> Carried | None:
         for name in NAMES
         if name in content and (name == MODEL or _is_tokenizer(content[name]))
     ]
-    if not found:
+    if not candidates:
         return None
-    fingerprint, *others = (files.fingerprint for files in found)
-    return Carried(str(where), fingerprint, found[0], tuple(others))
+    fingerprint, *others = (files.fingerprint for files in candidates)
+    return Carried(str(where), fingerprint, candidates[0], tuple(others))
 
 
 def _is_tokenizer(raw: bytes) -> bool:
     try:
-        told = json.loads(raw)
+        content = json.loads(raw)
     except (ValueError, RecursionError):
         return True  # a damaged file must raise an error later instead of being ignored
-    return not isinstance(told, dict) or "model" in told
+    return not isinstance(content, dict) or "model" in content
 
 
 def require_tokenizer_of_run(step: Path, manifest: Manifest, files: dict[str, Callable[[], bytes]]) -> None:
@@ -263,10 +267,10 @@ def require_tokenizer_of_run(step: Path, manifest: Manifest, files: dict[str, Ca
     carried = _of_files(Path(), {name: files[name]() for name in NAMES if name in files})
     if trained_on is None or carried is None:
         return
-    theirs = carried.fingerprint
-    if trained_on not in (theirs, *carried.others):
+    fingerprint = carried.fingerprint
+    if trained_on not in (fingerprint, *carried.others):
         raise CheckpointError(
-            f"{step}: trained on data of tokenizer {trained_on}; {TOKENIZER} of the original is {theirs}, "
-            f"for which ids mean other text: name with --like a copy of the original that holds the run's "
-            f"{TOKENIZER}, or none"
+            f"{step}: trained on data of tokenizer {trained_on}; {TOKENIZER} of the original is "
+            f"{fingerprint}, for which ids mean other text: name with --like a copy of the original "
+            f"that holds the run's {TOKENIZER}, or none"
         )

@@ -80,13 +80,13 @@ def write_folder(plan: Export, dst: Path) -> None:
     the errors of produce.
     """
     with locked(dst) as work:
-        kept = {file for file in plan.layout if _record(plan, work / file)}
+        finished = {file for file in plan.layout if _record(plan, work / file)}
         _require_ours(plan, dst)  # again, now that no other process can write here
-        left = set(work.iterdir()) - {work / name for file in kept for name in (file, file + DONE)}
+        left = set(work.iterdir()) - {work / name for file in finished for name in (file, file + DONE)}
         # Small files are removed first: _require_ours accepts them only while all other files exist.
         for path in sorted(left, key=lambda path: path.name in plan.layout):
             path.unlink()
-        todo = [file for file in plan.layout if file not in kept]
+        todo = [file for file in plan.layout if file not in finished]
         with bar("writing", sum(plan.sizes[name] for file in todo for name in plan.layout[file])) as advance:
             for file in todo:
                 _write_tensors(plan, work, file, advance)
@@ -119,8 +119,8 @@ def _record(plan: Export, path: Path) -> list[tuple[int, int, str]] | None:
     None unless an export with the same plan finished it.
     """
     try:
-        told: Any = json.loads(path.with_name(path.name + DONE).read_text())
-        return told["parts"] if told["key"] == plan.key and told["size"] == path.stat().st_size else None
+        done: Any = json.loads(path.with_name(path.name + DONE).read_text())
+        return done["parts"] if done["key"] == plan.key and done["size"] == path.stat().st_size else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -141,8 +141,8 @@ def _write_tensors(plan: Export, work: Path, file: str, advance: Advance) -> Non
     except BaseException:
         (work / file).unlink(missing_ok=True)  # frees its space for the next attempt
         raise
-    told = dict(key=plan.key, size=(work / file).stat().st_size, parts=writer.parts)
-    _write_small(work / (file + DONE), json.dumps(told).encode())
+    record = dict(key=plan.key, size=(work / file).stat().st_size, parts=writer.parts)
+    _write_small(work / (file + DONE), json.dumps(record).encode())
     folders.sync_folder(work)
 
 

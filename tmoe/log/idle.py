@@ -40,9 +40,9 @@ class IdleExperts:
         routed = counts.sum(1, keepdims=True) > 0
         self.steps_LE += passed * routed
         self.steps_LE[counts > 0] = 0
-        found = (self.steps_LE >= IDLE) & ~self.named_LE
-        self.named_LE |= found
-        return self._note(found) if found.any() else None
+        new_LE = (self.steps_LE >= IDLE) & ~self.named_LE
+        self.named_LE |= new_LE
+        return self._note(new_LE) if new_LE.any() else None
 
     def _note(self, found_LE: np.ndarray) -> str:
         layers = np.flatnonzero(found_LE.any(1)).tolist()

@@ -150,9 +150,9 @@ class Metrics:
         self.seconds_before, dropped = rewind(self.path, self.start_step, keep, self.seen)
         self.idle.begin(self.start_step)
         if dropped:
-            kept = f"; {keep.name} has all" if keep else ""
+            copy_note = f"; {keep.name} has all" if keep else ""
             what = f"torn or of steps after {self.start_step}"
-            self.note(f"{self.path}: dropped {dropped} lines, {what}{kept}")
+            self.note(f"{self.path}: dropped {dropped} lines, {what}{copy_note}")
         self.routing = self.run / "routing.bin"
         routing_log.rewind(self.routing, self.start_step, keep and routing_before(keep))
         # The files stay open, and each line is written at once.
@@ -249,8 +249,8 @@ class Metrics:
         """
         if self.lines is None:
             return
-        found = {"loss": loss} | dict(measured or {})
-        numbers = finite({f"{name}_{key}": value for key, value in found.items()})
+        values = {"loss": loss} | dict(measured or {})
+        numbers = finite({f"{name}_{key}": value for key, value in values.items()})
         self.write({"step": self.line["step"]} | numbers)
         self.line |= numbers
         self.show(scalars(numbers))
@@ -287,9 +287,9 @@ class Metrics:
         """A line's numbers of speed; all None while the throughput is unknown."""
         if tokens_per_s is None:
             return {"tokens_per_s": None, "tflops": None, "mfu": None}
-        own = tokens_per_s / self.world
-        share = mfu(self.flops_per_token, own, self.peak)
-        return {"tokens_per_s": tokens_per_s, "tflops": own * self.flops_per_token / 1e12, "mfu": share}
+        per_rank = tokens_per_s / self.world
+        share = mfu(self.flops_per_token, per_rank, self.peak)
+        return {"tokens_per_s": tokens_per_s, "tflops": per_rank * self.flops_per_token / 1e12, "mfu": share}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -527,18 +527,18 @@ class Wandb:
 
         self.where = run / "wandb"
         name = run / "wandb_id"  # a resumed run continues the same run of W&B
-        here = name.read_text() if start_step and name.exists() else uuid.uuid4().hex
+        run_id = name.read_text() if start_step and name.exists() else uuid.uuid4().hex
         self.session = wandb.init(
             project=cfg.log.wandb,
             name=run.name,
-            id=here,
+            id=run_id,
             resume="allow",
             dir=str(run),
             config=dataclasses.asdict(cfg),
         )
         # The step is logged as a value: W&B's own step must not decrease, and a resumed run's step does.
         self.session.define_metric("*", step_metric="step")
-        name.write_text(here)  # last: a start that fails leaves the previous id in place
+        name.write_text(run_id)  # last: a start that fails leaves the previous id in place
 
     def write(self, numbers: dict[str, float], step: int) -> None:
         self.session.log(numbers | {"step": step})

@@ -188,9 +188,9 @@ def summary(line: dict[str, Any]) -> str:
     # With --task grpo the loss says little, so the rewards are shown first.
     parts = [*rewards_of(line), loss] if rewarded else [loss, *numbers_of(line)]
     if "val_loss" in line:
-        found = {name.removeprefix("val_"): line[name] for name in line if name.startswith("val_")}
-        value = "not finite" if found["loss"] is None else f"{found['loss']:.4f}"
-        first = rewards_of(found) if rewarded else [value, *numbers_of(found)]
+        val_line = {name.removeprefix("val_"): line[name] for name in line if name.startswith("val_")}
+        value = "not finite" if val_line["loss"] is None else f"{val_line['loss']:.4f}"
+        first = rewards_of(val_line) if rewarded else [value, *numbers_of(val_line)]
         parts.append(f"val {', '.join(first)}")
     for name, text in (("tokens_per_s", "{:,.0f} tokens/s"), ("mfu", "MFU {:.1%}")):
         if line[name] is not None:

@@ -107,7 +107,9 @@ def load(path: Path) -> ReportedRun:
     for number, line in read_steps(file):
         try:  # None becomes NaN
             numbers.append(np.array([line["step"], *(line.get(name) for name in SERIES)], dtype=float))
-            violation.append([None if one is None else float(one) for one in line.get("max_violation") or []])
+            violation.append(
+                [None if value is None else float(value) for value in line.get("max_violation") or []]
+            )
             if line.get("expert_counts"):
                 counts.append(np.array(line["expert_counts"], dtype=float))
         except (TypeError, ValueError, OverflowError) as error:

@@ -63,22 +63,22 @@ class Routes:
         calls = max(map(len, self.kept))
         rows = [(call * readers + reader) * batch + row for call in range(calls) for row in range(batch)]
         arrays = {}
-        for part, kept in zip(self.parts, self.kept, strict=True):
-            if not kept:  # all blocks of a pipeline stage may be dense
+        for part, choices in zip(self.parts, self.kept, strict=True):
+            if not choices:  # all blocks of a pipeline stage may be dense
                 continue
             blocks = [name for name, block in part.blocks.named_children() if block.moe is not None]
             place = next(part.parameters()).device
             tokens = part.own(torch.arange(seq, device=place)[None])[0].cpu().numpy()
             for i, block in enumerate(blocks):
-                ids = torch.cat([rearrange(call[i], "(b s) k -> b s k", b=batch) for call in kept])
+                ids = torch.cat([rearrange(call[i], "(b s) k -> b s k", b=batch) for call in choices])
                 arrays[f"ids.{block}"] = ids.cpu().numpy().astype(np.int16 if ids.max() < 2**15 else np.int32)
             arrays |= {"rows": np.array(rows), "tokens": tokens.astype(np.int64)}
         self.kept = []
         if not arrays:
             return
         step += 1
-        told = dict(step=step, sequences=calls * readers * batch, seq=seq)
-        write(self.folder / f"step-{step}.rank-{self.rank}.safetensors", arrays, told)
+        facts = dict(step=step, sequences=calls * readers * batch, seq=seq)
+        write(self.folder / f"step-{step}.rank-{self.rank}.safetensors", arrays, facts)
 
 
 def write(path: Path, arrays: dict[str, np.ndarray], told: dict[str, Any]) -> None:
@@ -99,29 +99,29 @@ def read_routes(folder: Path | str, step: int) -> dict[int, Tensor]:
     give `replaying` the choices of a rank's own tokens, [block][rows][:, tokens] for each MoE block.
     Raises ValueError if files of the step are missing or incomplete.
     """
-    found: dict[int, Tensor] = {}
+    routes: dict[int, Tensor] = {}
     paths = sorted(Path(folder).glob(f"step-{step}.rank-*.safetensors"))
     if not paths:
         known = sorted({path.name.split(".")[0] for path in Path(folder).glob("step-*.safetensors")})
         raise ValueError(f"{folder}: has no step-{step}; valid: {', '.join(known) or 'no step was traced'}")
     for path in paths:
         for block, ids, rows, tokens, shape in _parts(path):
-            whole = found.setdefault(block, torch.full((*shape, ids.shape[-1]), -2, dtype=torch.int32))
+            whole = routes.setdefault(block, torch.full((*shape, ids.shape[-1]), -2, dtype=torch.int32))
             whole[rows[:, None], tokens] = ids
-    for block, ids in found.items():
+    for block, ids in routes.items():
         missing = (ids == -2).any(-1)
         if missing.any():
             row = missing.any(1).nonzero()[0].item()
             raise ValueError(f"{folder}: step-{step} lacks a rank's file: block {block}, sequence {row}")
-    return dict(sorted(found.items()))
+    return dict(sorted(routes.items()))
 
 
 def _parts(path: Path) -> Iterator[tuple[int, Tensor, Tensor, Tensor, tuple[int, int]]]:
     """Yields for each block in a rank's file: number, ids, rows, tokens, and the step's (sequences, seq)."""
     try:
         with safe_open(path, "pt") as file:
-            told = json.loads(file.metadata()["routes"])
-            shape = int(told["sequences"]), int(told["seq"])
+            facts = json.loads(file.metadata()["routes"])
+            shape = int(facts["sequences"]), int(facts["seq"])
             rows, tokens = file.get_tensor("rows"), file.get_tensor("tokens")
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 if name.startswith("ids."):

@@ -78,13 +78,13 @@ def read_history(run: Path) -> History:
     rows: list[tuple[Any, ...]] = []
     of_losses: list[dict[str, np.ndarray]] = []
     shape = None
-    for one in records_of(run):
-        if shape not in (None, one.counts_LE.shape):
-            raise ValueError(f"{run}: step {one.step} is of another model than the steps before")
-        shape = one.counts_LE.shape
-        bins.add(one.step, one.counts_LE)
-        rows.append(_row(one))
-        of_losses.append(dict(zip(one.losses, one.losses_LX.T, strict=True)))
+    for record in records_of(run):
+        if shape not in (None, record.counts_LE.shape):
+            raise ValueError(f"{run}: step {record.step} is of another model than the steps before")
+        shape = record.counts_LE.shape
+        bins.add(record.step, record.counts_LE)
+        rows.append(_row(record))
+        of_losses.append(dict(zip(record.losses, record.losses_LX.T, strict=True)))
     if shape is None:
         raise ValueError(f"{run}: has no routing.bin with a record; name a run of a model with MoE layers")
     steps, *columns = (np.array(column) for column in zip(*rows, strict=True))
@@ -103,14 +103,14 @@ def read_history(run: Path) -> History:
     )
 
 
-def _row(one: RoutingRecord) -> tuple[Any, ...]:
+def _row(record: RoutingRecord) -> tuple[Any, ...]:
     """A record's step, and its numbers for each layer."""
-    counts = one.counts_LE.astype(np.float64)
+    counts = record.counts_LE.astype(np.float64)
     sums = counts.sum(1)
     known = np.where(sums > 0, sums, np.nan)
     violation = counts.max(1) * counts.shape[1] / known - 1
-    span = one.bias_LE.max(1) - one.bias_LE.min(1)
-    return one.step, violation, one.entropy_L, one.dropped_LE.sum(1) / known, span
+    span = record.bias_LE.max(1) - record.bias_LE.min(1)
+    return record.step, violation, record.entropy_L, record.dropped_LE.sum(1) / known, span
 
 
 def records_of(run: Path) -> Iterator[RoutingRecord]:
@@ -203,9 +203,9 @@ def describe(history: History) -> str:
             ]
         )
     first, last = history.steps[0], history.steps[-1]
-    of = f"{len(history.blocks)} MoE blocks of {history.load.shape[2]} experts"
-    told = f"{history.name}: {len(history.steps):,} records of steps {first:,} to {last:,}, {of}"
-    return "\n".join([f"{told}, {history.pairs:,.0f} routed pairs", *aligned(table), LEGEND])
+    blocks = f"{len(history.blocks)} MoE blocks of {history.load.shape[2]} experts"
+    records = f"{history.name}: {len(history.steps):,} records of steps {first:,} to {last:,}, {blocks}"
+    return "\n".join([f"{records}, {history.pairs:,.0f} routed pairs", *aligned(table), LEGEND])
 
 
 def compare(histories: list[History]) -> str:
@@ -213,19 +213,19 @@ def compare(histories: list[History]) -> str:
     names = dict.fromkeys(name for history in histories for name in history.losses)
     head = ["run", "steps", "violation", "worst block", "entropy", "dropped", "idle", *names]
     table = [head]
-    for one in histories:
-        first, last = ends(one.violation)
-        losses = dict(zip(one.losses, mean_of(ends(one.of_losses)[1]), strict=True))
+    for history in histories:
+        first, last = ends(history.violation)
+        losses = dict(zip(history.losses, mean_of(ends(history.of_losses)[1]), strict=True))
         worst = int(np.nan_to_num(last, nan=-1.0).argmax())
         table.append(
             [
-                one.name,
-                f"{int(one.steps[-1]):,}",
+                history.name,
+                f"{int(history.steps[-1]):,}",
                 f"{mean_of(first):.2f} > {mean_of(last):.2f}",
-                f"{one.blocks[worst]} ({last[worst]:.2f})",
-                f"{mean_of(ends(one.entropy)[1]):.2f}",
-                f"{mean_of(ends(one.dropped)[1]):.2%}",
-                f"{int((last_shares(one) < IDLE).sum())} of {last_shares(one).size}",
+                f"{history.blocks[worst]} ({last[worst]:.2f})",
+                f"{mean_of(ends(history.entropy)[1]):.2f}",
+                f"{mean_of(ends(history.dropped)[1]):.2%}",
+                f"{int((last_shares(history) < IDLE).sum())} of {last_shares(history).size}",
                 *(f"{losses[name]:.4f}" if name in losses else "-" for name in names),
             ]
         )

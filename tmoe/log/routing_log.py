@@ -54,17 +54,17 @@ def pack(record: RoutingRecord) -> bytes:
     """
     arrays = {name: np.asarray(value) for name, value in zip(ARRAYS, record[2:], strict=True)}
     for name in ("counts_LE", "dropped_LE"):
-        most = arrays[name].max(initial=0)
-        arrays[name] = arrays[name].astype(next(t for t in WHOLE_NUMBERS if most <= np.iinfo(t).max))
+        largest = arrays[name].max(initial=0)
+        arrays[name] = arrays[name].astype(next(t for t in WHOLE_NUMBERS if largest <= np.iinfo(t).max))
     for name in ("bias_LE", "entropy_L", "losses_LX"):
         arrays[name] = arrays[name].astype("<f4")
-    told = dict(
+    header = dict(
         step=record.step,
         **COUNTED,
         losses=list(record.losses),
         arrays={name: [array.dtype.str, *array.shape] for name, array in arrays.items()},
     )
-    parts = [json.dumps(told).encode() + b"\n", *(array.tobytes() for array in arrays.values())]
+    parts = [json.dumps(header).encode() + b"\n", *(array.tobytes() for array in arrays.values())]
     body = zlib.compress(b"".join(parts))
     return HEAD.pack(MARK, len(body), zlib.crc32(body)) + body
 
@@ -99,22 +99,22 @@ def _records(path: Path) -> Iterator[tuple[int, RoutingRecord]]:
     """Yields each intact record with the position of its end."""
     if not path.exists() or not path.stat().st_size:
         return
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
-        at = held.find(MARK)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        at = mapped.find(MARK)
         while at >= 0:
-            end, record = _read(held, at)
+            end, record = _read(mapped, at)
             if record is not None:
                 yield end, record
-            at = held.find(MARK, end)
+            at = mapped.find(MARK, end)
 
 
-def _read(held: mmap.mmap, at: int) -> tuple[int, RoutingRecord | None]:
+def _read(mapped: mmap.mmap, at: int) -> tuple[int, RoutingRecord | None]:
     """(end, record) for the mark at `at`; (position to search on from, None) if there is no intact record."""
     begin = at + HEAD.size
-    if begin > len(held):
+    if begin > len(mapped):
         return at + 1, None
-    _, length, crc = HEAD.unpack(held[at:begin])
-    body = held[begin : begin + length]
+    _, length, crc = HEAD.unpack(mapped[at:begin])
+    body = mapped[begin : begin + length]
     if len(body) < length or zlib.crc32(body) != crc:
         return at + 1, None
     try:
@@ -125,17 +125,17 @@ def _read(held: mmap.mmap, at: int) -> tuple[int, RoutingRecord | None]:
 
 def _unpacked(body: bytes) -> RoutingRecord:
     line, _, rest = zlib.decompressobj().decompress(body, LARGEST).partition(b"\n")
-    told: dict[str, Any] = json.loads(line)
+    header: dict[str, Any] = json.loads(line)
     arrays = {}
     at = 0
-    for name, (kind, *shape) in told["arrays"].items():
+    for name, (kind, *shape) in header["arrays"].items():
         dtype, size = np.dtype(kind), int(np.prod(shape))
         if dtype.kind not in "uf":
             raise ValueError(f"{name}: no numbers")
         arrays[name] = np.frombuffer(rest, dtype, size, at).reshape(shape)
         at += size * dtype.itemsize
-    losses = tuple(str(name) for name in told["losses"])
-    record = RoutingRecord(int(told["step"]) + 1 - int(told.get("from", 0)), losses, **arrays)
+    losses = tuple(str(name) for name in header["losses"])
+    record = RoutingRecord(int(header["step"]) + 1 - int(header.get("from", 0)), losses, **arrays)
     layers, experts = record.counts_LE.shape
     shapes = dict(dropped_LE=(layers, experts), bias_LE=(layers, experts), entropy_L=(layers,))
     shapes["losses_LX"] = layers, len(losses)

@@ -69,9 +69,9 @@ def paint_beside(histories: list[History]) -> Figure:
     draw_mean(cells[3], histories, "bias", "Choice bias, largest less smallest")
     draw_losses(cells[4], histories)
     top = max(map(top_violation, histories))  # one scale for all runs
-    for place, one in enumerate(histories):
+    for place, history in enumerate(histories):
         axis = figure.add_subplot(grid[2 + place // 3, place % 3])
-        draw_by_layer(axis, one, top, f"{readable(one.name)}: violation by block")
+        draw_by_layer(axis, history, top, f"{readable(history.name)}: violation by block")
     return figure
 
 
@@ -83,11 +83,11 @@ def dress(axis: Axes, title: str) -> None:
 
 def draw_violation(axis: Axes, histories: list[History]) -> None:
     """The mean over layers as a thick line, the worst layer as a thin line."""
-    for one, colour in zip(histories, _colours(len(histories)), strict=True):
-        worst = np.nanmax(np.nan_to_num(one.violation, nan=-1.0), axis=1)
-        label = readable(one.name) if len(histories) > 1 else "mean of blocks (thin: worst)"
-        axis.plot(one.steps, mean_of(one.violation.T), color=colour, linewidth=1.6, label=label)
-        axis.plot(one.steps, np.where(worst < 0, np.nan, worst), color=colour, linewidth=0.7, alpha=0.6)
+    for history, colour in zip(histories, _colours(len(histories)), strict=True):
+        worst = np.nanmax(np.nan_to_num(history.violation, nan=-1.0), axis=1)
+        label = readable(history.name) if len(histories) > 1 else "mean of blocks (thin: worst)"
+        axis.plot(history.steps, mean_of(history.violation.T), color=colour, linewidth=1.6, label=label)
+        axis.plot(history.steps, np.where(worst < 0, np.nan, worst), color=colour, linewidth=0.7, alpha=0.6)
     axis.set_ylim(bottom=0)
     _legend(axis)
     dress(axis, "Violation: fullest expert over the mean, −1")
@@ -95,8 +95,8 @@ def draw_violation(axis: Axes, histories: list[History]) -> None:
 
 def draw_mean(axis: Axes, histories: list[History], name: str, title: str) -> None:
     """The mean over layers of one attribute of History."""
-    for one, colour in zip(histories, _colours(len(histories)), strict=True):
-        axis.plot(one.steps, mean_of(getattr(one, name).T), color=colour, linewidth=1.6)
+    for history, colour in zip(histories, _colours(len(histories)), strict=True):
+        axis.plot(history.steps, mean_of(getattr(history, name).T), color=colour, linewidth=1.6)
     axis.set_ylim(bottom=0)
     dress(axis, title)
 
@@ -104,10 +104,12 @@ def draw_mean(axis: Axes, histories: list[History], name: str, title: str) -> No
 def draw_losses(axis: Axes, histories: list[History]) -> None:
     """The mean over layers of each balancing loss. Other logged losses are of another scale and left out."""
     many = len(histories) > 1
-    terms = [(one, x) for one in histories for x, name in enumerate(one.losses) if name in NAMES]
-    for (one, x), colour in zip(terms, _colours(len(terms)), strict=True):
-        label = f"{readable(one.name)} {one.losses[x]}" if many else one.losses[x]
-        axis.plot(one.steps, mean_of(one.of_losses[:, :, x].T), color=colour, linewidth=1.4, label=label)
+    terms = [(history, x) for history in histories for x, name in enumerate(history.losses) if name in NAMES]
+    for (history, x), colour in zip(terms, _colours(len(terms)), strict=True):
+        label = f"{readable(history.name)} {history.losses[x]}" if many else history.losses[x]
+        axis.plot(
+            history.steps, mean_of(history.of_losses[:, :, x].T), color=colour, linewidth=1.4, label=label
+        )
     _legend(axis)
     dress(axis, "Balancing losses without coefficients" if terms else "No balancing loss is known")
 

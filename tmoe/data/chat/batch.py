@@ -47,8 +47,8 @@ class ChatBatch(NamedTuple):
         """
         for *micro, numbers_N in zip(*self, strict=True):
             numbers_N = numbers_N[numbers_N >= 0]
-            most = int(micro[2].where(micro[4] >= 0, -1).max()) + 1
-            places_M = torch.arange(max(most, 2), device=device)
+            count = int(micro[2].where(micro[4] >= 0, -1).max()) + 1
+            places_M = torch.arange(max(count, 2), device=device)
             moved = (t.to(device, non_blocking=True) for t in (*micro, numbers_N))
             tokens_BS, targets_BS, documents_BS, positions_BS, sequences_BS, numbers_N = moved
             yield Micro(
@@ -84,7 +84,7 @@ def batch_of(rows: list[list[tuple[int, np.ndarray, np.ndarray]]], shape: tuple[
     targets, sequences = np.full((A * B, S), IGNORE), np.full((A * B, S), -1)
     numbers: list[list[int]] = [[] for _ in range(A)]
     for r, row in enumerate(rows):
-        mine = numbers[r // B]
+        micro_numbers = numbers[r // B]
         at = 0
         for document, (number, ids, trained) in enumerate(row):
             end = at + len(ids)
@@ -93,10 +93,10 @@ def batch_of(rows: list[list[tuple[int, np.ndarray, np.ndarray]]], shape: tuple[
             documents[r, at:end] = document
             documents[r, end:] = document + 1
             positions[r, at:end] = np.arange(len(ids))
-            sequences[r, at:end] = len(mine)
-            mine.append(number)
+            sequences[r, at:end] = len(micro_numbers)
+            micro_numbers.append(number)
             at = end
-    most = max(map(len, numbers))
-    padded = np.array([mine + [-1] * (most - len(mine)) for mine in numbers], np.int64).reshape(A, most)
+    width = max(map(len, numbers))
+    padded = np.array([micro + [-1] * (width - len(micro)) for micro in numbers], np.int64).reshape(A, width)
     five = (torch.from_numpy(t).view(A, B, S) for t in (tokens, targets, documents, positions, sequences))
     return ChatBatch(*five, numbers_AN=torch.from_numpy(padded))

@@ -20,13 +20,13 @@ SAME_ARGUMENTS = ("parameters", "input", "args")  # names of "arguments" in othe
 
 def objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with every call in the form that `one_call` returns. DataError as in `one_call`."""
-    found = []
+    parsed = []
     for i, message in enumerate(messages):
         if calls := message.get("tool_calls"):
             where = f"messages[{i}]: tool_calls"
             message = message | dict(tool_calls=[one_call(c, f"{where}[{j}]") for j, c in enumerate(calls)])
-        found.append(message)
-    return found
+        parsed.append(message)
+    return parsed
 
 
 def one_call(call: dict[str, Any], where: str) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def one_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     outer = {k: v for k, v in call.items() if k in OUTER} if bare else call
     if "arguments" not in function:
         same = next((name for name in SAME_ARGUMENTS if name in function), None)
-        function = {"arguments" if name == same else name: one for name, one in function.items()}
+        function = {"arguments" if name == same else name: value for name, value in function.items()}
     arguments = json_object(function.get("arguments"), f"{where}: arguments")
     return dict(type="function") | outer | dict(function=function | dict(arguments=arguments))
 
@@ -49,21 +49,21 @@ def said_calls(said: Any, where: str) -> list[dict[str, Any]]:
 
     The text may also be in Python's syntax, as in the data set Toucan.
     """
-    found = said
+    calls = said
     if isinstance(said, str):
         with suppress(ValueError, RecursionError, SyntaxError, MemoryError):
-            found = ast.literal_eval(said.strip())
+            calls = ast.literal_eval(said.strip())
         with suppress(ValueError, RecursionError):
-            found = json.loads(said)
-    found = [found] if isinstance(found, dict) else found
-    if not isinstance(found, list) or not found:
+            calls = json.loads(said)
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list) or not calls:
         raise DataError(f'{where}: a call must be JSON of {{"name", "arguments"}}; here is {said!r:.80}')
-    return found
+    return calls
 
 
 def result_text(content: Any) -> Any:
     """A tool's result as text: JSON of a value, unless it is None, a text or a list of parts of text."""
-    parts = isinstance(content, list) and all(isinstance(one, str) or _is_part(one) for one in content)
+    parts = isinstance(content, list) and all(isinstance(part, str) or _is_part(part) for part in content)
     if content is None or isinstance(content, str) or parts:
         return content
     return json.dumps(content, ensure_ascii=False)
@@ -86,7 +86,7 @@ def json_object(value: Any, where: str) -> dict[str, Any]:
                 raise DataError(f"{where}: text that is no JSON object: {error}") from error
     if value in (None, "") or (isinstance(value, str) and not value.strip()):
         return {}
-    if isinstance(value, list) and all(isinstance(one, tuple) and len(one) == 2 for one in value):
+    if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
         return dict(value)  # Arrow's map type
     if not isinstance(value, dict):
         raise DataError(f"{where}: {type(value).__name__}; must be an object, or JSON of one in a text")
@@ -98,6 +98,6 @@ def _finite(name: str) -> float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
+    if len(fields := dict(pairs)) < len(pairs):
         raise ValueError("an object that has a key twice")
-    return found
+    return fields

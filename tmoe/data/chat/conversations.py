@@ -69,8 +69,8 @@ class Conversation(NamedTuple):
     def turns(self) -> list[int]:
         """Indices of the messages to learn; {"weight": 0} leaves a message out, as in OpenAI's format."""
         learned = range(self.first, len(self.messages))
-        mine = (i for i in learned if self.messages[i]["role"] == "assistant")
-        return [i for i in mine if self.messages[i].get("weight", 1)]
+        answers = (i for i in learned if self.messages[i]["role"] == "assistant")
+        return [i for i in answers if self.messages[i].get("weight", 1)]
 
 
 class Plain(NamedTuple):
@@ -124,8 +124,8 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> ChatRow
     """
     if not isinstance(row, dict):
         raise DataError(f"{where}: needs an object with fields for {KINDS}; here is {type(row).__name__}")
-    found = kind_of(row)
-    if found != kind:
+    row_kind = kind_of(row)
+    if row_kind != kind:
         fields = ", ".join(list(map(str, row))[:12]) or "none"
         raise DataError(
             f"{where}: the source's first row has {kind}, this one has not; its fields are: {fields}"
@@ -145,7 +145,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> ChatRow
     row, answers = _with_answers(row, where, kind)
     values = [row.get("prompt"), *(row.get(field) for field in answers)]
     if kind == "prompt/completion" or row.get("prompt") is not None:
-        if all(isinstance(one, str) for one in values):
+        if all(isinstance(value, str) for value in values):
             return _plain_row(row, where, answers, values, unread)
         prompt = _turns(row.get("prompt"), f"{where}: prompt", "user")
     else:
@@ -154,10 +154,10 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> ChatRow
     if prompt is not None:
         prompt = with_system(row, prompt, where)
     elif row.get("system"):
-        parsed = [with_system(row, one, where) for one in parsed]
+        parsed = [with_system(row, answer, where) for answer in parsed]
     samples = _after(prompt, parsed, where)
     key = _key(samples[0][0][: samples[0][1]], values)
-    return ChatRow(tuple(Conversation(*one, *given) for one in samples), key, nulls, unread=unread)
+    return ChatRow(tuple(Conversation(*pair, *given) for pair in samples), key, nulls, unread=unread)
 
 
 def _with_answers(row: dict, where: str, kind: Kind) -> tuple[dict, tuple[str, ...]]:
@@ -192,11 +192,11 @@ def _plain_row(
 def _unread(row: dict, kind: Kind) -> tuple[str, ...]:
     """Fields of the row that rows of this kind do not have: ids, sources, scores, or misnamed parts."""
     if kind == "prompt/completion":
-        own = ("prompt", "completion" if "completion" in row else "response")
+        fields = ("prompt", "completion" if "completion" in row else "response")
     else:
-        own = ("prompt", "chosen", "rejected") if kind == "preference" else (kind,)
+        fields = ("prompt", "chosen", "rejected") if kind == "preference" else (kind,)
     tools = "tools" if "tools" in row else "functions"
-    known = {*own, tools, "system", "chat_template_kwargs"}
+    known = {*fields, tools, "system", "chat_template_kwargs"}
     return tuple(sorted(str(name) for name in row if name not in known))
 
 
@@ -222,22 +222,22 @@ def _require_meaning(row: dict, where: str, kind: Kind) -> None:
                 f"{where}: {name}={row[name]!r}: a bad answer would be trained as a good one; "
                 "leave out such rows, or train on prompt, completion and label with --preference.loss kto"
             )
-    if found := next((name for name in NO_TEXT if row.get(name)), None):
-        raise DataError(f"{where}: {found}: only messages and texts can be trained on; leave the field out")
+    if field := next((name for name in NO_TEXT if row.get(name)), None):
+        raise DataError(f"{where}: {field}: only messages and texts can be trained on; leave the field out")
 
 
 def with_system(row: dict, messages: list[dict], where: str) -> list[dict]:
     """The messages, preceded by the row's field "system", which LLaMA-Factory's and ToolACE's rows have."""
-    told = row.get("system")
-    if not told:
+    system = row.get("system")
+    if not system:
         return messages
-    if not isinstance(told, str):
-        raise DataError(f"{where}: system: {type(told).__name__}; must be text")
+    if not isinstance(system, str):
+        raise DataError(f"{where}: system: {type(system).__name__}; must be text")
     if messages[0]["role"] == "system":
-        if messages[0]["content"] == told:
+        if messages[0]["content"] == system:
             return messages
         raise DataError(f"{where}: system: there is another system message; keep one of them")
-    return [dict(role="system", content=told), *messages]
+    return [dict(role="system", content=system), *messages]
 
 
 def parse_given(row: dict, where: str) -> tuple[list | None, dict[str, Any]]:
@@ -248,7 +248,7 @@ def parse_given(row: dict, where: str) -> tuple[list | None, dict[str, Any]]:
     """
     field = "tools" if row.get("tools") is not None else "functions"
     tools = _json(_without_nulls(row.get(field)), f"{where}: {field}", list) or []
-    tools = [_tool(one, f"{where}: {field}[{i}]") for i, one in enumerate(tools)]
+    tools = [_tool(tool, f"{where}: {field}[{i}]") for i, tool in enumerate(tools)]
     more = _json(row.get("chat_template_kwargs"), f"{where}: chat_template_kwargs", dict) or {}
     if taken := [name for name in TAKEN if name in more]:
         raise DataError(
@@ -264,11 +264,11 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
             f'{where}: must be {{"type": "function", "function": {{"name": ...}}}}; here is nothing'
         )
     if "function" not in tool and "name" in tool:
-        tool = dict(type="function", function={name: one for name, one in tool.items() if name != "type"})
+        tool = dict(type="function", function={name: value for name, value in tool.items() if name != "type"})
     function = tool.get("function")
     if isinstance(function, dict) and "parameters" not in function:
         same = next((name for name in SAME_PARAMETERS if name in function), None)
-        function = {"parameters" if name == same else name: one for name, one in function.items()}
+        function = {"parameters" if name == same else name: value for name, value in function.items()}
         tool = tool | dict(function=function)
     if isinstance(function, dict) and isinstance(function.get("parameters"), str):
         parameters = json_object(function["parameters"], f"{where}: parameters")
@@ -283,9 +283,9 @@ def _with_prompt(row: dict, where: str) -> dict:
     then has two answers and no question.
     """
     both = row["chosen"], row["rejected"]
-    if not all(isinstance(one, str) for one in both):
+    if not all(isinstance(answer, str) for answer in both):
         return row
-    differ = (i for i, (one, other) in enumerate(zip(*both, strict=False)) if one != other)
+    differ = (i for i, (first, second) in enumerate(zip(*both, strict=False)) if first != second)
     end = both[0].rfind(ANSWERS, 0, next(differ, min(map(len, both)))) + len(ANSWERS)
     if end < len(ANSWERS):
         fields = ", ".join(list(map(str, row))[:12])
@@ -293,7 +293,7 @@ def _with_prompt(row: dict, where: str) -> dict:
             f"{where}: chosen and rejected are texts, and there is no prompt; its fields are: {fields}; "
             "valid: a prompt, which --data.columns prompt=COLUMN may name"
         )
-    chosen, rejected = (one[end:] for one in both)
+    chosen, rejected = (answer[end:] for answer in both)
     return row | dict(prompt=both[0][:end], chosen=chosen, rejected=rejected)
 
 
@@ -301,8 +301,8 @@ def _turns(value: Any, where: str, role: str) -> list[dict]:
     """The messages of a value: a list of messages, one message, or the text of a message of this role."""
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, str | list):
-        here = "null" if value is None else type(value).__name__
-        raise DataError(f"{where}: must be text or a list of messages; here is {here}")
+        kind = "null" if value is None else type(value).__name__
+        raise DataError(f"{where}: must be text or a list of messages; here is {kind}")
     return parse_messages([dict(role=role, content=value)] if isinstance(value, str) else value, where)
 
 
@@ -312,19 +312,19 @@ def _after(prompt: list[dict] | None, answers: list[list[dict]], where: str) -> 
     Answers that repeat the prompt, as in UltraFeedback, are whole conversations. The answers of a row without
     prompt are whole conversations too; their common beginning is then the prompt.
     """
-    whole = [one[0]["role"] != "assistant" for one in answers]
+    whole = [answer[0]["role"] != "assistant" for answer in answers]
     if prompt is not None:
-        answers = [_joined(prompt, *one, where) for one in zip(answers, whole, strict=True)]
+        answers = [_joined(prompt, *pair, where) for pair in zip(answers, whole, strict=True)]
         if len(answers) == 1 or not any(whole):
-            return [(one, len(prompt)) for one in answers]
+            return [(answer, len(prompt)) for answer in answers]
     first = answers[0]
     common = 0
     shortest = min(map(len, answers))
-    while common < shortest and all(one[common] == first[common] for one in answers):
+    while common < shortest and all(answer[common] == first[common] for answer in answers):
         common += 1
     if common == 0:
         raise DataError(f"{where}: chosen and rejected begin differently, and there is no prompt for both")
-    return [(one, common) for one in answers]
+    return [(answer, common) for answer in answers]
 
 
 def _joined(prompt: list[dict], answer: list[dict], whole: bool, where: str) -> list[dict]:
@@ -334,11 +334,13 @@ def _joined(prompt: list[dict], answer: list[dict], whole: bool, where: str) -> 
     """
     if not whole:
         return prompt + answer
-    said, asked = ([one | dict(content=one["content"].strip()) for one in part] for part in (answer, prompt))
-    if any(said[i : i + len(asked)] == asked for i in range(len(said))):
+    answered, asked = (
+        [message | dict(content=message["content"].strip()) for message in part] for part in (answer, prompt)
+    )
+    if any(answered[i : i + len(asked)] == asked for i in range(len(answered))):
         return answer
-    for both in range(min(len(said), len(asked)), 0, -1):
-        if asked[-both:] == said[:both]:
+    for both in range(min(len(answered), len(asked)), 0, -1):
+        if asked[-both:] == answered[:both]:
             return prompt[:-both] + answer
     if prompt[-1]["role"] == answer[0]["role"] == "user":
         raise DataError(f"{where}: prompt: is another question than the answer begins with; leave one out")
@@ -350,7 +352,7 @@ def parse_messages(value: Any, where: str) -> list[dict]:
     value = _json(value, where, list)
     if not value:
         raise DataError(f'{where}: needs a list of messages, each {{"role": ..., "content": ...}}')
-    return [_message(one, f"{where}[{number}]") for number, one in enumerate(value)]
+    return [_message(message, f"{where}[{number}]") for number, message in enumerate(value)]
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
@@ -358,7 +360,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f'{where}: needs {{"role": ..., "content": ...}}; here is {type(value).__name__}')
     # Remove null fields, because templates test `"tool_calls" in message`.
-    message = {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    message = {name: _without_nulls(field) for name, field in value.items() if field is not None}
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
     if "content" not in message and "value" in message:
@@ -422,35 +424,37 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 def _learned(message: dict[str, Any], where: str) -> bool:
     """Whether the message is trained if it is the assistant's; removes the fields that state it."""
-    told = {name: message.pop(name) for name in (*TRAINS, *UNCLEAR) if name in message}
-    if unclear := [name for name in told if name in UNCLEAR]:
+    marks = {name: message.pop(name) for name in (*TRAINS, *UNCLEAR) if name in message}
+    if unclear := [name for name in marks if name in UNCLEAR]:
         raise DataError(
             f'{where}: {unclear[0]}: is not supported; "weight": 0 leaves a turn out, 1 trains it'
         )
-    for name, value in told.items():
+    for name, value in marks.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(f"{where}: {name} {value!r}: must be 0 or 1")
         if value and message["role"] != "assistant":
             raise DataError(f"{where}: {name} {value!r}: only turns of the assistant are trained")
-    if len({bool(value) for value in told.values()}) > 1:
-        raise DataError(f"{where}: {', '.join(told)}: one says that it is trained, another that it is not")
-    return all(told.values())
+    if len({bool(value) for value in marks.values()}) > 1:
+        raise DataError(f"{where}: {', '.join(marks)}: one says that it is trained, another that it is not")
+    return all(marks.values())
 
 
 def _take_thoughts(message: dict[str, Any]) -> None:
     """Moves the thoughts among the parts of a message's content to its reasoning."""
-    thoughts = [one for one in message["content"] if isinstance(one, dict) and one.get("type") == "thinking"]
-    if thoughts and all(isinstance(one.get("thinking"), str) for one in thoughts):
-        message["reasoning_content"] = "".join(one["thinking"] for one in thoughts)
-        message["content"] = [one for one in message["content"] if one not in thoughts]
+    thoughts = [
+        part for part in message["content"] if isinstance(part, dict) and part.get("type") == "thinking"
+    ]
+    if thoughts and all(isinstance(thought.get("thinking"), str) for thought in thoughts):
+        message["reasoning_content"] = "".join(thought["thinking"] for thought in thoughts)
+        message["content"] = [part for part in message["content"] if part not in thoughts]
 
 
 def _content(content: Any, where: str) -> str | None:
     """Text of a message. A list of text parts is joined, because many templates would leave it out."""
     if isinstance(content, list):
-        parts = [one.get("text") if isinstance(one, dict) else one for one in content]
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(part, str) for part in parts):
-            kinds = sorted({str(one.get("type")) if isinstance(one, dict) else "?" for one in content})
+            kinds = sorted({str(part.get("type")) if isinstance(part, dict) else "?" for part in content})
             raise DataError(f"{where}: content of parts {', '.join(kinds)}; only text can be trained on")
         return "".join(parts)
     if content is not None and not isinstance(content, str):
@@ -462,9 +466,11 @@ def listed(value: Any) -> Any:
     """The messages that a text holds as JSON, as in CSV files and some parquet; else the value unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
-            found = json.loads(value)
-            if found and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in found):
-                return found
+            messages = json.loads(value)
+            if messages and all(
+                isinstance(message, dict) and message.keys() & {"role", "from"} for message in messages
+            ):
+                return messages
     return value
 
 
@@ -489,8 +495,8 @@ def _json(value: Any, where: str, kind: type) -> Any:
 def _without_nulls(value: Any) -> Any:
     """The value without null fields; null items of lists are kept, because Arrow adds none."""
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: _without_nulls(field) for name, field in value.items() if field is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _calls_and_tools(row: dict) -> Iterator[Any]:
@@ -506,7 +512,7 @@ def _calls_and_tools(row: dict) -> Iterator[Any]:
 def _nulls(value: Any) -> int:
     """The number of null fields within a value."""
     if isinstance(value, dict):
-        return sum(1 if one is None else _nulls(one) for one in value.values())
+        return sum(1 if field is None else _nulls(field) for field in value.values())
     return sum(map(_nulls, value)) if isinstance(value, list) else 0
 
 

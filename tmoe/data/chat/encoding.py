@@ -87,9 +87,9 @@ class Encoder:
             if len(samples) == 1:
                 return [DataError(f"not Unicode text: {error.reason} in {error.object[:40]!r}")]
             left = self.left
-            found = [self.encode([sample])[0] for sample in samples]
+            results = [self.encode([sample])[0] for sample in samples]
             self.left = left
-            return found
+            return results
         return [
             plan
             if isinstance(plan, DataError)
@@ -103,8 +103,8 @@ class Encoder:
         """The two texts, between the tokenizer's opening token and its separator, each of these only once."""
         opening, eos = self.marker.opening, self.template.special["eos_token"]
         prompt = sample.prompt if opening and sample.prompt.startswith(opening) else opening + sample.prompt
-        said = sample.completion.rstrip()
-        text = prompt + (said if eos and said.endswith(eos) else sample.completion + eos)
+        completion = sample.completion.rstrip()
+        text = prompt + (completion if eos and completion.endswith(eos) else sample.completion + eos)
         return [RenderedText(text, [(len(prompt), len(text))], [0], [self._pieces.edge(prompt)])]
 
     def _conversation(self, sample: Conversation, left: set[str]) -> list[RenderedText]:
@@ -125,14 +125,15 @@ class Encoder:
         shapes, marks = self._shadow(sample)
         whole, turns = _shown(pieces)
         lacks = [
-            n in shapes or not holds(turns.get(one.message, whole), one.text) for n, one in enumerate(items)
+            n in shapes or not holds(turns.get(item.message, whole), item.text)
+            for n, item in enumerate(items)
         ]
         learned = set(sample.turns)
         source = f"the chat template ({self.template.source})"
         for i in sample.turns:
-            said = [n for n, item in enumerate(items) if item.message == i and item.content]
-            if said and all(lacks[n] for n in said):
-                fields = ", ".join(sorted({items[n].field for n in said}))
+            contents = [n for n, item in enumerate(items) if item.message == i and item.content]
+            if contents and all(lacks[n] for n in contents):
+                fields = ", ".join(sorted({items[n].field for n in contents}))
                 raise DataError(
                     f"messages[{i}]: {source} leaves out {fields}, and so all of the turn; name a template "
                     "that shows it with --data.chat-template"
@@ -157,17 +158,17 @@ class Encoder:
 
     def _shadow(self, sample: Conversation) -> tuple[set[int], list[Counter[str]] | None]:
         """For conversations of this shape: indices of strings that their texts lack, and the texts' marks."""
-        found = shadow(sample.messages, sample.tools)
-        key = json.dumps([found[:2], sample.turns, sample.more], sort_keys=True, default=str)
+        shadowed = shadow(sample.messages, sample.tools)
+        key = json.dumps([shadowed[:2], sample.turns, sample.more], sort_keys=True, default=str)
         if key not in self._shadows:
-            self._shadows[key] = self._look(sample, found)
+            self._shadows[key] = self._look(sample, shadowed)
         return self._shadows[key]
 
     def _look(
-        self, sample: Conversation, found: tuple[list[dict], list | None, list[Item]]
+        self, sample: Conversation, shadowed: tuple[list[dict], list | None, list[Item]]
     ) -> tuple[set[int], list[Counter[str]] | None]:
         """The result of `_shadow` for a shadow that has not been rendered yet."""
-        messages, tools, items = found
+        messages, tools, items = shadowed
         try:
             pieces = self._pieces(sample._replace(messages=messages, tools=tools))
         except DataError:  # the template accepts only certain words; the strings themselves are searched for
@@ -193,7 +194,7 @@ class Encoder:
 
     def _cut(self, plan: list[RenderedText], encoded: list[list[Encoded]]) -> list[Tokens] | DataError:
         """The tokens of each piece up to its last trained token, or an error if no answer can be learned."""
-        found = []
+        sequences = []
         for piece, (whole, *ends) in zip(plan, encoded, strict=True):
             if not all(_begins(whole, end, *edge) for end, edge in zip(ends, piece.edges, strict=True)):
                 whole = self._in_parts(piece)
@@ -213,8 +214,8 @@ class Encoder:
             if not places[1:].size and not (places.size and places[0] > 0):
                 return DataError("no token of it is trained: is its answer empty?")
             last = int(places[-1]) + 1
-            found.append(Tokens(whole.ids[:last], trained[:last]))
-        return found
+            sequences.append(Tokens(whole.ids[:last], trained[:last]))
+        return sequences
 
     def _in_parts(self, piece: RenderedText) -> Encoded | None:
         """The tokens of the text encoded in parts; a part begins with each trained span, as in generation.
@@ -260,11 +261,11 @@ def encode(
     DataError for the first sample that cannot be trained on, or for which the template leaves out a thought,
     a call, a tool or a text.
     """
-    found = Encoder(tokenizer, template or load_template(tokenizer), strict=True).encode(list(samples))
-    for one in found:
-        if isinstance(one, DataError):
-            raise one
-    return found  # pyrefly: ignore[bad-return]
+    results = Encoder(tokenizer, template or load_template(tokenizer), strict=True).encode(list(samples))
+    for result in results:
+        if isinstance(result, DataError):
+            raise result
+    return results  # pyrefly: ignore[bad-return]
 
 
 def chat_prompt(
@@ -344,20 +345,20 @@ def turn_ends(
     given = [tools, tools or [dict(type="function", function=tool)]]
     encoder = Encoder(tokenizer, template or load_template(tokenizer))
     special = encoder.marker.special.values()
-    found: list[int] = []
+    ends: list[int] = []
     for answer, offered in zip(answers, given, strict=True):
         once, twice = [asked, answer], [asked, answer, asked, answer]
         both = [Conversation(messages, tools=offered) for messages in (once, twice)]
         last, earlier = encoder.encode(both if answer is answers[0] else both[:1] * 2)
         if isinstance(last, DataError):
-            if not found:
+            if not ends:
                 raise last
             continue
         for sequence in last if isinstance(earlier, DataError) else [*last, *earlier]:
-            found += _ends(sequence, special)
-    if not found:
+            ends += _ends(sequence, special)
+    if not ends:
         raise DataError("the chat template ends no turn with a special token, so no answer would ever end")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(ends))
 
 
 def _ends(sequence: Tokens, special: Collection[int]) -> list[int]:
@@ -366,10 +367,10 @@ def _ends(sequence: Tokens, special: Collection[int]) -> list[int]:
     A line break after that token, within {% generation %}, is trained too, but it is not the end.
     """
     ids, trained = sequence.ids.tolist(), sequence.trained.tolist()
-    found = []
+    ends = []
     for on, part in itertools.groupby(zip(ids, trained, strict=True), key=lambda token: token[1]):
-        found += [one for one, _ in part if on and one in special][-1:]
-    return found
+        ends += [token for token, _ in part if on and token in special][-1:]
+    return ends
 
 
 def turn_end(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> int:

@@ -66,8 +66,8 @@ class ChatFormat(NamedTuple):
 def ends_of(tokenizer: Any, vocab: int) -> tuple[int, ...]:
     """Every id below `vocab` that ends an answer: the tokenizer's `eos`, and the ends of its `chat`."""
     chat = getattr(tokenizer, "chat", None)
-    found = dict.fromkeys([tokenizer.eos, *(chat.ends if chat else ())])
-    return tuple(i for i in found if i < vocab)
+    ends = dict.fromkeys([tokenizer.eos, *(chat.ends if chat else ())])
+    return tuple(i for i in ends if i < vocab)
 
 
 def _are_ids(value: Any) -> bool:
@@ -84,10 +84,10 @@ def templates_in(content: Mapping[str, bytes]) -> tuple[str | None, str | None]:
         if TEMPLATE in content:
             tools = content.get(TOOLS_FILE)
             return content[TEMPLATE].decode("utf-8-sig"), tools.decode("utf-8-sig") if tools else None
-        found = json_object(content.get(SETTINGS)).get("chat_template")
-        if isinstance(found, str):
-            return found, None
-        by_name = {one["name"]: one["template"] for one in found or ()}
+        template = json_object(content.get(SETTINGS)).get("chat_template")
+        if isinstance(template, str):
+            return template, None
+        by_name = {entry["name"]: entry["template"] for entry in template or ()}
         return by_name.get("default"), by_name.get(TOOLS)
     except (ValueError, KeyError, TypeError):
         return None, None

@@ -70,10 +70,10 @@ def walk(
 
 
 def _answer(i: int, text: str, replace: Replace, items: list[Item]) -> str:
-    found = INLINE.fullmatch(text)
-    if not found:
+    match = INLINE.fullmatch(text)
+    if not match:
         return _leaves(text, i, "content", replace, items)
-    begins, thought, ends, answer = found.groups()
+    begins, thought, ends, answer = match.groups()
     thought = _leaves(thought, i, THOUGHTS, replace, items)
     return begins + thought + ends + _leaves(answer, i, "content", replace, items)
 
@@ -105,18 +105,18 @@ def _tool(tool: Any, replace: Replace, items: list[Item]) -> Any:
     parameters = copy.get("parameters")
     if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
         shown = {
-            _leaves(name, -1, f"{TOOLS}: parameters", replace, items): _described(one, replace, items)
-            for name, one in parameters["properties"].items()
+            _leaves(name, -1, f"{TOOLS}: parameters", replace, items): _described(parameter, replace, items)
+            for name, parameter in parameters["properties"].items()
         }
         copy["parameters"] = parameters | dict(properties=shown)
     return tool | dict(function=copy) if "function" in tool else copy
 
 
-def _described(one: Any, replace: Replace, items: list[Item]) -> Any:
-    if isinstance(one, dict) and isinstance(one.get("description"), str):
-        text = _leaves(one["description"], -1, f"{TOOLS}: description", replace, items)
-        return one | dict(description=text)
-    return one
+def _described(parameter: Any, replace: Replace, items: list[Item]) -> Any:
+    if isinstance(parameter, dict) and isinstance(parameter.get("description"), str):
+        text = _leaves(parameter["description"], -1, f"{TOOLS}: description", replace, items)
+        return parameter | dict(description=text)
+    return parameter
 
 
 def _leaves(value: Any, i: int, field: str, replace: Replace, items: list[Item]) -> Any:
@@ -128,11 +128,11 @@ def _leaves(value: Any, i: int, field: str, replace: Replace, items: list[Item])
         return new
     if isinstance(value, dict):
         return {
-            _leaves(str(key), i, field, replace, items): _leaves(one, i, field, replace, items)
-            for key, one in value.items()
+            _leaves(str(key), i, field, replace, items): _leaves(item, i, field, replace, items)
+            for key, item in value.items()
         }
     if isinstance(value, list):
-        return [_leaves(one, i, field, replace, items) for one in value]
+        return [_leaves(item, i, field, replace, items) for item in value]
     if isinstance(value, int | float) and not isinstance(value, bool) and replace is not str:
         return type(value)(NUMBER)
     return value
@@ -171,15 +171,15 @@ def holds(text: str, string: str) -> bool:
     if squeezed(string) in text:
         return True
     escaped = (json.dumps(string.strip(), ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
-    return any(squeezed(one) in text for one in escaped)
+    return any(squeezed(form) in text for form in escaped)
 
 
 def as_python(value: Any, text: str) -> Any:
     """An object or list in a call's arguments that the blankless text has in Python's syntax; else None."""
     if isinstance(value, dict | list) and value:
-        for one in value.values() if isinstance(value, dict) else value:
-            if (found := as_python(one, text)) is not None:
-                return found
+        for item in value.values() if isinstance(value, dict) else value:
+            if (part := as_python(item, text)) is not None:
+                return part
         forms = (json.dumps(value, ensure_ascii=ascii_only) for ascii_only in (False, True))
         if squeezed(repr(value)) in text and not any(squeezed(form) in text for form in forms):
             return value
@@ -193,8 +193,8 @@ def tell(left: Counter[str], source: str, unread: Iterable[str] = ()) -> str:
     unread: fields of rows that are no part of a conversation.
     """
     parts = [f"{field} in {count:,} row{'s' * (count > 1)}" for field, count in sorted(left.items())]
-    told = f"left out by the chat template ({source}): {', '.join(parts)}" if parts else ""
+    omitted = f"left out by the chat template ({source}): {', '.join(parts)}" if parts else ""
     fields = sorted(unread)
     more = f" and {len(fields) - NAMED} more" if len(fields) > NAMED else ""
-    said = f"fields of rows that are not read: {', '.join(fields[:NAMED])}{more}" if fields else ""
-    return ", ".join(filter(None, (told, said)))
+    ignored = f"fields of rows that are not read: {', '.join(fields[:NAMED])}{more}" if fields else ""
+    return ", ".join(filter(None, (omitted, ignored)))

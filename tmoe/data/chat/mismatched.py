@@ -48,10 +48,10 @@ class Mismatched:
         """The completions of these numbers under their other prompts, packed into rows."""
         if not numbers:
             return []
-        found = [self.sequence(number) for number in numbers]
-        packed = plan(np.array([len(ids) for _, ids, _ in found]), self.data.seq)
+        completions = [self.sequence(number) for number in numbers]
+        packed = plan(np.array([len(ids) for _, ids, _ in completions]), self.data.seq)
         order, starts = packed.order[packed.places].tolist(), packed.starts.tolist()
-        return [[found[i] for i in order[starts[r] : starts[r + 1]]] for r in range(packed.rows)]
+        return [[completions[i] for i in order[starts[r] : starts[r + 1]]] for r in range(packed.rows)]
 
 
 def _partners(source: ChatSource) -> np.ndarray:
@@ -70,6 +70,6 @@ def _partners(source: ChatSource) -> np.ndarray:
         at, after = n % count, (n + 1) % count
         if prompts[after] == prompts[at]:
             following[at] = following[after]
-    found = np.full(len(source.lengths), -1)
-    found[units] = np.array(units)[following]
-    return found
+    partners = np.full(len(source.lengths), -1)
+    partners[units] = np.array(units)[following]
+    return partners

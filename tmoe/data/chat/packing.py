@@ -37,14 +37,14 @@ class PackingPlan(NamedTuple):
     def row(self, number: int, epoch: int, key: str) -> list[int]:
         """The sequences of one row of an epoch."""
         row = permute(number, self.rows, f"{key}/{epoch}/rows")
-        found = []
+        sequences = []
         for rank in self.places[self.starts[row] : self.starts[row + 1]].tolist():
             # Permute the sequences of this length.
             part = int(self.equal.searchsorted(rank, "right"))
             low, high = self.equal[part - 1 : part + 1].tolist()
             at = permute(rank - low, high - low, f"{key}/{epoch}/{low}")
-            found.append(int(self.order[low + at]))
-        return found
+            sequences.append(int(self.order[low + at]))
+        return sequences
 
 
 def plan(lengths: np.ndarray, size: int) -> PackingPlan:

@@ -61,21 +61,21 @@ class Pieces:
         texts: dict[int, str] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for i in sample.turns:
-            texts[i], found = self._render(messages[: i + 1], tools, more)
+            texts[i], marked = self._render(messages[: i + 1], tools, more)
             before, earlier = self._render(messages[:i], tools, more) if i else ("", [])
             behind = len(before) if texts[i].startswith(before) else 0
-            found = found[0 if behind else len(earlier) :]
-            spans[i] = [(low, high) for low, high in found if low >= behind and low < high]
+            marked = marked[0 if behind else len(earlier) :]
+            spans[i] = [(low, high) for low, high in marked if low >= behind and low < high]
             self._require_end(texts[i], spans[i], i, tools, more)
         pieces = []
         left = list(sample.turns)
         while left:
             whole = texts[left[-1]]
-            here = [i for i in left if not spans[i] or whole.startswith(texts[i][: spans[i][-1][1]])]
-            here = here or left[-1:]
-            of_turns = [(span, i) for i in here for span in spans[i]]
+            covered = [i for i in left if not spans[i] or whole.startswith(texts[i][: spans[i][-1][1]])]
+            covered = covered or left[-1:]
+            of_turns = [(span, i) for i in covered for span in spans[i]]
             pieces.append(RenderedText(whole, [span for span, _ in of_turns], [i for _, i in of_turns]))
-            left = [i for i in left if i not in here]
+            left = [i for i in left if i not in covered]
         return pieces[::-1]
 
     def _require_end(
@@ -114,11 +114,11 @@ class Pieces:
         left = list(sample.turns)
         while left:
             whole = texts[left[-1]]
-            here = {i: self._end(len(prompts[i]), texts[i], whole) for i in left}
-            mine = [i for i, end in here.items() if end]
-            spans = [(len(prompts[i]), here[i]) for i in mine]
-            pieces.append(RenderedText(whole, spans, mine, [self.edge(prompts[i]) for i in mine]))
-            left = [i for i, end in here.items() if not end]
+            ends = {i: self._end(len(prompts[i]), texts[i], whole) for i in left}
+            turns = [i for i, end in ends.items() if end]
+            spans = [(len(prompts[i]), ends[i]) for i in turns]
+            pieces.append(RenderedText(whole, spans, turns, [self.edge(prompts[i]) for i in turns]))
+            left = [i for i, end in ends.items() if not end]
         return pieces[::-1]
 
     def _behind(self, offered: list[str], text: str, messages: list[dict], i: int) -> tuple[str, str]:
@@ -174,7 +174,7 @@ class Pieces:
         longest end of the prompt that occurs in `text`. None if that end does not include the message before.
         """
         content = before.get("content") or ""
-        found = []
+        matches = []
         for prompt in prompts:
             low, high = 0, len(prompt)
             while low < high:
@@ -184,13 +184,13 @@ class Pieces:
             message = shared[
                 : max(self.edge(prompt)[1] - len(prompt) + low, 0)
             ]  # the part before the last mark
-            if message and any(one in message for one in (content.strip(), json.dumps(content)[1:-1])):
-                found.append((low, prompt, text[text.rindex(shared) + low :]))
-        return max(found)[1:] if found else None
+            if message and any(form in message for form in (content.strip(), json.dumps(content)[1:-1])):
+                matches.append((low, prompt, text[text.rindex(shared) + low :]))
+        return max(matches)[1:] if matches else None
 
     def edge(self, prompt: str) -> tuple[int, int]:
         """The end of a prompt, and the beginning of its last special token (0 if it has none)."""
-        starts = [found.start() for found in self.marker.names.finditer(prompt)]
+        starts = [match.start() for match in self.marker.names.finditer(prompt)]
         return len(prompt), starts[-1] if starts else 0
 
     def _closed(self, messages: list[dict], tools: list | None, more: dict[str, Any]) -> str:
@@ -208,7 +208,7 @@ class Pieces:
             return text
         begins = self._following(messages, text, tools, more)
         if begins is None:  # the template changes a thought once an answer follows it
-            call = {name: one for name, one in messages[-1].items() if name == CALLS}
+            call = {name: value for name, value in messages[-1].items() if name == CALLS}
             short = [*SHORT[:1], SHORT[1] | call]
             begins = self._following(short, self._render(short, tools, more)[0], tools, more)
         return text + (begins or self.template.special["eos_token"])
@@ -254,7 +254,7 @@ class Pieces:
     def _last_mark(self, text: str) -> str | None:
         """The special token that ends a text, trailing blanks ignored; None if there is none."""
         shown = text.rstrip()
-        ends = [found.group() for found in self.marker.names.finditer(shown) if found.end() == len(shown)]
+        ends = [match.group() for match in self.marker.names.finditer(shown) if match.end() == len(shown)]
         return ends[-1] if ends else None
 
     def _answer_end(self, tools: list | None, more: dict[str, Any]) -> str | None:
@@ -286,7 +286,7 @@ class Pieces:
         line break after it. A special token that ends conversations (Phi-3's) follows only the last turn.
         """
         same = len(text) if whole.startswith(text) else _common(text, whole)
-        ends = [found.end() for found in self.marker.names.finditer(text, start)]
+        ends = [match.end() for match in self.marker.names.finditer(text, start)]
         end = max((end for end in ends if end <= same), default=0)
         rest = text[end:] if same == len(text) else self.marker.names.sub("", text[end:])
         if end and not rest.strip():
@@ -315,10 +315,10 @@ def _opened(prompts: list[str], text: str, thought: str) -> tuple[str, str] | No
     None if no prompt opens a thought.
     """
     for prompt in prompts:
-        found = OPENED.search(prompt)
-        if not found or not text.startswith(base := prompt[: found.start()]):
+        match = OPENED.search(prompt)
+        if not match or not text.startswith(base := prompt[: match.start()]):
             continue
-        _, name, bracketed, started, blank = found.groups()
+        _, name, bracketed, started, blank = match.groups()
         closer = f"</{name}>" if name else f"[/{bracketed}]" if bracketed else f"<|END_{started}|>"
         rest = text[len(base) :].lstrip("\n")
         if text.startswith(prompt):
@@ -338,15 +338,15 @@ def _filled(turn: str, thought: str) -> str:
 
     Kimi-K2-Thinking renders thoughts only up to the last call, yet its model thinks before the last answer.
     """
-    found = EMPTY.match(turn) if thought else None
-    if not found:
+    match = EMPTY.match(turn) if thought else None
+    if not match:
         return ""
-    blank = found[2][: len(found[2]) // 2]
-    close, rest = turn[found.end(2) : found.end()], turn[found.end() :]
+    blank = match[2][: len(match[2]) // 2]
+    close, rest = turn[match.end(2) : match.end()], turn[match.end() :]
     inline = INLINE.fullmatch(rest)
     if inline and squeezed(inline[2]) == squeezed(thought):  # the text contains the thought itself
         rest = inline[1].partition("<")[0] + inline[4]
-    return f"{turn[: found.start(2)]}{blank}{thought.strip()}{blank}{close}{rest}"
+    return f"{turn[: match.start(2)]}{blank}{thought.strip()}{blank}{close}{rest}"
 
 
 def thought_of(message: dict[str, Any]) -> str:

@@ -84,15 +84,15 @@ class PromptDataset(Dataset):
         self.template, self.notes = chosen.template.digest, chosen.notes
         prompts = (prompt for source in sources for prompt in source.prompts)
         asked = (listed(prompt.row["prompt"]) for prompt in prompts)
-        forms = {"text" if isinstance(one, str) else "conversation" for one in asked}
+        forms = {"text" if isinstance(prompt, str) else "conversation" for prompt in asked}
         self.chat = format_of(tokenizer, chosen.template, forms, cfg.model.vocab)
         tokenizer.chat = self.chat  # an engine ends answers at the ids that it lists
 
     def prompt(self, number: int) -> Prompt:
         """Prompt `number` of the endless sequence, from 0."""
         source, epoch, position = self.place(number)
-        found = self.sources[source]
-        return found.prompts[permute(position, found.samples, f"{self.seed}/{epoch}/{source}")]
+        opened = self.sources[source]
+        return opened.prompts[permute(position, opened.samples, f"{self.seed}/{epoch}/{source}")]
 
     def number(self, step: int, draw: int, place: int) -> int:
         """The number, in the endless sequence, of prompt `place` of a step's draw `draw`, each from 0."""
@@ -163,8 +163,8 @@ def _open(
     marker = Marker(tokenizer, template)
     left: Counter[str] = Counter()
     rows: list[tuple[str, dict[str, Any], str]] = []
-    for path, found in source.files:
-        for where, row, error, _ in read_rows(path, found, ""):
+    for path, file in source.files:
+        for where, row, error, _ in read_rows(path, file, ""):
             try:
                 if error is not None:
                     raise error
@@ -181,25 +181,26 @@ def _open(
         raise DataError(f"{name}: holds no prompts")
     hashes = [_hash(text) for *_, text in rows]
     split_of = Splitter(hashes, HeldOut(*cfg.data.held_out))
-    mine = [row for row, found in zip(rows, hashes, strict=True) if split_of(found) == split]
-    if not mine:
+    in_split = [row for row, digest in zip(rows, hashes, strict=True) if split_of(digest) == split]
+    if not in_split:
         raise DataError(none_in_split(name, f"{len(rows):,} prompts", split))
-    most = cfg.train.seq - cfg.answer_tokens + 1  # an answer's last token is a target only, not an input
-    encoded = marker.encode([text for *_, text in mine])
+    limit = cfg.train.seq - cfg.answer_tokens + 1  # an answer's last token is a target only, not an input
+    encoded = marker.encode([text for *_, text in in_split])
     prompts, long = [], []
-    for (where, row, text), one in zip(mine, encoded, strict=True):
-        require_ids(one.ids, tokenizer, cfg.model.vocab, where)
-        if len(one.ids) > most:
+    for (where, row, text), encoding in zip(in_split, encoded, strict=True):
+        require_ids(encoding.ids, tokenizer, cfg.model.vocab, where)
+        if len(encoding.ids) > limit:
             long.append(where)
         else:
-            prompts.append(Prompt(np.asarray(one.ids, np.int64).tolist(), text, row))
+            prompts.append(Prompt(np.asarray(encoding.ids, np.int64).tolist(), text, row))
     sizes = f"--train.seq={cfg.train.seq} leaves after --grpo.max-tokens={cfg.answer_tokens}"
     shown = ", ".join(long[:NAMED])
     if long and cfg.data.overlong == "error":
         raise DataError(f"{name}: {len(long)} prompts are longer than {sizes}: {shown}")
     if not prompts:
         raise DataError(
-            f"{name}: its {split} split has no prompt, of {len(mine)}, that fits in the tokens that {sizes}"
+            f"{name}: its {split} split has no prompt, of {len(in_split)}, that fits in the "
+            f"tokens that {sizes}"
         )
     parts = [f"{source.form}, {len(rows):,} prompts, {len(prompts):,} to {split}"]
     if long:

@@ -52,7 +52,7 @@ class ChatSource:
         seq: int,
         split: Split,
         cfg: DataConfig,
-        told: str,
+        origin: str,
         pairs: bool,
     ) -> None:
         self.name = name
@@ -61,26 +61,26 @@ class ChatSource:
         # views as plain arrays, because a slice of a memmap costs several times as much
         self.ids = np.memmap(made / "ids.bin", facts["dtype"], "r").view(np.ndarray)
         self.trained = np.memmap(made / "trained.bin", np.bool_, "r").view(np.ndarray)
-        kept = load_file(made / "sequences.safetensors")
-        self.starts = kept["starts"]
+        arrays = load_file(made / "sequences.safetensors")
+        self.starts = arrays["starts"]
         self.lengths = np.diff(self.starts)
-        self.firsts = kept["firsts"]
+        self.firsts = arrays["firsts"]
         """for each sequence the position of its first trained token"""
-        self.desirable = kept.get("desirable", np.zeros(0, np.bool_))
+        self.desirable = arrays.get("desirable", np.zeros(0, np.bool_))
         """for --preference.loss kto: whether each sequence's answer is a good one"""
         self._files = facts["files"]
         self.forms: set[str] = set(facts["forms"])
         """forms of its rows: "conversation", "text" """
-        self._places = kept["places"]
-        self.rows = kept["rows"]
+        self._places = arrays["places"]
+        self.rows = arrays["rows"]
         self.of_unit = 2 if pairs else 1
         """number of sequences of a unit, which is kept together in one row: 2 for a preference, else 1"""
 
-        units = np.flatnonzero((kept["splits"] == SPLITS.index(split))[:: self.of_unit])
+        units = np.flatnonzero((arrays["splits"] == SPLITS.index(split))[:: self.of_unit])
         if not len(units):
             raise DataError(none_in_split(name, "rows", split))
         self.units, cut, dropped = self._fit(
-            units, kept["firsts"], cfg.overlong, cfg.skip_malformed - facts["skipped"]
+            units, arrays["firsts"], cfg.overlong, cfg.skip_malformed - facts["skipped"]
         )
         if not len(self.units):
             raise DataError(
@@ -89,22 +89,22 @@ class ChatSource:
             )
         self.plan = plan(self._of_units(self.lengths)[self.units].sum(1), seq)
         self.samples = self.plan.rows
-        mine = self._of_units(np.arange(len(self.lengths)))[self.units].ravel()
-        self.tokens = int(self.lengths[mine].sum())
-        trained = kept["counts"][mine].sum()
+        numbers = self._of_units(np.arange(len(self.lengths)))[self.units].ravel()
+        self.tokens = int(self.lengths[numbers].sum())
+        trained = arrays["counts"][numbers].sum()
         if cut.any():
-            trained = sum(int(self.sequence(i)[1][1:].sum()) for i in mine)
+            trained = sum(int(self.sequence(i)[1][1:].sum()) for i in numbers)
         self.predicted = int(trained)
         self.counts = RowCounts(
             facts["rows"],
-            len(mine),
+            len(numbers),
             self.tokens,
             self.predicted,
-            int(cut[mine].sum()),
+            int(cut[numbers].sum()),
             dropped,
             facts["skipped"],
         )
-        self.taken = self._tell(told, facts)
+        self.taken = self._tell(origin, facts)
 
     def _of_units(self, values: np.ndarray) -> np.ndarray:
         """The values of each unit: [units, 1], or [units, 2] for preferences."""
@@ -129,14 +129,14 @@ class ChatSource:
             )
         if overlong == "truncate":
             for unit in long.tolist():
-                mine = range(unit * self.of_unit, (unit + 1) * self.of_unit)
+                sequences = range(unit * self.of_unit, (unit + 1) * self.of_unit)
                 # Each of two sequences may use half the row, the longer one also what the other leaves free.
                 share = self.seq // self.of_unit
-                for i in mine:
-                    others = sum(int(self.lengths[j]) for j in mine if j != i)
-                    most = max(share, self.seq - others) if self.of_unit == 2 else self.seq
-                    cut[i] = self.lengths[i] > most
-                    self.lengths[i] = min(int(self.lengths[i]), most)
+                for i in sequences:
+                    others = sum(int(self.lengths[j]) for j in sequences if j != i)
+                    limit = max(share, self.seq - others) if self.of_unit == 2 else self.seq
+                    cut[i] = self.lengths[i] > limit
+                    self.lengths[i] = min(int(self.lengths[i]), limit)
         lost = (lengths[long].sum(1) > self.seq) | (self._of_units(firsts)[long] >= lengths[long]).any(1)
         equal = long[self._equal_cut(long) & ~lost]
         if len(equal) > skip:
@@ -156,10 +156,10 @@ class ChatSource:
         both = ([Tokens(*self.sequence(2 * int(unit) + i)) for i in range(2)] for unit in long)
         return np.array([_equal(*pair) for pair in both], bool)
 
-    def _tell(self, told: str, facts: dict[str, Any]) -> str:
+    def _tell(self, origin: str, facts: dict[str, Any]) -> str:
         """The source in words: how it was read, how many rows are trained on, and what was left out."""
         c = self.counts
-        parts = [told, f"{c.rows:,} rows"]
+        parts = [origin, f"{c.rows:,} rows"]
         sequences = len(self.lengths)
         if sequences != c.rows * self.of_unit:
             parts.append(

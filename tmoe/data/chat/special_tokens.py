@@ -45,7 +45,7 @@ class Marker:
         self.names = re.compile("|".join(map(re.escape, [*longest_first, OPEN, CLOSE])))
         known = {*self.special, *words}
         tags = {text for text in known if text.replace("</", "<", 1) in known - {text}}
-        self.closers = {text for text in known if any(one in known - {text} for one in _openers(text))}
+        self.closers = {text for text in known if any(opener in known - {text} for opener in _openers(text))}
         """tokens that end a part of a turn (</tool_call> ends the part that <tool_call> begins) or a turn"""
         shown = _turns(template) if template and words else ""
         tags |= {text.replace("</", "<", 1) for text in tags}
@@ -74,14 +74,14 @@ class Marker:
         """The tokens of each text. UnicodeError for a lone surrogate."""
         raw = [text.encode() for text in texts]
         if self._tokenizer is None:
-            return [_of_bytes(one) for one in raw]
+            return [_of_bytes(text) for text in raw]
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         dtype = np.uint16 if self.plain.vocab <= 1 << 16 else np.uint32
-        found = []
+        encoded = []
         for encoding in encodings:
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            found.append(Encoded(np.array(encoding.ids, dtype), offsets[:, 0], offsets[:, 1]))
-        return found
+            encoded.append(Encoded(np.array(encoding.ids, dtype), offsets[:, 0], offsets[:, 1]))
+        return encoded
 
     def require_text(
         self, messages: Sequence[dict[str, Any]], tools: list | None = None, more: dict | None = None
@@ -94,30 +94,30 @@ class Marker:
         given = [(f"messages[{i}]: ", message) for i, message in enumerate(messages)]
         for start, value in (*given, ("tools", tools), ("chat_template_kwargs", more)):
             for place, text in _strings(value, ""):
-                found = self.forged.search(text)
-                if not found and self._normalized:
-                    found = self._normalized.search(self._normal(text))
-                if found:
+                match = self.forged.search(text)
+                if not match and self._normalized:
+                    match = self._normalized.search(self._normal(text))
+                if match:
                     shown = start + (place.removeprefix(".") if start.endswith(" ") else place)
-                    mark = f"{found.group()!r}, which the tokenizer would read as a special token"
+                    mark = f"{match.group()!r}, which the tokenizer would read as a special token"
                     raise DataError(f"{shown} holds {mark}")
 
 
 def _openers(closer: str) -> list[str]:
     """Tokens that may begin the part that `closer` ends: <x> for </x>, <|x> for <x|>, x_begin for x_end."""
     bar = re.fullmatch(r"<([^|]+)\|>", closer)
-    found = [closer.replace("</", "<", 1), closer.replace("end", "begin")]
-    return found + ([f"<|{bar.group(1)}>"] if bar else [])
+    openers = [closer.replace("</", "<", 1), closer.replace("end", "begin")]
+    return openers + ([f"<|{bar.group(1)}>"] if bar else [])
 
 
 def _turns(template: ChatTemplate) -> str:
     """Short conversations as the template renders them; those that it refuses are left out."""
-    asked, said = dict(role="user", content="a"), dict(role="assistant", content="b")
-    found = []
-    for messages in ([asked], [asked, said, asked], [dict(role="system", content="c"), asked]):
+    asked, answer = dict(role="user", content="a"), dict(role="assistant", content="b")
+    rendered = []
+    for messages in ([asked], [asked, answer, asked], [dict(role="system", content="c"), asked]):
         with suppress(DataError):
-            found.append(template.render(messages))
-    return "".join(found)
+            rendered.append(template.render(messages))
+    return "".join(rendered)
 
 
 def _strings(value: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -125,12 +125,12 @@ def _strings(value: Any, place: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, dict):
-        for name, one in value.items():
+        for name, item in value.items():
             yield f"{place}: a key", str(name)
-            yield from _strings(one, f"{place}.{name}")
+            yield from _strings(item, f"{place}.{name}")
     elif isinstance(value, list):
-        for i, one in enumerate(value):
-            yield from _strings(one, f"{place}[{i}]")
+        for i, item in enumerate(value):
+            yield from _strings(item, f"{place}[{i}]")
 
 
 def _of_bytes(raw: bytes) -> Encoded:

@@ -69,7 +69,7 @@ class Speller:
         for order, (ids, text_arguments, content) in enumerate(choices):
             how = Spelling(text_arguments, content, ids)
             text = self._rendered(called, how, tools) or self._rendered([*called, answer], how, tools)
-            if not all(one in text for one in (NAME, KEY, VALUE)):
+            if not all(mark in text for mark in (NAME, KEY, VALUE)):
                 continue
             foreign = f"'{KEY}':" in text or f'\\"{KEY}' in text  # Python's syntax, or a text within a text
             endless = not text.rstrip().endswith(end)  # LFM2.5 ends a turn only if it has a content
@@ -92,10 +92,10 @@ class Speller:
 
 def spelled(messages: list[dict[str, Any]], how: Spelling) -> list[dict[str, Any]]:
     """Copies of messages in the spelling `how`, without "weight". Their calls' arguments must be objects."""
-    found = [{name: one for name, one in message.items() if name != "weight"} for message in messages]
+    copies = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
     if how.ids:
-        _name_ids(found, how.ids)
-    for message in found:
+        _name_ids(copies, how.ids)
+    for message in copies:
         if calls := message.get("tool_calls"):
             if how.text_arguments:
                 message["tool_calls"] = [_as_text(call) for call in calls]
@@ -103,7 +103,7 @@ def spelled(messages: list[dict[str, Any]], how: Spelling) -> list[dict[str, Any
                 message["content"] = how.content
         if message.get("content") is ABSENT:
             del message["content"]
-    return found
+    return copies
 
 
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def _name_ids(messages: list[dict[str, Any]], form: str) -> None:
                 calls = [*calls[:j], call | dict(id=new), *calls[j + 1 :]]
             message["tool_calls"] = calls
         elif message["role"] == "tool":
-            told = message.get("tool_call_id")
+            call_id = message.get("tool_call_id")
             following = unanswered.pop(0) if unanswered else None
-            new = renamed.get(told, told) if told is not None else following
+            new = renamed.get(call_id, call_id) if call_id is not None else following
             if new is not None:
                 message["tool_call_id"] = new
 
@@ -138,6 +138,6 @@ def _id_of(call: dict[str, Any], number: int, form: str) -> str:
     """A call's own id if it has the form, else an id made from its number."""
     name, own = call["function"]["name"], str(call.get("id"))
     if form == "named":
-        kept = re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", own)
-        return own if kept else f"functions.{name}:{number}"
+        fits = re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", own)
+        return own if fits else f"functions.{name}:{number}"
     return own if re.fullmatch(r"[A-Za-z0-9]{9}", own) else f"{number:09}"

@@ -87,8 +87,8 @@ class ChatTemplate:
         self.variants: list[dict[str, Any]] = [{}]
         """settings of variables for which the generation prompt may differ"""
         self.variants += [{name: on} for name in THINKING if name in read for on in (False, True)]
-        told = json.dumps([text, tools, special], sort_keys=True, default=str)
-        self.digest = hashlib.sha256(told.encode()).hexdigest()[:32]
+        content = json.dumps([text, tools, special], sort_keys=True, default=str)
+        self.digest = hashlib.sha256(content.encode()).hexdigest()[:32]
 
     def render(
         self, messages: list[dict], tools: list | None = None, *, prompt: bool = False, **more: Any
@@ -105,8 +105,8 @@ class ChatTemplate:
         try:
             text = template.render(self.special | given | more)
         except Exception as error:  # a template may fail in any way on unexpected messages
-            told = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
-            raise DataError(f"the chat template ({self.source}) refuses it: {told}") from error
+            reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+            raise DataError(f"the chat template ({self.source}) refuses it: {reason}") from error
         parts = text.split(OPEN)
         if len(parts) == 1:
             return text, []
@@ -197,11 +197,11 @@ def load_template(
             tools = _text(files.tools, TOOLS_FILE) if files.tools else None
             return ChatTemplate(_text(files.template, source), source, special, tools=tools, now=now)
         source = f"chat_template of {files.settings_name}"
-        found = _settings(tokenizer).get("chat_template")
-        if isinstance(found, str):
-            return ChatTemplate(found, source, special, now=now)
-        if found:
-            return _named(found, source, special, now)
+        setting = _settings(tokenizer).get("chat_template")
+        if isinstance(setting, str):
+            return ChatTemplate(setting, source, special, now=now)
+        if setting:
+            return _named(setting, source, special, now)
     opening = "{{- bos_token -}}\n" if special["opens_with_bos"] else ""
     return ChatTemplate(opening + PLAIN, BUILT_IN, special, now=now)
 
@@ -213,10 +213,10 @@ def _text(raw: bytes, source: str) -> str:
         raise DataError(f"{source}: not UTF-8 at byte {error.start}") from error
 
 
-def _named(found: Any, source: str, special: dict[str, Any], now: bool) -> ChatTemplate:
+def _named(templates: Any, source: str, special: dict[str, Any], now: bool) -> ChatTemplate:
     """A template from a list of named ones: "default", and "tool_use" for conversations with tools."""
     try:
-        by_name = {one["name"]: one["template"] for one in found}
+        by_name = {entry["name"]: entry["template"] for entry in templates}
         return ChatTemplate(by_name["default"], source, special, tools=by_name.get("tool_use"), now=now)
     except (KeyError, TypeError) as error:
         raise DataError(

@@ -32,27 +32,27 @@ def choose_template(cfg: DataConfig, tokenizer: Tokenizer, carried: Carried | No
     folder is not used, a note names it. Neither is an error, because a template does not change the meaning
     of ids. DataError for a template that cannot be read.
     """
-    theirs = carried.chat if carried else None
-    if cfg.chat_template is not None and not Path(cfg.chat_template).is_file() and theirs and theirs.template:
+    chat = carried.chat if carried else None
+    if cfg.chat_template is not None and not Path(cfg.chat_template).is_file() and chat and chat.template:
         raise DataError(
             f"--data.chat-template={cfg.chat_template}: no such file; valid: a jinja file, or None for "
-            f"{theirs.source}"
+            f"{chat.source}"
         )
     template = load_template(tokenizer, cfg.chat_template)
     notes: list[str] = []
-    if carried is None or theirs is None or theirs.template is None:
+    if carried is None or chat is None or chat.template is None:
         return Chosen(template, ())
     if cfg.chat_template is not None:
-        if note := another(f"--data.chat-template={cfg.chat_template}", template, theirs):
+        if note := another(f"--data.chat-template={cfg.chat_template}", template, chat):
             notes.append(note)
     elif cfg.tokenizer != "auto":
         alone = copy.copy(tokenizer)
         alone.chat = None
-        own = load_template(alone)
-        if own.source != BUILT_IN and (own.text, own.tools) != (theirs.template, theirs.tools):
+        other = load_template(alone)
+        if other.source != BUILT_IN and (other.text, other.tools) != (chat.template, chat.tools):
             notes.append(
                 f"--data.tokenizer={cfg.tokenizer}: the template there is not used; conversations are "
-                f"written by {theirs.source}; --data.chat-template FILE names another"
+                f"written by {chat.source}; --data.chat-template FILE names another"
             )
     return Chosen(template, tuple(notes))
 
@@ -82,5 +82,5 @@ def format_of(tokenizer: Tokenizer, template: ChatTemplate, forms: set[str], voc
     if "text" in forms:
         ends.append(tokenizer.eos)
     opening = marker.encode([marker.opening])[0].ids.tolist() if marker.opening else []
-    kept = (i for i in dict.fromkeys([*ends, *before.ends]) if i < vocab)
-    return before._replace(ends=tuple(kept), opening=tuple(opening), source=template.source)
+    in_vocab = (i for i in dict.fromkeys([*ends, *before.ends]) if i < vocab)
+    return before._replace(ends=tuple(in_vocab), opening=tuple(opening), source=template.source)

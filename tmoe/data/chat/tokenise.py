@@ -54,7 +54,7 @@ def first_row(source: Survey) -> tuple[Kind, dict]:
     valid = f"with fields for {KINDS}"
     require_rows(source, valid)
     wrong: DataError | None = None
-    for _, first, error, _ in (one for path, found in source.files for one in read_rows(path, found, "")):
+    for _, first, error, _ in (row for path, file in source.files for row in read_rows(path, file, "")):
         if isinstance(first, dict):
             break
         wrong = wrong or error
@@ -96,28 +96,28 @@ class _Rows:
         made = made_once(f"chat-{self._key()}", self._make)
         count = len(self.source.files)
         files = f" in {count} files" if count > 1 else ""
-        told = f"{self.source.form} of {self.kind}{files}, {self.template.source}"
+        origin = f"{self.source.form} of {self.kind}{files}, {self.template.source}"
         pairs = self.kind == "preference" and self.task == "preference"
-        return ChatSource(self.source.name, made, seq, split, self.cfg, told, pairs)
+        return ChatSource(self.source.name, made, seq, split, self.cfg, origin, pairs)
 
     def _key(self) -> str:
         """Name of the kept files; it changes with source files, tokenizer, template and relevant settings."""
         stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
-        told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         task = self.task == "kto"
         settings = [self.kind, task, self.cfg.held_out, self.cfg.skip_malformed, self.source.columns]
         model = [self.tokenizer.fingerprint, self.tokenizer.eos, self.template.digest]
         libraries = [VERSION, tokenizers.__version__, jinja2.__version__]
-        return hashlib.sha256(json.dumps([*libraries, *model, *settings, told]).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps([*libraries, *model, *settings, stamps]).encode()).hexdigest()[:32]
 
     def _make(self, made: Path) -> None:
         """Tokenises the source into the folder `made`."""
         size = sum(path.stat().st_size for path, _ in self.source.files)
         if size > TOLD:
-            told = (
+            note = (
                 f"{self.source.name}: {decimal(size)} of chat rows, tokenised once for this node, into {made}"
             )
-            print(told, file=sys.stderr, flush=True)
+            print(note, file=sys.stderr, flush=True)
         skips = Skips(self.cfg.skip_malformed)
         encoder = Encoder(self.tokenizer, self.template)
         starts, firsts, counts, rows, places = (array("q", [0] * (i == 0)) for i in range(5))
@@ -130,25 +130,27 @@ class _Rows:
             with (folder / "ids.bin").open("wb") as ids, (folder / "trained.bin").open("wb") as trained:
                 for place, row, sequences, lacks in self._encoded(encoder, skips):
                     left.update(lacks)
-                    for number, one in enumerate(sequences):
-                        ids.write(one.ids.astype(dtype).tobytes())
-                        trained.write(one.trained.tobytes())
-                        starts.append(starts[-1] + len(one.ids))
-                        firsts.append(int(np.flatnonzero(one.trained[1:])[0]) + 1)
-                        counts.append(int(one.trained[1:].sum()))
+                    for number, sequence in enumerate(sequences):
+                        ids.write(sequence.ids.astype(dtype).tobytes())
+                        trained.write(sequence.trained.tobytes())
+                        starts.append(starts[-1] + len(sequence.ids))
+                        firsts.append(int(np.flatnonzero(sequence.trained[1:])[0]) + 1)
+                        counts.append(int(sequence.trained[1:].sum()))
                         rows.append(len(hashes))
                         # a pair becomes two answers, the first of which is the good one
                         desirable.append(number == 0 if row.desirable is None else row.desirable)
                     hashes.append(_hash(row.key))
                     unread |= {*row.unread}
-                    forms |= {"text" if isinstance(one, Plain) else "conversation" for one in row.samples}
+                    forms |= {
+                        "text" if isinstance(sample, Plain) else "conversation" for sample in row.samples
+                    }
                     places.extend(place)
             if not hashes:
                 raise DataError(f"{self.source.name}: holds no rows to train on")
             shares = np.array(hashes, np.uint64).tolist()
             split_of = Splitter(shares, HeldOut(*self.cfg.held_out))
-            splits = np.array([SPLITS.index(split_of(one)) for one in shares], np.uint8)
-            kept = dict(
+            splits = np.array([SPLITS.index(split_of(share)) for share in shares], np.uint8)
+            arrays = dict(
                 starts=np.array(starts),
                 firsts=np.array(firsts),
                 counts=np.array(counts),
@@ -157,8 +159,8 @@ class _Rows:
                 splits=splits[np.array(rows)],
             )
             if self.task == "kto":
-                kept["desirable"] = np.array(desirable, np.bool_)
-            save_file(kept, folder / "sequences.safetensors")
+                arrays["desirable"] = np.array(desirable, np.bool_)
+            save_file(arrays, folder / "sequences.safetensors")
             facts = dict(
                 dtype=str(dtype),
                 forms=sorted(forms),
@@ -166,7 +168,7 @@ class _Rows:
                 skipped=len(skips.found),
                 malformed=skips.tell(),
                 left=tell(left, self.template.source, unread),
-                files=[(str(path), found.form == "JSON lines") for path, found in self.source.files],
+                files=[(str(path), file.form == "JSON lines") for path, file in self.source.files],
             )
             (folder / "facts.json").write_text(json.dumps(facts))
 
@@ -181,10 +183,10 @@ class _Rows:
             samples = [sample for _, _, row in chunk for sample in row.samples]
             encoded = iter(zip(encoder.encode(samples), encoder.left, strict=True))
             for where, place, row in chunk:
-                found, lost = zip(*(next(encoded) for _ in row.samples), strict=True)
+                results, lost = zip(*(next(encoded) for _ in row.samples), strict=True)
                 lacks = set().union(*lost) | ({NULLS} if row.nulls else set())
-                failed = next((one for one in found if isinstance(one, DataError)), None)
-                sequences = [s for one in found if not isinstance(one, DataError) for s in one]
+                failed = next((result for result in results if isinstance(result, DataError)), None)
+                sequences = [s for result in results if not isinstance(result, DataError) for s in result]
                 whole = len(sequences) == len(row.samples) or self.task == "sft"
                 if failed is None and not whole:
                     failed = DataError(
@@ -203,15 +205,15 @@ class _Rows:
     def _chunks(self, skips: Skips) -> Iterator[list[tuple[str, tuple[int, int], ChatRow]]]:
         """Lists of CHUNK parsed rows, each with its place."""
         chunk = []
-        for number, (path, found) in enumerate(self.source.files):
-            for where, value, error, _ in read_rows(path, found, ""):
+        for number, (path, file) in enumerate(self.source.files):
+            for where, value, error, _ in read_rows(path, file, ""):
                 try:
                     if error is not None:
                         raise error
                     desirable = None
                     if self.task == "kto" and self.kind == "prompt/completion":
                         value, desirable = without_label(value, where)
-                    row = parse_row(value, where, self.kind, found.form == "parquet")
+                    row = parse_row(value, where, self.kind, file.form == "parquet")
                     row = row._replace(desirable=desirable)
                 except DataError as wrong:
                     skips.add(where, wrong)

@@ -20,9 +20,9 @@ def without_label(row: Any, where: str) -> tuple[Any, bool | None]:
         return row, None  # parse_row refuses this row
     label = row.get("label")
     if not isinstance(label, bool):
-        here = f"label={label!r:.40}" if "label" in row else "no label"
+        shown = f"label={label!r:.40}" if "label" in row else "no label"
         raise DataError(
-            f"{where}: {here}: --preference.loss kto needs rows of prompt, completion and label; "
+            f"{where}: {shown}: --preference.loss kto needs rows of prompt, completion and label; "
             "valid: true for a good completion, false for another"
         )
     return {name: value for name, value in row.items() if name != "label"}, label

@@ -78,34 +78,34 @@ def read(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launc
     environ: the environment with the values of variables that a launcher copies by name (`-x NAME`).
     """
     words = _command(_unwrapped([word for word in words if word.strip(" \t\n\\")]))
-    found = Launch(words)
+    launch = Launch(words)
     end = _program(words)
     if not end:
-        return found
-    *front, found.program = words[:end]
-    found.words = words[end:]
+        return launch
+    *front, launch.program = words[:end]
+    launch.words = words[end:]
     launcher = "env"
-    found.said[launcher] = []
+    launch.said[launcher] = []
     for i, word in enumerate(front):
         base = word.rpartition("/")[2]
         name = _module(front, i) or ("python" if PYTHON.fullmatch(base) else base)
         if name in LAUNCHERS or name in ("python", "tutel"):
             launcher = name
-            found.launchers.append(name)
-            found.said[name] = []
+            launch.launchers.append(name)
+            launch.said[name] = []
         elif launcher == "env" and re.match(r"[A-Za-z_]\w*=", word):
-            name, _, found.variables[name] = word.partition("=")
+            name, _, launch.variables[name] = word.partition("=")
         else:
             if SET.match(word) and front[i - 1] not in SETS:  # after `srun ... env`, or exported in bash -c
-                name, _, found.variables[name] = word.partition("=")
-            found.said[launcher].append(word)
-    for words_of in found.said.values():
+                name, _, launch.variables[name] = word.partition("=")
+            launch.said[launcher].append(word)
+    for words_of in launch.said.values():
         for name, value in _set_by(words_of):
             if value is not None or name in environ:
-                found.variables[name] = environ[name] if value is None else value
-                found.handed_on |= {name} if value is None else set()
-    _count(found, environ)
-    return found
+                launch.variables[name] = environ[name] if value is None else value
+                launch.handed_on |= {name} if value is None else set()
+    _count(launch, environ)
+    return launch
 
 
 def _unwrapped(words: list[str]) -> list[str]:
@@ -140,22 +140,25 @@ def _command(words: list[str]) -> list[str]:
     if at is None:
         return words
     exported = [word for part in parts[:at] if part[:1] == ["export"] for word in part[1:]]
-    own = parts[at]
-    return [*exported, *own[: next((i for i, word in enumerate(own) if PIPED.match(word)), len(own))]]
+    command = parts[at]
+    return [
+        *exported,
+        *command[: next((i for i, word in enumerate(command) if PIPED.match(word)), len(command))],
+    ]
 
 
 def _split(text: str) -> list[str]:
     """The words of a shell's text. The end of a line ends a command unless the line is continued."""
     lines: list[list[str]] = []
-    held = ""  # text of a quote that is not closed yet
+    pending = ""  # text of a quote that is not closed yet
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
-        held = f"{held}\n{line}" if held else line
+        pending = f"{pending}\n{line}" if pending else line
         try:
-            lines.append(shlex.split(held, comments=True))
-            held = ""
+            lines.append(shlex.split(pending, comments=True))
+            pending = ""
         except ValueError:
             continue
-    lines.append(held.split())
+    lines.append(pending.split())
     return [word for words in lines if words for word in (*words, ";")][:-1]
 
 
@@ -193,45 +196,45 @@ def _module(words: list[str], at: int) -> str:
 
 def _set_by(words: list[str]) -> list[tuple[str, str | None]]:
     """Variables that a launcher's options set; None is the value of a variable that is copied by name."""
-    found: list[tuple[str, str | None]] = []
+    variables: list[tuple[str, str | None]] = []
     for i, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option not in SETS:
             continue
         given = value if equals else "".join(words[i + 1 : i + 2])
-        for one in given.split(","):
-            name, equals, value = one.partition("=")
+        for item in given.split(","):
+            name, equals, value = item.partition("=")
             if not equals and option in ("-genv", "-env"):
                 value, equals = "".join(words[i + 2 : i + 3]), "="
-            found.append((name, value if equals else None))
-    return found
+            variables.append((name, value if equals else None))
+    return variables
 
 
-def _count(found: Launch, environ: Mapping[str, str]) -> None:
+def _count(launch: Launch, environ: Mapping[str, str]) -> None:
     """Sets the number of processes, by the innermost launcher that gives it."""
-    for name in found.launchers:
-        options = _options(found.said[name])
+    for name in launch.launchers:
+        options = _options(launch.said[name])
         if name == "torchrun":
-            found.each = _number(options, "--nproc-per-node")
-            found.world = _times(found.each, _number(options, "--nnodes", 1))
+            launch.each = _number(options, "--nproc-per-node")
+            launch.world = _times(launch.each, _number(options, "--nnodes", 1))
         elif name in ("accelerate", "accelerate-launch"):
-            found.world = _number(options, "--num-processes", _number(options, "-n", None))
-            found.world = found.world or _of_file(options.get("--config-file", ""))
+            launch.world = _number(options, "--num-processes", _number(options, "-n", None))
+            launch.world = launch.world or _of_file(options.get("--config-file", ""))
             machines = _number(options, "--num-machines", 1) or 1
-            found.each = found.world and found.world // machines
+            launch.each = launch.world and launch.world // machines
         elif name == "deepspeed":
             included = options.get("--include", options.get("-i", ""))
             each, nodes = _number(options, "--num-gpus"), _number(options, "--num-nodes", 1)
             slots = sum(len(host.partition(":")[2].split(",")) for host in included.split("@") if host)
-            found.each, found.world = each, slots or _times(each, nodes) or found.world
+            launch.each, launch.world = each, slots or _times(each, nodes) or launch.world
         elif name == "tutel":  # starts LOCAL_SIZE processes for each of mpiexec's
-            local = {**environ, **found.variables}.get("LOCAL_SIZE", "1")
+            local = {**environ, **launch.variables}.get("LOCAL_SIZE", "1")
             if local.isdigit():
-                found.world, found.each = (found.world or 1) * int(local), int(local)
+                launch.world, launch.each = (launch.world or 1) * int(local), int(local)
         elif name != "python":
-            found.world, found.each = _of_mpi(name, options)
-    if found.world is None and found.variables.get("WORLD_SIZE", "").isdigit():
-        found.world = int(found.variables["WORLD_SIZE"])
+            launch.world, launch.each = _of_mpi(name, options)
+    if launch.world is None and launch.variables.get("WORLD_SIZE", "").isdigit():
+        launch.world = int(launch.variables["WORLD_SIZE"])
 
 
 def _times(each: int | None, nodes: int | None) -> int | None:
@@ -240,17 +243,17 @@ def _times(each: int | None, nodes: int | None) -> int | None:
 
 def _options(words: list[str]) -> dict[str, str]:
     """Options by name, with dashes in place of underscores, and the word after each."""
-    found = {}
+    options = {}
     for i, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option.startswith("-"):
             after = "".join(words[i + 1 : i + 2])
-            found[option.replace("_", "-")] = value if equals else after
+            options[option.replace("_", "-")] = value if equals else after
             if glued := re.fullmatch(r"-([nN])(\d+)", option):  # srun -N2 -n16
-                found[f"-{glued[1]}"] = glued[2]
-    if "-nproc-per-node" in found:
-        found["--nproc-per-node"] = found["-nproc-per-node"]
-    return found
+                options[f"-{glued[1]}"] = glued[2]
+    if "-nproc-per-node" in options:
+        options["--nproc-per-node"] = options["-nproc-per-node"]
+    return options
 
 
 def _number(options: Mapping[str, str], name: str, default: int | None = None) -> int | None:
@@ -263,39 +266,39 @@ def _number(options: Mapping[str, str], name: str, default: int | None = None) -
 
 def _of_mpi(name: str, options: Mapping[str, str]) -> tuple[int | None, int | None]:
     """The number of processes that mpiexec, srun or a similar launcher starts: (in all, on a node)."""
-    said = _said_counts(name, options)
-    each, total = _said(said, "each"), _said(said, "all")
+    counts = _said_counts(name, options)
+    each, total = _said(counts, "each"), _said(counts, "all")
     if total:
         return (total * (each or 1), each) if name == "jsrun" else (total, each)
     if name not in MPI:
-        nodes = _said(said, "nodes")
+        nodes = _said(counts, "nodes")
         nodes = 1 if nodes is None else nodes
-        return (nodes * each, each) if each else ((nodes, 1) if "nodes" in said else (None, None))
-    if "hosts" not in said or ".." in said["hosts"]:  # a list without an end
+        return (nodes * each, each) if each else ((nodes, 1) if "nodes" in counts else (None, None))
+    if "hosts" not in counts or ".." in counts["hosts"]:  # a list without an end
         return None, None
-    hosts = [host for host in said["hosts"].split(",") if host not in ("", "..", "...")]
+    hosts = [host for host in counts["hosts"].split(",") if host not in ("", "..", "...")]
     slots = [host.partition(":")[2] for host in hosts]
     return (each or 1) * len(hosts) if each else sum(int(n) if n.isdigit() else 1 for n in slots), each
 
 
-def _said(said: Mapping[str, str], kind: str) -> int | None:
+def _said(counts: Mapping[str, str], kind: str) -> int | None:
     """The number of this kind; None if there is none."""
-    return int(said[kind]) if said.get(kind, "").isdigit() else None
+    return int(counts[kind]) if counts.get(kind, "").isdigit() else None
 
 
 def _said_counts(name: str, options: Mapping[str, str]) -> dict[str, str]:
     """Values of the options that give processes, nodes or hosts, by their kind in COUNTS."""
-    said: dict[str, str] = {}
+    counts: dict[str, str] = {}
     for option, value in options.items():
         kind = COUNTS.get(option, "")
         if (kind == "nodes" and name in MPI) or (kind == "each" and name == "aprun"):
             kind = "each"  # Open MPI's -N is npernode
         if option == "-c" and name not in MPI:  # cores
             continue
-        if kind == "map" and (found := re.match(r"ppr:(\d+):node", value)):
-            kind, value = "each", found[1]
-        said.setdefault(kind, value)
-    return said
+        if kind == "map" and (match := re.match(r"ppr:(\d+):node", value)):
+            kind, value = "each", match[1]
+        counts.setdefault(kind, value)
+    return counts
 
 
 def _of_file(path: str) -> int | None:
@@ -304,5 +307,5 @@ def _of_file(path: str) -> int | None:
         text = Path(path).read_text() if path else ""
     except (OSError, UnicodeDecodeError):
         return None
-    found = re.search(r"^num_processes:\s*(\d+)", text, re.M)
-    return int(found[1]) if found else None
+    match = re.search(r"^num_processes:\s*(\d+)", text, re.M)
+    return int(match[1]) if match else None

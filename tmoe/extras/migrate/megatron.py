@@ -160,7 +160,7 @@ def read_pattern(text: str) -> list[int]:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
         if isinstance(node, ast.List):
-            return [n for one in node.elts if isinstance(n := value(one), int)]
+            return [n for item in node.elts if isinstance(n := value(item), int)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
             a, b = value(node.left), value(node.right)
             if isinstance(node.op, ast.Add) and isinstance(a, list) and isinstance(b, list):
@@ -172,12 +172,12 @@ def read_pattern(text: str) -> list[int]:
         raise ValueError
 
     try:
-        found = value(ast.parse(text, mode="eval").body)
+        pattern = value(ast.parse(text, mode="eval").body)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        found = 0
-    if not isinstance(found, list):
+        pattern = 0
+    if not isinstance(pattern, list):
         raise ConfigError(f"--moe-layer-freq={text}: must be a number or a list as ([0]+[1]*23)")
-    return found
+    return pattern
 
 
 def _router(given: GivenFlags, out: TranslatedCommand) -> None:

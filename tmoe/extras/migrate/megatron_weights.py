@@ -74,8 +74,8 @@ def find_step(path: Path) -> Path:
     CheckpointError, with advice, if it is not in the format torch_dist.
     """
     if (path / LATEST).is_file():
-        told = (path / LATEST).read_text().strip()
-        path = path / (f"iter_{int(told):07}" if told.isdigit() and len(told) < 19 else "release")
+        latest = (path / LATEST).read_text().strip()
+        path = path / (f"iter_{int(latest):07}" if latest.isdigit() and len(latest) < 19 else "release")
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     backend = backend_of(path)
@@ -141,14 +141,14 @@ def candidates(name: str) -> list[str]:
     if name in ROOT:
         return [ROOT[name]]
     number, rest = block_of(name)
-    return [f"{LAYER}{one}{end}" for one in ("", f"{number}.") for end in BLOCK.get(rest, ())]
+    return [f"{LAYER}{prefix}{end}" for prefix in ("", f"{number}.") for end in BLOCK.get(rest, ())]
 
 
 def block_of(name: str) -> tuple[int, str]:
     """The number of the block in a tensor's name, and the name within the block."""
-    found = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-    assert found, name
-    return int(found[1]), found[2]
+    match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+    assert match, name
+    return int(match[1]), match[2]
 
 
 def place_of(name: str, stock: StockFolder) -> tuple[str, int | None] | None:

@@ -50,12 +50,12 @@ def kinds() -> dict[str, Any]:
 @functools.cache
 def refusal(words: tuple[str, ...]) -> str:
     """The error with which this version's parser refuses a command of train.py; "" if it accepts it."""
-    said: list[str] = []
-    write, sys.stderr = sys.stderr, _Into(said)  # parse prints to stderr
+    printed: list[str] = []
+    write, sys.stderr = sys.stderr, _Into(printed)  # parse prints to stderr
     try:
         parse([*words, "--dry-run"], "")
     except (SystemExit, ConfigError) as error:
-        return "".join(said).strip() or front.spelt(error)
+        return "".join(printed).strip() or front.spelt(error)
     finally:
         sys.stderr = write
     return ""
@@ -80,5 +80,5 @@ def lacking(words: Sequence[str]) -> str:
 
     A combination of flags that the parser refuses is not included.
     """
-    said = refusal(tuple(words))
-    return said if re.search(": (no such flag|must be one of) ", said) else ""
+    error = refusal(tuple(words))
+    return error if re.search(": (no such flag|must be one of) ", error) else ""

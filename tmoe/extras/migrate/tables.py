@@ -166,7 +166,7 @@ class GivenFlags:
         name = spell(flag)
         if name in self.table or not self.abbreviated:
             return self.table.get(name)
-        longer = [row for one, row in self.table.items() if one.startswith(name) and row.flag[0] == "-"]
+        longer = [row for other, row in self.table.items() if other.startswith(name) and row.flag[0] == "-"]
         return longer[0] if len(longer) == 1 else None
 
     def _take(self, row: FlagRow, values: list[str]) -> None:
@@ -242,22 +242,24 @@ def misfits(out: TranslatedCommand, kinds: dict[str, Any]) -> None:
             continue
         kind = kinds[flag]
         listed = get_origin(kind) is tuple
-        one = get_args(kind)[0] if listed else kind
-        bad = [value for value in values if not any(fits(reading, one) for reading in _readings(value))]
+        item_kind = get_args(kind)[0] if listed else kind
+        bad = [value for value in values if not any(fits(reading, item_kind) for reading in _readings(value))]
         for value in bad[:1]:
-            theirs = out.given.get(value)
-            line = f"{theirs or flag}={value}: "
-            if not any(said.startswith(line) for said in out.wrong):
-                out.wrong.append(f"{line}must be {spell_kind(one)}" + (f" ({flag})" if theirs else ""))
+            their_flag = out.given.get(value)
+            line = f"{their_flag or flag}={value}: "
+            if not any(problem.startswith(line) for problem in out.wrong):
+                out.wrong.append(
+                    f"{line}must be {spell_kind(item_kind)}" + (f" ({flag})" if their_flag else "")
+                )
 
 
 def _readings(text: str) -> list[Any]:
     """All values that a word of a command line can stand for: the text, a bool, an int, a float."""
-    found: list[Any] = [text, *{"true": [True], "false": [False]}.get(text.lower(), [])]
+    readings: list[Any] = [text, *{"true": [True], "false": [False]}.get(text.lower(), [])]
     for kind in (int, float):
         with suppress(ValueError):
-            found.append(kind(text))
-    return found
+            readings.append(kind(text))
+    return readings
 
 
 def spell(flag: str) -> str:

@@ -76,16 +76,16 @@ def _untrainable(out: TranslatedCommand) -> str:
     from tmoe.extras.migrate import names
     from tmoe.extras.migrate.tables import TranslatedCommand
 
-    here = Path(out.flags.get("--init", [""])[0], "config.json").is_file()
-    if not (out.preset or here):
+    has_config = Path(out.flags.get("--init", [""])[0], "config.json").is_file()
+    if not (out.preset or has_config):
         return ""
-    left_out = {"--world"} if here else {"--world", "--init"}
+    left_out = {"--world"} if has_config else {"--world", "--init"}
     planned = {flag: values for flag, values in out.flags.items() if flag not in left_out}
     words = TranslatedCommand(flags=planned, preset=out.preset).words
-    said = names.refusal((*words, "--world", str(out.world))).removeprefix("error: ")
-    values = out.flags.get(said.partition("=")[0], [""])
-    theirs = out.given.get(values[0], "")
-    return f"{theirs}={values[0]}: becomes {said}" if theirs else said
+    error = names.refusal((*words, "--world", str(out.world))).removeprefix("error: ")
+    values = out.flags.get(error.partition("=")[0], [""])
+    their_flag = out.given.get(values[0], "")
+    return f"{their_flag}={values[0]}: becomes {error}" if their_flag else error
 
 
 def _import(words: list[str]) -> None:

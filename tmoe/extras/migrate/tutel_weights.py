@@ -73,18 +73,19 @@ def gather(pattern: str, size: int, namespace: str = "") -> dict[str, Tensor]:
 
 def _layer(layer: str, experts: int, states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Router and experts of one layer, by tmoe.MoE's names."""
-    own = {name.removeprefix(f"{layer}.") for name in states[0] if name.startswith(f"{layer}.")}
+    present = {name.removeprefix(f"{layer}.") for name in states[0] if name.startswith(f"{layer}.")}
     router = "gates.0.wg.weight"
-    kind = "ffn" if any("batched_fc" in name for name in own) else "llama_ffn"
-    biased = any(f"experts.{name}" in own for name in BIASES)
+    kind = "ffn" if any("batched_fc" in name for name in present) else "llama_ffn"
+    biased = any(f"experts.{name}" in present for name in BIASES)
     names = (*FFN, *(BIASES if biased else ())) if kind == "ffn" else LLAMA
     weights = [f"experts.{name}" for name in names]
-    problems = [f"{layer}.{name}: missing" for name in (router, *weights) if name not in own]
+    problems = [f"{layer}.{name}: missing" for name in (router, *weights) if name not in present]
     if biased and len(problems) == 1:
         problems.append(f"{layer}: tmoe has biases on both projections of an expert or on none")
     known = {router, *weights, COUNT[1:]}
     problems += [
-        f"{layer}.{name}: not known in a layer of gate top and experts {kind}" for name in sorted(own - known)
+        f"{layer}.{name}: not known in a layer of gate top and experts {kind}"
+        for name in sorted(present - known)
     ]
     refuse(f"{layer} is not a known kind of layer", problems)
     gate = states[0][f"{layer}.{router}"]
@@ -131,8 +132,8 @@ def _ffn(
         """The tensor of all ranks as [E, all elements of an expert]."""
         flat = torch.cat([state[f"{layer}.experts.{name}"].reshape(-1) for state in states])
         if flat.numel() % experts:
-            told = f"{layer}.experts.{name}: {flat.numel()} elements in all ranks"
-            raise CheckpointError(f"{told}; must be as many for each of {experts} experts")
+            elements = f"{layer}.experts.{name}: {flat.numel()} elements in all ranks"
+            raise CheckpointError(f"{elements}; must be as many for each of {experts} experts")
         return flat.view(experts, -1)
 
     up, down = (whole(name) for name in FFN)
@@ -143,19 +144,19 @@ def _ffn(
     valid = width and up.shape[1] == down.shape[1] == dim * width
     if not valid or tuple(sizes.values()) not in ((), (width, padded)):
         sizes = {FFN[0]: up.shape[1], FFN[1]: down.shape[1]} | sizes
-        told = ", ".join(f"{layer}.experts.{name}: {size}" for name, size in sizes.items())
+        shown = ", ".join(f"{layer}.experts.{name}: {size}" for name, size in sizes.items())
         raise CheckpointError(
-            f"{told} elements of an expert in all ranks; must be {dim} x one width twice, and biases of that "
-            f"width and of {padded}; experts with another output_dim are not read"
+            f"{shown} elements of an expert in all ranks; must be {dim} x one width twice, and biases of "
+            f"that width and of {padded}; experts with another output_dim are not read"
         )
-    found = {
+    tensors = {
         "experts.gate_up": up.view(experts, width, dim),
         "experts.down": down.view(experts, width, dim).mT.contiguous(),
     }
     if biased:
-        found["experts.gate_up_bias"] = whole(BIASES[0])
-        found["experts.down_bias"] = whole(BIASES[1])[:, :dim].contiguous()
-    return found
+        tensors["experts.gate_up_bias"] = whole(BIASES[0])
+        tensors["experts.down_bias"] = whole(BIASES[1])[:, :dim].contiguous()
+    return tensors
 
 
 def _file(pattern: str, rank: int, size: int) -> Path:

@@ -67,10 +67,10 @@ MOE_TOPK, PER_TOKEN = (Key(name, int | tuple[int, ...], null=False) for name in 
 
 def one_for_all(hf: HF) -> int:
     """Number of experts a token; config.json may list it for each block."""
-    said = [hf[name] for name in MOE_TOPK_NAMES if name in hf] or [1]
-    values = {number for one in said for number in ([one] if isinstance(one, int) else one)}
+    counts = [hf[name] for name in MOE_TOPK_NAMES if name in hf] or [1]
+    values = {number for count in counts for number in ([count] if isinstance(count, int) else count)}
     if len(values) != 1:
-        raise ConfigError(f"{MOE_TOPK.name}={said[0]}: only one number for all blocks is computed")
+        raise ConfigError(f"{MOE_TOPK.name}={counts[0]}: only one number for all blocks is computed")
     return values.pop()
 
 
