@@ -89,13 +89,13 @@ def measure(given: Shape, draws: int, rounds: int) -> dict[str, tuple[float, ...
         for i, name in enumerate(NAMES):
             seen[name].append((times[2 * i], times[2 * i + 1]))
         del inputs, x, dy, weights, ids, gated, plain, calls
-    found = {}
+    medians = {}
     for name, pairs in seen.items():
         beside = [(f / f0, b / b0) for (f, b), (f0, b0) in zip(pairs, seen["swiglu"], strict=True)]
-        found[name] = tuple(
+        medians[name] = tuple(
             statistics.median(column) for table in (pairs, beside) for column in zip(*table, strict=True)
         )
-    return found
+    return medians
 
 
 def _experts(name: str, ids: Tensor, matrices: list[Tensor], x: Tensor, weights: Tensor) -> Tensor:
@@ -134,9 +134,9 @@ def main() -> None:
     ]
     for name in args.shapes:
         T, D, F, E, K = ALL[name]
-        found = measure(ALL[name], args.draws, args.rounds)
+        medians = measure(ALL[name], args.draws, args.rounds)
         torch.cuda.empty_cache()
-        for who, (fwd, f_b, fwd_beside, f_b_beside) in found.items():
+        for who, (fwd, f_b, fwd_beside, f_b_beside) in medians.items():
             lines.append(
                 f"{name:>10} {who:>13} {width(who, F):6d} {fwd:8.3f} {fwd_beside:8.3f}x {f_b:8.3f} "
                 f"{f_b_beside:8.3f}x {18 * T * K * D * F / f_b / 1e9:5.0f}"
@@ -145,7 +145,7 @@ def main() -> None:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             results = {
                 who: dict(zip(("fwd", "both", "fwd_beside", "both_beside"), times, strict=True))
-                for who, times in found.items()
+                for who, times in medians.items()
             }
             line = {"shape": name, "sizes": ALL[name], "draws": args.draws, "rounds": args.rounds}
             with args.json.open("a") as file:

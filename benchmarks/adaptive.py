@@ -96,16 +96,16 @@ def slowest_ms(fns: list[Callable], rounds: int, device: str) -> list[float]:
     else:
         times: list[list[float]] = [[] for _ in fns]
         for i in range(-1, rounds):
-            for fn, mine in zip(fns, times, strict=True):
+            for fn, samples in zip(fns, times, strict=True):
                 dist.barrier()
                 start = time.perf_counter()
                 fn()
                 if i >= 0:
-                    mine.append(1e3 * (time.perf_counter() - start))
-        ms = [statistics.median(mine) for mine in times]
-    found = torch.tensor(ms, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.tolist()
+                    samples.append(1e3 * (time.perf_counter() - start))
+        ms = [statistics.median(samples) for samples in times]
+    slowest = torch.tensor(ms, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
 
 
 def measure(moe: tmoe.MoE, tokens: int, backward: bool, rounds: int) -> dict[str, Any]:
@@ -160,8 +160,8 @@ def fitted(cost: LayerCost, lines: list[dict[str, Any]]) -> Machine:
     left = [i for i in range(table.shape[1]) if table[:, i].any()]
     while left:
         scale = table[:, left].norm(dim=0)
-        found = torch.linalg.lstsq(table[:, left] / scale, torch.ones_like(seconds)[:, None], driver="gelsd")
-        values = found.solution[:, 0] / scale
+        fit = torch.linalg.lstsq(table[:, left] / scale, torch.ones_like(seconds)[:, None], driver="gelsd")
+        values = fit.solution[:, 0] / scale
         if (values >= 0).all():
             break
         left.pop(int(values.mul(scale).argmin()))

@@ -93,8 +93,8 @@ def prediction(result: dict[str, Any], constants: dict[str, dict]) -> dict[str, 
     if why := refused(point.cfg, [point.axes.world], 1, m, True):
         return dict(predicted_ms=None, constants=why)
     used = {axis: how for axis, how in standing(constants).items() if getattr(point.axes, axis) > 1}
-    said = "; ".join(f"{axis} {how}" for axis, how in used.items())
-    return dict(predicted_ms=1e3 * point.seconds * ratio(point, m), constants=said)
+    origins = "; ".join(f"{axis} {how}" for axis, how in used.items())
+    return dict(predicted_ms=1e3 * point.seconds * ratio(point, m), constants=origins)
 
 
 HEAD = (

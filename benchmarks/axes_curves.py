@@ -35,10 +35,10 @@ def train(gpus: int, words: list[str], out: Path, timeout: float) -> list[float]
     """The losses of a run, or a text that says what went wrong."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     log = out.with_suffix(".log")
-    with log.open("w") as said:
+    with log.open("w") as output:
         run = subprocess.Popen(
             [*command, "train.py", *words, "--out", str(out)],
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             cwd=Path(__file__).parents[1],
         )

@@ -138,9 +138,9 @@ def over_rows(piece: Piece, counts: Sequence[int]) -> tuple[Found, str]:
     shares, difference = {}, 0.0
     for n in counts:
         rows = torch.randperm(T, device=whole.device)[:n]
-        found = compare(piece.rollout(*(t[rows] for t in piece.inputs)), whole[rows])
-        shares[n] = found.share
-        difference = max(difference, found.difference)
+        result = compare(piece.rollout(*(t[rows] for t in piece.inputs)), whole[rows])
+        shares[n] = result.share
+        difference = max(difference, result.difference)
     note = "all" if min(shares.values()) == 1 else " ".join(f"{n}:{share:.0%}" for n, share in shares.items())
     return Found(min(shares.values()), difference), note
 
@@ -178,14 +178,14 @@ def at_least(rows: int, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
 def products(model: Transformer, name: str, linear: nn.Module, x: Tensor, gpu: bool) -> dict[str, Piece]:
     """A product without changes, and with the settings that could make few rows equal to many."""
     run: Callable[..., Tensor] = linear
-    found = {f"{name} product": Piece(run, run, (x,))}
+    by_title = {f"{name} product": Piece(run, run, (x,))}
     if gpu:
-        found[f"{name} product, no reduced precision"] = Piece(run, under((False,), run), (x,))
+        by_title[f"{name} product, no reduced precision"] = Piece(run, under((False,), run), (x,))
         without = under((False, False), run)
-        found[f"{name} product, no split-K"] = Piece(without, without, (x,))
-        found[f"{name} product, no split-K, 2 rows at least"] = Piece(without, at_least(2, without), (x,))
-        found[f"{name} product, 128 rows at least"] = Piece(run, at_least(128, run), (x,))
-    return found
+        by_title[f"{name} product, no split-K"] = Piece(without, without, (x,))
+        by_title[f"{name} product, no split-K, 2 rows at least"] = Piece(without, at_least(2, without), (x,))
+        by_title[f"{name} product, 128 rows at least"] = Piece(run, at_least(128, run), (x,))
+    return by_title
 
 
 def pieces(
@@ -204,18 +204,18 @@ def pieces(
     turns = all_turns(cfg, T, weight.device)[block.rope]
     norm, branch = block.attention_norm, lambda x, y: x + block.branch(y)
 
-    def own(norm: nn.RMSNorm) -> Callable[[Tensor], Tensor]:
+    def own_norm(norm: nn.RMSNorm) -> Callable[[Tensor], Tensor]:
         return lambda x: rms_norm(x, norm.weight, cfg.norm_eps)
 
     def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(x[:, None], cos[:, None], sin[:, None], cfg.rope.interleave)[:, 0]
 
     rope = (heads, *turns)
-    found = {
+    by_title = {
         "embedding": Piece(model.embed, model.embed, (ids[:, None],)),
         "norm": Piece(norm, norm, (x,)),
         "norm, compiled beside eager": Piece(compiled(norm), norm, (x,)),  # prose: beside
-        "norm, rms_norm": Piece(own(norm), own(norm), (x,)),
+        "norm, rms_norm": Piece(own_norm(norm), own_norm(norm), (x,)),
         "rope": Piece(turn, turn, rope),
         "rope, compiled beside eager": Piece(compiled(turn), turn, rope),
         "residual": Piece(branch, branch, (x, y)),
@@ -224,11 +224,11 @@ def pieces(
         **products(model, "o", attention.o, q, gpu),
     }
     if cfg.qk_norm != "none":
-        q_norm, of = attention.q_norm, heads if cfg.qk_norm == "head" else q
-        found |= {
-            "q norm": Piece(q_norm, q_norm, (of,)),
-            "q norm, compiled beside eager": Piece(compiled(q_norm), q_norm, (of,)),
-            "q norm, rms_norm": Piece(own(q_norm), own(q_norm), (of,)),
+        q_norm, q_input = attention.q_norm, heads if cfg.qk_norm == "head" else q
+        by_title |= {
+            "q norm": Piece(q_norm, q_norm, (q_input,)),
+            "q norm, compiled beside eager": Piece(compiled(q_norm), q_norm, (q_input,)),
+            "q norm, rms_norm": Piece(own_norm(q_norm), own_norm(q_norm), (q_input,)),
         }
     if moe is not None:
         router, K = moe.router, cfg.moe.top_k
@@ -237,7 +237,7 @@ def pieces(
         logits = F.linear(x.float(), router.weight.float())
         chosen = lambda logits: softmax_topk(logits, K, over_chosen)  # noqa: E731
         mixed = lambda x: moe.experts.forward(moe.mix, x, None)[0]  # noqa: E731
-        found |= {
+        by_title |= {
             "softmax_topk, weights": Piece(lambda t: chosen(t)[0], lambda t: chosen(t)[0], (logits,)),
             "softmax_topk, ids": Piece(lambda t: chosen(t)[1], lambda t: chosen(t)[1], (logits,)),
             "router and experts": Piece(mixed, mixed, (x,)),
@@ -246,13 +246,13 @@ def pieces(
             wide = randn(T, 2 * D)
             wide_weight = randn(cfg.moe.experts, 2 * D)
             doubled = partial(router_product, weight_ED=wide_weight)
-            found["router product"] = Piece(product, product, (x,))
-            found[f"router product, D={2 * D}"] = Piece(doubled, doubled, (wide,))
+            by_title["router product"] = Piece(product, product, (x,))
+            by_title[f"router product, D={2 * D}"] = Piece(doubled, doubled, (wide,))
         if moe.shared is not None:
-            found["shared experts"] = Piece(moe.shared, moe.shared, (x,))
-            found["shared experts, compiled beside eager"] = Piece(compiled(moe.shared), moe.shared, (x,))
+            by_title["shared experts"] = Piece(moe.shared, moe.shared, (x,))
+            by_title["shared experts, compiled beside eager"] = Piece(compiled(moe.shared), moe.shared, (x,))
     head = lambda h: F.linear(model.scaled(h), weight)  # noqa: E731
-    return found | {"head": Piece(head, head, (x,))}
+    return by_title | {"head": Piece(head, head, (x,))}
 
 
 def log_probs(model: Transformer, T: int, counts: Sequence[int]) -> tuple[Found, str]:
@@ -267,9 +267,9 @@ def log_probs(model: Transformer, T: int, counts: Sequence[int]) -> tuple[Found,
         drawn = sample(F.linear(h[rows], weight), Keys(0, number, number, number), Sampling(temperature=0.8))
         targets = torch.full((T,), -100, device=weight.device)
         targets[rows] = drawn.tokens_B.long()
-        found = compare(drawn.logprobs_B[:, None], logprobs(h, weight, targets, 0.8)[rows][:, None])
-        shares[n] = found.share
-        difference = max(difference, found.difference)
+        result = compare(drawn.logprobs_B[:, None], logprobs(h, weight, targets, 0.8)[rows][:, None])
+        shares[n] = result.share
+        difference = max(difference, result.difference)
     note = "all" if min(shares.values()) == 1 else " ".join(f"{n}:{share:.0%}" for n, share in shares.items())
     return Found(min(shares.values()), difference), note
 
@@ -306,9 +306,9 @@ def attentions(model: Transformer, B: int, S: int) -> Iterator[tuple[str, Found,
             for t in at:
                 lengths = torch.full((B,), t + 1, device=device, dtype=torch.int32)
                 rows = q[:, t].contiguous()
-                found = compare(kernel(rows, pages_k, pages_v, table, lengths, scale=scale), whole[:, t])
-                shares[t] = found.share
-                difference = max(difference, found.difference)
+                result = compare(kernel(rows, pages_k, pages_v, table, lengths, scale=scale), whole[:, t])
+                shares[t] = result.share
+                difference = max(difference, result.difference)
             note = " ".join(f"@{t}:{share:.0%}" for t, share in shares.items())
             yield f"{name} beside {other}", Found(min(shares.values()), difference), note
 
@@ -441,14 +441,14 @@ def in_compiled_blocks(model: Transformer, given: Sequences) -> Iterator[tuple[s
     """Compares compiled blocks with eager ones, and the whole compiled model with its rollout."""
     blocks: dict[str, list[Tensor]] = {"eager": [], "compiled": []}
     h, hooks = {}, []
-    for way in ("eager", "compiled"):
-        if way == "compiled":
+    for mode in ("eager", "compiled"):
+        if mode == "compiled":
             compile_blocks(model)
-        keep = blocks[way]
+        keep = blocks[mode]
         hooks = [
             b.register_forward_hook(lambda _m, _in, out, keep=keep: keep.append(out[0])) for b in model.blocks
         ]
-        h[way] = trained(model, given)
+        h[mode] = trained(model, given)
         for hook in hooks:
             hook.remove()
     for i, (a, b) in enumerate(zip(*blocks.values(), strict=True)):
@@ -496,11 +496,11 @@ def measure(name: str, args: argparse.Namespace, ledger: Ledger) -> None:
     given = Sequences(torch.randint(model.cfg.vocab, (B, S), device=args.device), prompt)
 
     def all_of(rows: Iterator[tuple[str, Found, str]]) -> None:
-        for piece, found, note in rows:
-            ledger.put(name, piece, found, note)
+        for piece, result, note in rows:
+            ledger.put(name, piece, result, note)
 
-    def one(piece: str, found: tuple[Found, str]) -> None:
-        ledger.put(name, piece, *found)
+    def one(piece: str, result: tuple[Found, str]) -> None:
+        ledger.put(name, piece, *result)
 
     with torch.no_grad():
         for title, piece in pieces(model, T, compiled, gpu).items():
@@ -511,11 +511,11 @@ def measure(name: str, args: argparse.Namespace, ledger: Ledger) -> None:
     ledger.run(name, "chain", lambda: all_of(chain(model, given)))
     ledger.run(name, "engine", lambda: one("engine's log-probs, training eager", engine(model, given)))
     model.keep_bits()
-    kept = given._replace(
+    longer = given._replace(
         tokens_BS=torch.randint(model.cfg.vocab, (B if args.tiny else 128, S)).to(args.device)
     )
-    ledger.run(name, "bits: chain", lambda: all_of((f"bits: {a}", b, c) for a, b, c in chain(model, kept)))
-    ledger.run(name, "bits: engine", lambda: one("bits: engine's log-probs", engine(model, kept)))
+    ledger.run(name, "bits: chain", lambda: all_of((f"bits: {a}", b, c) for a, b, c in chain(model, longer)))
+    ledger.run(name, "bits: engine", lambda: one("bits: engine's log-probs", engine(model, longer)))
     model.keep_bits(False)
     if not args.compile:
         return

@@ -116,15 +116,15 @@ def sampler_contestants(logits: Tensor, sampling: Sampling) -> dict[str, Callabl
         k, top_p = sampling.top_k or logits.shape[1], sampling.top_p
         return flashinfer.sampling.top_k_top_p_sampling_from_probs(p, k, top_p)
 
-    found = {
+    contestants = {
         "tmoe": lambda: sample(logits, keys, sampling).tokens_B,
         "torch, sorted": lambda: sorted_sampler(logits, sampling),
     }
     if logits.is_cuda:
-        found["torch, sorted, compiled"] = lambda: by_sort(logits, sampling)
+        contestants["torch, sorted, compiled"] = lambda: by_sort(logits, sampling)
     if not sampling.min_p and sampling.temperature:
-        found["flashinfer"] = flashinfer
-    return found
+        contestants["flashinfer"] = flashinfer
+    return contestants
 
 
 def measure(
@@ -170,8 +170,8 @@ def sampler(B: int, V: int, sampling: Sampling, device: str, rounds: int) -> tup
             return bool((tokens == z.argmax(-1)).all())
         return bool(keep(z, sampling).gather(-1, tokens.long()[:, None]).isfinite().float().mean() > 0.99)
 
-    found = measure(sampler_contestants(logits, sampling), right, rounds, device == "cuda")
-    return *found, logits.numel() * logits.element_size()
+    measured = measure(sampler_contestants(logits, sampling), right, rounds, device == "cuda")
+    return *measured, logits.numel() * logits.element_size()
 
 
 def table(title: str, found: dict[str, float], missing: dict[str, str], bytes_: float, rate: float) -> str:
@@ -211,10 +211,10 @@ def main() -> None:
     for title, sampling in SAMPLER.items():
         jobs.append((title, lambda s=sampling: sampler(B, V, s, args.device, args.rounds)))
     for title, job in jobs:
-        found, missing, bytes_ = job()
-        print(table(title, found, missing, bytes_, rate), flush=True)
+        times, missing, bytes_ = job()
+        print(table(title, times, missing, bytes_, rate), flush=True)
         if args.json:
-            write_line(args.json, {"what": title, "us": found, "missing": missing, **about})
+            write_line(args.json, {"what": title, "us": times, "missing": missing, **about})
 
 
 if __name__ == "__main__":

@@ -135,13 +135,13 @@ def generate(model: Any, grouped: bool, static: bool) -> Decoder:
             more = dict(prefill_chunk_size=max(1, AT_ONCE // len(x)))
         model._optimize_model_for_decode = nullcontext if grouped else switch.__get__(model)
         began = now()
-        found = model.generate(
+        sequences = model.generate(
             x,
             attention_mask=torch.ones_like(x),
             generation_config=sampled(tokens, greedy, **more),
             stopping_criteria=transformers.StoppingCriteriaList([stamp]),  # pyrefly: ignore
         )
-        return Answers(found[:, x.shape[1] :].tolist(), [times] * len(x), began)
+        return Answers(sequences[:, x.shape[1] :].tolist(), [times] * len(x), began)
 
     return run
 
@@ -151,10 +151,10 @@ def batching(model: Any) -> Decoder:
 
     def run(prompts: Prompts, tokens: int, greedy: bool) -> Answers:
         began = now()
-        found = model.generate_batch(list(prompts), sampled(tokens, greedy), record_timestamps=True)
-        if len(found) < len(prompts):
-            raise RuntimeError(f"gave {len(found)} of {len(prompts)} answers")
-        outputs = list(found.values())
+        answers = model.generate_batch(list(prompts), sampled(tokens, greedy), record_timestamps=True)
+        if len(answers) < len(prompts):
+            raise RuntimeError(f"gave {len(answers)} of {len(prompts)} answers")
+        outputs = list(answers.values())
         for output in outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
@@ -184,11 +184,11 @@ def both(cfg: ModelConfig, device: str, folder: Path) -> tuple[Transformer, Any]
     config = AutoConfig.for_model(**written)
     torch.manual_seed(0)
     with torch.device(device):
-        theirs = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, kind)).eval()
-    theirs.save_pretrained(folder)
+        hf_model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, kind)).eval()
+    hf_model.save_pretrained(folder)
     model = empty(cfg, device)
     load_hf(folder, model.state_dict(), cfg)
-    return model, theirs
+    return model, hf_model
 
 
 def empty(cfg: ModelConfig, device: str) -> Transformer:
@@ -264,7 +264,7 @@ def measure(job: Job) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """({contestant: its figures}, {contestant: why it has none}). The first contestant is the reference."""
     few = job.prompts[:8]
     missing: dict[str, str] = {}
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     want: list[list[int]] | None = None
     for name, run in job.contestants.items():
         if name not in OURS and time.monotonic() > job.deadline:
@@ -278,12 +278,14 @@ def measure(job: Job) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
             if agrees < 0.5:
                 raise ValueError(f"only {agrees:.0%} of its greedy answers are those of the first contestant")
             run(job.prompts, min(job.tokens, SKIPPED), False)  # warm: kernels, graphs and caches of this size
-            found[name] = dict(agrees=agrees, first_ever_s=first_s(checked), steps_ms=[], first_s=[], peak=[])
+            results[name] = dict(
+                agrees=agrees, first_ever_s=first_s(checked), steps_ms=[], first_s=[], peak=[]
+            )
         except Exception as error:  # any error of a rival, reported in its own words
             missing[name] = in_words(error)
         free()
     for i in range(job.rounds):
-        for (name,) in in_turn(i, list(found)):
+        for (name,) in in_turn(i, list(results)):
             late = i and name not in OURS and time.monotonic() > job.deadline
             if late or name in missing:
                 continue
@@ -291,7 +293,7 @@ def measure(job: Job) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
                 torch.cuda.reset_peak_memory_stats()
             try:
                 answers = job.contestants[name](job.prompts, job.tokens, False)
-                figures = found[name]
+                figures = results[name]
                 figures["steps_ms"].append(step_ms(answers))
                 figures["first_s"].append(first_s(answers))
                 figures["peak"].append(peak_gib())
@@ -299,7 +301,7 @@ def measure(job: Job) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
             except Exception as error:
                 missing[name] = in_words(error)
             free()
-    return {name: summed(figures) for name, figures in found.items() if figures["steps_ms"]}, missing
+    return {name: summed(figures) for name, figures in results.items() if figures["steps_ms"]}, missing
 
 
 def summed(figures: dict[str, Any]) -> dict[str, Any]:
@@ -396,10 +398,10 @@ def main() -> None:
     for layers in cuts:
         short = replace(cfg, layers=layers)
         say(f"{args.model}, {layers} layers")
-        theirs = None
+        hf_model = None
         if layers == cuts[-1] and (not args.only or set(args.only) - set(OURS)):
             with tempfile.TemporaryDirectory() as folder:
-                model, theirs = both(short, args.device, Path(folder))
+                model, hf_model = both(short, args.device, Path(folder))
         else:
             model = drawn(short, args.device)
         for i, B in enumerate(args.batch):
@@ -407,16 +409,16 @@ def main() -> None:
             named = {OURS[0]: ours(model, False)}
             if gpu:
                 named |= {OURS[1]: ours(model, True), OURS[2]: ours(model, True, True)}
-            named |= rivals(theirs, B) if theirs is not None else {}
+            named |= rivals(hf_model, B) if hf_model is not None else {}
             named = {name: run for name, run in named.items() if not args.only or name in args.only}
-            found, missing = measure(Job(named, asked[B], args.tokens, args.rounds, until))
-            lines += rows(B, layers, found, missing)
-            for name, r in found.items():
+            results, missing = measure(Job(named, asked[B], args.tokens, args.rounds, until))
+            lines += rows(B, layers, results, missing)
+            for name, r in results.items():
                 ms.setdefault((B, name), {})[layers] = r["ms"]
             if args.json:
-                line = dict(model=args.model, batch=B, context=args.context, layers=layers, results=found)
+                line = dict(model=args.model, batch=B, context=args.context, layers=layers, results=results)
                 write_line(args.json, line | dict(missing=missing, **about))
-        del model, theirs
+        del model, hf_model
         named.clear()
         free()
 
@@ -441,8 +443,8 @@ def whole(
         share = floor / (TB_S[card] * 1e9) / step if card else None
         expected = EXPECTED.get((args.model, B), {}).get(card or "")
         speed = f"{B / step * 1e3:,.0f} | {step:.2f} | {how}"
-        told = f"{'' if share is None else f'{share:.0%}'} | {expected or ''}"
-        lines.append(f"| {B} | {name} | {speed} | {told} |")
+        cells = f"{'' if share is None else f'{share:.0%}'} | {expected or ''}"
+        lines.append(f"| {B} | {name} | {speed} | {cells} |")
         if args.json:
             figures = dict(ms=step, tokens_per_s=B / step * 1e3, how=how, floor_gb=floor / 1e9, share=share)
             line = dict(model=args.model, batch=B, context=args.context, layers=cfg.layers, contestant=name)

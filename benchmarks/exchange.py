@@ -169,9 +169,11 @@ class Sizes:
         self.slots = flat.argsort(stable=True)
         # histc as in torchtitan: with bincount the host would wait once more
         counts = torch.histc(flat.float(), E, 0, E - 1).long()
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts)
-        both = torch.stack([counts.view(self.world, -1).sum(1), theirs.view(self.world, -1).sum(1)]).tolist()
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts)
+        both = torch.stack(
+            [counts.view(self.world, -1).sum(1), arriving.view(self.world, -1).sum(1)]
+        ).tolist()
         rows = self.x[self.slots // K]
         self.far = rows.new_empty(sum(both[1]), D)
         dist.all_to_all_single(self.far, rows, both[1], both[0])
@@ -180,8 +182,8 @@ class Sizes:
     def expert_back(self) -> Tensor:
         rows = self.far.new_empty(self.slots.shape[0], D)
         dist.all_to_all_single(rows, self.far, *self.both)
-        back = torch.empty_like(rows).index_copy_(0, self.slots, rows).view(-1, K, D)
-        return torch.bmm(self.weights[:, None].bfloat16(), back)
+        returned = torch.empty_like(rows).index_copy_(0, self.slots, rows).view(-1, K, D)
+        return torch.bmm(self.weights[:, None].bfloat16(), returned)
 
     def error(self, fp8: bool) -> float:
         """Relative error of the sum when every token is sent to its ranks and returned by all of them."""
@@ -261,9 +263,9 @@ def time_layer(name: str, mesh: Mesh, rounds: int, fp8: bool) -> dict[str, Any]:
     world = dist.get_world_size()
     wires = ["same", "fp8"][: 1 + fp8]
     fns = [layer(name, mesh, 1), *(layer(name, mesh, world, wire) for wire in wires)]
-    one, *many = slowest(fns, rounds, symm.exchange_of(dist.group.WORLD.group_name))
-    kept = [one / m for m in many]
-    return dict(kind="layer", name=name, world=world, ms_ep1=one, ms=many, wires=wires, kept=kept)
+    single, *many = slowest(fns, rounds, symm.exchange_of(dist.group.WORLD.group_name))
+    kept = [single / m for m in many]
+    return dict(kind="layer", name=name, world=world, ms_ep1=single, ms=many, wires=wires, kept=kept)
 
 
 def show(line: dict[str, Any]) -> str:
@@ -277,8 +279,8 @@ def show(line: dict[str, Any]) -> str:
     there, back = line["of_put"]
     ours = f"symm {us['dispatch']:6.0f} {us['combine']:6.0f} us {there:4.0%} {back:4.0%}"
     others = " | ".join(
-        f"{name} {us[name + '_there']:6.0f} {us[name + '_back']:6.0f} x{of:.2f}"
-        for name, of in line["of"].items()
+        f"{name} {us[name + '_there']:6.0f} {us[name + '_back']:6.0f} x{ratio:.2f}"
+        for name, ratio in line["of"].items()
     )
     off = "".join(f" off {e:.1e}" for e in line["errors"][1:])
     return f"{line['mib']:4} MiB  {put} | {ours} | {others}{off}"

@@ -119,14 +119,14 @@ def crash_points(system: System, folder: Path, step: int = 20) -> list[str]:
         system(place).save(10, {"model.w": old})
         killed = die_at(count, lambda at=place: system(at, keep=1).save(step, {"model.w": new}))
         store = system(place)
-        found = {"model.w": torch.zeros(64, 8)}
+        loaded = {"model.w": torch.zeros(64, 8)}
         error = ""
         try:
-            store.load(store.latest() or place / "nothing", found)
+            store.load(store.latest() or place / "nothing", loaded)
         except BaseException as caught:
             error = say(caught)[-150:]
-        if error or values(found) not in ([1.0], [2.0]):
-            wrong.append(f"killed at point {count}: holds {values(found)} {error}")
+        if error or values(loaded) not in ([1.0], [2.0]):
+            wrong.append(f"killed at point {count}: holds {values(loaded)} {error}")
         shutil.rmtree(place)
     return wrong if count > 8 else [f"only {count} points were reached"]
 
@@ -150,8 +150,8 @@ def save_again_after_a_crash(system: System, folder: Path) -> list[str]:
 
 def disk_full(system: System, folder: Path, background: bool = False) -> list[str]:
     wrong = []
-    told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk, background)
-    for rank, (why, _) in enumerate(told):
+    outcomes = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk, background)
+    for rank, (why, _) in enumerate(outcomes):
         if why is None or "[Errno 27]" not in why or "step-20" not in why:
             wrong.append(f"rank {rank} got {why and why[-150:]!r}: not errno and path")
     if (left := sorted(p.name for p in folder.iterdir())) != ["step-10"]:
@@ -160,17 +160,19 @@ def disk_full(system: System, folder: Path, background: bool = False) -> list[st
 
 
 def disk_full_in_helper_thread(system: System, folder: Path) -> list[str]:
-    told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk_of_helpers, False, 2)
-    wrong = [f"rank {rank}: the save reported success" for rank, (why, _) in enumerate(told) if why is None]
+    outcomes = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk_of_helpers, False, 2)
+    wrong = [
+        f"rank {rank}: the save reported success" for rank, (why, _) in enumerate(outcomes) if why is None
+    ]
     return wrong + expect(run(load, system, folder), "step-10", 1.0)
 
 
 def background_save_fails(system: System, folder: Path) -> list[str]:
     """The error must be raised after one of the next steps on every rank, not at the next save or never."""
-    told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk, True)
+    outcomes = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk, True)
     wrong = [
         f"rank {r} got {why!r} after {polls} steps"
-        for r, (why, polls) in enumerate(told)
+        for r, (why, polls) in enumerate(outcomes)
         if not why or polls > 40
     ]
     return wrong + expect(run(load, system, folder), "step-10", 1.0)
@@ -212,10 +214,10 @@ def bit_flips(system: System, folder: Path) -> list[str]:
 
 
 def damaged(system: System, folder: Path, file: Path) -> list[str]:
-    error, found = load_path(0, 1, system, file.parent)
-    wrong = [] if file.name in error else [f"{file.name}: loaded {values(found)}, error {error[-150:]!r}"]
-    if values(found) != [0.0] and error:
-        wrong.append(f"{file.name}: tensors changed before the error: {values(found)}")
+    error, loaded = load_path(0, 1, system, file.parent)
+    wrong = [] if file.name in error else [f"{file.name}: loaded {values(loaded)}, error {error[-150:]!r}"]
+    if values(loaded) != [0.0] and error:
+        wrong.append(f"{file.name}: tensors changed before the error: {values(loaded)}")
     return wrong + [f"{file.name}: {line}" for line in expect([load(0, 1, system, folder)], "step-10", 1.0)]
 
 
@@ -268,14 +270,14 @@ def mismatches(system: System, folder: Path) -> list[str]:
         "model.b": torch.zeros(512).bfloat16(),
         "model.new": torch.zeros(3),
     }
-    error, found = load_path(0, 1, system, folder / "step-10", asked)
+    error, loaded = load_path(0, 1, system, folder / "step-10", asked)
     wrong = [
         f"{name} is not named"
         for name in ("model.w", "model.b", "model.new", "model.norm")
         if name not in error
     ]
-    if found["model.b"].any():
-        wrong.append(f"tensors changed: {values({'b': found['model.b'].float()})}")
+    if loaded["model.b"].any():
+        wrong.append(f"tensors changed: {values({'b': loaded['model.b'].float()})}")
     return wrong
 
 
@@ -331,13 +333,15 @@ def show(results: dict[str, dict[str, dict[str, Any]]]) -> None:
     table = Table("#", "case", *results, title=f"Checkpoint faults, torch {torch.__version__}")
     for case, (title, _) in CASES.items():
         cells = []
-        for found in results.values():
-            one = found[case]
-            word = {True: "[green]pass", False: "[red]FAIL", None: "[dim]–"}[one["pass"]]
-            cells.append(word if one["pass"] else f"{word}[/] {one['why'][0][:100]}")
+        for by_case in results.values():
+            result = by_case[case]
+            word = {True: "[green]pass", False: "[red]FAIL", None: "[dim]–"}[result["pass"]]
+            cells.append(word if result["pass"] else f"{word}[/] {result['why'][0][:100]}")
         table.add_row(case, title, *cells)
 
-    passed = [[case for case, one in found.items() if one["pass"] is True] for found in results.values()]
+    passed = [
+        [case for case, result in by_case.items() if result["pass"] is True] for by_case in results.values()
+    ]
     table.add_section()
     table.add_row("", "passed", *(f"{len(cases)} of {len(CASES)}" for cases in passed))
     weigh = {case: 3 if case in SILENT else 1 for case in CASES}
@@ -360,8 +364,8 @@ def main() -> None:
     for system in (Tmoe, Stock):
         results[system.name] = {}
         for case in CASES:
-            results[system.name][case] = found = outcome(system, case)
-            print(f"{system.name} {case}: {'pass' if found['pass'] else found['why']}", file=sys.stderr)
+            results[system.name][case] = result = outcome(system, case)
+            print(f"{system.name} {case}: {'pass' if result['pass'] else result['why']}", file=sys.stderr)
     show(results)
     about = {
         "torch": torch.__version__,

@@ -61,12 +61,12 @@ def main() -> None:
     left = layers_in(parse([*LOSS.split(), *more], "").model).left
     if left:
         parser.error(f"every dense and shared layer must be in float8; too narrow: {', '.join(left)}")
-    found = losses(steps, more)
+    curves = losses(steps, more)
     if args.json:
-        write_line(args.json, dict(steps=steps, words=more, losses=found))
-    lines, held = compared({name: statistics.mean(curve[-WINDOW:]) for name, curve in found.items()})
+        write_line(args.json, dict(steps=steps, words=more, losses=curves))
+    lines, holds = compared({name: statistics.mean(curve[-WINDOW:]) for name, curve in curves.items()})
     print("\n".join(lines))
-    raise SystemExit(0 if held else 1)
+    raise SystemExit(0 if holds else 1)
 
 
 def times(steps: int, rounds: int, timeout: float, more: list[str], to: Path | None) -> None:
@@ -85,15 +85,15 @@ def times(steps: int, rounds: int, timeout: float, more: list[str], to: Path | N
                 if to:
                     write_line(to, result | dict(model=name, float8=kind, round=number))
         base = statistics.median(rates["none"])
-        for kind, found in rates.items():
-            rate = statistics.median(found)
+        for kind, samples in rates.items():
+            rate = statistics.median(samples)
             row = f"| {name} | {kind} | {1e3 * tokens / rate:.1f} | {rate:,.0f} | {rate / base:.3f} |"
             print(row, flush=True)
 
 
 def losses(steps: int, more: list[str]) -> dict[str, list[float]]:
     """The losses of each run of RUNS, which are run one after another."""
-    found = {}
+    curves = {}
     with tempfile.TemporaryDirectory() as out:
         for name, (float8, seed) in RUNS.items():
             words = [*LOSS.split(), "--steps", str(steps), "--seed", str(seed), "--train.float8", float8]
@@ -101,8 +101,8 @@ def losses(steps: int, more: list[str]) -> dict[str, list[float]]:
             with running([sys.executable, "train.py", *words, "--out", str(folder), *more]) as process:
                 if code := process.wait():
                     raise SystemExit(f"{name}: train.py ended with code {code}")
-            found[name] = [line["loss"] for _, line in read_steps(folder / "metrics.jsonl")]
-    return found
+            curves[name] = [line["loss"] for _, line in read_steps(folder / "metrics.jsonl")]
+    return curves
 
 
 def compared(last: dict[str, float]) -> tuple[list[str], bool]:
@@ -113,12 +113,12 @@ def compared(last: dict[str, float]) -> tuple[list[str], bool]:
     seeds = [loss for name, loss in last.items() if RUNS[name][0] == "none"]
     spread = max(abs(a - b) for a, b in combinations(seeds, 2))
     apart = abs(last["float8, seed 0"] - last["bf16, seed 0"])
-    held = apart <= TIMES * spread
+    holds = apart <= TIMES * spread
     lines = ["| run | last loss |", "|---|---|", *(f"| {name} | {loss:.4f} |" for name, loss in last.items())]
-    verdict = "held" if held else "broken"
+    verdict = "held" if holds else "broken"
     rule = f"at most {TIMES} times the seeds' {spread:.4f}: {verdict}"
     lines.append(f"float8 and bf16 of seed 0 are {apart:.4f} apart; {rule}")
-    return lines, held
+    return lines, holds
 
 
 if __name__ == "__main__":

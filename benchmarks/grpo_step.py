@@ -74,10 +74,10 @@ def grpo_words(args: argparse.Namespace, folder: Path, group: int) -> list[str]:
     in_row = min(args.in_row, args.prompts * group)
     sizes = dict(prompts=args.prompts, group=group, rollout_slots=args.slots)
     sizes["max-tokens"] = args.max_tokens
-    found = ["--task", "grpo", *(word for name, n in sizes.items() for word in (f"--grpo.{name}", str(n)))]
-    found += ["--grpo.rewards", f"{folder}/reward.py:worth", "--data.path", f"{folder}/prompts.jsonl"]
-    found += ["--train.seq", str(in_row * (args.prompt + args.max_tokens))]
-    return found + ["--train.batch", str(max(1, args.micro // in_row)), *EPISODE.split()]
+    argv = ["--task", "grpo", *(word for name, n in sizes.items() for word in (f"--grpo.{name}", str(n)))]
+    argv += ["--grpo.rewards", f"{folder}/reward.py:worth", "--data.path", f"{folder}/prompts.jsonl"]
+    argv += ["--train.seq", str(in_row * (args.prompt + args.max_tokens))]
+    return argv + ["--train.batch", str(max(1, args.micro // in_row)), *EPISODE.split()]
 
 
 def write_prompts(args: argparse.Namespace, folder: Path, vocab: int) -> Path:
@@ -90,8 +90,8 @@ def write_prompts(args: argparse.Namespace, folder: Path, vocab: int) -> Path:
 def tmoe_step(lines: list[dict[str, Any]], answers: int) -> dict[str, Any]:
     """Figures of train.py's steps: medians, with the times of a step's parts in seconds."""
 
-    def middle(of: Callable[[dict[str, Any]], float]) -> float:
-        return statistics.median(map(of, lines))
+    def middle(value_of: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(map(value_of, lines))
 
     return dict(
         step_s=middle(lambda line: line["step_s"]),
@@ -123,7 +123,7 @@ def speed(job: Job) -> list[str]:
     folder = job.folder / "model"
     write_model(folder, cfg, args.device)
     rows = write_prompts(args, job.folder, cfg.vocab)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in MADE:
         if name not in args.only or (args.gpus > 1 and name != "tmoe"):
             continue
@@ -137,25 +137,25 @@ def speed(job: Job) -> list[str]:
             asked |= dict(steps=args.rival_steps, warmup=1, batch=answers, micro=args.micro, group=group)
             asked |= dict(max_tokens=args.max_tokens, continuous="continuous" in name, switch="comes" in name)
             r = run_rival("grpo", asked, args.rival_timeout)
-        found[name] = r if "missing" in r else with_rates(r, answers, args.prompt)
-        job.keep("grpo run", dict(contestant=name) | found[name])
-    told = [r["step_s"] for name, r in found.items() if name != "tmoe" and "step_s" in r]
-    own = found.get("tmoe", {}).get("step_s")
-    times = min(told) / own if told and own else None
+        results[name] = r if "missing" in r else with_rates(r, answers, args.prompt)
+        job.keep("grpo run", dict(contestant=name) | results[name])
+    rival_s = [r["step_s"] for name, r in results.items() if name != "tmoe" and "step_s" in r]
+    tmoe_s = results.get("tmoe", {}).get("step_s")
+    times = min(rival_s) / tmoe_s if rival_s and tmoe_s else None
     job.keep(
         "grpo",
-        dict(results=found, answers=answers, prompt=args.prompt, times=times, expected=5, gpus=args.gpus),
+        dict(results=results, answers=answers, prompt=args.prompt, times=times, expected=5, gpus=args.gpus),
     )
-    return speed_table(args, model, found, own)
+    return speed_table(args, model, results, tmoe_s)
 
 
 def speed_table(
     args: argparse.Namespace, model: list[str], found: dict[str, dict[str, Any]], own: float | None
 ) -> list[str]:
-    told = (
+    workload = (
         f"{args.prompts} prompts of {args.prompt} tokens, {args.group[0]} answers each of {args.max_tokens}"
     )
-    lines = ["", f"GRPO, {' '.join(model)}, GPUs: {args.gpus}; {told}", ""]
+    lines = ["", f"GRPO, {' '.join(model)}, GPUs: {args.gpus}; {workload}", ""]
     head = "contestant | s a step | rollout | rewards | update | tokens/s generated | trained | whole"
     lines += [f"| {head} | tokens | GiB | tmoe is so often as fast, expected 5 |"]
     lines += ["| --- |" + " --- |" * 10]
@@ -195,9 +195,9 @@ def watch(out: Path, argv: list[str]) -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         peaks["pool"].append(0.0)
-        found = rollout(*args)
+        answers = rollout(*args)
         note("rollout")
-        return found
+        return answers
 
     def measured_after(*args: Any) -> None:
         note("update")
@@ -252,14 +252,14 @@ def memory(job: Job) -> list[str]:
     more = ["--optim.freeze", "experts", "--data.tokenizer", str(tokenizer), "--steps", "2"]
     more += ["--grpo.pool-gib", str(args.pool_gib), "--checkpoint.mode", "off", "--resume", "none"]
     more += args.train
-    found: dict[int, dict[str, Any]] = {}
+    results: dict[int, dict[str, Any]] = {}
     for group in args.group:
         argv = [*model, *grpo_words(args, job.folder, group), *more]
         argv += ["--out", str(job.folder / f"memory-{group}")]
         r = watched(argv, job.folder / f"peaks-{group}.json", args.timeout)
-        found[group] = r | dict(predicted=predicted(argv))
-        job.keep("grpo memory", dict(group=group, words=argv) | found[group])
-    return memory_table(args, found)
+        results[group] = r | dict(predicted=predicted(argv))
+        job.keep("grpo memory", dict(group=group, words=argv) | results[group])
+    return memory_table(args, results)
 
 
 def memory_table(args: argparse.Namespace, found: dict[int, dict[str, Any]]) -> list[str]:
@@ -274,13 +274,13 @@ def memory_table(args: argparse.Namespace, found: dict[int, dict[str, Any]]) -> 
             lines.append(f"| {group} | {r['missing']} |" + " |" * 3)
             continue
         cells = [
-            f"{of(r['measured']):.2f}, {of(r['predicted']):.2f}"
-            for of in (*(itemgetter(name) for name in ("update", "rollout", "pool")), beside_pool)
+            f"{peak_of(r['measured']):.2f}, {peak_of(r['predicted']):.2f}"
+            for peak_of in (*(itemgetter(name) for name in ("update", "rollout", "pool")), beside_pool)
         ]
         lines.append(f"| {group} | {' | '.join(cells)} |")
     measured = [r["measured"] for r in found.values() if "measured" in r]
-    for name, of in (("update", itemgetter("update")), ("step without the pool", beside_pool)):
-        each = list(map(of, measured))
+    for name, peak_of in (("update", itemgetter("update")), ("step without the pool", beside_pool)):
+        each = list(map(peak_of, measured))
         if len(each) > 1:
             lines.append(f"{name}: {max(each) - min(each):.2f} GiB between groups, expected at most 0.3")
     return lines

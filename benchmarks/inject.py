@@ -183,26 +183,26 @@ def load(
     if blind and rank == 1:
         hide(blind)
     store = system(folder)
-    found = tensors(0.0)
+    loaded = tensors(0.0)
     path = None
     try:
         path = store.latest()
         if path is not None:
-            store.load(path, found)
+            store.load(path, loaded)
     except BaseException as error:
-        return path.name if path else None, values(found), say(error)
-    return path.name if path else None, values(found), ""
+        return path.name if path else None, values(loaded), say(error)
+    return path.name if path else None, values(loaded), ""
 
 
 def load_path(
     rank: int, world: int, system: System, path: Path, asked: Tensors | None = None
 ) -> tuple[str, Tensors]:
-    found = asked or tensors(0.0)
+    loaded = asked or tensors(0.0)
     try:
-        system(path.parent).load(path, found)
-        return "", found
+        system(path.parent).load(path, loaded)
+        return "", loaded
     except BaseException as error:
-        return say(error), found
+        return say(error), loaded
 
 
 def say(error: BaseException) -> str:

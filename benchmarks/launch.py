@@ -115,11 +115,11 @@ def _await(workers: list, deadline: float, count: int) -> dict[int, float]:
 
 def _end(folder: Path, rank: int, worker: Any, moments: dict[int, float]) -> End:
     worker.join(0)
-    said, result = folder / f"{rank}.out", folder / f"{rank}.result"
+    output, result = folder / f"{rank}.out", folder / f"{rank}.result"
     return End(
         worker.exitcode if rank in moments else None,
         moments.get(rank, time.monotonic()),
-        said.read_text(errors="replace") if said.exists() else "",
+        output.read_text(errors="replace") if output.exists() else "",
         pickle.loads(result.read_bytes()) if result.exists() else None,
     )
 

@@ -96,11 +96,11 @@ def distance(got: list[float], want: list[float]) -> float:
 
 def layouts(world: int) -> list[Layout]:
     """The layouts of a world that divide the batch; nccl only with one micro-batch."""
-    found = [Layout(world, 1, micro, "auto") for micro in ((1, 2, 4) if world == 1 else (1,))]
+    cases = [Layout(world, 1, micro, "auto") for micro in ((1, 2, 4) if world == 1 else (1,))]
     for ep in (e for e in (2, 4, 8) if e <= world):
-        found += [Layout(world, ep, micro, "auto") for micro in (1, 2) if micro * world <= SEQUENCES]
-        found.append(Layout(world, ep, 1, "nccl"))
-    return found
+        cases += [Layout(world, ep, micro, "auto") for micro in (1, 2) if micro * world <= SEQUENCES]
+        cases.append(Layout(world, ep, 1, "nccl"))
+    return cases
 
 
 def start(worlds: list[int], out: Path, more: list[str], timeout: float) -> dict[int, str]:

@@ -276,10 +276,10 @@ def host_ms(fns: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
     """Median ms of each function on a CPU."""
     times: list[list[float]] = [[] for _ in fns]
     for _ in range(rounds):
-        for fn, mine in zip(fns, times, strict=True):
+        for fn, samples in zip(fns, times, strict=True):
             start = time.perf_counter()
             fn()
-            mine.append(1e3 * (time.perf_counter() - start))
+            samples.append(1e3 * (time.perf_counter() - start))
     return [statistics.median(t) for t in times]
 
 
@@ -315,10 +315,10 @@ def measure(kind: str, x: Inputs, names: Sequence[str], rounds: int) -> tuple[di
             torch.cuda.empty_cache()
     fns = [run for _, _, run in runs.values()]
     times = time_all(fns, rounds) if gpu else host_ms(fns, rounds)
-    found = {}
+    results = {}
     for (name, (_, setting, run)), ms in zip(runs.items(), times, strict=True):
-        found[name] = {"ms": ms, "setting": setting, "extra_gib": extra_gib(run) if gpu else None}
-    return found, missing
+        results[name] = {"ms": ms, "setting": setting, "extra_gib": extra_gib(run) if gpu else None}
+    return results, missing
 
 
 def table(kind: str, x: Inputs, found: dict[str, Any], missing: dict[str, str]) -> list[str]:
@@ -366,11 +366,11 @@ def main() -> None:
         torch.manual_seed(0)
         x = make(sequences, args.length, args.dim, args.vocab, args.device, dtype)
         for kind in ("log-probs", "policy"):
-            found, missing = measure(kind, x, args.only, args.rounds)
-            print(*table(kind, x, found, missing), sep="\n", flush=True)
+            results, missing = measure(kind, x, args.only, args.rounds)
+            print(*table(kind, x, results, missing), sep="\n", flush=True)
             if args.json:
                 shape = [sequences, args.length, args.dim, args.vocab]
-                line = {"kind": kind, "shape": shape, "results": found, "missing": missing, **about}
+                line = {"kind": kind, "shape": shape, "results": results, "missing": missing, **about}
                 write_line(args.json, line)
 
 

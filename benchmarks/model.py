@@ -123,8 +123,8 @@ def main() -> None:
     taken = [w for w in words if w.split("=")[0] in AXES]
     if taken and not args.parts:
         parser.error(f"{taken[0]}: leave it out: the page compares every layout; --parts takes one")
-    own = args.constants != CONSTANTS
-    if own and args.gpu != "h200":
+    own_constants = args.constants != CONSTANTS
+    if own_constants and args.gpu != "h200":
         parser.error(f"--gpu={args.gpu}: --constants are of one GPU already; leave one of the two out")
     constants = of_gpu(constants, args.gpu)
     m = values(constants)
@@ -142,7 +142,7 @@ def main() -> None:
     if not 1 <= args.batch_tokens < 2**62:
         parser.error(f"--batch-tokens {args.batch_tokens}: must be 1 or more and finite")
     cfg = parse(words, "")
-    console.print(page(cfg, args.gpus, args.tokens, m, title(args.gpu, m, own)))
+    console.print(page(cfg, args.gpus, args.tokens, m, title(args.gpu, m, own_constants)))
     search = Search(cfg, m, int(args.batch_tokens))
     for world in args.gpus:
         console.print(best_table(search.best(world), world, search.batch_tokens))

@@ -200,8 +200,8 @@ def time_all(
     for fn in fns:
         fn()
     for i in range(rounds):
-        for fn, mine in in_turn(i, fns, times):
-            if give_up and i > 1 and min(mine) > give_up * min(min(t) for t in times):
+        for fn, samples in in_turn(i, fns, times):
+            if give_up and i > 1 and min(samples) > give_up * min(min(t) for t in times):
                 continue
             begin()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -209,7 +209,7 @@ def time_all(
             fn()
             end.record()
             end.synchronize()
-            mine.append(start.elapsed_time(end))
+            samples.append(start.elapsed_time(end))
     return [statistics.median(t) for t in times]
 
 
@@ -256,7 +256,7 @@ def measure(name: str, contestants: list[str]) -> dict[str, Any]:
     for rival in contestants:
         try:
             (layer, weights, _), errors = rivals.enter(rival, inputs, K, want)
-            held = kept(functools.partial(layer, x, logits)) / 2**20
+            kept_mib = kept(functools.partial(layer, x, logits)) / 2**20
         except Exception as reason:  # a rival's code may raise any error
             words = str(reason).strip().partition("\n")[0][:200]
             missing[rival] = f"{type(reason).__name__}: {words}"
@@ -264,7 +264,7 @@ def measure(name: str, contestants: list[str]) -> dict[str, Any]:
         calls.append(functools.partial(layer, x, logits))
         calls.append(functools.partial(both, layer, (x, logits), weights, dy))
         installed = rivals.version(rival)
-        results[rival] = {"version": installed, "errors": errors, "kept_mib": held}
+        results[rival] = {"version": installed, "errors": errors, "kept_mib": kept_mib}
     del want
 
     # All of them are timed in the same rounds.

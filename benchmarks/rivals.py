@@ -120,10 +120,10 @@ def torchtitan(gate_up: Tensor, down: Tensor, K: int) -> Entry:
     experts = GroupedExperts.Config(dim=D, hidden_dim=width, num_experts=E)
     dispatcher = token_dispatcher.LocalTokenDispatcher.Config(num_experts=E, top_k=K)
     routed = RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher).build()
-    mine = routed.inner_experts
-    mine.w1_EFD = leaf(gate_up[:, :width])
-    mine.w3_EFD = leaf(gate_up[:, width:])
-    mine.w2_EDF = leaf(down)
+    inner = routed.inner_experts
+    inner.w1_EFD = leaf(gate_up[:, :width])
+    inner.w3_EFD = leaf(gate_up[:, width:])
+    inner.w2_EDF = leaf(down)
 
     def layer(x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = top_k(logits[None], K)  # its router's scores are fp32
@@ -132,7 +132,7 @@ def torchtitan(gate_up: Tensor, down: Tensor, K: int) -> Entry:
 
     return Entry(
         layer,
-        [mine.w1_EFD, mine.w3_EFD, mine.w2_EDF],
+        [inner.w1_EFD, inner.w3_EFD, inner.w2_EDF],
         lambda gate, up, down: (torch.cat([gate, up], 1), down),
     )
 
@@ -209,9 +209,9 @@ def sonicmoe(gate_up: Tensor, down: Tensor, K: int) -> Entry:
         empty = {"dtype": torch.int32, "device": x.device}
         count = torch.empty(E, **empty)
         offset = torch.empty(E + 1, **empty)
-        gather, scatter, back = (torch.empty(N, **empty) for _ in range(3))
-        sonic.TC_topk_router_metadata_triton(ids, E, count, offset, gather, scatter, back)
-        indices = gather, scatter, back, None, False
+        gather, scatter, reverse = (torch.empty(N, **empty) for _ in range(3))
+        sonic.TC_topk_router_metadata_triton(ids, E, count, offset, gather, scatter, reverse)
+        indices = gather, scatter, reverse, None, False
         act, h = sonic._UpProjection.apply(
             x,
             w1.permute(1, 2, 0),

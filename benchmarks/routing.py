@@ -46,12 +46,12 @@ EXPECTED = {"sinkhorn": 0.08}  # share of the layer's forward; 4% for every othe
 
 def cpu_ms(fns: list[Callable[[], Any]], rounds: int) -> list[float]:
     """Milliseconds of each function, from a single call: only a check that it runs, not a measurement."""
-    found = []
+    times = []
     for fn in fns:
         begun = time.perf_counter()
         fn()
-        found.append(1e3 * (time.perf_counter() - begun))
-    return found
+        times.append(1e3 * (time.perf_counter() - begun))
+    return times
 
 
 def measure(name: str, policy: str, device: str, rounds: int) -> dict[str, Any]:

@@ -36,10 +36,10 @@ def main() -> None:
     for gpus, ep in layouts(args.gpus or max(1, torch.cuda.device_count())):
         print(f"--- {gpus} GPUs, dp {gpus // ep} x ep {ep}", flush=True)
         result: dict[str, Any] = {"gpus": gpus, "ep": ep}
-        own = [*words, "--parallel.ep", str(ep)]
+        run_words = [*words, "--parallel.ep", str(ep)]
         try:
             with tempfile.TemporaryDirectory() as out:
-                result |= measure(gpus, args.steps, own, Path(out, "run"), args.timeout)
+                result |= measure(gpus, args.steps, run_words, Path(out, "run"), args.timeout)
         except SystemExit as failure:
             result["failure"] = str(failure)
         results.append(result)

@@ -92,12 +92,12 @@ def packing(job: Job) -> list[str]:
         "| --- |" + " --- |" * 4,
     ]
     for size in job.args.sizes:
-        kept = [chat_lengths(seed, CHATS, size) for seed in job.args.seeds]
-        found = [fill(lengths, size) for lengths in kept]
-        out = 1 - statistics.mean(len(lengths) for lengths in kept) / CHATS
-        figures = dict(row=size, seeds=job.args.seeds, left_out=out, fill=found, median=MEDIAN, sigma=SIGMA)
+        by_seed = [chat_lengths(seed, CHATS, size) for seed in job.args.seeds]
+        fills = [fill(lengths, size) for lengths in by_seed]
+        out = 1 - statistics.mean(len(lengths) for lengths in by_seed) / CHATS
+        figures = dict(row=size, seeds=job.args.seeds, left_out=out, fill=fills, median=MEDIAN, sigma=SIGMA)
         job.keep("packing", figures | dict(expected=0.97))
-        lines.append(f"| {size} | {out:.1%} | {min(found):.2%} | {max(found):.2%} | 97% |")
+        lines.append(f"| {size} | {out:.1%} | {min(fills):.2%} | {max(fills):.2%} | 97% |")
     return lines
 
 
@@ -136,26 +136,26 @@ def speed(job: Job) -> list[str]:
         data = speed_data(job, lengths, kind, vocab)
         runs: dict[str, list[dict[str, Any]]] = dict(pretrain=[], sft=[])
         for i in range(args.rounds):
-            for task, found in runs.items():
+            for task, measured in runs.items():
                 more = ["--task", task, "--data.path", str(data[task]), "--data.val-fraction", "0.1"]
                 more += ["--train.eval-batches", "1"]
                 more += ["--data.tokenizer", str(tokenizer)] if task == "sft" else []
                 sizes = ["--train.seq", str(args.seq), "--train.batch", str(args.batch)]
                 out = job.folder / f"{kind}-{task}-{i}"
-                found.append(measure(1, args.steps, [*model, *sizes, *more], out, args.timeout))
-                kept = found[-1] | dict(tokens_per_s=found[-1]["tokens_per_s_gpu"])
-                del kept["tokens_per_s_gpu"]  # the cost model's steps have this key: cost/points.py
-                job.keep("speed run", dict(lengths=kind, task=task) | kept)
-        rates = {task: [run["tokens_per_s_gpu"] for run in found] for task, found in runs.items()}
-        medians = {task: statistics.median(found) for task, found in rates.items()}
+                measured.append(measure(1, args.steps, [*model, *sizes, *more], out, args.timeout))
+                figures = measured[-1] | dict(tokens_per_s=measured[-1]["tokens_per_s_gpu"])
+                del figures["tokens_per_s_gpu"]  # the cost model's steps have this key: cost/points.py
+                job.keep("speed run", dict(lengths=kind, task=task) | figures)
+        rates = {task: [run["tokens_per_s_gpu"] for run in measured] for task, measured in runs.items()}
+        medians = {task: statistics.median(measured) for task, measured in rates.items()}
         ratio = medians["sft"] / medians["pretrain"]
         filled = dict(pretrain=1.0, sft=fill(lengths, args.seq))
         job.keep("speed", dict(lengths=kind, tokens_per_s=rates, fill=filled, ratio=ratio, expected=0.95))
-        for task, found in runs.items():
+        for task, measured in runs.items():
             each = ", ".join(f"{rate:,.0f}" for rate in rates[task])
-            peak, last = max(run["peak_gib"] for run in found), task == "sft"
-            told = f"{peak:.1f} | {filled[task]:.1%} | {f'{ratio:.3f} | 0.95' if last else ' |'}"
-            lines.append(f"| {kind} | {task} | {medians[task]:,.0f} | {each} | {told} |")
+            peak, last = max(run["peak_gib"] for run in measured), task == "sft"
+            cells = f"{peak:.1f} | {filled[task]:.1%} | {f'{ratio:.3f} | 0.95' if last else ' |'}"
+            lines.append(f"| {kind} | {task} | {medians[task]:,.0f} | {each} | {cells} |")
     return lines
 
 
@@ -192,7 +192,7 @@ def dpo(job: Job) -> list[str]:
     ]
     path = write_rows(job.folder / "pairs.jsonl", rows)
 
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     out = job.folder / "dpo"
     in_row = 4  # pairs
     more = ["--task", "preference", "--init", str(folder), "--data.path", str(path), *EPISODE.split()]
@@ -202,21 +202,21 @@ def dpo(job: Job) -> list[str]:
     each = [line["step_s"] for line in lines]
     first = next(line for _, line in read_steps(out / "metrics.jsonl"))
     peak = max(line["peak_gib"] for line in lines)
-    found["tmoe"] = dict(
+    results["tmoe"] = dict(
         step_s=statistics.median(each), steps_s=each, first_loss=first["loss"], peak_gib=peak
     )
-    job.keep("dpo run", dict(contestant="tmoe") | found["tmoe"])
+    job.keep("dpo run", dict(contestant="tmoe") | results["tmoe"])
 
     for liger in (False, True) if importlib.util.find_spec("liger_kernel") else (False,):
         for micro in args.micro:
             name = f"TRL, {micro} pairs at a time{', Liger' if liger else ''}"
             asked = dict(model=str(folder), rows=str(path), steps=args.dpo_steps, warmup=args.warmup)
             asked |= dict(batch=args.pairs, micro=micro, liger=liger)
-            found[name] = run_rival("dpo", asked, args.rival_timeout)
-            job.keep("dpo run", dict(contestant=name) | found[name])
-    best = min((r["step_s"] for name, r in found.items() if name != "tmoe" and "step_s" in r), default=None)
-    ratio = best and best / found["tmoe"]["step_s"]
-    job.keep("dpo", dict(results=found, pairs=args.pairs, tokens_a_sequence=args.answer, times=ratio))
+            results[name] = run_rival("dpo", asked, args.rival_timeout)
+            job.keep("dpo run", dict(contestant=name) | results[name])
+    best = min((r["step_s"] for name, r in results.items() if name != "tmoe" and "step_s" in r), default=None)
+    ratio = best and best / results["tmoe"]["step_s"]
+    job.keep("dpo", dict(results=results, pairs=args.pairs, tokens_a_sequence=args.answer, times=ratio))
 
     title = f"DPO, {' '.join(model)}, {args.pairs} pairs a step of 2 x {args.answer} tokens"
     table = [
@@ -226,11 +226,11 @@ def dpo(job: Job) -> list[str]:
         "| contestant | ms a step | pairs/s | peak GiB | first loss | tmoe is so often as fast |",
     ]
     table.append("| --- |" + " --- |" * 5)
-    for name, r in found.items():
+    for name, r in results.items():
         if "missing" in r:
             table.append(f"| {name} | {r['missing']} | | | | |")
             continue
-        times = r["step_s"] / found["tmoe"]["step_s"]
+        times = r["step_s"] / results["tmoe"]["step_s"]
         speed = f"{r['step_s'] * 1e3:.1f} | {args.pairs / r['step_s']:.1f} | {r['peak_gib']:.1f}"
         table.append(f"| {name} | {speed} | {r['first_loss']:.4f} | {times:.2f} |")
     return table

@@ -231,7 +231,7 @@ def grpo(s: dict[str, Any]) -> dict[str, Any]:
         trainer.train()
     steps = clock.seconds(s["warmup"])
     step_s = statistics.median(steps)
-    parts = {name: statistics.median(found[s["warmup"] :]) for name, found in
+    parts = {name: statistics.median(seconds[s["warmup"] :]) for name, seconds in
              dict(rollout_s=rollouts, rewards_s=rewards).items()}  # fmt: skip
     lengths = told(trainer, "completions/mean_length")[s["warmup"] :]
     return dict(
@@ -250,9 +250,9 @@ def timed(trainer: Any, name: str) -> list[float]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         began = now()
-        found = method(*args, **kwargs)
+        result = method(*args, **kwargs)
         seconds.append(now() - began)
-        return found
+        return result
 
     setattr(trainer, name, call)
     return seconds
@@ -272,11 +272,11 @@ def main() -> None:
     try:
         import trl  # pyrefly: ignore[missing-import]
 
-        found = TASKS[args.task](args.settings) | dict(trl=trl.__version__)
-        found |= dict(peak_gib=peak_gib(), whole_s=time.monotonic() - began)
+        result = TASKS[args.task](args.settings) | dict(trl=trl.__version__)
+        result |= dict(peak_gib=peak_gib(), whole_s=time.monotonic() - began)
     except Exception as error:  # any error of a rival, reported in its own words
-        found = {"missing": in_words(error)}
-    args.out.write_text(json.dumps(found))
+        result = {"missing": in_words(error)}
+    args.out.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def sweep(name: str, kernels: list[str], failed: set[tuple[str, KernelConfig]]) 
     (gather_ms,) = time_all([lambda: bench.gather(bench.x)])
     records = []
     for kernel in kernels:
-        found = []
+        timed = []
         tried = [c for c in candidates(kernel, T * K / E) if (kernel, c) not in failed]
         for stage in range(2):
             fns = [functools.partial(bench.run, kernel, cfg) for cfg in tried]
@@ -119,18 +119,18 @@ def sweep(name: str, kernels: list[str], failed: set[tuple[str, KernelConfig]]) 
             # of one expert, while the kernels read those of all experts.
             (dense,) = time_all([functools.partial(bench.dense, kernel)], rounds=7)
             times = time_all(fns, rounds=7, give_up=1.5)
-            found += zip(times, tried, strict=True)
-            found.sort()
+            timed += zip(times, tried, strict=True)
+            timed.sort()
             if stage == 0:  # try orders of tiles only for the best configuration of either kind
-                tops = [next((c for _, c in found if c.gather == g), None) for g in (True, False)]
+                tops = [next((c for _, c in timed if c.gather == g), None) for g in (True, False)]
                 tried = [c._replace(GROUP=g) for c in tops if c for g in (4, 8, 32)]
         print(
             f"{name} {kernel}: dense {dense:.3f} ms",
-            *(f"{ms:.3f} {tuple(c)}" for ms, c in found[:3]),
+            *(f"{ms:.3f} {tuple(c)}" for ms, c in timed[:3]),
             sep="\n   ",
             flush=True,
         )
-        tried = [(round(ms, 4), list(c)) for ms, c in found]
+        tried = [(round(ms, 4), list(c)) for ms, c in timed]
         records.append(
             {"shape": name, "kernel": kernel, "gather_ms": gather_ms, "dense": dense, "tried": tried}
         )

@@ -85,25 +85,25 @@ def products(cfg: Config, axes: Axes, layer: int) -> list[tuple[int, int, int]]:
     """
     model, tp = cfg.model, axes.tp
     T, D, H = local_tokens(cfg, axes), model.dim, model.heads // tp
-    own = T * tp
+    gathered = T * tp
     if model.attention == "mla":
         mla = model.mla
         queries, latent = H * qk_width(model), mla.kv_rank + mla.rope_dim
-        seen = own * (axes.cp if cfg.parallel.cp_exchange == "keys" else 1)
+        seen = gathered * (axes.cp if cfg.parallel.cp_exchange == "keys" else 1)
         if mla.q_rank:
-            found = [(T, D, mla.q_rank + latent), (own, mla.q_rank, queries)]
+            dense = [(T, D, mla.q_rank + latent), (gathered, mla.q_rank, queries)]
         elif tp == 1:
-            found = [(T, D, queries + latent)]
+            dense = [(T, D, queries + latent)]
         else:
-            found = [(own, D, queries), (T, D, latent)]
-        found += [(seen, mla.kv_rank, H * (mla.nope_dim + mla.v_dim)), (own, H * mla.v_dim, D)]
+            dense = [(gathered, D, queries), (T, D, latent)]
+        dense += [(seen, mla.kv_rank, H * (mla.nope_dim + mla.v_dim)), (gathered, H * mla.v_dim, D)]
     else:
         C, V, G = model.head_dim, model.value_dim, max(1, model.kv_heads_in(model.window_of(layer)) // tp)
-        found = [(own, D, (H + G) * C + G * V), (own, H * V, D)]
+        dense = [(gathered, D, (H + G) * C + G * V), (gathered, H * V, D)]
     others = list(block_shapes(model, layer)[0])
     for shape in attention_shapes(model, layer):
         others.remove(shape)
-    return found + [(T, *shape) for shape in others if len(shape) == 2]
+    return dense + [(T, *shape) for shape in others if len(shape) == 2]
 
 
 def tp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float]:
@@ -138,15 +138,15 @@ def cp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, floa
     model, tp, cp = cfg.model, axes.tp, axes.cp
     if cp == 1:
         return 0.0, 0.0
-    own = local_tokens(cfg, axes) * tp * compute_bytes(cfg)  # bytes of one channel of a rank's tokens
+    channel = local_tokens(cfg, axes) * tp * compute_bytes(cfg)  # bytes of one channel of a rank's tokens
     H, latent = model.heads // tp, model.attention == "mla"
     G = H if latent else max(1, model.kv_heads // tp)
     if cfg.parallel.cp_exchange == "keys":
         channels = model.mla.kv_rank + model.mla.rope_dim if latent else 2 * G * model.head_dim
-        seconds = ring(own * cp * channels, cp, tp, m)
+        seconds = ring(channel * cp * channels, cp, tp, m)
     else:
         keys, qk, v = G * key_copies(H, G, cp), qk_width(model), v_width(model)
-        seconds = sum(all_to_all(own * n, cp, tp, m) for n in (H * qk, keys * qk, keys * v, H * v))
+        seconds = sum(all_to_all(channel * n, cp, tp, m) for n in (H * qk, keys * qk, keys * v, H * v))
     return (m.cp_factor * seconds,) * 2
 
 
@@ -220,7 +220,7 @@ def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     T = local_tokens(cfg, axes)
     rows = etp * (T if ep == 1 else rows_received(T, moe.top_k, ep))
     N = skew * etp * T * moe.top_k  # routed pairs
-    one = 2 * N * D * F  # FLOPs of a product with F columns
+    flops = 2 * N * D * F  # FLOPs of a product with F columns
     # numbers of elements: rows, pre-activations, activations, one matrix of all experts of the rank
     x = N * D
     n = moe.halves  # matrices in the first product: 2 for gate and up, 1 for up alone
@@ -228,12 +228,12 @@ def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     a = N * F
     w = moe.experts // ep * D * F
     sum_rows = kernel(0, width * (x + rows * D), m)
-    up = kernel(n * one, width * (x + n * w + h + a), m)
-    down = kernel(one, width * (a + w + x), m)
-    dh = kernel(one, width * (x + w + h + h + a), m)
-    dx = kernel(n * one, width * (h + n * w + x), m)
-    dw_down = kernel(one, width * (a + x + w), m)
-    dw_up = kernel(n * one, width * (h + x + n * w), m)
+    up = kernel(n * flops, width * (x + n * w + h + a), m)
+    down = kernel(flops, width * (a + w + x), m)
+    dh = kernel(flops, width * (x + w + h + h + a), m)
+    dx = kernel(n * flops, width * (h + n * w + x), m)
+    dw_down = kernel(flops, width * (a + x + w), m)
+    dw_up = kernel(n * flops, width * (h + x + n * w), m)
     slower = 1.0 if ep == 1 else exchange_of(cfg, axes, m)["experts"]
     return Kernels(*(slower * t for t in (up + down, dh + dx, dw_down + dw_up, sum_rows)))
 
@@ -287,10 +287,10 @@ def two_level_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     D, width = cfg.model.expert_dim, compute_bytes(cfg)
     nodes, how = ep // m.node, m.exchange["nccl"]
     away = expected_rows_across(T, top_k, ep, nodes).two_level
-    held, rows = away * nodes / (nodes - 1), rows_received(T, top_k, ep)  # of hop 1 and hop 2, with own rows
+    hops, rows = away * nodes / (nodes - 1), rows_received(T, top_k, ep)  # of hop 1 and hop 2, with own rows
     network = away * D * width / m.nic_rate + (nodes - 1) * m.nic_hop
     links = times(how["curve"], rows * (m.node - 1) / m.node * D * width)
     # copies as in the one-level exchange at both ends of both hops; hop 2's rows are also reordered
-    copied = (2 * width + width + FP32 + 3 * FP32) * (held + rows) * D + (2 * FP32 + width) * (T + held) * D
+    copied = (2 * width + width + FP32 + 3 * FP32) * (hops + rows) * D + (2 * FP32 + width) * (T + hops) * D
     copied += 4 * width * rows * D
     return how["moves"] * (network + links) + how["copies"] * 2 * copied / m.memory_rate + 2 * how["fixed"]

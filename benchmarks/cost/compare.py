@@ -56,10 +56,10 @@ def fit(points: list[Point], names: list[str], m: SimpleNamespace) -> dict[str, 
     step = 2.0
     while step > 1.001:
         tries = [{**best, name: best[name] * f} for name in names for f in (step, 1 / step)]
-        found = min(tries, key=loss)
-        if loss(found) < lowest:
-            best = found
-            lowest = loss(found)
+        candidate = min(tries, key=loss)
+        if loss(candidate) < lowest:
+            best = candidate
+            lowest = loss(candidate)
         else:
             step = math.sqrt(step)
     return best

@@ -59,15 +59,19 @@ def of_gpu(constants: dict[str, dict], name: str) -> dict[str, dict]:
         return constants
     gpu, measured = GPUS[name], GPUS["h200"]
     made = copy.deepcopy(constants)
-    ratios = {one: gpu.flops / measured.flops for one in FLOPS}
+    ratios = {constant: gpu.flops / measured.flops for constant in FLOPS}
     ratios |= {"memory_rate": gpu.bandwidth / measured.bandwidth}
-    for one, ratio in ratios.items():
-        value = made[one]["value"]
+    for constant, ratio in ratios.items():
+        value = made[constant]["value"]
         curve = [[x, y * ratio] for x, y in value] if isinstance(value, list) else value * ratio
-        made[one] |= {"value": curve, "how": "scaled", "source": f"the H200's x {ratio:.3g}, by data sheets"}
+        made[constant] |= {
+            "value": curve,
+            "how": "scaled",
+            "source": f"the H200's x {ratio:.3g}, by data sheets",
+        }
     slower = measured.links / gpu.links
-    for one in LINKS:
-        made[one] |= {"how": "scaled", "source": f"the H200's times x {slower:.3g}, by data sheets"}
+    for constant in LINKS:
+        made[constant] |= {"how": "scaled", "source": f"the H200's times x {slower:.3g}, by data sheets"}
     made["collective"]["value"] = [[x, y * slower] for x, y in made["collective"]["value"]]
     for how in made["exchange"]["value"].values():
         if isinstance(how, dict):

@@ -76,16 +76,16 @@ def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, of: st
     for name in [*heads, f"days for {tokens:.3g} tokens", "GPU-hours"]:
         table.add_column(name, justify="right")
     for world in gpus:
-        found = {axes: predict(cfg, axes, m) for axes in layouts(cfg, world, m.node)}
-        fit = [axes for axes, p in found.items() if p.peak_bytes <= m.room]
-        best = max(fit, key=lambda axes: found[axes].tokens_per_s_gpu, default=None)
-        if found and not fit:
-            change = smallest_change(cfg, found, lambda c, axes: held_at_most(c, axes) <= m.room)
+        predictions = {axes: predict(cfg, axes, m) for axes in layouts(cfg, world, m.node)}
+        fit = [axes for axes, p in predictions.items() if p.peak_bytes <= m.room]
+        best = max(fit, key=lambda axes: predictions[axes].tokens_per_s_gpu, default=None)
+        if predictions and not fit:
+            change = smallest_change(cfg, predictions, lambda c, axes: held_at_most(c, axes) <= m.room)
             would.append(
                 f"{world} GPUs: no layout fits; the smallest change that does: {change or 'not found'}"
             )
         about = "~" if world > m.node else ""
-        for axes, p in found.items():
+        for axes, p in predictions.items():
             gib = f"{p.peak_bytes / 2**30:.0f}" + ("" if axes in fit else " too much")
             hours = tokens / p.tokens_per_s_gpu / 3600
             across = "" if axes.ep <= m.node else " across nodes"
@@ -151,8 +151,8 @@ def spelled(cfg: Config, axes: Axes) -> str:
     names = ("pp", "replicate", "dp", "ep", "etp", "cp", "tp")
     more = {"pp": f" {p.schedule}" + (f" {p.chunks}" if p.schedule == "interleaved" else "")}
     more["cp"] = f" {p.cp_exchange}"
-    found = [f"{name} {n}{more.get(name, '')}" for name in names if (n := getattr(axes, name)) > 1]
-    return " x ".join(found) or "dp 1"
+    parts = [f"{name} {n}{more.get(name, '')}" for name in names if (n := getattr(axes, name)) > 1]
+    return " x ".join(parts) or "dp 1"
 
 
 def shares(step: Prediction) -> str:

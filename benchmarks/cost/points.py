@@ -108,11 +108,11 @@ def point_of(record: dict[str, Any]) -> Point:
 def fitted_layouts(constants: dict[str, dict]) -> list[tuple]:
     """Layouts with a run that set a constant: all runs of these layouts count as fitted."""
     runs = [run for c in constants.values() for run in c.get("points", ())]
-    found = []
+    layouts = []
     for run in runs:
         cfg = parse(run["command"].split()[1:], "", world=run["gpus"])
-        found.append(layout(cfg, Axes.of(cfg.parallel, run["gpus"])))
-    return found
+        layouts.append(layout(cfg, Axes.of(cfg.parallel, run["gpus"])))
+    return layouts
 
 
 def summary(points: list[Point], errors: list[float], fitted: list[tuple]) -> str:

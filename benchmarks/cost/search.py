@@ -108,7 +108,7 @@ class Search:
             (bound, next(number), what) for bound, *what in self._begin(gpus)
         ]
         heapq.heapify(waiting)
-        found: dict[Axes, Choice] = {}
+        choices: dict[Axes, Choice] = {}
         limit = float("inf")
         while waiting and waiting[0][0] < limit * (1 - CLOSE):
             bound, _, what = heapq.heappop(waiting)
@@ -122,11 +122,11 @@ class Search:
                 continue
             self.predicted += 1
             choice = Choice(cfg, axes, predict(cfg, axes, self.m, held=held))
-            if axes not in found or choice.per_token < found[axes].per_token:
-                found[axes] = choice
-                times = sorted(choice.per_token for choice in found.values())
+            if axes not in choices or choice.per_token < choices[axes].per_token:
+                choices[axes] = choice
+                times = sorted(choice.per_token for choice in choices.values())
                 limit = times[count - 1] if len(times) >= count else limit
-        return sorted(found.values(), key=lambda choice: choice.per_token)[:count]
+        return sorted(choices.values(), key=lambda choice: choice.per_token)[:count]
 
     def _begin(self, gpus: int) -> Iterator[tuple[float, Work, Flow, int]]:
         """(least seconds per token and GPU, work, flow, micro-batches) for all ways to compute."""
@@ -183,19 +183,23 @@ class Search:
             if replicate > 1 and shard % m.node:  # a replica must fill whole nodes
                 continue
             # bytes that the mean rank certainly holds: weights and moments, gradients, kept activations
-            own = self.parameters / shard / flow.pp
-            held = FP32 * own * (1 if self.cfg.optim.offload else 3)
+            local_parameters = self.parameters / shard / flow.pp
+            held = FP32 * local_parameters * (1 if self.cfg.optim.offload else 3)
             whole = (self.dense + self.experts / work.ep) / flow.pp
-            held += max(FP32 * own, self.kept(work) + FP32 * whole * (micros > 1))
+            held += max(FP32 * local_parameters, self.kept(work) + FP32 * whole * (micros > 1))
             if held > m.room:
                 continue
             degrees = dict(pp=flow.pp, replicate=replicate, ep=work.ep, etp=work.etp)
             axes = Axes(dp=shard // (work.ep * work.etp), tp=work.tp, cp=work.cp, **degrees)
-            one, two = (self.moved(replace(axes, tp=1, cp=1), flow.chunks, min(micros, n)) for n in (2, 3))
-            moving, near, copying = (a + max(0, micros - 2) * (b - a) for a, b in zip(one, two, strict=True))
+            for_two, for_three = (
+                self.moved(replace(axes, tp=1, cp=1), flow.chunks, min(micros, n)) for n in (2, 3)
+            )
+            moving, near, copying = (
+                a + max(0, micros - 2) * (b - a) for a, b in zip(for_two, for_three, strict=True)
+            )
             exposed = max((1 - min(1.0, m.fsdp_overlap)) * moving, moving - computing * tokens)
             slowed = m.slowed * near * (1 - exposed / moving) if moving else 0.0
-            more = exposed + slowed + copying + m.optimizer_bytes * own / m.memory_rate
+            more = exposed + slowed + copying + m.optimizer_bytes * local_parameters / m.memory_rate
             yield axes, more / tokens
 
     def _kept(self, work: Work) -> float:
@@ -217,14 +221,16 @@ class Search:
         cfg = self.several(micros)
         machines = [self.m, SimpleNamespace(**{**vars(self.m), "node": axes.world})]
         same: dict[tuple, tuple[float, ...]] = {}
-        found = []
+        by_span = []
         for span in chunk_spans(cfg.model, axes.pp * chunks):
             if (kind := chunk_kind(cfg.model, span)) not in same:
                 each = [moving_seconds(cfg, axes, span, m) for m in machines]
-                moving = [first + (micros - 1) * (later + back) + last for first, later, back, last in each]
+                moving = [
+                    first + (micros - 1) * (later + backward) + last for first, later, backward, last in each
+                ]
                 same[kind] = *moving, copy_seconds(cfg, axes, span, self.m)
-            found.append(same[kind])
-        moving, near, copying = (sum(seconds) / axes.pp for seconds in zip(*found, strict=True))
+            by_span.append(same[kind])
+        moving, near, copying = (sum(seconds) / axes.pp for seconds in zip(*by_span, strict=True))
         return moving, near, copying
 
     def _works(self, stage: int) -> Iterator[Work]:
@@ -266,11 +272,11 @@ class Search:
     def _counts(self, chunks: int) -> list[list[tuple[tuple[bool, int], int]]]:
         """The number of blocks of each kind in every chunk."""
         model = self.cfg.model
-        found = []
+        counts = []
         for span in chunk_spans(model, chunks):
             kinds = [(model.is_moe(layer), model.window_of(layer)) for layer in span]
-            found.append([(kind, kinds.count(kind)) for kind in set(kinds)])
-        return found
+            counts.append([(kind, kinds.count(kind)) for kind in set(kinds)])
+        return counts
 
     def _work_seconds(self, work: Work) -> tuple[dict[tuple[bool, int], float], float]:
         """Seconds of a micro-batch in a block of each kind, and in the head."""

@@ -141,10 +141,12 @@ def predict(
     short = steady(cfg, axes)
     if axes.pp == 1:
         parts, lost, bubble = chunks[0].parts, 0.0, 0.0
-        own = [spans]
+        spans_of_stages = [spans]
     else:
         order = plan(short, axes)
-        own = [[s for s, home in zip(spans, order.home, strict=True) if home == r] for r in range(axes.pp)]
+        spans_of_stages = [
+            [s for s, home in zip(spans, order.home, strict=True) if home == r] for r in range(axes.pp)
+        ]
         works = [
             [chunk.parts for chunk, home in zip(chunks, order.home, strict=True) if home == r]
             for r in range(axes.pp)
@@ -152,10 +154,10 @@ def predict(
         timed = pipeline_seconds(cfg, axes, chunks, message_seconds(cfg, axes, m))
         work = [sum(sum(parts.values()) for parts in stage) for stage in works]
         busy = [a + b for a, b in zip(work, timed.lost, strict=True)]
-        most = busy.index(max(busy))
-        parts = {name: sum(parts[name] for parts in works[most]) for name in works[most][0]}
-        lost, bubble = timed.lost[most], timed.time - busy[most]
-    parts["optimizer"] = max(optimizer_seconds(cfg, axes, stage, m) for stage in own)
+        slowest = busy.index(max(busy))
+        parts = {name: sum(parts[name] for parts in works[slowest]) for name in works[slowest][0]}
+        lost, bubble = timed.lost[slowest], timed.time - busy[slowest]
+    parts["optimizer"] = max(optimizer_seconds(cfg, axes, stage, m) for stage in spans_of_stages)
     parts["beside receives"] = lost
     parts["pipeline bubble"] = bubble
 
@@ -260,7 +262,8 @@ def passes(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, skew: float
         kinds.setdefault((model.is_moe(layer), model.window_of(layer)), []).append(layer)
     blocks = [(len(layers), block_seconds(cfg, axes, layers[0], m, skew)) for layers in kinds.values()]
     forward, backward = (
-        {part: sum(n * both[way][part] for n, both in blocks) for part in blocks[0][1][way]} for way in (0, 1)
+        {part: sum(n * both[direction][part] for n, both in blocks) for part in blocks[0][1][direction]}
+        for direction in (0, 1)
     )
     forward["loss"] = backward["loss"] = 0.0
     if span.stop == model.layers:  # the loss's gradient is computed while the logits exist
@@ -278,13 +281,13 @@ def optimizer_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: Simple
     fp32; that is not counted.)
     """
     groups = [group for span in spans for group in parameter_groups(cfg, axes, span)]
-    own = sum(elements / size for elements, size in groups)
+    local_elements = sum(elements / size for elements, size in groups)
     added = sum(n for n, size in groups if size == 1) if cfg.train.accumulate > 1 else 0
-    moved = (m.optimizer_bytes + 3 * FP32 * (cfg.optim.ema > 0)) * own
+    moved = (m.optimizer_bytes + 3 * FP32 * (cfg.optim.ema > 0)) * local_elements
     moved += 2 * (FP32 - compute_bytes(cfg)) * added
     seconds = moved / m.memory_rate
     if cfg.optim.offload:  # both moments are copied in and out at the same time
-        seconds = max(seconds, 2 * FP32 * own / m.host_rate)
+        seconds = max(seconds, 2 * FP32 * local_elements / m.host_rate)
     return seconds
 
 

@@ -36,8 +36,8 @@ def shown() -> Iterator[Shown]:
             continue
         lines = page.read_text().splitlines()
         for at, text in _commands(lines):
-            if (found := _read(text)) is not None:
-                yield Shown(f"{page.relative_to(ROOT)}:{at + 1}", *found, _around(lines, at))
+            if (command := _read(text)) is not None:
+                yield Shown(f"{page.relative_to(ROOT)}:{at + 1}", *command, _around(lines, at))
 
 
 def _commands(lines: list[str]) -> Iterator[tuple[int, str]]:
@@ -65,7 +65,7 @@ def _read(text: str) -> tuple[int, list[str]] | None:
     front = launch.read(words, {})
     if "train.py" not in front.program:
         return None
-    kept, model = [], ""
+    others, model = [], ""
     words = list(front.words)
     if words and words[0] in presets():
         model = words.pop(0)
@@ -76,13 +76,13 @@ def _read(text: str) -> tuple[int, list[str]] | None:
             name = value.rstrip("/").rpartition("/")[2].lower()
             model = model or (name if word == "--init" and name in presets() else "")
         else:
-            kept.append(word)
+            others.append(word)
     world = front.world or 1
-    if "--world" in kept:
-        at = kept.index("--world")
-        world = int(kept[at + 1])
-        del kept[at : at + 2]
-    return (world, [model, *kept]) if model else None
+    if "--world" in others:
+        at = others.index("--world")
+        world = int(others[at + 1])
+        del others[at : at + 2]
+    return (world, [model, *others]) if model else None
 
 
 def _around(lines: list[str], at: int) -> str:

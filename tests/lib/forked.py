@@ -73,18 +73,20 @@ def together(
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
         for i, words in enumerate(programs):
-            said = f"{folder}/{i}.out", f"{folder}/{i}.err"
+            files = f"{folder}/{i}.out", f"{folder}/{i}.err"
             env = dict(given[i])
-            job = context.Process(target=_program, args=([os.fspath(w) for w in words], str(cwd), env, *said))
+            job = context.Process(
+                target=_program, args=([os.fspath(w) for w in words], str(cwd), env, *files)
+            )
             _start(job, env.get("TRITON_INTERPRET") == "1")
-            jobs.append((job, words, said))
+            jobs.append((job, words, files))
         try:
             _wait([job for job, *_ in jobs], timeout)
             ended = []
-            for job, words, said in jobs:
+            for job, words, files in jobs:
                 if job.exitcode is None:
-                    raise subprocess.TimeoutExpired(list(words), timeout, *map(_read, said))
-                ended.append(subprocess.CompletedProcess(list(words), job.exitcode, *map(_read, said)))
+                    raise subprocess.TimeoutExpired(list(words), timeout, *map(_read, files))
+                ended.append(subprocess.CompletedProcess(list(words), job.exitcode, *map(_read, files)))
             return ended
         finally:
             for job, *_ in jobs:
@@ -113,8 +115,8 @@ def torchrun(
     ranks = together([words] * world, cwd, envs, timeout)
     codes = [rank.returncode for rank in ranks if rank.returncode]
     codes.sort(key=lambda code: code == -signal.SIGKILL)  # last: ranks that `together` killed
-    said = ("".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks))
-    return subprocess.CompletedProcess(list(words), codes[0] if codes else 0, *said)
+    output = ("".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks))
+    return subprocess.CompletedProcess(list(words), codes[0] if codes else 0, *output)
 
 
 @cache

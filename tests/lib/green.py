@@ -80,22 +80,24 @@ class Selection:
     def keep(self, seconds: dict[str, float], opened: dict[str, set[str]]) -> None:
         """Records green files whose inputs are the same as when this selection was made."""
         inputs = Inputs(self.root)
-        kept = read(self.record)  # another run may have written it meanwhile
+        greens = read(self.record)  # another run may have written it meanwhile
         for test in seconds:
             same = inputs.of(test) == self.inputs[test]
             if same and self.key(test, self.opened(test)) == self.keys[test]:
                 more = sorted(opened.get(test, set()) - self.inputs[test])
-                kept[test] = Green(self.key(test, more), round(seconds[test], 1), more)
+                greens[test] = Green(self.key(test, more), round(seconds[test], 1), more)
         partial = self.record.with_name(f"{self.record.name}.{os.getpid()}")
         with contextlib.suppress(OSError):  # without the record, the next run has more to do
-            partial.write_text(json.dumps({test: green._asdict() for test, green in kept.items()}, indent=1))
+            partial.write_text(
+                json.dumps({test: green._asdict() for test, green in greens.items()}, indent=1)
+            )
             partial.replace(self.record)
 
 
 def read(record: Path) -> dict[str, Green]:
     """The records of a file; none if the file is absent or damaged."""
     try:
-        return {test: Green(**one) for test, one in json.loads(record.read_text()).items()}
+        return {test: Green(**fields) for test, fields in json.loads(record.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 

@@ -51,7 +51,7 @@ def kept_of(block: Block, x: torch.Tensor, *context: torch.Tensor | None) -> lis
     Storages of the block's parameters and of the context are left out.
     """
     given = [t for t in context if t is not None]
-    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *given)}
+    excluded = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *given)}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -60,4 +60,4 @@ def kept_of(block: Block, x: torch.Tensor, *context: torch.Tensor | None) -> lis
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         block(x, *context)
-    return [t for at, t in kept.items() if at not in own]
+    return [t for at, t in kept.items() if at not in excluded]

@@ -511,8 +511,8 @@ def assert_bits(got: dict, want: dict):
 
 def others_of(path: Path) -> dict[str, bytes]:
     """The small files, without README.md, which an export of a trained model may add."""
-    found = files_of(path).items()
-    return {name: raw for name, raw in found if not name.endswith(".safetensors") and name != "README.md"}
+    files = files_of(path).items()
+    return {name: raw for name, raw in files if not name.endswith(".safetensors") and name != "README.md"}
 
 
 def files_of(path: Path) -> dict[str, bytes]:
@@ -536,10 +536,10 @@ def load_step(path: Path) -> Transformer:
 def gradients_by_their_names(model: Transformer, hf: dict) -> dict:
     """Our gradients under transformers' names, cut by the boxes of the table."""
     arch = next(a for a in ARCHITECTURES if a.model_type == hf["model_type"])
-    found, _ = divide(arch, model.cfg, ())
+    pieces, _ = divide(arch, model.cfg, ())
     cut = {}
     for ours, parameter in model.named_parameters():
-        for piece in found[ours]:
+        for piece in pieces[ours]:
             box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
             whole = cut.setdefault(piece.name, torch.empty(piece.their_shape))
             seen = piece.see(whole)
@@ -556,17 +556,17 @@ def assert_same_function(folder: Path, name: str):
     import_hf(hf_dir, folder / "step")
     assert verify(folder / "step") == []
     model = load_step(folder / "step")
-    theirs = make(name)
+    hf_model = make(name)
     x, targets = torch.randint(31, (2, 3, 40))
-    logits = theirs(x).logits
+    logits = hf_model(x).logits
     assert far(model(x), logits) < 1e-5
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     model(x, targets).backward()
-    for p in filter(lambda p: p.requires_grad, theirs.parameters()):
+    for p in filter(lambda p: p.requires_grad, hf_model.parameters()):
         # use transformers' own conversion from parameters to file names: save gradients as if they were
         # weights
         p.data = p.grad
-    theirs.save_pretrained(folder / "gradients")
+    hf_model.save_pretrained(folder / "gradients")
     # the choice biases have no gradient
     want = {n: g for n, g in tensors_of(folder / "gradients").items() if not n.endswith(CHOICE_BIASES)}
     got = gradients_by_their_names(model, json.loads((hf_dir / "config.json").read_text()))

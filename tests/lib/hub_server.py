@@ -66,9 +66,9 @@ class Answer(BaseHTTPRequestHandler):
             self.say(b"{}", 404, **{"X-Error-Code": "RepoNotFound"})
 
     def say(self, content: bytes, status: int = 200, **headers: str):
-        told = {"X-Repo-Commit": self.server.commit, "Content-Length": str(len(content))}
+        standard = {"X-Repo-Commit": self.server.commit, "Content-Length": str(len(content))}
         self.send_response(status)
-        for name, value in (headers | told).items():
+        for name, value in (headers | standard).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":

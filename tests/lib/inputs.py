@@ -44,13 +44,13 @@ class Inputs:
 
     def of(self, test: str) -> set[str]:
         """The test file, the files that it names, the files named in these, and so on."""
-        found: set[str] = set()
+        inputs: set[str] = set()
         left = [test, *EVERY]
         while left:
-            if (path := left.pop()) not in found and os.path.isfile(f"{self.root}/{path}"):
-                found.add(path)
+            if (path := left.pop()) not in inputs and os.path.isfile(f"{self.root}/{path}"):
+                inputs.add(path)
                 left += self.named_by(path)
-        return found
+        return inputs
 
     def _named_by(self, path: str) -> set[str]:
         if not path.endswith((".py", ".md")):
@@ -59,33 +59,33 @@ class Inputs:
         if path.endswith(".md"):
             return self._imported_in(text, path)
         outside = path.startswith(OUTSIDE) and path not in PLAIN
-        found: set[str] = set()
+        inputs: set[str] = set()
         bound: dict[str, str] = {}  # imported name -> its full name
         facts = facts_of(text)
         for name, alias in facts.imports:
             first = name.partition(".")[0]
             bound[alias] = alias if alias == first else name
-            found |= self.module(name, path) | ({PROGRAM} if outside and first in STARTERS else set())
+            inputs |= self.module(name, path) | ({PROGRAM} if outside and first in STARTERS else set())
         for name in facts.names:
             first, dot, rest = name.partition(".")
-            found |= self.module(bound[first] + dot + rest, path) if first in bound else set()
+            inputs |= self.module(bound[first] + dot + rest, path) if first in bound else set()
         for words in facts.paths if outside else ():
-            found |= self.place(words, path, "tests/")
+            inputs |= self.place(words, path, "tests/")
         for words in facts.strings:
-            found |= self._in_string(words, path, outside)
-        return found
+            inputs |= self._in_string(words, path, outside)
+        return inputs
 
     def _in_string(self, text: str, path: str, outside: bool) -> set[str]:
-        found = self.module(text, path, program=True) if MODULE.fullmatch(text) else set()
-        here = f"{Path(path).parent.as_posix()}/{text}"
+        inputs = self.module(text, path, program=True) if MODULE.fullmatch(text) else set()
+        sibling = f"{Path(path).parent.as_posix()}/{text}"
         if not outside:  # a message of tmoe/ names pages for the user; tmoe/ does not read them
-            return found | ({here} if "." in text and self.exists(here) else set())
+            return inputs | ({sibling} if "." in text and self.exists(sibling) else set())
         for word in WORD.findall(text):
             if match := MODULE.match(word):
-                found |= self.module(match[0].rstrip("."), path, program=True)
+                inputs |= self.module(match[0].rstrip("."), path, program=True)
             elif "." in word or "/" in word or word[0].isupper():
-                found |= self.place(word.rstrip("."), path)
-        return found | self._imported_in(text, path)
+                inputs |= self.place(word.rstrip("."), path)
+        return inputs | self._imported_in(text, path)
 
     def _imported_in(self, text: str, path: str) -> set[str]:
         """The modules that import statements in a text name."""
@@ -96,15 +96,15 @@ class Inputs:
 
     def place(self, words: str, path: str, *more: str) -> set[str]:
         """The file, or all files of the folder, that a path names from the root, its own folder or `more`."""
-        found: set[str] = set()
+        inputs: set[str] = set()
         for base in (
             {"", *more, f"{Path(path).parent.as_posix()}/"} if not words.startswith((".venv", ".git")) else ()
         ):
             if words.strip("./") and self.exists(base + words):
                 place = self.root / base / words
                 files = [file for file in place.rglob("*") if "__pycache__" not in file.parts]
-                found |= {os.path.relpath(file, self.root) for file in (place, *files)}
-        return found
+                inputs |= {os.path.relpath(file, self.root) for file in (place, *files)}
+        return inputs
 
     def module(self, name: str, path: str, program: bool = False) -> set[str]:
         """The files executed for a module, a public name or an attribute: its file and each package above it.
@@ -113,23 +113,23 @@ class Inputs:
         """
         folders = ("tests/lib/", f"{Path(path).parent.as_posix()}/", "tests/data/")
         for stem in ("", *(folders if path.startswith("tests/") else ())):
-            found: set[str] = set()
+            inputs: set[str] = set()
             for part in name.split("."):
                 if not part and stem:
-                    found |= {f"{stem}{file.name}" for file in (self.root / stem).glob("*.py")}
+                    inputs |= {f"{stem}{file.name}" for file in (self.root / stem).glob("*.py")}
                 elif self.exists(f"{stem}{part}.py"):
-                    found.add(f"{stem}{part}.py")
+                    inputs.add(f"{stem}{part}.py")
                     break
                 elif self.exists(f"{stem}{part}/"):
                     stem += f"{part}/"
-                    found.add(f"{stem}__init__.py")
+                    inputs.add(f"{stem}__init__.py")
                 else:
-                    found |= self.public(f"{stem}__init__.py").get(part, set())
+                    inputs |= self.public(f"{stem}__init__.py").get(part, set())
                     break
             else:
-                found |= {f"{stem}__main__.py"} if program else set()
-            if found:
-                return found
+                inputs |= {f"{stem}__main__.py"} if program else set()
+            if inputs:
+                return inputs
         return set()
 
     def _public(self, init: str) -> dict[str, set[str]]:

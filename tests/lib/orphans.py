@@ -66,10 +66,10 @@ def descendants() -> set[int]:
             continue
         if state != "Z":
             parents[int(stat.parent.name)] = int(parent)
-    found = {os.getpid()}
+    pids = {os.getpid()}
     grown = True
     while grown:
-        more = {pid for pid, parent in parents.items() if parent in found} - found
-        found = found | more
+        more = {pid for pid, parent in parents.items() if parent in pids} - pids
+        pids = pids | more
         grown = bool(more)
-    return found - {os.getpid()}
+    return pids - {os.getpid()}

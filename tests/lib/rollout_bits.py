@@ -44,10 +44,10 @@ def in_training(
         documents.append(torch.full((n + gap,), number, device=device))
         positions.append(F.pad(torch.arange(n, device=device), (0, gap)))
         padding.append(torch.arange(n + gap, device=device) >= n)
-    found = []
+    collected = []
 
     def collect(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
-        found.append(logprobs(h_TD.detach(), weight_VD.detach(), targets_T, temperature))
+        collected.append(logprobs(h_TD.detach(), weight_VD.detach(), targets_T, temperature))
         return h_TD.sum() * 0.0
 
     marks = (torch.cat(parts)[None] for parts in (documents, padding, positions))
@@ -56,7 +56,7 @@ def in_training(
     one = torch.ones((), device=device)
     more = dict(zip(names, marks, strict=True))
     model(row_1S, targets_1S, **more, totals=Totals(one, one, one), objective=collect)
-    parts = found[0].split([len(t) for t in targets])
+    parts = collected[0].split([len(t) for t in targets])
     return [part[first : len(row) - 1].cpu() for part, first, row in zip(parts, firsts, rows, strict=True)]
 
 

@@ -37,8 +37,8 @@ def open_experts(wanted: Row, worth: Row, cfg: MoEConfig, groups: int, count: in
     else:
         n = 2 if cfg.group_score == "top2" else max(1, K // count)
         value = [sum(sorted((worth[e] for e in group), reverse=True)[:n]) for group in members]
-    found = [e for g in best(value, count) for e in members[g]]
-    return sorted(found) + list(range(cfg.experts, cfg.outputs))
+    experts = [e for g in best(value, count) for e in members[g]]
+    return sorted(experts) + list(range(cfg.experts, cfg.outputs))
 
 
 def weigh(logits: Row, chosen: Sequence[int], cfg: MoEConfig) -> dict[int, float]:

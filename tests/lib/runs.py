@@ -66,13 +66,13 @@ def changes(rank: int, world: int, argv: list[str]) -> list[str]:
 
 def begin(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
     """Starts a run without any step. Returns its exit code (0 if it could begin) and its stderr."""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
         try:
             cfg = parse(argv, "", rank=rank, world=world)
             train.Trainer(cfg, runtime.start(cfg.seed))
         except SystemExit as error:
-            return error.code, said.getvalue()
-    return 0, said.getvalue()
+            return error.code, stderr.getvalue()
+    return 0, stderr.getvalue()
 
 
 def whole(trainer: train.Trainer) -> dict[str, torch.Tensor]:

@@ -134,7 +134,7 @@ def fork(world: int, work: Callable, *arguments: object) -> None:
     no counter on which the ranks of a Ranks, or of its `of`, synchronise has changed.
     """
     sections = [a.of if isinstance(a, Ranks) else a for a in arguments if isinstance(a, (Ranks, dict))]
-    counts = [t for of in sections for name in ("state", "side") for t in of.get(name, ())]
+    counts = [t for section in sections for name in ("state", "side") for t in section.get(name, ())]
     processes = [
         mp.get_context("fork").Process(target=work, args=(rank, *arguments)) for rank in range(world)
     ]

@@ -81,20 +81,20 @@ def play(folder: Path) -> None:
     for pid in subprocess.check_output(["ip", "netns", "pids", "host1"]).split():
         os.kill(int(pid), signal.SIGKILL)
     began = time.monotonic()
-    said = ended(hosts["host0"], 1)
+    output = ended(hosts["host0"], 1)
     ended(hosts["host1"], -signal.SIGKILL)
     print(f"host1 killed; host0 ended after {time.monotonic() - began:.1f} s and said:", flush=True)
-    silent = {int(rank): line for rank, line in re.findall(r"(?m)\brank (\d+) (is silent for .*)$", said)}
-    check(set(silent) == {2, 3}, f"host0 does not name the dead ranks:\n{said}")
+    silent = {int(rank): line for rank, line in re.findall(r"(?m)\brank (\d+) (is silent for .*)$", output)}
+    check(set(silent) == {2, 3}, f"host0 does not name the dead ranks:\n{output}")
     print("\n".join(f"  rank {rank} {silent[rank]}" for rank in sorted(silent)), flush=True)
     check(len(losses(out)) < STEPS, "host1 died too late to tell anything")
 
     hosts = start_hosts(out)
     for host in HOSTS:
-        said = ended(hosts[host], 0)
+        output = ended(hosts[host], 0)
         check(
-            host == "host1" or f"resumed after step {EVERY}" in said,
-            f"not resumed from the checkpoint:\n{said}",
+            host == "host1" or f"resumed after step {EVERY}" in output,
+            f"not resumed from the checkpoint:\n{output}",
         )
     mesh = json.loads((out / "config.json").read_text())["mesh"]
     check(mesh == {"dp": 2, "ep": 2}, f"mesh {mesh}")
@@ -165,9 +165,9 @@ def ended(process: subprocess.Popen, code: int) -> str:
         got = process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         got = None
-    said = process.log.read_text()
-    check(got == code, f"ended with {got} instead of {code}:\n{said}")
-    return said
+    output = process.log.read_text()
+    check(got == code, f"ended with {got} instead of {code}:\n{output}")
+    return output
 
 
 def losses(out: Path) -> dict[int, float]:

@@ -64,16 +64,16 @@ def folder() -> Path | None:
 
 def digest(caches: Path) -> str:
     """The hash of all files of both caches; "" if they exceed LIMIT_BYTES or a file cannot be read."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     size = 0
     try:
         for path in sorted(path for name in CACHES.values() for path in (caches / name).rglob("*")):
             data = path.read_bytes() if path.is_file() else b""
             size += len(data)
-            found.update(f"{path.relative_to(caches)} {hashlib.sha256(data).hexdigest()}\n".encode())
+            sha.update(f"{path.relative_to(caches)} {hashlib.sha256(data).hexdigest()}\n".encode())
     except OSError:
         return ""
-    return found.hexdigest() if size <= LIMIT_BYTES else ""
+    return sha.hexdigest() if size <= LIMIT_BYTES else ""
 
 
 def _locked(place: Path, stack: contextlib.ExitStack) -> bool:

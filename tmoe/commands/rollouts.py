@@ -50,28 +50,28 @@ def main(
 
 def lines_of(run: Path, step: int | None, best: int | None, worst: int | None) -> Iterator[str]:
     """The text to print, one sample after the other, because the file may be larger than memory."""
-    found: Iterable[Rollout] = of_step(run, step)
+    rollouts: Iterable[Rollout] = of_step(run, step)
     if best is None and worst is None:
-        for number, samples in itertools.groupby(found, lambda one: one.step):
+        for number, samples in itertools.groupby(rollouts, lambda sample: sample.step):
             of_one = list(samples)
             yield summary(number, of_one)
-            for one in of_one:
-                yield described(one)
+            for sample in of_one:
+                yield described(sample)
         return
-    picked = heapq.nlargest(best, found, rank) if best else heapq.nsmallest(worst or 0, found, rank)
-    for one in picked:
-        yield described(one)
+    picked = heapq.nlargest(best, rollouts, rank) if best else heapq.nsmallest(worst or 0, rollouts, rank)
+    for sample in picked:
+        yield described(sample)
 
 
 def of_step(run: Path, step: int | None) -> Iterator[Rollout]:
     """The samples of a step (None: of all steps). ValueError, which names the steps, if there is none."""
     steps: list[int] = []
     some = False
-    for one in read_rollouts(run):
-        steps = [one.step] * 2 if not steps else [min(steps[0], one.step), max(steps[1], one.step)]
-        if step in (None, one.step):
+    for sample in read_rollouts(run):
+        steps = [sample.step] * 2 if not steps else [min(steps[0], sample.step), max(steps[1], sample.step)]
+        if step in (None, sample.step):
             some = True
-            yield one
+            yield sample
     if not some:
         has = (
             f"samples of steps {steps[0]} to {steps[1]}, not all of them perhaps"
@@ -83,10 +83,10 @@ def of_step(run: Path, step: int | None) -> Iterator[Rollout]:
 
 def summary(step: int, samples: list[Rollout]) -> str:
     """A line for a step, about the samples in the file, which may not be all samples."""
-    rewards = [one.reward for one in samples if one.reward is not None]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
     mean = f"{sum(rewards) / len(rewards):.3g}" if rewards else "-"
-    tokens = sum(one.tokens for one in samples) / len(samples)
-    cut = sum(one.finish == "length" for one in samples)
+    tokens = sum(sample.tokens for sample in samples) / len(samples)
+    cut = sum(sample.finish == "length" for sample in samples)
     of_all = f"mean reward {mean}, {tokens:,.0f} tokens, {cut} cut off"
     return f"==== step {step}: {len(samples)} samples, {of_all} ====\n"
 
@@ -108,8 +108,10 @@ def short(value: float | None) -> str:
 def readable(text: str) -> str:
     """Text with control characters written out, so that a model's text cannot control the terminal."""
     return "".join(
-        ascii(one)[1:-1] if one not in "\n\t" and (one in TURNS or category(one) in ("Cc", "Cs")) else one
-        for one in text
+        ascii(char)[1:-1]
+        if char not in "\n\t" and (char in TURNS or category(char) in ("Cc", "Cs"))
+        else char
+        for char in text
     )
 
 

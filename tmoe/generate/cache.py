@@ -57,11 +57,11 @@ class Cache:
         """Copies the first page of each pair into the second."""
         if not pairs:
             return
-        of, to = torch.tensor(pairs, device=self.layers[0].k_PTGC.device).T
+        source, target = torch.tensor(pairs, device=self.layers[0].k_PTGC.device).T
         for k, v in self.layers:
-            k[to] = k[of]
+            k[target] = k[source]
             if not self.shared:
-                v[to] = v[of]
+                v[target] = v[source]
 
 
 def layer_widths(cfg: ModelConfig, layer: int) -> tuple[int, int, int]:

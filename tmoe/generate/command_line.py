@@ -104,21 +104,21 @@ class Flags:
 
     def check(self) -> None:
         """ConfigError for flags that cannot be combined."""
-        own, chats = Section(self), f"needs {Setting('chat')}"
-        own.require(self.n >= 1, "n", "must be at least 1")
+        section, chats = Section(self), f"needs {Setting('chat')}"
+        section.require(self.n >= 1, "n", "must be at least 1")
         require(not (self.prompt and self.file), f"a prompt and {Setting('file')}: give one of them")
-        own.require(self.out is None or self.file is not None, "out", f"needs {Setting('file')}")
+        section.require(self.out is None or self.file is not None, "out", f"needs {Setting('file')}")
         exists = self.out is not None and self.out.exists()
-        own.require(not exists, "out", "is there already; name a new file")
+        section.require(not exists, "out", "is there already; name a new file")
         folder = self.out is None or self.out.parent.is_dir()
-        own.require(folder, "out", "its folder is not there", "a new file in a folder that is")
+        section.require(folder, "out", "its folder is not there", "a new file in a folder that is")
         chat = self.chat or self.file is not None
         require(not self.system or chat, "system", repr(self.system), chats)
         if self.temperature == 0:
             unused = f"unused with {Setting('temperature', 0)}, the most probable token"
             for name in ("top_k", "top_p", "min_p"):
-                own.require(getattr(self, name) is None, name, unused, "leave it out")
-        own.require(self.chat_template is None or chat, "chat_template", chats)
+                section.require(getattr(self, name) is None, name, unused, "leave it out")
+        section.require(self.chat_template is None or chat, "chat_template", chats)
 
     def sampling(self, loaded: Loaded) -> Sampling:
         """Settings from the flags, else from the folder, else the defaults. ConfigError for a wrong value."""
@@ -169,8 +169,8 @@ def run(flags: Flags) -> None:
     rows = read_prompts(flags.file) if flags.file else None
     prompt = flags.prompt
     talks = flags.chat and not prompt and rows is None
-    one, valid = "a conversation has one answer to each message", f"1, or a prompt or {Setting('file')}"
-    require(not talks or flags.n == 1, "n", flags.n, one, valid)
+    wrong, valid = "a conversation has one answer to each message", f"1, or a prompt or {Setting('file')}"
+    require(not talks or flags.n == 1, "n", flags.n, wrong, valid)
     if not prompt and rows is None and not talks:
         ways = f'give a prompt ("..."), {Setting("file")} PROMPTS or {Setting("chat")}'
         require(not sys.stdin.isatty(), ways)
@@ -280,8 +280,8 @@ class Speaker:
                 finish = piece.done.finish if piece.done else finish
             say("\n")
             return note(clock.tell(finish))
-        found = {piece.sample: piece.done for piece in pieces if piece.done}
-        for number, done in sorted(found.items()):
+        ends = {piece.sample: piece.done for piece in pieces if piece.done}
+        for number, done in sorted(ends.items()):
             note(f"--- {number + 1} of {self.flags.n} ({done.finish})")
             say(f"{shown}{done.text}\n")
         note(clock.tell())
@@ -338,11 +338,11 @@ class Speaker:
                 note(f"error: {wrong}")
                 continue
             clock = TokenClock()
-            said = ""
+            shown = ""
             try:
                 for piece in clock.over(self.stream([self.ids_of([*messages, user(text)])], True, turn)):
                     say(piece.text)
-                    said += piece.text
+                    shown += piece.text
                 if terminal:
                     note("")
                 else:
@@ -358,7 +358,7 @@ class Speaker:
                 note(f"error: {spelt(error)}")
                 continue
             assert self.engine.tokenizer
-            answer = spoken(said, self.engine.tokenizer, self.template())
+            answer = spoken(shown, self.engine.tokenizer, self.template())
             messages += [user(text), dict(role="assistant", content=answer)]
         if terminal:
             say("\n")

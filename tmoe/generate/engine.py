@@ -91,8 +91,8 @@ def require_bits(model: Transformer) -> None:
 
 def can_be_graphs(model: Transformer) -> bool:
     """Whether steps of a model can be CUDA graphs, by what this rank can see."""
-    own = any(isinstance(module, OwnExperts) for module in model.modules())
-    return model.head_weight.is_cuda and not own
+    has_own_experts = any(isinstance(module, OwnExperts) for module in model.modules())
+    return model.head_weight.is_cuda and not has_own_experts
 
 
 def require_pool(pool: float, spans: Sequence[Span], n: int, a_page: int, setting: str = "pool_gib") -> None:
@@ -134,9 +134,9 @@ def ids_in(values: object, where: str, vocab: int) -> list[int]:
         require(ok, f"{where}: got a tensor of {kind} {shape}, valid is one of whole numbers [n]; {valid}")
         values = values.tolist()
     members = listed(values, where, f"; {valid}")
-    ids = [whole(one) for one in members]
-    for one, i in zip(members, ids, strict=True):
-        require(i is not None and 0 <= i < vocab, f"{where}: has the id {one!r}; {valid}")
+    ids = [whole(member) for member in members]
+    for member, i in zip(members, ids, strict=True):
+        require(i is not None and 0 <= i < vocab, f"{where}: has the id {member!r}; {valid}")
     return cast(list[int], ids)
 
 
@@ -192,8 +192,8 @@ class Engine:
         require(tokenizer is None or known, f"tokenizer: got {kind}, valid is one of tmoe.data, or None")
         self.model = model
         self.tokenizer = tokenizer
-        own = () if tokenizer is None else ends_of(tokenizer, model.cfg.vocab)
-        self.eos = tuple(own if eos is None else ids_in(eos, "eos", model.cfg.vocab))
+        tokenizer_ends = () if tokenizer is None else ends_of(tokenizer, model.cfg.vocab)
+        self.eos = tuple(tokenizer_ends if eos is None else ids_in(eos, "eos", model.cfg.vocab))
         self.begin = tuple(ids_in(begin, "begin", model.cfg.vocab))
         self.slots = slots
         self.pool_gib = pool_gib
@@ -231,14 +231,14 @@ class Engine:
         ranks. Raises ValueError for logits that are not finite as well, on the rank that has them.
         """
         pieces = self._streamed_pieces(prompts, n, sampling, numbers, routes, False, told)
-        found: list[list[Sample]] = [[] for _ in prompts]
+        by_prompt: list[list[Sample]] = [[] for _ in prompts]
         by_number: dict[tuple[int, int], Sample] = {}
         for prompt, sample, _, done in pieces:
             if done is not None:
                 by_number[prompt, sample] = done
         for (prompt, _), done in sorted(by_number.items(), key=lambda item: item[0]):
-            found[prompt].append(done)
-        return Samples(tuple(answers) for answers in found)
+            by_prompt[prompt].append(done)
+        return Samples(tuple(answers) for answers in by_prompt)
 
     def stream(
         self,
@@ -317,7 +317,7 @@ class Engine:
         told: Callable[[], bool],
     ) -> Iterator[Piece]:
         live = live or bool(sampling.stop)
-        most = [min(sampling.max_tokens, self.model.cfg.rope.max_seq - len(one) + 1) for one in ids]
+        most = [min(sampling.max_tokens, self.model.cfg.rope.max_seq - len(prompt) + 1) for prompt in ids]
         queue = deque(
             Request(
                 i,

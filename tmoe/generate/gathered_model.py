@@ -46,8 +46,8 @@ def require_whole(model: object) -> None:
     valid = "valid is a Transformer, on one device or laid out by parallelize"
     kind = type(model).__name__
     stage = kind == "Stages" or (isinstance(model, Transformer) and not (model.first and model.last))
-    one = f"{Setting('parallel.pp')} must be 1 for an engine"
-    require(not stage, f"model: got a {kind} of a pipeline, but {one}")
+    rule = f"{Setting('parallel.pp')} must be 1 for an engine"
+    require(not stage, f"model: got a {kind} of a pipeline, but {rule}")
     require(isinstance(model, Transformer), f"model: got a {kind}, {valid}")
 
 
@@ -156,8 +156,8 @@ class Ranks:
 
 def exchanges(layers: list[MoE]) -> set[SymmDispatcher]:
     """The exchanges of MoE layers that use the peers' memory."""
-    dispatchers = {way for moe in layers for way in (moe.dispatcher, *moe.ways.values())}
-    return {way for way in dispatchers if isinstance(way, SymmDispatcher)}
+    dispatchers = {dispatcher for moe in layers for dispatcher in (moe.dispatcher, *moe.ways.values())}
+    return {dispatcher for dispatcher in dispatchers if isinstance(dispatcher, SymmDispatcher)}
 
 
 @contextmanager

@@ -48,17 +48,17 @@ def sampling_of(generation: Mapping[str, Any]) -> dict[str, Any]:
     `suppress`, and so do words of bad_words_ids that are one token and end no answer. min_new_tokens becomes
     min_tokens.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if generation.get("do_sample") is True:
-        found = {name: generation[name] for name in DRAWN if _is_number(generation.get(name))}
+        settings = {name: generation[name] for name in DRAWN if _is_number(generation.get(name))}
     elif generation.get("do_sample") is False:
-        found = dict(temperature=0)
+        settings = dict(temperature=0)
     if stops := _texts(generation.get("stop_strings")):
-        found["stop"] = stops
+        settings["stop"] = stops
     if _is_number(penalty := generation.get("repetition_penalty")) and penalty != 1:
-        found["repetition_penalty"] = penalty
+        settings["repetition_penalty"] = penalty
     if (least := _ids([generation.get("min_new_tokens")])) and least[0]:
-        found["min_tokens"] = least[0]
+        settings["min_tokens"] = least[0]
     eos = generation.get("eos_token_id")
     ends = _ids(eos if isinstance(eos, list) else [eos])
     bad = [
@@ -66,8 +66,8 @@ def sampling_of(generation: Mapping[str, Any]) -> dict[str, Any]:
     ]
     left = _ids([*_list(generation.get("suppress_tokens")), *bad])
     if left:
-        found["suppress"] = left
-    return found
+        settings["suppress"] = left
+    return settings
 
 
 def not_followed(generation: Mapping[str, Any], followed: bool = True) -> list[str]:
@@ -108,7 +108,7 @@ def _is_alone(word: Any) -> bool:
 
 def _ids(values: list[Any]) -> tuple[int, ...]:
     """The values that are whole numbers from 0 on; others, as the -1 of Whisper, name no token."""
-    return tuple(one for one in values if type(one) is int and one >= 0)
+    return tuple(value for value in values if type(value) is int and value >= 0)
 
 
 def _texts(value: Any) -> tuple[str, ...]:

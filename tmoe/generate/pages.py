@@ -85,9 +85,9 @@ class Pages:
         return Seat(shared + own, kept if fresh else [], (kept[-1], own[0]) if span.begun else None)
 
     def _take(self, count: int) -> list[int]:
-        found = [self.free.pop() for _ in range(count)]
-        self.users.update(found)
-        return found
+        pages = [self.free.pop() for _ in range(count)]
+        self.users.update(pages)
+        return pages
 
     def drop(self, pages: Sequence[int]) -> None:
         """Frees the pages of an answer that is over, except pages that other answers use."""

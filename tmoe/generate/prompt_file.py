@@ -29,8 +29,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise ConfigError.of("file", path, f"not UTF-8 at byte {error.start}") from None
     if path.suffix == ".json":
-        found = enumerate(_parsed(text, place, list), 1)
-        rows = [_row(value, f"{place}: row {i}") for i, value in found]
+        numbered = enumerate(_parsed(text, place, list), 1)
+        rows = [_row(value, f"{place}: row {i}") for i, value in numbered]
     else:
         lines = [(f"{place}:{i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
         jsonl = path.suffix == ".jsonl"

@@ -49,17 +49,17 @@ class Sampling:
     """a token depends on its probabilities, this seed, the numbers of prompt and answer, and its place"""
 
     def __post_init__(self) -> None:
-        own = check(self, "", one="max_tokens", zero="top_k min_tokens temperature seed")
+        section = check(self, "", one="max_tokens", zero="top_k min_tokens temperature seed")
         heat = self.temperature
-        own.require(heat == 0 or heat >= COLDEST, "temperature", f"must be 0, or at least {COLDEST}")
-        own.require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
-        own.require(0 <= self.min_p <= 1, "min_p", "must be from 0 to 1")
+        section.require(heat == 0 or heat >= COLDEST, "temperature", f"must be 0, or at least {COLDEST}")
+        section.require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
+        section.require(0 <= self.min_p <= 1, "min_p", "must be from 0 to 1")
         divides = FLOATS[0] <= self.repetition_penalty <= FLOATS[1]
-        own.require(divides, "repetition_penalty", "must be above 0, in float32")
-        own.require(self.max_tokens <= LONGEST, "max_tokens", f"must be at most {LONGEST}")
-        most = f"must be at most {own.said('max_tokens')}"
-        own.require(self.min_tokens <= self.max_tokens, "min_tokens", most)
-        own.require("" not in self.stop, "stop", "must not hold an empty text")
+        section.require(divides, "repetition_penalty", "must be above 0, in float32")
+        section.require(self.max_tokens <= LONGEST, "max_tokens", f"must be at most {LONGEST}")
+        rule = f"must be at most {section.said('max_tokens')}"
+        section.require(self.min_tokens <= self.max_tokens, "min_tokens", rule)
+        section.require("" not in self.stop, "stop", "must not hold an empty text")
         for name in ("stop_ids", "suppress"):
             ids = getattr(self, name)
-            own.require(min(ids, default=0) >= 0, name, "must be 0 or more")
+            section.require(min(ids, default=0) >= 0, name, "must be 0 or more")

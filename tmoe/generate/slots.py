@@ -197,7 +197,7 @@ class Slots:
         """Caches prompts without their last tokens, each in its pages; keeps their routes if asked for."""
         ids = {prompt: self.prompts[prompt][:-1] for prompt in fresh}
         last = self.routes or self.ranks.group is not None  # else the last block's experts are not needed
-        found = []
+        chosen = []
         device = self.state_6B.device
         prompts = [(ids[prompt], fresh[prompt]) for prompt in fresh]
         blocks = self.model.rounding.in_blocks or device.type == "cuda"
@@ -206,9 +206,9 @@ class Slots:
             with self.on_device():
                 routes = prefill(self.model, self.cache, chunk, self.turns, rows, last)
             if self.routes and routes:
-                found.append(torch.stack(routes, 0).to("cpu", torch.int16))
-        if found:
-            parts = torch.cat(found, 1).split([len(ids[prompt]) for prompt in fresh], 1)
+                chosen.append(torch.stack(routes, 0).to("cpu", torch.int16))
+        if chosen:
+            parts = torch.cat(chosen, 1).split([len(ids[prompt]) for prompt in fresh], 1)
             self.prompt_routes |= dict(zip(fresh, parts, strict=True))
 
     def seat(self, seated: dict[int, Request]) -> None:
@@ -217,14 +217,14 @@ class Slots:
             return
         device = self.state_6B.device
         slots_I = torch.tensor(list(seated), device=device)
-        found = seated.values()
+        requests = seated.values()
         states = [
             (self.prompts[request.prompt][-1], request.first, 0, 1, request.number, request.sample)
-            for request in found
+            for request in requests
         ]
         self.state_6B[:, slots_I] = torch.tensor(states, device=device).T
         tables = torch.zeros(len(seated), self.table_BM.shape[1], dtype=torch.int32)
-        for row, request in enumerate(found):
+        for row, request in enumerate(requests):
             tables[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
         self.table_BM[slots_I] = tables.to(device)
         if self.seen_BV is not None:  # of the whole prompt, its last token included
@@ -236,14 +236,14 @@ class Slots:
         """Moves the last answers into gaps, so that steps have no empty slots between answers."""
         empty = set(gaps)
         B = len(self.rows) - len(gaps)
-        to = [slot for slot in gaps if slot < B]
-        of = [slot for slot in range(B, len(self.rows)) if slot not in empty]
-        for source, target in zip(of, to, strict=True):
+        targets = [slot for slot in gaps if slot < B]
+        sources = [slot for slot in range(B, len(self.rows)) if slot not in empty]
+        for source, target in zip(sources, targets, strict=True):
             self.rows[target] = self.rows[source]
         seen = [] if self.seen_BV is None else [self.seen_BV]
         for state in (self.state_6B.T, self.table_BM, *seen):
-            if to:
-                state[to] = state[of]
+            if targets:
+                state[targets] = state[sources]
             state[B : len(self.rows)] = 0
         del self.rows[B:]
 

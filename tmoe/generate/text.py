@@ -36,17 +36,17 @@ class Text:
         """Appends tokens. may_stop: look for stop texts that the added text contains or completes."""
         self.ids += ids
         known = self.tokenizer.decode(self.ids[self.begin : self.read])
-        found = self.tokenizer.decode(self.ids[self.begin :])
-        if len(found) > len(known) and not unfinished(found):
-            self.settle(found[len(known) :], may_stop)
+        decoded = self.tokenizer.decode(self.ids[self.begin :])
+        if len(decoded) > len(known) and not unfinished(decoded):
+            self.settle(decoded[len(known) :], may_stop)
             self.begin, self.read = self.read, len(self.ids)
 
     def end(self, may_stop: bool = True) -> None:
         """Adds the text that was held back; no token may follow."""
         known = self.tokenizer.decode(self.ids[self.begin : self.read])
-        found = self.tokenizer.decode(self.ids[self.begin :])
+        decoded = self.tokenizer.decode(self.ids[self.begin :])
         self.begin, self.read = self.read, len(self.ids)
-        self.settle(found[len(known) :], may_stop)
+        self.settle(decoded[len(known) :], may_stop)
 
     def settle(self, more: str, may_stop: bool) -> None:
         """Adds `more` to `text`, up to a stop text."""

@@ -67,7 +67,9 @@ class Attention(nn.Module):
             ((H + G) * C, key_heads, V),
             *([((H + G) * C + G * V, heads, V)] if cfg.attention_gate else []),
         ]  # for queries, keys, values and gates: first row in qkv's weight, this rank's heads, rows per head
-        rows = [slice(first + own.start * n, first + own.stop * n) for first, own, n in spans]
+        rows = [
+            slice(first + own_heads.start * n, first + own_heads.stop * n) for first, own_heads, n in spans
+        ]
         qkv = spread.project(self.qkv, x_BSD, rows)
         q, k, v, *gates = qkv.split([part.stop - part.start for part in rows], -1)
         if cfg.qk_norm == "full":

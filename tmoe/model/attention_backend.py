@@ -404,8 +404,8 @@ def plain_in_blocks(q_BHSC: Tensor, k_BGNC: Tensor, v_BGNC: Tensor, mask: BlockM
                 seen = mask.mask_mod(zero + at, zero, i_in, j_in) & inside
                 tiles.append((k[b, :, j], v[b, :, j], seen))
             for n in full_order[at, 0, m, : full_counts[at, 0, m]].tolist():
-                here = slice(n * BLOCK, (n + 1) * BLOCK)
-                tiles.append((k[b, :, here], v[b, :, here], None))
+                keys = slice(n * BLOCK, (n + 1) * BLOCK)
+                tiles.append((k[b, :, keys], v[b, :, keys], None))
             blocks.append(tiles_in_order(q[b, :, i], tiles, scale))
         rows.append(torch.cat(blocks, 1)[:, :S])
     return torch.stack(rows)

@@ -93,8 +93,8 @@ class Spread(NamedTuple):
 
     def heads(self, heads: int) -> slice:
         """This rank's query heads under tp."""
-        own = heads // self.tp
-        return slice(self.tp_rank * own, (self.tp_rank + 1) * own)
+        local_heads = heads // self.tp
+        return slice(self.tp_rank * local_heads, (self.tp_rank + 1) * local_heads)
 
     def key_heads(self, heads: int) -> slice:
         """This rank's key/value heads: its share, or, if tp is larger, the one that its query heads use."""

@@ -41,7 +41,7 @@ def grouped_elements(cfg: Config, axes: Axes, layer: int) -> int:
     They include the result, which is the operand of the output projection.
     """
     model, C, V = cfg.model, cfg.model.head_dim, cfg.model.value_dim
-    own, cp = local_tokens(cfg, axes) * axes.tp, axes.cp  # tokens that tp gathers
+    tokens, cp = local_tokens(cfg, axes) * axes.tp, axes.cp  # tokens that tp gathers
     window = model.window_of(layer)
     H, G = model.heads // axes.tp, max(1, model.kv_heads_in(window) // axes.tp)  # of this rank
     by_keys = cp > 1 and cfg.parallel.cp_exchange == "keys"
@@ -50,7 +50,7 @@ def grouped_elements(cfg: Config, axes: Axes, layer: int) -> int:
     padded = V < C and not masked
     read = C if padded else V  # channels of a value, and of a result, inside attention
     gate = H * V * model.attention_gate
-    kept = own * (H * V + gate)  # the result, and the result before the gate
+    kept = tokens * (H * V + gate)  # the result, and the result before the gate
     if axes.tp > 1:
         kept += ((H + G) * C + G * V + gate) * model.dim  # copy of the rows of qkv's weight
     # q, k, v as the result of one product: v is a view into it, unless it is sent, padded or has a factor.
@@ -58,13 +58,13 @@ def grouped_elements(cfg: Config, axes: Axes, layer: int) -> int:
     turned = model.qk_norm != "none" or model.rope_of(layer) is not None
     copied = padded or model.value_multiplier != 1.0
     whole = model.qk_norm != "none" or (cp == 1 and not (turned and copied))
-    kept += own * ((H + G) * C + G * V + gate if whole else gate)
+    kept += tokens * ((H + G) * C + G * V + gate if whole else gate)
     if cp == 1:  # q and k after RoPE and norms; v and the result if they are copies
-        return kept + own * ((H + G) * C * turned + G * read * copied + H * C * padded)
+        return kept + tokens * ((H + G) * C * turned + G * read * copied + H * C * padded)
     if by_keys:
-        return kept + own * H * C + own * cp * G * (C + V)  # keys and values of all tokens
+        return kept + tokens * H * C + tokens * cp * G * (C + V)  # keys and values of all tokens
     # q, k, v and the result before its exchange: all tokens of 1/cp of the heads
-    return kept + own * (H + key_copies(H, G, cp) * G) * (C + read)
+    return kept + tokens * (H + key_copies(H, G, cp) * G) * (C + read)
 
 
 def key_copies(H: int, G: int, cp: int) -> int:
@@ -81,7 +81,7 @@ def latent_elements(cfg: Config, axes: Axes) -> int:
     """
     mla, tp, cp = cfg.model.mla, axes.tp, axes.cp
     T = local_tokens(cfg, axes)
-    own = T * tp  # tokens that tp gathers
+    tokens = T * tp  # tokens that tp gathers
     by_keys = cp > 1 and cfg.parallel.cp_exchange == "keys"
     by_heads = cp > 1 and not by_keys
     H = cfg.model.heads // tp
@@ -94,23 +94,23 @@ def latent_elements(cfg: Config, axes: Axes) -> int:
     if tp == 1:
         kept += T * (mla.q_rank + (0 if by_keys else mla.kv_rank))
     elif mla.q_rank or not by_keys:
-        kept += own * (mla.q_rank + latent)
+        kept += tokens * (mla.q_rank + latent)
     if tp > 1 and not mla.q_rank:
         kept += queries * cfg.model.dim  # copy of the rows of their weight
     if by_keys:
-        kept += own * cp * latent
-    seen = own * cp if by_keys else own  # tokens whose keys and values are on this rank
-    kept += own * queries + seen * queries  # q and k, concatenated from their parts
+        kept += tokens * cp * latent
+    seen = tokens * cp if by_keys else tokens  # tokens whose keys and values are on this rank
+    kept += tokens * queries + seen * queries  # q and k, concatenated from their parts
     # Attention pads v and the result, except in flex attention and in calls of cuDNN.
     narrow = mla.v_dim < qk_width(cfg.model)
     if narrow and not by_keys and not cfg.train.isolate_documents:
-        kept += own * 2 * queries
+        kept += tokens * 2 * queries
     elif by_heads:  # v, and the result before its exchange
-        kept += own * 2 * values
+        kept += tokens * 2 * values
     else:
         # the product of keys and values: v is a view into it
         kept += seen * H * (mla.nope_dim + mla.v_dim)
-    return kept + own * values
+    return kept + tokens * values
 
 
 def loss_bytes(cfg: Config, axes: Axes) -> int:

@@ -42,11 +42,11 @@ class Float8Layers(NamedTuple):
 
 def layers_in(model: ModelConfig) -> Float8Layers:
     """The layers that float8 converts, and the layers that it does not convert, in the order of the model."""
-    found = Float8Layers([], [])
+    layers = Float8Layers([], [])
     for name, shape in model_shapes(model).items():
         if WEIGHTS.fullmatch(name):
-            (found.converted if fits(*shape) else found.left).append(name.removesuffix(".weight"))
-    return found
+            (layers.converted if fits(*shape) else layers.left).append(name.removesuffix(".weight"))
+    return layers
 
 
 def require_layers(cfg: Config) -> None:
@@ -88,7 +88,7 @@ def require_gpu(cfg: Config) -> None:
     """ConfigError if the GPU of a dry run has no float8 products."""
     fits = cfg.train.float8 == "none" or cfg.gpu is None or GPUS[cfg.gpu].float8
     wrong = f"has no float8 products, for {Setting('train.float8', cfg.train.float8)}"
-    valid = f"{', '.join(name for name, one in GPUS.items() if one.float8)}, {NONE}"
+    valid = f"{', '.join(name for name, gpu in GPUS.items() if gpu.float8)}, {NONE}"
     require(fits, "gpu", cfg.gpu, wrong, valid)
 
 

@@ -103,7 +103,7 @@ class LatentAttention(nn.Module):
         Under tp they are for all tokens of the tp group: the latents are gathered, not x.
         """
         mla, spread = self.mla, self.spread
-        own = self.rows(mla.nope_dim + mla.rope_dim)
+        rows = self.rows(mla.nope_dim + mla.rope_dim)
         if spread.tp == 1:
             q, latent, k_rot = self.qkv_a(x_BSD).split(self.widths, -1)
             return (self.q_b(self.q_norm(q)) if mla.q_rank else q), self.kv_norm(latent), k_rot
@@ -111,9 +111,9 @@ class LatentAttention(nn.Module):
             q, latent, k_rot = self.qkv_a(x_BSD).split(self.widths, -1)
             parts = torch.cat([self.q_norm(q), self.kv_norm(latent), k_rot], -1)
             q, latent, k_rot = gather(parts, spread.tp_group).split(self.widths, -1)
-            return linear_of_rows(self.q_b, q, own), latent, k_rot
+            return linear_of_rows(self.q_b, q, rows), latent, k_rot
         # queries are rows of qkv_a: x is gathered for them, and is not kept
-        q = spread.project(self.qkv_a, x_BSD, [own])
+        q = spread.project(self.qkv_a, x_BSD, [rows])
         shared = linear_of_rows(self.qkv_a, x_BSD, slice(self.widths[0], sum(self.widths)))
         latent, k_rot = shared.split(self.widths[1:], -1)
         parts = gather(torch.cat([self.kv_norm(latent), k_rot], -1), spread.tp_group)

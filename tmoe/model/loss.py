@@ -127,9 +127,9 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tup
         return (None,) * 5
     grad_h, grad_w = ctx.saved_tensors
     needs_h, needs_w = ctx.needs
-    back = torch.ops.tmoe.cross_entropy_backward
-    by_h = back(grad_h, grad_loss, grad_h.dtype) if needs_h else None
-    by_w = back(grad_w, grad_loss, ctx.weight_dtype) if needs_w else None
+    gradient_of = torch.ops.tmoe.cross_entropy_backward
+    by_h = gradient_of(grad_h, grad_loss, grad_h.dtype) if needs_h else None
+    by_w = gradient_of(grad_w, grad_loss, ctx.weight_dtype) if needs_w else None
     return by_h, by_w, None, None, None
 
 

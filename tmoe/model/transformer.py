@@ -127,8 +127,8 @@ class Blocks(nn.ModuleList):
 
     def __getitem__(self, place: int | slice) -> Any:
         """The block at a place, counted from 0, whatever the blocks' names are."""
-        found: Any = list(self)[place]
-        return nn.ModuleList(found) if isinstance(place, slice) else found
+        chosen: Any = list(self)[place]
+        return nn.ModuleList(chosen) if isinstance(place, slice) else chosen
 
 
 class Context(NamedTuple):
@@ -286,8 +286,10 @@ class Transformer(nn.Module):
         """
         h_TD = self.scaled(h_BSD).flatten(0, 1)
         targets_T = self.own(targets_BS).flatten()
-        own = {name: self.own(t).flatten() if t.dim() == 2 else t for name, t in (given or {}).items()}
-        loss = (objective or cross_entropy)(h_TD, self.head_weight, targets_T, own) / count
+        local_given = {
+            name: self.own(t).flatten() if t.dim() == 2 else t for name, t in (given or {}).items()
+        }
+        loss = (objective or cross_entropy)(h_TD, self.head_weight, targets_T, local_given) / count
         self.task_loss = loss.detach()
         return loss
 

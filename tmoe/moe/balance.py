@@ -244,14 +244,14 @@ class Balancer:
         if self.over_parts is None:
             return load, 1.0
         names = ["counts_BE", "first_BE", "clean_BE", "smooth_BE", "tokens_B", "counts_NE", "tokens_N"]
-        own = {name: t for name in names if (t := getattr(load, name)) is not None}
+        local = {name: t for name in names if (t := getattr(load, name)) is not None}
         one = torch.ones_like(load.tokens_B[:1, :1])
-        sums = torch.cat([t.detach().flatten() for t in (*own.values(), one)])
-        *whole, parts = self.over_parts(sums).split([*(t.numel() for t in own.values()), one.numel()])
-        found = {
-            name: b.view_as(a) + (a - a.detach()) for (name, a), b in zip(own.items(), whole, strict=True)
+        sums = torch.cat([t.detach().flatten() for t in (*local.values(), one)])
+        *whole, parts = self.over_parts(sums).split([*(t.numel() for t in local.values()), one.numel()])
+        summed = {
+            name: b.view_as(a) + (a - a.detach()) for (name, a), b in zip(local.items(), whole, strict=True)
         }
-        return load._replace(**found), parts[0] if parts.numel() else 1.0
+        return load._replace(**summed), parts[0] if parts.numel() else 1.0
 
     @torch.no_grad()
     def _note(self, losses_YX: Tensor, part: bool) -> None:
@@ -337,8 +337,8 @@ class Balancer:
 
         A collective: either all ranks call it, or none.
         """
-        own = self.take_log(routers)
-        return None if own is None else stats_of(self.all_reduce(own), self.cfg)
+        local = self.take_log(routers)
+        return None if local is None else stats_of(self.all_reduce(local), self.cfg)
 
 
 def log_width(cfg: MoEConfig) -> int:

@@ -262,16 +262,18 @@ class MoE(nn.Module):
             if not K or type(top_k) is not int:
                 require(False, "top_k", repr(top_k), f"a whole number from 1 to {most}")
             digits = str(K)
-        way = None
+        dispatcher = None
         if adaptive_r is not None:
-            way = self.way(adaptive_r, tokens, K, x.element_size())
+            dispatcher = self.way(adaptive_r, tokens, K, x.element_size())
         if capacity_factor is None:
-            return CallOptions(digits, None, way, ids)
+            return CallOptions(digits, None, dispatcher, ids)
         ok = isinstance(capacity_factor, (int, float)) and -math.inf < capacity_factor < math.inf
         if not ok:
             require(False, "capacity_factor", repr(capacity_factor), "a finite number; 0 drops nothing")
         most = capacity(tokens, K, cfg, capacity_factor)
-        return CallOptions(digits, most if cfg.pad else torch.full((), most, device=x.device), way, ids)
+        return CallOptions(
+            digits, most if cfg.pad else torch.full((), most, device=x.device), dispatcher, ids
+        )
 
     def way(self, adaptive_r: int | str, tokens: int, top_k: int, element: int) -> str | None:
         """The key in `ways` for a call with this number of tokens; None: on one rank all ways are equal.
@@ -279,8 +281,8 @@ class MoE(nn.Module):
         element: bytes of one element of x.
         """
         # without an exchange, adaptive_r 0 and 1 are the same
-        here = {0} if self.cost is None or self.cost.ep == 1 else set()
-        valid = sorted({1} | here | {int(r) for r in self.ways})
+        also = {0} if self.cost is None or self.cost.ep == 1 else set()
+        valid = sorted({1} | also | {int(r) for r in self.ways})
         ok = adaptive_r == "auto" or (type(adaptive_r) is int and adaptive_r in valid)
         if not ok:
             require(False, "adaptive_r", repr(adaptive_r), f"'auto' or one of {valid}")
@@ -442,8 +444,8 @@ def step_totals(
     for name, count in (("tokens", tokens), ("sequences", sequences)):
         ok = isinstance(count, Tensor) or count > 0
         require(ok, f"balancing_loss: {name}", f"{count}", valid)
-    here = loads[0].tokens_B
-    counts = [torch.as_tensor(count, dtype=here.dtype, device=here.device) for count in (tokens, sequences)]
+    like = loads[0].tokens_B
+    counts = [torch.as_tensor(count, dtype=like.dtype, device=like.device) for count in (tokens, sequences)]
     return [Totals(counts[0], *counts)] * len(loads)
 
 

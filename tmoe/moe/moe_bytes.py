@@ -91,8 +91,8 @@ def gathered_expert_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes of all experts of a layer and of their gradients, while its backward runs with adaptive_r 0."""
     moe = cfg.model.moe
     elements = (moe.halves + 1) * moe.experts * moe.ffn_dim * cfg.model.expert_dim
-    here = cfg.parallel.adaptive_r == 0 and axes.ep > 1
-    return 2 * elements * compute_bytes(cfg) if here else 0
+    gathers = cfg.parallel.adaptive_r == 0 and axes.ep > 1
+    return 2 * elements * compute_bytes(cfg) if gathers else 0
 
 
 def slice_bytes(cfg: Config, axes: Axes) -> int:

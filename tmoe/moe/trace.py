@@ -52,10 +52,10 @@ def keeping(model: nn.Module) -> Iterator[list[Tensor]]:
     """
     if is_pipeline(model):
         with ExitStack() as inside:
-            kept = [inside.enter_context(keeping(part)) for part in model]  # pyrefly: ignore
+            calls_of_parts = [inside.enter_context(keeping(part)) for part in model]  # pyrefly: ignore
             calls: list[Tensor] = []
             yield calls
-        calls += [torch.cat(call) for call in zip(*filter(None, kept), strict=True)]
+        calls += [torch.cat(call) for call in zip(*filter(None, calls_of_parts), strict=True)]
         return
     balancer = getattr(model, "balancer", None)
     if not isinstance(balancer, Balancer):

@@ -55,7 +55,7 @@ def adamw_kernel(
     if WIDE:
         numel = tl.multiple_of(numel, 16)
     at = (program - tl.load(line)) * BLOCK + tl.arange(0, BLOCK)
-    here = at < numel
+    mask = at < numel
     weight, mean, square = (
         pointer(line + 2, tl.float32, WIDE), pointer(line + 4, tl.float32, WIDE), pointer(line + 5,
         tl.float32, WIDE),
@@ -63,19 +63,19 @@ def adamw_kernel(
     n = tl.load(pointer(line + 7, tl.float32, False))
     correction1 = 1 - tl.exp2(n * tl.log2(beta1))
     correction2 = tl.sqrt(1 - tl.exp2(n * tl.log2(beta2)))
-    w = tl.load(weight + at, here)
-    g = tl.load(pointer(line + 3, GRAD, WIDE) + at, here).to(tl.float32) * tl.load(factor)
-    m = tl.load(mean + at, here)
-    v = tl.load(square + at, here)
+    w = tl.load(weight + at, mask)
+    g = tl.load(pointer(line + 3, GRAD, WIDE) + at, mask).to(tl.float32) * tl.load(factor)
+    m = tl.load(mean + at, mask)
+    v = tl.load(square + at, mask)
     m += (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g
     w -= lr * decay * w
     w -= lr / correction1 * m / (tl.sqrt(v) / correction2 + eps)
-    tl.store(weight + at, w, here)
-    tl.store(mean + at, m, here)
-    tl.store(square + at, v, here)
+    tl.store(weight + at, w, mask)
+    tl.store(mean + at, m, mask)
+    tl.store(square + at, v, mask)
     if COPY is not None:
-        tl.store(pointer(line + 6, COPY, WIDE) + at, w.to(COPY), here)
+        tl.store(pointer(line + 6, COPY, WIDE) + at, w.to(COPY), mask)
 
 
 def adamw_(

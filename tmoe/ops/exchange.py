@@ -124,11 +124,11 @@ def push_kernel(
         t = block * BT + tl.arange(0, BT)
         expert, owner = owners(ids, t, T, L, K, KP)
         row = (rank * capacity + t).to(tl.int64)
-        here = (t < capacity)[:, None] & (k < K)[None, :]
+        mask = (t < capacity)[:, None] & (k < K)[None, :]
         w = 0.0
         if ROUTES:
             w = tl.load(
-                weights + t.to(tl.int64)[:, None] * K + k[None, :], mask=(t < T)[:, None] & here, other=0.0
+                weights + t.to(tl.int64)[:, None] * K + k[None, :], mask=(t < T)[:, None] & mask, other=0.0
             )
         if SCALED:
             scale = tl.load(scales + t, mask=t < T, other=0.0)
@@ -150,9 +150,9 @@ def push_kernel(
             for i in tl.static_range(WORLD):
                 q = (rank + 1 + i) % WORLD
                 tl.store(
-                    section(to_ids, q, tl.int32) + at, tl.where(owner == q, expert - q * L, -1), mask=here
+                    section(to_ids, q, tl.int32) + at, tl.where(owner == q, expert - q * L, -1), mask=mask
                 )
-                tl.store(section(to_weights, q, tl.float32) + at, w.to(tl.float32), mask=here)
+                tl.store(section(to_weights, q, tl.float32) + at, w.to(tl.float32), mask=mask)
     if MEET:
         arrive(states, rank, WORLD, WP)
         if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -202,13 +202,13 @@ def pull_kernel(
             at = y + t.to(tl.int64)[:, None] * D + cols[None, :]
             tl.store(at, acc.to(y.dtype.element_ty), mask=(t < T)[:, None] & inside)
         if WEIGHTS:
-            mine = (t < T)[:, None] & (k < K)[None, :]
-            theirs = tl.load(from_weights + owner, mask=owner >= 0, other=0).to(
+            mask = (t < T)[:, None] & (k < K)[None, :]
+            peer_weights = tl.load(from_weights + owner, mask=owner >= 0, other=0).to(
                 tl.pointer_type(tl.float32), bitcast=True
             )
-            dw = tl.load(theirs + row[:, None] * K + k[None, :], mask=owner >= 0, other=0.0)
+            dw = tl.load(peer_weights + row[:, None] * K + k[None, :], mask=owner >= 0, other=0.0)
             at = d_weights + t.to(tl.int64)[:, None] * K + k[None, :]
-            tl.store(at, dw.to(d_weights.dtype.element_ty), mask=mine)
+            tl.store(at, dw.to(d_weights.dtype.element_ty), mask=mask)
         t += tl.num_programs(0) * BT
         owner = ahead
     if MEET:

@@ -64,11 +64,11 @@ def rms_norm_kernel(x, weight, y, T, eps, D: tl.constexpr, DP: tl.constexpr, ROW
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, DP)
     at = t.to(tl.int64)[:, None] * D + c[None, :]
-    here = (t < T)[:, None] & (c < D)[None, :]
-    row = tl.load(x + at, here, 0.0).to(tl.float32)
+    mask = (t < T)[:, None] & (c < D)[None, :]
+    row = tl.load(x + at, mask, 0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(row * row, 1) / D + eps)
     scale = tl.load(weight + c, c < D, 0.0).to(tl.float32)
-    tl.store(y + at, (row * inverse[:, None] * scale[None, :]).to(y.dtype.element_ty), here)
+    tl.store(y + at, (row * inverse[:, None] * scale[None, :]).to(y.dtype.element_ty), mask)
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:

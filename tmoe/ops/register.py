@@ -62,10 +62,10 @@ def collect(name: str, traces: Mapping[type, Traces]) -> None:
         traces: for each type of ops/launch/shapes.py that uses the op, a function from a value of that type
             to traces.
     """
-    for kind, of in traces.items():
+    for kind, launched in traces.items():
         known = _collected.setdefault(kind, {})
         require(name not in known, f"traces of {kind.__name__}", name, "one registration for each op")
-        known[name] = of
+        known[name] = launched
 
 
 def traces_of(shapes: Any) -> list[tuple]:
@@ -282,17 +282,17 @@ class _Rule:
 
     def gradients(self, ctx: Any, gradient: Tensor | None, run: Callable) -> tuple[Tensor | None, ...]:
         """The gradient of each of the op's arguments; run: the backward op."""
-        found: list[Tensor | None] = [None] * self.arguments
+        by_argument: list[Tensor | None] = [None] * self.arguments
         if gradient is None:
-            return tuple(found)
+            return tuple(by_argument)
         check_tensors(**{self.incoming: gradient})
         # saved_tensors is read only once, because a checkpoint recomputes at each access
         results = _tuple(run(gradient, *ctx.saved_tensors, *ctx.others))
         needed = ctx.needs_input_grad
         for i, result in zip(self.places, results, strict=True):
             if needed[i]:
-                found[i] = result
-        return tuple(found)
+                by_argument[i] = result
+        return tuple(by_argument)
 
     def fake_backward(self, gradient: Tensor, *kept: Any) -> Any:
         """The fake of the backward op: a gradient has its argument's shape, and is empty for None."""

@@ -25,13 +25,13 @@ def sum_parts_kernel(parts, out, P, units, UNIT: tl.constexpr, BLOCK: tl.constex
     """
     n = units.to(tl.int64) * UNIT
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < n
-    total = tl.load(parts + at, mask=here, other=0.0).to(tl.float32)
+    mask = at < n
+    total = tl.load(parts + at, mask=mask, other=0.0).to(tl.float32)
     p = 1
     while p < P:
-        total += tl.load(parts + (p * n + at), mask=here, other=0.0).to(tl.float32)
+        total += tl.load(parts + (p * n + at), mask=mask, other=0.0).to(tl.float32)
         p += 1
-    tl.store(out + at, total, mask=here)
+    tl.store(out + at, total, mask=mask)
 
 
 def sum_parts(parts: torch.Tensor) -> torch.Tensor:

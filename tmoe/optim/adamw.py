@@ -225,9 +225,9 @@ def stream_moments(
         stream = next(streams)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            here = [m.to(weight.device, non_blocking=True) for m in moments]
-            step([(weight, grad, *here, copy, number)])
-            for m, new in zip(moments, here, strict=True):
+            on_device = [m.to(weight.device, non_blocking=True) for m in moments]
+            step([(weight, grad, *on_device, copy, number)])
+            for m, new in zip(moments, on_device, strict=True):
                 m.copy_(new, non_blocking=True)
         grad.record_stream(stream)
 

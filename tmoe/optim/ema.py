@@ -54,7 +54,7 @@ class Ema:
         pairs = list(zip(_locals(self._parameters), _locals(self._averages), strict=True))
         exact = [(w, a) for w, a in pairs if w.dtype == a.dtype]
         rounded = [(w, a) for w, a in pairs if w.dtype != a.dtype]
-        kept = [w.clone() for w, _ in rounded]
+        saved = [w.clone() for w, _ in rounded]
         _exchange(exact)
         _copy([w for w, _ in rounded], [a for _, a in rounded])
         make_stale(self._parameters.values())
@@ -62,7 +62,7 @@ class Ema:
             yield
         finally:
             _exchange(exact)
-            _copy([w for w, _ in rounded], kept)
+            _copy([w for w, _ in rounded], saved)
             make_stale(self._parameters.values())
 
 

@@ -60,8 +60,8 @@ def attempt(
         result = work()
     except errors as caught:
         error = caught
-    told = gathered(None if error is None else words(error), group)
-    return result, error, {rank: why for rank, why in enumerate(told) if why is not None}
+    messages = gathered(None if error is None else words(error), group)
+    return result, error, {rank: why for rank, why in enumerate(messages) if why is not None}
 
 
 def by_reason(failures: Mapping[int, str]) -> dict[str, list[int]]:
@@ -77,12 +77,12 @@ def differing_facts(facts: Mapping[str, Any], group: dist.ProcessGroup | None) -
 
     A collective; all ranks get the same lines.
     """
-    told = gathered(dict(facts), group)
+    by_rank = gathered(dict(facts), group)
     lines = []
-    for name, value in told[0].items():
-        if ranks := [rank for rank, other in enumerate(told) if other.get(name) != value]:
-            theirs = told[ranks[0]].get(name)
-            lines.append(f"{name}: {theirs} on rank {ranks}, {value} on rank 0; must be the same on all")
+    for name, value in by_rank[0].items():
+        if ranks := [rank for rank, other in enumerate(by_rank) if other.get(name) != value]:
+            differing = by_rank[ranks[0]].get(name)
+            lines.append(f"{name}: {differing} on rank {ranks}, {value} on rank 0; must be the same on all")
     return lines
 
 

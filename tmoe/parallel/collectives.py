@@ -238,10 +238,10 @@ def add_up_uneven(x_MX: Tensor, ids_RK: Tensor, counts_P: Tensor, group: str) ->
     """
     ranks = group_of(group)
     counts = counts_P.tolist()
-    own = counts[ranks.rank()]
-    come = x_MX.new_empty(ranks.size() * own, *x_MX.shape[1:])
-    dist.all_to_all_single(come, x_MX.contiguous(), [own] * ranks.size(), counts, group=ranks)
-    parts = come.view(ranks.size(), own, *x_MX.shape[1:])
+    own_count = counts[ranks.rank()]
+    come = x_MX.new_empty(ranks.size() * own_count, *x_MX.shape[1:])
+    dist.all_to_all_single(come, x_MX.contiguous(), [own_count] * ranks.size(), counts, group=ranks)
+    parts = come.view(ranks.size(), own_count, *x_MX.shape[1:])
     return parts.sum(0, dtype=torch.promote_types(x_MX.dtype, torch.float32)).to(x_MX.dtype)
 
 
@@ -319,20 +319,20 @@ def _fake_count_arrivals(x: Tensor, counts_P: Tensor, group: str) -> tuple[Tenso
 def count_arrivals(x: Tensor, counts_P: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """[R, 0] for the R rows that this rank will receive; int64 [2, P] on the CPU: rows sent and received."""
     ranks = group_of(group)
-    told = counts_P.cpu()
-    fits = bool((told >= 0).all()) and int(told.sum()) == x.shape[0]
-    send_P = (told if fits else told.new_full(told.shape, WRONG)).to(x.device)
+    sent = counts_P.cpu()
+    fits = bool((sent >= 0).all()) and int(sent.sum()) == x.shape[0]
+    send_P = (sent if fits else sent.new_full(sent.shape, WRONG)).to(x.device)
     receive_P = torch.empty_like(send_P)
     dist.all_to_all_single(receive_P, send_P, group=ranks)
     come = receive_P.cpu()
     wrong = [rank for rank, count in enumerate(come.tolist()) if count == WRONG]
     if wrong:
-        got = told.tolist() if not fits else f"counts that do not fit, on ranks {wrong} of the group"
+        got = sent.tolist() if not fits else f"counts that do not fit, on ranks {wrong} of the group"
         valid = "counts from 0 on that add up to that rank's rows"
         if not fits:
             valid = f"counts from 0 on that add up to {x.shape[0]}, this rank's rows"
         require(False, "all_to_all_v: send_counts", got, valid)
-    return x.new_empty(int(come.sum()), 0), torch.stack([told, come])
+    return x.new_empty(int(come.sum()), 0), torch.stack([sent, come])
 
 
 def _exchange_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:

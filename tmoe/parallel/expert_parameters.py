@@ -36,8 +36,8 @@ def tag_experts(module: nn.Module, patterns: Sequence[str] = ()) -> list[dict[st
     wanted = [_compiled(pattern, names) for pattern in _several(patterns)]
     experts = {
         p
-        for p, own in names.items()
-        if _split_over_ep(p) or _marked(p) or any(w.search(name) for w in wanted for name in own)
+        for p, aliases in names.items()
+        if _split_over_ep(p) or _marked(p) or any(w.search(name) for w in wanted for name in aliases)
     }
     if not experts:
         raise ValueError(
@@ -56,7 +56,7 @@ def tag_experts(module: nn.Module, patterns: Sequence[str] = ()) -> list[dict[st
         group([p for p in trained if p not in experts]),
         group([p for p in trained if p in experts], moe=True),
     ]
-    return [found for found in groups if found["params"]]
+    return [entry for entry in groups if entry["params"]]
 
 
 def _split_over_ep(p: Tensor) -> bool:
@@ -88,7 +88,7 @@ def _compiled(pattern: str, names: dict[nn.Parameter, list[str]]) -> re.Pattern[
             f"tag_experts: patterns: {pattern!r} is no regular expression ({error}); "
             "valid: one of Python's re"
         ) from None
-    every = [name for own in names.values() for name in own]
+    every = [name for aliases in names.values() for name in aliases]
     if not any(compiled.search(name) for name in every):
         raise ValueError(
             f"tag_experts: patterns: {pattern!r} fits no parameter's name; "

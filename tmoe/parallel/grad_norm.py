@@ -117,12 +117,12 @@ def _total_norm(grads: list[Tensor], p: float, foreach: bool | None, device: tor
 
 def _owns(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
     """Whether this rank adds its part to the sum; on sharded axes every rank does."""
-    here = mesh.get_coordinate()
-    if here is None:
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
         return False
     # Not `not is_shard()`: on 2.13 it is False for FSDP2's _StridedShard, the stored placement of experts.
     copied = [placement.is_replicate() or placement.is_partial() for placement in placements]
-    first = not any(coordinate and copy for coordinate, copy in zip(here, copied, strict=True))
+    first = not any(coordinate and copy for coordinate, copy in zip(coordinates, copied, strict=True))
     # The root is the mesh itself, unless the mesh is a slice; a mesh of the whole world never is a slice.
     # torch has no public name for the root.
     whole = not hasattr(mesh, "_get_root_mesh") and mesh.size() == dist.get_world_size()
@@ -204,9 +204,9 @@ def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
 def _scale(tensors: list[Tensor], factor: Tensor, foreach: bool | None) -> None:
     """Multiplies all tensors by the 0-dim `factor`, in place."""
     for (device, _), group in _by_device_and_dtype(tensors).items():
-        here = factor.to(device, non_blocking=True)
+        on_device = factor.to(device, non_blocking=True)
         if foreach is False:
             for t in group:
-                t.mul_(here)
+                t.mul_(on_device)
         else:
-            torch._foreach_mul_(group, here)
+            torch._foreach_mul_(group, on_device)

@@ -121,11 +121,11 @@ def launcher_world() -> World:
             dist.get_rank(), dist.get_world_size(), launcher="environment" if rank is not None else launcher
         )
         return with_places(world, other)
-    told = rank is not None and size is not None
+    both_set = rank is not None and size is not None
     try:
         other = world_of_mpiexec_or_srun()
     except ValueError:
-        if not told:
+        if not both_set:
             raise
         other = None
     if rank is not None and size is not None:
@@ -164,16 +164,16 @@ def require_whole(rank: int | None, size: int | None, world: World) -> None:
     """
     half = not world.launcher and (rank is not None or (size or 1) > 1)
     if half or (world.launcher in ("torchrun", "environment") and world.rank >= world.size):
-        said = f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')}"
+        variables = f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')}"
         raise ValueError(
-            f"{said} in the environment: RANK must be from 0 to WORLD_SIZE - 1; "
+            f"{variables} in the environment: RANK must be from 0 to WORLD_SIZE - 1; "
             "start with torchrun, which sets both, or unset both"
         )
     alone = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if env_number(name) is not None]
     if alone and not world.launcher and size is None:
-        said = " and ".join(f"{name}={os.environ[name]}" for name in alone)
+        variables = " and ".join(f"{name}={os.environ[name]}" for name in alone)
         raise ValueError(
-            f"{said} in the environment without RANK and WORLD_SIZE: each process would train alone; "
+            f"{variables} in the environment without RANK and WORLD_SIZE: each process would train alone; "
             f"start with torchrun, which sets them all, or unset {' and '.join(alone)}"
         )
     if world.rank >= world.size:
@@ -223,20 +223,20 @@ def world_of_ranks(srun: World | None) -> World | None:
     for launcher, names in RANKS:
         rank = first_number(names[0], sets=launcher)
         size = first_number(names[1], least=1, sets=launcher)
-        said = " and ".join(
+        given = " and ".join(
             f"{name}={os.environ.get(name, '')}" for name in [group[0] for group in names[:2] if group]
         )
         if rank is not None and size is not None:
             one_node = launcher == "flux" and os.environ.get("FLUX_JOB_NNODES") == "1"
             local_size = size if one_node else first_number(names[3], least=1, sets=launcher)
             return World(
-                rank, size, first_number(names[2], sets=launcher), local_size, None, None, launcher, said
+                rank, size, first_number(names[2], sets=launcher), local_size, None, None, launcher, given
             )
         if not half and (rank is not None or (size is not None and launcher == "mpiexec")):
-            half = f"{said} in the environment: {launcher} sets both; start with it, or unset both"
+            half = f"{given} in the environment: {launcher} sets both; start with it, or unset both"
             if not names[1]:
                 half = (
-                    f"{said} in the environment without the number of ranks, which {launcher} does not set: "
+                    f"{given} in the environment without the number of ranks, which {launcher} does not set: "
                     f"start with torchrun, set RANK=${names[0][0]} and WORLD_SIZE for each rank, or unset it"
                 )
     # a shell of srun --pty, which sets PMIX_RANK as well
@@ -339,13 +339,13 @@ def first_number(names: tuple[str, ...], least: int = 0, sets: str = "mpiexec") 
 def require_a_gpu_each(world: World) -> None:
     """ValueError if this node has more ranks than GPUs, or if no variable determines this rank's GPU."""
     gpus = torch.cuda.device_count()
-    here = max((world.local_rank or 0) + 1, world.local_size or 1)
-    if 0 < gpus < here:
+    processes = max((world.local_rank or 0) + 1, world.local_size or 1)
+    if 0 < gpus < processes:
         srun = "; srun without --gpus-per-task and --gpu-bind, but with --gpus-per-node" * (
             world.launcher == "srun"
         )
         raise ValueError(
-            f"{here} processes on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and each needs a "
+            f"{processes} processes on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and each needs a "
             f"separate GPU: start {gpus} (torchrun --nproc-per-node {gpus}), or let every process see all of "
             f"the host's GPUs (CUDA_VISIBLE_DEVICES{srun})"
         )

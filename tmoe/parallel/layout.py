@@ -70,8 +70,10 @@ def lay_out(shapes: dict[str, tuple[int, ...]], axes: Axes) -> dict[str, Layout]
                 raise ConfigError.of("ep", ep, f"must divide the {shape[0]} experts of {name}")
             modules.setdefault(name.rpartition(".")[0], []).append((shape[0] // ep, *shape[1:]))
     dims = {module: shard_dim(local, axes.dp) for module, local in modules.items()}
-    found = {name: _layout(shape, axes, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()}
-    return found | {name: _replicated(shape) for name, shape in shapes.items() if BUFFERS.fullmatch(name)}
+    layouts = {
+        name: _layout(shape, axes, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()
+    }
+    return layouts | {name: _replicated(shape) for name, shape in shapes.items() if BUFFERS.fullmatch(name)}
 
 
 def _layout(shape: tuple[int, ...], axes: Axes, dim: int | None) -> Layout:
@@ -100,8 +102,8 @@ def _expert_box(shape: tuple[int, ...], axes: Axes, dim: int, rank: int) -> Box:
     """A rank's box of a tensor of experts, which are split over ep first, then over dp along `dim`."""
     of_dp, of_ep = divmod(rank, axes.ep)
     group = shape[0] // axes.ep
-    offset, held = _part((group, *shape[1:]), dim, axes.dp, of_dp)
-    return Box(rank, (offset[0] + of_ep * group, *offset[1:]), held)
+    offset, part = _part((group, *shape[1:]), dim, axes.dp, of_dp)
+    return Box(rank, (offset[0] + of_ep * group, *offset[1:]), part)
 
 
 def _part(

@@ -247,11 +247,11 @@ def _own_store(group: dist.ProcessGroup) -> dist.Store:
     address: list[Any] = [None]
     if group.rank() == 0:
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        mine = dist.TCPStore(
+        own_store = dist.TCPStore(
             host, 0, group.size(), is_master=True, timeout=patience(), wait_for_workers=False
         )
-        store = mine
-        address = [(host, mine.port)]
+        store = own_store
+        address = [(host, own_store.port)]
     dist.broadcast_object_list(address, group=group)
     host, port = address[0]
     return store or dist.TCPStore(host, port, group.size(), is_master=False, timeout=patience())
@@ -266,9 +266,9 @@ def nodes_of_ranks() -> list[str]:
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(f"tmoe nodes {next(_meetings)}", default_store())
-    here = launcher_world()
-    first = 0 if here.local_rank is None else rank - here.local_rank
-    store.set(str(rank), here.node or f"{socket.gethostname()} from rank {first}")
+    own_world = launcher_world()
+    first = 0 if own_world.local_rank is None else rank - own_world.local_rank
+    store.set(str(rank), own_world.node or f"{socket.gethostname()} from rank {first}")
     if rank == 0:
         store.set(
             "all", json.dumps([node.decode() for node in store.multi_get([str(r) for r in range(world)])])
@@ -296,9 +296,9 @@ def require_inside_nodes(axes: Axes, nodes: Sequence[str], ep_across_nodes: bool
 
     for name, size in (("tp", axes.tp), ("etp", axes.etp * axes.ep if axes.etp > 1 else 1)):
         if groups := spanning(size):
-            of = "" if name == "tp" else f" x {Setting('parallel.ep', axes.ep)} = {size}"
+            product = "" if name == "tp" else f" x {Setting('parallel.ep', axes.ep)} = {size}"
             wrong = f"{len(groups)} of {len(nodes) // size} groups would span nodes (of {sizes} processes)"
-            raise ConfigError.of(f"parallel.{name}", f"{getattr(axes, name)}{of}", wrong, fitting())
+            raise ConfigError.of(f"parallel.{name}", f"{getattr(axes, name)}{product}", wrong, fitting())
     ep = axes.ep
     if not ep_across_nodes and (groups := spanning(ep)):
         wrong = f"{len(groups)} of {len(nodes) // ep} expert groups would span nodes (of {sizes} processes)"
@@ -343,14 +343,14 @@ def units(sizes: Sequence[int]) -> list[list[int]]:
 
     A unit has the fewest blocks that reach UNIT bytes, at most UNIT_BLOCKS. Returns the blocks of each unit.
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for i in range(len(sizes)):
-        last = found[-1] if found else []
+        last = groups[-1] if groups else []
         if not last or len(last) == UNIT_BLOCKS or sum(sizes[j] for j in last) >= UNIT:
-            found.append([i])
+            groups.append([i])
         else:
             last.append(i)
-    return found
+    return groups
 
 
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
@@ -360,8 +360,8 @@ def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
     """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, n) for n in tensor.shape)
-    (held,) = tensor.__create_chunk_list__()  # the function by which DCP plans its shards
-    return tuple(slice(o, o + n) for o, n in zip(held.offsets, held.sizes, strict=True))
+    (chunk,) = tensor.__create_chunk_list__()  # the function by which DCP plans its shards
+    return tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -130,8 +130,8 @@ def table(
     home = homes(schedule, pp, chunks)
     if schedule == "v":
         orders = (_v_order(home, micros, cost, pace) for pace in PACES)
-        found = [_Filling(home, micros, deferred, limit, waiting).run(cost, order) for order in orders]
-        return min(found, key=lambda made: made[0])[1]
+        candidates = [_Filling(home, micros, deferred, limit, waiting).run(cost, order) for order in orders]
+        return min(candidates, key=lambda made: made[0])[1]
     rows = _1f1b(pp, micros) if schedule == "1f1b" else _interleaved(pp, micros, chunks)
     if not deferred:
         return Table(tuple(map(tuple, rows)), home)
@@ -156,20 +156,20 @@ def validate(schedule: str, pp: int, micros: int, chunks: int, layers: int | Non
             raise ValueError(f"{flag}={value!r}: must be a whole number from 1 on")
     if schedule not in SCHEDULES:
         raise ValueError(f"--parallel.schedule={schedule}: valid: {', '.join(SCHEDULES)}")
-    here = f"--parallel.schedule={schedule} with --parallel."
+    prefix = f"--parallel.schedule={schedule} with --parallel."
     if schedule != "1f1b" and pp == 1:
-        raise ValueError(f"{here}pp=1: valid: --parallel.pp from 2 on, or --parallel.schedule 1f1b")
+        raise ValueError(f"{prefix}pp=1: valid: --parallel.pp from 2 on, or --parallel.schedule 1f1b")
     if schedule == "1f1b" and chunks != 1:
-        raise ValueError(f"{here}chunks={chunks}: valid: 1, or --parallel.schedule interleaved")
+        raise ValueError(f"{prefix}chunks={chunks}: valid: 1, or --parallel.schedule interleaved")
     if schedule == "interleaved" and chunks == 1:
-        raise ValueError(f"{here}chunks=1: valid: --parallel.chunks from 2 on, or --parallel.schedule 1f1b")
+        raise ValueError(f"{prefix}chunks=1: valid: --parallel.chunks from 2 on, or --parallel.schedule 1f1b")
     if schedule == "v" and chunks != 2:
-        raise ValueError(f"{here}chunks={chunks}: valid: 2")
+        raise ValueError(f"{prefix}chunks={chunks}: valid: 2")
     if schedule == "interleaved" and micros % pp:
         below = micros // pp * pp
         near = f"{below} or {below + pp}" if below else f"{pp}"
         raise ValueError(
-            f"{here}pp={pp}: --train.accumulate={micros} must be a multiple of pp; valid: {near}"
+            f"{prefix}pp={pp}: --train.accumulate={micros} must be a multiple of pp; valid: {near}"
         )
     if layers is not None and pp * chunks > layers:
         raise ValueError(_too_few_blocks(layers, f"--parallel.pp={pp} x --parallel.chunks={chunks}"))
@@ -193,13 +193,13 @@ def messages(table: Table) -> dict[tuple[int, int], tuple[Message, ...]]:
 
     Chunks on the same rank need no message.
     """
-    found: dict[tuple[int, int], list[Message]] = {}
+    by_edge: dict[tuple[int, int], list[Message]] = {}
     for source, row in enumerate(table.ranks):
         for action in row:
             message = result(action, len(table.home))
             if message and (target := table.home[message.chunk]) != source:
-                found.setdefault((source, target), []).append(message)
-    return {edge: tuple(sent) for edge, sent in found.items()}
+                by_edge.setdefault((source, target), []).append(message)
+    return {edge: tuple(sent) for edge, sent in by_edge.items()}
 
 
 def result(action: Action, chunks: int) -> Message | None:
@@ -518,7 +518,7 @@ def cut(
         raise ValueError(_too_few_blocks(layers, f"{chunks} chunks (--parallel.pp times --parallel.chunks)"))
     if len(costs) != layers:
         raise ValueError(f"{len(costs)} costs: must be one for each of --model.layers={layers} blocks")
-    if not all(0 <= one < math.inf for one in (*costs, first, last)):
+    if not all(0 <= each < math.inf for each in (*costs, first, last)):
         raise ValueError(f"costs={costs}, first={first}, last={last}: must be finite and at least 0")
     sums = list(itertools.accumulate(costs, initial=0))
 
@@ -572,9 +572,9 @@ def _most_even(
         before, least, at = least, [math.inf] * (layers + 1), [0] * (layers + 1)
         for stop in range(chunk + 1, layers + 1):
             for start in reversed(_starts(chunk, stop)):
-                if (here := cost(chunk, start, stop)) > most:
+                if (part := cost(chunk, start, stop)) > most:
                     break
-                if (total := before[start] + here * here) <= least[stop]:
+                if (total := before[start] + part * part) <= least[stop]:
                     least[stop], at[stop] = total, start
         begin.append(at)
     return begin

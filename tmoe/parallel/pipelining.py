@@ -65,11 +65,11 @@ class Edges:
     """The messages between this stage and its neighbours, during one pass over a table."""
 
     def __init__(self, table: Table, mesh: Mesh):
-        here, place = mesh.place, mesh.axes.place
-        self.here = here.pp
-        self.order = {edge: sent for edge, sent in messages(table).items() if here.pp in edge}
+        own_place, place = mesh.place, mesh.axes.place
+        self.here = own_place.pp
+        self.order = {edge: sent for edge, sent in messages(table).items() if own_place.pp in edge}
         ranks = range(mesh.axes.world)
-        column = {place(r).pp: r for r in ranks if place(r)._replace(pp=0) == here._replace(pp=0)}
+        column = {place(r).pp: r for r in ranks if place(r)._replace(pp=0) == own_place._replace(pp=0)}
         self.ranks = column
         # All ranks make the communicators eagerly and in one order. If they were made at first use, two
         # stages could each wait for the other to make another communicator.
@@ -78,11 +78,11 @@ class Edges:
         self.passed: set[str] = set()  # kinds of passes that have run
         on_gpus = "nccl" in dist.get_backend()
         for pairs in rounds(table):
-            pair = next((pair for pair in pairs if here.pp in pair), None)
+            pair = next((pair for pair in pairs if own_place.pp in pair), None)
             # A rank without a neighbour in this round makes groups with itself as the only member, because
             # torch names a group by the number of groups that its members have.
             for edge in (pair, (pair[1], pair[0])) if pair else (None, None):
-                members = [column[stage] for stage in edge or (here.pp,)]
+                members = [column[stage] for stage in edge or (own_place.pp,)]
                 group = _new_group(members, None)
                 host = _new_group(members, "gloo") if on_gpus else group
                 if edge is not None:
@@ -181,15 +181,15 @@ def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
 
 def rounds(table: Table) -> list[list[tuple[int, int]]]:
     """Pairs of stages that exchange messages, in rounds; in a round each stage has at most one neighbour."""
-    found: list[list[tuple[int, int]]] = []
+    filled: list[list[tuple[int, int]]] = []
     for pair in sorted({(min(edge), max(edge)) for edge in messages(table)}):
-        for one in found:
-            if not any(set(pair) & set(other) for other in one):
-                one.append(pair)
+        for pairs in filled:
+            if not any(set(pair) & set(other) for other in pairs):
+                pairs.append(pair)
                 break
         else:
-            found.append([pair])
-    return found
+            filled.append([pair])
+    return filled
 
 
 class Pipeline:

@@ -89,11 +89,11 @@ class SharingRanks:
                 output.register_hook(lambda _: at_the_end(self.finish))
 
         def tell(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-            told(requires_gradient_sync, recurse=recurse)
+            original(requires_gradient_sync, recurse=recurse)
             if recurse:  # otherwise the call concerns only the root's own parameters
                 self.sync = requires_gradient_sync
 
-        told = model.set_requires_gradient_sync
+        original = model.set_requires_gradient_sync
         vars(model)["set_requires_gradient_sync"] = tell
         assert isinstance(model, nn.Module)
         model.register_forward_pre_hook(begin)

@@ -49,7 +49,7 @@ def keep_gathered(root: FSDPModule, dense: Sequence[FSDPModule], shard: int) -> 
         module.set_reshard_after_forward(False, recurse=False)
 
     def tell(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        told(requires_gradient_sync, recurse=recurse)
+        original(requires_gradient_sync, recurse=recurse)
         for module in dense if recurse else (root,):
             module.set_reshard_after_backward(requires_gradient_sync, recurse=False)
             if shard == 2:
@@ -61,7 +61,7 @@ def keep_gathered(root: FSDPModule, dense: Sequence[FSDPModule], shard: int) -> 
             for module in dense:
                 module.reshard()
 
-    told = root.set_requires_gradient_sync
+    original = root.set_requires_gradient_sync
     vars(root)["set_requires_gradient_sync"] = tell
     assert isinstance(root, nn.Module)
     root.register_forward_hook(end, always_call=True)

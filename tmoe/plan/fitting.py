@@ -46,16 +46,16 @@ def changes(cfg: Config) -> list[tuple[list[str], Config]]:
 
     The first are the run's own settings; the last combine the strongest change of each kind.
     """
-    found: list[tuple[list[str], Config]] = [([], cfg)]
+    options: list[tuple[list[str], Config]] = [([], cfg)]
     both, together = [], cfg
     strongest = {words[0].split()[0]: (words, change) for words, change in knobs(cfg)}
     for words, change in knobs(cfg):
         if altered := applied(cfg, change):
-            found.append((words, altered))
+            options.append((words, altered))
     for words, change in strongest.values():
         if altered := applied(together, change):
             both, together = [*both, *words], altered
-    return [*found, (both, together)]
+    return [*options, (both, together)]
 
 
 Knob = tuple[list[str], Callable[[Config], Config]]
@@ -63,24 +63,24 @@ Knob = tuple[list[str], Callable[[Config], Config]]
 
 def knobs(cfg: Config) -> list[Knob]:
     """The settings that can be changed to save memory, one at a time, those with the least cost first."""
-    found: list[Knob] = []
+    options: list[Knob] = []
     if cfg.eval_only:  # the state is parameters only, which only more ranks divide
-        return found
+        return options
     for kind in get_args(Recompute):
         if cfg.parallel.checkpoint == "none" or kind == "block" != cfg.parallel.checkpoint:
-            found.append(([f"--parallel.checkpoint {kind}"], _recomputing(kind)))
+            options.append(([f"--parallel.checkpoint {kind}"], _recomputing(kind)))
     halves = [cfg.train.batch >> n for n in range(1, cfg.train.batch.bit_length())]
     for batch in halves:  # same tokens per step; but gradients that add up need memory too
         times = -(-cfg.train.batch // batch) * cfg.train.accumulate
         words = [f"--train.batch {batch}"]
         words += [] if cfg.train.global_batch else [f"--train.accumulate {times}"]
-        found.append((words, _batch(batch, times)))
+        options.append((words, _batch(batch, times)))
     for batch in [] if cfg.train.global_batch else halves:
-        found.append(([f"--train.batch {batch}"], _batch(batch, cfg.train.accumulate)))
+        options.append(([f"--train.batch {batch}"], _batch(batch, cfg.train.accumulate)))
     if not cfg.optim.offload:
         words = ["--optim.offload"]
-        found.append((words, lambda c: replace(c, optim=replace(c.optim, offload=True))))
-    return found
+        options.append((words, lambda c: replace(c, optim=replace(c.optim, offload=True))))
+    return options
 
 
 def _recomputing(kind: Recompute) -> Callable[[Config], Config]:
@@ -136,18 +136,18 @@ def verdict(cfg: Config, axes: Axes, gpu: str | None) -> list[str]:
     """
     need = held_at_most(cfg, axes)
     if gpu is None:
-        able = {name: one for name, one in GPUS.items() if one.float8 or cfg.train.float8 == "none"}
-        fit = [name for name, one in able.items() if need <= one.room]
+        able = {name: card for name, card in GPUS.items() if card.float8 or cfg.train.float8 == "none"}
+        fit = [name for name, card in able.items() if need <= card.room]
         others = [name for name in able if name not in fit]
         return [f"fits: {', '.join(fit) or 'none'}; does not fit: {', '.join(others) or 'none'} (--gpu NAME)"]
-    one = GPUS[gpu]
+    card = GPUS[gpu]
     has = (
-        f"{one.title} has {one.room / 2**30:.1f} GiB for tensors "
+        f"{card.title} has {card.room / 2**30:.1f} GiB for tensors "
         "(data sheet, without CUDA's own memory and fragments)"
     )
-    if need <= one.room:
+    if need <= card.room:
         return [f"verdict: fits. {need / 2**30:.1f} GiB at most at one time; {has}"]
-    change = smallest_change(cfg, [axes], lambda c, a: held_at_most(c, a) <= one.room)
+    change = smallest_change(cfg, [axes], lambda c, a: held_at_most(c, a) <= card.room)
     lines = [f"verdict: does not fit. {need / 2**30:.1f} GiB at most at one time; {has}"]
     lines.append(
         f"the smallest change that fits: {change or 'none of recomputing, batch, offload and ranks'}"

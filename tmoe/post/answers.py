@@ -63,9 +63,9 @@ def rows_of(answers: Sequence[Answer], seq: int, to: int = 1) -> list[list[int]]
     """The answers that share each row, by index: best fit, longest first. to: as in `pack`."""
     if not answers:
         return []
-    found = plan(np.array([-(-answer.rows // to) * to for answer in answers]), seq)
-    order, starts = found.order[found.places].tolist(), found.starts.tolist()
-    return [order[starts[r] : starts[r + 1]] for r in range(found.rows)]
+    packed = plan(np.array([-(-answer.rows // to) * to for answer in answers]), seq)
+    order, starts = packed.order[packed.places].tolist(), packed.starts.tolist()
+    return [order[starts[r] : starts[r + 1]] for r in range(packed.rows)]
 
 
 def pack(
@@ -96,7 +96,7 @@ def pack(
     routes = routes_for(answers, A * B, S)
     numbers: list[list[int]] = [[] for _ in range(A)]
     for r, row in enumerate(rows):
-        mine = numbers[r // B]
+        members = numbers[r // B]
         at = 0
         for document, i in enumerate(row):
             answer = answers[i]
@@ -112,11 +112,13 @@ def pack(
             documents[r, end:after] = document
             documents[r, after:] = document + 1
             positions[r, at:end] = np.arange(end - at)
-            sequences[r, at:end] = len(mine)
-            mine.append(i)
+            sequences[r, at:end] = len(members)
+            members.append(i)
             at = after
     most = max(map(len, numbers))
-    padded = np.array([mine + [-1] * (most - len(mine)) for mine in numbers], np.int64).reshape(A, most)
+    padded = np.array([members + [-1] * (most - len(members)) for members in numbers], np.int64).reshape(
+        A, most
+    )
     five = (torch.from_numpy(t).view(A, B, S) for t in (tokens, targets, documents, positions, sequences))
     return Packed(
         ChatBatch(*five, numbers_AN=torch.from_numpy(padded)),
@@ -200,5 +202,5 @@ def routes_of(sample: Sample) -> Tensor:
 
 def of_groups(told: Sequence[AnswerResult]) -> tuple[Tensor, Tensor]:
     """Rewards of answers, and the numbers of their prompts."""
-    rewards = torch.tensor([one.reward for one in told], dtype=torch.float32)
-    return rewards, torch.tensor([one.number for one in told], dtype=torch.int64)
+    rewards = torch.tensor([result.reward for result in told], dtype=torch.float32)
+    return rewards, torch.tensor([result.number for result in told], dtype=torch.int64)

@@ -48,21 +48,21 @@ def estimates(
         right: the smallest reward of a sample that counts as right.
     """
     if not len(prompts) == len(rewards) == len(finishes):
-        told = f"{len(prompts)} prompts, {len(rewards)} rewards, {len(finishes)} finishes"
-        raise ValueError(f"{told}: must be as many of each")
+        sizes = f"{len(prompts)} prompts, {len(rewards)} rewards, {len(finishes)} finishes"
+        raise ValueError(f"{sizes}: must be as many of each")
     groups: dict[int, list[float]] = {}
     for prompt, reward in zip(prompts, rewards, strict=True):
         if reward is not None and not math.isnan(reward):
             groups.setdefault(prompt, []).append(reward)
     most = max(Counter(prompts).values(), default=0)
-    found = {
+    figures = {
         f"mean@{most}": _mean([fmean(group) for group in groups.values()]),
         "truncated": _mean([float(finish == "length") for finish in finishes]),
     }
     for k in ks:
         counts = [(len(group), sum(reward >= right for reward in group)) for group in groups.values()]
-        found[f"pass@{k}"] = _mean([pass_at_k(n, c, k) for n, c in counts if n >= k])
-    return found
+        figures[f"pass@{k}"] = _mean([pass_at_k(n, c, k) for n, c in counts if n >= k])
+    return figures
 
 
 def _mean(values: Sequence[float]) -> float:

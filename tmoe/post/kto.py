@@ -62,11 +62,11 @@ class Kto(Preference):
 
     def notes(self, facts: dict[str, Any]) -> list[str]:
         good, bad = self.labels
-        told = f"kto: {good:,} desirable completions, {bad:,} others"
+        counts = f"kto: {good:,} desirable completions, {bad:,} others"
         if not good or not bad:
-            return [f"{told}: one kind alone, but the loss compares both kinds"]
+            return [f"{counts}: one kind alone, but the loss compares both kinds"]
         ratio = self.kinds["desirable_weight"] * good / (self.kinds["undesirable_weight"] * bad)
-        note = f"{told}; weight x number is {ratio:.3g} to 1"
+        note = f"{counts}; weight x number is {ratio:.3g} to 1"
         low, high = BALANCED
         if not low * 0.999 <= ratio <= high * 1.001:
             flags = "--preference.desirable-weight or --preference.undesirable-weight"
@@ -82,7 +82,7 @@ class Kto(Preference):
     ) -> None:
         super().prepare(model, data, run, step)
         self.data = data[0]
-        labels = [source.desirable for one in self._sets(data) for source in one.sources]
+        labels = [source.desirable for dataset in self._sets(data) for source in dataset.sources]
         self.desirable_N = torch.from_numpy(np.concatenate(labels)).to(run.device)
 
     def others(self, batches: Sequence[ChatBatch], data: ChatDataset, run: Runtime) -> list[ChatBatch]:

@@ -77,7 +77,7 @@ class PolicyLoss:
         flat = trained_BS.flatten(), segments_BS.flatten()
         lengths_N = trained_tokens(*flat, len(advantages_N))
         weights_T = token_weights(*flat, lengths_N, step.counts, self.policy.per, self.policy.max_tokens)
-        found = dict(
+        tensors = dict(
             segments=segments_BS,
             weights=weights_T.view_as(segments_BS),
             advantages=advantages_N[segments_BS],
@@ -86,10 +86,10 @@ class PolicyLoss:
             members=given["members"],
         )
         if step.old and not first:
-            found["old"] = step.old[a]
+            tensors["old"] = step.old[a]
         if step.reference and self.kl:
-            found["reference"] = step.reference[a]
-        return found
+            tensors["reference"] = step.reference[a]
+        return tensors
 
     def _by_tokens(
         self, step: Step, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given
@@ -107,16 +107,16 @@ class PolicyLoss:
             beside = [weights, *rest] if reference or H else []
             return self.policy(logp, *H, before, advantage, corrected, *beside)
 
-        found = token_loss(
+        result = token_loss(
             h_TD, weight_VD, targets_T, losses, inputs, temperature=self.g.temperature, entropy=True
         )
         if not old and self.g.updates > 1:
-            step.old.append(found.logp_T)
-        before = old[0] if old else found.logp_T
-        clipped_T = self.clipped(found.logp_T, before, given["advantages"])
-        assert found.entropy_T is not None
-        self.note(found.logp_T, found.entropy_T, clipped_T, targets_T, given)
-        return found.loss * step.counts.tokens.clamp(min=1)
+            step.old.append(result.logp_T)
+        before = old[0] if old else result.logp_T
+        clipped_T = self.clipped(result.logp_T, before, given["advantages"])
+        assert result.entropy_T is not None
+        self.note(result.logp_T, result.entropy_T, clipped_T, targets_T, given)
+        return result.loss * step.counts.tokens.clamp(min=1)
 
     def _by_answers(
         self, step: Step, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given
@@ -173,5 +173,5 @@ class PolicyLoss:
     ) -> None:
         """Sums up the numbers that the log has of tokens: entropy, KL from the sampler, clipped tokens."""
         trained_T = targets_T != IGNORE
-        found = entropy_T, kl(logp_T, given["drawn"], "k3"), clipped_T.float()
-        self.measure(torch.stack([t.where(trained_T, 0.0).sum() for t in found]))
+        measures = entropy_T, kl(logp_T, given["drawn"], "k3"), clipped_T.float()
+        self.measure(torch.stack([t.where(trained_T, 0.0).sum() for t in measures]))

@@ -67,15 +67,15 @@ class ReferenceStore:
         )
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            found = json.loads((folder / NAME).read_text())
+            stored = json.loads((folder / NAME).read_text())
         except FileNotFoundError:
             _write(folder / NAME, json.dumps(facts, indent=1, sort_keys=True).encode())
-            found = facts
+            stored = facts
         except ValueError as error:
             raise ConfigError(f"{folder / NAME}: is damaged ({error}): remove {folder}") from error
-        if words := "; ".join(_differences(found, facts)):
+        if words := "; ".join(_differences(stored, facts)):
             raise ConfigError(f"{folder}: holds reference log-probs of something else ({words}): {otherwise}")
-        return cls(folder, found)
+        return cls(folder, stored)
 
     def pieces(self) -> list[range]:
         """All rows, in the ranges that files hold; the ranges are the same for any number of ranks."""
@@ -175,10 +175,10 @@ def _write(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def _differences(found: Any, wanted: Mapping[str, Any]) -> list[str]:
+def _differences(stored: Any, wanted: Mapping[str, Any]) -> list[str]:
     """The differences between two identities, in words."""
-    if not isinstance(found, dict):
+    if not isinstance(stored, dict):
         return ["it is not an identity that tmoe wrote"]
-    old, new = ({**facts, **(facts.get("settings") or {})} for facts in (found, wanted))
+    old, new = ({**facts, **(facts.get("settings") or {})} for facts in (stored, wanted))
     names = sorted((old.keys() | new.keys()) - {"settings", "data"})  # data: older stores' names of sources
     return [f"{n}: {old.get(n)!r} there, {new.get(n)!r} here" for n in names if old.get(n) != new.get(n)]

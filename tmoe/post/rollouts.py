@@ -76,7 +76,7 @@ class RolloutLog:
 
     def write(self, rollouts: Sequence[Rollout]) -> None:
         """Writes the samples of one step: all lines at once, or none."""
-        lines = [as_line(one) for one in spread(rollouts, self.keep)]
+        lines = [as_line(rollout) for rollout in spread(rollouts, self.keep)]
         if (file := self.file) is not None:
             self.look(lambda: append(file, b"".join(lines)))
 
@@ -88,10 +88,10 @@ class RolloutLog:
 
 def as_line(rollout: Rollout) -> bytes:
     """The line of a sample, ASCII only, so that any text is read back unchanged."""
-    told = rollout._asdict() | COUNTED
-    told |= dict(reward=_finite(rollout.reward), advantage=_finite(rollout.advantage))
-    told["parts"] = {name: _finite(value) for name, value in rollout.parts.items()}
-    return json.dumps(told, allow_nan=False, separators=COMPACT).encode() + b"\n"
+    fields = rollout._asdict() | COUNTED
+    fields |= dict(reward=_finite(rollout.reward), advantage=_finite(rollout.advantage))
+    fields["parts"] = {name: _finite(value) for name, value in rollout.parts.items()}
+    return json.dumps(fields, allow_nan=False, separators=COMPACT).encode() + b"\n"
 
 
 def _finite(value: float | None) -> float | None:
@@ -111,7 +111,7 @@ def spread(rollouts: Sequence[Rollout], keep: int) -> list[Rollout]:
     order = sorted(range(len(rollouts)), key=lambda i: rank(rollouts[i]))
     last = len(rollouts) - 1
     picked = {order[last]} if keep == 1 else {order[i * last // (keep - 1)] for i in range(keep)}
-    return [one for i, one in enumerate(rollouts) if i in picked]
+    return [rollout for i, rollout in enumerate(rollouts) if i in picked]
 
 
 def read_rollouts(run: Path) -> Iterator[Rollout]:

@@ -216,13 +216,15 @@ class Runtime:
         loss, norm: of all ranks. mean: mean loss of this rank's own targets. samples: samples that this rank
         read.
         """
-        told = gathered((mean, samples), self.control)
-        rank = max(range(self.world), key=lambda r: told[r][0] if math.isfinite(told[r][0]) else math.inf)
+        by_rank = gathered((mean, samples), self.control)
+        rank = max(
+            range(self.world), key=lambda r: by_rank[r][0] if math.isfinite(by_rank[r][0]) else math.inf
+        )
         if self.rank == 0 and math.isfinite(loss) and not math.isfinite(norm):
             log.warning("step %d: gradient norm %g, with a loss of %.4g", step, norm, loss)
         elif self.rank == 0:
             words = "step %d: loss %.4g, highest on rank %d with %.4g: samples %s"
-            log.warning(words, step, loss, rank, *told[rank])
+            log.warning(words, step, loss, rank, *by_rank[rank])
 
     def close(self) -> None:
         """Leaves the process group. A collective: rank 0 holds the store, and must outlast all uses of it.
@@ -230,8 +232,8 @@ class Runtime:
         The signal handlers of before the run are restored, unless the run was asked to stop: a second signal
         must not interrupt a process that is already ending.
         """
-        (told,) = self.sum_over_ranks(self.stop)
-        if not told:
+        (stops,) = self.sum_over_ranks(self.stop)
+        if not stops:
             for signum, handler in self.handlers.items():
                 signal.signal(signum, handler)
         dist.destroy_process_group()

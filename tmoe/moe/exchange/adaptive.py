@@ -47,14 +47,14 @@ def ways(by_tokens: Dispatcher, cfg: MoEConfig, mesh: Mesh, gathers: bool) -> di
 
     gathers: whether the weights of these experts can be gathered, which r = 0 needs.
     """
-    found = {"1": by_tokens}
+    dispatchers = {"1": by_tokens}
     if mesh.axes.ep > 1 and gathers:
-        here = PaddedDispatcher(cfg.experts) if cfg.pad else LocalDispatcher()
-        found["0"] = WeightsDispatcher(here, mesh.ep.get_group())
+        local = PaddedDispatcher(cfg.experts) if cfg.pad else LocalDispatcher()
+        dispatchers["0"] = WeightsDispatcher(local, mesh.ep.get_group())
     for d in divisors(mesh.axes.etp)[1:]:
         group = mesh.groups["etp" if d == mesh.axes.etp else f"etp {d}"]
-        found[str(d)] = ExpertTensorDispatcher(by_tokens, group)
-    return found
+        dispatchers[str(d)] = ExpertTensorDispatcher(by_tokens, group)
+    return dispatchers
 
 
 # Cost of a way ----------------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ def _owned(grads: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
 
 def _whole(experts: tuple[Tensor | None, ...], group: str) -> list[Tensor | None]:
     """gate_up, down and the bias (or None) of all ranks."""
-    found = _gathered([t for t in experts if t is not None], group_of(group))
-    return [*found, *[None] * (len(experts) - len(found))]
+    whole = _gathered([t for t in experts if t is not None], group_of(group))
+    return [*whole, *[None] * (len(experts) - len(whole))]
 
 
 class GatheredCall(NamedTuple):
@@ -134,8 +134,8 @@ def _forward(call: GatheredCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def _forward_fake(call: GatheredCall) -> tuple[Tensor, Tensor, Tensor]:
     n = group_of(call.group).size()
-    own = call.gate_up, call.down, call.bias
-    return _mlp(call, [t if t is None else t.new_empty(n * t.shape[0], *t.shape[1:]) for t in own])
+    shards = call.gate_up, call.down, call.bias
+    return _mlp(call, [t if t is None else t.new_empty(n * t.shape[0], *t.shape[1:]) for t in shards])
 
 
 def _backward(call: GatheredBackward) -> tuple[Tensor | None, ...]:
@@ -144,8 +144,8 @@ def _backward(call: GatheredBackward) -> tuple[Tensor | None, ...]:
     dx, *of_matrices, d_weights, d_bias = torch.ops.tmoe.moe_mlp_backward(
         dy, x, gate_up, down, weights, h, packed, bias, activation, weights.numel()
     )
-    own = _owned(of_matrices if bias is None else (*of_matrices, d_bias), group_of(group))
-    return dx, own[0], own[1], d_weights, None if bias is None else own[2]
+    gradients = _owned(of_matrices if bias is None else (*of_matrices, d_bias), group_of(group))
+    return dx, gradients[0], gradients[1], d_weights, None if bias is None else gradients[2]
 
 
 register_differentiable(

@@ -44,8 +44,8 @@ def sort_pairs(ids_RK: Tensor, experts: int, exact: bool) -> Sorted:
     after the last end are -1.
     """
     flat = ids_RK.flatten()
-    here = (flat >= 0) & (flat < experts)
-    keys, order = torch.where(here, flat, experts).sort(stable=True)
+    is_local = (flat >= 0) & (flat < experts)
+    keys, order = torch.where(is_local, flat, experts).sort(stable=True)
     bounds = torch.arange(1, experts + 1, dtype=keys.dtype, device=keys.device)
     ends_L = torch.searchsorted(keys, bounds, out_int32=True)
     if exact:

@@ -128,21 +128,21 @@ def plan(
     goes_PT = goes_to(ids_TK, local_experts, torch.arange(len(nodes), device=ids_TK.device))
     goes_JMT = goes_PT[table_JM]
     goes_JT = goes_JMT.any(1)
-    told = torch.cat([goes_JMT.sum(-1), goes_JT.sum(-1, keepdim=True)], 1)[row_P]
-    heard = torch.empty_like(told)
-    dist.all_to_all_single(heard, told, group=group_of(group))
+    send_counts = torch.cat([goes_JMT.sum(-1), goes_JT.sum(-1, keepdim=True)], 1)[row_P]
+    receive_counts = torch.empty_like(send_counts)
+    dist.all_to_all_single(receive_counts, send_counts, group=group_of(group))
     _, order_S = goes_JT.nonzero(as_tuple=True)
-    to, of = torch.stack([told, heard]).tolist()  # the host waits for the device
+    sends, receives = torch.stack([send_counts, receive_counts]).tolist()  # the host waits for the device
 
     line = [p for p in everyone if place_P[p] == place]
-    out_1 = [to[p][-1] if p in line else 0 for p in everyone]
-    in_1 = [of[p][-1] if p in line else 0 for p in everyone]
+    out_1 = [sends[p][-1] if p in line else 0 for p in everyone]
+    in_1 = [receives[p][-1] if p in line else 0 for p in everyone]
     out_2, in_2 = [0] * len(nodes), [0] * len(nodes)
     for j, p in enumerate(mates):
-        out_2[p] = sum(of[q][j] for q in line)
-        in_2[p] = sum(of[q][place] for q in everyone if place_P[q] == j)
+        out_2[p] = sum(receives[q][j] for q in line)
+        in_2[p] = sum(receives[q][place] for q in everyone if place_P[q] == j)
     arrival = sorted(everyone, key=lambda p: (place_P[p], p))
-    sizes = [of[p][place] for p in everyone]
+    sizes = [receives[p][place] for p in everyone]
 
     ids_UK = all_to_all(ids_TK[order_S], out_1, in_1, group)
     goes_MU, W = goes_to(ids_UK, local_experts, mine_M), sum(out_2)
@@ -251,14 +251,16 @@ def over_nodes(dispatcher: Dispatcher, nodes: Sequence[str], top_k: int | None =
     """
     if not (nodes and top_k != 1 and isinstance(dispatcher, AllToAllDispatcher)):
         return dispatcher
-    mine = [nodes[rank] for rank in dist.get_process_group_ranks(group_of(dispatcher.group))]
-    sizes = sorted(Counter(mine).values())
+    group_nodes = [nodes[rank] for rank in dist.get_process_group_ranks(group_of(dispatcher.group))]
+    sizes = sorted(Counter(group_nodes).values())
     if len(sizes) == 1 or sizes[-1] == 1:
         return dispatcher
     if sizes[0] != sizes[-1]:
         note_uneven(tuple(sizes))
         return dispatcher
-    return TwoLevelDispatcher(dispatcher.group, dispatcher.local_experts, [mine.index(node) for node in mine])
+    return TwoLevelDispatcher(
+        dispatcher.group, dispatcher.local_experts, [group_nodes.index(node) for node in group_nodes]
+    )
 
 
 @cache
@@ -301,10 +303,10 @@ def bytes_across(
     """
     K = ids_TK.shape[1]
     away = sum(node != nodes[rank] for node in nodes)
-    told = Across(1, 1 + nodes.count(nodes[rank]))
+    counts = Across(1, 1 + nodes.count(nodes[rank]))
     rows = rows_across(ids_TK, local_experts, nodes, rank)
     each = 4 * row + 12 * K if backward else 2 * row + 8 * K
-    return Across(*(n * each + 8 * t * away for n, t in zip(rows, told, strict=True)))
+    return Across(*(n * each + 8 * t * away for n, t in zip(rows, counts, strict=True)))
 
 
 def expected_rows_across(tokens: int, top_k: int, ranks: int, nodes: int) -> Across:

@@ -56,15 +56,15 @@ def add_norm_kernel(
     b = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, DP)
     at = b.to(tl.int64)[:, None] * D + c[None, :]
-    here = (b < B)[:, None] & (c < D)[None, :]
-    x_BD = tl.load(x + at, here, 0.0).to(tl.float32)
-    y_BD = tl.load(y + at, here, 0.0).to(tl.float32)
+    mask = (b < B)[:, None] & (c < D)[None, :]
+    x_BD = tl.load(x + at, mask, 0.0).to(tl.float32)
+    y_BD = tl.load(y + at, mask, 0.0).to(tl.float32)
     rounded = (x_BD + y_BD).to(total.dtype.element_ty)
-    tl.store(total + at, rounded, here)
+    tl.store(total + at, rounded, mask)
     wide = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
     scale = tl.load(weight + c, c < D, 0.0).to(tl.float32)
-    tl.store(normed + at, (wide * inverse[:, None] * scale[None, :]).to(normed.dtype.element_ty), here)
+    tl.store(normed + at, (wide * inverse[:, None] * scale[None, :]).to(normed.dtype.element_ty), mask)
 
 
 def trace(D: int, dtype: torch.dtype) -> None:

@@ -246,14 +246,14 @@ def decode_kernel(
 
     r = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
     h = g * R + r
-    mine = r < R
+    in_group = r < R
     c1 = tl.arange(0, C1)
     q_rows = q + (b.to(tl.int64) * H + h)[:, None] * C
-    q1 = tl.load(q_rows + c1[None, :], mine[:, None] & (c1 < C)[None, :], 0.0)
+    q1 = tl.load(q_rows + c1[None, :], in_group[:, None] & (c1 < C)[None, :], 0.0)
     c2, q2 = c1, q1
     if C2:
         c2 = C1 + tl.arange(0, C2)
-        q2 = tl.load(q_rows + c2[None, :], mine[:, None] & (c2 < C)[None, :], 0.0)
+        q2 = tl.load(q_rows + c2[None, :], in_group[:, None] & (c2 < C)[None, :], 0.0)
     cv = tl.arange(0, CVP)
     # all page numbers are read before the loop: a load that depends on another load is not prefetched
     nth = tl.arange(0, PAGES)
@@ -288,7 +288,7 @@ def decode_kernel(
         top = higher
 
     to = b.to(tl.int64) * H + h
-    store_rows(out, sums, edges, sinks, acc, top, total, to, h, mine, CV, CVP, SINKS, SPLIT)
+    store_rows(out, sums, edges, sinks, acc, top, total, to, h, in_group, CV, CVP, SINKS, SPLIT)
 
 
 @triton.jit(do_not_specialize=["window", "M", "parts"])
@@ -304,20 +304,20 @@ def decode_sum_kernel(
     _, _, count = chunks_of(length, window, CHUNK, WINDOW)
     head = b.to(tl.int64) * tl.num_programs(0) + h
     at = head * parts
-    one = tl.arange(0, 1)
+    zero = tl.arange(0, 1)
     c = tl.arange(0, CVP)
     top = tl.full((1,), float("-inf"), tl.float32)
     for i in range(0, count):
-        top = tl.maximum(top, tl.load(edges + (at + i) * 2 + one))
+        top = tl.maximum(top, tl.load(edges + (at + i) * 2 + zero))
     total = tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, CVP), tl.float32)
     for i in range(0, count):
-        share = tl.exp2(tl.load(edges + (at + i) * 2 + one) - top)
-        total += share * tl.load(edges + (at + i) * 2 + 1 + one)
+        share = tl.exp2(tl.load(edges + (at + i) * 2 + zero) - top)
+        total += share * tl.load(edges + (at + i) * 2 + 1 + zero)
         acc += share[:, None] * tl.load(sums + (at + i) * CV + c[None, :], c[None, :] < CV, 0.0)
     sink = top
     if SINKS:
-        sink = tl.load(sinks + h + one).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + h + zero).to(tl.float32) * 1.4426950408889634
     result = over_total(acc, top, total, sink, SINKS)
     tl.store(out + head * CV + c[None, :], result.to(out.dtype.element_ty), c[None, :] < CV)
 

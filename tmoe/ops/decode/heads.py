@@ -159,15 +159,15 @@ def turned_heads(
     """
     dtype: tl.constexpr = x.dtype.element_ty
     c = tl.arange(0, CP)
-    here = (h < heads)[:, None] & (c < C)[None, :]
+    mask = (h < heads)[:, None] & (c < C)[None, :]
     at = h[:, None] * C + c[None, :]
-    own = tl.load(x + at, here, 0.0).to(tl.float32)
+    own = tl.load(x + at, mask, 0.0).to(tl.float32)
     inverse = own
     w_at = at if NORM == "full" else tl.zeros_like(at) + c[None, :]
     if NORM == "head" or NORM == "full":
         width = heads * C if NORM == "full" else C
         inverse = inverse_root(own, width, eps, NORM == "full")
-        w = tl.load(weight + w_at, here, 0.0).to(tl.float32)
+        w = tl.load(weight + w_at, mask, 0.0).to(tl.float32)
         own = (own * inverse * w).to(dtype).to(tl.float32)
     if R:
         turns = c < R
@@ -180,17 +180,17 @@ def turned_heads(
             angle = c
             sign = tl.where(c < R // 2, -1.0, 1.0)
         step = (partner - c)[None, :]
-        other = tl.load(x + at + step, here, 0.0).to(tl.float32)
+        other = tl.load(x + at + step, mask, 0.0).to(tl.float32)
         if NORM == "head" or NORM == "full":
-            w = tl.load(weight + w_at + step, here, 0.0).to(tl.float32)
+            w = tl.load(weight + w_at + step, mask, 0.0).to(tl.float32)
             other = (other * inverse * w).to(dtype).to(tl.float32)
         cosine = tl.load(cos + angle, turns, 1.0)[None, :]
         sine = tl.load(sin + angle, turns, 0.0)[None, :]
         own = (own * cosine + sign[None, :] * other * sine).to(dtype).to(tl.float32)
     if NORM == "rotated":
-        w = tl.load(weight + w_at, here, 0.0).to(tl.float32)
+        w = tl.load(weight + w_at, mask, 0.0).to(tl.float32)
         own = own * inverse_root(own, C, eps, False) * w
-    return own.to(dtype), at, here
+    return own.to(dtype), at, mask
 
 
 @triton.jit(do_not_specialize=["eps", "multiplier", "cos_row", "sin_row"])
@@ -208,21 +208,21 @@ def decode_heads_kernel(
     sin += b * sin_row
     if part < OF_Q:
         h = part * ROWS + tl.arange(0, ROWS)
-        y, at, here = turned_heads(x, w_q, cos, sin, h, H, eps, C, R, CP, NORM, INTERLEAVE)
-        tl.store(q_out + b * H * C + at, y, here)
+        y, at, mask = turned_heads(x, w_q, cos, sin, h, H, eps, C, R, CP, NORM, INTERLEAVE)
+        tl.store(q_out + b * H * C + at, y, mask)
     elif part < OF_Q + OF_K:
         h = (part - OF_Q) * ROWS + tl.arange(0, ROWS)
-        y, at, here = turned_heads(x + H * C, w_k, cos, sin, h, G, eps, C, R, CP, NORM, INTERLEAVE)
-        tl.store(k_pages + tl.load(places + b) * G * C + at, y, here)
+        y, at, mask = turned_heads(x + H * C, w_k, cos, sin, h, G, eps, C, R, CP, NORM, INTERLEAVE)
+        tl.store(k_pages + tl.load(places + b) * G * C + at, y, mask)
     else:
         h = (part - OF_Q - OF_K) * ROWS + tl.arange(0, ROWS)
         c = tl.arange(0, CP)
-        here = (h < G)[:, None] & (c < V)[None, :]
+        mask = (h < G)[:, None] & (c < V)[None, :]
         at = h[:, None] * V + c[None, :]
-        y = tl.load(x + (H + G) * C + at, here, 0.0)
+        y = tl.load(x + (H + G) * C + at, mask, 0.0)
         if SCALED:
             y = (y.to(tl.float32) * multiplier).to(y.dtype)
-        tl.store(v_pages + tl.load(places + b) * G * V + at, y, here)
+        tl.store(v_pages + tl.load(places + b) * G * V + at, y, mask)
 
 
 def trace(how: Heads, G: int, C: int, V: int, R: int, dtype: torch.dtype) -> None:

@@ -118,8 +118,8 @@ def tile_of_keys(
     """
     RCP_LN2: tl.constexpr = 1.44269504  # pyrefly: ignore[bad-assignment]
     c = tl.arange(0, CP)
-    here = seen[:, None] & (c < C)[None, :]
-    k_NC = tl.load(k + token[:, None] * k_token + c[None, :], here, 0.0)
+    mask = seen[:, None] & (c < C)[None, :]
+    k_NC = tl.load(k + token[:, None] * k_token + c[None, :], mask, 0.0)
     score = tl.dot(q, tl.trans(k_NC), input_precision=PRECISION) * SCALE
     masked = tl.where(seen[None, :], score * RCP_LN2, float("-inf"))
     higher = tl.maximum(top, tl.max(masked, 1))
@@ -129,7 +129,7 @@ def tile_of_keys(
     p = tl.math.exp2(power)
     total = total * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
-    v_NC = tl.load(v + token[:, None] * v_token + c[None, :], here, 0.0)
+    v_NC = tl.load(v + token[:, None] * v_token + c[None, :], mask, 0.0)
     acc = tl.dot(p.to(v_NC.dtype), v_NC, acc, input_precision=PRECISION)
     return acc, total, higher
 
@@ -147,10 +147,10 @@ def blocks_kernel(
     b = tl.program_id(1)
     length = tl.minimum(tl.load(lengths + b).to(tl.int32), M * PAGE)
     r = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
-    mine = r < R
+    in_group = r < R
     c = tl.arange(0, CP)
     at = (b.to(tl.int64) * H + g * R + r)[:, None] * C + c[None, :]
-    there = mine[:, None] & (c < C)[None, :]
+    there = in_group[:, None] & (c < C)[None, :]
     q_RC = tl.load(q + at, there, 0.0)
     table += b.to(tl.int64) * row
     k += g * k_head

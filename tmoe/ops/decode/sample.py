@@ -121,13 +121,13 @@ def uniforms(seed: int, prompt: int, sample: int, count: int) -> Tensor:
 
 def uniforms_at(keys: Keys) -> Tensor:
     """The random number of each row, fp64 [B] on the CPU: `uniforms` of its answer at its place."""
-    found = []
+    numbers = []
     rows = zip(*(t.tolist() for t in keys[1:]), strict=True)
     for prompt, number, place in rows:
         counter = [place // 4, prompt, number, 0]  # four numbers for each counter
         raw = philox(keys.seed, counter).random_raw(place % 4 + 1)[-1]
-        found.append(int(raw >> np.uint64(11)) * 2.0**-53)
-    return torch.tensor(found, dtype=torch.float64)
+        numbers.append(int(raw >> np.uint64(11)) * 2.0**-53)
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 # ---- the op in plain PyTorch ----
@@ -193,9 +193,9 @@ def forward(logits: Tensor, keys: Keys, filters: Filters, barred: Tensor | None)
     B, V = logits.shape
     device = logits.device
     tokens = empty((B,), torch.int64, device)
-    logprobs, own = (empty((B,), torch.float32, device) for _ in range(2))
+    logprobs, own_logprobs = (empty((B,), torch.float32, device) for _ in range(2))
     if not B:
-        return Drawn(tokens, logprobs, own)
+        return Drawn(tokens, logprobs, own_logprobs)
     NG = cdiv(V, GROUP)
     NGP = max(16, power_of_2(NG))
     BG = min(BLOCK // GROUP, NGP)
@@ -214,14 +214,14 @@ def forward(logits: Tensor, keys: Keys, filters: Filters, barred: Tensor | None)
     on_cuda = device.type != "cpu" and device_facts(device)[0].startswith("cuda")  # cpu: the interpreter
     options = {"maxnreg": 128} if on_cuda else {}
     launch(
-        sample_kernel, (B,), logits, logits if barred is None else barred, *keys[1:], tokens, logprobs, own,
-        greatest, sums, groups, ids, seed, float(filters.temperature), filters.top_k,
+        sample_kernel, (B,), logits, logits if barred is None else barred, *keys[1:], tokens, logprobs,
+        own_logprobs, greatest, sums, groups, ids, seed, float(filters.temperature), filters.top_k,
         float(1 - filters.top_p), float(filters.min_p), logits.stride(0),
         barred.stride(0) if barred is not None and barred.dim() == 2 else 0,
         V, NG, NGP, GROUP, BG, HELD, LISTED, stages, greedy, not greedy and filters.temperature != 1,
         barred is not None, *flags, num_warps=8, **options,
     )  # fmt: skip
-    return Drawn(tokens, logprobs, own)
+    return Drawn(tokens, logprobs, own_logprobs)
 
 
 class _Given(NamedTuple):

@@ -222,11 +222,11 @@ def count_from(
     HELD: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
 ):  # fmt: skip
     """The number of listed tokens with this key or a greater one; key0, here0: of the first HELD tokens."""
-    found = tl.sum((here0 & (key0 >= key)).to(tl.int32))
+    count = tl.sum((here0 & (key0 >= key)).to(tl.int32))
     for start in range(HELD, n, HELD):
         z, _, here = listed(logits, barred, ids, short, n, start, temperature, HELD, DIVIDE, BARRED)
-        found += tl.sum((here & (ordered(z) >= key)).to(tl.int32))
-    return found
+        count += tl.sum((here & (ordered(z) >= key)).to(tl.int32))
+    return count
 
 
 @triton.jit
@@ -238,11 +238,11 @@ def weight_from(
 
     key0, here0, w0: keys, existence and weights of the first HELD tokens.
     """
-    found = tl.sum(tl.where(here0 & (key0 >= key), w0, 0.0))
+    weight = tl.sum(tl.where(here0 & (key0 >= key), w0, 0.0))
     for start in range(HELD, n, HELD):
         z, _, here = listed(logits, barred, ids, short, n, start, temperature, HELD, DIVIDE, BARRED)
-        found += tl.sum(tl.where(here & (ordered(z) >= key), tl.exp(z - top), 0.0))
-    return found
+        weight += tl.sum(tl.where(here & (ordered(z) >= key), tl.exp(z - top), 0.0))
+    return weight
 
 
 @triton.jit
@@ -264,10 +264,10 @@ def threshold(
         high = above
         while high - low > 1:
             middle = low + (high - low) // 2
-            found = count_from(
+            reached = count_from(
                 middle, key0, here0, logits, barred, ids, short, n, temperature, HELD, DIVIDE, BARRED
             )
-            enough = found >= top_k
+            enough = reached >= top_k
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
         lowest = low
@@ -286,12 +286,12 @@ def threshold(
         from_low = over
         while high - low > 1:
             middle = low + (high - low) // 2
-            found = weight_from(
+            reached = weight_from(
                 middle, key0, here0, w0, top, logits, barred, ids, short, n, temperature, HELD, DIVIDE, BARRED
             )
-            enough = found >= stays
+            enough = reached >= stays
             low = tl.where(enough, middle, low)
-            from_low = tl.where(enough, found, from_low)
+            from_low = tl.where(enough, reached, from_low)
             high = tl.where(enough, high, middle)
         lowest = low
         equal = tl.exp(number_of(lowest.to(tl.int32)) - top)
@@ -407,10 +407,10 @@ def sample_kernel(
                 V, HELD, DIVIDE, BARRED, TOP_P, MIN_P,
             )  # fmt: skip
 
-    own = tl.load(logits + token).to(tl.float32)
+    score = tl.load(logits + token).to(tl.float32)
     if DIVIDE:
-        own = tl.div_rn(own, temperature + 0.0)
+        score = tl.div_rn(score, temperature + 0.0)
     tl.store(tokens + b, token.to(tl.int64))
-    tl.store(logprobs + b, own - full)
+    tl.store(logprobs + b, score - full)
     drawn_from = top + tl.log(kept.to(tl.float32))
-    tl.store(own_logprobs + b, 0.0 if GREEDY else own - drawn_from)
+    tl.store(own_logprobs + b, 0.0 if GREEDY else score - drawn_from)

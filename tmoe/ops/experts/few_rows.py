@@ -249,8 +249,8 @@ def store(c, part, row, hi, col, width, stride, LAYOUT: gl.constexpr):
     r = row + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     cols = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     at = c + (gl.expand_dims(r.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0))
-    here = gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < width, 0)
-    gl.store(at, part, mask=here, eviction_policy="evict_last")
+    mask = gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < width, 0)
+    gl.store(at, part, mask=mask, eviction_policy="evict_last")
 
 
 @gluon.jit

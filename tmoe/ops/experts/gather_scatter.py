@@ -79,8 +79,8 @@ def gather_rows_kernel(x, ids, out, T, N, D, RB: tl.constexpr, CB: tl.constexpr)
     n = tl.program_id(0) * RB + tl.arange(0, RB)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     i = tl.load(ids + n, n < N, -1).to(tl.int64)
-    here = (i >= 0) & (i < T)
-    row = tl.load(x + i[:, None] * D + c[None, :], here[:, None] & (c < D)[None, :], 0.0)
+    valid = (i >= 0) & (i < T)
+    row = tl.load(x + i[:, None] * D + c[None, :], valid[:, None] & (c < D)[None, :], 0.0)
     tl.store(out + n.to(tl.int64)[:, None] * D + c[None, :], row, (n < N)[:, None] & (c < D)[None, :])
 
 

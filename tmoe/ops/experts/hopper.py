@@ -122,10 +122,10 @@ def load_tiles_of_dw(
             if GATHER != "":
                 bufs = (a_bufs if GATHER == "a" else b_bufs).index(s).reshape([BL, W])
                 source = (a if GATHER == "a" else b) + gl.expand_dims(tok.to(gl.int64) * stride, 1)
-                here = gl.expand_dims(r < hi, 1)  # rows past the end are zeros
+                mask = gl.expand_dims(r < hi, 1)  # rows past the end are zeros
                 if EDGE:  # the memory after the last token's row may not be mapped
-                    here = here & gl.expand_dims(cols < stride, 0)
-                thread_load(bufs, source + gl.expand_dims(cols, 0), mask=here)
+                    mask = mask & gl.expand_dims(cols < stride, 0)
+                thread_load(bufs, source + gl.expand_dims(cols, 0), mask=mask)
                 r += BL
                 tok = gl.load(order + r, mask=r < hi, other=0) // K  # a step ahead
             at = [RAGGED, hi, RAGGED - (hi - lo) + k * BL]
@@ -328,9 +328,9 @@ def finish_dh(
         end = gl.minimum(hi, row + BM)
         ahead = load_h(h, r, end, pn * BN, F, SUB, W, HALVES, LAYOUT)
         further = load_h(h, r + R, end, pn * BN, F, SUB, W, HALVES, LAYOUT)
-        one = row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [CREW], [0]))
-        slot = gl.load(order + one, mask=one < hi, other=0)
-        s = gl.load(weights + slot, mask=one < hi, other=0.0).to(gl.float32)
+        places = row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [CREW], [0]))
+        slot = gl.load(order + places, mask=places < hi, other=0)
+        s = gl.load(weights + slot, mask=places < hi, other=0.0).to(gl.float32)
         reinterpret(scale, gl.float32, [BM], scale.layout).store(s)
         mbarrier.wait(staged, phase)
         for i in range(BM // R):

@@ -71,20 +71,20 @@ def up_one(
     if (e < 0) | (e >= E):
         return
     f = tl.program_id(0) * BR + tl.arange(0, BR)
-    here = f < F
+    mask = f < F
     matrix = gate_up + e * HALVES * F * D
-    gate = times_vector(matrix, x, f, here, D, BR, BL)
+    gate = times_vector(matrix, x, f, mask, D, BR, BL)
     if bias is not None:
-        gate += tl.load(bias + e * HALVES * F + f, here, 0.0).to(tl.float32)
+        gate += tl.load(bias + e * HALVES * F + f, mask, 0.0).to(tl.float32)
     gate = gate.to(act.dtype.element_ty)  # rounded like H in training
     up = gate
     if HALVES == 2:
-        up = times_vector(matrix, x, F + f, here, D, BR, BL)
+        up = times_vector(matrix, x, F + f, mask, D, BR, BL)
         if bias is not None:
-            up += tl.load(bias + e * HALVES * F + F + f, here, 0.0).to(tl.float32)
+            up += tl.load(bias + e * HALVES * F + F + f, mask, 0.0).to(tl.float32)
         up = up.to(act.dtype.element_ty)
     a = activate(gate.to(tl.float32), up.to(tl.float32), False, ACT)
-    tl.store(act + k * F + f, a.to(act.dtype.element_ty), here)
+    tl.store(act + k * F + f, a.to(act.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["E"])
@@ -94,7 +94,7 @@ def down_one(
 ):  # fmt: skip
     """y[d] for BR channels d: the sum over experts in the order of slots, each rounded first."""
     d = tl.program_id(0) * BR + tl.arange(0, BR)
-    here = d < D
+    mask = d < D
     nth = tl.arange(0, KP)
     # loaded before the loop: a load that depends on another load is not prefetched
     all_ids = tl.load(ids + nth, nth < K, -1).to(tl.int32)
@@ -104,7 +104,7 @@ def down_one(
         e = tl.sum(tl.where(nth == k, all_ids, 0))
         valid = (e >= 0) & (e < E)
         matrix = down + tl.where(valid, e, 0).to(tl.int64) * D * F
-        part = times_vector(matrix, act + k * F, d, here & valid, F, BR, BL)
+        part = times_vector(matrix, act + k * F, d, mask & valid, F, BR, BL)
         weight = tl.sum(tl.where(nth == k, all_weights, 0.0))
         total += tl.where(valid, weight * part.to(y.dtype.element_ty).to(tl.float32), 0.0)
-    tl.store(y + d, total.to(y.dtype.element_ty), here)
+    tl.store(y + d, total.to(y.dtype.element_ty), mask)

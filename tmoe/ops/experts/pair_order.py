@@ -109,8 +109,8 @@ def histogram(ids, counts, N, NB, E: tl.constexpr, BINS: tl.constexpr, B: tl.con
     b = tl.program_id(0)
     i = b * B + tl.arange(0, B)
     x = tl.load(ids + i, mask=i < N, other=-1)
-    here = (x >= 0) & (x < E)
-    counted = tl.histogram(tl.where(here, x, E).to(tl.int32), BINS)  # bin E counts slots without a row
+    valid = (x >= 0) & (x < E)
+    counted = tl.histogram(tl.where(valid, x, E).to(tl.int32), BINS)  # bin E counts slots without a row
     e = tl.arange(0, BINS)
     tl.store(counts + e * NB + b, counted, mask=e < E)
 
@@ -136,13 +136,13 @@ def write_tiles(
 
     The program of the last expert also writes the number of all tiles.
     """
-    mine = (count + BM - 1) // BM
-    for s in range(tl.cdiv(mine, CHUNK)):
+    tiles = (count + BM - 1) // BM
+    for s in range(tl.cdiv(tiles, CHUNK)):
         q = s * CHUNK + tl.arange(0, CHUNK)
-        tl.store(table + 4 + first + q, e + 0 * q, mask=q < mine)
-        tl.store(table + 4 + capacity + first + q, lo + q * BM, mask=q < mine)
+        tl.store(table + 4 + first + q, e + 0 * q, mask=q < tiles)
+        tl.store(table + 4 + capacity + first + q, lo + q * BM, mask=q < tiles)
     if e == LAST:
-        tl.store(table, first + mine)
+        tl.store(table, first + tiles)
 
 
 @triton.jit
@@ -184,11 +184,13 @@ def tabulate(
     ee = tl.arange(0, EP)
     hi = tl.load(ends + ee, mask=ee < E, other=0)
     lo = tl.load(ends + ee - 1, mask=(ee > 0) & (ee < E), other=0)
-    here = clip(hi, base, P) - clip(lo, base, P)
+    sizes = clip(hi, base, P) - clip(lo, base, P)
     p = tl.program_id(0)
     before = clip(tl.load(ends + p - 1, mask=p > 0, other=0), base, P)
     count = clip(tl.load(ends + p), base, P) - before
-    write_expert(p, before, count, here, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
+    write_expert(
+        p, before, count, sizes, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1
+    )
 
 
 @triton.jit(do_not_specialize=["N", "NB", "P", "cap0", "cap1"])
@@ -265,18 +267,18 @@ def place_few(
     # four neighbouring slots a thread, so that a scan exchanges values with other threads a quarter as often
     i = tl.arange(0, NP // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     x = tl.load(ids + i, mask=i < N, other=-1)
-    here = (x >= 0) & (x < E)
-    x = tl.where(here, x, E).to(tl.int32)
-    mine = (x == p).to(tl.int32)
-    count = tl.sum(mine, 1)
+    valid = (x >= 0) & (x < E)
+    x = tl.where(valid, x, E).to(tl.int32)
+    one_hot = (x == p).to(tl.int32)
+    count = tl.sum(one_hot, 1)
     both = tl.sum(tl.sum((x < p).to(tl.int32), 1) | (count << 16))  # each half is at most FEW
     lo = both & 0xFFFF
     hi = lo + (both >> 16)
-    row = (lo - 1 + tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(mine, 1)
-    tl.store(order + row, i, mask=mine > 0)
-    tl.store(row_of + i, row, mask=mine > 0)
+    row = (lo - 1 + tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(one_hot, 1)
+    tl.store(order + row, i, mask=one_hot > 0)
+    tl.store(row_of + i, row, mask=one_hot > 0)
     if p == 0:
-        tl.store(row_of + i, tl.full((NP // 4, 4), -1, tl.int32), mask=(i < N) & ~here)
+        tl.store(row_of + i, tl.full((NP // 4, 4), -1, tl.int32), mask=(i < N) & ~valid)
     tl.store(ends + p, hi)
     slots = tl.ravel(x, can_reorder=True)
     tot = tl.histogram(slots, BINS, mask=slots < E)

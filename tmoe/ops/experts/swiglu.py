@@ -29,19 +29,19 @@ def swiglu_kernel(h, act, d_act, dh, T, F, BT: tl.constexpr, BF: tl.constexpr):
     """act [T, F] = silu(gate) * up from h [T, 2F], gate columns first; also dh, unless d_act is None."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     f = tl.program_id(1) * BF + tl.arange(0, BF)
-    here = (t < T)[:, None] & (f < F)[None, :]
+    mask = (t < T)[:, None] & (f < F)[None, :]
     at = t.to(tl.int64)[:, None] * F + f[None, :]
     at_gate = t.to(tl.int64)[:, None] * (2 * F) + f[None, :]
-    gate = tl.load(h + at_gate, mask=here, other=0.0).to(tl.float32)
-    up = tl.load(h + at_gate + F, mask=here, other=0.0).to(tl.float32)
+    gate = tl.load(h + at_gate, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(h + at_gate + F, mask=mask, other=0.0).to(tl.float32)
     if d_act is None:
         a = kernels.activate(gate, up, False, "swiglu")
     else:
-        d = tl.load(d_act + at, mask=here, other=0.0).to(tl.float32)
+        d = tl.load(d_act + at, mask=mask, other=0.0).to(tl.float32)
         a, d_gate, d_up, _ = kernels.activate_backward(gate, up, d, 1.0, False, "swiglu")
-        tl.store(dh + at_gate, d_gate.to(dh.dtype.element_ty), mask=here)
-        tl.store(dh + at_gate + F, d_up.to(dh.dtype.element_ty), mask=here)
-    tl.store(act + at, a.to(act.dtype.element_ty), mask=here)
+        tl.store(dh + at_gate, d_gate.to(dh.dtype.element_ty), mask=mask)
+        tl.store(dh + at_gate + F, d_up.to(dh.dtype.element_ty), mask=mask)
+    tl.store(act + at, a.to(act.dtype.element_ty), mask=mask)
 
 
 def activate(h_T2F: Tensor, d_act_TF: Tensor | None = None) -> tuple[Tensor, Any]:

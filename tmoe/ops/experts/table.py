@@ -63,8 +63,8 @@ def tuned(kernel: str, arch: str, D: int, F: int, bucket: float) -> KernelConfig
         shape = entry.D, entry.F, entry.rows
         return sum(w * abs(math.log2(v) - k) for w, v, k in zip((0.5, 0.5, 1), shape, key, strict=True))
 
-    mine = [e for e in entries(arch) if e.kernel == kernel]
-    return min(mine, key=distance).config if mine else DESCRIPTOR[kernel]
+    measured = [e for e in entries(arch) if e.kernel == kernel]
+    return min(measured, key=distance).config if measured else DESCRIPTOR[kernel]
 
 
 def pick(

@@ -173,7 +173,7 @@ def gluon_lacks() -> str:
                 if inspect.ismodule(owner) and not hasattr(owner, node.attr):
                     missing.add(f"{owner.__name__}.{node.attr}")
     missing |= {
-        f"{name} of Gluon" for name, found in vars(renamed).items() if found is None and name[0] != "_"
+        f"{name} of Gluon" for name, value in vars(renamed).items() if value is None and name[0] != "_"
     }
     return ", ".join(sorted(missing))
 
@@ -280,12 +280,12 @@ def launcher(compiled: Any, kernel: Any, values: list) -> Callable[[tuple[int, .
 def encoded(descriptor: Descriptor, encode: Callable[[Descriptor], list], known: dict) -> list:
     """The C function's arguments for a descriptor, from `known` if they were encoded before."""
     key = descriptor.base.data_ptr(), descriptor.shape, descriptor.strides
-    found = known.get(key)
-    if found is None:
+    result = known.get(key)
+    if result is None:
         if len(known) >= MAPS:
             known.clear()
-        found = known[key] = encode(descriptor)
-    return found
+        result = known[key] = encode(descriptor)
+    return result
 
 
 def heard(hook: Any) -> Any:
@@ -359,10 +359,10 @@ def _hands_over_the_same(short: Short, compiled: Any, kernel: Any, values: list)
     It records the arguments with a replaced C function, so no kernel is launched.
     """
     grid, stream = (2, 3, 5), 7  # arbitrary numbers
-    told = []
+    calls = []
 
     def hear(*args: Any) -> None:
-        told.append(args)
+        calls.append(args)
 
     run = copy.copy(compiled.run)
     run.launch = _with_function(run.launch, hear)
@@ -375,12 +375,13 @@ def _hands_over_the_same(short: Short, compiled: Any, kernel: Any, values: list)
         if i in encoders:
             maps.append(4 + len(short.head) + len(flat))
         flat += encoders[i](value) if i in encoders else [value]
-    (theirs,), mine = told, [*grid, stream, *short.head, *flat]
-    if isinstance(theirs[-1], tuple | list):  # 3.8
-        theirs = [*theirs[:-1], *theirs[-1]]
-    same = len(theirs) == len(mine)
+    (expected,), passed = calls, [*grid, stream, *short.head, *flat]
+    if isinstance(expected[-1], tuple | list):  # 3.8
+        expected = [*expected[:-1], *expected[-1]]
+    same = len(expected) == len(passed)
     return same and all(
-        type(a) is type(b) if i in maps else a == b for i, (a, b) in enumerate(zip(theirs, mine, strict=True))
+        type(a) is type(b) if i in maps else a == b
+        for i, (a, b) in enumerate(zip(expected, passed, strict=True))
     )
 
 

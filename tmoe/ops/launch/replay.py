@@ -148,8 +148,10 @@ class Tape:
             for i, holder in enumerate(self.holders)
             if i >= self.inputs and holder() is not None
         }
-        found = [None if t is None else numbers.get(id(t)) for t in results]
-        if not self.whole or any(i is None and t is not None for i, t in zip(found, results, strict=True)):
+        result_numbers = [None if t is None else numbers.get(id(t)) for t in results]
+        if not self.whole or any(
+            i is None and t is not None for i, t in zip(result_numbers, results, strict=True)
+        ):
             return False
 
         last = {}  # buffer -> the last launch that uses it
@@ -160,9 +162,11 @@ class Tape:
         steps = []
         for at, event in enumerate(self.events):
             steps.append(event[:-1] if event[0] == "launch" else event)
-            spent = [i for i, end in last.items() if end == at and i >= self.inputs and i not in found]
+            spent = [
+                i for i, end in last.items() if end == at and i >= self.inputs and i not in result_numbers
+            ]
             steps += [("free", i) for i in spent]
-        return Program(steps, found)
+        return Program(steps, result_numbers)
 
 
 class Foreign(TorchDispatchMode or object):  # pyrefly: ignore

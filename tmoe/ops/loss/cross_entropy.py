@@ -127,8 +127,10 @@ def trace(V: int, D: int, ignore: int, dtype: torch.dtype) -> None:
     logits = torch.empty(1, aligned(V, dtype.itemsize), dtype=dtype, device="meta")
     for grad in (True, False):
         cross_entropy_(logits, torch.empty(1, dtype=torch.int64, device="meta"), V, ignore, grad)
-    for of in dict.fromkeys((torch.float32, dtype)):  # gradients of the head, and of the hidden states
-        scaled(torch.empty(V, D, dtype=of, device="meta"), torch.empty((), device="meta"), dtype)
+    for grad_dtype in dict.fromkeys(
+        (torch.float32, dtype)
+    ):  # gradients of the head, and of the hidden states
+        scaled(torch.empty(V, D, dtype=grad_dtype, device="meta"), torch.empty((), device="meta"), dtype)
 
 
 def _of_step(step: StepShapes) -> Iterable[tuple]:

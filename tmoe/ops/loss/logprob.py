@@ -98,8 +98,8 @@ def token_loss(
         require(not t.requires_grad, name, "a tensor that requires grad", "one without: detach it")
         check_device(h_TD, **{name: t})
     if torch.compiler.is_compiling():
-        found = logprobs(h_TD, weight_VD, targets_T, temperature, entropy, fp32_logits)
-        logp, *more = found if entropy else (found,)
+        outputs = logprobs(h_TD, weight_VD, targets_T, temperature, entropy, fp32_logits)
+        logp, *more = outputs if entropy else (outputs,)
         losses = _losses(f, logp, more, inputs, targets_T != IGNORE)
         return TokenLoss(losses.sum(), logp.detach(), more[0].detach() if entropy else None)
     if not torch.is_grad_enabled():  # needs_input_grad would stay True, and validation would make gradients
@@ -394,12 +394,12 @@ class _TokenLoss(torch.autograd.Function):
             logp, lse, H = chunks.measure(logits, at, entropy)
             logps[at], entropies[at] = logp, H
             keep = chunks.targets[at] != IGNORE
-            of = [t.requires_grad_(any(needs)) for t in ((logp, H) if entropy else (logp,))]
+            values = [t.requires_grad_(any(needs)) for t in ((logp, H) if entropy else (logp,))]
             with torch.set_grad_enabled(any(needs)):
-                total = _losses(f, of[0], of[1:], [t[at] for t in inputs], keep).sum()
+                total = _losses(f, values[0], values[1:], [t[at] for t in inputs], keep).sum()
             loss += total.detach()
             if any(needs):
-                by = _derivatives(total, of, keep)
+                by = _derivatives(total, values, keep)
                 sums.add(at, chunks.gradient(logits, at, (lse, H.detach()), by))
             del logits  # otherwise two chunks would be in memory
         ctx.made = sums.h, sums.of_weight()
@@ -424,13 +424,13 @@ class _TokenLoss(torch.autograd.Function):
         return by_h, by_weight, *(None,) * 4
 
 
-def _derivatives(total: Tensor, of: Sequence[Tensor], keep: Tensor) -> tuple[Tensor, Tensor | None]:
+def _derivatives(total: Tensor, values: Sequence[Tensor], keep: Tensor) -> tuple[Tensor, Tensor | None]:
     """The derivatives of f by log-probs and entropies, [R] each. None for entropies that f does not use.
 
     They are 0 at ignored tokens, because f may have an infinite derivative there.
     """
-    found = [None] * len(of)
+    gradients = [None] * len(values)
     if total.requires_grad:
-        found = list(torch.autograd.grad(total, of, allow_unused=True))
-    by_logp, by_entropy = (None if g is None else g.where(keep, 0.0) for g in (*found, None)[:2])
-    return torch.zeros_like(of[0]) if by_logp is None else by_logp, by_entropy
+        gradients = list(torch.autograd.grad(total, values, allow_unused=True))
+    by_logp, by_entropy = (None if g is None else g.where(keep, 0.0) for g in (*gradients, None)[:2])
+    return torch.zeros_like(values[0]) if by_logp is None else by_logp, by_entropy

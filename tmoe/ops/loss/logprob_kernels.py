@@ -55,8 +55,8 @@ def logprob_kernel(
             share = tl.exp(x - from_here)
             if ENTROPY:  # `where` avoids 0 * -inf
                 step = tl.where(top > float("-inf"), top - from_here, 0.0)
-                here = tl.sum(tl.where(share > 0, share * (x - from_here), 0.0))
-                drawn = shrink * (drawn + total * step) + here
+                part = tl.sum(tl.where(share > 0, share * (x - from_here), 0.0))
+                drawn = shrink * (drawn + total * step) + part
             total = total * shrink + tl.sum(share)
             top = higher
         inside = (target >= 0) & (target < V)  # otherwise it would read another row's logits
@@ -165,8 +165,8 @@ def gradient(
 def trace(V: int, ignore: int, dtype: torch.dtype) -> None:
     """Launch the kernels on meta tensors, inside compile_only: for logits of this type and of fp32."""
     targets = torch.empty(1, dtype=torch.int64, device="meta")
-    for of in dict.fromkeys((dtype, torch.float32)):
-        logits = torch.empty(1, aligned(V, dtype.itemsize), dtype=of, device="meta")
+    for logits_dtype in dict.fromkeys((dtype, torch.float32)):
+        logits = torch.empty(1, aligned(V, dtype.itemsize), dtype=logits_dtype, device="meta")
         for entropy in (False, True):
             logp, lse, H = measure(logits, targets, V, ignore, 1.0, entropy)
             gradient(logits, targets, V, ignore, 1.0, (lse, H), (logp, H if entropy else None), dtype)

@@ -101,21 +101,21 @@ def sinkhorn_kernel(
             total = tl.where(r < T, tl.sum(plan, 1), 1.0)
             load += tl.sum(plan * (weight / total)[:, None], 0)
             tokens += weight
-        mine = parts + ((i % 2) * programs + program).to(tl.int64) * 2 * EP
-        tl.store(mine + e, load)
-        tl.store(mine + EP, tl.sum(tokens, 0))
+        own_part = parts + ((i % 2) * programs + program).to(tl.int64) * 2 * EP
+        tl.store(own_part + e, load)
+        tl.store(own_part + EP, tl.sum(tokens, 0))
         meet(arrived, (i + 1) * programs)
 
         load = tl.zeros((EP,), tl.float32)
         tokens = tl.zeros((PARTS,), tl.float32)
         for p in range(0, programs, PARTS):
             q = p + tl.arange(0, PARTS)
-            theirs = parts + ((i % 2) * programs + q).to(tl.int64) * 2 * EP
+            other_parts = parts + ((i % 2) * programs + q).to(tl.int64) * 2 * EP
             there = q < programs
             # bypass the L1 cache, which may hold values from two iterations ago
-            loads = tl.load(theirs[:, None] + e[None, :], there[:, None], 0.0, cache_modifier=".cg")
+            loads = tl.load(other_parts[:, None] + e[None, :], there[:, None], 0.0, cache_modifier=".cg")
             load += tl.sum(loads, 0)
-            tokens += tl.load(theirs + EP, there, 0.0, cache_modifier=".cg")
+            tokens += tl.load(other_parts + EP, there, 0.0, cache_modifier=".cg")
         uneven = load * (E / tl.maximum(tl.sum(tokens, 0), 1.0))
         moved = ahead - tl.log(tl.maximum(uneven, 1e-30))
         momentum = (moved - now) / 2

@@ -165,24 +165,24 @@ def topk_backward_kernel(
     r = tl.program_id(0) * R + tl.arange(0, R)
     e = tl.arange(0, EP)
     k = tl.arange(0, KP)
-    mine = (r < T)[:, None] & (k < K)[None, :]
+    mask_K = (r < T)[:, None] & (k < K)[None, :]
     at = r.to(tl.int64)[:, None] * K + k[None, :]
-    w = tl.load(weights + at, mine, 0.0)
-    g = tl.load(dw + at, mine, 0.0)
-    i = tl.load(ids + at, mine, 0)
+    w = tl.load(weights + at, mask_K, 0.0)
+    g = tl.load(dw + at, mask_K, 0.0)
+    i = tl.load(ids + at, mask_K, 0)
     pull = tl.sum(w * g, 1)
     row = r.to(tl.int64)[:, None] * E
     mask = (r < T)[:, None] & (e < E)[None, :]
-    here = tl.zeros((R, EP), tl.int1)
+    is_chosen = tl.zeros((R, EP), tl.int1)
     for j in tl.static_range(K):
-        here |= e[None, :] == tl.load(ids + r.to(tl.int64) * K + j, r < T, 0)[:, None]
+        is_chosen |= e[None, :] == tl.load(ids + r.to(tl.int64) * K + j, r < T, 0)[:, None]
     d = tl.zeros((R, EP), tl.float32)
     if not RENORMALIZE:
         x = tl.load(logits + row + e[None, :], mask, float("-inf")).to(tl.float32)
         p = tl.exp(x - tl.max(x, 1)[:, None])
         d = p * (-pull / tl.sum(p, 1))[:, None]
-    tl.store(d_logits + row + e[None, :], d.to(d_logits.dtype.element_ty), mask=mask & ~here)
-    tl.store(d_logits + row + i, (w * (g - pull[:, None])).to(d_logits.dtype.element_ty), mask=mine)
+    tl.store(d_logits + row + e[None, :], d.to(d_logits.dtype.element_ty), mask=mask & ~is_chosen)
+    tl.store(d_logits + row + i, (w * (g - pull[:, None])).to(d_logits.dtype.element_ty), mask=mask_K)
 
 
 def rows_a_program(E: int, T: int) -> int:

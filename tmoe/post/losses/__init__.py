@@ -35,8 +35,8 @@ class Loss(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The formula's settings and their defaults."""
         parameters = inspect.signature(self.formula).parameters.values()
-        found = {p.name: p.default for p in parameters if p.default is not p.empty}
-        return found | dict(self.changed)
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        return defaults | dict(self.changed)
 
 
 LOSSES: dict[str, Loss] = {

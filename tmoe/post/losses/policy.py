@@ -85,14 +85,14 @@ class Policy:
         r = rollouts
         weights = token_weights(r.mask_T, r.segments_T, r.lengths_N, counts, self.per, self.max_tokens)
         corrected = weights if r.correction_T is None else weights * r.correction_T
-        found = [r.old_T, r.advantages_N[r.segments_T], corrected]
+        tensors = [r.old_T, r.advantages_N[r.segments_T], corrected]
         if self.needs_reference:
             if r.reference_T is None:
                 raise ValueError(f"kl={self.kl}: needs the reference's log-probs, reference_T of Rollouts")
-            found += [weights, r.reference_T]
+            tensors += [weights, r.reference_T]
         elif self.needs_entropy:
-            found += [weights]
-        return tuple(found)
+            tensors += [weights]
+        return tuple(tensors)
 
     def __call__(self, logp: Tensor, *inputs: Tensor) -> Tensor:
         """Each token's part of the share: the function f of `ops.token_loss`.

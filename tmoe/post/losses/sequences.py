@@ -59,12 +59,12 @@ def advantages_over_ranks(
     A collective over ranks, each of which may have any number of samples, also 0. group None: this process
     alone.
     """
-    told = gathered((rewards_N.tolist(), prompts_N.tolist()), group)
-    everyone = [torch.tensor([x for part in column for x in part]) for column in zip(*told, strict=True)]
+    by_rank = gathered((rewards_N.tolist(), prompts_N.tolist()), group)
+    everyone = [torch.tensor([x for part in column for x in part]) for column in zip(*by_rank, strict=True)]
     all_rewards, all_prompts = everyone[0].double(), everyone[1].long()
-    before = sum(len(rewards) for rewards, _ in told[: 0 if group is None else group.rank()])
-    found = advantages(all_rewards, all_prompts, baseline, epsilon)
-    return found[before : before + len(rewards_N)].to(rewards_N.device)
+    before = sum(len(rewards) for rewards, _ in by_rank[: 0 if group is None else group.rank()])
+    everywhere = advantages(all_rewards, all_prompts, baseline, epsilon)
+    return everywhere[before : before + len(rewards_N)].to(rewards_N.device)
 
 
 def has_unequal_rewards(rewards_N: Tensor, prompts_N: Tensor) -> Tensor:

@@ -87,8 +87,8 @@ class Rewards:
 
     def score(self, samples: Sequence[RewardSample]) -> Scores:
         """Rewards all samples, in their order; it makes no difference which worker gets which sample."""
-        found = self.pool.run(samples) if self.pool and samples else [[] for _ in samples]
-        by_worker = iter(zip(*found, strict=True))
+        results = self.pool.run(samples) if self.pool and samples else [[] for _ in samples]
+        by_worker = iter(zip(*results, strict=True))
         lengths = torch.tensor([sample.tokens for sample in samples])
         columns: dict[str, list[Outcome]] = {}
         for term in self.terms:
@@ -100,7 +100,7 @@ class Rewards:
         by_sample = [{name: column[i] for name, column in columns.items()} for i in range(len(samples))]
         rewards = [self._sum(outcomes, faults) for outcomes in by_sample]
         parts = {
-            name: [None if isinstance(one, Fault) else one for one in column]
+            name: [None if isinstance(outcome, Fault) else outcome for outcome in column]
             for name, column in columns.items()
         }
         return Scores(rewards, parts, dict(sorted(faults.items())))
@@ -127,12 +127,12 @@ class Rewards:
             return None
         return total
 
-    def _count(self, what: str, told: str, faults: Counter[str]) -> None:
+    def _count(self, what: str, details: str, faults: Counter[str]) -> None:
         faults[what] += 1
         if what not in self.told and not what.endswith(NONE):
             self.told.add(what)
             log.warning(
-                "reward %s (shown once, counted always)%s", what, f"\n{told.rstrip()}" if told else ""
+                "reward %s (shown once, counted always)%s", what, f"\n{details.rstrip()}" if details else ""
             )
 
     def close(self) -> None:

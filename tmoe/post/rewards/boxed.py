@@ -28,13 +28,13 @@ def boxed(sample: RewardSample) -> float:
 
     If the right answer is a letter of a choice, text may follow the letter in the box: (C) 12.
     """
-    found, truth = last_boxed(sample.answer), truth_of(sample)
-    if found is None:
+    answer, truth = last_boxed(sample.answer), truth_of(sample)
+    if answer is None:
         return 0.0
     wanted = last_boxed(truth)
     wanted = truth if wanted is None else wanted
     letter = LETTER.sub(r"\1", without_looks(wanted))
-    return float(same(found, wanted) or (letter in tuple(LETTERS) and letter_in(found) == letter))
+    return float(same(answer, wanted) or (letter in tuple(LETTERS) and letter_in(answer) == letter))
 
 
 def same(a: str, b: str, depth: int = DEPTH) -> bool:
@@ -79,16 +79,16 @@ def _by_parts(a: str, b: str, depth: int) -> bool:
     lists = _split(inner_a, ","), _split(inner_b, ",")
     if around != around_b or len(lists[0]) != len(lists[1]) or (len(lists[0]) == 1 and not around):
         return False
-    return all(same(one, other, depth) for one, other in zip(*lists, strict=True))
+    return all(same(part, other, depth) for part, other in zip(*lists, strict=True))
 
 
 def _in_any_order(some: list[str], others: list[str], depth: int) -> bool:
     left = list(others)
-    for one in some:
-        found = next((other for other in left if same(one, other, depth)), None)
-        if found is None:
+    for item in some:
+        equal = next((other for other in left if same(item, other, depth)), None)
+        if equal is None:
             return False
-        left.remove(found)
+        left.remove(equal)
     return not left
 
 
@@ -130,14 +130,14 @@ def plain(text: str) -> str:
 def _fractions(text: str, depth: int) -> str:
     r"""Writes \frac{a}{b} and \frac ab as (a)/(b), nested ones too; brackets around one word are left out."""
     parts, at = [], 0
-    for found in re.finditer(r"\\frac(?![a-zA-Z])", text):
-        arguments, end = [], found.end()
-        while found.start() >= at and depth and len(arguments) < 2 and (one := _argument(text, end)):
-            arguments.append(_fractions(one[0], depth - 1))
-            end = one[1]
+    for match in re.finditer(r"\\frac(?![a-zA-Z])", text):
+        arguments, end = [], match.end()
+        while match.start() >= at and depth and len(arguments) < 2 and (argument := _argument(text, end)):
+            arguments.append(_fractions(argument[0], depth - 1))
+            end = argument[1]
         if len(arguments) == 2:
-            a, b = (one if re.fullmatch(r"\w+", one) else f"({one})" for one in arguments)
-            parts += [text[at : found.start()], a, "/", b]
+            a, b = (argument if re.fullmatch(r"\w+", argument) else f"({argument})" for argument in arguments)
+            parts += [text[at : match.start()], a, "/", b]
             at = end
     return "".join([*parts, text[at:]])
 

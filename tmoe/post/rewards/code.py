@@ -46,23 +46,23 @@ def code(sample: RewardSample, seconds: float) -> float:
 
 def program_of(answer: str) -> str:
     """The last block marked as Python, else the last block, else the whole answer."""
-    blocks = [(told.strip().lower(), text) for told, text in BLOCK.findall(answer)]
-    python = [text for told, text in blocks if told in PYTHON]
+    blocks = [(language.strip().lower(), text) for language, text in BLOCK.findall(answer)]
+    python = [text for language, text in blocks if language in PYTHON]
     return (python or [text for _, text in blocks] or [answer])[-1]
 
 
 def tests_of(sample: RewardSample) -> list[Any]:
     """The row's tests; JSON text is decoded. ValueError for something that is no test, or cannot fail."""
-    told = sample.row.get("tests")
-    if isinstance(told, str):
+    field = sample.row.get("tests")
+    if isinstance(field, str):
         with contextlib.suppress(ValueError, RecursionError):
-            read = json.loads(told)
-            told = read if isinstance(read, list | dict) else told
-    tests = told if isinstance(told, list) else [told]
+            read = json.loads(field)
+            field = read if isinstance(read, list | dict) else field
+    tests = field if isinstance(field, list) else [field]
     if not tests or not all(_may_judge(test) for test in tests):
         raise ValueError(
             'the row\'s "tests" must be Python text, an object with input and output as text, or a list of '
-            f"these; it is {str(told)[:80]}"
+            f"these; it is {str(field)[:80]}"
         )
     for test in tests:
         if isinstance(test, str):
@@ -103,7 +103,7 @@ def _refuse_what_cannot_fail(test: str) -> None:
 
 
 def _asks_for_main(node: ast.If) -> bool:
-    return any(isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(node.test))
+    return any(isinstance(child, ast.Name) and child.id == "__name__" for child in ast.walk(node.test))
 
 
 def passes(program: str, test: str | dict[str, Any], seconds: float) -> bool:

@@ -131,9 +131,9 @@ class _Parser:
     """A recursive-descent parser of the tokens of an expression."""
 
     def __init__(self, text: str) -> None:
-        self.tokens = [found[1] for found in TOKEN.finditer(text)]
+        self.tokens = [match[1] for match in TOKEN.finditer(text)]
         # tokens that white space follows: 1 1/2
-        self.apart = {n for n, found in enumerate(TOKEN.finditer(text)) if found[0] != found[0].rstrip()}
+        self.apart = {n for n, match in enumerate(TOKEN.finditer(text)) if match[0] != match[0].rstrip()}
         self.at = self.depth = 0
 
     @property
@@ -208,8 +208,8 @@ class _Parser:
             parts = [self.argument() for _ in range(2)]
         except NoValue:
             parts = []
-        if len(parts) == 2 and all(isinstance(one, Fraction) and one.denominator == 1 for one in parts):
-            top, bottom = (int(one) for one in parts)
+        if len(parts) == 2 and all(isinstance(part, Fraction) and part.denominator == 1 for part in parts):
+            top, bottom = (int(part) for part in parts)
             if top >= 0 and bottom > 0:
                 return top, bottom
         self.at = at

@@ -73,12 +73,12 @@ class Away:
     def __hash__(self) -> int:
         return hash(("away", self._number))
 
-    def __instancecheck__(self, one: Any) -> bool:
-        return isinstance(one, Away) and self.wire.ask("isinstance", one, self) is True
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Away) and self.wire.ask("isinstance", value, self) is True
 
-    def __contains__(self, one: Any) -> bool:
+    def __contains__(self, value: Any) -> bool:
         plain = self.wire.ask("view", self)
-        return any(one is other or one == other for other in (plain[0] if plain else self))
+        return any(value is other or value == other for other in (plain[0] if plain else self))
 
     def __enter__(self) -> Any:
         return self.wire.ask("call", self.wire.ask("getattr", self, "__enter__"), (), {})
@@ -134,32 +134,32 @@ class OfJudge(Wire):
 
     def __init__(self, link: int) -> None:
         self.away: dict[int, Away] = {}
-        super().__init__(link, self.stand_in, lambda one: one._number if type(one) is Away else None)
+        super().__init__(link, self.stand_in, lambda value: value._number if type(value) is Away else None)
 
     def stand_in(self, number: int) -> Away:
         return self.away.setdefault(number, Away(number))
 
     def _write_other(self, value: Any) -> Any:
-        told = super()._write_other(value)
-        if "mine" in told and not (callable(value) or of_test(value)):
+        written = super()._write_other(value)
+        if "mine" in written and not (callable(value) or of_test(value)):
             raise TypeError(f"the program cannot be given a {type(value).__name__} of the test")
-        return told
+        return written
 
     def serve(self, op: str, given: list[Any]) -> Any:
-        one, *rest = given or [None]
-        if not any(one is other for other in self.own):
+        target, *rest = given or [None]
+        if not any(target is other for other in self.own):
             raise Gone
         if op == "call" and len(rest) == 2:
-            return one(*rest[0], **rest[1])
+            return target(*rest[0], **rest[1])
         if op not in ("getattr", "setattr") or len(rest) != 1 + (op == "setattr"):
             raise Gone
         name = str(rest[0])
-        if name.startswith("_") or not of_test(one):
+        if name.startswith("_") or not of_test(target):
             raise AttributeError(name)
-        before = getattr(one, name, None) if op == "setattr" else None
+        before = getattr(target, name, None) if op == "setattr" else None
         if callable(before) and type(before) is not Away:  # the verdict of the test may depend on it
             raise AttributeError(name)
-        return getattr(one, name) if op == "getattr" else setattr(one, name, rest[1])
+        return getattr(target, name) if op == "getattr" else setattr(target, name, rest[1])
 
 
 class Names(dict):

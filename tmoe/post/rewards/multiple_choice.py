@@ -50,9 +50,9 @@ def letter_in(box: str) -> str | None:
     None if the text has different letters in brackets, such as "(A) or (B)".
     """
     box = OF_WORDS.sub(r"\1", box)
-    found = ALONE.fullmatch(box) or BRACKETS.search(box) or BEGINS.match(box)
+    match = ALONE.fullmatch(box) or BRACKETS.search(box) or BEGINS.match(box)
     several = len(set(BRACKETS.findall(box))) > 1
-    return found[1] if found and found[1].isupper() and not several else None
+    return match[1] if match and match[1].isupper() and not several else None
 
 
 def letter_of(text: str) -> str | None:
@@ -68,9 +68,9 @@ def letter_of(text: str) -> str | None:
         alone := ALONE.fullmatch(text.lstrip().partition("\n")[0])
     ):  # a line with more text is not read
         return alone[1].upper()
-    said = [one[1] or one[2] for one in SAID.finditer(text)]
-    if said:
-        return said[-1].upper()
+    letters = [match[1] or match[2] for match in SAID.finditer(text)]
+    if letters:
+        return letters[-1].upper()
     alone = ALONE.fullmatch(text)
     if alone:
         return alone[1].upper()

@@ -61,16 +61,16 @@ class Number(NamedTuple):
 def number(sample: RewardSample) -> float:
     """The reward; 0 for an answer without a number."""
     wanted = number_of_row(sample)
-    found = number_of(sample.answer)
-    return float(found is not None and same_number(found, wanted))
+    answer = number_of(sample.answer)
+    return float(answer is not None and same_number(answer, wanted))
 
 
 def number_of_row(sample: RewardSample) -> Number:
     """The right number. ValueError where the row's answer has none."""
-    found = number_of(truth_of(sample))
-    if found is None:
+    truth = number_of(truth_of(sample))
+    if truth is None:
         raise ValueError(f"the row's answer {truth_of(sample)[:80]!r} has no number")
-    return found
+    return truth
 
 
 def number_of(text: str) -> Number | None:
@@ -79,8 +79,8 @@ def number_of(text: str) -> Number | None:
     if box is not None:
         return last_number(box)
     _, mark, rest = text.rpartition("####")
-    found = _opening_number(rest.lstrip().partition("\n")[0]) if mark else None
-    return found or last_number(rest)
+    opening = _opening_number(rest.lstrip().partition("\n")[0]) if mark else None
+    return opening or last_number(rest)
 
 
 def _opening_number(line: str) -> Number | None:
@@ -90,10 +90,10 @@ def _opening_number(line: str) -> Number | None:
     as in the graders of GSM8K (Cobbe et al. 2021).
     """
     readable = _readable(line)
-    found = NUMBER.search(readable)
-    if not found or re.search(r"\w", readable[: found.start()]) or HEADING.match(readable[found.end() :]):
+    match = NUMBER.search(readable)
+    if not match or re.search(r"\w", readable[: match.start()]) or HEADING.match(readable[match.end() :]):
         return None
-    return last_number(line) if "=" in line or EXPRESSION.search(line) else _value(found)
+    return last_number(line) if "=" in line or EXPRESSION.search(line) else _value(match)
 
 
 def same_number(a: Number, b: Number) -> bool:
@@ -109,8 +109,8 @@ def same_number(a: Number, b: Number) -> bool:
 def read_number(text: str) -> Number | None:
     """The number that a whole text consists of; None for another text."""
     text = _readable(text).strip().removesuffix(".")
-    found = NUMBER.fullmatch(text)
-    return _value(found) if found else None
+    match = NUMBER.fullmatch(text)
+    return _value(match) if match else None
 
 
 def last_number(text: str) -> Number | None:
@@ -120,8 +120,8 @@ def last_number(text: str) -> Number | None:
         return whole
     if EXPRESSION.search(text) and (value := value_of(without_looks(text))) is not None:
         return Number(Fraction(value), False, isinstance(value, Fraction))
-    found = list(NUMBER.finditer(_readable(text)))
-    return _value(found[-1]) if found else None
+    matches = list(NUMBER.finditer(_readable(text)))
+    return _value(matches[-1]) if matches else None
 
 
 def _readable(text: str) -> str:
@@ -134,12 +134,12 @@ def _readable(text: str) -> str:
     text = re.sub(r"\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\^\s*\{?\\circ\}?|\\?\$", "", text)
     parts = []
     at = 0
-    for found in re.finditer(r"\\[dt]?frac", text):
-        top = _argument(text, found.end())
+    for match in re.finditer(r"\\[dt]?frac", text):
+        top = _argument(text, match.end())
         bottom = _argument(text, top[1]) if top else None
-        if found.start() < at or not top or not bottom:
+        if match.start() < at or not top or not bottom:
             continue
-        parts += [text[at : found.start()], TOP, top[0].strip(), BOTTOM, bottom[0].strip(), END]
+        parts += [text[at : match.start()], TOP, top[0].strip(), BOTTOM, bottom[0].strip(), END]
         at = bottom[1]
     return "".join([*parts, text[at:]])
 
@@ -150,15 +150,15 @@ def _argument(text: str, at: int) -> tuple[str, int] | None:
     return (digit[1], digit.end()) if digit else group_at(text, at, MOST_OF_PART)
 
 
-def _value(found: re.Match[str]) -> Number | None:
+def _value(match: re.Match[str]) -> Number | None:
     """The number of a match; None for unreasonably long numbers, and for a division by zero."""
-    part = {name: (text or "").replace(",", "") for name, text in found.groupdict().items()}
+    part = {name: (text or "").replace(",", "") for name, text in match.groupdict().items()}
     exponent = part["e"] or part["power"] or part["raised"] or "1"
-    if len(found[0]) > MOST_DIGITS or len(exponent) > 5 or abs(int(exponent)) > MOST_EXPONENT:
+    if len(match[0]) > MOST_DIGITS or len(exponent) > 5 or abs(int(exponent)) > MOST_EXPONENT:
         return None
     value = Fraction(part["top"] or part["value"])
     if part["raised"]:
-        if abs(int(exponent)) * len(found[0]) > MOST_DIGITS or (value == 0 and int(exponent) < 0):
+        if abs(int(exponent)) * len(match[0]) > MOST_DIGITS or (value == 0 and int(exponent) < 0):
             return None
         value **= int(exponent)
     elif part["e"] or part["power"]:

@@ -58,12 +58,12 @@ class Spoiled(Exception):
 
 def understood(line: bytes) -> dict[str, Any]:
     try:
-        told = json.loads(line)
+        message = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise Spoiled from error
-    if not isinstance(told, dict):
+    if not isinstance(message, dict):
         raise Spoiled
-    return told
+    return message
 
 
 def environment() -> dict[str, str]:
@@ -72,9 +72,13 @@ def environment() -> dict[str, str]:
     PYTHONHASHSEED gives sets of text the same order in every worker.
     """
     ours = tuple(OF_LAUNCHERS.split())
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    return kept | threads | dict(CUDA_VISIBLE_DEVICES="", PYTHONHASHSEED="0", TOKENIZERS_PARALLELISM="false")
+    return (
+        variables
+        | threads
+        | dict(CUDA_VISIBLE_DEVICES="", PYTHONHASHSEED="0", TOKENIZERS_PARALLELISM="false")
+    )
 
 
 class Worker:
@@ -178,11 +182,11 @@ class Pool:
     def __init__(self, terms: Sequence[Term], workers: int, timeout_s: float) -> None:
         self.terms = terms
         self.timeout_s = timeout_s
-        told = [
+        specs = [
             dict(name=t.name, argument=t.argument, file=t.file and str(t.file), source=t.source)
             for t in terms
         ]
-        self.hello = pickle.dumps(dict(path=sys.path, timeout_s=timeout_s, terms=told))
+        self.hello = pickle.dumps(dict(path=sys.path, timeout_s=timeout_s, terms=specs))
         self.started = False
         self.failed = 0  # failed starts in a row
         # A worker ends with the thread that started it (PR_SET_PDEATHSIG), so a thread that lives as long as
@@ -221,7 +225,7 @@ class Pool:
         if not self.workers:
             raise RuntimeError("rewards: they are closed")
         self.pickled = [pickle.dumps(tuple(sample)) for sample in samples]
-        found = self.found = [[] for _ in samples]
+        outcomes = self.found = [[] for _ in samples]
         self.todo.extend(range(len(samples)))
         self.left = len(samples)
         try:
@@ -231,7 +235,7 @@ class Pool:
             self.close()
             raise
         self._forget()
-        return found
+        return outcomes
 
     def wait(self) -> None:
         """Gives samples to idle workers, and checks busy ones when data arrives or a deadline is over."""

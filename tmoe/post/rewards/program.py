@@ -44,8 +44,11 @@ def view(value: Any) -> tuple[Any, ...]:
 
 OPS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in OPERATORS},
-    **{one.__name__: one for one in (getattr, setattr, isinstance, len, iter, next, str, repr, bool, int)},
-    **{one.__name__: one for one in (float, complex, round, abs, view)},
+    **{
+        function.__name__: function
+        for function in (getattr, setattr, isinstance, len, iter, next, str, repr, bool, int)
+    },
+    **{function.__name__: function for function in (float, complex, round, abs, view)},
     "call": lambda function, words, named: function(*words, **named),
 }
 
@@ -75,7 +78,9 @@ class OfProgram(Wire):
         self.code, self.names = code, names
         self.screen = io.TextIOWrapper(io.BytesIO(), "utf-8", "replace", write_through=True)
         sys.stdout = self.screen
-        super().__init__(link, self.stand_in, lambda one: one._number if type(one) is JudgeObject else None)
+        super().__init__(
+            link, self.stand_in, lambda value: value._number if type(value) is JudgeObject else None
+        )
 
     def stand_in(self, number: int) -> JudgeObject:
         return self.given.setdefault(number, JudgeObject(self, number))
@@ -92,10 +97,10 @@ class OfProgram(Wire):
     def printed(self) -> str:
         memory = self.screen.buffer
         assert isinstance(memory, io.BytesIO)
-        said = memory.getvalue()
+        output = memory.getvalue()
         memory.seek(0)
         memory.truncate()
-        return said.decode("utf-8", "replace")
+        return output.decode("utf-8", "replace")
 
 
 def main(job: dict[str, Any], link: int) -> None:

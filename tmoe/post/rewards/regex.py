@@ -13,14 +13,14 @@ def regex(sample: RewardSample, pattern: str | None) -> float:
 
 def pattern_of_row(sample: RewardSample) -> str:
     """The row's own pattern. ValueError if the field "pattern" is missing or no regular expression."""
-    found = sample.row.get("pattern")
-    if not isinstance(found, str):
+    pattern = sample.row.get("pattern")
+    if not isinstance(pattern, str):
         fields = ", ".join(map(str, sample.row))
         raise ValueError(
-            f"the row's pattern is {found!r:.80}; must be a regular expression (fields: {fields})"
+            f"the row's pattern is {pattern!r:.80}; must be a regular expression (fields: {fields})"
         )
     try:
-        re.compile(found, re.DOTALL)
+        re.compile(pattern, re.DOTALL)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"the row's pattern {found[:80]!r} is no regular expression: {error}") from None
-    return found
+        raise ValueError(f"the row's pattern {pattern[:80]!r} is no regular expression: {error}") from None
+    return pattern

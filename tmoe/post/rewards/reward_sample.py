@@ -43,5 +43,5 @@ def truth_of(sample: RewardSample) -> str:
             shown = f"{value!r:.80}, a {type(value).__name__}"
             raise ValueError(f"the row's {name} is {shown}; must be text, not empty, or a finite number")
         return str(value)
-    found = [f"{name} (null)" if value is None else str(name) for name, value in sample.row.items()]
-    raise ValueError(f"the row has no field {' or '.join(TRUTHS)}, only {', '.join(found) or 'none'}")
+    fields = [f"{name} (null)" if value is None else str(name) for name, value in sample.row.items()]
+    raise ValueError(f"the row has no field {' or '.join(TRUTHS)}, only {', '.join(fields) or 'none'}")

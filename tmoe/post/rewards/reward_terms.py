@@ -60,17 +60,17 @@ def parse(words: Sequence[str], *, code: bool) -> list[Term]:
 
 
 def _term(word: str, code: bool) -> Term:
-    found = FROM_FILE.fullmatch(word) or BY_NAME.fullmatch(word)
-    if found is None or (found.re is BY_NAME and found["name"] not in NAMES):
+    match = FROM_FILE.fullmatch(word) or BY_NAME.fullmatch(word)
+    if match is None or (match.re is BY_NAME and match["name"] not in NAMES):
         nameless = f"names no function, as {word}:FUNCTION does; " if word.endswith(".py") else ""
         raise ConfigError.of(SETTING, word, f"{nameless}valid: {VALID}")
-    name = found["name"]
-    weight = found["weight"]
-    said = word if weight is None else word.removesuffix(f":{weight}")
-    term = Term(word, name, said, name, _weight(word, weight))
-    if found.re is FROM_FILE:
-        return _from_file(term, Path(found["file"]))
-    return _by_name(term._replace(argument=found["argument"]), code)
+    name = match["name"]
+    weight = match["weight"]
+    label = word if weight is None else word.removesuffix(f":{weight}")
+    term = Term(word, name, label, name, _weight(word, weight))
+    if match.re is FROM_FILE:
+        return _from_file(term, Path(match["file"]))
+    return _by_name(term._replace(argument=match["argument"]), code)
 
 
 def _weight(word: str, text: str | None) -> float:
@@ -111,8 +111,8 @@ def _by_name(term: Term, code: bool) -> Term:
 
 def longest_and_margin(term: Term) -> tuple[int, int]:
     """The two numbers of `length`, in tokens."""
-    found = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", term.argument or "")
-    longest, margin = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", term.argument or "")
+    longest, margin = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 0 < margin <= longest:
         raise term.refuse("must be length(LONGEST,MARGIN) in tokens, MARGIN above 0 and at most LONGEST")
     return longest, margin

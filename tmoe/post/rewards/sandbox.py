@@ -206,7 +206,7 @@ def call(name: str, *arguments: Any) -> None:
     """Calls a function of libc. OSError, with the function and its text arguments, if it fails."""
     if getattr(libc, name)(*arguments) < 0:
         number = ctypes.get_errno()
-        about = ", ".join(one.decode() for one in arguments if isinstance(one, bytes))
+        about = ", ".join(argument.decode() for argument in arguments if isinstance(argument, bytes))
         raise OSError(number, os.strerror(number), f"{name}({about})")
 
 
@@ -222,7 +222,7 @@ def main() -> None:
 
     Only a parent process may map the users of its child's namespace, so two processes are needed.
     """
-    job, told, link, seconds, parent = (int(word) for word in sys.argv[1:6])
+    job, report, link, seconds, parent = (int(word) for word in sys.argv[1:6])
     failed, *folders = sys.argv[6:]
     end_with(parent)
     asked, answered = os.pipe(), os.pipe()
@@ -230,14 +230,14 @@ def main() -> None:
     child = os.fork()
     if child == 0:
         os.close(answered[1])
-        with reporting(told, failed):
+        with reporting(report, failed):
             call("unshare", CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
             end_with(outer)
             os.write(asked[1], b"1")
             if os.read(answered[0], 1) == b"1":
-                inside((job, link), told, seconds, folders, failed)
+                inside((job, link), report, seconds, folders, failed)
         os._exit(COULD_NOT)
-    with reporting(told, failed):
+    with reporting(report, failed):
         os.close(asked[1])
         if os.read(asked[0], 1) == b"1":
             name_users(child)

@@ -12,9 +12,9 @@ def last_boxed(text: str) -> str | None:
     r"""The contents of the last complete \boxed{...}, with nested braces; None without one."""
     end = len(text)
     for box in reversed(list(BOX.finditer(text))):
-        found = group_at(text, box.end(), end - box.end())
-        if found is not None:
-            return found[0].strip()
+        group = group_at(text, box.end(), end - box.end())
+        if group is not None:
+            return group[0].strip()
         end = box.start()  # a box around an unclosed box is not closed either
     return None
 
@@ -108,7 +108,7 @@ SPELLINGS = tuple(
         (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
         (r"\\(?:[lr]?vert|mid)(?![a-zA-Z])", "|"),
         (r"\\\{\s*\\\}", r"\\emptyset"),
-        (r"(?<![\d.,])\d{1,3}(?:\s\d{3})+(?![\d.,]|\s*/)", lambda found: re.sub(r"\s", "", found[0])),
+        (r"(?<![\d.,])\d{1,3}(?:\s\d{3})+(?![\d.,]|\s*/)", lambda match: re.sub(r"\s", "", match[0])),
         (r"(?<=\d)\{,\}(?=\d)", ","),
         (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
         (r"\s*(\\cup|\\in(?![a-zA-Z])|[=,()\[\]{}])\s*", r"\1"),
@@ -117,8 +117,8 @@ SPELLINGS = tuple(
 )
 
 
-def _repeating(found: re.Match[str]) -> str:
-    whole, first, again = found.groups()
+def _repeating(match: re.Match[str]) -> str:
+    whole, first, again = match.groups()
     nines = (10 ** len(again) - 1) * 10 ** len(first)
     return rf"\frac{{{int(whole + first + again) - int(whole + first or '0')}}}{{{nines}}}"
 
@@ -130,8 +130,8 @@ def without_periods(text: str) -> str:
 
 def _unwrapped(text: str) -> str:
     r"""A text without braces, \text or \mathbf around the whole text."""
-    while found := AROUND.match(text):
-        group = group_at(text, found.end())
+    while match := AROUND.match(text):
+        group = group_at(text, match.end())
         if group is None or group[1] != len(text):
             break
         text = group[0].strip()

@@ -56,21 +56,21 @@ def exception_of(names: list[str], known: dict[str, type[BaseException]]) -> typ
     A built-in exception gives that class. Other classes are created, derived from the first built-in base,
     and kept in `known`.
     """
-    own: list[str] = []
-    found: Any = Exception
+    unknown: list[str] = []
+    base: Any = Exception
     for name in names:
-        one = getattr(builtins, name, None)
-        if isinstance(one, type) and issubclass(one, BaseException):
-            found = one
+        builtin = getattr(builtins, name, None)
+        if isinstance(builtin, type) and issubclass(builtin, BaseException):
+            base = builtin
             break
-        own.append(name)
-    for name in reversed(own):
-        found = known.setdefault(name, type(name, (found,), {}))
-    return found
+        unknown.append(name)
+    for name in reversed(unknown):
+        base = known.setdefault(name, type(name, (base,), {}))
+    return base
 
 
 def names_of(kind: type) -> list[str]:
-    return [one.__name__ for one in kind.__mro__]
+    return [base.__name__ for base in kind.__mro__]
 
 
 class Wire:
@@ -114,16 +114,16 @@ class Wire:
         return message
 
     def _exactly(self, length: int) -> bytes:
-        found = bytearray()
-        while len(found) < length:
+        data = bytearray()
+        while len(data) < length:
             try:
-                some = os.read(self.link, length - len(found))
+                some = os.read(self.link, length - len(data))
             except OSError as error:
                 raise Gone from error
             if not some:
                 raise Gone
-            found += some
-        return bytes(found)
+            data += some
+        return bytes(data)
 
     # ---- values ----
 
@@ -137,18 +137,18 @@ class Wire:
         if kind in HELD:
             return self._write_held(value, table, places)
         if kind in (tuple, frozenset):
-            return {kind.__name__: [self.write(one, table, places) for one in value]}
+            return {kind.__name__: [self.write(item, table, places) for item in value]}
         if kind is bytes:
             return {"bytes": value.decode("latin1")}
         if kind is complex:
             return {"complex": [value.real, value.imag]}
         if kind is slice:
             ends = value.start, value.stop, value.step
-            return {"slice": [self.write(one, table, places) for one in ends]}
+            return {"slice": [self.write(item, table, places) for item in ends]}
         if kind in AS_TEXT:
             return {kind.__name__: str(value)}
-        for name, (one, numbers) in AS_NUMBERS.items():
-            if kind is one and getattr(value, "tzinfo", None) is None:
+        for name, (number_kind, numbers) in AS_NUMBERS.items():
+            if kind is number_kind and getattr(value, "tzinfo", None) is None:
                 return {name: list(numbers(value))}
         return self._write_other(value)
 
@@ -163,8 +163,8 @@ class Wire:
         """The contents of a container, as JSON."""
         if isinstance(value, bytearray):
             return value.decode("latin1")
-        items = [one for pair in value.items() for one in pair] if isinstance(value, dict) else list(value)
-        return [self.write(one, table, places) for one in items]
+        items = [item for pair in value.items() for item in pair] if isinstance(value, dict) else list(value)
+        return [self.write(item, table, places) for item in items]
 
     def _write_other(self, value: Any) -> Any:
         if isinstance(value, type):
@@ -199,17 +199,17 @@ class Wire:
         if name == "held":
             return table[what]
         if name in ("tuple", "frozenset"):
-            return KINDS[name](self.read(one, table) for one in what)
+            return KINDS[name](self.read(item, table) for item in what)
         if name == "bytes":
             return what.encode("latin1")
         if name == "complex":
             return complex(*map(float, what))
         if name == "slice":
-            return slice(*(self.read(one, table) for one in what))
+            return slice(*(self.read(item, table) for item in what))
         if name in AS_NUMBERS:
             return AS_NUMBERS[name][0](*map(int, what))
         if name == "exception":
-            return exception_of([str(one) for one in what], self.known)
+            return exception_of([str(item) for item in what], self.known)
         if name == "array":
             return self._read_array(*what)
         if name == "type":
@@ -223,10 +223,10 @@ class Wire:
             return kind(what)
         if kind not in HELD:
             raise KeyError(name)
-        held: Any = kind()
-        table.append(held)
-        self.fill(held, what, table)
-        return held
+        container: Any = kind()
+        table.append(container)
+        self.fill(container, what, table)
+        return container
 
     @staticmethod
     def _read_array(kind: str, shape: list[int], text: str) -> Any:
@@ -235,16 +235,16 @@ class Wire:
         dtype = numpy.dtype(kind)
         if dtype.kind not in ARRAYS:
             raise ValueError(kind)
-        found = numpy.empty(0, dtype) if 0 in shape else numpy.frombuffer(text.encode("latin1"), dtype)
-        found = found.reshape(shape).copy()
-        return found if shape else found[()]
+        array = numpy.empty(0, dtype) if 0 in shape else numpy.frombuffer(text.encode("latin1"), dtype)
+        array = array.reshape(shape).copy()
+        return array if shape else array[()]
 
     def fill(self, held: Any, what: Any, table: list[Any]) -> None:
         """Replaces the contents of a container by those in JSON."""
         if isinstance(held, bytearray):
             held[:] = what.encode("latin1")
             return
-        items = [self.read(one, table) for one in what]
+        items = [self.read(item, table) for item in what]
         held.clear()
         if isinstance(held, PAIRS):
             for key, value in zip(items[::2], items[1::2], strict=True):
@@ -258,7 +258,7 @@ class Wire:
         """The other side's result of a request; an exception of the other side is raised here."""
         table: list[Any] = []
         places: dict[int, int] = {}
-        self.send(dict(ask=op, given=[self.write(one, table, places) for one in given]))
+        self.send(dict(ask=op, given=[self.write(value, table, places) for value in given]))
         while "ask" in (reply := self.receive()):  # the other side may send requests before it answers
             self.answer(reply)
         return self.take(reply, table)
@@ -271,9 +271,9 @@ class Wire:
             for n, what in reply.get("changed", ()):
                 self.fill(table[n], what, table)
             raised, arguments = None, []
-            if (told := reply.get("raised")) is not None:
-                raised = exception_of([str(one) for one in told[0]], self.known)
-                arguments = [self.read(one, table) for one in told[1]]
+            if (exception := reply.get("raised")) is not None:
+                raised = exception_of([str(item) for item in exception[0]], self.known)
+                arguments = [self.read(item, table) for item in exception[1]]
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise Gone from error
         if raised is not None:
@@ -283,9 +283,9 @@ class Wire:
     def answer(self, message: dict[str, Any]) -> None:
         """Serves one request of the other side."""
         table: list[Any] = []
-        given = [self.read(one, table) for one in message.get("given", ())]
-        places = {id(held): n for n, held in enumerate(table)}
-        before = [self.contents(held, table, places) for held in table]
+        given = [self.read(value, table) for value in message.get("given", ())]
+        places = {id(value): n for n, value in enumerate(table)}
+        before = [self.contents(value, table, places) for value in table]
         try:
             reply = dict(value=self.write(self.serve(str(message["ask"]), given), table, places))
         except Gone:
@@ -293,12 +293,17 @@ class Wire:
         except BaseException as error:  # SystemExit too: the process that made the request handles it
             reply = dict(raised=[names_of(type(error)), self._arguments(error)])
         changed = [[n, self.contents(table[n], table, places)] for n in range(len(before))]
-        reply |= dict(changed=[one for one in changed if one[1] != before[one[0]]], said=self.printed())
+        reply |= dict(
+            changed=[change for change in changed if change[1] != before[change[0]]], said=self.printed()
+        )
         self.send(reply)
 
     def _arguments(self, error: BaseException) -> list[Any]:
         try:
-            return [one if type(one) in (int, float, str, bool) else str(one) for one in error.args]
+            return [
+                argument if type(argument) in (int, float, str, bool) else str(argument)
+                for argument in error.args
+            ]
         except BaseException:
             return []
 

@@ -46,12 +46,12 @@ def main() -> None:
     jobs, replies, parent = (int(word) for word in sys.argv[1:4])
     settle(jobs, replies, parent)
     names = import_light()
-    told = pickle.loads(read_frame(jobs))
-    sys.path[:] = told["path"]
+    hello = pickle.loads(read_frame(jobs))
+    sys.path[:] = hello["path"]
     functions = []
-    for i, term in enumerate(told["terms"]):
+    for i, term in enumerate(hello["terms"]):
         try:
-            functions.append(load(term, told["timeout_s"], names))
+            functions.append(load(term, hello["timeout_s"], names))
         except BaseException as error:
             reply(replies, dict(refused=[i, said_of(error, term["file"])]))
             return
@@ -94,12 +94,12 @@ def import_light() -> dict[str, ModuleType]:
         empty[name] = ModuleType(name)
         empty[name].__path__ = [str(folder)]
     sys.modules |= empty
-    found = {
+    modules = {
         name: importlib.import_module(f"tmoe.post.rewards.{name}") for name in ("reward_sample", "builtin")
     }
     for name in empty:
         del sys.modules[name]
-    return found
+    return modules
 
 
 def load(term: dict[str, Any], timeout_s: float, names: dict[str, ModuleType]) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ def load(term: dict[str, Any], timeout_s: float, names: dict[str, ModuleType]) -
         sys.path.insert(0, str(path.parent))  # it may import files of its folder
         exec(compile(term["source"], str(path), "exec"), module.__dict__)
     if (function := getattr(module, term["name"], None)) is None:
-        there = [name for name, one in vars(module).items() if inspect.isfunction(one)][:8]
+        there = [name for name, value in vars(module).items() if inspect.isfunction(value)][:8]
         raise Refused(f"it has no function {term['name']}; valid: {', '.join(there) or 'none, it has none'}")
     return usable(function, term["name"])
 
@@ -154,13 +154,19 @@ def said_of(error: BaseException, file: str | None) -> str:
         if isinstance(error, Refused):
             return str(error)
         text = error.msg if isinstance(error, SyntaxError) else error
-        said = " ".join(f"{type(error).__name__}: {text}".split())
+        summary = " ".join(f"{type(error).__name__}: {text}".split())
         if isinstance(error, SyntaxError) and error.filename:
-            return f"{error.filename}:{error.lineno}: {said}"
+            return f"{error.filename}:{error.lineno}: {summary}"
         folder = f"{Path(file).parent}/" if file else "no folder"
         frames = traceback.extract_tb(error.__traceback__)
-        own = [one for one in frames if one.filename.startswith(folder) and one.filename != __file__]
-        return f"{own[-1].filename}:{own[-1].lineno}: {said}" if own else said
+        reward_frames = [
+            frame for frame in frames if frame.filename.startswith(folder) and frame.filename != __file__
+        ]
+        return (
+            f"{reward_frames[-1].filename}:{reward_frames[-1].lineno}: {summary}"
+            if reward_frames
+            else summary
+        )
     except BaseException:  # an error whose text raises
         return type(error).__name__
 
@@ -214,13 +220,13 @@ def read_frame(descriptor: int) -> bytes:
 
 
 def read_exactly(descriptor: int, length: int) -> bytes:
-    found = bytearray()
-    while len(found) < length:
-        some = os.read(descriptor, min(length - len(found), 2**20))
+    data = bytearray()
+    while len(data) < length:
+        some = os.read(descriptor, min(length - len(data), 2**20))
         if not some:
             os._exit(0)
-        found += some
-    return bytes(found)
+        data += some
+    return bytes(data)
 
 
 def reply(descriptor: int, what: dict[str, Any]) -> None:

@@ -129,11 +129,11 @@ class Watch:
         """
         if self.world == 1:
             return
-        here = f"tmoe meeting {next(MEETINGS)}"
-        self.connection.add(here, 1)
+        key = f"tmoe meeting {next(MEETINGS)}"
+        self.connection.add(key, 1)
         others = (range(1, self.world) if self.rank == 0 else [0]) if self._attached else []
         heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat, and when that was new
-        while self.connection.add(here, 0) < self.world:
+        while self.connection.add(key, 0) < self.world:
             time.sleep(BEAT_S)
             now = time.monotonic()
             for r in others:

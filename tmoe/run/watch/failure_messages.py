@@ -102,8 +102,8 @@ def cause(error: BaseException | None) -> str:
 
     The code that ends a run may fail too; that failure is not the reason of the end.
     """
-    said: list[str] = []
+    lines: list[str] = []
     while error:
-        said.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        lines.append(f"{type(error).__name__}: {error}".splitlines()[0])
         error = None if error.__suppress_context__ else error.__context__
-    return ", then ".join(reversed(said))
+    return ", then ".join(reversed(lines))

@@ -157,9 +157,11 @@ def parting(journals: Mapping[int, list[str]], skipped: bool = True) -> str | No
     that one rank lacks, and a small group before a large one.
     """
     parsed = {line: _group_of(line) for line in {line for lines in journals.values() for line in lines}}
-    found: list[tuple[tuple[bool, int, int], dict[str, list[int]]]] = []
+    differences: list[tuple[tuple[bool, int, int], dict[str, list[int]]]] = []
     for group in set(parsed.values()):
-        wider = {line for line, of in parsed.items() if not of or (group and of >= group)}
+        wider = {
+            line for line, line_group in parsed.items() if not line_group or (group and line_group >= group)
+        }
         shared = {
             rank: [line for line in lines if line in wider]
             for rank, lines in journals.items()
@@ -173,11 +175,11 @@ def parting(journals: Mapping[int, list[str]], skipped: bool = True) -> str | No
             lacks = len(calls.keys() - {NOTHING}) < 2
             if len(calls) > 1:
                 if skipped or not lacks:
-                    found.append(((lacks, len(shared), at), calls))
+                    differences.append(((lacks, len(shared), at), calls))
                 break
-    if not found:
+    if not differences:
         return None
-    (_, _, at), calls = min(found, key=lambda one: one[0])
+    (_, _, at), calls = min(differences, key=lambda difference: difference[0])
     which = "; ".join(f"rank {', '.join(map(str, ranks))}: {line}" for line, ranks in calls.items())
     return f"the ranks' collectives part at number {at + 1}: {which}"
 
@@ -202,10 +204,10 @@ def _group_of(line: str) -> frozenset[int]:
 
 def _first_tensors(args: tuple) -> list[Tensor]:
     """The tensors of a collective's first argument: its outputs, or tensors that are reduced in place."""
-    found = args[0] if args else []
-    while isinstance(found, list) and found and isinstance(found[0], list):
-        found = found[0]
-    return [found] if isinstance(found, Tensor) else found
+    tensors = args[0] if args else []
+    while isinstance(tensors, list) and tensors and isinstance(tensors[0], list):
+        tensors = tensors[0]
+    return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def _operands(name: str, tensors: list[Tensor], options: Any) -> str:

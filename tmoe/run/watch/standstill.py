@@ -113,11 +113,11 @@ def end_process(stood: float, thread: threading.Thread, words: Callable[[Any], s
         main = thread.ident or 0
         error: Any = sys._current_exceptions().get(main)
         error = error[1] if isinstance(error, tuple) else error  # Python 3.11
-        said = traceback.format_stack(sys._current_frames().get(main))
-        said += traceback.format_exception(error) if error else []
+        lines = traceback.format_stack(sys._current_frames().get(main))
+        lines += traceback.format_exception(error) if error else []
         try:
-            said.append(f"error: nothing has moved for {stood:.1f} s (--train.timeout)")
-            print("".join(said), file=sys.stderr, flush=True)
+            lines.append(f"error: nothing has moved for {stood:.1f} s (--train.timeout)")
+            print("".join(lines), file=sys.stderr, flush=True)
             known = words(error)
             print(known, file=sys.stderr)
             exit_message.leave(known.splitlines()[-1], behind=True)
@@ -139,7 +139,7 @@ def leave_behind(error: BaseException) -> None:
 
     def escaped(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         hook(kind, value, trace)
-        if any(hasattr(of, LEAVES) for of in _all_of(value)):
+        if any(hasattr(cause, LEAVES) for cause in _all_of(value)):
             atexit.register(_leave)
 
     setattr(escaped, LEAVES, True)
@@ -148,14 +148,14 @@ def leave_behind(error: BaseException) -> None:
 
 def _all_of(error: BaseException) -> list[BaseException]:
     """The error, the errors from which or during which it was raised, and the errors in a group."""
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
     more: list[Any] = [error]
     while more:
-        one = more.pop()
-        if one is not None and all(one is not other for other in found):
-            found.append(one)
-            more += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
-    return found
+        current = more.pop()
+        if current is not None and all(current is not other for other in errors):
+            errors.append(current)
+            more += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]
+    return errors
 
 
 def _leave() -> None:
