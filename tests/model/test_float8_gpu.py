@@ -38,13 +38,17 @@ def block_of(recipe: str) -> Block:
 
 
 def test_a_compiled_block_is_near_an_eager_one_and_bf16():
-    """e4m3 rounds an operand by about 2.6%; a result and a gradient are within a tenth of bf16's."""
+    """e4m3 rounds an operand by about 2.6%; a result and a gradient are within a tenth of bf16's.
+
+    x is small, so that bf16's rounding of the residual sum is small beside the block's result. Compiled code
+    rounds to bf16 at other points, and e4m3 then rounds some operands to the other neighbour.
+    """
     cfg = Config(model=WIDE, train=TrainConfig(seq=256, float8="rowwise"))
     if float8.lacking(GPU):
         pytest.skip("this GPU has no float8 products")
     float8.require_device(cfg, GPU)
     torch.manual_seed(1)
-    x = torch.randn(2, 256, 512, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(2, 256, 512, device=GPU).mul(0.05).bfloat16().requires_grad_()
     context = (*turns_of(WIDE, 256, GPU)[WIDE.rope_of(0)], None, None, None)
     found = {}
     for name, recipe in (("bf16", "none"), ("eager", "rowwise"), ("compiled", "rowwise")):
@@ -53,7 +57,9 @@ def test_a_compiled_block_is_near_an_eager_one_and_bf16():
             block.compute = torch.compile(block.compute, fullgraph=True, **COMPILE)
         y = block(x, *context)[0] - x
         found[name] = [y, *torch.autograd.grad(y.float().square().sum(), [x, block.attention.qkv.weight])]
-    for ours, other, limit in (("compiled", "eager", 0.05), ("eager", "bf16", 0.1)):
-        for a, b in zip(found[ours], found[other], strict=True):
-            assert (a - b).float().norm() <= limit * b.float().norm()
+    for bf16, eager, compiled in zip(*found.values(), strict=True):
+        size, apart = bf16.float().norm(), [(t - bf16).float().norm() for t in (eager, compiled)]
+        assert max(apart) <= 0.1 * size
+        assert apart[1] <= 1.1 * apart[0]
+        assert (compiled - eager).float().norm() <= 0.08 * size
     assert not torch.equal(found["eager"][0], found["bf16"][0])

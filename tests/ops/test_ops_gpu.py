@@ -264,6 +264,7 @@ def test_more_than_2_to_the_31_elements():
 
 
 def opcheck(op, *args, **kwargs):
+    """torch's checks of a registered op. `ops` loads a module, which registers its op, on first use."""
     torch.library.opcheck(getattr(torch.ops.tmoe, op).default, args, **kwargs)
 
 
@@ -279,6 +280,7 @@ def test_opcheck():
         opcheck("moe_mlp_backward", dy, *(t.detach() for t in leaves), h, packed, *how)
     a, b, dc = (torch.randn(s, device="cuda").bfloat16() for s in ((200, 512), (3, 128, 512), (200, 128)))
     ends = torch.tensor([50, 50, 170], dtype=torch.int32, device="cuda")
+    assert ops.grouped_mm and ops.softmax_topk
     opcheck("grouped_mm", a.clone().requires_grad_(), b.clone().requires_grad_(), ends)
     opcheck("grouped_mm_backward", dc, a, b, ends)
     logits = torch.randn(33, 60, device="cuda", requires_grad=True)
