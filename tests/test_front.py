@@ -111,7 +111,7 @@ WRONG = [
     ("hf", "import A B --world 4 --ep 3", "--world=4 --ep=3: both at least 1"),
     ("warmup", "--processes -3", "--processes"),
     # a word that looks like a flag, in front of the positional ones
-    ("hf", "export --lora A B", "--lora: no such flag; low-rank adapters are not there yet"),
+    ("hf", "export --lora A B", "--lora: no such flag; low-rank adapters are trained by train.py"),
     ("checkpoint", "verify --nosuch A", "--nosuch: no such flag"),
     # no value
     ("train", "tiny --train.batch", "--train.batch: needs a value; must be a whole number"),

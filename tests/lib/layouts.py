@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model.freeze import settle
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer
@@ -107,6 +108,8 @@ MODELS = dict(
     latent=LATENT,
     latent_0=LATENT_0,
     by_position=BY_POSITION,
+    capacity=replace(GQA, moe=replace(ROUTED, capacity_factor=1.0)),
+    padded=replace(GQA, moe=replace(ROUTED, capacity_factor=2.0, pad=True)),
 )
 
 
@@ -192,6 +195,7 @@ def train(
 def transformer(cfg: Config, mesh: Mesh, whole_forwards: bool) -> Transformer:
     with torch.device("meta"):
         net = Transformer(cfg.model)
+        settle(net, cfg)
     return parallelize(net, mesh, cfg, whole_forwards)
 
 

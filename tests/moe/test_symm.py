@@ -308,6 +308,41 @@ def check_experts(tokens, kind, pairs, activation="swiglu", K=2, L=2, D=64, F=32
         )
 
 
+def check_frozen(tokens, pairs, K=2, L=2, D=64, F=32):
+    """Frozen matrices: all other gradients as before, bit for bit, and no product for dW."""
+    from tmoe.moe.exchange import symm
+    from tmoe.ops import exchange
+    from tmoe.ops.experts import gpu
+
+    draw = torch.Generator().manual_seed(5)
+    capacity = max(tokens)
+    ranks = Ranks(1, capacity, D, K, torch.float32)
+    at, ex = ranks.at, ranks.exchange(0)
+    x, dy = (torch.randn(tokens[0], D, generator=draw) for _ in range(2))
+    w, ids = torch.rand(tokens[0], K, generator=draw), routes("random", tokens[0], L, K, draw)
+    gate_up = torch.randn(L, 2 * F, D, generator=draw) / 8
+    down, bias = torch.randn(L, D, F, generator=draw) / 6, torch.randn(L, 2 * F, generator=draw)
+    for name, rows in (("x", x), ("dy", dy)):
+        where = at[name], at["ids"], at["weights"], at["state"]
+        exchange.push(rows, ids, w, *where, 0, capacity, L, 2, meet=False)
+    experts = symm.ReceivedExperts(ex, gate_up, down, bias, "swiglu", K, torch.float32, pairs)
+    h = torch.full((pairs, 2 * F), float("nan"))
+    experts.forward(h)
+    found, products = [], gpu.LayerLaunches.dw
+    for frozen in (False, True):
+        if frozen:
+            gpu.LayerLaunches.dw = None  # a call would raise
+        try:
+            *matrices, d_bias = experts.backward(h, lambda: None, lambda: None, frozen)
+        finally:
+            gpu.LayerLaunches.dw = products
+        assert [t is None for t in matrices] == [frozen] * 2
+        found.append([d_bias, ranks.of["y"][0].clone(), ranks.of["d_weights"][0].clone()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    experts = symm.ReceivedExperts(ex, gate_up, down, None, "swiglu", K, torch.float32, pairs)
+    assert experts.backward(h, lambda: None, lambda: None, True) == (None, None, None)
+
+
 def in_the_interpreter():
     from interpreter import poison, repair_interpreter, small_tiles
 
@@ -321,6 +356,7 @@ def in_the_interpreter():
     check_experts([21, 30], "random", 128)
     check_experts([80, 50], "first rank", 128, "relu2")
     check_experts([0, 3, 1], "holes", 128)
+    check_frozen([150], 128)
     check_exchange("random", [13, 13], 72, 3, 4, torch.bfloat16)
     check_exchange("holes", [9, 0, 21], 40, 4, 3, torch.float32)
     check_exchange("one expert", [5, 8, 1, 2], 32, 2, 2, torch.float16)

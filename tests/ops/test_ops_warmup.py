@@ -34,7 +34,7 @@ from tmoe import ops as tmoe_ops
 from tmoe.commands import warmup
 from tmoe.commands.warmup import warm
 from tmoe.config.presets import presets
-from tmoe.config.run import GrpoConfig, ParallelConfig, TrainConfig
+from tmoe.config.run import GrpoConfig, LoraConfig, ParallelConfig, TrainConfig
 from tmoe.ops.experts import swiglu
 from tmoe.ops.experts.op import trace
 from tmoe.ops.launch import precompile
@@ -217,6 +217,7 @@ def test_every_op_with_kernels_is_asked(monkeypatch):
         replace(bf16, model=replace(tiny.model, moe=replace(moe, weigh="before"))),
         replace(bf16, model=replace(tiny.model, moe=replace(moe, selection="sinkhorn"))),
         shared,
+        replace(bf16, lora=LoraConfig(rank=8)),
     ]
     asked = {run for cfg in cfgs for run, *_ in warmup.traces(cfg)}
     found = set()

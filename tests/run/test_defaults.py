@@ -53,6 +53,8 @@ def test_a_finetune_has_the_rate_of_its_task(task, lr, decay, weights, tmp_path)
     words = ["--task", task, *(GRPO if task == "grpo" else ()), "--out", tmp_path / "new"]
     assert optim(["tiny", *words]) == (5e-3, 0.1, 20), "no weights are given"
     assert optim(["tiny", *words, "--init", weights]) == (lr, decay, 20)
+    times = 1 if task == "pretrain" else 10
+    assert optim(["tiny", *words, "--init", weights, "--lora.rank", "8"]) == (times * lr, decay, 20)
     alone = 3e-4 if task == "pretrain" else lr
     assert optim([f"--init={weights}", *words]) == (alone, decay, 100)
     # what a user gives, by a flag in any spelling or by a file, always counts

@@ -135,6 +135,9 @@ def test_another_files_keys():
         ("--moe.num-experts", "--model.moe.experts"),
         ("--ep", "--parallel.ep"),
         ("--wd", "--optim.weight-decay"),
+        ("--lora-r", "--lora.rank"),
+        ("--use_peft", "--lora.rank"),
+        ("--lora-target-modules", "--lora.targets"),
         ("--load_best_model_at_end", "--checkpoint.keep-best"),
         ("--ddp-timeout", "--train.collective-timeout"),
         ("--no-checkpoint.keep-best", "--checkpoint.no-keep-best"),
@@ -151,9 +154,9 @@ def test_which_flag_was_meant(word, meant, capsys):
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("--lora-r", "low-rank adapters are not there yet; valid: all weights are trained"),
-        ("--lora.rank", "low-rank adapters are not there yet"),
-        ("--use_peft", "low-rank adapters are not there yet"),
+        ("--peft-method", "low-rank adapters are trained by train.py with --lora.rank N"),
+        ("--qlora", "the low-rank adapters are LoRA and rsLoRA; valid: --lora.rank N"),
+        ("--use_dora", "the low-rank adapters are LoRA and rsLoRA"),
         ("--load-in-4bit", "weights of 8 bits and fewer are not there yet; valid: bf16"),
         ("--quantize", "weights of 8 bits and fewer are not there yet"),
         ("--train.fp8", "products of experts in fp8 are not there yet; valid: --train.float8 rowwise"),

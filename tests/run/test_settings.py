@@ -77,7 +77,7 @@ def test_a_byte_order_mark_is_left_out(tmp_path, name, text):
         ("a.toml", "a-b = 1\n", "a.toml: a-b: no such setting; there are: task, out"),
         ("a.toml", "eval_only = true\neval-only = true", "a.toml: eval-only: is there twice"),
         ("a.toml", "task = 'DPO'", "a.toml: task=DPO: no such task; .* did you mean task preference"),
-        ("a.toml", "lora_r = 8", "a.toml: lora_r: no such setting; low-rank adapters are not there yet"),
+        ("a.toml", "lora_r = 8", r"a.toml: lora_r: no such setting; did you mean lora.rank\?"),
         ("a.toml", "learning-rate = 1", r"no such setting; did you mean optim.lr\?"),
         ("a.toml", "[optim]\nlearning_rate = 1", r"no such setting; did you mean optim.lr\?"),
         ("a.json", '{"optim": {"lr": 1, "lr": 2}}', "a.json: cannot be read: lr is there twice"),

@@ -12,9 +12,13 @@ from difflib import get_close_matches
 # A pattern that is searched for in a flag, and the answer. The first pattern found counts.
 WISHES = (
     (
-        r"lora|peft|adapter|\bdora\b|galore|bitfit",
-        "low-rank adapters are not there yet; valid: all weights are trained, or with --optim.freeze PATTERN "
-        "a part of them; --optim.offload and --parallel.checkpoint block save memory",
+        r"\b(q|do)[.-]?lora|\bdora\b|galore|bitfit|lora.?(plus|bias|fan|ga)|modules.?to.?save",
+        "the low-rank adapters are LoRA and rsLoRA; valid: --lora.rank N, --lora.rs",
+    ),
+    (
+        r"^(use.?)?(lora|adapters?)$|peft",
+        "low-rank adapters are trained by train.py with --lora.rank N, and --lora.alpha, .targets, .dropout; "
+        "tmoe.generate MODEL --adapter STEP generates with them",
     ),
     (
         r"adam.?8.?bit|8.?bit.?adam|paged.?adam|optim.?bits",

@@ -24,6 +24,7 @@ from rich.tree import Tree
 from torch import Tensor
 
 from tmoe.base.listing import counted
+from tmoe.checkpoint.base import base_of
 from tmoe.checkpoint.best import best_of, number_of, read_losses
 from tmoe.checkpoint.manifest import (
     CheckpointError,
@@ -88,6 +89,8 @@ def show_brief(path: Path, manifest: Manifest, console: Console) -> None:
         f"{counted(len(tensors), 'tensor')}, {weights:,} numbers of the model"
     ]
     config = manifest.info.get("config")
+    if (base := base_of(manifest)) is not None:
+        lines.append(f"adapters on {base.path}")
     lines += changed_settings(config) if isinstance(config, dict) else ["settings: the step does not say"]
     data = manifest.info.get("data")
     if isinstance(data, dict):

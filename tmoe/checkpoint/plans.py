@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tmoe.base.listing import counted, listed
 from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint.base import require_one_base
 from tmoe.checkpoint.dcp import RNG
 from tmoe.checkpoint.errors import CheckpointError
 from tmoe.checkpoint.manifest import Manifest, TensorEntry, dtype_of, read_manifest
@@ -92,6 +93,7 @@ def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
     Raises CheckpointError, which lists every difference in names, shapes, dtypes and model settings.
     """
     manifests = [read_manifest(step) for step in steps]
+    require_one_base(list(steps), manifests)
     first = manifests[0]
     prefix = "ema." if ema else "model."
 

@@ -19,7 +19,7 @@ from tmoe.config.model import STEPS_READ, ModelConfig
 from tmoe.config.renamed import with_new_names
 from tmoe.config.run import Config
 
-GROUPS = ("data", "optim", "sft", "preference", "grpo")  # sections whose changed settings a note lists
+GROUPS = ("data", "optim", "sft", "preference", "grpo", "lora")  # a note lists changed settings of these
 
 
 def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
@@ -54,6 +54,7 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     """
     require_same_model(step_dir, cfg.model)
     manifest = read_manifest(step_dir)
+    require_same_adapters(step_dir, manifest, cfg)
     step, tokens = _require_state(step_dir, manifest, cfg)
     before = manifest.info.get("data")
     says = isinstance(before, dict) and before.keys() >= data.keys()  # older steps do not record them
@@ -73,13 +74,29 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
         noted.append(f"the data has changed, so it is shuffled again: {data['is']} (was {before['is']})")
     if not cfg.load_optim:
         noted.append("--no-load-optim: the optimizer starts from its initial state")
-    if cfg.init:
+    if cfg.init and not cfg.lora.rank:
         noted.append(f"--init={cfg.init}: not read, because {step_dir} is resumed")
     if not goes_on and not cfg.eval_only:
         noted.append(
             f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to continue"
         )
     return noted
+
+
+def require_same_adapters(step_dir: Path, manifest: Manifest, cfg: Config) -> None:
+    """ConfigError if this run's adapters differ from those of the step."""
+    was = _setting(manifest.info.get("config"), "lora")
+    was = was if isinstance(was, dict) else {}
+    run, rank = Section(cfg), was.get("rank", 0)
+    own = f"{step_dir} holds adapters of {Setting('lora.rank', rank)}"
+    run.require(bool(cfg.lora.rank) or not rank, "lora.rank", own)
+    new = f"{Setting('init')} {step_dir} {Setting('out')} NEW"
+    lacks = f"{step_dir} holds no adapters; train them in a new run: {new}"
+    run.require(bool(rank) or not cfg.lora.rank, "lora.rank", lacks)
+    now = json.loads(json.dumps(asdict(cfg.lora)))
+    for name in ("rank", "expert_rank", "alpha", "rs", "targets") if rank else ():
+        wrong = f"{step_dir} was trained with {Setting(f'lora.{name}', was.get(name))}"
+        run.require(name not in was or was[name] == now[name], f"lora.{name}", wrong)
 
 
 def _anew(step_dir: Path) -> str:

@@ -22,6 +22,7 @@ from tmoe.optim.learning_rate import MOST_WARMUP, lr_factor, warmup_of
 
 # Peak learning rates of finetunes: the defaults of TRL's SFTConfig (2e-5), DPOConfig and GRPOConfig (1e-6).
 RATES = dict(sft=2e-5, preference=1e-6, grpo=1e-6)
+ADAPTED = 10  # adapters: this many times that rate (Schulman et al. 2025, LoRA Without Regret)
 # Settings of OptimConfig that this file sets if the user gave no value.
 WARMUPS = "warmup", "warmup_fraction"
 OURS = "lr", "weight_decay", *WARMUPS
@@ -32,9 +33,9 @@ def with_defaults(cfg: Config, flags: Mapping[str, str], of_file: Set[str], run:
 
     Flags and the file's settings always take precedence. A run that continues from a checkpoint keeps its
     rate, weight decay and warm-up. So does a new run with a run's settings, unless it is a finetune of
-    another task. A finetune has the rate of RATES and no weight decay. The warm-up is the preset's, but at
-    most a tenth of the steps. It is None if the number of steps follows from --epochs: `with_length` computes
-    it then.
+    another task. A finetune has the rate of RATES, or ADAPTED times that rate for adapters, and no weight
+    decay. The warm-up is the preset's, but at most a tenth of the steps. It is None if the number of steps
+    follows from --epochs: `with_length` computes it then.
 
     Args:
         cfg: settings of a preset or a run folder, overridden by those of a file.
@@ -56,7 +57,8 @@ def with_defaults(cfg: Config, flags: Mapping[str, str], of_file: Set[str], run:
         found |= {name: value for name, value in kept.items() if name not in held}
         return replace(cfg, optim=replace(optim, **found))
     if init and task in RATES:
-        usual = dict(lr=RATES[task], weight_decay=0.0)
+        times = ADAPTED if _whole(flags.get("lora.rank"), cfg.lora.rank) else 1
+        usual = dict(lr=RATES[task] * times, weight_decay=0.0)
         found |= {name: value for name, value in usual.items() if name not in own}
     if not warmups:
         found["warmup"] = _warmup(cfg, flags)
@@ -139,7 +141,10 @@ def plan_of(cfg: Config, a_step: int, samples: int = 0, trained: float = 0.0, ah
     """
     optim, steps = cfg.optim, cfg.steps
     warmup = warmup_of(steps, optim)
-    parts = [f"learning rate {optim.lr:g}", f"warm-up {warmup:,} of {counted(steps, 'step')}"]
+    parts = [
+        f"learning rate {optim.lr:g}{of_adapters(cfg)}",
+        f"warm-up {warmup:,} of {counted(steps, 'step')}",
+    ]
     if samples:
         parts.append(f"{(steps * a_step + ahead) / samples:.3g} epochs")
     if cfg.task == "grpo":
@@ -163,6 +168,14 @@ def plan_of(cfg: Config, a_step: int, samples: int = 0, trained: float = 0.0, ah
                 f"{when}, and only such a step can be the best that stays; give both the same number"
             )
     return lines
+
+
+def of_adapters(cfg: Config) -> str:
+    """The part of a start's line about the rate of a finetune's adapters; "" for other runs."""
+    usual = RATES.get(cfg.task, 0.0)
+    if not cfg.lora.rank or not usual:
+        return ""
+    return f" ({cfg.optim.lr / usual:g} times the usual rate of all weights, {usual:g})"
 
 
 def samples_a_step(cfg: Config, readers: int) -> int:

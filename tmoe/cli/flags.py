@@ -98,6 +98,12 @@ SYNONYMS = {
     "--grpo.resample": "dynamic-sampling filter-groups max-num-gen-batches",
     "--grpo.entropy": "entropy-coef entropy-coeff",
     "--grpo.rollout-slots": "max-num-seqs",
+    "--lora.rank": "lora-r lora-rank r use-lora use-peft lora-dim adapter-rank",
+    "--lora.alpha": "lora-alpha",
+    "--lora.dropout": "lora-dropout",
+    "--lora.targets": "lora-target-modules target-modules lora-target lora-modules target-parameters",
+    "--lora.rs": "use-rslora rslora",
+    "--lora.init": "adapter adapter-name-or-path adapter-path lora-path init-adapter",
 }
 
 
@@ -109,6 +115,7 @@ SECTIONS = {
     "--sft": f"{Setting('task')} sft",
     "--preference": f"{Setting('task')} preference",
     "--grpo": f"{Setting('task')} grpo",
+    "--lora": f"{Setting('lora.rank')} 8",
 }
 
 

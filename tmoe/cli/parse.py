@@ -322,6 +322,7 @@ def flags_of(cfg: Config) -> dict[str, str]:
     told["data"]["path"] = [name for name in cfg.data.path if name.startswith("hub:")] or None
     told["out"] = told["compile"] = None
     told["init"] = bool(cfg.init) and (state_of(cfg.init) or True)
+    told["lora"]["init"] = bool(cfg.lora.init)
     return dict(_flags("--", told))
 
 

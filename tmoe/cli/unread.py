@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from tmoe.config.check import ConfigError
-from tmoe.config.run import Config, OptimConfig
+from tmoe.config.run import Config, LoraConfig, OptimConfig
 
 # For settings of --task preference, the losses that read them. A test compares this table with the formulas.
 PREFERENCE = dict(
@@ -161,6 +161,12 @@ RULES = (
                 "with --model.moe.capacity-factor",
             ),
         )
+    ),
+    UnreadRule(
+        tuple(f"lora.{one.name}" for one in fields(LoraConfig) if one.name != "rank"),
+        lambda cfg: cfg.lora.rank > 0,
+        lambda cfg: "--lora.rank=0",
+        "with --lora.rank above 0",
     ),
     UnreadRule(
         ("data.new_tokenizer",),

@@ -23,7 +23,8 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.float8 import describe, require_gpu, require_layers
-from tmoe.model.freeze import freeze, require_matches
+from tmoe.model.freeze import require_matches, settle
+from tmoe.model.lora import describe as describe_adapters
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, cuts
 from tmoe.model.transformer import Transformer
@@ -86,11 +87,12 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
     console = Console(width=150)
     console.print(f"{counted(axes.world, 'rank')}: {axes}")
     console.print("\n".join([*meaning(cfg, axes), *schedule]))
+    flops = flops_per_token(cfg.model, cfg.train.seq, cfg.lora.rank > 0)
     console.print(
         f"parameters: {counts.total:,} total, {counts.active:,} active a token; "
-        f"{flops_per_token(cfg.model, cfg.train.seq) / 1e9:.3f} GFLOP a token, forward and backward"
+        f"{flops / 1e9:.3f} GFLOP a token, forward and backward"
     )
-    if line := describe(cfg):
+    for line in [*filter(None, [describe(cfg)]), *describe_adapters(cfg, axes.ep)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if axes.pp > 1:
         console.print(stages(cfg, axes, peaks))
@@ -121,7 +123,7 @@ def whole(cfg: Config, mesh: Mesh) -> torch.nn.Module:
     """A model without pipeline stages, laid out."""
     with torch.device("meta"):
         model = Transformer(cfg.model)
-        freeze(model, cfg.optim.freeze, cfg.train.dtype)
+        settle(model, cfg)
     return parallelize(model, mesh, cfg, whole_forwards=True)
 
 

@@ -34,6 +34,7 @@ from tmoe.generate.cache import layer_widths
 from tmoe.generate.gathered_model import AT_ONCE
 from tmoe.generate.sampler import Sampling
 from tmoe.model.block_bytes import by_log_probs
+from tmoe.model.lora import expert_ranks
 from tmoe.model.rounding import rounding
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.moe_bytes import runs_beside, travelling
@@ -126,6 +127,7 @@ def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> Laye
         exchange=ExchangeShapes(ep, K, p.dispatch_dtype == "fp8", not moe.pad, shared_dim)
         if ep > 1
         else None,
+        adapters=expert_ranks(cfg),
     )
 
 

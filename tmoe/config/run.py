@@ -223,10 +223,10 @@ class OptimConfig:
         optim.require(self.clip >= 0, "clip", "must be 0 (off) or more")
         optim.require(0 < self.decay_fraction <= 1, "decay_fraction", "above 0, at most 1")
         optim.require(0 <= self.min_lr <= 1, "min_lr", "a share of the peak, 0 to 1")
-        require_pattern("freeze", self.freeze or "")
+        require_pattern(self.freeze or "", "optim.freeze")
         for text in self.lr_factors:
             pattern, _, factor = text.rpartition(":")
-            require_pattern("lr_factors", pattern)
+            require_pattern(pattern, "optim.lr_factors")
             ok = bool(pattern) and re.fullmatch(r"\d*\.?\d+([eE][+-]?\d+)?", factor) is not None
             valid = "must be PATTERN:FACTOR, a factor of 0 or more"
             require(ok and 0 <= float(factor) < FLOATS[1], "optim.lr_factors", text, valid)
@@ -238,13 +238,13 @@ class OptimConfig:
         return [(pattern, float(factor)) for pattern, _, factor in split]
 
 
-def require_pattern(name: str, pattern: str) -> None:
-    """ConfigError unless this is a regular expression."""
+def require_pattern(pattern: str, setting: str) -> None:
+    """ConfigError unless this is a regular expression. setting: the setting's name, for the error."""
     try:
         re.compile(pattern)
     except re.error as error:
         wrong = f"must be a regular expression: {error}"
-        raise ConfigError.of(f"optim.{name}", pattern, wrong) from None
+        raise ConfigError.of(setting, pattern, wrong) from None
 
 
 def require_columns(columns: tuple[str, ...], setting: str) -> None:
@@ -512,6 +512,43 @@ def require_bounds(g: GrpoConfig) -> None:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on frozen weights (LoRA, Hu et al. 2021), on each expert too: docs/adapters.md."""
+
+    rank: int = 0
+    """rank of the adapters of dense layers; experts get rank / top-k, at least 1. 0: no adapters, all weights
+    are trained"""
+    expert_rank: int | None = None
+    """rank of each expert's adapters; None: rank / top-k, at least 1"""
+    alpha: float = 32.0
+    """an adapter adds (alpha / rank) B A to its matrix W"""
+    rs: bool = False
+    """the factor is alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023)"""
+    targets: tuple[str, ...] = ()
+    """matrices that get an adapter: regular expressions searched in their names, for example
+    'attention experts' or 'attention.qkv'; none: all of attention, experts, shared experts and dense layers.
+    Embedding, router and head get none"""
+    dropout: float = 0.0
+    """share of the inputs of dense layers' adapters dropped in training; experts' adapters have no dropout"""
+    init: str | None = None
+    """start from the adapters of this step, or of this run's newest step, trained on the weights of --init"""
+
+    def __post_init__(self) -> None:
+        lora = check(self, "lora.", zero="rank", one="expert_rank", positive="alpha", share="dropout")
+        lora.require(all(self.targets), "targets", "must name no empty pattern")
+        for pattern in self.targets:
+            require_pattern(pattern, "lora.targets")
+
+    def scale(self, rank: int) -> float:
+        """The factor of B A for an adapter of this rank."""
+        return self.alpha / (rank**0.5 if self.rs else rank)
+
+    def rank_of_experts(self, top_k: int) -> int:
+        """The rank of each expert's adapters."""
+        return self.expert_rank or max(1, self.rank // top_k)
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are written and how many are kept."""
 
@@ -598,6 +635,7 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -625,6 +663,8 @@ class Config:
         if self.task == "grpo":
             require_grpo(self)
         require_layout(self)
+        if self.lora.rank:
+            require_lora(self)
         t, p = self.train, self.parallel
         require_float8(t.float8, t.batch, t.seq, p.tp, p.cp)
         away = f"{run.said('task')} generates no answers; valid with {Setting('task')} grpo"
@@ -697,6 +737,24 @@ def require_bits(cfg: Config) -> None:
     divided = f"{p.tp}, {run.said('parallel.cp')}, {run.said('parallel.etp')}"
     wrong = f"divide work that rollouts do undivided; {bits} needs 1"
     require(p.tp == p.cp == p.etp == 1, "parallel.tp", divided, wrong)
+
+
+def require_lora(cfg: Config) -> None:
+    """ConfigError for settings that adapters do not support."""
+    run = Section(cfg)
+    rank = run.said("lora.rank")
+    fixed = f"with {rank} adapters alone are trained; leave it out, or choose with {Setting('lora.targets')}"
+    run.require(cfg.optim.freeze is None, "optim.freeze", fixed)
+    wrong = f"not with {rank}: products of frozen layers in float8 are not supported"
+    run.require(cfg.train.float8 == "none", "train.float8", wrong, "none")
+    wrong = f"not with {rank} yet: adapters' products are not equal in bits in rollouts and updates"
+    run.require(not cfg.grpo.bitwise, "grpo.bitwise", wrong)
+    based = cfg.lora.init is None or cfg.init is not None
+    run.require(
+        based, "lora.init", f"needs {Setting('init')}, the weights on which these adapters were trained"
+    )
+    noise = f"changes log-probs; {run.said('task')} needs 0"
+    run.require(not cfg.lora.dropout or cfg.task in ("pretrain", "sft"), "lora.dropout", noise)
 
 
 def require_layout(cfg: Config) -> None:

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from tmoe.base.versions import versions
 from tmoe.checkpoint import folders
+from tmoe.checkpoint.base import refuse_adapters
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.checkpoint.plans import carry_out, check_sizes, origin_of, with_history
@@ -132,6 +133,7 @@ def plan_upcycle(
     model's. CheckpointError if `dense` is damaged or its manifest has no model settings.
     """
     manifest = read_manifest(dense)
+    refuse_adapters(dense, manifest, "dense")
     before = _dense_config(dense, manifest)
 
     # Make the settings of the new model.

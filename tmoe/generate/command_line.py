@@ -3,6 +3,7 @@
     python -m tmoe.generate runs/tiny "def mean(values):"               the newest complete step of a run
     python -m tmoe.generate STEP "def mean(values):" -n 4 --seed 1      four answers
     python -m tmoe.generate HF_DIR --chat                               a conversation in the terminal
+    python -m tmoe.generate HF_DIR --adapter runs/sft --chat            the same with adapters of a run
     python -m tmoe.generate HF_DIR --file prompts.jsonl --out answers.jsonl
 
 Text is written to stdout, notes to stderr. Without a prompt the prompt is read from stdin, unless stdin is a
@@ -95,6 +96,8 @@ class Flags:
     """most answers that are made at the same time"""
     pool_gib: float | None = None
     """GiB for keys and values; none: as much as the slots need, on a GPU at most 80% of the free memory"""
+    adapter: Path | None = None
+    """a step folder or run folder of --lora.rank; its adapters are added to the model, their base"""
     tokenizer: str | None = None
     """'bytes', or a tokenizer.json, for a folder without a tokenizer"""
     device: str | None = None
@@ -176,7 +179,7 @@ def run(flags: Flags) -> None:
         require(not sys.stdin.isatty(), ways)
         prompt = "".join(piped())
     begun = time.perf_counter()
-    loaded = load(flags.path, flags.tokenizer, flags.device, flags.dtype)
+    loaded = load(flags.path, flags.tokenizer, flags.device, flags.dtype, flags.adapter)
     engine = loaded.engine(flags.slots, flags.pool_gib)
     sampling = flags.sampling(loaded)
     took = time.perf_counter() - begun

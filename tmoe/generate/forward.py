@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.generate.cache import PAGE, Cache, LayerCache
+from tmoe.model.adapted import adapted
 from tmoe.model.attention import Attention, gated
 from tmoe.model.attention_backend import Mask, attend, make_mask
 from tmoe.model.count import qk_width, v_width
@@ -324,21 +325,33 @@ def absorbed(attention: LatentAttention, x_B1D: Tensor, turns: Rotations) -> tup
     q_nope, q_rot, latent, k_rot = attention.narrow(x_B1D, *turns)
     w_k_HNR, _ = matrices(attention)
     q_latent = einsum(q_nope, w_k_HNR, "b s head nope, head nope rank -> b s head rank")
+    if (own := adapted(attention.kv_b)) is not None:  # the adapter's part of W^T: a^T (b^T q)
+        b_k_HNr, _ = of_keys_and_values(attention, own.b)
+        low = einsum(q_nope, b_k_HNr, "b s head nope, head nope low -> b s head low")
+        q_latent = q_latent + (low * own.scale) @ own.a
     return torch.cat([q_latent, q_rot], -1), torch.cat([latent.unsqueeze(2), k_rot], -1), None
 
 
 def matrices(attention: LatentAttention) -> tuple[Tensor, Tensor]:
     """The matrices that make each head's key [H, nope_dim, R] and value [H, v_dim, R] from a latent."""
-    mla = attention.mla
-    w_HXR = rearrange(attention.kv_b.weight, "(head x) rank -> head x rank", head=attention.heads)
-    w_k, w_v = w_HXR.split([mla.nope_dim, mla.v_dim], 1)
+    return of_keys_and_values(attention, attention.kv_b.weight)
+
+
+def of_keys_and_values(attention: LatentAttention, w_XR: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows for keys [H, nope_dim, R] and for values [H, v_dim, R] of kv_b's weight, or of its adapter's b."""
+    w_HXR = rearrange(w_XR, "(head x) rank -> head x rank", head=attention.heads)
+    w_k, w_v = w_HXR.split([attention.mla.nope_dim, attention.mla.v_dim], 1)
     return w_k, w_v
 
 
 def output(attention: Attention | LatentAttention, y_BHC: Tensor) -> Tensor:
     """Attention's output [B, D] from all heads' sums over values, or over latents."""
     if isinstance(attention, LatentAttention):
-        y_BHC = einsum(y_BHC, matrices(attention)[1], "b head rank, head v rank -> b head v")
+        v_BHV = einsum(y_BHC, matrices(attention)[1], "b head rank, head v rank -> b head v")
+        if (own := adapted(attention.kv_b)) is not None:
+            _, b_v_HVr = of_keys_and_values(attention, own.b)
+            v_BHV = v_BHV + einsum(own.inner(y_BHC), b_v_HVr, "b head low, head v low -> b head v")
+        y_BHC = v_BHV
     return attention.o(y_BHC.flatten(-2))
 
 

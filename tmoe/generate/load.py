@@ -6,21 +6,25 @@ next: generate/command_line.py
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import tokenizers
 import torch
+from torch import Tensor
 
 from tmoe.base.disk import BOM
 from tmoe.checkpoint import folders
+from tmoe.checkpoint.base import base_of, find_adapters, require_base, settings_of
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
-from tmoe.config.check import ConfigError, require
+from tmoe.config.check import ConfigError, Setting, require
 from tmoe.config.compare import build_config
 from tmoe.config.model import ModelConfig
+from tmoe.config.run import LoraConfig
 from tmoe.data.chat.format import ends_of
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 from tmoe.generate.engine import Engine
@@ -30,6 +34,7 @@ from tmoe.hf.hub_folders import folder_of
 from tmoe.hf.load_weights import load_hf
 from tmoe.hf.tensor_plan import plan_folder
 from tmoe.hf.tokenizer_files import carried_by, unread_in
+from tmoe.model.lora import add_adapters, is_adapter
 from tmoe.model.transformer import Transformer
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
@@ -61,15 +66,19 @@ def load(
     tokenizer: str | None = None,
     device: str | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
+    adapter: str | Path | None = None,
 ) -> Loaded:
     """A model with its tokenizer, from a folder.
 
     Args:
         path: a run folder, whose newest complete step is used; a step folder; a Hugging Face folder; or a
-            name on the hub.
+            name on the hub. For a step of adapters the frozen base is read too, from the place in its
+            manifest.
         tokenizer: 'bytes' or a tokenizer.json, for a folder without one.
         device: None: a GPU if there is one.
         dtype: None: bf16 on a GPU, else fp32.
+        adapter: a step folder or run folder of adapters, whose base is at `path`. The tokenizer and the chat
+            format are those of the adapters' step.
 
     Raises CheckpointError for a folder of another kind or a damaged step, ValueError for a model that tmoe
     cannot compute and for a model without a known tokenizer.
@@ -78,6 +87,10 @@ def load(
     kind = DTYPES[dtype] if dtype else torch.bfloat16 if where.type == "cuda" else torch.float32
     path = find(folder_of(path))
     seq = None
+    base = ""
+    if adapter is not None:
+        base = str(path)
+        path, _ = find_adapters(Path(adapter), "adapter")
     if is_folder(path):
         cfg = plan_folder(Folder(path)).cfg
         carried = carried_by(path)
@@ -92,8 +105,9 @@ def load(
         require(isinstance(settings, dict), f"{path}: its manifest does not say what the model is")
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
-        model = empty(build_config(settings), where, kind)
-        fill(model, path, manifest)
+        lora = lora_of(manifest)
+        model = empty(build_config(settings), where, kind, lora)
+        fill(model, path, manifest, base)
         published = "hf" in manifest.info
         seq = run.get("train", {}).get("seq")
     require(
@@ -136,17 +150,52 @@ def find(path: Path) -> Path:
     return step
 
 
-def empty(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """A model with uninitialised tensors; no copy of it in another type or on another device is made."""
+def empty(
+    cfg: ModelConfig, device: torch.device, dtype: torch.dtype, lora: LoraConfig | None = None
+) -> Transformer:
+    """A model with uninitialised tensors; no copy of it in another type or on another device is made.
+
+    lora: settings of its adapters, if it has some.
+    """
     with torch.device("meta"):
-        model = Transformer(cfg).to(dtype)
+        model = Transformer(cfg)
+        if lora is not None:
+            add_adapters(model, lora)
+        model.to(dtype)
     return model.to_empty(device=device)
 
 
-@torch.no_grad()
-def fill(model: Transformer, step: Path, manifest: Manifest) -> None:
-    """Reads the model's tensors from a step folder, one after the other, and checks them while reading."""
+def lora_of(manifest: Manifest) -> LoraConfig | None:
+    """The settings of a step's adapters; None if it has none."""
+    said = settings_of(manifest)
+    if not said.get("rank"):
+        return None
+    known: dict[str, Any] = {one.name: said[one.name] for one in fields(LoraConfig) if one.name in said}
+    known |= dict(targets=tuple(said.get("targets", ())), init=None)
+    return LoraConfig(**known)
+
+
+def fill(model: Transformer, step: Path, manifest: Manifest, base: str = "") -> None:
+    """Reads the model's tensors from a step folder, and those of a frozen base from the base's folder.
+
+    base: the base's folder, named by the user; "": the place in the step's manifest.
+    """
     wanted = model.state_dict()
+    if (found := base_of(manifest)) is not None:
+        again = f"tmoe.generate MODEL {Setting('adapter', step)}, MODEL being those weights"
+        folder = require_base(step, found, base, again)
+        frozen = {name: t for name, t in wanted.items() if not is_adapter(name)}
+        wanted = {name: t for name, t in wanted.items() if is_adapter(name)}
+        if is_folder(folder):
+            load_hf(folder, frozen, model.cfg)
+        else:
+            fill_from(frozen, folder, read_manifest(folder))
+    fill_from(wanted, step, manifest)
+
+
+@torch.no_grad()
+def fill_from(wanted: dict[str, Tensor], step: Path, manifest: Manifest) -> None:
+    """Fills tensors from a step folder, one after the other, checked as they are read."""
     entries = {n.removeprefix(MODEL): e for n, e in manifest.tensors.items() if n.startswith(MODEL)}
     problems = [f"{name}: not in the step" for name in wanted.keys() - entries.keys()]
     problems += [f"{name}: not in the model" for name in entries.keys() - wanted.keys()]

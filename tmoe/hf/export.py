@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tmoe.base.listing import listed
 from tmoe.checkpoint import folders
+from tmoe.checkpoint.base import refuse_adapters
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
 from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
@@ -157,6 +158,7 @@ def source_of(step_dir: Path, out: Path, like: Path | None, dtype: str | None) -
     step = folders.resolve(step_dir)
     require_outside(out, [step])
     manifest = read_manifest(step)
+    refuse_adapters(step, manifest, "step_dir")
     weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
     if problems := verify(step, share=None):  # sizes now, contents as they are read
         raise CheckpointError(listed("", problems, indent=""))

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tmoe.checkpoint.base import refuse_adapters
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.resume import require_same_model
+from tmoe.checkpoint.rewrite import read_boxes
 from tmoe.config.check import ConfigError, require
 from tmoe.config.compare import as_flags, build_config, differences
 from tmoe.config.model import ModelConfig
@@ -29,6 +31,7 @@ from tmoe.hf.tensor_plan import plan_folder
 from tmoe.model.shapes import model_shapes
 from tmoe.moe.layer import warn_if_untrained
 from tmoe.parallel.agree import attempt, gathered
+from tmoe.parallel.layout import Box
 from tmoe.parallel.mesh import local_part, local_slices
 
 T = TypeVar("T")
@@ -76,19 +79,56 @@ def load_weights(
 ) -> None:
     """Fill `parameters`, a model's state_dict(), from a Hugging Face folder or step folder, on every rank.
 
+    Weights of a step are converted to the parameter's type: a frozen weight is in bf16.
+
     Raises the errors of load_hf and of Checkpoints.load. A step whose settings compute another model raises
-    MismatchError too.
+    MismatchError too, and a step of adapters ConfigError.
     """
     if is_folder(path):
         return _load_hf(path, parameters, model_cfg)
 
-    def look() -> Path:
-        step_dir, _ = _find_step(path)
+    def look() -> tuple[Path, Manifest]:
+        step_dir, manifest = _find_step(path)
+        refuse_adapters(step_dir, manifest, "init")
         require_same_model(step_dir, model_cfg)
-        return step_dir
+        return step_dir, manifest
 
+    step_dir, manifest = _together(look)
     named = {MODEL + name: tensor for name, tensor in parameters.items()}
-    checkpoints.load(_together(look), named, only=MODEL)
+    kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in named.items()}
+    tensors = manifest.tensors
+    if all(name not in tensors or tensors[name].dtype == kind for name, kind in kinds.items()):
+        checkpoints.load(step_dir, named, only=MODEL)
+    else:
+        read_step(step_dir, manifest, named)
+
+
+@torch.no_grad()
+def read_step(step_dir: Path, manifest: Manifest, tensors: dict[str, Tensor], more: bool = False) -> None:
+    """Fills tensors from a step folder and converts each to the tensor's type; a rank reads its own part.
+
+    tensors: by their names in the step; DTensors or plain tensors. more: the step may contain other weights.
+    A collective. MismatchError on every rank for names and shapes that differ.
+    """
+    asked = set().union(*gathered(list(tensors), dist.group.WORLD))
+    entries = {name: entry for name, entry in manifest.tensors.items() if name.startswith(MODEL)}
+
+    def read() -> None:
+        problems = [f"{name}: not in the step" for name in tensors.keys() - entries.keys()]
+        if not more:
+            problems += [f"{name}: in the step, but not asked for" for name in entries.keys() - asked]
+        problems += [
+            f"{name}: shape {entries[name].shape} in the step, {tuple(t.shape)} asked for"
+            for name, t in tensors.items()
+            if name in entries and entries[name].shape != tuple(t.shape)
+        ]
+        refuse(f"{step_dir} does not fit", sorted(problems))
+        for name, t in tensors.items():
+            parts = local_slices(t)
+            offset, shape = tuple(p.start for p in parts), tuple(p.stop - p.start for p in parts)
+            local_part(t).copy_(next(read_boxes(step_dir, entries[name], (Box(0, offset, shape),))))
+
+    _together(read)
 
 
 def model_of(path: Path, weights: bool = True) -> ModelConfig:

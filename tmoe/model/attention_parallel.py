@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from tmoe.model.adapted import adapted
 from tmoe.parallel.collectives import name_of
 from tmoe.parallel.mesh import Mesh
 from tmoe.parallel.token_exchange import (
@@ -106,15 +107,20 @@ class Spread(NamedTuple):
         if self.tp == 1:
             return linear(x_BsD)
         weight, bias = rows_of(linear, rows)
-        return gathered_linear(x_BsD, weight, bias, self.tp_group, self.pieces)
+        y_BSO = gathered_linear(x_BsD, weight, bias, self.tp_group, self.pieces)
+        if (own := adapted(linear)) is None:
+            return y_BSO
+        return y_BSO + own.outer(gather(own.inner(x_BsD), self.tp_group), rows)
 
     def output(self, linear: nn.Linear, y_BSO: Tensor) -> Tensor:
         """linear(y), summed over all ranks' heads, for this rank's tokens; y: own heads, all tokens."""
         if self.tp == 1:
             return linear(y_BSO)
         width = y_BSO.shape[-1]
-        columns = linear.weight[:, self.tp_rank * width : (self.tp_rank + 1) * width]
-        y = linear_scattered(y_BSO, columns, self.tp_group, self.pieces)
+        columns = slice(self.tp_rank * width, (self.tp_rank + 1) * width)
+        y = linear_scattered(y_BSO, linear.weight[:, columns], self.tp_group, self.pieces)
+        if (own := adapted(linear)) is not None:
+            y = y + own.outer(scatter_sum(own.inner(y_BSO, columns), self.tp_group))
         return y if linear.bias is None else y + linear.bias
 
     def norm(self, norm: nn.RMSNorm, x_BSO: Tensor, own: slice, copies: int) -> Tensor:
@@ -177,7 +183,9 @@ def linear_of_rows(linear: nn.Linear, x: Tensor, rows: slice) -> Tensor:
     """The rows `rows` of linear(x)."""
     if rows == slice(0, linear.weight.shape[0]):
         return linear(x)
-    return F.linear(x, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+    y = F.linear(x, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+    own = adapted(linear)
+    return y if own is None else y + own.outer(own.inner(x), [rows])
 
 
 @functools.lru_cache(maxsize=64)

@@ -118,7 +118,8 @@ def loss_bytes(cfg: Config, axes: Axes) -> int:
 
     Forward: a chunk of logits, which become their gradient; the head's gradient in fp32; a copy of the head
         if rows are added to it for alignment.
-    Backward: the head's gradient, and its scaled copy in the compute type.
+    Backward: the head's gradient, and its scaled copy in the compute type. Under adapters the head is frozen
+        and has no gradient.
     Always: hidden states before and after the final norm, and their gradient. A loss computed from log-probs
         (`ops.token_loss`, `ops.logprobs`) also holds VECTORS numbers per token.
     """
@@ -140,5 +141,6 @@ def _head_bytes(cfg: Config, axes: Axes, rows: int) -> int:
     columns = aligned(V, width)
     table = columns * cfg.model.dim
     copy = table if columns > V else 0
-    head = FP32 * table + width * max(min(rows, T) * columns + copy, table)
+    logits = min(rows, T) * columns + copy
+    head = width * logits if cfg.lora.rank else FP32 * table + width * max(logits, table)
     return 3 * T * cfg.model.dim * width + head

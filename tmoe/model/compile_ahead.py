@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tmoe.data.dataset import Micro
 from tmoe.model.compiler import NotRun, compiler
+from tmoe.model.lora import off
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Block, Context, Transformer
 from tmoe.moe.experts import Experts
@@ -40,6 +41,8 @@ class Pass(NamedTuple):
     """whether experts are given instead of chosen (moe/trace.py)"""
     traced: bool = False
     """whether its choices are returned; all later passes then return theirs too (moe/trace.py)"""
+    adapters: bool = True
+    """whether it computes the adapters, if there are some; False: a pass of the reference (model/lora.py)"""
 
 
 def compile_ahead(
@@ -64,7 +67,7 @@ def compile_ahead(
                 if kind.traced:
                     trace(model)
                 model.train(kind.grad)
-                with torch.set_grad_enabled(kind.grad):
+                with torch.set_grad_enabled(kind.grad), nullcontext() if kind.adapters else off(model):
                     for part in model if isinstance(model, Stages) else [model]:
                         compile_part(part, mesh, wide, micro, kind)
     except Exception as error:

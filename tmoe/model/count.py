@@ -100,8 +100,10 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     return ParameterCounts(total, active, active - embedding)
 
 
-def flops_per_token(model: ModelConfig, seq: int) -> float:
+def flops_per_token(model: ModelConfig, seq: int, frozen: bool = False) -> float:
     """FLOPs of forward and backward for one token of a sequence of `seq`.
+
+    frozen: all weights are frozen, under adapters, whose products are not counted: 4 replaces 6 below.
 
     Without windows: 6*active_flops + 6*layers*H*C*S.
 
@@ -119,7 +121,8 @@ def flops_per_token(model: ModelConfig, seq: int) -> float:
     windows = [min(model.window_of(layer) or seq, seq) for layer in range(model.layers)]
     visible = sum(W - W * W / (2 * seq) for W in windows)
     widths = qk_width(model) + v_width(model)
-    return 6.0 * count_parameters(model).active_flops + 6.0 * model.heads * widths * visible
+    each = 4.0 if frozen else 6.0
+    return each * count_parameters(model).active_flops + 6.0 * model.heads * widths * visible
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Parameters that are not trained: chosen by a regular expression over their names.
+"""Parameters that are not trained: chosen by a regular expression over their names; with adapters, the base.
 
 next: model/parallelize.py
 """
@@ -14,6 +14,7 @@ from torch import nn
 
 from tmoe.config.check import require
 from tmoe.config.run import Config
+from tmoe.model.lora import adapt, hold, require_targets
 from tmoe.model.transformer import Transformer
 
 
@@ -25,12 +26,19 @@ def freeze(model: nn.Module, pattern: str | None, dtype: Literal["bf16", "fp32"]
     this function before `parallelize`. pattern None freezes nothing.
     """
     frozen = matching(pattern, (name for name, _ in model.named_parameters())) if pattern else []
-    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-    for name in frozen:
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().to(kind), requires_grad=False))
+    hold(model, frozen, dtype)
     return frozen
+
+
+def settle(model: Transformer, cfg: Config) -> None:
+    """Chooses what is trained in a new model: its adapters (--lora.rank), or all but --optim.freeze.
+
+    Call it before `parallelize`.
+    """
+    if cfg.lora.rank:
+        adapt(model, cfg.lora, cfg.train.dtype)
+    else:
+        freeze(model, cfg.optim.freeze, cfg.train.dtype)
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
@@ -39,13 +47,20 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def require_matches(cfg: Config) -> None:
-    """ConfigError if a pattern of --optim.freeze or .lr-factors matches no name, or freezes everything."""
+    """ConfigError if a pattern of --optim.freeze or .lr-factors matches no name, or freezes everything.
+
+    With adapters, the names are those of the adapters; patterns of --lora.targets are checked too.
+    """
+    require_targets(cfg)
     patterns = {"freeze": [cfg.optim.freeze] if cfg.optim.freeze else []}
     patterns["lr_factors"] = [pattern for pattern, _ in cfg.optim.factors]
     if not any(patterns.values()):
         return
     with torch.device("meta"):
-        names = [name for name, _ in Transformer(cfg.model).named_parameters()]
+        model = Transformer(cfg.model)
+    if cfg.lora.rank:
+        adapt(model, cfg.lora, cfg.train.dtype)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
     some = sorted({re.sub(r"\bblocks\.\d+\.", "", name) for name in names})
     for name, given in patterns.items():
         for pattern in given:

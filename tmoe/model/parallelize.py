@@ -33,6 +33,7 @@ from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.attention_parallel import Spread
 from tmoe.model.compiler import compiled
 from tmoe.model.float8 import apply_float8
+from tmoe.model.lora import is_adapter
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.adaptive import cost_of, ways
 from tmoe.moe.exchange.dispatch import dispatcher_for
@@ -411,11 +412,21 @@ def _shard_experts(
         if sharers or mesh.sharers.size() == 1:
             whole |= hold_whole(experts, policy.param_dtype, mine, new=new)
             continue
-        dim = shard_dim([p.to_local().shape for p in experts.parameters()], dp)
+        own = [p for name, p in experts.named_parameters() if not is_adapter(f".{name}")]
+        dim = shard_dim([p.to_local().shape for p in own], dp)
         fully_shard(
-            experts, mesh=mesh.sharers, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim)
+            experts, mesh=mesh.sharers, mp_policy=policy, shard_placement_fn=partial(_cut, dim=dim, dp=dp)
         )
     return whole
+
+
+def _cut(p: nn.Parameter, dim: int, dp: int) -> Shard:
+    """The dimension in which FSDP2 cuts an expert parameter: dim, or another if dp does not divide it.
+
+    Only dimension 0 can be cut unevenly.
+    """
+    even = [d for d in (dim, *range(p.dim() - 1, 0, -1)) if p.shape[d] % dp == 0]
+    return Shard(0 if dim == 0 else next(iter(even), 0))
 
 
 def _shard_blocks(

@@ -28,7 +28,7 @@ from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.data.dataset import Micro
 from tmoe.model.count import block_shapes, numel
-from tmoe.model.freeze import freeze
+from tmoe.model.freeze import settle
 from tmoe.model.loss import Objective
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Context, Transformer
@@ -147,7 +147,7 @@ class Stages(nn.Module):
         for chunk in own_chunks(self.table, mesh.place.pp):
             with torch.device("meta"):
                 part = ModelPart(cfg.model, spans[chunk])
-                freeze(part, cfg.optim.freeze, cfg.train.dtype)
+                settle(part, cfg)
             self.parts[str(chunk)] = parallelize(part, mesh, cfg, whole_forwards=True)
         if p.schedule == "v" and can_defer(self):
             self.table = table(*how, deferred=True)
@@ -306,14 +306,17 @@ class Stages(nn.Module):
             copy.copy_(first)
 
     def _add_copies(self) -> None:
-        """Adds up the gradients of a tied table's copies, on the shards."""
+        """Adds up the gradients of a tied table's copies, on the shards; a frozen table has none."""
         if self.ends:
             first, copy = (part.embedding.weight for part in self.ends)
             if copy.grad is not None:
                 first.grad = copy.grad.to(first.dtype) + first.grad
                 copy.grad = None
         if self.copies is not None:
-            grad = next(p.grad for name, p in self.named_parameters() if name == "embedding.weight")
+            table = next(p for name, p in self.named_parameters() if name == "embedding.weight")
+            if not table.requires_grad:
+                return
+            grad = table.grad
             assert grad is not None
             dist.all_reduce(local_part(grad), group=self.copies)
 
@@ -387,6 +390,8 @@ def obstacle(moe: MoE) -> str:
         return "--parallel.adaptive-r=0 gathers other ranks' matrices in each forward"
     if moe.experts.weigh != "activation":
         return f"--model.moe.weigh={moe.experts.weigh} runs the experts on sorted copies of their rows"
+    if moe.experts.scales:
+        return "experts with adapters are frozen, and have no weight gradients"
     if isinstance(moe.experts, FSDPModule):
         return (
             "FSDP2 holds the experts, and sums gradients at the end of the backward "

@@ -13,10 +13,12 @@ from tmoe.base.activations import activation
 from tmoe.config.model import MoEConfig
 from tmoe.moe.exchange.dispatch import Rows
 from tmoe.moe.exchange.expert_tensor import Slice
-from tmoe.moe.exchange.gathered_weights import moe_mlp_gathered
+from tmoe.moe.exchange.gathered_weights import moe_mlp_gathered, moe_mlp_gathered_adapted, whole_adapters
 from tmoe.moe.exchange.sorted_rows import Sorted, over_sorted_rows
 from tmoe.ops import gather_rows, moe_mlp
 from tmoe.ops.argument_checks import require
+from tmoe.ops.experts.adapted import Adapters, moe_mlp_adapted
+from tmoe.ops.experts.cpu import ExpertWeights
 from tmoe.ops.experts.op import moe_mlp_deferred
 from tmoe.parallel import token_exchange
 from tmoe.parallel.mesh import local_part
@@ -41,11 +43,17 @@ class LocalExperts(NamedTuple):
         None  # the ranks whose experts are gathered for the op: moe/exchange/gathered_weights.py
     )
     weigh: str = "activation"  # where weights are applied: MoEConfig.weigh
+    adapters: Adapters | None = None  # low-rank changes of the matrices; each b contains the scale
 
     @property
     def held(self) -> int:
         """L, the number of experts of this rank."""
         return len(self.gate_up)
+
+    @property
+    def matrices(self) -> ExpertWeights:
+        """The argument `experts` of `moe_mlp_adapted`."""
+        return ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.activation)
 
     def to(self, dtype: torch.dtype) -> "LocalExperts":
         """The same experts in another dtype. Gradients reach the original weights in the original dtype."""
@@ -55,10 +63,12 @@ class LocalExperts(NamedTuple):
         gate_up_bias, down_bias = (
             t if t is None else t.to(dtype) for t in (self.gate_up_bias, self.down_bias)
         )
-        matrices = self.gate_up.to(dtype), self.down.to(dtype)
-        return self._replace(
-            gate_up=matrices[0], down=matrices[1], gate_up_bias=gate_up_bias, down_bias=down_bias
-        )
+        weights = dict(gate_up=self.gate_up.to(dtype), down=self.down.to(dtype))
+        biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
+        adapters = self.adapters
+        if adapters is not None:
+            adapters = Adapters(*(t if t is None else t.to(dtype) for t in adapters))
+        return self._replace(**weights, **biases, adapters=adapters)
 
     def part(self, own: Slice) -> "LocalExperts":
         """This rank's slice of the width of each expert."""
@@ -71,6 +81,7 @@ class LocalExperts(NamedTuple):
             None if down_bias is None else own.once(down_bias),
             self.activation,
             weigh=self.weigh,
+            adapters=None if self.adapters is None else sliced(self.adapters, own, halves),
         )
 
     def gathered(self, group: str) -> "LocalExperts":
@@ -86,21 +97,32 @@ class LocalExperts(NamedTuple):
         ids_N = torch.where(pairs.slots_N < 0, -1, ids_RK.flatten()[slots_N])
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         ones_N1 = torch.ones_like(ids_N, dtype=wide)[:, None]
-        matrices, how = (self.gate_up, self.down), (self.gate_up_bias, self.activation)
-        y_ND = moe_mlp(x_ND, *matrices, ones_N1, ids_N[:, None], *how)
+        routed, how = (ones_N1, ids_N[:, None]), (self.gate_up_bias, self.activation)
+        if self.adapters is None:
+            y_ND = moe_mlp(x_ND, self.gate_up, self.down, *routed, *how)
+        else:
+            y_ND = moe_mlp_adapted(x_ND, self.matrices, self.adapters, *routed)
         return y_ND if self.down_bias is None else y_ND + gather_rows(self.down_bias, ids_N)
 
     def __call__(self, rows: Rows) -> Tensor:
         if self.weigh != "activation":
             run = lambda x_ND, pairs: self.each(x_ND, pairs, rows.ids_RK)  # noqa: E731
             return over_sorted_rows(rows, self.held, run, self.weigh)
-        matrices, down_bias = (self.gate_up, self.down), self.down_bias
-        routed = (rows.weights_RK, rows.ids_RK, self.gate_up_bias, self.activation)
+        down_bias, adapters, how = self.down_bias, self.adapters, (self.gate_up_bias, self.activation)
+        routed = rows.x_RD, self.gate_up, self.down, rows.weights_RK, rows.ids_RK
         if self.group is None:
-            op = moe_mlp_deferred if self.deferred else moe_mlp
-            y_RD = op(rows.x_RD, *matrices, *routed, rows.pairs)
+            if adapters is not None:
+                own = rows.weights_RK, rows.ids_RK
+                y_RD = moe_mlp_adapted(rows.x_RD, self.matrices, adapters, *own, rows.pairs)
+            else:
+                y_RD = (moe_mlp_deferred if self.deferred else moe_mlp)(*routed, *how, rows.pairs)
         else:
-            y_RD = moe_mlp_gathered(rows.x_RD, *matrices, *routed, self.group)
+            if adapters is not None:
+                whole = whole_adapters(adapters, self.group)
+                own = rows.weights_RK, rows.ids_RK
+                y_RD = moe_mlp_gathered_adapted(rows.x_RD, self.matrices, whole, *own, self.group)
+            else:
+                y_RD = moe_mlp_gathered(*routed, *how, self.group)
             if down_bias is not None:  # in fp32, so that its gradients are summed in fp32
                 whole = token_exchange.gather(down_bias[None].float(), self.group)[0]
                 down_bias = whole.to(down_bias.dtype)
@@ -112,12 +134,20 @@ class LocalExperts(NamedTuple):
         return y_RD + weights_RE.to(y_RD.dtype) @ down_bias
 
 
+def sliced(adapters: Adapters, own: Slice, halves: int) -> Adapters:
+    """A rank's slice of the width of each expert: gate_up's a and down's b act on it whole."""
+    up_a, up_b, down_a, down_b = adapters
+    up_b = None if up_b is None else own.of_rows(up_b, halves)
+    return Adapters(up_a, up_b, None if down_a is None else own.of_columns(down_a), down_b)
+
+
 class Experts(nn.Module):
     """Holds the weights of all experts: gate_up [E, 2F, D] and down [E, D, F].
 
     With cfg.bias there are also gate_up_bias [E, 2F] and down_bias [E, D]; without it, both are None. With an
-    activation that has no gate, gate_up is the up matrix alone, [E, F, D], and its bias is [E, F]. Once
-    parallelized, the weights are DTensors, sharded on ep, then on dp.
+    activation that has no gate, gate_up is the up matrix alone, [E, F, D], and its bias is [E, F]. `adapt`
+    adds a low-rank adapter to a matrix: gate_up_a [E, r, D] and gate_up_b [E, 2F, r], down_a [E, r, F] and
+    down_b [E, D, r]. Once parallelized, all of them are DTensors, sharded on ep, then on dp.
 
     Calling the module opens a scope: `experts(fn, *args)` runs fn(*args, local) with this rank's experts
     gathered. FSDP2 attaches its all-gather and reduce-scatter to that call. The call is outside the compiled
@@ -134,12 +164,40 @@ class Experts(nn.Module):
         self.activation = cfg.activation
         self.weigh = cfg.weigh
         self.deferred = False  # model/stages.py: a pipeline computes the matrices' gradients later
+        self.scales: dict[str, float] = {}  # scale of each matrix that has an adapter
+        self.adapters_on = True
+
+    def adapt(self, matrix: str, rank: int, scale: float) -> None:
+        """Adds an adapter to a matrix, "gate_up" or "down": W + scale * b a for each expert.
+
+        Its values are drawn by `init_weights`. The matrix itself must be frozen.
+        """
+        E, rows, columns = getattr(self, matrix).shape
+        device = getattr(self, matrix).device
+        setattr(self, f"{matrix}_a", nn.Parameter(torch.empty(E, rank, columns, device=device)))
+        setattr(self, f"{matrix}_b", nn.Parameter(torch.empty(E, rows, rank, device=device)))
+        self.scales[matrix] = scale
+
+    def local_adapters(self) -> Adapters | None:
+        """This rank's adapters, each b with the scale; None without adapters, or if they are off."""
+        if not self.scales or not self.adapters_on:
+            return None
+        factors: list[Tensor | None] = []
+        for matrix in ("gate_up", "down"):
+            if matrix not in self.scales:
+                factors += [None, None]
+                continue
+            a, b = (local_part(getattr(self, f"{matrix}_{part}")) for part in "ab")
+            factors += [a, b if self.scales[matrix] == 1 else b * self.scales[matrix]]
+        return Adapters(*factors)
 
     @property
     def symm_lacks(self) -> str:
         """The feature of these experts that the symm dispatcher does not support; "" if it supports all."""
         if self.weigh != "activation":
             return f"--model.moe.weigh={self.weigh}"
+        if self.scales:
+            return "adapters on experts"
         return "experts whose down projection has a bias" if self.down_bias is not None else ""
 
     def forward(self, fn: Callable, *args: Any) -> Any:
@@ -151,7 +209,9 @@ class Experts(nn.Module):
         # called with None. If x had no gradient, the op would have no backward, and could not store the
         # inputs of the deferred gradients.
         deferred = self.deferred and torch.is_grad_enabled() and args[0].requires_grad
+        deferred = deferred and any(matrix.requires_grad for matrix in matrices)
         if deferred:
             matrices = matrices[0].detach(), matrices[1].detach()
-        local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred, weigh=self.weigh)
+        how = dict(weigh=self.weigh, adapters=self.local_adapters())
+        local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred, **how)
         return fn(*args, local)

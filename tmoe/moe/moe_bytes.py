@@ -88,11 +88,14 @@ def travelling(cfg: Config, axes: Axes) -> tuple[int, int]:
 
 
 def gathered_expert_bytes(cfg: Config, axes: Axes) -> int:
-    """Bytes of all experts of a layer and of their gradients, while its backward runs with adaptive_r 0."""
+    """Bytes of all experts of a layer and of their gradients, while its backward runs with adaptive_r 0.
+
+    Under adapters experts have no gradients.
+    """
     moe = cfg.model.moe
     elements = (moe.halves + 1) * moe.experts * moe.ffn_dim * cfg.model.expert_dim
     gathers = cfg.parallel.adaptive_r == 0 and axes.ep > 1
-    return 2 * elements * compute_bytes(cfg) if gathers else 0
+    return (1 if cfg.lora.rank else 2) * elements * compute_bytes(cfg) if gathers else 0
 
 
 def slice_bytes(cfg: Config, axes: Axes) -> int:
@@ -108,7 +111,8 @@ def uses_symm(cfg: Config, axes: Axes) -> bool:
     near = 1 < axes.ep <= NODE and axes.etp == 1
     moe = cfg.model.moe
     by_tokens = cfg.parallel.adaptive_r != 0 and cfg.parallel.dispatch != "nccl"
-    return near and by_tokens and not moe.bias and not moe.pad and moe.weigh == "activation"
+    plain = not moe.bias and not moe.pad and moe.weigh == "activation"
+    return near and by_tokens and plain and not cfg.lora.rank
 
 
 def runs_beside(cfg: Config, axes: Axes) -> bool:

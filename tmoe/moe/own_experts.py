@@ -61,6 +61,7 @@ class OwnExperts(Experts):
         self.weigh = cfg.weigh
         self.slice = None
         self.deferred = False
+        self.scales = {}  # tmoe adds no adapters to them
         self.require_stacked()
 
     def require_stacked(self) -> None:

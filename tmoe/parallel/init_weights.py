@@ -3,7 +3,7 @@
 The scheme: matrices are normal with standard deviation `std`. Matrices whose output is added to the residual
 stream (attention `o`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow
 with depth (GPT-2). Norm weights are one; biases, sinks, the logarithm of a cosine router's scale and buffers
-are zero.
+are zero. An adapter's a is uniform within 1 / sqrt(its inputs), as PEFT draws it, and its b is zero.
 
 Each tensor is drawn from a separate generator, seeded by a hash of (seed, name). A rank draws the full tensor
 and keeps its part, so every mesh starts from the same numbers. Removing layers changes only the residual
@@ -20,7 +20,8 @@ from tmoe.parallel.mesh import local_part, local_slices
 
 # Suffixes of the names of matrices whose output is added to the residual stream.
 RESIDUAL = ("o.weight", "down.weight", "down", "from_latent.weight")
-ZERO = ("bias", "sinks", "log_scale")
+ADAPTER_A, ADAPTER_B = (tuple(f"{matrix}{part}" for matrix in (".", ".gate_up_", ".down_")) for part in "ab")
+ZERO = ("bias", "sinks", "log_scale", *ADAPTER_B)
 
 
 @torch.no_grad()
@@ -45,6 +46,11 @@ def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int 
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         local = local_part(parameter)
         generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        full = torch.empty(parameter.shape, device=local.device).normal_(0.0, scale, generator=generator)
+        full = torch.empty(parameter.shape, device=local.device)
+        if name.endswith(ADAPTER_A):
+            most = parameter.shape[-1] ** -0.5
+            full.uniform_(-most, most, generator=generator)
+        else:
+            full.normal_(0.0, scale, generator=generator)
         local.copy_(full[local_slices(parameter)])
         del full  # every rank draws whole parameters, and two of them must not be in memory at a time

@@ -23,6 +23,7 @@ from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.block_bytes import loss_bytes
 from tmoe.model.count import Shape, block_shapes, numel, root_shapes
 from tmoe.model.freeze import matching
+from tmoe.model.lora import AdapterCounts, adapter_counts
 from tmoe.model.stages import cuts
 from tmoe.model.transformer import Transformer
 from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, uses_symm
@@ -98,7 +99,7 @@ def defers(cfg: Config, axes: Axes) -> bool:
     """Whether gradients of experts' matrices are deferred, as `obstacle` of model/stages.py decides."""
     model, p = cfg.model, cfg.parallel
     whole = axes.replicate == 1 and (axes.sharers == 1 or kept_whole(cfg, axes))
-    plain = axes.etp == 1 and p.adaptive_r != 0 and model.moe.weigh == "activation"
+    plain = axes.etp == 1 and p.adaptive_r != 0 and model.moe.weigh == "activation" and not cfg.lora.rank
     sparse = any(map(model.is_moe, range(model.layers)))
     return p.schedule == "v" and axes.pp > 1 and sparse and whole and plain and not uses_symm(cfg, axes)
 
@@ -232,16 +233,19 @@ def _working(
     width = compute_bytes(cfg)
     alone = axes.stage == 1
     # Gradients in the compute type, and buffers that are sent: FSDP2's in fp32; for kept experts, another
-    # layer's gradients and the gradients that are received.
+    # layer's gradients and the gradients that are received. Frozen weights have none.
     gradients = [
         (width + FP32 * (not alone)) * unreduced + (width + 2 * width * keeps) * block.experts + FP32 * fsdp
         for unreduced, block, fsdp in zip(passing, blocks, shared, strict=True)
     ]
+    if cfg.lora.rank:
+        gradients = [0] * len(blocks)
     most = max(number + block.backward for number, block in zip(gradients, blocks, strict=True))
     if span.stop < cfg.model.layers:
         return most
     # the head's gradient is kept in the compute type until the root reduces it
-    return max(width * cfg.model.vocab * cfg.model.dim + most, loss_bytes(cfg, axes))
+    head = 0 if cfg.lora.rank else width * cfg.model.vocab * cfg.model.dim
+    return max(head + most, loss_bytes(cfg, axes))
 
 
 def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[str, int]:
@@ -272,18 +276,22 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     root = [shape for span in spans for shape in chunk_root(model, span)]
     dense_shapes = [block_shapes(model, layer)[0] for span in spans for layer in span]
     parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
+    parts = with_adapters(parts, cfg, axes, spans)
     frozen = frozen_on_a_rank(cfg, axes, spans)
     masters = held if width == FP32 else frozen.held
     return with_rollout(parts, cfg, axes, whole, masters, own - frozen.own)
 
 
 def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequence[range]) -> dict[str, int]:
-    """The same parts with --optim.freeze: frozen parameters have no gradient, moments or master weights."""
-    if not cfg.optim.freeze:
+    """The same parts without frozen parameters, chosen by --optim.freeze or because there are adapters.
+
+    Frozen parameters have no gradient, moments or master weights.
+    """
+    if not frozen_pattern(cfg):
         return parts
     dense, experts, own, held = frozen_on_a_rank(cfg, axes, spans)
     several, width = several_micros(cfg, axes), compute_bytes(cfg)
-    again = second_table(cfg.model, spans) if matching(cfg.optim.freeze, ["embedding.weight"]) else []
+    again = second_table(cfg.model, spans) if matching(frozen_pattern(cfg), ["embedding.weight"]) else []
     trained = own - numel(again) // axes.shard
     less = {
         "parameters": (FP32 - width) * own,
@@ -291,8 +299,53 @@ def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequen
         "moments": 0 if cfg.optim.offload else 2 * FP32 * trained,
         "gathered": width * held * (width < FP32),  # parameters held whole need no working copy
         "accumulated": FP32 * (dense + experts // axes.ep) if several else 0,
+        # an average is kept of adapters alone, but also of what --optim.freeze freezes
+        "ema": FP32 * trained if cfg.lora.rank and cfg.optim.ema else 0,
     }
     return {name: size - less.get(name, 0) for name, size in parts.items()}
+
+
+def frozen_pattern(cfg: Config) -> str:
+    """The pattern of frozen names: all with adapters, else --optim.freeze; "": none."""
+    return "." if cfg.lora.rank else cfg.optim.freeze or ""
+
+
+def with_adapters(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequence[range]) -> dict[str, int]:
+    """The same parts with the adapters: fp32, with gradients, moments and copies like other trained weights.
+
+    activations: the r numbers between an adapter's two products, for each token or routed pair.
+    """
+    if not cfg.lora.rank:
+        return parts
+    of_spans = [adapter_counts(cfg.model, cfg.lora, span) for span in spans]
+    dense, experts, *_ = (sum(column) for column in zip(*of_spans, strict=True))
+    several, width = several_micros(cfg, axes), compute_bytes(cfg)
+    local = experts // axes.ep
+    own = dense // axes.shard + local // axes.sharers
+    unshared = axes.sharers * axes.replicate == 1
+    held = own if axes.stage == 1 else local if unshared else 0
+    layers = sum(map(len, spans))
+    whole = local if unshared or kept_whole(cfg, axes) else 2 * local // layers  # else two layers' at a time
+    copies = (0 if width == FP32 else own) if axes.stage == 1 else whole + 2 * dense // layers
+    more = {
+        "parameters": FP32 * own,
+        "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
+        "moments": 0 if cfg.optim.offload else 2 * FP32 * own,
+        "ema": FP32 * own if cfg.optim.ema else 0,
+        "gathered": width * copies,
+        "accumulated": FP32 * (dense + local) if several else 0,
+        "activations": sum(adapter_activations(cfg, axes, found) for found in of_spans),
+    }
+    return {name: size + more.get(name, 0) for name, size in parts.items()}
+
+
+def adapter_activations(cfg: Config, axes: Axes, found: AdapterCounts) -> int:
+    """Bytes that autograd keeps for the adapters of some blocks: their inner products, r numbers a row."""
+    if cfg.parallel.checkpoint == "block":
+        return 0
+    moe, T = cfg.model.moe, local_tokens(cfg, axes)
+    of_pairs = found.moe * moe.slots * cfg.lora.rank_of_experts(moe.top_k)
+    return compute_bytes(cfg) * T * (found.layers * cfg.lora.rank + of_pairs)
 
 
 class FrozenElements(NamedTuple):
@@ -308,10 +361,10 @@ class FrozenElements(NamedTuple):
 
 
 def frozen_on_a_rank(cfg: Config, axes: Axes, spans: Sequence[range]) -> FrozenElements:
-    """The frozen elements on a rank of the stage that has these chunks, by --optim.freeze."""
-    if not cfg.optim.freeze:
+    """The frozen elements on a rank of the stage that has these chunks."""
+    if not frozen_pattern(cfg):
         return FrozenElements(0, 0, 0, 0)
-    found = [frozen_elements(cfg.model, cfg.optim.freeze, span) for span in spans]
+    found = [frozen_elements(cfg.model, frozen_pattern(cfg), span) for span in spans]
     dense, experts = (sum(numbers) for numbers in zip(*found, strict=True))
     own = dense // axes.shard + experts // (axes.ep * axes.sharers)
     unshared = axes.sharers * axes.replicate == 1

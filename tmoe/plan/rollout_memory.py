@@ -63,12 +63,13 @@ def with_rollout(
     """The same parts, plus the parts that --task grpo adds.
 
     whole: elements of a rank's weights, gathered. masters: the part of them that a rank computes with in
-    place. trained: elements that the rank stores, without frozen ones.
+    place. trained: elements that the rank stores, without frozen ones. With adapters the reference is their
+    base.
     """
     if cfg.task != "grpo":
         return parts
     return parts | {
-        "reference": FP32 * trained if cfg.grpo.kl else 0,
+        "reference": FP32 * trained if cfg.grpo.kl and not cfg.lora.rank else 0,
         "rollout": compute_bytes(cfg) * (whole - masters) + passing_bytes(cfg, axes),
         "pool": pool_bytes(cfg, axes),
         "away": parts["moments"] * cfg.grpo.offload,

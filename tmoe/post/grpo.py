@@ -38,6 +38,7 @@ from tmoe.generate.generation_config import not_followed
 from tmoe.generate.pages import Span
 from tmoe.generate.sampler import Sampling
 from tmoe.model.compile_ahead import Pass
+from tmoe.model.lora import off
 from tmoe.model.loss import Given, Objective
 from tmoe.model.rounding import rounding
 from tmoe.model.transformer import Transformer
@@ -107,7 +108,8 @@ class Grpo(Task):
         """The forward passes of a step, and of the reference if there is one. Rollouts use eager blocks."""
         old = [Pass(traced=True), Pass(replay=True)]
         steps = dict(none=[Pass()], rollout=[Pass(replay=True)], old=old)
-        return steps[self.g.replay] + ([Pass(grad=False)] if self.g.kl else [])
+        reference = Pass(grad=False, adapters=not self.cfg.lora.rank)
+        return steps[self.g.replay] + ([reference] if self.g.kl else [])
 
     def example(self, batch: RankPrompts, device: torch.device) -> Micro:
         """A micro-batch of padding, because there are no answers yet."""
@@ -127,7 +129,8 @@ class Grpo(Task):
 
     def prepare(self, model: Transformer, data: Sequence[PromptDataset], run: Runtime, step: int) -> None:
         self.data, self.model = data[0], model
-        self.frozen = FrozenWeights(model, self.cfg, step) if self.g.kl else None
+        # the reference of adapters is their base, which the model holds already
+        self.frozen = FrozenWeights(model, self.cfg, step) if self.g.kl and not self.cfg.lora.rank else None
         self.ended = time.perf_counter()
         self.log = None
         if run.rank == 0 and not self.cfg.eval_only:
@@ -286,7 +289,7 @@ class Grpo(Task):
         packed = pack(answers, rows, (micros, train.batch, train.seq), untrained, to)
         reference: list[Tensor] = []
         rewards, numbers = of_groups(told)
-        if self.frozen is not None:
+        if self.g.kl:
             reference, far = self.of_frozen(model, packed, run)
             if g.kl_in == "reward":
                 own = {(answers[i].number, answers[i].sample): value for i, value in far.items()}
@@ -377,7 +380,7 @@ class Grpo(Task):
         reader the divergence, a sum over its tokens, in nats. That model always chooses its own experts,
         because a replay holds the experts of another model.
         """
-        assert self.frozen is not None
+        first = off(model) if self.frozen is None else self.frozen.in_place()
         estimator = self.g.kl_estimator or "k1"
         found: list[Tensor] = []
         far: dict[int, float] = {}
@@ -395,7 +398,7 @@ class Grpo(Task):
 
         one = torch.ones((), device=run.device)
         model.eval()
-        with torch.no_grad(), self.frozen.in_place():
+        with torch.no_grad(), first:
             for a, micro in enumerate(packed.batch.micros(run.device, True)):
                 given = (micro.given or {}) | {"drawn": packed.drawn_ABS[a].to(run.device)}
                 micro = micro._replace(given=given)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tmoe.checkpoint.base import weights_hash
 from tmoe.config.check import Setting, require
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config, require_no_noise
@@ -23,6 +24,8 @@ from tmoe.data.chat.chat_dataset import ChatBatch, ChatDataset, open_chat
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
 from tmoe.data.tokenizer import Carried
+from tmoe.model.compile_ahead import Pass
+from tmoe.model.lora import off
 from tmoe.model.loss import Given
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
@@ -33,7 +36,7 @@ from tmoe.parallel.mesh import Mesh
 from tmoe.post.losses import LOSSES
 from tmoe.post.losses.pairs import pairs_of
 from tmoe.post.losses.sums import sequence_sums, trained_tokens
-from tmoe.post.reference_model import ReferenceStore, tokens_hash, weights_hash
+from tmoe.post.reference_model import ReferenceStore, tokens_hash
 from tmoe.post.task import Task
 from tmoe.run.process import Runtime
 
@@ -67,6 +70,12 @@ class Preference(Task):
 
     def facts(self, val_data: ChatDataset) -> dict[str, Any]:
         return dict(pairs=val_data.describe())
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes of a step and of a validation, and of the reference if there are adapters."""
+        reference = self.cfg.lora.rank and self.needs_reference
+        return [*super().passes, *([Pass(grad=False, adapters=False)] if reference else [])]
 
     def notes(self, facts: dict[str, Any]) -> list[str]:
         return []
@@ -121,7 +130,10 @@ class Preference(Task):
     def prepare(
         self, model: Transformer | Stages, data: Sequence[ChatDataset], run: Runtime, step: int
     ) -> None:
-        """Computes the reference's log-probs of all sequences, or reads those that the run has already."""
+        """Computes the reference's log-probs of all sequences, or reads those that the run has already.
+
+        The reference of adapters is their base, also if --lora.init gave the adapters' values.
+        """
         if not self.needs_reference:
             return
         self.total = self._number(data)
@@ -130,11 +142,13 @@ class Preference(Task):
         if gathered(store.missing() and "some", run.control)[0]:
             gone = f"{store.folder}: lacks the reference's log-probs, and {step} steps have changed weights"
             again = f"restore the folder, or start from the beginning with {Setting('resume')} none"
-            run.on_all_ranks(lambda: require(step == 0, f"{gone}; {again}"))
+            same = step == 0 or self.cfg.lora.rank > 0  # training does not change a base
+            run.on_all_ranks(lambda: require(same, f"{gone}; {again}"))
             found = torch.full((self.copies * self.total,), -math.inf, dtype=torch.float64)
             model.eval()
-            for part in data:
-                self._pass(model, part, run, found)
+            with off(model):  # with adapters the reference is their base, else the model
+                for part in data:
+                    self._pass(model, part, run, found)
             model.train()
             # Ranks without the last blocks have -inf; the last batch may repeat the first rows.
             dist.all_reduce(found, dist.ReduceOp.MAX, group=run.control)

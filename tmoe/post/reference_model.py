@@ -23,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tmoe.base.disk import HashedFile, sync_folder
-from tmoe.checkpoint.manifest import is_step, read_manifest
+from tmoe.checkpoint.base import weights_hash as weights_hash
 from tmoe.config.check import ConfigError
 
 NAME = "identity.json"
@@ -53,7 +53,7 @@ class ReferenceStore:
         Args:
             folder: where the store is.
             rows: number of rows.
-            weights: `weights_hash` of the reference; with adapters that are off, of their base model.
+            weights: `weights_hash` of the reference; with adapters that are off, of their base.
             tokens: `tokens_hash` of all rows in order.
             settings: every other setting that changes a log-prob, of JSON's types: dtype, temperature,
                 fp32_logits. Template and tokenizer are not needed, because `tokens` depends on both.
@@ -116,32 +116,6 @@ class ReferenceStore:
 
     def _path(self, piece: range) -> Path:
         return self.folder / f"rows-{piece.start:09}.safetensors"
-
-
-def weights_hash(folder: str | Path) -> str:
-    """A hash of a model's weights: of a step folder's manifest, or of all bytes of a Hugging Face folder.
-
-    A manifest has the hashes of its tensors, so no weight is read. A resharded step folder has another hash.
-    ValueError for a folder with neither manifest nor safetensors.
-    """
-    folder = Path(folder)
-    sha = hashlib.sha256()
-    if is_step(folder):
-        manifest = read_manifest(folder)
-        names = sorted(name for name in manifest.tensors if name.startswith("model."))
-        for name in names:
-            entry = manifest.tensors[name]
-            sha.update(f"{name} {entry.dtype} {entry.shape} {entry.sha256}\n".encode())
-        model = (manifest.info.get("config") or {}).get("model")  # its rope, its scalings
-        sha.update(json.dumps(model, sort_keys=True).encode())
-        return sha.hexdigest()
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder}: has neither a manifest nor safetensors, so no weights to hash")
-    for path in [*files, *folder.glob("config.json")]:
-        with open(path, "rb") as file:
-            sha.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return sha.hexdigest()
 
 
 def tokens_hash(rows: Iterable[Iterable[Tensor]]) -> str:

@@ -18,24 +18,30 @@ from torch import Tensor
 from tmoe.base.optional import say
 from tmoe.base.versions import package_version, versions
 from tmoe.checkpoint import resume
+from tmoe.checkpoint.base import Base, base_of, find_adapters, require_base, weights_hash
 from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.checkpoint.manifest import Manifest, read_manifest
 from tmoe.cli.defaults import plan_of, samples_a_step, with_length
 from tmoe.cli.parse import flags_of, require_weights
+from tmoe.config.check import Setting, require
 from tmoe.config.run import Config
 from tmoe.data.dataset import Dataset, require_alike
-from tmoe.hf.load_weights import load_weights
+from tmoe.hf.load_weights import load_weights, read_step
 from tmoe.hf.tokenizer_files import carried_by_start, unknown_of
 from tmoe.log.metrics import Metrics
 from tmoe.log.routes import Routes
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
 from tmoe.model.float8 import describe, require_device, require_layers
-from tmoe.model.freeze import freeze, require_matches
+from tmoe.model.freeze import require_matches, settle
+from tmoe.model.lora import describe as describe_adapters
+from tmoe.model.lora import is_adapter
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, pipeline
 from tmoe.model.transformer import Transformer
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
 from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard, require_finite
+from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh, build_mesh
 from tmoe.plan.fitting import require_room
 from tmoe.run import process as runtime
@@ -89,13 +95,15 @@ class Start:
         self.optimizer = build_optimizer(parameters, cfg.optim, run.device, keeps_fresh=True)
         if not cfg.eval_only:
             init_state(self.optimizer)
-        self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
+        averaged = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad or not cfg.lora.rank)
+        self.ema = Ema(averaged, cfg.optim.ema) if cfg.optim.ema else None
 
         # The progress of the run.
         self.step = 0
         self.tokens = 0
         self.saved: int | None = None  # the step of the last checkpoint that this process wrote
         self.began = ""  # the source of the weights, if they were loaded by --init
+        self.base: Base | None = None  # the frozen model of adapters, if it is in a folder
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.guard = SkipGuard(cfg.optim.max_skips, self.task.spikes)
         self.routes = Routes(cfg.log.routes, cfg.out, self.model, run.rank)
@@ -126,7 +134,7 @@ class Start:
             rank=run.rank,
             world=run.world,
             device=run.device,
-            flops_per_token=flops_per_token(cfg.model, cfg.train.seq),
+            flops_per_token=flops_per_token(cfg.model, cfg.train.seq, frozen=cfg.lora.rank > 0),
             peak=peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None,
             start_step=self.step,
             versions=known,
@@ -150,15 +158,64 @@ class Start:
             if path := self.checkpoints.find(cfg.resume):
                 self.go_on_from(path)
             elif cfg.init:
-                tensors = self.model.state_dict()
-                load_weights(Path(cfg.init), self.checkpoints, tensors, cfg.model)
-                self.began = f"weights of {cfg.init}, {len(tensors)} tensors"
-                self.began += " on rank 0" if cfg.parallel.pp > 1 else ""
+                self.begin_from(Path(cfg.init))
                 if self.ema:
                     self.ema.restart()
             elif cfg.eval_only and cfg.resume == "auto":
                 require_weights(cfg, found=False)
-        run.on_all_ranks(lambda: require_finite(self.tensors(("model",))))
+        run.on_all_ranks(lambda: require_finite(self.model.state_dict()))
+
+    def begin_from(self, init: Path) -> None:
+        """Loads the weights of --init; with adapters they are the frozen base."""
+        cfg, run = self.cfg, self.run
+        tensors = self.model.state_dict()
+        if cfg.lora.rank:
+            tensors = {name: t for name, t in tensors.items() if not is_adapter(name)}
+            found = run.on_all_ranks(lambda: "" if run.rank else weights_hash(init))
+            digest = gathered(found, run.control)[0]
+            self.record_base(Base(str(init), digest))
+        load_weights(init, self.checkpoints, tensors, cfg.model)
+        self.began = f"weights of {init}, {len(tensors)} tensors"
+        self.began += " on rank 0" if cfg.parallel.pp > 1 else ""
+        if cfg.lora.init:
+            self.began += f"; adapters of {self.load_adapters(Path(cfg.lora.init))}"
+
+    def record_base(self, base: Base) -> None:
+        """Records the frozen model on which the adapters are trained. Steps do not contain its weights."""
+        self.base = base
+        self.checkpoints.info["base"] = base._asdict()
+
+    def load_adapters(self, path: Path) -> Path:
+        """Loads the adapters of a step, which must have been trained on this run's base; returns the step."""
+
+        def look() -> tuple[Path, Manifest]:
+            step, manifest = find_adapters(path)
+            resume.require_same_adapters(step, manifest, self.cfg)
+            base, own = base_of(manifest), self.base
+            where = "drawn from a seed" if base is None else base.path
+            wrong = f"was trained on other weights ({where}) than {Setting('init', self.cfg.init)}"
+            same = base is not None and own is not None and base.sha256 == own.sha256
+            require(same, "lora.init", str(path), wrong)
+            return step, manifest
+
+        step, manifest = self.run.on_all_ranks(look)
+        tensors = {f"model.{name}": t for name, t in self.model.state_dict().items() if is_adapter(name)}
+        read_step(step, manifest, tensors, more=True)
+        return step
+
+    def load_base(self, path: Path) -> None:
+        """Loads the frozen base of a step of adapters. A missing or different base is refused."""
+        cfg, run = self.cfg, self.run
+        base = base_of(read_manifest(path))
+        if base is None:  # drawn from the seed: the step contains all weights
+            return
+        place = cfg.init or ""
+        again = f"{Setting('init')} DIR, the folder that holds those weights now"
+        found = run.on_all_ranks(lambda: "" if run.rank else str(require_base(path, base, place, again)))
+        folder = Path(gathered(found, run.control)[0])
+        tensors = {name: t for name, t in self.model.state_dict().items() if not is_adapter(name)}
+        load_weights(folder, self.checkpoints, tensors, cfg.model)
+        self.record_base(Base(str(folder), base.sha256))
 
     def go_on_from(self, path: Path) -> None:
         """Loads a step folder: all state that the next step depends on, or only weights for --eval-only."""
@@ -173,6 +230,8 @@ class Start:
 
         cfg, self.changes = run.on_all_ranks(look)
         self.cfg = self.task.cfg = cfg
+        if cfg.lora.rank:
+            self.load_base(path)
         weights_only = cfg.eval_only or not cfg.load_optim
         wanted = ("model.", "ema.") if weights_only else None
         tensors = self.tensors(("model", "ema")) if weights_only else self.tensors()
@@ -188,10 +247,16 @@ class Start:
             runtime.set_rng_states(rng, run.device)
 
     def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, Tensor]:
-        """Name to tensor of a checkpoint's contents; names begin with the part, for example "model."."""
+        """Name to tensor of a checkpoint's contents; names begin with the part, for example "model.".
+
+        A base that is in a folder is left out.
+        """
         parameters = dict(self.model.named_parameters())
+        weights = self.model.state_dict()
+        if self.base is not None:
+            weights = {name: t for name, t in weights.items() if is_adapter(name)}
         parts = dict(
-            model=self.model.state_dict(),
+            model=weights,
             optim=optimizer_tensors(self.optimizer, parameters),
             ema=self.ema.tensors() if self.ema else {},
         )
@@ -204,6 +269,8 @@ class Start:
         note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
         if line := describe(cfg):
             note(f"{line}; torchao {package_version('torchao')}")
+        for line in describe_adapters(cfg, self.mesh.axes.ep):
+            note(line)
         note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
         own = bool(cfg.data.val_path)
         for source, held in zip_longest(self.data.sources, () if own else self.val_data.sources):
@@ -265,7 +332,7 @@ def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer | 
     else:
         with torch.device("meta"):
             model = Transformer(cfg.model)
-            freeze(model, cfg.optim.freeze, cfg.train.dtype)
+            settle(model, cfg)
         parallelize(model, mesh, cfg, whole_forwards=True)
     model.to_empty(device=device)
     model.init_weights(cfg.seed)

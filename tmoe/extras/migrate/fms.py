@@ -33,7 +33,7 @@ from tmoe.hf.foreign import CONFIG
 from tmoe.hf.hub_folders import NAME
 
 ALWAYS = "tmoe always does"
-LORA = "tmoe has no adapters yet: it trains all parameters, or those that --optim.freeze leaves"
+LORA = "adapters are not translated yet: name --lora.rank, --lora.alpha, --lora.targets, --lora.dropout"
 QUANTISED = "tmoe does not train on quantised weights"
 CHAT = "messages", "conversations"
 

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tmoe.ops.experts.adapted import Adapters
+from tmoe.ops.experts.cpu import ExpertWeights
 from tmoe.ops.register import Backward, register_differentiable
 from tmoe.ops.sum_parts import sum_parts
+from tmoe.parallel import token_exchange
 from tmoe.parallel.collectives import group_of
 
 # the name in torch 2.13, and the name in 2.11
@@ -37,12 +40,15 @@ def moe_mlp_gathered(
 ) -> Tensor:
     """`moe_mlp` over the experts of all ranks of a group, in rank order; ids number all these experts.
 
-    Gradients of this rank's experts are the sums over the group. A collective of the group, forward and
-    backward. The ranks may have unequal numbers of tokens, or none.
+    Gradients of this rank's experts are the sums over the group. If neither gate_up nor down needs a
+    gradient, backward neither computes nor sends theirs. A collective of the group, forward and backward. The
+    ranks may have unequal numbers of tokens, or none. All ranks must train the same matrices.
     """
     tensors = (x_TD, gate_up_L2FD, down_LDF, weights_TK, ids_TK, gate_up_bias_L2F)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return torch.ops.tmoe.moe_mlp_gathered(*tensors, activation, keep, group)[0]
+    trained = gate_up_L2FD.requires_grad or down_LDF.requires_grad or not torch.is_grad_enabled()
+    op = torch.ops.tmoe.moe_mlp_gathered if trained else torch.ops.tmoe.moe_mlp_gathered_frozen
+    return op(*tensors, activation, keep, group)[0]
 
 
 class _PendingGather(NamedTuple):
@@ -148,18 +154,148 @@ def _backward(call: GatheredBackward) -> tuple[Tensor | None, ...]:
     return dx, gradients[0], gradients[1], d_weights, None if bias is None else gradients[2]
 
 
+def _backward_frozen(call: GatheredBackward) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weights and the bias (None without one)."""
+    dy, x, gate_up, down, weights, h, packed, bias, activation, group = call
+    gate_up, down, bias = _whole((gate_up, down, bias), group)
+    dx, d_weights, d_bias = torch.ops.tmoe.moe_mlp_frozen_backward(
+        dy, x, gate_up, down, weights, h, packed, bias, activation, weights.numel()
+    )
+    return dx, d_weights, None if bias is None else _owned([d_bias], group_of(group))[0]
+
+
+_FORWARD: dict[str, Any] = dict(
+    schema=GatheredCall, returns="y", keeps="h packed", cpu=_forward, cuda=_forward, fake=_forward_fake
+)
 register_differentiable(
     "moe_mlp_gathered",
-    GatheredCall,
-    returns="y",
-    keeps="h packed",
-    cpu=_forward,
-    cuda=_forward,
-    fake=_forward_fake,
+    **_FORWARD,
     backward=Backward(
         GatheredBackward,
         gradients="x gate_up down weights bias",
         cpu=_backward,
         cuda=_backward,
+    ),
+)
+# neither gate_up nor down needs a gradient
+register_differentiable(
+    "moe_mlp_gathered_frozen",
+    **_FORWARD,
+    backward=Backward(
+        GatheredBackward, gradients="x weights bias", cpu=_backward_frozen, cuda=_backward_frozen
+    ),
+)
+
+
+# ---- with adapters ----
+
+
+def whole_adapters(adapters: Adapters, group: str) -> Adapters:
+    """The adapters of all ranks' experts, in rank order; gradients are summed in fp32 over the ranks."""
+
+    def whole(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        wide = t.to(torch.promote_types(t.dtype, torch.float32))
+        return token_exchange.gather(wide[None], group)[0].to(t.dtype)
+
+    return Adapters(*map(whole, adapters))
+
+
+def moe_mlp_gathered_adapted(
+    x_TD: Tensor, experts: ExpertWeights, adapters: Adapters, weights_TK: Tensor, ids_TK: Tensor, group: str
+) -> Tensor:
+    """`moe_mlp_adapted` over the experts of all ranks of a group; adapters: `whole_adapters`'.
+
+    The matrices are gathered in forward and again in backward, as `moe_mlp_gathered` does; the adapters,
+    which are small, are kept.
+    """
+    gate_up, down, bias, activation = experts
+    tensors = (x_TD, gate_up, down, weights_TK, ids_TK, bias, *adapters)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return torch.ops.tmoe.moe_mlp_gathered_adapted(*tensors, activation, keep, group)[0]
+
+
+class GatheredAdaptedCall(NamedTuple):
+    """The arguments of the op moe_mlp_gathered_adapted."""
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    weights: Tensor
+    ids: Tensor
+    bias: Tensor | None
+    gate_up_a: Tensor | None
+    gate_up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+    activation: str
+    keep: bool
+    group: str
+
+
+class GatheredAdaptedBackward(NamedTuple):
+    """The arguments of the op moe_mlp_gathered_adapted_backward."""
+
+    dy: Tensor
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    weights: Tensor
+    h: Tensor
+    u: Tensor
+    packed: Tensor
+    bias: Tensor | None
+    gate_up_a: Tensor | None
+    gate_up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+    activation: str
+    group: str
+
+
+def _adapted(call: GatheredAdaptedCall, experts: list[Tensor | None]) -> tuple[Tensor, ...]:
+    """The op moe_mlp_adapted with these gate_up, down and bias."""
+    gate_up, down, bias = experts
+    x, weights, ids = call.x, call.weights, call.ids
+    how = call.activation, ids.numel(), call.keep
+    return torch.ops.tmoe.moe_mlp_adapted(x, gate_up, down, weights, ids, bias, *call[6:10], *how)
+
+
+def _adapted_forward(call: GatheredAdaptedCall) -> tuple[Tensor, ...]:
+    return _adapted(call, _whole((call.gate_up, call.down, call.bias), call.group))
+
+
+def _adapted_fake(call: GatheredAdaptedCall) -> tuple[Tensor, ...]:
+    n = group_of(call.group).size()
+    own = call.gate_up, call.down, call.bias
+    return _adapted(call, [t if t is None else t.new_empty(n * t.shape[0], *t.shape[1:]) for t in own])
+
+
+def _adapted_backward(call: GatheredAdaptedBackward) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weights, the bias and the adapters (None for what is not there)."""
+    gate_up, down, bias = _whole((call.gate_up, call.down, call.bias), call.group)
+    kept = call.h, call.u, call.packed, bias, *call[9:13]
+    dx, d_weights, d_bias, *factors = torch.ops.tmoe.moe_mlp_adapted_backward(
+        call.dy, call.x, gate_up, down, call.weights, *kept, call.activation, call.weights.numel()
+    )
+    d_bias = None if bias is None else _owned([d_bias], group_of(call.group))[0]
+    present = (t if given is not None else None for t, given in zip(factors, call[9:13], strict=True))
+    return dx, d_weights, d_bias, *present
+
+
+register_differentiable(
+    "moe_mlp_gathered_adapted",
+    GatheredAdaptedCall,
+    returns="y",
+    keeps="h u packed",
+    cpu=_adapted_forward,
+    cuda=_adapted_forward,
+    fake=_adapted_fake,
+    backward=Backward(
+        GatheredAdaptedBackward,
+        gradients="x weights bias gate_up_a gate_up_b down_a down_b",
+        cpu=_adapted_backward,
+        cuda=_adapted_backward,
     ),
 )

@@ -17,6 +17,8 @@ from tmoe.ops.experts import gpu
 from tmoe.ops.experts.pair_order import Metadata, route
 from tmoe.ops.launch.replay import remembered
 
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of gate_up, down and the bias
+
 
 class ReceivedExperts:
     """The experts of one call, over the sections of an Exchange `ex` (moe/exchange/symm.py).
@@ -52,10 +54,15 @@ class ReceivedExperts:
         self.do(outputs, self.ids, h)
 
     def backward(
-        self, h: Tensor, x_is_here: Callable[[], None], dx_is_there: Callable[[], None]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self,
+        h: Tensor,
+        x_is_here: Callable[[], None],
+        dx_is_there: Callable[[], None],
+        frozen: bool = False,
+    ) -> Gradients:
         """d_gate_up, d_down, d_bias (None without a bias); dx and d_weights are written into their sections.
 
+        frozen: neither matrix needs a gradient. Their products are left out, and None is in their place.
         x_is_here() is called before anything reads x, and dx_is_there() once dx and d_weights are complete.
         Therefore the transfer of x overlaps with the products before the first call, and the transfer of dx
         with the products after the second. Windows after the first, which are empty unless routing is skewed,
@@ -66,11 +73,23 @@ class ReceivedExperts:
         if packed[1:]:
             self.do(add_to_gradient_of_x, *packed)
         dx_is_there()
+        if frozen:
+            del act
+            return None, None, self.gradient_of_bias(dh, packed)
         sums = self.do(gradients_of_experts, dh, act, packed[0])
         del dh, act
         if packed[1:]:
             self.do(add_to_gradients_of_experts, *sums, *packed)
         return sums
+
+    def gradient_of_bias(self, dh: Tensor, packed: Sequence[Tensor]) -> Tensor | None:
+        """d_bias alone, of dH of the first window; packed: metadata of all windows. None without a bias."""
+        if self.operands[-1] is None:
+            return None
+        (d_bias,) = self.do(gradient_of_bias, dh, packed[0])
+        if packed[1:]:
+            self.do(add_to_gradient_of_bias, d_bias, *packed)
+        return d_bias
 
 
 class Work(NamedTuple):
@@ -192,4 +211,20 @@ def add_to_gradients_of_experts(*args: Any) -> tuple[()]:
         dh, act, _ = work.gradient_of_h(window, None)
         work.gradients_of_experts(window, dh, act, (d_gate_up, d_down, d_bias))
         del dh, act
+    return ()
+
+
+def gradient_of_bias(*args: Any) -> tuple[Tensor]:
+    """dH, packed metadata, both of the first window: its gradient of the bias."""
+    work, (dh, *packed) = taken(args)
+    return (work.layer(work.windows_in(packed)[0]).bias_gradient(dh),)
+
+
+def add_to_gradient_of_bias(*args: Any) -> tuple[()]:
+    """Sum, packed metadata: the bias's gradient of the windows after the first, added to the sum."""
+    work, (d_bias, *packed) = taken(args)
+    for window in work.windows_in(packed)[1:]:
+        dh, _, _ = work.gradient_of_h(window, None)
+        work.layer(window).bias_gradient(dh, d_bias)
+        del dh
     return ()

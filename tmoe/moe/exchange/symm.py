@@ -479,6 +479,7 @@ class SymmBackward(NamedTuple):
     tokens: int
     pairs: int
     fp8: bool
+    frozen: bool  # neither gate_up nor down needs a gradient
     group: str
 
 
@@ -539,8 +540,9 @@ def _push_beside(ex: Exchange, wire: dict[str, Tensor], ids: Tensor, weights: Te
 def _backward(layer: SymmBackward) -> Tensors:
     """The op symm_moe_backward.
 
-    Returns the gradients that the experts give: of x, weights, gate_up, down and the bias (empty without
-    one). Then the gradients that the shared SwiGLU gives: of x and of its two matrices (empty without it).
+    Returns the gradients that the experts give: of x, weights, gate_up, down (empty if frozen) and the bias
+    (empty without one). Then the gradients that the shared SwiGLU gives: of x and of its two matrices (empty
+    without it).
     """
     gate_up, down, bias, shared_gate_up, shared_down, h, shared_h = layer[5:12]
     fp8 = layer.fp8
@@ -587,27 +589,28 @@ def _backward(layer: SymmBackward) -> Tensors:
             else:
                 ex.pull(dx, d_weights, ids, L, fp8)
 
-        grads = experts.backward(h, x_is_here, dx_is_there)
+        grads = experts.backward(h, x_is_here, dx_is_there, layer.frozen)
         if hidden:
             ex.arrived()
             ex.sum(dx, d_weights, ids, L, copied[-1])
         ex.meet()  # weight gradients have read x and dy, and the sums are read
-    d_gate_up, d_down, d_bias = grads
-    d_bias = x.new_empty(0) if d_bias is None else d_bias
-    return dx, d_weights, d_gate_up, d_down, d_bias, *of_shared
+    of_experts = (x.new_empty(0) if grad is None else grad for grad in grads)
+    return dx, d_weights, *of_experts, *of_shared
 
 
 def _backward_fake(layer: SymmBackward) -> Tensors:
     x, weights, _, gate_up, down, bias = layer[2:8]
     shared = (x, *layer[8:10]) if layer.shared_gate_up is not None else (None,) * 3
-    present = (t.new_empty(t.shape) for t in (x, weights, gate_up, down))
-    perhaps = (x.new_empty(0 if t is None else t.shape) for t in (bias, *shared))
+    matrices = (None, None) if layer.frozen else (gate_up, down)
+    present = (t.new_empty(t.shape) for t in (x, weights))
+    perhaps = (x.new_empty(0 if t is None else t.shape) for t in (*matrices, bias, *shared))
     return *present, *perhaps
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensors) -> None:
     *tensors, activation, tokens, pairs, fp8, _, group = inputs
-    ctx.how = activation, tokens, pairs, fp8, group
+    frozen = not any(ctx.needs_input_grad[3:5])
+    ctx.how = activation, tokens, pairs, fp8, frozen, group
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1], output[3])
 
@@ -630,6 +633,8 @@ def _differentiate(
         dx_shared, d_shared_gate_up, d_shared_down = of_shared
         # added here, where a compiled graph adds the gradients of router and residual in the same pass
         dx = dx + dx_shared
+    if not any(ctx.needs_input_grad[3:5]):
+        d_gate_up = d_down = None
     d_bias = None if bias is None else d_bias
     return dx, d_weights, None, d_gate_up, d_down, d_bias, d_shared_gate_up, d_shared_down, *(None,) * 6
 

@@ -213,10 +213,16 @@ def grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends: list[int]) -> Tensor:
 
 def grouped_mm_backward(dc_NF: Tensor, a_ND: Tensor, b_EFD: Tensor, ends: list[int]) -> tuple[Tensor, Tensor]:
     """The gradients of a and b."""
-    da_ND = a_ND.new_empty(a_ND.shape)
     db_EFD = b_EFD.new_zeros(b_EFD.shape)
     for e, lo, hi in spans(ends):
-        torch.mm(dc_NF[lo:hi], b_EFD[e], out=da_ND[lo:hi])
         torch.mm(dc_NF[lo:hi].T, a_ND[lo:hi], out=db_EFD[e])
+    return grouped_mm_backward_of_a(dc_NF, a_ND, b_EFD, ends), db_EFD
+
+
+def grouped_mm_backward_of_a(dc_NF: Tensor, a_ND: Tensor, b_EFD: Tensor, ends: list[int]) -> Tensor:
+    """The gradient of a."""
+    da_ND = a_ND.new_empty(a_ND.shape)
+    for e, lo, hi in spans(ends):
+        torch.mm(dc_NF[lo:hi], b_EFD[e], out=da_ND[lo:hi])
     da_ND[ends[-1] if ends else 0 :] = 0
-    return da_ND, db_EFD
+    return da_ND

@@ -596,3 +596,12 @@ def grouped_mm_backward(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple
         return torch.zeros_like(a), torch.zeros_like(b)
     layer = LayerLaunches(a, b.shape, 1, group(ends.contiguous(), a.shape[0]), operands=(b, dc))
     return layer.clear_rest(layer.rows("dx", dc, b, False)), layer.dw("dw_down", dc, a, "")
+
+
+def grouped_mm_backward_of_a(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """grouped_mm's gradient of a."""
+    dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
+    if a.shape[0] == 0:
+        return torch.zeros_like(a)
+    layer = LayerLaunches(a, b.shape, 1, group(ends.contiguous(), a.shape[0]), operands=(b, dc))
+    return layer.clear_rest(layer.rows("dx", dc, b, False))

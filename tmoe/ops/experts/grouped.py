@@ -1,10 +1,13 @@
 """grouped_mm: multiplies each of several groups of consecutive rows by its matrix; differentiable."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tmoe.ops.argument_checks import check_device, check_grouped_mm, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
+from tmoe.ops.launch.eager import mapped
 from tmoe.ops.register import Backward, register_differentiable
 
 
@@ -17,12 +20,14 @@ def grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends_E: Tensor) -> Tensor:
         ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N. The host does
             not read them from a GPU, so only the CPU refuses invalid ends.
 
-    Returns c_NF [N, F] in the dtype of a, accumulated in float32, differentiable in a and b. Raises
+    Returns c_NF [N, F] in the dtype of a, accumulated in float32, differentiable in a and b; if b needs
+    no gradient, backward does not compute it. Raises
     ValueError for shapes, dtypes or devices that do not fit together. Definition:
     `tmoe.ops.reference.grouped_mm`.
     """
     check_tensors(a=a_ND, b=b_EFD, ends=ends_E)
-    return torch.ops.tmoe.grouped_mm(a_ND, b_EFD, ends_E)
+    trained = b_EFD.requires_grad or mapped(b_EFD) or not torch.is_grad_enabled()
+    return (torch.ops.tmoe.grouped_mm if trained else torch.ops.tmoe.grouped_mm_frozen)(a_ND, b_EFD, ends_E)
 
 
 def _forward_cpu(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -46,17 +51,35 @@ def _backward_cpu(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tenso
     return cpu.grouped_mm_backward(dc, a, b, ends.tolist())
 
 
-register_differentiable(
-    "grouped_mm",
-    "(Tensor a, Tensor b, Tensor ends) -> Tensor",
+def _backward_frozen_cpu(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return cpu.grouped_mm_backward_of_a(dc, a, b, ends.tolist())
+
+
+_FORWARD: dict[str, Any] = dict(
+    schema="(Tensor a, Tensor b, Tensor ends) -> Tensor",
     returns="c",
     cpu=_forward_cpu,
     cuda=_forward_gpu,
     fake=_forward_fake,
+)
+register_differentiable(
+    "grouped_mm",
+    **_FORWARD,
     backward=Backward(
         "(Tensor dc, Tensor a, Tensor b, Tensor ends) -> (Tensor, Tensor)",
         gradients="a b",
         cpu=_backward_cpu,
         cuda=gpu.grouped_mm_backward,
+    ),
+)
+# b needs no gradient
+register_differentiable(
+    "grouped_mm_frozen",
+    **_FORWARD,
+    backward=Backward(
+        "(Tensor dc, Tensor a, Tensor b, Tensor ends) -> Tensor",
+        gradients="a",
+        cpu=_backward_frozen_cpu,
+        cuda=gpu.grouped_mm_backward_of_a,
     ),
 )

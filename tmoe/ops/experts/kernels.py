@@ -336,6 +336,41 @@ def activate_backward(gate, up, d, w, FAST: tl.constexpr, ACT: tl.constexpr):
         return silu * weighted, d * weighted * (sig + silu * (1 - sig)), d_silu * w, d_silu * up
 
 
+@triton.jit
+def finish_up(
+    acc, bias, h_gate, h_up, act, e, lo, hi, row, pn, F,
+    BN: tl.constexpr, SUB: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Adds the bias to a tile of products, and stores the tiles of H (KEEP) and of act."""
+    HALVES: tl.constexpr = halves_of(ACT)
+    BF: tl.constexpr = BN // HALVES
+    BS: tl.constexpr = BF // SUB
+    if HALVES == 2:
+        gate, up = halves(acc)
+        gates = slices(gate, SUB)
+        ups = slices(up, SUB)
+    else:
+        gates = slices(acc, SUB)
+        ups = gates
+    for j in tl.static_range(SUB):
+        col = pn * BF + j * BS
+        gate = gates[j]
+        up = ups[j]
+        if bias is not None:
+            cols = col + tl.arange(0, BS)
+            at = bias + e.to(tl.int64) * HALVES * F + cols
+            gate += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+            if HALVES == 2:
+                up += tl.load(at + F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+            else:
+                up = gate
+        if KEEP:
+            store_rows(h_gate, gate, lo, hi, row, col, F, HALVES * F, TMA)
+            if HALVES == 2:
+                store_rows(h_up, up, lo, hi, row, col, F, HALVES * F, TMA)
+        store_rows(act, activate(gate, up, False, ACT), lo, hi, row, col, F, F, TMA)
+
+
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
 def up_kernel(
     x, gate_up, bias, h_gate, h_up, act, order, tiles, capacity, offsets, D, F, stride_x,
@@ -348,37 +383,12 @@ def up_kernel(
     A tile has BN/2 columns of each half; without a gate it has BN columns, and H is h_gate alone.
     """
     HALVES: tl.constexpr = halves_of(ACT)
-    BF: tl.constexpr = BN // HALVES
-    BS: tl.constexpr = BF // SUB
-    num_n = tl.cdiv(F, BF)
+    num_n = tl.cdiv(F, BN // HALVES)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
         e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
         acc = product(x, gate_up, order, e, hi, row, pn, F, D, stride_x, HALVES * F * D, D, 1,
                       BM, BN, BL, HALVES == 2, True, K, GATHER, TMA, EVEN, PRECISION)  # fmt: skip
-        if HALVES == 2:
-            gate, up = halves(acc)
-            gates = slices(gate, SUB)
-            ups = slices(up, SUB)
-        else:
-            gates = slices(acc, SUB)
-            ups = gates
-        for j in tl.static_range(SUB):
-            col = pn * BF + j * BS
-            gate = gates[j]
-            up = ups[j]
-            if bias is not None:
-                cols = col + tl.arange(0, BS)
-                at = bias + e.to(tl.int64) * HALVES * F + cols
-                gate += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-                if HALVES == 2:
-                    up += tl.load(at + F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-                else:
-                    up = gate
-            if KEEP:
-                store_rows(h_gate, gate, lo, hi, row, col, F, HALVES * F, TMA)
-                if HALVES == 2:
-                    store_rows(h_up, up, lo, hi, row, col, F, HALVES * F, TMA)
-            store_rows(act, activate(gate, up, False, ACT), lo, hi, row, col, F, F, TMA)
+        finish_up(acc, bias, h_gate, h_up, act, e, lo, hi, row, pn, F, BN, SUB, ACT, KEEP, TMA)
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
@@ -401,6 +411,34 @@ def rows_kernel(
             store_rows(c, parts[j], lo, hi, row, pn * BN + j * (BN // SUB), W, W, TMA)
 
 
+@triton.jit
+def finish_dh(
+    acc, h_gate, h_up, dh_gate, dh_up, act, weights, ds, order, lo, hi, row, pn, N, F,
+    BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, ACT: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of dH and of s * act, and a part of ds, from the tile of dA."""
+    HALVES: tl.constexpr = halves_of(ACT)
+    BS: tl.constexpr = BN // SUB
+    r = row + tl.arange(0, BM)
+    s = tl.load(weights + tl.load(order + r, mask=r < hi, other=0), mask=r < hi, other=0.0).to(tl.float32)
+    parts = slices(acc, SUB)
+    total = tl.zeros((BM,), tl.float32)
+    for j in tl.static_range(SUB):
+        col = pn * BN + j * BS
+        gate = load_rows(h_gate, lo, hi, row, col, F, HALVES * F, BM, BS, TMA).to(tl.float32)
+        if HALVES == 2:
+            up = load_rows(h_up, lo, hi, row, col, F, HALVES * F, BM, BS, TMA).to(tl.float32)
+        else:
+            up = gate
+        a, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
+        total += tl.sum(d_weight, 1)
+        store_rows(act, a, lo, hi, row, col, F, F, TMA)
+        store_rows(dh_gate, d_gate, lo, hi, row, col, F, HALVES * F, TMA)
+        if HALVES == 2:
+            store_rows(dh_up, d_up, lo, hi, row, col, F, HALVES * F, TMA)
+    tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
+
+
 @triton.jit(do_not_specialize=["capacity", "N", "GROUP"])
 def dh_kernel(
     dy, down, h_gate, h_up, dh_gate, dh_up, act, weights, ds, order, tiles, capacity, offsets, N, D, F,
@@ -415,31 +453,13 @@ def dh_kernel(
     column tile's part of <dA, act>, the gradient of row r's routing weight s; combine_kernel adds the parts
     in a fixed order. Without a gate H and dH are h_gate and dh_gate alone.
     """
-    HALVES: tl.constexpr = halves_of(ACT)
     num_n = tl.cdiv(F, BN)
-    BS: tl.constexpr = BN // SUB
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
         e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
         acc = product(dy, down, order, e, hi, row, pn, F, D, stride_dy, D * F, 1, F,
                       BM, BN, BL, False, False, K, GATHER, TMA, EVEN, PRECISION)  # fmt: skip
-        r = row + tl.arange(0, BM)
-        s = tl.load(weights + tl.load(order + r, mask=r < hi, other=0), mask=r < hi, other=0.0).to(tl.float32)
-        parts = slices(acc, SUB)
-        total = tl.zeros((BM,), tl.float32)
-        for j in tl.static_range(SUB):
-            col = pn * BN + j * BS
-            gate = load_rows(h_gate, lo, hi, row, col, F, HALVES * F, BM, BS, TMA).to(tl.float32)
-            if HALVES == 2:
-                up = load_rows(h_up, lo, hi, row, col, F, HALVES * F, BM, BS, TMA).to(tl.float32)
-            else:
-                up = gate
-            a, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
-            total += tl.sum(d_weight, 1)
-            store_rows(act, a, lo, hi, row, col, F, F, TMA)
-            store_rows(dh_gate, d_gate, lo, hi, row, col, F, HALVES * F, TMA)
-            if HALVES == 2:
-                store_rows(dh_up, d_up, lo, hi, row, col, F, HALVES * F, TMA)
-        tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
+        finish_dh(acc, h_gate, h_up, dh_gate, dh_up, act, weights, ds, order, lo, hi, row, pn, N, F,
+                  BM, BN, SUB, ACT, TMA)  # fmt: skip
 
 
 @triton.jit

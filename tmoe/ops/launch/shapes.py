@@ -66,6 +66,7 @@ class LayerShapes(NamedTuple):
     moved: tuple[int, int] | None  # (rows, slots of a row) that are sorted by expert before the experts
     router: RouterShapes
     exchange: ExchangeShapes | None
+    adapters: tuple[tuple[int, int], ...] = ()  # ranks of gate_up's and down's adapters that some layer has
 
 
 class AttentionShapes(NamedTuple):

@@ -1,0 +1,57 @@
+"""A frozen dense layer with a low-rank adapter: y = W x + scale * B (A x), never merged.
+
+next: model/lora.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Adapted(nn.Linear):
+    """nn.Linear whose weight is frozen, and which adds scale * b (a x); a [r, in], b [out, r].
+
+    `SwiGLU.plain` is False with it, because its class is not nn.Linear. `inner` and `outer` are the two
+    products of the adapter, for code that multiplies by parts of the weight (model/attention_parallel.py).
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, dropout: float = 0.0):
+        """Takes the weight and the bias of `linear`. Values of a and b are drawn by `init_weights`."""
+        with torch.device("meta"):
+            super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.weight, self.bias = linear.weight, linear.bias
+        device = linear.weight.device
+        self.a = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
+        self.b = nn.Parameter(torch.empty(linear.out_features, rank, device=device))
+        self.scale = scale
+        self.dropout = dropout
+        self.adapters_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y + self.outer(self.inner(x)) if self.adapters_on else y
+
+    def inner(self, x: Tensor, columns: slice | None = None) -> Tensor:
+        """scale * a x, [..., r]; in training, a share of x is dropped first.
+
+        columns: the columns of a that x has. The sum over all parts of the columns is the whole product.
+        """
+        if self.dropout and self.training:
+            x = F.dropout(x, self.dropout)
+        return F.linear(x, self.a if columns is None else self.a[:, columns]) * self.scale
+
+    def outer(self, u: Tensor, rows: Sequence[slice] = ()) -> Tensor:
+        """b u, [..., out]. rows: rows of b, in this order; none: all rows."""
+        return F.linear(u, torch.cat([self.b[part] for part in rows]) if rows else self.b)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={len(self.a)}, scale={self.scale:g}"
+
+
+def adapted(linear: nn.Module) -> Adapted | None:
+    """The layer, if it has an adapter that is on; else None."""
+    return linear if isinstance(linear, Adapted) and linear.adapters_on else None

@@ -1,0 +1,193 @@
+"""Low-rank adapters on a frozen model: which matrices get one, and how they are turned off.
+
+Parameters are named after the matrix: `attention.qkv.a` and `.b` adapt `attention.qkv.weight`, and
+`experts.gate_up_a` and `_b` adapt `experts.gate_up`.
+
+next: model/adapted.py, moe/experts.py
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from tmoe.config.check import Section, Setting, require
+from tmoe.config.model import ModelConfig
+from tmoe.config.run import Config, LoraConfig
+from tmoe.model.adapted import Adapted
+from tmoe.model.transformer import Transformer
+from tmoe.moe.experts import Experts
+from tmoe.moe.own_experts import OwnExperts
+
+ADAPTER = re.compile(r"\.(a|b|(gate_up|down)_[ab])$")
+EXPERTS = re.compile(r"\.experts\.(gate_up|down)$")
+NOT = re.compile(r"(^head|\.shared_gate)$")  # layers that get no adapter
+
+
+class Matrix(NamedTuple):
+    """The place of a matrix that can have an adapter: an attribute of a module."""
+
+    owner: nn.Module
+    leaf: str
+
+
+def is_adapter(name: str) -> bool:
+    """Whether this is the name of an adapter's parameter."""
+    return ADAPTER.search(name) is not None
+
+
+def matrices_of(model: nn.Module) -> dict[str, Matrix]:
+    """The matrices that can have an adapter, by name: `blocks.0.attention.qkv`, `blocks.1.moe.experts.down`.
+
+    They do not include embedding, router and head.
+    """
+    found: dict[str, Matrix] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            leaves = () if isinstance(module, OwnExperts) else ("gate_up", "down")
+            found |= {f"{name}.{leaf}": Matrix(module, leaf) for leaf in leaves}
+        elif isinstance(module, nn.Linear) and not NOT.search(name):
+            owner, _, leaf = name.rpartition(".")
+            found[name] = Matrix(model.get_submodule(owner), leaf)
+    return found
+
+
+def chosen(lora: LoraConfig, names: Iterable[str]) -> list[str]:
+    """The names that --lora.targets chooses; without targets, all."""
+    picks = [re.compile(pattern) for pattern in lora.targets]
+    return [name for name in names if not picks or any(pick.search(name) for pick in picks)]
+
+
+def hold(model: nn.Module, names: Iterable[str], dtype: Literal["bf16", "fp32"]) -> None:
+    """Freezes these parameters and converts them to `dtype`: no gradient, no master copy."""
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().to(kind), requires_grad=False))
+
+
+def adapt(model: Transformer, lora: LoraConfig, dtype: Literal["bf16", "fp32"]) -> list[str]:
+    """Freezes the whole model and adds the adapters; returns the names of the matrices that have one.
+
+    Call it before `parallelize`. Adapters are fp32, with values that `init_weights` draws.
+    """
+    hold(model, [name for name, _ in model.named_parameters()], dtype)
+    return add_adapters(model, lora)
+
+
+def add_adapters(model: Transformer, lora: LoraConfig) -> list[str]:
+    """Adds the adapters of these settings to a model; returns the names of the matrices that have one."""
+    matrices = matrices_of(model)
+    names = chosen(lora, matrices)
+    rank = lora.rank_of_experts(model.cfg.moe.top_k)
+    for name in names:
+        owner, leaf = matrices[name]
+        if isinstance(owner, Experts):
+            owner.adapt(leaf, rank, lora.scale(rank))
+        else:
+            linear = getattr(owner, leaf)
+            setattr(owner, leaf, Adapted(linear, lora.rank, lora.scale(lora.rank), lora.dropout))
+    return names
+
+
+def require_targets(cfg: Config) -> None:
+    """ConfigError if a target of --lora.targets matches no name, or the layout does not support adapters."""
+    if not cfg.lora.rank:
+        return
+    with torch.device("meta"):
+        names = list(matrices_of(Transformer(cfg.model)))
+    some = sorted({re.sub(r"\bblocks\.\d+\.", "", name) for name in names})
+    for pattern in cfg.lora.targets:
+        found = chosen(LoraConfig(targets=(pattern,)), names)
+        wrong = f"found in the name of no matrix that can have an adapter; names end in {some}"
+        require(len(found) > 0, "lora.targets", pattern, wrong)
+    if not any(map(EXPERTS.search, chosen(cfg.lora, names))):
+        return
+    for name, other in (("parallel.dispatch", "symm"), ("parallel.dispatch_dtype", "fp8")):
+        run = Section(cfg)
+        wrong = f"symm has no adapters on experts, which {Setting('lora.rank', cfg.lora.rank)} gives them"
+        run.require(run.value(name) != other, name, wrong, "auto or nccl" if other == "symm" else "same")
+
+
+@contextmanager
+def off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes without its adapters, with the products and the bits of its base.
+
+    The base is the reference of a finetune, so no second model is needed.
+    """
+    found = [m for m in model.modules() if isinstance(m, Adapted | Experts)]
+    modules = [m for m in found if isinstance(m, Adapted) or getattr(m, "scales", None)]
+    were = [module.adapters_on for module in modules]
+    for module in modules:
+        module.adapters_on = False
+    try:
+        yield
+    finally:
+        for module, was in zip(modules, were, strict=True):
+            module.adapters_on = was
+
+
+def describe(cfg: Config, ep: int) -> list[str]:
+    """Lines on a run's adapters: how many numbers are trained, and how rows are sent to experts."""
+    lora = cfg.lora
+    if not lora.rank:
+        return []
+    dense, experts, *_ = adapter_counts(cfg.model, lora, range(cfg.model.layers))
+    ranks = f"rank {lora.rank}" if dense else ""
+    if experts:
+        of_experts = f"rank {lora.rank_of_experts(cfg.model.moe.top_k)} on each expert"
+        ranks = f"{ranks}, {of_experts}" if ranks else of_experts
+    base = "bf16" if cfg.train.dtype == "bf16" else "fp32"
+    lines = [f"adapters: {dense + experts:,} numbers are trained ({ranks}); all others are frozen, in {base}"]
+    if experts and ep > 1:
+        lines.append(
+            "adapters on experts: rows are exchanged by all-to-all, as with --parallel.dispatch nccl"
+        )
+    return lines
+
+
+def expert_ranks(cfg: Config) -> tuple[tuple[int, int], ...]:
+    """Ranks of the adapters of gate_up and of down, 0 for none, that the MoE layers have; () without any."""
+    if not cfg.lora.rank:
+        return ()
+    rank = cfg.lora.rank_of_experts(cfg.model.moe.top_k)
+    found: set[tuple[int, int]] = set()
+    for layer in filter(cfg.model.is_moe, range(cfg.model.layers)):
+        names = [f"blocks.{layer}.moe.experts.{matrix}" for matrix in ("gate_up", "down")]
+        picked = chosen(cfg.lora, names)
+        up, down = (rank if name in picked else 0 for name in names)
+        found.add((up, down))
+    return tuple(sorted(found - {(0, 0)}))
+
+
+class AdapterCounts(NamedTuple):
+    """Sizes of the adapters of some blocks."""
+
+    dense: int
+    """numbers on dense layers"""
+    experts: int
+    """numbers on experts"""
+    layers: int
+    """dense layers that have one"""
+    moe: int
+    """MoE layers whose gate_up has one"""
+
+
+@functools.lru_cache(64)
+def adapter_counts(model: ModelConfig, lora: LoraConfig, span: range) -> AdapterCounts:
+    """The adapters of these blocks."""
+    with torch.device("meta"):
+        part = Transformer(model, span)
+    names = add_adapters(part, lora)
+    sizes = {name: p.numel() for name, p in part.named_parameters() if is_adapter(name)}
+    experts = sum(n for name, n in sizes.items() if ".experts." in name)
+    of_experts = [name for name in names if EXPERTS.search(name)]
+    moe = sum(name.endswith("gate_up") for name in of_experts)
+    return AdapterCounts(sum(sizes.values()) - experts, experts, len(names) - len(of_experts), moe)
