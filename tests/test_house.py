@@ -172,6 +172,7 @@ MANY = {
         "specialised",
     },
     "tmoe.ops.register": {"register", "register_differentiable"},  # all but two by name
+    "tmoe.hf.export": {"export_hf"},  # a command's flags
     "tmoe.log.metrics": {"__init__", "log"},
     "tmoe.extras.upcycle": {"upcycle", "plan_upcycle"},
 }

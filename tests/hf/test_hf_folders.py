@@ -268,7 +268,7 @@ def refused_to_start(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("quantised", "says"),
     [
-        (dict(quant_method="gptq", bits=4), "quant_method='gptq': only fp8 in blocks, compressed-tensors'"),
+        (dict(quant_method="gptq", bits=4), "quant_method='gptq': only fp8 in blocks, compressed-tensors"),
         (dict(quant_method="bitsandbytes"), "from_pretrained(DIR).dequantize().save_pretrained(NEW_DIR)"),
         (dict(bits=4), "{'bits': 4}, without a quant_method: only fp8 in blocks"),
         (dict(quant_method="fp8", activation_scheme="static"), "FineGrainedFP8Config(dequantize=True)"),

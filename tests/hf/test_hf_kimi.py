@@ -16,9 +16,9 @@ from transformers import DeepseekV3Config, Kimi_K25Config, Kimi_K25ForConditiona
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
 from tmoe.hf import export_hf, import_hf, load_hf
+from tmoe.hf.compressed import compressed
 from tmoe.hf.config import read_config, write_config
 from tmoe.hf.files import Folder, settings_of
-from tmoe.hf.packed import grouped
 from tmoe.model.transformer import Transformer
 
 TEXT = dict(vocab_size=31, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4)
@@ -178,22 +178,36 @@ def test_int4_boxes_may_begin_anywhere():
     numbers = torch.arange(64).view(2, 32) * 5 % 16 - 8
     scale = torch.tensor([[1.0, 0.5, 3.0, 0.25], [2.0, 1.5, 0.125, 8.0]])
     want = numbers * scale.repeat_interleave(8, 1)
-    files = dict(p=packed(numbers), s=scale)
+    files = {"a.weight_packed": packed(numbers), "a.weight_scale": scale}
+    files["a.weight_shape"] = torch.tensor([2, 32])
+    kinds = dict(zip(files, ("I32", "F32", "I64"), strict=True))
+    view = compressed({name: tuple(t.shape) for name, t in files.items()}, kinds, METHOD).views["a.weight"]
     for box in ((slice(0, 2), slice(0, 32)), (slice(1, 2), slice(3, 29)), (slice(0, 1), slice(9, 12))):
-        assert torch.equal(grouped("p", "s", 8, lambda name, where: files[name][where], box), want[box])
+        assert torch.equal(view.read(lambda name, where: files[name][where], box), want[box])
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (METHOD | dict(format="float-quantized"), "format='float-quantized': only 'pack-quantized' is read"),
+        (
+            METHOD | dict(format="marlin-24"),
+            "config_groups.group_0: format='marlin-24': only 'pack-quantized'",
+        ),
         (METHOD | dict(config_groups={}), "config_groups={}: one with weights is read"),
         (METHOD | dict(transform_config=dict(a=1)), "transform_config={'a': 1}: only None or {} is read"),
-        (dict(num_bits=8), "num_bits=8: only 4 is read; take the published folder of 16-bit weights"),
-        (dict(symmetric=False), "symmetric=False: only True is read"),
-        (dict(strategy="channel"), "strategy='channel': only 'group' is read"),
+        (
+            METHOD | dict(sparsity_config=dict(format="sparse-24")),
+            "sparsity_config={'format': 'sparse-24'}: only",
+        ),
+        (METHOD | dict(config_groups=dict(W4A16=["Linear"])), "config_groups.W4A16=['Linear']: targets and"),
+        (
+            dict(num_bits=3),
+            "group_0: num_bits=3: only 2 or 4 or 8 is read; take the published folder of 16-bit",
+        ),
+        (dict(type="float"), "type='float': only 'int' is read"),
+        (dict(strategy="token"), "strategy='token': only 'group' or 'channel' or 'tensor' is read"),
         (dict(actorder="group"), "actorder='group': only None or False"),
-        (dict(group_size=12), "group_size=12: must be a multiple of 8"),
+        (dict(group_size=0), "group_size=0: must be above 0"),
         (dict(quant_method="awq"), "quantization_config: quant_method='awq': only fp8 in blocks"),
     ],
 )

@@ -41,16 +41,19 @@ from tmoe.hf.files import (
     FILE,
     LAYOUT,
     MODEL,
+    TYPES,
     Folder,
     Layout,
     require_names,
     split,
+    split_parts,
     untied,
 )
 from tmoe.hf.foreign import CONFIG, INDEX, is_folder
 from tmoe.hf.hub_folders import folder_of, require_login, upload
-from tmoe.hf.packed import unpacked
-from tmoe.hf.rules import HF, TensorPiece, divide, their_shapes
+from tmoe.hf.packed import QUANTISED, unpacked
+from tmoe.hf.quantise import Quantised, Stored, quantised, require_kind
+from tmoe.hf.rules import HF, TensorPiece, divide, published, their_shapes
 from tmoe.hf.tensor_plan import Reading, plan_folder, plan_layout
 from tmoe.hf.tokenizer_files import of_run, require_tokenizer_of_run
 from tmoe.hf.write import Export, check_room, write_folder
@@ -78,6 +81,25 @@ class Origin(NamedTuple):
     """numbers of the layers stored as transformers 5 holds them, by the shapes of the original's tensors"""
 
 
+class Contents(NamedTuple):
+    """The tensors of the exported folder before quantising, and what is quantised."""
+
+    types: dict[str, str]
+    """by name"""
+    shapes: dict[str, tuple[int, ...]]
+    pieces: dict[str, list[TensorPiece]]
+    """for each of tmoe's tensors the pieces of the folder's tensors"""
+    extra: list[str]
+    """those that are only carried along"""
+    quantised: Quantised | None = None
+
+    def stored(self) -> dict[str, Stored]:
+        """The stored tensors of each tensor."""
+        if self.quantised:
+            return {n: self.quantised.stored(n, self.types[n], shape) for n, shape in self.shapes.items()}
+        return {name: {name: (self.types[name], shape)} for name, shape in self.shapes.items()}
+
+
 def export_hf(
     step_dir: Annotated[Path, tyro.conf.arg(metavar="STEP_DIR")],
     hf_dir: Annotated[Path, tyro.conf.arg(metavar="HF_DIR")],
@@ -85,6 +107,7 @@ def export_hf(
     *,
     like: Path | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
+    quantize: str | None = None,
     dry_run: bool = False,
     push: str | None = None,
     private: bool = False,
@@ -98,39 +121,40 @@ def export_hf(
         hf_dir: a new folder
         like: folder or name on the hub whose config, tokenizer, types and file layout to use; default: the
             model from which the weights were first read, if any
-        dtype: type of every tensor; default: the original's, or fp32 for a model trained from scratch
+        dtype: type of every tensor; default: the original's, or fp32 for a model trained from scratch (with
+            quantize bf16)
+        quantize: int8, int4, fp8 or mxfp4: store the matrices of attention, feed-forwards and experts in 8 or
+            4 bits, as compressed-tensors does
         dry_run: check everything, write nothing
         push: then upload the folder to this repository of the hub, OWNER/NAME, created if it does not exist
         private: with push: make a new repository private
         license: license to state in README.md if the original has no README.md: apache-2.0, other, ...
     """
     require(push is not None or not private, "private", True, f"needs {Setting('push')}")
+    if quantize is not None:
+        require_kind(quantize)
     require_absent(hf_dir)
     if push is not None:
         require_login(push)
-    step, manifest, weights, origin, plan, chat_notes = source_of(step_dir, hf_dir, like, dtype)
+    source = source_of(step_dir, hf_dir, like, dtype, "bf16" if quantize else None)
+    step, manifest, weights, origin, plan, chat_notes = source
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
     arch = plan.arch
-    found = plan.written()
-    extra = plan.extra
     if README not in origin.files and LAYOUT not in manifest.tensors:  # no README is added to an import
         readme = partial(card, hf_dir.name, arch, plan.cfg, manifest, license)
         origin = origin._replace(files=origin.files | {README: readme})
-    shapes = their_shapes(found) | {name: tuple(origin.extra(name).shape) for name in extra}
-    sizes = {name: math.prod(shape) * _itemsize(origin, names, name) for name, shape in shapes.items()}
-    produce = partial(_exported, step, weights, found, names, extra, origin)
-    sources = (_digest(step), origin.stamp, json.dumps(origin.config))
-    export = Export(origin.layout, shapes, sizes, produce, origin.files, sources)
+    origin, contents = _contents(origin, plan, names, quantize)
+    export = _export_of(step, weights, origin, contents)
     needed, free = check_room(export, hf_dir)
     if not dry_run:
         with keeping(hf_dir):
             write_folder(export, hf_dir)
     done = "nothing written" if dry_run else "verified"
     print(
-        f"{hf_dir}: {len(names)} tensors, {decimal(needed)} of {decimal(free)} free, "
+        f"{hf_dir}: {len(export.shapes)} tensors, {decimal(needed)} of {decimal(free)} free, "
         f"{arch.class_name}; {done}"
     )
-    for line in (*chat_notes, *_notes_of(origin, hf_dir)):
+    for line in (*chat_notes, *_notes_of(origin, contents, hf_dir)):
         print(line)
     if push is not None and not dry_run:
         print(f"{hf_dir}: uploaded to {upload(hf_dir, push, private)}")
@@ -149,10 +173,13 @@ class Source(NamedTuple):
     """what is said of the chat template and of ends of answers"""
 
 
-def source_of(step_dir: Path, out: Path, like: Path | None, dtype: str | None) -> Source:
+def source_of(
+    step_dir: Path, out: Path, like: Path | None, dtype: str | None, of_settings: str | None = None
+) -> Source:
     """The model of a step folder, whole and of the settings that its origin says; else an error says why.
 
-    out: where the export is written. like, dtype: as of `export_hf`.
+    out: where the export is written. like, dtype: as of `export_hf`. of_settings: dtype where it is None and
+    there is no original.
     """
     like = like and folder_of(like)
     step = folders.resolve(step_dir)
@@ -162,7 +189,8 @@ def source_of(step_dir: Path, out: Path, like: Path | None, dtype: str | None) -
     weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
     if problems := verify(step, share=None):  # sizes now, contents as they are read
         raise CheckpointError(listed("", problems, indent=""))
-    origin = _with_dtype(find_origin(step, manifest, like), dtype)
+    origin = find_origin(step, manifest, like)
+    origin = _with_dtype(origin, dtype if dtype or origin.stamp else of_settings)
     if not origin.stamp:  # made from settings
         config, files = of_run(step, manifest, origin.config, origin.files)
         origin = _with_files(origin._replace(config=config, files=files))
@@ -285,9 +313,62 @@ def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
     return _with_files(origin._replace(config=config, layout=layout))
 
 
-def _notes_of(origin: Origin, hf_dir: Path) -> list[str]:
-    """Notes of an export about its original: quantised weights were unpacked, or the head was untied."""
+def _contents(
+    origin: Origin, plan: Reading, names: dict[str, str], kind: str | None
+) -> tuple[Origin, Contents]:
+    """The contents of the folder to write, and the origin with its layout and config.
+
+    kind: of --quantize. Experts are then written one by one, as compressed-tensors needs them, and files have
+    at most SHARD bytes.
+    """
+    pieces = plan.written()
+    shapes = their_shapes(pieces) | {name: tuple(origin.extra(name).shape) for name in plan.extra}
+    contents = Contents(names, shapes, pieces, plan.extra)
+    if kind is None:
+        return origin, contents
+    pieces = published(plan.arch, plan.cfg, contents.pieces)
+    shapes = their_shapes(pieces) | {name: contents.shapes[name] for name in contents.extra}
+    types = {
+        piece.name: contents.types[contents.pieces[ours][0].name]
+        for ours, group in pieces.items()
+        for piece in group
+    }
+    types |= {name: kind for name, kind in contents.types.items() if name in shapes}
+    chosen = quantised(kind, plan.arch, pieces)
+    contents = Contents(types, shapes, pieces, contents.extra, chosen)
+    sized = (
+        ({name: stored_type for name, (stored_type, _) in parts.items()}, sum(_bytes(origin, parts).values()))
+        for parts in contents.stored().values()
+    )
+    layout = split_parts(sized, SHARD)
+    config = origin.config | {QUANTISED: chosen.config(types)}
+    files = {name: read for name, read in origin.files.items() if name != INDEX}
+    return _with_files(origin._replace(config=config, layout=layout, files=files)), contents
+
+
+def _export_of(step: Path, weights: dict[str, TensorEntry], origin: Origin, contents: Contents) -> Export:
+    stored = contents.stored()
+    shapes = {name: shape for parts in stored.values() for name, (_, shape) in parts.items()}
+    sizes = {name: size for parts in stored.values() for name, size in _bytes(origin, parts).items()}
+    owners = {part: name for name, parts in stored.items() for part in parts}
+    produce = partial(_exported, step, weights, origin, contents, owners)
+    sources = (_digest(step), origin.stamp, json.dumps(origin.config))
+    return Export(origin.layout, shapes, sizes, produce, origin.files, sources)
+
+
+def _bytes(origin: Origin, parts: Stored) -> dict[str, int]:
+    """The bytes of stored tensors, by name."""
+    return {
+        name: math.prod(shape) * (TYPES.get(kind) or origin.extra(name).element_size())
+        for name, (kind, shape) in parts.items()
+    }
+
+
+def _notes_of(origin: Origin, contents: Contents, hf_dir: Path) -> list[str]:
+    """Notes of an export: quantised weights were unpacked, the head was untied, what is quantised now."""
     notes = [f"{hf_dir}: {unpacked(origin.packed)}"] if origin.packed else []
+    if contents.quantised:
+        notes = [f"{hf_dir}: {line}" for line in contents.quantised.notes(contents.types)]
     if origin.folder and origin.folder.own_head:
         notes.append(f"{untied(origin.folder.path)}; {hf_dir / CONFIG} states this")
     return notes
@@ -318,33 +399,51 @@ def _unfit(manifest: Manifest, weights: dict[str, TensorEntry], cfg: ModelConfig
     return problems
 
 
-def _itemsize(origin: Origin, names: dict[str, str], name: str) -> int:
-    return DTYPES[names[name]].itemsize if names[name] in DTYPES else origin.extra(name).element_size()
-
-
 def _exported(
     step: Path,
     weights: dict[str, TensorEntry],
-    found: dict[str, list[TensorPiece]],
-    names: dict[str, str],
-    extra: list[str],
     origin: Origin,
+    contents: Contents,
+    owners: dict[str, str],
     wanted: set[str],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the wanted tensors of the exported folder, each with its name, in the order of tmoe's tensors.
+    """Yields the wanted stored tensors of the exported folder, each with its name.
 
-    found: for each of tmoe's tensors the pieces of the folder's tensors.
-    names: the folder's tensors and their types.
-    A call reads and checks each chunk of the step folder once.
-    CheckpointError for a weight that float16 cannot hold.
+    owners: for each stored tensor the name of its tensor. wanted: all stored tensors of some tensors. A call
+    reads and checks each chunk of the step folder once.
+    CheckpointError for a weight that float16 cannot hold, and for inf and NaN in a matrix to quantise.
     """
-    shapes = their_shapes(found)
-    for ours, pieces_of_ours in found.items():
+    names = {owners[part] for part in wanted}
+    chosen = contents.quantised
+    for name, tensor in _assembled(step, weights, contents, names):
+        if chosen is None or name not in chosen.matrices:
+            yield name, tensor
+            continue
+        try:
+            yield from chosen.packed(name, tensor, contents.types[name])
+        except ValueError as error:
+            raise CheckpointError(f"{step}: {error}") from error
+    for name in names.intersection(contents.extra):
+        tensor = origin.extra(name)
+        yield name, tensor.to(DTYPES.get(contents.types[name], tensor.dtype))
+
+
+def _assembled(
+    step: Path, weights: dict[str, TensorEntry], contents: Contents, wanted: set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the wanted tensors that are made of tmoe's, in the order of tmoe's tensors, one at a time.
+
+    A matrix to quantise is in fp32, every other tensor in its type.
+    """
+    shapes = their_shapes(contents.pieces)
+    matrices = contents.quantised.matrices if contents.quantised else {}
+    for ours, pieces_of_ours in contents.pieces.items():
         group = [piece for piece in pieces_of_ours if piece.name in wanted]
         boxes = tuple(Box(0, piece.offset, piece.shape) for piece in group)
         pieces = zip(group, read_boxes(step, weights[MODEL + ours], boxes), strict=True)
         for name, parts in groupby(pieces, key=lambda pair: pair[0].name):
-            theirs = torch.empty(shapes[name], dtype=DTYPES[names[name]])
+            dtype = torch.float32 if name in matrices else DTYPES[contents.types[name]]
+            theirs = torch.empty(shapes[name], dtype=dtype)
             for piece, tensor in parts:
                 seen = piece.see(theirs)
                 ours_seen = tensor.view(seen.shape)
@@ -356,6 +455,3 @@ def _exported(
                         f"export with --dtype bf16"
                     )
             yield name, theirs
-    for name in wanted.intersection(extra):
-        tensor = origin.extra(name)
-        yield name, tensor.to(DTYPES.get(names[name], tensor.dtype))

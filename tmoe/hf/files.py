@@ -22,6 +22,7 @@ from tmoe.base.disk import absent_words, text_of
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
+from tmoe.hf.compressed import compressed
 from tmoe.hf.config import architecture, ties_unsaid
 from tmoe.hf.foreign import (
     CONFIG,
@@ -36,11 +37,14 @@ from tmoe.hf.foreign import (
     require_no_pointers,
     require_single,
 )
-from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
+from tmoe.hf.packed import QUANTISED, Found, Read, View, fp8, mxfp4
 from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, TensorPiece
 
 DTYPES = dict(F32=torch.float32, BF16=torch.bfloat16, F16=torch.float16)  # what fp32 holds without rounding
-ORDER = dict(F32=1, BF16=2, F16=3)  # order of tensors in a file: by type, wider first, then by name
+# Types by their names in safetensors, with the bytes of an element, in the order of a file's tensors.
+TYPES = dict(U64=8, I64=8, F64=8, F32=4, U32=4, I32=4, BF16=2, F16=2, U16=2, I16=2)
+TYPES |= dict(F8_E8M0=1, F8_E4M3=1, F8_E5M2=1, I8=1, U8=1, BOOL=1)
+ORDER = {name: i for i, name in enumerate(TYPES)}
 # Names, and beginnings of names, of the entries in a step folder from which an export restores the original.
 FILE = "hf.file."
 EXTRA = "hf.extra."
@@ -48,6 +52,11 @@ LAYOUT = "hf.layout"
 MODEL = "model."
 TIED = "tie_word_embeddings"
 ROWS = 1024  # rows that are compared at a time
+FORMATS: dict[str, Callable[[dict, dict[str, str], HF], Found]] = {
+    "mxfp4": mxfp4,
+    "fp8": fp8,
+    "compressed-tensors": compressed,
+}
 Layout = dict[str, dict[str, str]]  # file -> tensor -> dtype, as safetensors names it
 
 
@@ -110,7 +119,7 @@ class Folder:
         del _holder(self.config)[QUANTISED]
         dtypes = {n: kind for group in self.layout.values() for n, kind in group.items()}
         try:
-            self.views, problems = FORMATS[method](self.shapes, dtypes, quantised)
+            self.views, problems, unread = FORMATS[method](self.shapes, dtypes, quantised)
         except ConfigError as error:
             raise error.within(str(self.path / CONFIG)) from None
         refuse(f"{self.path} holds {method} tensors that cannot be read", problems)
@@ -126,6 +135,8 @@ class Folder:
             self.layout[file][name] = view.dtype
             self.shapes[name] = view.shape
             self.file_of[name] = file
+        for name in unread:
+            del self.layout[self.file_of.pop(name)][name], self.shapes[name]
         self.layout = {file: names for file, names in self.layout.items() if names}
         return method
 
@@ -377,15 +388,19 @@ class SafetensorsWriter:
 
 def split(tensors: dict[str, tuple[int, ...]], dtype: str, limit: int) -> Layout:
     """Divide tensors, in order, into files of at most `limit` bytes, named as transformers expects."""
-    size = DTYPES[dtype].itemsize
+    sizes = {name: math.prod(shape) * DTYPES[dtype].itemsize for name, shape in tensors.items()}
+    return split_parts((({name: dtype}, nbytes) for name, nbytes in sizes.items()), limit)
+
+
+def split_parts(parts: Iterable[tuple[dict[str, str], int]], limit: int) -> Layout:
+    """`split` for groups of tensors, each of which belongs in one file: (names and types, their bytes)."""
     groups: list[dict[str, str]] = [{}]
     held = 0
-    for name, shape in tensors.items():
-        nbytes = math.prod(shape) * size
+    for kinds, nbytes in parts:
         if groups[-1] and held + nbytes > limit:
             groups.append({})
             held = 0
-        groups[-1][name] = dtype
+        groups[-1] |= kinds
         held += nbytes
     if len(groups) == 1:
         return {SINGLE: groups[0]}

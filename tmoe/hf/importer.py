@@ -4,6 +4,7 @@
     python -m tmoe.hf import HF_DIR STEP_DIR --world 64 --ep 8  the same, in files for 64 ranks
     python -m tmoe.hf export STEP_DIR HF_DIR                    from_pretrained loads it
     python -m tmoe.hf export STEP_DIR HF_DIR --like ORIGINAL    config, tokenizer and files as in ORIGINAL
+    python -m tmoe.hf export STEP_DIR HF_DIR --quantize int4    matrices in 4 bits, as compressed-tensors
     python -m tmoe.hf export STEP_DIR HF_DIR --push OWNER/NAME  the same, and uploads it to the hub
     python -m tmoe.hf gguf STEP_DIR X.gguf --type q4_k_m        a file for llama.cpp
     python -m tmoe.hf import X.gguf STEP_DIR                    a step of its weights, as fp32
@@ -12,8 +13,9 @@
 
 Exit codes: 0: done; 2: refused, with the reason on stderr; 1: failed or interrupted. If a command is
 killed, running it again resumes it. Memory is that of a few tensors. Weights in a step folder are fp32, as in
-training, which holds bf16 and fp16 exactly; an export gives every tensor its original type. A step folder
-also stores the files of HF_DIR that are not weights, as tensors hf.file.NAME of bytes.
+training, which holds bf16 and fp16 exactly; an export gives every tensor its original type, or matrices the
+type of --quantize. A step folder also stores the files of HF_DIR that are not weights, as tensors
+hf.file.NAME of bytes.
 
 `train.py --init HF_DIR` needs no import: hf/load_weights.py reads each rank's part directly from HF_DIR.
 

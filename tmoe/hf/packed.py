@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tmoe.base.quantised import FP4, MX_BIAS, MX_GROUP
 from tmoe.config.check import ConfigError
 
 QUANTISED = "quantization_config"
@@ -42,7 +43,15 @@ class View:
     """(function that reads the files, slices of this tensor) -> that box"""
 
 
-Found = tuple[dict[str, View], list[str]]  # the views by name, and problems of the format's tensors
+class Found(NamedTuple):
+    """The result of looking for a format in a folder."""
+
+    views: dict[str, View]
+    """by name"""
+    problems: list[str]
+    """a line for each tensor that differs from the format"""
+    unread: list[str] = []  # noqa: RUF012
+    """tensors of the format that tmoe has no use for"""
 
 
 class PackedTensor(NamedTuple):
@@ -67,22 +76,19 @@ def find(
     without a suffix, every tensor of an fp8 type belongs to the format too.
     """
     suffixes = tuple(row.suffix for row in table if row.suffix)
-    bare = len(suffixes) < len(table)
     names = {name.removesuffix(end) for name in shapes for end in suffixes if name.endswith(end)}
-    if bare:
+    if len(suffixes) < len(table):
         fp8 = {name for name, kind in dtypes.items() if kind.startswith(("F8_E4", "F8_E5"))}
         names |= {name for name in fp8 if not name.endswith(suffixes)}
-    problems = [line for name in sorted(names) for line in _problems(table, name, shapes, dtypes, bare)]
+    problems = [line for name in sorted(names) for line in problems_of(table, name, shapes, dtypes)]
     return sorted(names), problems
 
 
-def _problems(
-    table: tuple[PackedTensor, ...], name: str, shapes: Shapes, dtypes: dict[str, str], bare: bool
+def problems_of(
+    table: tuple[PackedTensor, ...], name: str, shapes: Shapes, dtypes: dict[str, str]
 ) -> list[str]:
-    """Problems of the stored tensors of one packed tensor.
-
-    bare: whether one of them has the packed tensor's own name.
-    """
+    """A line for each stored tensor of the packed tensor `name` that is missing or differs from the table."""
+    bare = any(not row.suffix for row in table)  # one of them has the packed tensor's own name
     parts = {f"{name}{row.suffix}": row for row in table}
     there = [part for part in parts if part in shapes]
     problems = [f"{part}: missing, but {there[0]} is there" for part in parts if part not in shapes]
@@ -102,12 +108,9 @@ def _problems(
 
 # ---- MXFP4 (Open Compute Project, Microscaling Formats 1.0, 2023), as gpt-oss is published ----
 
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign bit
-BLOCK = 32  # values that share a power of two
-BIAS = 127  # a power of two is stored as its exponent plus this (E8M0)
 MXFP4 = (
     PackedTensor(
-        "_blocks", ("U8",), lambda shape, _: len(shape) == 4 and shape[3] * 2 == BLOCK, "[E, M, W/32, 16]"
+        "_blocks", ("U8",), lambda shape, _: len(shape) == 4 and shape[3] * 2 == MX_GROUP, "[E, M, W/32, 16]"
     ),
     PackedTensor(
         "_scales", ("U8",), lambda shape, blocks: shape == blocks[:3], "the blocks' without its last axis"
@@ -123,13 +126,15 @@ def mxfp4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> F
     """
     names, problems = find(MXFP4, shapes, dtypes)
     if problems:
-        return {}, problems
+        return Found({}, problems)
     views = {}
     for name in names:
         blocks, scales = (f"{name}{row.suffix}" for row in MXFP4)
         E, M, groups, _ = shapes[blocks]
-        views[name] = View((blocks, scales), (E, groups * BLOCK, M), "BF16", partial(unpack, blocks, scales))
-    return views, []
+        views[name] = View(
+            (blocks, scales), (E, groups * MX_GROUP, M), "BF16", partial(unpack, blocks, scales)
+        )
+    return Found(views, [])
 
 
 def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tensor:
@@ -139,13 +144,13 @@ def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tens
     pair of values); transformers' conversion does 22 million.
     """
     experts, wide, rows = box
-    first = wide.start // BLOCK
-    last = math.ceil(wide.stop / BLOCK)
-    low = wide.start - first * BLOCK
+    first = wide.start // MX_GROUP
+    last = math.ceil(wide.stop / MX_GROUP)
+    low = wide.start - first * MX_GROUP
 
     # Double the numbers and halve the powers: fp32 has no 2^128, but it has the value 0.5 times 2^128.
     values = 2 * torch.tensor([*FP4, *(-v for v in FP4)])
-    powers = torch.ldexp(torch.ones(256), torch.arange(256) - BIAS - 1)
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - MX_BIAS - 1)
     # Store the two fp32 values of every byte as one fp64 number, because a gather of single numbers is fast.
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)
     pairs = pairs.view(torch.float64).flatten()
@@ -156,7 +161,9 @@ def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tens
     for i in range(out.shape[0]):
         index = (slice(experts.start + i, experts.start + i + 1), rows, slice(first, last))
         scale = powers[read(scales, index)[0].to(torch.int32)]
-        numbers = pairs[read(blocks, (*index, slice(0, BLOCK // 2)))[0].to(torch.int32)].view(torch.float32)
+        numbers = pairs[read(blocks, (*index, slice(0, MX_GROUP // 2)))[0].to(torch.int32)].view(
+            torch.float32
+        )
         out[i] = numbers.mul_(scale[..., None]).flatten(-2)[:, low : low + out.shape[2]]
     return out.mT
 
@@ -207,95 +214,25 @@ def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fou
     )
     names, problems = find(table, shapes, dtypes)
     if problems:
-        return {}, problems
+        return Found({}, problems)
     views = {}
     for name in names:
         factors = f"{name}_scale_inv"
         views[name] = View((name, factors), shapes[name], "BF16", partial(scaled, name, factors, block))
-    return views, []
+    return Found(views, [])
 
 
 def scaled(name: str, factors: str, block: list[int], read: Read, box: tuple[slice, ...]) -> Tensor:
     """The box [M, W] in fp32: the fp8 numbers times the factors of their blocks."""
     touched = tuple(slice(s.start // b, math.ceil(s.stop / b)) for s, b in zip(box, block, strict=True))
     scale = read(factors, touched)
-    scale = torch.exp2(scale.float() - BIAS) if scale.dtype == torch.uint8 else scale.float()
+    scale = torch.exp2(scale.float() - MX_BIAS) if scale.dtype == torch.uint8 else scale.float()
     for axis, (s, b) in enumerate(zip(box, block, strict=True)):
         scale = scale.repeat_interleave(b, axis).narrow(axis, s.start % b, s.stop - s.start)
     return read(name, box).float() * scale
 
 
-# ---- int4 in groups, as Kimi K2-Thinking and K2.5 are published ----
-
-INT4 = 4  # bits
-WORD = 32 // INT4  # values in an int32
-INT4_SETTINGS = dict(
-    format=("pack-quantized",), num_bits=(INT4,), type=("int",), symmetric=(True,), strategy=("group",)
-)
-INT4_SETTINGS |= dict(sparsity_config=(None, {}), transform_config=(None, {}))
-INT4_SETTINGS |= dict(actorder=(None, False, "weight", "static"))  # these need no reordering of columns
-DECOMPRESSED = CONVERTED.format(how=", quantization_config=CompressedTensorsConfig(dequantize=True)")
-INT4_ROAD = f"take the published folder of 16-bit weights, or decompress it: transformers' {DECOMPRESSED}"
-
-
-def int4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
-    """Views of int4: NAME_packed [M, W/8] int32 times NAME_scale [M, W/group_size]; NAME_shape [2] is (M, W).
-
-    This is the format pack-quantized of compressed-tensors. A word holds eight values from -8 to 7, the
-    lowest four bits first, each plus 8. A factor belongs to group_size values of a row.
-    ConfigError for settings with other values.
-    """
-    groups = settings.get("config_groups")
-    parts = [*groups.values()] if isinstance(groups, dict) else []
-    weights = parts[0].get("weights") if len(parts) == 1 and isinstance(parts[0], dict) else None
-    if not isinstance(weights, dict):
-        raise ConfigError(
-            f"quantization_config: config_groups={groups!r}: one with weights is read; {INT4_ROAD}"
-        )
-    stated = settings | weights
-    for key, valid in INT4_SETTINGS.items():
-        if stated.get(key) not in valid:
-            words = " or ".join(map(repr, valid))
-            raise ConfigError(
-                f"quantization_config: {key}={stated.get(key)!r}: only {words} is read; {INT4_ROAD}"
-            )
-    size = weights.get("group_size")
-    if type(size) is not int or size < 1 or size % WORD:
-        raise ConfigError(f"quantization_config: group_size={size!r}: must be a multiple of {WORD}")
-
-    def one_a_group(shape: Shape, words: Shape) -> bool:
-        return len(words) == 2 and shape == (words[0], words[1] * WORD // size)
-
-    table = (
-        PackedTensor(
-            "_packed", ("I32",), lambda shape, _: len(shape) == 2 and shape[1] * WORD % size == 0, "[M, W/8]"
-        ),
-        PackedTensor("_scale", ("BF16", "F16", "F32"), one_a_group, f"a factor for {size} values of a row"),
-        PackedTensor("_shape", ("I32", "I64"), lambda shape, _: shape == (2,), "[2]"),
-    )
-    names, problems = find(table, shapes, dtypes)
-    if problems:
-        return {}, problems
-    views = {}
-    for name in names:
-        words_of, factors, shape_of = (f"{name}{row.suffix}" for row in table)
-        rows, words = shapes[words_of]
-        read = partial(grouped, words_of, factors, size)
-        views[name] = View((words_of, factors, shape_of), (rows, words * WORD), "BF16", read)
-    return views, []
-
-
-def grouped(packed: str, factors: str, size: int, read: Read, box: tuple[slice, ...]) -> Tensor:
-    """The box [M, W] in fp32: the 4-bit numbers times the factors of their groups."""
-    rows, wide = box
-    words = read(packed, (rows, slice(wide.start // WORD, math.ceil(wide.stop / WORD))))
-    values = (words[..., None] >> torch.arange(0, 32, INT4, dtype=torch.int32) & 15).flatten(-2) - 8
-    scale = read(factors, (rows, slice(wide.start // size, math.ceil(wide.stop / size)))).float()
-    scale = scale.repeat_interleave(size, 1).narrow(1, wide.start % size, wide.stop - wide.start)
-    return values.narrow(1, wide.start % WORD, wide.stop - wide.start) * scale
-
-
-READABLE = "fp8 in blocks, compressed-tensors' int4 in groups and mxfp4"
+READABLE = "fp8 in blocks, compressed-tensors and mxfp4"
 # For each quantisation method, the call of transformers that writes a folder of 16-bit weights.
 WAYS = {
     "bitsandbytes": CONVERTED.format(how=").dequantize("),
@@ -314,16 +251,11 @@ def no_reader(quantised: Any) -> str:
     )
 
 
-FORMATS: dict[str, Callable[[Shapes, dict[str, str], dict[str, Any]], Found]] = {
-    "mxfp4": mxfp4,
-    "fp8": fp8,
-    "compressed-tensors": int4,
-}
-
-
 def unpacked(packed: str) -> str:
     """The note of import and export about a folder whose tensors were in the format `packed`."""
     return (
         f"its {packed} tensors are read as the 16-bit values that they stand for; "
         f"exports hold those, without {QUANTISED}"
+        + "; factors of quantised activations are left out"
+        * (packed == "compressed-tensors")
     )

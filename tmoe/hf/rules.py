@@ -305,6 +305,18 @@ def pieces(
     return result
 
 
+def published(
+    arch: Architecture, cfg: ModelConfig, groups: dict[str, list[TensorPiece]]
+) -> dict[str, list[TensorPiece]]:
+    """The pieces of the same tensors of ours in the published form, where transformers 5 has another one."""
+    shapes = model_shapes(cfg)
+    doubled = {rule.ours for rule in arch.rules if rule.held}
+    return {
+        ours: pieces(arch, cfg, ours, shapes[ours]) if _generic(ours)[0] in doubled else group
+        for ours, group in groups.items()
+    }
+
+
 def _generic(ours: str) -> tuple[str, str]:
     """The name of our tensor as in a TensorRule, with {layer}, and its layer's number, "" without one."""
     numbers = [word for word in ours.split(".") if word.isdigit()]

@@ -1,0 +1,100 @@
+"""Draws the table of docs/finetune.md: which finetunes fit on one GPU and on eight, by the dry run's formula.
+
+PYTHONPATH=. python docs/make_fits.py
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from tmoe.config.axes import Axes
+from tmoe.config.gpus import GPUS, room
+from tmoe.config.presets import presets
+from tmoe.config.run import Config
+from tmoe.plan.memory import held_at_most
+
+# Memory as nvidia-smi shows it, in bytes: GeForce RTX 4090, L40S, H100 and H200.
+CARDS = {24: 24_564 * 2**20, 48: 46_068 * 2**20, 80: GPUS["h100"].memory, 141: GPUS["h200"].memory}
+TASKS = ("sft", "preference", "grpo")
+MARKS = re.compile(r"(<!-- fits -->\n).*?(<!-- end -->)", re.S)
+NO = "–"
+
+Change = Callable[[Config], Config]
+
+
+class Way(NamedTuple):
+    """The choice of what is trained: its flags, and the settings that they change."""
+
+    flags: str
+    change: Change
+
+
+def _freeze(cfg: Config) -> Config:
+    return replace(cfg, optim=replace(cfg.optim, freeze="moe.experts"))
+
+
+def _block(cfg: Config) -> Config:
+    return replace(cfg, parallel=replace(cfg.parallel, checkpoint="block"))
+
+
+def _offload(cfg: Config) -> Config:
+    return replace(_block(cfg), optim=replace(cfg.optim, offload=True))
+
+
+WAYS = (Way("all", lambda cfg: cfg), Way("`--optim.freeze moe.experts`", _freeze))
+# The settings of a cell, in the order in which they are tried: none, recomputing, and moments on the host.
+SAVING: dict[str, Change] = {"yes": lambda cfg: cfg, "block": _block, "offload": _offload}
+
+
+def settings(preset: str, task: str, way: Way) -> Config:
+    """A finetune of a preset: sequences of at most 4096 tokens, one at a time."""
+    cfg = presets()[preset]
+    cfg = replace(
+        cfg, task=task, train=replace(cfg.train, batch=1), grpo=replace(cfg.grpo, rewards=("exact",))
+    )
+    return way.change(cfg)
+
+
+def cell(cfg: Config, ranks: int, memory: float) -> str:
+    """The first of SAVING with which the run fits on this many GPUs of this memory; NO if none does."""
+    axes = Axes(ep=ranks)
+    for name, change in SAVING.items():
+        if held_at_most(change(cfg), axes) <= room(memory):
+            return name
+    return NO
+
+
+def rows() -> Iterator[list[str]]:
+    """A row for each preset, for what is trained, and for tasks with the same cells.
+
+    Rows that fit nowhere are left out.
+    """
+    for preset in presets():
+        for way in WAYS if preset != "tiny" else ():
+            cells = {}
+            for task in TASKS:
+                cfg = settings(preset, task, way)
+                cells[task] = tuple(cell(cfg, ranks, memory) for ranks in (1, 8) for memory in CARDS.values())
+            for same, tasks in groupby(TASKS, cells.__getitem__):
+                if {*same} != {NO}:
+                    yield [preset, way.flags, ", ".join(tasks), *same]
+
+
+def table() -> str:
+    """The table in Markdown."""
+    head = ["preset", "trained", "task", *(f"{GB} GB" for GB in CARDS), *(f"8 × {GB} GB" for GB in CARDS)]
+    lines = [head, ["---"] * len(head), *rows()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def drawn(text: str) -> str:
+    """The page with the table of this version between its marks."""
+    return MARKS.sub(lambda found: f"{found[1]}{table()}\n{found[2]}", text)
+
+
+if __name__ == "__main__":
+    PAGE = Path(__file__).with_name("finetune.md")
+    PAGE.write_text(drawn(PAGE.read_text()))
