@@ -17,8 +17,6 @@ from tmoe.checkpoint.folders import newest_in, resolve, steps_in
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, is_step, read_manifest
 from tmoe.config.check import ConfigError, Setting
 
-PEFT = "adapter_config.json"
-
 
 class Base(NamedTuple):
     """The entry "base" of a manifest."""
@@ -42,9 +40,7 @@ def find_adapters(path: Path, setting: str = "lora.init") -> tuple[Path, Manifes
 
     ConfigError for a folder of another kind. setting: the flag's name, for the error.
     """
-    valid = "a run folder or a step folder of --lora.rank"
-    if (path / PEFT).is_file():
-        raise ConfigError.of(setting, path, "a folder of PEFT's, which tmoe does not read yet", valid)
+    valid = "a run folder or a step folder of --lora.rank, or a folder of PEFT's"
     if not path.is_dir():
         raise ConfigError.of(setting, path, "no such folder", valid)
     try:

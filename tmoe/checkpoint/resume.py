@@ -93,9 +93,15 @@ def require_same_adapters(step_dir: Path, manifest: Manifest, cfg: Config) -> No
     new = f"{Setting('init')} {step_dir} {Setting('out')} NEW"
     lacks = f"{step_dir} holds no adapters; train them in a new run: {new}"
     run.require(bool(rank) or not cfg.lora.rank, "lora.rank", lacks)
-    now = json.loads(json.dumps(asdict(cfg.lora)))
-    for name in ("rank", "expert_rank", "alpha", "rs", "targets") if rank else ():
-        wrong = f"{step_dir} was trained with {Setting(f'lora.{name}', was.get(name))}"
+    require_same_settings(step_dir, was, cfg)
+
+
+def require_same_settings(place: Path, was: dict[str, Any], cfg: Config) -> None:
+    """ConfigError if this run's adapters have other settings than those of a folder. was: of `LoraConfig`."""
+    run, rank = Section(cfg), was.get("rank", 0)
+    was, now = (json.loads(json.dumps(said)) for said in (was, asdict(cfg.lora)))
+    for name in ("rank", "expert_rank", "alpha", "rs", "targets", "ranks", "alphas") if rank else ():
+        wrong = f"{place} was trained with {Setting(f'lora.{name}', was.get(name))}"
         run.require(name not in was or was[name] == now[name], f"lora.{name}", wrong)
 
 

@@ -25,7 +25,7 @@ from tmoe.config.check import ConfigError, Setting, fits, options_of, require, s
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.renamed import note_of, with_new_flags, with_new_names
-from tmoe.config.run import Config, DataConfig
+from tmoe.config.run import Config, DataConfig, LoraConfig
 
 # Settings of one start, not of the run: they are not taken over when a run continues.
 OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")
@@ -86,6 +86,13 @@ def read_settings(words: list[str]) -> BaseSettings:
             places = dict.fromkeys(_names(dict(model=asdict(cfg.model))), place)
     else:
         cfg = known["tiny"]
+    adapters = _value(rest, "--lora.init") or (in_file.get("lora") or {}).get("init")
+    if isinstance(adapters, str) and adapters and run is None:
+        wrong = f"needs {Setting('init')}, the weights on which these adapters were trained"
+        require(isinstance(init, str) and bool(init), "lora.init", adapters, wrong)
+        lora, said = of_adapters(Path(adapters), str(init), "--dry-run" not in rest)
+        cfg = replace(cfg, lora=lora)
+        notes.extend([f"the adapters' settings are those of {adapters}", *said])
     if file is not None:
         cfg = with_settings(cfg, in_file, file)
         notes.append(f"settings of {file}")
@@ -338,6 +345,16 @@ def _of_start(init: Path, weights: bool) -> Config:
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     return pretrain(model)
+
+
+def of_adapters(path: Path, init: str, weights: bool) -> tuple[LoraConfig, list[str]]:
+    """The settings of the adapters at --lora.init, and notes on them.
+
+    weights: whether --init must have the weights.
+    """
+    from tmoe.hf.adapters.load import settings_at
+
+    return settings_at(path, start_of(init, weights), weights)
 
 
 def _names_a_model(words: list[str]) -> bool:

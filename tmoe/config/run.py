@@ -528,24 +528,55 @@ class LoraConfig:
     """matrices that get an adapter: regular expressions searched in their names, for example
     'attention experts' or 'attention.qkv'; none: all of attention, experts, shared experts and dense layers.
     Embedding, router and head get none"""
+    ranks: tuple[str, ...] = ()
+    """ranks of some matrices, each PATTERN:RANK, as 'attention:32'; a matrix gets the rank of the first
+    pattern found in its name"""
+    alphas: tuple[str, ...] = ()
+    """alphas of some matrices, each PATTERN:ALPHA, in the same way"""
     dropout: float = 0.0
     """share of the inputs of dense layers' adapters dropped in training; experts' adapters have no dropout"""
     init: str | None = None
-    """start from the adapters of this step, or of this run's newest step, trained on the weights of --init"""
+    """start from the adapters of this step, of this run's newest step, or of this folder of PEFT's, trained
+    on the weights of --init; rank, alpha and targets are then those of the adapters"""
 
     def __post_init__(self) -> None:
         lora = check(self, "lora.", zero="rank", one="expert_rank", positive="alpha", share="dropout")
         lora.require(all(self.targets), "targets", "must name no empty pattern")
         for pattern in self.targets:
             require_pattern(pattern, "lora.targets")
+        valid = dict(ranks=("PATTERN:RANK, a rank of 1 or more", r"[1-9]\d*"))
+        valid["alphas"] = ("PATTERN:ALPHA, a number above 0", r"\d*\.?\d+([eE][+-]?\d+)?")
+        for name, (form, number) in valid.items():
+            for text in getattr(self, name):
+                pattern, _, value = text.rpartition(":")
+                require_pattern(pattern, f"lora.{name}")
+                good = bool(pattern) and re.fullmatch(number, value) is not None
+                require(good and 0 < float(value) < FLOATS[1], f"lora.{name}", text, f"must be {form}")
 
-    def scale(self, rank: int) -> float:
-        """The factor of B A for an adapter of this rank."""
-        return self.alpha / (rank**0.5 if self.rs else rank)
+    def rank_of(self, matrix: str, top_k: int) -> int:
+        """The rank of a matrix's adapter. matrix: its name. top_k: experts of a token."""
+        if (own := _of_matrix(self.ranks, matrix)) is not None:
+            return int(own)
+        return self.rank_of_experts(top_k) if ".experts." in matrix else self.rank
+
+    def alpha_of(self, matrix: str) -> float:
+        """The alpha of a matrix's adapter."""
+        own = _of_matrix(self.alphas, matrix)
+        return self.alpha if own is None else float(own)
+
+    def scale_of(self, matrix: str, rank: int) -> float:
+        """The factor of B A in a matrix's adapter of this rank."""
+        return self.alpha_of(matrix) / (rank**0.5 if self.rs else rank)
 
     def rank_of_experts(self, top_k: int) -> int:
-        """The rank of each expert's adapters."""
+        """The rank of each expert's adapters, without `ranks`."""
         return self.expert_rank or max(1, self.rank // top_k)
+
+
+def _of_matrix(values: tuple[str, ...], matrix: str) -> str | None:
+    """The value of the first PATTERN:VALUE whose pattern is found in a matrix's name; None without one."""
+    split = (text.rpartition(":") for text in values)
+    return next((value for pattern, _, value in split if re.search(pattern, matrix)), None)
 
 
 @dataclass(frozen=True)

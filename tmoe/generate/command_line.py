@@ -97,7 +97,8 @@ class Flags:
     pool_gib: float | None = None
     """GiB for keys and values; none: as much as the slots need, on a GPU at most 80% of the free memory"""
     adapter: Path | None = None
-    """a step folder or run folder of --lora.rank; its adapters are added to the model, their base"""
+    """a step folder or run folder of --lora.rank, or a folder of PEFT's; its adapters are added to the model,
+    their base"""
     tokenizer: str | None = None
     """'bytes', or a tokenizer.json, for a folder without a tokenizer"""
     device: str | None = None
@@ -180,6 +181,8 @@ def run(flags: Flags) -> None:
         prompt = "".join(piped())
     begun = time.perf_counter()
     loaded = load(flags.path, flags.tokenizer, flags.device, flags.dtype, flags.adapter)
+    for line in loaded.notes:
+        note(line)
     engine = loaded.engine(flags.slots, flags.pool_gib)
     sampling = flags.sampling(loaded)
     took = time.perf_counter() - begun

@@ -6,7 +6,6 @@ next: generate/command_line.py
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -28,13 +27,14 @@ from tmoe.config.run import LoraConfig
 from tmoe.data.chat.format import ends_of
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 from tmoe.generate.engine import Engine
+from tmoe.hf.adapters.load import chat_of, is_peft, open_folder, read_into, tokenizer_notes
 from tmoe.hf.files import MODEL, Folder
 from tmoe.hf.foreign import hint, is_folder, require_folder
 from tmoe.hf.hub_folders import folder_of
 from tmoe.hf.load_weights import load_hf
 from tmoe.hf.tensor_plan import plan_folder
 from tmoe.hf.tokenizer_files import carried_by, unread_in
-from tmoe.model.lora import add_adapters, is_adapter
+from tmoe.model.lora import add_adapters, is_adapter, lora_of_settings
 from tmoe.model.transformer import Transformer
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
@@ -55,6 +55,8 @@ class Loaded(NamedTuple):
     """generation_config.json of the folder, or of the folder from which its run started"""
     seq: int | None
     """tokens of the sequences on which a run trained it; None for a Hugging Face folder"""
+    notes: tuple[str, ...] = ()
+    """lines on the adapters"""
 
     def engine(self, slots: int = 64, pool_gib: float | None = None) -> Engine:
         eos, begin = self.eos, self.begin
@@ -77,8 +79,9 @@ def load(
         tokenizer: 'bytes' or a tokenizer.json, for a folder without one.
         device: None: a GPU if there is one.
         dtype: None: bf16 on a GPU, else fp32.
-        adapter: a step folder or run folder of adapters, whose base is at `path`. The tokenizer and the chat
-            format are those of the adapters' step.
+        adapter: a step folder or run folder of adapters, or a folder of PEFT's, whose base is at `path`. The
+            tokenizer and the chat format are those of the adapters' step; a folder of PEFT's may have a chat
+            template.
 
     Raises CheckpointError for a folder of another kind or a damaged step, ValueError for a model that tmoe
     cannot compute and for a model without a known tokenizer.
@@ -88,15 +91,18 @@ def load(
     path = find(folder_of(path))
     seq = None
     base = ""
-    if adapter is not None:
+    peft = None
+    if adapter is not None and is_peft(adapter):
+        peft = open_folder(Path(adapter), path, "adapter")
+    elif adapter is not None:
         base = str(path)
         path, _ = find_adapters(Path(adapter), "adapter")
     if is_folder(path):
         cfg = plan_folder(Folder(path)).cfg
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
-        model = empty(cfg, where, kind)
-        load_hf(path, model.state_dict(), cfg)
+        model = empty(cfg, where, kind, peft.settings() if peft else None)
+        load_hf(path, frozen_of(model), cfg)
         published = True
     else:
         manifest = read_manifest(path)
@@ -105,11 +111,17 @@ def load(
         require(isinstance(settings, dict), f"{path}: its manifest does not say what the model is")
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
-        lora = lora_of(manifest)
+        lora = peft.settings() if peft else lora_of_settings(settings_of(manifest))
         model = empty(build_config(settings), where, kind, lora)
-        fill(model, path, manifest, base)
+        if peft:
+            fill_from(frozen_of(model), path, manifest)
+        else:
+            fill(model, path, manifest, base)
         published = "hf" in manifest.info
         seq = run.get("train", {}).get("seq")
+    if peft:
+        read_into(peft, model.state_dict())
+        found.chat = chat_of(peft, carried) or found.chat
     require(
         found.ordinary <= model.cfg.vocab,
         f"{path}: its tokenizer has {found.ordinary} ids, but model.vocab={model.cfg.vocab}",
@@ -118,7 +130,8 @@ def load(
     if found.chat is not None and found.chat.opening is not None:
         begin = found.chat.opening
     generation = carried.generation if carried else {}
-    return Loaded(path, model.eval(), found, ends_of(found, model.cfg.vocab), begin, generation, seq)
+    notes = tuple([*peft.notes(), *tokenizer_notes(peft, carried)]) if peft else ()
+    return Loaded(path, model.eval(), found, ends_of(found, model.cfg.vocab), begin, generation, seq, notes)
 
 
 def device_of(name: str | None) -> torch.device:
@@ -165,14 +178,9 @@ def empty(
     return model.to_empty(device=device)
 
 
-def lora_of(manifest: Manifest) -> LoraConfig | None:
-    """The settings of a step's adapters; None if it has none."""
-    said = settings_of(manifest)
-    if not said.get("rank"):
-        return None
-    known: dict[str, Any] = {one.name: said[one.name] for one in fields(LoraConfig) if one.name in said}
-    known |= dict(targets=tuple(said.get("targets", ())), init=None)
-    return LoraConfig(**known)
+def frozen_of(model: Transformer) -> dict[str, Tensor]:
+    """A model's tensors without its adapters."""
+    return {name: t for name, t in model.state_dict().items() if not is_adapter(name)}
 
 
 def fill(model: Transformer, step: Path, manifest: Manifest, base: str = "") -> None:
@@ -184,7 +192,7 @@ def fill(model: Transformer, step: Path, manifest: Manifest, base: str = "") -> 
     if (found := base_of(manifest)) is not None:
         again = f"tmoe.generate MODEL {Setting('adapter', step)}, MODEL being those weights"
         folder = require_base(step, found, base, again)
-        frozen = {name: t for name, t in wanted.items() if not is_adapter(name)}
+        frozen = frozen_of(model)
         wanted = {name: t for name, t in wanted.items() if is_adapter(name)}
         if is_folder(folder):
             load_hf(folder, frozen, model.cfg)

@@ -137,14 +137,36 @@ def export_hf(
     if push is not None:
         require_login(push)
     source = source_of(step_dir, hf_dir, like, dtype, "bf16" if quantize else None)
-    step, manifest, weights, origin, plan, chat_notes = source
+    write_model(source, partial(_read_step, source), hf_dir, dry_run, license, quantize)
+    if push is not None and not dry_run:
+        print(f"{hf_dir}: uploaded to {upload(hf_dir, push, private)}")
+
+
+Boxes = Callable[[str, tuple[Box, ...]], Iterator[Tensor]]  # one of tmoe's tensors, boxes -> their contents
+
+
+def write_model(
+    source: Source,
+    read: Boxes,
+    hf_dir: Path,
+    dry_run: bool,
+    license: str,
+    quantize: str | None = None,
+    more: tuple[str, ...] = (),
+) -> None:
+    """Writes the Hugging Face folder of a model, and prints what was done.
+
+    read: the boxes of one of the model's tensors. dry_run, license, quantize: as of `export_hf`.
+    more: what decides the weights besides the step.
+    """
+    step, manifest, _, origin, plan, chat_notes = source
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
     arch = plan.arch
     if README not in origin.files and LAYOUT not in manifest.tensors:  # no README is added to an import
         readme = partial(card, hf_dir.name, arch, plan.cfg, manifest, license)
         origin = origin._replace(files=origin.files | {README: readme})
     origin, contents = _contents(origin, plan, names, quantize)
-    export = _export_of(step, weights, origin, contents)
+    export = _export_of(step, read, origin, contents, more)
     needed, free = check_room(export, hf_dir)
     if not dry_run:
         with keeping(hf_dir):
@@ -156,8 +178,10 @@ def export_hf(
     )
     for line in (*chat_notes, *_notes_of(origin, contents, hf_dir)):
         print(line)
-    if push is not None and not dry_run:
-        print(f"{hf_dir}: uploaded to {upload(hf_dir, push, private)}")
+
+
+def _read_step(source: Source, ours: str, boxes: tuple[Box, ...]) -> Iterator[Tensor]:
+    return read_boxes(source.step, source.weights[MODEL + ours], boxes)
 
 
 class Source(NamedTuple):
@@ -189,8 +213,19 @@ def source_of(
     weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
     if problems := verify(step, share=None):  # sizes now, contents as they are read
         raise CheckpointError(listed("", problems, indent=""))
+    shapes = {name.removeprefix(MODEL): entry.shape for name, entry in weights.items()}
     origin = find_origin(step, manifest, like)
-    origin = _with_dtype(origin, dtype if dtype or origin.stamp else of_settings)
+    origin = with_dtype(origin, dtype if dtype or origin.stamp else of_settings)
+    return Source(step, manifest, weights, *with_plan(step, manifest, origin, shapes, out))
+
+
+def with_plan(
+    step: Path, manifest: Manifest, origin: Origin, shapes: dict[str, tuple[int, ...]], out: Path
+) -> tuple[Origin, Reading, list[str]]:
+    """The origin with the tokenizer and chat format of the step; the plan of its folder; notes on the chat.
+
+    shapes: of the model's tensors. MismatchError if they, or the step's settings, are not the origin's.
+    """
     if not origin.stamp:  # made from settings
         config, files = of_run(step, manifest, origin.config, origin.files)
         origin = _with_files(origin._replace(config=config, files=files))
@@ -199,9 +234,9 @@ def source_of(
     origin = origin._replace(files=files)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
     plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names, origin.held)
-    unfit = plan.problems + _unfit(manifest, weights, plan.cfg)
+    unfit = plan.problems + _unfit(manifest, shapes, plan.cfg)
     refuse(f"{step} is no {plan.arch.model_type} of this config", unfit)
-    return Source(step, manifest, weights, origin, plan, chat_notes)
+    return origin, plan, chat_notes
 
 
 def find_origin(step: Path, manifest: Manifest, like: Path | None, later: tuple[Path, ...] = ()) -> Origin:
@@ -287,7 +322,7 @@ def _origin_of_settings(cfg: ModelConfig, files: dict[str, Callable[[], bytes]])
     return _with_files(origin)
 
 
-def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
+def with_dtype(origin: Origin, dtype: str | None) -> Origin:
     """The origin with every tensor in another type, and config.json and the index changed to that type."""
     if dtype is None:
         return origin
@@ -346,13 +381,13 @@ def _contents(
     return _with_files(origin._replace(config=config, layout=layout, files=files)), contents
 
 
-def _export_of(step: Path, weights: dict[str, TensorEntry], origin: Origin, contents: Contents) -> Export:
+def _export_of(step: Path, read: Boxes, origin: Origin, contents: Contents, more: tuple[str, ...]) -> Export:
     stored = contents.stored()
     shapes = {name: shape for parts in stored.values() for name, (_, shape) in parts.items()}
     sizes = {name: size for parts in stored.values() for name, size in _bytes(origin, parts).items()}
     owners = {part: name for name, parts in stored.items() for part in parts}
-    produce = partial(_exported, step, weights, origin, contents, owners)
-    sources = (_digest(step), origin.stamp, json.dumps(origin.config))
+    produce = partial(_exported, step, read, origin, contents, owners)
+    sources = (_digest(step), origin.stamp, json.dumps(origin.config), *more)
     return Export(origin.layout, shapes, sizes, produce, origin.files, sources)
 
 
@@ -384,15 +419,15 @@ def _with_files(origin: Origin) -> Origin:
     return origin._replace(files=origin.files | files)
 
 
-def _unfit(manifest: Manifest, weights: dict[str, TensorEntry], cfg: ModelConfig) -> list[str]:
-    """Every difference between the step folder's tensors and settings and the model that is to be written."""
-    want = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
-    problems = [f"{name}: not in the step folder" for name in want if name not in weights]
-    for name, entry in weights.items():
+def _unfit(manifest: Manifest, shapes: dict[str, tuple[int, ...]], cfg: ModelConfig) -> list[str]:
+    """Every difference between the step's tensors and settings and the model that is to be written."""
+    want = model_shapes(cfg)
+    problems = [f"{MODEL}{name}: not in the step folder" for name in want if name not in shapes]
+    for name, shape in shapes.items():
         if name not in want:
-            problems.append(f"{name}: no such tensor in this model")
-        elif want[name] != entry.shape:
-            problems.append(f"{name}: shape {entry.shape}, by config.json {want[name]}")
+            problems.append(f"{MODEL}{name}: no such tensor in this model")
+        elif want[name] != shape:
+            problems.append(f"{MODEL}{name}: shape {shape}, by config.json {want[name]}")
     config = manifest.info.get("config")
     if isinstance(config, dict) and isinstance(config.get("model"), dict):
         problems += differences(build_config(config["model"]), cfg)
@@ -401,7 +436,7 @@ def _unfit(manifest: Manifest, weights: dict[str, TensorEntry], cfg: ModelConfig
 
 def _exported(
     step: Path,
-    weights: dict[str, TensorEntry],
+    read: Boxes,
     origin: Origin,
     contents: Contents,
     owners: dict[str, str],
@@ -415,7 +450,7 @@ def _exported(
     """
     names = {owners[part] for part in wanted}
     chosen = contents.quantised
-    for name, tensor in _assembled(step, weights, contents, names):
+    for name, tensor in _assembled(step, read, contents, names):
         if chosen is None or name not in chosen.matrices:
             yield name, tensor
             continue
@@ -428,9 +463,7 @@ def _exported(
         yield name, tensor.to(DTYPES.get(contents.types[name], tensor.dtype))
 
 
-def _assembled(
-    step: Path, weights: dict[str, TensorEntry], contents: Contents, wanted: set[str]
-) -> Iterator[tuple[str, Tensor]]:
+def _assembled(step: Path, read: Boxes, contents: Contents, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
     """Yields the wanted tensors that are made of tmoe's, in the order of tmoe's tensors, one at a time.
 
     A matrix to quantise is in fp32, every other tensor in its type.
@@ -440,7 +473,7 @@ def _assembled(
     for ours, pieces_of_ours in contents.pieces.items():
         group = [piece for piece in pieces_of_ours if piece.name in wanted]
         boxes = tuple(Box(0, piece.offset, piece.shape) for piece in group)
-        pieces = zip(group, read_boxes(step, weights[MODEL + ours], boxes), strict=True)
+        pieces = zip(group, read(ours, boxes), strict=True)
         for name, parts in groupby(pieces, key=lambda pair: pair[0].name):
             dtype = torch.float32 if name in matrices else DTYPES[contents.types[name]]
             theirs = torch.empty(shapes[name], dtype=dtype)

@@ -81,13 +81,14 @@ def require_no_adapter(folder: Path) -> None:
         base = str(json.loads(text_of(folder / ADAPTER)).get("base_model_name_or_path") or "")
     of_base = f" of {base}" * bool(base)
     merge = "merge it with PEFT (merge_and_unload, then save_pretrained) and name the merged folder"
+    ours = f"python -m tmoe.hf import-adapter {folder} STEP --base BASE, then merge STEP DIR, writes one"
     if (folder / CONFIG).is_file():
         raise ConfigError(
             f"{folder}: holds an adapter{of_base} next to the weights ({', '.join(names)}), "
             f"which would not be applied: {merge}, or move the adapter's files away "
             "to use the weights without it"
         )
-    raise ConfigError(f"{folder}: is an adapter{of_base} ({', '.join(names)}), not a whole model: {merge}")
+    raise ConfigError(f"{folder}: is an adapter{of_base} ({', '.join(names)}), not a whole model: {ours}")
 
 
 def require_no_pointers(folder: Path) -> None:

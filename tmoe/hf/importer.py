@@ -9,6 +9,9 @@
     python -m tmoe.hf gguf STEP_DIR X.gguf --type q4_k_m        a file for llama.cpp
     python -m tmoe.hf import X.gguf STEP_DIR                    a step of its weights, as fp32
     python -m tmoe.hf recover DCP_DIR OUT ORIGINAL              a Hugging Face folder from a DCP folder
+    python -m tmoe.hf import-adapter PEFT_DIR STEP_DIR --base HF_DIR  a step of PEFT's adapter
+    python -m tmoe.hf export-adapter STEP_DIR PEFT_DIR          PEFT's files from a step of adapters
+    python -m tmoe.hf merge STEP_DIR HF_DIR                     base and adapters in one model
     python -m tmoe.hf families                                  which MoE families of transformers work here
 
 Exit codes: 0: done; 2: refused, with the reason on stderr; 1: failed or interrupted. If a command is
@@ -20,7 +23,7 @@ hf.file.NAME of bytes.
 `train.py --init HF_DIR` needs no import: hf/load_weights.py reads each rank's part directly from HF_DIR.
 
 next: hf/rules.py, hf/architectures/__init__.py, hf/config.py, hf/tensor_plan.py, hf/files.py, hf/export.py,
-extras/recover.py, extras/gguf/command.py, hf/swap.py
+extras/recover.py, extras/gguf/command.py, hf/adapters/commands.py, hf/swap.py
 """
 
 from __future__ import annotations
@@ -205,6 +208,11 @@ def main(argv: Sequence[str] | None = None, **more: Callable[..., Any]) -> None:
 
     more: commands of extras/, which hf/ does not import.
     """
+    from tmoe.hf.adapters import commands as adapters  # late: needs the model's classes
+
     commands: dict[str, Any] = {"import": import_hf, "export": export_hf, **more}
+    commands["import-adapter"] = adapters.import_adapter
+    commands["export-adapter"] = adapters.export_adapter
+    commands["merge"] = adapters.merge
     commands["families"] = print_families
     tools.commands(commands, "python -m tmoe.hf", __doc__, argv, config=(tyro.conf.FlagCreatePairsOff,))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from dataclasses import fields
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -58,6 +59,16 @@ def matrices_of(model: nn.Module) -> dict[str, Matrix]:
     return found
 
 
+def lora_of_settings(said: Mapping[str, Any]) -> LoraConfig | None:
+    """The settings of adapters, from those in a manifest; None for a run without adapters."""
+    if not said.get("rank"):
+        return None
+    known: dict[str, Any] = {one.name: said[one.name] for one in fields(LoraConfig) if one.name in said}
+    known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+    known["init"] = None
+    return LoraConfig(**known)
+
+
 def chosen(lora: LoraConfig, names: Iterable[str]) -> list[str]:
     """The names that --lora.targets chooses; without targets, all."""
     picks = [re.compile(pattern) for pattern in lora.targets]
@@ -86,14 +97,14 @@ def add_adapters(model: Transformer, lora: LoraConfig) -> list[str]:
     """Adds the adapters of these settings to a model; returns the names of the matrices that have one."""
     matrices = matrices_of(model)
     names = chosen(lora, matrices)
-    rank = lora.rank_of_experts(model.cfg.moe.top_k)
     for name in names:
         owner, leaf = matrices[name]
+        rank = lora.rank_of(name, model.cfg.moe.top_k)
+        scale = lora.scale_of(name, rank)
         if isinstance(owner, Experts):
-            owner.adapt(leaf, rank, lora.scale(rank))
+            owner.adapt(leaf, rank, scale)
         else:
-            linear = getattr(owner, leaf)
-            setattr(owner, leaf, Adapted(linear, lora.rank, lora.scale(lora.rank), lora.dropout))
+            setattr(owner, leaf, Adapted(getattr(owner, leaf), rank, scale, lora.dropout))
     return names
 
 
@@ -104,10 +115,16 @@ def require_targets(cfg: Config) -> None:
     with torch.device("meta"):
         names = list(matrices_of(Transformer(cfg.model)))
     some = sorted({re.sub(r"\bblocks\.\d+\.", "", name) for name in names})
+    wrong = f"found in the name of no matrix that can have an adapter; names end in {some}"
     for pattern in cfg.lora.targets:
         found = chosen(LoraConfig(targets=(pattern,)), names)
-        wrong = f"found in the name of no matrix that can have an adapter; names end in {some}"
         require(len(found) > 0, "lora.targets", pattern, wrong)
+    picked = chosen(cfg.lora, names)
+    for setting, values in (("lora.ranks", cfg.lora.ranks), ("lora.alphas", cfg.lora.alphas)):
+        wrong = f"found in the name of no matrix that has an adapter; names end in {some}"
+        for text in values:
+            found = chosen(LoraConfig(targets=(text.rpartition(":")[0],)), picked)
+            require(len(found) > 0, setting, text, wrong)
     if not any(map(EXPERTS.search, chosen(cfg.lora, names))):
         return
     for name, other in (("parallel.dispatch", "symm"), ("parallel.dispatch_dtype", "fp8")):
@@ -144,6 +161,8 @@ def describe(cfg: Config, ep: int) -> list[str]:
     if experts:
         of_experts = f"rank {lora.rank_of_experts(cfg.model.moe.top_k)} on each expert"
         ranks = f"{ranks}, {of_experts}" if ranks else of_experts
+    if lora.ranks:
+        ranks = f"{ranks}, but {' '.join(lora.ranks)}"
     base = "bf16" if cfg.train.dtype == "bf16" else "fp32"
     lines = [f"adapters: {dense + experts:,} numbers are trained ({ranks}); all others are frozen, in {base}"]
     if experts and ep > 1:
@@ -157,12 +176,12 @@ def expert_ranks(cfg: Config) -> tuple[tuple[int, int], ...]:
     """Ranks of the adapters of gate_up and of down, 0 for none, that the MoE layers have; () without any."""
     if not cfg.lora.rank:
         return ()
-    rank = cfg.lora.rank_of_experts(cfg.model.moe.top_k)
+    lora, top_k = cfg.lora, cfg.model.moe.top_k
     found: set[tuple[int, int]] = set()
     for layer in filter(cfg.model.is_moe, range(cfg.model.layers)):
         names = [f"blocks.{layer}.moe.experts.{matrix}" for matrix in ("gate_up", "down")]
-        picked = chosen(cfg.lora, names)
-        up, down = (rank if name in picked else 0 for name in names)
+        picked = chosen(lora, names)
+        up, down = (lora.rank_of(name, top_k) if name in picked else 0 for name in names)
         found.add((up, down))
     return tuple(sorted(found - {(0, 0)}))
 
@@ -174,10 +193,10 @@ class AdapterCounts(NamedTuple):
     """numbers on dense layers"""
     experts: int
     """numbers on experts"""
-    layers: int
-    """dense layers that have one"""
-    moe: int
-    """MoE layers whose gate_up has one"""
+    ranks: int
+    """sum of the ranks of dense layers' adapters"""
+    moe_ranks: int
+    """sum of the ranks of the adapters of gate_up, over MoE layers"""
 
 
 @functools.lru_cache(64)
@@ -188,6 +207,7 @@ def adapter_counts(model: ModelConfig, lora: LoraConfig, span: range) -> Adapter
     names = add_adapters(part, lora)
     sizes = {name: p.numel() for name, p in part.named_parameters() if is_adapter(name)}
     experts = sum(n for name, n in sizes.items() if ".experts." in name)
-    of_experts = [name for name in names if EXPERTS.search(name)]
-    moe = sum(name.endswith("gate_up") for name in of_experts)
-    return AdapterCounts(sum(sizes.values()) - experts, experts, len(names) - len(of_experts), moe)
+    ranks = {name: lora.rank_of(name, model.moe.top_k) for name in names}
+    dense = sum(rank for name, rank in ranks.items() if not EXPERTS.search(name))
+    moe = sum(rank for name, rank in ranks.items() if EXPERTS.search(name) and name.endswith("gate_up"))
+    return AdapterCounts(sum(sizes.values()) - experts, experts, dense, moe)

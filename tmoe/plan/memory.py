@@ -344,8 +344,7 @@ def adapter_activations(cfg: Config, axes: Axes, found: AdapterCounts) -> int:
     if cfg.parallel.checkpoint == "block":
         return 0
     moe, T = cfg.model.moe, local_tokens(cfg, axes)
-    of_pairs = found.moe * moe.slots * cfg.lora.rank_of_experts(moe.top_k)
-    return compute_bytes(cfg) * T * (found.layers * cfg.lora.rank + of_pairs)
+    return compute_bytes(cfg) * T * (found.ranks + found.moe_ranks * moe.slots)
 
 
 class FrozenElements(NamedTuple):

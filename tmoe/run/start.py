@@ -26,6 +26,7 @@ from tmoe.cli.parse import flags_of, require_weights
 from tmoe.config.check import Setting, require
 from tmoe.config.run import Config
 from tmoe.data.dataset import Dataset, require_alike
+from tmoe.hf.adapters.load import is_peft, open_for_run, read_into
 from tmoe.hf.load_weights import load_weights, read_step
 from tmoe.hf.tokenizer_files import carried_by_start, unknown_of
 from tmoe.log.metrics import Metrics
@@ -186,7 +187,14 @@ class Start:
         self.checkpoints.info["base"] = base._asdict()
 
     def load_adapters(self, path: Path) -> Path:
-        """Loads the adapters of a step, which must have been trained on this run's base; returns the step."""
+        """Loads the adapters of a step, which must have been trained on this run's base; returns the step.
+
+        A folder of PEFT's does not say which weights its base had; its shapes must be the base's.
+        """
+        if is_peft(path):
+            folder = self.run.on_all_ranks(lambda: open_for_run(path, self.cfg))
+            self.run.on_all_ranks(lambda: read_into(folder, self.model.state_dict()))
+            return path
 
         def look() -> tuple[Path, Manifest]:
             step, manifest = find_adapters(path)

@@ -1,0 +1,4 @@
+"""Reads and writes adapters in PEFT's formats.
+
+next: hf/adapters/commands.py
+"""
