@@ -55,6 +55,7 @@ FLOORS = [
         "rollouts",
         "routing",
         "warmup",
+        "lora",
         "migrate",
         "upcycle",
     ),

@@ -108,7 +108,7 @@ def test_adapters_and_whole_weights_are_not_mixed_up(gloo, made, tmp_path):
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft/adapter_config.json").write_text("{}")
     said = refused(gloo, *LORA, *out, "--init", base, "--lora.init", tmp_path / "peft")
-    assert "a folder of PEFT's, which tmoe does not read yet" in said
+    assert "adapter_config.json: peft_type=null: tmoe reads low-rank adapters" in said
     with pytest.raises(ValueError, match="holds adapters on"):
         export_hf(step, tmp_path / "hf")
 

@@ -1,4 +1,4 @@
-"""Adapters that PEFT saved, in every layout: the model computes PEFT's logits; what cannot be read is refused.
+"""Adapters that PEFT saved, in every layout: a model computes the logits of PEFT, or the file is refused.
 
 next: tests/lib/peft_tiny.py
 """
@@ -90,10 +90,14 @@ def test_square_matrices_need_a_version(bases, tmp_path, version):
     (tmp_path / "b").mkdir()
     stated = copied(f"olmoe-{version}", tmp_path / "b", gate_up, **fields | dict(peft_version=f"{version}.1"))
     import_adapter(stated, tmp_path / "stated", base=base)
-    same = {said: off(*map(logits_of_step, (tmp_path / said, tmp_path / "stated"))) for said in ("0.18", "0.19")}
+    same = {
+        said: off(*map(logits_of_step, (tmp_path / said, tmp_path / "stated"))) for said in ("0.18", "0.19")
+    }
     assert same.pop(version) == 0 and max(same.values()) > 0.01
     with pytest.raises(ConfigError, match="states"):
-        import_adapter(stated, tmp_path / "no", base=base, peft_version="0.18" if version == "0.19" else "0.19")
+        import_adapter(
+            stated, tmp_path / "no", base=base, peft_version="0.18" if version == "0.19" else "0.19"
+        )
 
 
 FIELDS = [
@@ -181,7 +185,9 @@ def test_dropout_is_kept_and_noted(bases, tmp_path, capsys):
     adapter = copied("qwen3_moe-0.19", tmp_path, lora_dropout=0.25)
     import_adapter(adapter, tmp_path / "step", base=saved_base("qwen3_moe", bases))
     assert "lora_dropout=0.25 is of training alone" in capsys.readouterr().out
-    assert json.loads((tmp_path / "step/manifest.json").read_text())["info"]["config"]["lora"]["dropout"] == 0.25
+    assert (
+        json.loads((tmp_path / "step/manifest.json").read_text())["info"]["config"]["lora"]["dropout"] == 0.25
+    )
 
 
 def test_equal_as_of_joined_matrices_are_kept_once(bases, tmp_path):

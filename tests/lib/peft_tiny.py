@@ -115,4 +115,4 @@ def logits_of_hf(folder: Path) -> torch.Tensor:
 
 def off(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference."""
-    return float((a - b).abs().max())
+    return float((a - b).detach().abs().max())

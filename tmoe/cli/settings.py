@@ -25,7 +25,7 @@ from tmoe.config.check import ConfigError, Setting, fits, options_of, require, s
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets, pretrain
 from tmoe.config.renamed import note_of, with_new_flags, with_new_names
-from tmoe.config.run import Config, DataConfig, LoraConfig
+from tmoe.config.run import Config, DataConfig
 
 # Settings of one start, not of the run: they are not taken over when a run continues.
 OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")
@@ -86,13 +86,8 @@ def read_settings(words: list[str]) -> BaseSettings:
             places = dict.fromkeys(_names(dict(model=asdict(cfg.model))), place)
     else:
         cfg = known["tiny"]
-    adapters = _value(rest, "--lora.init") or (in_file.get("lora") or {}).get("init")
-    if isinstance(adapters, str) and adapters and run is None:
-        wrong = f"needs {Setting('init')}, the weights on which these adapters were trained"
-        require(isinstance(init, str) and bool(init), "lora.init", adapters, wrong)
-        lora, said = of_adapters(Path(adapters), str(init), "--dry-run" not in rest)
-        cfg = replace(cfg, lora=lora)
-        notes.extend([f"the adapters' settings are those of {adapters}", *said])
+    if run is None:
+        cfg = with_adapters(cfg, rest, in_file, init, notes)
     if file is not None:
         cfg = with_settings(cfg, in_file, file)
         notes.append(f"settings of {file}")
@@ -347,14 +342,27 @@ def _of_start(init: Path, weights: bool) -> Config:
     return pretrain(model)
 
 
-def of_adapters(path: Path, init: str, weights: bool) -> tuple[LoraConfig, list[str]]:
-    """The settings of the adapters at --lora.init, and notes on them.
+def with_adapters(
+    cfg: Config, words: list[str], in_file: dict[str, Any], init: Any, notes: list[str]
+) -> Config:
+    """The settings with those of the adapters at --lora.init, if there is one; adds notes on them.
 
-    weights: whether --init must have the weights.
+    in_file: settings of --config's file. init: the value of --init, None without one.
     """
+    lora = in_file.get("lora")
+    path = _value(words, "--lora.init") or (lora.get("init") if isinstance(lora, dict) else None)
+    if not isinstance(path, str) or not path:
+        return cfg
     from tmoe.hf.adapters.load import settings_at
 
-    return settings_at(path, start_of(init, weights), weights)
+    wrong = f"needs {Setting('init')}, the weights on which these adapters were trained"
+    require(isinstance(init, str) and bool(init), "lora.init", path, wrong)
+    weights = "--dry-run" not in words
+    found, said = settings_at(Path(path), start_of(init, weights), weights)
+    if _value(words, "--lora.rank") is None:
+        notes.append(f"the adapters' settings are those of {path}")
+    notes.extend(said)
+    return replace(cfg, lora=found)
 
 
 def _names_a_model(words: list[str]) -> bool:

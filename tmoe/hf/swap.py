@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tmoe.config.check import ConfigError
 from tmoe.hf.experts_module import Marks, is_marked, read_marks
@@ -27,6 +27,7 @@ from tmoe.moe.exchange.dispatch import AllToAllDispatcher, Dispatcher, LocalDisp
 from tmoe.moe.exchange.two_level import over_nodes
 from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.router import Routing
+from tmoe.ops.experts.adapted import Adapters
 from tmoe.parallel.mesh import Mesh, local_part
 
 SWAP_FIRST = "swap first, then wrap (PEFT's adapters, torch.compile, checkpointing) what swap_experts returns"
@@ -55,6 +56,8 @@ class SwappedExperts(Experts):
         for name, parameter in theirs.named_parameters():
             setattr(self, name, parameter)
         self.marks = marks
+        self.scales: dict[str, float] = {}  # of the adapters that tmoe.lora.add has added
+        self.adapters_on = True
         self.dispatcher: Dispatcher = LocalDispatcher()
         if mesh is not None:
             self._spread(mesh)
@@ -106,7 +109,32 @@ class SwappedExperts(Experts):
             t = t.mT if transposed and t.dim() == 3 else t
             t = torch.cat([t[:, 0::2], t[:, 1::2]], 1) if woven and len(tensors) % 2 == 0 else t
             tensors.append(t.contiguous())
-        return LocalExperts(tensors[0], tensors[1], tensors[2], tensors[3], self.marks.activation)
+        adapters = self.local_adapters()
+        if adapters is not None:
+            adapters = Adapters(*(t if t is None else t.to(dtype) for t in adapters))
+        return LocalExperts(
+            tensors[0], tensors[1], tensors[2], tensors[3], self.marks.activation, adapters=adapters
+        )
+
+    def sizes(self, matrix: str) -> tuple[int, int, int]:
+        """Experts, rows and columns of a matrix in the op's layout. matrix: gate_up or down."""
+        E, *sides = getattr(self, self.marks.names[matrix == "down"]).shape
+        rows, columns = sides[::-1] if self.marks.transposed else sides
+        return E, rows, columns
+
+    def adapt(self, matrix: str, rank: int, scale: float) -> None:
+        """Adds an adapter to a matrix, gate_up or down, in the op's layout; a and b are zero.
+
+        Each rank of a mesh holds those of its experts.
+        """
+        E, rows, columns = self.sizes(matrix)
+        weight = getattr(self, self.marks.names[matrix == "down"])
+        for part, shape in (("a", (E, rank, columns)), ("b", (E, rows, rank))):
+            whole = torch.zeros(shape, device=local_part(weight).device)
+            if isinstance(weight, DTensor):
+                whole = distribute_tensor(whole, weight.device_mesh, [Shard(0)])
+            setattr(self, f"{matrix}_{part}", nn.Parameter(whole))
+        self.scales[matrix] = scale
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles create the class by `swapped_class`, because it cannot be imported by name."""

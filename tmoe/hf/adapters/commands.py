@@ -226,10 +226,8 @@ def _export_notes(
     elif found.base.manifest is not None:
         write = f"python -m tmoe.hf export {found.base.path} DIR"
         yield f"{out}: its base is a step folder, which PEFT does not read; {write}"
-    ends = {
-        target.matrix.rpartition(".")[2] for target in file.targets if target.places[0].expert is not None
-    }
-    if ends == {"gate_up"}:
+    apart = {target.matrix for target in file.targets if target.places[0].expert is not None}
+    if apart and not any(matrix.endswith("down") for matrix in apart):
         yield f"{out}: PEFT does not read gate and up of experts one by one without down; --layout peft"
     if file.lora.dropout and any(target.stack for target in file.targets):
         yield f"{out}: lora_dropout is 0: PEFT has no dropout on stacks of experts"

@@ -54,9 +54,9 @@ def settings_of_sizes(
 
 
 def _usual(values: Iterable[Any]) -> Any:
-    """The commonest value; of several the smallest."""
+    """The commonest value; of several the largest."""
     counts = Counter(values)
-    return min(counts, key=lambda value: (-counts[value], value))
+    return max(counts, key=lambda value: (counts[value], value))
 
 
 def _values(of: Mapping[str, Any], among: Iterable[str]) -> tuple[str, ...]:
