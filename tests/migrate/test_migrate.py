@@ -493,6 +493,35 @@ def test_fms_refusals(tmp_path, granite, text, words):
     assert len(refused) == 1 and words in refused[0]
 
 
+def test_fms_adapters(granite):
+    """Rank 8, alpha 32, dropout .05 and q, v are fms-hf-tuning's defaults; each expert has the whole rank."""
+    words = ["--model_name_or_path", str(granite), "--max_steps", "2", "--max_seq_length", "64"]
+    assert not any(flag.startswith("--lora") for flag in translate("fms", words).flags)
+    flags = translate("fms", [*words, "--peft_method", "lora"]).flags
+    assert {name: value for name, value in flags.items() if name.startswith("--lora")} == {
+        "--lora.rank": ["8"],
+        "--lora.expert-rank": ["8"],
+        "--lora.alpha": ["32"],
+        "--lora.dropout": ["0.05"],
+        "--lora.targets": [r"\.qkv$"],
+    }
+    more = "--peft_method lora --r 16 --lora_alpha 8 --lora_dropout 0"
+    more += " --target_modules o_proj w1 experts.down_proj"
+    outcome = translate("fms", [*words, *more.split()])
+    assert outcome.flags["--lora.targets"] == [r"\.o$", r"\.gate_up$", r"\.down$"] and not outcome.refused
+    assert outcome.flags["--lora.rank"] == ["16"] and "--lora.dropout" not in outcome.flags
+    parsed = parse([word for word in outcome.words if not word.startswith("--data.path")], "")
+    assert parsed.lora.rank_of("blocks.0.moe.experts.down", 2) == 16
+    assert "--lora.targets" not in translate("fms", [*words, *more.split()[:-3], "all-linear"]).flags
+    for more, said in (
+        ("--peft_method pt", "pt"),
+        ("--target_modules router", "router"),
+        ("--bias all", "bias"),
+    ):
+        refused = translate("fms", [*words, "--peft_method", "lora", *more.split()]).refused
+        assert len(refused) == 1 and said in refused[0]
+
+
 @pytest.mark.parametrize("text", ["", "- 1", "a: [", "x: !!python/object/apply:os.system ['true']", "\0"])
 def test_hostile_yaml(tmp_path, granite, text):
     pytest.importorskip("yaml")

@@ -33,7 +33,16 @@ from tmoe.hf.foreign import CONFIG
 from tmoe.hf.hub_folders import NAME
 
 ALWAYS = "tmoe always does"
-LORA = "adapters are not translated yet: name --lora.rank, --lora.alpha, --lora.targets, --lora.dropout"
+PROMPTS = "tmoe trains no prompt tokens; adapters: --peft_method lora"
+TARGETS = {  # PEFT's names of layers, their ends -> the matrix that holds them
+    r"\.qkv$": ("q_proj", "k_proj", "v_proj"),
+    r"\.o$": ("o_proj",),
+    r"\.gate_up$": ("gate_proj", "up_proj", "w1", "w3", "gate_up_proj", "input_linear"),
+    r"\.down$": ("down_proj", "w2", "output_linear"),
+    r"\.qkv_a$": ("q_a_proj", "kv_a_proj_with_mqa"),
+    r"\.q_b$": ("q_b_proj",),
+    r"\.kv_b$": ("kv_b_proj",),
+}
 QUANTISED = "tmoe does not train on quantised weights"
 CHAT = "messages", "conversations"
 
@@ -136,12 +145,12 @@ ROWS: tuple[FlagRow, ...] = (
     refused("--auto_gptq", QUANTISED, "some"),
     refused("--bnb_qlora", QUANTISED, "some"),
     worked("--lr_scheduler_kwargs", "min_lr_rate of cosine_with_min_lr: `--optim.min-lr`"),
-    refused("--num_virtual_tokens", LORA),
-    refused("--prompt_tuning_init", LORA),
-    refused("--prompt_tuning_init_text", LORA),
-    refused("--lora_r", LORA),
-    refused("--bias", LORA),
-    refused("--modules_to_save", LORA, "some"),
+    refused("--num_virtual_tokens", PROMPTS),
+    refused("--prompt_tuning_init", PROMPTS),
+    refused("--prompt_tuning_init_text", PROMPTS),
+    worked("--lora_r", "`--lora.rank`, `--lora.expert-rank`, as `--r`"),
+    worked("--bias", "nothing for none; all and lora_only are refused"),
+    refused("--modules_to_save", "whole weights are not trained next to adapters", "some"),
     same("--output_dir", "--out"),
     same("--max_seq_length", "--train.seq"),
     same("--max_steps", "--steps"),
@@ -177,11 +186,16 @@ ROWS: tuple[FlagRow, ...] = (
     nothing("--accelerator_config", "order and split of batches are tmoe's own"),
     nothing("--aim_repo", "metrics.jsonl is the record"),
     same("--seed", "--seed"),
-    refused("--peft_method", LORA),
-    refused("--r", LORA),
-    refused("--lora_alpha", LORA),
-    refused("--lora_dropout", LORA),
-    refused("--target_modules", LORA, "some"),
+    worked("--peft_method", "lora: the flags below; none: all weights are trained; pt is refused"),
+    worked("--r", "`--lora.rank`, `--lora.expert-rank`; 8 where left out"),
+    worked("--lora_alpha", "`--lora.alpha`; 32 where left out"),
+    worked("--lora_dropout", "`--lora.dropout`, on dense layers; 0.05 where left out"),
+    worked(
+        "--target_modules",
+        "`--lora.targets`: q_proj, k_proj, v_proj: attention's qkv; o_proj, gate_proj, up_proj, w1, w3, "
+        "down_proj, w2; all-linear: all; q_proj and v_proj where left out",
+        "some",
+    ),
 )
 SCHEDULES = dict(linear="linear", cosine="cosine", constant="constant", constant_with_warmup="constant")
 
@@ -221,6 +235,7 @@ def translate(launch: Launch, world: int | None = None) -> TranslatedCommand:
     _data(given, plugins, out)
     _length(given, out)
     _train(given, out)
+    _adapters(given, out)
     return out
 
 
@@ -330,6 +345,43 @@ def _holds(paths: list[str], *fields: str) -> bool:
     except ValueError:
         return False
     return all(field in found for field in fields)
+
+
+def _adapters(given: GivenFlags, out: TranslatedCommand) -> None:
+    """Sets --lora for --peft_method lora; each expert's adapter has PEFT's rank, not rank / top-k."""
+    method = given.text("--peft_method", "none").lower()
+    if method not in ("lora", "none"):
+        return out.refuse(f"--peft_method={method}", PROMPTS if method == "pt" else "lora and none are known")
+    if method == "none":
+        for flag in ("--r", "--lora_r", "--lora_alpha", "--lora_dropout", "--target_modules"):
+            if given.has(flag):
+                out.notes.append(f"{flag}: not read without --peft_method lora")
+        return None
+    if (bias := given.text("--bias", "none")) != "none":
+        out.refuse(f"--bias={bias}", "tmoe trains no biases next to adapters")
+    rank = given.whole("--r", given.whole("--lora_r", 8, 1), 1)
+    out.set("--lora.rank", rank)
+    out.set("--lora.expert-rank", rank)
+    out.set("--lora.alpha", given.number("--lora_alpha", 32.0, 0))
+    if dropout := given.number("--lora_dropout", 0.05, 0):
+        out.set("--lora.dropout", dropout)
+        out.notes.append("--lora_dropout: on dense layers alone; PEFT has none on stacks of experts")
+    names = given.list("--target_modules") or ["q_proj", "v_proj"]
+    if "all-linear" in names:
+        return out.notes.append("--target_modules=all-linear: experts get adapters too")
+    found = {
+        target
+        for target, theirs in TARGETS.items()
+        if {name.rpartition(".")[2] for name in names} & {*theirs}
+    }
+    known = {name for theirs in TARGETS.values() for name in theirs}
+    for name in names:
+        if name.rpartition(".")[2] not in known:
+            out.refuse(f"--target_modules={name}", "tmoe has no adapter of this layer")
+    out.set("--lora.targets", *(target for target in TARGETS if target in found))
+    if r"\.qkv$" in found:
+        out.notes.append("--target_modules: q, k and v are one matrix, whose adapter changes all three")
+    return None
 
 
 def _length(given: GivenFlags, out: TranslatedCommand) -> None:

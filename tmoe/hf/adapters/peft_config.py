@@ -37,7 +37,7 @@ REFUSED = {
     "layer_replication": "layers are repeated",
     "alora_invocation_tokens": "the adapter is on after certain tokens alone",
 }
-INIT = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base's weights, or the layer
+INIT = (True, False, "gaussian", "eva", "orthogonal")  # other starts change the base's weights, or the layer
 
 
 class PeftConfig(NamedTuple):

@@ -226,7 +226,7 @@ class PeftFolder:
         first = next(iter(groups.values()))[0]
         scale = self.scale(first.alpha, first.rank)
         found = [self._group(group, shape, scale) for group in groups.values()]
-        kept: list[tuple[Tensor, list[tuple[Place, Tensor]]]] = []  # each A, and the rows of B behind it
+        kept: list[tuple[Tensor, list[tuple[Place, Tensor]]]] = []  # each A, and its rows of B
         for (a, b), group in zip(found, groups.values(), strict=True):
             same = next((rows for other, rows in kept if torch.equal(a, other)), None)
             if same is None:
