@@ -119,6 +119,10 @@ FIELDS = [
     (dict(r=None), "r=null: missing"),
     (dict(lora_alpha="16"), "lora_alpha=.*malformed"),
     (dict(lora_B_layout="spiral"), 'lora_B_layout="spiral".*rank_major or grouped_by_expert'),
+    (dict(target_modules=["q_proj"]), "v_proj: target_modules does not name it"),
+    (dict(target_modules=r".*\.0\..*_proj"), r"layers.1.self_attn.q_proj: target_modules does not name it"),
+    (dict(exclude_modules=["layers.1.self_attn.v_proj"]), "v_proj: target_modules does not name it"),
+    (dict(target_modules="("), "target_modules=.*no regular expression"),
     (dict(target_parameters=["experts.down_proj"]), "target_parameters does not say"),
 ]
 
@@ -163,7 +167,7 @@ def test_a_pair_of_no_matrix_of_the_base_is_refused_by_name(bases, tmp_path, mod
         f"base_model.model.{module}.lora_A.weight": torch.zeros(3, width),
         f"base_model.model.{module}.lora_B.weight": torch.zeros(out, 3),
     }
-    adapter = copied("qwen3_moe-0.19", tmp_path, lambda file: file | more)
+    adapter = copied("qwen3_moe-0.19", tmp_path, lambda file: file | more, target_modules=None)
     with pytest.raises(CheckpointError, match=said) as refused:
         import_adapter(adapter, tmp_path / "step", base=saved_base("qwen3_moe", bases))
     assert module in str(refused.value)

@@ -86,7 +86,7 @@ def read_settings(words: list[str]) -> BaseSettings:
             places = dict.fromkeys(_names(dict(model=asdict(cfg.model))), place)
     else:
         cfg = known["tiny"]
-    if run is None:
+    if run is None and not (file is not None and is_record(Path(file))):
         cfg = with_adapters(cfg, rest, in_file, init, notes)
     if file is not None:
         cfg = with_settings(cfg, in_file, file)

@@ -1,4 +1,4 @@
-"""Runs the command line: python -m tmoe.hf import|export|gguf|recover|families."""
+"""Runs the command line: python -m tmoe.hf import|export|import-adapter|export-adapter|merge|gguf|..."""
 
 from tmoe.extras.gguf.command import export_gguf, import_model
 from tmoe.extras.recover import recover

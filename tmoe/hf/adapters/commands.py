@@ -226,7 +226,11 @@ def _export_notes(
     elif found.base.manifest is not None:
         write = f"python -m tmoe.hf export {found.base.path} DIR"
         yield f"{out}: its base is a step folder, which PEFT does not read; {write}"
-    apart = {target.matrix for target in file.targets if target.places[0].expert is not None}
+    apart = file.apart
+    leaves = {target.name.rpartition(".")[2] for target in file.targets if target.matrix in apart}
+    mixed = [t.name for t in file.targets if t.matrix not in apart and t.name.rpartition(".")[2] in leaves]
+    if mixed:
+        yield f"{out}: next to experts one by one PEFT does not read {mixed[0]}; --layout peft"
     if apart and not any(matrix.endswith("down") for matrix in apart):
         yield f"{out}: PEFT does not read gate and up of experts one by one without down; --layout peft"
     if file.lora.dropout and any(target.stack for target in file.targets):

@@ -21,8 +21,8 @@ ORDERS: tuple[Order, ...] = ("rank_major", "grouped_by_expert")
 # Fields that are read, and fields that change nothing in a finished adapter.
 READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters"}
 READ |= {"peft_type", "peft_version", "lora_B_layout", "lora_dropout", "base_model_name_or_path"}
-READ |= {"init_lora_weights"}
-UNUSED = {"task_type", "inference_mode", "revision", "auto_mapping", "target_modules", "exclude_modules"}
+READ |= {"init_lora_weights", "target_modules", "exclude_modules"}
+UNUSED = {"task_type", "inference_mode", "revision", "auto_mapping"}
 UNUSED |= {"megatron_core", "qalora_group_size", "eva_config", "runtime_config", "ensure_weight_tying"}
 UNUSED |= {"layers_pattern"}  # read only together with layers_to_transform, which is refused
 # Fields that are refused, and the reason.
@@ -52,6 +52,10 @@ class PeftConfig(NamedTuple):
     alphas: dict[str, float]
     parameters: tuple[str, ...]
     """target_parameters: ends of the names of parameters"""
+    modules: str | list[str] | None
+    """target_modules: ends of the names of modules, or a regular expression of the whole name; None: all"""
+    excluded: str | list[str] | None
+    """exclude_modules, in the same form; None: none"""
     version: tuple[int, int] | None
     """the version of PEFT that wrote it; None: not stated, or a development version"""
     order: Order | None
@@ -68,10 +72,23 @@ class PeftConfig(NamedTuple):
     def alpha_of(self, name: str) -> float:
         return matched(self.alphas, name, self.alpha)
 
+    def names(self, module: str) -> bool:
+        """Whether PEFT gives a module an adapter, by target_modules and exclude_modules."""
+        if self.excluded and _is_named(self.excluded, module):
+            return False
+        return self.modules in (None, "", [], "all-linear") or _is_named(self.modules, module)
+
 
 def matched(patterns: dict[str, Any], name: str, default: Any) -> Any:
     """The value of the first pattern that matches the end of a name, as in PEFT's get_pattern_key."""
     return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+
+
+def _is_named(targets: str | list[str] | None, module: str) -> bool:
+    """Whether a module is one of the targets, as in PEFT's check_target_module_exists."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith(f".{target}") for target in targets or ())
 
 
 def read_peft_config(folder: Path, version: str = "") -> PeftConfig:
@@ -93,6 +110,7 @@ def read_peft_config(folder: Path, version: str = "") -> PeftConfig:
     _refuse_fields(path, said)
     kinds = dict(r=int, lora_alpha=(int, float), use_rslora=bool, rank_pattern=dict, alpha_pattern=dict)
     kinds |= dict(target_parameters=list, peft_version=str, lora_B_layout=str, lora_dropout=(int, float))
+    kinds |= dict(target_modules=(str, list), exclude_modules=(str, list))
     for key, kind in kinds.items():
         value = said.get(key)
         odd = isinstance(value, bool) and kind is not bool
@@ -114,6 +132,8 @@ def read_peft_config(folder: Path, version: str = "") -> PeftConfig:
         said.get("rank_pattern") or {},
         said.get("alpha_pattern") or {},
         tuple(map(str, said.get("target_parameters") or ())),
+        said.get("target_modules"),
+        said.get("exclude_modules"),
         stated or given,
         _order(path, said.get("lora_B_layout")),
         "unsloth" in json.dumps(said).lower(),
@@ -180,6 +200,12 @@ def _require_patterns(config: PeftConfig) -> None:
                 re.compile(pattern)
             except re.error as error:
                 raise _of(path, key, {pattern: value}, f"no regular expression: {error}") from None
+    for key, said in (("target_modules", config.modules), ("exclude_modules", config.excluded)):
+        if isinstance(said, str):
+            try:
+                re.compile(said)
+            except re.error as error:
+                raise _of(path, key, said, f"no regular expression: {error}") from None
     for key, value in (("r", config.rank), ("lora_alpha", config.alpha)):
         if value <= 0:
             raise _of(path, key, value, "not a number above 0")

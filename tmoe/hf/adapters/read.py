@@ -110,6 +110,8 @@ class PeftFolder:
         module = key.removeprefix(PREFIX)
         a, b = self.shapes[key]
         if module in self.linears:
+            if not self.config.names(module):
+                return [f"{key}: target_modules does not name it, so PEFT does not use it"]
             places = self.linears[module]
             want = (places[0].width, sum(place.rows for place in places))
             if (a[1], b[0]) != want or a[0] != b[1]:

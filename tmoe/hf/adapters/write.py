@@ -85,9 +85,14 @@ class PeftFile(NamedTuple):
         return next(size for size in self.sizes.values() if size.rank == rank)
 
     @property
+    def apart(self) -> set[str]:
+        """The matrices whose experts are in the file one by one."""
+        return {target.matrix for target in self.targets if target.places[0].expert is not None}
+
+    @property
     def rs(self) -> bool:
         """use_rslora. False for experts one by one: as PEFT fuses gate and up, it doubles r and alpha."""
-        return self.lora.rs and all(target.places[0].expert is None for target in self.targets)
+        return self.lora.rs and not self.apart
 
     def alpha(self, rank: int) -> float:
         """The alpha that gives an adapter of this rank the file's factor."""
@@ -130,11 +135,10 @@ class PeftFile(NamedTuple):
 
         PEFT names gate_up itself, at twice the rank `r`.
         """
-        alone = {t.matrix for t in self.targets if t.places[0].expert is not None}
-        found = {}
+        apart, found = self.apart, {}
         for module, leaves in self.sites.held.stacks.items():
             for leaf, places in leaves.items():
-                if (matrix := places[0].matrix) in alone and not matrix.endswith("gate_up"):
+                if (matrix := places[0].matrix) in apart and not matrix.endswith("gate_up"):
                     found[f"{module}.{leaf}"] = self.sizes[matrix].rank
         return found
 
@@ -150,6 +154,8 @@ class PeftFile(NamedTuple):
     def config(self, base: str) -> dict[str, Any]:
         """adapter_config.json. base: of base_model_name_or_path."""
         first, modules = self.first, self.sites.modules
+        if self.apart:
+            modules = modules - {f"{m}.{leaf}" for m, one in self.sites.held.stacks.items() for leaf in one}
         linears = [t.name for t in self.targets if not t.stack]
         stacks = [t.name for t in self.targets if t.stack]
         ranks = {t.name: self.sizes[t.matrix].rank for t in self.targets} | self._fused()
