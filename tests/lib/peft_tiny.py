@@ -1,8 +1,8 @@
 """Tiny models whose weights follow from a formula, and adapters of PEFT's on them, stored with their logits.
 
-tests/hf/peft/ holds what PEFT 0.19.1 and 0.18.1 saved, each folder with the logits of the PeftModel in fp64
-(`logits.safetensors`, for TOKENS). `NAME-apart` has one pair for each expert, as transformers 4 named them;
-PEFT 0.19.1 read it.
+tests/hf/stored_adapters/ holds files that PEFT 0.19.1 and 0.18.1 saved. Each folder has the logits of the
+PeftModel in fp64 (`logits.safetensors`, for TOKENS). `NAME-apart` has one pair for each expert, as
+transformers 4 named them; its logits are of PEFT 0.21.2.
 
 next: tests/hf/test_adapters_read.py
 """
@@ -20,7 +20,7 @@ from tmoe.config.compare import build_config
 from tmoe.generate.load import empty, fill
 from tmoe.model.lora import lora_of_settings
 
-STORED = Path(__file__).parents[1] / "hf/peft"
+STORED = Path(__file__).parents[1] / "hf/stored_adapters"
 TOKENS = torch.arange(1, 21)[None]
 SIZES = dict(
     vocab_size=31,

@@ -86,8 +86,7 @@ def read_settings(words: list[str]) -> BaseSettings:
             places = dict.fromkeys(_names(dict(model=asdict(cfg.model))), place)
     else:
         cfg = known["tiny"]
-    if run is None and not (file is not None and is_record(Path(file))):
-        cfg = with_adapters(cfg, rest, in_file, init, notes)
+    cfg = with_adapters(cfg, rest, in_file, init, notes)
     if file is not None:
         cfg = with_settings(cfg, in_file, file)
         notes.append(f"settings of {file}")
@@ -350,8 +349,10 @@ def with_adapters(
     in_file: settings of --config's file. init: the value of --init, None without one.
     """
     lora = in_file.get("lora")
-    path = _value(words, "--lora.init") or (lora.get("init") if isinstance(lora, dict) else None)
-    if not isinstance(path, str) or not path:
+    lora = lora if isinstance(lora, dict) else {}
+    path = _value(words, "--lora.init") or lora.get("init")
+    known = cfg.lora.rank or {"rank", "alpha", "targets"} <= lora.keys()  # of a run
+    if known or not isinstance(path, str) or not path:
         return cfg
     from tmoe.hf.adapters.load import settings_at
 
