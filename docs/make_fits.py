@@ -4,7 +4,7 @@ PYTHONPATH=. python docs/make_fits.py
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tmoe.config.axes import Axes
 from tmoe.config.gpus import GPUS, room
 from tmoe.config.presets import presets
-from tmoe.config.run import Config
+from tmoe.config.run import Config, LoraConfig
 from tmoe.plan.memory import held_at_most
 
 # Memory as nvidia-smi shows it, in bytes: GeForce RTX 4090, L40S, H100 and H200.
@@ -44,7 +44,20 @@ def _offload(cfg: Config) -> Config:
     return replace(_block(cfg), optim=replace(cfg.optim, offload=True))
 
 
-WAYS = (Way("all", lambda cfg: cfg), Way("`--optim.freeze moe.experts`", _freeze))
+def _adapters(cfg: Config) -> Config:
+    return replace(cfg, lora=LoraConfig(rank=16))
+
+
+def _wide_adapters(cfg: Config) -> Config:
+    return replace(cfg, lora=LoraConfig(rank=16, expert_rank=16))
+
+
+WAYS = (
+    Way("all", lambda cfg: cfg),
+    Way("`--optim.freeze moe.experts`", _freeze),
+    Way("`--lora.rank 16`", _adapters),
+    Way("`--lora.rank 16 --lora.expert-rank 16`", _wide_adapters),
+)
 # The settings of a cell, in the order in which they are tried: none, recomputing, and moments on the host.
 SAVING: dict[str, Change] = {"yes": lambda cfg: cfg, "block": _block, "offload": _offload}
 
@@ -67,13 +80,13 @@ def cell(cfg: Config, ranks: int, memory: float) -> str:
     return NO
 
 
-def rows() -> Iterator[list[str]]:
-    """A row for each preset, for what is trained, and for tasks with the same cells.
+def rows(names: Iterable[str]) -> Iterator[list[str]]:
+    """A row for each of these presets, for what is trained, and for tasks with the same cells.
 
     Rows that fit nowhere are left out.
     """
-    for preset in presets():
-        for way in WAYS if preset != "tiny" else ():
+    for preset in names:
+        for way in WAYS:
             cells = {}
             for task in TASKS:
                 cfg = settings(preset, task, way)
@@ -86,7 +99,7 @@ def rows() -> Iterator[list[str]]:
 def table() -> str:
     """The table in Markdown."""
     head = ["preset", "trained", "task", *(f"{GB} GB" for GB in CARDS), *(f"8 × {GB} GB" for GB in CARDS)]
-    lines = [head, ["---"] * len(head), *rows()]
+    lines = [head, ["---"] * len(head), *rows(name for name in presets() if name != "tiny")]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
