@@ -28,6 +28,7 @@ from tmoe.config.run import LoraConfig
 from tmoe.data.chat.format import ends_of
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 from tmoe.generate.engine import Engine
+from tmoe.generate.load_quantised import Place, load_quantised
 from tmoe.hf.files import MODEL, Folder
 from tmoe.hf.foreign import hint, is_folder, require_folder
 from tmoe.hf.hub_folders import folder_of
@@ -35,6 +36,7 @@ from tmoe.hf.load_weights import load_hf
 from tmoe.hf.tensor_plan import plan_folder
 from tmoe.hf.tokenizer_files import carried_by, unread_in
 from tmoe.model.lora import add_adapters, is_adapter
+from tmoe.model.shapes import model_shapes
 from tmoe.model.transformer import Transformer
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
@@ -67,6 +69,7 @@ def load(
     device: str | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
     adapter: str | Path | None = None,
+    quantize: Literal["int8", "int4", "fp8", "nf4"] | None = None,
 ) -> Loaded:
     """A model with its tokenizer, from a folder.
 
@@ -79,6 +82,8 @@ def load(
         dtype: None: bf16 on a GPU, else fp32.
         adapter: a step folder or run folder of adapters, whose base is at `path`. The tokenizer and the chat
             format are those of the adapters' step.
+        quantize: quantise the matrices of experts and dense layers while loading; the other tensors, and all
+            computation, have the dtype.
 
     Raises CheckpointError for a folder of another kind or a damaged step, ValueError for a model that tmoe
     cannot compute and for a model without a known tokenizer.
@@ -95,8 +100,11 @@ def load(
         cfg = plan_folder(Folder(path)).cfg
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
-        model = empty(cfg, where, kind)
-        load_hf(path, model.state_dict(), cfg)
+        if quantize:
+            model = load_quantised(path, None, cfg, quantize, Place(where, kind))
+        else:
+            model = empty(cfg, where, kind)
+            load_hf(path, model.state_dict(), cfg)
         published = True
     else:
         manifest = read_manifest(path)
@@ -105,9 +113,15 @@ def load(
         require(isinstance(settings, dict), f"{path}: its manifest does not say what the model is")
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
-        lora = lora_of(manifest)
-        model = empty(build_config(settings), where, kind, lora)
-        fill(model, path, manifest, base)
+        cfg, lora = build_config(settings), lora_of(manifest)
+        wrong = "not with low-rank adapters, which need plain weights"
+        require(not (lora and quantize), "quantize", quantize, wrong, "leave it out, or merge the adapters")
+        if quantize:
+            require_fit(model_shapes(cfg), path, manifest)
+            model = load_quantised(path, manifest, cfg, quantize, Place(where, kind))
+        else:
+            model = empty(cfg, where, kind, lora)
+            fill(model, path, manifest, base)
         published = "hf" in manifest.info
         seq = run.get("train", {}).get("seq")
     require(
@@ -196,17 +210,22 @@ def fill(model: Transformer, step: Path, manifest: Manifest, base: str = "") -> 
 @torch.no_grad()
 def fill_from(wanted: dict[str, Tensor], step: Path, manifest: Manifest) -> None:
     """Fills tensors from a step folder, one after the other, checked as they are read."""
+    require_fit({name: tuple(t.shape) for name, t in wanted.items()}, step, manifest)
+    for name, tensor in wanted.items():
+        tensor.copy_(read_whole(step, manifest.tensors[f"{MODEL}{name}"]))
+
+
+def require_fit(shapes: dict[str, tuple[int, ...]], step: Path, manifest: Manifest) -> None:
+    """CheckpointError unless a step folder holds exactly these tensors of a model."""
     entries = {n.removeprefix(MODEL): e for n, e in manifest.tensors.items() if n.startswith(MODEL)}
-    problems = [f"{name}: not in the step" for name in wanted.keys() - entries.keys()]
-    problems += [f"{name}: not in the model" for name in entries.keys() - wanted.keys()]
+    problems = [f"{name}: not in the step" for name in shapes.keys() - entries.keys()]
+    problems += [f"{name}: not in the model" for name in entries.keys() - shapes.keys()]
     problems += [
-        f"{name}: shape {entries[name].shape} in the step, {tuple(t.shape)} in the model"
-        for name, t in wanted.items()
-        if name in entries and entries[name].shape != tuple(t.shape)
+        f"{name}: shape {entries[name].shape} in the step, {shape} in the model"
+        for name, shape in shapes.items()
+        if name in entries and entries[name].shape != shape
     ]
     refuse(f"{step} does not fit its own settings", sorted(problems))
-    for name, tensor in wanted.items():
-        tensor.copy_(read_whole(step, entries[name]))
 
 
 def tokenizer_of(path: Path, carried: Carried | None, spec: str | None) -> Tokenizer:
