@@ -286,6 +286,7 @@ def parsed() -> argparse.Namespace:
     flags.add_argument("--layers", type=int, default=0, help="0: all")
     flags.add_argument("--kinds", nargs="+", default=["bf16", "int8", "int4", "fp8", "nf4"])
     flags.add_argument("--tiles", type=float, default=75, help="most seconds for timing tiles")
+    flags.add_argument("--seconds", type=float, default=250, help="after these no further kind begins")
     flags.add_argument("--device", default="cuda")
     flags.add_argument("--tiny", action="store_true")
     flags.add_argument("--json", type=Path)
@@ -301,7 +302,7 @@ def main() -> None:
     if asked.layers:
         cfg = replace(cfg, layers=asked.layers)
     cuda = asked.device == "cuda"
-    begun = time.monotonic()
+    begun = started = time.monotonic()
     for kind in KINDS:
         if kind != "nf4":
             check_codes(kind, asked.device)
@@ -329,6 +330,9 @@ def main() -> None:
     lines = []
     for kind in asked.kinds:
         begun = time.monotonic()
+        if begun - started > asked.seconds:
+            print(f"{kind}: not measured, {begun - started:.0f} s are over")
+            continue
         try:
             lines.append(decode(cfg, kind, asked))
             print(
