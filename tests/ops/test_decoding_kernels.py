@@ -17,6 +17,7 @@ FILES = [
     "test_one_token.py",
     "test_sample.py",
     "test_norm.py",
+    "test_quantised_ops.py",
 ]
 
 

@@ -16,7 +16,7 @@ codes of int8, int4 and fp8 are computed for the rounded scale in bf16, so that 
 values of these tensors in bits. Inputs of 16, 32 and 64 bits are computed in fp32. All functions are pure and
 run on any device. `quantise` waits for a GPU once, to refuse inf and NaN.
 
-next: hf/packed.py
+next: ops/quantised/op.py
 """
 
 from __future__ import annotations
@@ -330,8 +330,12 @@ def maxima_of(maxima: Tensor, most: Tensor, offset: Tensor) -> Tensor:
 
 
 def _decode_nf4(parts: Parts, n: int) -> Tensor:
-    codes, maxima, most, offset = parts
-    top = maxima_of(maxima, most, offset)
+    codes, *rest = parts
+    return nf4_values(codes, maxima_of(*rest), n)
+
+
+def nf4_values(codes: Tensor, top: Tensor, n: int) -> Tensor:
+    """The first n values, fp32, of codes whose blocks have these maxima."""
     table = torch.tensor(NF4, device=codes.device)
     out = codes.new_empty(n, dtype=torch.float32)
     for i in range(0, n, PIECE):

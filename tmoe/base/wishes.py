@@ -32,8 +32,8 @@ WISHES = (
     ),
     (
         r"quant(?!il)|load.?in.?[48].?bit|\b[48].?bit\b|int[48]|nf4|gptq|\bawq|bnb|bitsandbytes|hqq",
-        "weights of 8 bits and fewer are not there yet; valid: bf16 or fp32; `tmoe hf export` writes a "
-        "folder that tools for quantizing read",
+        "training with weights of 8 bits and fewer is not there yet; valid: bf16 or fp32; `python -m "
+        "tmoe.generate MODEL --quantize int8` (fp8, int4, nf4) decodes with them",
     ),
     (
         r"fp8|fp4|transformer.?engine",

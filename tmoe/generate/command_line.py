@@ -42,6 +42,7 @@ from tmoe.generate.generation_config import DRAWN, not_followed, sampling_of
 from tmoe.generate.load import Loaded, load
 from tmoe.generate.prompt_file import is_chat, read_prompts, write_answers
 from tmoe.generate.sampler import Sampling
+from tmoe.model.transformer import Transformer
 
 TOKENS = 256  # default of --max-tokens
 TEMPERATURE = 0.8  # if neither the flag nor generation_config.json has one
@@ -105,6 +106,9 @@ class Flags:
     """cpu, cuda or cuda:N; none: a GPU if there is one"""
     dtype: Literal["bf16", "fp32"] | None = None
     """type of weights and computation; none: bf16 on a GPU, else fp32"""
+    quantize: Literal["int8", "int4", "fp8", "nf4"] | None = None
+    """quantise the matrices of experts and dense layers while loading: int8 and fp8 with a scale for each
+    row, int4 with one for 128 values, nf4 as bitsandbytes does; none: weights stay as they are"""
 
     def check(self) -> None:
         """ConfigError for flags that cannot be combined."""
@@ -180,7 +184,8 @@ def run(flags: Flags) -> None:
         require(not sys.stdin.isatty(), ways)
         prompt = "".join(piped())
     begun = time.perf_counter()
-    loaded = load(flags.path, flags.tokenizer, flags.device, flags.dtype, flags.adapter)
+    how = flags.tokenizer, flags.device, flags.dtype, flags.adapter, flags.quantize
+    loaded = load(flags.path, *how)
     for line in loaded.notes:
         note(line)
     engine = loaded.engine(flags.slots, flags.pool_gib)
@@ -190,6 +195,8 @@ def run(flags: Flags) -> None:
     penalty = sampling.repetition_penalty
     more = f", repetition_penalty {penalty:g}" if penalty != 1 else ""
     note(f"{loaded.path} on {device}, {took:.1f} s to load; temperature {sampling.temperature:g}{more}")
+    if flags.quantize:
+        note(f"matrices of experts and dense layers in {flags.quantize}: {size(loaded.model)}")
     if left := not_followed(loaded.generation):
         note(f"generation_config.json: not followed here: {', '.join(left)}")
     speaker = Speaker(engine, sampling, flags, loaded.seq)
@@ -201,6 +208,12 @@ def run(flags: Flags) -> None:
         speaker.work_through(rows)
     else:
         speaker.answer(prompt)
+
+
+def size(model: Transformer) -> str:
+    """The memory of a model's weights in words."""
+    held = sum(t.nbytes for t in model.state_dict().values())
+    return f"{held / 2**30:.2f} GiB of weights" if held >= 2**27 else f"{held / 2**20:.1f} MiB of weights"
 
 
 def note(text: str) -> None:

@@ -28,6 +28,7 @@ from tmoe.generate.sampler import Sampling
 from tmoe.generate.slots import Request, Room, Slots, rows_of
 from tmoe.generate.text import Text
 from tmoe.model.float8 import float8_layers
+from tmoe.model.quantised import quantised_to
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.own_experts import OwnExperts
 from tmoe.parallel.agree import attempt, by_reason
@@ -84,6 +85,10 @@ def require_bits(model: Transformer) -> None:
     why = no_bits(model.cfg)
     require(why is None, f"bits: {why}")
     require(not float8_layers(model), "bits: the forward has float8 products and steps do not; needs none")
+    kind = quantised_to(model)
+    require(
+        not kind, f"bits: steps multiply {kind} codes and the forward their values; needs no quantisation"
+    )
     eager = not any(isinstance(block, Block) and block.must_compile for block in model.blocks)
     alone = "bits: compiled blocks round differently from single steps"
     require(eager, f"{alone}; needs {Setting('compile', False)}")

@@ -27,6 +27,7 @@ from tmoe.config.run import LoraConfig
 from tmoe.data.chat.format import ends_of
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 from tmoe.generate.engine import Engine
+from tmoe.generate.load_quantised import Place, load_quantised
 from tmoe.hf.adapters.load import chat_of, is_peft, open_folder, read_into, tokenizer_notes
 from tmoe.hf.files import MODEL, Folder
 from tmoe.hf.foreign import hint, is_folder, require_folder
@@ -35,9 +36,12 @@ from tmoe.hf.load_weights import load_hf
 from tmoe.hf.tensor_plan import plan_folder
 from tmoe.hf.tokenizer_files import carried_by, unread_in
 from tmoe.model.lora import add_adapters, is_adapter, lora_of_settings
+from tmoe.model.shapes import model_shapes
 from tmoe.model.transformer import Transformer
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
+# --quantize of a model with adapters: what is wrong, what is valid
+WITH_ADAPTERS = "not with low-rank adapters, which need plain weights", "leave it out, or merge the adapters"
 KINDS = "a run folder, a step folder or a Hugging Face folder"
 
 
@@ -69,6 +73,7 @@ def load(
     device: str | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
     adapter: str | Path | None = None,
+    quantize: Literal["int8", "int4", "fp8", "nf4"] | None = None,
 ) -> Loaded:
     """A model with its tokenizer, from a folder.
 
@@ -82,6 +87,8 @@ def load(
         adapter: a step folder or run folder of adapters, or a folder of PEFT's, whose base is at `path`. The
             tokenizer and the chat format are those of the adapters' step; a folder of PEFT's may have a chat
             template.
+        quantize: quantise the matrices of experts and dense layers while loading; the other tensors, and all
+            computation, have the dtype.
 
     Raises CheckpointError for a folder of another kind or a damaged step, ValueError for a model that tmoe
     cannot compute and for a model without a known tokenizer.
@@ -97,12 +104,16 @@ def load(
     elif adapter is not None:
         base = str(path)
         path, _ = find_adapters(Path(adapter), "adapter")
+    require(not (peft and quantize), "quantize", quantize, *WITH_ADAPTERS)
     if is_folder(path):
         cfg = plan_folder(Folder(path)).cfg
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
-        model = empty(cfg, where, kind, peft.settings() if peft else None)
-        load_hf(path, frozen_of(model), cfg)
+        if quantize:
+            model = load_quantised(path, None, cfg, quantize, Place(where, kind))
+        else:
+            model = empty(cfg, where, kind, peft.settings() if peft else None)
+            load_hf(path, frozen_of(model), cfg)
         published = True
     else:
         manifest = read_manifest(path)
@@ -111,11 +122,17 @@ def load(
         require(isinstance(settings, dict), f"{path}: its manifest does not say what the model is")
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
+        cfg = build_config(settings)
         lora = peft.settings() if peft else lora_of_settings(settings_of(manifest))
-        model = empty(build_config(settings), where, kind, lora)
-        if peft:
+        require(not (lora and quantize), "quantize", quantize, *WITH_ADAPTERS)
+        if quantize:
+            require_fit(model_shapes(cfg), path, manifest)
+            model = load_quantised(path, manifest, cfg, quantize, Place(where, kind))
+        elif peft:
+            model = empty(cfg, where, kind, lora)
             fill_from(frozen_of(model), path, manifest)
         else:
+            model = empty(cfg, where, kind, lora)
             fill(model, path, manifest, base)
         published = "hf" in manifest.info
         seq = run.get("train", {}).get("seq")
@@ -204,17 +221,22 @@ def fill(model: Transformer, step: Path, manifest: Manifest, base: str = "") -> 
 @torch.no_grad()
 def fill_from(wanted: dict[str, Tensor], step: Path, manifest: Manifest) -> None:
     """Fills tensors from a step folder, one after the other, checked as they are read."""
+    require_fit({name: tuple(t.shape) for name, t in wanted.items()}, step, manifest)
+    for name, tensor in wanted.items():
+        tensor.copy_(read_whole(step, manifest.tensors[f"{MODEL}{name}"]))
+
+
+def require_fit(shapes: dict[str, tuple[int, ...]], step: Path, manifest: Manifest) -> None:
+    """CheckpointError unless a step folder holds exactly these tensors of a model."""
     entries = {n.removeprefix(MODEL): e for n, e in manifest.tensors.items() if n.startswith(MODEL)}
-    problems = [f"{name}: not in the step" for name in wanted.keys() - entries.keys()]
-    problems += [f"{name}: not in the model" for name in entries.keys() - wanted.keys()]
+    problems = [f"{name}: not in the step" for name in shapes.keys() - entries.keys()]
+    problems += [f"{name}: not in the model" for name in entries.keys() - shapes.keys()]
     problems += [
-        f"{name}: shape {entries[name].shape} in the step, {tuple(t.shape)} in the model"
-        for name, t in wanted.items()
-        if name in entries and entries[name].shape != tuple(t.shape)
+        f"{name}: shape {entries[name].shape} in the step, {shape} in the model"
+        for name, shape in shapes.items()
+        if name in entries and entries[name].shape != shape
     ]
     refuse(f"{step} does not fit its own settings", sorted(problems))
-    for name, tensor in wanted.items():
-        tensor.copy_(read_whole(step, entries[name]))
 
 
 def tokenizer_of(path: Path, carried: Carried | None, spec: str | None) -> Tokenizer:

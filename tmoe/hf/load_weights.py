@@ -5,7 +5,7 @@ next: hf/export.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -72,6 +72,24 @@ def _load_hf(hf_dir: Path, parameters: dict[str, Tensor], model_cfg: ModelConfig
                 fill(local_part(parameter), offset, pieces[name], reading)
 
     _together(read)
+
+
+@torch.no_grad()
+def read_hf(
+    hf_dir: Path, wanted: dict[str, Tensor], model_cfg: ModelConfig, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a Hugging Face folder, one after the other, each in a new tensor on a device.
+
+    wanted: the model's `state_dict()`, of which only names, shapes and types are read. Raises the errors of
+    load_hf, before the first tensor.
+    """
+    folder, found = _plan_load(hf_dir, wanted, set(wanted), model_cfg)
+    for name, like in wanted.items():
+        tensor = torch.empty_like(like, device=device)
+        with folder.reading() as reading:
+            fill(tensor, (0,) * tensor.dim(), found[name], reading)
+        yield name, tensor
+        del tensor  # freed before the next one is made
 
 
 def load_weights(

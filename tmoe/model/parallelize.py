@@ -34,6 +34,7 @@ from tmoe.model.attention_parallel import Spread
 from tmoe.model.compiler import compiled
 from tmoe.model.float8 import apply_float8
 from tmoe.model.lora import is_adapter
+from tmoe.model.quantised import quantised_to
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.adaptive import cost_of, ways
 from tmoe.moe.exchange.dispatch import dispatcher_for
@@ -95,6 +96,9 @@ def parallelize(
     cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
     layers = [m for m in model.modules() if isinstance(m, MoE)]
     require_new(model, layers)
+    kind = quantised_to(model)
+    valid = "a model that is not quantised: codes are for inference on one device"
+    require(not kind, "parallelize: model", f"matrices in {kind}", valid)
     require_divided(model, mesh, cfg.train.float8)
     require_untied(model)
     require_whole(model, mesh)

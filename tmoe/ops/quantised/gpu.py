@@ -1,0 +1,219 @@
+"""Launches of the kernels of quantised weights: which tiles, how many programs.
+
+next: quantised/kernels.py
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tmoe.base import activations
+from tmoe.base.quantised import INT4_GROUP, NF4, NF4_BLOCK, dequantise, dynamic, maxima_of, nf4_values
+from tmoe.ops.experts.gpu import LayerLaunches
+from tmoe.ops.experts.gpu import forward as moe_mlp_forward
+from tmoe.ops.experts.pair_order import TILES, Metadata, power_of_2, route
+from tmoe.ops.launch.kernel_launch import cdiv, device_facts, empty, launch, tf32
+from tmoe.ops.quantised import kernels
+
+FEW = 128  # most rows of a product with one matrix that reads codes; with more the values are computed first
+FEW_AN_EXPERT = 32  # the same on average for each expert
+ROWS = TILES[0]  # rows of a row tile
+KINDS = ("int8", "int4", "fp8", "nf4")
+
+
+class Tile(NamedTuple):
+    """Sizes of a launch of kernels.few_rows."""
+
+    BN: int  # rows of the weight
+    BM: int  # rows of x at a time
+    BL: int  # step along the length of the sum; of int4 always a group
+    warps: int
+    stages: int
+
+
+class Matrix(NamedTuple):
+    """A quantised weight [..., W, L]."""
+
+    kind: str
+    shape: tuple[int, ...]
+    parts: tuple[Tensor, ...]  # of `quantise`
+
+    @property
+    def codes(self) -> Tensor:
+        """Bytes, C for each row."""
+        return self.parts[0].view(torch.uint8)
+
+    @property
+    def scales(self) -> Tensor:
+        """G for each row; of nf4 the maxima in 8 bits."""
+        return self.parts[1]
+
+    @property
+    def a_row(self) -> tuple[int, int]:
+        """C and G, the codes and scales of a row."""
+        rows = math.prod(self.shape[:-1])
+        return self.parts[0].numel() // rows, self.parts[1].numel() // rows
+
+
+def reads(matrix: Matrix) -> bool:
+    """Whether kernels read the codes: NF4's only where no block of 64 values runs across rows."""
+    return matrix.kind != "nf4" or matrix.shape[-1] % NF4_BLOCK == 0
+
+
+@functools.cache
+def tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The values of NF4's codes [16] and of its maxima's codes [256], fp32."""
+    return torch.tensor(NF4, device=device), torch.tensor(dynamic(), device=device)
+
+
+def arguments(matrix: Matrix) -> tuple[Any, ...]:
+    """Arguments of the kernels: codes, scales, and of nf4 the scales' scales, the offset and both tables."""
+    if matrix.kind != "nf4":
+        return matrix.codes, matrix.scales, None, None, None, None
+    return matrix.codes, *matrix.parts[1:], *tables(matrix.codes.device)
+
+
+def expert_of_nf4(matrix: Matrix, e: int, dtype: torch.dtype) -> Tensor:
+    """An expert's matrix, from blocks that may run across experts."""
+    _, shape, (codes, maxima, most, offset) = matrix
+    n = math.prod(shape[1:])
+    first, last = e * n // NF4_BLOCK, math.ceil((e + 1) * n / NF4_BLOCK)
+    top = maxima_of(maxima, most, offset)[first:last]
+    part = codes[first * NF4_BLOCK // 2 : last * NF4_BLOCK // 2]
+    values = nf4_values(part, top, min(last * NF4_BLOCK, math.prod(shape)) - first * NF4_BLOCK)
+    begin = e * n - first * NF4_BLOCK
+    return values[begin : begin + n].view(shape[1:]).to(dtype)
+
+
+def tile_of(kind: str, rows: float, L: int, arch: str, dtype: torch.dtype) -> Tile:
+    """The tile for this mean number of rows of x to each expert's matrix [W, L]. arch: "cuda:90".
+
+    A step that divides L needs no masks, which take registers.
+    """
+    BM = min(ROWS, max(16, power_of_2(math.ceil(rows))))
+    group = kind in ("int4", "nf4")  # its step is a group
+    if dtype == torch.float32:
+        if kind == "nf4":
+            return Tile(32, 16, NF4_BLOCK, 2, 2)
+        return Tile(64, 16, INT4_GROUP, 8, 2) if group else Tile(32, 16, 32, 4, 2)
+    if arch.startswith("hip"):
+        return Tile(64, min(BM, 32), INT4_GROUP if group else 64, 4, 2)
+    stages = 4 if arch == "cuda:90" else 3
+    if L % (INT4_GROUP if group else 64):
+        return Tile(64, min(BM, 32), INT4_GROUP if group else 32, 4, 3)
+    return Tile(128 if BM <= 32 else 64, BM, 64 if L % 128 else 128, 4, stages)
+
+
+def tile_of_one(kind: str, rows: int, W: int, x: Tensor) -> Tile:
+    """The tile for rows of x to a single matrix [W, L]: the highest with which most multiprocessors work.
+
+    Higher tiles read the codes less often from L2.
+    """
+    arch, sms, _ = device_facts(x.device)
+    heights = [64, 32, 16] if rows > 32 else [32, 16] if rows > 16 else [16]
+    for BM in heights:
+        tile = tile_of(kind, BM, x.shape[1], arch, x.dtype)
+        tile = tile._replace(BN=min(tile.BN, 64))
+        if cdiv(rows, tile.BM) * cdiv(W, tile.BN) * 4 >= 3 * sms:
+            break
+    return tile
+
+
+def few_rows(
+    x: Tensor,
+    matrix: Matrix,
+    bias: Tensor | None,
+    tile: Tile,
+    activation: str | None = None,
+    layer: LayerLaunches | None = None,
+    gather: bool = False,
+) -> Tensor:
+    """Rows of x times a quantised matrix, or the activation of that product.
+
+    layer: of a product with each expert's matrix; None: there is one matrix. gather: rows of x are tokens,
+    and the product's rows the layer's pairs.
+    """
+    arch, _, _ = device_facts(x.device)
+    halves = 1 if activation is None else activations.activation(activation).halves
+    W, L = matrix.shape[-2] // halves, matrix.shape[-1]
+    rows = x.shape[0] if layer is None else layer.N
+    y = empty((rows, W), x.dtype, x.device)
+    num_n = cdiv(W, tile.BN // halves)
+    height = tile.BM if layer is None else ROWS
+    if layer is None:
+        table, tiles = (x, 0, x), cdiv(rows, height)
+    else:
+        capacity = Metadata.capacity(layer.N, layer.E, ROWS)
+        table, tiles = (layer.meta.tiles[ROWS], capacity, layer.meta.offsets), layer.N // ROWS + layer.E
+    step = {"int4": INT4_GROUP, "nf4": NF4_BLOCK}.get(matrix.kind, tile.BL)
+    ptx = arch.startswith("cuda") and x.device.type != "cpu"
+    precision = "tf32" if tf32() and ptx else "ieee"
+    launch(
+        kernels.few_rows, (max(1, tiles * num_n),),
+        x, *arguments(matrix), bias, layer.meta.order if gather and layer else None, *table, y,
+        rows, W, L, *matrix.a_row, num_n,
+        matrix.kind, None if activation is None else activations.full(activation), layer.K if layer else 1,
+        height, layer is not None, tile.BN, tile.BM, tile.BL, L % step == 0, ptx, precision,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+def linear(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    """y [T, W] = x [T, L] times a quantised matrix [W, L], plus the bias [W]. T is at least 1."""
+    x = x.contiguous()
+    return few_rows(x, matrix, bias, tile_of_one(matrix.kind, x.shape[0], matrix.shape[0], x))
+
+
+def values(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """The values of a quantised weight."""
+    device, width = matrix.codes.device, matrix.shape[-1]
+    M = math.prod(matrix.shape[:-1])
+    if not reads(matrix):
+        return dequantise(matrix.parts, matrix.kind, matrix.shape, dtype)
+    out = empty(matrix.shape, dtype, device)
+    if M == 0:
+        return out
+    arch, _, _ = device_facts(device)
+    BR = 16
+    BL = NF4_BLOCK if matrix.kind == "nf4" else INT4_GROUP
+    launch(
+        kernels.values, (cdiv(M, BR), cdiv(width, BL)),
+        *arguments(matrix), out, M, width, *matrix.a_row, matrix.kind, BR, BL,
+        arch.startswith("cuda") and device.type != "cpu", num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def moe_mlp(
+    x: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    routed: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+) -> Tensor:
+    """y [T, D] of experts with quantised matrices. routed: weights [T, K], ids [T, K].
+
+    pairs: as in moe_mlp; of few rows the memory is for all pairs.
+    """
+    x, (weights, ids) = x.contiguous(), (t.contiguous() for t in routed)
+    (T, D), K = x.shape, ids.shape[1]
+    E, _, F = down.shape
+    if T * K == 0:
+        return torch.zeros_like(x)
+    if T * K > FEW_AN_EXPERT * E or not (reads(gate_up) and reads(down)):
+        matrices = values(gate_up, x.dtype), values(down, x.dtype)
+        return moe_mlp_forward(x, *matrices, weights, ids, bias, activation, pairs, False)[0]
+    layer = LayerLaunches(x, (E, D, F), K, route(ids, E), weights, (), activation)
+    how = layer.arch, x.dtype
+    tiles = [tile_of(gate_up.kind, T * K / E * 2, L, *how) for L in (D, F)]
+    act = few_rows(x, gate_up, bias, tiles[0], activation, layer, gather=True)
+    y, _ = layer.combine(few_rows(act, down, None, tiles[1], None, layer), weights)
+    return y
