@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tmoe.generate.cache import PAGE
 from tmoe.generate.forward import PromptBatch
-from tmoe.generate.pages import NOWHERE
 
 # On a GPU flex attention compiles a kernel for each length, so rows, and the keys of later pieces, have one
 # of these lengths.
@@ -26,29 +25,27 @@ class PromptPiece(NamedTuple):
     ids: list[int]
     pages: list[int]  # of the prompt
     start: int
+    alone: bool = False  # whether no other piece may be in its chunk
 
 
 def chunks(
-    prompts: Sequence[tuple[list[int], list[int]]], most: int, device: torch.device, blocks: bool
+    pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: bool
 ) -> Iterator[PromptBatch]:
-    """Chunks of at most `most` tokens with these prompts in order; a prompt is a pair of ids and pages.
+    """Chunks of at most `most` tokens with these pieces in order.
 
-    blocks: align prompts with the blocks of flex attention. A prompt then gets the same bits as at the
-    beginning of a row.
+    pieces: of at most `most` tokens each. A piece that is not the first of its prompt has a chunk alone.
+    blocks: align pieces with the blocks of flex attention. A prompt then gets the same bits as at the
+        beginning of a row.
     """
     some: list[PromptPiece] = []
     length = 0
-    for ids, pages in prompts:
-        more = aligned(len(ids), blocks)
-        if some and length + more > most:
+    for piece in pieces:
+        more = aligned(len(piece.ids), blocks)
+        if some and (length + more > most or piece.start or piece.alone):
             yield row(some, most, device, blocks)
             some, length = [], 0
-        if len(ids) > most:
-            for at in range(0, len(ids), most):
-                yield row([PromptPiece(ids[at : at + most], pages, at)], most, device, blocks)
-        else:
-            some.append(PromptPiece(ids, pages, 0))
-            length += more
+        some.append(piece)
+        length += most if piece.start or piece.alone else more
     if some:
         yield row(some, most, device, blocks)
 
@@ -65,7 +62,7 @@ def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: 
     documents: list[int] = []
     places: list[int] = []
     rows: list[int] = []
-    for number, (ids, pages, start) in enumerate(pieces):
+    for number, (ids, pages, start, _) in enumerate(pieces):
         end = start + len(ids)
         gap = aligned(len(ids), blocks) - len(ids)
         rows += range(len(tokens), len(tokens) + len(ids))
@@ -82,7 +79,7 @@ def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: 
     documents += [len(pieces)] * rest
     seen = places_of(last.pages, 0, end) if last.start else []
     if blocks and seen:
-        seen += [NOWHERE * PAGE] * (-end % LENGTHS[2])  # after all queries, so none attends to them
+        seen += seen[-1:] * (-end % LENGTHS[2])  # after all queries, so none attends to them
 
     def put(values: list) -> Tensor:
         return torch.tensor(values, device=device)
@@ -95,7 +92,8 @@ def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: 
         padding_1S[0, rows_N] = False
     documents_1S = put([documents]) if documents[-1] and not seen else None
     keys = put(places), put(seen) if seen else None
-    return PromptBatch(put([tokens]), put([at]), documents_1S, padding_1S, rows_N, *keys)
+    lengths = tuple(len(piece.ids) for piece in pieces)
+    return PromptBatch(put([tokens]), put([at]), documents_1S, padding_1S, rows_N, *keys, lengths)
 
 
 def places_of(pages: Sequence[int], start: int, end: int) -> list[int]:

@@ -198,14 +198,14 @@ def _draw_groups(logits_BV: Tensor, uniform_B: Tensor, filters: RowFilters, barr
         groups.setdefault(settings, []).append(row)
     B, device = len(logits_BV), logits_BV.device
     fp32 = [torch.empty(B, device=device) for _ in range(2)]
-    found = Drawn(torch.empty(B, dtype=torch.int64, device=device), *fp32)
+    every = Drawn(torch.empty(B, dtype=torch.int64, device=device), *fp32)
     for (temperature, top_k, cut, min_p), rows in groups.items():
         rows_I = torch.tensor(rows, device=device)
         given = _Given(temperature, top_k, 1 - cut, min_p)
         left = barred[rows_I] if barred is not None and barred.dim() == 2 else barred
-        for whole, part in zip(found, draw(logits_BV[rows_I], uniform_B[rows], given, left), strict=True):
+        for whole, part in zip(every, draw(logits_BV[rows_I], uniform_B[rows], given, left), strict=True):
             whole[rows_I] = part
-    return found
+    return every
 
 
 def keep(z_BV: Tensor, filters: Filters) -> Tensor:
