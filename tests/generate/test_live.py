@@ -4,6 +4,7 @@ next: tests/generate/test_pages.py
 """
 
 import random
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ import tmoe
 from tmoe.config.check import ConfigError
 from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.tokenizer import ByteTokenizer, DataError
-from tmoe.generate import Details, Engine, Live, Sampling
+from tmoe.generate import Details, Engine, Live, Sampling, slots
 
 CFG = replace(MODEL, vocab=270, layers=2, rope=replace(MODEL.rope, max_seq=400))
 BROKEN = 200  # a token without a finite embedding
@@ -139,7 +140,26 @@ def test_a_thousand_requests_come_end_and_are_cancelled(model):
     # a token's experts may differ where two are equally probable up to rounding
     assert seen["other_routes"] <= seen["routes"] // 5000, seen
     state = live.state
+    assert state.steps > 1000
     assert (state.running, state.waiting, state.pages_in_use) == (0, 0, 0), state
+
+
+def test_a_host_that_is_a_step_late(model, monkeypatch):
+    """A GPU's results are read a step later: cancelled and failed answers are then in one more step."""
+    init = slots.Slots.__init__
+
+    def late(self, *args):
+        init(self, *args)
+        self.lag = 1
+
+    monkeypatch.setattr(slots.Slots, "__init__", late)
+    rng = random.Random(2)
+    kinds = asks(rng, 60)
+    with Live(model, ByteTokenizer(), slots=6, pool_gib=26 * 128 * 256 / 2**30, budget=128) as live:
+        came = come_and_go(live, kinds, 150, rng)
+    seen = compare(kinds, came, Engine(model, ByteTokenizer()))
+    assert seen["equal"] > 100 and seen["cancelled"] and seen["errors"] and seen["cached"], seen
+    assert live.state.pages_in_use == 0
 
 
 @pytest.mark.gpu
@@ -205,8 +225,6 @@ def test_what_is_recorded_is_the_models(model):
 
 
 def test_a_long_prompt_is_computed_between_steps(model, monkeypatch):
-    from tmoe.generate import slots
-
     log: list[int] = []  # tokens of prompts; 0: a step
     real, step = slots.prefill, slots.Slots.step
     monkeypatch.setattr(slots, "prefill", lambda *a: (log.append(a[2].tokens_1S.numel()), real(*a))[1])
@@ -347,3 +365,32 @@ def test_bad_requests_are_named(model):
         with pytest.raises(ConfigError, match="top-logprobs=21"):
             Details(top_logprobs=21)
         assert live.submit([1], Sampling(max_tokens=2)).result()[0].finish == "length"
+
+
+def asks_of(rank: int) -> list[tuple[list[int], Sampling]]:
+    return [([1 + rank, 2 + i, 7], Sampling(seed=10 * rank + i, max_tokens=4 + 5 * i)) for i in range(3)]
+
+
+def on_ranks(rank: int, world: int) -> list[list[list[int]]]:
+    """The tokens of a rank's requests, which the two ranks submit at different times."""
+    net = tmoe.Transformer(MODEL)
+    net.init_weights(0)
+    net = tmoe.parallel.parallelize(net, tmoe.parallel.build_mesh(ep=world))
+    with Live(net.eval(), slots=2, max_len=16) as live:
+        tickets = []
+        for ids, how in asks_of(rank):
+            if rank == 0 and tickets:
+                tickets[-1].result()
+            tickets.append(live.submit(ids, how, n=2))
+            time.sleep(0.05 * rank)
+        return [[sample.ids.tolist() for sample in ticket.result()] for ticket in tickets]
+
+
+def test_ranks_that_share_experts_have_requests_of_their_own(gloo):
+    found = gloo(2, on_ranks)
+    net = tmoe.Transformer(MODEL)
+    net.init_weights(0)
+    engine = Engine(net.eval())
+    for rank in range(2):
+        want = [engine.generate([ids], 2, how)[0] for ids, how in asks_of(rank)]
+        assert found[rank] == [[sample.ids.tolist() for sample in samples] for samples in want]

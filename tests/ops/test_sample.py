@@ -166,6 +166,15 @@ def test_rows_with_settings_of_their_own_mixed(barred):
             assert torch.equal(a[row : row + 1], b), settings
 
 
+def assert_probable(row: torch.Tensor, how: Sampling, tokens: torch.Tensor) -> None:
+    """Chi-square of tokens that were drawn from a row of logits."""
+    p = keep(row[None] / how.temperature, how)[0].double().softmax(-1)
+    counts, n = tokens.bincount(minlength=len(row)).double(), len(tokens)
+    assert counts[p == 0].sum() == 0
+    x2, k = ((counts - p * n) ** 2 / (p * n))[p > 0].sum().item(), int((p > 0).sum()) - 1
+    assert x2 < k + 5 * math.sqrt(2 * k), (how, x2, k)
+
+
 def test_rows_of_the_twin():
     """As above on a CPU; and rows of one batch have the probabilities of their own settings."""
     own = SETTINGS[:-1]
@@ -190,11 +199,36 @@ def test_rows_of_the_twin():
         if how.temperature == 0:
             assert (tokens == row.argmax()).all()
             continue
-        p = keep(row[None] / how.temperature, how)[0].double().softmax(-1)
-        counts = tokens.bincount(minlength=12).double()
-        assert counts[p == 0].sum() == 0
-        x2, k = ((counts - p * n) ** 2 / (p * n))[p > 0].sum().item(), int((p > 0).sum()) - 1
-        assert x2 < k + 5 * math.sqrt(2 * k), (kind, x2, k)
+        assert_probable(row, how, tokens)
+
+
+@pytest.mark.gpu
+@compiled
+def test_rows_of_a_gpu_have_their_probabilities():
+    """Mixed rows at a real width have the bits of launches with one setting; chi-square at a small one."""
+    V, B = 151_936, 42
+    x = torch.randn(B, V, generator=torch.Generator().manual_seed(0)).cuda() * 3
+    own = [SETTINGS[i % len(SETTINGS)] for i in range(B)]
+    seed_B, filters = rows_of(own, [7] * B)
+    filters = RowFilters(*(t.cuda() for t in filters))
+    number_B = torch.arange(B).cuda()
+    given = Keys(seed_B.cuda(), number_B, number_B, number_B)
+    got = sample(x, given, filters)
+    for settings in SETTINGS:
+        want = sample(x, given._replace(seed=7), Sampling(**settings))
+        rows = [row for row in range(B) if own[row] == settings]
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a[rows], b[rows]), settings
+
+    kinds, n = [dict(temperature=0.7), dict(top_k=4), dict(top_p=0.8), dict(min_p=0.1)], 20_000
+    row = torch.randn(50, generator=torch.Generator().manual_seed(2))
+    seed_B, filters = rows_of(kinds * n, [5] * 4 * n)
+    filters = RowFilters(*(t.cuda() for t in filters))
+    number_B = torch.arange(4 * n).cuda()
+    given = Keys(seed_B.cuda(), number_B, torch.zeros_like(number_B), torch.zeros_like(number_B))
+    drawn = sample(row.cuda().expand(4 * n, -1).contiguous(), given, filters).tokens_B.cpu().view(n, 4)
+    for kind, tokens in zip(kinds, drawn.T, strict=True):
+        assert_probable(row, Sampling(**kind), tokens)
 
 
 @interpreted

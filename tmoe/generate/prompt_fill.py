@@ -46,9 +46,14 @@ class Filling:
         return len(self.asked.ids) - 1
 
     @property
+    def left(self) -> int:
+        """Number of these tokens that are not cached yet."""
+        return self.total - self.done
+
+    @property
     def complete(self) -> bool:
         """Whether all these tokens are cached."""
-        return self.done == self.total
+        return self.left == 0
 
     @property
     def records(self) -> bool:

@@ -62,7 +62,7 @@ class RowSettings:
         vocab, device = self.vocab, self.device
         # temperature, 1 - top_p, min_p, repetition_penalty; and seed, top_k
         self.real_4B = torch.zeros(4, slots, device=device)
-        self.real_4B[::3] = 1.0
+        self.real_4B[:] = torch.tensor(_real(one or Sampling()), device=device)[:, None]
         self.whole_2B = torch.zeros(2, slots, dtype=torch.int64, device=device)
         # tokens that no answer draws: without a text, or suppressed in all answers
         self.unknown_V = None
@@ -83,7 +83,7 @@ class RowSettings:
             sorted({how.temperature or 1.0 for how in hows}) if self.model.rounding.log_probs_of_loss else ()
         )
         return Needs(
-            self._barring(hows) or any(request.early for request in requests),
+            self._barring(hows) or any(request.barred for request in requests),
             any(how.repetition_penalty != 1 for how in hows),
             any(prompt.details.top_logprobs for prompt in asked),
             any(prompt.details.routes for prompt in asked),
@@ -99,12 +99,12 @@ class RowSettings:
 
     def seat(self, seated: Mapping[int, Request]) -> None:
         """Sets the settings of slots whose answers begin."""
-        slots_I = torch.tensor(list(seated), device=self.device)
-        hows = [request.asked.sampling for request in seated.values()]
-        real = [(how.temperature, 1 - how.top_p, how.min_p, how.repetition_penalty) for how in hows]
-        self.real_4B[:, slots_I] = torch.tensor(real, device=self.device).T
-        whole = [(how.seed if how.seed < 2**63 else how.seed - 2**64, how.top_k) for how in hows]
-        self.whole_2B[:, slots_I] = torch.tensor(whole, device=self.device).T
+        if self.one is None:
+            slots_I = torch.tensor(list(seated), device=self.device)
+            hows = [request.asked.sampling for request in seated.values()]
+            self.real_4B[:, slots_I] = torch.tensor([_real(how) for how in hows], device=self.device).T
+            whole = [(how.seed, how.top_k) for how in hows]
+            self.whole_2B[:, slots_I] = torch.tensor(whole, device=self.device).T
         for slot, request in seated.items():
             self.bar(slot, request)
             if request.asked.sampling.repetition_penalty != 1:  # of the whole prompt, its last token included
@@ -137,8 +137,8 @@ class RowSettings:
 
     def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Copies the settings of slots `sources` to slots `targets`."""
-        tensors = [self.real_4B.T, self.whole_2B.T, self.barred_BV, self.seen_BV]
-        for t in tensors:
+        numbers = [] if self.one else [self.real_4B.T, self.whole_2B.T]
+        for t in (*numbers, self.barred_BV, self.seen_BV):
             if t is not None:
                 t[targets] = t[sources]
 
@@ -184,6 +184,11 @@ class RowSettings:
         seen_BV = self.seen_BV[:B].scatter_(1, head.token_B[:, None], True)
         z_BV, penalty_B1 = head.logits_BV.float(), self.real_4B[3, :B, None]
         return torch.where(seen_BV, torch.where(z_BV < 0, z_BV * penalty_B1, z_BV / penalty_B1), z_BV)
+
+
+def _real(how: Sampling) -> tuple[float, float, float, float]:
+    """The settings that are in real_4B."""
+    return how.temperature, 1 - how.top_p, how.min_p, how.repetition_penalty
 
 
 def top_tokens(logits_BV: Tensor, ids_B: Tensor) -> TopTokens:

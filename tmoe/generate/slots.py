@@ -112,6 +112,7 @@ class Slots:
         self.queue: deque[Request] = deque()
         self.admitted: list[tuple[Request, tuple[int, int] | None]] = []  # with the page to copy
         self.filling: dict[int, Filling] = {}  # by prompt
+        self.shortest_first = False
         self.gone: Counter[int] = Counter()  # cancelled answers to prompts that are being cached
         self.again: list[Request] = []  # requests that begin again
         self.rows: list[Request] = []  # the requests of the first slots
@@ -243,7 +244,7 @@ class Slots:
         """
         most, device = self.ranks.at_once, self.state_6B.device
         left = None if self.budget is None else self.budget if running else max(self.budget, most)
-        work = pieces_of(self.filling.values(), most, left)
+        work = pieces_of(self.in_turn(), most, left)
         blocks = self.model.rounding.in_blocks or device.type == "cuda"
         next_parts = iter(work)
         for chunk in chunks([piece for _, piece in work], most, device, blocks=blocks):
@@ -257,6 +258,15 @@ class Slots:
             for filling, piece in parts:
                 filling.advance(len(piece.ids), packed=len(parts) > 1, pages=self.pages)
         self.filling = {prompt: filling for prompt, filling in self.filling.items() if not filling.complete}
+
+    def in_turn(self) -> list[Filling]:
+        """The prompts that are being cached: in every other turn the shortest rest first, else the oldest.
+
+        So a short prompt does not wait for the whole of a long one, and a long one continues.
+        """
+        prompts = list(self.filling.values())
+        self.shortest_first = not self.shortest_first and self.budget is not None
+        return sorted(prompts, key=lambda filling: filling.left) if self.shortest_first else prompts
 
     def seat(self, gaps: deque[int]) -> None:
         """Gives slots to admitted answers whose prompts are cached, first those in `gaps`."""
@@ -273,7 +283,7 @@ class Slots:
             slot = gaps.popleft() if gaps else len(self.rows)
             self.rows[slot : slot + 1] = [request]
             seated[slot] = request
-            request.barred = request.early
+            request.barred = request.early and bool(request.asked.ends)
             request.doubtful = request.asked.packed or request.asked.cached > 0
         if seated:
             self.set_state(seated)
