@@ -254,17 +254,20 @@ def test_reused_pages_change_nothing(bits):
     for reuse in (False, True):
         with Live(engine, slots=4, reuse=reuse) as live:
             found[reuse] = [live.submit(prompt, how, n=2).result() for prompt in prompts]
+            state = live.state
+            burst = [live.submit(prompt, how, n=2) for prompt in prompts]  # several ends in a row
+            found[reuse, "burst"] = [ticket.result() for ticket in burst]
         want = 300 + 350 + 150 + 130 + 390 + 129
         cached = [0, 256, 128, 128, 256, 128] if reuse else [0] * 6
         assert [samples[0].cached for samples in found[reuse]] == cached
-        assert (live.state.prompt_tokens, live.state.cached_tokens) == (want, sum(cached))
-    for a, b, prompt in zip(found[False], found[True], prompts, strict=True):
+        assert (state.prompt_tokens, state.cached_tokens) == (want, sum(cached))
+    for i, prompt in enumerate(prompts):
         want = engine.generate([prompt], 2, how)[0]
-        for x, y, z in zip(a, b, want, strict=True):
-            assert x.ids.tolist() == y.ids.tolist() == z.ids.tolist()
-            assert torch.equal(x.logprobs, y.logprobs) or not bits
-            assert torch.equal(x.logprobs, z.logprobs) or not bits
-            assert torch.allclose(x.logprobs, y.logprobs, atol=1e-4)
+        for how_made, samples in found.items():
+            for x, y in zip(samples[i], want, strict=True):
+                assert x.ids.tolist() == y.ids.tolist(), how_made
+                assert torch.equal(x.logprobs, y.logprobs) or not bits, how_made
+                assert torch.allclose(x.logprobs, y.logprobs, atol=1e-4)
 
 
 def test_requests_are_cancelled_wherever_they_are(model):

@@ -5,6 +5,7 @@ next: tests/generate/test_sampler.py
 
 import gc
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from layouts import GPT_OSS, GQA, LATENT, MIMO
 from tiers import slow_but
 
-from tmoe.generate import Engine, Sampling, gathered_model, slots
+from tmoe.generate import Details, Engine, Live, Sampling, gathered_model, slots
 from tmoe.generate.cache import bytes_a_token
 from tmoe.generate.pages import Pages, Span, alone, keys_of, most_needed
 from tmoe.generate.prompt_chunks import chunks
@@ -187,6 +188,44 @@ def test_rows_of_blocks_change_no_token(name, most, monkeypatch):
     for a, b in zip([s for x in want for s in x], [s for x in got for s in x], strict=True):
         assert torch.equal(a.ids, b.ids) and torch.allclose(a.logprobs, b.logprobs, atol=1e-4)
         assert torch.equal(a.prompt_routes.sort(-1).values, b.prompt_routes.sort(-1).values)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_ends_of_several_prompts_share_a_row(name, blocks, monkeypatch):
+    """Prompts whose beginnings are in the cache, as a CPU and as a GPU is given their ends."""
+    net = long_model(name)
+    draw = torch.Generator().manual_seed(1)
+    base = torch.randint(64, (300,), generator=draw).tolist()
+    prompts = [base[:200], base[:150] + [3] * 9, base[:129] + [5], base[:290]]
+    how = Sampling(temperature=0.7, max_tokens=4, seed=3)
+    seen = []
+
+    def watched(*args, **_):
+        for chunk in chunks(*args, blocks=blocks):
+            seen.append(chunk)
+            yield chunk
+
+    monkeypatch.setattr(slots, "chunks", watched)
+    first, submitted = threading.Event(), threading.Event()
+
+    def after(_):
+        first.set()
+        submitted.wait(60)
+
+    with Live(net, slots=4, after=after) as live:
+        live.submit(base[:260], Sampling(max_tokens=1))
+        assert first.wait(60)
+        tickets = [live.submit(prompt, how, details=Details(routes=name == "gqa")) for prompt in prompts[:-1]]
+        tickets += [live.submit(prompts[-1], how)]
+        submitted.set()
+        found = [ticket.result()[0] for ticket in tickets]
+    monkeypatch.undo()
+    assert [len(chunk.lengths) for chunk in seen] == ([1, 3, 1] if name == "gqa" else [1, 4])
+    assert [sample.cached for sample in found] == ([0, 0, 0, 256] if name == "gqa" else [128, 128, 128, 256])
+    for prompt, sample in zip(prompts, found, strict=True):
+        want = Engine(net).generate([prompt], 1, how)[0][0]
+        assert torch.equal(sample.ids, want.ids) and torch.allclose(sample.logprobs, want.logprobs, atol=1e-4)
 
 
 def test_memory_goes_back():

@@ -54,7 +54,7 @@ def all_turns(cfg: ModelConfig, tokens: int, device: torch.device) -> AllTurns:
 class PromptBatch(NamedTuple):
     """Prompts that the model computes together, as one row of S places: N tokens, and gaps.
 
-    A chunk holds either whole prompts, from their first token on, or a piece of one prompt.
+    A chunk holds either beginnings of prompts, or later pieces, whose earlier tokens are in the cache.
     """
 
     tokens_1S: Tensor
@@ -63,7 +63,9 @@ class PromptBatch(NamedTuple):
     padding_1S: Tensor | None  # True in gaps
     rows_N: Tensor | None  # the places that are tokens; None: all
     places_N: Tensor  # places of their keys in the cache
-    seen_J: Tensor | None  # of a later piece: places of all keys of its prompt, the piece's own at the end
+    seen_J: Tensor | None  # of later pieces: places of all keys of their prompts up to the pieces' ends
+    seen_documents_1J: Tensor | None  # the pieces whose keys they are; None: one piece
+    queries_S: Tensor | None  # of later pieces: each token's own key among seen_J
     lengths: tuple[int, ...]  # tokens of each piece
 
     def tokens(self, t_1SX: Tensor) -> Tensor:
@@ -117,7 +119,8 @@ def mask_of(model: Transformer, chunk: PromptBatch, window: int) -> Mask:
     if chunk.seen_J is None:
         return make_mask(chunk.documents_1S, window, S, device, width, sinks, in_blocks=in_blocks)
     J = chunk.seen_J.shape[0]
-    return make_mask(None, window, J, device, width, sinks, chunk.at_1S[0], in_blocks)
+    seen = chunk.seen_documents_1J
+    return make_mask(seen, window, J, device, width, sinks, chunk.queries_S, in_blocks)
 
 
 def decode(

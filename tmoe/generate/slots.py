@@ -217,7 +217,12 @@ class Slots:
             request.asked.alone = True
             request.finish, request.launched = "", 0
             self.pages.expect(request.prompt, 1)
-            self.queue.appendleft(request)
+            # only the first prompt of the queue may keep pages, or two prompts could wait for each other's
+            first = self.queue[0].prompt if self.queue else request.prompt
+            ahead = 0
+            if first != request.prompt and first in self.pages.kept:
+                ahead = next((i for i, one in enumerate(self.queue) if one.prompt != first), len(self.queue))
+            self.queue.insert(ahead, request)
         self.again = [request for request in self.again if request.finish == "again"]
 
     def admit(self, taken: int) -> None:
