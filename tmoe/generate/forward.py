@@ -63,10 +63,12 @@ class PromptBatch(NamedTuple):
     padding_1S: Tensor | None  # True in gaps
     rows_N: Tensor | None  # the places that are tokens; None: all
     places_N: Tensor  # places of their keys in the cache
-    seen_J: Tensor | None  # of later pieces: places of all keys of their prompts up to the pieces' ends
-    seen_documents_1J: Tensor | None  # the pieces whose keys they are; None: one piece
-    queries_S: Tensor | None  # of later pieces: each token's own key among seen_J
     lengths: tuple[int, ...]  # tokens of each piece
+    # of later pieces: places of all keys of their prompts up to the pieces' ends, the pieces whose keys they
+    # are (None: one piece), and each token's own key among them
+    seen_J: Tensor | None = None
+    seen_documents_1J: Tensor | None = None
+    queries_S: Tensor | None = None
 
     def tokens(self, t_1SX: Tensor) -> Tensor:
         """The values of tokens, without gaps [N, ...]."""

@@ -90,10 +90,19 @@ def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: 
         padding_1S = torch.ones(1, len(tokens), dtype=torch.bool, device=device)
         padding_1S[0, rows_N] = False
     documents_1S = put([documents]) if documents[-1] and not seen else None
-    lengths = tuple(len(piece.ids) for piece in pieces)
-    later = (put(seen), put([seen_documents]) if len(pieces) > 1 else None, put(queries))
-    keys = put(places), *(later if seen else (None, None, None))
-    return PromptBatch(put([tokens]), put([at]), documents_1S, padding_1S, rows_N, *keys, lengths)
+    whole = PromptBatch(
+        put([tokens]),
+        put([at]),
+        documents_1S,
+        padding_1S,
+        rows_N,
+        put(places),
+        lengths=tuple(len(piece.ids) for piece in pieces),
+    )
+    if not seen:
+        return whole
+    several = put([seen_documents]) if len(pieces) > 1 else None
+    return whole._replace(seen_J=put(seen), seen_documents_1J=several, queries_S=put(queries))
 
 
 def keys_of_later(pieces: Sequence[PromptPiece], blocks: bool) -> tuple[list[int], list[int], list[int]]:
