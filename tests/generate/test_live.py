@@ -4,6 +4,7 @@ next: tests/generate/test_pages.py
 """
 
 import random
+import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -159,6 +160,41 @@ def test_a_host_that_is_a_step_late(model, monkeypatch):
         came = come_and_go(live, kinds, 150, rng)
     seen = compare(kinds, came, Engine(model, ByteTokenizer()))
     assert seen["equal"] > 100 and seen["cancelled"] and seen["errors"] and seen["cached"], seen
+    assert live.state.pages_in_use == 0
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_neighbours_of_a_broken_prompt_are_answered(model, monkeypatch, lag, tokens):
+    """A row of prompts one of which is NaN makes all of them NaN; the others begin again, alone."""
+    init = slots.Slots.__init__
+
+    def late(self, *args):
+        init(self, *args)
+        self.lag = lag
+
+    monkeypatch.setattr(slots.Slots, "__init__", late)
+    first, submitted = threading.Event(), threading.Event()
+
+    def after(_):
+        first.set()
+        submitted.wait(60)
+
+    how = Sampling(max_tokens=tokens, seed=4, suppress=(BROKEN,))
+    prompts = [[5] * 140, [BROKEN, 3, 4], [6, 7, 8], [9] * 130]
+    with Live(model, slots=5, after=after) as live:
+        live.submit([1, 2], Sampling(max_tokens=1))
+        assert first.wait(60)
+        tickets = [live.submit(prompt, how, n=2) for prompt in prompts]
+        submitted.set()
+        found = [ticket.result(60) for ticket in tickets]
+        # the pages of the broken row are found by nobody: the prompt's own, computed alone, have no key
+        assert live.submit([5] * 140, how).result(60)[0].cached == 0
+    assert [sample.error for sample in found[1]] == ["log-prob nan: the model's logits are not finite"] * 2
+    engine = Engine(model)
+    for i in (0, 2, 3):
+        want = engine.generate([prompts[i]], 2, how)[0]
+        assert [s.ids.tolist() for s in found[i]] == [s.ids.tolist() for s in want]
     assert live.state.pages_in_use == 0
 
 

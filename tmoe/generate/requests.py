@@ -90,6 +90,7 @@ class Request:
     pages: list[int] = field(default_factory=list)  # its pages of the cache, once it is admitted
     launched: int = 0  # steps that the host has launched for it
     barred: bool = False  # whether its slot bars its end tokens
+    seated: bool = False  # whether it has a slot
     doubtful: bool = False  # whether its prompt's keys may depend on another prompt that is not finite
     finish: str = ""  # 'stop', 'length', 'cancel' or 'error' once it is over; 'again': it begins again
     error: str = ""  # why, for 'error'

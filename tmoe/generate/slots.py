@@ -203,6 +203,7 @@ class Slots:
         if request.finish in ("error", "again") and not request.ids:  # else its prompt's keys are finite
             self.pages.unpublish(request.pages)
         self.pages.drop(request.pages)
+        request.seated = False
         if request.finish == "again":
             self.again.append(request)
 
@@ -288,6 +289,7 @@ class Slots:
             slot = gaps.popleft() if gaps else len(self.rows)
             self.rows[slot : slot + 1] = [request]
             seated[slot] = request
+            request.seated = True
             request.barred = request.early and bool(request.asked.ends)
             request.doubtful = request.asked.packed or request.asked.cached > 0
         if seated:
@@ -430,6 +432,8 @@ class Slots:
         """
         if request.doubtful and not request.ids:
             request.finish = "again"
+            if not request.seated:  # its only step was launched, so it has left its slot already
+                self.again.append(request)
             return
         request.finish = "error"
         request.error = f"log-prob {logprob}: the model's logits are not finite"
