@@ -306,6 +306,35 @@ def test_reused_pages_change_nothing(bits):
                 assert torch.allclose(x.logprobs, y.logprobs, atol=1e-4)
 
 
+@pytest.mark.parametrize(("bits", "lag"), [(False, 0), (False, 1), (True, 0)])
+def test_a_second_turn_reuses_the_first_ones_answer(bits, lag, monkeypatch):
+    init = slots.Slots.__init__
+
+    def late(self, *args):
+        init(self, *args)
+        self.lag = lag
+
+    monkeypatch.setattr(slots.Slots, "__init__", late)
+    engine = Engine(made(), slots=4, bits=bits)
+    how = Sampling(temperature=0.8, seed=3, max_tokens=150, suppress=(BROKEN,))
+    experts = Details(routes=True, route_weights=True)
+    with Live(engine, slots=4) as live:
+        for details in (experts,) if bits else (None, experts):
+            first = [5, 6, 7] * 40
+            answers = live.submit(first, how, n=2, details=details).result()
+            second = [*first, *answers[1].ids.tolist(), 8, 9]  # 120 + 150 + 2 tokens
+            again = live.submit(second, replace(how, max_tokens=5), details=details).result()[0]
+            assert again.cached == 256
+            want = engine.generate([second], 1, replace(how, max_tokens=5), details=experts)[0][0]
+            assert again.ids.tolist() == want.ids.tolist()
+            assert torch.equal(again.logprobs, want.logprobs) or not bits
+            assert torch.allclose(again.logprobs, want.logprobs, atol=1e-4)
+            if details is not None:
+                assert torch.equal(again.prompt_routes.sort(-1).values, want.prompt_routes.sort(-1).values)
+                got, expected = again.prompt_route_weights, want.prompt_route_weights
+                assert torch.allclose(got.sort(-1).values, expected.sort(-1).values, atol=2e-3)
+
+
 def test_requests_are_cancelled_wherever_they_are(model):
     """One that runs, one whose prompt is being computed, and one that waits; their pages are free at once."""
     with Live(model, slots=2, budget=128, pool_gib=14 * 128 * 256 / 2**30) as live:

@@ -234,12 +234,12 @@ class Live:
         require(ok, "number", repr(number), "must be a whole number of at least 0")
         ids = self._ids(prompt, chat)
         require(len(ids) <= self.max_len, f"prompt: {len(ids)} tokens, but max_len={self.max_len}")
-        keys: Sequence[bytes] = ()
+        kind = None
         if self.reuse and not details.prompt_logprobs:
             kind = f"{details.routes}{details.route_weights}" if details.of_experts else ""
-            keys = keys_of(ids[:-1], kind)
+        keys = [] if kind is None else keys_of(ids[:-1], kind)
         ends = frozenset((*self.engine.eos, *sampling.stop_ids))
-        asked = Asked(ids, sampling, ends, details, number, keys)
+        asked = Asked(ids, sampling, ends, details, number, kind, keys)
         with self._lock:
             if self._closing:
                 raise RuntimeError("this Live is drained") from self.error

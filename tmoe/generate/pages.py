@@ -11,9 +11,9 @@ admitted answer always ends, however many answers wait, and no answer is compute
     answer 1  page 1     page 2      page 5, likewise
     answer 2  page 1     page 2      page 3: no other answer needs a copy
 
-A page that a prompt fills may have a key, a hash of all tokens up to its end. A later prompt that begins with
-these tokens shares the page. Without users it stays until its memory is needed, the longest unused page first
-and of a prompt the last page first.
+A page that a prompt or its answer fills may have a key, a hash of all tokens up to its end. A later prompt
+that begins with these tokens shares the page. Without users it stays until its memory is needed. The pages
+used last stay longest; of one prompt the last page is freed first.
 
 next: generate/forward.py
 """
@@ -63,13 +63,14 @@ class Seat(NamedTuple):
     reused: int = 0  # pages at the beginning of `fresh` that hold their tokens already
 
 
-def keys_of(ids: Sequence[int], kind: str = "") -> list[bytes]:
-    """The keys of the pages that a prompt fills, from its tokens up to each page's end.
+def keys_of(ids: Sequence[int], kind: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
+    """The keys of the pages that tokens fill, from the tokens up to each page's end.
 
-    kind: prompts of different kinds share no page.
+    kind: tokens of different kinds share no page. known: the keys of the first pages.
     """
-    keys, key = [], kind.encode()
-    for end in range(PAGE, len(ids) + 1, PAGE):
+    keys = list(known)
+    key = keys[-1] if keys else kind.encode()
+    for end in range((len(keys) + 1) * PAGE, len(ids) + 1, PAGE):
         key = hashlib.sha256(key + array("q", ids[end - PAGE : end]).tobytes()).digest()
         keys.append(key)
     return keys

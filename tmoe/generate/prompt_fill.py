@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tmoe.generate.cache import PAGE
 from tmoe.generate.forward import PromptBatch, head_input
-from tmoe.generate.pages import Pages
+from tmoe.generate.pages import Pages, keys_of
 from tmoe.generate.prompt_chunks import PromptPiece, aligned
-from tmoe.generate.requests import Asked, Tops
+from tmoe.generate.requests import Asked, Request, Tops
 from tmoe.generate.row_settings import top_tokens
 from tmoe.model.transformer import Transformer
 from tmoe.moe.router import Routing
@@ -66,18 +66,7 @@ class Filling:
         self.asked.packed |= packed
         if self.keys and not self.asked.alone:
             for i in range((self.done - tokens) // PAGE, self.done // PAGE):
-                pages.publish(self.pages[i], self.keys[i], self._experts(i))
-
-    def _experts(self, i: int) -> Experts | None:
-        """The experts of the tokens of page number i, for later prompts that share the page."""
-        if not self.asked.details.of_experts:
-            return None
-        page = slice(i * PAGE, (i + 1) * PAGE)
-
-        def cut(pieces: list[Tensor]) -> list[Tensor]:
-            return [torch.cat(pieces, 1)[:, page].clone()] if pieces else []
-
-        return Experts(cut(self.asked.routes), cut(self.asked.weights))
+                pages.publish(self.pages[i], self.keys[i], experts_of(self.asked, i))
 
 
 @dataclass
@@ -86,6 +75,34 @@ class Experts:
 
     routes: list[Tensor]
     weights: list[Tensor]
+
+
+def experts_of(asked: Asked, i: int, request: Request | None = None) -> Experts | None:
+    """The experts of the tokens of page number i of a prompt, or of the prompt with an answer."""
+    if not asked.details.of_experts:
+        return None
+    page = slice(i * PAGE, (i + 1) * PAGE)
+
+    def cut(pieces: list[Tensor], tokens: list[Tensor]) -> list[Tensor]:
+        every = [*pieces, torch.stack(tokens, 1)] if tokens else pieces
+        return [torch.cat(every, 1)[:, page].clone()] if every else []
+
+    routes, weights = (request.routes, request.weights) if request else ([], [])
+    return Experts(cut(asked.routes, routes), cut(asked.weights, weights))
+
+
+def publish_answer(request: Request, pages: Pages) -> None:
+    """Gives the pages that an answer fills their keys, for a prompt that continues with the answer."""
+    asked = request.asked
+    if asked.kind is None or asked.alone:
+        return
+    # each launched step has cached one token; the experts are known of the steps whose results were read
+    cached = request.first + min(request.launched, len(request.ids))
+    if cached // PAGE <= request.first // PAGE:
+        return
+    keys = keys_of([*asked.ids, *request.ids][:cached], asked.kind, asked.keys)
+    for i in range(request.first // PAGE, len(keys)):
+        pages.publish(request.pages[i], keys[i], experts_of(asked, i, request))
 
 
 def pieces_of(prompts: Iterable[Filling], most: int, budget: int | None) -> list[tuple[Filling, PromptPiece]]:

@@ -51,7 +51,8 @@ class Asked:
     ends: frozenset[int]  # tokens that end an answer
     details: Details = Details()
     number: int = 0  # on which draws depend
-    keys: Sequence[bytes] = ()  # of its full pages, if it shares pages with earlier and later prompts
+    kind: str | None = None  # of prompts with which it shares pages; None: with none
+    keys: Sequence[bytes] = ()  # of its full pages, if it shares them
     alone: bool = False  # its tokens share no row, and no page, with other prompts
     cached: int = 0  # tokens that were taken from pages of earlier prompts
     packed: bool = False  # whether its prefill shared a row with other prompts

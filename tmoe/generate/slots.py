@@ -32,7 +32,7 @@ from tmoe.generate.gathered_model import Ranks
 from tmoe.generate.graphs import CudaGraphs, rounded
 from tmoe.generate.pages import Pages
 from tmoe.generate.prompt_chunks import chunks
-from tmoe.generate.prompt_fill import Filling, pieces_of, record
+from tmoe.generate.prompt_fill import Filling, pieces_of, publish_answer, record
 from tmoe.generate.requests import Request
 from tmoe.generate.row_settings import Head, Needs, RowSettings, TopTokens, top_tokens
 from tmoe.generate.sampler import Sampling
@@ -202,6 +202,8 @@ class Slots:
         """Frees the pages of an answer that needs no further step."""
         if request.finish in ("error", "again") and not request.ids:  # else its prompt's keys are finite
             self.pages.unpublish(request.pages)
+        elif request.finish not in ("error", "again"):
+            publish_answer(request, self.pages)
         self.pages.drop(request.pages)
         request.seated = False
         if request.finish == "again":
