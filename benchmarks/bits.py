@@ -50,7 +50,7 @@ from tmoe.config.presets import presets
 from tmoe.generate import Engine, Sampling
 from tmoe.generate.cache import PAGE, Cache
 from tmoe.generate.forward import all_turns, decode, prefill, softmax_of
-from tmoe.generate.prompt_chunks import aligned, chunks
+from tmoe.generate.prompt_chunks import PromptPiece, aligned, chunks
 from tmoe.model.attention_backend import COMPILE, attend, make_mask
 from tmoe.model.rope import rotate
 from tmoe.model.transformer import Transformer
@@ -390,7 +390,8 @@ def rolled_out(model: Transformer, given: Sequences) -> Tensor:
     cache = Cache(model.cfg, B * M, device, model.head_weight.dtype)
     turns = all_turns(model.cfg, M * PAGE, device)
     pages = [list(range(b * M, (b + 1) * M)) for b in range(B)]
-    prompts = list(zip(given.tokens_BS[:, : given.prompt].tolist(), pages, strict=True))
+    ids = given.tokens_BS[:, : given.prompt].tolist()
+    prompts = [PromptPiece(one, own, 0) for one, own in zip(ids, pages, strict=True)]
     for chunk in chunks(prompts, 8192, device, blocks=device.type == "cuda"):
         prefill(model, cache, chunk, turns, 0, False)
     table = torch.tensor(pages, dtype=torch.int32, device=device)

@@ -24,6 +24,11 @@ def test_sampler():
         assert bytes_ == 3 * 50 * 4
 
 
+def test_rows_with_different_settings():
+    found, missing, _ = decode.mixed(7, 50, "cpu", 1)
+    assert set(found) == {"mixed settings", *(f"all rows: {name}" for name in decode.SAMPLER)}, missing
+
+
 def test_what_is_wrong_or_absent_is_named():
     def absent():
         raise ImportError("No module named 'rival'")

@@ -5,6 +5,7 @@ next: tests/generate/test_sampler.py
 
 import gc
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,9 @@ import torch
 from layouts import GPT_OSS, GQA, LATENT, MIMO
 from tiers import slow_but
 
-from tmoe.generate import Engine, Sampling, gathered_model, slots
+from tmoe.generate import Details, Engine, Live, Sampling, gathered_model, slots
 from tmoe.generate.cache import bytes_a_token
-from tmoe.generate.pages import Pages, Span, alone, most_needed
+from tmoe.generate.pages import Pages, Span, alone, keys_of, most_needed
 from tmoe.generate.prompt_chunks import chunks
 from tmoe.model.transformer import Transformer
 from tmoe.moe.layer import MoE
@@ -64,6 +65,73 @@ def test_admission_never_stops_and_no_page_has_two_writers(seed):
     assert sorted(pages.free) == list(range(1, count)), "all are free in the end"
     roomy = Pages(1 + most_needed(spans, 7), spans)
     assert all(roomy.admit(span) for span in spans[:7]), "so many neighbours have room at once"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pages_of_common_beginnings_are_shared_and_none_is_lost(seed):
+    """Random prompts of a few beginnings; some answers are cancelled while they wait."""
+    draw = random.Random(seed)
+    count = draw.choice([12, 20, 40])
+    pages, content = Pages(count), {}  # content: of each page, the tokens that were written to it last
+    waiting, running, reused, number = [], [], 0, 0
+    base = [draw.randrange(9) for _ in range(600)]
+    for _ in range(300):
+        if draw.random() < 0.4:
+            ids = base[: draw.choice([0, 5, 128, 200, 256, 384])] + [number % 9] * draw.choice([1, 2, 130])
+            span = Span(number, len(ids) - 1, len(ids) + draw.randint(1, 200))
+            if 1 + alone(span, 3) <= count:
+                answers = draw.choice([1, 3])
+                pages.expect(number, answers)
+                waiting += [(span, ids, keys_of(ids[:-1]))] * answers
+                number += 1
+        while waiting and (seat := pages.admit(waiting[0][0], waiting[0][2])) is not None:
+            span, ids, keys = waiting.pop(0)
+            reused += seat.reused
+            for i, page in enumerate(seat.fresh):
+                part = ids[i * 128 : min((i + 1) * 128, len(ids) - 1)]
+                assert i >= seat.reused or content[page] == part, "a reused page has the prompt's tokens"
+                content[page] = part
+                if i < span.whole:
+                    pages.publish(page, keys[i])
+            for page in seat.pages[span.whole :]:
+                content[page] = None
+            running.append((span, seat.pages))
+        if waiting and draw.random() < 0.3:
+            gone = waiting[-1][0].prompt
+            left = [one for one in waiting if one[0].prompt != gone]
+            pages.forget(gone, len(waiting) - len(left))
+            waiting = left
+        own = [page for span, own in running for page in own[span.whole :]]
+        used = set(own).union(*(held for _, held in running), *pages.kept.values())
+        assert len(set(own)) == len(own) and 0 not in used and pages.in_use == len(used)
+        assert len(used) + len(pages.free) + len(pages.unused) == count - 1
+        assert not used & {*pages.free, *pages.unused} and len(set(pages.free)) == len(pages.free)
+        if running and draw.random() < 0.6:
+            pages.drop(running.pop(draw.randrange(len(running)))[1])
+    for prompt in {span.prompt for span, _, _ in waiting}:
+        pages.forget(prompt, sum(span.prompt == prompt for span, _, _ in waiting))
+    for _, own in running:
+        pages.drop(own)
+    assert pages.in_use == 0 and len(pages.free) + len(pages.unused) == count - 1 and reused
+    pages.unpublish(list(pages.unused))
+    assert sorted(pages.free) == list(range(1, count)) and not pages.page_of and not pages.notes
+
+
+def test_the_longest_unused_page_goes_first():
+    """And of one prompt the last page first, because a page without those before it is not found."""
+    pages = Pages(5)
+    for prompt, first in ((0, 256), (1, 128)):
+        pages.expect(prompt, 1)
+        keys = keys_of([prompt] * first)
+        seat = pages.admit(Span(prompt, first, first), keys)
+        for page, key in zip(seat.pages, keys, strict=True):
+            pages.publish(page, key)
+        pages.drop(seat.pages)
+    zero, one = keys_of([0] * 256), keys_of([1] * 128)
+    pages.expect(2, 1)
+    assert len(pages.admit(Span(2, 5, 200), []).pages) == 2  # one is free, one is taken from prompt 0
+    assert set(pages.page_of) == {zero[0], one[0]}
+    assert keys_of([0] * 255) == zero[:1] and keys_of([0] * 128, "routes") != zero[:1]
 
 
 def long_model(name: str) -> Transformer:
@@ -120,6 +188,44 @@ def test_rows_of_blocks_change_no_token(name, most, monkeypatch):
     for a, b in zip([s for x in want for s in x], [s for x in got for s in x], strict=True):
         assert torch.equal(a.ids, b.ids) and torch.allclose(a.logprobs, b.logprobs, atol=1e-4)
         assert torch.equal(a.prompt_routes.sort(-1).values, b.prompt_routes.sort(-1).values)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_ends_of_several_prompts_share_a_row(name, blocks, monkeypatch):
+    """Prompts whose beginnings are in the cache, as a CPU and as a GPU is given their ends."""
+    net = long_model(name)
+    draw = torch.Generator().manual_seed(1)
+    base = torch.randint(64, (300,), generator=draw).tolist()
+    prompts = [base[:200], base[:150] + [3] * 9, base[:129] + [5], base[:290]]
+    how = Sampling(temperature=0.7, max_tokens=4, seed=3)
+    seen = []
+
+    def watched(*args, **_):
+        for chunk in chunks(*args, blocks=blocks):
+            seen.append(chunk)
+            yield chunk
+
+    monkeypatch.setattr(slots, "chunks", watched)
+    first, submitted = threading.Event(), threading.Event()
+
+    def after(_):
+        first.set()
+        submitted.wait(60)
+
+    with Live(net, slots=4, after=after) as live:
+        live.submit(base[:260], Sampling(max_tokens=1))
+        assert first.wait(60)
+        tickets = [live.submit(prompt, how, details=Details(routes=name == "gqa")) for prompt in prompts[:-1]]
+        tickets += [live.submit(prompts[-1], how)]
+        submitted.set()
+        found = [ticket.result()[0] for ticket in tickets]
+    monkeypatch.undo()
+    assert [len(chunk.lengths) for chunk in seen] == ([1, 3, 1] if name == "gqa" else [1, 4])
+    assert [sample.cached for sample in found] == ([0, 0, 0, 256] if name == "gqa" else [128, 128, 128, 256])
+    for prompt, sample in zip(prompts, found, strict=True):
+        want = Engine(net).generate([prompt], 1, how)[0][0]
+        assert torch.equal(sample.ids, want.ids) and torch.allclose(sample.logprobs, want.logprobs, atol=1e-4)
 
 
 def test_memory_goes_back():

@@ -30,7 +30,9 @@ def in_the_interpreter(*which: str) -> None:
 
 def test_a_few():
     """One case of attention, one of the sampler, and the random numbers' bits."""
-    in_the_interpreter("-m", "not slow", "-k", "kernels_are and latents or 0.6 or numpys")
+    in_the_interpreter(
+        "-m", "not slow", "-k", "kernels_are and latents or 0.6 or numpys or of_their_own_mixed"
+    )
 
 
 @pytest.mark.slow

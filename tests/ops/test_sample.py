@@ -16,10 +16,10 @@ from interpreter import poison, repair_interpreter
 from tiers import slow_but
 from triton import knobs
 
-from tmoe.generate.sampler import Sampling
+from tmoe.generate.sampler import Sampling, keep
 from tmoe.ops.decode import sample as module
 from tmoe.ops.decode import sample_kernels as kernels
-from tmoe.ops.decode.sample import Keys, draw, forward, sample, uniforms, uniforms_at
+from tmoe.ops.decode.sample import Keys, RowFilters, draw, forward, sample, uniforms, uniforms_at
 from tmoe.ops.launch.kernel_launch import compile_only
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
@@ -134,6 +134,103 @@ def test_a_row_depends_on_itself_alone():
         assert torch.equal(a, b[order])
 
 
+def rows_of(settings, seeds) -> tuple[torch.Tensor, RowFilters]:
+    """Seeds and settings of rows, as `sample` takes them."""
+    every = [Sampling(**one) for one in settings]
+    seed_B = torch.tensor([seed if seed < 2**63 else seed - 2**64 for seed in seeds])
+    real = [[s.temperature for s in every], [1 - s.top_p for s in every], [s.min_p for s in every]]
+    heat, cut, least = (torch.tensor(values, dtype=fp32) for values in real)
+    return seed_B, RowFilters(heat, torch.tensor([s.top_k for s in every]), cut, least)
+
+
+SEEDS = [0, 7, 2**63 + 5, 2**64 - 3]
+
+
+@interpreted
+@pytest.mark.parametrize("barred", slow_but([False], [False, True]))
+def test_rows_with_settings_of_their_own_mixed(barred):
+    """Each row has the token and the bits that a launch with its setting alone gives it."""
+    own = SETTINGS + [dict(top_k=300), dict(top_k=7, min_p=0.1)]  # 300: as many as there are, which is all
+    x = logits(ties=False)[[0, 1, 2] * 5][: len(own)]
+    seeds = [SEEDS[i % 4] for i in range(len(own))]
+    left = torch.zeros(300, dtype=torch.bool)
+    left[x.argmax(-1)] = True
+    left = left if barred else None
+    given = keys(len(own))
+    seed_B, filters = rows_of(own, seeds)
+    got = forward(x, given._replace(seed=seed_B), filters, left)
+    for row, (settings, seed) in enumerate(zip(own, seeds, strict=True)):
+        one = Keys(seed, *(t[row : row + 1] for t in given[1:]))
+        want = forward(x[row : row + 1], one, Sampling(**settings), left)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a[row : row + 1], b), settings
+
+
+def assert_probable(row: torch.Tensor, how: Sampling, tokens: torch.Tensor) -> None:
+    """Chi-square of tokens that were drawn from a row of logits."""
+    p = keep(row[None] / how.temperature, how)[0].double().softmax(-1)
+    counts, n = tokens.bincount(minlength=len(row)).double(), len(tokens)
+    assert counts[p == 0].sum() == 0
+    x2, k = ((counts - p * n) ** 2 / (p * n))[p > 0].sum().item(), int((p > 0).sum()) - 1
+    assert x2 < k + 5 * math.sqrt(2 * k), (how, x2, k)
+
+
+def test_rows_of_the_twin():
+    """As above on a CPU; and rows of one batch have the probabilities of their own settings."""
+    own = SETTINGS[:-1]
+    x = logits(ties=False)[[0, 1, 2] * 4][: len(own)]
+    barred = torch.zeros(len(own), 300, dtype=torch.bool)
+    barred[::2, x[0].argmax()] = True
+    seed_B, filters = rows_of(own, [SEEDS[i % 4] for i in range(len(own))])
+    got = sample(x, keys(len(own))._replace(seed=seed_B), filters, barred)
+    for row, settings in enumerate(own):
+        one = Keys(SEEDS[row % 4], *(t[row : row + 1] for t in keys(len(own))[1:]))
+        want = sample(x[row : row + 1], one, Sampling(**settings), barred[row : row + 1])
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a[row : row + 1], b), settings
+
+    kinds, n = [dict(temperature=0.7), dict(top_k=4), dict(top_p=0.8), dict(temperature=0.0)], 20_000
+    row = torch.randn(12, generator=torch.Generator().manual_seed(2))
+    _, filters = rows_of(kinds * n, [0] * 4 * n)
+    uniform_B = uniforms(5, 0, 0, 4 * n)
+    drawn = draw(row.expand(4 * n, -1), uniform_B, filters).tokens_B.view(n, 4)
+    for kind, tokens in zip(kinds, drawn.T, strict=True):
+        how = Sampling(**kind)
+        if how.temperature == 0:
+            assert (tokens == row.argmax()).all()
+            continue
+        assert_probable(row, how, tokens)
+
+
+@pytest.mark.gpu
+@compiled
+def test_rows_of_a_gpu_have_their_probabilities():
+    """Mixed rows at a real width have the bits of launches with one setting; chi-square at a small one."""
+    V, B = 151_936, 42
+    x = torch.randn(B, V, generator=torch.Generator().manual_seed(0)).cuda() * 3
+    own = [SETTINGS[i % len(SETTINGS)] for i in range(B)]
+    seed_B, filters = rows_of(own, [7] * B)
+    filters = RowFilters(*(t.cuda() for t in filters))
+    number_B = torch.arange(B).cuda()
+    given = Keys(seed_B.cuda(), number_B, number_B, number_B)
+    got = sample(x, given, filters)
+    for settings in SETTINGS:
+        want = sample(x, given._replace(seed=7), Sampling(**settings))
+        rows = [row for row in range(B) if own[row] == settings]
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a[rows], b[rows]), settings
+
+    kinds, n = [dict(temperature=0.7), dict(top_k=4), dict(top_p=0.8), dict(min_p=0.1)], 20_000
+    row = torch.randn(50, generator=torch.Generator().manual_seed(2))
+    seed_B, filters = rows_of(kinds * n, [5] * 4 * n)
+    filters = RowFilters(*(t.cuda() for t in filters))
+    number_B = torch.arange(4 * n).cuda()
+    given = Keys(seed_B.cuda(), number_B, torch.zeros_like(number_B), torch.zeros_like(number_B))
+    drawn = sample(row.cuda().expand(4 * n, -1).contiguous(), given, filters).tokens_B.cpu().view(n, 4)
+    for kind, tokens in zip(kinds, drawn.T, strict=True):
+        assert_probable(row, Sampling(**kind), tokens)
+
+
 @interpreted
 def test_the_kernels_numbers_are_numpys_bit_for_bit():
     """Equal logits and no filter: the token tells the number's first bits; and whole numbers themselves."""
@@ -177,6 +274,12 @@ def test_on_a_cpu_it_is_the_twin():
         (dict(logits_BV=torch.zeros(4, 8).double()), "logits: got torch.float64"),
         (dict(keys=keys(3)), "prompt_B"),
         (dict(keys=keys(4, -1)), "seed: got -1"),
+        (dict(keys=keys(4, torch.zeros(4, dtype=torch.int64))), "seed: got tensor"),
+        (dict(filters=rows_of([{}] * 4, [0] * 4)[1]), "seed_B: got 7"),
+        (
+            dict(keys=keys(4, torch.zeros(4, dtype=torch.int64)), filters=rows_of([{}] * 3, [0] * 3)[1]),
+            "temperature_B: got ((3,), torch.float32)",
+        ),
         (dict(barred=torch.zeros(5, dtype=torch.bool)), "barred"),
         (dict(barred=torch.zeros(300)), "barred"),
     ],
@@ -201,6 +304,8 @@ def test_the_kernel_fits(arch, tmp_path, monkeypatch):
         module.trace(151936, fp32, Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01))
         module.trace(49155, fp32, Sampling())
         module.trace(8, bf16, Sampling(temperature=0.0))
-    assert len(found) == 8
+        module.trace_rows(151936, bf16)
+        module.trace_rows(151936, fp32)
+    assert len(found) == 12
     for binary in found:
         assert_fits(binary._replace(programs=2), CHIPS[arch])

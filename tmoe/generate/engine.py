@@ -10,8 +10,8 @@ next: generate/slots.py
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -24,8 +24,9 @@ from tmoe.data.chat.format import ends_of
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.gathered_model import gathered, is_laid_out, require_whole
 from tmoe.generate.pages import Span, alone, most_needed
+from tmoe.generate.requests import Asked, Details, Request, Tops, joined, tops_of
 from tmoe.generate.sampler import Sampling
-from tmoe.generate.slots import Request, Room, Slots, rows_of
+from tmoe.generate.slots import Room, Slots, rows_of
 from tmoe.generate.text import Text
 from tmoe.model.float8 import float8_layers
 from tmoe.model.quantised import quantised_to
@@ -55,14 +56,27 @@ class Sample(NamedTuple):
     routes: Tensor | None
     """int16 [MoE layers, n, K], if they were asked for: the experts of the token before each token, from
     whose output the token was drawn"""
-    finish: Literal["stop", "length"]
-    """'stop': a token or a text that ends answers; 'length': max_tokens, or the model's range of positions"""
+    finish: Literal["stop", "length", "cancel", "error"]
+    """'stop': a token or a text that ends answers; 'length': max_tokens, or the model's range of positions.
+    Only of `Live`: 'cancel'; 'error': logits are not finite"""
     text: str | None
     """without the token or text that ended it; None for an engine without a tokenizer"""
     prompt_routes: Tensor | None = None
     """int16 [MoE layers, tokens of the prompt - 1, K], if routes were asked for and the prompt has several
     tokens: the experts of all its tokens except the last. With `routes`, the experts of every token except
     the answer's last"""
+    route_weights: Tensor | None = None
+    """fp16 [MoE layers, n, K], if they were asked for: the routers' weights of `routes`"""
+    prompt_route_weights: Tensor | None = None
+    """fp16 [MoE layers, tokens of the prompt - 1, K]: the weights of `prompt_routes`"""
+    tops: Tops | None = None
+    """the most probable tokens at each place, if they were asked for"""
+    prompt_tops: Tops | None = None
+    """of the prompt's tokens except the first, if they were asked for: `own` are their log-probs"""
+    cached: int = 0
+    """tokens of the prompt whose keys and values were those of an earlier prompt"""
+    error: str = ""
+    """why, if finish is 'error'"""
 
 
 class Samples(tuple[tuple[Sample, ...], ...]):
@@ -215,6 +229,7 @@ class Engine:
         *,
         numbers: Sequence[int] | None = None,
         routes: bool = False,
+        details: Details | None = None,
         told: Callable[[], bool] = lambda: False,
     ) -> Samples:
         """n answers to each prompt.
@@ -228,6 +243,7 @@ class Engine:
             sampling: None: Sampling().
             numbers: the prompts' numbers in a larger batch of which they are a part; None: 0, 1, ...
             routes: keep the experts of tokens.
+            details: what else is recorded of tokens.
             told: called before each pass; returns whether this rank must stop. If one rank of an expert group
                 must, all its ranks raise Stopped at the same pass.
 
@@ -235,7 +251,8 @@ class Engine:
         outside its vocabulary, and for a pool without room for one answer; if the model is laid out, on all
         ranks. Raises ValueError for logits that are not finite as well, on the rank that has them.
         """
-        pieces = self._streamed_pieces(prompts, n, sampling, numbers, routes, False, told)
+        details = replace(details or Details(), routes=routes or (details is not None and details.routes))
+        pieces = self._streamed_pieces(prompts, n, sampling, numbers, details, False, told)
         by_prompt: list[list[Sample]] = [[] for _ in prompts]
         by_number: dict[tuple[int, int], Sample] = {}
         for prompt, sample, _, done in pieces:
@@ -254,7 +271,7 @@ class Engine:
         numbers: Sequence[int] | None = None,
     ) -> Iterator[Piece]:
         """The answers of `generate` while they are made: after each step a piece of each answer."""
-        return self._streamed_pieces(prompts, n, sampling, numbers, False, True, lambda: False)
+        return self._streamed_pieces(prompts, n, sampling, numbers, Details(), True, lambda: False)
 
     # ---- a call ----
 
@@ -264,7 +281,7 @@ class Engine:
         n: int,
         sampling: Sampling | None,
         numbers: Sequence[int] | None,
-        routes: bool,
+        details: Details,
         live: bool,
         told: Callable[[], bool],
     ) -> Iterator[Piece]:
@@ -272,13 +289,23 @@ class Engine:
         sampling = Sampling() if sampling is None else sampling
         # before the first collective, in which ranks would wait for a rank with bad prompts
         ids, keys = self.on_all_ranks(lambda: self.validated_prompts(prompts, n, sampling, numbers))
-        return self._generate_batch(ids, n, sampling, keys, routes, live, told)
+        return self._generate_batch(ids, n, sampling, keys, details, live, told)
 
     def validated_prompts(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, numbers: Sequence[int] | None
     ) -> tuple[list[list[int]], list[int]]:
         """The prompts' tokens and numbers. ValueError for arguments of a call that cannot work."""
         require(fits(n, int) and n >= 1, "n", repr(n), "must be a whole number of at least 1")
+        self.check_sampling(sampling)
+        ids = [self.ids_of(i, prompt) for i, prompt in enumerate(listed(prompts, "prompts", " of prompts"))]
+        given = range(len(ids)) if numbers is None else listed(numbers, "numbers", " of whole numbers")
+        keys = [whole(key) for key in given]
+        ok = len(keys) == len(ids) and all(key is not None and 0 <= key < 2**63 for key in keys)
+        require(ok, f"numbers: got {len(keys)} for {len(ids)} prompts, valid is one from 0 on for each")
+        return ids, cast(list[int], keys)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """ConfigError for settings that cannot work with this model and tokenizer."""
         kind = type(sampling).__name__
         require(isinstance(sampling, Sampling), f"sampling: got {kind}, valid is tmoe.Sampling(...) or None")
         needs = "needs a tokenizer: Engine(model, tokenizer)"
@@ -289,12 +316,6 @@ class Engine:
         goes_on = sampling.min_tokens == 0 or not left <= {*self.eos, *stops}
         ends = "eos and stop_ids hold every token that has a text"
         require(goes_on, f"min_tokens={sampling.min_tokens}: {ends}, so every answer ends at once; valid: 0")
-        ids = [self.ids_of(i, prompt) for i, prompt in enumerate(listed(prompts, "prompts", " of prompts"))]
-        given = range(len(ids)) if numbers is None else listed(numbers, "numbers", " of whole numbers")
-        keys = [whole(key) for key in given]
-        ok = len(keys) == len(ids) and all(key is not None and 0 <= key < 2**63 for key in keys)
-        require(ok, f"numbers: got {len(keys)} for {len(ids)} prompts, valid is one from 0 on for each")
-        return ids, cast(list[int], keys)
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
         """The result of `work`. If the model is laid out, an error on any rank is a ConfigError on all ranks.
@@ -317,36 +338,35 @@ class Engine:
         n: int,
         sampling: Sampling,
         keys: list[int],
-        routes: bool,
+        details: Details,
         live: bool,
         told: Callable[[], bool],
     ) -> Iterator[Piece]:
         live = live or bool(sampling.stop)
-        most = [min(sampling.max_tokens, self.model.cfg.rope.max_seq - len(prompt) + 1) for prompt in ids]
-        queue = deque(
-            Request(
-                i,
-                sample,
-                first=len(ids[i]) - 1,
-                most=most[i],
-                number=keys[i],
-                text=Text(self.tokenizer, sampling.stop) if self.tokenizer and live else None,
-            )
-            for i in range(len(ids))
-            for sample in range(n)
-        )
-        ends = {*self.eos, *sampling.stop_ids}
-        known = self.known
-        with gathered(self.model, rows_of(self.model, min(self.slots, len(queue))), told) as ranks:
+        ends = frozenset((*self.eos, *sampling.stop_ids))
+        asked = [Asked(prompt, sampling, ends, details, key) for prompt, key in zip(ids, keys, strict=True)]
+        top = self.model.cfg.rope.max_seq
+        requests = [
+            self.request(i, sample, asked[i], top, live) for i in range(len(ids)) for sample in range(n)
+        ]
+        with gathered(self.model, rows_of(self.model, min(self.slots, len(requests))), told) as ranks:
             graphs = self.graphs and ranks.free and can_be_graphs(self.model)
-            room = self.on_all_ranks(lambda: self.room(queue, n))._replace(graphs=graphs)
-            slots = Slots(self.model, ids, sampling, ends, room, known, routes, ranks)
-            for requests in slots.run(queue):
-                for request in requests:
+            room = self.on_all_ranks(lambda: self.room(requests, n))._replace(graphs=graphs)
+            slots = Slots(self.model, room, self.known, ranks, sampling)
+            slots.add(requests)
+            for landed in slots.run():
+                for request in landed:
+                    where = f"prompts[{request.prompt}], answer {request.sample}, token {len(request.ids)}"
+                    require(request.finish != "error", f"{where}: {request.error}")
                     text = request.text.news(bool(request.finish)) if request.text else ""
-                    done = self.sample_of(request, slots.prompt_routes) if request.finish else None
+                    done = self.sample_of(request) if request.finish else None
                     if text or done or self.tokenizer is None:
                         yield Piece(request.prompt, request.sample, text, done)
+
+    def request(self, prompt: int, sample: int, asked: Asked, most: int, live: bool) -> Request:
+        """An answer to be made. most: tokens of prompt and answer. live: decode its text while it is made."""
+        text = Text(self.tokenizer, asked.sampling.stop) if self.tokenizer and live else None
+        return Request(prompt, sample, min(asked.sampling.max_tokens, most - len(asked.ids) + 1), asked, text)
 
     @property
     def known(self) -> int:
@@ -393,9 +413,9 @@ class Engine:
             pages = min(pages, int(pool // a_page))
         return Room(slots, pages, max(span.tokens for span in spans))
 
-    def sample_of(self, request: Request, prompt_routes: dict[int, Tensor]) -> Sample:
+    def sample_of(self, request: Request) -> Sample:
         """The Sample of a request that is over."""
-        text = request.text
+        text, asked = request.text, request.asked
         if text is None and self.tokenizer is not None:
             text = Text(self.tokenizer)
             text.add(request.ids[:-1] if request.finish == "stop" else request.ids)
@@ -405,7 +425,13 @@ class Engine:
             torch.tensor(request.logprobs, dtype=torch.float32),
             torch.tensor(request.sampler_logprobs, dtype=torch.float32),
             torch.stack(request.routes, 1) if request.routes else None,
-            "stop" if request.finish == "stop" else "length",
+            cast(Any, request.finish),
             None if text is None else text.text,
-            prompt_routes.get(request.prompt),
+            torch.cat(asked.routes, 1) if asked.routes else None,
+            torch.stack(request.weights, 1) if request.weights else None,
+            torch.cat(asked.weights, 1) if asked.weights else None,
+            tops_of(request.tops),
+            joined(asked.tops),
+            asked.cached,
+            request.error,
         )

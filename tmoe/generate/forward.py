@@ -54,7 +54,7 @@ def all_turns(cfg: ModelConfig, tokens: int, device: torch.device) -> AllTurns:
 class PromptBatch(NamedTuple):
     """Prompts that the model computes together, as one row of S places: N tokens, and gaps.
 
-    A chunk holds either whole prompts, from their first token on, or a piece of one prompt.
+    A chunk holds either beginnings of prompts, or later pieces, whose earlier tokens are in the cache.
     """
 
     tokens_1S: Tensor
@@ -63,7 +63,12 @@ class PromptBatch(NamedTuple):
     padding_1S: Tensor | None  # True in gaps
     rows_N: Tensor | None  # the places that are tokens; None: all
     places_N: Tensor  # places of their keys in the cache
-    seen_J: Tensor | None  # of a later piece: places of all keys of its prompt, the piece's own at the end
+    lengths: tuple[int, ...]  # tokens of each piece
+    # of later pieces: places of all keys of their prompts up to the pieces' ends, the pieces whose keys they
+    # are (None: one piece), and each token's own key among them
+    seen_J: Tensor | None = None
+    seen_documents_1J: Tensor | None = None
+    queries_S: Tensor | None = None
 
     def tokens(self, t_1SX: Tensor) -> Tensor:
         """The values of tokens, without gaps [N, ...]."""
@@ -72,8 +77,11 @@ class PromptBatch(NamedTuple):
 
 def prefill(
     model: Transformer, cache: Cache, chunk: PromptBatch, turns: AllTurns, rows: int, last: bool
-) -> list[Tensor]:
-    """Fills the cache with a chunk. Returns the experts of its tokens, ids [N, K] of each MoE layer.
+) -> tuple[list[Routing], Tensor]:
+    """Fills the cache with a chunk.
+
+    Returns the routing of each MoE layer, of all S places, and the residual stream after the last block
+    [1, S, D]; without `last`, both without the last feed-forward.
 
     turns: of all positions. rows: as in feed_forward. last: compute the feed-forward of the last block too.
     """
@@ -94,8 +102,14 @@ def prefill(
             y, routing = feed_forward(block, block.ffn_norm(x), chunk.padding_1S, rows)
             x = x + y
             if routing is not None:
-                routes.append(chunk.tokens(routing.ids_TK[None]))
-    return routes
+                routes.append(routing)
+    return routes, x
+
+
+def head_input(model: Transformer, x_1SD: Tensor, chunk: PromptBatch) -> Tensor:
+    """The head's input [N, D] of a chunk's tokens, from the residual stream after the last block."""
+    assert model.norm is not None
+    return model.scaled(model.norm(chunk.tokens(x_1SD)))
 
 
 def mask_of(model: Transformer, chunk: PromptBatch, window: int) -> Mask:
@@ -107,7 +121,8 @@ def mask_of(model: Transformer, chunk: PromptBatch, window: int) -> Mask:
     if chunk.seen_J is None:
         return make_mask(chunk.documents_1S, window, S, device, width, sinks, in_blocks=in_blocks)
     J = chunk.seen_J.shape[0]
-    return make_mask(None, window, J, device, width, sinks, chunk.at_1S[0], in_blocks)
+    seen = chunk.seen_documents_1J
+    return make_mask(seen, window, J, device, width, sinks, chunk.queries_S, in_blocks)
 
 
 def decode(
@@ -119,10 +134,10 @@ def decode(
     turns: AllTurns,
     rows: int,
     padding_B: Tensor | None = None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Routing]]:
     """Logits [B, V] after one token of each of B sequences, which is also added to the cache.
 
-    Also returns the input of the head [B, D], and the experts of the tokens, ids [B, K] of each MoE layer.
+    Also returns the input of the head [B, D], and the routing of the tokens in each MoE layer.
 
     Args:
         tokens_B: the tokens.
@@ -158,7 +173,7 @@ def decode(
         y, routing = feed_forward(block, normed, padding_B1, rows)
         x, normed = add_and_norm(x, y, following, fused)
         if routing is not None:
-            routes.append(routing.ids_TK)
+            routes.append(routing)
     h_BD = model.scaled(normed[:, 0])
     return F.linear(h_BD, model.head_weight), h_BD, routes
 
@@ -201,8 +216,8 @@ def feed_forward(
         call = (call or CallOptions())._replace(way="1")
     # `forward` bypasses the hooks of the scope, because weights are gathered already
     y_TD, routing, _ = moe.experts.forward(partial(moe.mix, call=call), x_TD, padding_T)
-    y_TD, ids_TK = y_TD[:T], routing.ids_TK[:T]
-    return block.branch(block.ffn_post_norm(y_TD.view_as(normed))), routing._replace(ids_TK=ids_TK)
+    y_TD = block.branch(block.ffn_post_norm(y_TD[:T].view_as(normed)))
+    return y_TD, routing._replace(ids_TK=routing.ids_TK[:T], weights_TK=routing.weights_TK[:T])
 
 
 # ---- prompts ----

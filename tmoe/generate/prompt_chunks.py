@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tmoe.generate.cache import PAGE
 from tmoe.generate.forward import PromptBatch
-from tmoe.generate.pages import NOWHERE
 
 # On a GPU flex attention compiles a kernel for each length, so rows, and the keys of later pieces, have one
 # of these lengths.
 LENGTHS = (128, 512, 2048, 8192)
+KEYS = 8192  # most keys of several later pieces in a chunk
 
 
 class PromptPiece(NamedTuple):
@@ -26,29 +26,28 @@ class PromptPiece(NamedTuple):
     ids: list[int]
     pages: list[int]  # of the prompt
     start: int
+    alone: bool = False  # whether no other piece may be in its chunk
 
 
 def chunks(
-    prompts: Sequence[tuple[list[int], list[int]]], most: int, device: torch.device, blocks: bool
+    pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: bool
 ) -> Iterator[PromptBatch]:
-    """Chunks of at most `most` tokens with these prompts in order; a prompt is a pair of ids and pages.
+    """Chunks of at most `most` tokens with these pieces in order.
 
-    blocks: align prompts with the blocks of flex attention. A prompt then gets the same bits as at the
-    beginning of a row.
+    pieces: of at most `most` tokens each. A chunk has only first pieces of prompts, or only later pieces.
+    blocks: align pieces with the blocks of flex attention. A prompt then gets the same bits as at the
+        beginning of a row.
     """
     some: list[PromptPiece] = []
-    length = 0
-    for ids, pages in prompts:
-        more = aligned(len(ids), blocks)
-        if some and length + more > most:
+    length = keys = 0
+    for piece in pieces:
+        more, end = aligned(len(piece.ids), blocks), aligned(piece.start + len(piece.ids), blocks)
+        full = length + more > most or (piece.start > 0 and keys + end > KEYS)
+        if some and (full or piece.alone or some[-1].alone or (piece.start > 0) != (some[-1].start > 0)):
             yield row(some, most, device, blocks)
-            some, length = [], 0
-        if len(ids) > most:
-            for at in range(0, len(ids), most):
-                yield row([PromptPiece(ids[at : at + most], pages, at)], most, device, blocks)
-        else:
-            some.append(PromptPiece(ids, pages, 0))
-            length += more
+            some, length, keys = [], 0, 0
+        some.append(piece)
+        length, keys = length + more, keys + end
     if some:
         yield row(some, most, device, blocks)
 
@@ -65,7 +64,7 @@ def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: 
     documents: list[int] = []
     places: list[int] = []
     rows: list[int] = []
-    for number, (ids, pages, start) in enumerate(pieces):
+    for number, (ids, pages, start, _) in enumerate(pieces):
         end = start + len(ids)
         gap = aligned(len(ids), blocks) - len(ids)
         rows += range(len(tokens), len(tokens) + len(ids))
@@ -73,16 +72,13 @@ def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: 
         tokens += ids + [0] * gap
         at += [*range(start, end), *[end - 1] * gap]
         documents += [number] * (len(ids) + gap)
-    last = pieces[-1]
-    end = last.start + len(last.ids)
     S = len(tokens)
     rest = next((min(n, most) for n in LENGTHS if n >= S), S) - S if blocks else 0
     tokens += [0] * rest
-    at += [end - 1] * rest
+    at += at[-1:] * rest
     documents += [len(pieces)] * rest
-    seen = places_of(last.pages, 0, end) if last.start else []
-    if blocks and seen:
-        seen += [NOWHERE * PAGE] * (-end % LENGTHS[2])  # after all queries, so none attends to them
+    seen, seen_documents, queries = keys_of_later(pieces, blocks) if pieces[0].start else ([], [], [])
+    queries += queries[-1:] * rest
 
     def put(values: list) -> Tensor:
         return torch.tensor(values, device=device)
@@ -94,8 +90,40 @@ def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: 
         padding_1S = torch.ones(1, len(tokens), dtype=torch.bool, device=device)
         padding_1S[0, rows_N] = False
     documents_1S = put([documents]) if documents[-1] and not seen else None
-    keys = put(places), put(seen) if seen else None
-    return PromptBatch(put([tokens]), put([at]), documents_1S, padding_1S, rows_N, *keys)
+    whole = PromptBatch(
+        put([tokens]),
+        put([at]),
+        documents_1S,
+        padding_1S,
+        rows_N,
+        put(places),
+        lengths=tuple(len(piece.ids) for piece in pieces),
+    )
+    if not seen:
+        return whole
+    several = put([seen_documents]) if len(pieces) > 1 else None
+    return whole._replace(seen_J=put(seen), seen_documents_1J=several, queries_S=put(queries))
+
+
+def keys_of_later(pieces: Sequence[PromptPiece], blocks: bool) -> tuple[list[int], list[int], list[int]]:
+    """The keys of later pieces: their places, the piece of each, and of each query its own key.
+
+    The keys of a piece are those of its whole prompt up to the piece's end. blocks: align them with blocks. A
+    gap after them has later positions than their queries, so no token attends to it.
+    """
+    seen: list[int] = []
+    documents: list[int] = []
+    queries: list[int] = []
+    for number, (ids, pages, start, _) in enumerate(pieces):
+        end, first = start + len(ids), len(seen)
+        gap = aligned(end, blocks) - end
+        seen += places_of(pages, 0, end)
+        seen += seen[-1:] * gap
+        documents += [number] * (end + gap)
+        queries += range(first + start, first + end)
+        queries += queries[-1:] * (aligned(len(ids), blocks) - len(ids))
+    rest = -len(seen) % LENGTHS[2] if blocks else 0
+    return seen + seen[-1:] * rest, documents + [len(pieces)] * rest, queries
 
 
 def places_of(pages: Sequence[int], start: int, end: int) -> list[int]:

@@ -232,10 +232,9 @@ class Grpo(Task):
             for number, prompt, group in zip(wave, prompts, made, strict=True):
                 for i, s in enumerate(group):
                     routes = routes_of(s) if replays else None
+                    finish = "stop" if s.finish == "stop" else "length"
                     answers.append(
-                        Answer(
-                            *(prompt, number, i, s.ids.tolist(), s.logprobs, s.finish, s.text or "", routes)
-                        )
+                        Answer(*(prompt, number, i, s.ids.tolist(), s.logprobs, finish, s.text or "", routes))
                     )
         if axes.parts > 1:
             everyone = gathered((place.reader, answers), run.control)

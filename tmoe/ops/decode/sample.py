@@ -46,10 +46,19 @@ class Filters(Protocol):
     def min_p(self) -> float: ...
 
 
+class RowFilters(NamedTuple):
+    """Settings of each row's draw, [B] on the logits' device. They give a row the same token as `Filters`."""
+
+    temperature_B: Tensor  # fp32; 0: the most probable token
+    top_k_B: Tensor  # int64; 0: all tokens
+    cut_B: Tensor  # fp32: 1 - top_p
+    min_p_B: Tensor  # fp32
+
+
 class Keys(NamedTuple):
     """The arguments of each row's random number: the seed, and int64 [B] on the logits' device."""
 
-    seed: int
+    seed: int | Tensor  # a tensor: int64 [B] of the same 64 bits, for seeds that differ
     prompt_B: Tensor
     sample_B: Tensor
     place_B: Tensor  # position of the token in its answer
@@ -65,7 +74,9 @@ class Drawn(NamedTuple):
     sampler_logprobs_B: Tensor  # under the filtered distribution it was drawn from; greedy: 0
 
 
-def sample(logits_BV: Tensor, keys: Keys, filters: Filters, barred: Tensor | None = None) -> Drawn:
+def sample(
+    logits_BV: Tensor, keys: Keys, filters: Filters | RowFilters, barred: Tensor | None = None
+) -> Drawn:
     """`draw` with the random numbers of `keys`; on a GPU one launch, for which the host does not wait.
 
     The GPU adds in another order than `draw`, so the two may differ on a token whose probability is within
@@ -76,7 +87,8 @@ def sample(logits_BV: Tensor, keys: Keys, filters: Filters, barred: Tensor | Non
     Args:
         logits_BV: [B, V] of any float type, rows contiguous. B may be 0.
         keys: see `Keys`.
-        filters: temperature, top_k, top_p, min_p, as in `tmoe.generate.Sampling`.
+        filters: temperature, top_k, top_p, min_p, as in `tmoe.generate.Sampling`; or for each row its own.
+            The two need the same form of seed: a number, or one for each row.
         barred: bool [B, V] or [V], contiguous: True at tokens that must not be drawn. In each row at least
             one token must be allowed.
 
@@ -90,7 +102,7 @@ def sample(logits_BV: Tensor, keys: Keys, filters: Filters, barred: Tensor | Non
         t = getattr(keys, name)
         require(t.shape == (B,) and t.dtype == torch.int64, name, (tuple(t.shape), t.dtype), f"int64 [{B}]")
         check_device(logits_BV, **{name: t})
-    require(0 <= keys.seed < 2**64, "seed", keys.seed, "from 0 to 2**64 - 1")
+    _check_settings(logits_BV, keys.seed, filters)
     if barred is not None:
         fits = tuple(barred.shape) in ((V,), (B, V)) and barred.dtype == torch.bool and barred.is_contiguous()
         words = f"shape {tuple(barred.shape)}, {barred.dtype}"
@@ -99,6 +111,23 @@ def sample(logits_BV: Tensor, keys: Keys, filters: Filters, barred: Tensor | Non
     if logits_BV.is_cuda:
         return forward(logits_BV, keys, filters, barred)
     return draw(logits_BV, uniforms_at(keys), filters, barred)
+
+
+def _check_settings(logits: Tensor, seed: int | Tensor, filters: Filters | RowFilters) -> None:
+    """Raise ValueError unless seed and filters are both numbers, or both tensors for the logits' rows."""
+    if not isinstance(filters, RowFilters):
+        ok = not isinstance(seed, Tensor) and 0 <= seed < 2**64
+        require(ok, "seed", seed, "from 0 to 2**64 - 1")
+        return
+    B = len(logits)
+    kinds = dict(seed_B=torch.int64, temperature_B=torch.float32, top_k_B=torch.int64)
+    kinds |= dict(cut_B=torch.float32, min_p_B=torch.float32)
+    for (name, kind), t in zip(kinds.items(), (seed, *filters), strict=True):
+        if not isinstance(t, Tensor) or t.shape != (B,) or t.dtype != kind:
+            got = (tuple(t.shape), t.dtype) if isinstance(t, Tensor) else t
+            require(False, name, got, f"{kind} [{B}]")
+        else:
+            check_device(logits, **{name: t})
 
 
 # ---- random numbers ----
@@ -122,10 +151,12 @@ def uniforms(seed: int, prompt: int, sample: int, count: int) -> Tensor:
 def uniforms_at(keys: Keys) -> Tensor:
     """The random number of each row, fp64 [B] on the CPU: `uniforms` of its answer at its place."""
     numbers = []
-    rows = zip(*(t.tolist() for t in keys[1:]), strict=True)
-    for prompt, number, place in rows:
+    per_row = isinstance(keys.seed, Tensor)
+    seeds = keys.seed.tolist() if per_row else [keys.seed] * len(keys.place_B)
+    rows = zip(seeds, *(t.tolist() for t in keys[1:]), strict=True)
+    for seed, prompt, number, place in rows:
         counter = [place // 4, prompt, number, 0]  # four numbers for each counter
-        raw = philox(keys.seed, counter).random_raw(place % 4 + 1)[-1]
+        raw = philox(seed % 2**64, counter).random_raw(place % 4 + 1)[-1]
         numbers.append(int(raw >> np.uint64(11)) * 2.0**-53)
     return torch.tensor(numbers, dtype=torch.float64)
 
@@ -133,13 +164,17 @@ def uniforms_at(keys: Keys) -> Tensor:
 # ---- the op in plain PyTorch ----
 
 
-def draw(logits_BV: Tensor, uniform_B: Tensor, filters: Filters, barred: Tensor | None = None) -> Drawn:
+def draw(
+    logits_BV: Tensor, uniform_B: Tensor, filters: Filters | RowFilters, barred: Tensor | None = None
+) -> Drawn:
     """Draws one token a row: the first at which the filtered probabilities, summed by id, exceed uniform.
 
     uniform_B: random numbers in [0, 1).
     barred: bool [B, V] or [V], True at tokens that must not be drawn; log-probabilities over the whole
         vocabulary do not depend on it.
     """
+    if isinstance(filters, RowFilters):
+        return _draw_groups(logits_BV, uniform_B, filters, barred)
     z_BV = logits_BV.float()
     greedy = filters.temperature == 0
     if not greedy:
@@ -154,6 +189,23 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, filters: Filters, barred: Tensor 
     tokens_B = pick(kept_BV.softmax(-1), uniform_B)
     own_B = z_BV.gather(-1, tokens_B[:, None])[:, 0]
     return Drawn(tokens_B, own_B - full_B, own_B - kept_BV.logsumexp(-1))
+
+
+def _draw_groups(logits_BV: Tensor, uniform_B: Tensor, filters: RowFilters, barred: Tensor | None) -> Drawn:
+    """`draw` with settings of each row: rows with equal settings are drawn together."""
+    groups: dict[tuple, list[int]] = {}
+    for row, settings in enumerate(zip(*(t.tolist() for t in filters), strict=True)):
+        groups.setdefault(settings, []).append(row)
+    B, device = len(logits_BV), logits_BV.device
+    fp32 = [torch.empty(B, device=device) for _ in range(2)]
+    every = Drawn(torch.empty(B, dtype=torch.int64, device=device), *fp32)
+    for (temperature, top_k, cut, min_p), rows in groups.items():
+        rows_I = torch.tensor(rows, device=device)
+        given = _Given(temperature, top_k, 1 - cut, min_p)
+        left = barred[rows_I] if barred is not None and barred.dim() == 2 else barred
+        for whole, part in zip(every, draw(logits_BV[rows_I], uniform_B[rows], given, left), strict=True):
+            whole[rows_I] = part
+    return every
 
 
 def keep(z_BV: Tensor, filters: Filters) -> Tensor:
@@ -188,7 +240,7 @@ def pick(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
 # ---- the GPU ----
 
 
-def forward(logits: Tensor, keys: Keys, filters: Filters, barred: Tensor | None) -> Drawn:
+def forward(logits: Tensor, keys: Keys, filters: Filters | RowFilters, barred: Tensor | None) -> Drawn:
     """`sample` on a GPU."""
     B, V = logits.shape
     device = logits.device
@@ -202,26 +254,52 @@ def forward(logits: Tensor, keys: Keys, filters: Filters, barred: Tensor | None)
     greatest, sums = (empty((B, NGP), torch.float32, device) for _ in range(2))
     groups = empty((B, NGP), torch.int32, device)
     ids = empty((B, LISTED), torch.int32, device)
-    greedy = filters.temperature == 0
-    seed = keys.seed if keys.seed < 2**63 else keys.seed - 2**64
-    flags = (
-        not greedy and 0 < filters.top_k < V,
-        not greedy and filters.top_p < 1,
-        not greedy and filters.min_p > 0,
-    )
+    settings, flags = _rows(keys, filters) if isinstance(filters, RowFilters) else _numbers(V, keys, filters)
     # Blocks loaded at a time: as many as the registers of two programs on a multiprocessor allow.
     stages = 4 if logits.dtype == torch.float32 and V % 16 == logits.stride(0) % 16 == 0 else 2
     on_cuda = device.type != "cpu" and device_facts(device)[0].startswith("cuda")  # cpu: the interpreter
     options = {"maxnreg": 128} if on_cuda else {}
     launch(
         sample_kernel, (B,), logits, logits if barred is None else barred, *keys[1:], tokens, logprobs,
-        own_logprobs, greatest, sums, groups, ids, seed, float(filters.temperature), filters.top_k,
-        float(1 - filters.top_p), float(filters.min_p), logits.stride(0),
+        own_logprobs, greatest, sums, groups, ids, *settings, logits.stride(0),
         barred.stride(0) if barred is not None and barred.dim() == 2 else 0,
-        V, NG, NGP, GROUP, BG, HELD, LISTED, stages, greedy, not greedy and filters.temperature != 1,
-        barred is not None, *flags, num_warps=8, **options,
+        V, NG, NGP, GROUP, BG, HELD, LISTED, stages, flags.greedy, flags.divide, barred is not None,
+        *flags[2:], num_warps=8, **options,
     )  # fmt: skip
     return Drawn(tokens, logprobs, own_logprobs)
+
+
+class _Flags(NamedTuple):
+    """Constants of the kernel, in its order; `barred` is between the second and the third."""
+
+    greedy: bool
+    divide: bool
+    top_k: bool
+    top_p: bool
+    min_p: bool
+    rows: bool
+
+
+def _numbers(V: int, keys: Keys, filters: Filters) -> tuple[tuple, _Flags]:
+    """The kernel's seed, temperature, top_k, cut and min_p, and its constants, for equal settings."""
+    assert not isinstance(keys.seed, Tensor)
+    greedy = filters.temperature == 0
+    flags = _Flags(
+        greedy,
+        not greedy and filters.temperature != 1,
+        not greedy and 0 < filters.top_k < V,
+        not greedy and filters.top_p < 1,
+        not greedy and filters.min_p > 0,
+        rows=False,
+    )
+    seed = keys.seed if keys.seed < 2**63 else keys.seed - 2**64
+    cut = float(1 - filters.top_p)
+    return (seed, float(filters.temperature), filters.top_k, cut, float(filters.min_p)), flags
+
+
+def _rows(keys: Keys, filters: RowFilters) -> tuple[tuple, _Flags]:
+    """The same for settings of each row. The binary has all filters, and each row uses its own."""
+    return (keys.seed, *filters), _Flags(False, True, True, True, True, rows=True)
 
 
 class _Given(NamedTuple):
@@ -239,6 +317,15 @@ def trace(V: int, dtype: torch.dtype, filters: Filters) -> None:
     number = torch.empty(1, dtype=torch.int64, device="meta")
     for barred in (None, torch.empty(1, V, dtype=torch.bool, device="meta")):
         forward(logits, Keys(0, number, number, number), filters, barred)
+
+
+def trace_rows(V: int, dtype: torch.dtype) -> None:
+    """The same for settings of each row."""
+    number = torch.empty(1, dtype=torch.int64, device="meta")
+    real = torch.empty(1, device="meta")
+    logits = torch.empty(1, V, dtype=dtype, device="meta")
+    for barred in (None, torch.empty(1, V, dtype=torch.bool, device="meta")):
+        forward(logits, Keys(number, number, number, number), RowFilters(real, number, real, real), barred)
 
 
 def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:

@@ -145,14 +145,14 @@ def draw_from_all(
 
 @triton.jit
 def bound_by_groups(
-    most, mass, whole, top, above, group, top_k, cut, min_p,
-    NG: tl.constexpr, GROUP: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    most, mass, whole, top, above, group, top_k, cut, min_p, has_k, has_p, has_m,
+    NG: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A key below which the filters keep no token, computed from the groups' numbers alone."""
     least = tl.full((), -2139095041, tl.int64)  # the key of -inf
     group_key = ordered(most)
     bound = least
-    if TOP_K:
+    if has_k:
         if top_k <= NG:
             low = least
             high = above
@@ -162,7 +162,7 @@ def bound_by_groups(
                 low = tl.where(enough, middle, low)
                 high = tl.where(enough, high, middle)
             bound = low
-    elif TOP_P:
+    elif has_p:
         low = least
         high = above
         while high - low > 1:
@@ -175,7 +175,7 @@ def bound_by_groups(
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
         bound = low
-    if MIN_P and not (TOP_K and TOP_P):  # top_p is a share of all tokens that top_k keeps
+    if has_m and not (has_k and has_p):  # top_p is a share of all tokens that top_k keeps
         bound = tl.maximum(bound, ordered(top + tl.log(min_p) - 1e-2).to(tl.int64))
     return tl.minimum(bound, above - 1)
 
@@ -247,9 +247,8 @@ def weight_from(
 
 @triton.jit
 def threshold(
-    logits, barred, ids, short, n, temperature, bound, above, top, whole, top_k, cut,
+    logits, barred, ids, short, n, temperature, bound, above, top, whole, top_k, cut, has_k, has_p,
     HELD: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
     """(the least key that top_k and top_p keep, how many of the tokens with that key are left out).
 
@@ -259,7 +258,7 @@ def threshold(
     key0 = ordered(z0)
     w0 = tl.exp(z0 - top)
     lowest = bound
-    if TOP_K:
+    if has_k:
         low = bound
         high = above
         while high - low > 1:
@@ -272,12 +271,12 @@ def threshold(
             high = tl.where(enough, high, middle)
         lowest = low
     gone = tl.full((), 0, tl.int32)
-    if TOP_P:
+    if has_p:
         over = weight_from(
             lowest, key0, here0, w0, top, logits, barred, ids, short, n, temperature, HELD, DIVIDE, BARRED
         )
         after_k = whole
-        if TOP_K:
+        if has_k:
             after_k = over
         # the weight below a key is the weight that top_k keeps, less the weight from the key on
         stays = after_k - cut * after_k
@@ -343,6 +342,32 @@ def draw_from_list(
     return tl.where(token == V, last, token), kept
 
 
+@triton.jit
+def draw_filtered(
+    logits, barred, groups, ids, temperature, u, most, mass, whole, top, group, top_k, cut, min_p,
+    has_k, has_p, has_m,
+    V: tl.constexpr, NG: tl.constexpr, GROUP: tl.constexpr, HELD: tl.constexpr, LISTED: tl.constexpr,
+    DIVIDE: tl.constexpr, BARRED: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+):  # fmt: skip
+    """(token, sum of weights) of a draw from the tokens that the row's filters keep."""
+    above = ordered(top).to(tl.int64) + 1
+    bound = bound_by_groups(
+        most, mass, whole, top, above, group, top_k, cut, min_p, has_k, has_p, has_m, NG, GROUP
+    )  # fmt: skip
+    short, n = list_tokens(
+        logits, barred, temperature, groups, ids, most, bound, group,
+        V, NG, GROUP, HELD, LISTED, DIVIDE, BARRED,
+    )  # fmt: skip
+    lowest, gone = threshold(
+        logits, barred, ids, short, n, temperature, bound, above, top, whole, top_k, cut, has_k, has_p,
+        HELD, DIVIDE, BARRED,
+    )  # fmt: skip
+    return draw_from_list(
+        logits, barred, ids, short, n, temperature, u, lowest, gone, top, min_p,
+        V, HELD, DIVIDE, BARRED, TOP_P, MIN_P,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["seed", "temperature", "top_k", "cut", "min_p", "barred_row"])
 def sample_kernel(
     logits, barred, prompts, numbers, places, tokens, logprobs, own_logprobs, greatest, sums, groups, ids,
@@ -350,11 +375,13 @@ def sample_kernel(
     V: tl.constexpr, NG: tl.constexpr, NGP: tl.constexpr, GROUP: tl.constexpr, BG: tl.constexpr,
     HELD: tl.constexpr, LISTED: tl.constexpr, STAGES: tl.constexpr,
     GREEDY: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Draws one row's token. `cut`: 1 - top_p. Scratch of a row: greatest, sums, groups [NGP], ids [LISTED].
 
-    Weights are e^(z - top), where top is the greatest score of a token that is not barred.
+    Weights are e^(z - top), where top is the greatest score of a token that is not barred. ROWS: seed,
+    temperature, top_k, cut and min_p are pointers to a value for each row, and the program's row decides
+    which filters it has; GREEDY is then False, and DIVIDE, TOP_K, TOP_P and MIN_P are True.
     """
     b = tl.program_id(0).to(tl.int64)
     logits += b * row
@@ -363,8 +390,29 @@ def sample_kernel(
     sums += b * NGP
     groups += b * NGP
     ids += b * LISTED
+    if ROWS:
+        given = tl.load(temperature + b)
+        greedy = given == 0.0
+        heat = tl.where(greedy, 1.0, given)
+        key = tl.load(seed + b)
+        k = tl.load(top_k + b)
+        p = tl.load(cut + b)
+        m = tl.load(min_p + b)
+        has_k = (k > 0) & (k < V)
+        has_p = p > 0.0
+        has_m = m > 0.0
+    else:
+        greedy: tl.constexpr = GREEDY
+        heat = temperature
+        key = seed
+        k = top_k
+        p = cut
+        m = min_p
+        has_k: tl.constexpr = TOP_K
+        has_p: tl.constexpr = TOP_P
+        has_m: tl.constexpr = MIN_P
     of_all, total_of_all = read_row(
-        logits, barred, greatest, sums, temperature, V, NG, GROUP, BG, STAGES, DIVIDE, BARRED
+        logits, barred, greatest, sums, heat, V, NG, GROUP, BG, STAGES, DIVIDE, BARRED
     )
 
     group = tl.arange(0, NGP)
@@ -379,38 +427,24 @@ def sample_kernel(
     full = of_all + tl.log(total_of_all)
 
     kept = whole.to(tl.float64)  # total weight of the tokens that the draw chooses from
-    if GREEDY:
-        token = greatest_token(
-            logits, barred, temperature, most, top, group, V, NG, GROUP, DIVIDE, BARRED
-        )  # fmt: skip
+    if greedy:
+        token = greatest_token(logits, barred, heat, most, top, group, V, NG, GROUP, DIVIDE, BARRED)
     else:
-        u = uniform(seed, tl.load(prompts + b), tl.load(numbers + b), tl.load(places + b))
-        if not (TOP_K or TOP_P or MIN_P):
+        u = uniform(key, tl.load(prompts + b), tl.load(numbers + b), tl.load(places + b))
+        if not (has_k or has_p or has_m):
             token, kept = draw_from_all(
-                logits, barred, temperature, u, mass, top, group, V, NGP, GROUP, DIVIDE, BARRED
-            )
+                logits, barred, heat, u, mass, top, group, V, NGP, GROUP, DIVIDE, BARRED
+            )  # fmt: skip
         else:
-            above = ordered(top).to(tl.int64) + 1
-            bound = bound_by_groups(
-                most, mass, whole, top, above, group, top_k, cut, min_p, NG, GROUP, TOP_K, TOP_P, MIN_P
-            )
-            short, n = list_tokens(
-                logits, barred, temperature, groups, ids, most, bound, group,
-                V, NG, GROUP, HELD, LISTED, DIVIDE, BARRED,
-            )  # fmt: skip
-            lowest, gone = threshold(
-                logits, barred, ids, short, n, temperature, bound, above, top, whole, top_k, cut,
-                HELD, DIVIDE, BARRED, TOP_K, TOP_P,
-            )  # fmt: skip
-            token, kept = draw_from_list(
-                logits, barred, ids, short, n, temperature, u, lowest, gone, top, min_p,
-                V, HELD, DIVIDE, BARRED, TOP_P, MIN_P,
+            token, kept = draw_filtered(
+                logits, barred, groups, ids, heat, u, most, mass, whole, top, group, k, p, m,
+                has_k, has_p, has_m, V, NG, GROUP, HELD, LISTED, DIVIDE, BARRED, TOP_P, MIN_P,
             )  # fmt: skip
 
     score = tl.load(logits + token).to(tl.float32)
     if DIVIDE:
-        score = tl.div_rn(score, temperature + 0.0)
+        score = tl.div_rn(score, heat + 0.0)
     tl.store(tokens + b, token.to(tl.int64))
     tl.store(logprobs + b, score - full)
     drawn_from = top + tl.log(kept.to(tl.float32))
-    tl.store(own_logprobs + b, 0.0 if GREEDY else score - drawn_from)
+    tl.store(own_logprobs + b, tl.where(greedy, 0.0, score - drawn_from))
