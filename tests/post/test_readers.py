@@ -190,7 +190,7 @@ def test_neither_packing_nor_micro_batches_change_what_grpo_learns(data, tmp_pat
     runs = []
     for seq, batch in sizes:
         size = f"--train.seq {seq} --train.batch {batch} --out {tmp_path}/{seq}-{batch}"
-        runs.append([parse(words(data, "grpo", more, size), "")])
+        runs.append([parse(words(data, "grpo", more, *size.split()), "")])
     (found,) = gloo(1, several, runs)
     for size, got in zip(sizes, found, strict=True):
         assert got == pytest.approx(found[0], rel=1e-5, abs=1e-6), size
