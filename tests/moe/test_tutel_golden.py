@@ -5,10 +5,10 @@ the experts and once more for the gate, SGD of 1e-5, 1024 tokens of randn with s
 of today starts at 11.66 and not at 27.45: its goldens are tied to an initialisation that it no longer has.
 Both experts get all tokens: the capacity of 2 * 512 rows each drops none.
 
-The same training is computed in other axes, at a quarter of the price. 1024 tokens span 1024 of the 2048 input
-axes, so inputs and what multiplies them are turned into those. The loss reads only the sum of a token's 2048
-outputs, so OUT sums of equally many outputs are the outputs, each over FOLD, and the loss multiplies by FOLD:
-a step of SGD then moves the whole sum as before. Both are exact, but for fp64's rounding.
+The same training is computed in other axes, for a third of the time. 1024 tokens span 1024 of the 2048 input
+axes: inputs and the weights that multiply them are rotated into those axes. The loss reads only the sum of a
+token's 2048 outputs. Each of OUT outputs here is the sum of an equal share of them, divided by FOLD, and the
+loss multiplies by FOLD, so a step of SGD moves the whole sum as before. Both are exact up to fp64's rounding.
 
 The loss falls from 27 to 0.013 in the first twelve steps. The loss of each of these steps is also
 held to one part in a million of itself, so that an error shows in the first step whose weights have it.
