@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.moe_layer import SHAPES, Bench, Shape, require_gpu, time_all
-from tmoe.commands.warmup import ARCH, ARCH_VALID
+from tmoe.commands.warmup_command import ARCH, ARCH_VALID
 from tmoe.ops.experts import table
 from tmoe.ops.experts.table import KernelConfig
 from tmoe.ops.launch.kernel_launch import compile_only, device_facts

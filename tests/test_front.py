@@ -17,12 +17,12 @@ from tmoe.base.disk import expand_home
 from tmoe.checkpoint import tools
 from tmoe.cli.parse import parse
 from tmoe.commands import report as report_command
-from tmoe.commands import rollouts, routing, warmup
+from tmoe.commands import rollouts, routing, warmup_command
 from tmoe.config.check import ConfigError
 from tmoe.extras import upcycle
 from tmoe.extras.migrate import translate as migrate
 from tmoe.generate import command_line as generate
-from tmoe.hf import importer
+from tmoe.hf import command_line as hf_command
 
 
 def function(main, prog):
@@ -42,7 +42,7 @@ def data(words):
 
 def warm(words):
     sys.argv = ["tmoe.warmup", *words]
-    warmup.main()
+    warmup_command.main()
 
 
 COMMANDS = {
@@ -50,7 +50,7 @@ COMMANDS = {
     "generate": generate.main,
     "data": data,
     "checkpoint": tools.main,
-    "hf": importer.main,
+    "hf": hf_command.main,
     "upcycle": upcycle.main,
     "migrate": migrate.main,
     "report": function(report_command.main, "python -m tmoe.report"),

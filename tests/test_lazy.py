@@ -25,7 +25,10 @@ ABSENT = {
     "tmoe checkpoint inspect --help": HEAVY,
     "tmoe data --help": HEAVY,
     "tmoe rollouts --help": HEAVY,
+    "tmoe hf --help": HEAVY,
     "tmoe.config.run": COMPILERS,
+    "tmoe warmup --help": COMPILERS,
+    "tmoe generate --help": COMPILERS,
     "tmoe.data.convert": COMPILERS,
     "tmoe.hf.architectures": COMPILERS - {"sympy"},
     "tmoe.checkpoint.inspect": COMPILERS - {"sympy"},  # DTensor's own import loads it

@@ -5,6 +5,7 @@ The cost model (step_time.py) is compared with these steps. A record is a line o
 reason.
 """
 
+import functools
 import json
 import statistics
 from pathlib import Path
@@ -94,9 +95,15 @@ def read_points(paths: list[Path]) -> list[Point]:
     return points
 
 
+@functools.cache
+def settings_of(command: str, gpus: int) -> Config:
+    """The settings of a recorded command; many records have the same."""
+    return parse(command.split()[1:], "", world=gpus)
+
+
 def point_of(record: dict[str, Any]) -> Point:
     """The measurement that a line of `python -m benchmarks.train --json` records."""
-    cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
+    cfg = settings_of(record["command"], record["gpus"])
     axes = Axes.of(cfg.parallel, record["gpus"])
     train = cfg.train
     tokens = axes.readers * train.batch * train.seq * train.accumulate
@@ -110,7 +117,7 @@ def fitted_layouts(constants: dict[str, dict]) -> list[tuple]:
     runs = [run for c in constants.values() for run in c.get("points", ())]
     layouts = []
     for run in runs:
-        cfg = parse(run["command"].split()[1:], "", world=run["gpus"])
+        cfg = settings_of(run["command"], run["gpus"])
         layouts.append(layout(cfg, Axes.of(cfg.parallel, run["gpus"])))
     return layouts
 

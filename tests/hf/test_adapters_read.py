@@ -14,7 +14,7 @@ from tmoe.checkpoint.errors import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.hf.adapters.commands import import_adapter
 from tmoe.hf.adapters.read import PeftFolder
-from tmoe.hf.importer import main
+from tmoe.hf.command_line import main
 
 BAR = 1e-5
 

@@ -26,14 +26,13 @@ from tmoe.checkpoint.manifest import read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.check import ConfigError
 from tmoe.config.presets import moe_pilot_14b, presets
-from tmoe.extras.gguf.command import export_gguf, import_model
 from tmoe.extras.gguf.encode import decode, encode
 from tmoe.extras.gguf.families import family_of, read_model, require_same_function
 from tmoe.extras.gguf.names import entries
 from tmoe.extras.gguf.rows import Heads, turned
 from tmoe.extras.gguf.types import MIXES, facts_of, kind_of, padded, size_of
+from tmoe.hf.command_line import main
 from tmoe.hf.config import architecture, read_config, write_config
-from tmoe.hf.importer import main
 
 HERE = Path(__file__).parent
 LOGITS = HERE / "gguf_logits.npz"
@@ -41,7 +40,12 @@ TYPES = HERE / "gguf_types.json"
 
 
 def run(*words: object) -> None:
-    main([str(word) for word in words], **{"import": import_model}, gguf=export_gguf)
+    command = "tmoe.extras.gguf.command"
+    main(
+        [str(word) for word in words],
+        **{"import": f"{command}.import_model"},
+        gguf=f"{command}.export_gguf",
+    )
 
 
 def weights_of(step: Path) -> dict[str, torch.Tensor]:

@@ -41,9 +41,9 @@ from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.hf import export_hf, import_hf, is_folder, load_hf
+from tmoe.hf.command_line import main
 from tmoe.hf.config import read_config, write_config
 from tmoe.hf.files import Folder, split
-from tmoe.hf.importer import main
 from tmoe.model.transformer import Transformer
 
 

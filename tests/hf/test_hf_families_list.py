@@ -11,8 +11,8 @@ import pytest
 from tmoe.config.check import ConfigError
 from tmoe.hf import families
 from tmoe.hf.architectures import ARCHITECTURES
+from tmoe.hf.command_line import main
 from tmoe.hf.families import Family, print_families, standings
-from tmoe.hf.importer import main
 from tmoe.hf.rules import Architecture
 
 ROOT = Path(__file__).parents[2]

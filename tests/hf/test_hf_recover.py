@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.stock import StockFolder
 from tmoe.extras.recover import recover
-from tmoe.hf.importer import main
+from tmoe.hf.command_line import main
 
 COLLECTIVES = "use_collectives" in inspect.signature(dcp.save).parameters
 
@@ -56,7 +56,10 @@ def test_of_two_ranks(gloo, tmp_path, mixtral):
     """Every tensor bit for bit, in the original's files, with its config and tokenizer."""
     wanted = hf_tiny.tensors_of(mixtral)
     gloo(2, save, wanted, str(tmp_path / "dcp"), "model")
-    main(["recover", str(tmp_path / "dcp"), str(tmp_path / "out"), str(mixtral)], recover=recover)
+    main(
+        ["recover", str(tmp_path / "dcp"), str(tmp_path / "out"), str(mixtral)],
+        recover="tmoe.extras.recover.recover",
+    )
     hf_tiny.assert_bits(hf_tiny.tensors_of(tmp_path / "out"), wanted)
     assert hf_tiny.files_of(tmp_path / "out").keys() == hf_tiny.files_of(mixtral).keys()
     for name in ("config.json", "tokenizer.json", "generation_config.json"):

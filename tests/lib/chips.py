@@ -7,8 +7,12 @@ import contextlib
 import functools
 import io
 import math
+import os
 import re
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triton import knobs
 
 # Kernels launched with several resident programs for each SM; for every other kernel one program must fit.
 PERSISTENT = ("specialised", "few_rows", "up_kernel", "rows_kernel", "dh_kernel", "dw_kernel")
@@ -43,17 +47,27 @@ class Binary(NamedTuple):
     serialised: bool  # whether ptxas serialised wgmma, so that each waits for the previous one
 
 
-def measure(arch: str, name: str, compile: functools.partial, reports: dict[str, str]) -> Binary:
+def measure(arch: str, name: str, compile: functools.partial) -> Binary:
     """Compiles a launch of the kernel `name` and returns the resources that the binary uses.
 
     compile: the call that compiles it, in the form that precompile's visitors receive, with the launch's
         grid.
-    reports: ptxas's reports by hash of the binary. An equal binary under another key is not compiled again,
-    and its report is found here.
+
+    A binary that is in Triton's cache is not compiled again: the cache's key has the source of the kernel and
+    of all that it calls, the options, and the versions of Triton and of the assembler. ptxas's report of a
+    binary is kept beside it.
     """
-    with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = compile()
-    report = reports.setdefault(compiled.metadata.hash, log.getvalue())
+    compiled, said = _compiled(compile)
+    kept = Path(knobs.cache.dir, f"{compiled.metadata.hash}.ptxas")
+    if not said and arch.startswith("cuda") and not kept.exists():  # another test compiled it, and kept none
+        with knobs.compilation.scope():
+            knobs.compilation.always_compile = True
+            compiled, said = _compiled(compile)
+    if said:
+        partial = kept.with_suffix(f".{os.getpid()}")
+        partial.write_text(said)
+        partial.replace(kept)
+    report = said or (kept.read_text() if arch.startswith("cuda") else "")
     programs = compile.keywords["grid"][0] if name in PERSISTENT else 1
     shared = compiled.metadata.shared
 
@@ -72,6 +86,13 @@ def measure(arch: str, name: str, compile: functools.partial, reports: dict[str,
     used = int(re.search(r"Used (\d+) registers", report).group(1))
     registers = math.ceil(used / 8) * 8  # registers are allocated in eights
     return Binary(name, programs, threads, shared, registers, spilled, "serialized" in report)
+
+
+def _compiled(compile: functools.partial) -> tuple[Any, str]:
+    """The binary, and ptxas's report; "" if the binary was in a cache or is of an AMD GPU."""
+    with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope():
+        knobs.nvidia.dump_ptxas_log = True
+        return compile(), log.getvalue()
 
 
 def assert_fits(binary: Binary, chip: Chip) -> None:

@@ -10,7 +10,6 @@ import torch
 from chips import CHIPS, assert_fits, measure
 from interpreter import poison, repair_interpreter
 from tiers import slow_but
-from triton import knobs
 
 from tmoe.ops.decode import attention as module
 from tmoe.ops.launch.kernel_launch import compile_only
@@ -218,19 +217,14 @@ SHAPES = [  # H, G, C, CV, window, type, sinks, latent
 ]
 
 
-REPORTS: dict[str, str] = {}  # of ptxas, by binary: a process compiles a binary once
-
-
 @compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", CHIPS)
-def test_the_kernels_fit(arch, tmp_path, monkeypatch):
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
+def test_the_kernels_fit(arch):
     found = []
 
     def visit(name, key, compile):
-        found.append(measure(arch, name, compile, REPORTS))
+        found.append(measure(arch, name, compile))
         if name == "decode_kernel" and arch != "hip:gfx942":
             ptx = compile().asm["ptx"]
             assert "cp.async.cg.shared.global" in ptx and "mma" in ptx  # 16 bytes a copy, sent ahead
@@ -244,15 +238,13 @@ def test_the_kernels_fit(arch, tmp_path, monkeypatch):
 
 
 @compiled
-def test_a_program_leaves_room_for_two_more(tmp_path, monkeypatch):
+def test_a_program_leaves_room_for_two_more():
     """Three programs of 128 channels on a multiprocessor of an H100."""
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
     found = []
 
     def visit(name, key, compile):
         if name == "decode_kernel" and not found:
-            found.append(measure("cuda:90", name, compile, REPORTS))
+            found.append(measure("cuda:90", name, compile))
 
     with compile_only("cuda:90", visit):
         module.trace(*SHAPES[0])

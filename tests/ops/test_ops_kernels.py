@@ -1,6 +1,6 @@
 """Every kernel configuration that ships, compiled without a GPU: registers, spills and shared memory.
 
-All binaries of all tests are compiled once, by two processes, into caches of their own. What a binary
+All binaries of all tests are compiled once, by two processes, where Triton's cache lacks them. What a binary
 takes is read from ptxas's report and from the metadata of the AMD code; no driver is asked.
 
 next: test_ops_gpu.py
@@ -13,7 +13,6 @@ import pytest
 import torch
 from chips import CHIPS, assert_fits, measure
 from tiers import slow_but
-from triton import knobs
 
 from tmoe.ops.experts import gpu, table
 from tmoe.ops.experts.op import trace
@@ -109,16 +108,14 @@ def everything(visit):
             variants("cuda:90", 2048, 768, bf16, visit(f"{name} variants", "cuda:90"))
 
 
-def half(part, cache):
+def half(part):
     """One process's half of the binaries, as {(architecture, key): Binary}."""
-    knobs.cache.dir = f"{cache}/{part}"
-    knobs.nvidia.dump_ptxas_log = True
-    found, seen, reports = {}, {}, {}
+    found, seen = {}, {}
 
     def visit(test, arch):
         def see(name, key, compile):
             if seen.setdefault((arch, key), len(seen)) % 2 == part and (arch, key) not in found:
-                found[arch, key] = measure(arch, name, compile, reports)
+                found[arch, key] = measure(arch, name, compile)
 
         return see
 
@@ -127,11 +124,10 @@ def half(part, cache):
 
 
 @pytest.fixture(scope="module")
-def binaries(tmp_path_factory):
+def binaries():
     """{test's name: [Binary]}."""
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        cache = str(tmp_path_factory.mktemp("triton"))
-        one, other = pool.starmap(half, [(0, cache), (1, cache)], chunksize=1)
+        one, other = pool.map(half, [0, 1], chunksize=1)
     found = {**one, **other}
     of = {}
 
@@ -175,17 +171,15 @@ def test_tuned_configurations_fit(name, binaries):
         *[("hip:gfx942", name) for name in ("clamped_silu", "geglu", "gelu")],
     ],
 )
-def test_other_activations_fit(arch, activation, tmp_path, monkeypatch):
+def test_other_activations_fit(arch, activation):
     """The kernels that compute one; on Hopper those for many rows and those for few."""
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
-    found, reports = {}, {}
+    found = {}
 
     def visit(name, key, compile):
         kinds = ("'up'", "'ungated'", "'dh'")
         asked = name == "specialised" and any(kind in key for kind in kinds)
         if (asked or name in ("up_kernel", "dh_kernel", "few_rows")) and key not in found:
-            found[key] = measure(arch, name, compile, reports)
+            found[key] = measure(arch, name, compile)
 
     with compile_only(arch, visit):
         for tokens in (T, FEW[0])[: 1 + (arch == "cuda:90")]:
@@ -198,8 +192,7 @@ def test_other_activations_fit(arch, activation, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "chip", slow_but(["hip:gfx942"], ["cuda:90", "hip:gfx942", "hip:gfx950", "hip:gfx90a"])
 )
-def test_fp32_compiles_where_tf32_is_allowed_and_a_chip_has_none(chip, tmp_path, monkeypatch):
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+def test_fp32_compiles_where_tf32_is_allowed_and_a_chip_has_none(chip, monkeypatch):
     monkeypatch.setattr(gpu, "tf32", lambda: True)
     wanted = {}
     with compile_only(chip, lambda name, key, compile: wanted.setdefault(name, compile)):

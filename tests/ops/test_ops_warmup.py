@@ -33,6 +33,7 @@ from tiers import slow_but
 from tmoe import ops as tmoe_ops
 from tmoe.commands import warmup
 from tmoe.commands.warmup import warm
+from tmoe.commands.warmup_command import ARCH
 from tmoe.config.presets import presets
 from tmoe.config.run import GrpoConfig, LoraConfig, ParallelConfig, TrainConfig
 from tmoe.ops.experts import swiglu
@@ -347,7 +348,7 @@ def test_a_cache_that_is_a_file_is_one_error(tmp_path):
 
 
 def test_architectures_are_those_that_the_assembler_knows():
-    known = [a for a in range(60, 130) if warmup.ARCH.fullmatch(f"cuda:{a}")]
+    known = [a for a in range(60, 130) if ARCH.fullmatch(f"cuda:{a}")]
     # of the ptxas that triton 3.6 brings
     assert known == [
         70,

@@ -13,7 +13,6 @@ import pytest
 import torch
 from tiers import slow_but
 from torch import tensor
-from triton import knobs
 
 from tmoe import ops
 from tmoe.commands.warmup import traces
@@ -164,7 +163,6 @@ def test_a_gpu_gives_the_bits_of_a_cpu(shape, dtype):
 @pytest.mark.parametrize("arch", slow_but(["cuda:90"], ["cuda:90", "cuda:80", "hip:gfx942"]))
 def test_the_kernels_compile(monkeypatch, tmp_path, arch):
     """One binary each for a width and a type, whatever the numbers of rows."""
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     for D, dtype in ((2048, torch.bfloat16), (1, torch.float32), (200, torch.float16)):
         wanted = {}
         with compile_only(

@@ -12,6 +12,7 @@ import pytest
 
 import train
 from tmoe.cli.parse import parse
+from tmoe.config.run import Config
 from tmoe.parallel import clip_grad_norm_
 from tmoe.post import task_of
 from tmoe.post.grpo import Grpo
@@ -85,15 +86,14 @@ class Asked(Grpo):
         return self.kept[key]
 
 
-def several(rank: int, world: int, out: str, runs: list[tuple[str, list[list[str]]]]) -> list[list[float]]:
+def several(rank: int, world: int, runs: list[list[Config]]) -> list[list[float]]:
     """Loss and gradient norm of each loss of several runs, one after another in one process group.
 
-    runs: a folder, and the flags of each loss that shares folder, model and, in GRPO, the answers. Only the
-    last of a run may move the weights.
+    runs: the settings of each loss that shares folder, model and, in GRPO, the answers. Only the last of a
+    run may move the weights.
     """
     found = []
-    for name, losses in runs:
-        cfgs = [parse([*argv, "--out", f"{out}/{name}"], "", rank=rank, world=world) for argv in losses]
+    for cfgs in runs:
         trainer = train.Trainer(cfgs[0], runtime.start(cfgs[0].seed))
         first = trainer.task
         kept: dict = {}
@@ -123,10 +123,18 @@ def one_step(trainer: train.Trainer) -> list[float]:
     return numbers
 
 
-def runs_of(data: Path, tasks: tuple[str, ...], name: str, flags: str) -> list[tuple[str, list[list[str]]]]:
-    """Every loss of the tasks, as `several` takes them. name: of their folders."""
-    made = {task: [words(data, task, loss, *flags.split()) for loss in TASKS[task]] for task in tasks}
-    return [(f"{name}-{task}", losses) for task, losses in made.items()]
+def runs_of(data: Path, tasks: tuple[str, ...], out: str, flags: str, world: int) -> list[list[Config]]:
+    """Every loss of the tasks, as `several` takes them. out: the beginning of their folders' names.
+
+    The words are parsed here and not on each rank, which would be most of the test's time.
+    """
+    return [
+        [
+            parse([*words(data, task, loss, *flags.split()), "--out", f"{out}-{task}"], "", world=world)
+            for loss in TASKS[task]
+        ]
+        for task in tasks
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +143,8 @@ def alone(data, tmp_path_factory, gloo):
 
     @functools.cache
     def numbers(tasks: tuple[str, ...], flags: str) -> list[list[float]]:
-        (found,) = gloo(
-            1, several, str(tmp_path_factory.mktemp("alone")), runs_of(data, tasks, "alone", flags)
-        )
+        out = str(tmp_path_factory.mktemp("alone") / "run")
+        (found,) = gloo(1, several, runs_of(data, tasks, out, flags, 1))
         return found
 
     return numbers
@@ -159,9 +166,11 @@ def assert_as_alone(gloo, data, tmp_path, alone):
         cases = [(task, more) for task in tasks for more in TASKS[task]]
         want = alone(tasks, f"{one} {both}")
         made = [
-            run for n, flags in enumerate(layouts) for run in runs_of(data, tasks, str(n), f"{flags} {both}")
+            run
+            for n, flags in enumerate(layouts)
+            for run in runs_of(data, tasks, f"{tmp_path}/{n}", f"{flags} {both}", world)
         ]
-        for found in gloo(world, several, str(tmp_path), made):
+        for found in gloo(world, several, made):
             for i, got in enumerate(found):
                 at = i % len(cases)
                 case = layouts[i // len(cases)], cases[at]
@@ -178,11 +187,11 @@ def test_neither_packing_nor_micro_batches_change_what_grpo_learns(data, tmp_pat
     """With rows of one to four answers, and one to twelve rows in a micro-batch."""
     sizes = [(64, 4), (64, 1), (32, 4), (16, 12), (16, 1)]
     more = ["--model.moe.balance", "sequence:0.5", "--model.moe.z-coeff", "0.1"]
-    runs = [
-        (f"{seq}-{batch}", [words(data, "grpo", more, "--train.seq", str(seq), "--train.batch", str(batch))])
-        for seq, batch in sizes
-    ]
-    (found,) = gloo(1, several, str(tmp_path), runs)
+    runs = []
+    for seq, batch in sizes:
+        size = f"--train.seq {seq} --train.batch {batch} --out {tmp_path}/{seq}-{batch}"
+        runs.append([parse(words(data, "grpo", more, *size.split()), "")])
+    (found,) = gloo(1, several, runs)
     for size, got in zip(sizes, found, strict=True):
         assert got == pytest.approx(found[0], rel=1e-5, abs=1e-6), size
 

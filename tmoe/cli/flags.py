@@ -5,9 +5,9 @@ next: cli/parse.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import get_type_hints
 
 from tmoe.base.wishes import wish
@@ -149,14 +149,14 @@ def require_task(value: str) -> None:
         raise ConfigError.of("task", value, "no such task", valid)
 
 
-def flags_of_settings(config: type, section: str = "--") -> Iterator[tuple[str, type]]:
+@cache
+def flags_of_settings(config: type, section: str = "--") -> tuple[tuple[str, type], ...]:
     """Every flag of a dataclass of settings, and the type of its value."""
+    found: list[tuple[str, type]] = []
     for name, kind in get_type_hints(config).items():
         flag = section + name.replace("_", "-")
-        if is_dataclass(kind):
-            yield from flags_of_settings(kind, f"{flag}.")
-        else:
-            yield flag, kind
+        found += flags_of_settings(kind, f"{flag}.") if is_dataclass(kind) else [(flag, kind)]
+    return tuple(found)
 
 
 def flag_of(name: str) -> str:

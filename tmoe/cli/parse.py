@@ -17,6 +17,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
+import tyro
+
 from tmoe import front
 from tmoe.base import exit_message
 from tmoe.base.disk import expand_home
@@ -184,6 +186,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         description=text,
         default=source.cfg,
         console_outputs=rank == 0,
+        config=(tyro.conf.HelptextFromCommentsOff,),  # a third of the time: tyro would read the source
     )
     source.notes.extend(_require_read(cfg, source, words, typed))
     run, planned = Section(cfg), f"only for {Setting('dry_run')}"

@@ -1,19 +1,14 @@
 """Compiles the kernels of a configuration before training, in parallel, so that no rank waits for a compiler.
 
-    python -m tmoe.warmup qwen3-30b-a3b                  # for the GPU of this machine
-    python -m tmoe.warmup qwen3-30b-a3b --arch cuda:90   # for a GPU that need not be here
-    python -m tmoe.warmup                                # every preset
-
 Any number of processes may run it at once, on an empty or a half-written cache: each kernel is compiled once
-(ops/launch/precompile.py). Call it before the process group exists, and let no collective wait for it.
+(ops/launch/precompile.py). Call it before the process group exists, and let no collective wait for it. The
+command line is warmup_command.py.
 
 next: ops/launch/precompile.py
 """
 
 import os
-import re
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +18,9 @@ from filelock import FileLock, Timeout
 from triton import knobs
 
 from tmoe.base.private_torch import find
-from tmoe.cli.parse import require_cache_folder
 from tmoe.config.axes import Axes
-from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE, ModelConfig
-from tmoe.config.presets import presets
 from tmoe.config.run import Config
-from tmoe.front import Parser
 from tmoe.generate.cache import layer_widths
 from tmoe.generate.gathered_model import AT_ONCE
 from tmoe.generate.sampler import Sampling
@@ -52,10 +43,6 @@ from tmoe.ops.launch.shapes import (
 )
 from tmoe.ops.register import traces_of
 
-ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
-ARCH_VALID = (
-    "must be cuda:NN (a GPU's compute capability from 70 to 121, as cuda:90) or hip:gfxNNN (as hip:gfx942)"
-)
 # numbers of tokens, up to the most in a pass, that select every kernel which depends on this number
 COUNTS = sorted(
     {n for i in range(13) for n in (2**i, 2**i + 1, 3 * 2**i, 3 * 2**i + 1) if n < AT_ONCE} | {AT_ONCE}
@@ -237,28 +224,3 @@ def drop_torn_objects() -> None:
                 lock = Path(get_lock_dir(), f"{path.name.partition('.')[0]}.lock")
                 with FileLock(lock, timeout=0):
                     path.unlink()
-
-
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("preset", nargs="*", help=f"any of {', '.join(presets())}; default: all")
-    parser.add_argument("--arch", help="cuda:90, cuda:80, hip:gfx942, ...; default: the GPU of this machine")
-    parser.add_argument("--processes", type=int, default=0, help="default: one a core, at most 8")
-    args = parser.parse_args()
-    if unknown := [name for name in args.preset if name not in presets()]:
-        parser.error(f"preset {unknown[0]!r}: valid are {', '.join(presets())}")
-    if args.arch is not None and not ARCH.fullmatch(args.arch):
-        parser.error(f"--arch={args.arch}: {ARCH_VALID}")
-    if args.processes < 0:
-        parser.error(f"--processes={args.processes}: must be 0 (one a core, at most 8) or more")
-    if args.arch is None and local_arch() is None:
-        print("no GPU here: nothing to compile (--arch compiles for one that is elsewhere)")
-        return
-    try:
-        require_cache_folder()
-    except ConfigError as error:
-        parser.error(error.spelt("flag"))
-    start = time.perf_counter()
-    cfgs = [presets()[name] for name in args.preset or presets()]
-    compiled, needed = warm(cfgs, args.arch, args.processes)
-    print(f"compiled {compiled} of {needed} kernels in {time.perf_counter() - start:.1f} s")

@@ -206,9 +206,8 @@ def check(
             if not ok:
                 raise ConfigError.of(setting, str(shown), wrong)
 
-        must(
-            fits(value, kind), f"must be {spell(kind)}", value if get_origin(kind) is Literal else repr(value)
-        )
+        if not fits(value, kind):
+            must(False, f"must be {spell(kind)}", value if get_origin(kind) is Literal else repr(value))
         must(value != "", "must not be empty", "''")
 
         limit = MOST.get(name, 2**31 - 1) if isinstance(value, int) else FLOATS[1]

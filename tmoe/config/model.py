@@ -495,8 +495,12 @@ class ModelConfig:
     """standard deviation of the initial weights;
     for projections into the residual stream it is divided by sqrt(2 layers)"""
     rope: RopeConfig = field(default_factory=RopeConfig)
+    """rotary position embedding (Su et al. 2021) and the scalings that stretch it past its trained range"""
     mla: MLAConfig = field(default_factory=MLAConfig)
+    """multi-head latent attention (DeepSeek-V2, 2024, section 2.1):
+    keys and values of all heads are projected from one narrow latent"""
     moe: MoEConfig = field(default_factory=MoEConfig)
+    """one Mixture-of-Experts layer: router, experts, shared experts, balancing terms"""
 
     def __post_init__(self) -> None:
         one = "vocab dim layers heads kv_heads head_dim moe_every ffn_dim"

@@ -1,15 +1,20 @@
 """The presets: published models' shapes, and one small enough for a laptop."""
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, DataConfig, OptimConfig, TrainConfig
 
 
-def presets() -> dict[str, Config]:
+@functools.cache
+def presets() -> Mapping[str, Config]:
     """Every preset: name -> Config.
 
     The balancing loss is per sequence in all presets, so that no layout changes the mathematics.
     """
-    return {
+    found = {
         "tiny": tiny(),
         "moe-pilot-14b": pretrain(moe_pilot_14b()),
         "mixtral-8x7b": pretrain(mixtral_8x7b()),
@@ -24,6 +29,7 @@ def presets() -> dict[str, Config]:
         "kimi-k2": pretrain(kimi_k2(), lr=2e-4),
         "glm-4.7-flash": pretrain(glm_4_7_flash()),
     }
+    return MappingProxyType(found)
 
 
 def tiny() -> Config:

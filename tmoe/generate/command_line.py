@@ -9,6 +9,8 @@
 Text is written to stdout, notes to stderr. Without a prompt the prompt is read from stdin, unless stdin is a
 terminal. Exit code 0: done; 2: refused, with the reason on stderr; 1: failed or interrupted.
 
+The engine is imported when the command runs, so that --help loads no compiler.
+
 next: generate/load.py, generate/engine.py
 """
 
@@ -23,12 +25,12 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from tmoe.base.disk import expand_home
-from tmoe.checkpoint.manifest import CheckpointError
+from tmoe.checkpoint.errors import CheckpointError
 from tmoe.config.check import ConfigError, Section, Setting, require
 from tmoe.data.chat.conversations import parse_given, parse_messages, with_system
 from tmoe.data.chat.encoding import Marker, prompt_text, spoken, turn_ends
@@ -37,12 +39,14 @@ from tmoe.data.chat.template import ChatTemplate, load_template
 from tmoe.data.chat.template_choice import another
 from tmoe.data.tokenizer import DataError
 from tmoe.front import call, one_message, spelt
-from tmoe.generate.engine import Engine, Piece
 from tmoe.generate.generation_config import DRAWN, not_followed, sampling_of
-from tmoe.generate.load import Loaded, load
 from tmoe.generate.prompt_file import is_chat, read_prompts, write_answers
-from tmoe.generate.sampler import Sampling
-from tmoe.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from tmoe.generate.engine import Engine, Piece
+    from tmoe.generate.load import Loaded
+    from tmoe.generate.sampler import Sampling
+    from tmoe.model.transformer import Transformer
 
 TOKENS = 256  # default of --max-tokens
 TEMPERATURE = 0.8  # if neither the flag nor generation_config.json has one
@@ -130,6 +134,8 @@ class Flags:
 
     def sampling(self, loaded: Loaded) -> Sampling:
         """Settings from the flags, else from the folder, else the defaults. ConfigError for a wrong value."""
+        from tmoe.generate.sampler import Sampling
+
         names = *DRAWN, "repetition_penalty"
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         asked = sampling_of(loaded.generation)
@@ -183,6 +189,8 @@ def run(flags: Flags) -> None:
         ways = f'give a prompt ("..."), {Setting("file")} PROMPTS or {Setting("chat")}'
         require(not sys.stdin.isatty(), ways)
         prompt = "".join(piped())
+    from tmoe.generate.load import load
+
     begun = time.perf_counter()
     how = flags.tokenizer, flags.device, flags.dtype, flags.adapter, flags.quantize
     loaded = load(flags.path, *how)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tmoe.config.check import ConfigError, Setting, require
-from tmoe.generate.engine import Piece, Sample
+
+if TYPE_CHECKING:
+    from tmoe.generate.engine import Piece, Sample
 
 ROW = '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 

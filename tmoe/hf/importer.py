@@ -31,11 +31,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import tyro
@@ -44,7 +44,6 @@ from torch import Tensor
 
 from tmoe.base.listing import listed
 from tmoe.base.versions import versions
-from tmoe.checkpoint import tools
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import Manifest
 from tmoe.checkpoint.resume import require_same_run
@@ -53,7 +52,6 @@ from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import spelt
 from tmoe.config.compare import build_config
 from tmoe.hf.export import export_hf
-from tmoe.hf.families import print_families
 from tmoe.hf.files import EXTRA, FILE, LAYOUT, MODEL, Folder, fill, untied
 from tmoe.hf.foreign import CONFIG, is_folder
 from tmoe.hf.hub_folders import folder_of
@@ -198,21 +196,3 @@ def _content(folder: Folder, name: str) -> Tensor:
 
 def _as_tensor(raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-
-
-# ---- command line ----
-
-
-def main(argv: Sequence[str] | None = None, **more: Callable[..., Any]) -> None:
-    """Runs the command line. An error ends the process with one message.
-
-    more: commands of extras/, which hf/ does not import.
-    """
-    from tmoe.hf.adapters import commands as adapters  # late: needs the model's classes
-
-    commands: dict[str, Any] = {"import": import_hf, "export": export_hf, **more}
-    commands["import-adapter"] = adapters.import_adapter
-    commands["export-adapter"] = adapters.export_adapter
-    commands["merge"] = adapters.merge
-    commands["families"] = print_families
-    tools.commands(commands, "python -m tmoe.hf", __doc__, argv, config=(tyro.conf.FlagCreatePairsOff,))
