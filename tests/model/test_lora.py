@@ -121,6 +121,18 @@ def test_the_model_is_the_one_of_merged_weights(model, rs):
             assert (got - want).abs().max() <= 1e-12 * max(want.abs().max().item(), 1e-3), target
 
 
+def test_blocks_can_be_compiled_before_weights_have_memory():
+    """model/compile_ahead.py calls a block whose parameters cannot be read, so no factor is scaled there."""
+    experts = built(config()).blocks[1].moe.experts
+    real = experts.local_adapters()
+    assert torch.equal(real.down_b, experts.down_b * 6) and real.down_b is not experts.down_b
+    for p in experts.parameters():
+        p.data.untyped_storage().resize_(0)
+    empty = experts.local_adapters()
+    assert [t.shape for t in empty] == [t.shape for t in real]
+    assert all(t.untyped_storage().size() == 0 for t in empty)
+
+
 def test_targets():
     model = built(config(targets=("attention", r"experts\.down")))
     kinds = {name.split(".", 2)[2] for name, p in model.named_parameters() if p.requires_grad}

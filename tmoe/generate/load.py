@@ -29,6 +29,7 @@ from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, lo
 from tmoe.generate.engine import Engine
 from tmoe.generate.load_quantised import Place, load_quantised
 from tmoe.hf.adapters.load import chat_of, is_peft, open_folder, read_into, tokenizer_notes
+from tmoe.hf.adapters.read import PeftFolder
 from tmoe.hf.files import MODEL, Folder
 from tmoe.hf.foreign import hint, is_folder, require_folder
 from tmoe.hf.hub_folders import folder_of
@@ -109,11 +110,7 @@ def load(
         cfg = plan_folder(Folder(path)).cfg
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
-        if quantize:
-            model = load_quantised(path, None, cfg, quantize, Place(where, kind))
-        else:
-            model = empty(cfg, where, kind, peft.settings() if peft else None)
-            load_hf(path, frozen_of(model), cfg)
+        model = of_folder(path, cfg, Place(where, kind), quantize, peft)
         published = True
     else:
         manifest = read_manifest(path)
@@ -122,18 +119,7 @@ def load(
         require(isinstance(settings, dict), f"{path}: its manifest does not say what the model is")
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
-        cfg = build_config(settings)
-        lora = peft.settings() if peft else lora_of_settings(settings_of(manifest))
-        require(not (lora and quantize), "quantize", quantize, *WITH_ADAPTERS)
-        if quantize:
-            require_fit(model_shapes(cfg), path, manifest)
-            model = load_quantised(path, manifest, cfg, quantize, Place(where, kind))
-        elif peft:
-            model = empty(cfg, where, kind, lora)
-            fill_from(frozen_of(model), path, manifest)
-        else:
-            model = empty(cfg, where, kind, lora)
-            fill(model, path, manifest, base)
+        model = of_step(path, manifest, build_config(settings), Place(where, kind), quantize, peft, base)
         published = "hf" in manifest.info
         seq = run.get("train", {}).get("seq")
     if peft:
@@ -149,6 +135,43 @@ def load(
     generation = carried.generation if carried else {}
     notes = tuple([*peft.notes(), *tokenizer_notes(peft, carried)]) if peft else ()
     return Loaded(path, model.eval(), found, ends_of(found, model.cfg.vocab), begin, generation, seq, notes)
+
+
+def of_folder(
+    path: Path, cfg: ModelConfig, place: Place, quantize: str | None, peft: PeftFolder | None
+) -> Transformer:
+    """The model of a Hugging Face folder; without values for the adapters of `peft`."""
+    if quantize:
+        return load_quantised(path, None, cfg, quantize, place)
+    model = empty(cfg, *place, peft.settings() if peft else None)
+    load_hf(path, frozen_of(model), cfg)
+    return model
+
+
+def of_step(
+    step: Path,
+    manifest: Manifest,
+    cfg: ModelConfig,
+    place: Place,
+    quantize: str | None,
+    peft: PeftFolder | None,
+    base: str,
+) -> Transformer:
+    """The model of a step folder; without values for the adapters of `peft`.
+
+    base: the folder of the frozen base of a step with adapters; "": the place in its manifest.
+    """
+    lora = peft.settings() if peft else lora_of_settings(settings_of(manifest))
+    require(not (lora and quantize), "quantize", quantize, *WITH_ADAPTERS)
+    if quantize:
+        require_fit(model_shapes(cfg), step, manifest)
+        return load_quantised(step, manifest, cfg, quantize, place)
+    model = empty(cfg, *place, lora)
+    if peft:
+        fill_from(frozen_of(model), step, manifest)
+    else:
+        fill(model, step, manifest, base)
+    return model
 
 
 def device_of(name: str | None) -> torch.device:

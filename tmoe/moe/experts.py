@@ -188,7 +188,9 @@ class Experts(nn.Module):
                 factors += [None, None]
                 continue
             a, b = (local_part(getattr(self, f"{matrix}_{part}")) for part in "ab")
-            factors += [a, b if self.scales[matrix] == 1 else b * self.scales[matrix]]
+            # model/compile_ahead.py: a parameter without memory cannot be read
+            scaled = self.scales[matrix] != 1 and b.untyped_storage().size() > 0
+            factors += [a, b * self.scales[matrix] if scaled else b]
         return Adapters(*factors)
 
     @property
