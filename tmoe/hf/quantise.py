@@ -1,4 +1,4 @@
-"""Quantises the matrices of an export in the formats of compressed-tensors, which transformers and vLLM load.
+"""Quantises the matrices of an export in the formats of compressed-tensors, which transformers loads.
 
 The matrices of attention, of dense and shared layers and of experts are quantised. Everything else keeps its
 type and is listed in `ignore`: routers, norms, embedding, head, biases, tensors that are only carried along.
