@@ -75,7 +75,7 @@ class Calls(Streams):
     def forward(self, h):
         self.note("experts")
 
-    def backward(self, h, x_is_here, dx_is_there):
+    def backward(self, h, x_is_here, dx_is_there, frozen):
         self.note("dx")
         x_is_here()
         dx_is_there()
@@ -91,9 +91,8 @@ def test_backward_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch
     at = Calls(monkeypatch, True)
     x, w, ids, gate_up, down, *_ = operands(False)
     without = (None,) * 5  # bias, shared expert, H
-    symm._backward(
-        symm.SymmBackward(x, None, x, w, ids, gate_up, down, *without, "swiglu", 4, 128, False, "group")
-    )
+    how = "swiglu", 4, 128, False, False, "group"
+    symm._backward(symm.SymmBackward(x, None, x, w, ids, gate_up, down, *without, *how))
     assert at.log == [
         ("main", "push 8 columns meet=True"), ("main", "wire_x"),
         ("side", "after main"), ("side", "copy_x"), ("side", "half wait=False"),
@@ -124,7 +123,7 @@ def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
 def test_backward_brings_dy_and_x_beside_the_shared_gradients(monkeypatch, hidden):
     at = Calls(monkeypatch, hidden)
     x, *rest = operands()
-    symm._backward(symm.SymmBackward(x, x, x, *rest, x, x, "swiglu", 4, 128, False, "group"))
+    symm._backward(symm.SymmBackward(x, x, x, *rest, x, x, "swiglu", 4, 128, False, False, "group"))
     home = [
         ("main", "wire_y"), ("side", "after main"), ("side", "copy_y"), ("side", "half wait=False"),
         ("main", "dw"), ("main", "after side"), ("main", "half arrive=False"), ("main", "sum"),
