@@ -333,6 +333,8 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys):
     assert "no GGUF file, or damaged" in refusal(capsys, "import", tmp_path / "x.gguf", tmp_path / "s")
     assert "no such file" in refusal(capsys, "import", tmp_path / "y.gguf", tmp_path / "s")
     assert "q5_k_m" in refusal(capsys, "gguf", step, tmp_path / "y.gguf", "--type", "q7_k")
+    said = refusal(capsys, "gguf", step, tmp_path / "y.gguf", "--type", "f16", "--device", "gpu")
+    assert "--device=gpu: valid here: cpu" in said and not (tmp_path / "y.gguf").exists()
 
 
 def test_a_cut_file_and_a_lacking_tensor_are_refused(tmp_path, capsys):
