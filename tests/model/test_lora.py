@@ -11,10 +11,10 @@ import torch
 
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
-from tmoe.config.run import Config, LoraConfig, OptimConfig, TrainConfig
+from tmoe.config.run import Config, GrpoConfig, LoraConfig, OptimConfig, PreferenceConfig, TrainConfig
 from tmoe.generate import Engine, Sampling
 from tmoe.model.freeze import require_matches, settle
-from tmoe.model.lora import adapter_counts, is_adapter, off
+from tmoe.model.lora import adapter_counts, describe, is_adapter, off
 from tmoe.model.transformer import Transformer
 from tmoe.plan.memory import memory_per_rank
 
@@ -168,6 +168,21 @@ def test_settings_that_cannot_go_with_adapters():
     require_matches(replace(config(), optim=factors))
     with pytest.raises(ConfigError, match=r"--optim.lr-factors=router: found in no parameter's name"):
         require_matches(replace(config(), optim=OptimConfig(lr_factors=("router:2",))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(task="preference"), True),
+        (dict(task="preference", preference=PreferenceConfig(loss="simpo")), False),
+        (dict(task="grpo", grpo=GrpoConfig(rewards=("exact",), kl=0.1)), True),
+        (dict(task="grpo", grpo=GrpoConfig(rewards=("exact",))), False),
+        (dict(task="sft"), False),
+    ],
+)
+def test_a_reference_without_the_adapters_of_the_start_is_stated(changes, said):
+    lines = describe(replace(config(), init="base", lora=LoraConfig(rank=4, init="runs/a"), **changes), ep=1)
+    assert any("without the adapters of --lora.init=runs/a" in line for line in lines) == said
 
 
 def test_every_adapter_moves_in_one_step_or_two():
