@@ -73,11 +73,12 @@ def add(
 
     ConfigError for a model without swapped experts or with adapters, and for a target that matches nothing.
     """
+    wrong = "one text, whose letters would each be a pattern"
+    require(not isinstance(targets, str), "targets", targets, wrong, f"[{targets!r}]")
     lora = LoraConfig(rank, expert_rank, alpha, rs, tuple(targets), dropout=dropout)
     require(rank >= 1, "rank", rank, "must be 1 or more")
     found = _matrices(model)
-    if any(isinstance(module, Adapted) or getattr(module, "scales", None) for module in model.modules()):
-        raise ConfigError("tmoe.lora.add: the model has adapters; merge them, or load the model again")
+    _require_plain(model, "add")
     for target in lora.targets:
         some = any(re.search(target, name) for name in found)
         require(some, "targets", target, "found in no name of a layer or parameter that can have one")
@@ -161,9 +162,10 @@ def load(model: Any, folder: str | Path, *, peft_version: str = "", b_order: Ord
 
     model: as for `add`. peft_version, b_order: for a file that does not state them, as of
         `python -m tmoe.hf import-adapter`.
-    Raises as `PeftFolder` does.
+    Raises as `PeftFolder` does, and ConfigError for a model with adapters.
     """
     found = _matrices(model)
+    _require_plain(model, "load")
     file = PeftFolder(Path(folder), _sites(model), peft_version, b_order)
     adapters = dict(file.adapters())
     sizes = {name: Sizes(one.a.shape[-2], one.alpha) for name, one in adapters.items()}
@@ -198,6 +200,12 @@ def _matrices(model: Any) -> dict[str, Where]:
             "tmoe.lora: the model has no experts of tmoe's", valid="tmoe.hf.swap_experts(model)"
         )
     return found
+
+
+def _require_plain(model: Any, call: str) -> None:
+    """ConfigError for a model that has adapters: new ones would replace them."""
+    if any(isinstance(module, Adapted) or getattr(module, "scales", None) for module in model.modules()):
+        raise ConfigError(f"tmoe.lora.{call}: the model has adapters; merge them, or load the model again")
 
 
 def _rank(model: Any, lora: LoraConfig, where: Where) -> int:

@@ -116,6 +116,9 @@ FIELDS = [
     (dict(r=4), "has rank 3, by adapter_config.json 4"),
     (dict(rank_pattern={"experts.(": 2}), "rank_pattern=.*no regular expression"),
     (dict(alpha_pattern={"q_proj": 0}), "alpha_pattern=.*not a number above 0"),
+    (dict(alpha_pattern={"q_proj": float("inf")}), "alpha_pattern=.*not a number above 0"),
+    (dict(lora_alpha=float("nan")), "lora_alpha=NaN: not a number above 0"),
+    (dict(lora_dropout=1.5), "lora_dropout=1.5: not a share"),
     (dict(r=None), "r=null: missing"),
     (dict(lora_alpha="16"), "lora_alpha=.*malformed"),
     (dict(lora_B_layout="spiral"), 'lora_B_layout="spiral".*rank_major or grouped_by_expert'),
@@ -183,6 +186,12 @@ def test_the_command_ends_with_one_line(bases, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:  # no --base, and the file names "tiny"
         main(["import-adapter", str(STORED / "qwen3_moe-0.19"), str(tmp_path / "step")])
     assert ended.value.code == 2 and "--base: " in capsys.readouterr().err
+    torn = copied("qwen3_moe-0.18", tmp_path, base_model_name_or_path=5, r=None)  # the base is not the fault
+    for wrong, words in ((tmp_path / "no", "missing"), (torn, "r=null")):
+        with pytest.raises(SystemExit):
+            main(["import-adapter", str(wrong), str(tmp_path / "step")])
+        said = capsys.readouterr().err
+        assert words in said and f"error: {wrong}/adapter_config.json: " in said
 
 
 def test_dropout_is_kept_and_noted(bases, tmp_path, capsys):

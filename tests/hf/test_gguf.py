@@ -333,12 +333,14 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys):
     assert "no GGUF file, or damaged" in refusal(capsys, "import", tmp_path / "x.gguf", tmp_path / "s")
     assert "no such file" in refusal(capsys, "import", tmp_path / "y.gguf", tmp_path / "s")
     assert "q5_k_m" in refusal(capsys, "gguf", step, tmp_path / "y.gguf", "--type", "q7_k")
+    said = refusal(capsys, "gguf", step, tmp_path / "y.gguf", "--type", "f16", "--device", "gpu")
+    assert "--device=gpu: valid here: cpu" in said and not (tmp_path / "y.gguf").exists()
 
 
 def test_a_cut_file_and_a_lacking_tensor_are_refused(tmp_path, capsys):
     step = tiny.step_of(tmp_path / "run", tiny.MODELS["llama"])
-    run("gguf", step, tmp_path / "x.gguf", "--type", "f32")
-    raw = (tmp_path / "x.gguf").read_bytes()
+    run("gguf", step, tmp_path / "new/x.gguf", "--type", "f32")  # in a folder that is made
+    raw = (tmp_path / "new/x.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(raw[: len(raw) // 2])
     assert "cut.gguf: no GGUF file, or damaged" in refusal(
         capsys, "import", tmp_path / "cut.gguf", tmp_path / "s"

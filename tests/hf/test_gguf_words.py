@@ -205,3 +205,28 @@ def test_no_tokenizer():
     assert tokenizer_files({"ggml.model": "none"}) == ({}, "")
     files, said = tokenizer_files({"ggml.model": "bert", "ggml.tokens": ["a"], "ggml.token_type": [1]})
     assert "tokenizer.json" not in files and "bert" in said
+
+
+FAULTS = [
+    ("token_type", [1] * 255, "token_type: must be a list of 256 numbers"),
+    ("scores", [0.0], "scores: must be a list of 256 numbers"),
+    ("tokens", [1] * 256, "tokens: must be a list of texts"),
+    ("merges", ["ab"], "merges: must be a list of texts, each two tokens"),
+    ("bos_token_id", 256, "bos_token_id=256: must be the number of a token, below 256"),
+    ("eos_token_id", "0", "eos_token_id='0': must be"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), FAULTS)
+def test_a_key_that_does_not_fit_the_tokens_is_refused_by_name(name, value, said):
+    keys = keys_of(bytes_vocabulary(256)) | {"ggml.add_bos_token": True}
+    with pytest.raises(ConfigError, match=f"tokenizer.ggml.{said}"):
+        tokenizer_files(keys | {f"ggml.{name}": value})
+
+
+def test_tokens_without_types_are_ordinary():
+    """llama.cpp takes a file without tokenizer.ggml.token_type."""
+    keys = keys_of(bytes_vocabulary(256))
+    del keys["ggml.token_type"]
+    told = json.loads(tokenizer_files(keys)[0]["tokenizer.json"])
+    assert len(told["model"]["vocab"]) == 256 and told["added_tokens"] == []

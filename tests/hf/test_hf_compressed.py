@@ -174,6 +174,9 @@ def test_a_module_has_the_group_that_names_it_most_closely():
             "block_structure='8x8': must be",
         ),
         ("pack-quantized", INT | dict(dynamic=True), "dynamic=True: only None or False is read"),
+        (["pack-quantized"], INT, "format=['pack-quantized']: only"),
+        ("naive-quantized", INT | dict(type=[]), "format='naive-quantized': only"),
+        ("pack-quantized", INT | dict(num_bits=4.0), "num_bits=4.0: only 2 or 4 or 8 is read"),
         (
             "pack-quantized",
             "W4A16",

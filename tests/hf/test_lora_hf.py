@@ -124,6 +124,10 @@ def test_what_cannot_have_adapters_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="rank=0: must be 1 or more"):
         tmoe.lora.add(swapped("mixtral"), rank=0)
     model = tmoe.lora.add(swapped("mixtral"), rank=2)
+    with pytest.raises(ConfigError, match=r"targets=q_proj: one text.*valid: \['q_proj'\]"):
+        tmoe.lora.add(swapped("mixtral"), rank=2, targets="q_proj")
+    with pytest.raises(ConfigError, match=r"lora\.load: the model has adapters"):
+        tmoe.lora.load(model, STORED / "mixtral-0.19")
     with pytest.raises(ConfigError, match="the model has adapters"):
         tmoe.lora.add(model, rank=2)
     with pytest.raises(ConfigError, match="the model has no adapters"):

@@ -4,17 +4,20 @@ next: tests/end_to_end/test_lora_layouts.py
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import layouts
 import pytest
 import torch
 
+from tmoe.checkpoint.base import refuse_adapters
+from tmoe.checkpoint.manifest import Manifest
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
-from tmoe.config.run import Config, LoraConfig, OptimConfig, TrainConfig
+from tmoe.config.run import Config, GrpoConfig, LoraConfig, OptimConfig, PreferenceConfig, TrainConfig
 from tmoe.generate import Engine, Sampling
 from tmoe.model.freeze import require_matches, settle
-from tmoe.model.lora import adapter_counts, is_adapter, off
+from tmoe.model.lora import adapter_counts, describe, is_adapter, off
 from tmoe.model.transformer import Transformer
 from tmoe.plan.memory import memory_per_rank
 
@@ -168,6 +171,38 @@ def test_settings_that_cannot_go_with_adapters():
     require_matches(replace(config(), optim=factors))
     with pytest.raises(ConfigError, match=r"--optim.lr-factors=router: found in no parameter's name"):
         require_matches(replace(config(), optim=OptimConfig(lr_factors=("router:2",))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(task="preference"), True),
+        (dict(task="preference", preference=PreferenceConfig(loss="simpo")), False),
+        (dict(task="grpo", grpo=GrpoConfig(rewards=("exact",), kl=0.1)), True),
+        (dict(task="grpo", grpo=GrpoConfig(rewards=("exact",))), False),
+        (dict(task="sft"), False),
+    ],
+)
+def test_a_reference_without_the_adapters_of_the_start_is_stated(changes, said):
+    lines = describe(replace(config(), init="base", lora=LoraConfig(rank=4, init="runs/a"), **changes), ep=1)
+    assert any("without the adapters of --lora.init=runs/a" in line for line in lines) == said
+
+
+def test_a_step_of_adapters_is_no_whole_model():
+    """The error names the command that makes one; only --init of train.py has the flags of train.py."""
+
+    def said(setting, **info):
+        manifest = Manifest(0, 0, 1, 0, dict(config=dict(lora=dict(rank=4))) | info, {}, {}, {})
+        with pytest.raises(ConfigError) as error:
+            refuse_adapters(Path("s"), manifest, setting)
+        return error.value.spelt("flag")
+
+    based, merge = dict(base=dict(path="b", sha256="0")), "`python -m tmoe.hf merge s DIR`"
+    assert said("", **based).startswith("s: holds adapters on b, ") and merge in said("", **based)
+    assert said("init", **based).endswith("valid: --init=b --lora.init=s with --lora.rank")
+    assert said("base", **based).startswith("--base=s: ") and merge in said("base", **based)
+    assert merge in said("init") and said("").startswith("s: holds adapters next to their base")
+    refuse_adapters(Path("s"), Manifest(0, 0, 1, 0, dict(config=dict(lora=dict(rank=0))), {}, {}, {}), "")
 
 
 def test_every_adapter_moves_in_one_step_or_two():

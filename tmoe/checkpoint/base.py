@@ -79,12 +79,22 @@ def require_base(step: Path, base: Base, place: str | Path, again: str) -> Path:
     return folder
 
 
-def refuse_adapters(step: Path, manifest: Manifest, setting: str) -> None:
-    """ConfigError for a step of adapters, if a whole model is needed."""
-    if (base := base_of(manifest)) is not None:
-        wrong = f"holds adapters on {base.path}, and not a model's weights"
+def refuse_adapters(step: Path, manifest: Manifest, setting: str = "") -> None:
+    """ConfigError for a step of adapters, if a whole model is needed.
+
+    setting: the flag that names the step; "": an argument without a flag. Only `init` is of train.py, whose
+    flags the error then names.
+    """
+    base = base_of(manifest)
+    if base is None and not settings_of(manifest).get("rank"):
+        return
+    of = f"on {base.path}, and not a model's weights" if base else "next to their base, drawn from the seed"
+    if base and setting == "init":
         valid = f"{Setting('init', base.path)} {Setting('lora.init', step)} with {Setting('lora.rank')}"
-        raise ConfigError.of(setting, step, wrong, valid)
+    else:
+        valid = f"the folder of a whole model that `python -m tmoe.hf merge {step} DIR` writes"
+    wrong = f"holds adapters {of}"
+    raise ConfigError.of(setting, step, wrong if setting else f"{step}: {wrong}", valid)
 
 
 def weights_hash(folder: str | Path) -> str:

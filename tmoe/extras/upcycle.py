@@ -133,7 +133,7 @@ def plan_upcycle(
     model's. CheckpointError if `dense` is damaged or its manifest has no model settings.
     """
     manifest = read_manifest(dense)
-    refuse_adapters(dense, manifest, "dense")
+    refuse_adapters(dense, manifest)
     before = _dense_config(dense, manifest)
 
     # Make the settings of the new model.

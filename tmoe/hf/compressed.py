@@ -153,11 +153,11 @@ def _scheme(place: str, group: Any, of_all: Any) -> Scheme | None:
     if "strategy" not in stated:  # as in compressed-tensors
         stated["strategy"] = "tensor" if size is None else "channel" if size == -1 else "group"
     form = group.get("format") or of_all
-    form = NAIVE.get(stated["type"], form) if form == "naive-quantized" else form
-    if form not in READ:
+    form = NAIVE.get(str(stated["type"]), form) if form == "naive-quantized" else form
+    if not isinstance(form, str) or form not in READ:
         raise _refused(f"{place}: format", form, tuple(READ))
     for key, valid in (READ[form] | FURTHER).items():
-        if stated.get(key) not in valid:
+        if stated.get(key) not in valid or isinstance(stated.get(key), float):
             raise _refused(f"{place}: {key}", stated.get(key), valid)
     targets = tuple(map(str, group.get("targets", ["Linear"])))
     for target in targets:

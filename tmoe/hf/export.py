@@ -209,7 +209,7 @@ def source_of(
     step = folders.resolve(step_dir)
     require_outside(out, [step])
     manifest = read_manifest(step)
-    refuse_adapters(step, manifest, "step_dir")
+    refuse_adapters(step, manifest)
     weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
     if problems := verify(step, share=None):  # sizes now, contents as they are read
         raise CheckpointError(listed("", problems, indent=""))

@@ -169,6 +169,12 @@ def describe(cfg: Config, ep: int) -> list[str]:
         lines.append(
             "adapters on experts: rows are exchanged by all-to-all, as with --parallel.dispatch nccl"
         )
+    pairs = cfg.task == "preference" and cfg.preference.loss not in ("simpo", "orpo")
+    if lora.init and (pairs or (cfg.task == "grpo" and cfg.grpo.kl)):
+        lines.append(
+            f"the reference is the base, without the adapters of --lora.init={lora.init}; "
+            "python -m tmoe.hf merge writes a model that has them, for --init"
+        )
     return lines
 
 

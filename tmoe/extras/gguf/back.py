@@ -9,9 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tmoe.config.check import require
 from tmoe.data.chat.format import SETTINGS, TEMPLATE
 from tmoe.extras.gguf.splits import BY_NAME, pre_tokenizer
-from tmoe.extras.gguf.vocabulary import CONTROL, SPECIAL, TOKENIZER, UNKNOWN, UNUSED, USER, _pairs
+from tmoe.extras.gguf.vocabulary import CONTROL, NORMAL, SPECIAL, TOKENIZER, UNKNOWN, UNUSED, USER, _pairs
 from tmoe.hf.foreign import GENERATION
 
 # Other names that llama.cpp has for the same splits.
@@ -28,10 +29,14 @@ def tokenizer_files(keys: Mapping[str, Any]) -> tuple[dict[str, bytes], str]:
     """(files by name, what is said of a tokenizer that is not written).
 
     keys: the file's, with "tokenizer." taken off. No tokenizer.json is written of another model than
-    byte-level or sentencepiece BPE, or of splits that are not known.
+    byte-level or sentencepiece BPE, or of splits that are not known. ConfigError names a key that is no list
+    of one value for each token, or no token's id.
     """
-    model, pre = keys.get("ggml.model"), keys.get("ggml.pre", "")
-    tokens, types = keys.get("ggml.tokens") or [], keys.get("ggml.token_type") or []
+    model, pre = keys.get("ggml.model"), str(keys.get("ggml.pre", ""))
+    tokens = keys.get("ggml.tokens") or []
+    require(_are_texts(tokens), "tokenizer.ggml.tokens: must be a list of texts")
+    types = keys.get("ggml.token_type") or [NORMAL] * len(tokens)
+    _require_sound(keys, tokens, types)
     settings = _settings(keys, tokens)
     files = {SETTINGS: _json(settings)}
     ends = [keys[f"ggml.{name}_token_id"] for name in ("eos", "eot") if f"ggml.{name}_token_id" in keys]
@@ -54,6 +59,28 @@ def tokenizer_files(keys: Mapping[str, Any]) -> tuple[dict[str, bytes], str]:
         )
     files[TOKENIZER] = _json(built)
     return files, ""
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _require_sound(keys: Mapping[str, Any], tokens: list[str], types: list[int]) -> None:
+    """ConfigError names the first key that is malformed, or of another length than the list of tokens."""
+    for name, found in (("token_type", types), ("scores", keys.get("ggml.scores") or [0.0] * len(tokens))):
+        listed = isinstance(found, list) and len(found) == len(tokens)
+        require(listed, f"tokenizer.ggml.{name}: must be a list of {len(tokens)} numbers, one for each token")
+    merges = keys.get("ggml.merges") or []
+    pairs = _are_texts(merges) and all(" " in one[1:] for one in merges)
+    require(
+        pairs, "tokenizer.ggml.merges: must be a list of texts, each two tokens with a space between them"
+    )
+    for name in ("bos", "eos", "eot", "unknown", "padding"):  # of the last two a number beyond means none
+        i = keys.get(f"ggml.{name}_token_id", 0)
+        number = isinstance(i, int) and not isinstance(i, bool)
+        inside = name in ("unknown", "padding") or not tokens or (number and 0 <= i < len(tokens))
+        wrong = f"tokenizer.ggml.{name}_token_id={i!r}: must be the number of a token, below {len(tokens)}"
+        require(number and inside, wrong)
 
 
 def _settings(keys: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:

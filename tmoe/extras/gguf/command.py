@@ -10,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 from rich.filesize import decimal
 
@@ -65,15 +64,15 @@ def export_gguf(
     """
     _require_package()
     from tmoe.extras.gguf.write import content_of, write_file
+    from tmoe.generate.load import device_of
     from tmoe.hf.export import source_of
 
     if out.suffix != SUFFIX:
         raise ConfigError(f"{out}: must be the name of a new file that ends in {SUFFIX}")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = str(device_of(None if device == "auto" else device))
     source = source_of(step_dir, out, like, None)
     content = content_of(source, out.stem, type, pre, allow)
-    size = write_file(content, source, out, device, dry_run)
+    size = write_file(content, source, out, chosen, dry_run)
     counts = Counter(content.kinds.values()).most_common()
     done = "nothing written" if dry_run else "written"
     print(

@@ -102,7 +102,10 @@ def plan_import(path: Path, axes: Axes) -> tuple[Plan, File, list[str]]:
     refuse(f"{path} is no whole {file.arch}", _unfit(file, found, cfg) + [f"{m}: no name" for m in missing])
     shapes = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
     outputs = [Output(name, shapes[name], torch.float32, *lay) for name, lay in lay_out(shapes, axes).items()]
-    files, said = tokenizer_files(file.tokenizer)
+    try:
+        files, said = tokenizer_files(file.tokenizer)
+    except ConfigError as error:
+        raise error.within(str(path)) from None
     carried = {
         FILE + name: torch.frombuffer(bytearray(raw), dtype=torch.uint8) for name, raw in files.items()
     }

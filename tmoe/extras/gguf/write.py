@@ -128,6 +128,7 @@ def write_file(content: Content, source: Source, out: Path, device: str, dry_run
     if dry_run:
         return size
     part = out.with_name(f"{out.name}.partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(part, "wb") as file, bar(out.name, size) as tell:
             file.write(head)

@@ -30,11 +30,12 @@ class BaseModel:
     """The model on which adapters are trained: a Hugging Face folder, or a step folder with all weights."""
 
     def __init__(self, path: Path, setting: str = "base", weights: bool = True):
-        """setting: the flag that names it, for errors. weights: False if the folder need not hold them."""
+        """setting: the flag that names it, for errors; "": none. weights: False if it need not hold them."""
         found = folder_of(path)
         if not found.is_dir():
             wrong = "a file, and no folder" if found.is_file() else "no such folder"
-            raise ConfigError.of(setting, path, wrong, "the folder of the base: Hugging Face's, or a step")
+            valid = "the folder of the base: Hugging Face's, or a step"
+            raise ConfigError.of(setting, path, wrong if setting else f"{path}: {wrong}", valid)
         self.manifest: Manifest | None = None
         if is_folder(found):
             self.path = found.absolute()
@@ -94,7 +95,7 @@ def adapted_step(path: Path, base: Path | None) -> AdaptedStep:
     step = step_at(path)
     manifest = read_manifest(step)
     if not settings_of(manifest).get("rank"):
-        raise ConfigError.of("step", path, f"{step} holds no adapters", "a step of --lora.rank")
+        raise ConfigError(f"{step}: holds no adapters", valid="a run folder or a step folder of --lora.rank")
     said = base_of(manifest)
     if said is None:
         if base is not None:

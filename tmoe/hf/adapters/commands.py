@@ -10,6 +10,7 @@ next: hf/adapters/read.py, hf/adapters/write.py, hf/adapters/merge.py
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -41,13 +42,13 @@ from tmoe.hf.adapters.base_model import AdaptedStep, BaseModel, adapted_step
 from tmoe.hf.adapters.load import chat_of, tokenizer_notes
 from tmoe.hf.adapters.merge import merge_step
 from tmoe.hf.adapters.names import parameter, sites_of
-from tmoe.hf.adapters.peft_config import Order
+from tmoe.hf.adapters.peft_config import Order, read_peft_config
 from tmoe.hf.adapters.read import PeftFolder
 from tmoe.hf.adapters.write import Layout, PeftFile, sizes_of, targets_of
 from tmoe.hf.chat import SETTINGS, TEMPLATE, with_chat
 from tmoe.hf.export import SHORT
 from tmoe.hf.files import DTYPES, MODEL
-from tmoe.hf.foreign import ADAPTER, ADAPTER_WEIGHTS
+from tmoe.hf.foreign import ADAPTER, ADAPTER_WEIGHTS, require_folder
 from tmoe.hf.hub_folders import name_of
 from tmoe.hf.tokenizer_files import carried_by
 from tmoe.hf.write import Export, check_room, write_folder
@@ -106,13 +107,15 @@ def open_peft(
 
 
 def _base_said(adapter: Path) -> Path:
-    try:
-        said = json.loads((adapter / ADAPTER).read_text()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        said = None  # PeftFolder says what is wrong
-    if said and Path(said).is_dir():
+    require_folder(adapter)
+    said = read_peft_config(adapter).base
+    if said and os.path.isdir(said):
         return Path(said)
-    named = f"{adapter / ADAPTER} names {said!r}, which is no folder here"
+    named = (
+        f"{adapter / ADAPTER} names {said!r}, which is no folder here"
+        if said
+        else f"{adapter / ADAPTER} names none"
+    )
     raise ConfigError.of("base", True, named, "the folder of the base, or its name on the hub")
 
 

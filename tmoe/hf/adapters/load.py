@@ -39,7 +39,8 @@ def open_folder(path: Path, base: Path, setting: str, weights: bool = True) -> P
     ConfigError for a folder that cannot be read, and for one that is not an adapter of the base.
     """
     try:
-        return PeftFolder(path, BaseModel(base, "init", weights).sites)
+        named = "init" if setting == "lora.init" else ""  # elsewhere the base is an argument without a flag
+        return PeftFolder(path, BaseModel(base, named, weights).sites)
     except CheckpointError as error:
         raise ConfigError.of(setting, path, str(error)) from None
 

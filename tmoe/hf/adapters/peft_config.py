@@ -37,6 +37,7 @@ REFUSED = {
     "layer_replication": "layers are repeated",
     "alora_invocation_tokens": "the adapter is on after certain tokens alone",
 }
+MOST = 2.0**128 - 2.0**104  # the largest number of fp32
 INIT = (True, False, "gaussian", "eva", "orthogonal")  # other starts change the base's weights, or the layer
 
 
@@ -194,7 +195,7 @@ def _require_patterns(config: PeftConfig) -> None:
     for key, table in tables.items():
         for pattern, value in table.items():
             number = int if key == "rank_pattern" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, number) or value <= 0:
+            if isinstance(value, bool) or not isinstance(value, number) or not 0 < value < MOST:
                 raise _of(path, key, {pattern: value}, "not a number above 0")
             try:
                 re.compile(pattern)
@@ -206,6 +207,8 @@ def _require_patterns(config: PeftConfig) -> None:
                 re.compile(said)
             except re.error as error:
                 raise _of(path, key, said, f"no regular expression: {error}") from None
+    if not 0 <= config.dropout < 1:
+        raise _of(path, "lora_dropout", config.dropout, "not a share from 0 to below 1")
     for key, value in (("r", config.rank), ("lora_alpha", config.alpha)):
-        if value <= 0:
+        if not 0 < value < MOST:  # JSON has NaN and Infinity in Python
             raise _of(path, key, value, "not a number above 0")
