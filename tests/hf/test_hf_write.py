@@ -22,8 +22,8 @@ from benchmarks.inject import die_at, flip
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint.checkpoints import CheckpointError, read_manifest, verify
 from tmoe.checkpoint.rewrite import work_folder
+from tmoe.hf import command_line as hf
 from tmoe.hf import export_hf, import_hf
-from tmoe.hf import importer as hf
 from tmoe.hf import write as hf_write
 
 NAME = "qwen3_moe, leading dense"

@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 import gguf_tiny as tiny
-import llama_cpp as L
 import numpy as np
 from gguf import GGUFReader
 
@@ -25,7 +24,6 @@ SAID: list[str] = []
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-@L.llama_log_callback
 def hear(level: int, text: bytes, data: object) -> None:
     if level >= 4 or b"error" in text:
         SAID.append(text.decode(errors="replace").strip())
@@ -33,6 +31,8 @@ def hear(level: int, text: bytes, data: object) -> None:
 
 def run_llama(path: Path, prompt: list[int], new: int) -> tuple[np.ndarray, list[int]]:
     """Logits of the prompt [n, V] and greedy tokens after it, on one thread, with an fp32 cache."""
+    import llama_cpp as L
+
     model = L.llama_model_load_from_file(str(path).encode(), L.llama_model_default_params())
     if not model:
         raise RuntimeError("; ".join(SAID)[-300:])
@@ -86,6 +86,8 @@ def logits_of(folder: Path, name: str) -> dict[str, np.ndarray]:
 
 def types_of(folder: Path, name: str) -> dict[str, list[str]]:
     """Mix -> the types that llama_model_quantize gives the tensors, in the order of their names."""
+    import llama_cpp as L
+
     step = tiny.step_of(folder / name, tiny.MIXED[name])
     path, made = folder / f"{name}.gguf", folder / "quantised.gguf"
     export_gguf(step, path, type="f32")
@@ -103,8 +105,11 @@ def types_of(folder: Path, name: str) -> dict[str, list[str]]:
 
 
 def main(out: Path, names: list[str]) -> None:
+    import llama_cpp as L
+
     L.llama_backend_init()
-    L.llama_log_set(hear, ctypes.c_void_p(0))
+    listener = L.llama_log_callback(hear)  # kept, because llama.cpp calls it
+    L.llama_log_set(listener, ctypes.c_void_p(0))
     with tempfile.TemporaryDirectory() as folder:
         logits: dict[str, np.ndarray] = {}
         for name in names or tiny.MODELS:

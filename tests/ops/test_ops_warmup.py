@@ -36,6 +36,7 @@ from tmoe.commands.warmup import warm
 from tmoe.commands.warmup_command import ARCH
 from tmoe.config.presets import presets
 from tmoe.config.run import GrpoConfig, LoraConfig, ParallelConfig, TrainConfig
+from tmoe.ops.decode import sample
 from tmoe.ops.experts import swiglu
 from tmoe.ops.experts.op import trace
 from tmoe.ops.launch import precompile
@@ -225,6 +226,7 @@ def test_every_op_with_kernels_is_asked(monkeypatch):
     for module in pkgutil.walk_packages(tmoe_ops.__path__, "tmoe.ops."):
         names = vars(importlib.import_module(module.name)).items()
         found |= {f for name, f in names if name.startswith("trace") and inspect.isfunction(f)}
+    found.discard(sample.trace_rows)  # settings of each row: tmoe.generate.Live only, which no run starts
     # no layer calls rms_norm
     assert {f.__module__ for f in found - asked} <= {"tmoe.ops.norm", "tmoe.ops.register"}, found - asked
 

@@ -269,12 +269,12 @@ def test_every_kernel_fits_on_the_chips(arch, dtype, monkeypatch, request):
     whole = request.config.getoption("markexpr") != "not slow"
     monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
     monkeypatch.setattr(knobs.compilation, "always_compile", True)
-    names, reports = [], {}
+    names = []
 
     def visit(name, key, compile):
         if name in ("few_rows", "values"):
             names.append(name)
-            assert_fits(measure(arch, name, compile, reports)._replace(programs=1), CHIPS[arch])
+            assert_fits(measure(arch, name, compile)._replace(programs=1), CHIPS[arch])
 
     def empty(kind, *shape):
         parts = (torch.empty(s, dtype=t, device="meta") for _, s, t in stored(kind, shape))

@@ -164,7 +164,8 @@ class Start:
                     self.ema.restart()
             elif cfg.eval_only and cfg.resume == "auto":
                 require_weights(cfg, found=False)
-        run.on_all_ranks(lambda: require_finite(self.model.state_dict()))
+        tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        run.on_all_ranks(lambda: require_finite(tensors))
 
     def begin_from(self, init: Path) -> None:
         """Loads the weights of --init; with adapters they are the frozen base."""
