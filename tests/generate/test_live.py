@@ -39,7 +39,7 @@ def model() -> tmoe.Transformer:
 
 
 def asks(rng: random.Random, kinds: int) -> list[tuple]:
-    """Different requests: (prompt, sampling, n). Some prompts begin alike, and some have the broken token."""
+    """Different requests: (prompt, sampling, n). Some prompts share a beginning, and some contain the broken token."""
     base = [rng.randrange(1, 127) for _ in range(300)]
     found = []
     for i in range(kinds):
@@ -166,7 +166,7 @@ def test_a_host_that_is_a_step_late(model, monkeypatch):
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_neighbours_of_a_broken_prompt_are_answered(model, monkeypatch, lag, tokens):
-    """A row of prompts one of which is NaN makes all of them NaN; the others begin again, alone."""
+    """A NaN prompt makes all prompts of its row NaN. Each of the other prompts is then computed alone."""
     init = slots.Slots.__init__
 
     def late(self, *args):
@@ -188,7 +188,7 @@ def test_neighbours_of_a_broken_prompt_are_answered(model, monkeypatch, lag, tok
         tickets = [live.submit(prompt, how, n=2) for prompt in prompts]
         submitted.set()
         found = [ticket.result(60) for ticket in tickets]
-        # the pages of the broken row are found by nobody: the prompt's own, computed alone, have no key
+        # no later prompt reuses the pages of the broken row, because those pages have no key
         assert live.submit([5] * 140, how).result(60)[0].cached == 0
     assert [sample.error for sample in found[1]] == ["log-prob nan: the model's logits are not finite"] * 2
     engine = Engine(model)
@@ -280,7 +280,7 @@ def test_a_long_prompt_is_computed_between_steps(model, monkeypatch):
 
 @pytest.mark.parametrize("bits", [False, True])
 def test_reused_pages_change_nothing(bits):
-    """Of prompts with common beginnings only the ends are computed. With bits the log-probs are equal."""
+    """The common beginning of prompts is computed once. With bits the log-probs are equal."""
     rng = random.Random(0)
     base = [rng.randrange(32, 127) for _ in range(390)]
     prompts = [base[:300], base[:260] + [65] * 90, base[:150], base[:128] + [66, 67], base, base[:129]]

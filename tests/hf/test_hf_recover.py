@@ -101,7 +101,7 @@ def test_descriptions_of_each_rank(gloo, tmp_path, mixtral):
 
 
 def scattered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As fms's ScatterMoE has them: w1, w2, w3 [E, in, out] and the router, of Mixtral and of Granite."""
+    """fms's ScatterMoE: w1, w2, w3 [E, in, out] and the router, of Mixtral and of Granite."""
     out = dict(tensors)
     routers = [name for name in tensors if name.endswith((".gate.weight", ".router.layer.weight"))]
     for router in routers:

@@ -1,4 +1,4 @@
-"""Rows that travel beside a shared expert: when they may, and that sums and gradients stay the same.
+"""Rows are exchanged during a shared expert: when this is allowed, and equal sums and gradients.
 
 The ranks really exchange: kernels run in the interpreter, in processes that share their sections. As a
 test it starts itself for that:
@@ -261,7 +261,7 @@ def check_elementwise(T, width, dtype):
 
 @contextlib.contextmanager
 def no_streams():
-    """What is copied on the side is there at once."""
+    """A copy on the side stream is complete at once."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("device", "stream"):
@@ -296,7 +296,7 @@ def swiglu_of(x, gate_up, down):
 class Net:
     """Two layers; rank p has L experts of each and all the shared matrices.
 
-    Every rank knows the others' tokens and matrices.
+    Each rank has all ranks' tokens and matrices.
     """
 
     def __init__(self, tokens, kind, L, seed, width=64, hidden=32, top_k=2):
@@ -330,7 +330,7 @@ class Net:
         return x, w, layers
 
     def want(self, p, uses):
-        """What rank p should get, computed by one process that holds all."""
+        """The result of rank p, computed by one process that has all tokens and matrices."""
         from tmoe.ops import reference
 
         xs, ws, layers = self.leaves(p, whole=True)

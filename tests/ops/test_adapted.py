@@ -14,7 +14,10 @@ T, D, F, E, K, R = 37, 16, 12, 5, 3, 2
 def operands(dtype=torch.float64, activation="swiglu", biased=False):
     """x, both matrices, weights, ids, bias, adapters; an expert has no rows, and some slots are elsewhere."""
     draw = torch.Generator().manual_seed(0)
-    new = lambda *shape: (torch.randn(*shape, generator=draw, dtype=torch.float64) * 0.4).to(dtype)  # noqa: E731
+
+    def new(*shape):
+        return (torch.randn(*shape, generator=draw, dtype=torch.float64) * 0.4).to(dtype)
+
     rows = named(activation).halves * F
     x, gate_up, down, weights = new(T, D), new(E, rows, D), new(E, D, F), new(T, K)
     ids = torch.rand(T, E, generator=draw).topk(K).indices.int()

@@ -77,7 +77,10 @@ def check(op, T, ranks, dtype=torch.float32, pairs=None, biased=False, activatio
 
     E, K = 5, 2
     draw = torch.Generator().manual_seed(T)
-    new = lambda *shape: (torch.randn(*shape, generator=draw) * 0.3).to(dtype)  # noqa: E731
+
+    def new(*shape):
+        return (torch.randn(*shape, generator=draw) * 0.3).to(dtype)
+
     rows = named(activation).halves * F
     x, dy, gate_up, down = new(T, D), new(T, D), new(E, rows, D), new(E, D, F)
     bias = new(E, rows) if biased else None

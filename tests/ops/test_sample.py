@@ -175,7 +175,7 @@ def assert_probable(row: torch.Tensor, how: Sampling, tokens: torch.Tensor) -> N
 
 
 def test_rows_of_the_twin():
-    """As above on a CPU; and rows of one batch have the probabilities of their own settings."""
+    """The same on a CPU. Rows of one batch have the probabilities of their settings."""
     own = SETTINGS[:-1]
     x = logits(ties=False)[[0, 1, 2] * 4][: len(own)]
     barred = torch.zeros(len(own), 300, dtype=torch.bool)

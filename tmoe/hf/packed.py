@@ -256,6 +256,6 @@ def unpacked(packed: str) -> str:
     return (
         f"its {packed} tensors are read as the 16-bit values that they stand for; "
         f"exports hold those, without {QUANTISED}"
-        + "; factors of quantised activations are left out"
+        + "; factors of quantised activations, if the folder has some, are left out"
         * (packed == "compressed-tensors")
     )
