@@ -77,7 +77,7 @@ def edit(folder, inside=None, **changes):
 
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory):
-    """The published config: the text's model_type is kimi_k2, and the class is named after Moonshot's code."""
+    """The published config: the text's model_type is kimi_k2, and the class has Moonshot's name."""
     folder = tmp_path_factory.mktemp("kimi") / "hf"
     saved(made(), folder)
     edit(folder, dict(model_type="kimi_k2"), architectures=["KimiK25ForConditionalGeneration"])
