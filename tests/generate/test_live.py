@@ -39,7 +39,7 @@ def model() -> tmoe.Transformer:
 
 
 def asks(rng: random.Random, kinds: int) -> list[tuple]:
-    """Different requests: (prompt, sampling, n). Some prompts share a beginning, some have the broken token."""
+    """Requests (prompt, sampling, n). Some prompts share a beginning, some have the broken token."""
     base = [rng.randrange(1, 127) for _ in range(300)]
     found = []
     for i in range(kinds):
