@@ -47,15 +47,16 @@ def again(rank: int, world: int) -> str:
 
     Then code that takes longer than a step may stand still.
     """
-    unit = shared(1.0)
+    unit = shared(2.0)
     watch = runtime.start(0).watch
-    steps(watch, 3, lambda _: time.sleep(0.05))
+    steps(watch, 3, lambda _: time.sleep(0.05), unit)
     steps(
         watch,
         4,
         lambda step: [
             (dist.all_reduce(torch.ones(4)), time.sleep(0.4 * unit)) for _ in range(5 * (step == 2))
         ],
+        unit,
     )
 
     def fails(step):
@@ -64,7 +65,7 @@ def again(rank: int, world: int) -> str:
 
     said = ""
     try:
-        steps(watch, 5, fails)
+        steps(watch, 5, fails, unit)
     except ValueError as error:
         said = "".join(error.__notes__)
     time.sleep(2.5 * unit)

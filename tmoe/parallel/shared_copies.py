@@ -72,11 +72,12 @@ class SharingRanks:
         """Attaches the sharers to the model. No other method changes an object outside the sharers.
 
         Hooks report when the model's forward begins and ends. The model's `set_requires_gradient_sync` sets
-        `sync` of the sharers together with FSDP2's flag. The experts' kernels of this process run in four
-        waves.
+        `sync` of the sharers together with FSDP2's flag. On GPUs, the experts' kernels of this process run
+        in four waves.
         """
-        gpu.waves = WAVES
         on_gpu = "nccl" in dist.get_backend(self.group)
+        if on_gpu:
+            gpu.waves = WAVES
 
         def begin(*_: Any) -> None:
             self.begun = torch.cuda.current_stream().record_event() if on_gpu else None
