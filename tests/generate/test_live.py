@@ -15,22 +15,24 @@ from tiny_models import MODEL
 
 import tmoe
 from tmoe.config.check import ConfigError
+from tmoe.config.model import ModelConfig
 from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.tokenizer import ByteTokenizer, DataError
 from tmoe.generate import Details, Engine, Live, Sampling, slots
+from tmoe.generate.cache import PAGE, bytes_a_token
 
 CFG = replace(MODEL, vocab=270, layers=2, rope=replace(MODEL.rope, max_seq=400))
 BROKEN = 200  # a token without a finite embedding
 
 
-def made(device: str = "cpu", **more) -> tmoe.Transformer:
+def made(cfg: ModelConfig = CFG) -> tmoe.Transformer:
     torch.manual_seed(0)
-    model = tmoe.Transformer(replace(CFG, **more))
+    model = tmoe.Transformer(cfg)
     with torch.no_grad():
         for p in model.parameters():
-            p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
+            p.normal_(1.0 if p.dim() == 1 else 0.0, 1.7 * cfg.dim**-0.5)
         model.embedding.weight[BROKEN] = torch.nan
-    return model.to(device).eval()
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -201,11 +203,14 @@ def test_neighbours_of_a_broken_prompt_are_answered(model, monkeypatch, lag, tok
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_thousand_requests_on_a_gpu(graphs):
-    """With bits, so that no batch rounds in another way. Flex attention needs heads of 16 and more."""
+    """With bits, so that no batch rounds in another way."""
     rng = random.Random(1)
-    kinds = asks(rng, 220)
-    engine = Engine(made("cuda", head_dim=16), ByteTokenizer(), graphs=graphs, bits=True)
-    with Live(engine, slots=24, pool_gib=80 * 128 * 256 / 2**30, budget=128) as live:
+    kinds = asks(rng, 120)
+    moe = replace(CFG.moe, ffn_dim=128, shared_dim=128)
+    cfg = replace(CFG, dim=256, heads=8, kv_heads=2, head_dim=128, ffn_dim=256, moe=moe)
+    engine = Engine(made(cfg).to("cuda", torch.bfloat16), ByteTokenizer(), graphs=graphs, bits=True)
+    a_page = PAGE * bytes_a_token(cfg, torch.bfloat16)
+    with Live(engine, slots=24, pool_gib=80 * a_page / 2**30, budget=128) as live:
         came = come_and_go(live, kinds, 1000, rng)
     seen = compare(kinds, came, engine)
     assert seen["equal"] > 700 and seen["cancelled"] > 50 and seen["errors"] > 20 and seen["cached"] > 1000
