@@ -140,7 +140,7 @@ def mixed(B: int, V: int, device: str, rounds: int) -> tuple[dict, dict, float]:
     contestants = {"mixed settings": lambda: sample(logits, keys, filters).tokens_B}
     for name, how in SAMPLER.items():
         contestants[f"all rows: {name}"] = lambda how=how: sample(logits, alone, how).tokens_B
-    each = {how: sample(logits, alone, how).tokens_B for how in set(hows)}
+    each = {how: sample(logits, alone, how).tokens_B for how in SAMPLER.values()}
     want = torch.stack([each[how][row] for row, how in enumerate(hows)])
     valid = {id(tokens): tokens for tokens in (want, *each.values())}.values()
 
