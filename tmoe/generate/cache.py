@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tmoe.config.model import ModelConfig
+from tmoe.generate.upload import upload
 
 PAGE = 128  # tokens; flex attention's block
 
@@ -57,7 +58,7 @@ class Cache:
         """Copies the first page of each pair into the second."""
         if not pairs:
             return
-        source, target = torch.tensor(pairs, device=self.layers[0].k_PTGC.device).T
+        source, target = upload(pairs, self.layers[0].k_PTGC.device).T
         for k, v in self.layers:
             k[target] = k[source]
             if not self.shared:

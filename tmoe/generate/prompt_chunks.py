@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tmoe.generate.cache import PAGE
 from tmoe.generate.forward import PromptBatch
+from tmoe.generate.upload import upload
 
 # On a GPU flex attention compiles a kernel for each length, so rows, and the keys of later pieces, have one
 # of these lengths.
@@ -81,7 +83,7 @@ def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: 
     queries += queries[-1:] * rest
 
     def put(values: list) -> Tensor:
-        return torch.tensor(values, device=device)
+        return upload(values, device)
 
     gaps = len(rows) < len(tokens)
     padding_1S = rows_N = None
@@ -128,7 +130,8 @@ def keys_of_later(pieces: Sequence[PromptPiece], blocks: bool) -> tuple[list[int
 
 def places_of(pages: Sequence[int], start: int, end: int) -> list[int]:
     """The places in the cache of the tokens at positions start to end - 1."""
-    return [pages[i // PAGE] * PAGE + i % PAGE for i in range(start, end)]
+    at = np.arange(start, end)
+    return (np.asarray(pages, np.int64)[at // PAGE] * PAGE + at % PAGE).tolist()
 
 
 Piece = PromptPiece  # the name until version 0.2

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tmoe.generate.requests import MOST_TOP, Request
 from tmoe.generate.sampler import Sampling
+from tmoe.generate.upload import upload
 from tmoe.model.transformer import Transformer
 from tmoe.ops.decode.sample import Drawn, Keys, RowFilters, sample
 from tmoe.ops.loss.logprob import logprobs
@@ -100,17 +101,17 @@ class RowSettings:
     def seat(self, seated: Mapping[int, Request]) -> None:
         """Sets the settings of slots whose answers begin."""
         if self.one is None:
-            slots_I = torch.tensor(list(seated), device=self.device)
+            slots_I = upload(list(seated), self.device)
             hows = [request.asked.sampling for request in seated.values()]
-            self.real_4B[:, slots_I] = torch.tensor([_real(how) for how in hows], device=self.device).T
+            self.real_4B[:, slots_I] = upload([_real(how) for how in hows], self.device).T
             whole = [(how.seed, how.top_k) for how in hows]
-            self.whole_2B[:, slots_I] = torch.tensor(whole, device=self.device).T
+            self.whole_2B[:, slots_I] = upload(whole, self.device).T
         for slot, request in seated.items():
             self.bar(slot, request)
             if request.asked.sampling.repetition_penalty != 1:  # of the whole prompt, its last token included
                 seen_BV = self._seen()
                 seen_BV[slot] = False
-                seen_BV[slot, torch.tensor(request.asked.ids, device=self.device)] = True
+                seen_BV[slot, upload(request.asked.ids, self.device)] = True
 
     def bar(self, slot: int, request: Request) -> None:
         """Sets the tokens that the answer in a slot must not draw: before min_tokens also its end tokens."""
@@ -127,7 +128,7 @@ class RowSettings:
         row_V = self.barred_BV[slot]
         row_V.zero_() if self.unknown_V is None else row_V.copy_(self.unknown_V)
         if left:
-            row_V[torch.tensor(left, device=self.device)] = True
+            row_V[upload(left, self.device)] = True
 
     def _seen(self) -> Tensor:
         if self.seen_BV is None:
@@ -135,12 +136,12 @@ class RowSettings:
             self.seen_BV = torch.zeros(shape, dtype=torch.bool, device=self.device)
         return self.seen_BV
 
-    def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """Copies the settings of slots `sources` to slots `targets`."""
+    def move(self, targets_I: Tensor, sources_I: Tensor) -> None:
+        """Copies the settings of slots `sources_I` to slots `targets_I`."""
         numbers = [] if self.one else [self.real_4B.T, self.whole_2B.T]
         for t in (*numbers, self.barred_BV, self.seen_BV):
             if t is not None:
-                t[targets] = t[sources]
+                t[targets_I] = t[sources_I]
 
     # ---- a step ----
 

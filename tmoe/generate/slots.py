@@ -36,6 +36,7 @@ from tmoe.generate.prompt_fill import Filling, pieces_of, publish_answer, record
 from tmoe.generate.requests import Request
 from tmoe.generate.row_settings import Head, Needs, RowSettings, TopTokens, top_tokens
 from tmoe.generate.sampler import Sampling
+from tmoe.generate.upload import upload
 from tmoe.model.transformer import Transformer
 
 HEATS = 4  # most temperatures of a step that is a CUDA graph, where the loss computes log-probs
@@ -301,17 +302,16 @@ class Slots:
     def set_state(self, seated: dict[int, Request]) -> None:
         """Sets the state of slots for the first steps of their answers."""
         device = self.state_6B.device
-        slots_I = torch.tensor(list(seated), device=device)
+        slots_I = upload(list(seated), device)
         requests = seated.values()
         states = [
             (request.asked.ids[-1], request.first, 0, 1, request.asked.number, request.sample)
             for request in requests
         ]
-        self.state_6B[:, slots_I] = torch.tensor(states, device=device).T
-        tables = torch.zeros(len(seated), self.table_BM.shape[1], dtype=torch.int32)
-        for row, request in enumerate(requests):
-            tables[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
-        self.table_BM[slots_I] = tables.to(device)
+        self.state_6B[:, slots_I] = upload(states, device).T
+        M = self.table_BM.shape[1]
+        tables = [request.pages + [0] * (M - len(request.pages)) for request in requests]
+        self.table_BM[slots_I] = upload(tables, device, torch.int32)
         self.settings.seat(seated)
         self.needs = None
 
@@ -323,12 +323,14 @@ class Slots:
         sources = [slot for slot in range(B, len(self.rows)) if slot not in empty]
         for source, target in zip(sources, targets, strict=True):
             self.rows[target] = self.rows[source]
-        for state in (self.state_6B.T, self.table_BM):
-            if targets:
-                state[targets] = state[sources]
-            state[B : len(self.rows)] = 0
         if targets:
-            self.settings.move(targets, sources)
+            device = self.state_6B.device
+            targets_I, sources_I = upload(targets, device), upload(sources, device)
+            for state in (self.state_6B.T, self.table_BM):
+                state[targets_I] = state[sources_I]
+            self.settings.move(targets_I, sources_I)
+        for state in (self.state_6B.T, self.table_BM):
+            state[B : len(self.rows)] = 0
         del self.rows[B:]
         self.needs = None
 
