@@ -193,6 +193,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
     real = "torchrun --nproc-per-node sets the real one"
     run.require(cfg.world is None or cfg.dry_run, "world", f"{planned}; {real}")
     run.require(cfg.gpu is None or cfg.dry_run, "gpu", f"{planned}; a run has the GPUs that it finds")
+    run.require(cfg.node is None or cfg.dry_run, "node", f"{planned}; a run has the nodes of its launcher")
     works = bool(cfg.steps or cfg.epochs or cfg.eval_only or cfg.dry_run)
     valid = f"1 or more, or {Setting('eval_only')} to validate alone"
     run.require(works, "steps", "nothing to do", valid)

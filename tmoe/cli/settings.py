@@ -28,7 +28,7 @@ from tmoe.config.renamed import note_of, with_new_flags, with_new_names
 from tmoe.config.run import Config, DataConfig
 
 # Settings of one start, not of the run: they are not taken over when a run continues.
-OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")
+OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu", "node")
 
 
 class BaseSettings(NamedTuple):

@@ -20,6 +20,8 @@ from tmoe.base.listing import counted
 from tmoe.base.private_torch import TESTED, find
 from tmoe.cli.parse import planned_world
 from tmoe.config.axes import Axes
+from tmoe.config.check import ConfigError, Setting
+from tmoe.config.gpus import NODE
 from tmoe.config.run import Config
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.float8 import describe, require_gpu, require_layers
@@ -28,7 +30,7 @@ from tmoe.model.lora import describe as describe_adapters
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, cuts
 from tmoe.model.transformer import Transformer
-from tmoe.parallel.mesh import Mesh, build_mesh, local_part
+from tmoe.parallel.mesh import Mesh, build_mesh, local_part, planned_nodes, require_inside_nodes
 from tmoe.plan.fitting import verdict
 from tmoe.plan.memory import memory_of_stages, peak_bytes, plan
 from tmoe.run.process import one_error
@@ -76,7 +78,7 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
     # float8 changes no placement, so a plan works without torchao
     placed = replace(cfg, train=replace(cfg.train, float8="none"))
     for stage in range(axes.pp):
-        with fake_world(axes, stage * axes.stage) as mesh:
+        with one_error(), fake_world(cfg, axes, stage * axes.stage) as mesh:
             model = Stages(placed, mesh) if axes.pp > 1 else whole(placed, mesh)
             for kind in kinds(model.state_dict()):
                 found.setdefault(kind, []).append(stage)
@@ -102,8 +104,18 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
 
 
 @contextmanager
-def fake_world(axes: Axes, rank: int) -> Iterator[Mesh]:
-    """A context with the mesh of these axes as one rank sees it, without other processes."""
+def fake_world(cfg: Config, axes: Axes, rank: int) -> Iterator[Mesh]:
+    """A context with the mesh of these axes as one rank sees it, without other processes.
+
+    Raises ConfigError where `build_mesh` of a run would: ranks 0 to 7 share the first node, and so forth
+    (`cfg.node`).
+    """
+    size = cfg.node or NODE
+    nodes = planned_nodes(axes.world, size) if axes.ep * axes.etp * axes.tp > 1 else []
+    try:
+        require_inside_nodes(axes, nodes, cfg.parallel.ep_across_nodes)
+    except ConfigError as error:
+        raise ConfigError(f"{error.text}; planned with {Setting('node', size)}") from None
     # The "fake" backend is available only by this private name.
     FakeStore = find("torch.testing._internal.distributed.fake_pg.FakeStore")
     if FakeStore is None:
@@ -114,7 +126,7 @@ def fake_world(axes: Axes, rank: int) -> Iterator[Mesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=axes.world)
     try:
         degrees = {field.name: getattr(axes, field.name) for field in fields(axes)}
-        yield build_mesh(**degrees, ep_across_nodes=True)
+        yield replace(build_mesh(**degrees, ep_across_nodes=True), nodes=tuple(nodes))
     finally:
         dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ def plan(cfg: Config) -> None:
     a_step = samples_a_step(cfg, axes.readers)
     samples, trained = 0, 0.0
     if cfg.epochs is not None:
-        with one_error(), fake_world(axes, 0) as mesh:
+        with one_error(), fake_world(cfg, axes, 0) as mesh:
             data = task_of(cfg, mesh).open("train", carried_by_start(cfg))
             samples, trained = data.samples, data.trained_a_sample()
             cfg = with_length(cfg, samples, a_step)

@@ -656,6 +656,8 @@ class Config:
     """dry run: number of ranks to plan for; None: the product of the axes"""
     gpu: GpuName | None = None
     """dry run: the GPU whose data sheet says whether the run fits; None: all known GPUs"""
+    node: int | None = None
+    """dry run: number of ranks of a node, which bounds tp, etp and, without ep-across-nodes, ep; None: 8"""
     profile: tuple[int, ...] = ()
     """numbers of steps, from 1, to trace with torch.profiler into the run folder"""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -671,7 +673,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        run = check(self, "", one="world", zero="steps seed", positive="epochs")
+        run = check(self, "", one="world node", zero="steps seed", positive="epochs")
         if self.epochs is None:
             require_steps(self)
 

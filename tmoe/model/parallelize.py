@@ -204,7 +204,8 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
         # symm's op uses whole experts, so it does not support ranks that divide experts
         way = "nccl" if mesh.axes.etp > 1 else dispatch
         lacks = moe.experts.symm_lacks
-        moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, way, tokens, wire == "fp8", lacks, width)
+        group, fp8 = mesh.ep.get_group(), wire == "fp8"
+        moe.dispatcher = dispatcher_for(group, L, way, tokens, fp8, lacks, width, mesh.nodes)
         if dispatch == "auto":
             moe.dispatcher = over_nodes(moe.dispatcher, mesh.nodes, moe.router.cfg.top_k)
     moe.dispatcher.mean_K = mean_K

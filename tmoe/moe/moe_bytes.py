@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from tmoe.config.axes import Axes
 from tmoe.config.float8_settings import shared_in_float8
+from tmoe.config.gpus import NODE
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, INT32, compute_bytes, local_tokens
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.exchange.symm import hides
 from tmoe.moe.select.capacity import capacity
-
-NODE = 8  # GPUs of a host that can access each other's memory
 
 
 def moe_bytes(cfg: Config, axes: Axes) -> int:
@@ -107,8 +106,8 @@ def slice_bytes(cfg: Config, axes: Axes) -> int:
 
 
 def uses_symm(cfg: Config, axes: Axes) -> bool:
-    """Whether `--parallel.dispatch` selects symm, assuming hosts of NODE GPUs that share NVLink."""
-    near = 1 < axes.ep <= NODE and axes.etp == 1
+    """Whether `--parallel.dispatch` selects symm, assuming that a node's GPUs share NVLink."""
+    near = 1 < axes.ep <= (cfg.node or NODE) and axes.etp == 1
     moe = cfg.model.moe
     by_tokens = cfg.parallel.adaptive_r != 0 and cfg.parallel.dispatch != "nccl"
     plain = not moe.bias and not moe.pad and moe.weigh == "activation"

@@ -276,6 +276,11 @@ def nodes_of_ranks() -> list[str]:
     return json.loads(store.get("all"))
 
 
+def planned_nodes(world: int, node: int) -> list[str]:
+    """The node of each rank of a plan: `node` consecutive ranks share a node; the last may have fewer."""
+    return [str(rank // node) for rank in range(world)]
+
+
 ACROSS = f"{Setting('parallel.ep_across_nodes')} to exchange tokens over the slower network"
 
 

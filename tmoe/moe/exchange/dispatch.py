@@ -11,7 +11,7 @@ dropped. `combine` needs only the plan: the two calls share no other state.
 next: moe/experts.py
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -202,6 +202,7 @@ def dispatcher_for(
     fp8: bool,
     lacks: str,
     width: int = 0,
+    nodes: Sequence[str] = (),
 ) -> AllToAllDispatcher | SymmDispatcher:
     """The dispatcher of an expert group, by `--parallel.dispatch`: auto, nccl or symm.
 
@@ -210,16 +211,21 @@ def dispatcher_for(
     lacks: the feature of the experts that symm does not support (`Experts.symm_lacks`), "" if it supports
     all.
     width: the width of the shared expert if it is plain on this rank, else 0.
+    nodes: the node of each rank of the default group (`Mesh.nodes`), which a dry run reads.
     Raises ValueError if symm, or fp8 on the wire (which needs symm), was requested and symm cannot work.
     """
-    if dist.get_backend(group) == "fake":  # a dry run sends nothing
-        return AllToAllDispatcher(group, local_experts)
+    planned = dist.get_backend(group) == "fake"  # a dry run: no ranks, GPUs or links to look at
     if dispatch == "nccl":
         obstacle = "--parallel.dispatch=nccl"
+    elif planned:
+        hosts = [nodes[rank] if nodes else "" for rank in dist.get_process_group_ranks(group)]
+        obstacle = lacks or symm.too_far(hosts)
     else:
         obstacle = lacks or symm.obstacle(group)
         if fp8 and not obstacle and torch.cuda.get_device_capability() < (8, 9):
             obstacle = "its GPUs have no float8"
+    if not obstacle and planned:
+        return AllToAllDispatcher(group, local_experts)
     if not obstacle:
         widths = gathered(width, group)
         return SymmDispatcher(group, local_experts, tokens, fp8, min(widths))

@@ -50,7 +50,7 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -682,15 +682,20 @@ def obstacle(ranks: dist.ProcessGroup) -> str:
     return verdict
 
 
+def too_far(hosts: Sequence[str]) -> str:
+    """Why a group with ranks on these hosts cannot share memory; "" if it can. hosts: of each rank."""
+    if len(set(hosts)) > 1:
+        return "its ranks are on several hosts"
+    return f"it has more than {exchange.RANKS} ranks" if len(hosts) > exchange.RANKS else ""
+
+
 def _obstacle_here(gpus: list[tuple[str, str]]) -> str:
     """The obstacle that this rank detects, given (host, GPU) of all ranks."""
     known = hasattr(symmetric, "empty") and hasattr(symmetric, "rendezvous") and _detect_dma_connectivity
     if not known:
         return f"torch {torch.__version__} has no symmetric memory that tmoe knows"
-    if len({host for host, _ in gpus}) > 1:
-        return "its ranks are on several hosts"
-    if len(gpus) > exchange.RANKS:
-        return f"it has more than {exchange.RANKS} ranks"
+    if far := too_far([host for host, _ in gpus]):
+        return far
     if len(set(gpus)) < len(gpus):
         return "ranks share a GPU"
     index = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
