@@ -54,11 +54,12 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
 FAST = [LAYOUTS[i] for i in (0, 4, 18)]
 
 
-def merged(x, matrices, adapters, weights, ids, pairs=None):
+def merged(x, matrices, adapters, weights, ids, pairs=None, scales=(1, 1)):
     """moe_mlp_adapted, slowly."""
     gate_up, down, *how = matrices
     up_a, up_b, down_a, down_b = adapters
-    return moe_mlp(x, gate_up + up_b @ up_a, down + down_b @ down_a, weights, ids, *how, pairs)
+    gate_up, down = gate_up + scales[0] * up_b @ up_a, down + scales[1] * down_b @ down_a
+    return moe_mlp(x, gate_up, down, weights, ids, *how, pairs)
 
 
 def curve(rank, world, axes, model, changes, twin):

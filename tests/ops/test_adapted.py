@@ -27,8 +27,8 @@ def operands(dtype=torch.float64, activation="swiglu", biased=False):
     return x, gate_up, down, weights, ids, new(E, rows) if biased else None, adapters
 
 
-def merged(matrix, a, b):
-    return matrix if a is None else matrix + b @ a
+def merged(matrix, a, b, scale):
+    return matrix if a is None else matrix + scale * b @ a
 
 
 def without(adapters, gone):
@@ -52,10 +52,11 @@ def test_gradients_are_those_of_merged_weights(activation, biased, gone):
     leaves = [t for t in (x, weights, bias, *adapters) if t is not None]
     for t in leaves:
         t.requires_grad_()
-    got = moe_mlp_adapted(x, ExpertWeights(gate_up, down, bias, activation), adapters, weights, ids)
+    experts, scales = ExpertWeights(gate_up, down, bias, activation), (0.5, 3.0)
+    got = moe_mlp_adapted(x, experts, adapters, weights, ids, scales=scales)
     up, down = (
-        merged(matrix, getattr(adapters, f"{name}_a"), getattr(adapters, f"{name}_b"))
-        for name, matrix in (("gate_up", gate_up), ("down", down))
+        merged(matrix, getattr(adapters, f"{name}_a"), getattr(adapters, f"{name}_b"), scale)
+        for name, matrix, scale in zip(("gate_up", "down"), (gate_up, down), scales, strict=True)
     )
     want = reference.moe_mlp(x, up, down, weights, ids, bias, activation)
     dy = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -103,7 +104,7 @@ def test_the_op_is_what_its_schema_says():
     x, gate_up, down, weights, ids, bias, adapters = operands(torch.float32, biased=True)
     ids.clamp_(min=0)  # with absent slots the end of H is not written
     adapters.gate_up_a.requires_grad_()
-    args = (x, gate_up, down, weights, ids, bias, *adapters, "swiglu", T * K, True)
+    args = (x, gate_up, down, weights, ids, bias, *adapters, "swiglu", T * K, True, 0.5, 2.0)
     torch.library.opcheck(torch.ops.tmoe.moe_mlp_adapted.default, args)
 
 

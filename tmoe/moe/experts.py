@@ -43,7 +43,8 @@ class LocalExperts(NamedTuple):
         None  # the ranks whose experts are gathered for the op: moe/exchange/gathered_weights.py
     )
     weigh: str = "activation"  # where weights are applied: MoEConfig.weigh
-    adapters: Adapters | None = None  # low-rank changes of the matrices; each b contains the scale
+    adapters: Adapters | None = None  # low-rank changes of the matrices
+    scales: tuple[float, float] = (1.0, 1.0)  # of gate_up's adapter and of down's
 
     @property
     def held(self) -> int:
@@ -82,6 +83,7 @@ class LocalExperts(NamedTuple):
             self.activation,
             weigh=self.weigh,
             adapters=None if self.adapters is None else sliced(self.adapters, own, halves),
+            scales=self.scales,
         )
 
     def gathered(self, group: str) -> "LocalExperts":
@@ -101,7 +103,7 @@ class LocalExperts(NamedTuple):
         if self.adapters is None:
             y_ND = moe_mlp(x_ND, self.gate_up, self.down, *routed, *how)
         else:
-            y_ND = moe_mlp_adapted(x_ND, self.matrices, self.adapters, *routed)
+            y_ND = moe_mlp_adapted(x_ND, self.matrices, self.adapters, *routed, scales=self.scales)
         return y_ND if self.down_bias is None else y_ND + gather_rows(self.down_bias, ids_N)
 
     def __call__(self, rows: Rows) -> Tensor:
@@ -113,14 +115,15 @@ class LocalExperts(NamedTuple):
         if self.group is None:
             if adapters is not None:
                 own = rows.weights_RK, rows.ids_RK
-                y_RD = moe_mlp_adapted(rows.x_RD, self.matrices, adapters, *own, rows.pairs)
+                y_RD = moe_mlp_adapted(rows.x_RD, self.matrices, adapters, *own, rows.pairs, self.scales)
             else:
                 y_RD = (moe_mlp_deferred if self.deferred else moe_mlp)(*routed, *how, rows.pairs)
         else:
             if adapters is not None:
                 whole = whole_adapters(adapters, self.group)
                 own = rows.weights_RK, rows.ids_RK
-                y_RD = moe_mlp_gathered_adapted(rows.x_RD, self.matrices, whole, *own, self.group)
+                how = self.group, self.scales
+                y_RD = moe_mlp_gathered_adapted(rows.x_RD, self.matrices, whole, *own, *how)
             else:
                 y_RD = moe_mlp_gathered(*routed, *how, self.group)
             if down_bias is not None:  # in fp32, so that its gradients are summed in fp32
@@ -178,8 +181,11 @@ class Experts(nn.Module):
         setattr(self, f"{matrix}_b", nn.Parameter(torch.empty(E, rows, rank, device=device)))
         self.scales[matrix] = scale
 
-    def local_adapters(self) -> Adapters | None:
-        """This rank's adapters, each b with the scale; None without adapters, or if they are off."""
+    def local_adapters(self, scaled: bool = True) -> Adapters | None:
+        """This rank's adapters; None without adapters, or if they are off.
+
+        scaled: each b is multiplied by its scale.
+        """
         if not self.scales or not self.adapters_on:
             return None
         factors: list[Tensor | None] = []
@@ -189,8 +195,8 @@ class Experts(nn.Module):
                 continue
             a, b = (local_part(getattr(self, f"{matrix}_{part}")) for part in "ab")
             # model/compile_ahead.py: a parameter without memory cannot be read
-            scaled = self.scales[matrix] != 1 and b.untyped_storage().size() > 0
-            factors += [a, b * self.scales[matrix] if scaled else b]
+            times = scaled and self.scales[matrix] != 1 and b.untyped_storage().size() > 0
+            factors += [a, b * self.scales[matrix] if times else b]
         return Adapters(*factors)
 
     @property
@@ -214,6 +220,7 @@ class Experts(nn.Module):
         deferred = deferred and any(matrix.requires_grad for matrix in matrices)
         if deferred:
             matrices = matrices[0].detach(), matrices[1].detach()
-        how = dict(weigh=self.weigh, adapters=self.local_adapters())
+        scales = self.scales.get("gate_up", 1.0), self.scales.get("down", 1.0)
+        how = dict(weigh=self.weigh, adapters=self.local_adapters(scaled=False), scales=scales)
         local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred, **how)
         return fn(*args, local)

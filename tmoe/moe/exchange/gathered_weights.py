@@ -203,7 +203,13 @@ def whole_adapters(adapters: Adapters, group: str) -> Adapters:
 
 
 def moe_mlp_gathered_adapted(
-    x_TD: Tensor, experts: ExpertWeights, adapters: Adapters, weights_TK: Tensor, ids_TK: Tensor, group: str
+    x_TD: Tensor,
+    experts: ExpertWeights,
+    adapters: Adapters,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    group: str,
+    scales: tuple[float, float],
 ) -> Tensor:
     """`moe_mlp_adapted` over the experts of all ranks of a group; adapters: `whole_adapters`'.
 
@@ -213,7 +219,7 @@ def moe_mlp_gathered_adapted(
     gate_up, down, bias, activation = experts
     tensors = (x_TD, gate_up, down, weights_TK, ids_TK, bias, *adapters)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return torch.ops.tmoe.moe_mlp_gathered_adapted(*tensors, activation, keep, group)[0]
+    return torch.ops.tmoe.moe_mlp_gathered_adapted(*tensors, activation, keep, *scales, group)[0]
 
 
 class GatheredAdaptedCall(NamedTuple):
@@ -231,6 +237,8 @@ class GatheredAdaptedCall(NamedTuple):
     down_b: Tensor | None
     activation: str
     keep: bool
+    up_scale: float
+    down_scale: float
     group: str
 
 
@@ -243,7 +251,8 @@ class GatheredAdaptedBackward(NamedTuple):
     down: Tensor
     weights: Tensor
     h: Tensor
-    u: Tensor
+    u_up: Tensor
+    u_down: Tensor
     packed: Tensor
     bias: Tensor | None
     gate_up_a: Tensor | None
@@ -251,6 +260,8 @@ class GatheredAdaptedBackward(NamedTuple):
     down_a: Tensor | None
     down_b: Tensor | None
     activation: str
+    up_scale: float
+    down_scale: float
     group: str
 
 
@@ -258,7 +269,7 @@ def _adapted(call: GatheredAdaptedCall, experts: list[Tensor | None]) -> tuple[T
     """The op moe_mlp_adapted with these gate_up, down and bias."""
     gate_up, down, bias = experts
     x, weights, ids = call.x, call.weights, call.ids
-    how = call.activation, ids.numel(), call.keep
+    how = call.activation, ids.numel(), call.keep, call.up_scale, call.down_scale
     return torch.ops.tmoe.moe_mlp_adapted(x, gate_up, down, weights, ids, bias, *call[6:10], *how)
 
 
@@ -275,12 +286,14 @@ def _adapted_fake(call: GatheredAdaptedCall) -> tuple[Tensor, ...]:
 def _adapted_backward(call: GatheredAdaptedBackward) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights, the bias and the adapters (None for what is not there)."""
     gate_up, down, bias = _whole((call.gate_up, call.down, call.bias), call.group)
-    kept = call.h, call.u, call.packed, bias, *call[9:13]
-    dx, d_weights, d_bias, *factors = torch.ops.tmoe.moe_mlp_adapted_backward(
-        call.dy, call.x, gate_up, down, call.weights, *kept, call.activation, call.weights.numel()
+    factors = call[10:14]
+    kept = call.h, call.u_up, call.u_down, call.packed, bias, *factors
+    how = call.activation, call.weights.numel(), call.up_scale, call.down_scale
+    dx, d_weights, d_bias, *grads = torch.ops.tmoe.moe_mlp_adapted_backward(
+        call.dy, call.x, gate_up, down, call.weights, *kept, *how
     )
     d_bias = None if bias is None else _owned([d_bias], group_of(call.group))[0]
-    present = (t if given is not None else None for t, given in zip(factors, call[9:13], strict=True))
+    present = (t if given is not None else None for t, given in zip(grads, factors, strict=True))
     return dx, d_weights, d_bias, *present
 
 
@@ -288,7 +301,7 @@ register_differentiable(
     "moe_mlp_gathered_adapted",
     GatheredAdaptedCall,
     returns="y",
-    keeps="h u packed",
+    keeps="h u_up u_down packed",
     cpu=_adapted_forward,
     cuda=_adapted_forward,
     fake=_adapted_fake,

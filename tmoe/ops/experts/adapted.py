@@ -1,8 +1,8 @@
 """moe_mlp_adapted: a layer of frozen experts with low-rank adapters inside, as one differentiable op.
 
-    H = x W1^T + (x A1^T) B1^T            y = act(H) W2^T + (act(H) A2^T) B2^T
+    H = x W1^T + s (x A1^T) B1^T            y = act(H) W2^T + s (act(H) A2^T) B2^T
 
-The matrices are never merged: W + B A, rounded to bf16, would lose the steps of a small B.
+The matrices are never merged: W + s B A, rounded to bf16, would lose the steps of a small B.
 
 next: ops/experts/adapted_cpu.py
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tmoe.ops.argument_checks import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.experts import adapted_cpu, adapted_gpu, cpu
-from tmoe.ops.experts.adapted_cpu import Adapters
+from tmoe.ops.experts.adapted_cpu import Adapters, Kept
 from tmoe.ops.experts.cpu import ExpertWeights
 from tmoe.ops.experts.op import _rows
 from tmoe.ops.experts.pair_order import Metadata
@@ -34,19 +34,21 @@ def moe_mlp_adapted(
     weights_TK: Tensor,
     ids_TK: Tensor,
     pairs: int | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """`moe_mlp` with gate_up + gate_up_b gate_up_a and down + down_b down_a in place of the matrices.
+    """`moe_mlp` with gate_up + s gate_up_b gate_up_a and down + s down_b down_a in place of the matrices.
 
     Args:
         experts: the matrices, which must not need gradients, the bias or None, and the activation, all as for
             `moe_mlp`.
-        adapters: dtype of x; the scale of a LoRA is multiplied into its b. A matrix without an adapter has
-            None twice.
+        adapters: dtype of x. A matrix without an adapter has None twice.
+        scales: s of gate_up's adapter and of down's.
         x_TD, weights_TK, ids_TK, pairs: as for `moe_mlp`.
 
     Returns y_TD [T, D]. If both b are zero, y and dx have moe_mlp's values. Differentiable in x, weights,
-    the bias and the adapters. Between forward and backward it keeps the tensors that moe_mlp keeps, and one
-    tensor [min(pairs, T*K), r]. Raises ValueError for shapes, dtypes or devices that do not fit together.
+    the bias and the adapters. Between forward and backward it keeps the tensors that moe_mlp keeps, and for
+    each adapter a tensor [min(pairs, T*K), r], with r rounded up to 8 on a GPU. Raises ValueError for
+    shapes, dtypes or devices that do not fit together.
 
     Formulas: Hu et al. 2021 (arXiv 2106.09685), an adapter for each expert.
     """
@@ -61,7 +63,7 @@ def moe_mlp_adapted(
     check_adapters(x_TD, gate_up, down, adapters)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, *adapters))
     pairs = ids_TK.numel() if pairs is None else min((pairs + 127) // 128 * 128, ids_TK.numel())
-    call = (*tensors, *adapters, activation, pairs, keep)
+    call = (*tensors, *adapters, activation, pairs, keep, *map(float, scales))
     if x_TD.is_cuda and unwatched(*tensors, *adapters):
         return _Straight.apply(*call)
     return torch.ops.tmoe.moe_mlp_adapted(*call)[0]
@@ -101,7 +103,9 @@ class AdaptedCall(NamedTuple):
     down_b: Tensor | None
     activation: str
     pairs: int
-    keep: bool  # H, u = x A1^T and the metadata, for a backward
+    keep: bool  # the tensors of `Kept` and the metadata, for a backward
+    up_scale: float
+    down_scale: float
 
     @property
     def adapters(self) -> Adapters:
@@ -117,7 +121,8 @@ class AdaptedBackward(NamedTuple):
     down: Tensor
     weights: Tensor
     h: Tensor
-    u: Tensor
+    u_up: Tensor
+    u_down: Tensor
     packed: Tensor
     bias: Tensor | None
     gate_up_a: Tensor | None
@@ -126,6 +131,8 @@ class AdaptedBackward(NamedTuple):
     down_b: Tensor | None
     activation: str
     pairs: int
+    up_scale: float
+    down_scale: float
 
     @property
     def adapters(self) -> Adapters:
@@ -133,23 +140,24 @@ class AdaptedBackward(NamedTuple):
 
 
 def _forward_cpu(call: AdaptedCall) -> tuple[Tensor, ...]:
-    """y, H and u (empty unless keep) and the packed metadata."""
+    """y, the tensors of `Kept` (empty unless keep) and the packed metadata."""
     x, ids = call.x, call.ids
     check_moe_mlp(x, call.gate_up, call.down, call.weights, ids, call.bias, call.activation)
     N, E = ids.numel(), call.gate_up.shape[0]
     rows = adapted_cpu.AdaptedRows(*cpu.route(ids, E))
-    h, u = x.new_empty(N, call.gate_up.shape[1]), x.new_empty(N, call.adapters.rank)
+    kept = Kept(*(x.new_empty(N, width) for width in (call.gate_up.shape[1], *call.adapters.ranks)))
+    scales = call.up_scale, call.down_scale
     experts = ExpertWeights(call.gate_up, call.down, call.bias, call.activation)
-    y = adapted_cpu.forward(x, experts, call.adapters, call.weights, rows, h, u)
+    y = adapted_cpu.forward(x, experts, call.adapters, call.weights, rows, kept, scales)
     meta = Metadata(ids.new_zeros(Metadata.size(N, E), dtype=torch.int32), N, E)
     meta.ends[:] = torch.tensor(rows.ends, dtype=torch.int32)
     meta.order[: rows.order.numel()] = rows.order
-    return y, *(t if call.keep else t.new_empty(0, t.shape[1]) for t in (h, u)), meta.packed
+    return y, *(t if call.keep else t.new_empty(0, t.shape[1]) for t in kept), meta.packed
 
 
 def _forward_gpu(call: AdaptedCall) -> tuple[Tensor, ...]:
     check_moe_mlp(*call[:6], call.activation)
-    return remembered(adapted_gpu.forward, call[:10], call.activation, call.pairs, call.keep)
+    return remembered(adapted_gpu.forward, call[:10], *call[10:])
 
 
 def _forward_fake(call: AdaptedCall) -> tuple[Tensor, ...]:
@@ -158,7 +166,8 @@ def _forward_fake(call: AdaptedCall) -> tuple[Tensor, ...]:
     given = {name: t for name, t in others.items() if t is not None}
     check_device(x, gate_up=call.gate_up, down=call.down, weights=call.weights, ids=ids, **given)
     rows = _rows(x, ids, call.pairs)
-    widths = call.gate_up.shape[1], call.adapters.rank
+    ranks = (adapted_gpu.wide(r) if x.is_cuda else r for r in call.adapters.ranks)
+    widths = call.gate_up.shape[1], *ranks
     kept = (x.new_empty(rows if call.keep else 0, width) for width in widths)
     return x.new_empty(x.shape), *kept, Metadata.fake(ids.numel(), call.gate_up.shape[0], rows, x)
 
@@ -171,20 +180,27 @@ def _backward_cpu(call: AdaptedBackward) -> tuple[Tensor | None, ...]:
     experts = ExpertWeights(call.gate_up, call.down, call.bias, call.activation)
     with torch.autocast("cpu", enabled=False):  # which may be on where backward is called
         return adapted_cpu.backward(
-            call.dy, call.x, experts, call.adapters, call.weights, rows, call.h, call.u
+            call.dy,
+            call.x,
+            experts,
+            call.adapters,
+            call.weights,
+            rows,
+            Kept(call.h, call.u_up, call.u_down),
+            (call.up_scale, call.down_scale),
         )
 
 
 def _backward_gpu(call: AdaptedBackward) -> tuple[Tensor | None, ...]:
     """The results of `_backward_cpu`."""
-    return remembered(adapted_gpu.backward, call[:13], call.activation, call.pairs)
+    return remembered(adapted_gpu.backward, call[:14], *call[14:])
 
 
 GRADIENTS = f"x weights bias {' '.join(NAMES)}"
 _FORWARD: dict[str, Any] = dict(
     schema=AdaptedCall,
     returns="y",
-    keeps="h u packed",
+    keeps="h u_up u_down packed",
     cpu=_forward_cpu,
     cuda=_forward_gpu,
     fake=_forward_fake,

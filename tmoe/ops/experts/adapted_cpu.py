@@ -25,9 +25,18 @@ class Adapters(NamedTuple):
     down_b: Tensor | None  # [E, D, r]
 
     @property
-    def rank(self) -> int:
-        """The rank of gate_up's adapter; 0 if it has none."""
-        return 0 if self.gate_up_a is None else self.gate_up_a.shape[1]
+    def ranks(self) -> tuple[int, int]:
+        """The ranks of gate_up's and of down's adapter; 0 for none."""
+        up, down = (0 if a is None else a.shape[1] for a in (self.gate_up_a, self.down_a))
+        return up, down
+
+
+class Kept(NamedTuple):
+    """Tensors that `forward` keeps for `backward`, in the order of sorted rows."""
+
+    h: Tensor  # [N, 2F]
+    u_up: Tensor  # scale x gate_up_a^T [N, r]
+    u_down: Tensor  # scale act down_a^T [N, r]
 
 
 class AdaptedRows(NamedTuple):
@@ -37,9 +46,10 @@ class AdaptedRows(NamedTuple):
     ends: list[int]  # the end of each expert's rows
 
 
-def add_change(x_RD: Tensor, a_rD: Tensor, b_Fr: Tensor, out_RF: Tensor, u_Rr: Tensor) -> None:
-    """Writes u = x a^T, and adds u b^T to out."""
+def add_change(x_RD: Tensor, a_rD: Tensor, b_Fr: Tensor, out_RF: Tensor, u_Rr: Tensor, scale: float) -> None:
+    """Writes u = scale x a^T, and adds u b^T to out."""
     mm(x_RD, a_rD.T, u_Rr)
+    u_Rr.mul_(scale)
     change_RF = torch.empty_like(out_RF)
     mm(u_Rr, b_Fr.T, change_RF)
     out_RF.add_(change_RF)
@@ -51,10 +61,11 @@ def forward(
     adapters: Adapters,
     weights_TK: Tensor,
     rows: AdaptedRows,
-    h_N2F: Tensor,
-    u_Nr: Tensor,
+    kept: Kept,
+    scales: tuple[float, float],
 ) -> Tensor:
-    """Returns y_TD; writes H [>= rows, 2F] and u = x gate_up_a^T [>= rows, r]."""
+    """Returns y_TD; writes the tensors of `kept`, each with at least as many rows as there are."""
+    h_N2F, u_up_Nr, u_down_Nr = kept
     gate_up_E2FD, down_EDF, bias_E2F, activation = experts
     gate_up_a, gate_up_b, down_a, down_b = adapters
     order, ends = rows
@@ -68,11 +79,11 @@ def forward(
         pre_activations(x_TD, tokens[lo:hi], gate_up_E2FD[e], None if bias_E2F is None else bias_E2F[e], h)
         if gate_up_a is not None and gate_up_b is not None:
             x = x_TD.index_select(0, tokens[lo:hi])
-            add_change(x, gate_up_a[e], gate_up_b[e], h, u_Nr[lo:hi])
+            add_change(x, gate_up_a[e], gate_up_b[e], h, u_up_Nr[lo:hi], scales[0])
         act = named(activation).of(h)
         mm(act, down_EDF[e].T, out)
         if down_a is not None and down_b is not None:
-            add_change(act, down_a[e], down_b[e], out, act.new_empty(hi - lo, down_a.shape[1]))
+            add_change(act, down_a[e], down_b[e], out, u_down_Nr[lo:hi], scales[1])
     return combine(out_ND, order, weights_TK, T, K)
 
 
@@ -95,15 +106,16 @@ def backward(
     adapters: Adapters,
     weights_TK: Tensor,
     rows: AdaptedRows,
-    h_N2F: Tensor,
-    u_Nr: Tensor,
+    kept: Kept,
+    scales: tuple[float, float],
 ) -> Gradients:
-    """The gradients; h, u: written by `forward`.
+    """The gradients; kept: written by `forward`.
 
-    With w the weight of a row and g its dy: v2 = g B2, d_act = g W2 + v2 A2, dA2 = v2^T (w act),
-    dB2 = g^T (w act A2^T); dH follows from w d_act; v1 = dH B1, dx = dH W1 + v1 A1, dA1 = v1^T x,
-    dB1 = dH^T u.
+    With w the weight of a row, g its dy and s the scale: v2 = s g B2, d_act = g W2 + v2 A2,
+    dA2 = v2^T (w act), dB2 = g^T (w u2); dH follows from w d_act; v1 = s dH B1, dx = dH W1 + v1 A1,
+    dA1 = v1^T x, dB1 = dH^T u1.
     """
+    h_N2F, u_up_Nr, u_down_Nr = kept
     gate_up_E2FD, down_EDF, bias_E2F, activation = experts
     gate_up_a, gate_up_b, down_a, down_b = adapters
     order, ends = rows
@@ -122,20 +134,19 @@ def backward(
         act = named(activation).of(h)
         d_act = dy @ down_EDF[e]
         if down_a is not None and down_b is not None and d_down_a is not None and d_down_b is not None:
-            v = dy @ down_b[e]
+            v = dy @ down_b[e] * scales[1]
             d_act += v @ down_a[e]
-            weighted = (act * w).to(act.dtype)
-            torch.mm(v.T, weighted, out=d_down_a[e])
-            torch.mm(dy.T, weighted @ down_a[e].T, out=d_down_b[e])
+            torch.mm(v.T, (act * w).to(act.dtype), out=d_down_a[e])
+            torch.mm(dy.T, (u_down_Nr[lo:hi] * w).to(dy.dtype), out=d_down_b[e])
         dw_N[lo:hi] = torch.linalg.vecdot(d_act.to(cpu._acc(d_act)), act.to(cpu._acc(act)))
         dh = torch.empty_like(h)
         named(activation).gradient_of(h, d_act.mul_(w), dh)
         torch.mm(dh, gate_up_E2FD[e], out=dx)
         if gate_up_a is not None and gate_up_b is not None and d_up_a is not None and d_up_b is not None:
-            v = dh @ gate_up_b[e]
+            v = dh @ gate_up_b[e] * scales[0]
             dx += v @ gate_up_a[e]
             torch.mm(v.T, x_TD.index_select(0, tokens[lo:hi]), out=d_up_a[e])
-            torch.mm(dh.T, u_Nr[lo:hi], out=d_up_b[e])
+            torch.mm(dh.T, u_up_Nr[lo:hi], out=d_up_b[e])
         if d_bias is not None:
             d_bias[e] = dh.sum(0, dtype=cpu._acc(dh))
     dw = weights_TK.new_zeros(T * K).index_copy_(0, order, dw_N).view(T, K)

@@ -1,7 +1,8 @@
 """moe_mlp_adapted on the GPU: which kernels run, in which order, on which buffers.
 
-Forward: route, u = x A1^T (gathers x), up with B1, u' = act A2^T, down with B2, combine. Backward: v = g B2
-(gathers dy), dh with A2, the gradients of A2 and B2, v' = dH B1, dx with A1, those of A1 and B1, combine.
+Forward: route, u = s x A1^T (gathers x), up with B1, u' = s act A2^T, down with B2, combine. Backward: v =
+s g B2 and the gradient of B2 (gathers dy), dh with A2, the gradient of A2, v' = s dH B1 and the gradient of
+B1, dx with A1, combine, the gradient of A1 (gathers x).
 
 A bound on the routed pairs gives the same windows as in gpu.py. A matrix without an adapter has the kernels
 of gpu.py.
@@ -11,7 +12,7 @@ next: ops/experts/adapted_kernels.py
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,53 +20,105 @@ from torch import Tensor
 from tmoe.base.activations import activation as named
 from tmoe.ops.experts import adapted_kernels as kernels
 from tmoe.ops.experts import gpu
-from tmoe.ops.experts.gpu import halves, plain, ragged, windows
+from tmoe.ops.experts.gpu import Product, halves, plain, ragged, windows
 from tmoe.ops.experts.pair_order import Metadata, power_of_2, route
-from tmoe.ops.experts.table import KernelConfig
 from tmoe.ops.launch.kernel_launch import cdiv, empty, launch
 
-FEW = 48  # tiles have 64 rows up to this many rows per expert
-HOPPER = {  # for operands with descriptors; not tuned
-    "up": KernelConfig(128, 128, 64, 16, 2, 8, 3, 1, True),
-    "down": KernelConfig(128, 128, 64, 16, 2, 8, 3, 1, False),
-    "dh": KernelConfig(128, 128, 64, 16, 4, 8, 3, 1, True),
-    "dx": KernelConfig(128, 128, 64, 16, 2, 8, 3, 1, False),
-}
+FEW = 48  # up to this many rows per expert, tiles of narrow products have 64 rows
+
+
+class Low(NamedTuple):
+    """Sizes of the kernels whose result has r columns or rows; they are as slow as reading an operand."""
+
+    chunk: int  # rows of an expert that a program of narrow_and_factor_kernel reads
+    BL: int  # a step along columns there, along rows in factor_kernel
+    BN: int  # columns of a tile of factor_kernel
+    warps: int
+    stages: int
 
 
 class AdaptedLaunches(gpu.LayerLaunches):
     """gpu.LayerLaunches with the launches that have a low-rank step."""
 
-    def config(self, kernel: str) -> KernelConfig:
-        """The configuration of a Triton kernel: hopper.py's have no such step."""
-        if not self.tma:
-            return super().config(kernel)
-        cfg = HOPPER[kernel]
-        return cfg._replace(BM=64, warps=4) if self.N <= FEW * self.E else cfg
+    def low(self, R: int) -> Low:
+        """The sizes for rank R."""
+        if self.tma:  # chunks of 512 rows have too little shared memory above rank 16
+            return Low(512 if R <= 16 else 256, 64, 128, 8, 3)
+        if self.x.element_size() == 2:
+            return Low(128, 64, 64, 4, 2) if R <= 16 else Low(64, 32, 64, 4, 2)
+        return Low(64, 32, 32, 4, 2)
 
-    @property
-    def by_pointers(self) -> "AdaptedLaunches":
-        """The layer without descriptors, which need rows of 16 bytes; for results of r columns or rows."""
-        layer = copy.copy(self)
-        layer.tma = False
-        return layer
+    def narrow(self, a: Tensor, b: Tensor, scale: float, gather: bool = False) -> Tensor:
+        """u [N, r] = scale times rows of a times each expert's b [E, r, L]; r rounded up to 16 bytes.
 
-    def narrow(self, a: Tensor, b: Tensor, b_rows: bool, gather: bool = False) -> Tensor:
-        """Rows of a times each expert's b, [N, r].
-
-        b: [E, r, L] if b_rows, else [E, L, r]. gather: a is [T, L], else [N, L].
+        gather: a is [T, L], else [N, L].
         """
-        layer = self.by_pointers
+        layer = copy.copy(self)
+        layer.tma = False  # operands are read by pointers
         cfg = layer.config("down")
-        L = a.shape[1]
-        R = b.shape[1] if b_rows else b.shape[2]
-        RB = steps(R)
-        c = layer.empty(self.N, R)
+        if self.tma:  # deeper: all of the time is that of reading a
+            cfg = cfg._replace(BM=64 if self.N <= FEW * self.E else 128, BL=64, stages=4, warps=4)
+        L, R = a.shape[1], b.shape[1]
+        W = wide(R)
+        c = self.empty(self.N, W)
         launch(
-            kernels.narrow_kernel, layer.grid(cfg, layer.row_tiles(cfg, R, RB)),
-            a, b, c, self.meta.order, *layer.tile_args(cfg), L, R, L if b_rows else 1, 1 if b_rows else R,
-            cfg.BM, RB, cfg.BL, cfg.GROUP, self.K, gather, layer.even(cfg, L), self.precision,
+            kernels.narrow_kernel, layer.grid(cfg, layer.row_tiles(cfg, W, steps(R))),
+            a, b, c, self.meta.order, *layer.tile_args(cfg), L, R, W, scale,
+            cfg.BM, steps(R), cfg.BL, cfg.GROUP, self.K, gather, layer.even(cfg, L), self.precision,
             num_warps=cfg.warps, num_stages=cfg.stages,
+        )  # fmt: skip
+        return c
+
+    def narrow_and_factor(
+        self, g: Tensor, b: Tensor, u: Tensor, scale: float, gather: bool, c: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """v [N, r], scale times rows of g times each expert's b [E, L, r]; and b's gradient, g rows^T u rows.
+
+        gather: g is [T, L], and rows of u are multiplied by their routing weights; else g is [N, L].
+        c: a tensor to which the gradient is added; None: a new one.
+        """
+        E, L, R = b.shape
+        W, low, add = u.shape[1], self.low(R), c is not None
+        c = self.empty(E, L, R) if c is None else c
+        v = self.empty(self.N, W)
+        chunks, EP = self.N // low.chunk + E, power_of_2(E)
+        parts = self.empty(chunks, L, R, dtype=torch.float32)
+        launch(
+            kernels.narrow_and_factor_kernel, (max(1, min(self.sms, chunks)),),
+            g, b, u, self.weights, v, parts, self.meta.order, self.meta.offsets, E, L, R, W, scale, chunks,
+            low.chunk, steps(R), low.BL, EP, self.K, gather, self.precision,
+            num_warps=low.warps, num_stages=low.stages,
+        )  # fmt: skip
+        launch(
+            kernels.sum_chunks_kernel, (E, cdiv(L * R, 1024)),
+            parts, c, self.meta.offsets, E, L * R, low.chunk, EP, 1024, add, num_warps=4,
+        )  # fmt: skip
+        return v, c
+
+    def factor(self, v: Tensor, x: Tensor, R: int, gather: bool, c: Tensor | None) -> Tensor:
+        """The gradient of an a, [E, r, L] = v rows^T x rows; v is [N, r or more].
+
+        gather: x is [T, L], else [N, L]. c: a tensor to which the gradient is added; None: a new one.
+        """
+        L, low, add = x.shape[1], self.low(R), c is not None
+        c = self.empty(self.E, R, L) if c is None else c
+        tiles = self.E * cdiv(R, steps(R)) * cdiv(L, low.BN)
+        launch(
+            kernels.factor_kernel, (max(1, min(2 * self.sms, tiles)),),
+            v, x, c, self.meta.order, self.meta.offsets, self.meta.by_size, self.E, R, v.shape[1], L,
+            steps(R), low.BN, low.BL, 16, self.K, gather, add, self.precision, num_warps=4, num_stages=4,
+        )  # fmt: skip
+        return c
+
+    def widened(self, b: Tensor) -> Tensor:
+        """b [E, n, r], with r rounded up to rows of 16 bytes, as a descriptor needs them."""
+        E, n, R = b.shape
+        if wide(R) == R:
+            return b
+        c = self.empty(E, n, wide(R))
+        launch(
+            kernels.widen_kernel, (cdiv(E * n, 64),), b, c, E * n, R, wide(R), 64, power_of_2(wide(R)),
+            num_warps=4,
         )  # fmt: skip
         return c
 
@@ -77,15 +130,24 @@ class AdaptedLaunches(gpu.LayerLaunches):
             return super().up(gate_up, bias, h)
         cfg = self.config("up")
         act = self.empty(self.N, self.F)
-        n, R = self.halves, u.shape[1]
-        x = self.x if cfg.gather else plain(self.gathered(self.x), [cfg.BM, cfg.BL], self.tma)
-        w = plain(gate_up.view(n * self.E, self.F, self.D), [n, cfg.BN // n, cfg.BL], self.tma)
+        assert b is not None
+        n, R = self.halves, b.shape[2]
+        x = self.x if cfg.gather else self.gathered(self.x)
+        w = gate_up.view(n * self.E, self.F, self.D)
+        if cfg.outs:
+            v = self.widened(b).view(n * self.E, self.F, -1)
+            product = Product(x, w, self.F, self.D, True, "a" if cfg.gather else "", bias=bias, u=u, v=v)
+            outs = (None, None) if h is None else (*h.split(self.F, 1), None)
+            self.specialised("up" if n == 2 else "ungated", cfg, product, (outs[0], outs[1], act))
+            return act
+        x = x if cfg.gather else plain(x, [cfg.BM, cfg.BL], self.tma)
+        w = plain(w, [n, cfg.BN // n, cfg.BL], self.tma)
         block = [cfg.BM, cfg.BN // n // cfg.SUB]
         h_gate, h_up = (None, None) if h is None else halves(h, self.F, block, self.tma)
         launch(
             kernels.up_adapted, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN // n)),
             x, w, bias, u, b, h_gate, h_up, ragged(act, block, self.tma), self.meta.order,
-            *self.tile_args(cfg), self.D, self.F, R, self.D,
+            *self.tile_args(cfg), self.D, self.F, R, u.shape[1], self.D,
             cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, steps(R), self.activation, h is not None,
             cfg.gather, self.tma, self.even(cfg, self.D), self.precision,
             num_warps=cfg.warps, num_stages=cfg.stages,
@@ -100,13 +162,18 @@ class AdaptedLaunches(gpu.LayerLaunches):
             return super().rows(kernel, a, b, b_rows)
         cfg = self.config(kernel)
         P, Q = b.shape[1:]
-        L, W, R = a.shape[1], P if b_rows else Q, u.shape[1]
+        L, W, R = a.shape[1], P if b_rows else Q, v.shape[2] if b_rows else v.shape[1]
         c = self.empty(self.N, W)
+        if cfg.outs:
+            v = self.widened(v) if b_rows else v
+            self.specialised("rows", cfg, Product(a, b, W, L, b_rows, u=u, v=v), (c, None, None))
+            return c
         launch(
             kernels.rows_adapted, self.grid(cfg, self.row_tiles(cfg, W, cfg.BN)),
             plain(a, [cfg.BM, cfg.BL], self.tma),
             plain(b, [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN], self.tma),
-            u, v, ragged(c, [cfg.BM, cfg.BN // cfg.SUB], self.tma), *self.tile_args(cfg), L, W, R, P * Q,
+            u, v, ragged(c, [cfg.BM, cfg.BN // cfg.SUB], self.tma), *self.tile_args(cfg), L, W, R, u.shape[1],
+            P * Q,
             Q if b_rows else 1, 1 if b_rows else Q, R if b_rows else 1, 1 if b_rows else W,
             cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, steps(R), b_rows, self.tma, self.even(cfg, L),
             self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
@@ -121,9 +188,16 @@ class AdaptedLaunches(gpu.LayerLaunches):
         dy = dy if cfg.gather else self.gathered(dy)
         if u is None:
             return super().dh(dy, down, h)
-        R = u.shape[1]
+        assert v is not None
+        R = v.shape[1]
         dh, act = self.empty(self.N, self.H), self.empty(self.N, self.F)
         ds = self.empty(cdiv(self.F, cfg.BN), self.N, dtype=torch.float32)
+        if cfg.outs:
+            product = Product(
+                dy, down, self.F, self.D, gather="a" if cfg.gather else "", h=h, ds=ds, u=u, v=v
+            )
+            self.specialised("dh", cfg, product, (dh, None, act))
+            return dh, act, ds
         block = [cfg.BM, cfg.BN // cfg.SUB]
         launch(
             kernels.dh_adapted, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN)),
@@ -131,15 +205,16 @@ class AdaptedLaunches(gpu.LayerLaunches):
             plain(down, [1, cfg.BL, cfg.BN], self.tma), u, v,
             *halves(h, self.F, block, self.tma), *halves(dh, self.F, block, self.tma),
             ragged(act, block, self.tma), self.weights, ds, self.meta.order, *self.tile_args(cfg),
-            self.N, self.D, self.F, R, self.D,
+            self.N, self.D, self.F, R, u.shape[1], self.D,
             cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, steps(R), self.activation, cfg.gather,
             self.tma, self.even(cfg, self.D), self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return dh, act, ds
 
-    def factor(self, a: Tensor, b: Tensor, gather: str = "", c: Tensor | None = None) -> Tensor:
-        """The gradient of a factor: `dw` by pointers."""
-        return self.by_pointers.dw("dw_up", a, b, gather, c)
+
+def wide(R: int) -> int:
+    """The rank, rounded up to 8: rows of 16 bytes."""
+    return cdiv(R, 8) * 8
 
 
 def steps(R: int) -> int:
@@ -155,33 +230,34 @@ def forward(
     ids: Tensor,
     bias: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, H and u = x gate_up_a^T of the first window (empty unless keep) and the packed metadata.
+) -> tuple[Tensor, ...]:
+    """y, H, u_up and u_down of the first window (empty unless keep), and the packed metadata.
 
-    rest: the four adapters' factors (or None), activation, pairs, keep.
+    rest: the four adapters' factors (or None), activation, pairs, keep, the scales.
     """
-    *factors, activation, pairs, keep = rest
+    *factors, activation, pairs, keep, up_scale, down_scale = rest
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
     bias, up_a, up_b, down_a, down_b = (t if t is None else t.contiguous() for t in (bias, *factors))
-    h = empty((pairs if keep else 0, gate_up.shape[1]), x.dtype, x.device)
-    kept: Any = None
-    rank = 0 if up_a is None else up_a.shape[1]
+    N = pairs if keep else 0
+    ranks = (0 if a is None else wide(a.shape[1]) for a in (up_a, down_a))
+    h, *none = (empty((N, width), x.dtype, x.device) for width in (gate_up.shape[1], *ranks))
     meta = route(ids, down.shape[0], pairs)
     y: Any = None
+    kept: list[Tensor] = none
     if ids.numel() == 0:
-        return torch.zeros_like(x), h, empty((0, rank), x.dtype, x.device), meta.packed
+        return torch.zeros_like(x), h, *none, meta.packed
+    operands = [t for t in (gate_up, down, up_a, up_b, down_a, down_b) if t is not None]
     for window in windows(meta, ids.numel()):
-        layer = AdaptedLaunches(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
-        u = None if up_a is None else layer.narrow(x, up_a, True, gather=True)
-        act = layer.up_with(gate_up, bias, u, up_b, h if keep and y is None else None)
+        layer = AdaptedLaunches(x, down.shape, ids.shape[1], window, weights, tuple(operands), activation)
+        u_up = None if up_a is None else layer.narrow(x, up_a, up_scale, gather=True)
+        act = layer.up_with(gate_up, bias, u_up, up_b, h if keep and y is None else None)
+        u_down = None if down_a is None else layer.narrow(act, down_a, down_scale)
         if keep and y is None:
-            kept = u
-        u = None if down_a is None else layer.narrow(act, down_a, True)
-        rows = layer.rows_with("down", act, down, True, u, down_b)
+            kept = [t if u is None else u for u, t in zip((u_up, u_down), none, strict=True)]
+        rows = layer.rows_with("down", act, down, True, u_down, down_b)
         y, _ = layer.combine(rows, weights, y)
-        del rows, act, u  # before the next window's are made
-    kept = empty((pairs if keep else 0, rank), x.dtype, x.device) if kept is None else kept
-    return y, h, kept, meta.packed
+        del rows, act, u_up, u_down  # freed before the next window allocates its own
+    return y, h, *kept, meta.packed
 
 
 def backward(
@@ -189,40 +265,44 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights, the bias and the four factors (None for what is not there).
 
-    rest: H and u of the first window, packed metadata, bias, the factors, activation, pairs.
+    rest: H, u_up and u_down of the first window, packed metadata, bias, the factors, activation, pairs, the
+    scales.
     """
-    h, u, packed, bias, *factors, activation, pairs = rest
+    h, u_up, u_down, packed, bias, *factors, activation, pairs, up_scale, down_scale = rest
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     bias, up_a, up_b, down_a, down_b = (t if t is None else t.contiguous() for t in (bias, *factors))
+    present = (x, weights, bias, up_a, up_b, down_a, down_b)
     if weights.numel() == 0:
-        present = (x, weights, bias, up_a, up_b, down_a, down_b)
         return tuple(None if t is None else torch.zeros_like(t) for t in present)
     dx = d_weights = d_bias = d_up_a = d_up_b = d_down_a = d_down_b = None
+    operands = tuple(t for t in (gate_up, down, dy, up_a, up_b, down_a, down_b) if t is not None)
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
-        layer = AdaptedLaunches(
-            x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation
-        )
+        layer = AdaptedLaunches(x, down.shape, weights.shape[1], window, weights, operands, activation)
         if dx is not None:  # a later window: computed again
             h = layer.empty(pairs, gate_up.shape[1])
-            u = None if up_a is None else layer.narrow(x, up_a, True, gather=True)
-            layer.up_with(gate_up, bias, u, up_b, h)
+            u_up = None if up_a is None else layer.narrow(x, up_a, up_scale, gather=True)
+            act = layer.up_with(gate_up, bias, u_up, up_b, h)
+            u_down = None if down_a is None else layer.narrow(act, down_a, down_scale)
+            del act
 
-        v = None if down_b is None else layer.narrow(dy, down_b, False, gather=True)
+        v = None
+        if down_a is not None and down_b is not None:
+            v, d_down_b = layer.narrow_and_factor(dy, down_b, u_down, down_scale, True, d_down_b)
         dh, act, ds = layer.dh_with(dy, down, h, v, down_a)
         if v is not None and down_a is not None:
-            d_down_a = layer.factor(v, act, c=d_down_a)
-            d_down_b = layer.factor(dy, layer.narrow(act, down_a, True), "a", d_down_b)
+            d_down_a = layer.factor(v, act, down_a.shape[1], False, d_down_a)
         del act
 
-        v = None if up_b is None else layer.narrow(dh, up_b, False)
+        v = None
+        if up_a is not None and up_b is not None:
+            v, d_up_b = layer.narrow_and_factor(dh, up_b, u_up, up_scale, False, d_up_b)
         rows = layer.rows_with("dx", dh, gate_up, False, v, up_a)
         dx, d_weights = layer.combine(rows, None, dx, ds, d_weights)
-        if v is not None:
-            d_up_a = layer.factor(v, x, "b", d_up_a)
-            d_up_b = layer.factor(dh, u, c=d_up_b)
+        if v is not None and up_a is not None:
+            d_up_a = layer.factor(v, x, up_a.shape[1], True, d_up_a)
         if bias is not None:
             d_bias = layer.bias_gradient(dh, d_bias)
-        del h, u, dh, ds, v, rows  # before the next window's are made
+        del h, u_up, u_down, dh, ds, v, rows  # freed before the next window allocates its own
     return dx, d_weights, d_bias, d_up_a, d_up_b, d_down_a, d_down_b
 
 
@@ -245,13 +325,13 @@ def trace(
     (r, q), rows = ranks, named(activation).halves * F
     x, matrices = new(T, D), (new(E, rows, D), new(E, D, F))
     up = (new(E, r, D), new(E, rows, r)) if r else (None, None)
-    factors = *up, *((new(E, q, F), new(E, D, q)) if q else (None, None))
+    factors: tuple[Any, ...] = *up, *((new(E, q, F), new(E, D, q)) if q else (None, None))
     bias = new(E, rows) if biased else None
     weights = torch.empty(T, K, device="meta")
     ids = torch.empty(T, K, dtype=torch.int32, device="meta")
-    how = activation, T * K if pairs is None else pairs
+    how, scales = (activation, T * K if pairs is None else pairs), (1.0, 1.0)
     call = x, *matrices, weights, ids, bias, *factors, *how
-    forward(*call, False)
+    forward(*call, False, *scales)
     if trained:
-        _, *kept = forward(*call, True)
-        backward(x, x, *matrices, weights, *kept, bias, *factors, *how)
+        _, *kept = forward(*call, True, *scales)
+        backward(x, x, *matrices, weights, *kept, bias, *factors, *how, *scales)

@@ -95,6 +95,8 @@ class Product(NamedTuple):
     h: Tensor | None = None
     ds: Tensor | None = None
     bias: Tensor | None = None
+    u: Tensor | None = None
+    v: Tensor | None = None
 
 
 class LayerLaunches:
@@ -174,7 +176,7 @@ class LayerLaunches:
 
     def specialised(self, kind: str, cfg: KernelConfig, product: Product, outs: Outs) -> None:
         """Launch hopper.specialised; outs are its c, c2, c3, with `product.width` columns."""
-        a, b, width, length, b_rows, gather, h, ds, bias = product
+        a, b, width, length, b_rows, gather, h, ds, bias, u, v = product
         dw = kind == "dw"
         finish = kind in ("up", "ungated", "dh")
         columns = cfg.BN // 2 if kind == "up" else cfg.BN
@@ -189,6 +191,9 @@ class LayerLaunches:
             b_box = [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN]
         a_arg = a if gather == "a" else describe_ragged(a, a_box)
         b_arg = b if gather == "b" else describe_ragged(b, b_box) if dw else describe(b, b_box)
+        more = 0 if u is None else cdiv(u.shape[1], cfg.BL)
+        u_arg = None if u is None else describe_ragged(u, a_box)
+        v_arg = None if v is None else describe(v, b_box)
         box = [cfg.BM, cfg.BN // cfg.SUB]
 
         # the copy engine stores some results, the finishers others
@@ -211,8 +216,8 @@ class LayerLaunches:
             tile_args = self.tile_args(cfg)
         launch(
             hopper.specialised, self.grid(cfg, tiles),
-            a_arg, b_arg, bias, h, c, c2, c3, self.weights, ds, self.meta.order, *tile_args,
-            self.N, self.E, self.F, num_m, num_n, cdiv(length, cfg.BL), cfg.GROUP, self.D,
+            a_arg, b_arg, u_arg, v_arg, bias, h, c, c2, c3, self.weights, ds, self.meta.order, *tile_args,
+            self.N, self.E, self.F, num_m, num_n, cdiv(length, cfg.BL), more, cfg.GROUP, self.D,
             cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, self.K, kind, self.activation, b_rows,
             keeps_h, gather,
             dw and gather != "" and self.D % (cfg.BM if gather == "a" else cfg.BN) != 0,

@@ -57,12 +57,27 @@ def locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM: gl.constexpr, K
 
 
 @gluon.jit
+def load_b(b, arrived, buf, e, pn, first, BN: gl.constexpr, KIND: gl.constexpr, B_ROWS: gl.constexpr):
+    """Load a tile of b[e]: its columns of number pn, and rows of the sum from `first` on."""
+    if KIND == "up":
+        bulk_load(b, [2 * e, pn * (BN // 2), first], arrived, buf)
+    elif B_ROWS:
+        bulk_load(b, [e, pn * BN, first], arrived, buf)
+    else:
+        bulk_load(b, [e, first, pn * BN], arrived, buf)
+
+
+@gluon.jit
 def load_tiles_of_rows(
-    a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride, a_bufs, b_bufs, full, empty,
+    a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP, stride, a_bufs, b_bufs,
+    full, empty,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """`load_tiles` of every product but dw; GATHER is "a" or ""."""
+    """`load_tiles` of every product but dw; GATHER is "a" or "".
+
+    The last `more` steps of a tile load u and v, whose rows are not gathered.
+    """
     it = 0
     for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
         e, _, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, KIND)
@@ -88,15 +103,21 @@ def load_tiles_of_rows(
             else:
                 at = [RAGGED, hi, RAGGED - (hi - row), k * BL]
                 bulk_load(a, at, arrived, a_bufs.index(s))
-            if KIND == "up":
-                bulk_load(b, [2 * e, pn * (BN // 2), k * BL], arrived, b_bufs.index(s))
-            elif B_ROWS:
-                bulk_load(b, [e, pn * BN, k * BL], arrived, b_bufs.index(s))
-            else:
-                bulk_load(b, [e, k * BL, pn * BN], arrived, b_bufs.index(s))
+            load_b(b, arrived, b_bufs.index(s), e, pn, k * BL, BN, KIND, B_ROWS)
             if GATHER == "a":
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             it += 1
+        if u is not None:
+            for k in range(more):
+                s = it % S
+                mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+                arrived = full.index(s)
+                mbarrier.expect(arrived, (BM + BN) * BL * 2)
+                bulk_load(u, [RAGGED, hi, RAGGED - (hi - row), k * BL], arrived, a_bufs.index(s))
+                load_b(v, arrived, b_bufs.index(s), e, pn, k * BL, BN, KIND, B_ROWS)
+                if GATHER == "a":
+                    async_copy.mbarrier_arrive(arrived, increment_count=False)
+                it += 1
 
 
 @gluon.jit
@@ -140,7 +161,8 @@ def load_tiles_of_dw(
 
 @gluon.jit
 def load_tiles(
-    a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride, a_bufs, b_bufs, full, empty,
+    a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP, stride, a_bufs, b_bufs,
+    full, empty,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, EDGE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -152,8 +174,8 @@ def load_tiles(
         )  # fmt: skip
     else:
         load_tiles_of_rows(
-            a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride, a_bufs, b_bufs,
-            full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT,
+            a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP, stride, a_bufs,
+            b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT,
         )  # fmt: skip
 
 
@@ -402,8 +424,8 @@ def barriers(S: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["capacity", "N", "E", "GROUP"])
 def specialised(
-    a, b, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n, steps,
-    GROUP, stride,
+    a, b, u, v, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n,
+    steps, more, GROUP, stride,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr,
     OUTS: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
@@ -423,6 +445,9 @@ def specialised(
     KEEP: if False, "up" stores act alone.
     ACT: the activation, see `activate`.
     bias: [E, 2F] or None; added to H.
+    u, v: None, or a low-rank step after the product, in the same accumulator: A @ B[e] + u[rows] @ v[e]. They
+        are sorted rows [N, R] and an operand with B's axes, in boxes of A's and B's shapes. more: number of
+        steps of R, else 0. Not in dw.
     """
     WARPS: gl.constexpr = 4 if BM == 64 else 8
     A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [1, 1, BM, BL]
@@ -457,19 +482,21 @@ def specialised(
     FINISH_REGS: gl.constexpr = 184 if KIND == "dh" else 96
     if FINISH:
         gl.warp_specialize([
-            (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, GROUP,
+            (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps + more, GROUP,
                              a_bufs, b_bufs, full, empty, out, staged, taken,
                              BM, BN, BL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
-            (load_tiles, (a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
-                          a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, EDGE, LAYOUT)),
+            (load_tiles, (a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP,
+                          stride, a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, EDGE,
+                          LAYOUT)),
             (finish_tiles, (h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP,
                             out, scale, staged, taken, BM, BN, SUB, KIND, ACT, KEEP, CHUNK, CREW)),
         ], [LOADERS, CREW], [REGS, FINISH_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, GROUP,
+            (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps + more, GROUP,
                              a_bufs, b_bufs, full, empty, out, staged, taken,
                              BM, BN, BL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
-            (load_tiles, (a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
-                          a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, EDGE, LAYOUT)),
+            (load_tiles, (a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP,
+                          stride, a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, EDGE,
+                          LAYOUT)),
         ], [LOADERS], [REGS])  # fmt: skip
