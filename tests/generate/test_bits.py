@@ -13,8 +13,9 @@ from tiers import slow_but
 
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
-from tmoe.config.run import Config, TrainConfig
+from tmoe.config.run import Config, LoraConfig, TrainConfig
 from tmoe.generate import Engine, Sampling
+from tmoe.model.lora import add_adapters, is_adapter, off
 from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
 
@@ -72,6 +73,26 @@ def test_log_probs_are_trainings(name, dtype):
     ours = [sample.logprobs for group in found for sample in group]
     want = in_training(model, prompts, found, 0.8)
     assert all(torch.equal(a, b) for a, b in zip(ours, want, strict=True)), share_equal(ours, want)
+
+
+@pytest.mark.parametrize(("name", "dtype"), slow_but([("pilot", torch.float32)], CASES[:4]), ids=str)
+def test_log_probs_with_adapters_are_trainings(name, dtype):
+    torch.manual_seed(0)
+    model = spread_weights(Transformer(MODELS[name]))
+    add_adapters(model, LoraConfig(rank=6))
+    for name, p in model.named_parameters():
+        p.requires_grad_(is_adapter(name))
+        if is_adapter(name):
+            torch.nn.init.normal_(p, std=0.1)
+    model.to(dtype)
+    prompts = prompts_of()
+    found = Engine(model, slots=5, bits=True).generate(prompts, 2, HOW)
+    ours = [sample.logprobs for group in found for sample in group]
+    want = in_training(model, prompts, found, 0.8)
+    assert all(torch.equal(a, b) for a, b in zip(ours, want, strict=True)), share_equal(ours, want)
+    with off(model):
+        base = in_training(model, prompts, found, 0.8)
+    assert not any(torch.equal(a, b) for a, b in zip(base, want, strict=True)), "adapters change nothing"
 
 
 def over_ranks(rank: int, world: int, dtype: str) -> tuple[float, float]:

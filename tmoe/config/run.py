@@ -780,8 +780,6 @@ def require_lora(cfg: Config) -> None:
     run.require(cfg.optim.freeze is None, "optim.freeze", fixed)
     wrong = f"not with {rank}: products of frozen layers in float8 are not supported"
     run.require(cfg.train.float8 == "none", "train.float8", wrong, "none")
-    wrong = f"not with {rank} yet: adapters' products are not equal in bits in rollouts and updates"
-    run.require(not cfg.grpo.bitwise, "grpo.bitwise", wrong)
     based = cfg.lora.init is None or cfg.init is not None
     run.require(
         based, "lora.init", f"needs {Setting('init')}, the weights on which these adapters were trained"

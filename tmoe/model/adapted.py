@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tmoe.ops import grouped_mm
+
 
 class Adapted(nn.Linear):
     """nn.Linear whose weight is frozen, and which adds scale * b (a x); a [r, in], b [out, r].
@@ -30,6 +32,7 @@ class Adapted(nn.Linear):
         self.scale = scale
         self.dropout = dropout
         self.adapters_on = True
+        self.in_order = False  # a row's bits do not depend on the number of rows; Transformer.keep_bits
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
@@ -37,6 +40,8 @@ class Adapted(nn.Linear):
             return y
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
+        if self.in_order:
+            return y + in_order(in_order(x, self.a) * self.scale, self.b)
         u, flat = F.linear(x, self.a).flatten(0, -2), y.flatten(0, -2)
         if not torch.is_grad_enabled() and y.is_contiguous():  # one kernel less
             flat.addmm_(u, self.b.T, alpha=self.scale)
@@ -58,6 +63,16 @@ class Adapted(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={len(self.a)}, scale={self.scale:g}"
+
+
+def in_order(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T, by the experts' kernels, whose order of summation is the same for any number of rows.
+
+    cuBLAS divides a long sum if the result is small, as that of a low-rank factor is for few rows.
+    """
+    rows = x.flatten(0, -2)
+    ends = torch.full((1,), len(rows), dtype=torch.int32, device=x.device)
+    return grouped_mm(rows, weight[None], ends).view(*x.shape[:-1], -1)
 
 
 def adapted(linear: nn.Module) -> Adapted | None:

@@ -202,7 +202,7 @@ class AdapterCounts(NamedTuple):
     ranks: int
     """sum of the ranks of dense layers' adapters"""
     moe_ranks: int
-    """sum of the ranks of the adapters of gate_up, over MoE layers"""
+    """sum of the ranks of the adapters of gate_up and of down, over MoE layers"""
 
 
 @functools.lru_cache(64)
@@ -215,5 +215,5 @@ def adapter_counts(model: ModelConfig, lora: LoraConfig, span: range) -> Adapter
     experts = sum(n for name, n in sizes.items() if ".experts." in name)
     ranks = {name: lora.rank_of(name, model.moe.top_k) for name in names}
     dense = sum(rank for name, rank in ranks.items() if not EXPERTS.search(name))
-    moe = sum(rank for name, rank in ranks.items() if EXPERTS.search(name) and name.endswith("gate_up"))
+    moe = sum(rank for name, rank in ranks.items() if EXPERTS.search(name))
     return AdapterCounts(sum(sizes.values()) - experts, experts, dense, moe)

@@ -56,10 +56,12 @@ class AdaptedLaunches(gpu.LayerLaunches):
         layer = copy.copy(self)
         layer.tma = False  # operands are read by pointers
         cfg = layer.config("down")
-        if self.tma:  # deeper: all of the time is that of reading a
-            cfg = cfg._replace(BM=64 if self.N <= FEW * self.E else 128, BL=64, stages=4, warps=4)
         L, R = a.shape[1], b.shape[1]
         W = wide(R)
+        if self.tma:  # all of the time is that of loads: many bytes in flight, or with few rows few steps
+            cfg = cfg._replace(BM=128, BL=64, stages=4)
+            if self.N <= FEW * self.E:
+                cfg = cfg._replace(BM=64, BL=64 if L % 256 else 256, stages=3)
         c = self.empty(self.N, W)
         launch(
             kernels.narrow_kernel, layer.grid(cfg, layer.row_tiles(cfg, W, steps(R))),
@@ -117,7 +119,7 @@ class AdaptedLaunches(gpu.LayerLaunches):
             return b
         c = self.empty(E, n, wide(R))
         launch(
-            kernels.widen_kernel, (cdiv(E * n, 64),), b, c, E * n, R, wide(R), 64, power_of_2(wide(R)),
+            kernels.widen_kernel, (cdiv(E * n, 512),), b, c, E * n, R, wide(R), 512, power_of_2(wide(R)),
             num_warps=4,
         )  # fmt: skip
         return c
