@@ -156,6 +156,21 @@ class AdaptedLaunches(gpu.LayerLaunches):
         )  # fmt: skip
         return act
 
+    def forward_up(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        bias: Tensor | None,
+        factors: tuple[Tensor | None, ...],
+        scales: tuple[float, float],
+        h: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """act, u of gate_up, u of down; writes H unless h is None. factors: gate_up's a and b, down's a."""
+        up_a, up_b, down_a = factors
+        u_up = None if up_a is None else self.narrow(x, up_a, scales[0], gather=True)
+        act = self.up_with(gate_up, bias, u_up, up_b, h)
+        return act, u_up, None if down_a is None else self.narrow(act, down_a, scales[1])
+
     def rows_with(
         self, kernel: str, a: Tensor, b: Tensor, b_rows: bool, u: Tensor | None, v: Tensor | None
     ) -> Tensor:
@@ -251,9 +266,9 @@ def forward(
     operands = [t for t in (gate_up, down, up_a, up_b, down_a, down_b) if t is not None]
     for window in windows(meta, ids.numel()):
         layer = AdaptedLaunches(x, down.shape, ids.shape[1], window, weights, tuple(operands), activation)
-        u_up = None if up_a is None else layer.narrow(x, up_a, up_scale, gather=True)
-        act = layer.up_with(gate_up, bias, u_up, up_b, h if keep and y is None else None)
-        u_down = None if down_a is None else layer.narrow(act, down_a, down_scale)
+        act, u_up, u_down = layer.forward_up(
+            x, gate_up, bias, (up_a, up_b, down_a), (up_scale, down_scale), h if keep and y is None else None
+        )
         if keep and y is None:
             kept = [t if u is None else u for u, t in zip((u_up, u_down), none, strict=True)]
         rows = layer.rows_with("down", act, down, True, u_down, down_b)
@@ -282,10 +297,9 @@ def backward(
         layer = AdaptedLaunches(x, down.shape, weights.shape[1], window, weights, operands, activation)
         if dx is not None:  # a later window: computed again
             h = layer.empty(pairs, gate_up.shape[1])
-            u_up = None if up_a is None else layer.narrow(x, up_a, up_scale, gather=True)
-            act = layer.up_with(gate_up, bias, u_up, up_b, h)
-            u_down = None if down_a is None else layer.narrow(act, down_a, down_scale)
-            del act
+            _, u_up, u_down = layer.forward_up(
+                x, gate_up, bias, (up_a, up_b, down_a), (up_scale, down_scale), h
+            )
 
         v = None
         if down_a is not None and down_b is not None:

@@ -99,6 +99,15 @@ class Product(NamedTuple):
     v: Tensor | None = None
 
 
+def low_rank_step(
+    u: Tensor | None, v: Tensor | None, a_box: list[int], b_box: list[int]
+) -> tuple[Descriptor | None, Descriptor | None, int]:
+    """The arguments u, v and more of hopper.specialised."""
+    if u is None or v is None:
+        return None, None, 0
+    return describe_ragged(u, a_box), describe(v, b_box), cdiv(u.shape[1], a_box[1])
+
+
 class LayerLaunches:
     """One call's shapes and choices, and a method for each kernel launch."""
 
@@ -191,9 +200,7 @@ class LayerLaunches:
             b_box = [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN]
         a_arg = a if gather == "a" else describe_ragged(a, a_box)
         b_arg = b if gather == "b" else describe_ragged(b, b_box) if dw else describe(b, b_box)
-        more = 0 if u is None else cdiv(u.shape[1], cfg.BL)
-        u_arg = None if u is None else describe_ragged(u, a_box)
-        v_arg = None if v is None else describe(v, b_box)
+        u_arg, v_arg, more = low_rank_step(u, v, a_box, b_box)
         box = [cfg.BM, cfg.BN // cfg.SUB]
 
         # the copy engine stores some results, the finishers others
