@@ -250,7 +250,7 @@ def test_memory_counts_adapters_and_a_base_without_masters():
     )
     assert ours["parameters"] == 2 * base + 4 * n and whole["parameters"] == 4 * base
     assert ours["moments"] == 8 * n and ours["gradients"] == ours["gathered"] == 2 * n
-    tokens, dense_matrices, experts = 32, 4 * 2 + 3 * 2 + 2, 3 * 3
+    tokens, dense_matrices, experts = 32, 4 * 2 + 3 * 2 + 2, 3 * 3 * 2
     assert ours["activations"] - whole["activations"] == 2 * tokens * (dense_matrices * 6 + experts * 2)
     spread = memory_per_rank(cfg, Axes(ep=2))
     dense = adapter_counts(cfg.model, cfg.lora, range(4)).dense

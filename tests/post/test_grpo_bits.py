@@ -10,6 +10,8 @@ from tiers import slow_but
 import train
 from tmoe.cli.parse import parse
 from tmoe.data.chat.prompt_data import Prompt
+from tmoe.model.lora import is_adapter
+from tmoe.parallel.mesh import local_part
 from tmoe.post.answers import Answer, pack, rows_of
 from tmoe.run import process as runtime
 
@@ -33,6 +35,10 @@ def apart(rank, world, argv):
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
     loss, found = trainer.task.loss, []
     corrected = loss.corrected
+    with torch.no_grad():
+        for name, p in trainer.model.named_parameters():
+            if is_adapter(name):  # b is zero at first
+                local_part(p).normal_(std=0.1)
 
     def of_sampler(before, drawn):
         found.append((before - drawn)[drawn != 0].abs())
@@ -49,10 +55,12 @@ LAYOUTS = [
     (1, ["--train.batch", "2", "--train.dtype", "bf16"]),
     (2, ["--parallel.ep", "2", "--train.batch", "1", "--train.dtype", "fp32"]),
     (2, ["--parallel.ep", "2", "--train.batch", "1", "--train.dtype", "bf16"]),
+    (2, ["--parallel.ep", "2", "--train.batch", "1", "--train.dtype", "bf16", "--lora.rank", "6"]),
+    (1, ["--train.batch", "2", "--train.dtype", "fp32", "--lora.rank", "6"]),
 ]
 
 
-@pytest.mark.parametrize(("world", "layout"), slow_but(LAYOUTS[1:2], LAYOUTS), ids=str)
+@pytest.mark.parametrize(("world", "layout"), slow_but([LAYOUTS[1], LAYOUTS[3]], LAYOUTS), ids=str)
 def test_an_update_finds_the_rollouts_log_probs(words, gloo, world, layout):
     for count, off in gloo(world, apart, [*words, *layout]):
         assert count > 20 and off == 0.0

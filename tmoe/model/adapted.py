@@ -32,7 +32,7 @@ class Adapted(nn.Linear):
         self.scale = scale
         self.dropout = dropout
         self.adapters_on = True
-        self.in_order = False  # a row's bits do not depend on the number of rows; Transformer.keep_bits
+        self.in_order = False  # see keep_order
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
@@ -73,6 +73,13 @@ def in_order(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.flatten(0, -2)
     ends = torch.full((1,), len(rows), dtype=torch.int32, device=x.device)
     return grouped_mm(rows, weight[None], ends).view(*x.shape[:-1], -1)
+
+
+def keep_order(model: nn.Module, on: bool) -> None:
+    """From now on the bits of an adapter's result for a row do not depend on the number of rows."""
+    for module in model.modules():
+        if isinstance(module, Adapted):
+            module.in_order = on
 
 
 def adapted(linear: nn.Module) -> Adapted | None:

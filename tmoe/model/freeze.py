@@ -14,7 +14,6 @@ from torch import nn
 
 from tmoe.config.check import require
 from tmoe.config.run import Config
-from tmoe.model.adapted import Adapted
 from tmoe.model.lora import adapt, hold, require_targets
 from tmoe.model.transformer import Transformer
 
@@ -38,9 +37,6 @@ def settle(model: Transformer, cfg: Config) -> None:
     """
     if cfg.lora.rank:
         adapt(model, cfg.lora, cfg.train.dtype)
-        for module in model.modules():
-            if isinstance(module, Adapted):
-                module.in_order = cfg.grpo.bitwise
     else:
         freeze(model, cfg.optim.freeze, cfg.train.dtype)
 

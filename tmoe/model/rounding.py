@@ -34,6 +34,8 @@ class Rounding:
     padding is in no document"""
     log_probs_of_loss: bool
     """a sampled token's log-prob is computed by the loss from the hidden state; else by the sampler"""
+    low_rank_in_order: bool
+    """dense layers' adapters are computed by kernels that add up in one order for any number of rows"""
     begin: int
     """sequences in a row, and pieces of a long prompt, begin at a multiple of this"""
     few: dict[str, int]
@@ -55,8 +57,24 @@ class Rounding:
         return max(self.begin, tokens // self.begin * self.begin)
 
 
-FASTEST = Rounding(fused=True, in_blocks=False, padded=False, log_probs_of_loss=False, begin=1, few={})
-OF_TRAINING = Rounding(fused=False, in_blocks=True, padded=True, log_probs_of_loss=True, begin=BLOCK, few=FEW)
+FASTEST = Rounding(
+    fused=True,
+    in_blocks=False,
+    padded=False,
+    log_probs_of_loss=False,
+    low_rank_in_order=False,
+    begin=1,
+    few={},
+)
+OF_TRAINING = Rounding(
+    fused=False,
+    in_blocks=True,
+    padded=True,
+    log_probs_of_loss=True,
+    low_rank_in_order=True,
+    begin=BLOCK,
+    few=FEW,
+)
 
 
 def rounding(bits: bool) -> Rounding:

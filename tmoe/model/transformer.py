@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tmoe.base.private_torch import find_or_note
 from tmoe.config.model import IGNORE, ModelConfig
-from tmoe.model.adapted import Adapted
+from tmoe.model.adapted import keep_order
 from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.attention_parallel import ALONE
@@ -200,8 +200,7 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, SwiGLU):
                 module.fused = self.rounding.fused
-            if isinstance(module, Adapted):
-                module.in_order = on
+        keep_order(self, self.rounding.low_rank_in_order)
 
     def counted(self) -> Iterator[nn.Parameter]:
         """Parameters that the gradient norm counts: all of them, each once (see model/stages.py)."""

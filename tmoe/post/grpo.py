@@ -37,6 +37,7 @@ from tmoe.generate.gathered_model import Stopped
 from tmoe.generate.generation_config import not_followed
 from tmoe.generate.pages import Span
 from tmoe.generate.sampler import Sampling
+from tmoe.model.adapted import keep_order
 from tmoe.model.compile_ahead import Pass
 from tmoe.model.lora import off
 from tmoe.model.loss import Given, Objective
@@ -129,6 +130,7 @@ class Grpo(Task):
 
     def prepare(self, model: Transformer, data: Sequence[PromptDataset], run: Runtime, step: int) -> None:
         self.data, self.model = data[0], model
+        keep_order(model, rounding(self.g.bitwise).low_rank_in_order)
         # the reference of adapters is their base, which the model holds already
         self.frozen = FrozenWeights(model, self.cfg, step) if self.g.kl and not self.cfg.lora.rank else None
         self.ended = time.perf_counter()
