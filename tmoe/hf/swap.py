@@ -109,12 +109,11 @@ class SwappedExperts(Experts):
             t = t.mT if transposed and t.dim() == 3 else t
             t = torch.cat([t[:, 0::2], t[:, 1::2]], 1) if woven and len(tensors) % 2 == 0 else t
             tensors.append(t.contiguous())
-        adapters = self.local_adapters()
+        adapters, scales = self.local_adapters()
         if adapters is not None:
             adapters = Adapters(*(t if t is None else t.to(dtype) for t in adapters))
-        return LocalExperts(
-            tensors[0], tensors[1], tensors[2], tensors[3], self.marks.activation, adapters=adapters
-        )
+        how = dict(adapters=adapters, scales=scales)
+        return LocalExperts(*tensors, self.marks.activation, **how)
 
     def sizes(self, matrix: str) -> tuple[int, int, int]:
         """Experts, rows and columns of a matrix in the op's layout. matrix: gate_up or down."""

@@ -181,23 +181,17 @@ class Experts(nn.Module):
         setattr(self, f"{matrix}_b", nn.Parameter(torch.empty(E, rows, rank, device=device)))
         self.scales[matrix] = scale
 
-    def local_adapters(self, scaled: bool = True) -> Adapters | None:
-        """This rank's adapters; None without adapters, or if they are off.
+    def local_adapters(self) -> tuple[Adapters | None, tuple[float, float]]:
+        """This rank's adapters (None without adapters, or if they are off), and their scales.
 
-        scaled: each b is multiplied by its scale.
+        No factor is read here: it may be a parameter without memory (model/compile_ahead.py).
         """
+        scales = self.scales.get("gate_up", 1.0), self.scales.get("down", 1.0)
         if not self.scales or not self.adapters_on:
-            return None
-        factors: list[Tensor | None] = []
-        for matrix in ("gate_up", "down"):
-            if matrix not in self.scales:
-                factors += [None, None]
-                continue
-            a, b = (local_part(getattr(self, f"{matrix}_{part}")) for part in "ab")
-            # model/compile_ahead.py: a parameter without memory cannot be read
-            times = scaled and self.scales[matrix] != 1 and b.untyped_storage().size() > 0
-            factors += [a, b * self.scales[matrix] if times else b]
-        return Adapters(*factors)
+            return None, scales
+        factors = [f"{matrix}_{part}" for matrix in ("gate_up", "down") for part in "ab"]
+        held = (local_part(getattr(self, name)) if name[:-2] in self.scales else None for name in factors)
+        return Adapters(*held), scales
 
     @property
     def symm_lacks(self) -> str:
@@ -220,7 +214,7 @@ class Experts(nn.Module):
         deferred = deferred and any(matrix.requires_grad for matrix in matrices)
         if deferred:
             matrices = matrices[0].detach(), matrices[1].detach()
-        scales = self.scales.get("gate_up", 1.0), self.scales.get("down", 1.0)
-        how = dict(weigh=self.weigh, adapters=self.local_adapters(scaled=False), scales=scales)
+        adapters, scales = self.local_adapters()
+        how = dict(weigh=self.weigh, adapters=adapters, scales=scales)
         local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred, **how)
         return fn(*args, local)
