@@ -112,8 +112,8 @@ class SwappedExperts(Experts):
         adapters, scales = self.local_adapters()
         if adapters is not None:
             adapters = Adapters(*(t if t is None else t.to(dtype) for t in adapters))
-        how = dict(adapters=adapters, scales=scales)
-        return LocalExperts(*tensors, self.marks.activation, **how)
+        gate_up, down, *bias, kind = *tensors, self.marks.activation
+        return LocalExperts(gate_up, down, bias[0], bias[1], kind, adapters=adapters, scales=scales)
 
     def sizes(self, matrix: str) -> tuple[int, int, int]:
         """Experts, rows and columns of a matrix in the op's layout. matrix: gate_up or down."""
