@@ -10,6 +10,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
+# else each worker and each forked process compiles all files that it imports
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-slow test-gpu check map clean
 

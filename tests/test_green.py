@@ -48,6 +48,8 @@ __getattr__, __dir__ = lazy(__name__, {"Public": "tmoe.deep.public"})
     "tests/conftest.py": "",
     "tests/lib/forked.py": "",
     "tests/lib/helper.py": "import tmoe.run",
+    "tests/lib/runs.py": "",
+    "runs/tiny/metrics.jsonl": "",
     "tests/data/a.jinja": "",
     "tests/data/b/c.jinja": "",
     "tests/moe/losses.json": "",
@@ -81,6 +83,8 @@ def tree(tmp_path):
         ("def test():\n    from tmoe import Public", PUBLIC),
         ("from tmoe import deep as d\nd.public.f()", PUBLIC),
         ("import helper", HELPER),
+        ("import runs", {"tests/lib/runs.py"}),
+        ("PATH = 'runs/tiny'", set()),
         ("CODE = '''\nfrom tmoe import (Public, x)\n'''", PUBLIC),
         ("patch('tmoe.deep.other.x', 1)", {*DEEP, "tmoe/deep/other.py"}),
         ("run(['-m', 'tmoe.tool'])", TOOL),
@@ -152,6 +156,9 @@ def test_a_file_of_arithmetic_does_not_wait_for_train(house):
 # ---- the record ----
 
 
+A, B = "tests/test_a.py", "tests/test_b.py"
+
+
 def selection(tree, runs_on="here"):
     return green.Selection(tree, tree / "green.json", runs_on)
 
@@ -162,14 +169,9 @@ def two(tree, monkeypatch):
     monkeypatch.setattr(green, "CORE_TESTS", ())
     (tree / "tests/test_a.py").write_text("import tmoe.deep.public")
     (tree / "tests/test_b.py").write_text("import tmoe.run")
-    selection(tree).keep(
-        {"tests/test_a.py": 1.0, "tests/test_b.py": 2.0}, {"tests/test_b.py": {"docs/map.md", "docs/"}}
-    )
+    selection(tree).keep({A: 1.0, B: 2.0}, [A, B], {B: {"docs/map.md", "docs/"}})
     assert selection(tree).chosen() == []
     return tree
-
-
-A, B = "tests/test_a.py", "tests/test_b.py"
 
 
 @pytest.mark.parametrize(
@@ -207,8 +209,16 @@ def test_a_change_during_the_run_leaves_no_record(two):
     (two / "green.json").unlink()
     begun = selection(two)
     (two / "tmoe/deep/public.py").write_text("")
-    begun.keep({A: 1.0, B: 2.0}, {})
+    begun.keep({A: 3.0, B: 2.0}, [A, B], {})
     assert selection(two).chosen() == [A]
+    assert selection(two).chosen(everything=True) == [A, B]  # the seconds of A are recorded
+
+
+def test_a_file_that_is_not_green_is_in_its_place_in_the_next_run(two):
+    (two / "tests/test_c.py").write_text("def test_x(): ...")
+    selection(two).keep({A: 9.0, "tests/test_c.py": 1.5}, [], {})
+    assert selection(two).chosen() == ["tests/test_c.py"]
+    assert selection(two).chosen(everything=True) == [B, "tests/test_c.py", A]  # A: as when it was green
 
 
 def report(test, when="call", outcome="passed", reason=""):
@@ -232,7 +242,8 @@ def test_a_record_is_of_files_that_are_whole():
             recorder.pytest_runtest_logreport(report(test, "teardown"))
     recorder.pytest_runtest_logreport(report("broken_setup", "setup", "failed"))
     recorder.pytest_runtest_logreport(report("broken_teardown", "teardown", "failed"))
-    assert recorder.green() == {"passed": 3.0, "inside": 3.0}
+    assert recorder.green() == ["passed", "inside"]
+    assert recorder.seconds["passed"] == recorder.seconds["failed"] == 3.0
 
 
 PLUGINS = ("green", "inputs", "seen", "warm")

@@ -4,9 +4,9 @@
     python tests/lib/green.py --list    # prints the files that would run, in order, and runs none
 
 The inputs of a test file are the files that inputs.py finds, the files that its tests opened in their last
-green
-run, and the platform: Python, the installed packages, constraints.txt. A file gets a record when its session
-ended, all its tests passed, none was skipped, and no input changed meanwhile.
+green run, and the platform: Python, the installed packages, constraints.txt. A file gets a record when its
+session ended, all its tests passed, none was skipped, and no input changed meanwhile. The record of a file
+that was never green holds only its seconds.
 
 next: inputs.py, seen.py, warm.py
 """
@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,13 +34,21 @@ CORE_TESTS = tuple(
     f"tests/{name}.py" for name in (*CORE.split(), "test_green")
 )  # some 220 tests, in every run
 # Whole files in the given order, longest first: at the end a worker is idle only as long as a short file
-# takes.
-HOW = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10".split()
+# takes. Three workers for two cores, because some tests wait for a time limit, a rank or a disk: with two
+# workers a fifth of both cores was idle.
+HOW = "--numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10".split()
 SLOW_S, FAST_S = 4.0, 0.3  # estimate for a slow and a fast test of a file that no run has measured
+LONG_S = 100.0  # estimate for a file of LONG, each of which takes 90 s or more
+LONG = "axes_layouts ops_kernels ahead faults_ranks faults completes_python readers multinode lora_layouts"
+LONG += " ops_interpreter tutel_golden"
+LONG_FILES = tuple(f"/test_{name}.py" for name in LONG.split())
 
 
 class Green(NamedTuple):
-    """The last green run of a test file: hash of its inputs, its seconds, and the files its tests opened."""
+    """The last green run of a test file: hash of its inputs, its seconds, and the files its tests opened.
+
+    The hash is empty if no run was green; the seconds are then those of the first run.
+    """
 
     key: str
     seconds: float
@@ -73,15 +82,22 @@ class Selection:
         return sorted(chosen, key=self.seconds, reverse=True)
 
     def seconds(self, test: str) -> float:
+        if test in self.green:
+            return self.green[test].seconds
         text = (self.root / test).read_text()
         guess = SLOW_S * text.count("mark.slow") + FAST_S * text.count("def test_")
-        return self.green[test].seconds if test in self.green else guess
+        return max(guess, LONG_S) if test.endswith(LONG_FILES) else guess
 
-    def keep(self, seconds: dict[str, float], opened: dict[str, set[str]]) -> None:
-        """Records green files whose inputs are the same as when this selection was made."""
+    def keep(self, seconds: dict[str, float], green: Iterable[str], opened: dict[str, set[str]]) -> None:
+        """Records green files whose inputs are the same as when this selection was made.
+
+        seconds: those of all files that ran; they order the files of the next run.
+        """
         inputs = Inputs(self.root)
         greens = read(self.record)  # another run may have written it meanwhile
         for test in seconds:
+            greens.setdefault(test, Green("", round(seconds[test], 1), []))
+        for test in green:
             same = inputs.of(test) == self.inputs[test]
             if same and self.key(test, self.opened(test)) == self.keys[test]:
                 more = sorted(opened.get(test, set()) - self.inputs[test])
@@ -135,7 +151,7 @@ def main() -> None:
         recorder = seen.Recorder()
         code = pytest.main(["-m", "not gpu", "-p", "seen", *HOW, *files], plugins=[recorder])
         if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # any other session was cut short
-            selection.keep(recorder.green(), recorder.opened)
+            selection.keep(recorder.seconds, recorder.green(), recorder.opened)
         if code != pytest.ExitCode.OK:
             raise SystemExit(int(code))
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 EVERY = ("tests/conftest.py", "tests/lib/settled.py", "pyproject.toml")  # inputs of every test file
 PROGRAM = "train.py"
+WRITTEN = "runs/"  # folder of a user's runs: no input, and no package, although tests/lib/runs.py is a module
 STARTERS = {"subprocess", "runpy", "forked", "two_hosts"}  # modules that start programs
 OUTSIDE = ("tests/", "benchmarks/", "examples/", "docs/")  # folders of files whose strings may name files
 PLAIN = (
@@ -38,7 +39,9 @@ class Inputs:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.exists = functools.cache(lambda path: os.path.exists(f"{root}/{path}"))
+        self.exists = functools.cache(
+            lambda path: not f"{path}/".startswith(WRITTEN) and os.path.exists(f"{root}/{path}")
+        )
         self.named_by = functools.cache(self._named_by)
         self.public = functools.cache(self._public)
 
