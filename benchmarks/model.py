@@ -6,6 +6,7 @@
     python -m benchmarks.model --gpus 4 --parts -- olmoe-1b-7b --parallel.ep 4
                                                                       where the time of one layout goes
     python -m benchmarks.model --check                                against shipped steps; code 1 beyond 10%
+    python -m benchmarks.model --check --published                    against published steps of others
     python -m benchmarks.model --fit glue_passes --check FILES        the constants that fit these points best
 
 Everything after `--` is parsed like train.py's words. benchmarks/cost/step_time.py lists the parts whose sum
@@ -14,15 +15,16 @@ fitted (and on which points) or assumed. They describe the version of the code t
 the code has become faster, measure again, `--fit` the constants that have changed, and write the printed
 values into the file.
 
-The page of dp x ep uses the given micro-batches on every rank. The ten best are searched among all mixtures
-of pp (1f1b, interleaved, v), replicate, dp, ep, etp, cp (keys, heads) and tp that train.py accepts, in which
-tp stays in a node, a rank has at least 256 tokens of a sequence, and replicas fill nodes; with as many
-micro-batches as fit into --batch-tokens. The last line says for each axis whether its constants were measured
-or assumed.
+The page of dp x ep uses the given micro-batches and recomputation on every rank. The ten best are searched
+among all mixtures of pp (1f1b, interleaved, v), replicate, dp, ep, etp, cp (keys, heads) and tp that train.py
+accepts, in which tp stays in a node, a rank has at least 256 tokens of a sequence, and replicas fill nodes;
+with every --parallel.checkpoint, with and without --optim.offload, and with as many micro-batches as fit into
+--batch-tokens, or fewer. The last line says for each axis whether its constants were measured or assumed.
 
 --check reads the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), and uses
 `skew` for all other lines; benchmarks/cost/points.py says which lines it reads. A point counts as fitted if
-any run of its layout set a constant.
+any run of its layout set a constant. With --gpu the constants are those of that GPU, for steps measured on
+it. --published compares with benchmarks/cost/published.jsonl instead, each row with its own GPU.
 
 next: cost/step_time.py
 """
@@ -36,8 +38,9 @@ from rich.console import Console
 
 from benchmarks.cost.compare import check, fit, ratio, unheld
 from benchmarks.cost.constants import CONSTANTS, check_constant, of_gpu, standing, title, values
-from benchmarks.cost.page import best_table, page, parts_table, refused
+from benchmarks.cost.page import best_table, memory_table, page, parts_table, refused
 from benchmarks.cost.points import fitted_layouts, held, read_points, summary
+from benchmarks.cost.published import compared, not_expressed, published_summary, published_table
 from benchmarks.cost.search import Search
 from benchmarks.cost.step_time import predict
 from tmoe import front
@@ -53,6 +56,7 @@ AXES = {
     "--parallel.chunks",
 }
 OURS = {"--gpus", "--tokens", "--batch-tokens", "--parts", "--check", "--fit", "--gpu", "--constants"}
+OURS |= {"--published"}
 WORLDS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 
 
@@ -72,6 +76,11 @@ def main() -> None:
         nargs="*",
         metavar="FILE",
         help="files of benchmarks.train --json; without a file: the shipped steps",
+    )
+    parser.add_argument(
+        "--published",
+        action="store_true",
+        help="with --check: predicted over published speeds of other programs",
     )
     parser.add_argument(
         "--fit", nargs="+", default=[], metavar="CONSTANT", help="print the values that fit the points best"
@@ -105,6 +114,17 @@ def main() -> None:
         raise SystemExit(f"--fit {' '.join(unknown)}: must be among {', '.join(numbers)}")
     if args.fit and args.check is None:
         parser.error("--fit: needs --check, the points to fit")
+    own_constants = args.constants != CONSTANTS
+    if own_constants and args.gpu != "h200":
+        parser.error(f"--gpu={args.gpu}: --constants are of one GPU already; leave one of the two out")
+    if args.published:
+        if args.check is None or args.check or args.fit or args.gpu != "h200":
+            parser.error("--published: needs --check, without files, --fit and --gpu: each row names its GPU")
+        found = compared(constants)
+        console.print(published_table(found))
+        console.print("\n".join([*not_expressed(found), published_summary(found)]), soft_wrap=True)
+        return
+    constants = of_gpu(constants, args.gpu)
     if args.check is not None:
         points = read_points(args.check or held())
         for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
@@ -123,10 +143,6 @@ def main() -> None:
     taken = [w for w in words if w.split("=")[0] in AXES]
     if taken and not args.parts:
         parser.error(f"{taken[0]}: leave it out: the page compares every layout; --parts takes one")
-    own_constants = args.constants != CONSTANTS
-    if own_constants and args.gpu != "h200":
-        parser.error(f"--gpu={args.gpu}: --constants are of one GPU already; leave one of the two out")
-    constants = of_gpu(constants, args.gpu)
     m = values(constants)
     # Checked before `parse`, whose message would call the number a world size.
     if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:
@@ -137,7 +153,10 @@ def main() -> None:
     if args.parts:
         for world in args.gpus:
             cfg = parse(words, "", world=world)
-            console.print(parts_table(predict(cfg, Axes.of(cfg.parallel, world), m)))
+            axes = Axes.of(cfg.parallel, world)
+            step = predict(cfg, axes, m)
+            console.print(parts_table(step))
+            console.print(memory_table(cfg, axes, step, m))
         return
     if not 1 <= args.batch_tokens < 2**62:
         parser.error(f"--batch-tokens {args.batch_tokens}: must be 1 or more and finite")
@@ -145,7 +164,7 @@ def main() -> None:
     console.print(page(cfg, args.gpus, args.tokens, m, title(args.gpu, m, own_constants)))
     search = Search(cfg, m, int(args.batch_tokens))
     for world in args.gpus:
-        console.print(best_table(search.best(world), world, search.batch_tokens))
+        console.print(best_table(search.best(world), world, search.batch_tokens, m))
     console.print("constants, " + "; ".join(f"{axis} {how}" for axis, how in standing(constants).items()))
 
 

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.cost.network import all_to_all, ring, times
+from benchmarks.cost.reach import reached
+from benchmarks.cost.reach import rows as rows_of
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.block_bytes import key_copies
 from tmoe.model.count import attention_shapes, block_shapes, qk_width, v_width
-from tmoe.moe.exchange.two_level import expected_rows_across
-from tmoe.moe.moe_bytes import rows_received, runs_beside, slice_bytes
+from tmoe.moe.moe_bytes import runs_beside, slice_bytes
 
 # FLOPs of flash attention over the FLOPs that MFU counts: the backward has five products, not four.
 FLASH = 7 / 6
@@ -159,8 +160,8 @@ def etp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     etp, width = axes.etp, compute_bytes(cfg)
     if etp == 1:
         return 0.0
-    T, D, top_k = local_tokens(cfg, axes), cfg.model.expert_dim, cfg.model.moe.top_k
-    rows = etp * (T if axes.ep == 1 else rows_received(T, top_k, axes.ep))
+    D = cfg.model.expert_dim
+    rows = etp * rows_of(cfg, axes, m)
     moving = 4 * all_to_all(rows * D * width, etp, axes.ep, m)
     copied = 4 * 3 * rows * D * width + (2 + 2 + etp) * slice_bytes(cfg, axes)
     return m.etp_factor * moving + copied / m.memory_rate + m.exchange["nccl"]["fixed"]
@@ -218,7 +219,7 @@ def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     F = moe.ffn_dim // etp
     width = compute_bytes(cfg)
     T = local_tokens(cfg, axes)
-    rows = etp * (T if ep == 1 else rows_received(T, moe.top_k, ep))
+    rows = etp * rows_of(cfg, axes, m)
     N = skew * etp * T * moe.top_k  # routed pairs
     flops = 2 * N * D * F  # FLOPs of a product with F columns
     # numbers of elements: rows, pre-activations, activations, one matrix of all experts of the rank
@@ -264,7 +265,7 @@ def exchange_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     width = compute_bytes(cfg)
     local = min(ep, m.node)
     how = exchange_of(cfg, axes, m)
-    rows = rows_received(T, cfg.model.moe.top_k, ep)
+    rows = rows_of(cfg, axes, m)
     wire = times(how["curve"], rows * (local - 1) / ep * D * width)
     if ep > local:
         away = rows * (ep - local) / ep * D * width
@@ -280,17 +281,20 @@ def exchange_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
 def two_level_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     """Seconds of one layer's exchange across nodes by moe/exchange/two_level.py, forward and backward.
 
-    One row for each (token, node) is sent first, then one for each (token, rank); the two hops do not
-    overlap. The work for counts and plan is assumed to take twice the time of the one-level exchange.
+    One row for each (token, node) is sent first, then one for each (token, rank). `hops_overlap` is the share
+    of the shorter hop that runs during the longer: 0 for two_level.py, whose second hop begins after the
+    first. The work for counts and plan is assumed to take twice the time of the one-level exchange.
     """
-    ep, T, top_k = axes.ep, local_tokens(cfg, axes), cfg.model.moe.top_k
+    ep, T = axes.ep, local_tokens(cfg, axes)
     D, width = cfg.model.expert_dim, compute_bytes(cfg)
     nodes, how = ep // m.node, m.exchange["nccl"]
-    away = expected_rows_across(T, top_k, ep, nodes).two_level
-    hops, rows = away * nodes / (nodes - 1), rows_received(T, top_k, ep)  # of hop 1 and hop 2, with own rows
+    # of hop 1 and hop 2, with the rows that stay
+    hops, rows = T * reached(cfg.model.moe, nodes, ep, m.gate), rows_of(cfg, axes, m)
+    away = hops * (nodes - 1) / nodes
     network = away * D * width / m.nic_rate + (nodes - 1) * m.nic_hop
     links = times(how["curve"], rows * (m.node - 1) / m.node * D * width)
     # copies as in the one-level exchange at both ends of both hops; hop 2's rows are also reordered
     copied = (2 * width + width + FP32 + 3 * FP32) * (hops + rows) * D + (2 * FP32 + width) * (T + hops) * D
     copied += 4 * width * rows * D
-    return how["moves"] * (network + links) + how["copies"] * 2 * copied / m.memory_rate + 2 * how["fixed"]
+    both = network + links - m.hops_overlap * min(network, links)
+    return how["moves"] * both + how["copies"] * 2 * copied / m.memory_rate + 2 * how["fixed"]

@@ -28,7 +28,7 @@ OF_AXIS = {
     "ep": ("exchange",),
     "tp": ("tp_factor",),
     "cp": ("cp_factor",),
-    "pp": ("message", "held"),
+    "pp": ("message", "held", "others_held"),
     "etp": ("etp_factor",),
     "replicate": ("fsdp_overlap",),
 }
@@ -85,11 +85,12 @@ def title(name: str, m: SimpleNamespace, own: bool) -> str:
 
     own: whether the user gave a file of constants.
     """
-    room_ = f"room of {m.room / GIB:.1f} GiB"
+    room_ = f"{m.room / GIB:.1f} GiB for tensors"
     if own:
         return f"{room_} a GPU, by the constants given"
     if name == "h200":
-        return f"H200 ({room_} each): measured on one to four GPUs; ~: network between nodes assumed"
+        known = "measured on one to four GPUs; ~: network between nodes assumed"
+        return f"{GPUS[name].title} ({room_} each): {known}"
     return f"{GPUS[name].title} ({room_} each): the H200's, scaled by data sheets; ~: network assumed as well"
 
 
@@ -104,7 +105,8 @@ def standing(constants: dict[str, dict]) -> dict[str, str]:
 
 
 def values(constants: dict[str, dict]) -> SimpleNamespace:
-    """The constants by name, and `room`: bytes of the GPU's memory that tensors may use."""
+    """The constants by name, `room`, bytes of the GPU's memory that tensors may use, and `gate`."""
     m = SimpleNamespace(**{name: c["value"] for name, c in constants.items()})
     m.room = room(m.memory)
+    m.gate = "learned"  # which experts a token chooses (reach.py); published.py changes it
     return m

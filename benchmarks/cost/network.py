@@ -48,11 +48,17 @@ def moving_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> 
     """Seconds of a chunk's collectives without any overlap.
 
     There are four: for the first forward of a step, a later forward, a backward before the last, the last.
+    With --parallel.shard 1 and 2 dense weights are gathered once a step; with 2 their gradients are reduced
+    in every micro-batch.
     """
-    gather, regather, reduce = fsdp_seconds(cfg, axes, m, span)
+    gather, regather, reduce = dense_seconds(cfg, axes, m, span)
+    experts, reduce_experts = expert_seconds(cfg, axes, m, span)
     spread, summed = kept_seconds(cfg, axes, m, span)
-    summed += replica_seconds(cfg, axes, m, span)
-    return [gather + spread, gather, regather, regather + reduce + summed]
+    last = reduce + reduce_experts + summed + replica_seconds(cfg, axes, m, span)
+    if cfg.parallel.shard < 3:
+        each = reduce if cfg.parallel.shard == 2 else 0.0
+        return [gather + experts + spread, experts, experts + each, experts + last]
+    return [gather + experts + spread, gather + experts, regather + experts, regather + experts + last]
 
 
 def fsdp_seconds(
@@ -60,30 +66,50 @@ def fsdp_seconds(
 ) -> tuple[float, float, float]:
     """Seconds of FSDP2's all-gathers in a forward and in a backward, and of its reduce-scatters.
 
-    All-gathers are counted for a micro-batch, reduce-scatters for a step. In the backward the root is still
-    gathered. Reduce-scatters are in fp32. span: the blocks of one chunk; None: all.
+    All-gathers are counted for a micro-batch, reduce-scatters for a step. span: the blocks of one chunk;
+    None: all.
+    """
+    gather, regather, reduce = dense_seconds(cfg, axes, m, span)
+    experts, reduce_experts = expert_seconds(cfg, axes, m, span)
+    return gather + experts, regather + experts, reduce + reduce_experts
+
+
+def dense_seconds(
+    cfg: Config, axes: Axes, m: SimpleNamespace, span: range | None = None
+) -> tuple[float, float, float]:
+    """The part of `fsdp_seconds` for weights other than experts.
+
+    In the backward the root is still gathered. Reduce-scatters are in fp32.
     """
     model = cfg.model
     span = range(model.layers) if span is None else span
     width = compute_bytes(cfg)
-
-    def once(size: int) -> float:
-        whole = sum(count * ring(size * n, axes.shard, 1, m) for n, count in dense.items())
-        return whole + sum(count * ring(size * n, axes.sharers, axes.ep, m) for n, count in experts.items())
-
     (root, _), *blocks = padded_units(cfg, axes, span)
     kinds = {model.is_moe(layer): layer for layer in span}
     sizes = {kind: width * numel(block_shapes(model, layer)[0]) for kind, layer in kinds.items()}
     together = units([sizes[model.is_moe(layer)] for layer in span])
     # how often each size occurs, since most blocks have the same size
     dense = Counter(sum(blocks[i][0] for i in unit) for unit in together)
-    experts = Counter([] if kept_whole(cfg, axes, span) else [n for _, n in blocks if n])
-    roots = [root] if root else []
-    return (
-        once(width) + sum(ring(width * n, axes.shard, 1, m) for n in roots),
-        once(width),
-        once(FP32) + sum(ring(FP32 * n, axes.shard, 1, m) for n in roots),
+
+    def once(size: int) -> float:
+        return sum(count * ring(size * n, axes.shard, 1, m) for n, count in dense.items())
+
+    rooted = [ring(size * root, axes.shard, 1, m) if root else 0.0 for size in (width, FP32)]
+    return once(width) + rooted[0], once(width), once(FP32) + rooted[1]
+
+
+def expert_seconds(
+    cfg: Config, axes: Axes, m: SimpleNamespace, span: range | None = None
+) -> tuple[float, float]:
+    """The part of `fsdp_seconds` for experts: an all-gather of a pass, and the reduce-scatters; 0 if kept."""
+    span = range(cfg.model.layers) if span is None else span
+    blocks = [] if kept_whole(cfg, axes, span) else padded_units(cfg, axes, span)[1:]
+    sizes = Counter(n for _, n in blocks if n)
+    gather, reduce = (
+        sum(count * ring(size * n, axes.sharers, axes.ep, m) for n, count in sizes.items())
+        for size in (compute_bytes(cfg), FP32)
     )
+    return gather, reduce
 
 
 def replica_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) -> float:

@@ -15,7 +15,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import divisors
 from tmoe.config.run import Config
 from tmoe.plan.fitting import smallest_change
-from tmoe.plan.memory import held_at_most
+from tmoe.plan.memory import held_at_most, memory_per_rank
 
 
 def layouts(cfg: Config, gpus: int, node: int) -> list[Axes]:
@@ -43,8 +43,6 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
         return f"--train.float8={cfg.train.float8}: not in this model; valid: none"
     if p.dispatch_dtype != "same":
         return f"--parallel.dispatch-dtype={p.dispatch_dtype}: not in this model; valid: same"
-    if p.shard != 3:
-        return f"--parallel.shard={p.shard}: its gathers are not in this model; valid: 3"
     if not parts:
         known = p.dispatch in ("auto", "nccl")
         return "" if known else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"
@@ -118,14 +116,27 @@ def parts_table(p: Prediction) -> Table:
     return table
 
 
-def best_table(found: list[Choice], gpus: int, batch_tokens: int) -> Table:
+def memory_table(cfg: Config, axes: Axes, step: Prediction, m: SimpleNamespace) -> Table:
+    """A line for each part of the memory of the fullest rank, as in the dry run, and the bound."""
+    has = f"{m.room / 2**30:.1f} GiB for tensors"
+    verdict = "fits" if step.peak_bytes <= m.room else "does not fit"
+    table = Table("held by the fullest rank", "GiB", title=f"memory: {verdict}, a GPU has {has}")
+    for name, size in memory_per_rank(cfg, axes).items():
+        if size:
+            table.add_row(name, f"{size / 2**30:.1f}")
+    table.add_section()
+    table.add_row("most at one time", f"{step.peak_bytes / 2**30:.1f}")
+    return table
+
+
+def best_table(found: list[Choice], gpus: int, batch_tokens: int, m: SimpleNamespace) -> Table:
     """A line for each of the fastest layouts of all axes: its step, and where the time goes."""
     table = Table(
-        title=f"the fastest that fit on {gpus} GPUs, all axes, "
-        f"at most {batch_tokens / 1e6:.2f} M tokens a step (--batch-tokens)",
+        title=f"the fastest that fit on {gpus} GPUs, all axes, recomputation, offload and numbers of "
+        f"micro-batches, at most {batch_tokens / 1e6:.2f} M tokens a step (--batch-tokens)",
         title_justify="left",
         box=SIMPLE_HEAD,
-        caption="" if found else "no layout fits into memory: recompute (--parallel.checkpoint) or offload",
+        caption="" if found else "no layout fits into memory, recomputed blocks and offload included",
     )
     for name in ("layout", "micro-batches", "M tokens", "ms", "tokens/s/GPU", "MFU", "GiB"):
         table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
@@ -133,7 +144,7 @@ def best_table(found: list[Choice], gpus: int, batch_tokens: int) -> Table:
     for cfg, axes, step in found:
         train = cfg.train
         table.add_row(
-            spelled(cfg, axes),
+            spelled(cfg, axes) + saved(cfg, axes, m),
             f"{train.accumulate} x {train.batch} x {train.seq}",
             f"{step.tokens / 1e6:.2f}",
             f"{step.seconds * 1e3:.0f}",
@@ -153,6 +164,14 @@ def spelled(cfg: Config, axes: Axes) -> str:
     more["cp"] = f" {p.cp_exchange}"
     parts = [f"{name} {n}{more.get(name, '')}" for name in names if (n := getattr(axes, name)) > 1]
     return " x ".join(parts) or "dp 1"
+
+
+def saved(cfg: Config, axes: Axes, m: SimpleNamespace) -> str:
+    """The settings of a layout besides axes that the search chose, and a flag that a run needs."""
+    words = [] if cfg.parallel.checkpoint == "none" else [f"recomputed: {cfg.parallel.checkpoint}"]
+    words += ["offload"] if cfg.optim.offload else []
+    words += ["across nodes"] if axes.ep > m.node else []
+    return "".join(f", {word}" for word in words)
 
 
 def shares(step: Prediction) -> str:

@@ -1,5 +1,7 @@
 """Finds the fastest layouts for some GPUs among all mixtures of axes, by predicted time and memory.
 
+Settings that save memory are searched as well: recomputation, moments on the host, and fewer micro-batches.
+
 A layout's compute is a lower bound of its time and is the same in many worlds; for any tp and cp, so is the
 communication of its parameters. Layouts are examined in the order of such bounds and predicted in full last,
 until no remaining layout can be among the best.
@@ -7,13 +9,15 @@ until no remaining layout can be among the best.
 next: page.py
 """
 
+from __future__ import annotations
+
 import functools
 import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from benchmarks.cost.block_time import block_seconds
 from benchmarks.cost.network import moving_seconds
@@ -35,6 +39,7 @@ from tmoe.model.count import block_shapes, count_parameters, numel
 from tmoe.parallel.pipeline_schedule import homes
 from tmoe.plan.memory import blocks_bytes, chunk_spans, held_at_most
 
+Recomputed = Literal["none", "moe", "attention", "block"]
 divisors = functools.cache(check.divisors)
 LEAST = 256  # least tokens of a sequence that a rank works on
 STAGES = 32  # most stages of a pipeline
@@ -56,7 +61,7 @@ class Choice(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The settings that a rank's compute depends on: not the world size or the placement of parameters."""
+    """The settings that a rank's compute depends on, and `offload`, but not the world size or placements."""
 
     tp: int
     cp: int
@@ -64,6 +69,24 @@ class Work(NamedTuple):
     ep: int
     etp: int
     batch: int
+    checkpoint: Recomputed = "none"
+    offload: bool = False
+
+
+class Savings(NamedTuple):
+    """How much a layout saves memory."""
+
+    recomputed: frozenset[str]
+    offload: bool
+    micros: int
+
+    def beyond(self, other: Savings) -> bool:
+        """Whether this saves as much as `other` in every respect, and so takes as long or longer.
+
+        A single micro-batch is not compared: it needs no sums of gradients, so it can be faster.
+        """
+        fewer = self.micros == other.micros or 1 < self.micros < other.micros
+        return fewer and self.offload >= other.offload and self.recomputed >= other.recomputed
 
 
 class Flow(NamedTuple):
@@ -83,8 +106,8 @@ class Search:
     def __init__(self, cfg: Config, m: SimpleNamespace, batch_tokens: int):
         """batch_tokens: most tokens of a step; a step has as many micro-batches as fit into it.
 
-        The axes and the schedule of cfg are ignored. Its batch only limits the tokens that a rank has in a
-        micro-batch.
+        The axes and the schedule of cfg, its recomputation and its offload are ignored, for all are searched.
+        Its batch only limits the tokens that a rank has in a micro-batch.
         """
         self.cfg, self.m, self.batch_tokens = cfg, m, batch_tokens
         self.work_seconds = functools.cache(self._work_seconds)
@@ -101,7 +124,10 @@ class Search:
         self.predicted = 0
 
     def best(self, gpus: int, count: int = 10) -> list[Choice]:
-        """The fastest layouts that fit into memory, the fastest first; one layout for each set of axes."""
+        """The fastest layouts that fit into memory, the fastest first; one layout for each set of axes.
+
+        If a layout fits, the same layout that saves more memory is not examined, because it is slower.
+        """
         number = itertools.count()
         # `what`: a work, a flow and a number of micro-batches, and, once parameters are placed, the axes
         waiting: list[tuple[float, int, list[Any]]] = [
@@ -109,6 +135,7 @@ class Search:
         ]
         heapq.heapify(waiting)
         choices: dict[Axes, Choice] = {}
+        fits: dict[tuple, list[Savings]] = {}  # of a layout, without its savings
         limit = float("inf")
         while waiting and waiting[0][0] < limit * (1 - CLOSE):
             bound, _, what = heapq.heappop(waiting)
@@ -117,9 +144,14 @@ class Search:
                     heapq.heappush(waiting, (bound + more, next(number), [*what, axes]))
                 continue
             work, flow, micros, axes = what
+            known = fits.setdefault((work._replace(checkpoint="none", offload=False), flow, axes), [])
+            savings = Savings(frozenset(RECOMPUTED[work.checkpoint]), work.offload, micros)
+            if any(map(savings.beyond, known)):
+                continue
             cfg = self.settings(work, flow, micros)
             if cfg is None or (held := held_at_most(steady(cfg, axes), axes)) > self.m.room:
                 continue
+            known.append(savings)
             self.predicted += 1
             choice = Choice(cfg, axes, predict(cfg, axes, self.m, held=held))
             if axes not in choices or choice.per_token < choices[axes].per_token:
@@ -143,9 +175,7 @@ class Search:
                 parts = work.tp * work.cp
                 sequences = self.batch_tokens // (stage // parts * seq)  # for one reader in a step
                 for batch in self._batches(min(self.cfg.train.batch * parts, sequences // pp)):
-                    for flow in flows:
-                        micros = sequences // batch
-                        micros = micros // pp * pp if flow.schedule == "interleaved" else micros
+                    for flow, micros in self._micros(flows, sequences // batch):
                         what = work._replace(batch=batch)
                         yield self._compute(what, flow, micros), what, flow, micros
 
@@ -154,9 +184,17 @@ class Search:
         """Sequences of a micro-batch: `most`, half and a quarter of it."""
         return sorted({most, most // 2, most // 4} - {0})
 
+    @staticmethod
+    def _micros(flows: list[Flow], most: int) -> Iterator[tuple[Flow, int]]:
+        """Each flow with the numbers of micro-batches to try: the most, and fewer, which need less memory."""
+        for flow in flows:
+            whole = most // flow.pp * flow.pp if flow.schedule == "interleaved" else most
+            for micros in sorted({whole, min(whole, 2 * flow.pp if flow.pp > 1 else 1), min(whole, flow.pp)}):
+                yield flow, micros
+
     def _compute(self, work: Work, flow: Flow, micros: int) -> float:
         """Least seconds per token and GPU: compute of the busiest stage, and the least time that it waits."""
-        kinds, head = self.work_seconds(work)
+        kinds, head = self.work_seconds(work._replace(offload=False))
         chunks = [sum(n * kinds[kind] for kind, n in span) for span in self.counts(flow.pp * flow.chunks)]
         chunks[-1] += head
         stages = [0.0] * flow.pp
@@ -184,8 +222,9 @@ class Search:
                 continue
             # bytes that the mean rank certainly holds: weights and moments, gradients, kept activations
             local_parameters = self.parameters / shard / flow.pp
-            held = FP32 * local_parameters * (1 if self.cfg.optim.offload else 3)
-            whole = (self.dense + self.experts / work.ep) / flow.pp
+            held = FP32 * local_parameters * (1 if work.offload else 3)
+            dense = 0 if self.cfg.parallel.shard == 2 else self.dense  # whose gradients are kept whole
+            whole = (dense + self.experts / work.ep) / flow.pp
             held += max(FP32 * local_parameters, self.kept(work) + FP32 * whole * (micros > 1))
             if held > m.room:
                 continue
@@ -199,15 +238,17 @@ class Search:
             )
             exposed = max((1 - min(1.0, m.fsdp_overlap)) * moving, moving - computing * tokens)
             slowed = m.slowed * near * (1 - exposed / moving) if moving else 0.0
-            more = exposed + slowed + copying + m.optimizer_bytes * local_parameters / m.memory_rate
-            yield axes, more / tokens
+            stepping = m.optimizer_bytes * local_parameters / m.memory_rate
+            if work.offload:
+                stepping = max(stepping, 2 * FP32 * local_parameters / m.host_rate)
+            yield axes, (exposed + slowed + copying + stepping) / tokens
 
     def _kept(self, work: Work) -> float:
         """Bytes that autograd certainly keeps on the fullest stage, which has a micro-batch of each stage.
 
         They are a tenth less than those of all blocks, because a stage has whole blocks.
         """
-        cfg = self.settings(work)
+        cfg = self.settings(work._replace(offload=False))
         assert cfg is not None
         return 0.9 * blocks_bytes(cfg, work_axes(work), range(cfg.model.layers))
 
@@ -252,12 +293,13 @@ class Search:
                 for by in ("keys", "heads") if cp > 1 and parts <= node else ("keys",):
                     work = Work(tp, cp, by, ep, etp, 1)
                     if self.settings(work):
-                        yield work
+                        for checkpoint, offload in itertools.product(get_args(Recomputed), (False, True)):
+                            yield work._replace(checkpoint=checkpoint, offload=offload)
 
     def _settings(self, work: Work, flow: Flow = WHOLE, micros: int = 1) -> Config | None:
         """The settings of a run; None if train.py would refuse them."""
         parallel: dict[str, Any] = dict(dp=None, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp)
-        parallel |= dict(cp_exchange=work.cp_exchange)
+        parallel |= dict(cp_exchange=work.cp_exchange, checkpoint=work.checkpoint)
         parallel |= dict(pp=flow.pp, schedule=flow.schedule, chunks=None if flow.pp == 1 else flow.chunks)
         train = dict(batch=work.batch, accumulate=micros)
         try:
@@ -265,6 +307,7 @@ class Search:
                 self.cfg,
                 parallel=replace(self.cfg.parallel, **parallel),
                 train=replace(self.cfg.train, **train),
+                optim=replace(self.cfg.optim, offload=work.offload),
             )
         except ConfigError:
             return None

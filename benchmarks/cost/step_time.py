@@ -25,8 +25,8 @@ A step is the sum of these parts, on the busiest rank:
                           compute does not hide
     slowed                time that compute loses to the collectives that it hides, proportional to their time
                           on NVLink
-    beside receives       time that a stage's products of experts lose while one of its receives waits on the
-                          GPU
+    beside receives       time that a stage's kernels lose while one of its receives waits on the GPU:
+                          products of experts `held` of their time, other kernels `others_held`
     pipeline bubble       time that the busiest stage waits: the table is simulated with each chunk's seconds;
                           with schedule v, gradients of experts' weights wait for idle moments if they can
 
@@ -88,7 +88,7 @@ class Chunk(NamedTuple):
     weights: float
     """seconds of the gradients of experts' weights in its backward, which schedule v defers"""
     lost: StageCost
-    """seconds that a micro-batch's products of experts lose if a receive waits during all of them"""
+    """seconds that a micro-batch's kernels lose if a receive waits during all of them"""
 
     def cost(self, micros: int) -> StageCost:
         """Seconds of one micro-batch, when a step has this many."""
@@ -221,9 +221,16 @@ def chunk_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busi
     products = expert_kernels(cfg, axes, m, busiest) if sparse else Kernels(0.0, 0.0, 0.0, 0.0)
     runs_again = products.forward * ("experts" in RECOMPUTED[cfg.parallel.checkpoint])
     waves = WAVES if axes.sharers > 1 and kept_whole(cfg, axes, span) else 1
-    loses = sparse * float(np.interp(waves, *zip(*m.held, strict=True)))
-    lost = StageCost(products.forward, products.inputs + runs_again, products.weights)
-    lost = StageCost(*(loses * seconds for seconds in lost))
+    loses = float(np.interp(waves, *zip(*m.held, strict=True)))
+    own = StageCost(products.forward, products.inputs + runs_again, products.weights)
+    own = StageCost(*(sparse * seconds for seconds in own))
+    # everything but the experts' products: attention, dense products, the loss, passes over rows
+    others = hiding_forward - own.forward, hiding_backward - own.inputs - own.weights
+    lost = StageCost(
+        loses * own.forward + m.others_held * others[0],
+        loses * own.inputs + m.others_held * others[1],
+        loses * own.weights,
+    )
     return Chunk(parts, sum(forward.values()), sparse * products.weights, lost)
 
 
@@ -235,21 +242,28 @@ def chunk_kind(model: ModelConfig, span: range) -> tuple:
 
 def copy_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> float:
     """Seconds of a step for copies before and after a chunk's collectives, and for sums of gradients."""
-    again, width = cfg.train.accumulate, compute_bytes(cfg)
+    again, width, shard = cfg.train.accumulate, compute_bytes(cfg), cfg.parallel.shard
     groups = parameter_groups(cfg, axes, span)
     keeps = kept_whole(cfg, axes, span)
     # an all-gather reads fp32 shards and writes them in the compute type, then copies the received bytes into
-    # place; this happens twice
-    moved = padded_groups(cfg, axes, span)[: 1 if keeps else 2]
-    shared = [(elements, size) for elements, size in moved if size > 1]
+    # place; this happens twice in a micro-batch, or for dense weights once in a step (--parallel.shard 1, 2)
+    dense, experts = padded_groups(cfg, axes, span)
+    gathers, reduces = (2 * again, 1) if shard == 3 else (1, again if shard == 2 else 1)
+    moved = [(*dense, gathers, reduces)]
+    moved += [] if keeps else [(*experts, 2 * again, 1)]
     copied = sum(
-        again * 2 * ((FP32 + width) * n / size + 2 * width * n) + (width + FP32) * n for n, size in shared
+        gathers * ((FP32 + width) * n / size + 2 * width * n) + reduces * (width + FP32) * n
+        for n, size, gathers, reduces in moved
+        if size > 1
     )
     if keeps:  # the received gradients are read, and their sum is written
         copied += (width + FP32 / axes.sharers) * groups[1][0]
     # if there are several micro-batches, gradients in the compute type are summed in fp32 before they are
-    # reduced
-    added = sum(n for n, _ in groups) * ((again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32))
+    # reduced; with --parallel.shard 2 the shards of dense gradients are summed after it
+    (whole, ranks), (local, _) = groups
+    each = (again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32)
+    reduced_first = shard == 2 and ranks > 1
+    added = local * each + (3 * FP32 * (again - 1) * whole / ranks if reduced_first else whole * each)
 
     return (m.copy_factor * copied + added) / m.memory_rate
 

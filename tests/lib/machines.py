@@ -32,7 +32,7 @@ def free(**costs: Any) -> SimpleNamespace:
         **dict.fromkeys(
             "kernel_overlap layer_fixed glue_passes logit_bytes optimizer_bytes copy_factor".split(), 0.0
         ),
-        **dict.fromkeys("fsdp_overlap slowed nic_hop link_hop message".split(), 0.0),
+        **dict.fromkeys("fsdp_overlap slowed nic_hop link_hop message others_held".split(), 0.0),
         **dict.fromkeys("tp_factor cp_factor etp_factor".split(), 1.0),
         held=[[1, 0.0], [4, 0.0]],
         skew=1.0,

@@ -201,11 +201,11 @@ def test_gradients_that_add_up_are_read_in_fp32():
 
 
 def test_the_measured_pipeline():
-    """Two H200s, olmoe's first 4 layers, 3 on the first stage: what 061-pipelined-step.md says of it."""
+    """Two H200s, olmoe's first 4 layers, 3 on the first stage: what 104-a-planner-held-to-others.md says."""
     (point,) = points.read_points([points.RESULTS / "axes/2xH200-pp.jsonl"])
     ms = {name: 1e3 * t for name, t in step_time.predict(point.cfg, point.axes, M, point.skew).parts.items()}
     assert 1e3 * point.seconds == pytest.approx(160.6, abs=0.05)
-    page = (ROOT / "docs/decisions/061-pipelined-step.md").read_text()
+    page = (ROOT / "docs/decisions/104-a-planner-held-to-others.md").read_text()
     rows = [f"| {name} | {part:.1f} |" for name, part in sorted(ms.items(), key=lambda row: -row[1]) if part]
     assert "\n".join(rows) in page
     assert f"| all | {sum(ms.values()):.1f} |" in page

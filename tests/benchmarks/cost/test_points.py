@@ -61,7 +61,7 @@ def test_every_shipped_step_is_predicted_within_ten_percent():
     roles = list(table.columns[-1].cells)
     assert good and all(abs(error) <= 0.1 for error in errors_of_held())
     assert roles == ["fitted" if p.layout in fitted() else "predicted" for p in held()]
-    assert len({p.layout for p in held()} & set(fitted())) == len(set(fitted())) == 6, (
+    assert len({p.layout for p in held()} & set(fitted())) == len(set(fitted())) == 7, (
         "every constant's layout was measured"
     )
 
@@ -151,12 +151,10 @@ def test_the_readme_says_how_far_off_the_model_is():
     step = step_time.predict(piped.cfg, piped.axes, constants.values(CONSTANTS), piped.skew)
     lost = step.parts["beside receives"]
     assert (
-        f"has the largest error: {1e3 * step.seconds:.1f} ms are predicted and {1e3 * piped.seconds:.1f} "
-        f"were measured ({step.seconds / piped.seconds - 1:+.1%}; `axes/2xH200-pp.jsonl`). "
-        f"{1e3 * lost:.1f} ms of"
+        f"A pipeline of two stages is predicted at {1e3 * step.seconds:.1f} ms, and "
+        f"{1e3 * piped.seconds:.1f} were measured ({step.seconds / piped.seconds - 1:+.1%}; "
+        f"`axes/2xH200-pp.jsonl`). {1e3 * lost:.1f} ms of"
     ) in text
-    rest = max((error for p, error in zip(held(), errors_of_held(), strict=True) if p.axes.pp == 1), key=abs)
-    assert f"All other predictions are within {abs(rest):.1%}." in text
 
 
 def test_a_step_of_shared_sequences_is_timed_by_a_ranks_own_tokens(tmp_path):

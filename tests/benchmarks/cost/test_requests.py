@@ -31,7 +31,8 @@ def page_ends(monkeypatch, capsys, *words: str) -> tuple[object, str]:
         ("--tokens nan -- olmoe-1b-7b", "--tokens nan: must be above 0"),
         ("-- olmoe-1b-7b --parallel.dispatch local", "the page takes auto or nccl"),
         ("-- olmoe-1b-7b --train.dtype fp32", "measured in bf16"),
-        ("-- olmoe-1b-7b --parallel.shard 1", "--parallel.shard=1: its gathers are not in this model"),
+        ("--published -- olmoe-1b-7b", "--published: needs --check, without files, --fit and --gpu"),
+        ("--check x.jsonl --published", "--published: needs --check, without files, --fit and --gpu"),
         (
             "--gpus 16 --parts -- olmoe-1b-7b --parallel.ep 16 --parallel.dispatch symm",
             "one node of 8 at most",

@@ -585,7 +585,7 @@ def test_the_page(capsys, monkeypatch):
         assert hours == pytest.approx(2e12 / rate / 3600, rel=1e-3)
         assert float(row[8].replace(",", "")) == pytest.approx(hours / int(row[0]) / 24, abs=0.06)
         assert row[4].startswith("~") == (int(row[0]) > 8)  # the network between nodes is assumed
-    assert "too much" in page and "H200 (room of 130.9 GiB each): measured" in page
+    assert "too much" in page and "H200 SXM 141 GB (130.9 GiB for tensors each): measured" in page
 
 
 def test_a_page_on_which_nothing_fits_says_what_would(capsys, monkeypatch):
@@ -593,7 +593,7 @@ def test_a_page_on_which_nothing_fits_says_what_would(capsys, monkeypatch):
     monkeypatch.setattr(command, "Search", lambda *_: SimpleNamespace(best=lambda _: [], batch_tokens=1))
     command.main()
     said = capsys.readouterr().out
-    assert "H100 SXM 80 GB (room of 73.0 GiB each): the H200's, scaled by data sheets" in said
+    assert "H100 SXM 80 GB (73.0 GiB for tensors each): the H200's, scaled by data sheets" in said
     assert re.search(r"64 GPUs: no layout fits; the smallest change that does: (--|\d+ ranks)", said), said
 
 
