@@ -1,4 +1,4 @@
-"""The planner beyond axes: ranks that a token reaches, ZeRO, settings that save memory, published steps.
+"""The planner beyond axes: ranks that a token reaches, ZeRO, settings that save memory, published steps."""
 
 import itertools
 import json
