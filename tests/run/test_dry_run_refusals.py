@@ -12,10 +12,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tmoe.cli.parse import parse
 from tmoe.commands.plan_command import plan
+from tmoe.config.axes import Axes
+from tmoe.config.gpus import GPUS
 from tmoe.model.float8 import require_layers
 from tmoe.model.freeze import require_matches
 from tmoe.moe.exchange import dispatch, symm
 from tmoe.parallel import mesh
+from tmoe.plan.fitting import require_room, verdict
 from tmoe.run.start import build_model
 
 NODE = 8  # ranks of a node, in these launches and in a dry run
@@ -128,3 +131,33 @@ def test_a_dry_run_refuses_what_a_run_refuses(launched, monkeypatch, capsys, wor
     assert bool(planned) == bool(run), (planned, said, run)
     if planned:
         assert planned == "2" and said.startswith("error: --") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--dry-run --world 16 --parallel.tp 16 --node 16", ""),
+        (
+            "--dry-run --world 16 --parallel.ep 8 --node 4",
+            "--parallel.ep=8: 2 of 2 expert groups would span nodes (of [4] processes); valid: [1, 2, 4], "
+            "or --parallel.ep-across-nodes to exchange tokens over the slower network; planned with --node=4",
+        ),
+        ("--parallel.ep 1 --node 8", "--node=8: only for --dry-run; a run has the nodes of its launcher"),
+        ("--dry-run --node 0", "--node=0: must be at least 1"),
+    ],
+)
+def test_nodes_of_another_size(capsys, words, says):
+    code = refusal(lambda: plan(parse([*MODEL.split(), *words.split()], "")))
+    assert code == ("2" if says else "")
+    assert not says or f"error: {says}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, 64])
+def test_the_verdict_says_whether_a_run_would_start(world):
+    """Qwen3-30B-A3B in fp32 states needs 57 GiB a rank on 8 ranks."""
+    axes = Axes(ep=min(world, 8), dp=max(1, world // 8))
+    cfg = parse(f"qwen3-30b-a3b --parallel.ep {axes.ep} --dry-run --world {world}".split(), "")
+    refused = bool(refusal(lambda: require_room(cfg, axes, GPUS["h100"].memory)))
+    said = "\n".join(verdict(cfg, axes, "h100"))
+    assert refused == (world < 8) and ("a run refuses to start" in said) == refused
+    assert ("a run starts all the same" in said) == ("does not fit" in said and not refused)

@@ -152,4 +152,9 @@ def verdict(cfg: Config, axes: Axes, gpu: str | None) -> list[str]:
     lines.append(
         f"the smallest change that fits: {change or 'none of recomputing, batch, offload and ranks'}"
     )
+    certain, what = needed(cfg, axes)
+    if certain > card.memory:  # as require_room decides at the start
+        lines.append(f"a run refuses to start: {certain / 2**30:.1f} GiB for {what}")
+    else:
+        lines.append("a run starts all the same, and may run out of memory")
     return lines
