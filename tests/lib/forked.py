@@ -5,10 +5,10 @@
     done = forked.torchrun(2, ["train.py", "tiny", "--parallel.ep", "2"])      # two ranks of one program
 
 `run` is like subprocess.run([sys.executable, *words]), without the 4 CPU seconds that the imports take. It
-does
-not suit a program that reads its environment when torch is imported, or whose interpreter must end: atexit
-functions run, but objects are not destroyed. With TRITON_INTERPRET=1 in its environment a program is forked
-from a second server, which has imported triton with it.
+does not suit a program that reads its environment when torch is imported, or whose interpreter must end:
+atexit functions run, but objects are not destroyed. With TRITON_INTERPRET=1 in its environment a program is
+forked from a second server, which has imported triton with it, and triton's interpreter is faster
+(interpreter.py).
 """
 
 import atexit
@@ -32,6 +32,7 @@ from unittest.mock import patch
 
 import gloo
 import torch
+from interpreter import save_repeated_work
 
 ROOT = Path(__file__).parents[2]
 INTERPRETED = ("early", "torch", "numpy", "pytest", "triton.language", "tmoe", "settled")  # without kernels
@@ -179,6 +180,8 @@ def _program(words: list[str], cwd: str, env: dict[str, str], out: str, err: str
     os.environ.update(env)
     os.chdir(cwd)
     torch.set_num_threads(1)
+    if env.get("TRITON_INTERPRET") == "1":
+        save_repeated_work()
     if "torch._dynamo" in sys.modules:  # dynamo read the variable when it was imported
         torch._dynamo.config.disable = env.get("TORCH_COMPILE_DISABLE") == "1"
     how, *rest = words

@@ -1,10 +1,11 @@
-"""Triton's interpreter, repaired where it differs from a GPU; poisoned buffers; a small stand-in for a GPU.
+"""Triton's interpreter, repaired and faster; poisoned buffers; a small stand-in for a GPU.
 
-All three change modules in place for the rest of the process, so they are for processes that run one test
+All of this changes modules in place for the rest of the process, so it is for processes that run one test
 file. tmoe and triton are imported inside functions, because kernels are defined at import, and
 TRITON_INTERPRET must be set before that.
 """
 
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -49,6 +50,50 @@ def repair_interpreter() -> None:
     interpreter.InterpreterBuilder.create_masked_load = create_masked_load
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def save_repeated_work() -> None:
+    """Leaves out what triton 3.6.0's interpreter computes in vain: half of its time. forked.py calls this.
+
+    - A kernel's launch replaces the functions of triton.language. Each call of a function by the kernel
+      replaced them again, and nothing restored them.
+    - Each sum, difference and product of int32 was computed in int64 as well, for an assertion that is
+      evaluated only with the option `debug`.
+    - The types of blocks and of numpy arrays were computed for each value.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    patch, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
+    patched: set[int] = set()  # namespaces of the functions of the kernel that is running
+
+    def patch_once(function):
+        if (space := id(function.__globals__)) in patched:
+            return None
+        patched.add(space)
+        return patch(function)
+
+    def restore_all(scope):
+        patched.clear()
+        restore(scope)
+
+    interpreter._patch_lang, interpreter._LangPatchScope.restore = patch_once, restore_all
+
+    numpy_type, block_of = interpreter._get_np_dtype, tl.block_type.with_element_ty
+    types: dict = {}
+
+    def kept(key, function, *args):
+        if key not in types:
+            types[key] = function(*args)
+        return types[key]
+
+    interpreter._get_np_dtype = lambda dtype: kept(dtype.name, numpy_type, dtype)
+    tl.block_type.with_element_ty = lambda block, scalar: kept(
+        (block.name, scalar.name), block_of, block, scalar
+    )
 
 
 def poison() -> None:
