@@ -21,8 +21,10 @@ import green  # noqa: E402
 # (file, its text, the fault that replaces it, a test that catches the fault; a prefix of test names is
 # enough)
 SCHEDULE, WARMUP = "parallel/test_schedule.py", "optim/test_optim.py::test_warmup"
+SPLIT = "ops/test_router_product.py::test_the_kernel"
 FAULTS = [
     ("tmoe/moe/router.py", "weights_TK * self.cfg.scaling", "weights_TK", "moe/test_router.py"),
+    ("tmoe/ops/router/product.py", "x - hi.to(tl.float32)", "x", SPLIT),
     ("tmoe/parallel/pipeline_schedule.py", "chunk + 1 < chunks", "chunk + 2 < chunks", SCHEDULE),
     ("tmoe/optim/learning_rate.py", "(step + 1) / warmup", "step / warmup", WARMUP),
     ("tmoe/data/chat/packing.py", "self.order[low + at]", "self.order[low]", "data/test_packing.py"),

@@ -194,6 +194,37 @@ def test_a_file_runs_again_when_an_input_differs(two, path, runs):
     assert set(selection(two).chosen(everything=True)) >= {A, B}
 
 
+KERNEL = """import triton
+
+@triton.jit
+def kernel(x):
+    {body}
+
+def launch():
+    {other}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        (KERNEL.format(body="return x + 1", other="return 2"), [B]),
+        (KERNEL.format(body="return x", other="return 3"), [B, A]),
+        (KERNEL.format(body="return x", other="return 2").replace("(x)", "(x, y)"), [B, A]),
+        (KERNEL.format(body="return (", other="return 2"), [B, A]),  # fails wherever it is imported
+    ],
+)
+def test_a_kernels_body_counts_where_kernels_run(two, text, runs):
+    (two / "tmoe/ops").mkdir()
+    (two / "tmoe/ops/kernels.py").write_text(KERNEL.format(body="return x", other="return 2"))
+    (two / "tmoe/deep/public.py").write_text("from tmoe.ops import kernels")
+    (two / B).write_text("import tmoe.deep.public\nENV = dict(TRITON_INTERPRET='1')")
+    selection(two).keep({A: 1.0, B: 2.0}, [A, B], {})
+    assert selection(two).chosen() == []
+    (two / "tmoe/ops/kernels.py").write_text(text)
+    assert selection(two).chosen() == runs
+
+
 def test_without_a_record_everything_runs(two, monkeypatch):
     assert selection(two, runs_on="newer torch").chosen() == [B, A]
     monkeypatch.setattr(green, "CORE_TESTS", (A,))

@@ -8,6 +8,10 @@ repository that a string names counts as read, and a file that starts programs r
 imports under TYPE_CHECKING do not count, because no test executes them.
 
 A test file that computes the names of modules or paths names their folder in a string: `READS = "tmoe/"`.
+
+Without a GPU the bodies of Triton's functions are executed by its interpreter and its compiler only.
+`runs_kernels` finds the test files that use these, or read sources; for all others a change in a body is no
+change (`outline`).
 """
 
 import ast
@@ -29,6 +33,11 @@ PLAIN = (
     "tests/lib/gloo.py",
     "tests/lib/inputs.py",
 )  # exceptions: their strings name no input of a test
+NAMES_KERNELS = re.compile(
+    r"TRITON_INTERPRET|compile_only|precompile|tmoe[./]ops|tmoe import .*\bops\b|\bchips\b|tmoe[ .]warmup"
+    r"|commands.*warmup|[\"']tmoe/?[\"']|getsource|\w\.__file__"
+)
+NO_KERNELS = ("tests/lib/forked.py", "tests/lib/interpreter.py")  # they name kernels only for their users
 IMPORT = re.compile(r"^\s*(?:from ([\w.]+) )?import \(?\s*([\w.]+(?:\s*,\s*[\w.]+)*)", re.MULTILINE)
 WORD = re.compile(r"[\w.][\w./-]*")
 MODULE = re.compile(r"(?:tmoe|benchmarks)(?:\.\w+)*(?:\.\w+|\.$)")
@@ -44,6 +53,7 @@ class Inputs:
         )
         self.named_by = functools.cache(self._named_by)
         self.public = functools.cache(self._public)
+        self.names_kernels = functools.cache(self._names_kernels)
 
     def of(self, test: str) -> set[str]:
         """The test file, the files that it names, the files named in these, and so on."""
@@ -54,6 +64,14 @@ class Inputs:
                 inputs.add(path)
                 left += self.named_by(path)
         return inputs
+
+    def runs_kernels(self, inputs: set[str]) -> bool:
+        """Whether one of a test file's inputs outside tmoe/ names kernels, their tools or sources of tmoe."""
+        outside = (path for path in inputs if path.startswith(OUTSIDE) and path not in (*PLAIN, *NO_KERNELS))
+        return any(self.names_kernels(path) for path in outside if path.endswith(".py"))
+
+    def _names_kernels(self, path: str) -> bool:
+        return bool(NAMES_KERNELS.search((self.root / path).read_text()))
 
     def _named_by(self, path: str) -> set[str]:
         if not path.endswith((".py", ".md")):
@@ -171,6 +189,20 @@ def facts_of(text: str) -> Facts:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             facts.strings.add(node.value)
     return facts
+
+
+@functools.cache
+def outline(text: str) -> str:
+    """A module without the bodies of its jit functions; a text without them, or with a fault, as it is."""
+    tree = ast.Module([], [])
+    with contextlib.suppress(SyntaxError, ValueError):
+        tree = ast.parse(text if ".jit" in text else "")
+    lines = text.splitlines()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and any(".jit" in ast.unparse(d) for d in node.decorator_list):
+            first, last = node.body[0].lineno, node.end_lineno or 0
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    return "\n".join(filter(None, lines)) if tree.body else text
 
 
 def executed(tree: ast.Module) -> Iterator[ast.AST]:
