@@ -97,14 +97,14 @@ def one_is_slow(rank: int, world: int, argv: list[str], cache: str, seconds: flo
 
 
 def test_no_collective_waits_for_a_compiler(tmp_path):
-    """Four ranks, cold caches. Compiled in the step itself, the same run ends in a collective's patience."""
+    """Two ranks, cold caches. Compiled in the step itself, the same run ends in a collective's patience."""
     timeout = shared(6.0)
-    words = [*SHORT, "--parallel.ep", "2", "--parallel.dp", "2", "--out", str(tmp_path / "run")]
+    words = [*SHORT, "--parallel.ep", "2", "--out", str(tmp_path / "run")]
     for ahead in (True, False):
         slow = words, str(tmp_path / "cache"), 2 * timeout, ahead
-        ends = launch(4, one_is_slow, *slow, timeout=timeout, limit=LIMIT)
-        assert [end.code for end in ends] == ([0] * 4 if ahead else [1] * 4), ends
-        assert ahead or all("imed out" in end.said or "lost" in end.said for end in ends[:3]), ends
+        ends = launch(2, one_is_slow, *slow, timeout=timeout, limit=LIMIT)
+        assert [end.code for end in ends] == ([0] * 2 if ahead else [1] * 2), ends
+        assert ahead or "imed out" in ends[0].said or "lost" in ends[0].said, ends
     assert list(Path(tmp_path / "cache").glob("**/*.so")), "the caches were not cold: the test lost its point"
 
 
