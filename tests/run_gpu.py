@@ -1,4 +1,4 @@
-"""Runs the tests that need a GPU with the current interpreter: kernels first, then as many workers as fit.
+"""Runs the tests that need a GPU with the current interpreter, by as many workers as fit.
 
     make test-gpu PYTHON=python3          # or: python3 tests/run_gpu.py
     python3 tests/run_gpu.py -k router    # further words go to pytest
@@ -9,8 +9,9 @@ Nothing is installed and no package index is asked. Two pytest processes run at 
 - Tests marked `whole_gpu` start their own ranks, need several GPUs or use much of a GPU's memory. All such
   tests of a file run on one worker, and memory is reserved for them.
 
-The kernels are compiled into triton's cache beforehand. The time for that is reported separately; a second
-call finds the kernels in the cache.
+Meanwhile the kernels are compiled into triton's cache. Tests that share GPUs start when that is done; the
+tests of `whole_gpu` start at once and compile what they do not find. The time for compiling is reported
+separately; a second call finds the kernels in the cache.
 
 next: conftest.py
 """
@@ -173,14 +174,14 @@ def main(words: list[str]) -> int:
     # a worker compiles in its own process: starting sixteen compilers for each of fourteen workers takes
     # longer than they save
     env = dict(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1") | os.environ
-    warm(min(16, cores), env)
-    start = time.perf_counter()
     shared, whole = commands(count, words)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     share = dict(TMOE_TESTS_GIB=str(GIB_A_TEST), TMOE_TESTS_GPUS=visible)
     with tempfile.TemporaryFile("w+") as said:
         beside = subprocess.Popen(whole, cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT)
         try:
+            warm(max(1, min(16, cores) - CORES_KEPT), env)
+            start = time.perf_counter()
             codes = [subprocess.run(shared, cwd=ROOT, env=env | share).returncode, beside.wait()]
         finally:
             beside.terminate()
