@@ -6,7 +6,7 @@
 # docs/map.md, a list of all files, each with its first line; it is not in the repository:
 #   make map
 # And one that installs nothing, for a machine with GPUs and no package index:
-#   make test-gpu PYTHON=python3    the tests that need a GPU, kernels compiled first, as many workers as fit
+#   make test-gpu PYTHON=python3    tests that need a GPU, as many workers as fit; kernels compile meanwhile
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
