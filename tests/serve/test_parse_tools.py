@@ -1,0 +1,116 @@
+"""Thoughts and tool calls in the text of an answer: four formats, whole and cut at every place.
+
+next: tests/serve/test_server.py
+"""
+
+import json
+
+import pytest
+from chat_tokenizers import TEMPLATES
+
+from tmoe.serve.parse_tools import Delta, format_of, has_thoughts, parser
+
+WEATHER = '{"city": "Łódź"}'
+CALL = ("weather", dict(city="Łódź"))
+FILES = dict(hermes="calls/hermes", qwen="qwen3", llama3="calls/llama3_1", mistral="calls/mistral_v7")
+FILES |= {"gpt-oss": "gpt_oss"}
+
+
+def template(kind: str) -> str:
+    return (TEMPLATES / f"{FILES[kind]}.jinja").read_text()
+
+
+# kind, text of the answer, content, thought, calls
+ROWS = [
+    ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>', "", "", [CALL]),
+    ("qwen", "<think>\nhm, 1 < 2\n</think>\n\nIt is <b>.", "It is <b>.", "hm, 1 < 2", []),
+    (
+        "qwen",
+        f'<think>\nask\n</think>\n\nI ask.\n<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n'
+        '</tool_call>\n<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>',
+        "I ask.",
+        "ask",
+        [CALL, ("b", {})],
+    ),
+    ("qwen", "<tool_call>\nno JSON\n</tool_call>", "<tool_call>\nno JSON\n</tool_call>", "", []),
+    ("llama3", f'{{"name": "weather", "parameters": {WEATHER}}}', "", "", [CALL]),
+    ("llama3", f'<|python_tag|>{{"name": "weather", "parameters": {WEATHER}}}', "", "", [CALL]),
+    ("llama3", '{"a": 1} is JSON', '{"a": 1} is JSON', "", []),
+    ("llama3", "Sunny {today}.", "Sunny {today}.", "", []),
+    ("mistral", f'[TOOL_CALLS][{{"name": "weather", "arguments": {WEATHER}}}]', "", "", [CALL]),
+    ("mistral", f"[TOOL_CALLS]weather[ARGS]{WEATHER}[TOOL_CALLS]b[ARGS]{{}}", "", "", [CALL, ("b", {})]),
+    ("mistral", "a [TOOL_ b", "a [TOOL_ b", "", []),
+    ("mistral", "a[TOOL_CALLS]oh", "a[TOOL_CALLS]oh", "", []),
+    (
+        "gpt-oss",
+        "<|channel|>analysis<|message|>ask<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.weather <|constrain|>json<|message|>{WEATHER}",
+        "",
+        "ask",
+        [CALL],
+    ),
+    (
+        "gpt-oss",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Sunny.",
+        "Sunny.",
+        "hm",
+        [],
+    ),
+]
+
+
+def read(kind: str, pieces: list[str], tools: bool = True, thinks: bool = False) -> Delta:
+    found = parser(template(kind), tools, thinks)
+    deltas = [*map(found.add, pieces), found.end()]
+    calls = [call for delta in deltas for call in delta.calls]
+    return Delta("".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), calls)
+
+
+@pytest.mark.parametrize(("kind", "text", "content", "thought", "calls"), ROWS)
+def test_pieces_do_not_matter(kind, text, content, thought, calls):
+    cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
+    for pieces in cuts:
+        found = read(kind, pieces)
+        assert (found.content.strip(), found.reasoning.strip()) == (content, thought), pieces
+        assert [(call.name, json.loads(call.arguments)) for call in found.calls] == calls
+
+
+def test_formats_are_known_by_the_template():
+    assert [format_of(template(kind)) for kind in FILES] == [
+        "hermes",
+        "hermes",
+        "llama3",
+        "mistral",
+        "gpt-oss",
+    ]
+    assert format_of((TEMPLATES / "calls/glm4_5.jinja").read_text()) == ""
+    assert has_thoughts(template("qwen")) and not has_thoughts(template("mistral"))
+
+
+def test_without_tools_calls_stay_text():
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>'
+    assert read("hermes", list(text), tools=False) == Delta(text)
+
+
+def test_a_prompt_that_ends_in_a_thought():
+    found = read("qwen", ["\nhm", "\n</thi", "nk>\n\nYes."], thinks=True)
+    assert (found.reasoning, found.content) == ("hm", "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin", "end", "call"),
+    [
+        ("llama3", "<think>", "</think>", f'{{"name": "weather", "parameters": {WEATHER}}}'),
+        ("mistral", "[THINK]", "[/THINK]", f"[TOOL_CALLS]weather[ARGS]{WEATHER}"),
+    ],
+)
+def test_thoughts_before_calls_of_other_formats(kind, begin, end, call):
+    """DeepSeek's distilled Llama, and Magistral."""
+    text = f"{begin}\nhm\n{end}\n\n{call}"
+    both = template(kind) + begin + end
+    for pieces in ([text], list(text)):
+        found = parser(both, True, False)
+        deltas = [*map(found.add, pieces), found.end()]
+        assert "".join(d.reasoning for d in deltas) == "hm" and not "".join(d.content for d in deltas)
+        calls = [call for delta in deltas for call in delta.calls]
+        assert [(one.name, json.loads(one.arguments)) for one in calls] == [CALL]
