@@ -40,7 +40,10 @@ FLOORS = [
         "log",
     ),
     ("generate",),
-    ("plan",),
+    (
+        "plan",
+        "serve",
+    ),
     ("cli",),
     ("run",),
     ("post",),

@@ -25,6 +25,7 @@ MODULES = {
     "report": "draws a run's report.png from its metrics",
     "rollouts": "shows the answers of a run with --task grpo",
     "routing": "draws and compares how evenly the experts of runs are used",
+    "serve": "answers over HTTP as OpenAI does",
     "upcycle": "makes a Mixture-of-Experts model of a dense one",
     "warmup": "compiles the kernels of presets beforehand",
 }

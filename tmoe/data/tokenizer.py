@@ -339,6 +339,10 @@ class JsonTokenizer:
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def name_of(self, i: int) -> str | None:
+        """The token's name in the vocabulary; None if no token has this id."""
+        return self._tokenizer.id_to_token(i)
+
 
 class SentencePieceTokenizer:
     """A sentencepiece model, such as Llama 2's tokenizer.model.

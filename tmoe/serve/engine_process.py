@@ -1,0 +1,147 @@
+"""The engine's process: it loads a model, opens a `Live`, and answers the front's messages.
+
+The process ignores SIGINT and SIGTERM, because the front drains. It ends on a `Close`, when the pipe closes,
+and with its parent, also while it loads.
+
+next: serve/engine_client.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tmoe.checkpoint.errors import CheckpointError
+from tmoe.config.check import ConfigError
+from tmoe.front import spelt
+from tmoe.generate.live import Live, LivePiece, Ticket
+from tmoe.generate.load import Loaded, load
+from tmoe.generate.requests import Tops
+from tmoe.serve.messages import Ask, Cancel, Close, EngineSettings, Failed, Part, Ready, Refusal, Submit, Told
+
+PR_SET_PDEATHSIG = 1
+
+
+def engine_process(pipe: Connection, front: Connection, settings: EngineSettings) -> None:
+    """The whole process. front: the front's end of the pipe, which a forked process has too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    front.close()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        loaded = load(
+            settings.path,
+            settings.tokenizer,
+            settings.device,
+            settings.dtype,
+            settings.adapter,
+            settings.quantize,
+        )
+        side = EngineSide(pipe, loaded, settings)
+    except (OSError, ValueError, RuntimeError, CheckpointError) as error:
+        refused = isinstance(error, OSError | ValueError | CheckpointError)
+        pipe.send(Failed(spelt(error) or type(error).__name__, refused))
+        return
+    try:
+        side.serve()
+    except (EOFError, OSError):  # the front is gone
+        os._exit(1)
+    os._exit(0)
+
+
+class EngineSide:
+    """A `Live` and the pipe to the front."""
+
+    def __init__(self, pipe: Connection, loaded: Loaded, settings: EngineSettings):
+        self.pipe = pipe
+        self.lock = threading.Lock()  # of the pipe and of `tickets`
+        self.tickets: dict[int, Ticket] = {}
+        self.keys: dict[int, int] = {}  # number of a ticket: key of its request
+        engine = loaded.engine(settings.slots)
+        sizes: dict[str, Any] = dict(slots=settings.slots, pool_gib=settings.pool_gib)
+        self.live = Live(engine, max_len=settings.max_len, after=self.after, **sizes)
+        assert self.live.room is not None
+        pages = self.live.room.pages - 1
+        vocab = loaded.model.cfg.vocab
+        known = loaded.eos, loaded.begin, loaded.generation, self.live.max_len, pages, loaded.notes
+        pipe.send(Ready(loaded.tokenizer, vocab, *known))
+
+    def serve(self) -> None:
+        """Carries out messages until the front ends the engine, or the engine fails."""
+        while True:
+            came = self.pipe.poll(0.5)
+            if (error := self.live.error) is not None:
+                with self.lock:
+                    self.pipe.send(Failed(f"the engine failed: {type(error).__name__}: {error}", False))
+                raise OSError("the engine failed") from error
+            if not came:
+                continue
+            message = self.pipe.recv()
+            if isinstance(message, Submit):
+                self.submit(message)
+            elif isinstance(message, Cancel):
+                with self.lock:
+                    ticket = self.tickets.get(message.key)
+                if ticket is not None:
+                    self.live.cancel(ticket)
+            elif isinstance(message, Ask):
+                with self.lock:
+                    self.pipe.send(Told(self.live.state))
+            elif isinstance(message, Close):
+                self.live.drain(0)
+                return
+
+    def submit(self, asked: Submit) -> None:
+        """Hands a request to the engine. The lock delays its first piece until its key is known."""
+        with self.lock:
+            try:
+                ticket = self.live.submit(asked.ids, asked.sampling, n=asked.n, details=asked.details)
+            except (ConfigError, ValueError, RuntimeError) as error:
+                self.pipe.send(Refusal(asked.key, str(error)))
+                return
+            self.tickets[asked.key] = ticket
+            self.keys[ticket.number] = asked.key
+
+    def after(self, pieces: list[LivePiece]) -> None:
+        """Sends a step's pieces as one message."""
+        with self.lock:
+            parts = [part_of(self.keys[piece.ticket.number], piece) for piece in pieces]
+            for piece in pieces:
+                number = piece.ticket.number
+                # `left` falls after this call
+                ends = sum(p.done is not None for p in pieces if p.ticket is piece.ticket)
+                if number in self.keys and piece.ticket.left == ends:
+                    del self.tickets[self.keys.pop(number)]
+            self.pipe.send(parts)
+
+
+def part_of(key: int, piece: LivePiece) -> Part:
+    """A piece of an answer in plain values."""
+    done = piece.done
+    return Part(
+        key,
+        piece.sample,
+        piece.text,
+        piece.ids,
+        pairs(piece.tops),
+        [] if piece.routes is None else piece.routes.transpose(0, 1).tolist(),
+        [] if piece.route_weights is None else piece.route_weights.transpose(0, 1).tolist(),
+        pairs(done.prompt_tops) if done and done.prompt_tops is not None else None,
+        done.finish if done else "",
+        done.error if done else "",
+        done.cached if done else 0,
+    )
+
+
+def pairs(tops: Tops | None) -> list[tuple[float, list[tuple[int, float]]]]:
+    """For each place: the token's own log-prob, and the most probable ids with theirs."""
+    if tops is None:
+        return []
+    rows = zip(tops.own.tolist(), tops.ids.tolist(), tops.logprobs.tolist(), strict=True)
+    return [(own, list(zip(ids, logprobs, strict=True))) for own, ids, logprobs in rows]

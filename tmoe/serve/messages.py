@@ -1,0 +1,117 @@
+"""The values that pass between the front and the engine's process, over a pipe that both inherit.
+
+next: serve/engine_process.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tmoe.data.tokenizer import Tokenizer
+from tmoe.generate.live import State
+from tmoe.generate.requests import Details
+from tmoe.generate.sampler import Sampling
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the engine's process loads a model and answers. Fields as the flags of `tmoe serve`."""
+
+    path: Path
+    slots: int = 32
+    max_len: int | None = None
+    pool_gib: float | None = None
+    tokenizer: str | None = None
+    device: str | None = None
+    dtype: Any = None
+    adapter: Path | None = None
+    quantize: Any = None
+
+
+class Ready(NamedTuple):
+    """The engine has loaded its model."""
+
+    tokenizer: Tokenizer
+    vocab: int
+    eos: tuple[int, ...]
+    begin: tuple[int, ...]
+    generation: dict[str, Any]
+    max_len: int
+    pages: int
+    """pages of the pool that answers can have"""
+    notes: tuple[str, ...]
+
+
+class Failed(NamedTuple):
+    """The engine could not start, or failed. refused: whether a flag or a folder is wrong."""
+
+    text: str
+    refused: bool
+
+
+class Submit(NamedTuple):
+    """A request for n answers to a prompt."""
+
+    key: int
+    ids: list[int]
+    sampling: Sampling
+    n: int
+    details: Details
+
+
+class Cancel(NamedTuple):
+    """Ends a request."""
+
+    key: int
+
+
+class Ask(NamedTuple):
+    """A question for the engine's state; the reply is a `Told`."""
+
+
+class Close(NamedTuple):
+    """Ends the engine's process. Requests under way are cancelled."""
+
+
+class Told(NamedTuple):
+    """The state of the engine."""
+
+    state: State
+
+
+class Refusal(NamedTuple):
+    """A request that the engine refuses."""
+
+    key: int
+    text: str
+
+
+@dataclass
+class Part:
+    """An addition to an answer, by one step or by several that a reader has not taken yet."""
+
+    key: int
+    sample: int
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    tops: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    """for each of ids: its own log-prob, and pairs of the most probable ids and their log-probs"""
+    routes: list[list[list[int]]] = field(default_factory=list)
+    """[n][MoE layers][K]"""
+    weights: list[list[list[float]]] = field(default_factory=list)
+    prompt_tops: list[tuple[float, list[tuple[int, float]]]] | None = None
+    finish: str = ""
+    error: str = ""
+    cached: int = 0
+
+    def join(self, later: Part) -> None:
+        """Adds what later steps added to the same answer."""
+        self.text += later.text
+        self.ids += later.ids
+        self.tops += later.tops
+        self.routes += later.routes
+        self.weights += later.weights
+        self.prompt_tops = self.prompt_tops or later.prompt_tops
+        self.finish, self.error, self.cached = later.finish, later.error, later.cached
