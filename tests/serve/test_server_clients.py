@@ -66,6 +66,7 @@ def test_200_streams_beside_clients_that_misbehave(server, engine):
     served.wait_for(lambda: server.files() == files and served.gauges(port)["tmoe_tasks"] == tasks)
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_20_rounds(server):
     """Each round: 12 streams with log-probs, a third of which close early, and refused bodies."""
     port = server.port

@@ -189,6 +189,7 @@ def test_quantized_and_adapted_models(folder, tmp_path):
         assert reply["choices"][0]["text"] == want != plain
 
 
+@pytest.mark.slow
 def test_a_spawned_engine(folder, tmp_path):
     """The command starts the engine's process in this way."""
     with served.server(folder, tmp_path / "log", start="spawn", slots=2) as found:
