@@ -158,7 +158,7 @@ def test_ctrl_c_while_the_model_loads(folder, tmp_path):
         served.wait_for(lambda: ignores_ctrl_c(engine))
         os.kill(process.pid, signal.SIGINT)
         assert found.ended() == 1
-        assert gone(engine)
+        served.wait_for(lambda: gone(engine))
 
 
 def ignores_ctrl_c(pid: int) -> bool:
@@ -194,6 +194,7 @@ def test_a_spawned_engine(folder, tmp_path):
     """The command starts the engine's process in this way."""
     with served.server(folder, tmp_path / "log", start="spawn", slots=2) as found:
         pid = found.engine
+        assert found.log.read_text().startswith("conversations are written by plain built-in template")
         assert served.post(found.port, TEXT, body()).status == 200
         os.kill(found.process.pid, signal.SIGTERM)
         assert found.ended() == 0

@@ -127,19 +127,31 @@ def run(flags: Flags, start: Literal["spawn", "fork"] = "spawn") -> int:
 def front_of(flags: Flags, engine: EngineClient) -> Front:
     """The front of an engine. A model without a chat template answers completions only."""
     from tmoe.data.chat.template import load_template
+    from tmoe.data.chat.template_choice import another
     from tmoe.data.tokenizer import DataError
+    from tmoe.generate.generation_config import not_followed
     from tmoe.serve.front import Front, Sizes
 
-    for line in engine.ready.notes:
-        print(line, file=sys.stderr)
+    ready = engine.ready
+    lines = [*ready.notes]
+    if left := not_followed(ready.generation):
+        lines.append(f"generation_config.json: not followed here: {', '.join(left)}")
     template, why, file = None, "", flags.chat_template
     try:
-        template = load_template(engine.ready.tokenizer, file, now=True, flag="--chat-template")
+        template = load_template(ready.tokenizer, file, now=True, flag="--chat-template")
     except DataError as error:
         require(file is None, str(error))
         why = str(error)
+    lines.append(f"conversations are written by {template.source}" if template else f"no chat: {why}")
+    if template and file and (line := another(f"--chat-template={file}", template, ready.tokenizer.chat)):
+        lines.append(line)
     name = flags.name or (flags.path.resolve().name if flags.path.exists() else str(flags.path))
-    return Front(engine, name, template, why, Sizes(flags.slots, flags.waiting))
+    front = Front(engine, name, template, why, Sizes(flags.slots, flags.waiting))
+    if template and not front.protocol.ends:
+        lines.append(f"the template ends no turn: answers end at {list(ready.eos)} or max_tokens alone")
+    for line in lines:
+        print(line, file=sys.stderr)
+    return front
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -92,17 +92,18 @@ class EngineClient:
         context: Any = multiprocessing.get_context(start)
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=engine_process, args=(other, self.pipe, settings), daemon=True)
-        self.process.start()
-        other.close()
         try:
+            self.process.start()
+            other.close()
             first = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(PATIENCE)
             code = self.process.exitcode
             raise EngineGone(f"the engine's process ended while it loaded (exit code {code})") from None
         except BaseException:  # Ctrl-C; the process ignores all signals but this
-            self.process.kill()
-            self.process.join(PATIENCE)
+            if self.process.pid is not None:
+                self.process.kill()
+                self.process.join(PATIENCE)
             raise
         if isinstance(first, Failed):
             self.process.join(PATIENCE)
@@ -114,7 +115,6 @@ class EngineClient:
         self.why = ""  # why the engine failed, if it is known
         self._keys = itertools.count()
         self._asked: list[asyncio.Future[State]] = []
-        self._closing = False
 
     def attach(self) -> None:
         """Begins to read the engine's messages, for the running event loop."""

@@ -9,6 +9,7 @@ next: serve/engine_client.py
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -31,6 +32,9 @@ def engine_process(pipe: Connection, front: Connection, settings: EngineSettings
     """The whole process. front: the front's end of the pipe, which a forked process has too."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it ended before the call above
+        os._exit(1)
     front.close()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -135,7 +135,11 @@ class Front:
 
     async def answer(self, request: Request, chat: bool) -> Response:
         """Both routes of answers."""
-        self.require_room(1)
+        try:
+            self.require_room(1)
+        except Refused:
+            await drop_body(request.receive)
+            raise
         raw = await read_body(request)
         # a template or a long text must not delay the streams of others
         asked = await asyncio.to_thread(self.asked, raw, chat)
@@ -186,7 +190,8 @@ class Front:
         if (error := next((choice.error for choice in reply.choices if choice.error), "")) != "":
             raise Refused(500, f"the answer failed: {error}")
         self.counters.statuses[200] = self.counters.statuses.get(200, 0) + 1
-        return JSONResponse(reply.whole())
+        # log-probs of many answers are a large body
+        return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
 
 
 async def client_leaves(receive: Any) -> None:

@@ -189,25 +189,25 @@ class Protocol:
         """no_template: why there is no template."""
         self.model, self.ready, self.template, self.no_template = model, ready, template, no_template
         self.base = sampling_of(ready.generation)
-        self.ends: tuple[int, ...] | None = None
+        # made once, because a Marker reads the whole tokenizer again
+        self.marker = Marker(ready.tokenizer, template) if template else None
+        self.ends = self._turn_ends() if template else ()
 
     def chat(self, body: Mapping[str, Any]) -> Asked:
         """A request of /v1/chat/completions."""
         fields = Fields(body, CHAT)
         self._require_model(fields)
         tools = self._tools(fields)
-        if self.template is None:
+        if self.template is None or self.marker is None:
             raise Refused(400, f"messages: {self.no_template}", "messages")
         more = fields.object("chat_template_kwargs")
         if taken := sorted({"messages", "tools", "prompt", "add_generation_prompt"} & more.keys()):
             fields.refuse("chat_template_kwargs", f"{taken[0]} is not a variable of the template")
         messages = self._messages(fields)
-        tokenizer = self.ready.tokenizer
         try:
-            marker = Marker(tokenizer, self.template)
             parsed = parse_messages(messages, "messages")
-            text, left = prompt_text(parsed, marker, self.template, tools, more)
-            ids = marker.encode([text])[0].ids.tolist()
+            text, left = prompt_text(parsed, self.marker, self.template, tools, more)
+            ids = self.marker.encode([text])[0].ids.tolist()
         except (DataError, ConfigError, TypeError, RecursionError) as error:
             raise Refused(400, str(error)[:500], "messages") from None
         if TOOLS in left:
@@ -381,7 +381,7 @@ class Protocol:
         settings = dict(self.base)
         settings["stop"] = (*settings.get("stop", ()), *stops)
         settings["min_tokens"] = min(settings.get("min_tokens", 0), most)
-        more = self._turn_ends() if chat else ()
+        more = self.ends if chat else ()
         try:
             return Sampling(**settings | given, max_tokens=most, stop_ids=(*more, *ids), seed=seed)
         except ConfigError as error:
@@ -389,12 +389,10 @@ class Protocol:
             raise Refused(400, str(error), name) from None
 
     def _turn_ends(self) -> tuple[int, ...]:
-        if self.ends is None:
-            try:
-                self.ends = tuple(turn_ends(self.ready.tokenizer, self.template))
-            except DataError:  # answers then end at the model's own tokens
-                self.ends = ()
-        return self.ends
+        try:
+            return turn_ends(self.ready.tokenizer, self.template)
+        except DataError:  # answers then end at the model's own tokens
+            return ()
 
 
 def _is_id(value: Any) -> bool:

@@ -30,7 +30,7 @@ HEAD_S = 30.0  # seconds in which the head of a request must arrive
 STALLED_S = 60.0  # seconds after which a connection whose client has read nothing is closed
 MOST_CONNECTIONS = 2048
 SPARE_FILES = 64  # descriptors that connections may not use
-FAREWELL_S = 2.0  # seconds in which open replies must end once the engine is gone
+FAREWELL_S = 1.0  # seconds in which open replies must end once the engine is gone
 
 
 class Protocol(H11Protocol):
@@ -176,7 +176,7 @@ async def serve(
         access_log=False,
         server_header=False,
         timeout_keep_alive=5,
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=int(FAREWELL_S),
     )
     server = Server(config)
     asked = asyncio.Event()

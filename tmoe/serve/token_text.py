@@ -6,7 +6,7 @@ next: serve/answers.py
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 
 from tmoe.data.tokenizer import JsonTokenizer, Tokenizer
 from tmoe.generate.text import BROKEN
@@ -14,6 +14,7 @@ from tmoe.generate.text import BROKEN
 OF_A_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+@lru_cache(maxsize=2**16)
 def token_text(tokenizer: Tokenizer, i: int) -> tuple[str, bytes | None]:
     """A token's text, with U+FFFD for a part of a character, and its bytes; None if they are not known.
 

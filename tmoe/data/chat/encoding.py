@@ -36,7 +36,7 @@ from tmoe.data.chat.conversations import Conversation, Plain, Sample, parse_mess
 from tmoe.data.chat.held import CALLS, THOUGHTS, Item, as_python, holds, require_asked, shadow, squeezed, walk
 from tmoe.data.chat.pieces import Pieces, RenderedText
 from tmoe.data.chat.special_tokens import Encoded, Marker
-from tmoe.data.chat.spelling import Speller
+from tmoe.data.chat.spelling import speller_of
 from tmoe.data.chat.template import ChatTemplate, load_template
 from tmoe.data.tokenizer import DataError, Tokenizer
 
@@ -300,7 +300,7 @@ def prompt_text(
     """
     more = more or {}
     marker.require_text(messages, tools, more)
-    text = template.render(Speller(template)(messages, tools), tools, prompt=True, **more)
+    text = template.render(speller_of(template)(messages, tools), tools, prompt=True, **more)
     shown = squeezed(text)
     missing = [item for item in walk(messages, tools)[2] if not holds(shown, item.text)]
     asked = any(message["role"] == "user" for message in messages)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tmoe.data.chat.template import ChatTemplate
@@ -40,6 +41,12 @@ class Spelling(NamedTuple):
     ids: str = ""
     """form of a call's id. "named": functions.NAME:NUMBER, the only place of the call's name, as for Kimi;
     "nine": nine letters and digits, as for Mistral; "": any"""
+
+
+@lru_cache(maxsize=8)
+def speller_of(template: ChatTemplate) -> Speller:
+    """The Speller of a template, kept, because it renders some twenty conversations to find the spelling."""
+    return Speller(template)
 
 
 class Speller:
