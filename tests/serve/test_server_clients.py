@@ -41,6 +41,12 @@ def test_a_client_that_closes_frees_its_pages(server, stream):
     assert served.gauges(port)["tmoe_tokens_total"] - before < 16 * 500
 
 
+def freed(server, files, tasks):
+    """Whether the server has no more open files and tasks than before."""
+    still = server.files()
+    return still[0] <= files[0] and still[1] <= files[1] and served.gauges(server.port)["tmoe_tasks"] <= tasks
+
+
 def test_200_streams_beside_clients_that_misbehave(server, engine):
     """50 close, 10 never read, 10 send half a head or body; the other streams have the right text."""
     port = server.port
@@ -63,7 +69,7 @@ def test_200_streams_beside_clients_that_misbehave(server, engine):
     for link in bad:
         link.close()
     served.settled(port)
-    served.wait_for(lambda: server.files() == files and served.gauges(port)["tmoe_tasks"] == tasks)
+    served.wait_for(lambda: freed(server, files, tasks))
 
 
 @pytest.mark.slow
@@ -85,7 +91,7 @@ def test_memory_is_flat_over_20_rounds(server):
 
 
 def test_clients_that_stall_are_closed(folder, engine, tmp_path):
-    """The limits of time are a second here. Streams of 16 answers with log-probs fill every buffer."""
+    """The limits of time are three seconds here. Streams of 16 answers with log-probs fill every buffer."""
 
     bind = sockets.bind
 
@@ -94,7 +100,7 @@ def test_clients_that_stall_are_closed(folder, engine, tmp_path):
         found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return found
 
-    limits = {"server.HEAD_S": 1.0, "server.STALLED_S": 1.0, "guard.BODY_S": 1.0, "server.bind": small}
+    limits = {"server.HEAD_S": 3.0, "server.STALLED_S": 3.0, "guard.BODY_S": 3.0, "server.bind": small}
     with served.server(folder, tmp_path / "log", slots=16, waiting=1000, patches=limits) as found:
         port = found.port
         served.gauges(port)
@@ -120,19 +126,21 @@ def test_clients_that_stall_are_closed(folder, engine, tmp_path):
             reply = served.receive(link)
             assert reply.status == 408 and reply.json["error"]["message"].startswith("body: has not arrived")
         served.settled(port)  # although no client of `unread` has closed
-        served.wait_for(lambda: found.files() == files and served.gauges(port)["tmoe_tasks"] == tasks)
+        served.wait_for(lambda: freed(found, files, tasks))
         for link in (*unread, *heads, *bodies, silent):
             link.close()
 
 
 def test_a_stream_that_waits_gets_comments(folder, tmp_path):
     with served.server(folder, tmp_path / "log", slots=1, patches={"front.ALIVE_S": 0.02}) as found:
-        first = served.begin(found.port, TEXT, body(max_tokens=500, min_tokens=500, stream=True))
+        first = served.begin(found.port, TEXT, body(n=40, max_tokens=300, min_tokens=300, stream=True))
         assert first.recv(10)
         second = served.begin(found.port, TEXT, body(stream=True))
         seen = b""
         while b": alive\n\n" not in seen:
-            seen += second.recv(1000)
+            part = second.recv(1000)
+            assert part
+            seen += part
         first.close()
         assert served.receive(second, seen).events[-1] is None
         second.close()

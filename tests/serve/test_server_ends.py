@@ -35,7 +35,7 @@ def gone(pid: int) -> bool:
 
 def test_more_than_waiting_and_a_token(folder, tmp_path):
     """On all addresses any Host may be named, but the token is needed."""
-    flags = dict(slots=1, waiting=1, token="secret", host="0.0.0.0")
+    flags = dict(slots=1, waiting=39, token="secret", host="0.0.0.0")
     with served.server(folder, tmp_path / "log", **flags) as found:
         port, key = found.port, dict(authorization="Bearer secret", host="gpu.example.com")
         for wrong in ("", "Bearer secre", "secret", "Bearer secretx", "Basic secret", "Bearer \xe9"):
@@ -44,7 +44,7 @@ def test_more_than_waiting_and_a_token(folder, tmp_path):
             assert refused.json["error"]["code"] == "invalid_api_key"
         assert served.post(port, CHAT, {}).status == served.get(port, "/metrics").status == 401
         assert served.get(port, "/health").status == served.get(port, "/v1/models", **key).status == 200
-        raw = json.dumps(body(**LONG)).encode()
+        raw = json.dumps(body(**LONG | dict(max_tokens=300, min_tokens=300), n=20)).encode()
         links = [served.connect(port) for _ in range(2)]
         for link in links:
             link.sendall(served.head_of(TEXT, len(raw), **key) + raw)
@@ -58,7 +58,7 @@ def test_more_than_waiting_and_a_token(folder, tmp_path):
 
 def test_a_killed_engine_ends_streams_with_an_error(folder, tmp_path):
     with served.server(folder, tmp_path / "log", slots=4) as found:
-        links = [served.begin(found.port, TEXT, body(**LONG)) for _ in range(3)]
+        links = [served.begin(found.port, TEXT, body(**LONG, n=40)) for _ in range(3)]
         firsts = [link.recv(10) for link in links]
         os.kill(found.engine, signal.SIGKILL)
         for link, first in zip(links, firsts, strict=True):
@@ -96,9 +96,9 @@ def test_a_killed_front_leaves_no_orphan(folder, tmp_path):
 
 
 def test_sigterm_drains(folder, tmp_path):
-    with served.server(folder, tmp_path / "log", slots=4) as found:
+    with served.server(folder, tmp_path / "log", slots=4, drain=600.0) as found:
         port, engine = found.port, found.engine
-        links = [served.begin(port, TEXT, body(**LONG)) for _ in range(2)]
+        links = [served.begin(port, TEXT, body(**LONG, n=5)) for _ in range(2)]
         firsts = [link.recv(10) for link in links]
         os.kill(found.process.pid, signal.SIGTERM)
         while served.get(port, "/health").status != 503:
@@ -108,7 +108,9 @@ def test_sigterm_drains(folder, tmp_path):
         replies = [served.receive(link, first) for link, first in zip(links, firsts, strict=True)]
         for link in links:
             link.close()
-        assert all(b"data: [DONE]" in reply.body for reply in replies) and found.ended() == 0
+        assert all(reply.events[-1] is None for reply in replies) and found.ended() == 0
+        ends = [c["finish_reason"] for r in replies for e in r.events if e for c in e["choices"]]
+        assert ends.count("length") == 10 and {*ends} == {None, "length"}
         assert gone(engine)
         assert found.log.read_text().splitlines()[-1] == "ended: all requests under way were answered"
 
