@@ -47,6 +47,7 @@ FLOORS = [
     ("cli",),
     ("run",),
     ("post",),
+    ("eval",),
     (
         "commands",
         "extras",

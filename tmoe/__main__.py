@@ -19,6 +19,7 @@ from tmoe.front import end
 MODULES = {
     "checkpoint": "shows, verifies, reshards and averages step folders",
     "data": "turns text into token shards, and shows chat rows as they are trained on",
+    "eval": "scores a model: lm_eval's tasks, perplexity of texts, pass@k by rewards",
     "generate": "continues a text, answers in a chat, or works through a file of prompts",
     "hf": "imports and exports Hugging Face folders and GGUF files",
     "migrate": "turns a command of Megatron-LM, Tutel or fms-acceleration into one of tmoe",

@@ -6,12 +6,14 @@ next: generate/command_line.py
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import tokenizers
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tmoe.base.disk import BOM
 from tmoe.checkpoint import folders
@@ -19,7 +21,7 @@ from tmoe.checkpoint.base import base_of, find_adapters, require_base, settings_
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from tmoe.checkpoint.rewrite import read_whole
+from tmoe.checkpoint.rewrite import read_boxes, read_whole
 from tmoe.config.check import ConfigError, Setting, require
 from tmoe.config.compare import build_config
 from tmoe.config.model import ModelConfig
@@ -39,6 +41,8 @@ from tmoe.hf.tokenizer_files import carried_by, unread_in
 from tmoe.model.lora import add_adapters, is_adapter, lora_of_settings
 from tmoe.model.shapes import model_shapes
 from tmoe.model.transformer import Transformer
+from tmoe.parallel.layout import Box
+from tmoe.parallel.mesh import local_part, local_slices
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
 # --quantize of a model with adapters: what is wrong, what is valid
@@ -75,6 +79,7 @@ def load(
     dtype: Literal["bf16", "fp32"] | None = None,
     adapter: str | Path | None = None,
     quantize: Literal["int8", "int4", "fp8", "nf4"] | None = None,
+    lay_out: Callable[[Transformer], None] | None = None,
 ) -> Loaded:
     """A model with its tokenizer, from a folder.
 
@@ -90,6 +95,8 @@ def load(
             template.
         quantize: quantise the matrices of experts and dense layers while loading; the other tensors, and all
             computation, have the dtype.
+        lay_out: divides the model, on the meta device, over ranks. Each rank then reads its own part, and all
+            ranks must call this function. Not with quantize, nor with a folder of PEFT's.
 
     Raises CheckpointError for a folder of another kind or a damaged step, ValueError for a model that tmoe
     cannot compute and for a model without a known tokenizer.
@@ -106,11 +113,14 @@ def load(
         base = str(path)
         path, _ = find_adapters(Path(adapter), "adapter")
     require(not (peft and quantize), "quantize", quantize, *WITH_ADAPTERS)
+    require(not (peft and lay_out), "adapter", adapter, "a folder of PEFT's is not divided over ranks")
+    require(not (quantize and lay_out), "quantize", quantize, "quantised weights are not divided over ranks")
+    place = Place(where, kind, lay_out)
     if is_folder(path):
         cfg = plan_folder(Folder(path)).cfg
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
-        model = of_folder(path, cfg, Place(where, kind), quantize, peft)
+        model = of_folder(path, cfg, place, quantize, peft)
         published = True
     else:
         manifest = read_manifest(path)
@@ -119,7 +129,7 @@ def load(
         require(isinstance(settings, dict), f"{path}: its manifest does not say what the model is")
         carried = carried_by(path)
         found = tokenizer_of(path, carried, tokenizer)
-        model = of_step(path, manifest, build_config(settings), Place(where, kind), quantize, peft, base)
+        model = of_step(path, manifest, build_config(settings), place, quantize, peft, base)
         published = "hf" in manifest.info
         seq = run.get("train", {}).get("seq")
     if peft:
@@ -143,7 +153,7 @@ def of_folder(
     """The model of a Hugging Face folder; without values for the adapters of `peft`."""
     if quantize:
         return load_quantised(path, None, cfg, quantize, place)
-    model = empty(cfg, *place, peft.settings() if peft else None)
+    model = empty(cfg, place.device, place.dtype, peft.settings() if peft else None, place.lay_out)
     load_hf(path, frozen_of(model), cfg)
     return model
 
@@ -166,7 +176,7 @@ def of_step(
     if quantize:
         require_fit(model_shapes(cfg), step, manifest)
         return load_quantised(step, manifest, cfg, quantize, place)
-    model = empty(cfg, *place, lora)
+    model = empty(cfg, place.device, place.dtype, lora, place.lay_out)
     if peft:
         fill_from(frozen_of(model), step, manifest)
     else:
@@ -204,17 +214,23 @@ def find(path: Path) -> Path:
 
 
 def empty(
-    cfg: ModelConfig, device: torch.device, dtype: torch.dtype, lora: LoraConfig | None = None
+    cfg: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    lora: LoraConfig | None = None,
+    lay_out: Callable[[Transformer], None] | None = None,
 ) -> Transformer:
     """A model with uninitialised tensors; no copy of it in another type or on another device is made.
 
-    lora: settings of its adapters, if it has some.
+    lora: settings of its adapters, if it has some. lay_out: as in `load`.
     """
     with torch.device("meta"):
         model = Transformer(cfg)
         if lora is not None:
             add_adapters(model, lora)
         model.to(dtype)
+        if lay_out is not None:
+            lay_out(model)
     return model.to_empty(device=device)
 
 
@@ -246,7 +262,13 @@ def fill_from(wanted: dict[str, Tensor], step: Path, manifest: Manifest) -> None
     """Fills tensors from a step folder, one after the other, checked as they are read."""
     require_fit({name: tuple(t.shape) for name, t in wanted.items()}, step, manifest)
     for name, tensor in wanted.items():
-        tensor.copy_(read_whole(step, manifest.tensors[f"{MODEL}{name}"]))
+        entry = manifest.tensors[f"{MODEL}{name}"]
+        if not isinstance(tensor, DTensor):
+            tensor.copy_(read_whole(step, entry))
+            continue
+        parts = local_slices(tensor)
+        box = Box(0, tuple(part.start for part in parts), tuple(part.stop - part.start for part in parts))
+        local_part(tensor).copy_(next(read_boxes(step, entry, (box,))))
 
 
 def require_fit(shapes: dict[str, tuple[int, ...]], step: Path, manifest: Manifest) -> None:

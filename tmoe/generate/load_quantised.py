@@ -8,7 +8,7 @@ next: model/quantised.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ class Place(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
+    lay_out: Callable[[Transformer], None] | None = None
+    """divides the model, on the meta device, over ranks"""
 
 
 def load_quantised(

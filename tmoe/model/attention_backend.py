@@ -214,8 +214,8 @@ def block_mask(
         some = some & (low_q <= high_k) & (low_k <= high_q)
         whole = whole & (low_q == high_k) & (low_k == high_q)
     part = some & ~whole
-    kv = (*_ordered(part), *_ordered(whole))
-    q = (*_ordered(part.mT), *_ordered(whole.mT))
+    kv = (*ordered(part), *ordered(whole))
+    q = (*ordered(part.mT), *ordered(whole.mT))
     return BlockMask((rows, S), *kv, *q, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
 
 
@@ -227,7 +227,7 @@ def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.amin(-1), blocks.amax(-1)
 
 
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The number of marked blocks of each row, and all blocks of a row with the marked blocks first.
 
     Contiguous, because flex attention's kernels ignore strides: a transposed order gives wrong gradients of

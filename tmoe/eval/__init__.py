@@ -1,0 +1,1 @@
+"""Evaluation of a model: lm_eval's tasks, perplexity of texts, pass@k; see `tmoe eval --help`."""

@@ -1,0 +1,217 @@
+"""tmoe's models inside lm_eval: its tasks, with the scores and texts of its model `hf`.
+
+lm_eval finds no models of other packages, so `tmoe eval` calls it with the object of this file. That object
+is one process to lm_eval; the other ranks get their shares from eval/team.py. So every metric is computed on
+rank 0, from the same numbers in the same order, however many ranks there are.
+
+next: eval/evaluator.py
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from tmoe.config.check import ConfigError, require
+from tmoe.data.tokenizer import DataError
+from tmoe.eval.evaluator import Evaluator
+from tmoe.generate.generation_config import sampling_of
+from tmoe.generate.sampler import Sampling
+
+# Settings of generation that are followed, and values of others that change nothing.
+FOLLOWED = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
+NEUTRAL = dict(num_beams=1, num_return_sequences=1, use_cache=True, length_penalty=1.0, num_beam_groups=1)
+SHOWN = "results", "groups", "n-shot", "n-samples", "versions", "higher_is_better", "configs", "samples"
+
+
+class TmoeLM(TemplateLM):
+    """lm_eval's interface to a model. Scores are computed in packed rows, texts by the engine."""
+
+    max_gen_toks = 256
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        super().__init__()
+        self.evaluator = evaluator
+        self.tokens = evaluator.tokens
+        self.max_length = evaluator.longest
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokens.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.tokens.prefix
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The identity of tokenizer and template, under which lm_eval caches requests."""
+        return f"{self.tokens.plain.fingerprint}-{self.evaluator.template.digest}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        return self.evaluator.template.text
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation; without the generation prompt its last turn is left open."""
+        template = self.evaluator.template
+        try:
+            text = template.render(chat_history, prompt=add_generation_prompt)
+        except DataError:  # some templates know no system message; lm_eval's `hf` leaves it out too
+            chat_history = [message for message in chat_history if message["role"] != "system"]
+            text = template.render(chat_history, prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"]
+        at = text.rfind(last.strip())
+        if at < 0:
+            raise DataError(f"the chat template ({template.source}) leaves out the last turn, {last[:40]!r}")
+        end = at + len(last.strip())
+        blanks = last[len(last.rstrip()) :]
+        return text[: end + len(blanks) * text[end:].startswith(blanks)]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.tokens.encode(string, add_special_tokens)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        pairs = []
+        for texts, context, rest in requests:
+            where, top = f"{texts[1][:40]!r}" if texts else "a window", self.max_length
+            require(len(rest) > 0, f"{where}: has no token after those of its context")
+            require(len(rest) <= top, f"{where}: has {len(rest)} tokens; valid: at most {top}")
+            whole = (context + rest)[-(top + 1) :]  # cut from the left, as lm_eval does
+            pairs.append((whole[:-1], rest))
+        found = self.evaluator.score(pairs)
+        for (texts, _, _), one in zip(requests, found, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, one)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        counts, parts = [], []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            some = [(None, *make_disjoint_window(window)) for window in windows]
+            counts.append(len(some))
+            parts += some
+        found = iter(self._loglikelihood_tokens(parts))
+        sums = [sum(next(found)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        texts = [""] * len(requests)
+        kinds: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            kinds.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(i)
+        for group in kinds.values():
+            first = requests[group[0]]
+            sampling, until = self.sampling(first.args[1], first.task_name or "a task")
+            room = self.max_length - sampling.max_tokens
+            ids = [self.tok_encode(requests[i].args[0])[-room:] or [self.prefix_token_id] for i in group]
+            answers = self.evaluator.answer(ids, 1, sampling, group)
+            for i, ((made, _, _),) in zip(group, answers, strict=True):
+                text = self.tokens.decode(made)
+                texts[i] = postprocess_generated_text(text, stop=until, think_end_token=None)
+                self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
+        return texts
+
+    def sampling(self, asked: dict[str, Any], task: str) -> tuple[Sampling, list[str]]:
+        """The settings of answers, and the texts at which they are cut, for a task's generation_kwargs.
+
+        generation_config.json of the model is followed where it changes greedy answers too, as in
+        transformers. ConfigError for settings that tmoe does not have.
+        """
+        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
+        eos = self.tokens.eos_text
+        until = handle_stop_sequences(kwargs.pop("until", None), eos=eos)
+        most, draws = kwargs.pop("max_gen_toks"), kwargs.pop("do_sample", False)
+        place = f"{task}: generation_kwargs"
+        room = f"must be below the {self.max_length} tokens of an input"
+        require(0 < most < self.max_length, f"{place}: max_gen_toks={most}: {room}")
+        for name, value in kwargs.items():
+            known = name in FOLLOWED or NEUTRAL.get(name) == value
+            require(known, f"{place}: {name}={value!r}: is not there; valid: {', '.join(FOLLOWED)}")
+        base = sampling_of(self.evaluator.loaded.generation)
+        base = {name: value for name, value in base.items() if name not in ("temperature", *FOLLOWED[1:4])}
+        given = {name: kwargs[name] for name in FOLLOWED if name in kwargs and (draws or name == FOLLOWED[4])}
+        given["temperature"] = float(kwargs.get("temperature", 0.0)) if draws else 0.0
+        base["min_tokens"] = min(base.get("min_tokens", 0), most)
+        # eos ends an answer as an id, and is no text of it
+        stop = tuple(text for text in until if text and text != eos) + base.pop("stop", ())
+        return Sampling(**base | given, max_tokens=most, stop=stop), until
+
+
+class Manager(TaskManager):
+    """lm_eval's tasks; a task that cannot be loaded is one error with its innermost cause."""
+
+    def load(self, spec: Any) -> Any:
+        try:
+            return super().load(spec)
+        except Exception as error:  # of YAML, templates and the package datasets
+            cause: BaseException = error
+            while (inner := cause.__cause__ or cause.__context__) is not None:
+                cause = inner
+            said = " ".join(f"{type(cause).__name__}: {cause}".split())
+            raise ConfigError.of("tasks", " ".join(map(str, spec)), f"cannot be loaded: {said}") from error
+
+
+class Wanted(NamedTuple):
+    """Tasks, and the settings of lm_eval that `tmoe eval` has."""
+
+    names: list[str]
+    manager: Manager
+    limit: float | None
+    few_shot: int | None
+    chat: bool
+    multiturn: bool
+    system: str
+    code: bool
+
+
+def wanted(names: Sequence[str], paths: Sequence[Any]) -> tuple[list[str], Manager]:
+    """The tasks of these names or patterns, those of `paths` first. ConfigError for a name without a task."""
+    words = [word for name in names for word in name.split(",") if word]
+    folders: list[Any] = [str(path) for path in paths]
+    manager = Manager(include_path=folders or None, include_defaults=not folders)
+    if folders and not all(manager.match_tasks([word]) for word in words):
+        manager = Manager(include_path=folders, include_defaults=True)
+    found: dict[str, None] = {}
+    for word in words:
+        some = manager.match_tasks([word])
+        near = get_close_matches(word, manager.all_tasks, 1)
+        hint = f"did you mean {near[0]}?" if near else "--tasks-path names a folder of tasks of your own"
+        require(len(some) > 0, "tasks", word, f"lm_eval has no such task; {hint}")
+        found |= dict.fromkeys(sorted(some))
+    return list(found), manager
+
+
+def evaluate(evaluator: Evaluator, asked: Wanted) -> dict[str, Any]:
+    """lm_eval's results of the tasks, with the samples of each. ConfigError for tasks that cannot run."""
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    limit = asked.limit
+    found = simple_evaluate(
+        TmoeLM(evaluator),
+        tasks=asked.names,
+        task_manager=asked.manager,
+        num_fewshot=asked.few_shot,
+        limit=int(limit) if limit is not None and limit >= 1 else limit,
+        apply_chat_template=asked.chat,
+        fewshot_as_multiturn=asked.multiturn and asked.chat,
+        system_instruction=asked.system or None,
+        confirm_run_unsafe_code=asked.code,
+    )
+    assert found is not None
+    return {name: found[name] for name in SHOWN if name in found}
