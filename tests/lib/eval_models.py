@@ -96,7 +96,7 @@ metric_list: [{metric: exact_match}]
 TASKS = "tiny_choice", "tiny_letter", "tiny_empty", "tiny_rolling", "tiny_until"
 
 
-def save_tasks(folder: Path, count: int = 12) -> Path:
+def save_tasks(folder: Path, count: int = 8) -> Path:
     """Saves five tasks: answers that are texts and single letters, no context, whole texts, generation.
 
     count: documents of each task.

@@ -331,9 +331,6 @@ def of_tasks(
     several = prepared.names, prepared.manager, flags.limit, flags.few_shot
     asked = harness.Wanted(*several, chat, multiturn, flags.system, flags.code)
     found = harness.evaluate(evaluator, asked)
-    for task, shots in found.get("n-shot", {}).items():
-        if flags.few_shot is not None and shots != flags.few_shot:
-            note(f"--few-shot={flags.few_shot}: {task} allows {shots} alone")
     by_task = found.pop("samples", {})
     return found, [dict(task=task) | sample for task, some in by_task.items() for sample in some]
 

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from lm_eval import simple_evaluate
+import lm_eval.evaluator
+import numpy as np
+import torch
 from lm_eval.api.model import TemplateLM
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -199,14 +203,27 @@ def wanted(names: Sequence[str], paths: Sequence[Any]) -> tuple[list[str], Manag
 
 
 def evaluate(evaluator: Evaluator, asked: Wanted) -> dict[str, Any]:
-    """lm_eval's results of the tasks, with the samples of each. ConfigError for tasks that cannot run."""
+    """lm_eval's results of the tasks, with the samples of each. ConfigError for tasks that cannot run.
+
+    Seeds are lm_eval's, so the examples before a question are those of its command. Its function
+    simple_evaluate would do the same, but starts `pip list` and other programs, which take seconds.
+    """
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)
+    torch.manual_seed(DEFAULT_OTHER_SEED)
+    loaded = asked.manager.load(asked.names)
+    for name, task in loaded["tasks"].items():
+        own = task.get_config("num_fewshot")
+        if own == 0 and asked.few_shot:
+            evaluator.worker.say(f"--few-shot={asked.few_shot}: the task {name} allows no examples")
+        elif own is None or asked.few_shot is not None:
+            task.set_config(key="num_fewshot", value=asked.few_shot or 0)
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     limit = asked.limit
-    found = simple_evaluate(
+    found = lm_eval.evaluator.evaluate(
         TmoeLM(evaluator),
-        tasks=asked.names,
-        task_manager=asked.manager,
-        num_fewshot=asked.few_shot,
+        loaded,
         limit=int(limit) if limit is not None and limit >= 1 else limit,
         apply_chat_template=asked.chat,
         fewshot_as_multiturn=asked.multiturn and asked.chat,

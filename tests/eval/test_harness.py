@@ -1,0 +1,220 @@
+"""lm_eval's tasks: every metric, sum and text is that of its model `hf`, however many ranks there are.
+
+next: tests/eval/test_texts.py
+"""
+
+import json
+import os
+from pathlib import Path
+
+import forked
+import pytest
+from eval_models import TASKS, save_model, save_tasks
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from tmoe.eval import command_line, harness
+from tmoe.eval.worker import Worker
+
+KINDS = "qwen3_moe", "llama", "gpt_oss", "deepseek_v3"
+# a sum of fp32 log-probs, in one case in another order: an absolute error of a sum up to several hundred
+SUM = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _no_facts_of_the_machine(monkeypatch):
+    """After an evaluation, lm_eval's own command starts `pip list`."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    return save_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {kind: save_model(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+def ours(folder: Path, tasks: Path, out: Path, *words: str) -> dict:
+    """The results of `tmoe eval`, with the samples of each task."""
+    command_line.main([str(folder), "--tasks", *TASKS, "--tasks-path", str(tasks), "--out", str(out), *words])
+    return read(out)
+
+
+def read(out: Path) -> dict:
+    found = json.loads(out.read_text())
+    lines = [json.loads(line) for line in out.with_suffix(".samples.jsonl").read_text().splitlines()]
+    found["samples"] = {task: [line for line in lines if line["task"] == task] for task in TASKS}
+    return found
+
+
+def theirs(folder: Path, tasks: Path, **settings) -> dict:
+    model = HFLM(str(folder), dtype="float32", device="cpu", batch_size=4)
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    return simple_evaluate(model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, **settings)
+
+
+def numbers(results: dict) -> dict[tuple[str, str], float]:
+    """The metrics of all tasks that are numbers, without their errors, which are drawn."""
+    return {
+        (task, name): value
+        for task, metrics in results.items()
+        for name, value in metrics.items()
+        if isinstance(value, float) and "stderr" not in name
+    }
+
+
+def assert_equal(got: dict, want: dict) -> None:
+    mine, others = numbers(got["tasks"]["results"]), numbers(want["results"])
+    assert mine.keys() == others.keys() and len(others) == 10
+    for (task, name), value in others.items():
+        if name.startswith(("acc", "exact_match")):
+            assert mine[task, name] == value, (task, name)
+        else:
+            scale = {"bits_per_byte,none": 1e-6, "byte_perplexity,none": 1e-6 * value}.get(name, 1e-4 * value)
+            assert mine[task, name] == pytest.approx(value, abs=scale), (task, name)
+    for task in TASKS:
+        for a, b in zip(got["samples"][task], want["samples"][task], strict=True):
+            if task == "tiny_until":
+                assert a["filtered_resps"] == b["filtered_resps"]
+                continue
+            for (x,), (y,) in zip(a["resps"], b["resps"], strict=True):
+                if task == "tiny_rolling":
+                    assert x == pytest.approx(y, abs=2 * SUM, rel=1e-7)
+                    continue
+                assert float(x[0]) == pytest.approx(float(y[0]), abs=SUM) and x[1] == y[1]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_hf(kind, chat, folders, tasks, tmp_path):
+    """Contexts longer than the model, none, examples, letters, whole texts, generation."""
+    words = ["--apply-chat-template"] if chat else []
+    got = ours(folders[kind], tasks, tmp_path / "out.json", *words)
+    assert_equal(got, theirs(folders[kind], tasks, apply_chat_template=chat, fewshot_as_multiturn=chat))
+    asked = got["samples"]["tiny_choice"][0]["arguments"][0][0]
+    assert ("assistant" in asked or "INST" in asked or "Assistant" in asked) == chat
+
+
+def test_examples_limit_and_system(folders, tasks, tmp_path):
+    words = "--few-shot 3 --limit 5 --apply-chat-template --no-fewshot-as-multiturn".split()
+    words += ["--system", "Be brief."]
+    got = ours(folders["qwen3_moe"], tasks, tmp_path / "out.json", *words)
+    how = dict(num_fewshot=3, limit=5, apply_chat_template=True, fewshot_as_multiturn=False)
+    want = theirs(folders["qwen3_moe"], tasks, system_instruction="Be brief.", **how)
+    assert_equal(got, want)
+    first = got["samples"]["tiny_letter"]
+    assert len(first) == 5 and "Be brief." in first[0]["arguments"][0][0]
+    assert first[0]["arguments"][0][0].count("Q: ") == 4
+
+
+@pytest.mark.parametrize("world, ep", [(2, 1), (2, 2), (4, 2)])
+def test_ranks_give_the_scores_of_one_process(world, ep, folders, tasks, tmp_path):
+    kind = "gpt_oss" if world == 2 else "deepseek_v3"
+    want = ours(folders[kind], tasks, tmp_path / "one.json")
+    words = ["-m", "tmoe.eval", str(folders[kind]), "--parallel.ep", str(ep), "--tasks", *TASKS]
+    words += ["--tasks-path", str(tasks), "--out", str(tmp_path / "many.json")]
+    done = forked.torchrun(world, words)
+    assert done.returncode == 0, done.stderr
+    got = read(tmp_path / "many.json")
+    assert got["processes"] == world
+    assert_equal(got, want["tasks"] | dict(samples=want["samples"]))
+    written = sorted(path.name for path in tmp_path.glob("many.answers*.jsonl"))
+    assert len(written) == world  # each process has done a part
+
+
+class Stopped(Exception):
+    """The end of a call in the middle."""
+
+
+def test_an_interrupted_call_continues(folders, tasks, tmp_path, monkeypatch):
+    """Results are those of one call, and nothing that was kept is computed again."""
+    want = ours(folders["llama"], tasks, tmp_path / "whole.json")
+    land, texts = Worker.land, []
+
+    def limited(self, row, *rest):
+        if len(texts) > 20:
+            raise Stopped
+        texts.extend(row.members)
+        land(self, row, *rest)
+
+    monkeypatch.setattr(Worker, "land", limited)
+    with pytest.raises(Stopped):
+        ours(folders["llama"], tasks, tmp_path / "out.json")
+    kept = (tmp_path / "out.answers.jsonl").read_bytes()
+    (tmp_path / "out.answers.jsonl").write_bytes(kept[:-7])  # the last line is torn
+    before = len(kept.splitlines()) - 2
+    assert before > 10
+    again = []
+
+    def counted(self, row, *rest):
+        again.extend(row.members)
+        land(self, row, *rest)
+
+    monkeypatch.setattr(Worker, "land", counted)
+    got = ours(folders["llama"], tasks, tmp_path / "out.json")
+    assert got["tasks"]["results"].keys() == want["tasks"]["results"].keys()
+    assert numbers(got["tasks"]["results"]) == pytest.approx(numbers(want["tasks"]["results"]), rel=1e-4)
+    whole = len([line for line in (tmp_path / "whole.answers.jsonl").open() if '"key"' in line])
+    generated = len(got["samples"]["tiny_until"])
+    assert len(again) == whole - generated - before
+
+
+def test_kept_results_of_another_model_are_refused(folders, tasks, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    words = ["--tasks", "tiny_letter", "--tasks-path", str(tasks), "--out", str(out)]
+    command_line.main([str(folders["llama"]), *words])
+    with pytest.raises(SystemExit) as end:
+        ours(folders["qwen3_moe"], tasks, out)
+    assert end.value.code == 2
+    wrong = "out.answers.jsonl there holds results of another model, tokenizer; valid: a new file"
+    assert last_line(capsys) == f"error: --out={out}: {wrong}"
+
+
+def last_line(capsys) -> str:
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_what_a_result_depends_on_is_written(folders, tasks, tmp_path):
+    got = ours(folders["gpt_oss"], tasks, tmp_path / "out.json")
+    model, versions = got["model"], got["versions"]
+    assert (
+        len(model["model"]) == 64 and model["tokenizer"].startswith("sha256:") and model["dtype"] == "float32"
+    )
+    assert len(model["template"]) == 32 and model["max_len"] == 96
+    assert versions["lm_eval"] and versions["torch"] and versions["tokenizers"]
+    assert got["settings"]["tasks"] == list(TASKS) and got["settings"]["parallel"] == {"ep": 1}
+
+
+UNKNOWN = [
+    ("--tasks tiny_choise", "--tasks=tiny_choise: lm_eval has no such task; did you mean tiny_choice?"),
+    ("--tasks broken", "--tasks=broken: cannot be loaded: FileNotFoundError"),
+    ("--tasks beams", "beams: generation_kwargs: num_beams=4: is not there; valid: temperature, top_k"),
+    ("--tasks long", "long: generation_kwargs: max_gen_toks=96: must be below the 96 tokens of an input"),
+    ("--tasks tiny_letter --max-len 97", "--max-len=97: the model has --model.rope.max_seq=96 positions"),
+]
+
+
+@pytest.mark.parametrize("words, said", UNKNOWN)
+def test_what_cannot_be_done_is_one_line(words, said, folders, tasks, capsys):
+    until = (tasks / "tiny_until.yaml").read_text()
+    data = str(tasks / "rows.jsonl")
+    (tasks / "broken.yaml").write_text(until.replace("tiny_until", "broken").replace(data, "none/none.jsonl"))
+    beams = until.replace("max_gen", "num_beams: 4, max_gen")
+    (tasks / "beams.yaml").write_text(beams.replace("tiny_until", "beams"))
+    (tasks / "long.yaml").write_text(until.replace("tiny_until", "long").replace("toks: 24", "toks: 96"))
+    with pytest.raises(SystemExit) as end:
+        command_line.main([str(folders["llama"]), *words.split(), "--tasks-path", str(tasks)])
+    assert end.value.code == 2
+    assert last_line(capsys).startswith(f"error: {said}")
+
+
+def test_patterns_and_commas_name_tasks(tasks):
+    names, _ = harness.wanted(["tiny_letter,tiny_until", "tiny_r*"], [tasks])
+    assert names == ["tiny_letter", "tiny_until", "tiny_rolling"]
