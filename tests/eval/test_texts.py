@@ -95,17 +95,8 @@ def test_pass_at_k(folder, tmp_path, monkeypatch):
     chats = [dict(prompt=[dict(role="user", content=f"What is {i}?")], answer="a") for i in range(3)]
     for name, some in (("texts", prompts), ("chats", chats)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, some)))
-    shared = [
-        "--pass-at",
-        "1,3",
-        "-n",
-        "6",
-        "--rewards",
-        f"{tmp_path / 'my_rewards.py'}:vowels",
-        "--slots",
-        "4",
-    ]
-    shared += ["--max-tokens", "5", "--reward-workers", "1", "--file"]
+    shared = ["--rewards", f"{tmp_path / 'my_rewards.py'}:vowels"]
+    shared += "--pass-at 1,3 -n 6 --slots 4 --max-tokens 5 --reward-workers 1 --file".split()
 
     def call(name: str, out: str) -> tuple[dict, list]:
         run(folder, *shared, str(tmp_path / f"{name}.jsonl"), "--out", str(tmp_path / f"{out}.json"))

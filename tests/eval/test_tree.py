@@ -57,7 +57,7 @@ def test_a_question_is_computed_once():
 
 @pytest.mark.parametrize("window", [0, 50, 300])
 def test_blocks_hold_what_is_visible(window):
-    """The mask of all pairs decides: no visible pair is outside the blocks, and whole blocks have no other."""
+    """No pair that the mask of all pairs shows is outside the blocks; whole blocks have no other."""
     (row,) = rows(sequences(1, 900, 12), 5000)
     batch = batch_of(row, torch.device("cpu"))
     seen = tree_mask(batch, window, 64)[0, 0]
@@ -133,7 +133,7 @@ def test_padding_of_a_gpus_row_changes_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_of_targets(monkeypatch, dtype):
-    """As torch's log_softmax gives them; places repeat, are in no order, and need several chunks."""
+    """They are those of torch's log_softmax. Places repeat, are in no order, and need several chunks."""
     monkeypatch.setattr("tmoe.eval.forward.chunk_rows", lambda columns, width: 4)
     torch.manual_seed(0)
     h_SD, weight_VD = torch.randn(17, 8).to(dtype), torch.randn(31, 8).to(dtype)
