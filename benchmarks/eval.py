@@ -134,7 +134,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(words)
     if args.device == "cuda":
-        require_gpu()
+        require_gpu(parser)
     cfg = presets()[args.preset].model
     cfg = replace(tiny(cfg) if args.tiny else cfg, layers=args.layers or (2 if args.tiny else cfg.layers))
     args.vocab, args.longest = cfg.vocab, cfg.rope.max_seq

@@ -132,6 +132,8 @@ class Flags:
     """GiB for keys and values; none: as much as the slots need, on a GPU at most 80% of the free memory"""
     adapter: Path | None = None
     """a step folder or run folder of --lora.rank; its adapters are added to the model, their base"""
+    quantize: Literal["int8", "int4", "fp8", "nf4"] | None = None
+    """quantise matrices of experts and dense layers while loading; not with --parallel.ep"""
     tokenizer: str | None = None
     """'bytes', or a tokenizer.json, for a folder without a tokenizer"""
     device: str | None = None
@@ -242,13 +244,15 @@ def run(flags: Flags) -> None:
     begun = time.perf_counter()
     team = Team(flags.parallel.ep)
     prepared = team.agreed(lambda: Prepared(flags) if team.rank == 0 else None)
-    loaded = team.agreed(
-        lambda: load(flags.path, flags.tokenizer, flags.device, flags.dtype, flags.adapter, team.spread)
-    )
+    how = flags.tokenizer, flags.device, flags.dtype, flags.adapter, flags.quantize
+    lay_out = team.spread if flags.parallel.ep > 1 else None
+    loaded = team.agreed(lambda: load(flags.path, *how, lay_out))
     say = note if team.rank == 0 else quiet
     say(f"{loaded.path} on {team.size} x {loaded.model.head_weight.device}, {since(begun)} to load")
+    for line in loaded.notes:
+        say(line)
     engine = team.agreed(lambda: loaded.engine(flags.slots, flags.pool_gib))
-    facts = team.from_first(team.agreed(lambda: identity(loaded) if team.rank == 0 else {}))
+    facts = team.from_first(team.agreed(lambda: identity(loaded, flags) if team.rank == 0 else {}))
     results = flags.results() if flags.out is not None else None
     store = team.agreed(lambda: Store(results, facts, team.rank))
     worker = Worker(engine, store, say)
@@ -335,12 +339,16 @@ def of_tasks(
     return found, [dict(task=task) | sample for task, some in by_task.items() for sample in some]
 
 
-def identity(loaded: Loaded) -> dict[str, Any]:
+def identity(loaded: Loaded, flags: Flags) -> dict[str, Any]:
     """Hashes of the model and its tokenizer, and the type of its weights."""
     facts = dict(model=weights_hash(loaded.path), tokenizer=loaded.tokenizer.fingerprint)
     facts["dtype"] = str(loaded.model.head_weight.dtype).removeprefix("torch.")
     if is_step(loaded.path) and (base := base_of(read_manifest(loaded.path))) is not None:
         facts["base"] = base.sha256
+    elif flags.adapter is not None:
+        facts["adapter"] = weights_hash(flags.adapter)
+    if flags.quantize:
+        facts["quantize"] = flags.quantize
     return facts
 
 
