@@ -197,7 +197,7 @@ UNKNOWN = [
     ("--tasks broken", "--tasks=broken: cannot be loaded: FileNotFoundError"),
     ("--tasks beams", "beams: generation_kwargs: num_beams=4: is not there; valid: temperature, top_k"),
     ("--tasks long", "long: generation_kwargs: max_gen_toks=96: must be below the 96 tokens of an input"),
-    ("--tasks tiny_letter --max-len 97", "--max-len=97: the model has --model.rope.max_seq=96 positions"),
+    ("--tasks tiny_letter --max-len 97", "--max-len=97: the model has --model.rope.max-seq=96 positions"),
 ]
 
 
