@@ -29,6 +29,7 @@ ABSENT = {
     "tmoe.config.run": COMPILERS,
     "tmoe warmup --help": COMPILERS,
     "tmoe generate --help": COMPILERS,
+    "tmoe eval --help": COMPILERS,
     "tmoe.data.convert": COMPILERS,
     "tmoe.hf.architectures": COMPILERS - {"sympy"},
     "tmoe.checkpoint.inspect": COMPILERS - {"sympy"},  # DTensor's own import loads it

@@ -6,6 +6,7 @@ next: tests/eval/test_texts.py
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -173,7 +174,7 @@ def test_kept_results_of_another_model_are_refused(folders, tasks, tmp_path, cap
     with pytest.raises(SystemExit) as end:
         ours(folders["qwen3_moe"], tasks, out)
     assert end.value.code == 2
-    wrong = "out.answers.jsonl there holds results of another model, tokenizer; valid: a new file"
+    wrong = "out.json there holds results of another model, tokenizer; valid: a new file"
     assert last_line(capsys) == f"error: --out={out}: {wrong}"
 
 
@@ -196,8 +197,18 @@ UNKNOWN = [
     ("--tasks tiny_choise", "--tasks=tiny_choise: lm_eval has no such task; did you mean tiny_choice?"),
     ("--tasks broken", "--tasks=broken: cannot be loaded: FileNotFoundError"),
     ("--tasks beams", "beams: generation_kwargs: num_beams=4: is not there; valid: temperature, top_k"),
-    ("--tasks long", "long: generation_kwargs: max_gen_toks=96: must be below the 96 tokens of an input"),
+    (
+        "--tasks long",
+        "long: generation_kwargs: max_gen_toks=96: must be above 0, and below the 96 ",
+    ),
     ("--tasks tiny_letter --max-len 97", "--max-len=97: the model has --model.rope.max-seq=96 positions"),
+    ("--tasks warm", "warm: generation_kwargs: temperature=-1.0: must be at least 0 and finite in float32"),
+    ("--tasks ends", "ends: generation_kwargs: until=[5, "),
+    ("--tasks name", "--tasks=name: cannot be loaded: UndefinedError: 'nothing' is undefined"),
+    ("--tasks score", "--tasks=score: cannot be loaded: KeyError: None (accu metric is not assigned"),
+    ("--tasks unsafe", "--tasks=unsafe: runs programs that the model has written; allow that with --code"),
+    ("--tasks tiny_letter --few-shot 9", "--few-shot=9: the task tiny_letter has 4 examples, not 9; valid: "),
+    ("--tasks tiny_letter --tasks-path NONE", "--tasks-path=NONE: no such folder"),
 ]
 
 
@@ -209,10 +220,51 @@ def test_what_cannot_be_done_is_one_line(words, said, folders, tasks, capsys):
     beams = until.replace("max_gen", "num_beams: 4, max_gen")
     (tasks / "beams.yaml").write_text(beams.replace("tiny_until", "beams"))
     (tasks / "long.yaml").write_text(until.replace("tiny_until", "long").replace("toks: 24", "toks: 96"))
+    warm = until.replace("do_sample: false", "do_sample: true, temperature: -1")
+    (tasks / "warm.yaml").write_text(warm.replace("tiny_until", "warm"))
+    (tasks / "ends.yaml").write_text(until.replace("tiny_until", "ends").replace('["\\n", "Q"]', "5"))
+    (tasks / "name.yaml").write_text(until.replace("tiny_until", "name").replace("{{q}}", "{{nothing}}"))
+    (tasks / "score.yaml").write_text(until.replace("tiny_until", "score").replace("exact_match", "accu"))
+    (tasks / "unsafe.yaml").write_text(until.replace("tiny_until", "unsafe") + "unsafe_code: true\n")
+    words = words if "--tasks-path" in words else f"{words} --tasks-path {tasks}"
     with pytest.raises(SystemExit) as end:
-        command_line.main([str(folders["llama"]), *words.split(), "--tasks-path", str(tasks)])
+        command_line.main([str(folders["llama"]), *words.split()])
     assert end.value.code == 2
     assert last_line(capsys).startswith(f"error: {said}")
+
+
+def test_a_file_that_is_no_yaml_is_named(tasks, tmp_path):
+    """lm_eval leaves it out in silence."""
+    (tmp_path / "torn.yaml").write_text("task: torn\nx: [")
+    assert [text.split(": ")[0] for text in harness.unread([tmp_path, tasks])] == [
+        f"{tmp_path}/torn.yaml is no YAML"
+    ]
+
+
+def test_a_context_of_blanks_is_a_prefix():
+    """lm_eval gives the blanks to the answer, so without a bos the context has no token."""
+    asked = []
+    evaluator = SimpleNamespace(tokens=SimpleNamespace(prefix=9), longest=4)
+    evaluator.score = lambda pairs: asked.extend(pairs) or [(0.0, False)] * len(pairs)
+    model = harness.TmoeLM(evaluator)
+    model._loglikelihood_tokens([(("  ", "a"), [], [5, 6]), (("", "b"), [], [1, 2, 3, 4])])
+    assert asked == [([9, 5], [5, 6]), ([9, 1, 2, 3], [1, 2, 3, 4])]
+
+
+def test_drawn_answers_depend_on_the_seed(folders, tasks, tmp_path):
+    until = (
+        (tasks / "tiny_until.yaml").read_text().replace("do_sample: false", "do_sample: true, temperature: 1")
+    )
+    (tasks / "drawn.yaml").write_text(until.replace("tiny_until", "drawn") + "repeats: 2\n")
+    words = [str(folders["llama"]), "--tasks", "drawn", "--tasks-path", str(tasks), "--limit", "2"]
+
+    def answers(seed: int, name: str) -> list:
+        command_line.main([*words, "--seed", str(seed), "--out", str(tmp_path / f"{name}.json")])
+        return [json.loads(line)["resps"][0] for line in (tmp_path / f"{name}.samples.jsonl").open()]
+
+    first, other, again = answers(1, "a"), answers(2, "a"), answers(1, "b")
+    assert first == again and first != other
+    assert all(len(set(two)) == 2 for two in first)
 
 
 def test_patterns_and_commas_name_tasks(tasks):

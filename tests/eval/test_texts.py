@@ -5,15 +5,21 @@ next: tests/eval/test_tree.py
 
 import json
 import math
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import forked
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from eval_models import POSITIONS, save_model
 
-from tmoe.eval import command_line, texts
-from tmoe.eval.worker import Worker
+from tmoe.config.check import ConfigError
+from tmoe.eval import command_line, evaluation, texts
+from tmoe.eval.store import Store
 from tmoe.generate.engine import Engine
 
 
@@ -53,7 +59,7 @@ def test_figures_are_those_of_whole_forwards(folder, tmp_path, capsys):
     run(folder, "--text", str(short), str(rows), "--window", "40", "--stride", "15", "--out", str(out))
     found = json.loads(out.read_text())["text"]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    plain = command_line.load(folder, device="cpu").tokenizer
+    plain = evaluation.load(folder, device="cpu").tokenizer
     bos = transformers.AutoTokenizer.from_pretrained(folder).bos_token_id
 
     def nats(inputs: list[int], targets: list[int]) -> float:
@@ -111,7 +117,7 @@ def test_pass_at_k(folder, tmp_path, monkeypatch):
         assert found[f"pass@{k}"] == pytest.approx(sum(each) / 5)
     assert found["prompts"] == 5 and found["n"] == 6 and len({s["answer"] for s in samples}) > 20
 
-    add, kept = command_line.Store.add, []
+    add, kept = evaluation.Store.add, []
 
     def limited(self, key, value):
         if len(kept) == 2:
@@ -120,7 +126,7 @@ def test_pass_at_k(folder, tmp_path, monkeypatch):
         add(self, key, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(command_line.Store, "add", limited)
+        patch.setattr(evaluation.Store, "add", limited)
         with pytest.raises(SystemExit) as end:
             call("texts", "cut")
         assert end.value.code == "error: interrupted"
@@ -133,7 +139,7 @@ def test_pass_at_k(folder, tmp_path, monkeypatch):
     assert (again, same) == (found, samples) and len(asked) == 3
     _, said = call("chats", "chats")
     assert len(said) == 18 and len(asked) == 6
-    header = command_line.load(folder, device="cpu").tokenizer.decode(asked[-1])
+    header = evaluation.load(folder, device="cpu").tokenizer.decode(asked[-1])
     assert header.count("<|start_header_id|>user") == 1 and header.endswith("assistant<|end_header_id|>\n\n")
 
 
@@ -142,11 +148,28 @@ WRONG = [
     ("--text NONE", "--text=NONE: no such file"),
     ("--text LATIN", "--text=LATIN: not UTF-8 at byte 1"),
     ("--text EMPTY", "--text=EMPTY: holds no text"),
+    ("--text FOLDER", "--text=FOLDER: is no file"),
+    ("--text LONE.jsonl", r"--text=LONE.jsonl:1: holds '\ud800', which is no Unicode text"),
     ("--text ROWS.jsonl", '--text=ROWS.jsonl:2: must be a row; valid: {"text": "..."}'),
     ("--text TEXT --window 97", "--window=97: must be smaller; valid: at most 96, the model's positions"),
     ("--text TEXT --window 9 --stride 10", "--stride=10: must be at most --window=9"),
     ("--text TEXT --limit 3", "--limit=3.0: needs --tasks"),
     ("--text TEXT --max-len 1", "--max-len=1: must be at least 2"),
+    ("--text TEXT --chat", "--chat: needs --pass-at"),
+    ("--text TEXT --system Hi.", "--system=Hi.: needs --tasks or --pass-at"),
+    ("--text TEXT --seed 3", "--seed=3: needs --tasks or --pass-at"),
+    ("--tasks x --chat-template F", "--chat-template=F: needs --apply-chat-template or --pass-at"),
+    ("--tasks x --no-fewshot-as-multiturn", "--no-fewshot-as-multiturn: needs --apply-chat-template"),
+    ("--tasks x,", "--tasks=x,: holds an empty name; valid: names of tasks"),
+    ("--tasks x --limit 0", "--limit=0.0: must be a whole number of documents, or a share between 0 and 1"),
+    ("--tasks x --limit inf", "--limit=inf: must be a whole number of documents, or a share between 0 and 1"),
+    ("--tasks x --limit 2.5", "--limit=2.5: must be a whole number of documents, or a share between 0 and 1"),
+    (
+        "--text TEXT --out a.jsonl",
+        "--out=a.jsonl: is no .json file and no folder; valid: NAME.json, or a fol",
+    ),
+    ("--text TEXT --out TEXT", "--out=TEXT: is no .json file and no folder; valid: NAME.json, or a folder"),
+    ("--text TEXT --out P.json", "--out=P.json: it is there, and holds no results of an evaluation"),
     ("--text TEXT --out NONE/a.json", "--out=NONE/a.json: its folder is not there"),
     ("--text TEXT --parallel.ep 2", "--parallel.ep=2: must divide the 1 processes"),
     ("--pass-at 1,x --rewards exact --file P.jsonl", "--pass-at=1,x: must be whole numbers above 0"),
@@ -162,6 +185,20 @@ WRONG = [
         "--pass-at 1 --rewards exact --file P.jsonl",
         "--file: prompt 1: --rewards=exact: the row has no field answer",
     ),
+    ("--pass-at 1 --rewards exact --file P.jsonl --right nan", "--right=nan: must be a number"),
+    (
+        "--pass-at 1 --rewards exact --file P.jsonl --reward-workers 0",
+        "--reward-workers=0: must be at least 1",
+    ),
+    (
+        "--pass-at 1 --rewards exact --file P.jsonl --reward-timeout 0",
+        "--reward-timeout=0.0: must be above 0",
+    ),
+    ("--pass-at 1 --rewards exact --file P.jsonl --max-len 9", "--max-len=9: needs --tasks or --text"),
+    (
+        "--pass-at 1 --rewards exact --file P.jsonl --system Hi.",
+        "--system=Hi.: --file=P.jsonl has no conversations; valid: with --chat, or rows with messages",
+    ),
     (
         "--pass-at 2 --rewards exact --file P.jsonl --temperature 0",
         "--temperature=0: all 2 answers to a prompt",
@@ -174,10 +211,13 @@ WRONG = [
 @pytest.mark.parametrize("words, said", WRONG)
 def test_what_cannot_be_done_is_one_line(words, said, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    if "tasks" in words:
-        monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
+    if words == "--tasks x":
+        monkeypatch.setattr(evaluation.importlib.util, "find_spec", lambda name: None)
     Path("LATIN").write_bytes(b"a\xe9 ")
     Path("EMPTY").write_text("")
+    Path("FOLDER").mkdir()
+    Path("LONE.jsonl").write_text('{"text": "a\\ud800"}')
+    Path("P.json").write_text("[]")
     Path("TEXT").write_text("What is it?")
     Path("ROWS.jsonl").write_text('{"text": "a"}\n{"tekst": "b"}\n')
     Path("P.jsonl").write_text('{"prompt": "What?"}\n')
@@ -187,21 +227,82 @@ def test_what_cannot_be_done_is_one_line(words, said, folder, tmp_path, monkeypa
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: {said}")
 
 
+def poisoned(folder: Path, new: Path, text: str) -> Path:
+    """A copy of a model whose logits are not finite after this text of one token."""
+    shutil.copytree(folder, new)
+    (number,) = evaluation.load(folder, device="cpu").tokenizer.encode(text).tolist()
+    weights = safetensors.torch.load_file(new / "model.safetensors")
+    weights["model.embed_tokens.weight"][number] = math.nan
+    safetensors.torch.save_file(weights, new / "model.safetensors", metadata=dict(format="pt"))
+    return new
+
+
 def test_logits_that_are_not_finite_end_the_call(folder, tmp_path, monkeypatch, capsys):
-    (tmp_path / "text").write_text("What is it?")
-    score = Worker.score
-
-    def broken(self, given):
-        self.engine.model.norm.weight.data.fill_(math.nan)
-        return score(self, given)
-
-    monkeypatch.setattr(Worker, "score", broken)
+    """Sums of texts in other rows are kept, of rows before and after the bad one."""
+    monkeypatch.setattr("tmoe.generate.gathered_model.ON_CPU", 4)
+    parts = "!" * 40, "z" * 40, "~" * 40
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(dict(text=text)) for text in parts))
+    new, out = poisoned(folder, tmp_path / "new", "z"), tmp_path / "out.json"
     with pytest.raises(SystemExit) as end:
-        run(folder, "--text", str(tmp_path / "text"))
-    assert (
-        end.value.code == 2 and "log-prob nan: the model's logits are not finite" in capsys.readouterr().err
-    )
+        run(new, "--text", str(tmp_path / "rows.jsonl"), "--out", str(out))
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2
+    assert said == "error: a text of 40 tokens: log-prob nan: the model's logits are not finite"
+    kept = [line for line in map(json.loads, (tmp_path / "out.answers.jsonl").open()) if "key" in line]
+    assert len(kept) == 2 and all(math.isfinite(line["value"][0]) for line in kept)
+
+
+def test_a_rank_whose_logits_are_not_finite_ends_all(tmp_path):
+    """Rank 0 needs the experts of rank 1, which has the bad prompt and would be waited for."""
+    new = poisoned(save_model(tmp_path / "gpt_oss", "gpt_oss"), tmp_path / "new", "z")
+    rows = [dict(prompt="What is it? " * 3, answer="x"), dict(prompt="zz", answer="x")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = "--pass-at 1 --rewards exact --max-tokens 4 --parallel.ep 2 --file".split()
+    done = forked.torchrun(2, ["-m", "tmoe.eval", str(new), *words, str(tmp_path / "rows.jsonl")])
+    assert done.returncode == 2
+    told = "rank 1: prompt 2, answer 0, token 0: log-prob nan: the model's logits are not finite"
+    assert [line for line in done.stderr.splitlines() if "rror" in line] == [f"error: {told}"]
+
+
+def test_texts_without_tokens(tmp_path):
+    """A tokenizer may drop a text, as one that reads words drops a blank line."""
+
+    def evaluated(*documents: str) -> dict:
+        loaded = SimpleNamespace(
+            tokenizer=SimpleNamespace(encode=lambda text: np.frombuffer(text.strip().encode(), "u1"))
+        )
+        evaluator = SimpleNamespace(
+            tokens=SimpleNamespace(begin=[], prefix=0),
+            loaded=loaded,
+            score=lambda pairs: [(-float(len(targets)), True) for _, targets in pairs],
+        )
+        return texts.evaluate(evaluator, [texts.TextFile(tmp_path, "", list(documents))], 8, 4)
+
+    assert evaluated("\n", "ab")["all"] | dict(tokens=2, nats=2.0) == evaluated("\n", "ab")["all"]
+    with pytest.raises(ConfigError, match="holds no text that the tokenizer keeps"):
+        evaluated("\n", " ")
+
+
+def test_kept_results_need_the_line_of_their_model(tmp_path):
+    """That line may be torn, and a file's name may hold a pattern's characters."""
+    path, facts = tmp_path / "a[1].json", dict(model="m", dtype="float32")
+    one = Store(path, facts)
+    one.add("a", 1)
+    one.close()
+    assert Store(path, facts).known == {"a": 1}
+    with pytest.raises(ConfigError, match=r"a\[1\].answers.jsonl there holds results of another quantize"):
+        Store(path, facts | dict(quantize="int8"))
+    kept = tmp_path / "a[1].answers.jsonl"
+    kept.write_bytes(kept.read_bytes()[9:] + b'{"key": "b", "val')
+    again = Store(path, dict(model="n"))
+    assert again.known == {}
+    again.add("c", 3)
+    again.close()
+    assert Store(path, dict(model="n")).known == {"c": 3}
+    kept.write_text("[1]\n")
+    with pytest.raises(ConfigError, match="there holds no results of an evaluation"):
+        Store(path, facts)
 
 
 def test_the_models_positions_bound_a_window(folder):
-    assert command_line.load(folder, device="cpu").model.cfg.rope.max_seq == POSITIONS
+    assert evaluation.load(folder, device="cpu").model.cfg.rope.max_seq == POSITIONS

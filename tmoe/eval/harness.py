@@ -12,20 +12,21 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import lm_eval.evaluator
 import numpy as np
 import torch
+import yaml
 from lm_eval.api.model import TemplateLM
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from tmoe.config.check import ConfigError, require
+from tmoe.config.check import ConfigError, Setting, require
 from tmoe.data.tokenizer import DataError
 from tmoe.eval.evaluator import Evaluator
 from tmoe.generate.generation_config import sampling_of
@@ -42,9 +43,11 @@ class TmoeLM(TemplateLM):
 
     max_gen_toks = 256
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: Evaluator, seed: int = 0) -> None:
         super().__init__()
-        self.evaluator = evaluator
+        self.evaluator, self.seed = evaluator, seed
+        self.computes = False
+        """whether the model computes, and not lm_eval"""
         self.tokens = evaluator.tokens
         self.max_length = evaluator.longest
 
@@ -90,12 +93,18 @@ class TmoeLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         pairs = []
         for texts, context, rest in requests:
-            where, top = f"{texts[1][:40]!r}" if texts else "a window", self.max_length
-            require(len(rest) > 0, f"{where}: has no token after those of its context")
-            require(len(rest) <= top, f"{where}: has {len(rest)} tokens; valid: at most {top}")
-            whole = (context + rest)[-(top + 1) :]  # cut from the left, as lm_eval does
+            where, top = f"the answer {texts[1][:40]!r}" if texts else "a window", self.max_length
+            after = f" after {texts[0][-40:]!r}" if texts else ""
+            require(len(rest) > 0, f"{where}{after} has no token")
+            require(len(rest) <= top, f"{where}{after} has {len(rest)} tokens; valid: at most {top}")
+            before = context or [
+                self.prefix_token_id
+            ]  # a context of blanks, which lm_eval gives to the answer
+            whole = (before + rest)[-(top + 1) :]  # cut from the left, as lm_eval does
             pairs.append((whole[:-1], rest))
+        self.computes = True
         found = self.evaluator.score(pairs)
+        self.computes = False
         for (texts, _, _), one in zip(requests, found, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, one)
@@ -125,7 +134,9 @@ class TmoeLM(TemplateLM):
             sampling, until = self.sampling(first.args[1], first.task_name or "a task")
             room = self.max_length - sampling.max_tokens
             ids = [self.tok_encode(requests[i].args[0])[-room:] or [self.prefix_token_id] for i in group]
+            self.computes = True
             answers = self.evaluator.answer(ids, 1, sampling, group)
+            self.computes = False
             for i, ((made, _, _),) in zip(group, answers, strict=True):
                 text = self.tokens.decode(made)
                 texts[i] = postprocess_generated_text(text, stop=until, think_end_token=None)
@@ -138,38 +149,54 @@ class TmoeLM(TemplateLM):
         generation_config.json of the model is followed where it changes greedy answers too, as in
         transformers. ConfigError for settings that tmoe does not have.
         """
-        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
-        eos = self.tokens.eos_text
-        until = handle_stop_sequences(kwargs.pop("until", None), eos=eos)
-        most, draws = kwargs.pop("max_gen_toks"), kwargs.pop("do_sample", False)
         place = f"{task}: generation_kwargs"
-        room = f"must be below the {self.max_length} tokens of an input"
+        try:
+            kwargs: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
+            until = handle_stop_sequences(kwargs.pop("until", None), eos=self.tokens.eos_text)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{place}: {error}") from None
+        most, draws = kwargs.pop("max_gen_toks"), kwargs.pop("do_sample", False)
+        room = f"must be above 0, and below the {self.max_length} tokens of an input"
         require(0 < most < self.max_length, f"{place}: max_gen_toks={most}: {room}")
+        require(all(isinstance(text, str) for text in until), f"{place}: until={until}: must be texts")
         for name, value in kwargs.items():
             known = name in FOLLOWED or NEUTRAL.get(name) == value
             require(known, f"{place}: {name}={value!r}: is not there; valid: {', '.join(FOLLOWED)}")
         base = sampling_of(self.evaluator.loaded.generation)
         base = {name: value for name, value in base.items() if name not in ("temperature", *FOLLOWED[1:4])}
         given = {name: kwargs[name] for name in FOLLOWED if name in kwargs and (draws or name == FOLLOWED[4])}
-        given["temperature"] = float(kwargs.get("temperature", 0.0)) if draws else 0.0
+        given["temperature"] = kwargs.get("temperature", 0.0) if draws else 0.0
         base["min_tokens"] = min(base.get("min_tokens", 0), most)
         # eos ends an answer as an id, and is no text of it
-        stop = tuple(text for text in until if text and text != eos) + base.pop("stop", ())
-        return Sampling(**base | given, max_tokens=most, stop=stop), until
+        stop = tuple(text for text in until if text and text != self.tokens.eos_text) + base.pop("stop", ())
+        try:
+            return Sampling(**base | given, max_tokens=most, stop=stop, seed=self.seed), until
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error.spelt('name')}") from None
+
+
+class Warned(logging.Handler):
+    """Keeps lm_eval's last warning: some of its errors, such as `KeyError: None`, need it as their reason."""
+
+    last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = f" ({' '.join(record.getMessage().split())})"
 
 
 class Manager(TaskManager):
     """lm_eval's tasks; a task that cannot be loaded is one error with its innermost cause."""
 
     def load(self, spec: Any) -> Any:
+        logger, warned = logging.getLogger("lm_eval"), Warned(logging.WARNING)
+        logger.addHandler(warned)
         try:
             return super().load(spec)
         except Exception as error:  # of YAML, templates and the package datasets
-            cause: BaseException = error
-            while (inner := cause.__cause__ or cause.__context__) is not None:
-                cause = inner
-            said = " ".join(f"{type(cause).__name__}: {cause}".split())
-            raise ConfigError.of("tasks", " ".join(map(str, spec)), f"cannot be loaded: {said}") from error
+            said = f"cannot be loaded: {said_by(error)}{warned.last}"
+            raise ConfigError.of("tasks", ",".join(spec), said) from error
+        finally:
+            logger.removeHandler(warned)
 
 
 class Wanted(NamedTuple):
@@ -183,11 +210,14 @@ class Wanted(NamedTuple):
     multiturn: bool
     system: str
     code: bool
+    seed: int
 
 
 def wanted(names: Sequence[str], paths: Sequence[Any]) -> tuple[list[str], Manager]:
     """The tasks of these names or patterns, those of `paths` first. ConfigError for a name without a task."""
     words = [word for name in names for word in name.split(",") if word]
+    for path in paths:
+        require(path.is_dir(), "tasks_path", path, "no such folder")
     folders: list[Any] = [str(path) for path in paths]
     manager = Manager(include_path=folders or None, include_defaults=not folders)
     if folders and not all(manager.match_tasks([word]) for word in words):
@@ -197,9 +227,21 @@ def wanted(names: Sequence[str], paths: Sequence[Any]) -> tuple[list[str], Manag
         some = manager.match_tasks([word])
         near = get_close_matches(word, manager.all_tasks, 1)
         hint = f"did you mean {near[0]}?" if near else "--tasks-path names a folder of tasks of your own"
-        require(len(some) > 0, "tasks", word, f"lm_eval has no such task; {hint}")
+        if not some:
+            hint = "; ".join([*unread(paths), hint])
+            raise ConfigError.of("tasks", word, f"lm_eval has no such task; {hint}")
         found |= dict.fromkeys(sorted(some))
     return list(found), manager
+
+
+def unread(paths: Sequence[Any]) -> Iterator[str]:
+    """Files of these folders that are no YAML, with the reason; lm_eval leaves them out in silence."""
+    for file in (file for path in paths for file in sorted(path.rglob("*.yaml"))):
+        try:
+            for _ in yaml.parse(file.read_text("utf-8", "replace"), Loader=yaml.SafeLoader):
+                pass
+        except yaml.YAMLError as error:
+            yield f"{file} is no YAML: {' '.join(str(error).split())}"
 
 
 def evaluate(evaluator: Evaluator, asked: Wanted) -> dict[str, Any]:
@@ -214,21 +256,54 @@ def evaluate(evaluator: Evaluator, asked: Wanted) -> dict[str, Any]:
     torch.manual_seed(DEFAULT_OTHER_SEED)
     loaded = asked.manager.load(asked.names)
     for name, task in loaded["tasks"].items():
-        own = task.get_config("num_fewshot")
-        if own == 0 and asked.few_shot:
-            evaluator.worker.say(f"--few-shot={asked.few_shot}: the task {name} allows no examples")
-        elif own is None or asked.few_shot is not None:
-            task.set_config(key="num_fewshot", value=asked.few_shot or 0)
-        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+        prepare(name, task, evaluator, asked)
     limit = asked.limit
-    found = lm_eval.evaluator.evaluate(
-        TmoeLM(evaluator),
-        loaded,
-        limit=int(limit) if limit is not None and limit >= 1 else limit,
-        apply_chat_template=asked.chat,
-        fewshot_as_multiturn=asked.multiturn and asked.chat,
-        system_instruction=asked.system or None,
-        confirm_run_unsafe_code=asked.code,
-    )
+    model = TmoeLM(evaluator, asked.seed)
+    try:
+        found = lm_eval.evaluator.evaluate(
+            model,
+            loaded,
+            limit=int(limit) if limit is not None and limit >= 1 else limit,
+            apply_chat_template=asked.chat,
+            fewshot_as_multiturn=asked.multiturn and asked.chat,
+            system_instruction=asked.system or None,
+            confirm_run_unsafe_code=asked.code,
+        )
+    except (ConfigError, DataError, OSError):
+        raise
+    except Exception as error:  # of a task's YAML, its templates, its metrics
+        if model.computes:
+            raise
+        raise ConfigError.of(
+            "tasks", ",".join(asked.names), f"cannot be evaluated: {said_by(error)}"
+        ) from error
     assert found is not None
     return {name: found[name] for name in SHOWN if name in found}
+
+
+def prepare(name: str, task: Any, evaluator: Evaluator, asked: Wanted) -> None:
+    """Sets a task's examples as lm_eval's simple_evaluate does. ConfigError for a task that cannot run."""
+    unsafe = getattr(task, "UNSAFE_CODE", False) and not asked.code
+    wrong = f"runs programs that the model has written; allow that with {Setting('code')}"
+    require(not unsafe, "tasks", name, wrong)
+    require(
+        not getattr(task, "MULTIMODAL", False), "tasks", name, "has pictures, which tmoe's models do not read"
+    )
+    own = task.get_config("num_fewshot")
+    if own == 0 and asked.few_shot:
+        evaluator.worker.say(f"--few-shot={asked.few_shot}: the task {name} allows no examples")
+    elif own is None or asked.few_shot is not None:
+        task.set_config(key="num_fewshot", value=asked.few_shot or 0)
+    if count := task.get_config("num_fewshot"):
+        there = len(list(task.fewshot_docs()))
+        short = f"the task {name} has {there} examples, not {count}"
+        setting = ("tasks", name) if asked.few_shot is None else ("few_shot", count)
+        require(count <= there, *setting, short, f"{Setting('few_shot')} of at most {there}")
+    task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+
+
+def said_by(error: BaseException) -> str:
+    """The innermost cause of an error, in one line."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return " ".join(f"{type(error).__name__}: {error}".split())

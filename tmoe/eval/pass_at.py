@@ -16,6 +16,7 @@ from tmoe.data.chat.conversations import parse_given, parse_messages, with_syste
 from tmoe.data.chat.encoding import Marker, prompt_text, turn_ends
 from tmoe.data.tokenizer import DataError
 from tmoe.eval.evaluator import Evaluator
+from tmoe.eval.flags import Flags
 from tmoe.eval.store import key_of
 from tmoe.generate.prompt_file import is_chat, read_prompts
 from tmoe.generate.sampler import Sampling
@@ -51,13 +52,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return lines if lines and all(chats) else read_prompts(path)
 
 
-def questions(
-    evaluator: Evaluator, rows: Sequence[dict[str, Any]], chat: bool, system: str
-) -> list[Question]:
-    """The prompts as the model reads them. chat: prompts that are texts are a user's messages."""
+def questions(evaluator: Evaluator, rows: Sequence[dict[str, Any]], flags: Flags) -> list[Question]:
+    """The prompts as the model reads them. ConfigError for flags that only conversations use, without one."""
+    chat, system = flags.chat, flags.system
     template, engine = evaluator.template, evaluator.worker.engine
     marker = Marker(evaluator.loaded.tokenizer, template)
     before = [dict(role="system", content=system)] if system else []
+    chats = chat or any(map(is_chat, rows)) or not rows
+    for name in ("system", "chat_template"):
+        value = getattr(flags, name)
+        no_chat = f"{Setting('file', flags.file)} has no conversations"
+        require(
+            not value or chats or bool(flags.tasks),
+            name,
+            value,
+            no_chat,
+            f"with {Setting('chat')}, or rows with messages",
+        )
     found = []
     for number, row in enumerate(rows):
         try:
@@ -153,19 +164,23 @@ def _answers(evaluator: Evaluator, asked: Sequence[Question], n: int, sampling: 
 def _rewards(
     evaluator: Evaluator, samples: Sequence[RewardSample], rewards: Rewards
 ) -> tuple[list[float | None], list[dict[str, float | None]], dict[str, int]]:
-    """The reward of each sample, its parts, and all faults; parts of samples that were kept are read."""
+    """The reward of each sample, its parts, and all faults. Rewards without a fault are kept, and read."""
     values: list[float | None] = []
     parts: list[dict[str, float | None]] = []
     faults: dict[str, int] = {}
     terms = [(term.word, term.source) for term in rewards.terms]
+    store = evaluator.store
     for first in range(0, len(samples), PART):
         some = samples[first : first + PART]
         key = key_of("rewards", terms, [sample._asdict() for sample in some])
-        if key not in evaluator.store.known:
+        result: Any = store.known.get(key)
+        if result is None:
             scores = rewards.score(some)
             by_sample = [{name: part[i] for name, part in scores.parts.items()} for i in range(len(some))]
-            evaluator.store.add(key, [scores.rewards, by_sample, scores.faults])
-        own, by_sample, found = evaluator.store.known[key]
+            result = [scores.rewards, by_sample, scores.faults]
+            if not scores.faults:  # a fault may be one of the machine, or of a short --reward-timeout
+                store.add(key, result)
+        own, by_sample, found = result
         values += own
         parts += by_sample
         faults |= {name: faults.get(name, 0) + count for name, count in found.items()}

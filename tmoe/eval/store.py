@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tmoe.config.check import ConfigError
 from tmoe.log.metrics_file import COMPACT, append
+
+# the facts of an identity, some of which a model may not have
+FACTS = "model", "tokenizer", "dtype", "base", "adapter", "quantize"
 
 
 def key_of(*parts: Any) -> str:
@@ -29,9 +33,10 @@ class Store:
     Args:
         path: the file with the results of the evaluation, NAME.json.
         identity: the facts by which results of one model differ from those of another.
-        rank: of this process.
+        rank: of this process. Rank 0 reads the files of all ranks, and each other rank its own.
 
-    Raises ConfigError, which names the facts that differ, if the files hold results of another model.
+    Raises ConfigError, which names the facts that differ, if the files hold results of another model, or
+    anything else.
     """
 
     def __init__(self, path: Path | None, identity: dict[str, Any], rank: int = 0) -> None:
@@ -39,23 +44,46 @@ class Store:
         self.path, self.identity = path, identity
         self.own = None if path is None else path.with_name(f"{path.stem}.answers{-rank or ''}.jsonl")
         self.file: BinaryIO | None = None
-        if path is not None and rank == 0:
-            for file in sorted(path.parent.glob(f"{path.stem}.answers*.jsonl")):
+        if path is None or self.own is None:
+            return
+        if rank == 0 and path.is_file():
+            self._compare_results(path)
+        others = path.parent.glob(f"{escape(path.stem)}.answers*.jsonl") if rank == 0 else [self.own]
+        for file in sorted(others):
+            if file.is_file():
                 self._read(file)
 
+    def _compare_results(self, path: Path) -> None:
+        """Refuses to write over results of another model, or over another file."""
+        try:
+            model = json.loads(path.read_text("utf-8", "replace"))["model"]
+            model = {name: model[name] for name in FACTS if name in model}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise self._refusal("it is there, and holds no results of an evaluation") from None
+        self._compare(path, model)
+
     def _read(self, file: Path) -> None:
+        named = False
         for text in file.read_text("utf-8", "replace").splitlines():
             try:
                 line = json.loads(text)
             except ValueError:  # torn by an interruption
                 continue
-            if "key" in line:
-                self.known[line["key"]] = line["value"]
-                continue
-            others = [name for name, value in self.identity.items() if line.get(name) != value]
-            if others:
-                wrong = f"{file.name} there holds results of another {', '.join(others)}"
-                raise ConfigError.of("out", self.path, wrong, "a new file")
+            if not isinstance(line, dict):
+                raise self._refusal(f"{file.name} there holds no results of an evaluation")
+            if "key" not in line:
+                self._compare(file, line)
+                named = True
+            elif named:  # the line of the model before it may have been torn
+                self.known[line["key"]] = line.get("value")
+
+    def _compare(self, file: Path, facts: dict[str, Any]) -> None:
+        others = [name for name in self.identity | facts if facts.get(name) != self.identity.get(name)]
+        if others:
+            raise self._refusal(f"{file.name} there holds results of another {', '.join(others)}")
+
+    def _refusal(self, wrong: str) -> ConfigError:
+        return ConfigError.of("out", self.path, wrong, "a new file")
 
     def add(self, key: str, value: Any) -> None:
         """Keeps a result, also in the file if there is one."""
@@ -64,12 +92,10 @@ class Store:
             return
         lines = b""
         if self.file is None:
+            torn = self.own.is_file() and not self.own.read_bytes().endswith(b"\n")
             self.file = open(self.own, "ab", buffering=0)  # noqa: SIM115
-            end = self.file.tell()
-            with self.own.open("rb") as before:
-                before.seek(max(end - 1, 0))
-                lines = b"\n" if end and before.read() != b"\n" else b""
-            lines += b"" if end else json.dumps(self.identity, separators=COMPACT).encode() + b"\n"
+            # again in each call: a call that was killed at once may have left a part of this line
+            lines = b"\n" * torn + json.dumps(self.identity, separators=COMPACT).encode() + b"\n"
         line = json.dumps(dict(key=key, value=value), separators=COMPACT).encode() + b"\n"
         append(self.file, lines + line)
 

@@ -26,6 +26,7 @@ from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import Mesh, build_mesh
 
 T = TypeVar("T")
+KINDS = ValueError, OSError, CheckpointError  # errors that are refusals
 IDLE = timedelta(days=30)  # rank 0 may read data, or compute metrics, for longer than a collective may wait
 
 
@@ -38,6 +39,8 @@ class Team:
     def __init__(self, ep: int = 1) -> None:
         self.mesh: Mesh | None = None
         self.group: dist.ProcessGroup | None = None
+        self.busy = False
+        """whether ranks are in a job, and so do not listen to rank 0"""
         size = launcher_world().size
         require(ep >= 1 and size % ep == 0, "parallel.ep", ep, f"must divide the {size} processes")
         if size > 1:
@@ -70,14 +73,11 @@ class Team:
         """
         if self.group is None:
             return work()
-        kinds = ValueError, OSError, CheckpointError
-        result, error, failures = attempt(work, self.group, kinds, _text)
+        result, error, failures = attempt(work, self.group, KINDS, _text)
         if failures and self.rank:
             raise SystemExit(2)
         if failures:
-            reasons = by_reason(failures)
-            said = [why if len(q) == self.size else f"rank {q}: {why}" for why, q in reasons.items()]
-            raise ConfigError("; ".join(said)) from error
+            raise ConfigError(self._reasons(failures)) from error
         return cast(T, result)
 
     def from_first(self, value: T) -> T:
@@ -88,13 +88,22 @@ class Team:
         return values[0]
 
     def each(self, worker: Worker, job: str, shares: Sequence[Any], *settings: Any) -> list[Any]:
-        """Calls a method of every rank's worker with its share; returns the results by rank. For rank 0."""
+        """Calls a method of every rank's worker with its share; returns the results by rank. For rank 0.
+
+        ConfigError with the reasons of all ranks that refuse their share. The other ranks wait for the next
+        job then, so that rank 0 can say why before they end.
+        """
         if self.group is None:
             return [getattr(worker, job)(shares[0], *settings)]
         mine: list[Any] = [None]
         jobs = [(job, share, *settings) for share in shares]
+        self.busy = True
         dist.scatter_object_list(mine, jobs, src=0, group=self.group)
-        return cast(list[Any], self._do(worker, mine[0]))
+        found, error = self._do(worker, mine[0])
+        self.busy = False
+        if error is not None:
+            raise error
+        return found
 
     def serve(self, worker: Worker) -> None:
         """Does the jobs that rank 0 sends until it dismisses this rank. For all ranks except 0."""
@@ -106,16 +115,31 @@ class Team:
             self._do(worker, mine[0])
 
     def dismiss(self) -> None:
-        """Ends `serve` on all other ranks. For rank 0."""
-        if self.group is not None:
+        """Ends `serve` on all other ranks, unless a job was broken off. For rank 0."""
+        if self.group is not None and not self.busy:
             dist.scatter_object_list([None], [None] * self.size, src=0, group=self.group)
 
-    def _do(self, worker: Worker, job: tuple[Any, ...]) -> list[Any] | None:
+    def _do(self, worker: Worker, job: tuple[Any, ...]) -> tuple[list[Any], ConfigError | None]:
+        """The results of all ranks, on rank 0, and why a rank has refused its share."""
         name, share, *settings = job
-        result = getattr(worker, name)(share, *settings)
+        result, error, failures = attempt(
+            lambda: getattr(worker, name)(share, *settings), self.group, KINDS, _text
+        )
+        if failures:
+            refused = ConfigError(self._reasons(failures))
+            refused.__cause__ = error
+            return [], refused
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(result, found, dst=0, group=self.group)
-        return found
+        return found or [], None
+
+    def _reasons(self, failures: dict[int, str]) -> str:
+        """The reasons, each with its ranks unless all ranks have it, or rank 0, which reads the flags."""
+        reasons = by_reason(failures)
+        return "; ".join(
+            why if len(ranks) == self.size or ranks == [0] else f"rank {', '.join(map(str, ranks))}: {why}"
+            for why, ranks in reasons.items()
+        )
 
 
 def _text(error: BaseException) -> str:

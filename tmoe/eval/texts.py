@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from tmoe.config.check import ConfigError, Setting, require
 from tmoe.eval.evaluator import Evaluator
 
+LONE = re.compile("[\ud800-\udfff]")
 WINDOW = 8192  # most tokens of a window, if nothing else says how long the model's sequences are
 
 
@@ -28,7 +30,8 @@ class TextFile(NamedTuple):
 
 def read_texts(path: Path) -> TextFile:
     """The documents of a file: the field "text" of each row of a .jsonl, or the whole of another file."""
-    require(path.is_file(), "text", path, "no such file")
+    require(path.exists(), "text", path, "no such file")
+    require(path.is_file(), "text", path, "is no file")
     raw = path.read_bytes()
     try:
         text = raw.decode("utf-8-sig")
@@ -44,6 +47,9 @@ def read_texts(path: Path) -> TextFile:
                 raise ConfigError.of("text", f"{path}:{number}", f"not JSON: {error}") from None
             ok = isinstance(row, dict) and isinstance(row.get("text"), str)
             require(ok, "text", f"{path}:{number}", "must be a row", '{"text": "..."}')
+            surrogate = LONE.search(row["text"])
+            wrong = f"holds {surrogate[0]!r}, which is no Unicode text" if surrogate else ""
+            require(not surrogate, "text", f"{path}:{number}", wrong)
             documents.append(row["text"])
     documents = [document for document in documents if document]
     require(len(documents) > 0, "text", path, "holds no text")
@@ -87,7 +93,9 @@ def evaluate(evaluator: Evaluator, files: Sequence[TextFile], window: int, strid
     for file in files:
         pairs = []
         for document in file.documents:
-            pairs += windows(context, encode(document).tolist(), window, stride)
+            if ids := encode(document).tolist():
+                pairs += windows(context, ids, window, stride)
+        require(len(pairs) > 0, "text", file.path, "holds no text that the tokenizer keeps")
         scores = evaluator.score(pairs)
         size = sum(len(document.encode()) for document in file.documents)
         count = sum(len(targets) for _, targets in pairs)

@@ -6,6 +6,7 @@ next: eval/forward.py, eval/store.py
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.config.check import require
+from tmoe.config.check import ConfigError, require
 from tmoe.eval.forward import batch_of, hidden, length_of, target_logprobs
 from tmoe.eval.store import Store
 from tmoe.eval.tree import Row, rows
@@ -60,7 +61,7 @@ class Worker:
         """The sum of the targets' log-probs of each text, in nats, and whether all are the most probable.
 
         If experts are spread over ranks, all ranks of their group must call it at the same time. ValueError
-        for logits that are not finite.
+        for logits that are not finite, after all rows, because other ranks need this one's experts.
         """
         model = self.engine.model
         device = model.head_weight.device
@@ -88,6 +89,10 @@ class Worker:
                 idle(model, rows_of_others if ranks.pads else 0)
         for one in pending:
             self.land(*one, texts, found)
+        for text in texts:
+            total, _ = found[text.key]
+            wrong = f"log-prob {total}: the model's logits are not finite"
+            require(math.isfinite(total), f"a text of {len(text.ids)} tokens: {wrong}")
         return found
 
     def land(
@@ -100,10 +105,9 @@ class Worker:
             text = texts[member]
             own = slice(first, first := first + len(text.targets))
             total = logp_P[own].sum().item()
-            wrong = f"log-prob {total}: the model's logits are not finite"
-            require(math.isfinite(total), f"a text of {len(text.ids)} tokens: {wrong}")
             found[text.key] = total, bool(best_P[own].all())
-            self.store.add(text.key, found[text.key])
+            if math.isfinite(total):
+                self.store.add(text.key, found[text.key])
 
     def answer(self, prompts: Sequence[Asked], n: int, sampling: Sampling) -> dict[str, list[Any]]:
         """n answers to each prompt: [ids, finish, text] of each.
@@ -114,17 +118,21 @@ class Worker:
         parts: dict[int, dict[int, Any]] = {}
         clock = Clock(len(prompts), "prompts", self.say)
         ids, numbers = [prompt.ids for prompt in prompts], [prompt.number for prompt in prompts]
-        for piece in self.engine.stream(ids, n, sampling, numbers=numbers):
-            if piece.done is None:
-                continue
-            answers = parts.setdefault(piece.prompt, {})
-            answers[piece.sample] = plain(piece)
-            if len(answers) == n:
-                key = prompts[piece.prompt].key
-                found[key] = [answers[i] for i in range(n)]
-                self.store.add(key, found[key])
-                del parts[piece.prompt]
-                clock.tell(len(found))
+        try:
+            for piece in self.engine.stream(ids, n, sampling, numbers=numbers):
+                if piece.done is None:
+                    continue
+                answers = parts.setdefault(piece.prompt, {})
+                answers[piece.sample] = plain(piece)
+                if len(answers) == n:
+                    key = prompts[piece.prompt].key
+                    found[key] = [answers[i] for i in range(n)]
+                    self.store.add(key, found[key])
+                    del parts[piece.prompt]
+                    clock.tell(len(found))
+        except ConfigError as error:  # it has the prompt's place in this rank's share
+            text = re.sub(r"prompts\[(\d+)\]", lambda at: f"prompt {numbers[int(at[1])] + 1}", error.text)
+            raise ConfigError(text) from None
         return found
 
 

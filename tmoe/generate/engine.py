@@ -249,7 +249,8 @@ class Engine:
 
         Raises ValueError for prompts that are empty or longer than the model's range of positions, for ids
         outside its vocabulary, and for a pool without room for one answer; if the model is laid out, on all
-        ranks. Raises ValueError for logits that are not finite as well, on the rank that has them.
+        ranks. Raises ValueError for logits that are not finite as well, on the rank that has them; if the
+        model is laid out, after all answers of the call.
         """
         details = replace(details or Details(), routes=routes or (details is not None and details.routes))
         pieces = self._streamed_pieces(prompts, n, sampling, numbers, details, False, told)
@@ -354,14 +355,19 @@ class Engine:
             room = self.on_all_ranks(lambda: self.room(requests, n))._replace(graphs=graphs)
             slots = Slots(self.model, room, self.known, ranks, sampling)
             slots.add(requests)
+            laid_out, failed = is_laid_out(self.model), ""
             for landed in slots.run():
                 for request in landed:
-                    where = f"prompts[{request.prompt}], answer {request.sample}, token {len(request.ids)}"
-                    require(request.finish != "error", f"{where}: {request.error}")
+                    if request.finish == "error":
+                        where = f"prompts[{request.prompt}], answer {request.sample}"
+                        failed = failed or f"{where}, token {len(request.ids)}: {request.error}"
+                        require(laid_out, failed)  # other ranks need this one until all answers end
+                        continue
                     text = request.text.news(bool(request.finish)) if request.text else ""
                     done = self.sample_of(request) if request.finish else None
                     if text or done or self.tokenizer is None:
                         yield Piece(request.prompt, request.sample, text, done)
+            require(not failed, failed)
 
     def request(self, prompt: int, sample: int, asked: Asked, most: int, live: bool) -> Request:
         """An answer to be made. most: tokens of prompt and answer. live: decode its text while it is made."""
