@@ -99,13 +99,31 @@ class Product(NamedTuple):
     v: Tensor | None = None
 
 
+def b_box(kind: str, b_rows: bool, BN: int, BL: int) -> list[int]:
+    """The box of operand b of hopper.specialised for a step of BL numbers."""
+    if kind == "dw":
+        return [BL, BN]
+    if kind == "up":
+        return [2, BN // 2, BL]
+    return [1, BN, BL] if b_rows else [1, BL, BN]
+
+
+def low_rank(R: int, BL: int) -> int:
+    """RL, the numbers of a low-rank step of rank R: as few as wgmma multiplies, 16, and at most BL."""
+    return min(BL, max(16, power_of_2(R)))
+
+
 def low_rank_step(
-    u: Tensor | None, v: Tensor | None, a_box: list[int], b_box: list[int]
-) -> tuple[Descriptor | None, Descriptor | None, int]:
-    """The arguments u, v and more of hopper.specialised."""
+    kind: str, cfg: KernelConfig, product: Product
+) -> tuple[Descriptor | None, Descriptor | None, int, int]:
+    """The arguments u, v, RL and more of hopper.specialised."""
+    u, v = product.u, product.v
     if u is None or v is None:
-        return None, None, 0
-    return describe_ragged(u, a_box), describe(v, b_box), cdiv(u.shape[1], a_box[1])
+        return None, None, 0, 0
+    R = u.shape[1]
+    RL = low_rank(R, cfg.BL)
+    box = b_box(kind, product.b_rows, cfg.BN, RL)
+    return describe_ragged(u, [cfg.BM, RL]), describe(v, box), RL, cdiv(R, RL)
 
 
 class LayerLaunches:
@@ -185,22 +203,16 @@ class LayerLaunches:
 
     def specialised(self, kind: str, cfg: KernelConfig, product: Product, outs: Outs) -> None:
         """Launch hopper.specialised; outs are its c, c2, c3, with `product.width` columns."""
-        a, b, width, length, b_rows, gather, h, ds, bias, u, v = product
+        a, b, width, length, b_rows, gather, h, ds, bias, *_ = product
         dw = kind == "dw"
         finish = kind in ("up", "ungated", "dh")
         columns = cfg.BN // 2 if kind == "up" else cfg.BN
 
         # operands are descriptors, unless the kernel gathers them
-        a_box = [cfg.BL, cfg.BM] if dw else [cfg.BM, cfg.BL]
-        if dw:
-            b_box = [cfg.BL, cfg.BN]
-        elif kind == "up":
-            b_box = [2, columns, cfg.BL]
-        else:
-            b_box = [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN]
-        a_arg = a if gather == "a" else describe_ragged(a, a_box)
-        b_arg = b if gather == "b" else describe_ragged(b, b_box) if dw else describe(b, b_box)
-        u_arg, v_arg, more = low_rank_step(u, v, a_box, b_box)
+        b_shape = b_box(kind, b_rows, cfg.BN, cfg.BL)
+        a_arg = a if gather == "a" else describe_ragged(a, [cfg.BL, cfg.BM] if dw else [cfg.BM, cfg.BL])
+        b_arg = b if gather == "b" else describe_ragged(b, b_shape) if dw else describe(b, b_shape)
+        u_arg, v_arg, RL, more = low_rank_step(kind, cfg, product)
         box = [cfg.BM, cfg.BN // cfg.SUB]
 
         # the copy engine stores some results, the finishers others
@@ -225,7 +237,7 @@ class LayerLaunches:
             hopper.specialised, self.grid(cfg, tiles),
             a_arg, b_arg, u_arg, v_arg, bias, h, c, c2, c3, self.weights, ds, self.meta.order, *tile_args,
             self.N, self.E, self.F, num_m, num_n, cdiv(length, cfg.BL), more, cfg.GROUP, self.D,
-            cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, self.K, kind, self.activation, b_rows,
+            cfg.BM, cfg.BN, cfg.BL, RL, cfg.stages, cfg.SUB, cfg.outs, self.K, kind, self.activation, b_rows,
             keeps_h, gather,
             dw and gather != "" and self.D % (cfg.BM if gather == "a" else cfg.BN) != 0,
             num_warps=cfg.warps,

@@ -56,6 +56,20 @@ def locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM: gl.constexpr, K
         return tile_at(t, tiles, capacity, offsets, num_n, GROUP)
 
 
+@gluon.constexpr_function
+def b_box(BN, BL, KIND, B_ROWS):
+    """The box of a step of BL numbers of operand B."""
+    dw = [1, 1, BL, BN] if KIND == "dw" else [1, BL, BN]
+    return [2, BN // 2, BL] if KIND == "up" else [1, BN, BL] if B_ROWS else dw
+
+
+@gluon.jit
+def stage(bufs, s, BOX: gl.constexpr, PARTS: gl.constexpr):
+    """The first 1 / PARTS of buffer s of a ring, as a tile of shape BOX."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, bufs.dtype)
+    return reinterpret(bufs, bufs.dtype, [bufs.shape[0] * PARTS] + BOX, LAYOUT).index(s * PARTS)
+
+
 @gluon.jit
 def load_b(b, arrived, buf, e, pn, first, BN: gl.constexpr, KIND: gl.constexpr, B_ROWS: gl.constexpr):
     """Load a tile of b[e]: its columns of number pn, and rows of the sum from `first` on."""
@@ -71,12 +85,12 @@ def load_b(b, arrived, buf, e, pn, first, BN: gl.constexpr, KIND: gl.constexpr, 
 def load_tiles_of_rows(
     a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP, stride, a_bufs, b_bufs,
     full, empty,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, RL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """`load_tiles` of every product but dw; GATHER is "a" or "".
 
-    The last `more` steps of a tile load u and v, whose rows are not gathered.
+    The last `more` steps of a tile load u and v, RL columns a step. Their rows are not gathered.
     """
     it = 0
     for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
@@ -112,9 +126,11 @@ def load_tiles_of_rows(
                 s = it % S
                 mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
                 arrived = full.index(s)
-                mbarrier.expect(arrived, (BM + BN) * BL * 2)
-                bulk_load(u, [RAGGED, hi, RAGGED - (hi - row), k * BL], arrived, a_bufs.index(s))
-                load_b(v, arrived, b_bufs.index(s), e, pn, k * BL, BN, KIND, B_ROWS)
+                mbarrier.expect(arrived, (BM + BN) * RL * 2)
+                left = stage(a_bufs, s, [1, 1, BM, RL], BL // RL)
+                right = stage(b_bufs, s, b_box(BN, RL, KIND, B_ROWS), BL // RL)
+                bulk_load(u, [RAGGED, hi, RAGGED - (hi - row), k * RL], arrived, left)
+                load_b(v, arrived, right, e, pn, k * RL, BN, KIND, B_ROWS)
                 if GATHER == "a":
                     async_copy.mbarrier_arrive(arrived, increment_count=False)
                 it += 1
@@ -163,7 +179,7 @@ def load_tiles_of_dw(
 def load_tiles(
     a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP, stride, a_bufs, b_bufs,
     full, empty,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, RL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, EDGE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The loader: loads A and B for every step of every tile of this program."""
@@ -175,7 +191,7 @@ def load_tiles(
     else:
         load_tiles_of_rows(
             a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP, stride, a_bufs,
-            b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT,
+            b_bufs, full, empty, BM, BN, BL, RL, S, K, KIND, B_ROWS, GATHER, LAYOUT,
         )  # fmt: skip
 
 
@@ -189,11 +205,52 @@ def store_tile(c, smem, e, hi, row, col, KIND: gl.constexpr):
 
 
 @gluon.jit
+def multiply(
+    acc, steps, it, a_bufs, b_bufs, full, empty,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, L: gl.constexpr, S: gl.constexpr,
+    KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, AFTER: gl.constexpr,
+):  # fmt: skip
+    """acc and `it` after `steps` further steps of L numbers; the last one may still run.
+
+    BL: numbers for which a buffer has room. AFTER: acc is the result of other steps, at least one.
+    """
+    for k in range(steps):
+        s = it % S
+        mbarrier.wait(full.index(s), it // S & 1)
+        if GATHER != "":
+            # cp.async writes through the generic proxy, wgmma reads through the async proxy
+            fence_async_shared()
+        if L == BL:
+            a_tile = a_bufs.index(s)
+            b_tile = b_bufs.index(s)
+        else:
+            a_tile = stage(a_bufs, s, [1, 1, BM, L], BL // L)
+            b_tile = stage(b_bufs, s, b_box(BN, L, KIND, B_ROWS), BL // L)
+        if KIND == "dw":
+            a_tile = a_tile.reshape([L, BM]).permute((1, 0))
+        else:
+            a_tile = a_tile.reshape([BM, L])
+        if B_ROWS:
+            b_tile = b_tile.reshape([BN, L]).permute((1, 0))
+        else:
+            b_tile = b_tile.reshape([L, BN])
+        later = k > 0
+        if AFTER:
+            later = k >= 0
+        acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True, use_acc=later)
+        # wait returns a plain tensor
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+        mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=later)  # the previous step is done
+        it += 1
+    return acc, it
+
+
+@gluon.jit
 def consume_tiles(
-    c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, GROUP, a_bufs, b_bufs, full, empty, out,
-    staged, taken,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr,
-    OUTS: gl.constexpr,
+    c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, more, GROUP, a_bufs, b_bufs, full, empty,
+    out, staged, taken,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, RL: gl.constexpr, S: gl.constexpr,
+    SUB: gl.constexpr, OUTS: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers: compute the product of every tile of this program, rounded into shared memory.
@@ -214,26 +271,11 @@ def consume_tiles(
         if KIND == "dw":
             n_steps = gl.cdiv(hi - lo, BL)
         acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, layout=mma))
-        for k in range(n_steps):
-            s = it % S
-            mbarrier.wait(full.index(s), it // S & 1)
-            if GATHER != "":
-                # cp.async writes through the generic proxy, wgmma reads through the async proxy
-                fence_async_shared()
-            a_tile = a_bufs.index(s)
-            if KIND == "dw":
-                a_tile = a_tile.reshape([BL, BM]).permute((1, 0))
-            else:
-                a_tile = a_tile.reshape([BM, BL])
-            if B_ROWS:
-                b_tile = b_bufs.index(s).reshape([BN, BL]).permute((1, 0))
-            else:
-                b_tile = b_bufs.index(s).reshape([BL, BN])
-            acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True, use_acc=k > 0)
-            # wait returns a plain tensor
-            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-            mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=k > 0)  # the previous step is done
-            it += 1
+        acc, it = multiply(acc, n_steps, it, a_bufs, b_bufs, full, empty, BM, BN, BL, BL, S, KIND, B_ROWS,
+                           GATHER, False)  # fmt: skip
+        if RL > 0:
+            acc, it = multiply(acc, more, it, a_bufs, b_bufs, full, empty, BM, BN, BL, RL, S, KIND, B_ROWS,
+                               GATHER, True)  # fmt: skip
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=n_steps > 0)
         parts = slices(acc, SUB)
@@ -426,8 +468,8 @@ def barriers(S: gl.constexpr, ARRIVALS: gl.constexpr):
 def specialised(
     a, b, u, v, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n,
     steps, more, GROUP, stride,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr,
-    OUTS: gl.constexpr, K: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, RL: gl.constexpr, S: gl.constexpr,
+    SUB: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
     EDGE: gl.constexpr,
 ):  # fmt: skip
@@ -446,13 +488,12 @@ def specialised(
     ACT: the activation, see `activate`.
     bias: [E, 2F] or None; added to H.
     u, v: None, or a low-rank step after the product, in the same accumulator: A @ B[e] + u[rows] @ v[e]. They
-        are sorted rows [N, R] and an operand with B's axes, in boxes of A's and B's shapes. more: number of
-        steps of R, else 0. Not in dw.
+        are sorted rows [N, R] and an operand with B's axes. more: number of steps of R, of RL numbers each;
+        else 0. Their boxes are those of A and B with RL in place of BL. Not in dw.
     """
     WARPS: gl.constexpr = 4 if BM == 64 else 8
     A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [1, 1, BM, BL]
-    B_DW: gl.constexpr = [1, 1, BL, BN] if KIND == "dw" else [1, BL, BN]
-    B_BOX: gl.constexpr = [2, BN // 2, BL] if KIND == "up" else [1, BN, BL] if B_ROWS else B_DW
+    B_BOX: gl.constexpr = b_box(BN, BL, KIND, B_ROWS)
     FINISH: gl.constexpr = KIND == "up" or KIND == "ungated" or KIND == "dh"
     # Number of warps that gather, and of warps that finish. With more than twelve warps in all, ptxas would
     # have too few registers for 256 columns.
@@ -482,21 +523,21 @@ def specialised(
     FINISH_REGS: gl.constexpr = 184 if KIND == "dh" else 96
     if FINISH:
         gl.warp_specialize([
-            (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps + more, GROUP,
+            (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, more, GROUP,
                              a_bufs, b_bufs, full, empty, out, staged, taken,
-                             BM, BN, BL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
+                             BM, BN, BL, RL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
             (load_tiles, (a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP,
-                          stride, a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, EDGE,
-                          LAYOUT)),
+                          stride, a_bufs, b_bufs, full, empty, BM, BN, BL, RL, S, K, KIND, B_ROWS, GATHER,
+                          EDGE, LAYOUT)),
             (finish_tiles, (h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP,
                             out, scale, staged, taken, BM, BN, SUB, KIND, ACT, KEEP, CHUNK, CREW)),
         ], [LOADERS, CREW], [REGS, FINISH_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps + more, GROUP,
+            (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, more, GROUP,
                              a_bufs, b_bufs, full, empty, out, staged, taken,
-                             BM, BN, BL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
+                             BM, BN, BL, RL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
             (load_tiles, (a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP,
-                          stride, a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, EDGE,
-                          LAYOUT)),
+                          stride, a_bufs, b_bufs, full, empty, BM, BN, BL, RL, S, K, KIND, B_ROWS, GATHER,
+                          EDGE, LAYOUT)),
         ], [LOADERS], [REGS])  # fmt: skip
