@@ -25,7 +25,7 @@ from tmoe.generate.cache import layer_widths
 from tmoe.generate.gathered_model import AT_ONCE
 from tmoe.generate.sampler import Sampling
 from tmoe.model.block_bytes import by_log_probs
-from tmoe.model.lora import expert_ranks
+from tmoe.model.lora import dense_sizes, expert_ranks
 from tmoe.model.rounding import rounding
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.moe_bytes import runs_beside, travelling
@@ -145,6 +145,7 @@ def decode_shapes(cfg: Config, dtype: torch.dtype) -> DecodeShapes:
         fused=how.fused,
         in_blocks=how.in_blocks,
         filters=Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p),
+        adapted=dense_sizes(m, cfg.lora),
     )
 
 

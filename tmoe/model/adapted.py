@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tmoe.ops import grouped_mm
+from tmoe.ops.decode.low_rank import add_low_rank, fits
 
 
 class Adapted(nn.Linear):
@@ -42,11 +43,14 @@ class Adapted(nn.Linear):
             x = F.dropout(x, self.dropout)
         if self.in_order:
             return y + in_order(in_order(x, self.a) * self.scale, self.b)
-        u, flat = F.linear(x, self.a).flatten(0, -2), y.flatten(0, -2)
-        if not torch.is_grad_enabled() and y.is_contiguous():  # one kernel less
-            flat.addmm_(u, self.b.T, alpha=self.scale)
-            return y
-        return torch.addmm(flat, u, self.b.T, alpha=self.scale).view(y.shape)
+        flat = y.flatten(0, -2)
+        if torch.is_grad_enabled():
+            u = F.linear(x, self.a).flatten(0, -2)
+            return torch.addmm(flat, u, self.b.T, alpha=self.scale).view(y.shape)
+        if not torch.compiler.is_compiling() and fits(x, self.a):
+            return add_low_rank(flat, x.flatten(0, -2), self.a, self.b, self.scale).view(y.shape)
+        flat.addmm_(F.linear(x, self.a).flatten(0, -2), self.b.T, alpha=self.scale)  # y is not copied
+        return flat.view(y.shape)
 
     def inner(self, x: Tensor, columns: slice | None = None) -> Tensor:
         """scale * a x, [..., r]; in training, a share of x is dropped first.

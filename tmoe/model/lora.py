@@ -192,6 +192,18 @@ def expert_ranks(cfg: Config) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(found - {(0, 0)}))
 
 
+@functools.lru_cache(64)
+def dense_sizes(model: ModelConfig, lora: LoraConfig) -> tuple[tuple[int, int, int], ...]:
+    """Columns, rows and rank of the dense layers that have adapters, each combination once."""
+    if not lora.rank:
+        return ()
+    with torch.device("meta"):
+        whole = Transformer(model)
+    add_adapters(whole, lora)
+    layers = (m for m in whole.modules() if isinstance(m, Adapted))
+    return tuple(sorted({(m.in_features, m.out_features, len(m.a)) for m in layers}))
+
+
 class AdapterCounts(NamedTuple):
     """Sizes of the adapters of some blocks."""
 

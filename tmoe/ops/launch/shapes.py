@@ -98,3 +98,4 @@ class DecodeShapes(NamedTuple):
     fused: bool  # one kernel for several modules, as in model/rounding.py
     in_blocks: bool  # attention in flex attention's order
     filters: Any  # of the draw: `Filters` of ops/decode/sample.py
+    adapted: tuple[tuple[int, int, int], ...] = ()  # columns, rows and rank of dense layers with adapters
