@@ -1,6 +1,6 @@
 """The kernels of adapted experts: in triton's interpreter against fp64, and compiled for other chips.
 
-As a test it starts itself in the interpreter:
+The test starts this file in the interpreter:
     TRITON_INTERPRET=1 python tests/ops/test_adapted_kernels.py
 
 next: test_adapted.py
@@ -16,6 +16,7 @@ from interpreter import poison, repair_interpreter, small_tiles
 from tmoe.base.activations import activation as named
 
 LARGE = {"up_adapted", "rows_adapted", "dh_adapted"}
+DENSE = "add_low_rank_kernel"
 KERNELS = {"narrow_kernel", "narrow_and_factor_kernel", "sum_chunks_kernel", "factor_kernel"}
 
 
@@ -32,38 +33,51 @@ def test_compiles(arch):
     """Registers, spills and memory, as those of the kernels without adapters; ranks 1 and 16."""
     from chips import CHIPS, assert_fits, measure
 
+    from tmoe.ops.decode import low_rank
     from tmoe.ops.experts import adapted_gpu
     from tmoe.ops.launch.kernel_launch import compile_only
 
     found = {}
 
     def visit(name, key, compile):
-        if name in KERNELS | LARGE | {"specialised", "widen_kernel"} and key not in found:
+        if name in KERNELS | LARGE | {"specialised", DENSE} and key not in found:
             found[key] = measure(arch, name, compile)
 
     with compile_only(arch, visit):
         for T, rank, biased in ((4096, 16, False), (4096, 1, True), (256, 64, False)):
             sizes = T, 2048, 768, 32, 4
             adapted_gpu.trace(sizes, (rank, rank), torch.bfloat16, biased=biased)
-    names = {binary.name for binary in found.values()} - {"specialised"}
+        for L, W, rank in ((2048, 5120, 16), (200, 72, 1), (4096, 2048, 128)):
+            low_rank.trace(L, W, rank, torch.bfloat16, 64)
+    names = {binary.name for binary in found.values()} - {"specialised", DENSE}
     # on Hopper the large products are hopper.py's
-    assert names == KERNELS | ({"widen_kernel"} if arch == "cuda:90" else LARGE)
+    assert names == KERNELS | (set() if arch == "cuda:90" else LARGE)
     for binary in found.values():
         assert_fits(binary, CHIPS[arch])
 
 
 @pytest.mark.parametrize("targets", [(), ("experts.down",), ("attention",)])
 def test_the_warm_up_knows_them(targets):
-    """They are compiled before the process group exists; without adapters on experts there are none."""
-    from tmoe.commands.warmup import traces
+    """They are compiled before the process group exists; without adapters on experts there are none.
+
+    That of dense layers is a rollout's.
+    """
+    from tmoe.commands.warmup import decode_shapes, traces
     from tmoe.config.run import Config, LoraConfig
     from tmoe.ops.launch.kernel_launch import compile_only
+    from tmoe.ops.register import traces_of
 
     names = set()
     with compile_only("cuda:90", lambda name, key, compile: names.add(name)):
         for run, *args in traces(Config(lora=LoraConfig(rank=8, targets=targets))):
             run(*args)
     assert names & KERNELS == (set() if targets == ("attention",) else KERNELS)
+    assert DENSE not in names
+    shapes = decode_shapes(Config(lora=LoraConfig(rank=8, targets=targets)), torch.bfloat16)
+    with compile_only("cuda:90", lambda name, key, compile: names.add(name)):
+        for run, *args in traces_of(shapes):
+            run(*args)
+    assert (DENSE in names) == (targets != ("experts.down",))
 
 
 # ---- in the interpreter ----
@@ -118,14 +132,47 @@ def check(op, T, ranks, dtype=torch.float32, pairs=None, biased=False, activatio
     assert far(base, want.detach()) > 0.05, "adapters that change nothing"
 
 
+def check_dense():
+    """add_low_rank against fp64: ranks, rows and columns that no tile divides."""
+    from tmoe.ops.decode import low_rank
+
+    draw = torch.Generator().manual_seed(0)
+    for B, L, W, r in ((5, 70, 100, 3), (40, 256, 72, 16), (17, 300, 520, 40)):
+        y, x, a, b = (
+            torch.randn(*shape, generator=draw).bfloat16() for shape in ((B, W), (B, L), (r, L), (W, r))
+        )
+        got = low_rank.add_low_rank(y, x, a, b, 0.25).double()
+        u = (x.double() @ a.double().T * 0.25).bfloat16().double()
+        want = y.double() + u @ b.double().T
+        assert far(got, want) < 0.01, (B, L, W, r, far(got, want))  # two roundings to bf16
+
+
+def check_wide():
+    """A factor whose rows are shorter than 16 bytes is copied by the launch that computes u."""
+    from tmoe.ops.experts import adapted_gpu
+    from tmoe.ops.experts.pair_order import route
+
+    T, D, F, E, K, r = 40, 40, 24, 5, 2, 3
+    draw = torch.Generator().manual_seed(0)
+    x, a, b = (torch.randn(*shape, generator=draw) for shape in ((T, D), (E, r, D), (E, 2 * F, r)))
+    ids = torch.rand(T, E, generator=draw).topk(K).indices.int()
+    layer = adapted_gpu.AdaptedLaunches(x, (E, D, F), K, route(ids, E))
+    _, wider = layer.narrow(x, a, 1.0, True, b)
+    assert torch.equal(wider, torch.nn.functional.pad(b, (0, 5)))
+
+
 def in_the_interpreter():
     from tmoe.ops.experts import adapted_gpu, gpu
 
     repair_interpreter()
     poison()
-    adapted_gpu.AdaptedLaunches.low = lambda self, R: adapted_gpu.Low(32, 16, 16, 4, 2)
+    adapted_gpu.AdaptedLaunches.chunk = lambda self, R: adapted_gpu.Chunk(32, 16, 4, 2)
+    adapted_gpu.AdaptedLaunches.tile = lambda self, R: adapted_gpu.Tile(16, 16, 4, 2, 2, 2)
+    check_dense()
     for tma in (False, True):
         small_tiles(gpu, tma, True, 2)
+        adapted_gpu.FEW = 48 * tma  # without it narrow products read blocks in the order of tokens
+        check_wide()
         check(adapted_gpu, 90, (3, 3))
         check(adapted_gpu, 90, (1, 20), biased=True, activation="clamped")
         check(adapted_gpu, 150, (16, 70), pairs=128)

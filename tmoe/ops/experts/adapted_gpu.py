@@ -11,6 +11,8 @@ next: ops/experts/adapted_kernels.py
 """
 
 import copy
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,49 +29,90 @@ from tmoe.ops.launch.kernel_launch import cdiv, empty, launch
 FEW = 48  # up to this many rows per expert, tiles of narrow products have 64 rows
 
 
-class Low(NamedTuple):
-    """Sizes of the kernels whose result has r columns or rows; they are as slow as reading an operand."""
+class Chunk(NamedTuple):
+    """Sizes of narrow_and_factor_kernel."""
 
-    chunk: int  # rows of an expert that a program of narrow_and_factor_kernel reads
-    BL: int  # a step along columns there, along rows in factor_kernel
-    BN: int  # columns of a tile of factor_kernel
+    rows: int  # rows of an expert that a program reads
+    BL: int  # columns of a step
     warps: int
     stages: int
+    ctas: int = 1  # programs on an SM
+
+
+class Tile(NamedTuple):
+    """Sizes of factor_kernel."""
+
+    BN: int  # columns of a tile
+    BL: int  # rows of a step
+    warps: int
+    stages: int
+    ctas: int  # programs on an SM
+    slab: int  # column tiles of all experts that are computed at one time if rows are gathered
 
 
 class AdaptedLaunches(gpu.LayerLaunches):
-    """gpu.LayerLaunches with the launches that have a low-rank step."""
+    """gpu.LayerLaunches with the launches that have a low-rank step.
 
-    def low(self, R: int) -> Low:
-        """The sizes for rank R."""
+    Kernels whose result has r columns or rows are as slow as reading an operand. For them `narrow_config`,
+    `chunk` and `tile` choose the sizes.
+    """
+
+    def narrow_config(self, L: int, gather: bool) -> tuple[gpu.KernelConfig, bool]:
+        """The configuration of narrow_kernel for a sum of length L, and whether blocks are spread."""
+        portable = copy.copy(self)
+        portable.tma = False  # operands are read by pointers
+        cfg = portable.config("down")
+        few = self.N <= FEW * self.E
+        if self.tma and few:  # few steps, since each waits for memory
+            cfg = cfg._replace(BM=64, BL=64 if L % 256 else 256, stages=3)
+        elif self.tma:  # many bytes in flight
+            cfg = cfg._replace(BM=128, BL=64, stages=4)
+        return cfg, gather and not few
+
+    def chunk(self, R: int) -> Chunk:
+        """The sizes of narrow_and_factor_kernel for rank R."""
         if self.tma:  # chunks of 512 rows have too little shared memory above rank 16
-            return Low(512 if R <= 16 else 256, 64, 128, 8, 3)
+            return Chunk(512 if R <= 16 else 256, 64, 8, 3)
         if self.x.element_size() == 2:
-            return Low(128, 64, 64, 4, 2) if R <= 16 else Low(64, 32, 64, 4, 2)
-        return Low(64, 32, 32, 4, 2)
+            return Chunk(128, 64, 4, 2) if R <= 16 else Chunk(64, 32, 4, 2)
+        return Chunk(64, 32, 4, 2)
 
-    def narrow(self, a: Tensor, b: Tensor, scale: float, gather: bool = False) -> Tensor:
+    def tile(self, R: int) -> Tile:
+        """The sizes of factor_kernel for rank R."""
+        if self.tma:
+            return Tile(128, 64, 4, 4, 2, 2)
+        if self.x.element_size() == 2:
+            return Tile(64, 64 if R <= 16 else 32, 4, 4, 2, 4)
+        return Tile(32, 32, 4, 4, 2, 4)
+
+    def narrow(
+        self, a: Tensor, b: Tensor, scale: float, gather: bool = False, other: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """u [N, r] = scale times rows of a times each expert's b [E, r, L]; r rounded up to 16 bytes.
 
         gather: a is [T, L], else [N, L].
+        other: the adapter's other factor [E, n, r]. It is returned with r rounded up to 16 bytes; the same
+            tensor if r is not rounded.
         """
-        layer = copy.copy(self)
-        layer.tma = False  # operands are read by pointers
-        cfg = layer.config("down")
         L, R = a.shape[1], b.shape[1]
         W = wide(R)
-        if self.tma:  # all of the time is that of loads: many bytes in flight, or with few rows few steps
-            cfg = cfg._replace(BM=128, BL=64, stages=4)
-            if self.N <= FEW * self.E:
-                cfg = cfg._replace(BM=64, BL=64 if L % 256 else 256, stages=3)
-        c = self.empty(self.N, W)
+        cfg, spread = self.narrow_config(L, gather)
+        c, wider, height = self.empty(self.N, W), None, 0
+        if other is not None and W > R:
+            height = other.shape[0] * other.shape[1]
+            wider = self.empty(*other.shape[:2], W)
         launch(
-            kernels.narrow_kernel, layer.grid(cfg, layer.row_tiles(cfg, W, steps(R))),
-            a, b, c, self.meta.order, *layer.tile_args(cfg), L, R, W, scale,
-            cfg.BM, steps(R), cfg.BL, cfg.GROUP, self.K, gather, layer.even(cfg, L), self.precision,
-            num_warps=cfg.warps, num_stages=cfg.stages,
+            kernels.narrow_kernel, self.grid(cfg, self.row_tiles(cfg, W, steps(R))),
+            a, b, c, None if wider is None else other, wider, self.meta.order, *self.tile_args(cfg),
+            self.E, self.bits(cfg.BM), L, R, W, height, scale,
+            cfg.BM, steps(R), cfg.BL, power_of_2(W), power_of_2(self.E), cfg.GROUP, self.K, gather, spread,
+            self.even(cfg, L), self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
-        return c
+        return c, other if wider is None else wider
+
+    def bits(self, rows: int) -> int:
+        """The argument `bits` of kernels.spread_at for blocks of this many rows."""
+        return cdiv(self.N, rows).bit_length()
 
     def narrow_and_factor(
         self, g: Tensor, b: Tensor, u: Tensor, scale: float, gather: bool, c: Tensor | None
@@ -80,20 +123,20 @@ class AdaptedLaunches(gpu.LayerLaunches):
         c: a tensor to which the gradient is added; None: a new one.
         """
         E, L, R = b.shape
-        W, low, add = u.shape[1], self.low(R), c is not None
+        W, chunk, add = u.shape[1], self.chunk(R), c is not None
         c = self.empty(E, L, R) if c is None else c
         v = self.empty(self.N, W)
-        chunks, EP = self.N // low.chunk + E, power_of_2(E)
+        chunks, EP = self.N // chunk.rows + E, power_of_2(E)
         parts = self.empty(chunks, L, R, dtype=torch.float32)
         launch(
-            kernels.narrow_and_factor_kernel, (max(1, min(self.sms, chunks)),),
-            g, b, u, self.weights, v, parts, self.meta.order, self.meta.offsets, E, L, R, W, scale, chunks,
-            low.chunk, steps(R), low.BL, EP, self.K, gather, self.precision,
-            num_warps=low.warps, num_stages=low.stages,
+            kernels.narrow_and_factor_kernel, (max(1, min(chunk.ctas * self.sms, chunks)),),
+            g, b, u, self.weights, v, parts, self.meta.order, self.meta.offsets, E, self.bits(chunk.rows), L,
+            R, W, scale, chunks, chunk.rows, steps(R), chunk.BL, EP, self.K, gather, self.precision,
+            num_warps=chunk.warps, num_stages=chunk.stages,
         )  # fmt: skip
         launch(
             kernels.sum_chunks_kernel, (E, cdiv(L * R, 1024)),
-            parts, c, self.meta.offsets, E, L * R, low.chunk, EP, 1024, add, num_warps=4,
+            parts, c, self.meta.offsets, E, L * R, chunk.rows, EP, 1024, add, num_warps=4,
         )  # fmt: skip
         return v, c
 
@@ -102,32 +145,26 @@ class AdaptedLaunches(gpu.LayerLaunches):
 
         gather: x is [T, L], else [N, L]. c: a tensor to which the gradient is added; None: a new one.
         """
-        L, low, add = x.shape[1], self.low(R), c is not None
+        L, tile, add = x.shape[1], self.tile(R), c is not None
         c = self.empty(self.E, R, L) if c is None else c
-        tiles = self.E * cdiv(R, steps(R)) * cdiv(L, low.BN)
+        columns = cdiv(L, tile.BN)
+        slab = math.gcd(columns, tile.slab) if gather else columns
+        tiles = self.E * cdiv(R, steps(R)) * columns
         launch(
-            kernels.factor_kernel, (max(1, min(2 * self.sms, tiles)),),
+            kernels.factor_kernel, (max(1, min(tile.ctas * self.sms, tiles)),),
             v, x, c, self.meta.order, self.meta.offsets, self.meta.by_size, self.E, R, v.shape[1], L,
-            steps(R), low.BN, low.BL, 16, self.K, gather, add, self.precision, num_warps=4, num_stages=4,
-        )  # fmt: skip
-        return c
-
-    def widened(self, b: Tensor) -> Tensor:
-        """b [E, n, r], with r rounded up to rows of 16 bytes, as a descriptor needs them."""
-        E, n, R = b.shape
-        if wide(R) == R:
-            return b
-        c = self.empty(E, n, wide(R))
-        launch(
-            kernels.widen_kernel, (cdiv(E * n, 512),), b, c, E * n, R, wide(R), 512, power_of_2(wide(R)),
-            num_warps=4,
+            steps(R), tile.BN, tile.BL, slab, self.K, gather, add, self.precision,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return c
 
     def up_with(
         self, gate_up: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None, h: Tensor | None
     ) -> Tensor:
-        """act [N, F] with u b[e]^T added to H; writes H unless it is None. u None: `up`."""
+        """act [N, F] with u b[e]^T added to H; writes H unless it is None. u None: `up`.
+
+        b: as `narrow` returns it.
+        """
         if u is None:
             return super().up(gate_up, bias, h)
         cfg = self.config("up")
@@ -137,7 +174,7 @@ class AdaptedLaunches(gpu.LayerLaunches):
         x = self.x if cfg.gather else self.gathered(self.x)
         w = gate_up.view(n * self.E, self.F, self.D)
         if cfg.outs:
-            v = self.widened(b).view(n * self.E, self.F, -1)
+            v = b.view(n * self.E, self.F, -1)
             product = Product(x, w, self.F, self.D, True, "a" if cfg.gather else "", bias=bias, u=u, v=v)
             outs = (None, None) if h is None else (*h.split(self.F, 1), None)
             self.specialised("up" if n == 2 else "ungated", cfg, product, (outs[0], outs[1], act))
@@ -156,25 +193,41 @@ class AdaptedLaunches(gpu.LayerLaunches):
         )  # fmt: skip
         return act
 
-    def forward_up(
+    def forward_products(
         self,
         x: Tensor,
         gate_up: Tensor,
+        down: Tensor | None,
         bias: Tensor | None,
-        factors: tuple[Tensor | None, ...],
+        factors: Sequence[Tensor | None],
         scales: tuple[float, float],
         h: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """act, u of gate_up, u of down; writes H unless h is None. factors: gate_up's a and b, down's a."""
-        up_a, up_b, down_a = factors
-        u_up = None if up_a is None else self.narrow(x, up_a, scales[0], gather=True)
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The rows of down's product (None if down is None), u of gate_up, u of down.
+
+        Writes H unless h is None. factors: gate_up's a and b, down's a and b.
+        """
+        up_a, up_b, down_a, down_b = factors
+        u_up = u_down = None
+        if up_a is not None:
+            other = up_b if self.config("up").outs else None
+            u_up, wider = self.narrow(x, up_a, scales[0], True, other)
+            up_b = up_b if wider is None else wider
         act = self.up_with(gate_up, bias, u_up, up_b, h)
-        return act, u_up, None if down_a is None else self.narrow(act, down_a, scales[1])
+        if down_a is not None:
+            other = down_b if down is not None and self.config("down").outs else None
+            u_down, wider = self.narrow(act, down_a, scales[1], False, other)
+            down_b = down_b if wider is None else wider
+        rows = None if down is None else self.rows_with("down", act, down, True, u_down, down_b)
+        return rows, u_up, u_down
 
     def rows_with(
         self, kernel: str, a: Tensor, b: Tensor, b_rows: bool, u: Tensor | None, v: Tensor | None
     ) -> Tensor:
-        """`rows` with u v[e] added, v [W, r] rows if b_rows else [r, W]. u None: `rows`."""
+        """`rows` with u v[e] added, v [W, r] rows if b_rows (as `narrow` returns it) else [r, W].
+
+        u None: `rows`.
+        """
         if u is None or v is None:
             return super().rows(kernel, a, b, b_rows)
         cfg = self.config(kernel)
@@ -182,7 +235,6 @@ class AdaptedLaunches(gpu.LayerLaunches):
         L, W, R = a.shape[1], P if b_rows else Q, v.shape[2] if b_rows else v.shape[1]
         c = self.empty(self.N, W)
         if cfg.outs:
-            v = self.widened(v) if b_rows else v
             self.specialised("rows", cfg, Product(a, b, W, L, b_rows, u=u, v=v), (c, None, None))
             return c
         launch(
@@ -254,26 +306,26 @@ def forward(
     """
     *factors, activation, pairs, keep, up_scale, down_scale = rest
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
-    bias, up_a, up_b, down_a, down_b = (t if t is None else t.contiguous() for t in (bias, *factors))
+    bias, *factors = (t if t is None else t.contiguous() for t in (bias, *factors))
     N = pairs if keep else 0
-    ranks = (0 if a is None else wide(a.shape[1]) for a in (up_a, down_a))
+    ranks = (0 if a is None else wide(a.shape[1]) for a in (factors[0], factors[2]))
     h, *none = (empty((N, width), x.dtype, x.device) for width in (gate_up.shape[1], *ranks))
     meta = route(ids, down.shape[0], pairs)
     y: Any = None
     kept: list[Tensor] = none
     if ids.numel() == 0:
         return torch.zeros_like(x), h, *none, meta.packed
-    operands = [t for t in (gate_up, down, up_a, up_b, down_a, down_b) if t is not None]
+    operands = tuple(t for t in (gate_up, down, *factors) if t is not None)
     for window in windows(meta, ids.numel()):
-        layer = AdaptedLaunches(x, down.shape, ids.shape[1], window, weights, tuple(operands), activation)
-        act, u_up, u_down = layer.forward_up(
-            x, gate_up, bias, (up_a, up_b, down_a), (up_scale, down_scale), h if keep and y is None else None
+        layer = AdaptedLaunches(x, down.shape, ids.shape[1], window, weights, operands, activation)
+        rows, u_up, u_down = layer.forward_products(
+            x, gate_up, down, bias, factors, (up_scale, down_scale), h if keep and y is None else None
         )
+        assert rows is not None
         if keep and y is None:
             kept = [t if u is None else u for u, t in zip((u_up, u_down), none, strict=True)]
-        rows = layer.rows_with("down", act, down, True, u_down, down_b)
         y, _ = layer.combine(rows, weights, y)
-        del rows, act, u_up, u_down  # freed before the next window allocates its own
+        del rows, u_up, u_down  # freed before the next window allocates its own
     return y, h, *kept, meta.packed
 
 
@@ -297,8 +349,9 @@ def backward(
         layer = AdaptedLaunches(x, down.shape, weights.shape[1], window, weights, operands, activation)
         if dx is not None:  # a later window: computed again
             h = layer.empty(pairs, gate_up.shape[1])
-            _, u_up, u_down = layer.forward_up(
-                x, gate_up, bias, (up_a, up_b, down_a), (up_scale, down_scale), h
+            factors = up_a, up_b, down_a, down_b
+            _, u_up, u_down = layer.forward_products(
+                x, gate_up, None, bias, factors, (up_scale, down_scale), h
             )
 
         v = None

@@ -18,7 +18,6 @@ from tmoe.ops.experts.kernels import (
     slices,
     store_rows,
     tile_at,
-    weight_tile_at,
 )
 
 
@@ -103,72 +102,110 @@ def dh_adapted(
                   BM, BN, SUB, ACT, TMA)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["capacity", "GROUP", "scale"])
+@triton.jit(do_not_specialize=["capacity", "GROUP", "E", "bits", "scale", "height"])
 def narrow_kernel(
-    a, b, c, order, tiles, capacity, offsets, L, R, W, scale,
-    BM: tl.constexpr, RB: tl.constexpr, BL: tl.constexpr, GROUP, K: tl.constexpr,
-    GATHER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    a, b, c, other, wide, order, tiles, capacity, offsets, E, bits, L, R, W, height, scale,
+    BM: tl.constexpr, RB: tl.constexpr, BL: tl.constexpr, WP: tl.constexpr, EP: tl.constexpr, GROUP,
+    K: tl.constexpr, GATHER: tl.constexpr, SPREAD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """C[rows of e] = scale * A rows @ B[e]^T, the u of `step`; the columns R..W of C are zero.
 
-    B is [E, R, L]. With GATHER the rows of A are those of the tokens order[r] // K.
+    other: None, or the adapter's other factor [height, R], which is copied to `wide` [height, W], with zeros
+    in the columns from R on: a tensor descriptor needs rows of 16 bytes. A launch that only copies would cost
+    a decode step more than the copy. WP: a power of two, at least W.
+
+    B is [E, R, L]. With GATHER the rows of A are those of the tokens order[r] // K. SPREAD: row tiles are in
+    the order of `spread_at`, else in that of the table. EVEN: BL divides L.
+
+    Rows past the expert's end are not loaded: if all of them were one token's row, all programs would read
+    the same memory at the same time (hopper.py's loader).
     """
+    if other is not None:
+        k = tl.arange(0, WP)[None, :]
+        for t in tl.range(tl.program_id(0), tl.cdiv(height, BM), tl.num_programs(0)):
+            i = (t * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+            values = tl.load(other + i * R + k, mask=(i < height) & (k < R), other=0.0)
+            tl.store(wide + i * W + k, values, mask=(i < height) & (k < W))
     num_n = tl.cdiv(W, RB)
+    l = tl.arange(0, BL)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
-        e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
-        acc = product(a, b, order, e, hi, row, pn, R, L, L, L * R, L, 1,
-                      BM, RB, BL, False, True, K, GATHER, False, EVEN, PRECISION)  # fmt: skip
-        store_rows(c, acc * scale, lo, hi, row, pn * RB, W, W, False)
+        if SPREAD:
+            e, j, _, lo, hi = spread_at(t // num_n, offsets, E, bits, BM, EP)
+            row = lo + j * BM
+            pn = t % num_n
+        else:
+            e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+        r = row + tl.arange(0, BM)
+        here = r < hi
+        n = pn * RB + tl.arange(0, RB)
+        source = tl.load(order + r, mask=here, other=0) // K if GATHER else r
+        a_at = a + source.to(tl.int64)[:, None] * L + l[None, :]
+        b_at = b + e.to(tl.int64) * R * L + n[None, :] * L + l[:, None]
+        acc = tl.zeros((BM, RB), tl.float32)
+        for i in range(tl.cdiv(L, BL)):
+            inside = (l < L - i * BL) | EVEN
+            x = tl.load(a_at + i * BL, mask=here[:, None] & inside[None, :], other=0.0)
+            w = tl.load(b_at + i * BL, mask=(n < R)[None, :] & inside[:, None], other=0.0)
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        at = c + r.to(tl.int64)[:, None] * W + n[None, :]
+        tl.store(at, (acc * scale).to(c.dtype.element_ty), mask=here[:, None] & (n < W)[None, :])
 
 
 @triton.jit
-def widen_kernel(b, c, rows, R, W, BLOCK: tl.constexpr, BW: tl.constexpr):
-    """C [rows, W] = B [rows, R], and zeros in the columns from R on."""
-    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-    k = tl.arange(0, BW)[None, :]
-    values = tl.load(b + r * R + k, mask=(r < rows) & (k < R), other=0.0)
-    tl.store(c + r * W + k, values, mask=(r < rows) & (k < W))
-
-
-@triton.jit
-def chunk_at(t, offsets, E, BM: tl.constexpr, EP: tl.constexpr):
-    """Chunk t of BM rows as (expert, its chunks' first number, its rows lo..hi); the expert is E after all.
-
-    An expert's rows are divided into chunks, and chunks are numbered in the order of experts. EP: a power of
-    two, at least E.
-    """
+def blocks_of(offsets, E, BM: tl.constexpr, EP: tl.constexpr):
+    """Each expert's first row, the row after its last one and its number of blocks of BM rows, [EP]."""
     i = tl.arange(0, EP)
     los = tl.load(offsets + i, mask=i < E, other=0)
     his = tl.load(offsets + i + 1, mask=i < E, other=0)
-    counts = tl.where(i < E, tl.cdiv(his - los, BM), 0)
-    ends = tl.cumsum(counts, 0)
-    e = tl.sum(tl.where((i < E) & (ends <= t), 1, 0), 0)
-    mine = i == e
-    first = tl.sum(tl.where(mine, ends - counts, 0), 0)
-    return e, first, tl.sum(tl.where(mine, los, 0), 0), tl.sum(tl.where(mine, his, 0), 0)
+    return los, his, tl.where(i < E, tl.cdiv(his - los, BM), 0)
 
 
-@triton.jit(do_not_specialize=["E", "scale", "chunks"])
+@triton.jit
+def spread_at(t, offsets, E, bits, BM: tl.constexpr, EP: tl.constexpr):
+    """Block t as (expert e, block j of e, number of blocks of the experts before e, e's rows lo..hi).
+
+    Order: block 0 of all experts, then block 1 of all that have one, and so on; e is E after the last block.
+    An expert's rows are sorted by token, so blocks that are read at the same time have the same tokens, whose
+    rows are in L2 after the first of a token's K experts has read them. An order by experts reads every row
+    of x K times from memory. Short last blocks are at the end, where they fill idle multiprocessors.
+
+    bits: no expert has 2^bits blocks or more. EP: a power of two, at least E.
+    """
+    los, his, counts = blocks_of(offsets, E, BM, EP)
+    i = tl.arange(0, EP)
+    j = t * 0
+    for k in range(bits):  # the largest j with at most t blocks of smaller numbers
+        candidate = j + (1 << (bits - 1 - k))
+        j = tl.where(tl.sum(tl.minimum(counts, candidate), 0) <= t, candidate, j)
+    earlier = tl.sum(tl.minimum(counts, j), 0)
+    has = tl.where(counts > j, 1, 0)
+    mine = (has > 0) & (tl.cumsum(has, 0) - 1 == t - earlier)
+    e = tl.where(tl.sum(tl.where(mine, 1, 0), 0) > 0, tl.sum(tl.where(mine, i, 0), 0), E)
+    first = tl.sum(tl.where(i < e, counts, 0), 0)
+    return e, j, first, tl.sum(tl.where(mine, los, 0), 0), tl.sum(tl.where(mine, his, 0), 0)
+
+
+@triton.jit(do_not_specialize=["E", "bits", "scale", "chunks"])
 def narrow_and_factor_kernel(
-    g, b, u, weights, v, parts, order, offsets, E, L, R, W, scale, chunks,
+    g, b, u, weights, v, parts, order, offsets, E, bits, L, R, W, scale, chunks,
     BM: tl.constexpr, RB: tl.constexpr, BL: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
     GATHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """V[rows of e] = scale * G rows @ B[e], and parts of the gradient of B[e], G rows^T @ U rows.
 
-    G is read once for both: a program has a chunk of BM rows of an expert, and `parts` [chunks, L, R] in fp32
-    gets the chunk's part, which `sum_chunks_kernel` adds up. B [E, L, R]. V [N, W] and U [N, W] have sorted
-    rows. With GATHER the rows of G are those of the tokens order[r] // K, and the rows of U are multiplied
-    by their routing weights and rounded.
+    G is read once for both: a program has a chunk of BM rows of an expert, in the order of `spread_at`, and
+    `parts` [chunks, L, R] in fp32 gets the chunk's part, which `sum_chunks_kernel` adds up. B [E, L, R].
+    V [N, W] and U [N, W] have sorted rows. With GATHER the rows of G are those of the tokens order[r] // K,
+    and the rows of U are multiplied by their routing weights and rounded.
     """
     num_n = tl.cdiv(W, RB)
     for t in tl.range(tl.program_id(0), chunks * num_n, tl.num_programs(0)):
-        chunk = t // num_n
-        e, first, lo, hi = chunk_at(chunk, offsets, E, BM, EP)
+        e, j, first, lo, hi = spread_at(t // num_n, offsets, E, bits, BM, EP)
         if e < E:
+            chunk = first + j
             k = t % num_n * RB + tl.arange(0, RB)
             l = tl.arange(0, BL)
-            r = lo + (chunk - first) * BM + tl.arange(0, BM)
+            r = lo + j * BM + tl.arange(0, BM)
             here = r < hi
             slot = tl.load(order + r, mask=here, other=0)
             row = slot // K if GATHER else r
@@ -192,16 +229,19 @@ def narrow_and_factor_kernel(
             tl.store(v + at_u, (acc * scale).to(v.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["E", "GROUP"])
+@triton.jit(do_not_specialize=["E", "SLAB"])
 def factor_kernel(
     v, x, c, order, offsets, by_size, E, R, W, L,
-    RB: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, K: tl.constexpr, GATHER: tl.constexpr,
+    RB: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, SLAB, K: tl.constexpr, GATHER: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """C[e] [R, L] = V[rows of e]^T @ X rows, for every expert; V is [N, W]. ADD: added to C.
 
     With GATHER the rows of X are those of the tokens order[r] // K. As in `dw_kernel`, experts are handled by
     decreasing row count, and zeros are stored for an expert without rows.
+
+    SLAB column tiles of all experts are handled before the next SLAB, which divides their number. So with
+    GATHER the columns that are read at one time fit into L2, and K experts read them from memory once.
     """
     num_m = tl.cdiv(R, RB)
     num_n = tl.cdiv(L, BN)
@@ -209,7 +249,13 @@ def factor_kernel(
     if ADD:
         experts = tl.where(tl.load(offsets + E) > 0, E, 0)  # usually there are no rows to add
     for t in tl.range(tl.program_id(0), experts * num_m * num_n, tl.num_programs(0)):
-        e, lo, hi, pm, pn = weight_tile_at(t, by_size, offsets, num_m, num_n, GROUP)
+        slab = t // (experts * num_m * SLAB)
+        at = t % (experts * num_m * SLAB)
+        e = tl.load(by_size + at // (num_m * SLAB))
+        lo = tl.load(offsets + e)
+        hi = tl.load(offsets + e + 1)
+        pm = at // SLAB % num_m
+        pn = slab * SLAB + at % SLAB
         m = pm * RB + tl.arange(0, RB)
         n = pn * BN + tl.arange(0, BN)
         acc = tl.zeros((BN, RB), tl.float32)
@@ -225,11 +271,11 @@ def factor_kernel(
             r += BL
             row = tl.load(order + r, mask=r < hi, other=0) // K if GATHER else r  # a step ahead
             acc = tl.dot(right.T, low, acc, input_precision=PRECISION)
-        at = c + e.to(tl.int64) * R * L + m[None, :] * L + n[:, None]
+        c_at = c + e.to(tl.int64) * R * L + m[None, :] * L + n[:, None]
         mask = (m < R)[None, :] & (n < L)[:, None]
         if ADD:
-            acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(at, acc.to(c.dtype.element_ty), mask=mask)
+            acc += tl.load(c_at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(c_at, acc.to(c.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["E"])
@@ -239,9 +285,7 @@ def sum_chunks_kernel(
     """C[e] [n] = the sum of the expert's chunks, in their order; ADD: added to C."""
     e = tl.program_id(0)
     i = tl.arange(0, EP)
-    los = tl.load(offsets + i, mask=i < E, other=0)
-    his = tl.load(offsets + i + 1, mask=i < E, other=0)
-    counts = tl.where(i < E, tl.cdiv(his - los, BM), 0)
+    _, _, counts = blocks_of(offsets, E, BM, EP)
     first = tl.sum(tl.where(i < e, counts, 0), 0)
     count = tl.sum(tl.where(i == e, counts, 0), 0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
