@@ -33,7 +33,9 @@ def test_no_gpus_is_an_error_not_a_pass(monkeypatch, capsys, name, gpus):
     assert f"{gpus}: must be 1 or more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["moe_layer", "activations", "shapes", "tune", "exchange", "policies"])
+@pytest.mark.parametrize(
+    "name", ["moe_layer", "activations", "shapes", "tune", "exchange", "policies", "adapter_kernels"]
+)
 def test_no_gpu_is_one_line(monkeypatch, capsys, name):
     monkeypatch.setattr(sys, "argv", [name])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

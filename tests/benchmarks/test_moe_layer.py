@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks import moe_layer, shapes
+from benchmarks import adapter_kernels, moe_layer, shapes
+from tmoe.ops.launch.kernel_launch import compile_only
 
 
 def test_five_numbers_are_a_shape_and_others_are_refused_by_name(monkeypatch):
@@ -19,6 +20,20 @@ def test_five_numbers_are_a_shape_and_others_are_refused_by_name(monkeypatch):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{wrong}' is neither of qwen3"):
             moe_layer.shape(wrong)
         assert wrong not in moe_layer.ALL
+
+
+def test_launches_of_adapters_are_named_once_and_all_sizes_are_tried():
+    """On meta tensors: what benchmarks/adapter_kernels.py times is launched, with each of the sizes."""
+    found = {}
+    with compile_only("cuda:90", lambda name, key, compile: found.setdefault(name, set()).add(key)):
+        adapter_kernels.launched("qwen3-4096")
+        layer = adapter_kernels.Layer(moe_layer.ALL["qwen3-4096"], "meta")
+        for choices in layer.choices():
+            said = [adapter_kernels.words(size) for size in choices.sizes]
+            assert choices.kernel in layer.calls and len(set(said)) == len(said), choices.kernel
+    tried = "narrow_kernel", "narrow_and_factor_kernel", "factor_kernel", "specialised", "add_low_rank_kernel"
+    assert set(tried) <= set(found)
+    assert all(len(found[name]) >= 15 for name in tried[:4])
 
 
 def test_weights_once_moves_the_bytes_of_the_experts_that_have_tokens():
