@@ -199,7 +199,7 @@ def check(args: argparse.Namespace) -> Iterator[dict]:
         if not max(errors.values()) < 0.02:
             with mock.patch.object(gpu, "low_rank", lambda R, BL: BL):  # is it the narrow step?
                 wide = largest_error((1024, D, F, min(E, 8), min(K, 2)), RANK, "cuda")
-            raise SystemExit(f"the op is wrong: {errors}; with a low-rank step as wide as the others: {wide}")
+            raise SystemExit(f"the op is wrong: {errors}; with low-rank steps of 64 numbers: {wide}")
     new = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     for B, L, W, r in ((64, 2048, 5120, 16), (3, 4096, 2048, 64)):
         y, x, a, b = new(B, W), new(B, L), new(r, L) * L**-0.5, new(W, r)
