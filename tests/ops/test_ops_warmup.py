@@ -219,7 +219,7 @@ def test_every_op_with_kernels_is_asked(monkeypatch):
         replace(bf16, model=replace(tiny.model, moe=replace(moe, weigh="before"))),
         replace(bf16, model=replace(tiny.model, moe=replace(moe, selection="sinkhorn"))),
         shared,
-        replace(bf16, lora=LoraConfig(rank=8)),
+        replace(grpo, lora=LoraConfig(rank=8)),
     ]
     asked = {run for cfg in cfgs for run, *_ in warmup.traces(cfg)}
     found = set()
