@@ -5,6 +5,8 @@
 #   make test-slow    the rest: faults, several hosts, whole runs, compiling for chips that are not here
 # docs/map.md, a list of all files, each with its first line; it is not in the repository:
 #   make map
+# The browser that `.ci/run` tests the page of `tmoe serve` with; `make test` skips these tests without it:
+#   make browser
 # And one that installs nothing, for a machine with GPUs and no package index:
 #   make test-gpu PYTHON=python3    tests that need a GPU, as many workers as fit; kernels compile meanwhile
 PYTHON ?= python3
@@ -13,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # else each worker and each forked process compiles all files that it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slow test-gpu check map clean
+.PHONY: train test test-slow test-gpu check browser map clean
 
 train: .venv/ready
 	$(BIN)/torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2 --resume none
@@ -35,6 +37,14 @@ check: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/python .ci/prose.py
+
+# Debian's headless Chromium for the tests of the page of `tmoe serve`; playwright, which drives it, is in .venv
+BROWSER := chromium-headless-shell
+ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
+browser:
+	@command -v $(BROWSER) > /dev/null || { $(ROOT) apt-get update -qq && \
+		$(ROOT) apt-get install --yes -qq --no-install-recommends $(BROWSER); }
+	@$(BROWSER) --no-sandbox --version
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}; make PYTHON=..."'

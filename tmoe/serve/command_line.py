@@ -32,6 +32,7 @@ from tmoe.front import call, one_message
 if TYPE_CHECKING:
     from tmoe.serve.engine_client import EngineClient
     from tmoe.serve.front import Front
+    from tmoe.serve.page import RunRouting
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Flags:
     """cpu, cuda or cuda:N; none: a GPU if there is one"""
     dtype: Literal["bf16", "fp32"] | None = None
     """type of weights and computation; none: bf16 on a GPU, else fp32"""
+    run: Path | None = None
+    """a run folder whose load of experts the page at / shows; none: MODEL's own, if it is of a run"""
     quantize: Literal["int8", "int4", "fp8", "nf4"] | None = None
     """quantise the matrices of experts and dense layers while loading, as tmoe generate does"""
 
@@ -104,8 +107,10 @@ def run(flags: Flags, start: Literal["spawn", "fork"] = "spawn") -> int:
     from tmoe.serve.engine_client import EngineClient, EngineGone
     from tmoe.serve.guard import LOOPBACK
     from tmoe.serve.messages import EngineSettings
+    from tmoe.serve.page import routing_of
     from tmoe.serve.server import bind, serve
 
+    routing = routing_of(flags.run, flags.path)
     listening = bind(flags.host, flags.port)
     port = listening.getsockname()[1]
     shared = {name: getattr(flags, name) for name in EngineSettings.__dataclass_fields__}
@@ -115,16 +120,17 @@ def run(flags: Flags, start: Literal["spawn", "fork"] = "spawn") -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     try:
-        front = front_of(flags, engine)
-        at = f"[{flags.host}]" if ":" in flags.host else flags.host
-        print(f"{front.model} is served at http://{at}:{port}/v1", file=sys.stderr, flush=True)
+        sizes = len(engine.ready.moe_blocks), engine.ready.experts
+        front = front_of(flags, engine, routing and routing.of_model(*sizes, flags.run is not None))
+        at = f"http://[{flags.host}]:{port}" if ":" in flags.host else f"http://{flags.host}:{port}"
+        print(f"{front.model} is served at {at}/v1, with a page at {at}/", file=sys.stderr, flush=True)
         hosts = {*LOOPBACK, flags.host.lower()} if flags.host not in ("0.0.0.0", "::") else None
         return asyncio.run(serve(front, listening, hosts, token, flags.drain))
     finally:
         engine.close()
 
 
-def front_of(flags: Flags, engine: EngineClient) -> Front:
+def front_of(flags: Flags, engine: EngineClient, routing: RunRouting | None) -> Front:
     """The front of an engine. A model without a chat template answers completions only."""
     from tmoe.data.chat.template import load_template
     from tmoe.data.chat.template_choice import another
@@ -146,7 +152,9 @@ def front_of(flags: Flags, engine: EngineClient) -> Front:
     if template and file and (line := another(f"--chat-template={file}", template, ready.tokenizer.chat)):
         lines.append(line)
     name = flags.name or (flags.path.resolve().name if flags.path.exists() else str(flags.path))
-    front = Front(engine, name, template, why, Sizes(flags.slots, flags.waiting))
+    if routing is not None:
+        lines.append(f"the page shows the load of the run {routing.run}")
+    front = Front(engine, name, template, why, Sizes(flags.slots, flags.waiting), routing)
     if template and not front.protocol.ends:
         lines.append(f"the template ends no turn: answers end at {list(ready.eos)} or max_tokens alone")
     for line in lines:

@@ -72,9 +72,10 @@ class EngineSide:
         self.live = Live(engine, max_len=settings.max_len, after=self.after, **sizes)
         assert self.live.room is not None
         pages = self.live.room.pages - 1
-        vocab = loaded.model.cfg.vocab
+        cfg = loaded.model.cfg
+        moe = tuple(i for i in range(cfg.layers) if cfg.is_moe(i))
         known = loaded.eos, loaded.begin, loaded.generation, self.live.max_len, pages, loaded.notes
-        pipe.send(Ready(loaded.tokenizer, vocab, *known))
+        pipe.send(Ready(loaded.tokenizer, cfg.vocab, *known, moe, cfg.moe.outputs if moe else 0))
 
     def serve(self) -> None:
         """Carries out messages until the front ends the engine, or the engine fails."""

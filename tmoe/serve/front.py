@@ -24,11 +24,12 @@ from tmoe.serve.answers import Choice, Reply, event
 from tmoe.serve.engine_client import Answers, EngineClient, EngineGone, RefusedByEngine
 from tmoe.serve.guard import drop_body, read_body
 from tmoe.serve.messages import Part
+from tmoe.serve.page import Page, RunRouting
 from tmoe.serve.parse_tools import format_of, has_thoughts, text_of
 from tmoe.serve.protocol import Asked, Protocol, Refused, error_body, parse_json
 
 ALIVE_S = 15.0  # seconds of silence after which a stream gets a comment
-PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics"
+PATHS = "/, /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics"
 STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -48,12 +49,19 @@ class Front:
     """The state of the front: the engine, the requests under way, and whether it drains."""
 
     def __init__(
-        self, engine: EngineClient, model: str, template: ChatTemplate | None, why: str, sizes: Sizes
+        self,
+        engine: EngineClient,
+        model: str,
+        template: ChatTemplate | None,
+        why: str,
+        sizes: Sizes,
+        routing: RunRouting | None = None,
     ):
-        """why: why there is no template."""
+        """why: why there is no template. routing: of the run that the page shows."""
         self.engine, self.model, self.template = engine, model, template
         self.protocol = Protocol(model, engine.ready, template, why)
         self.sizes = sizes
+        self.page = Page(routing)
         self.counters = engine.counters
         self.open = 0
         self.idle = asyncio.Event()
@@ -70,6 +78,7 @@ class Front:
             Route("/v1/models/{name:path}", self.models),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
+            *self.page.routes(),
         ]
         handlers: Any = {HTTPException: self.not_there, Refused: self.refused, Exception: self.failed}
         handlers |= {EngineGone: self.engine_gone, ClientDisconnect: self.client_gone}
@@ -111,6 +120,8 @@ class Front:
         ours = dict(max_len=self.engine.ready.max_len, chat=self.template is not None)
         ours |= dict(tool_calls=format_of(text) or None, reasoning=has_thoughts(text))
         one = dict(id=self.model, object="model", created=self.created, owned_by="tmoe", tmoe=ours)
+        ours |= dict(moe_blocks=self.engine.ready.moe_blocks, experts=self.engine.ready.experts)
+        ours |= dict(run=self.page.routing is not None)
         if (name := request.path_params.get("name")) is None:
             return JSONResponse(dict(object="list", data=[one]))
         if name != self.model:

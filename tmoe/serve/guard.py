@@ -18,7 +18,7 @@ MOST_BODY = 4 * 2**20  # bytes
 DROPPED = 16 * 2**20  # bytes that are read of a body that is too large, so that its client reads the reply
 BODY_S = 30.0  # seconds in which a body must arrive
 DROP_S = 2.0  # seconds in which the body of a refused request is read
-OPEN = {"/health"}  # paths that need no token
+OPEN = {"/", "/health"}  # paths that need no token
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 

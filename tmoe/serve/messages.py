@@ -42,6 +42,10 @@ class Ready(NamedTuple):
     pages: int
     """pages of the pool that answers can have"""
     notes: tuple[str, ...]
+    moe_blocks: tuple[int, ...] = ()
+    """numbers of the blocks with experts"""
+    experts: int = 0
+    """outputs of the router of such a block"""
 
 
 class Failed(NamedTuple):
