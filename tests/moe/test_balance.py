@@ -297,6 +297,19 @@ def test_what_is_of_a_micro_batch_weighs_them_by_tokens(name):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+def test_no_part_of_a_load_is_a_view(packed):
+    """A block returns the load. FSDP2's hook on a view is lost after an in-place op, and FSDP2 warns of it."""
+    names = set(LOSSES) - {"importance-tutel"}  # not next to importance
+    cfg = config(*(f"{name}:1" for name in sorted(names)), z_coeff=0.1)
+    logits = torch.randn(12, 4, requires_grad=True)
+    members = torch.ones(2, 6, 3) if packed else None
+    load = measure(routed(logits, cfg), 2, None, cfg=cfg, members_BSN=members)
+    trained = {name for name, t in load._asdict().items() if t is not None and t.requires_grad}
+    assert {name for name in trained if getattr(load, name)._base is not None} == set()
+    assert ("probs_NE" in trained) == packed and {"probs_BE", "z_B", "smooth_BE"} <= trained
+
+
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_ranks_that_divide_a_sequence_add_up_to_it(name, packed):
     """As under tp and cp: values and gradients of the parts add up to those of whole sequences."""

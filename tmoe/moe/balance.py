@@ -102,7 +102,8 @@ def _with_members(load: Load, members_BSN: Tensor, probs_TE: Tensor, chosen_TE: 
     with torch.autocast(members_BSN.device.type, enabled=False):
         by_row = [t_TX.unflatten(0, members_BSN.shape[:2]) for t_TX in (probs_TE, chosen_TE)]
         of_BNS = members_BSN.transpose(1, 2).to(probs_TE.dtype)
-        probs_NE, counts_NE = ((of_BNS @ t_BSX).flatten(0, 1) for t_BSX in by_row)
+        # copies: a block returns the load, and FSDP2 warns of an output that is a view
+        probs_NE, counts_NE = ((of_BNS @ t_BSX).flatten(0, 1).clone() for t_BSX in by_row)
     tokens_N = members_BSN.sum(1).flatten().to(load.tokens_B.dtype)
     return with_fields(load, probs_NE=probs_NE, counts_NE=counts_NE, tokens_N=tokens_N)
 
