@@ -37,6 +37,7 @@ from tmoe.hf.adapters.write import PeftFile, targets_of
 from tmoe.hf.foreign import ADAPTER, ADAPTER_WEIGHTS
 from tmoe.hf.swap import SwappedExperts
 from tmoe.model.adapted import Adapted
+from tmoe.model.lora import require_low
 from tmoe.parallel.mesh import local_part, local_slices
 
 GATES = re.compile(r"(^|\.)(gate|router(\.layer)?|shared_expert_gate)$")  # layers that get no adapter
@@ -71,7 +72,8 @@ def add(
     dropout: share of linear layers' inputs that are dropped in training.
     seed: a is drawn from it by name, equal on all ranks; b is zero.
 
-    ConfigError for a model without swapped experts or with adapters, and for a target that matches nothing.
+    ConfigError for a model without swapped experts or with adapters, for a target that matches nothing, and
+    for a rank above the smaller side of a matrix.
     """
     wrong = "one text, whose letters would each be a pattern"
     require(not isinstance(targets, str), "targets", targets, wrong, f"[{targets!r}]")
@@ -85,6 +87,8 @@ def add(
     picks = [re.compile(target) for target in lora.targets]
     names = [name for name in found if not picks or any(pick.search(name) for pick in picks)]
     ranks = {name: _rank(model, lora, found[name]) for name in names}
+    for name, rank in ranks.items():
+        require_low(lora, name, rank, _side(model, found[name]))
     _attach(model, {name: Sizes(rank, alpha) for name, rank in ranks.items()}, rs, dropout)
     for name in names:
         _draw(f"{name}.a", _factors(model, found[name])[0], seed)
@@ -218,6 +222,14 @@ def _rank(model: Any, lora: LoraConfig, where: Where) -> int:
         wrong = "this model's config does not say how many experts a token has"
         raise ConfigError.of("expert_rank", None, wrong, "a rank")
     return lora.rank_of_experts(top_k or 1)
+
+
+def _side(model: Any, where: Where) -> int:
+    """The smaller side of a matrix; of experts, that of each."""
+    module = model.get_submodule(where[0])
+    if where[1]:
+        return min(getattr(module, module.marks.names[where[1] == "down"]).shape[-2:])
+    return min(module.out_features, module.in_features)
 
 
 def _attach(model: Any, sizes: dict[str, Sizes], rs: bool, dropout: float) -> None:

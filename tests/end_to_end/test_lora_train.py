@@ -105,6 +105,11 @@ def test_adapters_and_whole_weights_are_not_mixed_up(gloo, made, tmp_path):
     assert "--lora.rank=6: " in said and "was trained with --lora.rank=4" in said
     said = refused(gloo, *LORA, *out, "--init", base, "--lora.init", base)
     assert f"--lora.init={base}: {base} holds no adapters" in said
+    file = base / "manifest.json"
+    said = refused(gloo, *LORA, *out, "--init", base, "--lora.init", file)
+    assert f"--lora.init={file}: a file, and no folder; name the folder that holds it: {base}" in said
+    said = refused(gloo, *out, "--init", base, "--lora.rank", "64")
+    assert "--lora.rank=64: gives blocks.0.attention.qkv the rank 64, above 32, the smaller side" in said
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft/adapter_config.json").write_text("{}")
     said = refused(gloo, *LORA, *out, "--init", base, "--lora.init", tmp_path / "peft")

@@ -121,6 +121,10 @@ def test_what_cannot_have_adapters_is_refused(tmp_path):
         tmoe.lora.add(base_of("mixtral"), rank=2)
     with pytest.raises(ConfigError, match="targets=nothing: found in no name"):
         tmoe.lora.add(swapped("mixtral"), rank=2, targets=["nothing"])
+    with pytest.raises(ConfigError, match=r"rank=17: gives model.layers.0.* the rank 17, above 16, the"):
+        tmoe.lora.add(swapped("mixtral"), rank=17)
+    with pytest.raises(ConfigError, match=r"expert-rank=13: gives .*experts.* the rank 13, above 12"):
+        tmoe.lora.add(swapped("mixtral"), rank=2, expert_rank=13)
     with pytest.raises(ConfigError, match="rank=0: must be 1 or more"):
         tmoe.lora.add(swapped("mixtral"), rank=0)
     model = tmoe.lora.add(swapped("mixtral"), rank=2)

@@ -13,11 +13,11 @@ import torch
 from tmoe.checkpoint.base import refuse_adapters
 from tmoe.checkpoint.manifest import Manifest
 from tmoe.config.axes import Axes
-from tmoe.config.check import ConfigError
+from tmoe.config.check import ConfigError, spelt
 from tmoe.config.run import Config, GrpoConfig, LoraConfig, OptimConfig, PreferenceConfig, TrainConfig
 from tmoe.generate import Engine, Sampling
 from tmoe.model.freeze import require_matches, settle
-from tmoe.model.lora import adapter_counts, describe, is_adapter, off
+from tmoe.model.lora import adapter_counts, describe, is_adapter, off, require_ranks
 from tmoe.model.transformer import Transformer
 from tmoe.plan.memory import memory_per_rank
 
@@ -151,6 +151,35 @@ def test_targets():
             require_matches(config(targets=(other,)))
     with pytest.raises(ConfigError, match=r"--lora.targets=\(: must be a regular expression"):
         LoraConfig(targets=("(",))
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (
+            dict(rank=64),
+            "--lora.rank=64: gives blocks.0.attention.qkv the rank 64, above 32, the",
+        ),
+        (
+            dict(rank=2, expert_rank=33),
+            "--lora.expert-rank=33: gives blocks.1.moe.experts.gate_up the",
+        ),
+        (dict(rank=2, ranks=("down:99",)), "--lora.ranks=down:99: gives blocks.0.ffn.down the rank 99"),
+        (dict(rank=64, targets=("experts",)), ""),  # 64 / top-k = 32
+        (dict(rank=64, init="runs/a"), ""),  # as they were trained
+        (dict(rank=16, ranks=("nothing:99",)), ""),
+    ],
+)
+def test_a_rank_above_a_side_of_its_matrix_is_refused(lora, said):
+    cfg = replace(config(), init="runs/b", lora=LoraConfig(**lora))
+    moe = replace(cfg.model.moe, top_k=2, ffn_dim=32)
+    cfg = replace(cfg, model=replace(cfg.model, moe=moe, dim=32))
+    found = ""
+    try:
+        require_ranks(cfg)
+    except ConfigError as error:
+        found = spelt(str(error))
+    assert found.startswith(said) and bool(found) == bool(said)
 
 
 def test_settings_that_cannot_go_with_adapters():

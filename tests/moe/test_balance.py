@@ -298,7 +298,7 @@ def test_what_is_of_a_micro_batch_weighs_them_by_tokens(name):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_part_of_a_load_is_a_view(packed):
-    """A block returns the load. FSDP2's hook on a view is lost after an in-place op, and FSDP2 warns of it."""
+    """A block returns the load. An in-place op on a view removes FSDP2's hook, so FSDP2 warns of views."""
     names = set(LOSSES) - {"importance-tutel"}  # not next to importance
     cfg = config(*(f"{name}:1" for name in sorted(names)), z_coeff=0.1)
     logits = torch.randn(12, 4, requires_grad=True)

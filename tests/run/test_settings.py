@@ -187,10 +187,12 @@ def test_a_run_folder_to_start_from_means_its_newest_whole_step(tmp_path, capsys
         assert said.endswith(f"note: --init={init}: its newest whole step is {steps / 'step-1'}\n")
 
     # A resume is of a step: another name is an error, which names the newest.
+    a_file = steps / "step-1/manifest.json"
     for resume, says in (
         (tmp_path / "a", f"no step folder; did you mean {steps / 'step-1'}?"),
         (tmp_path / "old", "no step folder, or one that was never finished; valid: auto, none or a step"),
         (tmp_path / "no", "no such folder; valid: auto, none or a step folder"),
+        (a_file, f"a file, and no folder; name the folder that holds it: {a_file.parent}; valid: auto, none"),
     ):
         words = ["tiny", "--resume", str(resume)]
         with pytest.raises(SystemExit):

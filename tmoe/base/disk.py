@@ -124,6 +124,13 @@ def absent_words(path: Path) -> str:
     return ANNEX_WORDS if ANNEX in target else f"a link to nothing, {target} (cp -L follows links)"
 
 
+def no_folder_words(path: Path) -> str:
+    """Why there is no folder at `path`: it is a file, whose folder is named, or nothing is there."""
+    if not path.is_file():
+        return "no such folder"
+    return f"a file, and no folder; name the folder that holds it: {path.parent}"
+
+
 def text_of(path: Path) -> str:
     """A file's UTF-8 text without a byte order mark. ValueError for a pointer (POINTERS)."""
     raw = path.read_bytes()

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tmoe.base.disk import no_folder_words
 from tmoe.checkpoint.folders import newest_in, resolve, steps_in
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, is_step, read_manifest
 from tmoe.config.check import ConfigError, Setting
@@ -42,7 +43,7 @@ def find_adapters(path: Path, setting: str = "lora.init") -> tuple[Path, Manifes
     """
     valid = "a run folder or a step folder of --lora.rank, or a folder of PEFT's"
     if not path.is_dir():
-        raise ConfigError.of(setting, path, "no such folder", valid)
+        raise ConfigError.of(setting, path, no_folder_words(path), valid)
     try:
         steps = steps_in(path)
         step = newest_in(steps)[0] if steps else resolve(path)

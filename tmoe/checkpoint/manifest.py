@@ -29,7 +29,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from tmoe.base.disk import FileEntry, HashedFile
+from tmoe.base.disk import FileEntry, HashedFile, no_folder_words
 from tmoe.base.listing import listed
 from tmoe.checkpoint.errors import CheckpointError
 
@@ -160,6 +160,8 @@ def _read_bytes(file: Path) -> bytes:
         _require_regular(file)
         raw = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
+        if not file.parent.is_dir():
+            raise CheckpointError(f"{file.parent}: {no_folder_words(file.parent)}") from None
         hugging_face = file.parent.joinpath("config.json").is_file()
         raise CheckpointError(
             f"{file}: missing; {file.parent} is no step folder, or was never finished"

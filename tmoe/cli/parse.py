@@ -21,7 +21,7 @@ import tyro
 
 from tmoe import front
 from tmoe.base import exit_message
-from tmoe.base.disk import expand_home
+from tmoe.base.disk import expand_home, no_folder_words
 from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, is_step
 from tmoe.cli.flags import flag_of, flags_of_settings, name_of, require_known, require_task
@@ -148,10 +148,15 @@ def begins_anew(cfg: Config) -> bool:
 
     The answer depends on the steps that are on the disk now.
     """
-    if cfg.init or cfg.resume not in ("auto", "none"):
-        return False
+    return not cfg.init and not resumes(cfg)
+
+
+def resumes(cfg: Config) -> bool:
+    """Whether the run continues from a step that is on the disk now."""
+    if cfg.resume != "auto":
+        return cfg.resume != "none"
     steps = (path for path in Path(cfg.out, "checkpoints").glob("step-*") if ".tmp-" not in path.name)
-    return cfg.resume == "none" or not any(map(is_step, steps))
+    return any(map(is_step, steps))
 
 
 def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Config, list[str]]:
@@ -240,7 +245,7 @@ def require_step(resume: str) -> None:
     except CheckpointError as error:
         wrong = str(error).removeprefix(f"{Path(resume)}: ")
         raise ConfigError.of("resume", Path(resume), wrong) from None
-    require(step.is_dir(), "resume", resume, "no such folder", valid)
+    require(step.is_dir(), "resume", resume, no_folder_words(step), valid)
     require(is_step(step), "resume", resume, "no step folder, or one that was never finished", valid)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.base.listing import counted
 from tmoe.base.private_torch import TESTED, find
-from tmoe.cli.parse import planned_world
+from tmoe.cli.parse import planned_world, resumes
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, Setting
 from tmoe.config.gpus import NODE
@@ -27,6 +27,7 @@ from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.float8 import describe, require_gpu, require_layers
 from tmoe.model.freeze import require_matches, settle
 from tmoe.model.lora import describe as describe_adapters
+from tmoe.model.lora import require_ranks
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, cuts
 from tmoe.model.transformer import Transformer
@@ -72,6 +73,8 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
     axes = Axes.of(cfg.parallel, planned_world(cfg, 1))
     with one_error():
         require_matches(cfg)
+        if not resumes(cfg):
+            require_ranks(cfg)
         require_layers(cfg)
         require_gpu(cfg)
     found: dict[Kind, list[int]] = {}  # the stage of each parameter

@@ -559,6 +559,15 @@ class LoraConfig:
             return int(own)
         return self.rank_of_experts(top_k) if ".experts." in matrix else self.rank
 
+    def source_of(self, matrix: str) -> tuple[str, int | str]:
+        """The setting, with its value, that decides the rank of a matrix's adapter."""
+        for text in self.ranks:
+            if re.search(text.rpartition(":")[0], matrix):
+                return "ranks", text
+        if self.expert_rank and ".experts." in matrix:
+            return "expert_rank", self.expert_rank
+        return "rank", self.rank
+
     def alpha_of(self, matrix: str) -> float:
         """The alpha of a matrix's adapter."""
         own = _of_matrix(self.alphas, matrix)

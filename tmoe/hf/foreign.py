@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from tmoe.base.disk import absent_words, pointer_words, text_of
+from tmoe.base.disk import absent_words, no_folder_words, pointer_words, text_of
 from tmoe.checkpoint.manifest import NAME, CheckpointError
 from tmoe.config.check import ConfigError
 
@@ -65,7 +65,7 @@ def require_folder(path: Path) -> None:
     if path.is_file() and path.suffix == ".gguf":
         raise ConfigError(f"{path}: a GGUF file; python -m tmoe.hf import {path} STEP_DIR makes a step of it")
     if path.is_file():
-        raise ConfigError(f"{path}: a file, and no folder; name the folder that holds it: {path.parent}")
+        raise ConfigError(f"{path}: {no_folder_words(path)}")
 
 
 def require_no_adapter(folder: Path) -> None:

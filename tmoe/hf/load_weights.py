@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tmoe.base.disk import no_folder_words
 from tmoe.checkpoint.base import refuse_adapters
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.errors import refuse
@@ -171,10 +172,9 @@ def model_of(path: Path, weights: bool = True) -> ModelConfig:
 def _find_step(path: Path) -> tuple[Path, Manifest]:
     """The folder of --init's step, and its manifest. An error states what the path is, or how to get one."""
     valid = "a run folder, a step folder or a Hugging Face folder"
-    wrong = "a file, and no folder" if path.is_file() else "no such folder"
     try:
         step_dir = resolve(path)
-        require(step_dir.is_dir(), "init", path, wrong, valid)
+        require(step_dir.is_dir(), "init", path, no_folder_words(path), valid)
         return step_dir, read_manifest(step_dir)
     except CheckpointError as error:
         why = hint(path).removeprefix("; ") or str(error)

@@ -133,6 +133,34 @@ def require_targets(cfg: Config) -> None:
         run.require(run.value(name) != other, name, wrong, "auto or nccl" if other == "symm" else "same")
 
 
+def require_ranks(cfg: Config) -> None:
+    """ConfigError if an adapter has a rank above the smaller side of its matrix.
+
+    Such an adapter computes no more functions than one of that side's rank. Adapters of --lora.init have the
+    ranks that they were trained with.
+    """
+    lora, top_k = cfg.lora, cfg.model.moe.top_k
+    if not lora.rank or lora.init:
+        return
+    with torch.device("meta"):
+        matrices = matrices_of(Transformer(cfg.model))
+    for name in chosen(lora, matrices):
+        found = getattr(*matrices[name])
+        shape = found.weight.shape if isinstance(found, nn.Linear) else found.shape
+        require_low(lora, name, lora.rank_of(name, top_k), min(shape[-2:]), "lora.")
+
+
+def require_low(lora: LoraConfig, name: str, rank: int, side: int, section: str = "") -> None:
+    """ConfigError if the rank of a matrix's adapter is above the matrix's smaller side.
+
+    section: "lora." where the settings are flags, "" where they are arguments.
+    """
+    setting, value = lora.source_of(name)
+    wrong = f"gives {name} the rank {rank}, above {side}, the smaller side of that matrix"
+    other = f"{Setting('lora.ranks')} with its own rank" if section else "targets without this matrix"
+    require(rank <= side, f"{section}{setting}", value, wrong, f"a rank of {side} or less there, or {other}")
+
+
 @contextmanager
 def off(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes without its adapters, with the products and the bits of its base.

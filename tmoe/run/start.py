@@ -22,7 +22,7 @@ from tmoe.checkpoint.base import Base, base_of, find_adapters, require_base, wei
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.manifest import Manifest, read_manifest
 from tmoe.cli.defaults import plan_of, samples_a_step, with_length
-from tmoe.cli.parse import flags_of, require_weights
+from tmoe.cli.parse import flags_of, require_weights, resumes
 from tmoe.config.check import Setting, require
 from tmoe.config.run import Config
 from tmoe.data.dataset import Dataset, require_alike
@@ -35,7 +35,7 @@ from tmoe.model.count import count_parameters, flops_per_token, peak_flops
 from tmoe.model.float8 import describe, require_device, require_layers
 from tmoe.model.freeze import require_matches, settle
 from tmoe.model.lora import describe as describe_adapters
-from tmoe.model.lora import is_adapter
+from tmoe.model.lora import is_adapter, require_ranks
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, pipeline
 from tmoe.model.transformer import Transformer
@@ -69,6 +69,7 @@ class Start:
             lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes)
         )
         run.on_all_ranks(lambda: require_matches(cfg))
+        run.on_all_ranks(lambda: resumes(cfg) or require_ranks(cfg))
         run.on_all_ranks(lambda: require_layers(cfg))
         run.on_all_ranks(lambda: require_device(cfg, run.device))
         run.on_all_ranks(lambda: require_room(cfg, self.mesh.axes, run.memory))

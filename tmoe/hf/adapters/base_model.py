@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from tmoe.base.disk import no_folder_words
 from tmoe.checkpoint.base import Base, base_of, refuse_adapters, settings_of, weights_hash
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.folders import newest_in, resolve, steps_in
@@ -33,7 +34,7 @@ class BaseModel:
         """setting: the flag that names it, for errors; "": none. weights: False if it need not hold them."""
         found = folder_of(path)
         if not found.is_dir():
-            wrong = "a file, and no folder" if found.is_file() else "no such folder"
+            wrong = no_folder_words(found)
             valid = "the folder of the base: Hugging Face's, or a step"
             raise ConfigError.of(setting, path, wrong if setting else f"{path}: {wrong}", valid)
         self.manifest: Manifest | None = None
