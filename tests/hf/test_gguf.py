@@ -5,7 +5,9 @@ Logits and types are stored, as tests/lib/gguf_tiny.py says; no test needs llama
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -31,6 +33,7 @@ from tmoe.extras.gguf.families import family_of, read_model, require_same_functi
 from tmoe.extras.gguf.names import entries
 from tmoe.extras.gguf.rows import Heads, turned
 from tmoe.extras.gguf.types import MIXES, facts_of, kind_of, padded, size_of
+from tmoe.extras.gguf.write import PART
 from tmoe.hf.command_line import main
 from tmoe.hf.config import architecture, read_config, write_config
 
@@ -335,6 +338,25 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys):
     assert "q5_k_m" in refusal(capsys, "gguf", step, tmp_path / "y.gguf", "--type", "q7_k")
     said = refusal(capsys, "gguf", step, tmp_path / "y.gguf", "--type", "f16", "--device", "gpu")
     assert "--device=gpu: valid here: cpu" in said and not (tmp_path / "y.gguf").exists()
+
+
+def test_an_unfinished_file_is_replaced_and_nobody_elses(tmp_path, capsys):
+    step, out = tiny.step_of(tmp_path / "run", tiny.MODELS["llama"]), tmp_path / "x.gguf"
+    work = tmp_path / "x.gguf.partial"
+    work.write_text("a download")
+    assert "x.gguf.partial: is no folder; move it away" in refusal(capsys, "gguf", step, out, "--type", "f16")
+    assert work.read_text() == "a download"
+    work.unlink()
+    work.mkdir()
+    (work / "notes").write_text("a life's work")
+    assert "x.gguf.partial: holds notes" in refusal(capsys, "gguf", step, out, "--type", "f16")
+    (work / "notes").rename(work / PART)
+    descriptor = os.open(work, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert "another process is writing it" in refusal(capsys, "gguf", step, out, "--type", "f16")
+    os.close(descriptor)
+    run("gguf", step, out, "--type", "f16")
+    assert not work.exists() and GGUFReader(out).tensors
 
 
 def test_a_cut_file_and_a_lacking_tensor_are_refused(tmp_path, capsys):

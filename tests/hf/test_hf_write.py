@@ -79,6 +79,20 @@ def killed_everywhere(dst: Path, stride: int, words: list) -> int:
     assert resumed > 3 and count > 8 * stride
 
 
+def test_config_json_is_written_last(step, tmp_path, monkeypatch):
+    """A killed export would else load: without tokenizer, and without generation_config.json."""
+    write, names = hf_write._write_small, []
+
+    def noted(path, content):
+        names.append(path.name)
+        write(path, content)
+
+    monkeypatch.setattr(hf_write, "_write_small", noted)
+    run("export", step, tmp_path / "back")
+    small = [name for name in names if not name.endswith(".done")]
+    assert small[-1] == "config.json" and len(small) > 2
+
+
 def test_a_killed_export_goes_on_and_is_the_original(step, tmp_path):
     want = files_of(tmp_path / "hf")
     for _ in killed_everywhere(tmp_path / "back", 9, ["export", step, tmp_path / "back"]):

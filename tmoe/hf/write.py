@@ -3,7 +3,8 @@
 Each safetensors file is written into `DST.partial`. Once it is synced, a record `FILE.done` in the same
 folder holds the hashes of all its bytes. If an export is killed, files with a record are kept, and the same
 command writes the remaining files. When all files exist, they are read back and compared with their hashes.
-Then the small files (settings, tokenizer) are written, and the folder is renamed to its final name.
+Then the small files (tokenizer, and at last config.json, without which no program loads the folder) are
+written, and the folder is renamed to its final name.
 
 next: hf/files.py, checkpoint/rewrite.py
 """
@@ -26,10 +27,12 @@ from tmoe.base.listing import listed
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import Advance, bar, locked, require_absent, require_ours, room_for, work_folder
 from tmoe.hf.files import Layout, SafetensorsWriter
+from tmoe.hf.foreign import ADAPTER, CONFIG
 
 # Most bytes that a tensor needs besides its elements: its lines in the header and in the index.
 HEADER = 512
 DONE = ".done"
+DESCRIBES = (CONFIG, ADAPTER)  # a folder without both is loaded by no program
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ def write_folder(plan: Export, dst: Path) -> None:
             for file in todo:
                 _write_tensors(plan, work, file, advance)
         _read_back(plan, work)
-        for name, content in plan.others.items():
-            _write_small(work / name, content())
+        for name in sorted(plan.others, key=lambda name: name in DESCRIBES):
+            _write_small(work / name, plan.others[name]())
         for file in plan.layout:
             (work / (file + DONE)).unlink()
         folders.sync_folder(work)

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tmoe.base.disk import naming, sync_folder
 from tmoe.base.listing import listed
 from tmoe.checkpoint.manifest import CheckpointError, TensorEntry
-from tmoe.checkpoint.rewrite import bar, read_boxes, require_absent, room_for
+from tmoe.checkpoint.rewrite import bar, locked, read_boxes, require_absent, require_ours, room_for
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.extras.gguf.encode import encode
@@ -37,6 +38,7 @@ FACTORS = "rope_freqs.weight"
 LLAMA3 = "tmoe.rope.llama3"  # the settings that FACTORS are made of, which llama.cpp does not read
 LLAMA3_SETTINGS = ("factor", "original_max_seq", "low_freq_factor", "high_freq_factor")
 AT_ONCE = 2**25  # values of a stack that are read and encoded together
+PART = "unfinished"  # the file in `OUT.partial`; without a suffix no command reads it
 Put = Callable[[str, str, Any], None]
 
 
@@ -114,10 +116,14 @@ def _vocabulary_of(source: Source, cfg: ModelConfig, pre: str) -> tuple[Vocabula
 def write_file(content: Content, source: Source, out: Path, device: str, dry_run: bool) -> int:
     """Write `out`, under its name when it is whole, and return its bytes.
 
-    dry_run: only count them. CheckpointError where out exists, space is too small or a tensor cannot be
-    encoded, and where the file's size is not the predicted one.
+    The file is first written into the folder `out.partial`. What a killed call left there is replaced.
+
+    dry_run: only count them. CheckpointError where out exists, out.partial holds other files, another process
+    writes it, space is too small or a tensor cannot be encoded, and where the file's size is not the
+    predicted one.
     """
     require_absent(out)
+    require_ours(out, PART.__eq__)
     with tempfile.TemporaryDirectory() as folder:
         header = Path(folder) / "header.gguf"
         _write_header(content, header)
@@ -127,25 +133,26 @@ def write_file(content: Content, source: Source, out: Path, device: str, dry_run
     room_for(size, out)
     if dry_run:
         return size
-    part = out.with_name(f"{out.name}.partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(part, "wb") as file, bar(out.name, size) as tell:
-            file.write(head)
-            for name, planned in content.sizes.items():
-                begin = file.tell()
-                for raw in _encoded(content, source, name, device):
-                    file.write(raw.data)
-                if (written := file.tell() - begin) != planned:
-                    raise CheckpointError(f"{part}: {name} has {written} bytes, {planned} were predicted")
-                file.write(bytes(padded(planned) - planned))
-                tell(padded(planned))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(out)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with locked(out) as work:
+        part = work / PART
+        try:
+            with naming(part), open(part, "wb") as file, bar(out.name, size) as tell:
+                file.write(head)
+                for name, planned in content.sizes.items():
+                    begin = file.tell()
+                    for raw in _encoded(content, source, name, device):
+                        file.write(raw.data)
+                    if (written := file.tell() - begin) != planned:
+                        raise CheckpointError(f"{part}: {name} has {written} bytes, {planned} were predicted")
+                    file.write(bytes(padded(planned) - planned))
+                    tell(padded(planned))
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(out)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    sync_folder(out.parent)
     return size
 
 
