@@ -152,7 +152,7 @@ WRONG = [
     ("routing", "NONE", "NONE"),
     ("rollouts", "NONE", "NONE"),
     # what does not go together
-    ("train", "tiny --data.val-path a --data.split 8 1 1", "--data.val-path=('a',): not with --data.split"),
+    ("train", "tiny --data.val-path a --data.split 8 1 1", "--data.val-path=a: not with --data.split"),
     (
         "train",
         "tiny --optim.warmup 3 --optim.warmup-fraction .1",

@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from tmoe.checkpoint.manifest import read_manifest
+from tmoe.checkpoint.resume import require_same_run
+from tmoe.cli.parse import parse
+from tmoe.commands.dry_run import dry_run
 from tmoe.generate.load import load
 from tmoe.hf.adapters.commands import export_adapter, import_adapter
 from tmoe.model.lora import is_adapter
@@ -85,15 +88,28 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(gloo, made, alon
     runs.assert_equal_state(trained(gloo, tmp_path / "again", *words), alone)
 
 
+def test_a_resumed_run_says_that_lora_init_is_not_read(made):
+    step = made / "a/checkpoints/step-2"
+    words = [*SMALL, "--resume", step, "--steps", "3", *LORA, *start_of(made, "a")]
+    cfg = parse(list(map(str, words)), "")
+    notes = require_same_run(step, cfg, read_manifest(step).info["data"], 1)
+    assert f"--lora.init={made / 'a'}: not read, because {step} is resumed" in notes
+
+
 def refused(gloo, tmp_path, *words) -> str:
     (code, said), *_ = gloo(1, runs.begin, [*SMALL, "--out", str(tmp_path / "no"), *map(str, words)])
     assert code == 2 and said.count("error: ") == 1, said
     return said
 
 
-def test_other_settings_and_a_missing_base_are_refused(gloo, made, tmp_path):
+def test_other_settings_and_a_missing_base_are_refused(gloo, made, tmp_path, capsys):
     said = refused(gloo, tmp_path, *start_of(made), "--lora.rank", "8")
     assert "--lora.rank=8: " in said and f"{made / 'peft'} was trained with --lora.rank=4" in said
+    for start in (made / "peft", made / "a"):  # a dry run refuses what a start refuses
+        words = map(str, [*start_of(made)[:2], "--lora.init", start, "--lora.alpha", "5", "--dry-run"])
+        with pytest.raises(SystemExit) as end:
+            dry_run(parse([*SMALL, *words, "--out", str(tmp_path / "no")], ""))
+        assert "--lora.alpha=5.0: " in f"{end.value} {capsys.readouterr().err}"
     said = refused(gloo, tmp_path, "--lora.init", made / "peft")
     assert f"--lora.init={made / 'peft'}: needs --init" in said
     fields = json.loads((made / "peft/adapter_config.json").read_text())

@@ -3,7 +3,7 @@
 next: tests/end_to_end/test_lora_layouts.py
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import layouts
@@ -12,6 +12,7 @@ import torch
 
 from tmoe.checkpoint.base import refuse_adapters
 from tmoe.checkpoint.manifest import Manifest
+from tmoe.checkpoint.resume import require_same_settings
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, spelt
 from tmoe.config.run import Config, GrpoConfig, LoraConfig, OptimConfig, PreferenceConfig, TrainConfig
@@ -190,6 +191,11 @@ def test_settings_that_cannot_go_with_adapters():
     refused("--optim.freeze=router: with --lora.rank=6 adapters alone", optim=OptimConfig(freeze="router"))
     refused("--lora.init=runs/a: needs --init", lora=LoraConfig(rank=4, init="runs/a"))
     refused("--lora.dropout=0.1: changes log-probs", task="preference", lora=LoraConfig(rank=4, dropout=0.1))
+    changed = r"--lora.targets=attention moe: s was trained with --lora.targets=none$"
+    with pytest.raises(ConfigError, match=changed):
+        require_same_settings(
+            Path("s"), asdict(LoraConfig(rank=6)), config(alpha=32.0, targets=("attention", "moe"))
+        )
     with pytest.raises(ConfigError, match=r"--lora.rank=-1: must be at least 0"):
         LoraConfig(rank=-1)
     with pytest.raises(ConfigError, match=r"--lora.alpha=0.*must be positive"):

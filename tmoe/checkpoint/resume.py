@@ -76,6 +76,8 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
         noted.append("--no-load-optim: the optimizer starts from its initial state")
     if cfg.init and not cfg.lora.rank:
         noted.append(f"--init={cfg.init}: not read, because {step_dir} is resumed")
+    if cfg.lora.init:
+        noted.append(f"--lora.init={cfg.lora.init}: not read, because {step_dir} is resumed")
     if not goes_on and not cfg.eval_only:
         noted.append(
             f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to continue"
@@ -164,7 +166,7 @@ def _changed(was: Any, cfg: Config, goes_on: bool) -> list[tuple[str, Any, Any]]
     now = json.loads(json.dumps(asdict(cfg), default=str))
     by_hash = ("data.tokenizer", "data.new_tokenizer", "data.chat_template")  # compared by _require_same_text
     names = [f"{group}.{name}" for group in GROUPS for name in now[group]]
-    names = [name for name in names if name not in by_hash]
+    names = [name for name in names if name not in (*by_hash, "lora.init")]  # a resumed run does not read it
     names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
     names += ["train.seq", "train.dtype", "train.float8", "seed"]
     names += ["steps"] if goes_on else []  # the learning rates depend on the number of steps

@@ -8,6 +8,7 @@ from formulas (plan/memory.py).
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,10 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
         require_matches(cfg)
         if not resumes(cfg):
             require_ranks(cfg)
+            if cfg.lora.init:
+                from tmoe.hf.adapters.load import require_start  # slow to import
+
+                require_start(Path(cfg.lora.init), cfg)
         require_layers(cfg)
         require_gpu(cfg)
     found: dict[Kind, list[int]] = {}  # the stage of each parameter

@@ -23,11 +23,16 @@ class Setting(str):
     def __new__(cls, name: str, value: Any = True) -> Setting:
         section, dot, last = name.rpartition(".")
         off = "no_" if value is False else ""
-        shown = "" if isinstance(value, bool) else f"={value}"
+        shown = "" if isinstance(value, bool) else f"={words_of(value)}"
         return super().__new__(cls, f"{MARK}{section}{dot}{off}{last}{MARK}{shown}")
 
     def __reduce__(self) -> Any:
         return str, (str(self),)  # the text of a copy is marked already
+
+
+def words_of(value: Any) -> str:
+    """The value of a setting as a command line has it: a list is its words, and an empty list is "none"."""
+    return (" ".join(map(str, value)) or "none") if isinstance(value, (list, tuple)) else str(value)
 
 
 Front = Literal["flag", "name", "key"] | Mapping[str, str]
@@ -79,7 +84,7 @@ class ConfigError(ValueError):
         super().__init__(wrong, setting, value, valid, whence)
         self.setting = setting
         """dotted name: "model.moe.top_k"; "" where the error begins with no setting"""
-        self.value = "" if isinstance(value, bool) else spelt(str(value))
+        self.value = "" if isinstance(value, bool) else spelt(words_of(value))
         """as text; "" for a switch"""
         self.wrong, self.valid = spelt(wrong), spelt(str(valid))
         """what is wrong, and what is valid; other settings as flags"""

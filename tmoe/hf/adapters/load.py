@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tmoe.checkpoint.base import find_adapters, settings_of
 from tmoe.checkpoint.errors import CheckpointError
-from tmoe.checkpoint.resume import require_same_settings
+from tmoe.checkpoint.resume import require_same_adapters, require_same_settings
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, LoraConfig
 from tmoe.data.chat.format import ChatFormat
@@ -59,10 +59,21 @@ def settings_at(path: Path, base: Path, weights: bool) -> tuple[LoraConfig, list
     return replace(lora, dropout=0.0), []
 
 
-def open_for_run(path: Path, cfg: Config) -> PeftFolder:
-    """The folder of PEFT's at --lora.init. ConfigError if it holds other adapters than the run's settings."""
+def require_start(path: Path, cfg: Config) -> None:
+    """ConfigError if the adapters at --lora.init have other settings than the run's. Reads no weights."""
+    if is_peft(path):
+        open_for_run(path, cfg, weights=False)
+    else:
+        require_same_adapters(*find_adapters(path), cfg)
+
+
+def open_for_run(path: Path, cfg: Config, weights: bool = True) -> PeftFolder:
+    """The folder of PEFT's at --lora.init. ConfigError if it holds other adapters than the run's settings.
+
+    weights: False if the base need not have weights.
+    """
     assert cfg.init is not None
-    folder = open_folder(path, Path(cfg.init), "lora.init")
+    folder = open_folder(path, Path(cfg.init), "lora.init", weights)
     require_same_settings(path, asdict(folder.settings()), cfg)
     return folder
 
