@@ -8,6 +8,7 @@ next: test_hf_start.py
 import contextlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM
 import train
 from tmoe import hf
 from tmoe.checkpoint import tools as offline
+from tmoe.checkpoint.errors import CheckpointError
 from tmoe.cli.parse import parse
 from tmoe.config.compare import build_config
 from tmoe.hf.config import read_config
@@ -214,8 +216,11 @@ def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, m
             want = model(tokens).logits
         assert (ours - want).norm() <= 1e-5 * want.norm(), folder
     assert (after - before).norm() > 1e-3 * before.norm(), "the steps changed nothing"
-    with pytest.raises(ValueError, match=r"lies inside .*step-2, and would be removed with that step"):
-        hf.export_hf(step, step / "hf")
+    other = step.with_name("step-99")  # retention removes it too
+    shutil.copytree(step, other)
+    for inside in (step / "hf", other / "some/hf"):
+        with pytest.raises(CheckpointError, match=r"lies inside .*step-\d+, and would be removed with that"):
+            hf.export_hf(step, inside)
 
 
 @pytest.mark.slow

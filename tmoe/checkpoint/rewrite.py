@@ -158,12 +158,16 @@ def room_for(needed: int, dst: Path) -> tuple[int, int]:
 
 
 def require_absent(dst: Path) -> None:
+    """CheckpointError if dst exists, or lies inside a step folder, with which retention would remove it."""
     if dst.exists() or dst.is_symlink():
         raise CheckpointError(f"{dst}: exists already; name a new folder")
+    if step := next(filter(files.is_step, Path(os.path.realpath(dst)).parents), None):
+        wrong = f"{dst}: lies inside {step}, and would be removed with that step"
+        raise CheckpointError(f"{wrong}; name a folder outside it")
 
 
 def require_outside(dst: Path, sources: Sequence[Path]) -> None:
-    """Raises ValueError if dst lies inside one of the step folders that it is made from."""
+    """Raises ValueError if dst lies inside one of the folders that it is made from."""
     if inside := [src for src in sources if src.resolve() in Path(os.path.realpath(dst)).parents]:
         raise ValueError(
             f"{dst}: lies inside {inside[0]}, and would be removed with that step; name a folder outside it"

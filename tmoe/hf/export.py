@@ -28,7 +28,7 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.base import refuse_adapters
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
-from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
+from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent
 from tmoe.config.check import Setting, require
 from tmoe.config.compare import build_config, differences
 from tmoe.config.model import ModelConfig
@@ -207,7 +207,6 @@ def source_of(
     """
     like = like and folder_of(like)
     step = folders.resolve(step_dir)
-    require_outside(out, [step])
     manifest = read_manifest(step)
     refuse_adapters(step, manifest)
     weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}

@@ -33,7 +33,6 @@ from tmoe.checkpoint.rewrite import (
     keeping,
     read_whole,
     require_absent,
-    require_outside,
     rewrite,
 )
 from tmoe.config.check import ConfigError
@@ -185,7 +184,6 @@ def export_adapter(
     """
     require_absent(out)
     found = adapted_step(step, base)
-    require_outside(out, [found.step])
     if problems := verify(found.step, share=None):
         raise CheckpointError(listed("", problems, indent=""))
     lora = lora_of(found)
@@ -287,5 +285,4 @@ def merge(
     """
     require_absent(out)
     found = adapted_step(step, base)
-    require_outside(out, [found.step])
     merge_step(found, partial(_pair, found), lora_of(found), out, dtype, dry_run, license)
