@@ -116,7 +116,7 @@ def _vocabulary_of(source: Source, cfg: ModelConfig, pre: str) -> tuple[Vocabula
 def write_file(content: Content, source: Source, out: Path, device: str, dry_run: bool) -> int:
     """Write `out`, under its name when it is whole, and return its bytes.
 
-    The file is first written into the folder `out.partial`. What a killed call left there is replaced.
+    The file is first written into the folder `out.partial`, and replaces the part that a killed call left.
 
     dry_run: only count them. CheckpointError where out exists, out.partial holds other files, another process
     writes it, space is too small or a tensor cannot be encoded, and where the file's size is not the
