@@ -102,7 +102,7 @@ def require_same_settings(place: Path, was: dict[str, Any], cfg: Config) -> None
     """ConfigError if this run's adapters have other settings than those of a folder. was: of `LoraConfig`."""
     run, rank = Section(cfg), was.get("rank", 0)
     was, now = (json.loads(json.dumps(said)) for said in (was, asdict(cfg.lora)))
-    for name in ("rank", "expert_rank", "alpha", "rs", "targets", "ranks", "alphas") if rank else ():
+    for name in ("rank", "expert_rank", "alpha", "rs", "targets", "ranks", "alphas", "base") if rank else ():
         wrong = f"{place} was trained with {Setting(f'lora.{name}', was.get(name))}"
         run.require(name not in was or was[name] == now[name], f"lora.{name}", wrong)
 

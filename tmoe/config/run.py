@@ -535,6 +535,9 @@ class LoraConfig:
     """alphas of some matrices, each PATTERN:ALPHA, in the same way"""
     dropout: float = 0.0
     """share of the inputs of dense layers' adapters dropped in training; experts' adapters have no dropout"""
+    base: Literal["whole", "nf4"] = "whole"
+    """nf4: the frozen matrices of experts and dense layers are held in 4 bits, in bitsandbytes' format
+    (QLoRA); whole: in the type of --train.dtype"""
     init: str | None = None
     """start from the adapters of this step, of this run's newest step, or of this folder of PEFT's, trained
     on the weights of --init; rank, alpha and targets are then those of the adapters"""

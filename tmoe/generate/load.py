@@ -35,10 +35,12 @@ from tmoe.hf.adapters.read import PeftFolder
 from tmoe.hf.files import MODEL, Folder
 from tmoe.hf.foreign import hint, is_folder, require_folder
 from tmoe.hf.hub_folders import folder_of
+from tmoe.hf.load_base import load_base
 from tmoe.hf.load_weights import load_hf
 from tmoe.hf.tensor_plan import plan_folder
 from tmoe.hf.tokenizer_files import carried_by, unread_in
 from tmoe.model.lora import add_adapters, is_adapter, lora_of_settings
+from tmoe.model.nf4 import has_nf4
 from tmoe.model.shapes import model_shapes
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.layout import Box
@@ -225,10 +227,11 @@ def empty(
     lora: settings of its adapters, if it has some. lay_out: as in `load`.
     """
     with torch.device("meta"):
-        model = Transformer(cfg)
+        model = Transformer(cfg).to(dtype)
         if lora is not None:
             add_adapters(model, lora)
-        model.to(dtype)
+            for p in model.parameters():  # not buffers: scales of a base in NF4 are fp32
+                p.data = p.data.to(dtype)
         if lay_out is not None:
             lay_out(model)
     return model.to_empty(device=device)
@@ -248,6 +251,9 @@ def fill(model: Transformer, step: Path, manifest: Manifest, base: str = "") -> 
     if (found := base_of(manifest)) is not None:
         again = f"tmoe.generate MODEL {Setting('adapter', step)}, MODEL being those weights"
         folder = require_base(step, found, base, again)
+        if has_nf4(model):
+            load_base(folder, model, "adapter")
+            return fill_from({n: t for n, t in wanted.items() if is_adapter(n)}, step, manifest)
         frozen = frozen_of(model)
         wanted = {name: t for name, t in wanted.items() if is_adapter(name)}
         if is_folder(folder):

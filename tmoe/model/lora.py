@@ -22,6 +22,7 @@ from tmoe.config.check import Section, Setting, require
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config, LoraConfig
 from tmoe.model.adapted import Adapted
+from tmoe.model.nf4 import in_nf4, require_nf4
 from tmoe.model.transformer import Transformer
 from tmoe.moe.experts import Experts
 from tmoe.moe.own_experts import OwnExperts
@@ -105,6 +106,8 @@ def add_adapters(model: Transformer, lora: LoraConfig) -> list[str]:
             owner.adapt(leaf, rank, scale)
         else:
             setattr(owner, leaf, Adapted(getattr(owner, leaf), rank, scale, lora.dropout))
+    if lora.base == "nf4":
+        in_nf4(model, list(matrices))
     return names
 
 
@@ -112,6 +115,7 @@ def require_targets(cfg: Config) -> None:
     """ConfigError if a target of --lora.targets matches no name, or the layout does not support adapters."""
     if not cfg.lora.rank:
         return
+    require_nf4(cfg)
     with torch.device("meta"):
         names = list(matrices_of(Transformer(cfg.model)))
     some = sorted({re.sub(r"\bblocks\.\d+\.", "", name) for name in names})
@@ -192,6 +196,7 @@ def describe(cfg: Config, ep: int) -> list[str]:
     if lora.ranks:
         ranks = f"{ranks}, but {' '.join(lora.ranks)}"
     base = "bf16" if cfg.train.dtype == "bf16" else "fp32"
+    base += ", their matrices in NF4" if lora.base == "nf4" else ""
     lines = [f"adapters: {dense + experts:,} numbers are trained ({ranks}); all others are frozen, in {base}"]
     if experts and ep > 1:
         lines.append(

@@ -34,6 +34,7 @@ from tmoe.model.attention_parallel import Spread
 from tmoe.model.compiler import compiled
 from tmoe.model.float8 import apply_float8
 from tmoe.model.lora import is_adapter
+from tmoe.model.nf4 import has_nf4, require_alone
 from tmoe.model.quantised import quantised_to
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.adaptive import cost_of, ways
@@ -42,6 +43,7 @@ from tmoe.moe.exchange.padded import PaddedDispatcher
 from tmoe.moe.exchange.two_level import over_nodes
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
+from tmoe.moe.nf4_experts import Nf4Experts
 from tmoe.moe.own_experts import OwnExperts
 from tmoe.ops.argument_checks import require
 from tmoe.parallel.collectives import name_of
@@ -98,7 +100,7 @@ def parallelize(
     require_new(model, layers)
     kind = quantised_to(model)
     valid = "a model that is not quantised: codes are for inference on one device"
-    require(not kind, "parallelize: model", f"matrices in {kind}", valid)
+    require(not kind or has_nf4(model), "parallelize: model", f"matrices in {kind}", valid)
     require_divided(model, mesh, cfg.train.float8)
     require_untied(model)
     require_whole(model, mesh)
@@ -261,6 +263,8 @@ def require_divisible(moe: MoE, mesh: Mesh) -> None:
             "1 with experts of your own: etp divides the width of tmoe's experts",
         )
         return
+    if isinstance(moe.experts, Nf4Experts):
+        return
     width = moe.experts.gate_up.shape[1] // cfg.halves
     if width % etp:
         raise ConfigError.of("parallel.etp", etp, f"must divide {Setting('model.moe.ffn_dim', width)}")
@@ -277,6 +281,9 @@ def require_whole(model: nn.Module, mesh: Mesh) -> None:
     for layer, moe in layers.items():
         if isinstance(moe.experts, OwnExperts):
             moe.experts.require_stacked()
+            continue
+        if isinstance(moe.experts, Nf4Experts):
+            require_alone(mesh.axes)
             continue
         mine = {name for name, _ in moe.experts.named_parameters(recurse=False)}
         what = f"parameters {', '.join(sorted(mine)) or 'none'}"

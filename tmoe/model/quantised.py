@@ -11,13 +11,12 @@ next: generate/load_quantised.py
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
-from tmoe.base.quantised import quantise, stored
 from tmoe.config.check import require
+from tmoe.model.nf4 import Nf4Linear
+from tmoe.model.slot import Slot
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.quantised_experts import QuantisedExperts, held, hold
 from tmoe.ops.quantised.gpu import KINDS, Matrix
@@ -48,23 +47,6 @@ class QuantisedLinear(nn.Module):
     def weight(self) -> Tensor:
         """The values [W, L], in the type of the weight that was quantised."""
         return quantised_values(self.matrix, self.dtype)
-
-
-class Slot(NamedTuple):
-    """The place of a quantised weight in a model."""
-
-    name: str
-    """the weight's, in a model that is not quantised"""
-    module: QuantisedLinear | QuantisedExperts
-    buffers: str
-    """the first part of its buffers' names"""
-
-    @torch.no_grad()
-    def put(self, weight: Tensor) -> None:
-        """Quantises a weight into the buffers. ValueError for inf and NaN."""
-        parts = quantise(weight, self.module.kind, self.name)
-        for (part, _, _), values in zip(stored(self.module.kind, tuple(weight.shape)), parts, strict=True):
-            getattr(self.module, f"{self.buffers}_{part}").copy_(values)
 
 
 def make_room(model: Transformer, kind: str) -> dict[str, Slot]:
@@ -122,6 +104,6 @@ def quantised_copy(model: Transformer, kind: str) -> Transformer:
 def quantised_to(model: nn.Module) -> str:
     """The kind to which a model's matrices are quantised; "" for a model that is not quantised."""
     for module in model.modules():
-        if isinstance(module, QuantisedLinear | QuantisedExperts):
+        if isinstance(module, QuantisedLinear | QuantisedExperts | Nf4Linear):
             return module.kind
     return ""

@@ -88,6 +88,7 @@ class QuantisedExperts(Experts):
         """experts: whose shapes, biases and activation these have; their matrices may be on meta."""
         nn.Module.__init__(self)  # not the constructor of Experts, which creates weights
         self.kind = kind
+        self.dtype = experts.gate_up.dtype
         self.shapes = tuple(experts.gate_up.shape), tuple(experts.down.shape)
         hold(self, "gate_up", kind, experts.gate_up)
         hold(self, "down", kind, experts.down)

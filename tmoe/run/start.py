@@ -23,10 +23,11 @@ from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.manifest import Manifest, read_manifest
 from tmoe.cli.defaults import plan_of, samples_a_step, with_length
 from tmoe.cli.parse import flags_of, require_weights, resumes
-from tmoe.config.check import Setting, require
+from tmoe.config.check import ConfigError, Setting, require
 from tmoe.config.run import Config
 from tmoe.data.dataset import Dataset, require_alike
 from tmoe.hf.adapters.load import is_peft, open_for_run, read_into
+from tmoe.hf.load_base import load_base
 from tmoe.hf.load_weights import load_weights, read_step
 from tmoe.hf.tokenizer_files import carried_by_start, unknown_of
 from tmoe.log.metrics import Metrics
@@ -36,6 +37,7 @@ from tmoe.model.float8 import describe, require_device, require_layers
 from tmoe.model.freeze import require_matches, settle
 from tmoe.model.lora import describe as describe_adapters
 from tmoe.model.lora import is_adapter, require_ranks
+from tmoe.model.nf4 import has_nf4
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, pipeline
 from tmoe.model.transformer import Transformer
@@ -165,6 +167,9 @@ class Start:
                     self.ema.restart()
             elif cfg.eval_only and cfg.resume == "auto":
                 require_weights(cfg, found=False)
+            elif cfg.lora.rank and cfg.lora.base == "nf4":
+                needs = "needs weights to quantise"
+                raise ConfigError.of("lora.base", "nf4", needs, f"{Setting('init')} FOLDER")
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         run.on_all_ranks(lambda: require_finite(tensors))
 
@@ -177,11 +182,19 @@ class Start:
             found = run.on_all_ranks(lambda: "" if run.rank else weights_hash(init))
             digest = gathered(found, run.control)[0]
             self.record_base(Base(str(init), digest))
-        load_weights(init, self.checkpoints, tensors, cfg.model)
-        self.began = f"weights of {init}, {len(tensors)} tensors"
+        number = self.load_base_from(init, tensors)
+        self.began = f"weights of {init}, {number} tensors"
         self.began += " on rank 0" if cfg.parallel.pp > 1 else ""
         if cfg.lora.init:
             self.began += f"; adapters of {self.load_adapters(Path(cfg.lora.init))}"
+
+    def load_base_from(self, folder: Path, tensors: dict[str, Tensor]) -> int:
+        """Fills these tensors from a folder; a base in NF4 from all of its tensors. Returns their number."""
+        model = self.model
+        if isinstance(model, Transformer) and has_nf4(model):
+            return self.run.on_all_ranks(lambda: load_base(folder, model))
+        load_weights(folder, self.checkpoints, tensors, self.cfg.model)
+        return len(tensors)
 
     def record_base(self, base: Base) -> None:
         """Records the frozen model on which the adapters are trained. Steps do not contain its weights."""
@@ -224,7 +237,7 @@ class Start:
         found = run.on_all_ranks(lambda: "" if run.rank else str(require_base(path, base, place, again)))
         folder = Path(gathered(found, run.control)[0])
         tensors = {name: t for name, t in self.model.state_dict().items() if not is_adapter(name)}
-        load_weights(folder, self.checkpoints, tensors, cfg.model)
+        self.load_base_from(folder, tensors)
         self.record_base(Base(str(folder), base.sha256))
 
     def go_on_from(self, path: Path) -> None:
