@@ -2,10 +2,11 @@
 
     python -m benchmarks.qlora WEIGHTS --json FILE       WEIGHTS: a file of benchmarks.perplexity --save
 
-The base is the model of benchmarks.perplexity, with weights rounded to bf16. It is finetuned on the packages of Python's standard library,
-of which it has seen no file, with --lora.rank 8. The seed decides the adapters' first values and the order of
-the data. The result is the mean loss over the same pieces of files that no run has trained on. The bound: for
-each seed the two bases are apart by at most twice the largest difference between seeds.
+The base is the model of benchmarks.perplexity, with weights rounded to bf16. It is finetuned on the packages
+of Python's standard library, of which it has seen no file, with --lora.rank 8. The seed decides the adapters'
+first values and the order of the data. The result is the mean loss over the same pieces of files that no run
+has trained on. The bound: for each seed the two bases are apart by at most twice the largest difference
+between seeds.
 """
 
 from __future__ import annotations

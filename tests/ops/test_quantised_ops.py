@@ -17,8 +17,11 @@ from triton import knobs
 from tmoe.base.quantised import dequantise, quantise, stored
 from tmoe.ops import reference
 from tmoe.ops.experts import gpu as experts_gpu
+from tmoe.ops.experts.adapted import Adapters, moe_mlp_adapted
+from tmoe.ops.experts.cpu import ExpertWeights
 from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.quantised import gpu
+from tmoe.ops.quantised.adapted import Nf4Call, few_rows
 from tmoe.ops.quantised.gpu import KINDS, Matrix
 from tmoe.ops.quantised.kernels import instructions
 from tmoe.ops.quantised.op import quantised_linear, quantised_moe_mlp, quantised_values
@@ -256,6 +259,26 @@ def test_every_code_has_its_number(kind):
     (_, _, dtype), (_, shape, scale) = stored(kind, (1, width))
     matrix = Matrix(kind, (1, width), (codes.view(dtype), torch.ones(shape, dtype=scale)))
     assert torch.equal(gpu.values(matrix, fp32), dequantise(matrix.parts, kind, (1, width)))
+
+
+@interpreted
+@pytest.mark.parametrize("adapted", ["both", "gate_up", "down", "none"])
+def test_few_rows_with_adapters_on_nf4(adapted):
+    """Kernels read the codes, and the adapters' products are added between them."""
+    layer = Layer("nf4", 20, 128, 64, 3, 2)
+    E, r = 3, 2
+    up = torch.randn(E, r, 128) / 11, torch.randn(E, 128, r)
+    down = torch.randn(E, r, 64) / 8, torch.randn(E, 128, r)
+    none = None, None
+    factors = Adapters(
+        *(up if adapted in ("both", "gate_up") else none), *(down if adapted in ("both", "down") else none)
+    )
+    parts = [t for matrix in layer.matrices for t in matrix.parts]
+    routed = layer.weights, layer.ids, layer.bias
+    call = Nf4Call(layer.x, *parts, *routed, *factors, E, 128, 64, "swiglu", 40, False)
+    experts = ExpertWeights(*layer.values, layer.bias, "swiglu")
+    want = moe_mlp_adapted(layer.x, experts, factors, layer.weights, layer.ids)
+    torch.testing.assert_close(few_rows(call)[0], want, rtol=1e-4, atol=1e-4)
 
 
 SHAPES = [(2048, 768, 128, 64, 8), (200, 72, 4, 8, 2), (2880, 2880, 32, 64, 4), (192, 64, 4, 60, 2)]

@@ -474,7 +474,7 @@ def test_what_no_rank_can_hold_is_refused():
             "deepseek-v3 --parallel.ep 8 --world 64 --gpu h100",
             ["verdict: does not fit. ", "the smallest change that fits: ", " ranks (--parallel.dp "],
         ),
-        ("tiny --world 2", ["fits: h100, h200, a100, a100-40gb, b200, mi300x; does not fit: none ("]),
+        ("tiny --world 2", ["fits: h100, h200, a100, a100-40gb, b200, mi300x, rtx4090; does not fit: none"]),
     ],
 )
 def test_the_verdict_of_a_dry_run(words, says):

@@ -1,16 +1,17 @@
 """GPUs by name: memory and speed from their data sheets, for plans made before a GPU is rented.
 
 Speeds are the vendors' own: NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU", "A100 Tensor
-Core GPU" and "Blackwell" (its HGX B200), AMD's "Instinct MI300X". Except for the A100, NVIDIA prints the
-speed of tensor cores with sparsity, twice the value in this file. Memory is the value that nvidia-smi and
-rocm-smi show, which data sheets round. None of these figures was measured for tmoe.
+Core GPU" and "Blackwell" (its HGX B200) and paper "Ada GPU architecture", AMD's "Instinct MI300X". Except for
+the A100 and RTX 4090, NVIDIA prints the speed of tensor cores with sparsity, twice the value in this file.
+Memory is the value that nvidia-smi and rocm-smi show, which data sheets round. None of these figures was
+measured for tmoe.
 
 next: plan/fitting.py
 """
 
 from typing import Literal, NamedTuple, get_args
 
-GpuName = Literal["h100", "h200", "a100", "a100-40gb", "b200", "mi300x"]
+GpuName = Literal["h100", "h200", "a100", "a100-40gb", "b200", "mi300x", "rtx4090"]
 NODE = 8  # GPUs of a node, which access each other's memory; a plan assumes this number
 DRIVER = 3 * 2**30  # bytes that CUDA, its context and NCCL need in addition to torch
 FRAGMENTS = 1.05  # memory that the allocator reserves / memory of tensors (benchmarks/cost/h200.json)
@@ -25,7 +26,7 @@ def room(memory: float) -> float:
 
 
 class Gpu(NamedTuple):
-    """One GPU of an eight-GPU node, from the vendor's data sheet of the SXM or OAM module."""
+    """One GPU of an eight-GPU node, from the vendor's data sheet of the SXM or OAM module, or a card."""
 
     title: str
     memory: float
@@ -35,7 +36,7 @@ class Gpu(NamedTuple):
     bandwidth: float
     """of its memory, bytes a second"""
     links: float
-    """NVLink or Infinity Fabric, bytes a second, both directions together"""
+    """NVLink, Infinity Fabric or PCIe, bytes a second, both directions together"""
     float8: bool = True
     """whether it has float8 products (--train.float8)"""
 
@@ -54,5 +55,7 @@ GPUS: dict[str, Gpu] = {
     "b200": Gpu("B200 SXM 180 GB", 183_359 * 2**20, 2250e12, 7.7e12, 1800e9),
     # 7 links of 128 GB/s to the node's other GPUs
     "mi300x": Gpu("MI300X OAM 192 GB", 196_592 * 2**20, 1307.4e12, 5.3e12, 896e9),
+    # products in bf16 that add in fp32; PCIe 4.0 x16
+    "rtx4090": Gpu("GeForce RTX 4090 24 GB", 24_564 * 2**20, 165.2e12, 1.008e12, 64e9),
 }
 assert set(GPUS) == set(get_args(GpuName))

@@ -30,6 +30,7 @@ from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, uses_symm
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.pipeline_schedule import Table, table
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
+from tmoe.plan.nf4_memory import with_nf4
 from tmoe.plan.rollout_memory import several_micros, with_rollout
 
 
@@ -277,6 +278,8 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     dense_shapes = [block_shapes(model, layer)[0] for span in spans for layer in span]
     parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
     parts = with_adapters(parts, cfg, axes, spans)
+    shared = axes.sharers * axes.replicate > 1
+    parts = with_nf4(parts, cfg, axes, spans, shared and kept_whole(cfg, axes))
     frozen = frozen_on_a_rank(cfg, axes, spans)
     masters = held if width == FP32 else frozen.held
     return with_rollout(parts, cfg, axes, whole, masters, own - frozen.own)
