@@ -103,9 +103,12 @@ def tile_of(kind: str, rows: float, L: int, arch: str, dtype: torch.dtype) -> Ti
         return Tile(64, 16, INT4_GROUP, 8, 2) if group else Tile(32, 16, 32, 4, 2)
     if arch.startswith("hip"):
         return Tile(64, min(BM, 32), INT4_GROUP if group else 64, 4, 2)
-    stages = 4 if arch == "cuda:90" else 3
     if L % (INT4_GROUP if group else 64):
         return Tile(64, min(BM, 32), INT4_GROUP if group else 32, 4, 3)
+    if arch == "cuda:90" and BM <= 32:
+        # with four warps triton takes wgmma, whose left operand it reads from shared memory byte by byte
+        return Tile(64, BM, 64 if L % 128 else 128, 2, 5 if group else 4)
+    stages = 4 if arch == "cuda:90" else 3
     return Tile(128 if BM <= 32 else 64, BM, 64 if L % 128 else 128, 4, stages)
 
 
