@@ -12,7 +12,11 @@ from difflib import get_close_matches
 # A pattern that is searched for in a flag, and the answer. The first pattern found counts.
 WISHES = (
     (
-        r"\b(q|do)[.-]?lora|\bdora\b|galore|bitfit|lora.?(plus|bias|fan|ga)|modules.?to.?save",
+        r"\bq[.-]?lora|load.?in.?4.?bit|\bnf4\b|\b4.?bit\b|bnb|bitsandbytes",
+        "a frozen base in 4 bits is for low-rank adapters; valid: --lora.rank N --lora.base nf4",
+    ),
+    (
+        r"\b(do)[.-]?lora|\bdora\b|galore|bitfit|lora.?(plus|bias|fan|ga)|modules.?to.?save",
         "the low-rank adapters are LoRA and rsLoRA; valid: --lora.rank N, --lora.rs",
     ),
     (
@@ -32,8 +36,9 @@ WISHES = (
     ),
     (
         r"quant(?!il)|load.?in.?[48].?bit|\b[48].?bit\b|int[48]|nf4|gptq|\bawq|bnb|bitsandbytes|hqq",
-        "training with weights of 8 bits and fewer is not there yet; valid: bf16 or fp32; `python -m "
-        "tmoe.generate MODEL --quantize int8` (fp8, int4, nf4) decodes with them",
+        "weights of 8 bits and fewer are not trained; valid: bf16 or fp32, or adapters on a base in 4 bits "
+        "by --lora.base nf4; `python -m tmoe.generate MODEL --quantize int8` (fp8, int4, nf4) decodes with "
+        "them",
     ),
     (
         r"fp8|fp4|transformer.?engine",

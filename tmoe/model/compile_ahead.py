@@ -116,9 +116,7 @@ def empty_parameters(block: Block, mesh: Mesh, dtype: torch.dtype) -> Iterator[N
         for owner in block.modules()
         for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
     ]
-    # the scope multiplies these by their scale, outside of the compiled graph
-    scaled = {p for owner, name, p in slots if isinstance(owner, Experts) and name.endswith("_b")}
-    stand_ins = {p: stand_in(p, mesh, dtype, spread.get(p), p in scaled) for _, _, p in slots}
+    stand_ins = {p: stand_in(p, mesh, dtype, spread.get(p)) for _, _, p in slots}
     for owner, name, p in slots:
         owner._parameters[name] = stand_ins[p]
     try:
@@ -128,21 +126,17 @@ def empty_parameters(block: Block, mesh: Mesh, dtype: torch.dtype) -> Iterator[N
             owner._parameters[name] = p
 
 
-def stand_in(
-    p: nn.Parameter, mesh: Mesh, dtype: torch.dtype, by_fsdp: bool | None, read: bool = False
-) -> nn.Parameter:
+def stand_in(p: nn.Parameter, mesh: Mesh, dtype: torch.dtype, by_fsdp: bool | None) -> nn.Parameter:
     """A parameter without memory in the form of p that a running block sees: whole, or this rank's experts.
 
-    by_fsdp: for a parameter of experts, whether FSDP2 gathers it; None for other parameters. read: it has
-    memory, with any values, because it is computed with outside of the graph.
+    by_fsdp: for a parameter of experts, whether FSDP2 gathers it; None for other parameters.
     """
     shape = list(p.shape)
     if by_fsdp is not None:
         shape[0] //= mesh.ep.size()
     kind = dtype if dtype == torch.bfloat16 else p.dtype
     empty = torch.empty(shape, dtype=kind, device=p.device)
-    if not read:
-        empty.untyped_storage().resize_(0)
+    empty.untyped_storage().resize_(0)
     if by_fsdp:
         return nn.Parameter(DTensor.from_local(empty, mesh.ep, [Shard(0)], run_check=False), p.requires_grad)
     return nn.Parameter(empty, p.requires_grad)

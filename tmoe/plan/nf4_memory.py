@@ -44,7 +44,8 @@ def nf4_sizes(model: ModelConfig, span: range) -> Nf4Sizes:
     shapes = {}
     for name, (owner, leaf) in matrices_of(part).items():
         found = getattr(owner, leaf)
-        shapes[name] = tuple((found.weight if isinstance(found, nn.Module) else found).shape)
+        weight: torch.Tensor = found.weight if isinstance(found, nn.Linear) else found
+        shapes[name] = tuple(weight.shape)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     layers: dict[str, int] = {}
     for name, size in sizes.items():
