@@ -12,11 +12,7 @@ from difflib import get_close_matches
 # A pattern that is searched for in a flag, and the answer. The first pattern found counts.
 WISHES = (
     (
-        r"\bq[.-]?lora|load.?in.?4.?bit|\bnf4\b|\b4.?bit\b|bnb|bitsandbytes",
-        "a frozen base in 4 bits is for low-rank adapters; valid: --lora.rank N --lora.base nf4",
-    ),
-    (
-        r"\b(do)[.-]?lora|\bdora\b|galore|bitfit|lora.?(plus|bias|fan|ga)|modules.?to.?save",
+        r"\bdo[.-]?lora|\bdora\b|galore|bitfit|lora.?(plus|bias|fan|ga)|modules.?to.?save",
         "the low-rank adapters are LoRA and rsLoRA; valid: --lora.rank N, --lora.rs",
     ),
     (
@@ -33,6 +29,10 @@ WISHES = (
         r"gguf|llama.?cpp",
         "two commands handle files of llama.cpp: `tmoe hf gguf STEP X.gguf --type q4_k_m` writes one, "
         "`tmoe hf import X.gguf STEP` reads one",
+    ),
+    (
+        r"\bq[.-]?lora|load.?in.?4.?bit|\bnf4\b|\b4.?bit\b|bnb.?4.?bit|bnb.?qlora",
+        "a frozen base in 4 bits is for low-rank adapters; valid: --lora.rank N --lora.base nf4",
     ),
     (
         r"quant(?!il)|load.?in.?[48].?bit|\b[48].?bit\b|int[48]|nf4|gptq|\bawq|bnb|bitsandbytes|hqq",
