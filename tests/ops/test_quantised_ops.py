@@ -275,9 +275,10 @@ def test_few_rows_with_adapters_on_nf4(adapted):
     )
     parts = [t for matrix in layer.matrices for t in matrix.parts]
     routed = layer.weights, layer.ids, layer.bias
-    call = Nf4Call(layer.x, *parts, *routed, *factors, E, 128, 64, "swiglu", 40, False)
+    scales = 0.5, 3.0
+    call = Nf4Call(layer.x, *parts, *routed, *factors, E, 128, 64, "swiglu", 40, False, *scales)
     experts = ExpertWeights(*layer.values, layer.bias, "swiglu")
-    want = moe_mlp_adapted(layer.x, experts, factors, layer.weights, layer.ids)
+    want = moe_mlp_adapted(layer.x, experts, factors, layer.weights, layer.ids, scales=scales)
     torch.testing.assert_close(few_rows(call)[0], want, rtol=1e-4, atol=1e-4)
 
 

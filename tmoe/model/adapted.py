@@ -36,7 +36,10 @@ class Adapted(nn.Linear):
         self.in_order = False  # see keep_order
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        return self.change(x, F.linear(x, self.weight, self.bias))
+
+    def change(self, x: Tensor, y: Tensor) -> Tensor:
+        """y + scale * b (a x); y is the frozen layer's result, which may be overwritten without gradients."""
         if not self.adapters_on:
             return y
         if self.dropout and self.training:

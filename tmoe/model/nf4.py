@@ -60,11 +60,11 @@ class Nf4Adapted(Nf4Linear, Adapted):
     def __init__(self, linear: Adapted):
         Nf4Linear.__init__(self, linear)
         self.a, self.b = linear.a, linear.b
-        self.scale, self.dropout, self.adapters_on = linear.scale, linear.dropout, linear.adapters_on
+        self.scale, self.dropout = linear.scale, linear.dropout
+        self.adapters_on, self.in_order = linear.adapters_on, linear.in_order
 
     def forward(self, x: Tensor) -> Tensor:
-        y = Nf4Linear.forward(self, x)
-        return y + self.outer(self.inner(x)) if self.adapters_on else y
+        return self.change(x, Nf4Linear.forward(self, x))
 
 
 def in_nf4(model: nn.Module, names: list[str]) -> None:

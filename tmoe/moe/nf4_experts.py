@@ -32,6 +32,7 @@ class Nf4Local(NamedTuple):
     activation: str
     weigh: str
     adapters: Adapters | None
+    scales: tuple[float, float]
 
     @property
     def held(self) -> int:
@@ -57,7 +58,7 @@ class Nf4Local(NamedTuple):
     def mlp(self, x: Tensor, weights: Tensor, ids: Tensor, pairs: int | None = None) -> Tensor:
         """The op for these experts, without the bias of down."""
         how = self.gate_up_bias, self.activation, self.adapters
-        return moe_mlp_nf4(x, (self.gate_up, self.down), *how, weights, ids, pairs)
+        return moe_mlp_nf4(x, (self.gate_up, self.down), *how, weights, ids, pairs, self.scales)
 
     def __call__(self, rows: Rows) -> Tensor:
         if self.weigh != "activation":
@@ -89,5 +90,5 @@ class Nf4Experts(QuantisedExperts):
             held(self, n, "nf4", s) for n, s in zip(("gate_up", "down"), self.shapes, strict=True)
         )
         up_bias, down_bias = (t if t is None else local_part(t) for t in (self.gate_up_bias, self.down_bias))
-        how = self.activation, self.weigh, self.local_adapters()
+        how = self.activation, self.weigh, *self.local_adapters()
         return fn(*args, Nf4Local(gate_up, down, up_bias, down_bias, *how))

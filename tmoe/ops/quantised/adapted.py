@@ -13,6 +13,7 @@ next: ops/experts/adapted.py
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ def moe_mlp_nf4(
     weights_TK: Tensor,
     ids_TK: Tensor,
     pairs: int | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """`moe_mlp_adapted` with frozen matrices in NF4: gate_up [E, 2F, D] and down [E, D, F].
 
@@ -73,7 +75,7 @@ def moe_mlp_nf4(
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     most = ids_TK.numel() if pairs is None else min((pairs + 127) // 128 * 128, ids_TK.numel())
     sizes = E, H, down.shape[2]
-    return torch.ops.tmoe.moe_mlp_nf4(*tensors, *sizes, activation, most, keep)[0]
+    return torch.ops.tmoe.moe_mlp_nf4(*tensors, *sizes, activation, most, keep, *map(float, scales))[0]
 
 
 # ---- one matrix ----
@@ -175,6 +177,8 @@ class Nf4Call(NamedTuple):
     activation: str
     pairs: int
     keep: bool  # as in AdaptedCall
+    up_scale: float
+    down_scale: float
 
 
 class Nf4Backward(NamedTuple):
@@ -192,7 +196,8 @@ class Nf4Backward(NamedTuple):
     down_offset: Tensor
     weights: Tensor
     h: Tensor
-    u: Tensor
+    u_up: Tensor
+    u_down: Tensor
     packed: Tensor
     bias: Tensor | None
     gate_up_a: Tensor | None
@@ -204,6 +209,8 @@ class Nf4Backward(NamedTuple):
     width: int
     activation: str
     pairs: int
+    up_scale: float
+    down_scale: float
 
 
 def _matrices(call: Nf4Call | Nf4Backward) -> tuple[Matrix, Matrix]:
@@ -215,20 +222,26 @@ def _matrices(call: Nf4Call | Nf4Backward) -> tuple[Matrix, Matrix]:
     return Matrix("nf4", shapes[0], up), Matrix("nf4", shapes[1], down)
 
 
+def _ranks(call: Nf4Call) -> tuple[int, ...]:
+    """Columns of u_up and u_down."""
+    ranks = Adapters(call.gate_up_a, call.gate_up_b, call.down_a, call.down_b).ranks
+    return tuple(map(adapted_gpu.wide, ranks)) if call.x.is_cuda else ranks
+
+
 def _plain(call: Nf4Call) -> adapted.AdaptedCall:
     """The call with the values of the matrices."""
     up, down = (_values(call.x, matrix.parts, matrix.shape) for matrix in _matrices(call))
     factors = Adapters(call.gate_up_a, call.gate_up_b, call.down_a, call.down_b)
     adapted.check_adapters(call.x, up, down, factors)
-    how = call.activation, call.pairs, call.keep
+    how = call.activation, call.pairs, call.keep, call.up_scale, call.down_scale
     return adapted.AdaptedCall(call.x, up, down, call.weights, call.ids, call.bias, *factors, *how)
 
 
 def _plain_backward(call: Nf4Backward) -> adapted.AdaptedBackward:
     up, down = (_values(call.x, matrix.parts, matrix.shape) for matrix in _matrices(call))
-    kept = call.weights, call.h, call.u, call.packed, call.bias
+    kept = call.weights, call.h, call.u_up, call.u_down, call.packed, call.bias
     factors = call.gate_up_a, call.gate_up_b, call.down_a, call.down_b
-    how = call.activation, call.pairs
+    how = call.activation, call.pairs, call.up_scale, call.down_scale
     return adapted.AdaptedBackward(call.dy, call.x, up, down, *kept, *factors, *how)
 
 
@@ -249,8 +262,8 @@ def _forward_fake(call: Nf4Call) -> tuple[Tensor, ...]:
     x, ids = call.x, call.ids
     check_device(x, codes=call.up_codes, weights=call.weights, ids=ids)
     rows = _rows(x, ids, call.pairs)
-    rank = 0 if call.gate_up_a is None else call.gate_up_a.shape[1]
-    kept = (x.new_empty(rows if call.keep else 0, width) for width in (call.rows, rank))
+    widths = call.rows, *_ranks(call)
+    kept = (x.new_empty(rows if call.keep else 0, width) for width in widths)
     return x.new_empty(x.shape), *kept, Metadata.fake(ids.numel(), call.experts, rows, x)
 
 
@@ -282,22 +295,27 @@ def few_rows(call: Nf4Call) -> tuple[Tensor, ...]:
         act = gpu.few_rows(x, up, call.bias, tiles[0], call.activation, layer, gather=True)
     else:
         h = gpu.few_rows(x, up, call.bias, tiles[0], None, layer, gather=True)
-        h += layer.by_pointers.rows("down", layer.narrow(x, up_a, True, gather=True), up_b, True)
+        h += outer(layer, layer.narrow(x, up_a, call.up_scale, gather=True), up_b)
         act = named(call.activation).of(h)
     rows = gpu.few_rows(act, down, None, tiles[1], None, layer)
     if down_a is not None and down_b is not None:
-        rows += layer.by_pointers.rows("down", layer.narrow(act, down_a, True), down_b, True)
+        rows += outer(layer, layer.narrow(act, down_a, call.down_scale), down_b)
     y, _ = layer.combine(rows, weights)
-    none = (
-        empty((0, width), x.dtype, x.device) for width in (call.rows, 0 if up_a is None else up_a.shape[1])
-    )
+    none = (empty((0, width), x.dtype, x.device) for width in (call.rows, *_ranks(call)))
     return y, *none, meta.packed
+
+
+def outer(layer: adapted_gpu.AdaptedLaunches, u: Tensor, b: Tensor) -> Tensor:
+    """u [N, r or more] times each expert's b [E, W, r], transposed; operands are read by pointers."""
+    layer = copy.copy(layer)
+    layer.tma = False
+    return layer.rows("down", u, layer.widened(b), True)
 
 
 _FORWARD: dict[str, Any] = dict(
     schema=Nf4Call,
     returns="y",
-    keeps="h u packed",
+    keeps="h u_up u_down packed",
     cpu=_forward_cpu,
     cuda=_forward_gpu,
     fake=_forward_fake,
