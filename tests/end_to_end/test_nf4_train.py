@@ -3,6 +3,7 @@
 next: tests/end_to_end/test_lora_layouts.py
 """
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import runs
 import torch
+from tiers import slow_but
 
 from tmoe.base.quantised import dequantise, quantise
 from tmoe.checkpoint.base import base_of, weights_hash
@@ -18,6 +20,9 @@ from tmoe.checkpoint.manifest import read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.run import Config, LoraConfig
 from tmoe.generate.load import load
+from tmoe.hf import import_hf
+from tmoe.hf.adapters.commands import merge
+from tmoe.log.metrics_file import read_steps
 from tmoe.model.lora import off
 from tmoe.model.nf4 import require_nf4, slots_of
 
@@ -86,9 +91,13 @@ def test_training_is_that_of_the_rounded_base(gloo, made, tmp_path):
         torch.testing.assert_close(whole[name], read_whole(step, entry), rtol=1e-4, atol=1e-6)
 
 
-def test_two_ranks_that_share_a_batch(gloo, made, tmp_path):
-    """Each holds the whole base; adapters are sharded."""
-    half = ["--train.batch", 4]
+SHARED = ["", "--parallel.gathered-gib 0", "--parallel.replicate 2"]
+
+
+@pytest.mark.parametrize("words", slow_but(SHARED[:2], SHARED))
+def test_two_ranks_that_share_a_batch(gloo, made, tmp_path, words):
+    """Each holds the whole base; adapters are sharded, kept whole, or both copies of two replicas."""
+    half = ["--train.batch", 4, *words.split()]
     two = trained(gloo, tmp_path / "b", *NF4, *half, "--init", base_in(made), world=2)
     step = step_of(made, "a")
     for name, entry in read_manifest(step).tensors.items():
@@ -107,6 +116,43 @@ def test_a_model_speaks_with_adapters_on_its_base_in_nf4(made):
             torch.testing.assert_close(given(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
         answer = load(made / "a", device="cpu").engine().generate([[3, 4]], 1)[0][0]
         assert answer.ids.numel() > 0
+
+
+def test_a_merge_adds_to_the_bases_own_weights(made, tmp_path, capsys):
+    """Neither the values of NF4 nor the hash of another base: W + 8/4 b a, W as the base's step holds it."""
+    base, step = base_in(made), step_of(made, "a")
+    merge(step, tmp_path / "hf")
+    said = "was trained with --lora.base nf4; its adapters were added to the base's own weights"
+    assert said in capsys.readouterr().out
+    import_hf(tmp_path / "hf", tmp_path / "merged")
+
+    def read(folder, name):
+        return read_whole(folder, read_manifest(folder).tensors[f"model.blocks.0.attention.o.{name}"])
+
+    weight, found = read(base, "weight"), read(tmp_path / "merged", "weight")
+    torch.testing.assert_close(found, weight + 2 * read(step, "b") @ read(step, "a"), rtol=1e-5, atol=1e-7)
+    rounded = dequantise(quantise(weight, "nf4"), "nf4", tuple(weight.shape))
+    change = (found - weight).norm()
+    assert change > 0 and (rounded - weight).norm() > change / 100
+
+
+GRPO = "--task grpo --grpo.prompts 4 --grpo.group 4 --grpo.max-tokens 6 --grpo.kl 0.1 --grpo.rewards"
+
+
+def test_rollouts_of_two_ranks_are_those_of_one(gloo, made, tmp_path):
+    """Each rank answers with the whole base. The loss is 0.1 times the divergence from the base."""
+    rows = [dict(prompt=f"{n}+{n}=", answer=str(2 * n)) for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text("def some(s):\n    return sum(s.answer.encode()) % 7 / 7\n")
+    words = [*GRPO.split(), f"{tmp_path / 'reward.py'}:some", "--data.path", tmp_path / "rows.jsonl"]
+    words = [*NF4, *words, "--init", base_in(made), "--steps", 2]
+    found = []
+    for world in (1, 2):
+        trained(gloo, tmp_path / str(world), *words, "--train.batch", 2 // world, world=world)
+        steps = [line for _, line in read_steps(tmp_path / str(world) / "metrics.jsonl")]
+        found.append([line[name] for line in steps for name in ("loss", "grad_norm", "reward/mean")])
+        assert abs(steps[0]["loss"]) < 1e-7 < 1e-6 < steps[1]["loss"] and steps[0]["grad_norm"] > 0
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
 
 
 def refused(gloo, *words):

@@ -99,6 +99,12 @@ def test_a_merged_model_has_pefts_logits(steps, tmp_path, name):
     assert off(logits_of_hf(tmp_path / "hf"), logits_of(STORED / name)) < BAR
 
 
+def test_a_quantised_merge_names_families_without_such_a_format(steps, tmp_path):
+    with pytest.raises(ConfigError, match=r"quantize=int4: .*gpt_oss"):
+        merge(steps("gpt_oss-0.19"), tmp_path / "hf", quantize="int4")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_merging_rounds_once_and_leaves_other_weights_as_they_are(steps, tmp_path):
     step = steps("qwen3_moe-0.19")
     base = tensors_of(Path(read_manifest(step).info["base"]["path"]))

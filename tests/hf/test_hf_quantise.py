@@ -6,18 +6,21 @@ next: tmoe/hf/quantise.py
 import json
 import math
 import weakref
+from pathlib import Path
 
 import hf_tiny
 import pytest
 import torch
 from hf_tiny import assert_bits, far, load_step, make, tensors_of
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tmoe.base.quantised import dequantise, quantise
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.hf import export, export_hf, import_hf
+from tmoe.hf.adapters.commands import import_adapter, merge
 from tmoe.hf.quantise import SCHEMES, ignored
 from tmoe.model.transformer import Transformer
 
@@ -136,6 +139,49 @@ def test_files_have_at_most_the_bytes_of_a_shard_and_the_size_is_predicted(impor
     import_hf(tmp_path / "hf", tmp_path / "step")
     with pytest.raises(CheckpointError, match="exists"):
         export_hf(here / "step", tmp_path / "hf", quantize="int4")
+
+
+def adapted(here: Path, folder: Path) -> Path:
+    """A step of adapters on layer 1 of the imported model, of o and of experts' down, with factor 2."""
+    drawn, at = torch.Generator().manual_seed(0), "base_model.model.model.layers.1"
+    shapes = {"self_attn.o_proj": ((3, 256), (256, 3)), "mlp.experts": ((4 * 3, 128), (256, 3 * 4))}
+    tensors = {
+        f"{at}.{name}.lora_{x}.weight": torch.randn(shape, generator=drawn) * 0.1
+        for name, pair in shapes.items()
+        for x, shape in zip("AB", pair, strict=True)
+    }
+    settings = dict(peft_type="LORA", peft_version="0.19.1", r=3, lora_alpha=6, target_modules=["o_proj"])
+    settings |= dict(target_parameters=["experts.down_proj"], task_type="CAUSAL_LM")
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    import_adapter(folder, folder / "step", base=here / "hf")
+    return folder / "step"
+
+
+def test_a_merge_quantises_the_sums_in_fp32(imported, tmp_path, capsys):
+    """The numbers are those of an export of the merged model in fp32; the base is bf16."""
+    here, _ = imported
+    step = adapted(here, tmp_path / "peft")
+    merge(step, tmp_path / "int4", quantize="int4")
+    assert "matrices in int4, compressed-tensors' W4A16" in capsys.readouterr().out
+    merge(step, tmp_path / "whole", dtype="fp32")
+    import_hf(tmp_path / "whole", tmp_path / "merged")
+    export_hf(tmp_path / "merged", tmp_path / "want", quantize="int4")
+    found, want = tensors_of(tmp_path / "int4"), tensors_of(tmp_path / "want")
+    same = [name for name in want if name.endswith(("_packed", "_scale", "_shape"))]
+    assert len(same) > 3 * 4 * 3
+    assert all(torch.equal(found[name].to(want[name].dtype), want[name]) for name in same)
+    base, whole = tensors_of(here / "hf"), tensors_of(tmp_path / "whole")
+    changed = {name for name in base if not torch.equal(base[name].float(), whole[name])}
+    at = "model.layers.1"
+    assert changed == {
+        f"{at}.self_attn.o_proj.weight", *(f"{at}.mlp.experts.{e}.down_proj.weight" for e in range(4))
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="quantize=nf4: no format that is written; valid: int8, int4"):
+        merge(step, tmp_path / "nf4", quantize="nf4")
+    merge(step, tmp_path / "none", quantize="fp8", dry_run=True)
+    assert not (tmp_path / "nf4").exists() and not (tmp_path / "none").exists()
 
 
 def test_one_matrix_at_a_time_is_in_memory(imported, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@
     python -m tmoe.hf recover DCP_DIR OUT ORIGINAL              a Hugging Face folder from a DCP folder
     python -m tmoe.hf import-adapter PEFT_DIR STEP_DIR --base HF_DIR  a step of PEFT's adapter
     python -m tmoe.hf export-adapter STEP_DIR PEFT_DIR          PEFT's files from a step of adapters
-    python -m tmoe.hf merge STEP_DIR HF_DIR                     base and adapters in one model
+    python -m tmoe.hf merge STEP_DIR HF_DIR                     base and adapters in one model, --quantize too
     python -m tmoe.hf families                                  which MoE families of transformers work here
 
 Exit codes: 0: done; 2: refused, with the reason on stderr; 1: failed or interrupted. If a command is

@@ -3,6 +3,7 @@
     python -m tmoe.hf import-adapter ADAPTER STEP_OUT --base FOLDER   a step from a folder of PEFT's
     python -m tmoe.hf export-adapter STEP OUT                         a folder of PEFT's from a step
     python -m tmoe.hf merge STEP OUT                                  a Hugging Face folder: base and adapters
+    python -m tmoe.hf merge STEP OUT --quantize int4                  the same in compressed-tensors' format
 
 next: hf/adapters/read.py, hf/adapters/write.py, hf/adapters/merge.py
 """
@@ -49,6 +50,7 @@ from tmoe.hf.export import SHORT
 from tmoe.hf.files import DTYPES, MODEL
 from tmoe.hf.foreign import ADAPTER, ADAPTER_WEIGHTS, require_folder
 from tmoe.hf.hub_folders import name_of
+from tmoe.hf.quantise import require_kind
 from tmoe.hf.tokenizer_files import carried_by
 from tmoe.hf.write import Export, check_room, write_folder
 from tmoe.model.lora import lora_of_settings
@@ -227,6 +229,8 @@ def _export_notes(
     elif found.base.manifest is not None:
         write = f"python -m tmoe.hf export {found.base.path} DIR"
         yield f"{out}: its base is a step folder, which PEFT does not read; {write}"
+    if file.lora.base == "nf4":
+        yield f"{out}: trained with --lora.base nf4; PEFT adds it to a base of any type"
     apart = file.apart
     leaves = {target.name.rpartition(".")[2] for target in file.targets if target.matrix in apart}
     mixed = [t.name for t in file.targets if t.matrix not in apart and t.name.rpartition(".")[2] in leaves]
@@ -270,6 +274,7 @@ def merge(
     *,
     base: Path | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
+    quantize: str | None = None,
     dry_run: bool = False,
     license: str = "unknown",
 ) -> None:
@@ -280,9 +285,13 @@ def merge(
         out: a new folder
         base: where the base is now; default: where the step says
         dtype: type of every tensor; default: the base's
+        quantize: int8, int4, fp8 or mxfp4: store the matrices of attention, feed-forwards and experts in 8 or
+            4 bits, as compressed-tensors does
         dry_run: check everything, write nothing
         license: license to state in README.md if the base has no README.md: apache-2.0, other, ...
     """
+    if quantize is not None:
+        require_kind(quantize)
     require_absent(out)
     found = adapted_step(step, base)
-    merge_step(found, partial(_pair, found), lora_of(found), out, dtype, dry_run, license)
+    merge_step(found, partial(_pair, found), lora_of(found), out, dtype, dry_run, license, quantize)

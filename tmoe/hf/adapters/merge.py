@@ -37,8 +37,12 @@ def merge_step(
     dtype: Literal["bf16", "fp32"] | None,
     dry_run: bool,
     license: str,
+    quantize: str | None = None,
 ) -> None:
-    """Writes the Hugging Face folder. ConfigError if the base has other weights than at the training."""
+    """Writes the Hugging Face folder. ConfigError if the base has other weights than at the training.
+
+    quantize: as of `export_hf`; the sums in fp32 are quantised, without a rounding before.
+    """
     step, manifest, base = found.step, found.manifest, found.base
     for folder in (step, *([base.path] if base and base.manifest else ())):
         if problems := verify(folder, share=None):  # sizes now, contents as they are read
@@ -54,10 +58,15 @@ def merge_step(
     else:
         origin = find_origin(base.path, base.manifest, None)
     shapes = model_shapes(found.cfg)
-    origin = with_dtype(origin, dtype)
+    origin = with_dtype(origin, dtype if dtype or origin.stamp or not quantize else "bf16")
     source = Source(step, manifest, {}, *with_plan(step, manifest, origin, shapes, out))
     more = (said.sha256,) if said else ()
-    write_model(source, merged(found, pair, lora), out, dry_run, license, more=more)
+    write_model(source, merged(found, pair, lora), out, dry_run, license, quantize, more)
+    if lora.base == "nf4":
+        print(
+            f"{out}: {step} was trained with --lora.base nf4; its adapters were added to the base's own "
+            "weights, which are not rounded to NF4"
+        )
 
 
 def merged(found: AdaptedStep, pair: Pair, lora: LoraConfig) -> Boxes:
