@@ -478,8 +478,12 @@ def test_fms_runs(gloo, tmp_path, granite):
     "text, words",
     [
         (
+            "plugins: {peft: {quantization: {auto_gptq: {kernel: triton_v2}}}}",
+            "kernel=triton_v2: the base of adapters is in 16 bits or in NF4",
+        ),
+        (
             "plugins: {peft: {quantization: {bitsandbytes: {quant_type: nf4}}}}",
-            "quant_type=nf4: tmoe does not train",
+            "quant_type=nf4: weights in NF4 are the base of adapters: --peft_method lora",
         ),
         ("plugins: {training: {odm: {odm: {gamma: 0.1}}}}", "gamma=0.1: tmoe mixes sources"),
         ("plugins: {training: {new: {thing: 1}}}", "--training.new.thing: not in the table"),
@@ -520,6 +524,32 @@ def test_fms_adapters(granite):
     ):
         refused = translate("fms", [*words, "--peft_method", "lora", *more.split()]).refused
         assert len(refused) == 1 and said in refused[0]
+
+
+NF4 = "plugins: {peft: {quantization: {bitsandbytes: {quant_type: %s, no_peft_model: false}}}}"
+
+
+def test_fms_base_in_nf4(granite, tmp_path):
+    pytest.importorskip("yaml")
+    words = ["--model_name_or_path", str(granite), "--max_seq_length", "64", "--peft_method", "lora"]
+    assert "--lora.base" not in translate("fms", words).flags
+    for more in ([], ["nf4"], ["nf4", "true"]):
+        found = translate("fms", [*words, "--bnb_qlora", *more])
+        assert found.flags["--lora.base"] == ["nf4"] and not found.refused
+        assert any("experts are in NF4 too" in note for note in found.notes)
+    for kind in ("nf4", "fp4"):
+        (tmp_path / f"{kind}.yaml").write_text(NF4 % kind)
+    found = translate("fms", [str(tmp_path / "nf4.yaml"), *words])
+    assert found.flags["--lora.base"] == ["nf4"] and not found.refused
+    parsed = parse([word for word in found.words if not word.startswith("--data.path")], "")
+    assert parsed.lora.base == "nf4" and parsed.lora.rank == 8
+    for given, said in (
+        ([str(tmp_path / "fp4.yaml"), *words], "quant_type=fp4: tmoe has NF4 alone"),
+        ([*words, "--bnb_qlora", "fp4"], "--bnb_qlora=fp4: tmoe has NF4 alone"),
+        ([*words, "--bnb_qlora", "nf4", "--fast_moe", "2"], "ep_degree 1, not 2"),
+    ):
+        found = translate("fms", given)
+        assert len(found.refused) == 1 and said in found.refused[0] and "--lora.base" not in found.flags
 
 
 @pytest.mark.parametrize("text", ["", "- 1", "a: [", "x: !!python/object/apply:os.system ['true']", "\0"])

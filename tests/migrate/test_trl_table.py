@@ -14,7 +14,8 @@ SETTINGS = {
     lr_scheduler_type warmup_ratio warmup_steps optim weight_decay max_grad_norm bf16 fp16
     gradient_checkpointing seed logging_steps report_to save_steps save_strategy save_total_limit
     eval_strategy eval_steps output_dir load_best_model_at_end resume_from_checkpoint fsdp deepspeed
-    push_to_hub use_liger_kernel use_peft lora_r load_in_4bit attn_implementation torch_compile
+    push_to_hub use_liger_kernel use_peft lora_r load_in_4bit load_in_8bit bnb_4bit_quant_type
+    use_bnb_nested_quant attn_implementation torch_compile
     ddp_timeout router_aux_loss_coef neftune_noise_alpha max_length packing padding_free
     assistant_only_loss completion_only_loss dataset_text_field loss_type chat_template_path eos_token
     activation_offloading beta label_smoothing precompute_ref_log_probs ref_model truncation_mode
@@ -32,8 +33,9 @@ SETTINGS = {
     sample_packing pad_to_sequence_len micro_batch_size gradient_accumulation_steps num_epochs max_steps
     optimizer lr_scheduler learning_rate warmup_steps warmup_ratio weight_decay max_grad_norm bf16 tf32
     gradient_checkpointing flash_attention fsdp fsdp_config deepspeed adapter lora_r load_in_4bit
-    load_in_8bit rl rl_beta trl output_dir save_steps saves_per_epoch save_total_limit eval_steps
-    evals_per_epoch logging_steps wandb_project special_tokens resume_from_checkpoint seed
+    load_in_8bit bnb_config_kwargs gptq rl rl_beta trl output_dir save_steps saves_per_epoch
+    save_total_limit eval_steps evals_per_epoch logging_steps wandb_project special_tokens
+    resume_from_checkpoint seed
     neftune_noise_alpha plugins strict dataset_prepared_path unfrozen_parameters hub_model_id
     early_stopping_patience excess_length_strategy tensor_parallel_size context_parallel_size
     expert_parallel_size""",

@@ -43,7 +43,9 @@ TARGETS = {  # PEFT's names of layers, their ends -> the matrix that holds them
     r"\.q_b$": ("q_b_proj",),
     r"\.kv_b$": ("kv_b_proj",),
 }
-QUANTISED = "tmoe does not train on quantised weights"
+QUANTISED = "the base of adapters is in 16 bits or in NF4, --bnb_qlora nf4"
+NF4 = "nf4: `--lora.base nf4`, for adapters; fp4 is refused"
+YAML_NF4 = "peft.quantization.bitsandbytes.quant_type"
 CHAT = "messages", "conversations"
 
 ROWS: tuple[FlagRow, ...] = (
@@ -66,8 +68,8 @@ ROWS: tuple[FlagRow, ...] = (
     refused("peft.quantization.auto_gptq.kernel", QUANTISED),
     refused("peft.quantization.auto_gptq.from_quantized", QUANTISED),
     nothing("peft.quantization.auto_gptq.use_external_lib", "for auto_gptq"),
-    refused("peft.quantization.bitsandbytes.quant_type", QUANTISED),
-    nothing("peft.quantization.bitsandbytes.no_peft_model", "for bitsandbytes"),
+    worked(YAML_NF4, NF4),
+    nothing("peft.quantization.bitsandbytes.no_peft_model", "tmoe adds the adapters itself"),
     nothing("peft.quantization.fused_ops_and_kernels.base_layer", "for quantised weights"),
     nothing("peft.quantization.fused_ops_and_kernels.fused_lora", "for quantised weights"),
     nothing("peft.quantization.fused_ops_and_kernels.fast_loss", ALWAYS),
@@ -143,7 +145,7 @@ ROWS: tuple[FlagRow, ...] = (
     refused("--quantization_method", QUANTISED),
     nothing("--dequantize", "`--init` reads quantised weights as 16 bits", "one", "true"),
     refused("--auto_gptq", QUANTISED, "some"),
-    refused("--bnb_qlora", QUANTISED, "some"),
+    worked("--bnb_qlora", f"{NF4}; nf4 where left out", "some"),
     worked("--lr_scheduler_kwargs", "min_lr_rate of cosine_with_min_lr: `--optim.min-lr`"),
     refused("--num_virtual_tokens", PROMPTS),
     refused("--prompt_tuning_init", PROMPTS),
@@ -236,6 +238,7 @@ def translate(launch: Launch, world: int | None = None) -> TranslatedCommand:
     _length(given, out)
     _train(given, out)
     _adapters(given, out)
+    _base(given, plugins, ep, out)
     return out
 
 
@@ -382,6 +385,22 @@ def _adapters(given: GivenFlags, out: TranslatedCommand) -> None:
     if r"\.qkv$" in found:
         out.notes.append("--target_modules: q, k and v are one matrix, whose adapter changes all three")
     return None
+
+
+def _base(given: GivenFlags, plugins: GivenFlags, ep: int, out: TranslatedCommand) -> None:
+    """Sets --lora.base for bitsandbytes' NF4, which the plugin doubles as tmoe does. After `_adapters`."""
+    flag = "--bnb_qlora" if given.has("--bnb_qlora") else YAML_NF4
+    kind = given.text(flag, "nf4") if given.has(flag) else plugins.text(flag)
+    if not kind:
+        return None
+    if kind != "nf4":
+        return out.refuse(f"{flag}={kind}", "tmoe has NF4 alone: nf4")
+    if "--lora.rank" not in out.flags:
+        return out.refuse(f"{flag}={kind}", "weights in NF4 are the base of adapters: --peft_method lora")
+    if ep > 1:
+        return out.refuse(f"{flag}={kind}", f"every rank holds the whole base in NF4: ep_degree 1, not {ep}")
+    out.set("--lora.base", kind)
+    return out.notes.append(f"{flag}={kind}: experts are in NF4 too, as are all matrices of blocks")
 
 
 def _length(given: GivenFlags, out: TranslatedCommand) -> None:
