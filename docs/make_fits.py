@@ -48,6 +48,10 @@ def _adapters(cfg: Config) -> Config:
     return replace(cfg, lora=LoraConfig(rank=16))
 
 
+def _nf4(cfg: Config) -> Config:
+    return replace(cfg, lora=LoraConfig(rank=16, base="nf4"))
+
+
 def _wide_adapters(cfg: Config) -> Config:
     return replace(cfg, lora=LoraConfig(rank=16, expert_rank=16))
 
@@ -56,6 +60,7 @@ WAYS = (
     Way("all", lambda cfg: cfg),
     Way("`--optim.freeze moe.experts`", _freeze),
     Way("`--lora.rank 16`", _adapters),
+    Way("`--lora.rank 16 --lora.base nf4`", _nf4),
     Way("`--lora.rank 16 --lora.expert-rank 16`", _wide_adapters),
 )
 # The settings of a cell, in the order in which they are tried: none, recomputing, and moments on the host.
@@ -73,7 +78,7 @@ def settings(preset: str, task: str, way: Way) -> Config:
 
 def cell(cfg: Config, ranks: int, memory: float) -> str:
     """The first of SAVING with which the run fits on this many GPUs of this memory; NO if none does."""
-    axes = Axes(ep=ranks)
+    axes = Axes(ep=ranks) if cfg.lora.base == "whole" else Axes(dp=ranks)
     for name, change in SAVING.items():
         if held_at_most(change(cfg), axes) <= room(memory):
             return name

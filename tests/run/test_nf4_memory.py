@@ -10,6 +10,7 @@ from tmoe.base.quantised import size_of
 from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.model.freeze import settle
+from tmoe.model.lora import adapter_counts
 from tmoe.model.transformer import Transformer
 from tmoe.plan.fitting import verdict
 from tmoe.plan.memory import memory_of_stages, peak_bytes
@@ -54,6 +55,24 @@ def test_a_base_of_30b_numbers_by_hand():
     cfg, axes, parts = memory(PILOT + " --lora.expert-rank 8")
     assert 22 < peak_bytes(parts) / 2**30 < 25
     assert "does not fit" in verdict(cfg, axes, "rtx4090")[0]
+
+
+def test_ranks_that_share_a_batch_hold_the_base_and_gather_none_of_it():
+    """Embedding, head, norms, routers and adapters are sharded over 8 ranks, and gathered in bf16."""
+    words = PILOT.replace("--world 1", "--world 8 --parallel.dp 8")
+    cfg, _, parts = memory(words)
+    base = nf4_sizes(cfg.model, range(48)).bytes
+    small = 2 * 151_936 * 2048 + 2048 + 48 * (128 * 2048 + 2 * 2048 + 2 * 128)
+    adapters = adapter_counts(cfg.model, cfg.lora, range(48))
+    adapted = 4 * (adapters.dense + adapters.experts)
+    assert parts["parameters"] - base == pytest.approx((2 * small + adapted) / 8, rel=1e-3)
+    most = 2 * small + 2 * (adapters.dense + adapters.experts)
+    assert 2 * 2 * 151_936 * 2048 < parts["gathered"] < most
+    grpo = "--task grpo --grpo.rewards exact --data.path x"
+    _, _, one = memory(f"{PILOT} {grpo}")
+    _, _, rollout = memory(f"{words} {grpo}")
+    assert rollout["rollout"] - one["rollout"] == pytest.approx(2 * small, rel=1e-3)
+    assert one["rollout"] > 2 * 128 * 3 * 2048 * 768  # the values of a layer
 
 
 def test_a_whole_base_has_a_layers_values_less():

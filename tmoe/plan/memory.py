@@ -21,7 +21,7 @@ from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.block_bytes import loss_bytes
-from tmoe.model.count import Shape, block_shapes, numel, root_shapes
+from tmoe.model.count import Shape, numel, root_shapes
 from tmoe.model.freeze import matching
 from tmoe.model.lora import AdapterCounts, adapter_counts
 from tmoe.model.stages import cuts
@@ -30,7 +30,7 @@ from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, uses_symm
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.pipeline_schedule import Table, table
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
-from tmoe.plan.nf4_memory import with_nf4
+from tmoe.plan.nf4_memory import in_nf4, nf4_sizes, parameter_shapes, with_nf4
 from tmoe.plan.rollout_memory import several_micros, with_rollout
 
 
@@ -178,7 +178,7 @@ class StageBytes(NamedTuple):
 
 
 def _numbers(cfg: Config, axes: Axes, layer: int) -> Numbers:
-    dense, experts = block_shapes(cfg.model, layer)
+    dense, experts = parameter_shapes(cfg, layer)
     return Numbers(
         sharded(dense, axes.shard),
         expert_shard(experts, axes),
@@ -275,14 +275,12 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
         "exchange": exchange_bytes(cfg, axes),
     }
     root = [shape for span in spans for shape in chunk_root(model, span)]
-    dense_shapes = [block_shapes(model, layer)[0] for span in spans for layer in span]
+    dense_shapes = [parameter_shapes(cfg, layer)[0] for span in spans for layer in span]
     parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
     parts = with_adapters(parts, cfg, axes, spans)
-    shared = axes.sharers * axes.replicate > 1
-    parts = with_nf4(parts, cfg, axes, spans, shared and kept_whole(cfg, axes))
     frozen = frozen_on_a_rank(cfg, axes, spans)
     masters = held if width == FP32 else frozen.held
-    return with_rollout(parts, cfg, axes, whole, masters, own - frozen.own)
+    return with_nf4(with_rollout(parts, cfg, axes, whole, masters, own - frozen.own), cfg, spans)
 
 
 def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequence[range]) -> dict[str, int]:
@@ -368,6 +366,10 @@ def frozen_on_a_rank(cfg: Config, axes: Axes, spans: Sequence[range]) -> FrozenE
         return FrozenElements(0, 0, 0, 0)
     found = [frozen_elements(cfg.model, frozen_pattern(cfg), span) for span in spans]
     dense, experts = (sum(numbers) for numbers in zip(*found, strict=True))
+    if in_nf4(cfg):
+        sizes = [nf4_sizes(cfg.model, span) for span in spans]
+        dense -= sum(size.dense for size in sizes)
+        experts -= sum(size.experts for size in sizes)
     own = dense // axes.shard + experts // (axes.ep * axes.sharers)
     unshared = axes.sharers * axes.replicate == 1
     held = own if axes.stage == 1 else experts // axes.ep if unshared else 0
@@ -446,7 +448,9 @@ def kept_whole(cfg: Config, axes: Axes, span: range | None = None) -> bool:
     span = range(cfg.model.layers) if span is None else span
     sparse = next((layer for layer in span if cfg.model.is_moe(layer)), span.start)
     count = sum(map(cfg.model.is_moe, span))  # of equal blocks
-    elements = count * (numel(block_shapes(cfg.model, sparse)[1]) // axes.ep)
+    elements = count * (numel(parameter_shapes(cfg, sparse)[1]) // axes.ep)
+    if cfg.lora.rank:
+        elements += adapter_counts(cfg.model, cfg.lora, span).experts // axes.ep
     experts = [cfg.model.moe.experts // axes.ep]
     size = compute_bytes(cfg) * elements
     return axes.replicate == 1 and keeps_whole(axes.sharers, experts, size, cfg.parallel.gathered_gib)
@@ -462,7 +466,7 @@ def padding(cfg: Config, axes: Axes) -> float:
     spans = chunk_spans(model, axes.pp * (cfg.parallel.chunks_a_stage if axes.pp > 1 else 1))
     most = 1.0
     for span in spans:
-        shapes = [block_shapes(model, layer)[1] for layer in span]
+        shapes = [parameter_shapes(cfg, layer)[1] for layer in span]
         if axes.sharers > 1 and any(shapes) and not kept_whole(cfg, axes, span):
             moved = sum(axes.sharers * expert_shard(experts, axes) for experts in shapes)
             most = max(most, moved / (sum(map(numel, shapes)) / axes.ep))

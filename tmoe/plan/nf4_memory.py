@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from tmoe.base.quantised import size_of
-from tmoe.config.axes import Axes
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.config.sizes import compute_bytes
+from tmoe.model.count import Shape, block_shapes
 from tmoe.model.lora import matrices_of
 from tmoe.model.transformer import Transformer
+
+EXPERTS = re.compile(r"blocks\.\d+\.moe\.experts\.")
 
 
 class Nf4Sizes(NamedTuple):
@@ -36,9 +38,9 @@ class Nf4Sizes(NamedTuple):
     """elements of the experts' matrices of the largest layer, whose values are in memory together"""
 
 
-@functools.lru_cache(64)
-def nf4_sizes(model: ModelConfig, span: range) -> Nf4Sizes:
-    """The matrices of these blocks."""
+@functools.lru_cache(256)
+def nf4_shapes(model: ModelConfig, span: range) -> dict[str, Shape]:
+    """The shapes of the matrices in NF4 of these blocks, by name."""
     with torch.device("meta"):
         part = Transformer(model, span)
     shapes = {}
@@ -46,10 +48,17 @@ def nf4_sizes(model: ModelConfig, span: range) -> Nf4Sizes:
         found = getattr(owner, leaf)
         weight: torch.Tensor = found.weight if isinstance(found, nn.Linear) else found
         shapes[name] = tuple(weight.shape)
+    return shapes
+
+
+@functools.lru_cache(64)
+def nf4_sizes(model: ModelConfig, span: range) -> Nf4Sizes:
+    """The matrices of these blocks."""
+    shapes = nf4_shapes(model, span)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     layers: dict[str, int] = {}
     for name, size in sizes.items():
-        if match := re.match(r"blocks\.\d+\.moe\.experts\.", name):
+        if match := EXPERTS.match(name):
             layers[match[0]] = layers.get(match[0], 0) + size
     experts = sum(layers.values())
     held = sum(size_of("nf4", shape) for shape in shapes.values())
@@ -57,23 +66,29 @@ def nf4_sizes(model: ModelConfig, span: range) -> Nf4Sizes:
     return Nf4Sizes(sum(sizes.values()) - experts, experts, held, largest)
 
 
-def with_nf4(
-    parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequence[range], copied: bool
-) -> dict[str, int]:
-    """The same parts, of a base in the compute type, for a base in NF4, which every rank holds whole.
+def in_nf4(cfg: Config) -> bool:
+    """Whether the base is in NF4."""
+    return cfg.lora.base == "nf4" and cfg.lora.rank > 0
 
-    copied: whether experts are kept whole besides the ranks' shards. The values of a layer are added to the
-    working memory, since its products need them.
+
+def parameter_shapes(cfg: Config, layer: int) -> tuple[list[Shape], list[Shape]]:
+    """`block_shapes` of one block without the matrices in NF4, which are buffers, whole on every rank."""
+    dense, experts = block_shapes(cfg.model, layer)
+    if in_nf4(cfg):
+        for name, shape in nf4_shapes(cfg.model, range(layer, layer + 1)).items():
+            (experts if EXPERTS.match(name) else dense).remove(shape)
+    return dense, experts
+
+
+def with_nf4(parts: dict[str, int], cfg: Config, spans: Sequence[range]) -> dict[str, int]:
+    """The same parts, which count parameters alone, with the buffers of a base in NF4.
+
+    The values of a layer are added to the working memory and to that of a rollout, since its products need
+    them; in a rollout those of prompts do.
     """
-    if cfg.lora.base != "nf4" or not cfg.lora.rank:
+    if not in_nf4(cfg):
         return parts
     sizes = [nf4_sizes(cfg.model, span) for span in spans]
-    dense, experts, held, _ = (sum(column) for column in zip(*sizes, strict=True))
-    width = compute_bytes(cfg)
-    sharded = dense // axes.shard + experts // axes.sharers
-    more = {
-        "parameters": held - width * sharded,
-        "gathered": -width * experts if copied else 0,
-        "working": width * max(size.layer for size in sizes),
-    }
+    layer = compute_bytes(cfg) * max(size.layer for size in sizes)
+    more = dict(parameters=sum(size.bytes for size in sizes), working=layer, rollout=layer)
     return {name: size + more.get(name, 0) for name, size in parts.items()}
