@@ -76,11 +76,15 @@ def settings(preset: str, task: str, way: Way) -> Config:
     return way.change(cfg)
 
 
+def axes_of(cfg: Config, ranks: int) -> Axes:
+    """The ranks divide the experts; ranks that each hold the whole base in NF4 divide the batch."""
+    return Axes(ep=ranks) if cfg.lora.base == "whole" else Axes(dp=ranks)
+
+
 def cell(cfg: Config, ranks: int, memory: float) -> str:
     """The first of SAVING with which the run fits on this many GPUs of this memory; NO if none does."""
-    axes = Axes(ep=ranks) if cfg.lora.base == "whole" else Axes(dp=ranks)
     for name, change in SAVING.items():
-        if held_at_most(change(cfg), axes) <= room(memory):
+        if held_at_most(change(cfg), axes_of(cfg, ranks)) <= room(memory):
             return name
     return NO
 

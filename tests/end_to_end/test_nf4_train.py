@@ -18,7 +18,7 @@ from tmoe.checkpoint.base import base_of, weights_hash
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.manifest import read_manifest
 from tmoe.checkpoint.rewrite import read_whole
-from tmoe.config.run import Config, LoraConfig
+from tmoe.config.run import Config, GrpoConfig, LoraConfig
 from tmoe.generate.load import load
 from tmoe.hf import import_hf
 from tmoe.hf.adapters.commands import merge
@@ -174,4 +174,6 @@ def test_refusals(gloo, made, tmp_path):
         with pytest.raises(ValueError, match=rf"parallel\.{axis}=2: not with .*base=nf4.*; valid: 1, or"):
             require_nf4(divided)
     with pytest.raises(ValueError, match=r"float8=rowwise: not with"):
-        require_nf4(replace(cfg, train=replace(cfg.train, float8="rowwise")))
+        replace(cfg, train=replace(cfg.train, float8="rowwise"))
+    with pytest.raises(ValueError, match=r"bitwise: not with .*base=nf4.*; valid: False"):
+        replace(cfg, task="grpo", grpo=GrpoConfig(rewards=("exact",), bitwise=True), compile=False)

@@ -19,7 +19,7 @@ from tmoe.model.nf4 import has_nf4, slots_of
 from tmoe.model.transformer import Transformer
 from tmoe.ops.experts.adapted import Adapters, moe_mlp_adapted
 from tmoe.ops.experts.cpu import ExpertWeights
-from tmoe.ops.quantised.adapted import moe_mlp_nf4, nf4_linear
+from tmoe.ops.quantised.adapted import Nf4Weights, moe_mlp_nf4, nf4_linear
 from tmoe.ops.quantised.gpu import Matrix
 
 LORA = LoraConfig(rank=4)
@@ -126,7 +126,7 @@ def test_backward_keeps_codes_and_no_values():
     adapters = Adapters(*(t.requires_grad_() for t in factors))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = moe_mlp_nf4(x, (up, down), None, "swiglu", adapters, weights, ids)
+        y = moe_mlp_nf4(x, Nf4Weights(up, down, None, "swiglu"), adapters, weights, ids)
         z = nf4_linear(y, nf4(torch.randn(48, D)))
     assert kept and all(t.numel() < D * F for t in kept if t.is_floating_point())
     (z.sum() + y.square().sum()).backward()

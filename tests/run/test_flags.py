@@ -155,9 +155,9 @@ def test_which_flag_was_meant(word, meant, capsys):
     ("word", "says"),
     [
         ("--peft-method", "low-rank adapters are trained by train.py with --lora.rank N"),
-        ("--qlora", "valid: --lora.rank N --lora.base nf4"),
+        ("--qlora", "a frozen base in 4 bits is for low-rank adapters; valid: --lora.rank N --lora.base nf4"),
         ("--use_dora", "the low-rank adapters are LoRA and rsLoRA"),
-        ("--load-in-4bit", "valid: --lora.rank N --lora.base nf4"),
+        ("--load-in-4bit", "a frozen base in 4 bits is for low-rank adapters; valid: --lora.rank N"),
         ("--load-in-8bit", "weights of 8 bits and fewer are not trained; valid: bf16"),
         ("--quantize", "weights of 8 bits and fewer are not trained"),
         ("--train.fp8", "products of experts in fp8 are not there yet; valid: --train.float8 rowwise"),

@@ -792,6 +792,8 @@ def require_lora(cfg: Config) -> None:
     run.require(cfg.optim.freeze is None, "optim.freeze", fixed)
     wrong = f"not with {rank}: products of frozen layers in float8 are not supported"
     run.require(cfg.train.float8 == "none", "train.float8", wrong, "none")
+    codes = f"not with {run.said('lora.base')}: a decoded token reads codes, and training their values"
+    run.require(not cfg.grpo.bitwise or cfg.lora.base == "whole", "grpo.bitwise", codes, "False")
     based = cfg.lora.init is None or cfg.init is not None
     run.require(
         based, "lora.init", f"needs {Setting('init')}, the weights on which these adapters were trained"

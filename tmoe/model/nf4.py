@@ -123,6 +123,3 @@ def require_nf4(cfg: Config) -> None:
         run.require(
             getattr(cfg.parallel, axis) == 1, f"parallel.{axis}", wrong, f"1, or {Setting('parallel.dp')}"
         )
-    require(cfg.train.float8 == "none", "train.float8", cfg.train.float8, f"not with {lora}", "none")
-    same = f"not with {lora}: a decoded token reads codes, and training their values"
-    require(not cfg.grpo.bitwise, "grpo.bitwise", True, same, f"{Setting('grpo.bitwise', False)}")

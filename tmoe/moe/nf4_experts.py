@@ -17,7 +17,7 @@ from tmoe.moe.experts import Experts
 from tmoe.moe.quantised_experts import QuantisedExperts, held
 from tmoe.ops import gather_rows
 from tmoe.ops.experts.adapted import Adapters
-from tmoe.ops.quantised.adapted import moe_mlp_nf4
+from tmoe.ops.quantised.adapted import Nf4Weights, moe_mlp_nf4
 from tmoe.ops.quantised.gpu import Matrix
 from tmoe.parallel.mesh import local_part
 
@@ -57,8 +57,8 @@ class Nf4Local(NamedTuple):
 
     def mlp(self, x: Tensor, weights: Tensor, ids: Tensor, pairs: int | None = None) -> Tensor:
         """The op for these experts, without the bias of down."""
-        how = self.gate_up_bias, self.activation, self.adapters
-        return moe_mlp_nf4(x, (self.gate_up, self.down), *how, weights, ids, pairs, self.scales)
+        experts = Nf4Weights(self.gate_up, self.down, self.gate_up_bias, self.activation)
+        return moe_mlp_nf4(x, experts, self.adapters, weights, ids, pairs, self.scales)
 
     def __call__(self, rows: Rows) -> Tensor:
         if self.weigh != "activation":

@@ -46,23 +46,30 @@ def nf4_linear(x: Tensor, matrix: Matrix) -> Tensor:
     return y.view(*x.shape[:-1], W)
 
 
+class Nf4Weights(NamedTuple):
+    """`ExpertWeights` with matrices in NF4."""
+
+    gate_up: Matrix  # [E, 2F, D]
+    down: Matrix  # [E, D, F]
+    bias: Tensor | None  # of gate_up [E, 2F]
+    activation: str
+
+
 def moe_mlp_nf4(
     x_TD: Tensor,
-    matrices: tuple[Matrix, Matrix],
-    bias_E2F: Tensor | None,
-    activation: str,
+    experts: Nf4Weights,
     adapters: Adapters | None,
     weights_TK: Tensor,
     ids_TK: Tensor,
     pairs: int | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """`moe_mlp_adapted` with frozen matrices in NF4: gate_up [E, 2F, D] and down [E, D, F].
+    """`moe_mlp_adapted` with frozen matrices in NF4.
 
     adapters: None: none, or they are off. The other arguments, the result, what is differentiable and the
     errors are those of `moe_mlp_adapted`.
     """
-    gate_up, down = matrices
+    gate_up, down, bias_E2F, activation = experts
     E, H, D = gate_up.shape
     for name, matrix, shape in (
         ("gate_up", gate_up, (E, H, x_TD.shape[1])),
