@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import platform
 import sysconfig
 import time
 from dataclasses import replace
@@ -96,7 +97,7 @@ def main() -> None:
     flags.add_argument("weights", type=Path)
     flags.add_argument("--steps", type=int, default=300)
     flags.add_argument("--seeds", type=int, default=3)
-    flags.add_argument("--nf4-seeds", type=int, default=1, help="how many of them are compared")
+    flags.add_argument("--nf4-seeds", type=int, default=3, help="how many of them are compared")
     flags.add_argument("--json", type=Path)
     asked = flags.parse_args()
     loaded = torch.load(asked.weights, weights_only=True)
@@ -114,7 +115,7 @@ def main() -> None:
     print(f"apart by at most {apart:.5f}, {judged} twice the seeds' largest difference {bound:.5f}")
     if asked.json:
         line = dict(what="qlora", steps=asked.steps, loss=found, apart=apart, bound=bound)
-        line |= dict(date=datetime.now(UTC).isoformat(), torch=torch.__version__)
+        line |= dict(date=datetime.now(UTC).isoformat(), torch=torch.__version__, cpu=platform.processor())
         with asked.json.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
