@@ -302,21 +302,22 @@ def few_rows(call: Nf4Call) -> tuple[Tensor, ...]:
         act = gpu.few_rows(x, up, call.bias, tiles[0], call.activation, layer, gather=True)
     else:
         h = gpu.few_rows(x, up, call.bias, tiles[0], None, layer, gather=True)
-        h += outer(layer, layer.narrow(x, up_a, call.up_scale, gather=True), up_b)
+        h += product(layer, *layer.narrow(x, up_a, call.up_scale, True, up_b))
         act = named(call.activation).of(h)
     rows = gpu.few_rows(act, down, None, tiles[1], None, layer)
     if down_a is not None and down_b is not None:
-        rows += outer(layer, layer.narrow(act, down_a, call.down_scale), down_b)
+        rows += product(layer, *layer.narrow(act, down_a, call.down_scale, False, down_b))
     y, _ = layer.combine(rows, weights)
     none = (empty((0, width), x.dtype, x.device) for width in (call.rows, *_ranks(call)))
     return y, *none, meta.packed
 
 
-def outer(layer: adapted_gpu.AdaptedLaunches, u: Tensor, b: Tensor) -> Tensor:
-    """u [N, r or more] times each expert's b [E, W, r], transposed; operands are read by pointers."""
+def product(layer: adapted_gpu.AdaptedLaunches, u: Tensor, b: Tensor | None) -> Tensor:
+    """u [N, r] times each expert's b [E, W, r], transposed, as `narrow` returns both; read by pointers."""
+    assert b is not None
     layer = copy.copy(layer)
     layer.tma = False
-    return layer.rows("down", u, layer.widened(b), True)
+    return layer.rows("down", u, b, True)
 
 
 _FORWARD: dict[str, Any] = dict(
