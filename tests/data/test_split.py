@@ -85,7 +85,7 @@ def test_validation_data_of_their_own(folder, tmp_path):
     val.fingerprint = "sha256:other"
     with pytest.raises(DataError, match=r"--data\.val-path: of tokenizer sha256:other, eos 0; --data"):
         require_alike(train, val)
-    with pytest.raises(ConfigError, match=r"--data.val-path=\('a',\): not with --data.split"):
+    with pytest.raises(ConfigError, match=r"--data.val-path=a: not with --data.split"):
         DataConfig(val_path=("a",), split=(8, 1, 1))
 
 

@@ -262,7 +262,7 @@ def test_6_which_gpus_to_rent(day):
     assert (
         "verdict: does not fit. " in said and "the smallest change that fits: --parallel.checkpoint" in said
     )
-    change = said.split("the smallest change that fits: ")[1].strip()
+    change = said.split("the smallest change that fits: ")[1].splitlines()[0]
     assert "verdict: fits. " in day.type(f"{fits} {change}")
     page = "-m benchmarks.model --gpus 64 --tokens 1e12 --gpu h100 -- qwen3-30b-a3b"
     said = day.type(page)

@@ -124,7 +124,7 @@ def test_uniforms_are_functions_of_their_keys_alone():
         (dict(min_p=1.5), "--min-p=1.5: must be from 0 to 1"),
         (dict(max_tokens=0), "--max-tokens=0"),
         (dict(repetition_penalty=0), "--repetition-penalty=0: must be above 0, in float32"),
-        (dict(suppress=(-1,)), "--suppress=(-1,): must be 0 or more"),
+        (dict(suppress=(-1,)), "--suppress=-1: must be 0 or more"),
         (dict(max_tokens=4, min_tokens=5), "--min-tokens=5: must be at most --max-tokens=4"),
         (dict(stop=("a", "")), "must not hold an empty text"),
         (dict(stop="abc"), "--stop='abc'"),

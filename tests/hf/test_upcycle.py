@@ -325,7 +325,7 @@ def test_sources_that_are_no_dense_model(tmp_path):
     shard = next(step.glob("*.distcp"))
     os.truncate(shard, 10)
     assert f"{shard}: damaged" in refused(step, tmp_path / "moe", *flags)
-    assert "missing" in refused(tmp_path / "nothing", tmp_path / "moe", *flags)
+    assert "no such folder" in refused(tmp_path / "nothing", tmp_path / "moe", *flags)
     assert not (tmp_path / "moe").exists() and not (tmp_path / "moe.partial").exists()
 
 

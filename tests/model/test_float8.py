@@ -304,7 +304,7 @@ def test_the_package_the_gpu_and_the_model_are_named(monkeypatch, capsys):
     float8.require_device(cfg, torch.device("cpu"))
     with pytest.raises(ConfigError, match="--gpu=a100: has no float8 products"):
         float8.require_gpu(replace(cfg, gpu="a100", dry_run=True))
-    assert verdict(cfg, ALONE, None)[0].startswith("fits: h100, h200, b200, mi300x;")
+    assert verdict(cfg, ALONE, None)[0].startswith("fits: h100, h200, b200, mi300x, rtx4090;")
 
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
     words = "tiny --train.float8 rowwise".split()

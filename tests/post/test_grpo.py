@@ -559,7 +559,7 @@ def test_a_step_of_cut_answers_alone_trains_nothing(data, tmp_path, gloo):
 DENSE = ModelConfig(dense_layers=ModelConfig().layers)
 ACAUSAL = ModelConfig(moe=MoEConfig(selection="expert-choice"))
 WRONG = [
-    (dict(grpo=dict(rewards=())), r"--grpo.rewards=\(\): needs at least one of exact"),
+    (dict(grpo=dict(rewards=())), r"--grpo.rewards=none: needs at least one of exact"),
     (dict(grpo=dict(group=1)), r"--grpo.group=1: must be at least 2"),
     (dict(parallel=ParallelConfig(pp=2), train=dict(accumulate=2)), r"--parallel.pp=2: --task grpo needs 1"),
     (dict(parallel=ParallelConfig(pp=2)), r"--parallel.pp=2: --task grpo needs 1"),
@@ -587,7 +587,7 @@ WRONG = [
         r"--grpo.offload: --optim.offload keeps",
     ),
     (dict(task="sft", grpo=dict(offload=True)), r"--grpo.offload: --task=sft.*valid with --task grpo"),
-    (dict(log=LogConfig(routes=(1,))), r"--log.routes=\(1,\).*leave it out with --task grpo"),
+    (dict(log=LogConfig(routes=(1,))), r"--log.routes=1: .*leave it out with --task grpo"),
     (dict(data=DataConfig(overlong="truncate")), r"--data.overlong=truncate: prompts are never cut"),
 ]
 

@@ -121,10 +121,10 @@ def test_wrong_replays_are_refused():
 
 def test_settings():
     assert parse("tiny --dry-run --log.routes 1 4".split(), "").log.routes == (1, 4)
-    with pytest.raises(ConfigError, match=r"--log.routes=\(0,\): must be numbers of steps, from 1 to"):
+    with pytest.raises(ConfigError, match=r"--log.routes=0: must be numbers of steps, from 1 to"):
         Config(log=LogConfig(routes=(0,)))
     dense = replace(MODEL, dense_layers=3)
-    with pytest.raises(ConfigError, match=r"--log.routes=\(1,\): a model without MoE layers"):
+    with pytest.raises(ConfigError, match=r"--log.routes=1: a model without MoE layers"):
         Config(model=dense, train=TrainConfig(seq=16), log=LogConfig(routes=(1,)))
 
 

@@ -32,7 +32,9 @@ class Setting(str):
 
 def words_of(value: Any) -> str:
     """The value of a setting as a command line has it: a list is its words, and an empty list is "none"."""
-    return (" ".join(map(str, value)) or "none") if isinstance(value, (list, tuple)) else str(value)
+    if not isinstance(value, (list, tuple)):
+        return str(value)
+    return " ".join(str(word) or "''" for word in value) or "none"
 
 
 Front = Literal["flag", "name", "key"] | Mapping[str, str]
