@@ -6,7 +6,7 @@ next: model/quantised.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,41 @@ def held(module: nn.Module, name: str, kind: str, shape: tuple[int, ...]) -> Mat
     return Matrix(kind, shape, tuple(parts))
 
 
+class Local(Protocol):
+    """Local experts whose op leaves out the bias of down."""
+
+    @property
+    def held(self) -> int: ...
+    @property
+    def weigh(self) -> str: ...
+    @property
+    def down_bias(self) -> Tensor | None: ...
+    def mlp(self, x: Tensor, weights: Tensor, ids: Tensor, pairs: int | None = None) -> Tensor: ...
+
+
+def results(experts: Local, rows: Rows) -> Tensor:
+    """y [R, D] of the op for these rows, with the bias of down."""
+    if experts.weigh != "activation":
+        run = lambda x_ND, pairs: _unweighted(experts, x_ND, pairs, rows.ids_RK)  # noqa: E731
+        return over_sorted_rows(rows, experts.held, run, experts.weigh)
+    y_RD = experts.mlp(rows.x_RD, rows.weights_RK, rows.ids_RK, rows.pairs)
+    if experts.down_bias is None:
+        return y_RD
+    # each row's weight for each expert; column 0 collects the weights with id -1
+    weights_RE = rows.weights_RK.new_zeros(y_RD.shape[0], experts.held + 1)
+    weights_RE = weights_RE.scatter_add(1, rows.ids_RK.long() + 1, rows.weights_RK)[:, 1:]
+    return y_RD + weights_RE.to(y_RD.dtype) @ experts.down_bias
+
+
+def _unweighted(experts: Local, x_ND: Tensor, pairs: Sorted, ids_RK: Tensor) -> Tensor:
+    """The results for sorted rows, each with weight 1."""
+    slots_N = pairs.slots_N.clamp(min=0).long()
+    ids_N = torch.where(pairs.slots_N < 0, -1, ids_RK.flatten()[slots_N])
+    ones_N1 = torch.ones_like(ids_N, dtype=torch.promote_types(x_ND.dtype, torch.float32))[:, None]
+    y_ND = experts.mlp(x_ND, ones_N1, ids_N[:, None])
+    return y_ND if experts.down_bias is None else y_ND + gather_rows(experts.down_bias, ids_N)
+
+
 class QuantisedLocal(NamedTuple):
     """All experts with quantised matrices. Called on Rows, they return y [R, D] as LocalExperts do."""
 
@@ -52,30 +87,13 @@ class QuantisedLocal(NamedTuple):
         up, down = (t if t is None else t.to(dtype) for t in (self.gate_up_bias, self.down_bias))
         return self._replace(gate_up_bias=up, down_bias=down)
 
-    def each(self, x_ND: Tensor, pairs: Sorted, ids_RK: Tensor) -> Tensor:
-        """The experts' results for sorted rows, without weights."""
-        slots_N = pairs.slots_N.clamp(min=0).long()
-        ids_N = torch.where(pairs.slots_N < 0, -1, ids_RK.flatten()[slots_N])
-        ones_N1 = torch.ones_like(ids_N, dtype=torch.float32)[:, None]
-        y_ND = self.mlp(x_ND, ones_N1, ids_N[:, None])
-        return y_ND if self.down_bias is None else y_ND + gather_rows(self.down_bias, ids_N)
-
     def mlp(self, x: Tensor, weights: Tensor, ids: Tensor, pairs: int | None = None) -> Tensor:
         """The op for these experts, without the bias of down."""
         how = self.gate_up_bias, self.activation, pairs
         return quantised_moe_mlp(x, self.gate_up, self.down, weights, ids, *how)
 
     def __call__(self, rows: Rows) -> Tensor:
-        if self.weigh != "activation":
-            run = lambda x_ND, pairs: self.each(x_ND, pairs, rows.ids_RK)  # noqa: E731
-            return over_sorted_rows(rows, self.held, run, self.weigh)
-        y_RD = self.mlp(rows.x_RD, rows.weights_RK, rows.ids_RK, rows.pairs)
-        if self.down_bias is None:
-            return y_RD
-        # each row's weight for each expert; column 0 collects the weights with id -1
-        weights_RE = rows.weights_RK.new_zeros(len(y_RD), self.held + 1)
-        weights_RE = weights_RE.scatter_add(1, rows.ids_RK.long() + 1, rows.weights_RK)[:, 1:]
-        return y_RD + weights_RE.to(y_RD.dtype) @ self.down_bias
+        return results(self, rows)
 
 
 class QuantisedExperts(Experts):
