@@ -241,7 +241,7 @@ def test_a_value_of_a_file_names_the_file(tmp_path, capsys):
 
 
 def test_errors_in_a_run_name_the_file_as_well(monkeypatch):
-    """What ranks refuse together, after the command line was read, is spelt at the same front."""
+    """Errors of all ranks after the command line was read are spelt at the same front."""
     front.remember({"--train.batch": (8, "a/config.json")})
     error, other = (ConfigError.of("train.batch", batch, "too much") for batch in (8, 80))
     assert front.spelt(error) == "--train.batch=8 (from a/config.json): too much"

@@ -324,7 +324,7 @@ def test_caches_are_kept_as_a_green_run_left_them(tmp_path, monkeypatch, capsys)
         monkeypatch.setenv(variable, "")
 
     def entries():
-        """What a run finds in its cache; it adds one."""
+        """The entries that a run finds in its cache; it adds one."""
         with warm.kept():
             cache = Path(os.environ["TRITON_CACHE_DIR"])
             cache.mkdir(parents=True, exist_ok=True)

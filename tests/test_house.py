@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Floors from the ground up. A room is a folder of tmoe/, or a file directly in it; it may import from
-# floors below its own, never from beside or above.
+# floors below its own, never from the same floor or above.
 FLOORS = [
     ("base",),
     (

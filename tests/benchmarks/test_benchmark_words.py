@@ -1,6 +1,6 @@
-"""What a benchmark cannot work with ends it at once with one line, and never with code 0.
+"""Bad input ends a benchmark at once with one line, and never with code 0.
 
-A benchmark that has ended leaves no run behind.
+A benchmark that has ended leaves no run.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What benchmarks/moe_layer.py and shapes.py accept as shapes, what the yardstick moves, what is written."""
+"""Shapes that benchmarks/moe_layer.py and shapes.py accept, bytes of the yardstick, and the file written."""
 
 import argparse
 import json

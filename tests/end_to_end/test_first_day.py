@@ -89,7 +89,7 @@ class Day:
         return self.folder / name
 
     def type(self, command: str, code: int = 0) -> str:
-        """What a command says, from the day's folder; it must end with this code."""
+        """The output of a command in the day's folder; the command must end with this code."""
         done = forked.run(words_of(command), cwd=self.folder, env=EAGER)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -78,7 +78,7 @@ def expected(gloo, model, documents):
 def test_adapters_are_trained_as_the_twin_trains_them(gloo, world, axes, model, changes):
     """Three steps to 1e-6, and the base stays as it was, in every bit.
 
-    What a capacity drops depends on the layout, so there the twin has the same one.
+    The rows that a capacity drops depend on the layout, so the twin has the same layout there.
     """
     if model == "capacity":
         want = gloo(world, curve, axes, model, changes, True)[0]

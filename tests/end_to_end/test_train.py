@@ -178,7 +178,7 @@ def test_another_global_batch_goes_on_with_the_next_sample(gloo, tmp_path):
 def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path, straight):
     """All ranks stop at the same boundary and the step is saved.
 
-    `--resume auto` goes on with the same numbers.
+    `--resume auto` continues with the same numbers.
     """
     flags = [*SMALL, *ON_TWO]
     gloo(2, run, [*flags, "--out", str(tmp_path / "b")], 3)
@@ -316,7 +316,7 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, eight_steps):
 
 
 def test_validation_does_not_depend_on_the_layout(gloo, tmp_path):
-    """Of equal global batches: the same number of sequences, and the same sequences."""
+    """Equal global batches have the same number of sequences, and the same sequences."""
     losses = []
     for world, batch, accumulate in ((1, 4, 1), (2, 1, 2), (2, 2, 1)):
         out = tmp_path / f"{world}-{batch}"

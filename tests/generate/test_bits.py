@@ -41,7 +41,7 @@ MODELS = {
     ),
     "olmoe": replace(BASE, kv_heads=4, qk_norm="full", moe=replace(BASE.moe, renormalize=False)),
 }
-LENGTHS = 1, 5, 127, 128, 140  # of prompts: below, at and behind a block
+LENGTHS = 1, 5, 127, 128, 140  # of prompts: below, at and after a block
 HOW = Sampling(temperature=0.8, max_tokens=12, seed=3)
 
 

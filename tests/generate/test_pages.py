@@ -169,7 +169,7 @@ def test_prompts_and_answers_over_several_pages(name, monkeypatch):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("most", [1024, 128])
 def test_rows_of_blocks_change_no_token(name, most, monkeypatch):
-    """What a GPU is given: prompts on blocks of 128, gaps behind them, keys of later pieces padded."""
+    """The input of a GPU: prompts on blocks of 128, gaps after them, keys of later pieces padded."""
     net = long_model(name)
     prompts = [list(range(5)), [3] * 130, [1, 2] * 70, [7, 8, 9]]
     how = Sampling(temperature=0.7, max_tokens=4, seed=3)

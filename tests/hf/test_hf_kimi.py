@@ -1,4 +1,4 @@
-"""Kimi K2.5's text part, alone and beside what it carries; and Kimi's experts in int4, read as their values.
+"""Kimi K2.5's text part, alone and in a whole folder; and Kimi's experts in int4, read as their values.
 
 next: tmoe/hf/packed.py
 """

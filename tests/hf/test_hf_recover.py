@@ -29,7 +29,7 @@ COLLECTIVES = "use_collectives" in inspect.signature(dcp.save).parameters
 
 
 def save(rank: int, world: int, tensors: dict, folder: str, prefix: str, collectives: bool = True) -> None:
-    """A stock checkpoint as a trainer writes it: each tensor in shards, an optimizer and a step beside it."""
+    """A stock checkpoint as a trainer writes it: each tensor in shards, with an optimizer and a step."""
     mesh = init_device_mesh("cpu", (world,))
     model = {
         name: DTensor.from_local(t.chunk(world)[rank], mesh, [Shard(0)]) if t.shape[0] % world == 0 else t

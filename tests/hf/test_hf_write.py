@@ -137,7 +137,7 @@ def test_nobody_elses_file_is_removed(step, tmp_path, name):
         assert f"back.partial: holds {name.split('/')[0]}" in said and said.endswith(
             "or name another folder"
         ), said
-    if name != "group-0/manifest.json":  # a group is what an import leaves, and goes on from
+    if name != "group-0/manifest.json":  # an import keeps whole groups, and continues after the last one
         (tmp_path / "back.partial").rename(tmp_path / "new.partial")
         before = sorted(tmp_path.rglob("*"))
         assert f"holds {name}, which this" in refused("import", tmp_path / "hf", tmp_path / "new")

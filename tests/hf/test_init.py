@@ -277,7 +277,7 @@ HOLD = """if True:
 
 
 def overlapping(rank: int, world: int, argv: list[str], out: Path) -> list:
-    """What a run finds whose folder another process holds.
+    """A run whose folder another process holds.
 
     For too long, or until that process has saved its last step.
     """
@@ -315,7 +315,7 @@ def test_what_a_run_that_is_still_there_saves_last_is_gone_on_from(gloo, tmp_pat
 
 
 def test_a_resumed_run_says_what_has_changed_since(gloo, tmp_path):
-    """Steps of another size, or other data behind the same path.
+    """Steps of another size, or other data under the same path.
 
     Not what is the same under another layout.
     """

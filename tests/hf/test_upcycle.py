@@ -1,6 +1,6 @@
 """Upcycling: the Mixture-of-Experts computes what the dense model computes, whatever the router says.
 
-What cannot work is refused.
+Impossible requests are refused.
 
 next: tmoe/extras/upcycle.py
 """
@@ -347,7 +347,7 @@ def test_killed_it_goes_on_with_the_same_command(tmp_path, monkeypatch):
     dense = logits(save(tmp_path, LLAMA))
     words = [tmp_path / "step-5", "--experts", 4, "--granularity", 2, "--top-k", 2]
     resumed = 0
-    for count in range(1, 200, 7):  # dense enough for several kills behind a finished group
+    for count in range(1, 200, 7):  # dense enough for several kills after a finished group
         moe = tmp_path / f"moe-{count}"
         if not die_at(count, lambda moe=moe: run(words[0], moe, *words[1:])):
             break

@@ -271,7 +271,7 @@ def test_mixtral_runs_when_it_is_tiny(gloo, tmp_path):
     assert not outcome.refused
     gloo(2, runs.run, [*outcome.words, "--no-compile", "--log.no-progress", "--log.no-report"])
     lines = [line for _, line in read_steps(tmp_path / "run" / "metrics.jsonl")]
-    # Of each step as Megatron has them: the peak after one step of warm-up, the least rate from step 2 on.
+    # Rates of each step as in Megatron: the peak after one step of warm-up, the least rate from step 2 on.
     assert [line["lr"] for line in lines] == pytest.approx([1e-4, 1e-4, 1e-5])
     assert [line.get("val_loss") is not None for line in lines] == [False, True, True]
     assert lines[-1]["test_loss"] > 0
@@ -644,7 +644,7 @@ RECIPE = """--swiglu --disable-bias-linear --normalization RMSNorm --position-em
 @pytest.mark.parametrize(
     ("preset", "words", "refused", "same_function"),
     [
-        # latent attention has no head dim and no key heads of its own
+        # latent attention has neither a head dim nor key heads
         (
             "deepseek-v3",
             DEEPSEEK_V3,

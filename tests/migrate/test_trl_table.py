@@ -8,7 +8,7 @@ import pytest
 from tmoe.extras.migrate import names
 
 PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
-# What people set, of the configs of TRL 1.16 and of axolotl's reference page.
+# Settings in use, from the configs of TRL 1.16 and from axolotl's reference page.
 SETTINGS = {
     "TRL": """learning_rate per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
     lr_scheduler_type warmup_ratio warmup_steps optim weight_decay max_grad_norm bf16 fp16

@@ -45,9 +45,9 @@ def compiled() -> tuple[int, int]:
 
 
 def counted(rank: int, world: int, argv: list[str]) -> tuple[tuple[int, int], tuple[int, int], bool]:
-    """What was compiled before the first step, and at the end; whether compiling drew random numbers.
+    """The graphs compiled before the first step and at the end; whether compiling drew random numbers.
 
-    What the compiler's cache holds counts as compiled.
+    A graph in the compiler's cache counts as compiled.
     """
     trainer = start(rank, world, argv)
     state = torch.get_rng_state()

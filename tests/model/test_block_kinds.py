@@ -103,7 +103,7 @@ def test_each_kind_of_block_has_its_own_positions():
     tables = turns_of(cfg, 5, CPU)
     assert torch.equal(tables[near][0], rope_table(near, 64, 5, CPU)[0])
     assert tables[None][0].shape == (5, 0)
-    # the same by other words: a window nobody has, a base that is the others' own
+    # equal settings in other words: a window that no block has, a base that is the default
     assert differences(cfg, replace(cfg, windowed=(1, 1, 0) * 2, rotary=(1, 1, 1, 0, 1, 1))) == []
     plain = ModelConfig(rope=RopeConfig(theta=1e4, window_theta=1e4), window=8)
     assert differences(plain, replace(plain, rope=RopeConfig())) == []

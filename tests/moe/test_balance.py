@@ -67,7 +67,7 @@ def test_a_list_with_coefficients_on_the_command_line():
 
 
 def test_what_runs_have_written_stays_valid():
-    """One loss is a bare name beside balance_coeff, in what is read and in what is written."""
+    """One loss is a bare name next to balance_coeff, when read and when written."""
     settings = dict(balance="global", balance_coeff=0.02)
     old = build_config(dict(moe=settings)).moe
     assert old.losses == {"global": 0.02} and asdict(old).items() >= settings.items()
@@ -312,7 +312,7 @@ def test_no_part_of_a_load_is_a_view(packed):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_ranks_that_divide_a_sequence_add_up_to_it(name, packed):
-    """As under tp and cp: values and gradients of the parts add up to those of whole sequences."""
+    """Values and gradients of the parts add up to those of whole sequences, under tp and cp too."""
     cfg = config(f"{name}:1", z_coeff=0.1)
     documents = torch.tensor([[0, 0, 0, 0, 1, 2], [0, 0, 1, 1, 1, 1]])  # the third sequence is one of padding
     members = (documents[..., None] == torch.arange(3)).float() if packed else None
@@ -394,7 +394,7 @@ def test_trap_the_losss_map_ignores_groups_and_bias():
 
 
 def test_trap_padding_to_capacity_freezes_the_bias():
-    """Megatron (router.py:835): behind dropping and padding all counts are equal; its bias never moves."""
+    """Megatron (router.py:835): after dropping and padding all counts are equal; its bias never moves."""
     cfg = config("none", choice_bias=True, noise=0.0)
     ids = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 3]], dtype=torch.int32)
     routing = Routing(torch.ones(4, 2), ids, torch.zeros(4, 4))
@@ -504,7 +504,7 @@ def test_losses_of_the_log_are_means_over_its_steps():
 
 
 def test_nothing_waits_for_the_host(monkeypatch):
-    """What a step without a log line does reads no tensor: on a GPU each would be a sync."""
+    """A step without a log line reads no tensor: on a GPU each would be a sync."""
     cfg = config(*ALL, choice_bias=True)
     balancer = Balancer(cfg)
     load = stack([measure(routed(torch.randn(12, 4), cfg), 3, None, cfg=cfg)])

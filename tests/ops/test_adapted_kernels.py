@@ -60,7 +60,7 @@ def test_compiles(arch):
 def test_the_warm_up_knows_them(targets):
     """They are compiled before the process group exists; without adapters on experts there are none.
 
-    That of dense layers is a rollout's.
+    The kernel of dense layers is a rollout's.
     """
     from tmoe.commands.warmup import decode_shapes, traces
     from tmoe.config.run import Config, LoraConfig

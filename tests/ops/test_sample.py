@@ -39,7 +39,7 @@ def keys(B, seed=7):
 
 
 def logits(V=300, dtype=fp32, ties=True):
-    """Of the last row all but one are -inf; of another, five are equal and largest.
+    """The last row is -inf but for one number; another row has five equal largest numbers.
 
     Which of equal ones top_p leaves out is torch.sort's choice in the twin.
     """

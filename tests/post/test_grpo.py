@@ -478,7 +478,7 @@ def offloaded(rank, world, argv):
 def whole(data, tmp_path_factory, gloo):
     """whole(world, *more): folder, final state and what was held of a run with its moments in place.
 
-    It is saved behind each step, and made once.
+    The run saves after each step, and is made once.
     """
 
     @functools.cache
@@ -503,7 +503,7 @@ def test_a_run_stopped_in_a_rollout_goes_on_bit_for_bit(data, tmp_path, gloo, wh
 
 @pytest.mark.parametrize(("world", "more"), slow_but(RESUMED[1:], RESUMED), ids=str)
 def test_moments_are_away_in_rollouts_and_come_back_bit_for_bit(data, tmp_path, gloo, whole, world, more):
-    """On a CPU its memory stands in for the host's as well. A checkpoint is written behind each step."""
+    """On a CPU its memory stands in for the host's as well. A checkpoint is written after each step."""
     folder, want, held = whole(world, *more)
     assert len(held) == 4 and all(size > 0 for size, _ in held)
     assert all(gradients == 0 for _, gradients in held)

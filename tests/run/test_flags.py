@@ -174,7 +174,7 @@ def test_which_flag_was_meant(word, meant, capsys):
     ],
 )
 def test_a_wish_is_answered_as_such(word, says):
-    """What is not there is no typing error: the answer names it, and what to do instead."""
+    """A missing feature is no typing error: the answer names it, and the way to do the same."""
     with pytest.raises(ConfigError) as refused:
         require_known([word, "8"], Config)
     assert str(refused.value).startswith(f"{word}: no such flag; {says}")

@@ -165,7 +165,7 @@ def test_flops_worked_by_hand():
 
 
 def test_flops_of_windows():
-    """What tokens see, counted one by one.
+    """The keys that tokens see, counted one by one.
 
     A token that sees only itself counts half, as in the formula without windows.
     """
@@ -373,7 +373,7 @@ def test_a_further_window_of_pairs_worked_by_hand():
 def test_windows_of_pairs_do_not_pile_up(tokens, windows):
     """Live storages of gpu.py's own calls on meta tensors.
 
-    Of the windows after the first, one at a time is alive.
+    One window at a time is alive after the first.
     """
     D, F, E, K, pairs = 512, 640, 4, 4, 6144
     assert -(-tokens * K // pairs) == windows
@@ -395,7 +395,7 @@ def test_windows_of_pairs_do_not_pile_up(tokens, windows):
 
 
 def test_the_losss_worst_moment_worked_by_hand():
-    """The head's gradient in fp32; beside it a chunk's logits, or the gradient again in bf16.
+    """The head's gradient in fp32; with it a chunk's logits, or the gradient again in bf16.
 
     And hidden states twice, and their gradient.
     """
@@ -478,7 +478,7 @@ def test_what_no_rank_can_hold_is_refused():
     ],
 )
 def test_the_verdict_of_a_dry_run(words, says):
-    """What it proposes does fit."""
+    """The proposed change does fit."""
     cfg = parse([*words.split(), "--dry-run"], "")
     axes = Axes.of(cfg.parallel, cfg.world)
     said = "\n".join(verdict(cfg, axes, cfg.gpu))

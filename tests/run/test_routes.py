@@ -63,7 +63,7 @@ def test_another_model_takes_the_recorded_experts_with_weights_of_its_own():
 
 
 def test_recomputed_layers_take_the_replay_again():
-    """A layer that chose anew in the backward would give other gradients."""
+    """A layer that chose again in the backward would give other gradients."""
     model, tokens = model_and_tokens(2)
     recorded, _ = model_and_tokens(1)
     with keeping(recorded) as calls:

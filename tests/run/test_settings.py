@@ -113,14 +113,14 @@ def test_a_run_folder_goes_on_with_its_settings(gloo, tmp_path, capsys):
     assert cfg == replace(asked, out=str(moved), load_rng=True)
     assert f"note: settings of {moved / 'config.json'}\n" in capsys.readouterr().err
 
-    # It goes on there, and a copy of its settings starts anew elsewhere.
+    # The run continues there, and a copy of its settings starts a new run elsewhere.
     gloo(1, run, [str(moved), "--steps", "2"])
     starts = json.loads((moved / "config.json").read_text())["starts"]
     assert [start["step"] for start in starts] == [0, 1]
     config = str(moved / "config.json")
     assert parse(["--config", config, "--out", "c"], "") == replace(cfg, out="c")
 
-    # What is no run folder says what it is.
+    # A folder that is no run folder is named as what it is.
     step = moved / "checkpoints/step-2"
     assert f"its weights are taken with --init {step}" in refusal([str(step)], capsys)
     goes_on = f"; train.py {moved} continues its run\n"
@@ -219,7 +219,7 @@ def test_a_run_folder_to_start_from_means_its_newest_whole_step(tmp_path, capsys
 
 
 def test_ranks_compare_the_weights_that_they_start_from(tmp_path):
-    """A run that still saves may show a newer step to another node; a node may have a copy of its own."""
+    """A run that still saves may show a newer step to another node; a node may have its own copy."""
 
     def told(step: str, hf_dir: Path) -> str:
         import_hf(hf_dir, tmp_path / step)

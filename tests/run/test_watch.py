@@ -1,4 +1,4 @@
-"""The guard of a step beside other code: threads, runs one after the other, slow ranks, no stderr.
+"""The guard of a step together with other code: threads, later runs, slow ranks, no stderr.
 
 And the user's own signal handlers.
 """

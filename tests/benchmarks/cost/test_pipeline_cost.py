@@ -1,4 +1,4 @@
-"""What a pipeline's step adds: receives that wait beside products of experts, and fp32 gradients."""
+"""The additions of a pipeline's step: receives that wait during experts' products, and fp32 gradients."""
 
 import json
 import statistics
@@ -54,11 +54,11 @@ def test_where_nothing_is_lost_a_table_takes_what_simulate_says(schedule, pp, mi
 
 
 def test_two_stages_worked_by_hand():
-    """Everything takes twice as long beside a receive that waits; F alone 1 s, B 2.
+    """Everything takes twice as long while a receive waits; F alone 1 s, B 2.
 
     Stage 0 waits for its first gradient from the start: F0 until 2, F1 until 4. Stage 1 begins F0 at 2 and
     waits for F1 until 4, when F0 is just done; B0 until 6. Then stage 0 waits for the second gradient:
-    stage 1's F1 and B1, beside which nothing waits, until 9. By then B0 has done 1.5 of 2 s.
+    stage 1's F1 and B1, during which nothing waits, until 9. B0 has then done 1.5 of 2 s.
     """
     costs = [StageCost(1, 1, 1)] * 2
     timed = run(table("1f1b", 2, 2), costs, costs, 0.0)
@@ -71,7 +71,7 @@ def test_two_stages_worked_by_hand():
 
 
 def test_losses_are_spread_over_an_action():
-    """A third of stage 0's F are products that lose all their time again: 4/3 of it beside a receive."""
+    """A third of stage 0's F are products that lose all their time again: 4/3 of it during a receive."""
     costs, lost = [StageCost(3, 3, 0)] * 2, [StageCost(1, 0, 0), NOTHING]
     timed = run(table("1f1b", 2, 2), costs, lost, 0.0)
     # F0 until 4; F1 until 8, while stage 1 has F0 until 7 and B0 until 10; then B0, as B1 of stage 1 is at 16
@@ -165,7 +165,7 @@ def test_without_a_pipeline_no_receive_waits():
 
 
 def test_what_products_lose_is_what_was_measured():
-    """The first run of the file: whole layers alone, and beside programs that hold multiprocessors."""
+    """The first run of the file: whole layers alone, and with programs that hold multiprocessors."""
     text = (ROOT / "benchmarks/results/moe_layer/2026-11-22-h200-drawn-tiles.txt").read_text()
     lines = text.split("Second run")[0].splitlines()
     measured = {(r["shape"], r["held"]): r for r in map(json.loads, (t for t in lines if t.startswith("{")))}
@@ -187,7 +187,7 @@ def test_what_products_lose_is_what_was_measured():
 
 
 def test_gradients_that_add_up_are_read_in_fp32():
-    """By the norm and by AdamW: four bytes more of what a rank holds whole, with micro-batches."""
+    """The norm and AdamW read four bytes more of what a rank holds whole, with micro-batches."""
     m = free(memory_rate=1e12, optimizer_bytes=30.0)
     span = [range(16)]
     whole = sum(n for n, _ in step_time.parameter_groups(OLMOE, ALONE))

@@ -187,7 +187,7 @@ def test_the_summary_counts_by_hand():
     ],
 )
 def test_constants_are_what_fits_their_steps(name, count, which):
-    """The others were read off traces, layers or kernels."""
+    """The other constants were read off traces, layers or kernels."""
     own = [p for p in held() if which(p)]
     assert len(own) == count and {p.layout for p in own} == {
         points.layout(parse(run["command"].split()[1:], "", world=run["gpus"]), Axes(dp=run["gpus"]))

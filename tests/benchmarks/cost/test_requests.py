@@ -1,4 +1,4 @@
-"""What the cost model does not model is refused by name, and never with code 0."""
+"""A request outside the cost model is refused by name, and never with code 0."""
 
 import json
 import sys

@@ -116,7 +116,7 @@ def test_attention_worked_by_hand(preset, layer, isolated, per_pair, seen):
 
 
 def matrix_elements(model: ModelConfig) -> int:
-    """By hand: q, k, v, o; router; K experts and the shared one, or the dense feed-forward; the head."""
+    """By count: q, k, v, o; router; K experts and the shared one, or the dense feed-forward; the head."""
     D, moe = model.dim, model.moe
     attention = D * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
     sparse = D * moe.experts + 3 * D * (moe.top_k * moe.ffn_dim + moe.shared_dim)
@@ -191,7 +191,7 @@ def test_one_h200_layer_is_within_seven_percent_of_twelve_measured_shapes():
     ],
 )
 def test_four_h200_layers_are_near_the_measured(file, names, off):
-    """What ep=4 adds to a layer, beside ep=1 in the same run.
+    """The time that ep=4 adds to a layer, compared with ep=1 in the same run.
 
     symm's `moves` and `experts` were fitted on the first file. Only in the last do x and dy travel beside
     DeepSeek's shared expert: the code of the second could not do that yet.
@@ -396,7 +396,7 @@ def test_what_hides():
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_compute_is_slowed_beside_what_it_hides(accumulate):
-    """Of 1 s of collectives 0.6 s hide and 0.4 s stand in the open.
+    """Collectives take 1 s: 0.6 s are hidden and 0.4 s are exposed.
 
     Each hidden second costs half a second of compute.
     """
