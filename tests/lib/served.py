@@ -39,13 +39,15 @@ CFG = ModelConfig(
 )
 
 
-def tiny_run(folder: Path) -> Path:
-    """A run folder of one step, whose tokenizer is 'bytes'."""
+def tiny_run(folder: Path, broken: int | None = None) -> Path:
+    """A run folder of one step, whose tokenizer is 'bytes'. broken: a token without a finite embedding."""
     torch.manual_seed(0)
     model = Transformer(CFG)
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.4)
+        if broken is not None:
+            model.embedding.weight[broken] = torch.nan
     config = dict(model=asdict(CFG), train=dict(seq=40), data=dict(tokenizer="bytes"))
     info = dict(config=config, data=dict(tokenizer="bytes"))
     tensors = {f"model.{n}": t for n, t in model.state_dict().items()} | {"optim.x": torch.zeros(2)}

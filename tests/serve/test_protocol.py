@@ -3,14 +3,19 @@
 next: tmoe/serve/protocol.py, tmoe/serve/token_text.py
 """
 
+import math
+
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from call_templates import call_tokenizer
 from chat_tokenizers import chat_tokenizer
+from gguf_words import sentencepiece_model
 
 from tmoe.data.chat.template import load_template
-from tmoe.data.tokenizer import ByteTokenizer, JsonTokenizer, TokenizerFiles
+from tmoe.data.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, TokenizerFiles
+from tmoe.serve.engine_process import rounded
 from tmoe.serve.messages import Ready
 from tmoe.serve.protocol import Protocol, Refused
 from tmoe.serve.token_text import byte_alphabet, token_text
@@ -55,17 +60,39 @@ def test_tools_that_the_template_does_not_show_are_refused():
 def test_bytes_of_the_tokens_of_a_text():
     """The bytes of all tokens are the text's, although some tokens are parts of a character."""
     text = "Łódź, 𝛼 naïve"
-    for tokenizer in (chat_tokenizer("qwen3"), ByteTokenizer(), with_metaspace()):
+    for tokenizer in (chat_tokenizer("qwen3"), ByteTokenizer(), with_metaspace(), sentencepiece()):
         found = [token_text(tokenizer, int(i)) for i in tokenizer.encode(text)]
         assert b"".join(raw for _, raw in found).strip() == text.encode()
         assert all("\ufffd" in shown or shown.encode() == raw for shown, raw in found)
         assert any("\ufffd" in shown for shown, _ in found)
 
 
+@pytest.mark.parametrize("make", [lambda: with_metaspace(), lambda: sentencepiece(user="\ufffd")])
+def test_a_token_that_is_the_replacement_character(make):
+    """Its bytes are those of U+FFFD in UTF-8; a part of another character has the same text."""
+    tokenizer = make()
+    known = [i for i in range(tokenizer.vocab) if token_text(tokenizer, i)[0] == "\ufffd"]
+    found = {token_text(tokenizer, i)[1] for i in known}
+    assert found == {b"\xef\xbf\xbd"} | {bytes([byte]) for byte in range(128, 256)}
+
+
+@pytest.mark.parametrize("make", [lambda: chat_tokenizer("qwen3"), ByteTokenizer, lambda: sentencepiece()])
+def test_ids_that_only_the_model_has_have_no_text(make):
+    """The vocabulary of a model may be larger than its tokenizer's, and alternatives have all ids."""
+    tokenizer = make()
+    ids = [tokenizer.vocab + 3, *tokenizer.encode("ab").tolist(), tokenizer.vocab]
+    assert tokenizer.decode(ids) == "ab" and token_text(tokenizer, ids[0]) == ("", b"")
+
+
+def sentencepiece(user=""):
+    more = dict(user_defined_symbols=[user]) if user else {}
+    return SentencePieceTokenizer(TokenizerFiles("tokenizer.model", sentencepiece_model(**more), None))
+
+
 def with_metaspace():
     """A tokenizer in Llama 2's form: words begin with U+2581, unknown characters become bytes."""
     vocab = {"</s>": 0} | {f"<0x{i:02X}>": i + 1 for i in range(256)}
-    vocab |= {piece: 257 + i for i, piece in enumerate(("▁", "n", "a", "v", "e", ",", "d"))}
+    vocab |= {piece: 257 + i for i, piece in enumerate(("▁", "n", "a", "v", "e", ",", "d", "\ufffd"))}
     model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True))
     model.normalizer = tokenizers.normalizers.Sequence(
         [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
@@ -83,3 +110,14 @@ def test_the_alphabet_of_byte_level_vocabularies():
     ((shown, _),) = coder.pre_tokenize_str("".join(map(chr, range(256))))
     raw = "".join(map(chr, range(256))).encode()
     assert np.array_equal([byte_alphabet()[c] for c in shown], [*raw])
+
+
+def test_weights_of_routers_have_six_digits():
+    """0.65185546875 is the number of fp16 next to 0.652; no number of fp16 becomes another one."""
+    given = torch.tensor([[[0.652, 1 / 3], [0.0, 1.0]]], dtype=torch.float16)
+    assert rounded(given) == [[[0.651855, 0.333252], [0.0, 1.0]]]
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    finite = every[every.isfinite()]
+    assert torch.equal(torch.tensor(rounded(finite)).half(), finite)
+    assert max(len(repr(abs(w)).replace(".", "").lstrip("0")) for w in rounded(finite) if abs(w) > 1e-3) <= 6
+    assert all(map(math.isfinite, rounded(every)))

@@ -205,8 +205,10 @@ def test_who_may_ask(port):
     assert served.get(port, "/v1/models", origin="http://localhost").status == 200
     assert served.post(port, TEXT, body(), content_type="text/plain").status == 415
     for path in ("/v1/responses", "/v1/embeddings"):
-        reply = served.post(port, path, body())
-        assert reply.status == 404 and "/v1/chat/completions" in reply.json["error"]["message"]
+        for kind in ("application/json", "multipart/form-data"):
+            reply = served.post(port, path, body(), content_type=kind)
+            assert reply.status == 404 and "/v1/chat/completions" in reply.json["error"]["message"]
+    assert served.post(port, "/v1/models", body(), content_type="text/plain").status == 405
     assert served.get(port, TEXT).status == 405
 
 

@@ -48,7 +48,9 @@ class Tokenizer(Protocol):
         """`encode` of each text, in parallel if that is faster."""
         ...
 
-    def decode(self, ids: np.ndarray | Sequence[int]) -> str: ...
+    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
+        """The text of ids. An id without a token is left out: a model may have more ids."""
+        ...
 
 
 class ByteTokenizer:
@@ -74,7 +76,8 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        return bytes(np.asarray(ids, dtype=np.uint8)).decode("utf-8", "surrogateescape")
+        known = np.asarray(ids, dtype=np.int64)
+        return bytes(known[known < self.vocab].astype(np.uint8)).decode("utf-8", "surrogateescape")
 
 
 class TokenizerFiles(NamedTuple):
@@ -395,7 +398,11 @@ class SentencePieceTokenizer:
         return [np.array(ids, dtype=self._dtype) for ids in self._pieces.encode(decoded, out_type=int)]
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        return self._pieces.decode([int(i) for i in ids])
+        return self._pieces.decode([int(i) for i in ids if i < self.vocab])
+
+    def name_of(self, i: int) -> str | None:
+        """The token's name in the vocabulary, `<0xE6>` for a byte; None if no token has this id."""
+        return self._pieces.id_to_piece(i) if i < self.vocab else None
 
 
 def require_vocab(tokenizer: Tokenizer, vocab: int, what: str) -> None:

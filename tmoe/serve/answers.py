@@ -17,7 +17,8 @@ from tmoe.serve.parse_tools import Call, Delta, Plain, parser, text_of
 from tmoe.serve.protocol import Asked
 from tmoe.serve.token_text import token_text
 
-FINISH = dict(stop="stop", length="length", cancel="abort", error="error")
+# OpenAI has no reason for an answer that failed: the reply then ends with an error
+FINISH = dict(stop="stop", length="length", cancel="abort", error="")
 
 
 class Choice:
@@ -173,6 +174,11 @@ class Reply:
         self.notes = dict(tmoe=dict(left_out=asked.left_out)) if asked.left_out else {}
         self.kind = kind[0]
         self.choices = [Choice(asked, i, tokenizer) for i in range(asked.n * len(asked.prompts))]
+
+    def failed(self) -> str:
+        """Which answer failed, and why; "" if none did."""
+        found = next((choice for choice in self.choices if choice.error), None)
+        return f"choices[{found.index}]: the answer failed: {found.error}" if found else ""
 
     def usage(self) -> dict[str, Any]:
         """Counts of tokens. Each prompt counts once."""

@@ -14,8 +14,12 @@ import os
 import signal
 import sys
 import threading
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from tmoe.checkpoint.errors import CheckpointError
 from tmoe.config.check import ConfigError
@@ -136,12 +140,24 @@ def part_of(key: int, piece: LivePiece) -> Part:
         piece.ids,
         pairs(piece.tops),
         [] if piece.routes is None else piece.routes.transpose(0, 1).tolist(),
-        [] if piece.route_weights is None else piece.route_weights.transpose(0, 1).tolist(),
+        [] if piece.route_weights is None else rounded(piece.route_weights.transpose(0, 1)),
         pairs(done.prompt_tops) if done and done.prompt_tops is not None else None,
         done.finish if done else "",
         done.error if done else "",
         done.cached if done else 0,
     )
+
+
+def rounded(weights: Tensor) -> list:
+    """Values of an fp16 tensor with 6 significant digits, of which JSON is short."""
+    return digits()[weights.numpy().view(np.uint16)].tolist()
+
+
+@cache
+def digits() -> np.ndarray:
+    """Each number of fp16 with 6 significant digits, at the index of its bits. JSON has no infinities."""
+    values = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    return np.array([float(f"{value:.6g}") for value in np.nan_to_num(values).tolist()])
 
 
 def pairs(tops: Tops | None) -> list[tuple[float, list[tuple[int, float]]]]:

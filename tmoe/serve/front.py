@@ -22,7 +22,7 @@ from starlette.routing import Route
 from tmoe.data.chat.template import ChatTemplate
 from tmoe.serve.answers import Choice, Reply, event
 from tmoe.serve.engine_client import Answers, EngineClient, EngineGone, RefusedByEngine
-from tmoe.serve.guard import drop_body, read_body
+from tmoe.serve.guard import drop_body, read_body, require_json
 from tmoe.serve.messages import Part
 from tmoe.serve.page import Page, RunRouting
 from tmoe.serve.parse_tools import format_of, has_thoughts, text_of
@@ -147,6 +147,7 @@ class Front:
     async def answer(self, request: Request, chat: bool) -> Response:
         """Both routes of answers."""
         try:
+            require_json(request)
             self.require_room(1)
         except Refused:
             await drop_body(request.receive)
@@ -198,8 +199,8 @@ class Front:
             with suppress(asyncio.CancelledError, EngineGone, RefusedByEngine):
                 await task
             run.close()
-        if (error := next((choice.error for choice in reply.choices if choice.error), "")) != "":
-            raise Refused(500, f"the answer failed: {error}")
+        if failed := reply.failed():
+            raise Refused(500, failed)
         self.counters.statuses[200] = self.counters.statuses.get(200, 0) + 1
         # log-probs of many answers are a large body
         return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
@@ -305,7 +306,6 @@ class Stream(Response):
         await send(dict(type="http.response.start", status=200, headers=STREAM))
         parts = aiter(self.run.parts())
         coming: asyncio.Future | None = None
-        problem = ""
         try:
             while True:
                 coming = coming or asyncio.ensure_future(anext(parts))
@@ -321,7 +321,6 @@ class Stream(Response):
                     coming = None
                 if body := self.reply.event(choice, part):
                     await say(body)
-                problem = problem or choice.error
         except (EngineGone, RefusedByEngine) as error:
             status = 503 if isinstance(error, EngineGone) else 400
             await say(event(error_body(status, str(error))), False)
@@ -329,8 +328,8 @@ class Stream(Response):
         finally:
             if coming is not None:
                 coming.cancel()
-        if problem:
-            await say(event(error_body(500, f"the answer failed: {problem}")), False)
+        if failed := self.reply.failed():
+            await say(event(error_body(500, failed)), False)
             return
         last = self.reply.usage_event() if self.reply.asked.usage else b""
         await say(last + b"data: [DONE]\n\n", False)

@@ -1,4 +1,4 @@
-"""Decides who may ask: Host, Origin, token, content type, and the size and time of a body.
+"""Decides who may ask: Host, Origin, token; and the content type, size and time of a body.
 
 next: serve/front.py
 """
@@ -79,11 +79,14 @@ class Guard:
             if kind.lower() != "bearer" or not same:
                 wrong = "Authorization: needs Bearer and the token of this server"
                 return Refused(401, wrong, None, "invalid_api_key")
-        if scope["method"] == "POST":
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                return Refused(415, f"Content-Type: {kind[:80]!r}; valid: application/json")
         return None
+
+
+def require_json(request: Any) -> None:
+    """Refused unless the body is declared as JSON: pages of other sites cannot declare that unasked."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(415, f"Content-Type: {kind[:80]!r}; valid: application/json")
 
 
 async def drop_body(receive: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from functools import cache, lru_cache
 
-from tmoe.data.tokenizer import JsonTokenizer, Tokenizer
+from tmoe.data.tokenizer import ByteTokenizer, Tokenizer
 from tmoe.generate.text import BROKEN
 
 OF_A_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -25,16 +25,16 @@ def token_text(tokenizer: Tokenizer, i: int) -> tuple[str, bytes | None]:
     if BROKEN not in text:
         raw = text.encode("utf-8", "surrogateescape")
         return raw.decode("utf-8", "replace"), raw
-    return text, _bytes_of(tokenizer, i)
+    return text, _bytes_of(tokenizer, i, text)
 
 
-def _bytes_of(tokenizer: Tokenizer, i: int) -> bytes | None:
-    """The bytes of a token by its name in a tokenizer.json."""
-    if not isinstance(tokenizer, JsonTokenizer):
-        return None
-    name = tokenizer.name_of(i) or ""
+def _bytes_of(tokenizer: Tokenizer, i: int, text: str) -> bytes | None:
+    """The bytes of a token whose text has U+FFFD, by the token's name in its vocabulary."""
+    name = "" if isinstance(tokenizer, ByteTokenizer) else tokenizer.name_of(i) or ""
     if match := OF_A_BYTE.fullmatch(name):
         return bytes([int(match[1], 16)])
+    if BROKEN in name:  # the character itself is a part of the vocabulary
+        return text.encode()
     alphabet = byte_alphabet()
     return bytes(alphabet[c] for c in name) if name and set(name) <= alphabet.keys() else None
 
