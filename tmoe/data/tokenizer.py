@@ -35,6 +35,8 @@ class Tokenizer(Protocol):
     """ids of texts and `eos` are below this; only other special tokens have higher ids"""
     fingerprint: str
     """equal for two tokenizers that give the same ids"""
+    special: frozenset[int]
+    """ids of special tokens that `decode` shows; readers of answers may leave them out"""
     named: bool
     """whether the settings or the weights name this tokenizer"""
     chat: ChatFormat | None
@@ -62,6 +64,7 @@ class ByteTokenizer:
     vocab = ordinary = 256
     eos = 0
     fingerprint = "bytes"
+    special: frozenset[int] = frozenset()
     chat: ChatFormat | None = None
 
     def __init__(self, named: bool = True) -> None:
@@ -167,6 +170,7 @@ class JsonTokenizer:
     """
 
     EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+    LISTS = "additional_special_tokens", "extra_special_tokens"  # settings that name several special tokens
     LONG = 1_000_000  # characters
     WINDOW = 250_000
     OVERLAP = 16_384
@@ -197,6 +201,7 @@ class JsonTokenizer:
         # An added token that is not special would be recognised in a text, so eos is made special.
         if added is not None and not added.special:
             self._tokenizer.add_special_tokens([added])
+        self.special = frozenset(special | {self.eos} | {ids[text] for text in self._named() if text in ids})
 
     @property
     def opening(self) -> str:
@@ -211,6 +216,16 @@ class JsonTokenizer:
         marked.no_padding()
         marked.add_special_tokens([tokenizers.AddedToken(self.eos_text, special=True, normalized=False)])
         return marked
+
+    def _named(self) -> list[str]:
+        """Names of special tokens in the settings, as transformers reads them."""
+        fields = json.loads(self.files.settings) if self.files.settings else {}
+        given = [value for name, value in fields.items() if name.endswith("_token")]
+        for name in self.LISTS:
+            values = fields.get(name) or ()
+            given += values.values() if isinstance(values, dict) else values
+        texts = [value.get("content") if isinstance(value, dict) else value for value in given]
+        return [text for text in texts if isinstance(text, str) and text]
 
     @classmethod
     def _find_eos(cls, files: TokenizerFiles, ids: dict[str, int]) -> str:
@@ -356,6 +371,7 @@ class SentencePieceTokenizer:
     """
 
     named = True
+    special: frozenset[int] = frozenset()  # control symbols have no text
     chat: ChatFormat | None = None
 
     def __init__(self, files: TokenizerFiles) -> None:

@@ -16,8 +16,6 @@ import tokenizers
 from tmoe.base.disk import BOM
 from tmoe.data.tokenizer import JsonTokenizer, Tokenizer
 
-MANY = "additional_special_tokens", "extra_special_tokens"
-
 
 class Tokens:
     """A tokenizer for evaluations.
@@ -76,13 +74,8 @@ class Tokens:
 def with_specials(tokenizer: JsonTokenizer) -> tokenizers.Tokenizer:
     """A tokenizer that reads and skips all special tokens that its settings name, as transformers does."""
     marked = tokenizer.marked()
-    settings = _settings(tokenizer)
-    named = [_content(value) for name, value in settings.items() if name.endswith("_token")]
-    for name in MANY:
-        values = settings.get(name) or ()
-        named += map(_content, values.values() if isinstance(values, dict) else values)
-    known = {token.content for token in marked.get_added_tokens_decoder().values() if token.special}
-    new = [text for text in named if text and text not in known and marked.token_to_id(text) is not None]
+    known = {i for i, token in marked.get_added_tokens_decoder().items() if token.special}
+    new = [marked.id_to_token(i) for i in sorted(tokenizer.special - known)]
     marked.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in new])
     return marked
 

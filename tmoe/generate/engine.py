@@ -371,8 +371,15 @@ class Engine:
 
     def request(self, prompt: int, sample: int, asked: Asked, most: int, live: bool) -> Request:
         """An answer to be made. most: tokens of prompt and answer. live: decode its text while it is made."""
-        text = Text(self.tokenizer, asked.sampling.stop) if self.tokenizer and live else None
+        text = self.text_of(asked, asked.sampling.stop) if live else None
         return Request(prompt, sample, min(asked.sampling.max_tokens, most - len(asked.ids) + 1), asked, text)
+
+    def text_of(self, asked: Asked, stop: tuple[str, ...] = ()) -> Text | None:
+        """An answer's text before its first token; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        hidden = self.tokenizer.special if asked.details.skip_special else frozenset()
+        return Text(self.tokenizer, stop, hidden)
 
     @property
     def known(self) -> int:
@@ -422,8 +429,7 @@ class Engine:
     def sample_of(self, request: Request) -> Sample:
         """The Sample of a request that is over."""
         text, asked = request.text, request.asked
-        if text is None and self.tokenizer is not None:
-            text = Text(self.tokenizer)
+        if text is None and (text := self.text_of(asked)) is not None:
             text.add(request.ids[:-1] if request.finish == "stop" else request.ids)
             text.end()
         return Sample(

@@ -21,7 +21,7 @@ MOST_TOP = 20  # most log-probs of a token's alternatives
 
 @dataclass(frozen=True)
 class Details:
-    """The values that are recorded of tokens in addition to their log-probs."""
+    """The values that are recorded of tokens in addition to their log-probs, and what the text shows."""
 
     routes: bool = False
     """the experts of each token"""
@@ -31,6 +31,8 @@ class Details:
     """log-probs of this many most probable tokens at each place, at most 20"""
     prompt_logprobs: bool = False
     """log-probs of the prompt's own tokens, and with top_logprobs of their alternatives"""
+    skip_special: bool = False
+    """the text leaves out special tokens, as transformers' skip_special_tokens"""
 
     def __post_init__(self) -> None:
         own = check(self, "", zero="top_logprobs")

@@ -19,11 +19,16 @@ class Text:
 
     A token may end within a character. Its text is then held back until the character is complete, or until
     later text shows that it never will be; U+FFFD then replaces its bytes.
+
+    hidden: ids whose text is left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), hidden: frozenset[int] = frozenset()
+    ):
         self.tokenizer = tokenizer
         self.stop = stop
+        self.hidden = hidden
         self.text = ""
         self.stopped = False  # whether a stop text, which is cut off, was found
         self.sent = 0  # characters that `news` has returned
@@ -34,7 +39,7 @@ class Text:
 
     def add(self, ids: Sequence[int], may_stop: bool = True) -> None:
         """Appends tokens. may_stop: look for stop texts that the added text contains or completes."""
-        self.ids += ids
+        self.ids += [i for i in ids if i not in self.hidden]
         known = self.tokenizer.decode(self.ids[self.begin : self.read])
         decoded = self.tokenizer.decode(self.ids[self.begin :])
         if len(decoded) > len(known) and not unfinished(decoded):

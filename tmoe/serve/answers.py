@@ -97,10 +97,13 @@ class Choice:
 
     def _of_text(self, tops: list) -> dict[str, Any]:
         tokens = [self.token(i)[0] for i, _, _ in tops]
+        hidden = self.tokenizer.special if self.asked.details.skip_special else ()
         offsets = []
-        for token in tokens:
+        for place, (token, (i, _, _)) in enumerate(zip(tokens, tops, strict=True)):
             offsets.append(self.offset)
-            self.offset += len(token)
+            # an echo shows the whole prompt
+            shown = i not in hidden or place < len(self.prompt_tops)
+            self.offset += len(token) * shown
         many = self.asked.logprobs
         others = [
             None if own is None else {self.token(i)[0]: finite(p) for i, p in reversed(found[:many])}

@@ -33,6 +33,7 @@ SEEDS = 2**31  # seeds are taken modulo this
 BOTH = {
     *("model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream", "stream_options"),
     *("logprobs", "top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "tmoe"),
+    "skip_special_tokens",
 }
 CHAT = BOTH | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"}
 CHAT |= {"chat_template_kwargs"}
@@ -157,11 +158,11 @@ class Fields:
             self.refuse(name, f"must be {a} from {low:g} to {high:g}")
         return value
 
-    def switch(self, name: str) -> bool:
+    def switch(self, name: str, default: bool = False) -> bool:
         value = self.body.get(name)
         if not isinstance(value, bool | None):
             self.refuse(name, "must be true or false")
-        return bool(value)
+        return default if value is None else value
 
     def object(self, name: str) -> dict[str, Any]:
         value = self.body.get(name)
@@ -327,6 +328,8 @@ class Protocol:
         tops = 0 if logprobs is None else max(logprobs, 1)
         prompt_logprobs = echo and logprobs is not None
         n = fields.number("n", 1, MOST_N, 1, whole=True)
+        # special tokens are parts of some formats of tool calls and thoughts
+        skip = fields.switch("skip_special_tokens", not chat)
         self._require_pool(prompts, sampling.max_tokens, n)
         return Asked(
             chat,
@@ -334,7 +337,7 @@ class Protocol:
             [self.ready.tokenizer.decode(ids) for ids in prompts] if echo else [],
             sampling,
             n,
-            Details(routes, routes, tops, prompt_logprobs),
+            Details(routes, routes, tops, prompt_logprobs, skip),
             stream,
             options.get("include_usage", False),
             logprobs,
