@@ -37,10 +37,12 @@ ADDED = {
 }
 
 
-def chat_tokenizer(name: str, template: str | None = None, merges: int = 60) -> JsonTokenizer:
+def chat_tokenizer(
+    name: str, template: str | None = None, merges: int = 60, text: str = PROSE
+) -> JsonTokenizer:
     """A byte-level BPE with a template and its special tokens.
 
-    template: the template's text; None: that of the file of this name.
+    template: the template's text; None: that of the file of this name. text: what merges are trained on.
     """
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,7 +54,7 @@ def chat_tokenizer(name: str, template: str | None = None, merges: int = 60) -> 
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    model.train_from_iterator([PROSE * 3], trainer)
+    model.train_from_iterator([text * 3], trainer)
     model.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ADDED.get(name, ())])
     settings = dict(eos_token=SPECIAL[name][1]) | (
         {"bos_token": SPECIAL[name][0]} if SPECIAL[name][0] else {}
