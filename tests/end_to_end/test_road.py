@@ -59,7 +59,7 @@ class Road(NamedTuple):
     models: dict[str, Path]
 
     def run(self, *words: str) -> str:
-        """What a program says; it must end well."""
+        """The output of a program, which must end well."""
         done = forked.run([str(word) for word in words], cwd=self.folder, env=EAGER)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -188,7 +188,7 @@ def test_the_client_gets_the_tool_call(road, texts, kind):
 
 
 def test_transformers_and_the_command_give_the_same_answers(road, texts):
-    """Of the merged folder, and of the one in int4, which compressed-tensors reads."""
+    """The merged folder, and the one in int4, which compressed-tensors reads."""
     assert generated(road, "int4") == texts
     for kind, more in (
         ("merged", {}),

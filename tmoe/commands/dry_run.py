@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.base.listing import counted
 from tmoe.base.private_torch import TESTED, find
+from tmoe.checkpoint.base import refuse_adapters
+from tmoe.checkpoint.manifest import is_step, read_manifest
 from tmoe.cli.parse import planned_world, resumes
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, Setting
@@ -75,6 +77,8 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
     with one_error():
         require_matches(cfg)
         if not resumes(cfg):
+            if cfg.init and is_step(Path(cfg.init)):
+                refuse_adapters(Path(cfg.init), read_manifest(Path(cfg.init)), "init")
             require_ranks(cfg)
             if cfg.lora.init:
                 from tmoe.hf.adapters.load import require_start  # slow to import

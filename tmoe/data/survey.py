@@ -230,7 +230,8 @@ def survey(name: str, columns: tuple[str, ...] = ()) -> Survey:
 def none_in_split(name: str, rows: str, split: Split) -> str:
     """The error message for a split that has none of a source's rows."""
     why = f"none of its {rows} is in its {split} split (those of equal prompts stay together)"
-    return f"{name}: {why}; change --data.val-fraction (or --data.split), or give more prompts"
+    do = "name rows for validation with --data.val-path" if split == "train" else "give more prompts"
+    return f"{name}: {why}; change --data.val-fraction (or --data.split), or {do}"
 
 
 def require_rows(source: Survey, rows: str) -> None:
