@@ -338,7 +338,7 @@ def test_a_table_as_text_is_named(tmp_path):
         (
             "sft",
             [GOOD],
-            r"none of its rows is in its train split \(those of equal prompts stay together\).*--data\.val-path",
+            r"none of its rows is in its train split \(those of equal prompts stay together\).*val-path",
         ),
     ],
 )
