@@ -9,6 +9,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -109,6 +110,7 @@ def _child(folder: Path, log: Path, start: Any, patches: dict[str, Any], more: d
     for name, value in patches.items():
         module, _, attribute = name.rpartition(".")
         setattr(importlib.import_module(f"tmoe.serve.{module}"), attribute, value)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     torch.set_num_threads(1)
     file = open(log, "w", buffering=1)  # noqa: SIM115
     os.dup2(file.fileno(), 2)
