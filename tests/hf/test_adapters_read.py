@@ -42,6 +42,15 @@ def test_a_step_of_a_stored_adapter_has_pefts_logits(imported, name):
     assert off(imported(STORED / name), logits_of(STORED / name)) < BAR
 
 
+def test_a_module_named_as_a_parameter_is_read(imported, tmp_path):
+    """target_parameters of PEFT may name the weight of a linear layer; its patterns have that name."""
+    name = "qwen3_moe-0.19"
+    named = ["experts.down_proj", "experts.gate_up_proj", "self_attn.q_proj.weight"]
+    patterns = dict(rank_pattern={"experts.down_proj": 2, "q_proj.weight": 3, "q_proj": 5})
+    patterns |= dict(r=3, target_modules=["v_proj"], target_parameters=named)
+    assert off(imported(copied(name, tmp_path, **patterns)), logits_of(STORED / name)) < BAR
+
+
 def grouped(tensors):
     """The file as unsloth wrote it until 2026-09: B's column e r + j in place of j E + e."""
     found = dict(tensors)

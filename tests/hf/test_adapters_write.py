@@ -8,11 +8,12 @@ next: tests/hf/test_adapters_read.py
 import json
 from pathlib import Path
 
+import hf_tiny
 import pytest
 import torch
 from hf_tiny import tensors_of
 from peft_tiny import STORED, logits_of, logits_of_hf, logits_of_step, off, saved_base
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tmoe.checkpoint.manifest import read_manifest
 from tmoe.config.check import ConfigError
@@ -91,6 +92,64 @@ def test_experts_one_by_one_have_the_published_names(steps, tmp_path):
     assert config["r"] == 3 and {"w2": 2, "down_proj": 2}.items() <= config["rank_pattern"].items()
     assert {"w1", "w2", "w3"} < {*config["target_modules"]} and config["target_parameters"] is None
     assert {t.dtype for t in file.values()} == {torch.bfloat16}
+
+
+def deepseek_adapter(folder: Path) -> Path:
+    """An adapter of PEFT's on a base next to it: a dense block, shared experts, and gate_up of experts."""
+    hf_tiny.saved(folder / "base", "deepseek_v3")
+    inputs = {"0.mlp.gate_proj": (16, 12), "0.mlp.up_proj": (16, 12), "0.mlp.down_proj": (12, 16)}
+    inputs |= {"1.mlp.shared_experts.down_proj": (10, 16), "2.self_attn.o_proj": (24, 16)}
+    shapes = {
+        f"{name}.{x}": (3, in_) if x == "A" else (out, 3) for name, (in_, out) in inputs.items() for x in "AB"
+    }
+    shapes |= {"1.mlp.experts.A": (12, 16), "1.mlp.experts.B": (20, 12)}  # rank 2 for each of 6 experts
+    torch.manual_seed(4)
+    at = "base_model.model.model.layers."
+    file = {f"{at}{name[:-1]}lora_{name[-1]}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    config = dict(
+        peft_type="LORA", r=3, lora_alpha=6, peft_version="0.21.2", rank_pattern={"experts.gate_up_proj": 2}
+    )
+    config |= dict(target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "gate_proj.weight"])
+    config["target_parameters"] += ["up_proj.weight", "down_proj.weight"]
+    (folder / "a").mkdir()
+    (folder / "a/adapter_config.json").write_text(json.dumps(config))
+    save_file(file, folder / "a/adapter_model.safetensors")
+    return folder / "a"
+
+
+@pytest.mark.parametrize("layout", ["peft", "per-expert"])
+def test_dense_layers_next_to_experts_are_named_as_parameters(tmp_path, layout):
+    """PEFT takes `gate_proj`, `up_proj` and `down_proj` of target_modules for the experts' wherever they are.
+
+    PEFT 0.21.2 reads both exports: logits within 1e-5 of the merged model's.
+    """
+    import_adapter(deepseek_adapter(tmp_path), tmp_path / "step", base=tmp_path / "base")
+    export_adapter(tmp_path / "step", tmp_path / "b", layout=layout)
+    config = json.loads((tmp_path / "b/adapter_config.json").read_text())
+    file = load_file(tmp_path / "b/adapter_model.safetensors")
+    modules = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in file}
+    dense = {name for name in modules if name.endswith("_proj") and "mlp" in name and ".experts." not in name}
+    assert len(dense) == 4
+
+    def named(name: str, targets: list[str]) -> bool:
+        return any(name == target or name.endswith(f".{target}") for target in targets)
+
+    assert all(named(f"{name}.weight", config["target_parameters"]) for name in dense)
+    assert not any(named(name, config["target_modules"]) for name in dense)
+    assert named("model.layers.2.self_attn.o_proj", config["target_modules"])
+    one_by_one = [f"model.layers.1.mlp.experts.3.{leaf}_proj" for leaf in ("gate", "up", "down")]
+    assert [named(name, config["target_modules"]) for name in one_by_one] == [layout == "per-expert"] * 3
+    assert not any(named(f"{name}.weight", config["target_parameters"]) for name in one_by_one)
+    for out in ("step", "again"):
+        merge(tmp_path / out, tmp_path / f"{out}-hf")
+        if out == "step":
+            import_adapter(tmp_path / "b", tmp_path / "again", base=tmp_path / "base")
+    a, b, base = (tensors_of(tmp_path / name) for name in ("step-hf", "again-hf", "base"))
+    assert max(off(a[name], b[name]) for name in a) < 1e-5
+    given = load_file(tmp_path / "a/adapter_model.safetensors")
+    at = "model.layers.1.mlp.shared_experts.down_proj"
+    B, A = (given[f"base_model.model.{at}.lora_{x}.weight"] for x in "BA")
+    assert off(a[f"{at}.weight"], base[f"{at}.weight"] + 2 * B @ A) < 1e-5
 
 
 @pytest.mark.parametrize("name", [f"{family}-0.19" for family in FAMILIES])

@@ -231,13 +231,6 @@ def _export_notes(
         yield f"{out}: its base is a step folder, which PEFT does not read; {write}"
     if file.lora.base == "nf4":
         yield f"{out}: trained with --lora.base nf4; PEFT adds it to a base of any type"
-    apart = file.apart
-    leaves = {target.name.rpartition(".")[2] for target in file.targets if target.matrix in apart}
-    mixed = [t.name for t in file.targets if t.matrix not in apart and t.name.rpartition(".")[2] in leaves]
-    if mixed:
-        yield f"{out}: next to experts one by one PEFT does not read {mixed[0]}; --layout peft"
-    if apart and not any(matrix.endswith("down") for matrix in apart):
-        yield f"{out}: PEFT does not read gate and up of experts one by one without down; --layout peft"
     if file.lora.dropout and any(target.stack for target in file.targets):
         yield f"{out}: lora_dropout is 0: PEFT has no dropout on stacks of experts"
     for name in (TEMPLATE, SETTINGS):

@@ -28,7 +28,7 @@ from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError, Setting
 from tmoe.config.run import LoraConfig
-from tmoe.hf.adapters.names import Place, Sites
+from tmoe.hf.adapters.names import WEIGHT, Place, Sites
 from tmoe.hf.adapters.peft_config import Order, read_peft_config
 from tmoe.hf.adapters.settings import Sizes, settings_of_sizes
 from tmoe.hf.files import DTYPES, opened
@@ -110,13 +110,15 @@ class PeftFolder:
         module = key.removeprefix(PREFIX)
         a, b = self.shapes[key]
         if module in self.linears:
-            if not self.config.names(module):
+            as_parameter = module + WEIGHT
+            named = _ends(as_parameter, self.config.parameters)
+            if not named and not self.config.names(module):
                 return [f"{key}: target_modules does not name it, so PEFT does not use it"]
             places = self.linears[module]
             want = (places[0].width, sum(place.rows for place in places))
             if (a[1], b[0]) != want or a[0] != b[1]:
                 return [f"{key}: lora_A {a}, lora_B {b}; the base's matrix has (in, out) {want}"]
-            return self._file(key, module, places, False, a[0])
+            return self._file(key, as_parameter if named else module, places, False, a[0])
         experts = module.removesuffix(OUTER)
         stacks = self.sites.held.stacks.get(experts) or self.sites.published.stacks.get(experts)
         if not stacks:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tmoe.config.check import ConfigError
 from tmoe.config.run import LoraConfig
-from tmoe.hf.adapters.names import Place, Sites
+from tmoe.hf.adapters.names import WEIGHT, Place, Sites
 from tmoe.hf.adapters.read import OUTER, PREFIX
 from tmoe.hf.adapters.settings import Sizes
 
@@ -30,6 +30,8 @@ Layout = Literal["peft", "per-expert"]
 Pair = Callable[[str], tuple[Tensor, Tensor]]  # matrix -> A [rank, in] and B [out, rank]; of experts [E, ...]
 ROUNDED = 1e-12  # largest relative difference of factors that are equal but for rounding
 WRITTEN_AS = "0.19.1"  # the version of PEFT whose layout of stacks is written
+# Modules that PEFT takes for experts of transformers 4, in a model with stacks, wherever they are
+EXPERT_LEAVES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 class Target(NamedTuple):
@@ -42,16 +44,25 @@ class Target(NamedTuple):
     matrix: str
     places: tuple[Place, ...]
     stack: bool
+    parameter: bool
+    """whether PEFT is given the name of a parameter (target_parameters) instead of a module's"""
 
 
 def targets_of(sites: Sites, matrices: Iterable[str], layout: Layout) -> list[Target]:
-    """The pairs of a file. ConfigError for `per-expert` of a model whose experts are published as stacks."""
+    """The pairs of a file. ConfigError for `per-expert` of a model whose experts are published as stacks.
+
+    A shared expert's or a dense block's `gate_proj` next to stacks of experts is named as a parameter,
+    `gate_proj.weight`: as a module PEFT would drop it, because it takes that name for the experts'.
+    """
     chosen = set(matrices)
     names = sites.published if layout == "per-expert" else sites.held
     found = []
     for module, places in names.linears.items():
         if places[0].matrix in chosen:
-            found.append(Target(PREFIX + module, module, places[0].matrix, places, False))
+            leaf = module.rpartition(".")[2]
+            dense = bool(sites.held.stacks) and places[0].expert is None and leaf in EXPERT_LEAVES
+            name = module + WEIGHT * dense
+            found.append(Target(PREFIX + module, name, places[0].matrix, places, False, dense))
     for module, leaves in names.stacks.items():
         own = {leaf: places for leaf, places in leaves.items() if places[0].matrix in chosen}
         if own and layout == "per-expert":
@@ -59,7 +70,8 @@ def targets_of(sites: Sites, matrices: Iterable[str], layout: Layout) -> list[Ta
             raise ConfigError.of("layout", layout, wrong, "peft")
         for i, (leaf, places) in enumerate(own.items()):
             inner = OUTER * (len(own) - 1 - i)
-            found.append(Target(PREFIX + module + inner, f"{module}.{leaf}", places[0].matrix, places, True))
+            key, name = PREFIX + module + inner, f"{module}.{leaf}"
+            found.append(Target(key, name, places[0].matrix, places, True, True))
     return found
 
 
@@ -156,12 +168,18 @@ class PeftFile(NamedTuple):
         first, modules = self.first, self.sites.modules
         if self.apart:
             modules = modules - {f"{m}.{leaf}" for m, one in self.sites.held.stacks.items() for leaf in one}
-        linears = [t.name for t in self.targets if not t.stack]
-        stacks = [t.name for t in self.targets if t.stack]
+        experts = {
+            name for name, places in self.sites.published.linears.items() if places[0].expert is not None
+        }
+        named = {t.name for t in self.targets if not t.parameter}
+        # PEFT reads experts' gate and up one by one only if down is named too; its B is then 0
+        linears = sorted(named | experts if self.apart else named)
+        weights = {name + WEIGHT for name in experts}
+        parameters = [t.name for t in self.targets if t.parameter]
         ranks = {t.name: self.sizes[t.matrix].rank for t in self.targets} | self._fused()
         others = {name: rank for name, rank in ranks.items() if rank != first.rank}
         keys = _patterns(others, ranks)
-        dropout = 0.0 if stacks else self.lora.dropout  # PEFT refuses dropout on stacks
+        dropout = 0.0 if parameters else self.lora.dropout  # PEFT refuses dropout on parameters
         return dict(
             alpha_pattern={key: _number(self.alpha(rank)) for key, rank in keys.items()},
             auto_mapping=None,
@@ -179,7 +197,7 @@ class PeftFile(NamedTuple):
             rank_pattern=keys,
             revision=None,
             target_modules=_ends(linears, {*modules, *linears}, 1),
-            target_parameters=_ends(stacks, {*modules, *stacks}, 2) or None,
+            target_parameters=_ends(parameters, {*modules, *weights, *parameters}, 2) or None,
             task_type="CAUSAL_LM",
             use_dora=False,
             use_rslora=self.rs,
@@ -246,6 +264,7 @@ def _patterns(others: dict[str, int], ranks: dict[str, int]) -> dict[str, int]:
             having.setdefault(end, set()).add(rank)
     found: dict[str, int] = {}
     for name, rank in others.items():
-        end = next((end for end in _suffixes(name, 1) if having[end] == {rank}), name)
+        least = 2 if name.endswith(WEIGHT) else 1
+        end = next((end for end in _suffixes(name, least) if having[end] == {rank}), name)
         found[end] = rank
     return dict(sorted(found.items()))
