@@ -70,3 +70,11 @@ def test_true_is_no_number():
     """In Python True == 1 and 0.0 == False."""
     assert not accepts(TEXT, "best_of", True) and not accepts(TEXT, "frequency_penalty", False)
     assert not accepts(CHAT, "parallel_tool_calls", 1) and accepts(TEXT, "frequency_penalty", 0.0)
+
+
+@pytest.mark.parametrize(
+    "low, high, said", [(0, 2**20, "0 to 1048576"), (-(2**63), 1.5, f"{-(2**63)} to 1.5")]
+)
+def test_a_bound_is_written_with_all_its_digits(low, high, said):
+    with pytest.raises(Refused, match=f"must be a number from {said}$"):
+        Fields({"n": 1e30}, CHAT).number("n", low, high)

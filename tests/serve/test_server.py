@@ -210,6 +210,8 @@ def test_who_may_ask(port):
             assert reply.status == 404 and "/v1/chat/completions" in reply.json["error"]["message"]
     assert served.post(port, "/v1/models", body(), content_type="text/plain").status == 405
     assert served.get(port, TEXT).status == 405
+    counts = served.gauges(port)
+    assert counts['tmoe_replies_total{status="403"}'] >= 4 and counts['tmoe_replies_total{status="415"}'] >= 1
 
 
 def test_what_is_not_http_is_refused_in_openais_form(port):

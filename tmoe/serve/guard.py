@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -40,10 +41,17 @@ class Guard:
 
     hosts: names that the Host header may have; None: any, for a server with a token on all addresses.
     token: the secret of `Authorization: Bearer`; None: none is needed.
+    error: makes the reply of a refusal, and counts it.
     """
 
-    def __init__(self, app: Any, hosts: set[str] | None, token: str | None):
-        self.app, self.hosts, self.token = app, hosts, token
+    def __init__(
+        self,
+        app: Any,
+        hosts: set[str] | None,
+        token: str | None,
+        error: Callable[[Refused], JSONResponse],
+    ):
+        self.app, self.hosts, self.token, self.error = app, hosts, token, error
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -59,8 +67,9 @@ class Guard:
 
         if (refused := self.refusal(scope, headers)) is not None:
             await drop_body(receive)
-            more = {"www-authenticate": "Bearer"} if refused.status == 401 else {}
-            reply = JSONResponse(refused.body, refused.status, headers=more)
+            reply = self.error(refused)
+            if refused.status == 401:
+                reply.headers["www-authenticate"] = "Bearer"
             await reply(scope, receive, send_with_id)
             return
         await self.app(scope, receive, send_with_id)

@@ -155,7 +155,7 @@ class Fields:
         kind = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not (kind and low <= value <= high):
             a = "a whole number" if whole else "a number"
-            self.refuse(name, f"must be {a} from {low:g} to {high:g}")
+            self.refuse(name, f"must be {a} from {_plain(low)} to {_plain(high)}")
         return value
 
     def switch(self, name: str, default: bool = False) -> bool:
@@ -177,6 +177,11 @@ class Fields:
             if key not in known or not isinstance(value, bool):
                 self.refuse(name, f"valid: {', '.join(sorted(known))}, each true or false")
         return found
+
+
+def _plain(bound: float) -> str:
+    """A bound of a field with all its digits."""
+    return str(int(bound)) if float(bound).is_integer() else f"{bound:g}"
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -166,7 +166,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     raise_limit_of_files()
     front.engine.attach()
-    guarded = Guard(front.app(), hosts, token)
+    guarded = Guard(front.app(), hosts, token, front.error)
     config = uvicorn.Config(
         guarded,
         http=Protocol,
