@@ -1,7 +1,8 @@
-"""Measures the cost and the saving of each checkpointing policy, and of offloaded moments, in whole steps.
+"""Measures cost and saving of checkpointing policies, offloaded moments and narrow states, in whole steps.
 
     python -m benchmarks.policies --json policies.jsonl -- qwen3-30b-a3b --model.layers 4
     python -m benchmarks.policies --gpus 4 -- qwen3-30b-a3b --model.layers 24 --parallel.ep 4
+    python -m benchmarks.policies --states -- qwen3-30b-a3b --model.layers 4 --train.accumulate 4
 
 One table shows speed and peak memory. Each row is a run of benchmarks/train.py. Speed is also given relative
 to the first row, which recomputes nothing. The peak is torch's; the dry run's estimate is in parentheses. A
@@ -25,6 +26,13 @@ POLICIES = [
     ["--parallel.checkpoint", "block"],
     ["--optim.offload"],
 ]
+STATES = [  # moments, sums of gradients and masters in fewer bytes
+    ["--optim.states", "fp32"],
+    ["--optim.states", "bf16"],
+    ["--optim.states", "bf16", "--optim.sums", "bf16"],
+    ["--optim.states", "int8", "--optim.sums", "bf16"],
+    ["--optim.states", "bf16", "--optim.sums", "bf16", "--optim.masters", "bf16"],
+]
 
 
 def main() -> None:
@@ -33,6 +41,7 @@ def main() -> None:
     )
     parser.add_argument("--gpus", type=at_least_one, default=1, help="number of processes, one for each GPU")
     parser.add_argument("--steps", type=at_least_one, default=14)
+    parser.add_argument("--states", action="store_true", help="types of states instead of policies")
     parser.add_argument("--timeout", type=float, default=240, help="seconds after which one run is given up")
     parser.add_argument("--json", type=Path, help="append a line for every run to this file")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
@@ -45,7 +54,7 @@ def main() -> None:
     print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|", flush=True)
     failed = False
     first = None
-    for policy in POLICIES:
+    for policy in STATES if args.states else POLICIES:
         name = " ".join(policy).removeprefix("--")
         try:
             with tempfile.TemporaryDirectory() as out:

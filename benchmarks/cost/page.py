@@ -132,11 +132,13 @@ def memory_table(cfg: Config, axes: Axes, step: Prediction, m: SimpleNamespace) 
 def best_table(found: list[Choice], gpus: int, batch_tokens: int, m: SimpleNamespace) -> Table:
     """A line for each of the fastest layouts of all axes: its step, and where the time goes."""
     table = Table(
-        title=f"the fastest that fit on {gpus} GPUs, all axes, recomputation, offload and numbers of "
+        title=f"the fastest that fit on {gpus} GPUs, all axes, recomputation, offload, states and numbers of "
         f"micro-batches, at most {batch_tokens / 1e6:.2f} M tokens a step (--batch-tokens)",
         title_justify="left",
         box=SIMPLE_HEAD,
-        caption="" if found else "no layout fits into memory, recomputed blocks and offload included",
+        caption=""
+        if found
+        else "no layout fits into memory, with blocks recomputed, offload and bf16 states",
     )
     for name in ("layout", "micro-batches", "M tokens", "ms", "tokens/s/GPU", "MFU", "GiB"):
         table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
@@ -170,6 +172,9 @@ def saved(cfg: Config, axes: Axes, m: SimpleNamespace) -> str:
     """The settings of a layout besides axes that the search chose, and a flag that a run needs."""
     words = [] if cfg.parallel.checkpoint == "none" else [f"recomputed: {cfg.parallel.checkpoint}"]
     words += ["offload"] if cfg.optim.offload else []
+    kinds = cfg.optim.states, cfg.optim.masters, cfg.optim.sums
+    named = zip(("states", "masters", "sums"), kinds, strict=True)
+    words += [f"{name} {kind}" for name, kind in named if kind != "fp32"]
     words += ["across nodes"] if axes.ep > m.node else []
     return "".join(f", {word}" for word in words)
 

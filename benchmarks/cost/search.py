@@ -1,6 +1,7 @@
 """Finds the fastest layouts for some GPUs among all mixtures of axes, by predicted time and memory.
 
-Settings that save memory are searched as well: recomputation, moments on the host, and fewer micro-batches.
+Settings that save memory are searched as well: recomputation, moments on the host, moments and sums of
+gradients in bf16, and fewer micro-batches.
 
 A layout's compute is a lower bound of its time and is the same in many worlds; for any tp and cp, so is the
 communication of its parameters. Layouts are examined in the order of such bounds and predicted in full last,
@@ -17,7 +18,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from benchmarks.cost.block_time import block_seconds
 from benchmarks.cost.network import moving_seconds
@@ -34,7 +35,7 @@ from tmoe.config import check
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
-from tmoe.config.sizes import FP32
+from tmoe.config.sizes import master_bytes, moment_bytes, sum_bytes
 from tmoe.model.count import block_shapes, count_parameters, numel
 from tmoe.parallel.pipeline_schedule import homes
 from tmoe.plan.memory import blocks_bytes, chunk_spans, held_at_most
@@ -61,7 +62,10 @@ class Choice(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The settings that a rank's compute depends on, and `offload`, but not the world size or placements."""
+    """The settings that a rank's compute depends on, `offload` and `narrow`, but no world size or placements.
+
+    narrow: moments (--optim.states) and sums of gradients (--optim.sums) are bf16.
+    """
 
     tp: int
     cp: int
@@ -71,6 +75,7 @@ class Work(NamedTuple):
     batch: int
     checkpoint: Recomputed = "none"
     offload: bool = False
+    narrow: bool = False
 
 
 class Savings(NamedTuple):
@@ -79,14 +84,16 @@ class Savings(NamedTuple):
     recomputed: frozenset[str]
     offload: bool
     micros: int
+    narrow: bool = False
 
     def beyond(self, other: Savings) -> bool:
-        """Whether this saves as much as `other` in every respect, and so takes as long or longer.
+        """Whether this saves as much as `other` in every respect, and so takes as long or rounds more.
 
         A single micro-batch is not compared: it needs no sums of gradients, so it can be faster.
         """
         fewer = self.micros == other.micros or 1 < self.micros < other.micros
-        return fewer and self.offload >= other.offload and self.recomputed >= other.recomputed
+        states = self.offload >= other.offload and self.narrow >= other.narrow
+        return fewer and states and self.recomputed >= other.recomputed
 
 
 class Flow(NamedTuple):
@@ -107,6 +114,7 @@ class Search:
         """batch_tokens: most tokens of a step; a step has as many micro-batches as fit into it.
 
         The axes and the schedule of cfg, its recomputation and its offload are ignored, for all are searched.
+        If cfg asks for narrower moments or sums of gradients, they are kept, and not searched.
         Its batch only limits the tokens that a rank has in a micro-batch.
         """
         self.cfg, self.m, self.batch_tokens = cfg, m, batch_tokens
@@ -127,6 +135,7 @@ class Search:
         """The fastest layouts that fit into memory, the fastest first; one layout for each set of axes.
 
         If a layout fits, the same layout that saves more memory is not examined, because it is slower.
+        Moments and sums in bf16 are not slower; they are examined only where fp32 does not fit.
         """
         number = itertools.count()
         # `what`: a work, a flow and a number of micro-batches, and, once parameters are placed, the axes
@@ -144,9 +153,10 @@ class Search:
                     heapq.heappush(waiting, (bound + more, next(number), [*what, axes]))
                 continue
             work, flow, micros, axes = what
-            known = fits.setdefault((work._replace(checkpoint="none", offload=False), flow, axes), [])
-            savings = Savings(frozenset(RECOMPUTED[work.checkpoint]), work.offload, micros)
-            if any(map(savings.beyond, known)):
+            plain = work._replace(checkpoint="none", offload=False, narrow=False)
+            known = fits.setdefault((plain, flow, axes), [])
+            savings = Savings(frozenset(RECOMPUTED[work.checkpoint]), work.offload, micros, work.narrow)
+            if any(map(savings.beyond, known)) or (work.narrow and self.fits_whole(work, flow, micros, axes)):
                 continue
             cfg = self.settings(work, flow, micros)
             if cfg is None or (held := held_at_most(steady(cfg, axes), axes)) > self.m.room:
@@ -159,6 +169,11 @@ class Search:
                 times = sorted(choice.per_token for choice in choices.values())
                 limit = times[count - 1] if len(times) >= count else limit
         return sorted(choices.values(), key=lambda choice: choice.per_token)[:count]
+
+    def fits_whole(self, work: Work, flow: Flow, micros: int, axes: Axes) -> bool:
+        """Whether the layout fits with moments and sums in fp32."""
+        cfg = self.settings(work._replace(narrow=False), flow, micros)
+        return cfg is not None and held_at_most(steady(cfg, axes), axes) <= self.m.room
 
     def _begin(self, gpus: int) -> Iterator[tuple[float, Work, Flow, int]]:
         """(least seconds per token and GPU, work, flow, micro-batches) for all ways to compute."""
@@ -194,7 +209,7 @@ class Search:
 
     def _compute(self, work: Work, flow: Flow, micros: int) -> float:
         """Least seconds per token and GPU: compute of the busiest stage, and the least time that it waits."""
-        kinds, head = self.work_seconds(work._replace(offload=False))
+        kinds, head = self.work_seconds(work._replace(offload=False, narrow=False))
         chunks = [sum(n * kinds[kind] for kind, n in span) for span in self.counts(flow.pp * flow.chunks)]
         chunks[-1] += head
         stages = [0.0] * flow.pp
@@ -222,17 +237,20 @@ class Search:
                 continue
             # bytes that the mean rank certainly holds: weights and moments, gradients, kept activations
             local_parameters = self.parameters / shard / flow.pp
-            held = FP32 * local_parameters * (1 if work.offload else 3)
+            cfg = self.settings(work)
+            assert cfg is not None
+            moments = moment_bytes(cfg, 1) if cfg.optim.states != "int8" else 2
+            held = (master_bytes(cfg) + (0 if work.offload else moments)) * local_parameters
             dense = 0 if self.cfg.parallel.shard == 2 else self.dense  # whose gradients are kept whole
             whole = (dense + self.experts / work.ep) / flow.pp
-            held += max(FP32 * local_parameters, self.kept(work) + FP32 * whole * (micros > 1))
+            least = min(master_bytes(cfg), sum_bytes(cfg))  # of a gradient
+            held += max(least * local_parameters, self.kept(work) + sum_bytes(cfg) * whole * (micros > 1))
             if held > m.room:
                 continue
             degrees = dict(pp=flow.pp, replicate=replicate, ep=work.ep, etp=work.etp)
             axes = Axes(dp=shard // (work.ep * work.etp), tp=work.tp, cp=work.cp, **degrees)
-            for_two, for_three = (
-                self.moved(replace(axes, tp=1, cp=1), flow.chunks, min(micros, n)) for n in (2, 3)
-            )
+            alone = replace(axes, tp=1, cp=1)
+            for_two, for_three = (self.moved(alone, flow.chunks, min(micros, n), work.narrow) for n in (2, 3))
             moving, near, copying = (
                 a + max(0, micros - 2) * (b - a) for a, b in zip(for_two, for_three, strict=True)
             )
@@ -240,7 +258,7 @@ class Search:
             slowed = m.slowed * near * (1 - exposed / moving) if moving else 0.0
             stepping = m.optimizer_bytes * local_parameters / m.memory_rate
             if work.offload:
-                stepping = max(stepping, 2 * FP32 * local_parameters / m.host_rate)
+                stepping = max(stepping, moments * local_parameters / m.host_rate)
             yield axes, (exposed + slowed + copying + stepping) / tokens
 
     def _kept(self, work: Work) -> float:
@@ -248,11 +266,11 @@ class Search:
 
         They are a tenth less than those of all blocks, because a stage has whole blocks.
         """
-        cfg = self.settings(work._replace(offload=False))
+        cfg = self.settings(work._replace(offload=False, narrow=False))
         assert cfg is not None
         return 0.9 * blocks_bytes(cfg, work_axes(work), range(cfg.model.layers))
 
-    def _moved(self, axes: Axes, chunks: int, micros: int) -> tuple[float, float, float]:
+    def _moved(self, axes: Axes, chunks: int, micros: int, narrow: bool) -> tuple[float, float, float]:
         """Seconds of a step for communicating parameters and gradients, the same on one node, and for copies.
 
         They are those of the mean stage.
@@ -260,6 +278,7 @@ class Search:
         From two micro-batches on, each further micro-batch takes the same time.
         """
         cfg = self.several(micros)
+        cfg = replace(cfg, optim=replace(cfg.optim, sums="bf16")) if narrow else cfg
         machines = [self.m, SimpleNamespace(**{**vars(self.m), "node": axes.world})]
         same: dict[tuple, tuple[float, ...]] = {}
         by_span = []
@@ -293,11 +312,17 @@ class Search:
                 for by in ("keys", "heads") if cp > 1 and parts <= node else ("keys",):
                     work = Work(tp, cp, by, ep, etp, 1)
                     if self.settings(work):
-                        for checkpoint, offload in itertools.product(get_args(Recomputed), (False, True)):
-                            yield work._replace(checkpoint=checkpoint, offload=offload)
+                        narrow = [n for n in (False, True) if self.settings(work._replace(narrow=n))]
+                        ways = itertools.product(get_args(Recomputed), (False, True), narrow)
+                        for checkpoint, offload, n in ways:
+                            yield work._replace(checkpoint=checkpoint, offload=offload, narrow=n)
 
     def _settings(self, work: Work, flow: Flow = WHOLE, micros: int = 1) -> Config | None:
-        """The settings of a run; None if train.py would refuse them."""
+        """The settings of a run; None if train.py would refuse them, or if they are narrow already."""
+        optim = self.cfg.optim
+        if work.narrow and (optim.states, optim.masters, optim.sums) != ("fp32",) * 3:
+            return None
+        narrow = dict(states="bf16", sums="bf16") if work.narrow else {}
         parallel: dict[str, Any] = dict(dp=None, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp)
         parallel |= dict(cp_exchange=work.cp_exchange, checkpoint=work.checkpoint)
         parallel |= dict(pp=flow.pp, schedule=flow.schedule, chunks=None if flow.pp == 1 else flow.chunks)
@@ -307,7 +332,7 @@ class Search:
                 self.cfg,
                 parallel=replace(self.cfg.parallel, **parallel),
                 train=replace(self.cfg.train, **train),
-                optim=replace(self.cfg.optim, offload=work.offload),
+                optim=replace(optim, offload=work.offload, **cast(Any, narrow)),
             )
         except ConfigError:
             return None

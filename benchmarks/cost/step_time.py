@@ -60,7 +60,7 @@ from benchmarks.cost.pipeline import Timed, run
 from tmoe.config.axes import Axes
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
-from tmoe.config.sizes import FP32, compute_bytes, local_tokens
+from tmoe.config.sizes import FP32, compute_bytes, local_tokens, moment_bytes, sum_bytes
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel
 from tmoe.parallel.pipeline_schedule import StageCost
 from tmoe.parallel.shared_copies import WAVES
@@ -261,7 +261,9 @@ def copy_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> fl
     # if there are several micro-batches, gradients in the compute type are summed in fp32 before they are
     # reduced; with --parallel.shard 2 the shards of dense gradients are summed after it
     (whole, ranks), (local, _) = groups
-    each = (again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32)
+    sums = sum_bytes(cfg)
+    converted = (again > 1) * (width + FP32) * (sums == FP32)  # the first gradient
+    each = converted + (again - 1) * (width + 2 * sums)
     reduced_first = shard == 2 and ranks > 1
     added = local * each + (3 * FP32 * (again - 1) * whole / ranks if reduced_first else whole * each)
 
@@ -291,17 +293,18 @@ def optimizer_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: Simple
     """Seconds of AdamW and the gradient norm over a rank's parameters of these chunks.
 
     Gradients of unsharded parameters are in the compute type, as when m.optimizer_bytes was measured, unless
-    micro-batches are summed: then both read them in fp32. (Gradients of sharded parameters always are in
-    fp32; that is not counted.)
+    micro-batches are summed: then both read them in the sums' type. (Gradients of sharded parameters always
+    are in fp32; that is not counted.) Moments and weights in bf16 or 8 bits are counted as if they were fp32:
+    their step moves fewer bytes and computes more, and no GPU has measured it.
     """
     groups = [group for span in spans for group in parameter_groups(cfg, axes, span)]
     local_elements = sum(elements / size for elements, size in groups)
     added = sum(n for n, size in groups if size == 1) if cfg.train.accumulate > 1 else 0
     moved = (m.optimizer_bytes + 3 * FP32 * (cfg.optim.ema > 0)) * local_elements
-    moved += 2 * (FP32 - compute_bytes(cfg)) * added
+    moved += 2 * (sum_bytes(cfg) - compute_bytes(cfg)) * added
     seconds = moved / m.memory_rate
     if cfg.optim.offload:  # both moments are copied in and out at the same time
-        seconds = max(seconds, 2 * FP32 * local_elements / m.host_rate)
+        seconds = max(seconds, moment_bytes(cfg, 1024) / 1024 * local_elements / m.host_rate)
     return seconds
 
 

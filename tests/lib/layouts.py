@@ -97,7 +97,9 @@ MIMO = replace(
     v_head_dim=6,
     value_multiplier=0.7,
 )
+WIDE = replace(GQA, dim=64, moe=replace(ROUTED, ffn_dim=64))  # moments in 8 bits need rows of 64
 MODELS = dict(
+    wide=WIDE,
     kinds=KINDS,
     mimo=MIMO,
     narrow=NARROW,
@@ -122,15 +124,19 @@ class Curve(NamedTuple):
 
 
 def config(parallel: ParallelConfig, model: str, micros: int, **changes: Any) -> Config:
-    """Settings of one training. changes: fields of Config; `balance` is a field of the routers."""
+    """Settings of one training. changes: fields of Config; `balance` is a field of the routers.
+
+    `optim` and `dtype`: fields of OptimConfig, and the compute type.
+    """
     cfg = MODELS[model]
+    optim, dtype = changes.pop("optim", {}), changes.pop("dtype", "fp32")
     if balance := changes.pop("balance", None):
         cfg = replace(cfg, moe=replace(cfg.moe, balance=balance))
     return Config(
         model=cfg,
-        train=TrainConfig(seq=SEQ, dtype="fp32", accumulate=micros),
+        train=TrainConfig(seq=SEQ, dtype=dtype, accumulate=micros),
         parallel=parallel,
-        optim=OptimConfig(lr=3e-3, eps=1e-4),
+        optim=OptimConfig(**(dict(lr=3e-3, eps=1e-4) | optim)),
         **({"compile": False} | changes),
     )
 

@@ -313,6 +313,20 @@ def test_bad_values(more, words):
         translate("megatron", [*SMALL, *more.split(" ", 1)[:1], *more.split(" ")[1:]], 4)
 
 
+def test_types_of_states_become():
+    words = [*SMALL, "--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"]
+    both = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".split()
+    flags = translate("megatron", [*words, *both]).flags
+    assert (flags["--optim.states"], flags["--optim.sums"]) == (["bf16"], ["bf16"])
+    assert not {"--optim.states", "--optim.sums"} & {*translate("megatron", SMALL).flags}
+    for one, said in (
+        ("--exp-avg-dtype bf16", "--exp-avg-sq-dtype=fp32: both moments have one type"),
+        ("--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", "--exp-avg-dtype=fp8: tmoe has fp32 and bf16"),
+        ("--main-params-dtype fp16", "--main-params-dtype=fp16: master weights are fp32"),
+    ):
+        assert said in translate("megatron", [*SMALL, *one.split()]).refused[0]
+
+
 def test_small_parts():
     assert blend(["0.3", "a", "0.7", "b"]) == ["a:0.3", "b:0.7"]
     assert blend(["a", "b"]) == ["a", "b"]
@@ -495,6 +509,14 @@ def test_fms_refusals(tmp_path, granite, text, words):
     flags = ["--model_name_or_path", str(granite), "--max_steps", "2"]
     refused = translate("fms", [str(tmp_path / "moe.yaml"), *flags]).refused
     assert len(refused) == 1 and words in refused[0]
+
+
+def test_fms_optimizers(granite):
+    words = ["--model_name_or_path", str(granite), "--max_steps", "2", "--optim"]
+    assert translate("fms", [*words, "adamw_bnb_8bit"]).flags["--optim.states"] == ["int8"]
+    assert "--optim.states" not in translate("fms", [*words, "adamw_torch"]).flags
+    (refused,) = translate("fms", [*words, "adafactor"]).refused
+    assert refused.startswith("--optim=adafactor: tmoe trains with AdamW")
 
 
 def test_fms_adapters(granite):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tmoe.config.run import OptimConfig
-from tmoe.optim.adamw import MOMENTS, AdamW, build_optimizer, init_state
+from tmoe.optim.adamw import AdamW, build_optimizer, init_state
+from tmoe.optim.states import MOMENTS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

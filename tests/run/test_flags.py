@@ -162,6 +162,7 @@ def test_which_flag_was_meant(word, meant, capsys):
         ("--quantize", "weights of 8 bits and fewer are not trained"),
         ("--train.fp8", "products of experts in fp8 are not there yet; valid: --train.float8 rowwise"),
         ("--use-vllm", "another engine for rollouts is not there yet"),
+        ("--adam8bit", "valid: --optim.states int8 stores AdamW's moments in 8 bits, bf16 in 16"),
         ("--optimizer", "another optimizer is not there yet; valid: AdamW"),
         ("--deepspeed", "tmoe divides weights automatically; valid: --parallel.shard"),
         ("--sft.packing", "tmoe always packs rows"),

@@ -38,8 +38,17 @@ from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.parallel.mesh import build_mesh
 from tmoe.parallel.pipeline_schedule import simulate
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
-from tmoe.plan.fitting import require_room, smallest_change, verdict
-from tmoe.plan.memory import defers, kept_whole, memory_of_stages, memory_per_rank, padding, peak_bytes, plan
+from tmoe.plan.fitting import knobs, require_room, smallest_change, verdict
+from tmoe.plan.memory import (
+    defers,
+    held_at_most,
+    kept_whole,
+    memory_of_stages,
+    memory_per_rank,
+    padding,
+    peak_bytes,
+    plan,
+)
 
 PILOT = ModelConfig(
     vocab=151936,
@@ -513,6 +522,21 @@ def test_what_does_not_help_is_not_proposed():
         ("16 ranks (--parallel.dp 2)", "32 ranks (--parallel.dp 4)")
     )
     assert smallest_change(offloaded, [Axes(ep=8)], lambda c, axes: False) == ""
+
+
+def test_bf16_moments_and_sums_are_proposed_after_offload():
+    def last(words):
+        return knobs(parse(f"olmoe-1b-7b --train.batch 1 {words}".split(), ""))[-1][0]
+
+    assert last("") == ["--optim.states bf16"]
+    assert last("--train.accumulate 2 --optim.offload") == ["--optim.states bf16", "--optim.sums bf16"]
+    assert last("--train.accumulate 2 --optim.states int8") == ["--optim.sums bf16"]
+    assert last("--train.accumulate 2 --train.dtype fp32") == ["--optim.states bf16"]
+    cfg = parse("olmoe-1b-7b --train.batch 1 --train.accumulate 2 --parallel.checkpoint block".split(), "")
+    narrow = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, states="bf16", sums="bf16"))
+    least = held_at_most(narrow, Axes())
+    found = smallest_change(cfg, [Axes()], lambda c, a: held_at_most(c, a) <= least and not c.optim.offload)
+    assert found == "--optim.states bf16 --optim.sums bf16"
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def test_what_is_refused(words, names, capsys):
         f"{GRPO} --grpo.kl .1 --grpo.kl-in reward --grpo.mismatch-cap 3 --grpo.advantage-eps 1",
         f"{GRPO} --grpo.loss gspo --grpo.advantage normalised --grpo.advantage-eps 1",
         "tiny --train.no-isolate-documents --data.text-field t",
+        "tiny --eval-only --optim.masters bf16 --train.dtype bf16 --optim.ema .9",
     ],
 )
 def test_what_is_read_is_not_named(words, capsys):

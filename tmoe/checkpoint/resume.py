@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import Manifest, read_manifest
@@ -60,11 +60,13 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     says = isinstance(before, dict) and before.keys() >= data.keys()  # older steps do not record them
     before = {name: before[name] for name in data} if says else data
     _require_same_text(step_dir, manifest, cfg, before, data)
+    _require_masters(step_dir, manifest, cfg)
 
     goes_on = not cfg.eval_only and step < cfg.steps
     was, _ = with_new_names(manifest.info.get("config", {}))
     changed = _changed(was, cfg, goes_on)
     noted = [f"--{name}={new} (was {old})" for name, old, new in changed]
+    noted += converted(step_dir, cfg)
     a_step = cfg.train.batch * cfg.train.accumulate * readers * cfg.train.seq
     of_one = _tokens_of_a_step(was, manifest.world, tokens / max(step, 1))
     if goes_on and step and a_step != of_one:
@@ -83,6 +85,27 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
             f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to continue"
         )
     return noted
+
+
+def stored_states(step_dir: Path) -> dict[str, Literal["fp32", "bf16", "int8"]]:
+    """How a step folder stores AdamW's moments: by the parameter's name."""
+    kinds: dict[str, Literal["fp32", "bf16", "int8"]] = dict(bfloat16="bf16", uint8="int8")
+    tensors = read_manifest(step_dir).tensors
+    first = "optim.exp_avg."
+    return {
+        name.removeprefix(first): kinds.get(entry.dtype, "fp32")
+        for name, entry in tensors.items()
+        if name.startswith(first)
+    }
+
+
+def converted(step_dir: Path, cfg: Config) -> list[str]:
+    """A line if moments of the step are stored otherwise than in this run."""
+    found = set(stored_states(step_dir).values())
+    was = "int8" if "int8" in found else min(found, default=cfg.optim.states)  # int8 has some in fp32
+    if was == cfg.optim.states or cfg.eval_only or not cfg.load_optim:
+        return []
+    return [f"--optim.states={cfg.optim.states}: AdamW's moments are {was} in {step_dir}, and are converted"]
 
 
 def require_same_adapters(step_dir: Path, manifest: Manifest, cfg: Config) -> None:
@@ -135,6 +158,14 @@ def _require_state(step_dir: Path, manifest: Manifest, cfg: Config) -> tuple[int
     return counts or (0, 0)
 
 
+def _require_masters(step_dir: Path, manifest: Manifest, cfg: Config) -> None:
+    """Raises ConfigError if this run keeps its weights in another type than the step."""
+    was = _setting(manifest.info.get("config"), "optim.masters") or "fp32"
+    wrong = f"{step_dir} holds weights of {Setting('optim.masters', was)}{_anew(step_dir)}"
+    same = was == cfg.optim.masters or cfg.lora.rank > 0
+    Section(cfg).require(same, "optim.masters", wrong, was)
+
+
 def _require_same_text(
     step_dir: Path, manifest: Manifest, cfg: Config, before: dict[str, Any], data: dict[str, Any]
 ) -> None:
@@ -166,7 +197,9 @@ def _changed(was: Any, cfg: Config, goes_on: bool) -> list[tuple[str, Any, Any]]
     now = json.loads(json.dumps(asdict(cfg), default=str))
     by_hash = ("data.tokenizer", "data.new_tokenizer", "data.chat_template")  # compared by _require_same_text
     names = [f"{group}.{name}" for group in GROUPS for name in now[group]]
-    names = [name for name in names if name not in (*by_hash, "lora.init")]  # a resumed run does not read it
+    # a resumed run does not read the last; converted and _require_masters compare the two before it
+    apart = (*by_hash, "optim.states", "optim.masters", "lora.init")
+    names = [name for name in names if name not in apart]
     names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
     names += ["train.seq", "train.dtype", "train.float8", "seed"]
     names += ["steps"] if goes_on else []  # the learning rates depend on the number of steps

@@ -28,8 +28,9 @@ OTHER_ADVANTAGE = ("dr_grpo", "rloo")
 WHOLE_ANSWERS = ("gspo", "rloo")  # losses without a mismatch correction by default (--grpo.mismatch)
 OF_UPDATES = """loss clip_low clip_high dual_clip ratio_cap ratio_penalty entropy normaliser advantage
 advantage_eps updates kl kl_in kl_estimator overlong resample mismatch mismatch_cap replay"""
-# Settings of OptimConfig that a validation does not read: all except ema and freeze.
-OF_OPTIM = tuple(f"optim.{one.name}" for one in fields(OptimConfig) if one.name not in ("ema", "freeze"))
+# Settings of OptimConfig that a validation does not read.
+OF_WEIGHTS = "ema", "freeze", "masters"
+OF_OPTIM = tuple(f"optim.{one.name}" for one in fields(OptimConfig) if one.name not in OF_WEIGHTS)
 
 
 class UnreadRule(NamedTuple):
@@ -135,6 +136,12 @@ RULES = (
                 lambda cfg: cfg.checkpoint.mode != "off",
                 "--checkpoint.mode=off",
                 "with --checkpoint.mode async or sync",
+            ),
+            (
+                "optim.sums",
+                lambda cfg: cfg.task == "grpo" or cfg.train.accumulate > 1 or cfg.train.global_batch > 0,
+                "--train.accumulate=1",
+                "with --train.accumulate above 1",
             ),
             (
                 "parallel.schedule",

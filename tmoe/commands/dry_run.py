@@ -41,15 +41,15 @@ from tmoe.run.process import one_error
 
 # The rows of the table of memory: their contents, and the settings that change their size.
 LEGEND = {
-    "parameters": "weights in fp32, this rank's share: smaller with more ranks",
+    "parameters": "weights that AdamW writes (--optim.masters), this rank's share: smaller with more ranks",
     "gradients": "of this rank's share: smaller with more ranks",
-    "moments": "AdamW's two in fp32: smaller with more ranks, on the host with --optim.offload",
+    "moments": "AdamW's two (--optim.states): smaller with more ranks, on the host with --optim.offload",
     "ema": "the average of the weights (--optim.ema)",
     "gathered": "weights of other ranks while a block computes with them, and copies in the compute type",
-    "accumulated": "fp32 sums of gradients between micro-batches (--train.accumulate)",
+    "accumulated": "sums of gradients between micro-batches (--train.accumulate, --optim.sums)",
     "activations": "kept by the forward for the backward: --train.batch, --parallel.checkpoint",
     "working": "temporaries of the largest block, or of the loss: --train.batch",
-    "reference": "the model that --grpo.kl keeps, this rank's share in fp32",
+    "reference": "the model that --grpo.kl keeps, this rank's share (--optim.masters)",
     "rollout": "weights gathered for a rollout, and its passes: --grpo.rollout-slots; freed before an update",
     "pool": "keys and values in a rollout: --grpo.rollout-slots, --grpo.pool-gib; freed before an update",
     "away": "moments moved to the host in a rollout, not counted there (--grpo.offload)",

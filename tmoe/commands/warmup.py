@@ -42,6 +42,7 @@ from tmoe.ops.launch.shapes import (
     StepShapes,
 )
 from tmoe.ops.register import traces_of
+from tmoe.optim.states import DTYPES
 
 # numbers of tokens, up to the most in a pass, that select every kernel which depends on this number
 COUNTS = sorted(
@@ -59,7 +60,9 @@ def traces(cfg: Config) -> list[tuple]:
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
     tokens = cfg.train.batch * cfg.train.seq // (cfg.parallel.cp * cfg.parallel.tp)
     found = of_layer(cfg, tokens, dtype)
-    found += traces_of(StepShapes(m.vocab, m.dim, IGNORE, dtype, by_log_probs(cfg)))
+    masters = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.optim.masters]
+    states = DTYPES[cfg.optim.states]
+    found += traces_of(StepShapes(m.vocab, m.dim, IGNORE, dtype, by_log_probs(cfg), states, masters))
     if cfg.task == "grpo":
         found += of_rollout(cfg, tokens, dtype)
     return found

@@ -49,7 +49,8 @@ class TrainConfig:
     """sequences of all ranks in one step, the same in every layout: accumulate is computed from it;
     0: the number follows from batch, accumulate and layout"""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """compute type; master weights, gradient reduction and optimizer state are fp32 in both"""
+    """compute type; gradients are reduced in fp32 in both, and master weights and optimizer state are fp32
+    unless --optim.masters, --optim.states or --optim.sums says otherwise"""
     float8: Literal["none", "rowwise"] = "none"
     """rowwise: products of dense layers and shared experts in float8 e4m3, with one scale per row, in
     training and evaluation (needs the float8 extra);
@@ -198,6 +199,16 @@ class OptimConfig:
     offload: bool = False
     """keep AdamW's moments in the host's pinned memory and stream them through the GPU in each step:
     8 bytes less per parameter on the GPU"""
+    states: Literal["fp32", "bf16", "int8"] = "fp32"
+    """type of AdamW's moments, of 8 bytes per parameter in fp32: bf16 (4 bytes), rounded stochastically,
+    or int8 (2 bytes), in blocks of at most 256 numbers with one scale each;
+    vectors and small matrices keep fp32 with int8"""
+    masters: Literal["fp32", "bf16"] = "fp32"
+    """type of the weights that AdamW writes and checkpoints hold; bf16: no fp32 copy is kept, and steps are
+    rounded stochastically (needs --train.dtype bf16)"""
+    sums: Literal["fp32", "bf16"] = "fp32"
+    """type of the sums of a step's gradients between micro-batches, before ranks add up theirs in fp32
+    (bf16 needs --train.dtype bf16)"""
     ema: float = 0.0
     """decay of an exponential moving average of the weights; 0: no average is kept"""
     freeze: str | None = None
@@ -712,6 +723,7 @@ class Config:
             require_lora(self)
         t, p = self.train, self.parallel
         require_float8(t.float8, t.batch, t.seq, p.tp, p.cp)
+        require_narrow(self)
         away = f"{run.said('task')} generates no answers; valid with {Setting('task')} grpo"
         run.require(self.task == "grpo" or not self.grpo.offload, "grpo.offload", away)
 
@@ -800,6 +812,20 @@ def require_lora(cfg: Config) -> None:
     )
     noise = f"changes log-probs; {run.said('task')} needs 0"
     run.require(not cfg.lora.dropout or cfg.task in ("pretrain", "sft"), "lora.dropout", noise)
+
+
+def require_narrow(cfg: Config) -> None:
+    """ConfigError for masters or sums of gradients in bf16 that the other settings contradict."""
+    o, run = cfg.optim, Section(cfg)
+    needs = f"needs {Setting('train.dtype', 'bf16')}"
+    for name in ("masters", "sums"):
+        ok = run.value(f"optim.{name}") == "fp32" or cfg.train.dtype == "bf16"
+        run.require(ok, f"optim.{name}", needs, "fp32")
+    adapters = f"not with {run.said('lora.rank')}: adapters are small, and their weights stay fp32"
+    run.require(o.masters == "fp32" or not cfg.lora.rank, "optim.masters", adapters, "fp32")
+    sharded = f"{run.said('parallel.shard')} sums gradients in the type of masters; give both, or neither"
+    summed = o.masters == "fp32" or o.sums == "bf16" or cfg.parallel.shard != 2
+    run.require(summed, "optim.masters", sharded, f"{Setting('optim.sums', 'bf16')} as well")
 
 
 def require_layout(cfg: Config) -> None:

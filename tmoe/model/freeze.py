@@ -33,12 +33,14 @@ def freeze(model: nn.Module, pattern: str | None, dtype: Literal["bf16", "fp32"]
 def settle(model: Transformer, cfg: Config) -> None:
     """Chooses what is trained in a new model: its adapters (--lora.rank), or all but --optim.freeze.
 
-    Call it before `parallelize`.
+    Trained weights become bf16 with --optim.masters bf16. Call it before `parallelize`.
     """
     if cfg.lora.rank:
         adapt(model, cfg.lora, cfg.train.dtype)
     else:
         freeze(model, cfg.optim.freeze, cfg.train.dtype)
+        if cfg.optim.masters == "bf16":
+            hold(model, [name for name, p in model.named_parameters() if p.requires_grad], "bf16", True)
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:

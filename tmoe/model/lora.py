@@ -76,13 +76,16 @@ def chosen(lora: LoraConfig, names: Iterable[str]) -> list[str]:
     return [name for name in names if not picks or any(pick.search(name) for pick in picks)]
 
 
-def hold(model: nn.Module, names: Iterable[str], dtype: Literal["bf16", "fp32"]) -> None:
-    """Freezes these parameters and converts them to `dtype`: no gradient, no master copy."""
+def hold(
+    model: nn.Module, names: Iterable[str], dtype: Literal["bf16", "fp32"], trained: bool = False
+) -> None:
+    """Converts these parameters to `dtype`, with no master copy. Unless `trained`, they are frozen."""
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
     for name in names:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().to(kind), requires_grad=False))
+        value = getattr(module, leaf).detach().to(kind)
+        setattr(module, leaf, nn.Parameter(value, requires_grad=trained))
 
 
 def adapt(model: Transformer, lora: LoraConfig, dtype: Literal["bf16", "fp32"]) -> list[str]:

@@ -50,7 +50,7 @@ from tmoe.parallel.collectives import name_of
 from tmoe.parallel.copies import WorkingCopy, stand_in
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
 from tmoe.parallel.shared_copies import GatheredCopy, SharingRanks, at_the_end
-from tmoe.parallel.zero import keep_gathered
+from tmoe.parallel.zero import keep_gathered, sum_as_computed
 
 # build_mesh refuses a torch without _StridedShard
 _StridedShard: Any = find("torch.distributed.tensor.placement_types._StridedShard")
@@ -360,6 +360,8 @@ def apply_compile(model: Transformer) -> None:
 def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) -> None:
     """Shards parameters in fp32, to be gathered in bf16 or fp32; gradients are reduced in fp32.
 
+    With --optim.masters bf16 the parameters are bf16 already.
+
     Gradients are summed, never averaged: the loss is already divided by the counts of the global batch, and
     experts and dense parameters are sharded over groups of different size. `parallel.shard` sets how long
     dense weights stay gathered and when their gradients are reduced (parallel/zero.py).
@@ -372,9 +374,10 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     """
     dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    sums = torch.bfloat16 if cfg.optim.sums == "bf16" else torch.float32
     sharers = _sharers(model, mesh, cfg) if whole_forwards else None
-    whole = _shard_experts(model, mesh, policy, sharers)
-    _shard_blocks(model, mesh, policy, whole, whole_forwards)
+    whole = _shard_experts(model, mesh, policy, sharers, sums)
+    _shard_blocks(model, mesh, policy, whole, whole_forwards, sums)
     # also if the rank is alone, for the methods that FSDP2 adds to the model
     root = fully_shard(model, mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
     for module in model.modules():
@@ -386,6 +389,8 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
         keep_gathered(root, dense, cfg.parallel.shard)
     if sharers:
         sharers.follow(root)
+    if cfg.optim.sums == "bf16":
+        sum_as_computed(root)
 
 
 def _scopes(model: nn.Module) -> list[Experts]:
@@ -407,13 +412,18 @@ def _sharers(model: nn.Module, mesh: Mesh, cfg: Config) -> SharingRanks | None:
 
 
 def _shard_experts(
-    model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, sharers: SharingRanks | None
+    model: nn.Module,
+    mesh: Mesh,
+    policy: MixedPrecisionPolicy,
+    sharers: SharingRanks | None,
+    sums: torch.dtype,
 ) -> set[nn.Parameter]:
     """Shards experts over the ranks that share them; returns the parameters that a rank holds whole."""
     # the placement that FSDP2 gives to experts: the shards of ep, sharded again by dp
     cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
     dp = mesh.dp.size()
     new = partial(GatheredCopy, sharers=sharers) if sharers else WorkingCopy
+    new = partial(new, sums=sums)
     whole: set[nn.Parameter] = set()
 
     def mine(p: Tensor) -> Place:
@@ -447,6 +457,7 @@ def _shard_blocks(
     policy: MixedPrecisionPolicy,
     whole: set[nn.Parameter],
     whole_forwards: bool,
+    sums: torch.dtype,
 ) -> None:
     """Shards a Transformer's blocks. In a world of 1 all parameters are held whole and added to `whole`."""
     if not isinstance(model, Transformer):
@@ -454,7 +465,9 @@ def _shard_blocks(
     blocks = list(model.blocks)
     if mesh.world.size() == 1:
         for module in (*blocks, model):
-            whole |= hold_whole(module, policy.param_dtype, lambda p: (p.data, mesh.world, [Shard(0)]), whole)
+            place = lambda p: (p.data, mesh.world, [Shard(0)])  # noqa: E731
+            new = partial(WorkingCopy, sums=sums)
+            whole |= hold_whole(module, policy.param_dtype, place, whole, new=new)
         return
     width = (policy.param_dtype or torch.float32).itemsize
     sizes = [

@@ -8,6 +8,7 @@ tmoe/base/activations.py.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -127,3 +128,33 @@ def scatter_rows(y_ND: torch.Tensor, ids_N: torch.Tensor, rows: int) -> torch.Te
     wide = torch.promote_types(y_ND.dtype, torch.float32)
     total = torch.zeros(rows, y_ND.shape[1], dtype=wide, device=y_ND.device)
     return total.index_add(0, ids_N[n].long(), y_ND[n].to(wide)).to(y_ND.dtype)
+
+
+class AdamWRule(NamedTuple):
+    """The numbers of AdamW's rule, in the order in which the kernels take them."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    decay: float
+    """weight decay, of which lr * decay is taken in a step"""
+
+
+def adamw(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    step: int,
+    rule: AdamWRule,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One step of AdamW (Loshchilov & Hutter 2017, algorithm 2): the new weight, mean and square.
+
+    All tensors have one shape and type. step: the number of this step, from 1.
+    """
+    lr, (beta1, beta2), eps, decay = rule
+    mean = mean + (1 - beta1) * (grad - mean)
+    square = beta2 * square + (1 - beta2) * grad * grad
+    root = square.sqrt() / (1 - beta2**step) ** 0.5
+    weight = weight - lr * decay * weight
+    return weight - lr / (1 - beta1**step) * mean / (root + eps), mean, square

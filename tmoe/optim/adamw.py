@@ -11,23 +11,23 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from itertools import cycle, repeat
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tmoe.base.private_torch import need
 from tmoe.config.run import OptimConfig
 from tmoe.ops.adamw_op import adamw_
+from tmoe.ops.narrow_adamw import Row, narrow_adamw_, step_on_cpu_
+from tmoe.ops.reference import AdamWRule
+from tmoe.ops.stochastic import Place, place_of, salt_of
 from tmoe.optim.offload import HostRoom
+from tmoe.optim.states import DTYPES, MOMENTS, STATE, States, converted, form_of, new_moments
 from tmoe.parallel.copies import WorkingCopy, make_stale, version, working_copy
-from tmoe.parallel.mesh import local_part
+from tmoe.parallel.mesh import local_part, local_slices
 
-MOMENTS = "exp_avg", "exp_avg_sq"
-STATE = (*MOMENTS, "step")
 PIECE = 2**26  # elements whose offloaded moments are on the GPU at a time, on each of two streams: 1 GiB
 
 
@@ -69,13 +69,16 @@ def parameter_groups(
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, which clips and can skip a step on the device, so that the host does not wait.
 
-    On a GPU the step is one pass over the memory of all parameters (ops/adamw_op.py). Gradients of any float
-    type are read once and not written, and working copies (parallel/copies.py) are written in the same pass
-    as the weights.
+    On a GPU the step is one pass over the memory of all parameters (ops/adamw_op.py, ops/narrow_adamw.py).
+    Gradients of any float type are read once and not written, and working copies (parallel/copies.py) are
+    written in the same pass as the weights.
 
     keeps_fresh: all other code that writes to the weights calls `make_stale`, so a forward need not cast the
         weights again.
     offload: the moments are stored in pinned host memory.
+    states: how the moments are stored (optim/states.py). Then weights in bf16 are masters, which are rounded
+        stochastically. None: moments have the type of their parameter.
+    salts: 32 random bits of each parameter, for stochastic rounding.
     factor, finite: of the next step, see `decide`.
     streams: two, made by the first step that needs them and reused, because the allocator caches memory for
         each stream.
@@ -83,6 +86,7 @@ class AdamW(torch.optim.AdamW):
 
     keeps_fresh = False
     offload = False
+    states: States | None = None
     factor: Tensor | None = None
     finite: Tensor | None = None
     streams: tuple[torch.cuda.Stream, ...] = ()
@@ -93,6 +97,8 @@ class AdamW(torch.optim.AdamW):
             if any(group[name] for group in self.param_groups):
                 raise ValueError(f"AdamW: {name}=True, valid is False: ops/adamw_op.py has one rule")
         self.host = HostRoom()
+        self.salts: dict[Tensor, int] = {}
+        self._places: dict[Tensor, Place] = {}
         # False, so that a GradScaler unscales the gradients and skips steps itself.
         self._step_supports_amp_scaling = False
 
@@ -100,8 +106,15 @@ class AdamW(torch.optim.AdamW):
         """Inside this context, if `wanted`, the moments are in host memory and use none on the device."""
         if not wanted:
             return nullcontext()
-        states = [state for state in self.state.values() if state]
-        return self.host.holding([state[key] for state in states for key in MOMENTS])
+        states = self.state.values()
+        return self.host.holding([t for state in states for key, t in state.items() if key != "step"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned. torch's converts moments to the parameter's type; these stay."""
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items() if self.states else ():
+            for key, t in new_moments(p, self.states, False).items():
+                state[key] = state[key].to(t.dtype)
 
     @torch.no_grad()
     def decide(self, finite: Tensor, norm: Tensor, clip: float) -> None:
@@ -124,14 +137,46 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             raise ValueError("AdamW.step: got a closure, valid is None: compute loss and gradients before")
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if all(p.is_cuda and p.dtype == torch.float32 for p in params):
+        kinds = [torch.float32] + [torch.bfloat16] * (self.states is not None)
+        if all(p.is_cuda and p.dtype in kinds for p in params):
             self._step_in_one_pass()
         elif self.finite is None or self.finite:
-            if self.factor is not None:
-                torch._foreach_mul_([_local(p.grad) for p in params], self.factor)
-            super().step()
+            if self.states is None and all(p.dtype == p.grad.dtype for p in params):
+                if self.factor is not None:
+                    torch._foreach_mul_([_local(p.grad) for p in params], self.factor)
+                super().step()
+            else:
+                self._step_in_plain_torch()
             make_stale(params)
         self.factor = self.finite = None
+
+    def _step_in_plain_torch(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            self._begin(params)
+            for p in params:
+                self.state[p]["step"] += 1
+            rows = [self._row(p, None) for p in params]
+            step_on_cpu_(rows, self.factor, _rule(group))
+            for p in params:
+                torch.autograd.graph.increment_version(p)
+
+    def _begin(self, params: Iterable[Tensor]) -> None:
+        """Makes the state of parameters that have none yet."""
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = _new_state(p, p.device, self.states, self.offload)
+
+    def _row(self, p: Tensor, copy: Tensor | None) -> Row:
+        """This rank's part of a parameter, of its gradient and of its state."""
+        if p not in self._places:
+            salt = self.salts.get(p, 0)
+            self._places[p] = place_of(tuple(p.shape), local_slices(p), salt) if self.states else Place(salt)
+        state = {key: local_part(t) for key, t in self.state[p].items()}
+        mean, square, mean_scale, square_scale, step = (state.get(key) for key in STATE)
+        assert p.grad is not None and mean is not None and square is not None and step is not None
+        weight, grad, place = _local(p), _local(p.grad), self._places[p]
+        return Row(weight, grad, mean, square, copy, step, place, mean_scale, square_scale)
 
     def _step_in_one_pass(self) -> None:
         if self.offload and not self.streams:
@@ -142,9 +187,7 @@ class AdamW(torch.optim.AdamW):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            for p in params:
-                if not self.state[p]:
-                    self.state[p] = _new_state(p, p.device, self.offload)
+            self._begin(params)
 
             # The step of this group runs entirely on the device.
             ones.append(torch.ones((), device=params[0].device))
@@ -152,17 +195,7 @@ class AdamW(torch.optim.AdamW):
             finite = ones[-1] if self.finite is None else self.finite
             # A list: torch treats a single 0-dim tensor as a number, which the host would read.
             torch._foreach_add_([self.state[p]["step"] for p in params], [finite] * len(params))
-            step = partial(
-                adamw_,
-                factor=factor,
-                finite=finite,
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                decay=group["weight_decay"],
-            )
-
-            copies = self._step_of_group(params, step, streams)
+            copies = self._step_of_group(params, (factor, finite, *_rule(group)), streams)
 
             # A skipped step writes no copy, so a copy that was out of date before the step still is.
             current = [copy.seen == version(copy.master) for copy in copies]
@@ -175,59 +208,79 @@ class AdamW(torch.optim.AdamW):
                 torch.cuda.current_stream().wait_stream(next(streams))
 
     def _step_of_group(
-        self,
-        params: list[Any],
-        step: Callable[[list[tuple]], None],
-        streams: Iterator[torch.cuda.Stream] | None,
+        self, params: list[Any], rule: tuple[Any, ...], streams: Iterator[torch.cuda.Stream] | None
     ) -> list[WorkingCopy]:
         """Steps parameters: all in one call, or one by one on `streams`, with moments copied from the host.
 
-        Returns the working copies that the step wrote.
+        rule: the arguments of `adamw_` after the tensors. Returns the working copies that the step wrote.
         """
-        rows: list[tuple] = []
+        rows: list[Row] = []
         copies: list[WorkingCopy] = []
         for p in params:
-            state = self.state[p]
             copy = working_copy(p)
             if copy and copy.tensor.dtype == p.dtype:
                 copy.written(False)
                 copy = None  # the copy is the weight itself, or is updated before the next forward
-            tensors: list = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy and copy.mine]
-            tensors = [None if t is None else local_part(t) for t in tensors]
+            row = self._row(p, copy.mine if copy else None)
             if streams is None:
-                rows.append((*tensors, state["step"]))
+                rows.append(row)
             else:
-                stream_moments(tensors, state["step"], streams, step)
+                stream_moments(row, streams, lambda pieces: step_rows(pieces, *rule))
             if copy:
                 copies.append(copy)
-        step(rows)
+        step_rows(rows, *rule)
         return copies
 
 
-def stream_moments(
-    tensors: list[Any],
-    number: Tensor,
-    streams: Iterator[torch.cuda.Stream],
-    step: Callable[[list[tuple]], None],
-) -> None:
+def _rule(group: Mapping[str, Any]) -> AdamWRule:
+    return AdamWRule(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+
+
+def step_rows(rows: Iterable[Row], *rule: Any) -> None:
+    """A step of parameters on a GPU: those in fp32 with fp32 moments by one kernel, all others by another.
+
+    rule: the arguments of `adamw_` after the tensors.
+    """
+    plain, narrow = [], []
+    for row in rows:
+        exact = row.weight.dtype == row.mean.dtype == torch.float32
+        (plain.append((*row[:5], row.step)) if exact else narrow.append(row))
+    if plain:
+        adamw_(plain, *rule)
+    if narrow:
+        narrow_adamw_(narrow, *rule)
+
+
+def stream_moments(row: Row, streams: Iterator[torch.cuda.Stream], step: Callable[[list[Row]], None]) -> None:
     """Runs `step` on pieces of one parameter, and copies their moments from pinned memory and back.
 
     Pieces alternate between two streams, so that the copy to the device of one piece overlaps with the copy
     to the host of the other. A stream works on one piece at a time, in bounded memory.
 
-    tensors: weight, grad, mean, square, working copy (or None).
-    number: the step count.
     streams: yields the streams in turn.
-    step: called with [(weight, grad, mean, square, copy, number)].
+    step: called with a piece of the row, whose moments are on the device.
     """
-    pieces = [repeat(None) if t is None else t.view(-1).split(PIECE) for t in tensors]
-    for weight, grad, *moments, copy in zip(*pieces, strict=False):  # repeat is endless
+    block = max(row.block, 1)
+    size = max(PIECE // block, 1) * block
+    for begin in range(0, row.weight.numel(), size):
+        weight, grad, copy = (
+            None if t is None else t.view(-1)[begin : begin + size] for t in (row.weight, row.grad, row.copy)
+        )
+        assert weight is not None and grad is not None
+        stored = row.mean.view(-1)[begin : begin + size], row.square.view(-1)[begin : begin + size]
+        scales = [
+            t.view(-1)[begin // block : (begin + size) // block]
+            for t in (row.mean_scale, row.square_scale)
+            if t is not None
+        ]
         stream = next(streams)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            on_device = [m.to(weight.device, non_blocking=True) for m in moments]
-            step([(weight, grad, *on_device, copy, number)])
-            for m, new in zip(moments, on_device, strict=True):
+            on_device = [m.to(weight.device, non_blocking=True) for m in (*stored, *scales)]
+            mean, square, *found = on_device
+            parts = weight, grad, mean, square, copy
+            step([Row(*parts, row.step, row.place, *(found or (None, None)), first=row.first + begin)])
+            for m, new in zip((*stored, *scales), on_device, strict=True):
                 m.copy_(new, non_blocking=True)
         grad.record_stream(stream)
 
@@ -237,50 +290,61 @@ def build_optimizer(
     cfg: OptimConfig,
     device: torch.device,
     keeps_fresh: bool = False,
+    seed: int = 0,
 ) -> AdamW:
     """AdamW over `parameter_groups`, fused on CUDA and CPU. keeps_fresh: as in AdamW.
+
+    seed: of stochastic rounding.
 
     For 60 DTensors [200, 300] on a CPU core, fused needs 4.2 ms a step, foreach 21 ms, and a call for each
     parameter 32 ms. The difference is DTensor's dispatch, which fused runs only once a group.
     """
-    groups = parameter_groups(named_parameters, cfg.weight_decay, cfg.factors)
-    if device.type == "cuda":
+    named = list(named_parameters)
+    groups = parameter_groups(named, cfg.weight_decay, cfg.factors)
+    if device.type == "cuda" or "bf16" in (cfg.masters, cfg.sums):
         for p in (p for group in groups for p in group["params"]):
             p.grad_dtype = None  # any type: a bf16 gradient that is not reduced need not become fp32
     groups = groups or [dict(params=[], weight_decay=0.0)]  # empty in a frozen pipeline stage
     optimizer = AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type in ("cuda", "cpu"))
     optimizer.keeps_fresh = keeps_fresh
     optimizer.offload = cfg.offload and device.type == "cuda"
+    if (cfg.states, cfg.masters) != ("fp32", "fp32"):
+        optimizer.states = cfg.states
+        optimizer.salts = {p: salt_of(seed, name) for name, p in named}
     return optimizer
 
 
-def init_state(optimizer: AdamW) -> None:
+def init_state(optimizer: AdamW, stored: Mapping[Tensor, States] | None = None) -> None:
     """Makes both moments and the step count of every parameter, all zero.
 
     A checkpoint can then be loaded into them before the first step. (AdamW itself makes them in the first
     step, and only for parameters with a gradient.)
+
+    stored: how a checkpoint stores the moments of these parameters; others are stored as the optimizer does.
+        Call `restate` after loading it.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
             device = p.device if group["fused"] else "cpu"  # the device that AdamW uses for the step count
-            optimizer.state[p] = _new_state(p, device, optimizer.offload)
+            states = (stored or {}).get(p, optimizer.states)
+            optimizer.state[p] = _new_state(p, device, states, optimizer.offload)
 
 
-def _new_state(p: Tensor, device: torch.device | str, offload: bool) -> dict[str, Tensor]:
+def restate(optimizer: AdamW) -> None:
+    """Converts moments that are not stored as the optimizer stores them, one parameter at a time."""
+    for p, state in optimizer.state.items():
+        form = form_of(p, optimizer.states)
+        wanted = p.dtype if form is None else DTYPES[form]
+        if state and state[MOMENTS[0]].dtype != wanted:
+            optimizer.state[p] = converted(p, state, optimizer.states, optimizer.offload)
+
+
+def _new_state(
+    p: Tensor, device: torch.device | str, states: States | None, offload: bool
+) -> dict[str, Tensor]:
     """The state of a parameter before its first step. device: the device of the step count."""
     step = torch.zeros((), dtype=torch.float32, device=device)
-    return dict(step=step, exp_avg=_zeros_like(p, offload), exp_avg_sq=_zeros_like(p, offload))
-
-
-def _zeros_like(p: Tensor, offload: bool) -> Tensor:
-    """Zeros with p's layout; with offload they are in pinned host memory, whatever the device of p's mesh."""
-    if not offload:
-        return torch.zeros_like(p, memory_format=torch.preserve_format)
-    zeros = torch.zeros(local_part(p).shape, dtype=p.dtype, pin_memory=True)
-    if not isinstance(p, DTensor):
-        return zeros
-    # from_local would move the zeros to the mesh's device. FSDP2 stores offloaded parameters in the same way.
-    return DTensor(zeros, need(p, "_spec", "--optim.offload"), requires_grad=False)
+    return dict(step=step) | new_moments(p, states, offload)
 
 
 def optimizer_tensors(
@@ -288,12 +352,17 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """The state by name: `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` (0-dim) of each parameter.
 
+    Moments in 8 bits have `exp_avg_scale.NAME` and `exp_avg_sq_scale.NAME` as well.
+
     They are the state itself, not copies, so loading into them in place restores the optimizer. Call
     `init_state` first.
     """
     state = optimizer.state
     return {
-        f"{key}.{name}": state[p][key] for key in STATE for name, p in named_parameters.items() if p in state
+        f"{key}.{name}": state[p][key]
+        for key in STATE
+        for name, p in named_parameters.items()
+        if p in state and key in state[p]
     }
 
 

@@ -13,16 +13,22 @@ from tmoe.parallel.copies import make_stale
 
 
 class Ema:
-    """Exponential moving average of the weights: fp32, sharded like the weights, and at first a copy of them.
+    """Exponential moving average of the weights, sharded like the weights, and at first a copy of them.
 
     After n updates the initial weights still count with decay^n, so decay should be at most about
     1 - 1/(a tenth of the run).
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], decay: float):
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        decay: float,
+        dtype: torch.dtype | None = torch.float32,
+    ):
+        """dtype: of the averages; None: that of each parameter, which suits copies that never change."""
         self.decay = decay
         self._parameters = dict(named_parameters)
-        self._averages = {n: p.detach().to(torch.float32, copy=True) for n, p in self._parameters.items()}
+        self._averages = {n: p.detach().to(dtype or p.dtype, copy=True) for n, p in self._parameters.items()}
 
     def restart(self) -> None:
         """Sets the averages to copies of the weights again, after other weights were loaded."""
@@ -39,17 +45,17 @@ class Ema:
             average.lerp_(w.float(), weight)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages by name: the fp32 tensors themselves, to save, and to load into in place."""
+        """The averages by name: the tensors themselves, to save, and to load into in place."""
         return dict(self._averages)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Inside this context the parameters hold the averages; afterwards exactly their old values.
 
-        They are restored after an error as well. fp32 weights and averages are exchanged one by one, so no
-        second copy of the model is needed. Weights of other types are copied. FSDP2 modules must be sharded
-        when the context begins and ends. They are sharded after a backward; after a forward alone call
-        `.reshard()` inside the context.
+        They are restored after an error as well. Weights and averages of one type are exchanged one by one,
+        so no second copy of the model is needed. Weights of other types are copied. FSDP2 modules must be
+        sharded when the context begins and ends. They are sharded after a backward; after a forward alone
+        call `.reshard()` inside the context.
         """
         pairs = list(zip(_locals(self._parameters), _locals(self._averages), strict=True))
         exact = [(w, a) for w, a in pairs if w.dtype == a.dtype]

@@ -37,12 +37,14 @@ class WorkingCopy:
     tensor: the copy.
     fresh: the copy holds the parameter's present value, because the optimizer has just written both.
     hooked: the copy has its gradient hook.
+    sums: type in which the gradients of several micro-batches are added up; None: the parameter's.
     seen: the parameter's version in the last forward: autograd's count of in-place writes. (A DTensor's local
         part and a copy do not share the count.)
     """
 
-    def __init__(self, master: nn.Parameter, dtype: torch.dtype):
+    def __init__(self, master: nn.Parameter, dtype: torch.dtype, sums: torch.dtype | None = None):
         self.master = master
+        self.sums = sums or master.dtype
         self.fresh = False
         self.hooked = False
         self.seen = version(master)
@@ -127,11 +129,12 @@ class WorkingCopy:
         """Adds `grad` to the parameter's gradient.
 
         The gradient of the first micro-batch becomes the parameter's gradient without a copy, if the
-        parameter accepts its type (Tensor.grad_dtype; None: any). Further gradients are added in fp32.
+        parameter accepts its type (Tensor.grad_dtype; None: any). Further gradients are added in the type
+        `sums`, fp32 by default.
         """
         master = self.master
         if master.grad is not None:
-            grad = local_part(master.grad).to(master.dtype).add_(grad)
+            grad = local_part(master.grad).to(self.sums).add_(grad)
             master.grad = None
         elif master.grad_dtype is not None:
             grad = grad.to(master.grad_dtype)

@@ -176,14 +176,20 @@ class GatheredCopy(WorkingCopy):
         not send it.
     """
 
-    def __init__(self, master: nn.Parameter, dtype: torch.dtype, sharers: SharingRanks):
+    def __init__(
+        self,
+        master: nn.Parameter,
+        dtype: torch.dtype,
+        sharers: SharingRanks,
+        sums: torch.dtype = torch.float32,
+    ):
         self.sharers = sharers
         self.spread = False
         self.number = next(sharers.numbers)
         self.unsent: Tensor | None = None
         self.held = False
         sharers.copies.add(self)
-        super().__init__(master, dtype)
+        super().__init__(master, dtype, sums)
 
     def allocate(self, local: Tensor, dtype: torch.dtype) -> Tensor:
         """Allocates room for the parts of all sharers, on the stream that writes the copy.
@@ -219,10 +225,10 @@ class GatheredCopy(WorkingCopy):
 
     @torch.no_grad()
     def deliver(self, tensor: Tensor) -> None:
-        """Sends a gradient of the copy. Gradients of micro-batches that do not sync are summed in fp32."""
+        """Sends a gradient of the copy. Gradients of micro-batches that do not sync are summed (`sums`)."""
         grad = self.take(tensor)
         if self.unsent is not None:
-            grad = self.unsent.float().add_(grad)
+            grad = self.unsent.to(self.sums).add_(grad)
         if not self.sharers.sync:
             self.unsent = grad
             return
@@ -231,12 +237,12 @@ class GatheredCopy(WorkingCopy):
 
     @torch.no_grad()
     def deliver_later(self, grad: Tensor, last: bool) -> None:
-        """Sums gradients that were computed after their backward, in fp32, and sends the sum after the last.
+        """Sums gradients that were computed after their backward (`sums`), and sends the sum after the last.
 
         All sharers call it in the same order, and call `SharingRanks.finish` afterwards.
         """
         self.require_unwritten()
-        self.unsent = grad if self.unsent is None else self.unsent.float().add_(grad)
+        self.unsent = grad if self.unsent is None else self.unsent.to(self.sums).add_(grad)
         self.held = not last
         if last:
             self.send(self.unsent)

@@ -15,6 +15,8 @@ largest unit of blocks. w: bytes of the compute type, 2 or 4. M: micro-batches o
     gathers of a unit in a step          2 M (the root: M)    1                  1
     reduce-scatters of it                1                    M                  1
 
+With `--optim.sums bf16` the unreduced gradients between micro-batches take 2 P instead of 4 P.
+
 While a unit's backward runs, its unreduced gradient needs memory in addition. With M = 1 no gradients are
 kept between micro-batches, and 1 and 2 are equivalent. Replicas (`--parallel.replicate`) sum their gradients
 once a step in both cases. Experts are unaffected: they are sharded over (dp, ep), and are kept whole or
@@ -32,6 +34,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from tmoe.base.private_torch import need
 
 
 def keep_gathered(root: FSDPModule, dense: Sequence[FSDPModule], shard: int) -> None:
@@ -65,3 +69,29 @@ def keep_gathered(root: FSDPModule, dense: Sequence[FSDPModule], shard: int) -> 
     vars(root)["set_requires_gradient_sync"] = tell
     assert isinstance(root, nn.Module)
     root.register_forward_hook(end, always_call=True)
+
+
+def sum_as_computed(root: FSDPModule) -> None:
+    """Lets FSDP2 sum unreduced gradients of micro-batches in the type in which autograd computes them.
+
+    FSDP2 has one type for these sums and for the reduction over ranks. Without it for a parameter, autograd
+    adds to the parameter's gradient itself; the group's type, in which ranks add up theirs, stays.
+    RuntimeError if torch lacks FSDP2's private names.
+    """
+    user = "--optim.sums bf16"
+
+    def tell(*_: Any) -> None:
+        for module in modules:
+            state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13's name, and 2.11's
+            groups = [need(state, "_fsdp_param_group", user)] if groups is None else groups
+            for group in groups:
+                for parameter in need(group, "fsdp_params", user) if group else ():
+                    need(parameter, "reduce_dtype", user)
+                    parameter.reduce_dtype = None
+        hook.remove()
+
+    assert isinstance(root, nn.Module)
+    modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    # FSDP2 sets the types in its own hook, which it puts before others, in the first forward
+    hook = root.register_forward_pre_hook(tell)

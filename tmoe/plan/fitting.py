@@ -1,8 +1,8 @@
 """The smallest change of settings with which a run fits into a GPU's memory, as flags.
 
 Changes are tried in the order of their cost: recomputing; smaller micro-batches (with the same tokens per
-step, then with fewer); moments on the host; all of these together; then twice the ranks, over which
-parameters are divided, and so on.
+step, then with fewer); moments on the host; moments, and sums of gradients, in bf16; all of these together;
+then twice the ranks, over which parameters are divided, and so on.
 
 next: commands/dry_run.py
 """
@@ -80,7 +80,20 @@ def knobs(cfg: Config) -> list[Knob]:
     if not cfg.optim.offload:
         words = ["--optim.offload"]
         options.append((words, lambda c: replace(c, optim=replace(c.optim, offload=True))))
+    adds_up = cfg.train.accumulate > 1 and cfg.train.dtype == "bf16" and cfg.optim.sums == "fp32"
+    words = ["--optim.states bf16"] if cfg.optim.states == "fp32" else []
+    words += ["--optim.sums bf16"] if adds_up else []
+    if words:
+        options.append((words, _in_bf16(cfg.optim.states == "fp32", adds_up)))
     return options
+
+
+def _in_bf16(moments: bool, sums: bool) -> Callable[[Config], Config]:
+    def change(cfg: Config) -> Config:
+        optim = replace(cfg.optim, states="bf16") if moments else cfg.optim
+        return replace(cfg, optim=replace(optim, sums="bf16") if sums else optim)
+
+    return change
 
 
 def _recomputing(kind: Recompute) -> Callable[[Config], Config]:
@@ -150,7 +163,7 @@ def verdict(cfg: Config, axes: Axes, gpu: str | None) -> list[str]:
     change = smallest_change(cfg, [axes], lambda c, a: held_at_most(c, a) <= card.room)
     lines = [f"verdict: does not fit. {need / 2**30:.1f} GiB at most at one time; {has}"]
     lines.append(
-        f"the smallest change that fits: {change or 'none of recomputing, batch, offload and ranks'}"
+        f"the smallest change that fits: {change or 'none of recomputing, batch, offload, states and ranks'}"
     )
     certain, what = needed(cfg, axes)
     if certain > card.memory:  # as require_room decides at the start

@@ -19,7 +19,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import Setting, require
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
-from tmoe.config.sizes import FP32, compute_bytes, local_tokens
+from tmoe.config.sizes import FP32, compute_bytes, local_tokens, master_bytes, moment_bytes, sum_bytes
 from tmoe.model.block_bytes import loss_bytes
 from tmoe.model.count import Shape, numel, root_shapes
 from tmoe.model.freeze import matching
@@ -37,15 +37,16 @@ from tmoe.plan.rollout_memory import several_micros, with_rollout
 def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
     """Bytes that the fullest rank of a mesh of GPUs holds, by purpose. `peak_bytes` adds them up.
 
-    parameters, gradients, moments, ema: fp32, sharded. moments are AdamW's two, 0 with optim.offload. ema is
-        0 where no average is kept. Gradients that need no reduction stay in the compute type, unless
+    parameters, gradients, moments, ema: sharded, in fp32 unless optim.masters (parameters and gradients) or
+        optim.states (moments) is narrower. moments are AdamW's two, 0 with optim.offload. ema is 0 where no
+        average is kept. Gradients that need no reduction stay in the compute type, unless
         micro-batches add up. These are the gradients of parameters that a rank holds whole: the experts if no
         other rank shares them, and all parameters if a rank is alone on its stage.
     gathered: in the compute type, the root, and two each of FSDP2's units of blocks and of the experts: one
         in use and one prefetched. For parameters that a rank holds or keeps whole: the working copies of all
         blocks.
-    accumulated: with more than one micro-batch, gradients that are kept unreduced in fp32 until the last
-        micro-batch.
+    accumulated: with more than one micro-batch, gradients that are kept unreduced until the last
+        micro-batch, in the type of optim.sums.
     activations: the tensors that autograd keeps from a forward to its backward, for balanced routing: of one
         micro-batch, or of all micro-batches that a stage has in flight.
     working: temporaries of the backward, in the loss or in a block, whichever is more; messages of a stage.
@@ -209,7 +210,7 @@ def _chunk(cfg: Config, axes: Axes, span: range, blocks: Sequence[Numbers]) -> S
         own=own,
         held=held,
         whole=numel(root) + sum(block.dense for block in blocks) + sum(experts),
-        copies=sum(experts) * keeps + held * (width < FP32),
+        copies=sum(experts) * keeps + held * (width < master_bytes(cfg)),
         root=0 if alone else sharded(root, shard) * shard,
         passing=0 if alone else max(map(sum, zip(passing, shared, strict=True))),
         working=_working(cfg, axes, span, blocks, passing, shared, keeps),
@@ -253,7 +254,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     """Bytes, by purpose, of a rank whose stage has these chunks, if autograd keeps `kept` bytes."""
     model = cfg.model
     width = compute_bytes(cfg)
-    several = several_micros(cfg, axes)
+    several, master, sums = several_micros(cfg, axes), master_bytes(cfg), sum_bytes(cfg)
     kinds = {kind_of(model, layer): layer for span in spans for layer in span}  # blocks are of few kinds
     numbers = {kind: _numbers(cfg, axes, layer) for kind, layer in kinds.items()}
     chunks = [_chunk(cfg, axes, span, [numbers[kind_of(model, layer)] for layer in span]) for span in spans]
@@ -264,12 +265,12 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     messages = 4 * local_tokens(cfg, axes) * model.dim * width if axes.pp > 1 else 0
     trained = own - sharded(second_table(model, spans), axes.shard)
     parts = {
-        "parameters": FP32 * own,
-        "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
-        "moments": 0 if cfg.optim.offload else 2 * FP32 * trained,
+        "parameters": master * own,
+        "gradients": master * (own - held) + (sums if several else width) * held,
+        "moments": 0 if cfg.optim.offload else moment_bytes(cfg, trained),
         "ema": FP32 * trained if cfg.optim.ema else 0,
         "gathered": width * (copies + gathered_root + 2 * passing),
-        "accumulated": FP32 * whole if several else 0,
+        "accumulated": sums * whole if several else 0,
         "activations": kept,
         "working": working + messages,
         "exchange": exchange_bytes(cfg, axes),
@@ -279,7 +280,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
     parts = with_adapters(parts, cfg, axes, spans)
     frozen = frozen_on_a_rank(cfg, axes, spans)
-    masters = held if width == FP32 else frozen.held
+    masters = held if width == master else frozen.held
     return with_nf4(with_rollout(parts, cfg, axes, whole, masters, own - frozen.own), cfg, spans)
 
 
@@ -292,14 +293,15 @@ def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequen
         return parts
     dense, experts, own, held = frozen_on_a_rank(cfg, axes, spans)
     several, width = several_micros(cfg, axes), compute_bytes(cfg)
+    master, sums = master_bytes(cfg), sum_bytes(cfg)
     again = second_table(cfg.model, spans) if matching(frozen_pattern(cfg), ["embedding.weight"]) else []
     trained = own - numel(again) // axes.shard
     less = {
-        "parameters": (FP32 - width) * own,
-        "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
-        "moments": 0 if cfg.optim.offload else 2 * FP32 * trained,
-        "gathered": width * held * (width < FP32),  # parameters held whole need no working copy
-        "accumulated": FP32 * (dense + experts // axes.ep) if several else 0,
+        "parameters": (master - width) * own,
+        "gradients": master * (own - held) + (sums if several else width) * held,
+        "moments": 0 if cfg.optim.offload else moment_bytes(cfg, trained),
+        "gathered": width * held * (width < master),  # parameters held whole need no working copy
+        "accumulated": sums * (dense + experts // axes.ep) if several else 0,
         # an average is kept of adapters alone, but also of what --optim.freeze freezes
         "ema": FP32 * trained if cfg.lora.rank and cfg.optim.ema else 0,
     }
@@ -320,7 +322,7 @@ def with_adapters(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequenc
         return parts
     of_spans = [adapter_counts(cfg.model, cfg.lora, span) for span in spans]
     dense, experts, *_ = (sum(column) for column in zip(*of_spans, strict=True))
-    several, width = several_micros(cfg, axes), compute_bytes(cfg)
+    several, width, sums = several_micros(cfg, axes), compute_bytes(cfg), sum_bytes(cfg)
     local = experts // axes.ep
     own = dense // axes.shard + local // axes.sharers
     unshared = axes.sharers * axes.replicate == 1
@@ -330,11 +332,11 @@ def with_adapters(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequenc
     copies = (0 if width == FP32 else own) if axes.stage == 1 else whole + 2 * dense // layers
     more = {
         "parameters": FP32 * own,
-        "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
-        "moments": 0 if cfg.optim.offload else 2 * FP32 * own,
+        "gradients": FP32 * (own - held) + (sums if several else width) * held,
+        "moments": 0 if cfg.optim.offload else moment_bytes(cfg, own),
         "ema": FP32 * own if cfg.optim.ema else 0,
         "gathered": width * copies,
-        "accumulated": FP32 * (dense + local) if several else 0,
+        "accumulated": sums * (dense + local) if several else 0,
         "activations": sum(adapter_activations(cfg, axes, found) for found in of_spans),
     }
     return {name: size + more.get(name, 0) for name, size in parts.items()}
@@ -405,7 +407,8 @@ def kept_for_a_step(
     largest = max(sum(padded[i] for i in unit) for unit in together)
     parts["gathered"] += width * max(0, sum(padded) - 2 * largest)
     if cfg.parallel.shard == 2 and several_micros(cfg, axes):
-        parts["accumulated"] -= FP32 * sum(numel(s) - sharded(s, shard) for s in [root, *blocks])
+        whole, own = (sum(of(s) for s in [root, *blocks]) for of in (numel, lambda s: sharded(s, shard)))
+        parts["accumulated"] -= sum_bytes(cfg) * whole - master_bytes(cfg) * own
     return parts
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
-from tmoe.config.sizes import FP32, compute_bytes
+from tmoe.config.sizes import FP32, compute_bytes, master_bytes
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import Span, most_needed
 from tmoe.plan.block_memory import layer_bytes
@@ -69,7 +69,7 @@ def with_rollout(
     if cfg.task != "grpo":
         return parts
     return parts | {
-        "reference": FP32 * trained if cfg.grpo.kl and not cfg.lora.rank else 0,
+        "reference": master_bytes(cfg) * trained if cfg.grpo.kl and not cfg.lora.rank else 0,
         "rollout": compute_bytes(cfg) * (whole - masters) + passing_bytes(cfg, axes),
         "pool": pool_bytes(cfg, axes),
         "away": parts["moments"] * cfg.grpo.offload,

@@ -21,7 +21,7 @@ from tmoe.parallel.mesh import local_part
 
 
 class FrozenWeights:
-    """The weights of --init, or the weights drawn from the seed: fp32, laid out as the model's own.
+    """The weights of --init, or the weights drawn from the seed: typed and laid out as the model's own.
 
     Weights that --optim.freeze freezes are not kept twice. A collective. A resumed run has other weights than
     it began with: the first weights are then read, or drawn, again, while the present ones are kept on the
@@ -59,7 +59,7 @@ class FrozenWeights:
 
 def kept(model: Transformer, names: set[str]) -> Ema:
     """Copies of these weights."""
-    return Ema(((name, p) for name, p in model.named_parameters() if name in names), 0.0)
+    return Ema(((name, p) for name, p in model.named_parameters() if name in names), 0.0, dtype=None)
 
 
 def host_copy(p: Tensor) -> Tensor:

@@ -41,9 +41,10 @@ from tmoe.model.nf4 import has_nf4
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, pipeline
 from tmoe.model.transformer import Transformer
-from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
+from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors, restate
 from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard, require_finite
+from tmoe.optim.states import States
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh, build_mesh
 from tmoe.plan.fitting import require_room
@@ -96,7 +97,8 @@ class Start:
             self.model = build_model(cfg, self.mesh, run.device)
         # keeps_fresh is allowed: besides the optimizer only Ema writes weights, and Ema calls `make_stale`.
         parameters = self.model.named_parameters()
-        self.optimizer = build_optimizer(parameters, cfg.optim, run.device, keeps_fresh=True)
+        optim = cfg.optim
+        self.optimizer = build_optimizer(parameters, optim, run.device, keeps_fresh=True, seed=cfg.seed)
         if not cfg.eval_only:
             init_state(self.optimizer)
         averaged = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad or not cfg.lora.rank)
@@ -256,10 +258,17 @@ class Start:
         if cfg.lora.rank:
             self.load_base(path)
         weights_only = cfg.eval_only or not cfg.load_optim
+        if not weights_only:
+            stored = resume.stored_states(path)
+            known: dict[Tensor, States] = {}
+            known |= {p: stored[name] for name, p in self.model.named_parameters() if name in stored}
+            init_state(self.optimizer, known)
         wanted = ("model.", "ema.") if weights_only else None
         tensors = self.tensors(("model", "ema")) if weights_only else self.tensors()
         draws = cfg.load_rng and not cfg.eval_only
         state, rng = self.checkpoints.load(path, tensors, wanted, rng=draws)
+        if not weights_only:
+            restate(self.optimizer)
         self.step = state["step"]
         self.tokens = state["tokens"]
         self.guard.load_state_dict(state["guard"])

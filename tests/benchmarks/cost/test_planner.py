@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -144,6 +145,26 @@ def test_what_saves_more_is_slower():
     assert search.Savings(frozenset(), True, 4).beyond(nothing)
     assert not search.Savings(frozenset(), True, 8).beyond(block)
     assert not search.Savings(frozenset(), False, 1).beyond(nothing), "one micro-batch sums no gradients"
+    narrow = search.Savings(frozenset(), False, 8, narrow=True)
+    assert narrow.beyond(nothing) and not nothing.beyond(narrow)
+
+
+def test_narrow_states_are_searched_where_fp32_does_not_fit():
+    cfg = parse("qwen3-30b-a3b --model.layers 4 --train.batch 1".split(), "")
+    axes, work = Axes(ep=8), search.Work(1, 1, "keys", 8, 1, 1, narrow=True)
+    made = search.Search(cfg, H100, 2**20)
+    narrow = made.settings(work, search.WHOLE, 4)
+    assert (narrow.optim.states, narrow.optim.sums) == ("bf16", "bf16")
+    assert made.settings(work._replace(narrow=False), search.WHOLE, 4).optim == cfg.optim
+    small, large = (held_at_most(replace(c, train=narrow.train), axes) for c in (narrow, cfg))
+    assert small < large
+    for room, offered in (((small + large) / 2, True), (large, False)):
+        made = search.Search(cfg, free(**{**vars(H100), "room": room}), 2**20)
+        assert made.fits_whole(work, search.WHOLE, 4, axes) != offered
+    kinds = {w.narrow for w in made._works(2)}
+    assert kinds == {False, True}
+    kept = search.Search(replace(cfg, optim=replace(cfg.optim, states="int8")), H100, 2**20)
+    assert {w.narrow for w in kept._works(2)} == {False}, "the settings' own are kept"
 
 
 def page(monkeypatch, capsys, words: str) -> str:

@@ -170,7 +170,7 @@ ROWS: tuple[FlagRow, ...] = (
     worked("--adam_beta2", "`--optim.betas`; 0.9 0.999 where left out"),
     same("--adam_epsilon", "--optim.eps"),
     same("--max_grad_norm", "--optim.clip"),
-    nothing("--optim", "AdamW", "one", "adamw_torch", "adamw_torch_fused"),
+    worked("--optim", "adamw_torch, or of 8 bits: `--optim.states int8`; others are refused: AdamW"),
     worked("--torch_dtype", "`--train.dtype` bf16, where left out, or fp32; others are refused"),
     switch("--bf16", "`--train.dtype bf16`"),
     refused("--fp16", "no loss scaling; use --bf16", "nothing"),
@@ -199,6 +199,8 @@ ROWS: tuple[FlagRow, ...] = (
         "some",
     ),
 )
+OPTIMIZERS = ["adamw_torch", "adamw_torch_fused"]
+OPTIMIZERS += ["adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"]
 SCHEDULES = dict(linear="linear", cosine="cosine", constant="constant", constant_with_warmup="constant")
 
 
@@ -438,6 +440,11 @@ def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     ):
         if not given.has(flag):
             out.set(ours, default)
+    optimizer = given.text("--optim", OPTIMIZERS[0])
+    if optimizer not in OPTIMIZERS:
+        out.refuse(f"--optim={optimizer}", f"tmoe trains with AdamW: {', '.join(OPTIMIZERS)}")
+    elif optimizer.endswith("8bit"):
+        out.set("--optim.states", "int8")
     kinds = dict(bfloat16="bf16", float32="fp32")
     dtype = given.text("--torch_dtype", "bfloat16").removeprefix("torch.")
     if dtype not in kinds:

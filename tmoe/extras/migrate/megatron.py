@@ -418,6 +418,7 @@ def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     out.set("--optim.weight-decay", given.number("--weight-decay", 0.01))
     out.set("--optim.betas", given.number("--adam-beta1", 0.9), given.number("--adam-beta2", 0.999))
     out.set("--train.dtype", "bf16" if given.has("--bf16") else "fp32")
+    _narrow(given, out)
     seed = given.whole("--seed", 1234)
     out.set("--seed", seed)
     out.set("--data.seed", seed)
@@ -428,6 +429,20 @@ def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     ):
         if not given.has(flag):
             out.set(ours, default)
+
+
+def _narrow(given: GivenFlags, out: TranslatedCommand) -> None:
+    """The types of moments and of gradients that add up."""
+    of_both = given.text("--exp-avg-dtype", "fp32")
+    flags = {"--exp-avg-dtype": "states", "--exp-avg-sq-dtype": "states", "--main-grads-dtype": "sums"}
+    for flag, ours in flags.items():
+        kind = given.text(flag, "fp32")
+        if kind not in ("fp32", "bf16"):
+            out.refuse(f"{flag}={kind}", f"tmoe has fp32 and bf16 (--optim.{ours})")
+        elif ours == "states" and kind != of_both:
+            out.refuse(f"{flag}={kind}", f"both moments have one type, and --exp-avg-dtype is {of_both}")
+        elif kind != "fp32":
+            out.set(f"--optim.{ours}", kind)
 
 
 def _schedule(given: GivenFlags, out: TranslatedCommand, steps: int, batch: int) -> None:

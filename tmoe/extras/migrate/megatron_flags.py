@@ -8,7 +8,6 @@ from __future__ import annotations
 from tmoe.extras.migrate import names
 from tmoe.extras.migrate.tables import FlagRow, nothing, refused, same, switch, worked
 
-FULL = "tmoe keeps weights, gradients and moments in fp32"
 ALWAYS = "tmoe always does"
 ITSELF = "tmoe decides for itself; results do not depend on it"
 LOGGED = "metrics.jsonl has what tmoe measures in each step"
@@ -265,11 +264,11 @@ ROWS: tuple[FlagRow, ...] = (
     worked("--adam-beta2", "`--optim.betas`; 0.9 0.999 where left out"),
     same("--adam-eps", "--optim.eps"),
     same("--clip-grad", "--optim.clip"),
-    nothing("--use-precision-aware-optimizer", "weights, gradients and moments are fp32", "nothing"),
-    nothing("--main-grads-dtype", FULL, "one", "fp32"),
-    nothing("--main-params-dtype", FULL, "one", "fp32"),
-    nothing("--exp-avg-dtype", FULL, "one", "fp32"),
-    nothing("--exp-avg-sq-dtype", FULL, "one", "fp32"),
+    nothing("--use-precision-aware-optimizer", "the flags below say what is narrower", "nothing"),
+    worked("--main-grads-dtype", "`--optim.sums`, fp32 or bf16; others are refused"),
+    nothing("--main-params-dtype", "master weights are fp32", "one", "fp32"),
+    worked("--exp-avg-dtype", "`--optim.states`, fp32 or bf16; others are refused"),
+    worked("--exp-avg-sq-dtype", "`--optim.states`, which is of both moments"),
     refused("--decoupled-lr", "a share of the rate: --optim.lr-factors 'embedding|head:SHARE'"),
     refused("--decoupled-min-lr", "a share of the rate: --optim.lr-factors 'embedding|head:SHARE'"),
     nothing("--no-check-for-nan-in-loss-and-grad", SKIPPED, "nothing"),
@@ -295,7 +294,7 @@ ROWS: tuple[FlagRow, ...] = (
     refused("--fp4-format", NO_FP8),
     worked("--seed", "`--seed` and `--data.seed`; 1234 where left out"),
     nothing("--accumulate-allreduce-grads-in-fp32", ALWAYS, "nothing"),
-    nothing("--grad-reduce-in-bf16", "tmoe sums gradients in fp32", "nothing"),
+    nothing("--grad-reduce-in-bf16", "ranks add up gradients in fp32", "nothing"),
     nothing("--manual-gc", "tmoe collects garbage between steps", "nothing"),
     nothing("--manual-gc-interval", "tmoe collects garbage between steps"),
     nothing("--empty-unused-memory-level", ITSELF),

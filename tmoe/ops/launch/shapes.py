@@ -21,6 +21,8 @@ class StepShapes(NamedTuple):
     ignore: int  # the target that does not count
     dtype: torch.dtype
     by_log_probs: bool  # whether the loss is computed from log-probs
+    states: torch.dtype = torch.float32  # of AdamW's moments; uint8: in blocks of 8 bits
+    masters: torch.dtype = torch.float32  # of the weights that AdamW writes
 
 
 class PassShapes(NamedTuple):
