@@ -16,6 +16,7 @@ from tmoe.config.run import LoraConfig
 from tmoe.generate import Engine, Sampling
 from tmoe.model.lora import adapt, is_adapter, off
 from tmoe.model.nf4 import has_nf4, slots_of
+from tmoe.model.parallelize import apply_checkpoint
 from tmoe.model.transformer import Transformer
 from tmoe.ops.experts.adapted import Adapters, moe_mlp_adapted
 from tmoe.ops.experts.cpu import ExpertWeights
@@ -91,6 +92,22 @@ def test_losses_and_gradients_are_those_of_the_values(case):
         assert gradient.any()
         torch.testing.assert_close(gradient, want[name], rtol=1e-5, atol=1e-7)
     with torch.no_grad(), off(small), off(whole):
+        torch.testing.assert_close(small(tokens), whole(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_blocks_have_the_losses_and_gradients_of_eager_ones():
+    """Each block is one graph, with recomputation, as train.py compiles it."""
+    small, whole = both(replace(MODEL, layers=2), LORA)
+    tokens = torch.randint(0, 64, (2, 12))
+    apply_checkpoint(small, "block")
+    for block in small.blocks:
+        block.compute = torch.compile(block.compute, fullgraph=True, dynamic=False, backend="aot_eager")
+    (loss, found), (want_loss, want) = (gradients(model, tokens) for model in (small, whole))
+    torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=0)
+    assert found.keys() == want.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, want[name], rtol=1e-5, atol=1e-7)
+    with torch.no_grad():
         torch.testing.assert_close(small(tokens), whole(tokens), rtol=1e-5, atol=1e-5)
 
 

@@ -28,6 +28,7 @@ from tmoe.ops.experts.adapted_cpu import Adapters
 from tmoe.ops.experts.op import _rows
 from tmoe.ops.experts.pair_order import Metadata, route
 from tmoe.ops.launch.kernel_launch import empty
+from tmoe.ops.launch.replay import remembered
 from tmoe.ops.quantised import gpu
 from tmoe.ops.quantised.gpu import Matrix
 from tmoe.ops.quantised.op import check
@@ -262,7 +263,7 @@ def _forward_gpu(call: Nf4Call) -> tuple[Tensor, ...]:
     if few and not call.keep and all(map(gpu.reads, _matrices(call))):
         return few_rows(call)
     plain = _plain(call)
-    return adapted_gpu.forward(*plain)  # temporary matrices have new addresses, so launches are not replayed
+    return remembered(adapted_gpu.forward, plain[:10], *plain[10:])
 
 
 def _forward_fake(call: Nf4Call) -> tuple[Tensor, ...]:
@@ -279,7 +280,8 @@ def _backward_cpu(call: Nf4Backward) -> tuple[Tensor | None, ...]:
 
 
 def _backward_gpu(call: Nf4Backward) -> tuple[Tensor | None, ...]:
-    return adapted_gpu.backward(*_plain_backward(call))
+    plain = _plain_backward(call)
+    return remembered(adapted_gpu.backward, plain[:14], *plain[14:])
 
 
 def few_rows(call: Nf4Call) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tmoe.base import activations
-from tmoe.base.quantised import INT4_GROUP, NF4, NF4_BLOCK, dequantise, dynamic, maxima_of, nf4_values
+from tmoe.base.quantised import INT4_GROUP, NF4, NF4_BLOCK, dynamic, maxima_of, nf4_values
 from tmoe.ops.experts.gpu import LayerLaunches
 from tmoe.ops.experts.gpu import forward as moe_mlp_forward
 from tmoe.ops.experts.pair_order import TILES, Metadata, power_of_2, route
@@ -23,6 +23,7 @@ from tmoe.ops.quantised import kernels
 FEW = 128  # most rows of a product with one matrix that reads codes; with more the values are computed first
 FEW_AN_EXPERT = 32  # the same on average for each expert
 ROWS = TILES[0]  # rows of a row tile
+BLOCKS = 16  # of nf4 in a program of kernels.nf4_values: a thread loads 4 bytes and stores 8 numbers
 KINDS = ("int8", "int4", "fp8", "nf4")
 
 
@@ -66,9 +67,9 @@ def reads(matrix: Matrix) -> bool:
 
 
 @functools.cache
-def tables(device: torch.device) -> tuple[Tensor, Tensor]:
+def tables(device: torch.device) -> tuple[Tensor, ...]:
     """The values of NF4's codes [16] and of its maxima's codes [256], fp32."""
-    return torch.tensor(NF4, device=device), torch.tensor(dynamic(), device=device)
+    return tuple(torch.tensor(t, dtype=torch.float32, device=device) for t in (NF4, dynamic()))
 
 
 def arguments(matrix: Matrix) -> tuple[Any, ...]:
@@ -174,20 +175,23 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
 
 
 def values(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """The values of a quantised weight."""
+    """The values of a quantised weight, with the bits of `dequantise`."""
     device, width = matrix.codes.device, matrix.shape[-1]
-    M = math.prod(matrix.shape[:-1])
-    if not reads(matrix):
-        return dequantise(matrix.parts, matrix.kind, matrix.shape, dtype)
     out = empty(matrix.shape, dtype, device)
-    if M == 0:
+    n = math.prod(matrix.shape)
+    if n == 0:
+        return out
+    if matrix.kind == "nf4":
+        launch(
+            kernels.nf4_values, (cdiv(n, NF4_BLOCK * BLOCKS),),
+            *arguments(matrix), out, n, BLOCKS, n % NF4_BLOCK == 0, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
         return out
     arch, _, _ = device_facts(device)
-    BR = 16
-    BL = NF4_BLOCK if matrix.kind == "nf4" else INT4_GROUP
+    M, BR, BL = n // width, 16, INT4_GROUP
     launch(
         kernels.values, (cdiv(M, BR), cdiv(width, BL)),
-        *arguments(matrix), out, M, width, *matrix.a_row, matrix.kind, BR, BL,
+        matrix.codes, matrix.scales, out, M, width, *matrix.a_row, matrix.kind, BR, BL,
         arch.startswith("cuda") and device.type != "cpu", num_warps=4,
     )  # fmt: skip
     return out

@@ -230,10 +230,10 @@ def few_rows(
 
 @triton.jit(do_not_specialize=["M"])
 def values(
-    codes, scales, most, offset, four, eight, out, M, W, C, G,
+    codes, scales, out, M, W, C, G,
     KIND: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """out [M, W] = the values of a weight with these codes [M, C] and scales [M, G]."""
+    """out [M, W] = the values of a weight with these codes [M, C] and scales [M, G]; not of nf4."""
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     there = (r < M)[:, None]
     dtype: tl.constexpr = out.dtype.element_ty
@@ -248,14 +248,6 @@ def values(
         at = out + r[:, None] * W + col[None, :]
         tl.store(at, low.to(dtype), mask=there & (col < W)[None, :])
         tl.store(at + HALF, high.to(dtype), mask=there & (col < W - HALF)[None, :])
-    elif KIND == "nf4":
-        g = tl.program_id(1)
-        l = tl.arange(0, HALF // 2)
-        top = maximum_of(scales, most, offset, eight, r * G + g, r < M)[:, None]
-        found = tl.load(codes + r[:, None] * C + g * (HALF // 2) + l[None, :], mask=there, other=0)
-        at = out + r[:, None] * W + (g * HALF + 2 * l)[None, :]
-        tl.store(at, (tl.load(four + (found >> 4)) * top).to(dtype), mask=there)
-        tl.store(at + 1, (tl.load(four + (found & 15)) * top).to(dtype), mask=there)
     else:
         col = tl.program_id(1) * BL + tl.arange(0, BL)
         inside = there & (col < W)[None, :]
@@ -263,3 +255,28 @@ def values(
         found = tl.load(codes + r[:, None] * C + col[None, :], mask=inside, other=0)
         wide = numbers(found, KIND, dtype, PTX).to(tl.float32) * scale
         tl.store(out + r[:, None] * W + col[None, :], wide.to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def nf4_values(codes, maxima, most, offset, four, eight, out, n, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
+    """out [n] = the values of a flat weight in nf4, whatever its shape.
+
+    A program computes BLOCKS blocks of 64. EVEN: whether 64 divides n; then a block is stored whole, and
+    vectors are loaded and stored. Launch it without fused products and sums, so that a maximum has the bits
+    of torch's separate product and sum.
+    """
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    there = block * HALF < n
+    byte = block[:, None] * (HALF // 2) + tl.arange(0, HALF // 2)[None, :]
+    i = block[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    if EVEN:
+        here = there[:, None]
+        inside = there[:, None]
+    else:
+        here = byte * 2 < n
+        inside = i < n
+    top = maximum_of(maxima, most, offset, eight, block, there)[:, None]
+    found = tl.load(codes + byte, mask=here, other=0)
+    first = (tl.load(four + (found >> 4)) * top).to(out.dtype.element_ty)
+    second = (tl.load(four + (found & 15)) * top).to(out.dtype.element_ty)
+    tl.store(out + i, tl.interleave(first, second), mask=inside)
