@@ -13,18 +13,21 @@ import runs
 import torch
 from tiers import slow_but
 
+import train
 from tmoe.base.quantised import dequantise, quantise
 from tmoe.checkpoint.base import base_of, weights_hash
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.manifest import read_manifest
 from tmoe.checkpoint.rewrite import read_whole
+from tmoe.cli.parse import parse
 from tmoe.config.run import Config, GrpoConfig, LoraConfig
 from tmoe.generate.load import load
 from tmoe.hf import import_hf
-from tmoe.hf.adapters.commands import merge
+from tmoe.hf.adapters.commands import export_adapter, merge
 from tmoe.log.metrics_file import read_steps
 from tmoe.model.lora import off
 from tmoe.model.nf4 import require_nf4, slots_of
+from tmoe.run import process as runtime
 
 NF4 = "--lora.rank 4 --lora.alpha 8 --lora.base nf4 --train.dtype fp32 --optim.lr 1e-2".split()
 SMALL = [*runs.SMALL, "--steps", "4", "--checkpoint.every", "2"]
@@ -116,6 +119,41 @@ def test_a_model_speaks_with_adapters_on_its_base_in_nf4(made):
             torch.testing.assert_close(given(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
         answer = load(made / "a", device="cpu").engine().generate([[3, 4]], 1)[0][0]
         assert answer.ids.numel() > 0
+
+
+def begun(rank: int, world: int, argv: list[str]) -> tuple[str, dict[str, torch.Tensor]]:
+    """The line on the weights of a start, and the adapters with which the run begins."""
+    trainer = train.Trainer(cfg := parse(argv, "", rank=rank, world=world), runtime.start(cfg.seed))
+    state = runs.whole(trainer)
+    return trainer.began, {name: t for name, t in state.items() if name.startswith("model.")}
+
+
+def test_adapters_of_another_kind_of_base_and_of_peft_start_a_run(gloo, made, tmp_path):
+    """--lora.init changes how the base is held, which the start states; a resumed run may not."""
+    export_adapter(step_of(made, "a"), tmp_path / "peft")
+    init, whole = ["--init", base_in(made)], ["--lora.base", "whole"]
+    began = {}
+    for name, words in {
+        "step": ["--lora.init", made / "a"],
+        "whole": ["--lora.init", made / "a", *whole],
+        "peft": ["--lora.init", tmp_path / "peft", "--lora.base", "nf4"],
+    }.items():
+        out = ["--out", tmp_path / name, "--train.dtype", "fp32"]
+        said, adapters = gloo(1, begun, [*SMALL, *map(str, [*out, *init, *words])])[0]
+        assert said.endswith(", trained on a base in NF4") == (name == "whole"), said
+        began[name] = adapters
+    assert began["whole"].keys() == began["peft"].keys() == began["step"].keys()
+    for key, t in began["step"].items():
+        assert torch.equal(began["whole"][key], t), key
+        assert torch.equal(began["peft"][key] != 0, t != 0), key  # its B has another factor
+    tokens = torch.arange(2, 18)[None]
+    with torch.no_grad():
+        want = load(made / "a", device="cpu").model(tokens)
+        got = load(base_in(made), device="cpu", adapter=tmp_path / "peft", quantize="nf4").model(tokens)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(load(made / "a", device="cpu", quantize="nf4").model(tokens), want)
+    with pytest.raises(ValueError, match=r"quantize=int4: not with low-rank adapters.*; valid: nf4"):
+        load(base_in(made), device="cpu", adapter=tmp_path / "peft", quantize="int4")
 
 
 def test_a_merge_adds_to_the_bases_own_weights(made, tmp_path, capsys):

@@ -108,8 +108,12 @@ def converted(step_dir: Path, cfg: Config) -> list[str]:
     return [f"--optim.states={cfg.optim.states}: AdamW's moments are {was} in {step_dir}, and are converted"]
 
 
-def require_same_adapters(step_dir: Path, manifest: Manifest, cfg: Config) -> None:
-    """ConfigError if this run's adapters differ from those of the step."""
+def require_same_adapters(step_dir: Path, manifest: Manifest, cfg: Config, base: bool = True) -> None:
+    """ConfigError if this run's adapters differ from those of the step.
+
+    base: whether the base must be held as in the step's run, whole or in NF4. A run that starts from adapters
+    (--lora.init) may hold it otherwise.
+    """
     was = _setting(manifest.info.get("config"), "lora")
     was = was if isinstance(was, dict) else {}
     run, rank = Section(cfg), was.get("rank", 0)
@@ -119,13 +123,15 @@ def require_same_adapters(step_dir: Path, manifest: Manifest, cfg: Config) -> No
     lacks = f"{step_dir} holds no adapters; train them in a new run: {new}"
     run.require(bool(rank) or not cfg.lora.rank, "lora.rank", lacks)
     require_same_settings(step_dir, was, cfg)
+    wrong = f"{step_dir} was trained with {Setting('lora.base', was.get('base'))}"
+    run.require(not base or was.get("base", cfg.lora.base) == cfg.lora.base, "lora.base", wrong)
 
 
 def require_same_settings(place: Path, was: dict[str, Any], cfg: Config) -> None:
-    """ConfigError if this run's adapters have other settings than those of a folder. was: of `LoraConfig`."""
+    """ConfigError if this run's adapters compute otherwise than those of a folder. was: of `LoraConfig`."""
     run, rank = Section(cfg), was.get("rank", 0)
     was, now = (json.loads(json.dumps(said)) for said in (was, asdict(cfg.lora)))
-    for name in ("rank", "expert_rank", "alpha", "rs", "targets", "ranks", "alphas", "base") if rank else ():
+    for name in ("rank", "expert_rank", "alpha", "rs", "targets", "ranks", "alphas") if rank else ():
         wrong = f"{place} was trained with {Setting(f'lora.{name}', was.get(name))}"
         run.require(name not in was or was[name] == now[name], f"lora.{name}", wrong)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -48,7 +49,10 @@ from tmoe.parallel.mesh import local_part, local_slices
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
 # --quantize of a model with adapters: what is wrong, what is valid
-WITH_ADAPTERS = "not with low-rank adapters, which need plain weights", "leave it out, or merge the adapters"
+WITH_ADAPTERS = (
+    "not with low-rank adapters, whose base is in nf4 or not quantised",
+    "nf4, no --quantize, or merge the adapters",
+)
 KINDS = "a run folder, a step folder or a Hugging Face folder"
 
 
@@ -96,7 +100,7 @@ def load(
             tokenizer and the chat format are those of the adapters' step; a folder of PEFT's may have a chat
             template.
         quantize: quantise the matrices of experts and dense layers while loading; the other tensors, and all
-            computation, have the dtype.
+            computation, have the dtype. With adapters only nf4, for a base that is in a folder.
         lay_out: divides the model, on the meta device, over ranks. Each rank then reads its own part, and all
             ranks must call this function. Not with quantize, nor with a folder of PEFT's.
 
@@ -114,7 +118,7 @@ def load(
     elif adapter is not None:
         base = str(path)
         path, _ = find_adapters(Path(adapter), "adapter")
-    require(not (peft and quantize), "quantize", quantize, *WITH_ADAPTERS)
+    require(not peft or quantize in (None, "nf4"), "quantize", quantize, *WITH_ADAPTERS)
     require(not (peft and lay_out), "adapter", adapter, "a folder of PEFT's is not divided over ranks")
     require(not (quantize and lay_out), "quantize", quantize, "quantised weights are not divided over ranks")
     place = Place(where, kind, lay_out)
@@ -153,10 +157,16 @@ def of_folder(
     path: Path, cfg: ModelConfig, place: Place, quantize: str | None, peft: PeftFolder | None
 ) -> Transformer:
     """The model of a Hugging Face folder; without values for the adapters of `peft`."""
-    if quantize:
+    if quantize and not peft:
         return load_quantised(path, None, cfg, quantize, place)
-    model = empty(cfg, place.device, place.dtype, peft.settings() if peft else None, place.lay_out)
-    load_hf(path, frozen_of(model), cfg)
+    lora = peft.settings() if peft else None
+    if lora is not None and quantize:
+        lora = replace(lora, base="nf4")
+    model = empty(cfg, place.device, place.dtype, lora, place.lay_out)
+    if has_nf4(model):
+        load_base(path, model)
+    else:
+        load_hf(path, frozen_of(model), cfg)
     return model
 
 
@@ -174,15 +184,23 @@ def of_step(
     base: the folder of the frozen base of a step with adapters; "": the place in its manifest.
     """
     lora = peft.settings() if peft else lora_of_settings(settings_of(manifest))
-    require(not (lora and quantize), "quantize", quantize, *WITH_ADAPTERS)
-    if quantize:
+    if lora is not None and quantize:
+        require(quantize == "nf4", "quantize", quantize, *WITH_ADAPTERS)
+        apart = peft is not None or base_of(manifest) is not None
+        require(
+            apart, "quantize", quantize, f"{step} holds adapters with their base", "the folder of a merge"
+        )
+        lora = replace(lora, base="nf4")
+    elif quantize:
         require_fit(model_shapes(cfg), step, manifest)
         return load_quantised(step, manifest, cfg, quantize, place)
     model = empty(cfg, place.device, place.dtype, lora, place.lay_out)
-    if peft:
-        fill_from(frozen_of(model), step, manifest)
-    else:
+    if not peft:
         fill(model, step, manifest, base)
+    elif has_nf4(model):
+        load_base(step, model, "")
+    else:
+        fill_from(frozen_of(model), step, manifest)
     return model
 
 

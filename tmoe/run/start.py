@@ -18,7 +18,7 @@ from torch import Tensor
 from tmoe.base.optional import say
 from tmoe.base.versions import package_version, versions
 from tmoe.checkpoint import resume
-from tmoe.checkpoint.base import Base, base_of, find_adapters, require_base, weights_hash
+from tmoe.checkpoint.base import Base, base_of, find_adapters, require_base, settings_of, weights_hash
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.manifest import Manifest, read_manifest
 from tmoe.cli.defaults import plan_of, samples_a_step, with_length
@@ -203,19 +203,21 @@ class Start:
         self.base = base
         self.checkpoints.info["base"] = base._asdict()
 
-    def load_adapters(self, path: Path) -> Path:
-        """Loads the adapters of a step, which must have been trained on this run's base; returns the step.
+    def load_adapters(self, path: Path) -> str:
+        """Loads the adapters of a step, which must have been trained on this run's base; returns its name.
+
+        The name states it if the base was held otherwise, whole or in NF4.
 
         A folder of PEFT's does not say which weights its base had; its shapes must be the base's.
         """
         if is_peft(path):
             folder = self.run.on_all_ranks(lambda: open_for_run(path, self.cfg))
             self.run.on_all_ranks(lambda: read_into(folder, self.model.state_dict()))
-            return path
+            return str(path)
 
         def look() -> tuple[Path, Manifest]:
             step, manifest = find_adapters(path)
-            resume.require_same_adapters(step, manifest, self.cfg)
+            resume.require_same_adapters(step, manifest, self.cfg, base=False)
             base, own = base_of(manifest), self.base
             where = "drawn from a seed" if base is None else base.path
             wrong = f"was trained on other weights ({where}) than {Setting('init', self.cfg.init)}"
@@ -226,7 +228,9 @@ class Start:
         step, manifest = self.run.on_all_ranks(look)
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items() if is_adapter(name)}
         read_step(step, manifest, tensors, more=True)
-        return step
+        held = settings_of(manifest).get("base", "whole")
+        other = "in NF4" if held == "nf4" else "that was whole"
+        return str(step) if held == self.cfg.lora.base else f"{step}, trained on a base {other}"
 
     def load_base(self, path: Path) -> None:
         """Loads the frozen base of a step of adapters. A missing or different base is refused."""

@@ -64,7 +64,7 @@ def require_start(path: Path, cfg: Config) -> None:
     if is_peft(path):
         open_for_run(path, cfg, weights=False)
     else:
-        require_same_adapters(*find_adapters(path), cfg)
+        require_same_adapters(*find_adapters(path), cfg, base=False)
 
 
 def open_for_run(path: Path, cfg: Config, weights: bool = True) -> PeftFolder:
