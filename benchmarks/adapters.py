@@ -29,27 +29,26 @@ still run. --json names a folder; each part appends its lines to FOLDER/adapters
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks import figures
 from benchmarks.engine import drawn, free, ours, step_ms, tiny, whole_ms
+from benchmarks.figures import Figure, at_most
 from benchmarks.grpo_step import beside_pool, grpo_words, predicted, watched, write_prompts
 from benchmarks.moe_layer import ALL, Shape, in_turn, make, require_gpu, time_all
-from benchmarks.sft import TINY, Job, about
-from benchmarks.train import launch, running, write_line
+from benchmarks.sft import TINY, Job
+from benchmarks.train import launch
 from benchmarks.trl_rivals import write_tokenizer
 from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
@@ -69,22 +68,6 @@ LORAS = {
     "rank 16": LoraConfig(rank=16),
     "rank 16 an expert": LoraConfig(rank=16, expert_rank=16),
 }
-
-
-class Figure(NamedTuple):
-    """A row of the table. bar: what it must be, in words; good: whether it is, None without a bar."""
-
-    part: str
-    what: str
-    value: str
-    bar: str = ""
-    good: bool | None = None
-
-
-def at_most(part: str, what: str, value: float, bar: float | None, unit: str = "") -> Figure:
-    if bar is None:
-        return Figure(part, what, f"{value:.3f}{unit}")
-    return Figure(part, what, f"{value:.3f}{unit}", f"at most {bar}{unit}", value <= bar)
 
 
 # ---- the op ----
@@ -402,78 +385,28 @@ def grpo_arguments(args: argparse.Namespace) -> argparse.Namespace:
 # ---- all parts ----
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = dict(
-    layer=layer, decode=decode, bits=bits, train=train, grpo=grpo, exchange=exchange
-)
+PARTS: figures.Parts = dict(layer=layer, decode=decode, bits=bits, train=train, grpo=grpo, exchange=exchange)
 
 
-def keep(args: argparse.Namespace, part: str, figures: dict[str, Any]) -> None:
-    if args.json:
-        write_line(args.json / "adapters.jsonl", dict(part=part) | figures | about("adapters"))
-
-
-def run_part(args: argparse.Namespace, part: str, out: Path, seconds: float) -> list[Figure]:
-    """The figures that a part gives in a process of its own."""  # prose: of its own
-    words = [word for word in sys.argv[1:] if word != "--"]
-    command = [sys.executable, "-m", "benchmarks.adapters", "--one", part, "--figures", str(out)]
-    with running([*command, *words], dict(os.environ)) as process:
-        try:
-            code = process.wait(seconds)
-            ended = "" if code == 0 else f"ended with code {code}"
-        except subprocess.TimeoutExpired:
-            ended = f"not done within {seconds:.0f} s"
-    figures = [Figure(*json.loads(line)) for line in out.read_text().splitlines()] if out.exists() else []
-    return [*figures, Figure(part, "the part", ended, "done", False)] if ended else figures
-
-
-def write_figures(args: argparse.Namespace, part: str) -> None:
-    for figure in PARTS[part](args):
-        print(row(figure), flush=True)
-        if args.figures:
-            write_line(args.figures, figure)  # pyrefly: ignore
-
-
-def row(figure: Figure) -> str:
-    good = {None: "", True: "yes", False: "NO"}[figure.good]
-    return f"| {figure.part} | {figure.what} | {figure.value} | {figure.bar} | {good} |"
+def keep(args: argparse.Namespace, part: str, found: dict[str, Any]) -> None:
+    figures.keep(args, "adapters", part, found)
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part != "exchange"]
-    )
+    figures.flags(p, PARTS, [part for part in PARTS if part != "exchange"], 465)
     p.add_argument("--shapes", nargs="+", choices=list(ALL), default=["qwen3", "qwen3-4096", "pilot"])
     p.add_argument("--ranks", nargs="+", type=int, default=[16, 8, 1])
     p.add_argument("--rounds", type=int, default=9)
     p.add_argument("--decode-rounds", type=int, default=2)
     p.add_argument("--grpo-seconds", type=float, default=120, help="seconds of a run of train.py")
-    p.add_argument("--seconds", type=float, default=465, help="seconds of all parts")
-    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    p.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
-    p.add_argument("--json", type=Path, help="a folder, to which lines are appended")
     p.add_argument("--train", nargs=argparse.REMAINDER, default=[], help="words for train.py of part grpo")
-    p.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)  # in the process of a part
-    p.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.device == "cuda":
         require_gpu(p)
-    if args.one or "WORLD_SIZE" in os.environ:
-        return write_figures(args, args.one or "exchange")
-    print(about("adapters"), flush=True)
-    deadline = time.monotonic() + args.seconds
-    figures: list[Figure] = []
-    with tempfile.TemporaryDirectory() as made:
-        for part in args.parts:
-            left = deadline - time.monotonic()
-            if left < 15:
-                figures.append(Figure(part, "the part", "no time was left", "done", False))
-                continue
-            began = time.monotonic()
-            figures += run_part(args, part, Path(made) / f"{part}.jsonl", min(LIMITS[part], left))
-            print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
-    print("\n| part | figure | measured | bar | met |\n| --- | --- | --- | --- | --- |")
-    print("\n".join(map(row, figures)))
+    if "WORLD_SIZE" in os.environ and not args.one:  # started by torchrun
+        return figures.write_figures(args, "exchange", PARTS)
+    figures.run("benchmarks.adapters", args, PARTS, LIMITS)
 
 
 if __name__ == "__main__":
