@@ -20,6 +20,11 @@ from tmoe.ops.experts.pair_order import TILES, Metadata, power_of_2, route
 from tmoe.ops.launch.kernel_launch import cdiv, device_facts, empty, launch, tf32
 from tmoe.ops.quantised import kernels
 
+try:
+    from tmoe.ops.quantised import fragments
+except (ImportError, AttributeError):  # a triton without these names of Gluon
+    fragments = None
+
 FEW = 128  # most rows of a product with one matrix that reads codes; with more the values are computed first
 FEW_AN_EXPERT = 32  # the same on average for each expert
 ROWS = TILES[0]  # rows of a row tile
@@ -28,13 +33,14 @@ KINDS = ("int8", "int4", "fp8", "nf4")
 
 
 class Tile(NamedTuple):
-    """Sizes of a launch of kernels.few_rows."""
+    """Sizes of a launch of kernels.few_rows, or of fragments.few_rows_direct."""
 
     BN: int  # rows of the weight
     BM: int  # rows of x at a time
     BL: int  # step along the length of the sum; of int4 always a group
     warps: int
     stages: int
+    direct: bool = False  # fragments.few_rows_direct, where BL counts bytes and stages is not used
 
 
 class Matrix(NamedTuple):
@@ -128,6 +134,16 @@ def tile_of_one(kind: str, rows: int, W: int, x: Tensor) -> Tile:
     return tile
 
 
+def fits_direct(x: Tensor, matrix: Matrix, tile: Tile) -> bool:
+    """Whether fragments.few_rows_direct computes this product: bf16, whole steps, NVIDIA from 80 on."""
+    arch, _, _ = device_facts(x.device)
+    if fragments is None or matrix.kind == "nf4" or x.dtype != torch.bfloat16 or not arch.startswith("cuda"):
+        return False
+    if matrix.kind == "int4" and (matrix.shape[-1] % INT4_GROUP or tile.BL != INT4_GROUP // 2):
+        return False
+    return int(arch[5:]) >= 80 and matrix.a_row[0] % tile.BL == 0 and tile.BN % (16 * tile.warps) == 0
+
+
 def few_rows(
     x: Tensor,
     matrix: Matrix,
@@ -154,15 +170,29 @@ def few_rows(
     else:
         capacity = Metadata.capacity(layer.N, layer.E, ROWS)
         table, tiles = (layer.meta.tiles[ROWS], capacity, layer.meta.offsets), layer.N // ROWS + layer.E
+    act = None if activation is None else activations.full(activation)
+    order = layer.meta.order if gather and layer else None
+    K, grid = layer.K if layer else 1, (max(1, tiles * num_n),)
+    if tile.direct:
+        C, G = matrix.a_row
+        words = x.view(torch.int32), matrix.codes.view(torch.int32), matrix.scales
+        launch(
+            fragments.few_rows_direct, grid,
+            *words, bias, order, *table, y, rows, W, L // 2, C // 4, G, num_n, C // tile.BL,
+            matrix.kind, act, K, height, layer is not None,
+            tile.BN, tile.BM, tile.BL, C // tile.BL % 2 == 1, tile.warps,
+            num_warps=tile.warps,
+        )  # fmt: skip
+        return y
     step = {"int4": INT4_GROUP, "nf4": NF4_BLOCK}.get(matrix.kind, tile.BL)
     ptx = arch.startswith("cuda") and x.device.type != "cpu"
     precision = "tf32" if tf32() and ptx else "ieee"
     launch(
-        kernels.few_rows, (max(1, tiles * num_n),),
-        x, *arguments(matrix), bias, layer.meta.order if gather and layer else None, *table, y,
+        kernels.few_rows, grid,
+        x, *arguments(matrix), bias, order, *table, y,
         rows, W, L, *matrix.a_row, num_n,
-        matrix.kind, None if activation is None else activations.full(activation), layer.K if layer else 1,
-        height, layer is not None, tile.BN, tile.BM, tile.BL, L % step == 0, ptx, precision,
+        matrix.kind, act, K, height,
+        layer is not None, tile.BN, tile.BM, tile.BL, L % step == 0, ptx, precision,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
