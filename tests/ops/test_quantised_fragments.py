@@ -8,6 +8,7 @@ next: tests/ops/test_quantised_ops.py
 
 import ast
 import inspect
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -67,14 +68,14 @@ def of(act, gate, up):
     return act.of(torch.cat([gate, up], -1) if act.halves == 2 else up)
 
 
-def fragments_of(place=(0,)):
+def fragments_of(place=(0, 0)):
     """The functions of fragments.py with these meanings. place: of the program."""
     gl = SimpleNamespace(
         constexpr=None, float32=torch.float32, bfloat16=bf16, int64=torch.int64,
         arange=lambda a, b, layout=None: torch.arange(a, b), zeros=lambda s, t, layout=None: torch.zeros(s),
         expand_dims=torch.unsqueeze, convert_layout=lambda t, layout, assert_trivial=False: t,
         join=lambda a, b: torch.stack([a, b], -1), split=lambda t: t.unbind(-1),
-        program_id=lambda i: place[0],
+        program_id=lambda i: torch.tensor(place[i]),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)), load=load, store=store,
         inline_asm_elementwise=assembly,
         **{name: lambda *a, **k: None for name in (
@@ -88,6 +89,8 @@ def fragments_of(place=(0,)):
         activate=lambda gate, up, fast, act: of(activation(act), gate, up),
         halves_of=lambda act: activation(act).halves,
         instructions=text_of,
+        gdc_wait=lambda: None,
+        gdc_launch_dependents=lambda: None,
     )
     tree = ast.parse(inspect.getsource(fragments))
     tree.body = [node for node in tree.body if not isinstance(node, ast.ImportFrom)]
@@ -102,7 +105,10 @@ COUNTS = [3, 0, 21]  # rows of three experts; the last has more than a tile
 
 
 def run(kind, W, L, act, tile, counts=COUNTS, gather=True):
-    """The kernel's result and the definition, for each expert's rows; gather: through an order of tokens."""
+    """The kernel's result and the definition, for each expert's rows; gather: through an order of tokens.
+
+    Parts of the length are added, and then the bias.
+    """
     torch.manual_seed(0)
     halves = 1 if act is None else activation(act).halves
     E, N, K = len(counts), sum(counts), 2
@@ -116,15 +122,18 @@ def run(kind, W, L, act, tile, counts=COUNTS, gather=True):
     tiles = torch.tensor([len(full), 0, 0, 0, *full, *ends[full].tolist()])
     C, G = matrix.a_row
     num_n = -(-W // (tile.BN // halves))
-    y = torch.full((N, W), float("nan"), dtype=bf16)
-    for pid in range(len(full) * num_n):
-        fragments_of((pid,))["few_rows_direct"](
+    P = tile.parts
+    steps = C // tile.BL // P
+    y = torch.full((P, N, W), float("nan"), dtype=bf16 if P == 1 else torch.float32)
+    for pid, part in itertools.product(range(len(full) * num_n), range(P)):
+        fragments_of((pid, part))["few_rows_direct"](
             Pointer(x.view(torch.int32)), Pointer(matrix.codes.view(torch.int32)), Pointer(matrix.scales),
-            Pointer(bias), None if order is None else Pointer(order), Pointer(tiles), len(full),
-            Pointer(ends),
-            Pointer(y), N, W, L // 2, C // 4, G, num_n, C // tile.BL,
-            kind, act, K, 64, True, tile.BN, tile.BM, tile.BL, C // tile.BL % 2 == 1, tile.warps,
+            None if P > 1 else Pointer(bias), None if order is None else Pointer(order), Pointer(tiles),
+            len(full), Pointer(ends), Pointer(y), N, W, L // 2, C // 4, G, num_n, steps,
+            kind, act, K, 64, True, tile.BN, tile.BM, tile.BL, steps % 2 == 1, tile.warps, P, True, False,
         )  # fmt: skip
+    rows_of = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    y = y[0] if P == 1 else y.sum(0) + bias[rows_of]
     values = dequantise(matrix.parts, kind, matrix.shape)
     rows = x if order is None else x[order // K]
     parts = [
@@ -143,6 +152,16 @@ def test_statements_are_the_definition(kind, act):
     for L in (128, 256, 384):
         got, want = run(kind, 40, L, act, Tile(64, 8, step, 4, 1, True), gather=act is not None)
         torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_the_length_add_up(kind):
+    """Parts of two steps and of three; scales of int4's groups are those of the part."""
+    step, width = (64, 128) if kind == "int4" else (128, 128)
+    for steps in (4, 6):
+        tile = Tile(64, 8, step, 4, 1, True, 2)
+        got, want = run(kind, 40, steps * width, None, tile, [9], gather=False)
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)
 
 
 def test_layouts_have_the_order_of_a_fragment():

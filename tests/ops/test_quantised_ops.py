@@ -259,6 +259,28 @@ def test_values_of_nf4_have_the_bits_of_torch_whatever_the_shape(shape):
 
 
 @interpreted
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_of_a_sum_are_added(kind, parts):
+    """Programs sum parts of the length in fp32; the last row tile and the last columns are not full."""
+    torch.manual_seed(0)
+    W, L, T = 70, 128 * parts, 20
+    matrix, x, bias = matrix_of(torch.randn(W, L), kind), torch.randn(T, L), torch.randn(W)
+    want = torch.nn.functional.linear(x, dequantise(matrix.parts, kind, (W, L)), bias)
+    got = gpu.few_rows(x, matrix, bias, gpu.Tile(64, 16, 64, 4, 2, parts=parts))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_a_single_matrix_is_read_once_by_most_multiprocessors():
+    """On Hopper 64 rows are one tile, and the length has parts until three quarters of 132 have work."""
+    for kind in KINDS:
+        for W, L, parts in ((5120, 2048, 2), (2048, 4096, 4), (2048, 768, 1), (151936, 2048, 1)):
+            tiles = [gpu.in_parts(kind, rows, W, L, 132) for rows in (1, 16, 17, 64, 128)]
+            assert {tile.parts for tile in tiles} == {parts}
+            assert [tile.BM for tile in tiles] == [16, 16, 64, 64, 64]
+
+
+@interpreted
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nf4"])
 def test_every_code_has_its_number(kind):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)[None]

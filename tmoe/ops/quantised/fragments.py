@@ -17,6 +17,7 @@ next: quantised/gpu.py
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmoe.ops.experts.kernels import activate, halves_of
 from tmoe.ops.quantised.kernels import instructions
@@ -26,6 +27,12 @@ from tmoe.ops.quantised.kernels import instructions
 def halves(ACT):
     """Rows of the matrix for each column of the result."""
     return 1 if ACT is None else halves_of(ACT)
+
+
+@gluon.constexpr_function
+def columns(KIND, BL):
+    """Pairs of numbers of x in a step."""
+    return BL if KIND == "int4" else BL // 2
 
 
 @gluon.constexpr_function
@@ -113,9 +120,14 @@ def step(acc, words, x, x_high, scale, KIND: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def load_step(codes_at, x_at, scales_at, k, KIND: gl.constexpr, BL: gl.constexpr):
-    """Codes, rows of x and scales of step k. Codes are read once, so they are not kept in L1."""
-    words = gl.load(codes_at + k * (BL // 4), cache_modifier=".cg")
+def load_codes(codes_at, k, BL: gl.constexpr):
+    """Codes of step k. They are read once, so they are not kept in L1."""
+    return gl.load(codes_at + k * (BL // 4), cache_modifier=".cg")
+
+
+@gluon.jit
+def load_rows(x_at, scales_at, k, KIND: gl.constexpr, BL: gl.constexpr):
+    """Rows of x and scales of step k."""
     if KIND == "int4":
         x = gl.load(x_at + k * BL)
         x_high = gl.load(x_at + k * BL + BL // 2)
@@ -124,27 +136,31 @@ def load_step(codes_at, x_at, scales_at, k, KIND: gl.constexpr, BL: gl.constexpr
         x = gl.load(x_at + k * (BL // 2))
         x_high = x
         scale = 0
-    return words, x, x_high, scale
+    return x, x_high, scale
 
 
 @gluon.jit
 def product(
-    acc, codes_at, x_at, scales_at, steps,
+    acc, a, codes_at, x_at, scales_at, steps,
     KIND: gl.constexpr, BL: gl.constexpr, ODD: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the product over all steps. Two sets of registers hold this step and the next in turn.
+    """acc plus the product over all steps. a: codes of the first.
 
+    Two sets of registers hold this step and the next in turn.
     Loads of a step precede the product of the step before; a copy between sets would be a fifth of all
     instructions.
     """
-    a, a_x, a_high, a_scale = load_step(codes_at, x_at, scales_at, 0, KIND, BL)
+    a_x, a_high, a_scale = load_rows(x_at, scales_at, 0, KIND, BL)
     for i in range((steps - 1) // 2):
-        b, b_x, b_high, b_scale = load_step(codes_at, x_at, scales_at, 2 * i + 1, KIND, BL)
+        b = load_codes(codes_at, 2 * i + 1, BL)
+        b_x, b_high, b_scale = load_rows(x_at, scales_at, 2 * i + 1, KIND, BL)
         acc = step(acc, a, a_x, a_high, a_scale, KIND, MMA)
-        a, a_x, a_high, a_scale = load_step(codes_at, x_at, scales_at, 2 * i + 2, KIND, BL)
+        a = load_codes(codes_at, 2 * i + 2, BL)
+        a_x, a_high, a_scale = load_rows(x_at, scales_at, 2 * i + 2, KIND, BL)
         acc = step(acc, b, b_x, b_high, b_scale, KIND, MMA)
     if not ODD:
-        b, b_x, b_high, b_scale = load_step(codes_at, x_at, scales_at, steps - 1, KIND, BL)
+        b = load_codes(codes_at, steps - 1, BL)
+        b_x, b_high, b_scale = load_rows(x_at, scales_at, steps - 1, KIND, BL)
         acc = step(acc, a, a_x, a_high, a_scale, KIND, MMA)
         return step(acc, b, b_x, b_high, b_scale, KIND, MMA)
     else:
@@ -157,11 +173,13 @@ def few_rows_direct(
     T, W, L, C, G, num_n, steps,
     KIND: gl.constexpr, ACT: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, TABLE: gl.constexpr,
     BN: gl.constexpr, BM: gl.constexpr, BL: gl.constexpr, ODD: gl.constexpr, WARPS: gl.constexpr,
+    PARTS: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """kernels.few_rows for int8, int4 and fp8 with rows of x in bf16.
 
     x and codes are int32, so L counts pairs of numbers and C words of four bytes. BL: bytes of a row in a
-    step, a multiple of 64; of int4 64, a group. steps: of a row. ODD: whether their number is odd.
+    step, a multiple of 64; of int4 64, a group. steps: of a part of a row. ODD: whether their number is odd.
+    AHEAD: nothing but rows of x comes from the previous kernel, so the first codes are loaded while it runs.
     """
     HALVES: gl.constexpr = halves(ACT)
     BW: gl.constexpr = BN // HALVES
@@ -170,23 +188,41 @@ def few_rows_direct(
     B: gl.constexpr = rows_layout(BL, BM, WARPS)
     pm = gl.program_id(0) // num_n
     pn = gl.program_id(0) % num_n
-    if TABLE:
-        if pm >= gl.load(tiles):
+    if EARLY and not AHEAD:
+        gdc_wait()
+    if TABLE:  # not through L1, which may be older than the table
+        count = gl.load(tiles, cache_modifier=".cg")
+        e = gl.load(tiles + 4 + pm, cache_modifier=".cg").to(gl.int64)
+        first = gl.load(tiles + 4 + capacity + pm, cache_modifier=".cg")
+        if pm >= count:
             return
-        e = gl.load(tiles + 4 + pm).to(gl.int64)
-        first = gl.load(tiles + 4 + capacity + pm)
-        hi = gl.load(offsets + e + 1)
     else:
         e = pm.to(gl.int64) * 0
         first = pm * ROWS
-        hi = T
-    last = gl.minimum(first + ROWS, hi)
     before = e * (HALVES * W)  # rows of other experts; this expert's numbers fit in 32 bits
     row = row_of(gl.arange(0, BN, layout=gl.SliceLayout(1, A)), pn, W, BW, HALVES)
     word = gl.arange(0, BL // 4, layout=gl.SliceLayout(0, A))
     codes_at = codes + before * C + (gl.expand_dims(row * C, 1) + gl.expand_dims(word, 0))
     own = row_of(gl.arange(0, BN, layout=gl.SliceLayout(1, MMA)), pn, W, BW, HALVES)
     scales_at = scales + before * G + own * G
+    if PARTS > 1:
+        skipped = gl.program_id(1) * steps
+        codes_at += skipped * (BL // 4)
+        x += skipped * columns(KIND, BL)
+        y += gl.program_id(1).to(gl.int64) * T * W
+        if KIND == "int4":
+            scales_at += skipped
+    words = load_codes(codes_at, 0, BL)
+    if KIND != "int4":
+        scale = gl.load(scales_at).to(gl.float32)
+    if EARLY:
+        if AHEAD:
+            gdc_wait()
+        gdc_launch_dependents()
+    hi = T
+    if TABLE:
+        hi = gl.load(offsets + e + 1, cache_modifier=".cg")
+    last = gl.minimum(first + ROWS, hi)
     for begin in range(first, last, BM):
         r = gl.minimum(begin + gl.arange(0, BM, layout=gl.SliceLayout(0, B)), last - 1)
         if order is not None:
@@ -194,9 +230,9 @@ def few_rows_direct(
         l = gl.expand_dims(gl.arange(0, BL // 2, layout=gl.SliceLayout(1, B)), 1)
         x_at = x + (gl.expand_dims(r.to(gl.int64) * L, 0) + l)
         acc = gl.zeros((BN, BM), gl.float32, layout=MMA)
-        acc = product(acc, codes_at, x_at, scales_at, steps, KIND, BL, ODD, MMA)
+        acc = product(acc, words, codes_at, x_at, scales_at, steps, KIND, BL, ODD, MMA)
         if KIND != "int4":
-            acc = acc * gl.expand_dims(gl.load(scales_at).to(gl.float32), 1)
+            acc = acc * gl.expand_dims(scale, 1)
         if bias is not None:
             acc += gl.expand_dims(gl.load(bias + before + own).to(gl.float32), 1)
         out = acc
@@ -209,6 +245,8 @@ def few_rows_direct(
             else:
                 out = activate(rounded, rounded, True, ACT)
         store(y, out, begin, last, pn * BW, W, WARPS)
+        if begin + BM < last:
+            words = load_codes(codes_at, 0, BL)
 
 
 @gluon.jit

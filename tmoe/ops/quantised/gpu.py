@@ -17,7 +17,7 @@ from tmoe.base.quantised import INT4_GROUP, NF4, NF4_BLOCK, dynamic, maxima_of, 
 from tmoe.ops.experts.gpu import LayerLaunches
 from tmoe.ops.experts.gpu import forward as moe_mlp_forward
 from tmoe.ops.experts.pair_order import TILES, Metadata, power_of_2, route
-from tmoe.ops.launch.kernel_launch import cdiv, device_facts, empty, launch, tf32
+from tmoe.ops.launch.kernel_launch import cdiv, device_facts, early, empty, launch, tf32
 from tmoe.ops.quantised import kernels
 
 try:
@@ -41,6 +41,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     direct: bool = False  # fragments.few_rows_direct, where BL counts bytes and stages is not used
+    parts: int = 1  # of the length, for a single matrix; different programs sum them
 
 
 class Matrix(NamedTuple):
@@ -119,12 +120,29 @@ def tile_of(kind: str, rows: float, L: int, arch: str, dtype: torch.dtype) -> Ti
     return Tile(128 if BM <= 32 else 64, BM, 64 if L % 128 else 128, 4, stages)
 
 
+def in_parts(kind: str, rows: int, W: int, L: int, sms: int) -> Tile:
+    """The tile on Hopper for rows of x to a single matrix [W, L], where 128 divides L.
+
+    Up to 64 rows are one tile, so that each code is read and converted once. The length is divided until most
+    multiprocessors work. The parts do not depend on the rows.
+    """
+    tile = tile_of(kind, 16 if rows <= 16 else ROWS, L, "cuda:90", torch.bfloat16)
+    most = L // 128 // 4  # a part has at least four steps
+    while cdiv(W, tile.BN) * tile.parts * 4 < 3 * sms and 2 * tile.parts <= most:
+        if L // 128 % (2 * tile.parts):
+            break
+        tile = tile._replace(parts=2 * tile.parts)
+    return tile
+
+
 def tile_of_one(kind: str, rows: int, W: int, x: Tensor) -> Tile:
     """The tile for rows of x to a single matrix [W, L]: the highest with which most multiprocessors work.
 
     Higher tiles read the codes less often from L2.
     """
     arch, sms, _ = device_facts(x.device)
+    if arch == "cuda:90" and x.element_size() == 2 and x.shape[1] % 128 == 0:
+        return in_parts(kind, rows, W, x.shape[1], sms)
     heights = [64, 32, 16] if rows > 32 else [32, 16] if rows > 16 else [16]
     for BM in heights:
         tile = tile_of(kind, BM, x.shape[1], arch, x.dtype)
@@ -141,7 +159,8 @@ def fits_direct(x: Tensor, matrix: Matrix, tile: Tile) -> bool:
         return False
     if matrix.kind == "int4" and (matrix.shape[-1] % INT4_GROUP or tile.BL != INT4_GROUP // 2):
         return False
-    return int(arch[5:]) >= 80 and matrix.a_row[0] % tile.BL == 0 and tile.BN % (16 * tile.warps) == 0
+    whole = matrix.a_row[0] % (tile.BL * tile.parts) == 0 and tile.BN % (16 * tile.warps) == 0
+    return int(arch[5:]) >= 80 and whole
 
 
 def few_rows(
@@ -152,17 +171,23 @@ def few_rows(
     activation: str | None = None,
     layer: LayerLaunches | None = None,
     gather: bool = False,
+    routed: bool = False,
 ) -> Tensor:
     """Rows of x times a quantised matrix, or the activation of that product.
 
     layer: of a product with each expert's matrix; None: there is one matrix. gather: rows of x are tokens,
-    and the product's rows the layer's pairs.
+    and the product's rows the layer's pairs. routed: the previous launch on the stream was a product of the
+    same layer, so the table of tiles is complete before this launch may start.
     """
     arch, _, _ = device_facts(x.device)
     halves = 1 if activation is None else activations.activation(activation).halves
     W, L = matrix.shape[-2] // halves, matrix.shape[-1]
     rows = x.shape[0] if layer is None else layer.N
-    y = empty((rows, W), x.dtype, x.device)
+    parts = tile.parts if layer is None else 1
+    y = empty(
+        (rows, W) if parts == 1 else (parts, rows, W), x.dtype if parts == 1 else torch.float32, x.device
+    )
+    rest, bias = (bias, None) if parts > 1 else (None, bias)
     num_n = cdiv(W, tile.BN // halves)
     height = tile.BM if layer is None else ROWS
     if layer is None:
@@ -172,18 +197,20 @@ def few_rows(
         table, tiles = (layer.meta.tiles[ROWS], capacity, layer.meta.offsets), layer.N // ROWS + layer.E
     act = None if activation is None else activations.full(activation)
     order = layer.meta.order if gather and layer else None
-    K, grid = layer.K if layer else 1, (max(1, tiles * num_n),)
+    K, grid = layer.K if layer else 1, (max(1, tiles * num_n), parts)
+    ahead = early(x.device)
     if tile.direct:
         C, G = matrix.a_row
         words = x.view(torch.int32), matrix.codes.view(torch.int32), matrix.scales
         launch(
             fragments.few_rows_direct, grid,
-            *words, bias, order, *table, y, rows, W, L // 2, C // 4, G, num_n, C // tile.BL,
+            *words, bias, order, *table, y, rows, W, L // 2, C // 4, G, num_n, C // tile.BL // parts,
             matrix.kind, act, K, height, layer is not None,
-            tile.BN, tile.BM, tile.BL, C // tile.BL % 2 == 1, tile.warps,
-            num_warps=tile.warps,
+            tile.BN, tile.BM, tile.BL, C // tile.BL // parts % 2 == 1, tile.warps, parts, bool(ahead),
+            layer is None or routed,
+            num_warps=tile.warps, **ahead,
         )  # fmt: skip
-        return y
+        return y if parts == 1 else sum_of(y, rest, x.dtype)
     step = {"int4": INT4_GROUP, "nf4": NF4_BLOCK}.get(matrix.kind, tile.BL)
     ptx = arch.startswith("cuda") and x.device.type != "cpu"
     precision = "tf32" if tf32() and ptx else "ieee"
@@ -192,8 +219,21 @@ def few_rows(
         x, *arguments(matrix), bias, order, *table, y,
         rows, W, L, *matrix.a_row, num_n,
         matrix.kind, act, K, height,
-        layer is not None, tile.BN, tile.BM, tile.BL, L % step == 0, ptx, precision,
-        num_warps=tile.warps, num_stages=tile.stages,
+        layer is not None, tile.BN, tile.BM, tile.BL, L % step == 0, ptx, precision, parts, bool(ahead),
+        num_warps=tile.warps, num_stages=tile.stages, **ahead,
+    )  # fmt: skip
+    return y if parts == 1 else sum_of(y, rest, x.dtype)
+
+
+def sum_of(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of parts [P, T, W] over P, plus the bias, in this type."""
+    P, T, W = parts.shape
+    y = empty((T, W), dtype, parts.device)
+    ahead = early(parts.device)
+    block = 1024
+    launch(
+        kernels.add_parts, (cdiv(T * W, block),),
+        parts, bias, y, T * W, W, P, block, bool(ahead), num_warps=4, **ahead,
     )  # fmt: skip
     return y
 
@@ -252,5 +292,5 @@ def moe_mlp(
     how = layer.arch, x.dtype
     tiles = [tile_of(gate_up.kind, T * K / E * 2, L, *how) for L in (D, F)]
     act = few_rows(x, gate_up, bias, tiles[0], activation, layer, gather=True)
-    y, _ = layer.combine(few_rows(act, down, None, tiles[1], None, layer), weights)
+    y, _ = layer.combine(few_rows(act, down, None, tiles[1], None, layer, routed=True), weights)
     return y

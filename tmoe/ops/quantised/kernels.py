@@ -13,6 +13,7 @@ next: quantised/gpu.py
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmoe.ops.experts.kernels import activate, halves_of
 
@@ -169,7 +170,7 @@ def few_rows(
     T, W, L, C, G, num_n,
     KIND: tl.constexpr, ACT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TABLE: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [N, W] = rows of x times each expert's quantised matrix, or with ACT the activation of that product.
 
@@ -179,7 +180,12 @@ def few_rows(
     TABLE: tiles, capacity and offsets are the table of ROWS-row tiles of experts. Else the T rows of x belong
         to a single matrix.
     A program computes BN rows of a matrix, for all rows of x in a row tile, BM at a time.
+    PARTS: of the length of a sum with a single matrix, whose bias is None; y is fp32 [PARTS, T, W]. Steps
+        divide a part.
     """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     HALVES: tl.constexpr = halves(ACT)
     BW: tl.constexpr = BN // HALVES
     pm = tl.program_id(0) // num_n
@@ -209,8 +215,16 @@ def few_rows(
         if order is not None:
             source = tl.load(order + source) // K
         x_at = x + source.to(tl.int64)[None, :] * L + column[:, None]
+        codes_of_part, scale, length = codes_at, row * G, L
+        if PARTS > 1:
+            part = tl.program_id(1)
+            length = L // PARTS
+            x_at += part * length
+            codes_of_part += part * (C // PARTS)
+            if KIND == "int4" or KIND == "nf4":
+                scale += part * (G // PARTS)
         acc = times_rows(
-            x_at, codes_at, scales, most, offset, four, eight, row * G, here, l, L,
+            x_at, codes_of_part, scales, most, offset, four, eight, scale, here, l, length,
             KIND, BN, BM, BL, EVEN, PTX, PRECISION,
         )  # fmt: skip
         if bias is not None:
@@ -225,7 +239,23 @@ def few_rows(
                 out = activate(rounded, rounded, PTX, ACT)
         cols = pn * BW + tl.arange(0, BW)
         at = y + r.to(tl.int64)[None, :] * W + cols[:, None]
+        if PARTS > 1:
+            at += tl.program_id(1).to(tl.int64) * T * W
         tl.store(at, out.to(y.dtype.element_ty), mask=(cols < W)[:, None] & (r < last)[None, :])
+
+
+@triton.jit(do_not_specialize=["n"])
+def add_parts(parts, bias, y, n, W, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """y [T, W] = the sum of parts fp32 [PARTS, T, W] in their order, plus the bias [W] or None. n: T W."""
+    if EARLY:
+        gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts + at, mask=at < n, other=0.0)
+    for p in tl.static_range(1, PARTS):
+        total += tl.load(parts + p * n + at, mask=at < n, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + at % W, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=at < n)
 
 
 @triton.jit(do_not_specialize=["M"])
