@@ -5,28 +5,25 @@
 
 1. Kernels against plain torch in fp64, on the GPU: codes, values, products of few and of many rows, gpt-oss's
    biases and activation, odd widths, and a replayed CUDA graph. A wrong result ends the command.
-2. Tiles of the experts' kernel for this model's shapes, timed; the fastest is used below. With --tiles 0 the
-   tiles of tmoe/ops/quantised/gpu.py are used.
-   The forms are kernels.few_rows (Triton) and fragments.few_rows_direct (a last field True in a tile). A
-   direct tile is first compared with the Triton form, and a row's bits with the same row alone.
+2. Forms and tiles of the products of a layer (benchmarks/quantised_forms.py), each compared with plain torch
+   and then timed; the same products in bf16; the fastest is used below. With --tiles 0 the tiles of
+   tmoe/ops/quantised/gpu.py are used.
 3. The engine decodes with random weights in bf16, int8, int4 and fp8, as in benchmarks.engine. The bars are
    1.65 times bf16 for int8 and 2.4 times for int4. With --kernels a table lists each kernel's time in a step.
 
-Expected on an H100 (2.9 TB/s): 61 GB of weights take 21 ms in bf16, 10.5 ms in int8 and fp8, and 5.5 ms in
-int4; 2 ms a step for everything else. The table is printed last.
+"floor" is the time in which the memory's measured bandwidth reads what a step reads: matrices of experts that
+some token has, dense matrices, router, head, and keys and values at half of the longest length.
+The JSON line is written after each part, so that a command that is stopped leaves its results.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import itertools
-import multiprocessing
-import os
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -35,46 +32,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import quantised_forms
 from benchmarks.engine import TINY, empty, first_s, free, ours, step_ms
+from benchmarks.quantised_forms import Chosen, packed, wrong_by
 from benchmarks.train import write_line
-from tmoe.base.quantised import dequantise, quantise, stored
+from tmoe.base.quantised import dequantise, stored
 from tmoe.base.versions import versions
 from tmoe.config.model import ModelConfig
 from tmoe.config.presets import presets
 from tmoe.generate import Engine, Sampling
+from tmoe.generate.cache import bytes_a_token
 from tmoe.model.quantised import make_room
 from tmoe.model.transformer import Transformer
 from tmoe.ops import reference
-from tmoe.ops.experts.gpu import LayerLaunches
-from tmoe.ops.experts.pair_order import route
 from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.quantised import gpu
-from tmoe.ops.quantised.gpu import KINDS, Matrix, Tile
+from tmoe.ops.quantised.gpu import KINDS, Matrix
 from tmoe.ops.quantised.op import quantised_linear, quantised_moe_mlp, quantised_values
 
 BARS = {"int8": 1.65, "int4": 2.4}
-# (rows of the weight, rows of x, step along the length, warps, stages); a group is int4's and nf4's step
-WIDE = [(64, 16, 128, 2, 4), (64, 8, 128, 2, 4), (128, 8, 128, 2, 3), (64, 8, 128, 2, 3), (64, 8, 256, 2, 3)]
-WIDE += [(32, 8, 256, 1, 4), (32, 8, 128, 1, 6), (64, 16, 128, 4, 4)]
-GROUPS = [
-    (64, 16, 128, 2, 5),
-    (64, 8, 128, 2, 5),
-    (128, 8, 128, 2, 4),
-    (64, 8, 128, 2, 3),
-    (32, 8, 128, 1, 5),
-]
-GROUPS += [(256, 8, 128, 4, 3), (128, 16, 128, 2, 4)]
-# rows of the weight, rows of x, bytes of a row in a step, warps; of int4 a step is 64 bytes
-DIRECT = [
-    (64, 8, 128, 4),
-    (128, 8, 64, 4),
-    (64, 8, 64, 2),
-    (64, 8, 128, 2),
-    (64, 16, 128, 4),
-    (32, 8, 256, 2),
-]
-DIRECT_GROUPS = [(64, 8, 64, 4), (128, 8, 64, 4), (64, 8, 64, 2), (32, 8, 64, 2), (64, 16, 64, 4)]
-DIRECT_LINEAR = [(64, 16, 64, 4), (32, 16, 64, 2), (32, 32, 64, 2)]
 
 
 # ---- 1: are the kernels right? ----
@@ -100,14 +76,6 @@ CASES = [
     Case(40, 256, 384, 4, 2),
     Case(700, 256, 384, 4, 2),  # many rows
 ]
-
-
-def packed(weight: Tensor, kind: str) -> Matrix:
-    return Matrix(kind, tuple(weight.shape), quantise(weight, kind))
-
-
-def wrong_by(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
 
 
 def check_layer(kind: str, case: Case, device: str) -> str:
@@ -188,174 +156,36 @@ def check_graph(kind: str) -> None:
     assert torch.equal(y, call()), f"{kind}: a replayed graph differs"
 
 
-# ---- 2: tiles ----
-
-
-def ms(run: Callable[[], Any], rounds: int = 20) -> float:
-    """Ms of a call, as in a replayed CUDA graph: without the host's time for launches."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            run()
-    graph.replay()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / rounds
-
-
-@functools.cache
-def is_right(kind: str, tile: Tile, one: bool) -> bool:
-    """Whether a direct tile equals the Triton form, and a row does not depend on other rows."""
-    T, D, F, E, K = 70, 512, 256, 8, 2
-    torch.manual_seed(1)
-    make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-    x, ids = make(T, D), torch.rand(T, E, device="cuda").topk(K).indices.int()
-    ids[:50, 0] = 3  # more rows than a tile has, also where they do not fill the last one
-    errors: list[float] = []
-    first = x
-    try:
-        up, down, act = packed(make(E, 2 * F, D), kind), packed(make(E, D, F), kind), make(T * K, F)
-        single, bias = packed(make(D, F), kind), make(D)
-        for form in ("all", "alone"):
-            rows = T if form == "all" else 1
-            layer = LayerLaunches(x[:rows], (E, D, F), K, route(ids[:rows], E), None, (), "swiglu")
-            usual = Tile(64, 16, 128, 4, 3)
-            found = []
-            for how in (usual, tile):
-                if one:
-                    found.append([gpu.few_rows(act[:rows], single, bias, how)])
-                    continue
-                ups = gpu.few_rows(x[:rows], up, None, how, "swiglu", layer, gather=True)
-                found.append([ups, gpu.few_rows(act[: rows * K], down, None, how, None, layer)])
-            errors += [wrong_by(got, want) for want, got in zip(*found, strict=True)]
-            if form == "all":
-                order = layer.meta.order[: T * K] // K
-                first = found[1][0][:1] if one else found[1][0][order == 0]
-        same = torch.equal(first, found[1][0])
-    except Exception as error:  # it does not fit
-        print(f"{kind} {tuple(tile)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        return False
-    right = same and max(errors) < 0.01
-    if not right:
-        print(f"{kind} {tuple(tile)}: WRONG, errors {errors}, same bits alone: {same}", flush=True)
-    return right
-
-
-def random_matrix(device: str, kind: str, shape: tuple[int, ...]) -> Matrix:
-    (_, size, dtype), *rest = stored(kind, shape)
-    codes = torch.randint(0, 100, size, device=device, dtype=torch.uint8).view(dtype)
-    return Matrix(kind, shape, (codes, *[torch.ones(s, device=device, dtype=of) for _, s, of in rest]))
-
-
-class Work(NamedTuple):
-    """A product to time: its name, rows of x, matrix, further arguments of few_rows, direct tiles."""
-
-    name: str
-    x: Tensor
-    matrix: Matrix
-    how: dict[str, Any]
-    direct: Sequence[tuple[int, int, int, int]]
-
-
-def products(cfg: ModelConfig, kind: str, slots: int, device: str = "cuda") -> Iterator[Work]:
-    """The products of a layer: of experts, and of attention's matrices."""
-    moe, D = cfg.moe, cfg.dim
-    E, F, K = moe.experts, moe.ffn_dim, moe.top_k
-    make = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16)  # noqa: E731
-    x, act = make(slots, D), make(slots * K, F)
-    ids = torch.rand(slots, E, device=device).topk(K).indices.int()
-    layer = LayerLaunches(x, (E, D, F), K, route(ids, E), None, (), moe.activation)
-    direct = DIRECT_GROUPS if kind == "int4" else DIRECT
-    up: dict[str, Any] = dict(activation=moe.activation, layer=layer, gather=True)
-    yield Work("up", x, random_matrix(device, kind, (E, 2 * F, D)), up, direct)
-    yield Work("down", act, random_matrix(device, kind, (E, D, F)), dict(layer=layer), direct)
-    heads = cfg.heads * cfg.head_dim
-    qkv = heads + 2 * cfg.kv_heads * cfg.head_dim
-    yield Work("qkv", x, random_matrix(device, kind, (qkv, D)), {}, DIRECT_LINEAR)
-    yield Work("out", make(slots, heads), random_matrix(device, kind, (D, heads)), {}, DIRECT_LINEAR)
-
-
-def every_tile(kind: str, work: Work) -> list[Tile]:
-    """The direct tiles that fit, then those of the Triton form."""
-    usual = [Tile(*sizes) for sizes in (GROUPS if kind in ("int4", "nf4") else WIDE)]
-    if "layer" not in work.how:
-        usual = [gpu.tile_of_one(kind, len(work.x), work.matrix.shape[0], work.x)]
-    sizes = [Tile(BN, BM, BL, warps, 1, True) for BN, BM, BL, warps in work.direct]
-    return [tile for tile in sizes if gpu.fits_direct(work.x, work.matrix, tile)] + usual
-
-
-def compiled(task: tuple[ModelConfig, str, int, str]) -> int:
-    """Compiles the tiles of a product into triton's cache, in another process; the number of binaries."""
-    cfg, kind, slots, name = task
+def compiled(task: tuple[str, Case]) -> int:
+    """Compiles the kernels of `check_layer` into triton's cache, in another process; their number."""
+    kind, (T, D, F, E, K, activation, biased) = task
     count = 0
 
     def visit(kernel: str, key: str, compile: Callable[[], Any]) -> None:
         nonlocal count
-        if kernel.startswith("few_rows"):
-            with contextlib.suppress(Exception):  # it does not fit, which the timing states
-                compile()
-                count += 1
+        compile()
+        count += 1
 
+    halves = 2
+    make = lambda *shape: torch.empty(*shape, device="meta", dtype=torch.bfloat16)  # noqa: E731
+    up, down, one = (
+        quantised_forms.random_matrix("meta", kind, shape)
+        for shape in ((E, halves * F, D), (E, D, F), (D, F))
+    )
+    routed = torch.empty(T, K, device="meta"), torch.empty(T, K, device="meta", dtype=torch.int32)
+    gpu.device_facts = lambda device: ("cuda:90", quantised_forms.SMS, True)
     with compile_only("cuda:90", visit):
-        for work in products(cfg, kind, slots, "meta"):
-            if work.name == name:
-                for tile in every_tile(kind, work):
-                    gpu.few_rows(work.x, work.matrix, None, tile, **work.how)
+        bias = make(E, halves * F) if biased else None
+        gpu.moe_mlp(make(T, D), up, down, routed, bias, activation, T * K)
+        if gpu.reads(one):
+            gpu.linear(make(min(T, gpu.FEW), F), one, None)
+        for matrix in (up, down, one):
+            if gpu.reads(matrix):
+                gpu.values(matrix, torch.bfloat16)
     return count
 
 
-def compile_all(cfg: ModelConfig, kinds: Sequence[str], slots: int) -> None:
-    """Compiles all tiles in one process for each core, before this process has a GPU."""
-    tasks = [(cfg, kind, slots, name) for kind in kinds for name in ("up", "down", "qkv", "out")]
-    begun = time.monotonic()
-    with multiprocessing.get_context("fork").Pool(min(len(tasks), os.cpu_count() or 1)) as pool:
-        counts = pool.map(compiled, tasks, chunksize=1)
-    print(f"{sum(counts)} kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
-
-
-Chosen = dict[tuple[str, int, int], Tile]  # by kind and the shape of a matrix
-
-
-def fastest(cfg: ModelConfig, kind: str, slots: int, deadline: float) -> tuple[Chosen, list[dict]]:
-    """The fastest tile of each product of a layer, and all times. Each product follows a cold L2."""
-    found, times = {}, []
-    cold = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    for work in products(cfg, kind, slots):
-        matrix, first = work.matrix, None
-        one = "layer" not in work.how
-        best = (1e9, None)
-        tiles = [t for t in every_tile(kind, work) if not t.direct or is_right(kind, t, one)]
-        flush = ms(lambda: cold.zero_()) if one else 0.0  # experts have more codes than L2 holds
-        for tile in tiles:
-            if time.monotonic() > deadline and best[1]:
-                break
-
-            def run() -> Tensor:
-                if one:  # noqa: B023
-                    cold.zero_()
-                return gpu.few_rows(work.x, matrix, None, tile, **work.how)  # noqa: B023
-
-            try:
-                first = run() if first is None else first
-                took, error = ms(run) - flush, wrong_by(run(), first)
-            except Exception as error:  # it does not fit
-                print(f"{kind} {work.name} {tuple(tile)}: {type(error).__name__}: {str(error)[:80]}")
-                continue
-            assert error < 0.01, f"{kind} {work.name} {tuple(tile)}: differs from the first tile by {error}"
-            speed = (matrix.codes.nbytes + matrix.scales.nbytes) / took / 1e9
-            print(f"{kind} {work.name} {tuple(tile)}: {took * 1e3:.1f} us, {speed:.2f} TB/s", flush=True)
-            times.append(dict(kind=kind, product=work.name, tile=tuple(tile), us=took * 1e3, tb_s=speed))
-            best = min(best, (took, tile), key=lambda pair: pair[0])
-        assert best[1] is not None
-        found[kind, matrix.shape[-2], matrix.shape[-1]] = best[1]
-    return found, times
-
-
-# ---- 3: the engine ----
+# ---- 2: the engine ----
 
 
 def model_in(cfg: ModelConfig, kind: str, device: str) -> Transformer:
@@ -396,8 +226,9 @@ def decode(cfg: ModelConfig, kind: str, asked: argparse.Namespace) -> dict[str, 
     kernels: list[dict[str, Any]] = []
     if asked.kernels and asked.device == "cuda":
         kernels = kernels_of_a_step(model, prompts)
-        total = sum(row["us"] for row in kernels)
-        print(f"{kind}: kernels of a step at a short context take {total / 1e3:.2f} ms", flush=True)
+        total, launches = (sum(row[name] for row in kernels) for name in ("us", "launches"))
+        said = f"{launches:.0f} kernels of a step at a short context take {total / 1e3:.2f} ms"
+        print(f"{kind}: {said}", flush=True)
         for row in kernels[: asked.kernels]:
             print(f"  {row['us']:9.1f} us {row['launches']:7.1f} x  {row['kernel']}")
     tokens_s = 1e3 * asked.slots / step
@@ -427,35 +258,38 @@ def kernels_of_a_step(model: Transformer, prompts: list[list[int]], steps: int =
     ]
 
 
+def bytes_of(kind: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a matrix: codes and scales, or of 16 bits."""
+    if kind == "bf16":
+        return 2 * math.prod(shape)
+    return sum(math.prod(size) * dtype.itemsize for _, size, dtype in stored(kind, shape))
+
+
+def read_bytes(cfg: ModelConfig, kind: str, slots: int, tokens: int) -> dict[str, float]:
+    """Bytes that a step of a model with experts in each layer reads. tokens: of each sequence, on average."""
+    moe, D = cfg.moe, cfg.dim
+    touched = 1 - (1 - moe.top_k / moe.experts) ** slots
+    experts = [(moe.experts, 2 * moe.ffn_dim, D), (moe.experts, D, moe.ffn_dim)]
+    dense = quantised_forms.dense_shapes(cfg).values()
+    return dict(
+        experts=cfg.layers * touched * sum(bytes_of(kind, shape) for shape in experts),
+        dense=cfg.layers * sum(bytes_of(kind, shape) for shape in dense),
+        router=cfg.layers * 2.0 * moe.experts * D,
+        head=2.0 * cfg.vocab * D,
+        keys=float(slots * tokens * bytes_a_token(cfg, torch.bfloat16)),
+    )
+
+
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    yield f"{'weights':8}{'GiB':>8}{'ms a step':>12}{'tokens/s':>10}{'x bf16':>8}  bar"
+    yield f"{'weights':8}{'GiB':>8}{'ms a step':>12}{'floor':>8}{'tokens/s':>10}{'x bf16':>8}  bar"
     base = next((line["tokens_s"] for line in lines if line["kind"] == "bf16"), None)
     for line in lines:
         times = line["tokens_s"] / base if base else float("nan")
         bar = BARS.get(line["kind"])
         judged = "" if bar is None else f"{bar} {'reached' if times >= bar else 'MISSED'}"
-        speed = f"{line['step_ms']:12.2f}{line['tokens_s']:10,.0f}{times:8.2f}"
+        floor = line.get("floor_ms", float("nan"))
+        speed = f"{line['step_ms']:12.2f}{floor:8.2f}{line['tokens_s']:10,.0f}{times:8.2f}"
         yield f"{line['kind']:8}{line['gib']:8.1f}{speed}  {judged}"
-
-
-def use(chosen: Chosen) -> None:
-    """Products of few rows have the chosen tiles; prompts and other shapes keep theirs."""
-    plain = gpu.few_rows
-
-    def few_rows(
-        x: Tensor, matrix: Matrix, bias: Tensor | None, tile: Tile, *more: Any, **how: Any
-    ) -> Tensor:
-        ours = chosen.get((matrix.kind, matrix.shape[-2], matrix.shape[-1]))
-        layer = more[1] if len(more) > 1 else how.get("layer")
-        if (
-            ours
-            and (layer is None or tile.BM == 16)
-            and (not ours.direct or gpu.fits_direct(x, matrix, ours))
-        ):
-            tile = ours
-        return plain(x, matrix, bias, tile, *more, **how)
-
-    gpu.few_rows = few_rows
 
 
 def parsed() -> argparse.Namespace:
@@ -475,6 +309,46 @@ def parsed() -> argparse.Namespace:
     return flags.parse_args()
 
 
+def check_all(cfg: ModelConfig, kinds: list[str], cuda: bool, asked: argparse.Namespace) -> None:
+    """Part 1, after all kernels of parts 1 and 2 were compiled on all cores."""
+    cases = CASES if cuda else CASES[2:3]
+    if cuda and kinds:
+        quantised_forms.in_processes(compiled, [(kind, case) for kind in kinds for case in cases])
+    if cuda and kinds and asked.tiles:
+        tasks = quantised_forms.tasks(cfg, kinds, asked.slots)
+        quantised_forms.in_processes(quantised_forms.compiled, tasks)
+    begun = time.monotonic()
+    for kind in kinds:
+        if kind != "nf4":
+            check_codes(kind, asked.device)
+        for case in cases:
+            print(check_layer(kind, case, asked.device), flush=True)
+        if cuda:
+            check_graph(kind)
+    print(f"kernels are right, {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def time_forms(
+    cfg: ModelConfig, kinds: list[str], asked: argparse.Namespace
+) -> tuple[Chosen, list[dict[str, Any]]]:
+    """Part 2: the fastest tiles, which are used from now on, and all times."""
+    begun = time.monotonic()
+    chosen: Chosen = {}
+    times = quantised_forms.plain_times(cfg, asked.slots)
+    for i, kind in enumerate(kinds, 1):
+        times += quantised_forms.layer_times(cfg, kind, asked.slots)
+        found, more = quantised_forms.fastest(cfg, kind, asked.slots, begun + asked.tiles * i / len(kinds))
+        chosen |= found
+        times += more
+        free()
+    quantised_forms.use(chosen)
+    for kind in kinds:
+        again = quantised_forms.layer_times(cfg, kind, asked.slots)
+        times += [time | dict(product=f"{time['product']}, fastest tiles") for time in again]
+        free()
+    return chosen, times
+
+
 def main() -> None:
     asked = parsed()
     cfg = presets()[asked.preset].model
@@ -484,53 +358,49 @@ def main() -> None:
     if asked.layers:
         cfg = replace(cfg, layers=asked.layers)
     cuda = asked.device == "cuda"
-    begun = started = time.monotonic()
-    if cuda and asked.tiles:
-        compile_all(cfg, [kind for kind in KINDS if kind in asked.kinds], asked.slots)
-    for kind in [kind for kind in KINDS if kind in asked.kinds]:
-        if kind != "nf4":
-            check_codes(kind, asked.device)
-        for case in CASES if cuda else CASES[2:3]:
-            print(check_layer(kind, case, asked.device), flush=True)
-        if cuda:
-            check_graph(kind)
-    print(f"kernels are right, {time.monotonic() - begun:.0f} s", flush=True)
-    tiles: list[dict] = []
+    started = time.monotonic()
+    kinds = [kind for kind in KINDS if kind in asked.kinds]
+    check_all(cfg, kinds, cuda, asked)
+    lines: list[dict[str, Any]] = []
+    name = torch.cuda.get_device_name() if cuda else "cpu"
+    result: dict[str, Any] = dict(
+        command=" ".join(sys.argv), preset=asked.preset, layers=cfg.layers, gpu=name
+    )
+    result |= dict(date=str(date.today()), versions=versions(), decode=lines, tiles=[])
+    at: int | None = None
+
+    def save() -> None:
+        nonlocal at
+        if asked.json:
+            at = write_line(asked.json, result, at)
+
     chosen: Chosen = {}
     if cuda and asked.tiles:
-        begun = time.monotonic()
-        timed = [kind for kind in KINDS if kind in asked.kinds]
-        for i, kind in enumerate(timed, 1):
-            found, times = fastest(cfg, kind, asked.slots, begun + asked.tiles * i / len(timed))
-            chosen |= found
-            tiles += times
-            free()
-        use(chosen)
-    lines = []
+        chosen, result["tiles"] = time_forms(cfg, kinds, asked)
+    rate = next((time["tb_s"] for time in result["tiles"] if time["product"] == "read"), None)
+    save()
     for kind in asked.kinds:
         begun = time.monotonic()
         if begun - started > asked.seconds:
             print(f"{kind}: not measured, {begun - started:.0f} s are over")
             continue
         try:
-            lines.append(decode(cfg, kind, asked))
-            print(
-                f"{kind}: {lines[-1]['step_ms']:.2f} ms a step, {time.monotonic() - begun:.0f} s", flush=True
-            )
+            line = decode(cfg, kind, asked)
         except torch.cuda.OutOfMemoryError as error:
             print(f"{kind}: {str(error)[:100]}")
+        else:
+            line["read_bytes"] = read_bytes(cfg, kind, asked.slots, asked.prompt + asked.tokens // 2)
+            if rate:
+                line["floor_ms"] = sum(line["read_bytes"].values()) / rate / 1e9
+            lines.append(line)
+            print(f"{kind}: {line['step_ms']:.2f} ms a step, {time.monotonic() - begun:.0f} s", flush=True)
+            save()
         free()
-    name = torch.cuda.get_device_name() if cuda else "cpu"
     sizes = f"{cfg.layers} layers, {asked.slots} slots of {asked.prompt} + {asked.tokens} tokens"
     print(f"{asked.preset}, {sizes}, {name}")
     for (kind, W, L), tile in chosen.items():
         print(f"fastest tile of {kind} [{W}, {L}]: {tuple(tile)}")
     print("\n".join(table(lines)))
-    if asked.json:
-        what = dict(command=" ".join(sys.argv), preset=asked.preset, layers=cfg.layers, gpu=name)
-        write_line(
-            asked.json, what | dict(date=str(date.today()), versions=versions(), decode=lines, tiles=tiles)
-        )
 
 
 if __name__ == "__main__":
