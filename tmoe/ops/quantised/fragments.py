@@ -195,6 +195,8 @@ def few_rows_direct(
         e = gl.load(tiles + 4 + pm, cache_modifier=".cg").to(gl.int64)
         first = gl.load(tiles + 4 + capacity + pm, cache_modifier=".cg")
         if pm >= count:
+            if EARLY and AHEAD:
+                gdc_wait()  # a launch that has ended waited for the previous one
             return
     else:
         e = pm.to(gl.int64) * 0
