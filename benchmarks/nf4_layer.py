@@ -60,14 +60,15 @@ def layer_calls(cfg: ModelConfig, slots: int, make: Make) -> Iterator[tuple[str,
     weights = torch.rand(slots, moe.top_k, device=x.device)
     up, down = (packed(make(*shape) / shape[2] ** 0.5, "nf4") for shape in ((E, 2 * width, D), (E, D, width)))
     base = Nf4Weights(up, down, None, moe.activation)
-    values = [dequantise(m.parts, "nf4", m.shape, x.dtype) for m in (up, down)]
-    whole = ExpertWeights(values[0], values[1], None, moe.activation)
-    yield "bf16", lambda: moe_mlp(x, *values, weights, ids, None, moe.activation)
+    w_up, w_down = (dequantise(m.parts, "nf4", m.shape, x.dtype) for m in (up, down))
+    whole = ExpertWeights(w_up, w_down, None, moe.activation)
+    without = lambda: moe_mlp(x, w_up, w_down, weights, ids, None, moe.activation)  # noqa: E731
+    yield "bf16", without
     for rank in (0, *RANKS):
         adapters = adapters_of(cfg, rank, make) if rank else None
         nf4 = lambda a=adapters: moe_mlp_nf4(x, base, a, weights, ids)  # noqa: E731
         if adapters is None:
-            want = moe_mlp(x, *values, weights, ids, None, moe.activation)
+            want = without()
         else:
             plain = lambda a=adapters: moe_mlp_adapted(x, whole, a, weights, ids)  # noqa: E731
             want = plain()
@@ -98,7 +99,8 @@ def main() -> None:
     asked = flags.parse_args()
     cfg = presets()[asked.preset].model
     if asked.tiny:
-        cfg = replace(cfg, moe=replace(cfg.moe, experts=8, top_k=2, ffn_dim=64), **(TINY | dict(dim=64)))
+        moe = replace(cfg.moe, experts=8, top_k=2, ffn_dim=64)
+        cfg = replace(replace(cfg, moe=moe, **TINY), dim=64)  # whole blocks of 64
     cuda = asked.device == "cuda"
     torch.manual_seed(0)
     dtype = torch.bfloat16 if cuda else torch.float32

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import perplexity, quantised
+from benchmarks import nf4_layer, perplexity, quantised, quantised_forms
 from tmoe.base.quantised import integers
+from tmoe.config.presets import presets
 from tmoe.model.quantised import quantised_copy
 
 
@@ -55,3 +56,45 @@ def test_the_tables_and_the_line(monkeypatch, tmp_path, capsys):
     ]
     rows = list(quantised.table(lines))
     assert rows[2].endswith("1.70  1.65 reached") and rows[3].endswith("2.30  2.4 MISSED")
+
+
+def test_bytes_of_a_step():
+    """By hand: qwen3-30b-a3b has 48 layers of 128 experts [3 x 768, 2048], qkv [5120, 2048], out of 4096."""
+    cfg = presets()["qwen3-30b-a3b"].model
+    bf16, int8, int4 = (quantised.read_bytes(cfg, kind, 64, 272) for kind in ("bf16", "int8", "int4"))
+    touched = 1 - (120 / 128) ** 64
+    codes = 128 * 3 * 768 * 2048
+    assert bf16["experts"] == pytest.approx(48 * touched * 2 * codes)
+    assert int8["experts"] == pytest.approx(48 * touched * (codes + 2 * 128 * (2 * 768 + 2048)))
+    assert int4["experts"] == pytest.approx(48 * touched * (codes / 2 + 2 * codes / 128))
+    assert bf16["dense"] == 48 * 2 * (5120 + 4096) * 2048
+    assert bf16["head"] == int8["head"] == 2 * 151936 * 2048
+    assert bf16["keys"] == int4["keys"] == 64 * 272 * 48 * 2 * 4 * 128 * 2
+
+
+def test_every_tile_divides_its_matrix_and_the_default_is_first():
+    cfg = presets()["qwen3-30b-a3b"].model
+    tasks = quantised_forms.tasks(cfg, ["int8", "int4", "fp8", "nf4"], 64)
+    assert len(tasks) == len({*tasks})
+    defaults = {}
+    for _, kind, _, name, tile in tasks:
+        defaults.setdefault((kind, name), tile)
+        L = dict(up=2048, qkv=2048, down=768, out=4096)[name]
+        row = L // 2 if kind in ("int4", "nf4") else L
+        assert row % (tile.BL * tile.parts if tile.direct else tile.parts * 32) == 0
+        assert not (kind == "nf4" and tile.direct)
+    assert {tile.direct for *_, tile in tasks} == {True, False}
+    for kind in ("int8", "int4", "fp8", "nf4"):
+        assert [defaults[kind, name].parts for name in ("up", "down", "qkv", "out")] == [1, 1, 2, 4]
+
+
+def test_nf4_with_adapters_is_compared(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "nf4.jsonl"
+    words = f"nf4_layer --device cpu --tiny --slots 5 --json {out}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    nf4_layer.main()
+    names = {*json.loads(out.read_text())["us"]}
+    assert {"bf16", "nf4", "bf16, rank 8", "nf4, rank 8", "qkv, nf4", "out, bf16"} <= names
+    monkeypatch.setattr(nf4_layer, "moe_mlp_nf4", lambda x, *_: x)  # a wrong op ends it
+    with pytest.raises(AssertionError, match="nf4, rank 0: wrong by"):
+        nf4_layer.main()

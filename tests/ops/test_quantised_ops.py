@@ -372,6 +372,26 @@ def test_a_decode_step_with_adapters_on_nf4_fits_on_hopper(r, q):
     assert names.count("rows_kernel") == bool(r) + bool(q)
 
 
+@compiled
+@pytest.mark.parametrize("kind", slow_but(["int8"], KINDS))
+def test_parts_fit_on_hopper_and_start_early(kind):
+    """The tiles of few and of many rows, and the kernel that adds the parts."""
+    names = []
+
+    def visit(name, key, compile):
+        names.append(name)
+        assert_fits(measure("cuda:90", name, compile)._replace(programs=1), CHIPS["cuda:90"])
+        assert "griddepcontrol.wait" in compile().asm["ptx"]
+
+    parts = (torch.empty(s, dtype=t, device="meta") for _, s, t in stored(kind, (5120, 2048)))
+    matrix = Matrix(kind, (5120, 2048), tuple(parts))
+    with compile_only("cuda:90", visit):
+        for rows in (16, 64):
+            x = torch.empty(rows, 2048, dtype=bf16, device="meta")
+            gpu.few_rows(x, matrix, x[0].new_empty(5120), gpu.in_parts(kind, rows, 5120, 2048, 132))
+    assert names == ["few_rows", "add_parts"] * 2
+
+
 SHAPES = [(2048, 768, 128, 64, 8), (200, 72, 4, 8, 2), (2880, 2880, 32, 64, 4), (192, 64, 4, 60, 2)]
 
 
