@@ -166,8 +166,9 @@ def compiled(task: tuple[str, Case]) -> int:
 
     def visit(kernel: str, key: str, compile: Callable[[], Any]) -> None:
         nonlocal count
-        compile()
-        count += 1
+        with contextlib.suppress(Exception):  # the check below states it
+            compile()
+            count += 1
 
     halves = 2
     make = lambda *shape: torch.empty(*shape, device="meta", dtype=torch.bfloat16)  # noqa: E731

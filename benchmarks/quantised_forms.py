@@ -238,7 +238,7 @@ def is_right(kind: str, tile: Tile, one: bool, K: int) -> bool:
     except Exception as error:  # it does not fit
         print(f"{kind} {tuple(tile)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         return False
-    right = max(errors) < 0.01 and (same or not tile.direct)
+    right = max(errors) < 0.015 and (same or not tile.direct)
     if not right or not same:
         print(
             f"{kind} {tuple(tile)}: {'' if right else 'WRONG, '}errors {errors}, row alone: {same}",
