@@ -237,18 +237,27 @@ def few_rows_direct(
             acc = acc * gl.expand_dims(scale, 1)
         if bias is not None:
             acc += gl.expand_dims(gl.load(bias + before + own).to(gl.float32), 1)
-        out = acc
-        if ACT is not None:
-            rounded = acc.to(y.dtype.element_ty).to(gl.float32)  # like H in training
-            if HALVES == 2:
-                both = rounded.reshape([BN // 16, 2, 8, BM]).permute((0, 2, 3, 1))
-                gate, up = gl.split(both)
-                out = activate(gate, up, True, ACT).reshape([BW, BM])
-            else:
-                out = activate(rounded, rounded, True, ACT)
+        out = activated(acc, y, ACT)
         store(y, out, begin, last, pn * BW, W, WARPS)
         if begin + BM < last:
             words = load_codes(codes_at, 0, BL)
+
+
+@gluon.jit
+def activated(acc, y, ACT: gl.constexpr):
+    """The activation of a tile [BN, BM], whose gate's rows are those of `row_of`; without one the tile."""
+    if ACT is None:
+        return acc
+    else:
+        rounded = acc.to(y.dtype.element_ty).to(gl.float32)  # like H in training
+        if halves(ACT) == 2:
+            BN: gl.constexpr = acc.shape[0]
+            BM: gl.constexpr = acc.shape[1]
+            both = rounded.reshape([BN // 16, 2, 8, BM]).permute((0, 2, 3, 1))
+            gate, up = gl.split(both)
+            return activate(gate, up, True, ACT).reshape([BN // 2, BM])
+        else:
+            return activate(rounded, rounded, True, ACT)
 
 
 @gluon.jit
