@@ -114,7 +114,7 @@ def products(cfg: ModelConfig, kind: str, slots: int, device: str = "cuda") -> I
     layer = LayerLaunches(x, (E, D, width), K, route(ids, E), None, (), moe.activation)
     up: dict[str, Any] = dict(activation=moe.activation, layer=layer, gather=True)
     yield Work("up", x, [matrix((E, 2 * width, D))], up)
-    yield Work("down", act, [matrix((E, D, width))], dict(layer=layer))
+    yield Work("down", act, [matrix((E, D, width))], dict(layer=layer, routed=True))
     for name, (W, L) in dense_shapes(cfg).items():
         yield Work(name, make(slots, L), [matrix((W, L)) for _ in range(COPIES)], {})
 
@@ -169,7 +169,9 @@ def compiled(task: tuple) -> int:
     with compile_only("cuda:90", visit):
         for work in products(cfg, kind, slots, "meta"):
             if work.name == name:
-                gpu.few_rows(work.x, work.matrices[0], None, tile, **work.how)
+                for captured in (True, False) if tile.direct else (False,):
+                    gpu.settled = lambda device, captured=captured: captured
+                    gpu.few_rows(work.x, work.matrices[0], None, tile, **work.how)
         call_both(kind, tile, name in dense_shapes(cfg), cfg.moe.top_k, "meta")
     return count
 
@@ -247,6 +249,17 @@ def is_right(kind: str, tile: Tile, one: bool, K: int) -> bool:
     return right
 
 
+def same_in_a_graph(run: Callable[[int], Tensor]) -> bool:
+    """Whether a replayed graph of two calls gives a call's bits."""
+    want = run(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(1)
+        got = run(0)
+    graph.replay()
+    return torch.equal(got, want)
+
+
 # ---- times ----
 
 Chosen = dict[tuple[str, int, int], Tile]  # by kind and the shape of a matrix
@@ -268,6 +281,9 @@ def fastest(cfg: ModelConfig, kind: str, slots: int, deadline: float) -> tuple[C
                 matrix = work.matrices[i % len(work.matrices)]  # noqa: B023
                 return gpu.few_rows(work.x, matrix, None, tile, **work.how)  # noqa: B023
 
+            if not same_in_a_graph(run):
+                print(f"{kind} {work.name} {tuple(tile)}: WRONG in a graph", flush=True)
+                continue
             took = ms(run)
             print(f"{kind} {work.name} {tuple(tile)}: {took * 1e3:.1f} us, {nbytes / took / 1e9:.2f} TB/s")
             speed = dict(us=took * 1e3, tb_s=nbytes / took / 1e9)

@@ -179,7 +179,8 @@ def few_rows_direct(
 
     x and codes are int32, so L counts pairs of numbers and C words of four bytes. BL: bytes of a row in a
     step, a multiple of 64; of int4 64, a group. steps: of a part of a row. ODD: whether their number is odd.
-    AHEAD: nothing but rows of x comes from the previous kernel, so the first codes are loaded while it runs.
+    AHEAD: the previous kernel writes nothing that this one reads but rows of x, so the first codes are loaded
+        while it runs.
     """
     HALVES: gl.constexpr = halves(ACT)
     BW: gl.constexpr = BN // HALVES

@@ -163,6 +163,11 @@ def fits_direct(x: Tensor, matrix: Matrix, tile: Tile) -> bool:
     return int(arch[5:]) >= 80 and whole
 
 
+def settled(device: torch.device) -> bool:
+    """Whether the previous kernel cannot have written a weight: in a captured graph, as in decoding."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def few_rows(
     x: Tensor,
     matrix: Matrix,
@@ -207,7 +212,7 @@ def few_rows(
             *words, bias, order, *table, y, rows, W, L // 2, C // 4, G, num_n, C // tile.BL // parts,
             matrix.kind, act, K, height, layer is not None,
             tile.BN, tile.BM, tile.BL, C // tile.BL // parts % 2 == 1, tile.warps, parts, bool(ahead),
-            layer is None or routed,
+            (layer is None or routed) and settled(x.device),
             num_warps=tile.warps, **ahead,
         )  # fmt: skip
         return y if parts == 1 else sum_of(y, rest, x.dtype)
