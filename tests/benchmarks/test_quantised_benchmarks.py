@@ -59,7 +59,7 @@ def test_the_tables_and_the_line(monkeypatch, tmp_path, capsys):
 
 
 def test_bytes_of_a_step():
-    """By hand: qwen3-30b-a3b has 48 layers of 128 experts [3 x 768, 2048], qkv [5120, 2048], out of 4096."""
+    """qwen3-30b-a3b, by hand: 48 layers of 128 experts [3 x 768, 2048], qkv [5120, 2048], out of 4096."""
     cfg = presets()["qwen3-30b-a3b"].model
     bf16, int8, int4 = (quantised.read_bytes(cfg, kind, 64, 272) for kind in ("bf16", "int8", "int4"))
     touched = 1 - (120 / 128) ** 64
