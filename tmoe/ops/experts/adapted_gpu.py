@@ -24,8 +24,9 @@ from tmoe.ops.experts import adapted_kernels as kernels
 from tmoe.ops.experts import gpu
 from tmoe.ops.experts.gpu import Product, halves, plain, ragged, windows
 from tmoe.ops.experts.pair_order import Metadata, power_of_2, route
-from tmoe.ops.launch.kernel_launch import cdiv, empty, launch
+from tmoe.ops.launch.kernel_launch import cdiv, early, empty, launch
 
+COPY = 512  # rows of a factor that a program of narrow_kernel widens at a time
 FEW = 48  # up to this many rows per expert, tiles of narrow products have 64 rows
 
 
@@ -63,10 +64,12 @@ class AdaptedLaunches(gpu.LayerLaunches):
         portable.tma = False  # operands are read by pointers
         cfg = portable.config("down")
         few = self.N <= FEW * self.E
-        if self.tma and few:  # few steps, since each waits for memory
-            cfg = cfg._replace(BM=64, BL=64 if L % 256 else 256, stages=3)
+        if (
+            self.tma and few
+        ):  # few steps, since each waits for memory; many warps, since most rows are not there
+            cfg = cfg._replace(BM=64, BL=64 if L % 256 else 256, warps=8, stages=3)
         elif self.tma:  # many bytes in flight
-            cfg = cfg._replace(BM=128, BL=64, stages=4)
+            cfg = cfg._replace(BM=128, BL=64, stages=4, ctas=3)
         return cfg, gather and not few
 
     def chunk(self, R: int) -> Chunk:
@@ -80,7 +83,7 @@ class AdaptedLaunches(gpu.LayerLaunches):
     def tile(self, R: int) -> Tile:
         """The sizes of factor_kernel for rank R."""
         if self.tma:
-            return Tile(128, 64, 4, 4, 2, 2)
+            return Tile(128, 128, 4, 3, 2, 2) if R <= 16 else Tile(128, 64, 4, 4, 2, 2)
         if self.x.element_size() == 2:
             return Tile(64, 64 if R <= 16 else 32, 4, 4, 2, 4)
         return Tile(32, 32, 4, 4, 2, 4)
@@ -97,16 +100,20 @@ class AdaptedLaunches(gpu.LayerLaunches):
         L, R = a.shape[1], b.shape[1]
         W = wide(R)
         cfg, spread = self.narrow_config(L, gather)
-        c, wider, height = self.empty(self.N, W), None, 0
+        c, wider, height, copies = self.empty(self.N, W), None, 0, 0
         if other is not None and W > R:
             height = other.shape[0] * other.shape[1]
             wider = self.empty(*other.shape[:2], W)
+            copies = min(self.sms, cdiv(height, COPY))
+        (programs,) = self.grid(cfg, self.row_tiles(cfg, W, steps(R)))
+        ahead = early(self.x.device)
         launch(
-            kernels.narrow_kernel, self.grid(cfg, self.row_tiles(cfg, W, steps(R))),
+            kernels.narrow_kernel, (programs + copies,),
             a, b, c, None if wider is None else other, wider, self.meta.order, *self.tile_args(cfg),
-            self.E, self.bits(cfg.BM), L, R, W, height, scale,
-            cfg.BM, steps(R), cfg.BL, power_of_2(W), power_of_2(self.E), cfg.GROUP, self.K, gather, spread,
-            self.even(cfg, L), self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
+            self.E, self.bits(cfg.BM), L, R, W, height, scale, programs,
+            cfg.BM, steps(R), cfg.BL, COPY, power_of_2(W), power_of_2(self.E), cfg.GROUP, self.K, gather,
+            spread, self.even(cfg, L), self.precision, bool(ahead),
+            num_warps=cfg.warps, num_stages=cfg.stages, **ahead,
         )  # fmt: skip
         return c, other if wider is None else wider
 

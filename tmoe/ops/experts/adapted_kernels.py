@@ -9,6 +9,7 @@ next: ops/experts/kernels.py
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from tmoe.ops.experts.kernels import (
     finish_dh,
@@ -102,17 +103,20 @@ def dh_adapted(
                   BM, BN, SUB, ACT, TMA)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["capacity", "GROUP", "E", "bits", "scale", "height"])
+@triton.jit(do_not_specialize=["capacity", "GROUP", "E", "bits", "scale", "height", "programs"])
 def narrow_kernel(
-    a, b, c, other, wide, order, tiles, capacity, offsets, E, bits, L, R, W, height, scale,
-    BM: tl.constexpr, RB: tl.constexpr, BL: tl.constexpr, WP: tl.constexpr, EP: tl.constexpr, GROUP,
-    K: tl.constexpr, GATHER: tl.constexpr, SPREAD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    a, b, c, other, wide, order, tiles, capacity, offsets, E, bits, L, R, W, height, scale, programs,
+    BM: tl.constexpr, RB: tl.constexpr, BL: tl.constexpr, COPY: tl.constexpr, WP: tl.constexpr,
+    EP: tl.constexpr, GROUP, K: tl.constexpr, GATHER: tl.constexpr, SPREAD: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """C[rows of e] = scale * A rows @ B[e]^T, the u of `step`; the columns R..W of C are zero.
 
-    other: None, or the adapter's other factor [height, R], which is copied to `wide` [height, W], with zeros
-    in the columns from R on: a tensor descriptor needs rows of 16 bytes. A launch that only copies would cost
-    a decode step more than the copy. WP: a power of two, at least W.
+    programs: the number of programs that compute C.
+    other: None, or the adapter's other factor [height, R]. The further programs copy it to `wide`
+    [height, W], COPY rows at a time, with zeros in the columns from R on: a tensor descriptor needs rows of
+    16 bytes. A launch that only copies would cost a decode step more than the copy. WP: a power of two, at
+    least W.
 
     B is [E, R, L]. With GATHER the rows of A are those of the tokens order[r] // K. SPREAD: row tiles are in
     the order of `spread_at`, else in that of the table. EVEN: BL divides L.
@@ -120,15 +124,20 @@ def narrow_kernel(
     Rows past the expert's end are not loaded: if all of them were one token's row, all programs would read
     the same memory at the same time (hopper.py's loader).
     """
+    if EARLY:
+        gdc_wait()
+    pid = tl.program_id(0)
     if other is not None:
         k = tl.arange(0, WP)[None, :]
-        for t in tl.range(tl.program_id(0), tl.cdiv(height, BM), tl.num_programs(0)):
-            i = (t * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+        copies = tl.cdiv(height, COPY)
+        begin = tl.where(pid < programs, copies, pid - programs)
+        for t in tl.range(begin, copies, tl.maximum(tl.num_programs(0) - programs, 1)):
+            i = (t * COPY + tl.arange(0, COPY)).to(tl.int64)[:, None]
             values = tl.load(other + i * R + k, mask=(i < height) & (k < R), other=0.0)
             tl.store(wide + i * W + k, values, mask=(i < height) & (k < W))
     num_n = tl.cdiv(W, RB)
     l = tl.arange(0, BL)
-    for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
+    for t in tl.range(pid, tl.where(pid < programs, tl.load(tiles) * num_n, 0), programs):
         if SPREAD:
             e, j, _, lo, hi = spread_at(t // num_n, offsets, E, bits, BM, EP)
             row = lo + j * BM
