@@ -15,7 +15,7 @@ from tiers import slow_but
 from torch import Tensor
 from triton import knobs
 
-from tmoe.base.quantised import dequantise, quantise, stored
+from tmoe.base.quantised import NF4, dequantise, quantise, stored
 from tmoe.ops import reference
 from tmoe.ops.experts import gpu as experts_gpu
 from tmoe.ops.experts.adapted import Adapters, moe_mlp_adapted
@@ -24,7 +24,7 @@ from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.quantised import gpu
 from tmoe.ops.quantised.adapted import Nf4Call, few_rows
 from tmoe.ops.quantised.gpu import KINDS, Matrix
-from tmoe.ops.quantised.kernels import instructions
+from tmoe.ops.quantised.kernels import instructions, nf4_instructions
 from tmoe.ops.quantised.op import quantised_linear, quantised_moe_mlp, quantised_values
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
@@ -162,32 +162,32 @@ def halves(a: int, b: int, c: int) -> int:
     return out
 
 
-def ran(text: str, word: int) -> list[float]:
-    """The four bf16 numbers that PTX computes from a word of four codes."""
-    known = {"$2": word}
+def ran(text: str, word: int, given: str = "$2", results: tuple[str, ...] = ("$0", "$1")) -> list[float]:
+    """The bf16 numbers that PTX computes from a word of four codes."""
+    known = {given: word}
     value = lambda name: known[name] if name in known else int(name, 0)  # noqa: E731
     for line in text.strip(" {}").split(";"):
         op, _, rest = line.strip().partition(" ")
         if not op or op == ".reg":
             continue
         out, *names = (name.strip() for name in rest.split(","))
-        given = [value(name) for name in names]
+        args = [value(name) for name in names]
         if op == "prmt.b32":
-            every = (given[0] | given[1] << 32).to_bytes(8, "little")
-            result = sum(every[given[2] >> 4 * i & 15] << 8 * i for i in range(4))
+            every = (args[0] | args[1] << 32).to_bytes(8, "little")
+            result = sum(every[args[2] >> 4 * i & 15] << 8 * i for i in range(4))
         elif op == "lop3.b32":
-            assert given[3] == 0xEA
-            result = given[0] & given[1] | given[2]
+            assert args[3] == 0xEA
+            result = args[0] & args[1] | args[2]
         elif op == "fma.rn.bf16x2":
-            result = halves(*given[:3])
+            result = halves(*args[:3])
         else:
             result = {
                 "mov.b32": lambda a: a,
                 "shr.u32": lambda a, n: a >> n,
                 "and.b32": lambda a, b: a & b,
-            }[op](*given)
+            }[op](*args)
         known[out] = result
-    return [bf16_of(known[name] >> shift & 0xFFFF) for name in ("$0", "$1") for shift in (0, 16)]
+    return [bf16_of(known[name] >> shift & 0xFFFF) for name in results for shift in (0, 16)]
 
 
 @compiled
@@ -206,6 +206,26 @@ def test_instructions_convert_every_code(kind):
             continue  # NaN, which is never stored
         four = [code, (code + 101) % 127, 3, (code * 7) % 127]
         assert ran(text, int.from_bytes(bytes(four), "little")) == [float(want[i]) for i in four]
+
+
+@compiled
+def test_instructions_convert_every_code_of_nf4():
+    table = torch.tensor(NF4).to(bf16).float().tolist()
+    for code in range(256):
+        four = [code, (code * 37 + 101) % 256, 255 - code, code * 7 % 256]
+        found = ran(nf4_instructions(), int.from_bytes(bytes(four), "little"), "$4", ("$0", "$1", "$2", "$3"))
+        assert found == [table[c >> 4] for c in four] + [table[c & 15] for c in four]
+
+
+@compiled
+def test_no_table_of_nf4_is_read_from_memory_in_a_step():
+    """A copy of a number from the table took more time than all else of a product with codes."""
+    found = {}
+    tile = gpu.tile_of("nf4", 8, 2048, "cuda:90", bf16)
+    with compile_only("cuda:90", lambda name, key, compile: found.setdefault(name, compile())):
+        gpu.few_rows(torch.empty(8, 2048, dtype=bf16, device="meta"), nf4_of(1, 256, 2048), None, tile)
+    ptx = found["few_rows"].asm["ptx"]
+    assert ptx.count("prmt.b32") >= 64 and "cp.async.ca" not in ptx and "cp.async.cg" in ptx
 
 
 # ---- kernels ----
@@ -272,9 +292,9 @@ def test_parts_of_a_sum_are_added(kind, parts):
 
 
 def test_a_single_matrix_is_read_once_by_most_multiprocessors():
-    """On Hopper 64 rows are one tile, and the length has parts until three quarters of 132 have work."""
+    """On Hopper 64 rows are one tile, and the length has two parts if the columns have few tiles."""
     for kind in KINDS:
-        for W, L, parts in ((5120, 2048, 2), (2048, 4096, 4), (2048, 768, 1), (151936, 2048, 1)):
+        for W, L, parts in ((5120, 2048, 2), (2048, 4096, 2), (2048, 768, 1), (151936, 2048, 1)):
             tiles = [gpu.in_parts(kind, rows, W, L, 132) for rows in (1, 16, 17, 64, 128)]
             assert {tile.parts for tile in tiles} == {parts}
             assert [tile.BM for tile in tiles] == [16, 16, 64, 64, 64]

@@ -114,25 +114,34 @@ def tile_of(kind: str, rows: float, L: int, arch: str, dtype: torch.dtype) -> Ti
     if L % (INT4_GROUP if group else 64):
         return Tile(64, min(BM, 32), INT4_GROUP if group else 32, 4, 3)
     if arch == "cuda:90" and BM <= 32:
-        # with four warps triton takes wgmma, whose left operand it reads from shared memory byte by byte
-        return Tile(64, BM, 64 if L % 128 else 128, 2, 5 if group else 4)
+        return of_few_on_hopper(group, 8 if rows <= 8 else BM, L)
     stages = 4 if arch == "cuda:90" else 3
     return Tile(128 if BM <= 32 else 64, BM, 64 if L % 128 else 128, 4, stages)
+
+
+def of_few_on_hopper(group: bool, BM: int, L: int) -> Tile:
+    """The tile on Hopper for at most 32 rows of x; 64 divides L. group: whether a step is a group.
+
+    With four warps triton takes wgmma, whose left operand it reads from shared memory byte by byte.
+    """
+    if BM == 8 and L >= 2048 and L % 256 == 0 and not group:
+        return Tile(64, BM, 256, 2, 3)
+    return Tile(64, BM, 64 if L % 128 else 128, 2, 5 if group else 4)
 
 
 def in_parts(kind: str, rows: int, W: int, L: int, sms: int) -> Tile:
     """The tile on Hopper for rows of x to a single matrix [W, L], where 128 divides L.
 
-    Up to 64 rows are one tile, so that each code is read and converted once. The length is divided until most
-    multiprocessors work. The parts do not depend on the rows.
+    Up to 64 rows are one tile, so that each code is read and converted once. The length has two parts if the
+    columns alone do not give each multiprocessor a program. More parts were slower: a program needs some
+    steps. The parts do not depend on the rows.
     """
     tile = tile_of(kind, 16 if rows <= 16 else ROWS, L, "cuda:90", torch.bfloat16)
-    most = L // 128 // 4  # a part has at least four steps
-    while cdiv(W, tile.BN) * tile.parts * 4 < 3 * sms and 2 * tile.parts <= most:
-        if L // 128 % (2 * tile.parts):
-            break
-        tile = tile._replace(parts=2 * tile.parts)
-    return tile
+    if tile.BM == ROWS and kind == "nf4":
+        tile = tile._replace(warps=2)  # pairs of x are divided in registers, and wgmma reads shared memory
+    elif tile.BM == ROWS:
+        tile = tile._replace(stages=3)
+    return tile._replace(parts=2 if L % 1024 == 0 and cdiv(W, tile.BN) < sms else 1)
 
 
 def tile_of_one(kind: str, rows: int, W: int, x: Tensor) -> Tile:
@@ -194,40 +203,42 @@ def few_rows(
     )
     rest, bias = (bias, None) if parts > 1 else (None, bias)
     num_n = cdiv(W, tile.BN // halves)
-    height = tile.BM if layer is None else ROWS
-    if layer is None:
-        table, tiles = (x, 0, x), cdiv(rows, height)
-    else:
-        capacity = Metadata.capacity(layer.N, layer.E, ROWS)
-        table, tiles = (layer.meta.tiles[ROWS], capacity, layer.meta.offsets), layer.N // ROWS + layer.E
+    table, tiles, height = _table(x, tile, layer)
     act = None if activation is None else activations.full(activation)
     order = layer.meta.order if gather and layer else None
     K, grid = layer.K if layer else 1, (max(1, tiles * num_n), parts)
-    ahead = early(x.device)
+    rows_of = bias, order, *table, y, rows, W
+    how = matrix.kind, act, K, height, layer is not None, tile.BN, tile.BM, tile.BL
+    ahead, (C, G) = early(x.device), matrix.a_row
     if tile.direct:
-        C, G = matrix.a_row
-        words = x.view(torch.int32), matrix.codes.view(torch.int32), matrix.scales
+        steps = C // tile.BL // parts
         launch(
             fragments.few_rows_direct, grid,
-            *words, bias, order, *table, y, rows, W, L // 2, C // 4, G, num_n, C // tile.BL // parts,
-            matrix.kind, act, K, height, layer is not None,
-            tile.BN, tile.BM, tile.BL, C // tile.BL // parts % 2 == 1, tile.warps, parts, bool(ahead),
+            x.view(torch.int32), matrix.codes.view(torch.int32), matrix.scales, *rows_of,
+            L // 2, C // 4, G, num_n, steps,
+            *how, steps % 2 == 1, tile.warps, parts, bool(ahead),
             (layer is None or routed) and settled(x.device),
             num_warps=tile.warps, **ahead,
         )  # fmt: skip
-        return y if parts == 1 else sum_of(y, rest, x.dtype)
-    step = {"int4": INT4_GROUP, "nf4": NF4_BLOCK}.get(matrix.kind, tile.BL)
-    ptx = arch.startswith("cuda") and x.device.type != "cpu"
-    precision = "tf32" if tf32() and ptx else "ieee"
-    launch(
-        kernels.few_rows, grid,
-        x, *arguments(matrix), bias, order, *table, y,
-        rows, W, L, *matrix.a_row, num_n,
-        matrix.kind, act, K, height,
-        layer is not None, tile.BN, tile.BM, tile.BL, L % step == 0, ptx, precision, parts, bool(ahead),
-        num_warps=tile.warps, num_stages=tile.stages, **ahead,
-    )  # fmt: skip
+    else:
+        step = {"int4": INT4_GROUP, "nf4": NF4_BLOCK}.get(matrix.kind, tile.BL)
+        ptx = arch.startswith("cuda") and x.device.type != "cpu"
+        precision = "tf32" if tf32() and ptx else "ieee"
+        launch(
+            kernels.few_rows, grid,
+            x, *arguments(matrix), *rows_of, L, C, G, num_n,
+            *how, L % step == 0, ptx, precision, parts, bool(ahead),
+            num_warps=tile.warps, num_stages=tile.stages, **ahead,
+        )  # fmt: skip
     return y if parts == 1 else sum_of(y, rest, x.dtype)
+
+
+def _table(x: Tensor, tile: Tile, layer: LayerLaunches | None) -> tuple[tuple[Tensor, int, Tensor], int, int]:
+    """The table of row tiles (without a layer it is not read), an upper bound on their number, their rows."""
+    if layer is None:
+        return (x, 0, x), cdiv(x.shape[0], tile.BM), tile.BM
+    capacity = Metadata.capacity(layer.N, layer.E, ROWS)
+    return (layer.meta.tiles[ROWS], capacity, layer.meta.offsets), layer.N // ROWS + layer.E, ROWS
 
 
 def sum_of(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -11,10 +11,13 @@ interpreter) the same values are computed in plain arithmetic.
 next: quantised/gpu.py
 """
 
+import struct
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tmoe.base.quantised import NF4
 from tmoe.ops.experts.kernels import activate, halves_of
 
 GROUP = tl.constexpr(128)  # of int4; tmoe/base/quantised.py
@@ -55,6 +58,46 @@ def instructions(kind):
             text += mask.format("d", half, "0x000F000F", "d")
         text += add.format(out, "d", "one", "c")
     return text + " }"
+
+
+def nf4_instructions() -> str:
+    """PTX that converts four bytes of NF4, $4, to bf16: high four bits to $0 and $1, the low to $2 and $3.
+
+    A byte permutation looks four codes up in a table of eight bytes. So a table of 16 bf16 numbers takes four
+    of them: of both bytes of a number, for codes below 8 and for the others, of which a fifth chooses one.
+    """
+    bits = [int.from_bytes(struct.pack("<f", value), "little") for value in NF4]
+    halves = [(b + 0x7FFF + (b >> 16 & 1)) >> 16 for b in bits]  # rounded to the nearest, ties to even
+    text = "{ .reg .b32 s, g, m, n, lo, hi, " + ", ".join(f"l{i}, h{i}" for i in range(4)) + "; "
+    for name, shift in (("l", 0), ("h", 8)):
+        for i in range(4):
+            word = sum((half >> shift & 0xFF) << 8 * k for k, half in enumerate(halves[4 * i : 4 * i + 4]))
+            text += f"mov.b32 {name}{i}, {word:#x}; "
+    text += "and.b32 s, $4, 0x77777777; shr.u32 g, $4, 1; "
+    text += "lop3.b32 g, g, 0x44444444, 0x32103210, 0xEA; "  # byte i of m, or of n if the code is 8 or more
+    for first, second in (("$0", "$2"), ("$1", "$3")):
+        for name, out in (("l", "lo"), ("h", "hi")):
+            text += f"prmt.b32 m, {name}0, {name}1, s; prmt.b32 n, {name}2, {name}3, s; "
+            text += f"prmt.b32 {out}, m, n, g; "
+        text += f"prmt.b32 {first}, lo, hi, 0x7351; prmt.b32 {second}, lo, hi, 0x6240; "
+        text += "shr.u32 s, s, 16; shr.u32 g, g, 16; " if first == "$0" else ""
+    return text + "}"
+
+
+NF4_TEXT = tl.constexpr(nf4_instructions())
+
+
+@triton.jit
+def nf4_numbers(codes):
+    """The numbers of NF4 in bf16, before maxima: those of the high four bits, and of the low."""
+    return tl.inline_asm_elementwise(
+        NF4_TEXT,  # pyrefly: ignore[bad-argument-type] (the text of a constexpr)
+        "=r,=r,=r,=r,r",
+        [codes],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -102,8 +145,9 @@ def times_rows(
 ):  # fmt: skip
     """acc [BN, BM] = rows of the weight times rows of x, over the length L.
 
-    x_at: [BL, BM], for int4 [64, BM], for nf4 [32, BM] of even columns: addresses of the first step; columns
-        without a row repeat a valid one. codes_at: the same of codes, [BN, BL], [BN, 64] or [BN, 32].
+    x_at: [BL, BM], for int4 [64, BM], for nf4 [32, BM] of even columns, or of pairs of bf16 as int32:
+        addresses of the first step; columns without a row repeat a valid one.
+    codes_at: the same of codes, [BN, BL], [BN, 64] or [BN, 32].
     first: [BN], the number of the row's first scale. here: [BN], whether the row of the weight exists.
     l: 0, 1, ... of a step.
     EVEN: whether L is a multiple of a step.
@@ -127,10 +171,17 @@ def times_rows(
     elif KIND == "nf4":
         for g in range(tl.cdiv(L, HALF)):
             codes = tl.load(codes_at + g * (HALF // 2), mask=here[:, None], other=0)
-            even = tl.load(x_at + g * HALF)
-            odd = tl.load(x_at + g * HALF + 1)
-            part = tl.dot(tl.load(four + (codes >> 4)).to(dtype), even, input_precision=PRECISION)
-            part = tl.dot(tl.load(four + (codes & 15)).to(dtype), odd, part, input_precision=PRECISION)
+            if dtype == tl.int32:
+                high, low = nf4_numbers(codes)
+                pairs = tl.load(x_at + g * (HALF // 2))
+                even = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+                odd = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            else:
+                high, low = tl.load(four + (codes >> 4)).to(dtype), tl.load(four + (codes & 15)).to(dtype)
+                even = tl.load(x_at + g * HALF)
+                odd = tl.load(x_at + g * HALF + 1)
+            part = tl.dot(high, even, input_precision=PRECISION)
+            part = tl.dot(low, odd, part, input_precision=PRECISION)
             acc += part * maximum_of(scales, most, offset, eight, first + g, here)[:, None]
         return acc
     else:
@@ -209,17 +260,21 @@ def few_rows(
     l = tl.arange(0, step)
     codes_at = codes + row[:, None] * C + l[None, :]
     column = l * 2 if KIND == "nf4" else l
+    PAIRS: tl.constexpr = KIND == "nf4" and PTX and x.dtype.element_ty == tl.bfloat16
     for begin in range(first, last, BM):
         r = begin + tl.arange(0, BM)
         source = tl.minimum(r, last - 1)
         if order is not None:
             source = tl.load(order + source) // K
-        x_at = x + source.to(tl.int64)[None, :] * L + column[:, None]
-        codes_of_part, scale, length = codes_at, row * G, L
+        codes_of_part, scale, length = codes_at, row * G, L // PARTS
+        if PAIRS:
+            pairs = x.to(tl.pointer_type(tl.int32), bitcast=True)
+            x_at = pairs + (source.to(tl.int64)[None, :] * (L // 2) + l[:, None])
+        else:
+            x_at = x + source.to(tl.int64)[None, :] * L + column[:, None]
         if PARTS > 1:
             part = tl.program_id(1)
-            length = L // PARTS
-            x_at += part * length
+            x_at += part * (length // 2 if PAIRS else length)
             codes_of_part += part * (C // PARTS)
             if KIND == "int4" or KIND == "nf4":
                 scale += part * (G // PARTS)
