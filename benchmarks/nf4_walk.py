@@ -96,7 +96,8 @@ def ran(commands: dict[str, Command], folder: Path) -> Iterator[tuple[str, str]]
     started: dict[str, subprocess.Popen] = {}
     for name, command in commands.items():
         with (folder / f"{name}.txt").open("w") as out, (folder / f"{name}.err").open("w") as errors:
-            env = os.environ | {"PYTHONPATH": str(ROOT)}
+            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            env = os.environ | {"PYTHONPATH": path}
             started[name] = subprocess.Popen(command.argv(), stdout=out, stderr=errors, cwd=ROOT, env=env)
     deadline = time.monotonic() + SECONDS
     try:

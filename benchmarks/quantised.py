@@ -10,7 +10,6 @@
    tmoe/ops/quantised/gpu.py are used.
 3. The engine decodes with random weights in bf16, int8, int4 and fp8, as in benchmarks.engine. The bars are
    1.65 times bf16 for int8 and 2.4 times for int4. With --kernels a table lists each kernel's time in a step.
-   Each kind decodes again with early starts (`decoding_early` of tmoe/ops/launch/kernel_launch.py).
 
 "floor" is the time in which the memory's measured bandwidth reads what a step reads: matrices of experts that
 some token has, dense matrices, router, head, and keys and values at half of the longest length.
@@ -47,7 +46,6 @@ from tmoe.generate.cache import bytes_a_token
 from tmoe.model.quantised import make_room
 from tmoe.model.transformer import Transformer
 from tmoe.ops import reference
-from tmoe.ops.launch import kernel_launch
 from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.quantised import gpu
 from tmoe.ops.quantised.gpu import KINDS, Matrix
@@ -216,16 +214,6 @@ def model_in(cfg: ModelConfig, kind: str, device: str) -> Transformer:
     return model
 
 
-@contextlib.contextmanager
-def early_starts() -> Iterator[None]:
-    """Kernels of a decoding step between its products start while the previous kernel ends."""
-    kernel_launch.decoding_early = True
-    try:
-        yield
-    finally:
-        kernel_launch.decoding_early = False
-
-
 @torch.no_grad()
 def decode(cfg: ModelConfig, kind: str, asked: argparse.Namespace) -> dict[str, Any]:
     """The time of a step, and the memory of the weights."""
@@ -237,12 +225,6 @@ def decode(cfg: ModelConfig, kind: str, asked: argparse.Namespace) -> dict[str, 
     run(prompts, 4, False)
     answers = run(prompts, asked.tokens, False)
     step = step_ms(answers)
-    sooner: dict[str, float] = {}
-    if asked.device == "cuda":
-        with early_starts():
-            run(prompts, 4, False)
-            sooner["early_ms"] = step_ms(run(prompts, asked.tokens, False))
-        print(f"{kind}: {step:.2f} ms a step, {sooner['early_ms']:.2f} with early starts of its kernels")
     kernels: list[dict[str, Any]] = []
     if asked.kernels and asked.device == "cuda":
         kernels = kernels_of_a_step(model, prompts)
@@ -253,7 +235,6 @@ def decode(cfg: ModelConfig, kind: str, asked: argparse.Namespace) -> dict[str, 
             print(f"  {row['us']:9.1f} us {row['launches']:7.1f} x  {row['kernel']}")
     tokens_s = 1e3 * asked.slots / step
     line = dict(kind=kind, gib=held / 2**30, step_ms=step, tokens_s=tokens_s, first_s=first_s(answers))
-    line |= sooner
     return line | (dict(kernels=kernels[:40]) if kernels else {})
 
 

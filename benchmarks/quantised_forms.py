@@ -31,25 +31,17 @@ from tmoe.ops.quantised.gpu import Matrix, Tile
 from tmoe.ops.quantised.op import quantised_moe_mlp
 
 # (rows of the weight, rows of x, step along the length, warps, stages); a group is int4's and nf4's step
-WIDE = [(64, 16, 128, 2, 4), (64, 8, 128, 2, 4), (128, 8, 128, 2, 3), (64, 8, 256, 2, 3), (32, 8, 256, 1, 4)]
-WIDE += [(64, 16, 128, 4, 4)]
-GROUPS = [(64, 16, 128, 2, 5), (64, 8, 128, 2, 5), (128, 8, 128, 2, 4), (32, 8, 128, 1, 5)]
-GROUPS += [(256, 8, 128, 4, 3), (128, 16, 128, 2, 4)]
-# rows of the weight, rows of x, bytes of a row in a step, warps; of int4 a step is 64 bytes
-DIRECT = [
-    (64, 8, 128, 4),
-    (128, 8, 64, 4),
-    (64, 8, 64, 2),
-    (64, 8, 128, 2),
-    (64, 16, 128, 4),
-    (32, 8, 256, 2),
-]
-DIRECT_GROUPS = [(64, 8, 64, 4), (128, 8, 64, 8), (128, 8, 64, 4), (32, 8, 64, 2), (64, 16, 64, 4)]
-# a single matrix: tiles before the length had parts, others with parts, and direct ones
-BEFORE = dict(qkv=(64, 32, 128, 2, 4), out=(64, 16, 128, 2, 4))
-ONE = [(64, 64, 128, 4, 3, False, 2), (64, 64, 128, 4, 3, False, 4), (64, 64, 128, 4, 3, False, 8)]
-ONE_DIRECT = [(64, 64, 64, 4, 1, True, 2), (64, 64, 64, 4, 1, True, 4), (32, 64, 64, 2, 1, True, 2)]
-ONE_DIRECT += [(64, 32, 64, 4, 1, True, 4)]
+WIDE = [(64, 8, 256, 2, 3), (64, 8, 128, 2, 4), (32, 8, 256, 1, 4), (64, 8, 256, 2, 4)]
+GROUPS = [(64, 8, 128, 2, 5), (32, 8, 128, 1, 5), (64, 8, 128, 2, 7), (128, 16, 128, 2, 4)]
+# rows of the weight, rows of x, bytes of a row in a step, warps, stages; of int4 a step is 64 bytes
+DIRECT = [(32, 8, 256, 2, 1)]
+DIRECT_GROUPS = [(64, 8, 64, 4, 1), (64, 8, 64, 4, gpu.DEEP), (32, 8, 64, 2, gpu.DEEP)]
+DIRECT_GROUPS += [(128, 8, 64, 8, gpu.DEEP), (128, 8, 64, 4, gpu.DEEP)]
+# a single matrix: rows of the weight, rows of x, step, warps, stages, direct, parts
+ONE = [(32, 64, 128, 4, 4, False, 1), (32, 64, 256, 4, 3, False, 1), (32, 64, 128, 4, 4, False, 2)]
+ONE += [(16, 64, 128, 2, 4, False, 1), (16, 64, 256, 4, 3, False, 1), (64, 64, 128, 8, 3, False, 1)]
+ONE += [(128, 64, 128, 8, 3, False, 2), (128, 64, 128, 8, 3, False, 4), (32, 64, 128, 2, 4, False, 2)]
+ONE_DIRECT = [(64, 32, 64, 4, 1, True, 4)]
 COPIES = 16  # of a single matrix: more bytes than L2 has
 SMS = 132  # of an H100 or H200, whose tiles are compiled before this process has a GPU
 
@@ -130,12 +122,11 @@ def every_tile(kind: str, work: Work) -> list[Tile]:
     group = kind in ("int4", "nf4")
     T, (W, L) = len(work.x), work.matrices[0].shape[-2:]
     if work.one:
-        tiles = [gpu.in_parts(kind, T, W, L, SMS), Tile(*BEFORE[work.name]), *(Tile(*t) for t in ONE)]
-        tiles += [] if group else [Tile(64, 64, 64, 2, 5, False, parts) for parts in (2, 4)]
+        tiles = [gpu.in_parts(kind, T, W, L, SMS), *(Tile(*t) for t in ONE)]
         direct = [Tile(*t) for t in ONE_DIRECT]
     else:
         tiles = [Tile(*t) for t in (GROUPS if group else WIDE)]
-        direct = [Tile(*t, 1, True) for t in (DIRECT_GROUPS if group else DIRECT)]
+        direct = [Tile(*t, True) for t in (DIRECT_GROUPS if group else DIRECT)]
     tiles = [t for t in tiles if L % (128 * t.parts) == 0 or t.parts == 1]
     direct = [t for t in direct if gpu.fits_direct(work.x, work.matrices[0], t)]
     return list(dict.fromkeys(tiles + direct))
@@ -334,6 +325,13 @@ def layer_times(cfg: ModelConfig, kind: str, slots: int) -> list[dict[str, Any]]
         nbytes = sum(m.codes.nbytes + m.scales.nbytes for m in (up, down))
         times.append(dict(kind=kind, product=name, tile=None, us=took * 1e3, tb_s=nbytes / took / 1e9))
         print(f"{kind} {name}: {took * 1e3:.1f} us, {times[-1]['tb_s']:.2f} TB/s", flush=True)
+        for one, (W, L) in dense_shapes(cfg).items():
+            matrices = [random_matrix("cuda", kind, (W, L)) for _ in range(COPIES)]
+            rows = torch.randn(slots, L, device="cuda", dtype=torch.bfloat16)
+            took = ms(lambda i, m=matrices, r=rows: gpu.linear(r, m[i % COPIES], None))
+            said = name.replace("layer", one)
+            times.append(dict(kind=kind, product=said, tile=None, us=took * 1e3))
+            print(f"{kind} {said}: {took * 1e3:.1f} us", flush=True)
     gpu.early = early
     return times
 
@@ -347,7 +345,7 @@ def use(chosen: Chosen) -> None:
     ) -> Tensor:
         ours = chosen.get((matrix.kind, matrix.shape[-2], matrix.shape[-1]))
         layer = more[1] if len(more) > 1 else how.get("layer")
-        few = tile.BM == 16 if layer is not None else 16 < len(x) <= 64
+        few = tile.BM <= 16 if layer is not None else 16 < len(x) <= 64
         if ours and few and (not ours.direct or gpu.fits_direct(x, matrix, ours)):
             tile = ours
         return plain(x, matrix, bias, tile, *more, **how)

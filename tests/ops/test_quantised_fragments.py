@@ -131,6 +131,7 @@ def run(kind, W, L, act, tile, counts=COUNTS, gather=True):
             None if P > 1 else Pointer(bias), None if order is None else Pointer(order), Pointer(tiles),
             len(full), Pointer(ends), Pointer(y), N, W, L // 2, C // 4, G, num_n, steps,
             kind, act, K, 64, True, tile.BN, tile.BM, tile.BL, steps % 2 == 1, tile.warps, P, True, False,
+            gpu.last_of(steps) if tile.stages == gpu.DEEP else 0,
         )  # fmt: skip
     rows_of = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     y = y[0] if P == 1 else y.sum(0) + bias[rows_of]
@@ -151,6 +152,13 @@ def test_statements_are_the_definition(kind, act):
     step = 64 if kind == "int4" else 128
     for L in (128, 256, 384):
         got, want = run(kind, 40, L, act, Tile(64, 8, step, 4, 1, True), gather=act is not None)
+        torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=2**-9)
+
+
+def test_statements_with_three_steps_ahead_are_the_definition():
+    """One to eleven groups of int4: no loop, one iteration and two, and every number of last steps."""
+    for groups in range(1, 12):
+        got, want = run("int4", 40, 128 * groups, "swiglu", Tile(64, 8, 64, 4, gpu.DEEP, True), [3, 9])
         torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=2**-9)
 
 
@@ -178,10 +186,10 @@ def test_layouts_have_the_order_of_a_fragment():
 
 
 FIT = [("int8", Tile(64, 8, 128, 4, 1, True)), ("fp8", Tile(64, 8, 128, 4, 1, True))]
-FIT += [("int4", Tile(64, 8, 64, 4, 1, True))]
+FIT += [("int4", Tile(64, 8, 64, 4, 1, True)), ("int4", Tile(64, 8, 64, 4, gpu.DEEP, True))]
 
 
-@pytest.mark.parametrize(("kind", "tile"), slow_but(FIT[2:], FIT))
+@pytest.mark.parametrize(("kind", "tile"), slow_but(FIT[3:], FIT))
 @pytest.mark.parametrize("arch", slow_but(["cuda:90"], ["cuda:90", "cuda:80"]))
 def test_the_kernel_fits_on_the_chips(kind, tile, arch):
     names = []

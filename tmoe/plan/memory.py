@@ -30,7 +30,7 @@ from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, uses_symm
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.pipeline_schedule import Table, table
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
-from tmoe.plan.nf4_memory import in_nf4, nf4_sizes, parameter_shapes, with_nf4
+from tmoe.plan.nf4_memory import in_nf4, nf4_sizes, parameter_shapes, values_bytes, with_nf4
 from tmoe.plan.rollout_memory import several_micros, with_rollout
 
 
@@ -243,6 +243,7 @@ def _working(
     if cfg.lora.rank:
         gradients = [0] * len(blocks)
     most = max(number + block.backward for number, block in zip(gradients, blocks, strict=True))
+    most += values_bytes(cfg, span)
     if span.stop < cfg.model.layers:
         return most
     # the head's gradient is kept in the compute type until the root reduces it

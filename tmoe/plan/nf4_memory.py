@@ -80,15 +80,19 @@ def parameter_shapes(cfg: Config, layer: int) -> tuple[list[Shape], list[Shape]]
     return dense, experts
 
 
+def values_bytes(cfg: Config, span: range) -> int:
+    """Bytes of the values of a layer, which a block's forward and backward compute; the loss has none."""
+    return compute_bytes(cfg) * nf4_sizes(cfg.model, span).layer if in_nf4(cfg) else 0
+
+
 def with_nf4(parts: dict[str, int], cfg: Config, spans: Sequence[range]) -> dict[str, int]:
     """The same parts, which count parameters alone, with the buffers of a base in NF4.
 
-    The values of a layer are added to the working memory and to that of a rollout, since its products need
-    them; in a rollout those of prompts do.
+    The values of a layer are added to the memory of a rollout, since products of prompts need them.
     """
     if not in_nf4(cfg):
         return parts
     sizes = [nf4_sizes(cfg.model, span) for span in spans]
-    layer = compute_bytes(cfg) * max(size.layer for size in sizes)
-    more = dict(parameters=sum(size.bytes for size in sizes), working=layer, rollout=layer)
+    layer = max(values_bytes(cfg, span) for span in spans)
+    more = dict(parameters=sum(size.bytes for size in sizes), rollout=layer)
     return {name: size + more.get(name, 0) for name, size in parts.items()}

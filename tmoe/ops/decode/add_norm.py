@@ -9,11 +9,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmoe.ops.argument_checks import FLOATS, check_device, require
 from tmoe.ops.experts.pair_order import power_of_2
-from tmoe.ops.launch.kernel_launch import cdiv, early_decoding, empty, launch
+from tmoe.ops.launch.kernel_launch import cdiv, empty, launch
 from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import collect
 
@@ -41,24 +40,19 @@ def add_norm(x_BD: Tensor, y_BD: Tensor, weight_D: Tensor, eps: float) -> tuple[
     total, normed = (empty(x_BD.shape, x_BD.dtype, x_BD.device) for _ in range(2))
     DP = power_of_2(D)
     rows = max(1, 1024 // DP)
-    ahead = early_decoding(x_BD.device)
     if B:
         launch(
             add_norm_kernel, (cdiv(B, rows),), x_BD, y_BD, weight_D, total, normed, B, eps, D, DP, rows,
-            bool(ahead), num_warps=8 if DP > 2048 else 4, **ahead,
+            num_warps=8 if DP > 2048 else 4,
         )  # fmt: skip
     return total, normed
 
 
 @triton.jit(do_not_specialize=["B", "eps"])
 def add_norm_kernel(
-    x, y, weight, total, normed, B, eps, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
+    x, y, weight, total, normed, B, eps, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
+):
     """Handles ROWS rows of D numbers, padded to DP."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     b = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, DP)
     at = b.to(tl.int64)[:, None] * D + c[None, :]

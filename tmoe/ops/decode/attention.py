@@ -17,11 +17,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmoe.ops.argument_checks import INTS, check_device, require
 from tmoe.ops.experts.pair_order import power_of_2
-from tmoe.ops.launch.kernel_launch import cdiv, device_facts, early_decoding, empty, launch
+from tmoe.ops.launch.kernel_launch import cdiv, device_facts, empty, launch
 from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import register
 
@@ -223,7 +222,7 @@ def decode_kernel(
     CV: tl.constexpr, CVP: tl.constexpr,
     ROWS: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
     SHARED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Handles one chunk of one sequence, for up to ROWS of the heads that share its keys.
 
@@ -231,9 +230,6 @@ def decode_kernel(
     chunk has PAGES pages. With SPLIT the weighted sum is stored in `sums`, and the highest score and the sum
     of weights in `edges` (scores as exponents of 2). Otherwise the result is stored in `out`.
     """
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     R: tl.constexpr = H // G
     BLOCKS: tl.constexpr = (R + ROWS - 1) // ROWS
     CHUNK: tl.constexpr = PAGE * PAGES
@@ -299,12 +295,9 @@ def decode_kernel(
 def decode_sum_kernel(
     sums, edges, lengths, sinks, out, window, M, parts,
     CV: tl.constexpr, CVP: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Adds up the chunks of one head of one sequence, from first to last."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     h = tl.program_id(0)
     b = tl.program_id(1)
     length = tl.minimum(tl.load(lengths + b).to(tl.int32), M * PAGE)
@@ -382,21 +375,19 @@ def forward(query: Query) -> Tensor:
     if parts > 1:
         sums = empty((B, H, parts, CV), torch.float32, q.device)
         edges = empty((B, H, parts, 2), torch.float32, q.device)
-    ahead = early_decoding(q.device)
     to_powers_of_2 = LOG2E / softcap if softcap else LOG2E
     precision = "ieee" if arch.startswith("hip") else "tf32x3"  # fp32: tf32x3 is as exact, on tensor cores
     launch(
         decode_kernel, (G * cdiv(H // G, rows), B, parts), q, k, v, table, lengths,
         out if sinks is None else sinks, out, sums, edges, scale * to_powers_of_2, softcap * LOG2E, window, M,
         table.stride(0), *k.stride()[:3], *v.stride()[:3], H, G, C, C1, C2, CV, CVP, rows, tokens, T, pages,
-        shared, window > 0, sinks is not None, softcap > 0, parts > 1, precision, bool(ahead),
-        num_warps=warps, num_stages=stages, **ahead,
+        shared, window > 0, sinks is not None, softcap > 0, parts > 1, precision, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     if parts > 1:
         launch(
             decode_sum_kernel, (H, B), sums, edges, lengths, out if sinks is None else sinks, out, window, M,
-            parts, CV, CVP, T, chunk, window > 0, sinks is not None, bool(ahead),
-            num_warps=1 if CVP <= 128 else 4, **ahead,
+            parts, CV, CVP, T, chunk, window > 0, sinks is not None, num_warps=1 if CVP <= 128 else 4,
         )  # fmt: skip
     return out
 

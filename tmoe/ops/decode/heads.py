@@ -15,11 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmoe.ops.argument_checks import FLOATS, check_device, require
 from tmoe.ops.experts.pair_order import power_of_2
-from tmoe.ops.launch.kernel_launch import cdiv, early_decoding, empty, launch
+from tmoe.ops.launch.kernel_launch import cdiv, empty, launch
 from tmoe.ops.launch.shapes import DecodeShapes
 from tmoe.ops.register import collect
 
@@ -74,12 +73,11 @@ def decode_heads(
     rows = power_of_2(H) if whole else max(1, TILE // CP)
     of_q, of_k = cdiv(H, rows), cdiv(G, rows)
     w_q, w_k = norms or (cos_BR, cos_BR)
-    ahead = early_decoding(qkv_BX.device)
     launch(
         decode_heads_kernel, (B, of_q + 2 * of_k), qkv_BX, cos_BR, sin_BR, places_B, w_q, w_k, q_BHC, k_PTGC,
         v_PTGC, how.eps, how.value_multiplier, qkv_BX.stride(0), cos_BR.stride(0), sin_BR.stride(0),
         H, G, C, V, R, CP, rows, of_q, of_k, how.norm, how.interleave, how.value_multiplier != 1.0,
-        bool(ahead), num_warps=8 if rows * CP > 4096 else 4, **ahead,
+        num_warps=8 if rows * CP > 4096 else 4,
         enable_fp_fusion=False,  # so that a rotation rounds as in model/rope.py and has the same bits
     )  # fmt: skip
     return q_BHC
@@ -200,12 +198,9 @@ def decode_heads_kernel(
     qkv, cos, sin, places, w_q, w_k, q_out, k_pages, v_pages, eps, multiplier, row, cos_row, sin_row,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, V: tl.constexpr, R: tl.constexpr, CP: tl.constexpr,
     ROWS: tl.constexpr, OF_Q: tl.constexpr, OF_K: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVE: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+    INTERLEAVE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Handles ROWS heads of one row: the first programs handle queries, the next keys, the last values."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     x = qkv + b * row

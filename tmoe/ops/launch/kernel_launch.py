@@ -39,7 +39,6 @@ _settled: set[str] = set()  # modules of which triton knows all keys
 # checked first, since isinstance(..., torch.Tensor) costs 0.3 us if the result is False
 _PLAIN = {bool, str, float, type(None)}
 _binaries = {}  # (id of the kernel, device, key of its binary) -> the function that launches it
-decoding_early = False  # see early_decoding; benchmarks.quantised times a step with both values
 MAPS = 1024  # tensor maps kept for each descriptor of a binary: enough to reuse those of all layers of a step
 
 
@@ -133,11 +132,6 @@ def early(device: torch.device) -> dict[str, bool]:
     (triton's interpreter).
     """
     return {"launch_pdl": True} if device.type != "cpu" and device_facts(device)[2] else {}
-
-
-def early_decoding(device: torch.device) -> dict[str, bool]:
-    """`early` for kernels of a decoding step that are not known to gain by it: empty unless turned on."""
-    return early(device) if decoding_early else {}
 
 
 def tf32() -> bool:

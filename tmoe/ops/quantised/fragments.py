@@ -6,8 +6,8 @@ codes are converted in the registers that they are loaded to, and products need 
 copies codes to shared memory, and its compiler reads them back two bytes at a time; that takes more
 instructions than the conversion does.
 
-Codes of the next step are loaded before this step's product. Rows of x are read through L1, which codes
-bypass.
+Codes of the next step (of int4 with `deep_product` of three) are loaded before this step's product. Rows of
+x are read through L1, which codes bypass.
 
 Order of 64 columns in memory: [4 threads, 4 products, 2, 2]; in a fragment: [4 products, 2, 4 threads, 2].
 
@@ -167,13 +167,85 @@ def product(
         return step(acc, a, a_x, a_high, a_scale, KIND, MMA)
 
 
+@gluon.jit
+def load_group(codes_at, scales_at, k, BL: gl.constexpr):
+    """Codes and scales of step k."""
+    return load_codes(codes_at, k, BL), gl.load(scales_at + k)
+
+
+@gluon.jit
+def load_columns(x_at, k, BL: gl.constexpr):
+    """Rows of x of step k: of the low and of the high four bits of codes."""
+    return gl.load(x_at + k * BL), gl.load(x_at + k * BL + BL // 2)
+
+
+@gluon.jit
+def deep_product(
+    acc, a, codes_at, x_at, scales_at, steps, BL: gl.constexpr, LAST: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """`product` of int4 with three steps of codes and one of x on their way while a step is computed.
+
+    LAST: the steps after the loop, 3 to 6, or fewer if there are fewer in all.
+    """
+    a_scale = gl.load(scales_at)
+    if LAST > 1:
+        b, b_scale = load_group(codes_at, scales_at, 1, BL)
+    if LAST > 2:
+        c, c_scale = load_group(codes_at, scales_at, 2, BL)
+    x, x_high = load_columns(x_at, 0, BL)
+    k = 0
+    if LAST > 2:
+        for _ in range((steps - LAST) // 4):
+            d, d_scale = load_group(codes_at, scales_at, k + 3, BL)
+            y, y_high = load_columns(x_at, k + 1, BL)
+            acc = step(acc, a, x, x_high, a_scale, "int4", MMA)
+            a, a_scale = load_group(codes_at, scales_at, k + 4, BL)
+            x, x_high = load_columns(x_at, k + 2, BL)
+            acc = step(acc, b, y, y_high, b_scale, "int4", MMA)
+            b, b_scale = load_group(codes_at, scales_at, k + 5, BL)
+            y, y_high = load_columns(x_at, k + 3, BL)
+            acc = step(acc, c, x, x_high, c_scale, "int4", MMA)
+            c, c_scale = load_group(codes_at, scales_at, k + 6, BL)
+            x, x_high = load_columns(x_at, k + 4, BL)
+            acc = step(acc, d, y, y_high, d_scale, "int4", MMA)
+            k += 4
+    if LAST > 3:
+        d, d_scale = load_group(codes_at, scales_at, k + 3, BL)
+    if LAST > 1:
+        y, y_high = load_columns(x_at, k + 1, BL)
+    acc = step(acc, a, x, x_high, a_scale, "int4", MMA)
+    if LAST > 4:
+        a, a_scale = load_group(codes_at, scales_at, k + 4, BL)
+    if LAST > 2:
+        x, x_high = load_columns(x_at, k + 2, BL)
+    if LAST > 1:
+        acc = step(acc, b, y, y_high, b_scale, "int4", MMA)
+    if LAST > 5:
+        b, b_scale = load_group(codes_at, scales_at, k + 5, BL)
+    if LAST > 3:
+        y, y_high = load_columns(x_at, k + 3, BL)
+    if LAST > 2:
+        acc = step(acc, c, x, x_high, c_scale, "int4", MMA)
+    if LAST > 4:
+        x, x_high = load_columns(x_at, k + 4, BL)
+    if LAST > 3:
+        acc = step(acc, d, y, y_high, d_scale, "int4", MMA)
+    if LAST > 5:
+        y, y_high = load_columns(x_at, k + 5, BL)
+    if LAST > 4:
+        acc = step(acc, a, x, x_high, a_scale, "int4", MMA)
+    if LAST > 5:
+        acc = step(acc, b, y, y_high, b_scale, "int4", MMA)
+    return acc
+
+
 @gluon.jit(do_not_specialize=["capacity", "T", "G", "num_n", "steps"])
 def few_rows_direct(
     x, codes, scales, bias, order, tiles, capacity, offsets, y,
     T, W, L, C, G, num_n, steps,
     KIND: gl.constexpr, ACT: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, TABLE: gl.constexpr,
     BN: gl.constexpr, BM: gl.constexpr, BL: gl.constexpr, ODD: gl.constexpr, WARPS: gl.constexpr,
-    PARTS: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
+    PARTS: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """kernels.few_rows for int8, int4 and fp8 with rows of x in bf16.
 
@@ -233,7 +305,10 @@ def few_rows_direct(
         l = gl.expand_dims(gl.arange(0, BL // 2, layout=gl.SliceLayout(1, B)), 1)
         x_at = x + (gl.expand_dims(r.to(gl.int64) * L, 0) + l)
         acc = gl.zeros((BN, BM), gl.float32, layout=MMA)
-        acc = product(acc, words, codes_at, x_at, scales_at, steps, KIND, BL, ODD, MMA)
+        if LAST > 0:
+            acc = deep_product(acc, words, codes_at, x_at, scales_at, steps, BL, LAST, MMA)
+        else:
+            acc = product(acc, words, codes_at, x_at, scales_at, steps, KIND, BL, ODD, MMA)
         if KIND != "int4":
             acc = acc * gl.expand_dims(scale, 1)
         if bias is not None:

@@ -28,6 +28,7 @@ except (ImportError, AttributeError):  # a triton without these names of Gluon
 FEW = 128  # most rows of a product with one matrix that reads codes; with more the values are computed first
 FEW_AN_EXPERT = 32  # the same on average for each expert
 ROWS = TILES[0]  # rows of a row tile
+DEEP = 4  # stages of a tile of fragments.few_rows_direct for int4 that loads three steps ahead
 BLOCKS = 16  # of nf4 in a program of kernels.nf4_values: a thread loads 4 bytes and stores 8 numbers
 KINDS = ("int8", "int4", "fp8", "nf4")
 
@@ -40,7 +41,7 @@ class Tile(NamedTuple):
     BL: int  # step along the length of the sum; of int4 always a group
     warps: int
     stages: int
-    direct: bool = False  # fragments.few_rows_direct, where BL counts bytes and stages is not used
+    direct: bool = False  # fragments.few_rows_direct, where BL counts bytes, and DEEP stages are its own
     parts: int = 1  # of the length, for a single matrix; different programs sum them
 
 
@@ -172,6 +173,11 @@ def fits_direct(x: Tensor, matrix: Matrix, tile: Tile) -> bool:
     return int(arch[5:]) >= 80 and whole
 
 
+def last_of(steps: int) -> int:
+    """The argument LAST of fragments.few_rows_direct."""
+    return steps if steps < 3 else 3 + (steps - 3) % 4
+
+
 def settled(device: torch.device) -> bool:
     """Whether the previous kernel cannot have written a weight: in a captured graph, as in decoding."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -218,6 +224,7 @@ def few_rows(
             L // 2, C // 4, G, num_n, steps,
             *how, steps % 2 == 1, tile.warps, parts, bool(ahead),
             (layer is None or routed) and settled(x.device),
+            last_of(steps) if matrix.kind == "int4" and tile.stages == DEEP else 0,
             num_warps=tile.warps, **ahead,
         )  # fmt: skip
     else:
