@@ -75,9 +75,21 @@ def test_ranks_that_share_a_batch_hold_the_base_and_gather_none_of_it():
     assert one["rollout"] > 2 * 128 * 3 * 2048 * 768  # the values of a layer
 
 
+@pytest.mark.parametrize(("words", "peak"), [("--model.layers 12 --lora.expert-rank 8", 7.84), ("", 18.60)])
+def test_peaks_are_those_of_an_h200(words, peak):
+    """GiB, by benchmarks.nf4: 12 layers with rank 64, and all layers with rank 8."""
+    words = f"{PILOT.replace('rank 8', 'rank 64') if words else PILOT} {words} --train.dtype bf16"
+    _, _, parts = memory(words)
+    assert abs((peak_bytes(parts) - parts["exchange"]) / 2**30 / peak - 1) < 0.03
+
+
 def test_a_whole_base_has_a_layers_values_less():
+    """The loss takes more than a block without values, and less than a block with them."""
     _, _, small = memory(PILOT)
     _, _, whole = memory(PILOT.replace("nf4", "whole"))
     same = {name for name in small if small[name] == whole[name]}
     assert set(small) - same == {"parameters", "working"}
+    assert 0 < small["working"] - whole["working"] < 2 * 128 * 3 * 2048 * 768
+    _, _, small = memory(PILOT + " --model.vocab 512")
+    _, _, whole = memory(PILOT.replace("nf4", "whole") + " --model.vocab 512")
     assert small["working"] - whole["working"] == 2 * 128 * 3 * 2048 * 768
