@@ -215,6 +215,16 @@ def both(acc, BW: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(acc, (2, BW, acc.shape[1])), (1, 2, 0)))
 
 
+@triton.jit
+def rows_at(x, source, l, L, KIND: tl.constexpr, PAIRS: tl.constexpr):
+    """`x_at` of `times_rows` for these rows of x. PAIRS: of bf16, as int32."""
+    row = source.to(tl.int64)[None, :]
+    if PAIRS:
+        return x.to(tl.pointer_type(tl.int32), bitcast=True) + (row * (L // 2) + l[:, None])
+    else:
+        return x + row * L + (l * 2 if KIND == "nf4" else l)[:, None]
+
+
 @triton.jit(do_not_specialize=["capacity", "T"])
 def few_rows(
     x, codes, scales, most, offset, four, eight, bias, order, tiles, capacity, offsets, y,
@@ -259,7 +269,6 @@ def few_rows(
     step: tl.constexpr = codes_of(KIND, BL)
     l = tl.arange(0, step)
     codes_at = codes + row[:, None] * C + l[None, :]
-    column = l * 2 if KIND == "nf4" else l
     PAIRS: tl.constexpr = KIND == "nf4" and PTX and x.dtype.element_ty == tl.bfloat16
     for begin in range(first, last, BM):
         r = begin + tl.arange(0, BM)
@@ -267,11 +276,7 @@ def few_rows(
         if order is not None:
             source = tl.load(order + source) // K
         codes_of_part, scale, length = codes_at, row * G, L // PARTS
-        if PAIRS:
-            pairs = x.to(tl.pointer_type(tl.int32), bitcast=True)
-            x_at = pairs + (source.to(tl.int64)[None, :] * (L // 2) + l[:, None])
-        else:
-            x_at = x + source.to(tl.int64)[None, :] * L + column[:, None]
+        x_at = rows_at(x, source, l, L, KIND, PAIRS)
         if PARTS > 1:
             part = tl.program_id(1)
             x_at += part * (length // 2 if PAIRS else length)
