@@ -65,7 +65,7 @@ def add_low_rank(y_BW: Tensor, x_BL: Tensor, a_rL: Tensor, b_Wr: Tensor, scale: 
 
 
 def steps_of(RB: int, L: int, device: torch.device) -> tuple[int, int]:
-    """The columns of a step, and its stages. A program waits for memory, so many bytes are in flight."""
+    """The columns of a step, and its stages. A program waits for memory, so its steps are long."""
     if RB > 32:
         return 64, 3
     if RB == 16 and L % 512 == 0 and device.type != "cpu" and device_facts(device)[0] == "cuda:90":

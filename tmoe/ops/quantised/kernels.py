@@ -63,8 +63,9 @@ def instructions(kind):
 def nf4_instructions() -> str:
     """PTX that converts four bytes of NF4, $4, to bf16: high four bits to $0 and $1, the low to $2 and $3.
 
-    A byte permutation looks four codes up in a table of eight bytes. So a table of 16 bf16 numbers takes four
-    of them: of both bytes of a number, for codes below 8 and for the others, of which a fifth chooses one.
+    A byte permutation looks four codes up in a table of eight bytes. A table of 16 bf16 numbers has four such
+    tables: the low and the high bytes of the numbers of codes below 8, and those of the other codes. A fifth
+    permutation chooses between the two kinds of codes.
     """
     bits = [int.from_bytes(struct.pack("<f", value), "little") for value in NF4]
     halves = [(b + 0x7FFF + (b >> 16 & 1)) >> 16 for b in bits]  # rounded to the nearest, ties to even
