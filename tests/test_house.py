@@ -173,6 +173,7 @@ MANY = {
         "forward",
         "backward",
         "backward_of_x",
+        "backward_into",
         "backward_of_matrices",
         "specialised",
     },

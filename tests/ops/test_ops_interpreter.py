@@ -111,9 +111,11 @@ def check_layer(
     y, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
     got = y, *gpu.backward(dy, x, gate_up, down, weights, h, packed, *how)
     dx, d_weights, d_bias, *kept = gpu.backward_of_x(dy, x, gate_up, down, weights, h, packed, *how)
-    of_matrices = gpu.backward_of_matrices(gate_up, down, dy, x, weights, packed, *kept, *how)
+    operands = gate_up, down, dy, x, weights, packed, *kept, bias
+    of_matrices = gpu.backward_of_matrices(*operands, None, None, *how[1:])
     for whole, part in zip(got[1:], (dx, *of_matrices, d_weights, d_bias), strict=True):
         assert part is None if whole is None else torch.equal(part, whole)
+    check_sums(gpu, (dy, x, gate_up, down, weights, h, packed, bias), operands, how[1:], got[2:4])
     leaves = [t.double().requires_grad_() for t in (x, gate_up, down, weights)]
     leaves += [bias.double().requires_grad_()] if biased else []
     want = reference.moe_mlp(*leaves[:4], ids, *leaves[4:], activation=activation)
@@ -123,6 +125,23 @@ def check_layer(
     names = ("y", "x", "gate_up", "down", "weights", "bias")[: len(want)]
     compare(names, got[: len(want)], want, 1e-5 if dtype == torch.float32 else 2e-2)
     assert torch.equal(gpu.forward(x, gate_up, down, weights, ids, *how, False)[0], y)
+
+
+def check_sums(gpu, tensors, operands, how, rounded):
+    """Gradients of matrices in fp32 sums, written and added, by the whole backward and by its second part."""
+    sums = [torch.full(t.shape, float("nan")) for t in rounded]
+    dx, *of_matrices, _, _ = gpu.backward_into(*tensors, *sums, *how, ("write", "write"))
+    assert of_matrices == [None, None] and dx is not None
+    for total, part in zip(sums, rounded, strict=True):
+        assert total.isfinite().all()
+        compare(("sum",), (total,), (part.double(),), 1e-5 if part.dtype == torch.float32 else 2e-2)
+    once = [total.clone() for total in sums]
+    assert gpu.backward_of_matrices(*operands, *sums, *how, ("add", "add")) == (None, None)
+    for total, one in zip(sums, once, strict=True):
+        compare(("sum",), (total,), (2 * one.double(),), 1e-5)
+    gpu.backward_into(*tensors, *sums, *how, ("write", "add"))
+    for total, one, times in zip(sums, once, (1, 3), strict=True):
+        compare(("sum",), (total,), (times * one.double(),), 1e-5)
 
 
 def check_topk(topk, T, E, K, renormalize, hard=False):

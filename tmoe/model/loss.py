@@ -8,8 +8,9 @@ from torch.profiler import record_function
 
 from tmoe.config.model import IGNORE
 from tmoe.ops.argument_checks import autocasts
+from tmoe.ops.gradient_sums import find
 from tmoe.ops.loss.cross_entropy import cross_entropy_
-from tmoe.ops.loss.head import add_product, summed_type, times, widened
+from tmoe.ops.loss.head import add_product, summed_type, times, to_autograd, widened
 from tmoe.ops.register import register
 
 Given = dict[str, Tensor]
@@ -79,6 +80,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss, *gradients = loss_and_gradients(h_TD, weight_VD, targets_T, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight_VD.dtype
+        ctx.owner = find(weight_VD)
         return loss
 
     @staticmethod
@@ -89,7 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grad_h is not None:
             grad_h = times(grad_h, grad_loss, grad_h.dtype)
         if grad_w is not None:
-            grad_w = times(grad_w, grad_loss, ctx.weight_dtype)
+            grad_w = to_autograd(ctx.owner, grad_w, grad_loss, ctx.weight_dtype)
         return grad_h, grad_w, None
 
 

@@ -47,7 +47,7 @@ from tmoe.moe.nf4_experts import Nf4Experts
 from tmoe.moe.own_experts import OwnExperts
 from tmoe.ops.argument_checks import require
 from tmoe.parallel.collectives import name_of
-from tmoe.parallel.copies import WorkingCopy, stand_in
+from tmoe.parallel.copies import MicroBatches, WorkingCopy, stand_in
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
 from tmoe.parallel.shared_copies import GatheredCopy, SharingRanks, at_the_end
 from tmoe.parallel.zero import keep_gathered, sum_as_computed
@@ -376,8 +376,9 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     sums = torch.bfloat16 if cfg.optim.sums == "bf16" else torch.float32
     sharers = _sharers(model, mesh, cfg) if whole_forwards else None
-    whole = _shard_experts(model, mesh, policy, sharers, sums)
-    _shard_blocks(model, mesh, policy, whole, whole_forwards, sums)
+    micros = MicroBatches()
+    whole = _shard_experts(model, mesh, policy, sharers, micros, sums)
+    _shard_blocks(model, mesh, policy, whole, whole_forwards, micros, sums)
     # also if the rank is alone, for the methods that FSDP2 adds to the model
     root = fully_shard(model, mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
     for module in model.modules():
@@ -387,6 +388,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     if cfg.parallel.shard < 3:
         dense = [m for m in model.modules() if isinstance(m, FSDPModule) and not isinstance(m, Experts)]
         keep_gathered(root, dense, cfg.parallel.shard)
+    micros.follow(root)
     if sharers:
         sharers.follow(root)
     if cfg.optim.sums == "bf16":
@@ -416,13 +418,14 @@ def _shard_experts(
     mesh: Mesh,
     policy: MixedPrecisionPolicy,
     sharers: SharingRanks | None,
+    micros: MicroBatches,
     sums: torch.dtype,
 ) -> set[nn.Parameter]:
     """Shards experts over the ranks that share them; returns the parameters that a rank holds whole."""
     # the placement that FSDP2 gives to experts: the shards of ep, sharded again by dp
     cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
     dp = mesh.dp.size()
-    new = partial(GatheredCopy, sharers=sharers) if sharers else WorkingCopy
+    new = partial(GatheredCopy, sharers=sharers) if sharers else partial(WorkingCopy, micros=micros)
     new = partial(new, sums=sums)
     whole: set[nn.Parameter] = set()
 
@@ -433,6 +436,7 @@ def _shard_experts(
     for experts in _scopes(model):
         if sharers or mesh.sharers.size() == 1:
             whole |= hold_whole(experts, policy.param_dtype, mine, new=new)
+            experts.summed = True
             continue
         own = [p for name, p in experts.named_parameters() if not is_adapter(f".{name}")]
         dim = shard_dim([p.to_local().shape for p in own], dp)
@@ -457,6 +461,7 @@ def _shard_blocks(
     policy: MixedPrecisionPolicy,
     whole: set[nn.Parameter],
     whole_forwards: bool,
+    micros: MicroBatches,
     sums: torch.dtype,
 ) -> None:
     """Shards a Transformer's blocks. In a world of 1 all parameters are held whole and added to `whole`."""
@@ -466,7 +471,8 @@ def _shard_blocks(
     if mesh.world.size() == 1:
         for module in (*blocks, model):
             place = lambda p: (p.data, mesh.world, [Shard(0)])  # noqa: E731
-            new = partial(WorkingCopy, sums=sums)
+            place = lambda p: (p.data, mesh.world, [Shard(0)])  # noqa: E731
+            new = partial(WorkingCopy, micros=micros, sums=sums)
             whole |= hold_whole(module, policy.param_dtype, place, whole, new=new)
         return
     width = (policy.param_dtype or torch.float32).itemsize

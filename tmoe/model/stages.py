@@ -41,6 +41,7 @@ from tmoe.moe.layer import MoE
 from tmoe.moe.trace import give, layers_of
 from tmoe.ops.argument_checks import require
 from tmoe.ops.experts.deferred import DeferredGradients
+from tmoe.ops.gradient_sums import NEW
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.copies import WorkingCopy, working_copy
 from tmoe.parallel.grad_norm import clip_grad_norm_
@@ -108,10 +109,15 @@ class _Chunk:
         found = {copies[0].tensor.data_ptr(): copies for copies in self.copies()}
         for layer in left:
             copies = found[layer.gate_up.data_ptr()]
-            if any(copy.master.requires_grad for copy in copies):
-                for copy, grad in zip(copies, layer.gradients(), strict=True):
-                    if copy.master.requires_grad:
-                        copy.deliver_later(grad, last)
+            trained = [copy.master.requires_grad for copy in copies]
+            if any(trained):
+                up, down = (
+                    copy.open(last) if one else NEW for copy, one in zip(copies, trained, strict=True)
+                )
+                grads = layer.gradients((up, down))
+                for copy, one, target, grad in zip(copies, trained, (up, down), grads, strict=True):
+                    if one:
+                        copy.close(target, grad, last)
 
     def copies(self) -> list[tuple[WorkingCopy, WorkingCopy]]:
         """The copies of gate_up and down of each layer's experts, for layers that have copies already."""

@@ -26,6 +26,7 @@ from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_untrained
 from tmoe.moe.router import Router
+from tmoe.ops.gradient_sums import GradientSum, find
 from tmoe.parallel.init_weights import initialise
 
 # marks a dimension of a tensor as dynamic: compiled graphs must accept any size of it
@@ -130,6 +131,50 @@ class Blocks(nn.ModuleList):
         """The block at a place, counted from 0, whatever the blocks' names are."""
         chosen: Any = list(self)[place]
         return nn.ModuleList(chosen) if isinstance(place, slice) else chosen
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table. Their gradient is added to the table's sum; a step's only one is autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, table_VD: Tensor, tokens_BS: Tensor, owner: GradientSum) -> Tensor:
+        ctx.save_for_backward(table_VD, tokens_BS)
+        ctx.owner = owner
+        return F.embedding(tokens_BS, table_VD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, None, None]:
+        table_VD, tokens_BS = ctx.saved_tensors
+        target = ctx.owner.open()
+        if target.plain:
+            whole = torch.ops.aten.embedding_dense_backward(grad_BSD, tokens_BS, len(table_VD), -1, False)
+            return whole, None, None
+        total = target.allocated(table_VD).tensor
+        if not target.add:
+            total.zero_()
+        # not index_add_, whose sums on a GPU have another order each time
+        total.index_put_((tokens_BS,), grad_BSD.to(total.dtype), accumulate=True)
+        ctx.owner.close(target, total)
+        return None, None, None
+
+
+def rows_of(embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+    """embedding(tokens_BS). If its table has a sum of gradients, the rows of these tokens are added to it.
+
+    autograd would get a gradient of the whole table, [V, D], from each micro-batch.
+    """
+    table_VD = embedding.weight
+    plain = type(embedding) is nn.Embedding and embedding.padding_idx is None and not hooked(embedding)
+    owner = find(table_VD) if plain and not torch.compiler.is_compiling() else None
+    if owner is None or not (torch.is_grad_enabled() and table_VD.requires_grad):
+        return embedding(tokens_BS)
+    return _Rows.apply(table_VD, tokens_BS, owner)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether hooks of the user run when this module is called."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(module, kind, None) for kind in kinds)
 
 
 class Context(NamedTuple):
@@ -413,7 +458,8 @@ class Transformer(nn.Module):
         noise_BS: in training, uniform(-1, 1) times this value is added to each channel of a token's embedding
             (NEFTune, Jain et al. 2023).
         """
-        x = self.embedding(self.own(tokens_BS))
+        assert self.embedding is not None
+        x = rows_of(self.embedding, self.own(tokens_BS))
         if noise_BS is not None and self.training:
             x = x + (2 * torch.rand_like(x) - 1) * self.own(noise_BS)[..., None].to(x.dtype)
         return x if self.cfg.embedding_multiplier == 1.0 else x * self.cfg.embedding_multiplier

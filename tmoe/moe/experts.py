@@ -19,7 +19,7 @@ from tmoe.ops import gather_rows, moe_mlp
 from tmoe.ops.argument_checks import require
 from tmoe.ops.experts.adapted import Adapters, moe_mlp_adapted
 from tmoe.ops.experts.cpu import ExpertWeights
-from tmoe.ops.experts.op import moe_mlp_deferred
+from tmoe.ops.experts.op import moe_mlp_deferred, moe_mlp_summed
 from tmoe.parallel import token_exchange
 from tmoe.parallel.mesh import local_part
 
@@ -45,6 +45,15 @@ class LocalExperts(NamedTuple):
     weigh: str = "activation"  # where weights are applied: MoEConfig.weigh
     adapters: Adapters | None = None  # low-rank changes of the matrices
     scales: tuple[float, float] = (1.0, 1.0)  # of gate_up's adapter and of down's
+    summed: bool = False  # the op may add the matrices' gradients to sums: ops/gradient_sums.py
+
+    def sums_for(self, x: Tensor) -> bool:
+        """Whether the op of rows x adds the gradients of both matrices to their sums.
+
+        Without a gradient of x the op would have no backward.
+        """
+        needed = (x, self.gate_up, self.down)
+        return self.summed and torch.is_grad_enabled() and all(t.requires_grad for t in needed)
 
     @property
     def held(self) -> int:
@@ -69,7 +78,8 @@ class LocalExperts(NamedTuple):
         adapters = self.adapters
         if adapters is not None:
             adapters = Adapters(*(t if t is None else t.to(dtype) for t in adapters))
-        return self._replace(**weights, **biases, adapters=adapters)
+        summed = self.summed and dtype == self.gate_up.dtype  # a sum belongs to the matrix that is cast
+        return self._replace(**weights, **biases, adapters=adapters, summed=summed)
 
     def part(self, own: Slice) -> "LocalExperts":
         """This rank's slice of the width of each expert."""
@@ -117,7 +127,7 @@ class LocalExperts(NamedTuple):
                 own = rows.weights_RK, rows.ids_RK
                 y_RD = moe_mlp_adapted(rows.x_RD, self.matrices, adapters, *own, rows.pairs, self.scales)
             else:
-                y_RD = (moe_mlp_deferred if self.deferred else moe_mlp)(*routed, *how, rows.pairs)
+                y_RD = self.weighed(rows)
         else:
             if adapters is not None:
                 whole = whole_adapters(adapters, self.group)
@@ -135,6 +145,14 @@ class LocalExperts(NamedTuple):
         weights_RE = rows.weights_RK.new_zeros(y_RD.shape[0], down_bias.shape[0] + 1)
         weights_RE = weights_RE.scatter_add(1, rows.ids_RK.long() + 1, rows.weights_RK)[:, 1:]
         return y_RD + weights_RE.to(y_RD.dtype) @ down_bias
+
+    def weighed(self, rows: Rows) -> Tensor:
+        """moe_mlp of these rows, in the kind that computes the matrices' gradients where they are wanted."""
+        op, matrices = moe_mlp_deferred if self.deferred else moe_mlp, (self.gate_up, self.down)
+        if self.sums_for(rows.x_RD):
+            op, matrices = moe_mlp_summed, (self.gate_up.detach(), self.down.detach())
+        routed = rows.weights_RK, rows.ids_RK, self.gate_up_bias, self.activation
+        return op(rows.x_RD, *matrices, *routed, rows.pairs)
 
 
 def sliced(adapters: Adapters, own: Slice, halves: int) -> Adapters:
@@ -167,6 +185,7 @@ class Experts(nn.Module):
         self.activation = cfg.activation
         self.weigh = cfg.weigh
         self.deferred = False  # model/stages.py: a pipeline computes the matrices' gradients later
+        self.summed = False  # model/parallelize.py: working copies own the sums of the matrices' gradients
         self.scales: dict[str, float] = {}  # scale of each matrix that has an adapter
         self.adapters_on = True
 
@@ -215,6 +234,6 @@ class Experts(nn.Module):
         if deferred:
             matrices = matrices[0].detach(), matrices[1].detach()
         adapters, scales = self.local_adapters()
-        how = dict(weigh=self.weigh, adapters=adapters, scales=scales)
+        how = dict(weigh=self.weigh, adapters=adapters, scales=scales, summed=self.summed)
         local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred, **how)
         return fn(*args, local)

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tmoe.base.private_torch import find_or_note
+from tmoe.ops.gradient_sums import Target, offer
 from tmoe.parallel.mesh import local_part
 
 find_or_note(
@@ -30,10 +32,35 @@ find_or_note(
 )
 
 
+class MicroBatches:
+    """Where a step is in its micro-batches, for the working copies of one model.
+
+    last: the gradients of the next backward are the step's last (`set_requires_gradient_sync(True)`). It is
+        the default, since a step of one micro-batch needs no mark.
+    """
+
+    def __init__(self) -> None:
+        self.last = True
+
+    def follow(self, model: FSDPModule) -> None:
+        """Sets `last` whenever the model's `set_requires_gradient_sync` is called."""
+
+        def tell(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+            original(requires_gradient_sync, recurse=recurse)
+            if recurse:  # otherwise the call concerns only the root's own parameters
+                self.last = requires_gradient_sync
+
+        original = model.set_requires_gradient_sync
+        vars(model)["set_requires_gradient_sync"] = tell
+
+
 class WorkingCopy:
     """The copy of a parameter that its module computes with.
 
+    It owns the sum of the copy's gradients (tmoe/ops/gradient_sums.py), which is the parameter's gradient.
+
     master: the parameter.
+    micros: the step's micro-batches.
     tensor: the copy.
     fresh: the copy holds the parameter's present value, because the optimizer has just written both.
     hooked: the copy has its gradient hook.
@@ -42,8 +69,15 @@ class WorkingCopy:
         part and a copy do not share the count.)
     """
 
-    def __init__(self, master: nn.Parameter, dtype: torch.dtype, sums: torch.dtype | None = None):
+    def __init__(
+        self,
+        master: nn.Parameter,
+        dtype: torch.dtype,
+        micros: MicroBatches | None = None,
+        sums: torch.dtype | None = None,
+    ):
         self.master = master
+        self.micros = micros or MicroBatches()
         self.sums = sums or master.dtype
         self.fresh = False
         self.hooked = False
@@ -85,6 +119,7 @@ class WorkingCopy:
             torch.autograd.graph.increment_version(self.tensor)
             self.seen = version(self.master)  # read afterwards: master and copy may share one count
         self.update()
+        offer(self)
 
     def update(self) -> None:
         """Casts the parameter into the copy, unless the copy is fresh or is the parameter's own memory."""
@@ -93,18 +128,64 @@ class WorkingCopy:
 
     @torch.no_grad()
     def deliver(self, tensor: Tensor) -> None:
-        """Adds the copy's gradient, which autograd has finished, to the parameter's gradient."""
-        self.give(self.take(tensor))
+        """Adds the copy's gradient, which autograd has finished, to the parameter's gradient.
+
+        A compiled graph calls it without a gradient as well, if an op has added that to the sum.
+        """
+        if tensor.grad is not None:
+            self.give(self.take(tensor))
 
     @torch.no_grad()
-    def deliver_later(self, grad: Tensor, last: bool) -> None:
-        """Adds a gradient that was computed after its backward to the parameter's gradient.
+    def open(self, last: bool | None = None) -> Target:
+        """The target of a gradient that an op computes itself; `close` must follow. See GradientSum.
 
-        last: this is the copy's last gradient of the step.
+        The first of several gradients is written in the type of the sums, so that none is rounded to the
+        copy's. A step's only gradient is computed in the copy's type, which takes half of the memory. So is
+        each gradient of sums in bf16, which `close` adds.
+        last: the copy's last gradient of the step; None: this is the case in the last micro-batch.
         RuntimeError if the parameter was written since the forward.
         """
         self.require_unwritten()
-        self.give(grad)
+        if self.summed != torch.float32:
+            return Target()
+        total = self.sum
+        if total is not None:
+            return Target(total, True)
+        if self.micros.last if last is None else last:
+            return Target()
+        return Target(dtype=self.summed)
+
+    @torch.no_grad()
+    def close(self, target: Target, grad: Tensor, last: bool | None = None) -> None:
+        """Ends a gradient that an op has computed: it is the parameter's gradient, or has been added to it.
+
+        grad: the tensor of the target, or the tensor that the op has allocated.
+        """
+        if target.add:
+            self.finish(None)
+        else:
+            self.give(grad)
+
+    @property
+    def summed(self) -> torch.dtype:
+        """The type of sums that the parameter's gradient may have (Tensor.grad_dtype; None: any)."""
+        return self.sums if self.master.grad_dtype is None else self.master.grad_dtype
+
+    @property
+    def sum(self) -> Tensor | None:
+        """The sum of the step's earlier gradients, in its type; None: there are none yet.
+
+        A first gradient in the copy's type, of a loop that announced no further one, is converted.
+        """
+        grad = self.master.grad
+        if grad is None:
+            return None
+        local = local_part(grad)
+        if local.dtype != self.summed or not local.is_contiguous():
+            local = local.to(self.summed).contiguous()
+            self.master.grad = None
+            self.store(local)
+        return local
 
     def take(self, tensor: Tensor) -> Tensor:
         """Returns the copy's gradient and removes it from the copy.
@@ -136,7 +217,22 @@ class WorkingCopy:
         if master.grad is not None:
             grad = local_part(master.grad).to(self.sums).add_(grad)
             master.grad = None
-        elif master.grad_dtype is not None:
+        self.finish(grad)
+
+    def finish(self, grad: Tensor | None) -> None:
+        """Makes `grad`, if it is given, the parameter's gradient, and calls the parameter's hooks.
+
+        As in FSDP2, the hooks are called explicitly, because autograd does not know of this gradient.
+        """
+        if grad is not None:
+            self.store(grad)
+        for hook in (getattr(self.master, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(self.master)
+
+    def store(self, grad: Tensor) -> None:
+        """Makes `grad` the parameter's gradient, in a type that the parameter accepts."""
+        master = self.master
+        if master.grad_dtype is not None:
             grad = grad.to(master.grad_dtype)
         if isinstance(master, DTensor):
             grad = DTensor.from_local(
@@ -148,9 +244,6 @@ class WorkingCopy:
                 stride=master.stride(),
             )
         master.grad = grad
-        # As in FSDP2, the hooks are called explicitly, because autograd does not know of this gradient.
-        for hook in (getattr(master, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(master)
 
 
 def stand_in(

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tmoe.base.private_torch import find_or_note
 from tmoe.ops.experts import gpu
+from tmoe.ops.gradient_sums import Target
 from tmoe.ops.sum_parts import sum_parts
 from tmoe.parallel.copies import WorkingCopy
 from tmoe.parallel.mesh import local_part
@@ -172,8 +173,7 @@ class GatheredCopy(WorkingCopy):
     spread: the copy contains the present parts of all ranks.
     number: the copy's number, the same on all sharers.
     unsent: the gradient of micro-batches that did not sync.
-    held: more will be added to `unsent` after its backward (`deliver_later`), so the end of a backward does
-        not send it.
+    held: more will be added to `unsent` after its backward, so the end of a backward does not send it.
     """
 
     def __init__(
@@ -226,25 +226,48 @@ class GatheredCopy(WorkingCopy):
     @torch.no_grad()
     def deliver(self, tensor: Tensor) -> None:
         """Sends a gradient of the copy. Gradients of micro-batches that do not sync are summed (`sums`)."""
-        grad = self.take(tensor)
-        if self.unsent is not None:
-            grad = self.unsent.to(self.sums).add_(grad)
-        if not self.sharers.sync:
-            self.unsent = grad
+        if tensor.grad is None:  # an op has added it to the sum
             return
-        at_the_end(self.sharers.finish)
-        self.send(grad)
+        self.unsent = self.with_unsent(self.take(tensor))
+        self.end_of_micro_batch()
 
     @torch.no_grad()
-    def deliver_later(self, grad: Tensor, last: bool) -> None:
-        """Sums gradients that were computed after their backward (`sums`), and sends the sum after the last.
-
-        All sharers call it in the same order, and call `SharingRanks.finish` afterwards.
-        """
+    def open(self, last: bool | None = None) -> Target:
+        """See WorkingCopy. The sum is that of all experts of the copy, until it is sent."""
         self.require_unwritten()
-        self.unsent = grad if self.unsent is None else self.unsent.to(self.sums).add_(grad)
+        if self.sums != torch.float32:
+            return Target()
+        if self.unsent is not None:
+            self.unsent = self.unsent.float()
+            return Target(self.unsent, True)
+        if self.sharers.sync if last is None else last:
+            return Target()
+        return Target(dtype=torch.float32)
+
+    @torch.no_grad()
+    def close(self, target: Target, grad: Tensor, last: bool | None = None) -> None:
+        """See WorkingCopy. The sum is sent after the last gradient.
+
+        last: given for a gradient that was computed after its backward. All sharers then call it in the same
+            order, and call `SharingRanks.finish` afterwards.
+        """
+        self.unsent = grad if target.add else self.with_unsent(grad)
+        if last is None:
+            self.end_of_micro_batch()
+            return
         self.held = not last
         if last:
+            self.send(self.unsent)
+
+    def with_unsent(self, grad: Tensor) -> Tensor:
+        """The sum of `grad` and of what earlier micro-batches left."""
+        return grad if self.unsent is None else self.unsent.to(self.sums).add_(grad)
+
+    def end_of_micro_batch(self) -> None:
+        """Sends the sum at the end of the backward, if this micro-batch syncs."""
+        if self.sharers.sync:
+            assert self.unsent is not None
+            at_the_end(self.sharers.finish)
             self.send(self.unsent)
 
     @torch.no_grad()

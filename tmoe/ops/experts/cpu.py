@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tmoe.base.activations import activation as named
+from tmoe.ops.gradient_sums import NEW, Target
 
 FEW = 16  # least rows of a product, so that the bits of a row do not depend on the number of rows
 
@@ -124,13 +125,18 @@ def moe_mlp_backward(
     h: Tensor,
     order: Tensor,
     ends: list[int],
+    into: tuple[Target, Target] = (NEW, NEW),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of x, gate_up, down, weights and bias (None without a bias)."""
+    """The gradients of x, gate_up, down, weights and bias (None without a bias).
+
+    into: the targets of the gradients of gate_up and down.
+    """
     dx_TD, d_weights, d_bias, *kept = gradient_of_x(dy_TD, x_TD, experts, weights_TK, h, order, ends)
     tokens = order // max(weights_TK.shape[1], 1)
+    matrices = experts.gate_up_E2FD, experts.down_EDF
     return (
         dx_TD,
-        *gradients_of_matrices(experts.gate_up_E2FD, experts.down_EDF, dy_TD, x_TD, tokens, *kept, ends=ends),
+        *gradients_of_matrices(*matrices, dy_TD, x_TD, tokens, *kept, ends=ends, into=into),
         d_weights,
         d_bias,
     )
@@ -187,14 +193,33 @@ def gradients_of_matrices(
     dh_N2F: Tensor,
     act_NF: Tensor,
     ends: list[int],
+    into: tuple[Target, Target] = (NEW, NEW),
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of gate_up and down; tokens [N]: the token of each row."""
-    d_gate_up = gate_up_E2FD.new_zeros(gate_up_E2FD.shape)
-    d_down = down_EDF.new_zeros(down_EDF.shape)
+    """The gradients of gate_up and down; tokens [N]: the token of each row. into: their targets."""
+    of_up, of_down = into
+    d_gate_up = begun(gate_up_E2FD, of_up)
+    d_down = begun(down_EDF, of_down)
     for e, lo, hi in spans(ends):
-        torch.mm(dy_TD.index_select(0, tokens[lo:hi]).T, act_NF[lo:hi], out=d_down[e])
-        torch.mm(dh_N2F[lo:hi].T, x_TD.index_select(0, tokens[lo:hi]), out=d_gate_up[e])
+        product_into(dy_TD.index_select(0, tokens[lo:hi]).T, act_NF[lo:hi], d_down[e], of_down.add)
+        product_into(dh_N2F[lo:hi].T, x_TD.index_select(0, tokens[lo:hi]), d_gate_up[e], of_up.add)
     return d_gate_up, d_down
+
+
+def begun(matrix: Tensor, into: Target) -> Tensor:
+    """The tensor of a target: with its values where they are added to, else zeros."""
+    if into.tensor is None:
+        return matrix.new_zeros(matrix.shape)
+    return into.tensor if into.add else into.tensor.zero_()
+
+
+def product_into(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """Writes the product a b into out, or adds it. If out has a wider type, the product is not rounded."""
+    wide = torch.promote_types(a.dtype, out.dtype)
+    product = torch.mm(a.to(wide), b.to(wide))
+    if add:
+        out.add_(product)
+    else:
+        out.copy_(product)
 
 
 def _acc(t: Tensor) -> torch.dtype:

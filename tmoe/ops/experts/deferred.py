@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from tmoe.ops.gradient_sums import NEW, Target
+
 
 class DeferredGradients(NamedTuple):
     """The gradients of one layer's matrices, deferred by one backward, with the inputs to compute them."""
@@ -24,9 +26,11 @@ class DeferredGradients(NamedTuple):
         """Size of the kept tensors in bytes."""
         return sum(t.nbytes for t in self.kept)
 
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """d_gate_up and d_down, in the matrices' shapes and dtype."""
-        return self.work(self.gate_up, self.down, *self.kept)
+    def gradients(self, into: tuple[Target, Target] = (NEW, NEW)) -> tuple[Tensor, Tensor]:
+        """d_gate_up and d_down in their targets; in new tensors of the matrices' dtype if none are given."""
+        up, down = into
+        into = up.allocated(self.gate_up), down.allocated(self.down)
+        return self.work(self.gate_up, self.down, *self.kept, into=into)
 
 
 # One list for each active `collecting`. They are global to the process, because on a GPU a backward runs on

@@ -47,6 +47,9 @@ Outs = tuple[Any, Any, Any]  # tensors or None
 # wave then takes twice its time, in four waves a quarter more. Measured on two GPUs that share experts: 96.8,
 # 97.4, 99.6 and 99.9 thousand tokens/s in 1, 2, 4 and 8 waves; with ep=2, 48.3 in 1 and 48.1 in 4 waves.
 waves = 1
+# How hopper.py adds to sums of weight gradients, and in how many column slices: see `hopper.into_sum`.
+SUMS = "add"
+SUMS_SUB = 8
 
 
 def has_tma(x: Tensor, D: int, F: int, *tensors: Tensor) -> bool:
@@ -97,6 +100,7 @@ class Product(NamedTuple):
     bias: Tensor | None = None
     u: Tensor | None = None
     v: Tensor | None = None
+    sums: str = ""  # what a dw does with a sum in fp32; "": the result has the operands' type
 
 
 def b_box(kind: str, b_rows: bool, BN: int, BL: int) -> list[int]:
@@ -124,6 +128,23 @@ def low_rank_step(
     RL = low_rank(R, cfg.BL)
     box = b_box(kind, product.b_rows, cfg.BN, RL)
     return describe_ragged(u, [cfg.BM, RL]), describe(v, box), RL, cdiv(R, RL)
+
+
+def stored(kind: str, box: list[int], outs: Outs, sums: str) -> Outs:
+    """c, c2, c3 of hopper.specialised: descriptors of what the copy engine stores, else tensors.
+
+    The finishers store the other results, and a sum in fp32 is written by the threads that hold its product.
+    """
+    c, c2, c3 = outs
+    if c is None:
+        return outs
+    if kind in ("up", "ungated"):
+        return describe_ragged(c, box), None if c2 is None else describe_ragged(c2, box), c3
+    if kind == "rows":
+        c = describe_ragged(c, box)
+    elif kind == "dw" and not sums:
+        c = describe(c, [1, *box])
+    return c, c2, c3
 
 
 class LayerLaunches:
@@ -203,9 +224,8 @@ class LayerLaunches:
 
     def specialised(self, kind: str, cfg: KernelConfig, product: Product, outs: Outs) -> None:
         """Launch hopper.specialised; outs are its c, c2, c3, with `product.width` columns."""
-        a, b, width, length, b_rows, gather, h, ds, bias, *_ = product
+        a, b, width, length, b_rows, gather, h, ds, bias, _, _, sums = product
         dw = kind == "dw"
-        finish = kind in ("up", "ungated", "dh")
         columns = cfg.BN // 2 if kind == "up" else cfg.BN
 
         # operands are descriptors, unless the kernel gathers them
@@ -215,14 +235,8 @@ class LayerLaunches:
         u_arg, v_arg, RL, more = low_rank_step(kind, cfg, product)
         box = [cfg.BM, cfg.BN // cfg.SUB]
 
-        # the copy engine stores some results, the finishers others
-        c, c2, c3 = outs
-        keeps_h = kind in ("up", "ungated") and c is not None
-        if keeps_h:
-            c, c2 = describe_ragged(c, box), None if c2 is None else describe_ragged(c2, box)
-        elif not finish:
-            result: Any = outs[0]
-            c = c3 = describe(result, [1, *box]) if dw else describe_ragged(result, box)
+        keeps_h = kind in ("up", "ungated") and outs[0] is not None
+        c, c2, c3 = stored(kind, box, outs, sums)
 
         # with dw tiles divide the matrix of each expert, else its rows
         num_m = cdiv(a.shape[1], cfg.BM) if dw else 0
@@ -237,9 +251,11 @@ class LayerLaunches:
             hopper.specialised, self.grid(cfg, tiles),
             a_arg, b_arg, u_arg, v_arg, bias, h, c, c2, c3, self.weights, ds, self.meta.order, *tile_args,
             self.N, self.E, self.F, num_m, num_n, cdiv(length, cfg.BL), more, cfg.GROUP, self.D,
+            a.shape[1], width,
             cfg.BM, cfg.BN, cfg.BL, RL, cfg.stages, cfg.SUB, cfg.outs, self.K, kind, self.activation, b_rows,
             keeps_h, gather,
             dw and gather != "" and self.D % (cfg.BM if gather == "a" else cfg.BN) != 0,
+            sums,
             num_warps=cfg.warps,
         )  # fmt: skip
 
@@ -345,28 +361,45 @@ class LayerLaunches:
         )  # fmt: skip
         return dh, act, ds
 
-    def dw(self, kernel: str, a: Tensor, b: Tensor, gather: str, c: Tensor | None = None) -> Tensor:
-        """[E, P, Q] = for each expert, its rows of a transposed times its rows of b; added to c if given.
+    def dw(
+        self, kernel: str, a: Tensor, b: Tensor, gather: str, c: Tensor | None = None, how: str = "again"
+    ) -> Tensor:
+        """[E, P, Q] = for each expert, its rows of a transposed times its rows of b, in c.
 
         gather: the operand ("a", "b") that is [T, D] and not gathered yet, or "".
+        c: None: a new tensor in x's type. In fp32, with 16-bit operands, products are not rounded.
+        how: what happens to the values of a given c. "write": they are overwritten; "add": they are added to;
+            "again": they are added to, and usually there are no rows (a window after the first).
         """
-        add = c is not None
-        cfg = self.config("dw_add" if add else kernel)
         P, Q = a.shape[1], b.shape[1]
-        c = self.empty(self.E, P, Q) if c is None else c
+        if c is None:
+            c, how = self.empty(self.E, P, Q), "write"
+        wide = c.dtype != self.x.dtype
+        cfg = self.sum_config(kernel, how, wide)
         if cfg.outs:
-            self.specialised("dw", cfg, Product(a, b, Q, gather=gather), (c, None, None))
+            sums = "" if not wide else SUMS if how == "add" else how
+            cfg = cfg._replace(SUB=SUMS_SUB) if wide else cfg
+            self.specialised("dw", cfg, Product(a, b, Q, gather=gather, sums=sums), (c, None, None))
             return c
+        boxes = self.tma and not wide
         launch(
             kernels.dw_kernel, self.grid(cfg, self.E * cdiv(P, cfg.BM) * cdiv(Q, cfg.BN)),
             a if gather == "a" else ragged(a, [cfg.BL, cfg.BM], self.tma),
             b if gather == "b" else ragged(b, [cfg.BL, cfg.BN], self.tma),
-            plain(c, [1, cfg.BM, cfg.BN // cfg.SUB], self.tma),
+            plain(c, [1, cfg.BM, cfg.BN // cfg.SUB], boxes),
             self.meta.order, self.meta.offsets, self.meta.by_size, self.E, P, Q,
-            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, gather, self.tma, add, self.precision,
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, gather, self.tma, boxes, how, self.precision,
             num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return c
+
+    def sum_config(self, kernel: str, how: str, wide: bool) -> KernelConfig:
+        """The configuration of `dw`. wide: c has a wider type than the operands.
+
+        The kernel for Hopper adds only to wide sums. For "again" it would start too many programs.
+        """
+        cfg = self.config(kernel)
+        return cfg if how == "write" or (how == "add" and wide and cfg.outs) else self.config("dw_add")
 
     def combine(
         self,
@@ -487,11 +520,37 @@ def backward(
     pairs: int,
 ) -> tuple[Tensor | None, ...]:
     """moe_mlp's gradients of x, gate_up, down, weights and bias (None without one)."""
+    tensors = dy, x, gate_up, down, weights, h, packed, bias
+    return backward_into(*tensors, None, None, activation, pairs, ("write", "write"))
+
+
+def backward_into(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    up_sum: Tensor | None,
+    down_sum: Tensor | None,
+    activation: str,
+    pairs: int,
+    how: tuple[str, str],
+) -> tuple[Tensor | None, ...]:
+    """`backward`, with gradients of gate_up and down that are written into given tensors or added to them.
+
+    up_sum, down_sum: the tensors; None: new ones, which are returned. For a given tensor None is returned.
+    how: "write" or "add", for each of the two.
+    """
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     bias = None if bias is None else bias.contiguous()
+    d_gate_up, d_down = up_sum, down_sum
     if weights.numel() == 0:
-        return tuple(None if t is None else torch.zeros_like(t) for t in (x, gate_up, down, weights, bias))
-    dx = d_gate_up = d_down = d_weights = d_bias = None
+        dx, d_weights, d_bias = (None if t is None else torch.zeros_like(t) for t in (x, weights, bias))
+        return dx, *no_rows((gate_up, down), (up_sum, down_sum), how), d_weights, d_bias
+    dx = d_weights = d_bias = None
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = LayerLaunches(
             x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation
@@ -499,21 +558,33 @@ def backward(
         if dx is not None:
             h = layer.empty(pairs, gate_up.shape[1])  # recomputed for every window after the first
             layer.up(gate_up, bias, h)
+            how = "again", "again"
 
         fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
         dy_N: Any = None if fused[0] and fused[1] else layer.gathered(dy)
         dh, act, ds = layer.dh(dy if fused[0] else dy_N, down, h)
-        d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "a" if fused[1] else "", d_down)
+        gather = "a" if fused[1] else ""
+        d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, gather, d_down, how[1])
         del dy_N, act
 
         dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, dx, ds, d_weights)
-        d_gate_up = layer.dw(
-            "dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up
-        )
+        gather = "b" if fused[2] else ""
+        d_gate_up = layer.dw("dw_up", dh, x if fused[2] else layer.gathered(x), gather, d_gate_up, how[0])
         if bias is not None:
             d_bias = layer.bias_gradient(dh, d_bias)
         del h, dh, ds  # freed before the next window allocates its own
-    return dx, d_gate_up, d_down, d_weights, d_bias
+    of_matrices = d_gate_up if up_sum is None else None, d_down if down_sum is None else None
+    return dx, *of_matrices, d_weights, d_bias
+
+
+def no_rows(
+    matrices: tuple[Tensor, Tensor], sums: tuple[Tensor | None, Tensor | None], how: tuple[str, str]
+) -> list[Tensor | None]:
+    """The results of `backward_into` for gate_up and down, if no row is routed."""
+    for total, way in zip(sums, how, strict=True):
+        if total is not None and way == "write":
+            total.zero_()
+    return [torch.zeros_like(t) if total is None else None for t, total in zip(matrices, sums, strict=True)]
 
 
 def backward_of_x(
@@ -567,41 +638,47 @@ def backward_of_matrices(
     dh: Tensor,
     act: Tensor,
     bias: Tensor | None,
+    up_sum: Tensor | None,
+    down_sum: Tensor | None,
     activation: str,
     pairs: int,
-) -> tuple[Tensor, Tensor]:
+    how: tuple[str, str] = ("write", "write"),
+) -> tuple[Tensor | None, Tensor | None]:
     """The rest of `backward`: the gradients of gate_up and down.
 
     dy, x, weights: contiguous.
     dh, act: as `backward_of_x` returned them.
+    up_sum, down_sum, how: as for `backward_into`.
     H, dH and the activation are recomputed for every window after the first. These windows hold rows only if
     routing is skewed.
     """
     gate_up, down = gate_up.contiguous(), down.contiguous()
     bias = None if bias is None else bias.contiguous()
+    d_gate_up, d_down = up_sum, down_sum
     if weights.numel() == 0:
-        return torch.zeros_like(gate_up), torch.zeros_like(down)
-    d_gate_up: Any = None
-    d_down: Any = None
+        up, out = no_rows((gate_up, down), (up_sum, down_sum), how)
+        return up, out
+    again = False
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = LayerLaunches(
             x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation
         )
         fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
-        again = d_down is not None
         dy_N: Any = None if fused[1] and (fused[0] or not again) else layer.gathered(dy)
         if again:
             h = layer.empty(pairs, gate_up.shape[1])
             layer.up(gate_up, bias, h)
             dh, act, _ = layer.dh(dy if fused[0] else dy_N, down, h)
+            how = "again", "again"
             del h
-        d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "a" if fused[1] else "", d_down)
+        gather = "a" if fused[1] else ""
+        d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, gather, d_down, how[1])
         del dy_N, act
-        d_gate_up = layer.dw(
-            "dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up
-        )
+        gather = "b" if fused[2] else ""
+        d_gate_up = layer.dw("dw_up", dh, x if fused[2] else layer.gathered(x), gather, d_gate_up, how[0])
         del dh  # freed before the next window allocates its own
-    return d_gate_up, d_down
+        again = True
+    return d_gate_up if up_sum is None else None, d_down if down_sum is None else None
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

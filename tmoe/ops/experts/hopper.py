@@ -246,17 +246,57 @@ def multiply(
 
 
 @gluon.jit
+def load_slice(at, mask, HOW: gl.constexpr, like):
+    """The values of a sum at these addresses; zeros if they are not needed."""
+    if HOW == "add":
+        return gl.load(at, mask=mask, other=0.0)
+    else:
+        return gl.zeros_like(like)
+
+
+@gluon.jit
+def into_sum(
+    c, parts, e, row, col, P, Q, BM: gl.constexpr, W: gl.constexpr, SUB: gl.constexpr, HOW: gl.constexpr
+):
+    """Writes a tile's column slices into the sum c [E, P, Q] in fp32, or adds them to it.
+
+    The threads that hold the product do it, since the copy engine cannot wait for what it would add to. Four
+    threads have 32 consecutive bytes of a row, which is what memory transfers at least.
+
+    HOW: "write"; "add": a slice is loaded while the slice before it is stored; "red": the L2 cache adds, and
+        no thread waits for a load. Each element is added to once, so all three give the same bits each time.
+    """
+    layout: gl.constexpr = parts[0].type.layout
+    r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
+    cols = col + gl.arange(0, W, layout=gl.SliceLayout(0, layout))
+    at = c + e.to(gl.int64) * P * Q + gl.expand_dims(r.to(gl.int64) * Q, 1) + gl.expand_dims(cols, 0)
+    here = gl.expand_dims(r < P, 1)
+    ahead = load_slice(at, here & gl.expand_dims(cols < Q, 0), HOW, parts[0])
+    for j in gl.static_range(SUB):
+        mask = here & gl.expand_dims(cols + j * W < Q, 0)
+        values = ahead
+        if j + 1 < SUB:
+            ahead = load_slice(
+                at + (j + 1) * W, here & gl.expand_dims(cols + (j + 1) * W < Q, 0), HOW, parts[0]
+            )
+        if HOW == "red":
+            gl.atomic_add(at + j * W, parts[j], mask=mask, sem="relaxed")
+        else:
+            gl.store(at + j * W, parts[j] + values, mask=mask)
+
+
+@gluon.jit
 def consume_tiles(
-    c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, more, GROUP, a_bufs, b_bufs, full, empty,
-    out, staged, taken,
+    c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, more, GROUP, P, Q, a_bufs, b_bufs, full,
+    empty, out, staged, taken,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, RL: gl.constexpr, S: gl.constexpr,
     SUB: gl.constexpr, OUTS: gl.constexpr,
-    KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, WARPS: gl.constexpr,
+    KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, SUMS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers: compute the product of every tile of this program, rounded into shared memory.
 
     From there the copy engine stores "rows" and "dw", through OUTS buffers; the finishers process the tiles
-    of "up", "ungated" and "dh".
+    of "up", "ungated" and "dh". A dw with SUMS is not rounded, and stored by the consumers.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16]
@@ -297,6 +337,9 @@ def consume_tiles(
                 fence_async_shared()  # the copy engine reads the tile
             mbarrier.arrive(staged, count=1)
             phase ^= 1
+        elif SUMS != "":
+            if SUMS == "write" or n_steps > 0:
+                into_sum(c, parts, e, row, pn * BN, P, Q, BM, W, SUB, SUMS)
         else:
             for j in gl.static_range(SUB):
                 tma.store_wait(pendings=OUTS - 1)  # the store that last used this buffer has read it
@@ -467,11 +510,11 @@ def barriers(S: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit(do_not_specialize=["capacity", "N", "E", "GROUP"])
 def specialised(
     a, b, u, v, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n,
-    steps, more, GROUP, stride,
+    steps, more, GROUP, stride, P, Q,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, RL: gl.constexpr, S: gl.constexpr,
     SUB: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
-    EDGE: gl.constexpr,
+    EDGE: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """One of the products, by KIND.
 
@@ -484,6 +527,7 @@ def specialised(
     GATHER: the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, and is read through the
         routing order; "": none.
     EDGE: the last tile of a gathered dw is wider than its rows.
+    SUMS: of a dw whose C [E, P, Q] is a sum in fp32, what `into_sum` does with it; "": C has A's type.
     KEEP: if False, "up" stores act alone.
     ACT: the activation, see `activate`.
     bias: [E, 2F] or None; added to H.
@@ -498,7 +542,7 @@ def specialised(
     # Number of warps that gather, and of warps that finish. With more than twelve warps in all, ptxas would
     # have too few registers for 256 columns.
     CREW: gl.constexpr = 2 if FINISH and BM == 128 else 4
-    ELEMENT: gl.constexpr = c3.dtype.element_ty if FINISH else c3.dtype
+    ELEMENT: gl.constexpr = a.dtype if GATHER == "b" else b.dtype  # of the descriptor
     OUT_BOX: gl.constexpr = [BM, BN // SUB]
     a_bufs = gl.allocate_shared_memory(
         ELEMENT, [S] + A_BOX, gl.NVMMASharedLayout.get_default_for(A_BOX, ELEMENT)
@@ -524,8 +568,8 @@ def specialised(
     if FINISH:
         gl.warp_specialize([
             (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, more, GROUP,
-                             a_bufs, b_bufs, full, empty, out, staged, taken,
-                             BM, BN, BL, RL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
+                             P, Q, a_bufs, b_bufs, full, empty, out, staged, taken,
+                             BM, BN, BL, RL, S, SUB, OUTS, KIND, B_ROWS, GATHER, SUMS, WARPS)),
             (load_tiles, (a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP,
                           stride, a_bufs, b_bufs, full, empty, BM, BN, BL, RL, S, K, KIND, B_ROWS, GATHER,
                           EDGE, LAYOUT)),
@@ -535,8 +579,8 @@ def specialised(
     else:
         gl.warp_specialize([
             (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, more, GROUP,
-                             a_bufs, b_bufs, full, empty, out, staged, taken,
-                             BM, BN, BL, RL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
+                             P, Q, a_bufs, b_bufs, full, empty, out, staged, taken,
+                             BM, BN, BL, RL, S, SUB, OUTS, KIND, B_ROWS, GATHER, SUMS, WARPS)),
             (load_tiles, (a, b, u, v, order, tiles, capacity, offsets, E, num_m, num_n, steps, more, GROUP,
                           stride, a_bufs, b_bufs, full, empty, BM, BN, BL, RL, S, K, KIND, B_ROWS, GATHER,
                           EDGE, LAYOUT)),

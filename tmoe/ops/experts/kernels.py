@@ -481,18 +481,21 @@ def dw_operand(
 def dw_kernel(
     a, b, c, order, offsets, by_size, E, P, Q,
     BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
-    GATHER: tl.constexpr, TMA: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    GATHER: tl.constexpr, TMA: tl.constexpr, BOXES: tl.constexpr, HOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """C[e] = a[rows of e]^T @ b[rows of e], [P, Q] for every expert; GATHER is "a", "b" or "".
 
-    ADD: add to the values of C. Experts are handled by decreasing row count. For an expert without rows zeros
-    are stored, so no memset is needed. The token index of the next step is loaded one step ahead explicitly,
-    since an index load inside the loop halves the depth of the compiler's pipeline.
+    TMA: operands are descriptors. BOXES: C is one; a sum in fp32 is a pointer.
+    HOW: "write": for an expert without rows zeros are stored, so no memset is needed. "add", "again": C's
+    values are added to, and C of an expert without rows is not read; with "again" usually none has rows.
+
+    Experts are handled by decreasing row count. The token index of the next step is loaded one step ahead
+    explicitly, since an index load inside the loop halves the depth of the compiler's pipeline.
     """
     num_m = tl.cdiv(P, BM)
     num_n = tl.cdiv(Q, BN)
     experts = E
-    if ADD:
+    if HOW == "again":
         experts = tl.where(tl.load(offsets + E) > 0, E, 0)  # usually there are no rows to add
     for t in tl.range(tl.program_id(0), experts * num_m * num_n, tl.num_programs(0)):
         e, lo, hi, pm, pn = weight_tile_at(t, by_size, offsets, num_m, num_n, GROUP)
@@ -506,20 +509,30 @@ def dw_kernel(
                 r += BL
                 tok = tl.load(order + r, mask=r < hi, other=0) // K
             acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+        store_weight_tile(c, acc, e, pm * BM, pn * BN, P, Q, hi > lo, BM, BN, SUB, BOXES, HOW != "write")
+
+
+@triton.jit
+def store_weight_tile(
+    c, acc, e, row, col, P, Q, some,
+    BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, BOXES: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Stores dw_kernel's tile at (row, col) of C[e], or adds it if the expert has some rows."""
+    if some or not ADD:
         parts = slices(acc, SUB)
-        c_e = c if TMA else c + e.to(tl.int64) * P * Q
+        c_e = c if BOXES else c + e.to(tl.int64) * P * Q
         for j in tl.static_range(SUB):
-            col = pn * BN + j * (BN // SUB)
+            at = col + j * (BN // SUB)
             part = parts[j]
             if ADD:
-                if TMA:
-                    part += tl.reshape(c.load([e, pm * BM, col]), (BM, BN // SUB)).to(tl.float32)
+                if BOXES:
+                    part += tl.reshape(c.load([e, row, at]), (BM, BN // SUB)).to(tl.float32)
                 else:
-                    part += load_rows(c_e, 0, P, pm * BM, col, Q, Q, BM, BN // SUB, False).to(tl.float32)
-            if TMA:
-                c.store([e, pm * BM, col], tl.reshape(part.to(c.dtype), (1, BM, BN // SUB)))
+                    part += load_rows(c_e, 0, P, row, at, Q, Q, BM, BN // SUB, False).to(tl.float32)
+            if BOXES:
+                c.store([e, row, at], tl.reshape(part.to(c.dtype), (1, BM, BN // SUB)))
             else:
-                store_rows(c_e, part, 0, P, pm * BM, col, Q, Q, False)
+                store_rows(c_e, part, 0, P, row, at, Q, Q, False)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ the ragged tensor descriptors nor the choice of kernels. Output shapes depend on
 makes no graph break, does not wait for the host, and can be captured in a CUDA graph.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from tmoe.ops.argument_checks import check_device, check_moe_mlp, check_tensors,
 from tmoe.ops.experts import cpu, gpu
 from tmoe.ops.experts.deferred import DeferredGradients, leave, require_collecting
 from tmoe.ops.experts.pair_order import Metadata
+from tmoe.ops.gradient_sums import GradientSum, Target, sum_of
 from tmoe.ops.launch.eager import mapped, unwatched
 from tmoe.ops.launch.kernel_launch import cdiv
 from tmoe.ops.launch.replay import remembered
@@ -105,6 +106,32 @@ def moe_mlp_deferred(
     return _run("moe_mlp_deferred", tensors, activation, pairs)
 
 
+def moe_mlp_summed(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    gate_up_bias_E2F: Tensor | None = None,
+    activation: str = "swiglu",
+    pairs: int | None = None,
+) -> Tensor:
+    """moe_mlp with a backward that adds the gradients of gate_up and down to their sums (gradient_sums.py).
+
+    The matrices must not need a gradient from autograd, and x must, or there is no backward. Each matrix must
+    have an owner of its sum (`offer`), which backward finds by the matrix's address. Into a wider sum the
+    products are added unrounded, also those of further rounds of `pairs`.
+
+    Raises ValueError as moe_mlp does, and for matrices that need a gradient; in backward RuntimeError for a
+    matrix without a sum.
+    """
+    for name, t in (("gate_up", gate_up_E2FD), ("down", down_EDF)):
+        if isinstance(t, Tensor) and t.requires_grad:
+            require(False, name, "a tensor that needs a gradient", "one without, since its sum gets it")
+    tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
+    return _run("moe_mlp_summed", tensors, activation, pairs)
+
+
 def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None) -> Tensor:
     """Checks the arguments of moe_mlp, and calls the op of this name."""
     x, gate_up, down, weights, ids, bias = tensors
@@ -125,7 +152,7 @@ def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None
 
 
 class MlpCall(NamedTuple):
-    """The arguments of the ops moe_mlp, moe_mlp_frozen and moe_mlp_deferred."""
+    """The arguments of the op moe_mlp and of its kinds, which end in _frozen, _deferred and _summed."""
 
     x: Tensor
     gate_up: Tensor
@@ -139,7 +166,7 @@ class MlpCall(NamedTuple):
 
 
 class MlpBackward(NamedTuple):
-    """The arguments of the op moe_mlp_backward and of the backwards of the other two ops."""
+    """The arguments of the op moe_mlp_backward and of the backwards of the other kinds."""
 
     dy: Tensor
     x: Tensor
@@ -210,6 +237,53 @@ def _backward_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     return remembered(gpu.backward, tensors, activation, pairs)
 
 
+def _backward_summed_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weights and the bias (None without one); sums get those of the matrices."""
+    dy, x, gate_up, down, weights, h, packed, bias, activation, _ = call
+    sums = sum_of(gate_up), sum_of(down)
+    meta = Metadata(packed, weights.numel(), gate_up.shape[0])
+    ends = meta.ends.tolist()
+    order = meta.order[: ends[-1]].to(torch.int64)
+    experts = cpu.ExpertWeights(gate_up, down, bias, activation)
+    into = opened(sums, (gate_up, down))
+    with torch.autocast("cpu", enabled=False):  # autocast may be on where backward is called
+        dx, *grads, d_weights, d_bias = cpu.moe_mlp_backward(dy, x, experts, weights, h, order, ends, into)
+    for total, target, grad in zip(sums, into, grads, strict=True):
+        total.close(target, grad)
+    return dx, d_weights, d_bias
+
+
+def _backward_summed_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
+    """The gradients of `_backward_summed_cpu`, on the GPU."""
+    *tensors, activation, pairs = call
+    sums = sum_of(call.gate_up), sum_of(call.down)
+    into = opened(sums, (call.gate_up, call.down))
+    tensors += [target.tensor for target in into]
+    results = remembered(gpu.backward_into, tensors, activation, pairs, hows(into))
+    dx, *grads, d_weights, d_bias = results
+    for total, target, grad in zip(sums, into, grads, strict=True):
+        total.close(target, whichever(target, grad))
+    return dx, d_weights, d_bias
+
+
+def opened(sums: Sequence[GradientSum], matrices: Sequence[Tensor]) -> tuple[Target, Target]:
+    """The targets of the gradients of gate_up and down, with their tensors."""
+    up, down = (total.open().allocated(matrix) for total, matrix in zip(sums, matrices, strict=True))
+    return up, down
+
+
+def hows(into: Sequence[Target]) -> tuple[str, ...]:
+    """`how` of gpu.backward_into: whether the values of each target are added to or overwritten."""
+    return tuple("add" if target.add else "write" for target in into)
+
+
+def whichever(target: Target, grad: Tensor | None) -> Tensor:
+    """The target's tensor, or without one the new tensor."""
+    found = target.tensor if grad is None else grad
+    assert found is not None
+    return found
+
+
 def _of_x_cpu(call: MlpBackward) -> tuple[tuple[Any, ...], Tensor, list[int]]:
     """The results of cpu.gradient_of_x, and order and ends of the rows."""
     dy, x, gate_up, down, weights, h, packed, bias, activation, _ = call
@@ -245,9 +319,9 @@ def _backward_of_x_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
 
 
 @torch.no_grad()
-def _matrices_cpu(*tensors: Tensor, ends: list[int]) -> tuple[Tensor, Tensor]:
+def _matrices_cpu(*tensors: Tensor, ends: list[int], into: tuple[Target, Target]) -> tuple[Tensor, Tensor]:
     with torch.autocast("cpu", enabled=False):
-        return cpu.gradients_of_matrices(*tensors, ends=ends)
+        return cpu.gradients_of_matrices(*tensors, ends=ends, into=into)
 
 
 def _backward_of_x_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
@@ -262,9 +336,13 @@ def _backward_of_x_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
 
 
 @torch.no_grad()
-def _matrices_gpu(*tensors: Tensor, bias: Tensor | None, how: tuple[str, int]) -> tuple[Tensor, Tensor]:
+def _matrices_gpu(
+    *tensors: Tensor, bias: Tensor | None, how: tuple[str, int], into: tuple[Target, Target]
+) -> tuple[Tensor, Tensor]:
+    every = (*tensors, bias, *(target.tensor for target in into))
     with torch.cuda.device(tensors[0].device):
-        d_gate_up, d_down = remembered(gpu.backward_of_matrices, (*tensors, bias), *how)
+        grads = remembered(gpu.backward_of_matrices, every, *how, hows(into))
+    d_gate_up, d_down = map(whichever, into, grads)
     return d_gate_up, d_down
 
 
@@ -343,6 +421,11 @@ _STRAIGHT = dict(
         "moe_mlp_deferred",
         **_FORWARD,
         backward=Backward(**_BACKWARD_OF_X, cpu=_backward_of_x_cpu, cuda=_backward_of_x_gpu),
+    ),
+    moe_mlp_summed=register_differentiable(
+        "moe_mlp_summed",
+        **_FORWARD,
+        backward=Backward(**_BACKWARD_OF_X, cpu=_backward_summed_cpu, cuda=_backward_summed_gpu),
     ),
     # neither gate_up nor down needs a gradient
     moe_mlp_frozen=register_differentiable(

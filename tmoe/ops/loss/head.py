@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tmoe.ops.gradient_sums import NEW, GradientSum
 from tmoe.ops.loss.cross_entropy import aligned, scaled
 
 
@@ -39,6 +40,26 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         return total.addmm_(a, b)
     product = (a @ b).to(summed_type(a.dtype))
     return product if total is None else total.add_(product)
+
+
+def to_autograd(owner: GradientSum | None, grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The gradient grad * factor of the head, in dtype; None once it is in the head's sum, unrounded.
+
+    owner: owner of that sum, None if there is none. A step's only gradient is returned.
+    The factor is known only in backward, so the sum is read and written once more after the products, with
+    `grad`. That is still without a copy in the head's type.
+    """
+    target = NEW if owner is None else owner.open()
+    if owner is None or target.plain:
+        return times(grad, factor, dtype)
+    if target.tensor is None:
+        total = times(grad, factor, target.dtype or dtype)
+    elif target.add:
+        total = target.tensor.addcmul_(grad.to(target.tensor.dtype), factor.to(target.tensor.dtype))
+    else:
+        total = target.tensor.copy_(times(grad, factor, target.tensor.dtype))
+    owner.close(target, total)
+    return None
 
 
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool = False) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tmoe.ops.argument_checks import FLOATS, INTS, autocasts, check_device, check_tensors, require
+from tmoe.ops.gradient_sums import find
 from tmoe.ops.loss import logprob_kernels as kernels
-from tmoe.ops.loss.head import add_product, summed_type, times, wide_products, widened
+from tmoe.ops.loss.head import add_product, summed_type, times, to_autograd, wide_products, widened
 from tmoe.ops.register import register
 
 IGNORE = -100  # the target of a token that does not count, as in torch
@@ -404,6 +405,7 @@ class _TokenLoss(torch.autograd.Function):
             del logits  # otherwise two chunks would be in memory
         ctx.made = sums.h, sums.of_weight()
         ctx.weight_dtype = weight.dtype
+        ctx.owner = find(weight)
         ctx.mark_non_differentiable(logps, entropies)
         ctx.set_materialize_grads(False)
         return loss, logps, entropies
@@ -420,7 +422,7 @@ class _TokenLoss(torch.autograd.Function):
         if by_h is not None:
             by_h = times(by_h, by_loss, by_h.dtype, in_place=True)
         if by_weight is not None:
-            by_weight = times(by_weight, by_loss, ctx.weight_dtype)
+            by_weight = to_autograd(ctx.owner, by_weight, by_loss, ctx.weight_dtype)
         return by_h, by_weight, *(None,) * 4
 
 
