@@ -108,13 +108,19 @@ def test_symm_gets_what_is_frozen(trained):
     y, _ = symm.moe(x, weights, ids, own, symm.SymmOptions(5, 128, False, "g"))
     with Calls("tmoe::symm_moe_backward") as calls:
         y.sum().backward()
-    ((*_, frozen, group),) = calls.found
-    assert group == "g" and frozen == (not trained)
+    ((*_, frozen, group, summed),) = calls.found
+    assert not summed and group == "g" and frozen == (not trained)
     for name in ("gate_up", "down"):
         grad = getattr(local, name).grad
         assert (grad is not None) == (name in trained)
         assert grad is None or grad.shape == getattr(local, name).shape
     assert x.grad.shape == x.shape and local.gate_up_bias.grad.shape == (2, 16)
+    y, _ = symm.moe(x, weights, ids, own._replace(summed=True), symm.SymmOptions(5, 128, False, "g"))
+    local.gate_up.grad = local.down.grad = None
+    with Calls("tmoe::symm_moe_backward") as calls:
+        y.sum().backward()
+    ((*_, frozen, group, summed),) = calls.found
+    assert summed and not frozen and local.gate_up.grad is None and local.down.grad is None
 
 
 def test_grouped_mm_of_a_frozen_matrix(monkeypatch):

@@ -13,6 +13,7 @@ import torch
 from symm_ranks import Ranks, fork, routes, run
 
 from tmoe.base.activations import activation as named
+from tmoe.ops.gradient_sums import Target
 
 
 @pytest.mark.slow
@@ -339,8 +340,36 @@ def check_frozen(tokens, pairs, K=2, L=2, D=64, F=32):
         assert [t is None for t in matrices] == [frozen] * 2
         found.append([d_bias, ranks.of["y"][0].clone(), ranks.of["d_weights"][0].clone()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    check_sums(experts, h, (gate_up, down), found[0][1:], ranks)
     experts = symm.ReceivedExperts(ex, gate_up, down, None, "swiglu", K, torch.float32, pairs)
     assert experts.backward(h, lambda: None, lambda: None, True) == (None, None, None)
+
+
+class Sum:
+    """A sum of gradients in fp32 that holds NaN until it is written."""
+
+    def __init__(self, matrix):
+        self.tensor, self.total, self.count = matrix, torch.full(matrix.shape, float("nan")), 0
+
+    def open(self, last=None):
+        return Target(self.total, self.count > 0)
+
+    def close(self, target, grad, last=None):
+        assert grad is self.total
+        self.count += 1
+
+
+def check_sums(experts, h, matrices, others, ranks):
+    """Two backwards whose gradients of matrices are written into sums, then added to them."""
+    nothing = lambda: None  # noqa: E731
+    *want, d_bias = experts.backward(h, nothing, nothing)
+    sums = [Sum(t) for t in matrices]
+    for times in (1, 2):
+        got = experts.backward(h, nothing, nothing, False, sums)
+        assert got[:2] == (None, None) and torch.equal(got[2], d_bias)
+        for total, once in zip(sums, want, strict=True):
+            assert torch.allclose(total.total, times * once, rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, (ranks.of["y"][0], ranks.of["d_weights"][0]), others))
 
 
 def in_the_interpreter():

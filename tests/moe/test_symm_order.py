@@ -75,7 +75,7 @@ class Calls(Streams):
     def forward(self, h):
         self.note("experts")
 
-    def backward(self, h, x_is_here, dx_is_there, frozen):
+    def backward(self, h, x_is_here, dx_is_there, frozen, sums):
         self.note("dx")
         x_is_here()
         dx_is_there()

@@ -456,10 +456,11 @@ def keeps_nothing(rank, net, dispatcher, tokens):
     symm.hides = rule(True, True)
     tensors = x, w, net.ids[rank], up, down, None, shared_up, shared_down
     op = functools.partial(torch.ops.tmoe.symm_moe, *tensors, "swiglu", max(tokens), 128, False)
-    y, h, shared_y, shared_h = op(True, "g")
+    y, h, shared_y, shared_h = op(True, "g", False)
     assert len(h) == 128 and shared_h.shape == (len(x), 2 * SHARED)
     with torch.inference_mode():
-        again = torch.ops.tmoe.symm_moe(x * 1, *tensors[1:], "swiglu", max(tokens), 128, False, False, "g")
+        how = "swiglu", max(tokens), 128, False, False, "g", False
+        again = torch.ops.tmoe.symm_moe(x * 1, *tensors[1:], *how)
     assert (
         torch.equal(again[0], y)
         and torch.equal(again[2], shared_y)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tmoe.ops.experts import gpu
 from tmoe.ops.experts.pair_order import Metadata, route
+from tmoe.ops.gradient_sums import NEW, GradientSum
 from tmoe.ops.launch.replay import remembered
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of gate_up, down and the bias
@@ -45,9 +46,12 @@ class ReceivedExperts:
         self.ids = ex.routes("ids", K, torch.int32)
         self.how = (activation, pairs)
 
-    def do(self, part: Callable, *tensors: Tensor | None) -> Any:
-        """The result of a part for these operands. Its launches are replayed if that is possible."""
-        return remembered(part, (*self.operands, *tensors), *self.how)
+    def do(self, part: Callable, *tensors: Tensor | None, how: tuple[str, ...] = ()) -> Any:
+        """The result of a part for these operands. Its launches are replayed if that is possible.
+
+        how: further arguments of the part.
+        """
+        return remembered(part, (*self.operands, *tensors), *how, *self.how)
 
     def forward(self, h: Tensor | None) -> None:
         """Writes y into its section, and H of the first window into h, unless h is None."""
@@ -59,9 +63,11 @@ class ReceivedExperts:
         x_is_here: Callable[[], None],
         dx_is_there: Callable[[], None],
         frozen: bool = False,
+        sums: Sequence[GradientSum] = (),
     ) -> Gradients:
         """d_gate_up, d_down, d_bias (None without a bias); dx and d_weights are written into their sections.
 
+        sums: of gate_up and down, if the gradients are added to them; None is then returned for both.
         frozen: neither matrix needs a gradient. Their products are left out, and None is in their place.
         x_is_here() is called before anything reads x, and dx_is_there() once dx and d_weights are complete.
         Therefore the transfer of x overlaps with the products before the first call, and the transfer of dx
@@ -76,11 +82,20 @@ class ReceivedExperts:
         if frozen:
             del act
             return None, None, self.gradient_of_bias(dh, packed)
-        sums = self.do(gradients_of_experts, dh, act, packed[0])
+        matrices = self.operands[5:7]
+        into = [total.open().allocated(t) for total, t in zip(sums, matrices, strict=False)] or [NEW, NEW]
+        how = tuple("add" if target.add else "write" for target in into)
+        given = [target.tensor for target in into]
+        *made, d_bias = self.do(gradients_of_experts, dh, act, packed[0], *given, how=how)
         del dh, act
+        grads = [one if there is None else there for one, there in zip(made, given, strict=True)]
         if packed[1:]:
-            self.do(add_to_gradients_of_experts, *sums, *packed)
-        return sums
+            self.do(add_to_gradients_of_experts, *grads, d_bias, *packed)
+        if not sums:
+            return *grads, d_bias
+        for total, target, grad in zip(sums, into, grads, strict=True):
+            total.close(target, grad)
+        return None, None, d_bias
 
     def gradient_of_bias(self, dh: Tensor, packed: Sequence[Tensor]) -> Tensor | None:
         """d_bias alone, of dH of the first window; packed: metadata of all windows. None without a bias."""
@@ -140,18 +155,26 @@ class Work(NamedTuple):
         layer.combine(rows, None, self.y, ds, self.d_weights, add, fill=False)
 
     def gradients_of_experts(
-        self, window: Metadata, dh: Tensor, act: Tensor, sums: Sequence[Tensor | None] = (None, None, None)
+        self,
+        window: Metadata,
+        dh: Tensor,
+        act: Tensor,
+        sums: Sequence[Tensor | None] = (None, None, None),
+        how: Sequence[str] = ("again", "again"),
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """d_gate_up, d_down, d_bias (None without a bias) of a window, added to `sums` if they are given."""
+        """d_gate_up, d_down, d_bias (None without a bias) of a window, in `sums` if they are given.
+
+        how: of gate_up's and down's sums, as in `gpu.LayerLaunches.dw`.
+        """
         layer = self.layer(window)
         gather_down = layer.config("dw_down").gather
         gather_up = layer.config("dw_up").gather
 
         dy = self.dy if gather_down else layer.gathered(self.dy)
-        d_down = layer.dw("dw_down", dy, act, "a" if gather_down else "", sums[1])
+        d_down = layer.dw("dw_down", dy, act, "a" if gather_down else "", sums[1], how[1])
 
         x = self.x if gather_up else layer.gathered(self.x)
-        d_gate_up = layer.dw("dw_up", dh, x, "b" if gather_up else "", sums[0])
+        d_gate_up = layer.dw("dw_up", dh, x, "b" if gather_up else "", sums[0], how[0])
 
         d_bias = None if self.bias is None else layer.bias_gradient(dh, sums[2])
         return d_gate_up, d_down, d_bias
@@ -198,10 +221,17 @@ def add_to_gradient_of_x(*args: Any) -> tuple[()]:
     return ()
 
 
-def gradients_of_experts(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dH, weighted activation, packed metadata, all of the first window: its gradients of the experts."""
-    work, (dh, act, *packed) = taken(args)
-    return work.gradients_of_experts(work.windows_in(packed)[0], dh, act)
+def gradients_of_experts(*args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dH, weighted activation, packed metadata, all of the first window: its gradients of the experts.
+
+    Further tensors: of gate_up's and down's sum, or None, and how each is changed. For a given sum None is
+    returned.
+    """
+    work, (dh, act, packed, up_sum, down_sum, *how) = taken(args)
+    given = up_sum, down_sum, None
+    *made, d_bias = work.gradients_of_experts(work.windows_in([packed])[0], dh, act, given, how)
+    d_gate_up, d_down = (one if there is None else None for one, there in zip(made, given, strict=False))
+    return d_gate_up, d_down, d_bias
 
 
 def add_to_gradients_of_experts(*args: Any) -> tuple[()]:

@@ -63,6 +63,7 @@ from tmoe.moe.exchange.received_rows import ReceivedExperts
 from tmoe.ops import exchange
 from tmoe.ops.argument_checks import check_moe_mlp, check_shared
 from tmoe.ops.experts import swiglu
+from tmoe.ops.gradient_sums import sum_of
 from tmoe.ops.launch.kernel_launch import cdiv, device_facts
 from tmoe.ops.register import register
 from tmoe.parallel.agree import gathered, gathered_by_store
@@ -389,6 +390,8 @@ class Local(NamedTuple):
     down_LDF: Tensor
     bias_L2F: Tensor | None
     activation: str
+    summed: bool = False
+    """the op adds the gradients of both matrices to their sums (tmoe/ops/gradient_sums.py)"""
 
 
 class SymmOptions(NamedTuple):
@@ -430,13 +433,16 @@ def moe(
     differentiable in all tensors except ids; every rank of the group must then call backward.
     """
     shared_gate_up, shared_down = (None, None) if shared is None else shared
-    gate_up, down, bias, activation = local
+    gate_up, down, bias, activation, summed = local
+    if summed:
+        gate_up, down = gate_up.detach(), down.detach()
     matrices = gate_up, down, bias, shared_gate_up, shared_down
     tensors = (x_TD, weights_TK, ids_TK, *matrices)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     tokens, pairs, fp8, group = way
     assert pairs is not None  # None means all pairs of one rank
-    layer = SymmCall(x_TD, weights_TK, ids_TK, *matrices, activation, tokens, pairs, fp8, keep, group)
+    how = activation, tokens, pairs, fp8, keep, group, summed
+    layer = SymmCall(x_TD, weights_TK, ids_TK, *matrices, *how)
     y_TD, _, shared_TD, _ = torch.ops.tmoe.symm_moe(*layer)
     return y_TD, None if shared is None else shared_TD
 
@@ -458,6 +464,7 @@ class SymmCall(NamedTuple):
     fp8: bool
     keep: bool  # whether to keep H and the shared expert's pre-activations for backward
     group: str
+    summed: bool = False  # gradients of gate_up and down are added to their sums
 
 
 class SymmBackward(NamedTuple):
@@ -481,6 +488,7 @@ class SymmBackward(NamedTuple):
     fp8: bool
     frozen: bool  # neither gate_up nor down needs a gradient
     group: str
+    summed: bool = False  # gradients of gate_up and down are added to their sums
 
 
 def _forward(layer: SymmCall) -> Tensors:
@@ -540,9 +548,9 @@ def _push_beside(ex: Exchange, wire: dict[str, Tensor], ids: Tensor, weights: Te
 def _backward(layer: SymmBackward) -> Tensors:
     """The op symm_moe_backward.
 
-    Returns the gradients that the experts give: of x, weights, gate_up, down (empty if frozen) and the bias
-    (empty without one). Then the gradients that the shared SwiGLU gives: of x and of its two matrices (empty
-    without it).
+    Returns the gradients that the experts give: of x, weights, gate_up, down (empty if frozen or summed) and
+    the bias (empty without one). Then the gradients that the shared SwiGLU gives: of x and of its two
+    matrices (empty without it).
     """
     gate_up, down, bias, shared_gate_up, shared_down, h, shared_h = layer[5:12]
     fp8 = layer.fp8
@@ -589,7 +597,8 @@ def _backward(layer: SymmBackward) -> Tensors:
             else:
                 ex.pull(dx, d_weights, ids, L, fp8)
 
-        grads = experts.backward(h, x_is_here, dx_is_there, layer.frozen)
+        sums = (sum_of(gate_up), sum_of(down)) if layer.summed else ()
+        grads = experts.backward(h, x_is_here, dx_is_there, layer.frozen, sums)
         if hidden:
             ex.arrived()
             ex.sum(dx, d_weights, ids, L, copied[-1])
@@ -601,16 +610,16 @@ def _backward(layer: SymmBackward) -> Tensors:
 def _backward_fake(layer: SymmBackward) -> Tensors:
     x, weights, _, gate_up, down, bias = layer[2:8]
     shared = (x, *layer[8:10]) if layer.shared_gate_up is not None else (None,) * 3
-    matrices = (None, None) if layer.frozen else (gate_up, down)
+    matrices = (None, None) if layer.frozen or layer.summed else (gate_up, down)
     present = (t.new_empty(t.shape) for t in (x, weights))
     perhaps = (x.new_empty(0 if t is None else t.shape) for t in (*matrices, bias, *shared))
     return *present, *perhaps
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensors) -> None:
-    *tensors, activation, tokens, pairs, fp8, _, group = inputs
-    frozen = not any(ctx.needs_input_grad[3:5])
-    ctx.how = activation, tokens, pairs, fp8, frozen, group
+    *tensors, activation, tokens, pairs, fp8, _, group, summed = inputs
+    frozen = not (summed or any(ctx.needs_input_grad[3:5]))
+    ctx.how = activation, tokens, pairs, fp8, frozen, group, summed
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1], output[3])
 
@@ -636,7 +645,7 @@ def _differentiate(
     if not any(ctx.needs_input_grad[3:5]):
         d_gate_up = d_down = None
     d_bias = None if bias is None else d_bias
-    return dx, d_weights, None, d_gate_up, d_down, d_bias, d_shared_gate_up, d_shared_down, *(None,) * 6
+    return dx, d_weights, None, d_gate_up, d_down, d_bias, d_shared_gate_up, d_shared_down, *(None,) * 7
 
 
 register(
