@@ -75,7 +75,7 @@ def test_a_gathered_gradient_reads_no_column_behind_a_row():
 def main_path(arch, D, F, dtype, visit):
     """Visits all that softmax_topk, moe_mlp and grouped_mm launch, forward and backward."""
     with compile_only(arch, visit):
-        trace(T, D, F, E, K, dtype)
+        trace(T, D, F, E, K, dtype, summed=True)
         for few in FEW:
             trace(few, D, F, E, K, dtype)
         trace_router(T, E, K, False)
@@ -90,7 +90,8 @@ def variants(arch, D, F, dtype, visit):
     """Visits what moe_mlp launches with bias, with gpt-oss's activation and in rounds."""
     with compile_only(arch, visit):
         for tokens in (T, *FEW, 2 * FEW[-1]):  # half of the pairs in a window
-            trace(tokens, D, F, E, K, dtype, pairs=tokens * K // 2, activation="clamped", biased=True)
+            how = dict(pairs=tokens * K // 2, activation="clamped", biased=True)
+            trace(tokens, D, F, E, K, dtype, **how, summed=tokens == T)
 
 
 def everything(visit):

@@ -106,6 +106,7 @@ def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> Laye
         dim=m.dim,
         dtype=dtype,
         trained=trained,
+        summed=trained and (cfg.train.accumulate > 1 or cfg.task == "grpo"),
         width=m.expert_dim,
         ffn_dim=moe.ffn_dim // etp,
         experts=E // ep,

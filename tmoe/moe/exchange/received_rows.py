@@ -92,7 +92,7 @@ class ReceivedExperts:
         if packed[1:]:
             self.do(add_to_gradients_of_experts, *grads, d_bias, *packed)
         if not sums:
-            return *grads, d_bias
+            return grads[0], grads[1], d_bias
         for total, target, grad in zip(sums, into, grads, strict=True):
             total.close(target, grad)
         return None, None, d_bias

@@ -362,12 +362,14 @@ def trace(
     activation: str = "swiglu",
     biased: bool = False,
     trained: bool = True,
+    summed: bool = False,
 ) -> None:
     """Run moe_mlp's forward (for training and without) and backward on meta tensors, inside compile_only.
 
     T, D, F, E, K: tokens, width of tokens, width of an expert, number of experts, experts of a token.
     pairs: most (token, expert) pairs of this rank in an expert group; None: no expert group.
     trained: False: only the forward without training.
+    summed: also a backward that writes gradients of matrices into fp32 sums, and one that adds to them.
     """
     x = torch.empty(T, D, dtype=dtype, device="meta")
     rows = named(activation).halves * F
@@ -381,6 +383,9 @@ def trace(
     if trained:
         _, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
         gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
+    for way in ("write", "add") if summed else ():
+        sums = (torch.empty_like(t, dtype=torch.float32) for t in (gate_up, down))
+        gpu.backward_into(x, x, gate_up, down, weights, h, packed, bias, *sums, *how[1:], (way, way))
     if pairs is None:
         return
     # in an expert group the sums of symm.py do not write unused rows
@@ -393,7 +398,7 @@ def trace(
 
 
 def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
-    how = layer.activation, layer.biased, layer.trained
+    how = layer.activation, layer.biased, layer.trained, layer.summed
     for rows, slots, pairs in layer.passes:
         sizes = rows, layer.width, layer.ffn_dim, layer.experts, slots
         yield trace, *sizes, layer.dtype, pairs, *how

@@ -59,6 +59,7 @@ class LayerShapes(NamedTuple):
     dim: int
     dtype: torch.dtype
     trained: bool  # False: a forward without gradients
+    summed: bool  # weight gradients may be added to fp32 sums: a step has several micro-batches
     width: int  # width of the experts' input rows
     ffn_dim: int  # width of this rank's part of an expert
     experts: int  # number of this rank's experts
