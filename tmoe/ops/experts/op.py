@@ -383,9 +383,9 @@ def trace(
     if trained:
         _, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
         gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
-    for way in ("write", "add") if summed else ():
-        sums = (torch.empty_like(t, dtype=torch.float32) for t in (gate_up, down))
-        gpu.backward_into(x, x, gate_up, down, weights, h, packed, bias, *sums, *how[1:], (way, way))
+        for way in ("write", "add") if summed else ():
+            up, out = (torch.empty_like(t, dtype=torch.float32) for t in (gate_up, down))
+            gpu.backward_into(x, x, gate_up, down, weights, h, packed, bias, up, out, *how[1:], (way, way))
     if pairs is None:
         return
     # in an expert group the sums of symm.py do not write unused rows
