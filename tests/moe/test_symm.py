@@ -13,7 +13,6 @@ import torch
 from symm_ranks import Ranks, fork, routes, run
 
 from tmoe.base.activations import activation as named
-from tmoe.ops.gradient_sums import Target
 
 
 @pytest.mark.slow
@@ -343,20 +342,6 @@ def check_frozen(tokens, pairs, K=2, L=2, D=64, F=32):
     check_sums(experts, h, (gate_up, down), found[0][1:], ranks)
     experts = symm.ReceivedExperts(ex, gate_up, down, None, "swiglu", K, torch.float32, pairs)
     assert experts.backward(h, lambda: None, lambda: None, True) == (None, None, None)
-
-
-class Sum:
-    """A sum of gradients in fp32 that holds NaN until it is written."""
-
-    def __init__(self, matrix):
-        self.tensor, self.total, self.count = matrix, torch.full(matrix.shape, float("nan")), 0
-
-    def open(self, last=None):
-        return Target(self.total, self.count > 0)
-
-    def close(self, target, grad, last=None):
-        assert grad is self.total
-        self.count += 1
 
 
 def check_sums(experts, h, matrices, others, ranks):

@@ -2,31 +2,14 @@
 
 import pytest
 import torch
+from gradient_sum import Sum
 from torch import Tensor
 
 from tmoe.ops import gradient_sums, moe_mlp, reference
 from tmoe.ops.experts.deferred import collecting
 from tmoe.ops.experts.op import moe_mlp_deferred, moe_mlp_summed
-from tmoe.ops.gradient_sums import Target, offer
 
 D, F, E, K = 16, 12, 5, 3
-
-
-class Sum:
-    """A sum in fp32, as a working copy has it."""
-
-    def __init__(self, matrix: Tensor, dtype: torch.dtype = torch.float32):
-        self.total = torch.full(matrix.shape, float("nan"), dtype=dtype)
-        self.tensor = matrix
-        self.count = 0
-        offer(self)
-
-    def open(self, last=None):
-        return Target(self.total, self.count > 0)
-
-    def close(self, target, grad, last=None):
-        assert grad is self.total
-        self.count += 1
 
 
 def micro_batches(dtype: torch.dtype, n: int = 4, T: int = 41) -> tuple[list[Tensor], list[tuple]]:

@@ -10,13 +10,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from gradient_sum import Sum
 
 from tmoe import ops
 from tmoe.base.activations import ACTIVATIONS
 from tmoe.ops import reference
 from tmoe.ops.experts import gpu, table
 from tmoe.ops.experts.deferred import collecting
-from tmoe.ops.experts.op import moe_mlp_deferred
+from tmoe.ops.experts.op import moe_mlp_deferred, moe_mlp_summed
 from tmoe.ops.experts.pair_order import route
 from tmoe.ops.launch import replay
 
@@ -428,6 +429,45 @@ def test_a_backward_in_two_parts_is_the_whole_one(compile, D, F, dtype, biased, 
             [*got, *left[0].gradients()], [dx, d_weights, d_gate_up, d_down], strict=True
         ):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("pairs", [None, 700])
+@pytest.mark.parametrize("how", ["add", "red"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("D, F", [(2048, 768), (512, 256), (200, 72)])
+@pytest.mark.parametrize("op", [moe_mlp_summed, moe_mlp_deferred], ids=lambda op: op.__name__)
+def test_sums_of_weight_gradients(op, D, F, dtype, how, pairs, monkeypatch):
+    """Five micro-batches: written, added by decided, recorded and repeated launches; twice the same bits."""
+    monkeypatch.setattr(gpu, "SUMS", how)
+    micros = [layer(1000, D, F, 16, 4, mode, dtype) for mode in ("zipf", "random", "absent", "one", "zipf")]
+    for i, micro in enumerate(micros):
+        micro[0] = micro[0].roll(i, 0)
+    _, gate_up, down, *_ = micros[0]
+    rounded = [torch.zeros_like(t, dtype=torch.float32) for t in (gate_up, down)]
+    want = [torch.zeros_like(t, dtype=torch.float64) for t in (gate_up, down)]
+    for x, _, _, weights, ids, dy in micros:
+        for fn, kind, totals in ((ops.moe_mlp, dtype, rounded), (reference.moe_mlp, torch.float64, want)):
+            for total, grad in zip(
+                totals, run(fn, (x, gate_up, down, weights, ids, dy), kind)[2:4], strict=True
+            ):
+                total += grad
+    found = []
+    for _ in range(2):
+        sums = [Sum(gate_up), Sum(down)]
+        for x, _, _, weights, ids, dy in micros:
+            with collecting() as left:
+                op(x.clone().requires_grad_(), gate_up, down, weights, ids, None, "swiglu", pairs).backward(
+                    dy
+                )
+            for one in left:
+                into = sums[0].open(), sums[1].open()
+                for total, target, grad in zip(sums, into, one.gradients(into), strict=True):
+                    total.close(target, grad)
+        assert [total.count for total in sums] == [len(micros)] * 2
+        found.append([total.total for total in sums])
+    assert all(map(torch.equal, *found))
+    for ours, theirs in zip(errors(found[0], want), errors(rounded, want), strict=True):
+        assert ours < (0.99 * theirs if dtype == torch.bfloat16 else max(1.5 * theirs, 3e-6))
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

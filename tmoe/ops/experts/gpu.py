@@ -48,8 +48,8 @@ Outs = tuple[Any, Any, Any]  # tensors or None
 # 97.4, 99.6 and 99.9 thousand tokens/s in 1, 2, 4 and 8 waves; with ep=2, 48.3 in 1 and 48.1 in 4 waves.
 waves = 1
 # How hopper.py adds to sums of weight gradients, and in how many column slices: see `hopper.into_sum`.
-SUMS = "add"
-SUMS_SUB = 8
+SUMS: str = "add"
+SUMS_SUB: int = 8
 
 
 def has_tma(x: Tensor, D: int, F: int, *tensors: Tensor) -> bool:
@@ -253,9 +253,8 @@ class LayerLaunches:
             self.N, self.E, self.F, num_m, num_n, cdiv(length, cfg.BL), more, cfg.GROUP, self.D,
             a.shape[1], width,
             cfg.BM, cfg.BN, cfg.BL, RL, cfg.stages, cfg.SUB, cfg.outs, self.K, kind, self.activation, b_rows,
-            keeps_h, gather,
+            keeps_h, gather, sums,
             dw and gather != "" and self.D % (cfg.BM if gather == "a" else cfg.BN) != 0,
-            sums,
             num_warps=cfg.warps,
         )  # fmt: skip
 

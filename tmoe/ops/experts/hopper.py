@@ -514,7 +514,7 @@ def specialised(
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, RL: gl.constexpr, S: gl.constexpr,
     SUB: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
-    EDGE: gl.constexpr, SUMS: gl.constexpr,
+    SUMS: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """One of the products, by KIND.
 
