@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from gradient_sum import Sum
 from symm_ranks import Ranks, fork, routes, run
 
 from tmoe.base.activations import activation as named
