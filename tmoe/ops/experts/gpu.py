@@ -398,7 +398,11 @@ class LayerLaunches:
         The kernel for Hopper adds only to wide sums. For "again" it would start too many programs.
         """
         cfg = self.config(kernel)
-        return cfg if how == "write" or (how == "add" and wide and cfg.outs) else self.config("dw_add")
+        if how != "write" and not (how == "add" and wide and cfg.outs):
+            cfg = self.config("dw_add")
+        uneven = self.D % 64 != 0 or self.F % 64 != 0
+        # with masks and 32-bit addresses a wide tile in one piece would spill
+        return cfg._replace(SUB=4) if wide and uneven and self.arch.startswith("cuda") else cfg
 
     def combine(
         self,
