@@ -20,6 +20,7 @@ The tables are printed last. Each result is written to the JSON file at once. No
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -242,6 +243,7 @@ def main() -> None:
                 write_line(args.json, dict(part=part, shape=name, gpu=torch.cuda.get_device_name()) | found)
             lines.append(f"{part}, {name}: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()))
             print(lines[-1], flush=True)
+            gc.collect()  # a Bench holds itself; the steps below need the whole GPU
             torch.cuda.empty_cache()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
