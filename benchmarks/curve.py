@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.train import running
 from tmoe.cli.parse import parse
@@ -124,6 +124,8 @@ def plain_parts() -> list[Plain]:
     """The definitions, and where each is set: in the module that uses the fast path, not in its own."""
     return [
         Plain(experts, "moe_mlp", plain_mlp),
+        Plain(experts.LocalExperts, "sums_for", no_sums),
+        Plain(transformer, "rows_of", plain_rows),
         Plain(transformer, "make_mask", dense_mask),
         Plain(loss, "cross_entropy_sum", whole_loss),
         Plain(AdamW, "_step_in_one_pass", torchs_step),
@@ -135,6 +137,16 @@ def plain_parts() -> list[Plain]:
 def plain_mlp(*args: Any) -> Tensor:
     """ops/reference.py's layer, which does not need `pairs`."""
     return reference.moe_mlp(*args[:7])
+
+
+def no_sums(self: experts.LocalExperts, x: Tensor) -> bool:
+    """Always False: autograd gets the gradients of all weights."""
+    return False
+
+
+def plain_rows(embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+    """torch's embedding."""
+    return embedding(tokens_BS)
 
 
 def dense_mask(
