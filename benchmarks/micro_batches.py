@@ -1,8 +1,8 @@
 """Times steps of several micro-batches, where weight gradients are added to their sums in the kernels.
 
     python -m benchmarks.micro_batches --json results.jsonl                    # kernels and steps, one GPU
-    python -m benchmarks.micro_batches --base base --seconds 460               # and the code in folder base
-    python -m benchmarks.micro_batches --parts dp --base base                  # two GPUs
+    python -m benchmarks.micro_batches --base old other --parts numbers steps grpo --seconds 420
+    python -m benchmarks.micro_batches --parts dp --base old                   # two GPUs
     python -m benchmarks.micro_batches --parts numbers kernels                 # two minutes
 
 numbers: sums of four micro-batches in fp32, by each way to add (`hopper.into_sum`), compared with fp64 sums
@@ -13,8 +13,11 @@ kernels: both products of a layer's weight gradients. "rounded" is the way witho
 and added to fp32 by another kernel. The others write the sum, or add to it; the number is that of column
 slices. Milliseconds are medians over rounds in which all ways alternate.
 
-steps: tokens/s of train.py as `benchmarks.train` starts it, here and in --base, a folder with another version
-of the project. Rows of 4096 random tokens, documents not kept apart.
+steps: tokens/s of train.py as `benchmarks.train` starts it, here and in the folders of --base, which have
+other versions of the project. Rows of 4096 random tokens, documents not kept apart. Caches of compilers are
+filled before by models of one layer, whose block is the same; several run at the same time.
+
+sft: 8 micro-batches of one conversation. dp: two GPUs. grpo: seconds of the update of `benchmarks.grpo_step`.
 
 The tables are printed last. Each result is written to the JSON file at once. No run begins after --seconds.
 """
@@ -23,11 +26,14 @@ import argparse
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,13 +49,13 @@ from tmoe.cli.parse import parse
 from tmoe.ops.experts import gpu
 
 ROOT = Path(__file__).parents[1]
-PARTS = "numbers", "kernels", "steps", "sft", "dp"
+PARTS = "numbers", "kernels", "steps", "sft", "dp", "grpo"
 WAYS = [("write", 8), ("add", 4), ("add", 8), ("add", 16), ("red", 4), ("red", 8), ("red", 16)]
 QWEN = "qwen3-30b-a3b --train.no-isolate-documents"
 
 
 class Step(NamedTuple):
-    """A kind of step, and the tokens/s of a GPU that are expected of it (0: of no slower than --base)."""
+    """A kind of step, and the tokens/s of a GPU that are expected of it (0: at least as many as before)."""
 
     name: str
     gpus: int
@@ -57,10 +63,12 @@ class Step(NamedTuple):
     expected: float
 
 
+ONE = "--model.layers 4 --train.accumulate 1 --train.batch 4"
 STEPS = [
     Step("qwen3, 4 layers, 4 x 1", 1, "--model.layers 4 --train.accumulate 4 --train.batch 1", 100_000),
+    Step("qwen3, 4 layers, 1 x 4", 1, ONE, 0),
     Step("qwen3, 4 layers, 4 x 4", 1, "--model.layers 4 --train.accumulate 4 --train.batch 4", 132_000),
-    Step("qwen3, 4 layers, 1 x 4", 1, "--model.layers 4 --train.accumulate 1 --train.batch 4", 0),
+    Step("qwen3, 4 layers, 1 x 4, once more", 1, ONE, 0),
 ]
 DP = [
     Step("qwen3, 6 layers, dp 2, 4 x 2", 2, "--model.layers 6 --train.accumulate 4 --train.batch 2", 82_000)
@@ -173,19 +181,47 @@ def kernels(name: str, rounds: int) -> dict[str, float]:
 # ---- whole steps ----
 
 
-def train(folder: Path, gpus: int, words: list[str], steps: int, timeout: float) -> dict[str, Any]:
-    """The figures of benchmarks.train of the project in `folder`; {} if the run fails."""
+def output(folder: Path, module: str, words: list[str]) -> list[dict[str, Any]]:
+    """The JSON lines of a benchmark of the project in `folder`; [] if it fails."""
     with tempfile.TemporaryDirectory() as out:
         file = Path(out, "one.jsonl")
-        command = [sys.executable, "-m", "benchmarks.train", "--gpus", str(gpus), "--steps", str(steps)]
-        command += ["--timeout", str(timeout), "--json", str(file), "--", *words]
+        command = [sys.executable, "-m", module, "--json", str(file), *words]
         log = subprocess.run(
             command, cwd=folder, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True
         )
         if log.returncode or not file.exists():
             print(log.stdout[-500:], log.stderr[-1500:], file=sys.stderr)
-            return {}
-        return json.loads(file.read_text().splitlines()[-1])
+            return []
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def train(folder: Path, gpus: int, words: list[str], steps: int, timeout: float) -> dict[str, Any]:
+    """The figures of benchmarks.train of the project in `folder`; {} if the run fails."""
+    how = ["--gpus", str(gpus), "--steps", str(steps), "--timeout", str(timeout)]
+    return dict(*output(folder, "benchmarks.train", [*how, "--", *words])[-1:])
+
+
+def update(folder: Path, timeout: float) -> dict[str, Any]:
+    """The figures of a GRPO step of the project in `folder`; {} if the run fails."""
+    how = ["--only", "tmoe", "--steps", "6", "--timeout", str(timeout)]
+    return dict(*[r for r in output(folder, "benchmarks.grpo_step", how) if r["part"] == "grpo run"][:1])
+
+
+def fill_caches(folders: Iterable[Path], steps: Iterable[Step]) -> None:
+    """Compiles kernels and blocks of these steps in all folders, by models of one layer and few words."""
+
+    def small(words: str) -> str:
+        one = re.sub(r"layers \d+", "layers 1 --model.vocab 4096", words)
+        return re.sub(r"accumulate \d+", "accumulate 2", one)
+
+    kinds = {small(step.words): step.gpus for step in steps}
+    calls = [(f, gpus, step_words(words), 12, 150.0) for words, gpus in kinds.items() for f in folders]
+    with ThreadPool(4) as pool:  # four of them have room on one GPU
+        pool.starmap(train, calls)
+
+
+def step_words(words: str) -> list[str]:
+    return [*QWEN.split(), "--train.seq", "4096", *words.split()]
 
 
 def sft_words(folder: Path) -> list[str]:
@@ -200,41 +236,80 @@ def sft_words(folder: Path) -> list[str]:
     return [*model, "--train.seq", "4096", "--train.batch", "1", "--train.accumulate", "8", *more]
 
 
-def compare(args: argparse.Namespace, step: Step, words: list[str], begun: float) -> str:
-    """A row of the table of steps: the project here, and that in --base."""
-    sides = {"here": ROOT} | ({"base": args.base.resolve()} if args.base else {})
-    found: dict[str, dict[str, Any]] = {}
-    for side, folder in sides.items():
-        left = args.seconds - (time.monotonic() - begun)
-        if left < 45:
-            print(f"{step.name}, {side}: left out, {left:.0f} s are left", file=sys.stderr)
-            continue
-        figures = train(folder, step.gpus, words, args.steps, min(left, 200))
-        if figures:
-            found[side] = figures
-            if args.json:
-                write_line(args.json, dict(part="step", step=step.name, side=side) | figures)
-    rate = {side: figures["tokens_per_s_gpu"] for side, figures in found.items()}
-    peak = {side: figures["peak_gib"] for side, figures in found.items()}
-    ratio = rate["here"] / rate["base"] if len(rate) == 2 else float("nan")
-    cells = [f"{rate.get(side, float('nan')):,.0f}" for side in ("base", "here")]
-    cells += [f"{ratio:.3f}", f"{step.expected:,.0f}" if step.expected else "no slower"]
-    cells += [f"{peak.get(side, float('nan')):.1f}" for side in ("base", "here")]
-    return f"| {step.name} | {' | '.join(cells)} |"
+class Sides:
+    """The project here and its other versions, and what is left of the time."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.begun = time.monotonic()
+        self.folders = {folder.name: folder.resolve() for folder in args.base} | {"here": ROOT}
+
+    def table(self, name: str, unit: str, expected: str) -> str:
+        """The head of a table that compares the sides."""
+        first, *others = self.folders
+        cells = [name, *self.folders, *(f"{side} / {first}" for side in others), unit, expected]
+        cells += [f"{side} GiB" for side in self.folders]
+        return f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|"
+
+    def row(self, part: str, name: str, key: str, expected: str, measure: Callable) -> str:
+        """A row of that table: figures[key] of measure(folder, seconds), and the peaks."""
+        found: dict[str, dict[str, Any]] = {}
+        for side, folder in self.folders.items():
+            left = self.args.seconds - (time.monotonic() - self.begun)
+            if left < 40:
+                print(f"{name}, {side}: left out, {left:.0f} s are left", file=sys.stderr)
+                continue
+            figures = measure(folder, min(left, 200))
+            if figures:
+                found[side] = figures
+                print(f"{name}, {side}: {figures[key]:,.5g}, {figures['peak_gib']:.2f} GiB", flush=True)
+                if self.args.json:
+                    write_line(self.args.json, dict(part=part, step=name, side=side) | figures)
+
+        def value(side: str, what: str) -> float:
+            return found.get(side, {}).get(what, float("nan"))
+
+        first, *others = self.folders
+        cells = [name, *(f"{value(side, key):,.5g}" for side in self.folders)]
+        cells += [f"{value(side, key) / value(first, key):.3f}" for side in others]
+        cells += [key, expected, *(f"{value(side, 'peak_gib'):.2f}" for side in self.folders)]
+        return f"| {' | '.join(cells)} |"
+
+
+def whole_steps(sides: Sides) -> list[str]:
+    """The rows of the parts that start programs."""
+    args, rows = sides.args, []
+    steps = [*(STEPS if "steps" in args.parts else ()), *(DP if "dp" in args.parts else ())]
+    fill_caches(sides.folders.values(), steps)
+
+    def row(part: str, step: Step, words: list[str], expected: str) -> str:
+        run = lambda folder, seconds: train(folder, step.gpus, words, args.steps, seconds)  # noqa: E731
+        return sides.row(part, step.name, "tokens_per_s_gpu", expected, run)
+
+    for step in steps:
+        expected = f"{step.expected:,.0f}" if step.expected else "no slower"
+        rows.append(row("step", step, step_words(step.words), expected))
+    if "grpo" in args.parts:
+        rows.append(sides.row("grpo", "GRPO, update", "update_s", "1 / 1.1 of the first", update))
+    if "sft" in args.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            step = Step("olmoe, 8 layers, SFT, 8 x 1", 1, "", 0)
+            rows.append(row("step", step, sft_words(Path(folder)), "1.2 of the first"))
+    return rows
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--parts", nargs="+", default=["numbers", "kernels", "steps", "sft"], choices=PARTS)
     p.add_argument("--shapes", nargs="+", default=["qwen3", "olmoe"], choices=list(ALL))
-    p.add_argument("--base", type=Path, help="a folder with another version of the project")
+    p.add_argument("--base", nargs="+", type=Path, default=[], help="folders with other versions")
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--steps", type=int, default=24)
     p.add_argument("--seconds", type=float, default=460, help="no run begins after this time")
     p.add_argument("--json", type=Path, help="append each result to this file, one JSON object a line")
     args = p.parse_args()
     require_gpu(p)
-    begun = time.monotonic()
+    sides = Sides(args)
     lines: list[str] = []
     for part, measure in (("numbers", numbers), ("kernels", lambda name: kernels(name, args.rounds))):
         for name in args.shapes if part in args.parts else ():
@@ -245,17 +320,10 @@ def main() -> None:
             print(lines[-1], flush=True)
             gc.collect()  # a Bench holds itself; the steps below need the whole GPU
             torch.cuda.empty_cache()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for step in [*(STEPS if "steps" in args.parts else ()), *(DP if "dp" in args.parts else ())]:
-            words = [*QWEN.split(), "--train.seq", "4096", *step.words.split()]
-            rows.append(compare(args, step, words, begun))
-        if "sft" in args.parts:
-            step = Step("olmoe, 8 layers, SFT, 8 x 1 (1.2 x base)", 1, "", 0)
-            rows.append(compare(args, step, sft_words(Path(folder)), begun))
+    rows = whole_steps(sides)
     print("\n".join(["", torch.cuda.get_device_name(), *lines]))
-    print("| step | base tokens/s/GPU | here | here / base | expected | base GiB | here GiB |")
-    print("\n".join(["|---" * 7 + "|", *rows]))
+    if rows:
+        print("\n".join([sides.table("step", "unit", "expected"), *rows]))
 
 
 if __name__ == "__main__":

@@ -4,27 +4,47 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiers import slow_but
 from tiny_models import MODEL, SEQ
 from torch._dynamo.utils import counters
 
-from tmoe.config.run import Config, ParallelConfig, TrainConfig
+from tmoe.config.run import Config, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model.freeze import settle
+from tmoe.model.lora import is_adapter
+from tmoe.model.nf4 import slots_of
 from tmoe.model.transformer import Transformer
 from tmoe.moe.experts import Experts
 from tmoe.parallel import build_mesh, parallelize
-from tmoe.parallel.copies import WorkingCopy
+from tmoe.parallel.copies import WorkingCopy, working_copy
 from tmoe.parallel.mesh import local_part
+from tmoe.parallel.shared_copies import GatheredCopy
 
 TABLES = ("embedding.weight", "head.weight")
 
 
-def build(dtype: str = "bf16", tied: bool = False, compile: bool = False, **parallel):
+def build(
+    dtype: str = "bf16",
+    tied: bool = False,
+    compile: bool = False,
+    base: str = "",
+    freeze: str = "",
+    **parallel,
+):
+    """A laid-out net. base: of adapters, "" without; freeze: a pattern of names."""
     model = replace(MODEL, tied=tied)
     how = ParallelConfig(**parallel)
     cfg = Config(compile=compile, model=model, train=TrainConfig(seq=SEQ, dtype=dtype), parallel=how)
+    lora = LoraConfig(rank=4, base=base) if base else LoraConfig()
+    cfg = replace(cfg, lora=lora, optim=OptimConfig(freeze=freeze or None))
     with torch.device("meta"):
         net = Transformer(model)
+        shapes = {name: p.shape for name, p in net.named_parameters()}
+        settle(net, cfg)
     parallelize(net, build_mesh(), cfg, whole_forwards=True)
     net.to_empty(device="cpu")
+    draw = torch.Generator().manual_seed(7)
+    for name, slot in slots_of(net).items():
+        slot.put(torch.randn(shapes[name], generator=draw) * 0.2)
     net.init_weights(0)
     for p in net.parameters():
         p.grad_dtype = None  # as build_optimizer does on a GPU
@@ -41,6 +61,11 @@ def backwards(net, micros: int, marked: bool = True, after=lambda i: None) -> No
         tokens = torch.randint(MODEL.vocab, (2, SEQ), generator=draw)
         (net(tokens, tokens.roll(-1, 1)) / micros).backward()
         after(i)
+
+
+def clear(net) -> None:
+    for p in net.parameters():
+        p.grad = None
 
 
 def gradients(net) -> dict[str, torch.Tensor]:
@@ -100,8 +125,7 @@ def whatever(rank: int, world: int):
         backwards(net, 3)
         want = gradients(net)
         patch = without_sums(net)
-        for p in net.parameters():
-            p.grad = None
+        clear(net)
         backwards(net, 3)
         patch.undo()
         told["equal", tied] = max(
@@ -111,12 +135,10 @@ def whatever(rank: int, world: int):
     net = build()
     kinds = []
     backwards(net, 1, after=lambda i: kinds.append({g.dtype for g in gradients(net).values()}))
-    for p in net.parameters():
-        p.grad = None
+    clear(net)
     backwards(net, 3, after=lambda i: kinds.append({gradients(net)[n].dtype for n in matrices(net)}))
     marked = gradients(net)
-    for p in net.parameters():
-        p.grad = None
+    clear(net)
     backwards(
         net, 3, marked=False, after=lambda i: kinds.append({gradients(net)[n].dtype for n in matrices(net)})
     )
@@ -174,14 +196,110 @@ def test_uses(gloo):
     assert told["frozen"] == (True, True)
 
 
+class Opened:
+    """Counts the gradients that ops compute themselves."""
+
+    def __init__(self):
+        self.count = 0
+        self.patch = pytest.MonkeyPatch()
+        for kind in (WorkingCopy, GatheredCopy):
+            self.patch.setattr(kind, "open", self.counted(kind.open))
+
+    def counted(self, opens):
+        def counting(*args):
+            self.count += 1
+            return opens(*args)
+
+        return counting
+
+
+def adapted(rank: int, world: int, base: str):
+    """Number of gradients that ops compute themselves; and errors of the adapters' gradients.
+
+    They are to be the fp32 sums of the micro-batches' gradients, which autograd gets.
+    """
+    net = build(base=base)
+    parts: dict[str, torch.Tensor] = {}
+
+    def note(i: int) -> None:
+        for name, grad in gradients(net).items():
+            parts[name] = parts.get(name, 0) + grad.float()
+        clear(net)
+
+    opened = Opened()
+    backwards(net, 3, marked=False, after=note)
+    backwards(net, 3)
+    opened.patch.undo()
+    found = gradients(net)
+    assert all(map(is_adapter, found)) and sum("experts" in name for name in found) == 2 * 4
+    assert all(grad.dtype == torch.float32 for grad in found.values())
+    return opened.count, {n: bool(torch.equal(grad, parts[n])) for n, grad in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("world", "base"), slow_but(lambda case: case == (1, "whole"), [(1, "whole"), (1, "nf4"), (2, "whole")])
+)
+def test_adapters_have_autograds_gradients(gloo, world, base):
+    """A frozen base has no sums; adapters are small, and autograd gets their gradients as without sums."""
+    for opened, equal in gloo(world, adapted, base):
+        assert opened == 0 and all(equal.values()), equal
+
+
+def frozen(rank: int, world: int, freeze: str):
+    """Whether the other parameters' gradients have the bits that they have in a net without frozen parts."""
+    found, opened = [], []
+    for pattern in ("", freeze):
+        net = build("fp32", freeze=pattern)
+        calls = Opened()
+        backwards(net, 3)
+        calls.patch.undo()
+        opened.append(calls.count)
+        found.append(gradients(net))
+    every, rest = found
+    return opened, len(every) - len(rest), all(torch.equal(grad, every[n]) for n, grad in rest.items())
+
+
+@pytest.mark.parametrize(
+    ("freeze", "opened"),
+    [
+        (r"experts\.(gate_up|down)$", 3 * 2),  # head and embedding are left
+        (r"embedding|blocks\.[01]\.(?!moe\.experts)", 3 * 3),  # x of block 1 needs no gradient
+    ],
+)
+def test_frozen_parts(gloo, freeze, opened):
+    (counts, gone, equal) = gloo(1, frozen, freeze)[0]
+    assert counts == [3 * 6, opened] and gone > 0 and equal
+
+
+def skipped(rank: int, world: int):
+    """Gradients of a step after a step with a NaN, of which nothing is kept, and without that step."""
+    found = []
+    for poisoned in (True, False):
+        net = build()
+        if poisoned:
+            hook = net.blocks[1].register_forward_hook(lambda module, args, y: y * float("nan"))
+            backwards(net, 3)
+            hook.remove()
+            assert not gradients(net)["head.weight"].isfinite().any()
+            clear(net)
+        backwards(net, 3)
+        assert all(getattr(working_copy(p), "unsent", None) is None for p in net.parameters())
+        found.append(gradients(net))
+    return all(torch.equal(grad, found[1][n]) for n, grad in found[0].items())
+
+
+@pytest.mark.parametrize("world", slow_but(lambda world: world == 1, [1, 2]))
+def test_a_skipped_step_leaves_nothing(gloo, world):
+    assert all(gloo(world, skipped))
+
+
 def compiled(rank: int, world: int, checkpoint: str):
     """Gradients of an eager and a compiled net over steps of 1, 3 and 1 micro-batches, and the graphs."""
     found, graphs = [], []
     for compile in (False, True):
         net = build("fp32", compile=compile, checkpoint=checkpoint)
         for micros in (1, 3, 1):
-            for p in net.parameters():
-                p.grad = None
+            clear(net)
             backwards(net, micros)
             graphs.append(counters["stats"]["unique_graphs"])
             found.append(gradients(net))
