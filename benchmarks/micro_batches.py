@@ -10,7 +10,7 @@ of the same products, as are sums of gradients that were rounded to bf16. Expect
 in each call.
 
 kernels: both products of a layer's weight gradients. "rounded" is the way without sums: written in bf16, read
-and added to fp32 by another kernel. The others write the sum, or add to it; the number is that of column
+and added to fp32 by another kernel. All other ways write the sum, or add to it; the number is that of column
 slices. Milliseconds are medians over rounds in which all ways alternate.
 
 steps: tokens/s of train.py as `benchmarks.train` starts it, here and in the folders of --base, which have

@@ -733,6 +733,23 @@ def test_accumulation_keeps_whole_gradients_and_ema_is_off_by_default():
     assert memory["ema"] == 0
 
 
+def test_gradients_that_are_added_in_place_have_no_copy():
+    """With several micro-batches, those of experts and head; not where autograd gets them."""
+    experts, head = 64 * 3 * 2048 * 1024, OLMOE.vocab * OLMOE.dim
+    several, one = TrainConfig(batch=8, accumulate=2), TrainConfig(batch=8)
+    for axes, moe, less in (
+        (ALONE, OLMOE.moe, 2 * (experts + head)),
+        (Axes(ep=8), OLMOE.moe, 2 * (experts // 8)),
+        (Axes(dp=2, ep=4), OLMOE.moe, 2 * (experts // 4)),
+        (Axes(replicate=2, ep=4), OLMOE.moe, 0),
+        (Axes(ep=2, etp=2), OLMOE.moe, 0),
+        (ALONE, dataclasses.replace(OLMOE.moe, weigh="before"), 0),
+    ):
+        cfg = Config(model=dataclasses.replace(OLMOE, moe=moe), train=one)
+        first, then = (memory_per_rank(c, axes) for c in (cfg, dataclasses.replace(cfg, train=several)))
+        assert first["working"] - then["working"] == less, axes
+
+
 def test_peak_takes_the_larger_of_activations_and_gradients():
     small = memory_per_rank(Config(model=OLMOE, train=TrainConfig(batch=1, seq=128)), ALONE)
     large = memory_per_rank(Config(model=OLMOE, train=TrainConfig(batch=8)), ALONE)

@@ -78,7 +78,7 @@ def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> Laye
 
     With expert parallelism a rank holds E / ep experts, and up to T * ep rows arrive, each with its K slots.
     """
-    m, moe = cfg.model, cfg.model.moe
+    m, moe, t = cfg.model, cfg.model.moe, cfg.train
     p = cfg.parallel
     ep, etp = travelling(cfg, Axes(ep=p.ep, etp=p.etp))
     E, K = moe.experts, moe.slots
@@ -106,7 +106,8 @@ def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> Laye
         dim=m.dim,
         dtype=dtype,
         trained=trained,
-        summed=trained and (cfg.train.accumulate > 1 or cfg.task == "grpo"),
+        # a frozen base has no gradients, and etp's slices have no sums
+        summed=trained and etp == 1 and not cfg.lora.rank and (t.accumulate > 1 or cfg.task == "grpo"),
         width=m.expert_dim,
         ffn_dim=moe.ffn_dim // etp,
         experts=E // ep,

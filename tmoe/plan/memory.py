@@ -26,7 +26,7 @@ from tmoe.model.freeze import matching
 from tmoe.model.lora import AdapterCounts, adapter_counts
 from tmoe.model.stages import cuts
 from tmoe.model.transformer import Transformer
-from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, uses_symm
+from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, travelling, uses_symm
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.pipeline_schedule import Table, table
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
@@ -234,10 +234,12 @@ def _working(
     """
     width = compute_bytes(cfg)
     alone = axes.stage == 1
+    in_place = adds_in_place(cfg, axes, keeps)
     # Gradients in the compute type, and buffers that are sent: FSDP2's in fp32; for kept experts, another
     # layer's gradients and the gradients that are received. Frozen weights have none.
+    of_experts = width * (not in_place) + 2 * width * keeps
     gradients = [
-        (width + FP32 * (not alone)) * unreduced + (width + 2 * width * keeps) * block.experts + FP32 * fsdp
+        (width + FP32 * (not alone)) * unreduced + of_experts * block.experts + FP32 * fsdp
         for unreduced, block, fsdp in zip(passing, blocks, shared, strict=True)
     ]
     if cfg.lora.rank:
@@ -246,9 +248,20 @@ def _working(
     most += values_bytes(cfg, span)
     if span.stop < cfg.model.layers:
         return most
-    # the head's gradient is kept in the compute type until the root reduces it
-    head = 0 if cfg.lora.rank else width * cfg.model.vocab * cfg.model.dim
+    # The head's gradient is kept in the compute type until the root reduces it. In place, it is in its sum.
+    head = 0 if cfg.lora.rank or (alone and in_place) else width * cfg.model.vocab * cfg.model.dim
     return max(head + most, loss_bytes(cfg, axes))
+
+
+def adds_in_place(cfg: Config, axes: Axes, keeps: bool) -> bool:
+    """Whether ops add the gradients of experts to the sums of micro-batches (ops/gradient_sums.py).
+
+    There is then no gradient in the compute type. keeps: ranks that share experts keep them whole.
+    """
+    whole = keeps or axes.sharers * axes.replicate == 1
+    by_op = cfg.parallel.adaptive_r != 0 and travelling(cfg, axes)[1] == 1
+    by_op = by_op and cfg.model.moe.weigh == "activation" and not frozen_pattern(cfg)
+    return several_micros(cfg, axes) and whole and by_op
 
 
 def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[str, int]:
