@@ -26,6 +26,7 @@ from tmoe.cli.parse import parse
 from tmoe.log.metrics_file import read_steps
 from tmoe.model import loss, transformer
 from tmoe.model.attention_backend import document_mask
+from tmoe.model.dense_sums import SummedLinear
 from tmoe.moe import experts, router
 from tmoe.ops import reference
 from tmoe.optim.adamw import AdamW
@@ -125,6 +126,7 @@ def plain_parts() -> list[Plain]:
     return [
         Plain(experts, "moe_mlp", plain_mlp),
         Plain(experts.LocalExperts, "sums_for", no_sums),
+        Plain(SummedLinear, "forward", plain_linear),
         Plain(transformer, "rows_of", plain_rows),
         Plain(transformer, "make_mask", dense_mask),
         Plain(loss, "cross_entropy_sum", whole_loss),
@@ -142,6 +144,11 @@ def plain_mlp(*args: Any) -> Tensor:
 def no_sums(self: experts.LocalExperts, x: Tensor) -> bool:
     """Always False: autograd gets the gradients of all weights."""
     return False
+
+
+def plain_linear(self: SummedLinear, x: Tensor) -> Tensor:
+    """torch's linear layer."""
+    return F.linear(x, self.weight, self.bias)
 
 
 def plain_rows(embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:

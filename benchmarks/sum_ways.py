@@ -9,9 +9,10 @@ over the rounds. GiB are the most memory that was allocated.
 
 autograd: autograd gets each weight gradient in bf16, and a separate kernel adds it to the sum.
 sums: the ops of experts, head and embedding add to the sums.
+all: linear layers too (model/dense_sums.py).
 
-Expected: with several micro-batches "sums" is faster; with one no slower. No way takes more memory than
-"autograd".
+Expected: with several micro-batches each way is faster than the one before; with one no slower. No way takes
+more memory than "autograd". If "all" is slower than "sums" with one micro-batch, dense_sums.py is taken out.
 """
 
 import argparse
@@ -26,16 +27,18 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.moe_layer import require_gpu
 from benchmarks.train import write_line
 from tmoe.cli.parse import parse
 from tmoe.config.run import Config
+from tmoe.model.dense_sums import SummedLinear
 from tmoe.model.transformer import Transformer
 from tmoe.moe.experts import Experts
 from tmoe.parallel import build_mesh, parallelize
 
-WAYS = "autograd", "sums"
+WAYS = "autograd", "sums", "all"
 KINDS = {"4 x 1": (4, 1), "1 x 4": (1, 4), "4 x 4": (4, 4)}  # micro-batches, rows in each
 MODEL = "qwen3-30b-a3b --model.layers 4 --train.seq 4096 --train.accumulate 4 --train.batch 1"
 TINY = "tiny --train.seq 64 --train.accumulate 4 --train.batch 1 --train.dtype bf16"
@@ -59,6 +62,9 @@ def summing(net: Transformer, way: str) -> Iterator[None]:
     for module in net.modules():
         if isinstance(module, Experts):
             module.summed = way != "autograd"
+    for module in net.blocks.modules():
+        if type(module) in (nn.Linear, SummedLinear):
+            module.__class__ = SummedLinear if way == "all" else nn.Linear
     if way != "autograd":
         yield
         return

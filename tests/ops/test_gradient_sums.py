@@ -2,20 +2,22 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gradient_sum import Sum
 from torch import Tensor
 
 from tmoe.ops import gradient_sums, moe_mlp, reference
 from tmoe.ops.experts.deferred import collecting
 from tmoe.ops.experts.op import moe_mlp_deferred, moe_mlp_summed
+from tmoe.ops.linear import linear_summed
 
-D, F, E, K = 16, 12, 5, 3
+D, WIDTH, E, K = 16, 12, 5, 3
 
 
 def micro_batches(dtype: torch.dtype, n: int = 4, T: int = 41) -> tuple[list[Tensor], list[tuple]]:
     """gate_up and down; and of each micro-batch x, weights, ids and the gradient of y."""
     draw = torch.Generator().manual_seed(5)
-    matrices = [torch.randn(*shape, generator=draw).to(dtype) for shape in ((E, 2 * F, D), (E, D, F))]
+    matrices = [torch.randn(*shape, generator=draw).to(dtype) for shape in ((E, 2 * WIDTH, D), (E, D, WIDTH))]
     batches = []
     for i in range(n):
         x, dy = (torch.randn(T, D, generator=draw).to(dtype) for _ in range(2))
@@ -92,7 +94,7 @@ def test_in_fp32_the_sums_have_autograds_bits():
 def test_other_gradients_are_moe_mlps():
     matrices, (batch, *_) = micro_batches(torch.float32)
     x, weights, ids, dy = batch
-    bias = torch.randn(E, 2 * F)
+    bias = torch.randn(E, 2 * WIDTH)
     sums = [Sum(t) for t in matrices]
     found = []
     for op in (moe_mlp, moe_mlp_summed):
@@ -129,7 +131,7 @@ def test_no_gradient_is_lost():
     sums = [Sum(t) for t in matrices]
     y = moe_mlp_summed(x.clone().requires_grad_(), *matrices, weights, ids)
     del sums[1]
-    with pytest.raises(RuntimeError, match=rf"shape \({E}, {D}, {F}\) has no sum of gradients"):
+    with pytest.raises(RuntimeError, match=rf"shape \({E}, {D}, {WIDTH}\) has no sum of gradients"):
         y.backward(dy)
     assert gradient_sums.find(matrices[0]) is sums[0] and gradient_sums.find(matrices[1]) is None
 
@@ -143,3 +145,30 @@ def test_the_op_is_what_its_schema_says():
     checks = "test_schema", "test_autograd_registration", "test_faketensor"  # others copy the matrices
     args = x, *matrices, weights, ids, None, "swiglu", ids.numel(), True
     torch.library.opcheck(op.default, args, test_utils=checks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_dense_matrix(dtype):
+    """Sums of four micro-batches, compared with fp64; y and dx are those of F.linear."""
+    draw = torch.Generator().manual_seed(2)
+    weight = torch.randn(6, 8, generator=draw).to(dtype)
+    total, rounded = Sum(weight), torch.zeros(6, 8)
+    want = torch.zeros(6, 8, dtype=torch.float64)
+    for T in (7, 1, 0, 33):
+        x, dy = (torch.randn(T, n, generator=draw).to(dtype) for n in (8, 6))
+        leaf = weight.clone().requires_grad_()
+        found = []
+        for op, matrix in ((F.linear, leaf), (linear_summed, weight)):
+            a = x.clone().requires_grad_()
+            y = op(a, matrix)
+            y.backward(dy)
+            found.append((y.detach(), a.grad))
+        assert all(map(torch.equal, *found))
+        rounded += leaf.grad
+        want += dy.double().T @ x.double()
+    ours, theirs = errors([total.total, rounded], [want, want])
+    assert ours < (1e-5 if dtype == torch.bfloat16 else 1e-6) and ours <= theirs * 1.5
+    with pytest.raises(ValueError, match="weight: got a tensor that needs a gradient"):
+        linear_summed(x, leaf)
+    with pytest.raises(ValueError, match=r"weight: got shape \(6, 8\)"):
+        linear_summed(x[:, :4], weight)

@@ -9,6 +9,7 @@ from tiny_models import MODEL, SEQ
 from torch._dynamo.utils import counters
 
 from tmoe.config.run import Config, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model.dense_sums import SummedLinear
 from tmoe.model.freeze import settle
 from tmoe.model.lora import is_adapter
 from tmoe.model.nf4 import slots_of
@@ -20,6 +21,11 @@ from tmoe.parallel.mesh import local_part
 from tmoe.parallel.shared_copies import GatheredCopy
 
 SUMMED = ("embedding.weight", "head.weight", "experts.gate_up", "experts.down")
+LINEAR = (
+    "qkv.weight",
+    "o.weight",
+    *(f"{ffn}.{matrix}.weight" for ffn in ("ffn", "shared") for matrix in ("gate_up", "down")),
+)
 
 
 def build(
@@ -77,6 +83,8 @@ def without_sums(net):
     for module in net.modules():
         if isinstance(module, Experts):
             module.summed = False
+        if isinstance(module, SummedLinear):
+            module.__class__ = torch.nn.Linear
     patch = pytest.MonkeyPatch()
     for where in ("tmoe.model.loss.find", "tmoe.model.transformer.find"):
         patch.setattr(where, lambda matrix: None)
@@ -108,8 +116,8 @@ def nearer(rank: int, world: int, tied: bool, checkpoint: str):
 @pytest.mark.parametrize(("tied", "checkpoint"), [(False, "none"), (True, "block")])
 def test_sums_are_nearer(gloo, tied, checkpoint):
     errors = gloo(1, nearer, tied, checkpoint)[0]
-    summed = {n: e for n, e in errors.items() if n.endswith(SUMMED)}
-    assert len(summed) == (1 if tied else 2) + 4
+    summed = {n: e for n, e in errors.items() if n.endswith((*SUMMED, *LINEAR))}
+    assert len(summed) == (1 if tied else 2) + 4 + 2 * 3 + 2 + 2 * 2
     assert all(ours < theirs for ours, theirs in summed.values()), summed
     others = [abs(ours / theirs - 1) for n, (ours, theirs) in errors.items() if n not in summed]
     assert max(others) < 0.2

@@ -32,6 +32,7 @@ from tmoe.config.model import require_reach
 from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.attention_parallel import Spread
 from tmoe.model.compiler import compiled
+from tmoe.model.dense_sums import sum_linears
 from tmoe.model.float8 import apply_float8
 from tmoe.model.lora import is_adapter
 from tmoe.model.nf4 import has_nf4, require_alone
@@ -470,6 +471,8 @@ def _shard_blocks(
     blocks = list(model.blocks)
     if mesh.world.size() == 1:
         for module in (*blocks, model):
+            if module is not model:
+                sum_linears(module)
             place = lambda p: (p.data, mesh.world, [Shard(0)])  # noqa: E731
             place = lambda p: (p.data, mesh.world, [Shard(0)])  # noqa: E731
             new = partial(WorkingCopy, micros=micros, sums=sums)
