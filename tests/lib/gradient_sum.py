@@ -13,6 +13,7 @@ class Sum:
         self.tensor = matrix
         self.total = torch.full_like(matrix, float("nan"), dtype=dtype)
         self.count = 0
+        self.watched = False
         offer(self)
 
     def open(self, last=None) -> Target:

@@ -86,7 +86,7 @@ def without_sums(net):
         if isinstance(module, SummedLinear):
             module.__class__ = torch.nn.Linear
     patch = pytest.MonkeyPatch()
-    for where in ("tmoe.model.loss.find", "tmoe.model.transformer.find"):
+    for where in ("tmoe.model.loss.find_table", "tmoe.model.transformer.find_table"):
         patch.setattr(where, lambda matrix: None)
     return patch
 
@@ -165,6 +165,17 @@ def whatever(rank: int, world: int):
         float((sum(c.float() for c in calls) - marked[name]).norm() / marked[name].norm()),
     )
 
+    # a tied table is used twice in a micro-batch, and its hook is called once
+    net, tables = build(tied=True), []
+    table = dict(net.named_parameters())["embedding.weight"]
+    table.register_post_accumulate_grad_hook(lambda p: tables.append(local_part(p.grad).clone()))
+    backwards(net, 3)
+    patch = without_sums(net)
+    clear(net)
+    backwards(net, 3)
+    patch.undo()
+    told["tied hook"] = len(tables), all(map(torch.equal, tables[:3], tables[3:]))
+
     # one matrix of two is frozen: autograd gets the other's gradient
     net = build("fp32")
     up, down = (dict(net.named_parameters())[n] for n in matrices(net)[:2])
@@ -199,6 +210,7 @@ def test_uses(gloo):
     assert told["unmarked"] < 5e-3
     calls, error = told["hook"]
     assert calls == 3 and error < 5e-3  # the last is rounded: it finds no sum
+    assert told["tied hook"] == (6, True)
     assert told["frozen"] == (True, True)
 
 

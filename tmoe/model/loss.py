@@ -8,7 +8,7 @@ from torch.profiler import record_function
 
 from tmoe.config.model import IGNORE
 from tmoe.ops.argument_checks import autocasts
-from tmoe.ops.gradient_sums import find
+from tmoe.ops.gradient_sums import find_table
 from tmoe.ops.loss.cross_entropy import cross_entropy_
 from tmoe.ops.loss.head import add_product, summed_type, times, to_autograd, widened
 from tmoe.ops.register import register
@@ -80,7 +80,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss, *gradients = loss_and_gradients(h_TD, weight_VD, targets_T, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight_VD.dtype
-        ctx.owner = find(weight_VD)
+        ctx.owner = find_table(weight_VD)
         return loss
 
     @staticmethod

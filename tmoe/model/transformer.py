@@ -26,7 +26,7 @@ from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_untrained
 from tmoe.moe.router import Router
-from tmoe.ops.gradient_sums import GradientSum, find
+from tmoe.ops.gradient_sums import GradientSum, find_table
 from tmoe.parallel.init_weights import initialise
 
 # marks a dimension of a tensor as dynamic: compiled graphs must accept any size of it
@@ -165,7 +165,7 @@ def rows_of(embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
     """
     table_VD = embedding.weight
     plain = type(embedding) is nn.Embedding and embedding.padding_idx is None and not hooked(embedding)
-    owner = find(table_VD) if plain and not torch.compiler.is_compiling() else None
+    owner = find_table(table_VD) if plain and not torch.compiler.is_compiling() else None
     if owner is None or not (torch.is_grad_enabled() and table_VD.requires_grad):
         return embedding(tokens_BS)
     return _Rows.apply(table_VD, tokens_BS, owner)

@@ -43,6 +43,11 @@ class GradientSum(Protocol):
     """The sum of a matrix's gradients over the micro-batches of a step (tmoe/parallel/copies.py)."""
 
     @property
+    def watched(self) -> bool:
+        """Whether the parameter has hooks, which `close` calls."""
+        ...
+
+    @property
     def tensor(self) -> Tensor:
         """The matrix."""
         ...
@@ -83,6 +88,15 @@ def find(matrix: Tensor) -> GradientSum | None:
     whole = owner.tensor
     same = whole.data_ptr() == matrix.data_ptr() and whole.dtype == matrix.dtype
     return owner if same and (whole.shape, whole.stride()) == (matrix.shape, matrix.stride()) else None
+
+
+def find_table(matrix: Tensor) -> GradientSum | None:
+    """The sum of a table that embedding and head may share, None if it has none or is watched.
+
+    Both ops would call a tied table's hooks. A hook is called once a backward, and autograd does so.
+    """
+    owner = find(matrix)
+    return None if owner is None or owner.watched else owner
 
 
 def sum_of(matrix: Tensor) -> GradientSum:

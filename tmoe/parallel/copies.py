@@ -226,8 +226,18 @@ class WorkingCopy:
         """
         if grad is not None:
             self.store(grad)
-        for hook in (getattr(self.master, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in self.hooks.values():
             hook(self.master)
+
+    @property
+    def hooks(self) -> dict[int, Callable[[Tensor], None]]:
+        """The parameter's hooks (`register_post_accumulate_grad_hook`)."""
+        return getattr(self.master, "_post_accumulate_grad_hooks", None) or {}
+
+    @property
+    def watched(self) -> bool:
+        """See GradientSum."""
+        return bool(self.hooks)
 
     def store(self, grad: Tensor) -> None:
         """Makes `grad` the parameter's gradient, in a type that the parameter accepts."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tmoe.ops.argument_checks import FLOATS, INTS, autocasts, check_device, check_tensors, require
-from tmoe.ops.gradient_sums import find
+from tmoe.ops.gradient_sums import find_table
 from tmoe.ops.loss import logprob_kernels as kernels
 from tmoe.ops.loss.head import add_product, summed_type, times, to_autograd, wide_products, widened
 from tmoe.ops.register import register
@@ -405,7 +405,7 @@ class _TokenLoss(torch.autograd.Function):
             del logits  # otherwise two chunks would be in memory
         ctx.made = sums.h, sums.of_weight()
         ctx.weight_dtype = weight.dtype
-        ctx.owner = find(weight)
+        ctx.owner = find_table(weight)
         ctx.mark_non_differentiable(logps, entropies)
         ctx.set_materialize_grads(False)
         return loss, logps, entropies
