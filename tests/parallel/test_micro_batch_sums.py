@@ -34,6 +34,7 @@ def build(
     compile: bool = False,
     base: str = "",
     freeze: str = "",
+    sums: str = "fp32",
     **parallel,
 ):
     """A laid-out net. base: of adapters, "" without; freeze: a pattern of names."""
@@ -41,7 +42,7 @@ def build(
     how = ParallelConfig(**parallel)
     cfg = Config(compile=compile, model=model, train=TrainConfig(seq=SEQ, dtype=dtype), parallel=how)
     lora = LoraConfig(rank=4, base=base) if base else LoraConfig()
-    cfg = replace(cfg, lora=lora, optim=OptimConfig(freeze=freeze or None))
+    cfg = replace(cfg, lora=lora, optim=OptimConfig(freeze=freeze or None, sums=sums))
     with torch.device("meta"):
         net = Transformer(model)
         shapes = {name: p.shape for name, p in net.named_parameters()}
@@ -314,6 +315,30 @@ def skipped(rank: int, world: int):
 @pytest.mark.parametrize("world", slow_but(lambda world: world == 1, [1, 2]))
 def test_a_skipped_step_leaves_nothing(gloo, world):
     assert all(gloo(world, skipped))
+
+
+def narrow(rank: int, world: int):
+    """Whether sums in bf16 have the bits that they have if no op knows of sums."""
+    found = []
+    for way in ("sums", "autograd"):
+        net = build(sums="bf16")
+        patch = without_sums(net) if way == "autograd" else None
+        backwards(net, 3)
+        if patch:
+            patch.undo()
+        found.append(gradients(net))
+    ours, autograds = found
+    widths = {g.dtype for name, g in ours.items() if name in matrices(net)}
+    return widths, [name for name, grad in ours.items() if not torch.equal(grad, autograds[name])]
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"), slow_but([(1, torch.bfloat16)], [(1, torch.bfloat16), (2, torch.float32)])
+)
+def test_sums_in_bf16_are_autograds(gloo, world, dtype):
+    """The kernels that add are for fp32. Ranks that share experts reduce the sums in fp32."""
+    for widths, others in gloo(world, narrow):
+        assert widths == {dtype} and not others
 
 
 def compiled(rank: int, world: int, checkpoint: str):

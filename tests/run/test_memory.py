@@ -748,6 +748,9 @@ def test_gradients_that_are_added_in_place_have_no_copy():
         cfg = Config(model=dataclasses.replace(OLMOE, moe=moe), train=one)
         first, then = (memory_per_rank(c, axes) for c in (cfg, dataclasses.replace(cfg, train=several)))
         assert first["working"] - then["working"] == less, axes
+    narrow = Config(model=OLMOE, train=several, optim=OptimConfig(sums="bf16"))
+    whole = dataclasses.replace(narrow, train=one)
+    assert memory_per_rank(narrow, ALONE)["working"] == memory_per_rank(whole, ALONE)["working"]
 
 
 def test_peak_takes_the_larger_of_activations_and_gradients():

@@ -100,14 +100,15 @@ def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> Laye
         chosen, renormalize = moe.top_k, moe.renormalize or moe.softmax == "after"
     else:  # the op only chooses; quantile balancing reads one more expert
         chosen, renormalize = moe.top_k + (moe.selection == "quantile"), False
+    wide, grpo = cfg.optim.sums == "fp32", cfg.task == "grpo"
     shared_dim = moe.shared_dim if runs_beside(cfg, Axes(ep=p.ep, etp=p.etp)) else 0
     return LayerShapes(
         tokens=T,
         dim=m.dim,
         dtype=dtype,
         trained=trained,
-        # a frozen base has no gradients, and etp's slices have no sums
-        summed=trained and etp == 1 and not cfg.lora.rank and (t.accumulate > 1 or cfg.task == "grpo"),
+        # a frozen base has no gradients, etp's slices have no sums, and ops do not add to sums in bf16
+        summed=trained and etp == 1 and not cfg.lora.rank and wide and (t.accumulate > 1 or grpo),
         width=m.expert_dim,
         ffn_dim=moe.ffn_dim // etp,
         experts=E // ep,

@@ -73,6 +73,7 @@ class WorkingCopy:
         self,
         master: nn.Parameter,
         dtype: torch.dtype,
+        *,
         micros: MicroBatches | None = None,
         sums: torch.dtype | None = None,
     ):

@@ -189,7 +189,7 @@ class GatheredCopy(WorkingCopy):
         self.unsent: Tensor | None = None
         self.held = False
         sharers.copies.add(self)
-        super().__init__(master, dtype, sums)
+        super().__init__(master, dtype, sums=sums)
 
     def allocate(self, local: Tensor, dtype: torch.dtype) -> Tensor:
         """Allocates room for the parts of all sharers, on the stream that writes the copy.

@@ -256,12 +256,13 @@ def _working(
 def adds_in_place(cfg: Config, axes: Axes, keeps: bool) -> bool:
     """Whether ops add the gradients of experts to the sums of micro-batches (ops/gradient_sums.py).
 
-    There is then no gradient in the compute type. keeps: ranks that share experts keep them whole.
+    There is then no gradient in the compute type. keeps: ranks that share experts keep them whole. autograd
+    gets gradients whose sums are in bf16.
     """
     whole = keeps or axes.sharers * axes.replicate == 1
     by_op = cfg.parallel.adaptive_r != 0 and travelling(cfg, axes)[1] == 1
     by_op = by_op and cfg.model.moe.weigh == "activation" and not frozen_pattern(cfg)
-    return several_micros(cfg, axes) and whole and by_op
+    return several_micros(cfg, axes) and whole and by_op and sum_bytes(cfg) == FP32
 
 
 def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[str, int]:
