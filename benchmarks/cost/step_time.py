@@ -64,7 +64,7 @@ from tmoe.config.sizes import FP32, compute_bytes, local_tokens, moment_bytes, s
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel
 from tmoe.parallel.pipeline_schedule import StageCost
 from tmoe.parallel.shared_copies import WAVES
-from tmoe.plan.memory import chunk_root, chunk_spans, held_at_most, kept_whole, plan
+from tmoe.plan.memory import adds_in_place, chunk_root, chunk_spans, held_at_most, kept_whole, plan
 
 EXCHANGES = ("exchange", "tp exchange", "cp exchange", "etp exchange")
 RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint
@@ -264,8 +264,14 @@ def copy_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> fl
     sums = sum_bytes(cfg)
     converted = (again > 1) * (width + FP32) * (sums == FP32)  # the first gradient
     each = converted + (again - 1) * (width + 2 * sums)
+    # ops that add to sums write fp32 where a product's time has a gradient in the compute type, and read fp32
+    # from the second micro-batch on
+    by_op = (again > 1) * (FP32 - width) + (again - 1) * (2 * FP32 - width)
+    in_place = adds_in_place(cfg, axes, keeps)
     reduced_first = shard == 2 and ranks > 1
-    added = local * each + (3 * FP32 * (again - 1) * whole / ranks if reduced_first else whole * each)
+    of_dense = by_op if in_place and axes.stage == 1 else each
+    added = local * (by_op if in_place else each)
+    added += 3 * FP32 * (again - 1) * whole / ranks if reduced_first else whole * of_dense
 
     return (m.copy_factor * copied + added) / m.memory_rate
 

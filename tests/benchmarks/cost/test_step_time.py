@@ -475,13 +475,15 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     alone = {(1, 1): parameters, (4, 2): 0, (1, 8): experts / 8}[dp, ep]
     kept = experts / ep if dp > 1 else 0
     # of a gradient that waits for the last micro-batch: the first of two is widened from 2 bytes to 4,
-    # the second is added
-    here = parameters - experts + experts / ep
+    # the second is added; an op that adds writes 2 bytes more, and with the second reads 4 as well
     for cfg in (OLMOE, sharded):
         m = free(memory_rate=1e9)
         twice = replace(cfg, train=replace(cfg.train, accumulate=2))
+        of_experts = (2 + 6) if dp == 1 or cfg is OLMOE else (6 + 10)
+        of_others = (2 + 6) if dp * ep == 1 else (6 + 10)
+        moved = of_others * (parameters - experts) + of_experts * experts / ep
         assert step_time.predict(cfg, axes, m).parts["copies"] == 0
-        assert step_time.predict(twice, axes, m).parts["copies"] == pytest.approx((6 + 10) * here / 1e9)
+        assert step_time.predict(twice, axes, m).parts["copies"] == pytest.approx(moved / 1e9)
     # two gathers: 4 read, 2 written of the shard, 2 read, 2 written of the whole; gradients 2 read, 4 written
     whole = parameters - experts + experts / ep - alone
     own = parameters / dp / ep - alone
