@@ -220,6 +220,7 @@ def test_every_op_with_kernels_is_asked(monkeypatch):
         replace(bf16, model=replace(tiny.model, moe=replace(moe, selection="sinkhorn"))),
         shared,
         replace(grpo, lora=LoraConfig(rank=8)),
+        replace(bf16, optim=replace(bf16.optim, states="bf16")),
     ]
     asked = {run for cfg in cfgs for run, *_ in warmup.traces(cfg)}
     found = set()
