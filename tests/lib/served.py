@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
+from tmoe.front import one_message
 from tmoe.generate.engine import Engine, Sample
 from tmoe.generate.sampler import Sampling
 from tmoe.model.transformer import Transformer
@@ -73,6 +74,8 @@ class Served(NamedTuple):
     port: int
     process: Any
     log: Path
+    others: Sequence[Any] = ()
+    """the processes of ranks above 0"""
 
     def children(self) -> list[str]:
         """Process ids of the front's children."""
@@ -104,8 +107,12 @@ class Served(NamedTuple):
         return self.process.exitcode
 
 
-def _child(folder: Path, log: Path, start: Any, patches: dict[str, Any], more: dict[str, Any]) -> None:
+def _child(
+    folder: Path, log: Path, start: Any, patches: dict[str, Any], world: dict[str, str], more: dict[str, Any]
+) -> None:
     from tmoe.serve import command_line
+
+    os.environ.update(world)
 
     for name, value in patches.items():
         module, _, attribute = name.rpartition(".")
@@ -115,26 +122,34 @@ def _child(folder: Path, log: Path, start: Any, patches: dict[str, Any], more: d
     file = open(log, "w", buffering=1)  # noqa: SIM115
     os.dup2(file.fileno(), 2)
     sys.stderr = file
-    flags = command_line.Flags(folder, port=0, device="cpu", **more)
-    code = command_line.run(flags, start)
+    flags = command_line.Flags(folder, **dict[str, Any](port=0, device="cpu") | more)
+    with one_message():
+        code = command_line.run(flags, start)
     file.flush()
     os._exit(code)
 
 
 @contextmanager
 def server(
-    folder: Path, log: Path, start: str = "fork", patches: dict[str, Any] | None = None, **more: Any
+    folder: Path,
+    log: Path,
+    start: str = "fork",
+    patches: dict[str, Any] | None = None,
+    ranks: int = 1,
+    **more: Any,
 ) -> Iterator[Served]:
     """A server of the folder. It is killed at the end if it is still there.
 
-    start: how the engine's process starts. patches: names in tmoe.serve and their values. more: flags.
+    start: how the engine's process starts. patches: names in tmoe.serve and their values. ranks: processes,
+    as torchrun starts them. more: flags.
     """
-    with started(folder, log, start, patches, **more) as process:
+    with launched(folder, log, start, patches, ranks, **more) as processes:
+        process, *others = processes
         end = time.monotonic() + 120
         while not (log.exists() and "is served at" in log.read_text()):
             assert process.is_alive() and time.monotonic() < end, log.exists() and log.read_text()
             time.sleep(0.05)
-        yield Served(int(log.read_text().rpartition(":")[2].partition("/")[0]), process, log)
+        yield Served(int(log.read_text().rpartition(":")[2].partition("/")[0]), process, log, others)
 
 
 @contextmanager
@@ -142,15 +157,33 @@ def started(
     folder: Path, log: Path, start: str = "fork", patches: dict[str, Any] | None = None, **more: Any
 ) -> Iterator[Any]:
     """`server` without waiting until it listens. Yields the front's process."""
-    args = folder, log, start, patches or {}, more
-    process = multiprocessing.get_context("fork").Process(target=_child, args=args)
-    process.start()
-    try:
+    with launched(folder, log, start, patches, 1, **more) as (process,):
         yield process
+
+
+@contextmanager
+def launched(
+    folder: Path, log: Path, start: str, patches: dict[str, Any] | None, ranks: int, **more: Any
+) -> Iterator[list[Any]]:
+    """The processes of a server, by rank, started; the file of a rank above 0 is LOG.RANK."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        world = dict(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        world |= dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        file = Path(f"{log}.{rank}") if rank else log
+        args = folder, file, start, patches or {}, world if ranks > 1 else {}, more
+        processes.append(multiprocessing.get_context("fork").Process(target=_child, args=args))
+        processes[-1].start()
+    try:
+        yield processes
     finally:
-        if process.is_alive():
-            process.kill()
-        process.join()
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
 
 
 class Reply(NamedTuple):

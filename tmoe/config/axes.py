@@ -32,6 +32,14 @@ class RankPlace(NamedTuple):
     tp: int
 
 
+@dataclass(frozen=True)
+class Copies:
+    """How processes that torchrun starts divide a model that answers: --parallel of serve and eval."""
+
+    ep: int = 1
+    """processes that divide the experts of one copy of the model; more processes have more copies"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Axes:
     """Degrees of the axes, all 1 by default.

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from tmoe.config.axes import Copies
 from tmoe.config.check import Section, Setting, require
 
 NAME = "results.json"
@@ -23,14 +24,6 @@ USED_BY |= dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), ("pass_at",
 USED_BY |= dict.fromkeys(("reward_workers", "reward_timeout"), ("pass_at",))
 USED_BY |= dict.fromkeys(("system", "code", "seed", "slots", "pool_gib"), ("tasks", "pass_at"))
 USED_BY |= dict(chat_template=("apply_chat_template", "pass_at"), max_len=("tasks", "text"))
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """How processes that torchrun starts divide the model."""
-
-    ep: int = 1
-    """processes that divide the experts of one copy of the model; more processes have more copies"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ class Flags:
     """cpu, cuda or cuda:N; none: a GPU if there is one"""
     dtype: Literal["bf16", "fp32"] | None = None
     """type of weights and computation; none: bf16 on a GPU, else fp32"""
-    parallel: Parallel = field(default_factory=Parallel)
+    parallel: Copies = field(default_factory=Copies)
 
     def check(self) -> None:
         """ConfigError for flags that cannot be combined, and for values out of range."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from tmoe.moe.exchange.dispatch import SymmDispatcher
 from tmoe.moe.exchange.symm import graphs_end_here
 from tmoe.moe.layer import MoE
 from tmoe.parallel.collectives import group_of
+from tmoe.parallel.mesh import patience
 
 STOP = 2**30  # in place of a number of rows: a rank of the group must stop
 AT_ONCE = 8192  # most tokens of prompts in one pass
@@ -58,7 +60,12 @@ def is_laid_out(model: Transformer) -> bool:
 
 
 @contextmanager
-def gathered(model: Transformer, slots: int, told: Callable[[], bool] = lambda: False) -> Iterator[Ranks]:
+def gathered(
+    model: Transformer,
+    slots: int,
+    told: Callable[[], bool] = lambda: False,
+    questions: dist.ProcessGroup | None = None,
+) -> Iterator[Ranks]:
     """A context in which modules have whole weights, in the compute type, and compute as in evaluation.
 
     It yields the ranks that must run the experts together. Entering it is a collective of all ranks of the
@@ -66,7 +73,7 @@ def gathered(model: Transformer, slots: int, told: Callable[[], bool] = lambda: 
 
     Args:
         slots: most rows of this rank's steps.
-        told: as in `Ranks`.
+        told, questions: as in `Ranks`.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     blocks = [block for block in model.blocks if isinstance(block, Block)]
@@ -84,7 +91,7 @@ def gathered(model: Transformer, slots: int, told: Callable[[], bool] = lambda: 
                 unit.unshard()
             for module in model.modules():
                 stack.enter_context(getattr(module, "standing_in", nullcontext)())
-        ranks = Ranks(model, layers, told)
+        ranks = Ranks(model, layers, told, questions)
         for exchange in exchanges(layers):
             stack.enter_context(graphs_end_here(exchange.group))
         stack.enter_context(room(layers, ranks.join(max(slots, ranks.at_once))))
@@ -109,11 +116,20 @@ class Ranks:
     Args:
         layers: the model's MoE layers.
         told: called before each pass; returns whether this rank must stop.
+        questions: a gloo group of the same ranks for `join`; None: the expert group. An idle rank then waits
+            in the kernel; it would occupy a core and its GPU with nccl.
     """
 
-    def __init__(self, model: Transformer, layers: list[MoE], told: Callable[[], bool]):
+    def __init__(
+        self,
+        model: Transformer,
+        layers: list[MoE],
+        told: Callable[[], bool],
+        questions: dist.ProcessGroup | None = None,
+    ):
         self.told = told
         self.group = group_of(model.expert_group) if model.expert_group else None
+        self.asks = questions or self.group
         self.device = model.head_weight.device
         self.side = torch.cuda.Stream() if self.group and self.device.type == "cuda" else None
         self.pads = self.group is not None and any(moe.router.cfg.pad for moe in layers)
@@ -141,8 +157,12 @@ class Ranks:
 
     def _most(self, rows: int) -> int:
         """The largest number of these ranks. A collective."""
-        if self.group is None:
+        if self.asks is None:
             return rows
+        if self.asks is not self.group:
+            most = torch.tensor(rows)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.asks)
+            return int(most)
         with torch.cuda.stream(self.side) if self.side else nullcontext():
             most = torch.tensor(rows, device=self.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
@@ -152,6 +172,18 @@ class Ranks:
         """Calls `join`. Returns the number of rows that experts must be given; 0: any number is valid."""
         most = self.join(rows)
         return most if self.pads else 0
+
+
+def group_for_questions(model: Transformer) -> dist.ProcessGroup | None:
+    """A gloo group of the model's expert group if its experts are on GPUs, else None.
+
+    A collective of the expert group.
+    """
+    if not model.expert_group or model.head_weight.device.type != "cuda":
+        return None
+    group = group_of(model.expert_group)
+    ranks, own = dist.get_process_group_ranks(group), dict(use_local_synchronization=True)
+    return cast(dist.ProcessGroup, dist.new_group(ranks, patience(), backend="gloo", **own))
 
 
 def exchanges(layers: list[MoE]) -> set[SymmDispatcher]:

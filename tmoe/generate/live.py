@@ -29,7 +29,7 @@ from tmoe.data.chat.encoding import chat_prompt
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.engine import FREE, Engine, Prompt, Sample, can_be_graphs, require_pool
 from tmoe.generate.forward import idle
-from tmoe.generate.gathered_model import Ranks, gathered
+from tmoe.generate.gathered_model import Ranks, gathered, group_for_questions
 from tmoe.generate.pages import keys_of
 from tmoe.generate.requests import Asked, Details, Request, Tops, tops_of
 from tmoe.generate.sampler import Sampling
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LONGEST = 32768  # tokens of a prompt and its answer, unless max_len says otherwise
 BUDGET = 512  # tokens of prompts between two steps
-REST = 0.005  # seconds between questions of ranks that share experts, while none has work
+RESTS = 0.005, 0.02  # seconds between questions of ranks that share experts: after work, and later
 MOST_ANSWERS = 4096  # to one prompt
 
 
@@ -302,8 +302,12 @@ class Live:
     def _run(self) -> None:
         """The thread: from gathering the weights until the last answer is over."""
         model = self.engine.model
+        device = model.head_weight.device
         try:
-            with gathered(model, rows_of(model, self.slots)) as ranks:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # each thread has a current GPU of its own
+            questions = group_for_questions(model)
+            with gathered(model, rows_of(model, self.slots), questions=questions) as ranks:
                 self.room = self.engine.on_all_ranks(self._room)
                 graphs = self.engine.graphs and ranks.free and can_be_graphs(model)
                 room = self.room._replace(graphs=graphs)
@@ -327,9 +331,11 @@ class Live:
 
     def _serve(self, slots: Slots, ranks: Ranks) -> None:
         """The loop: commands, then a turn; without work it waits for a command."""
+        rest = RESTS[0]
         while True:
             self._obey(slots, wait=not slots.busy and not self._closing and ranks.group is None)
             if slots.busy:
+                rest = RESTS[0]
                 self._hand_out(slots, slots.turn())
                 continue
             self._count(slots)
@@ -340,10 +346,12 @@ class Live:
                 continue
             if (rows := ranks.join(-2 if closing else -1)) >= 0:
                 idle(self.engine.model, rows if ranks.pads else 0)
+                rest = RESTS[0]
             elif rows == -2:  # the largest of all ranks: every rank is closing
                 return
             else:
-                time.sleep(REST)
+                time.sleep(rest)
+                rest = min(1.02 * rest, RESTS[1])
 
     def _obey(self, slots: Slots, wait: bool) -> None:
         """Carries out the commands that have arrived. wait: until there is one."""

@@ -6,6 +6,7 @@ next: serve/front.py
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from tmoe.generate.live import State
 
@@ -50,12 +51,20 @@ class Counters:
         self.gap = Histogram("tmoe_token_gap_seconds", "time between two tokens of an answer")
         self.statuses: dict[int, int] = {}
 
-    def text(self, state: State, requests: int, tasks: int) -> str:
-        """The page of /metrics. requests: those under way. tasks: of the front's event loop."""
+    def text(self, states: Sequence[State], requests: int, tasks: int) -> str:
+        """The page of /metrics.
+
+        states: of the ranks; their sums have the usual names, and several ranks have lines of their own.
+        requests: those under way. tasks: of the front's event loop.
+        """
         lines = []
         for name, (kind, text) in HELP.items():
-            full = f"tmoe_{name}{'_total' if kind == 'counter' else ''}"
-            lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {getattr(state, name)}"]
+            values = [getattr(state, name) for state in states]
+            end = f"{name}{'_total' if kind == 'counter' else ''}"
+            lines += [f"# HELP tmoe_{end} {text}", f"# TYPE tmoe_{end} {kind}", f"tmoe_{end} {sum(values)}"]
+            if len(values) > 1:
+                lines += [f"# HELP tmoe_rank_{end} {text}, by rank", f"# TYPE tmoe_rank_{end} {kind}"]
+                lines += [f'tmoe_rank_{end}{{rank="{rank}"}} {value}' for rank, value in enumerate(values)]
         lines += ["# HELP tmoe_requests requests under way", "# TYPE tmoe_requests gauge"]
         lines += [f"tmoe_requests {requests}"]
         lines += ["# HELP tmoe_tasks tasks of the front's event loop", "# TYPE tmoe_tasks gauge"]

@@ -1,4 +1,4 @@
-"""The front's side of the engine: it starts the engine's process, and hands each request its parts.
+"""The front's side of the engines: each request is sent to one of them, and is handed its parts.
 
 next: serve/protocol.py
 """
@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from tmoe.config.check import ConfigError
 from tmoe.generate.live import State
 from tmoe.generate.requests import Details
 from tmoe.generate.sampler import Sampling
 from tmoe.serve.counters import Counters
-from tmoe.serve.engine_process import engine_process
-from tmoe.serve.messages import Ask, Cancel, Close, EngineSettings, Failed, Part, Ready, Refusal, Submit, Told
-
-PATIENCE = 5.0  # seconds in which the engine must reply or end
-
-
-class EngineGone(Exception):
-    """The engine's process has ended, or could not start."""
+from tmoe.serve.links import PATIENCE, EngineGone, Engines, Link
+from tmoe.serve.messages import Ask, Cancel, Close, EngineSettings, Failed, Part, Refusal, Submit, Told
+from tmoe.serve.spread import choose, needs_of
 
 
 class RefusedByEngine(Exception):
@@ -36,8 +29,8 @@ class RefusedByEngine(Exception):
 class Answers:
     """The answers of a request. Parts that the reader has not taken are joined, one for each answer."""
 
-    def __init__(self, key: int, n: int):
-        self.key, self.left = key, n
+    def __init__(self, key: int, n: int, link: Link):
+        self.key, self.left, self.link = key, n, link
         self.waiting: dict[int, Part] = {}
         self.problem: Exception | None = None
         self.news = asyncio.Event()
@@ -82,128 +75,122 @@ class Answers:
 
 
 class EngineClient:
-    """The engine's process. `attach` connects it to the event loop that uses all other methods.
+    """The engines of all ranks. `attach` connects them to the event loop that uses all other methods.
 
-    Raises ConfigError if the engine refuses its settings, EngineGone if it cannot start.
-    start: how the process starts, as for multiprocessing.
+    Raises ConfigError if an engine refuses its settings, EngineGone if one cannot start.
+    start, size: as for `Engines`.
     """
 
-    def __init__(self, settings: EngineSettings, start: str = "spawn"):
-        context: Any = multiprocessing.get_context(start)
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=engine_process, args=(other, self.pipe, settings), daemon=True)
-        try:
-            self.process.start()
-            other.close()
-            first = self.pipe.recv()
-        except (EOFError, OSError):
-            self.process.join(PATIENCE)
-            code = self.process.exitcode
-            raise EngineGone(f"the engine's process ended while it loaded (exit code {code})") from None
-        except BaseException:  # Ctrl-C; the process ignores all signals but this
-            if self.process.pid is not None:
-                self.process.kill()
-                self.process.join(PATIENCE)
-            raise
-        if isinstance(first, Failed):
-            self.process.join(PATIENCE)
-            raise (ConfigError if first.refused else EngineGone)(first.text)
-        self.ready: Ready = first
+    def __init__(self, settings: EngineSettings, start: str = "spawn", size: int = 1):
+        self.engines = Engines(settings, start, size)
+        self.ready = self.engines.ready
+        self.links = self.engines.links
+        self.process = self.engines.process
         self.open: dict[int, Answers] = {}
         self.gone = asyncio.Event()
         self.counters = Counters()
-        self.why = ""  # why the engine failed, if it is known
+        self.why = ""  # why an engine failed, if it is known
+        self.ended: Link | None = None  # the first engine that failed or ended
         self._keys = itertools.count()
-        self._asked: list[asyncio.Future[State]] = []
 
     def attach(self) -> None:
-        """Begins to read the engine's messages, for the running event loop."""
+        """Begins to read the engines' messages, for the running event loop."""
         self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._read, name="tmoe-serve-pipe", daemon=True).start()
+        for link in self.links:
+            name = f"tmoe-serve-pipe-{link.rank}"
+            threading.Thread(target=self._read, args=(link,), name=name, daemon=True).start()
 
-    def _read(self) -> None:
-        """The thread that reads the pipe: one call into the loop for each message."""
+    def _read(self, link: Link) -> None:
+        """The thread that reads a pipe: one call into the loop for each message."""
         with suppress(RuntimeError):  # the loop is closed
             try:
                 while True:
-                    self._loop.call_soon_threadsafe(self._take, self.pipe.recv())
+                    self._loop.call_soon_threadsafe(self._take, link, link.pipe.recv())
             except (EOFError, OSError):
-                self._loop.call_soon_threadsafe(self._ended)
+                self._loop.call_soon_threadsafe(self._ended, link)
 
-    def _take(self, message: Any) -> None:
+    def _take(self, link: Link, message: Any) -> None:
         if isinstance(message, Told):
-            waiting, self._asked = self._asked, []
+            waiting, link.asked = link.asked, []
             for future in waiting:
                 if not future.done():
                     future.set_result(message.state)
         elif isinstance(message, Refusal):
+            link.load.drop(message.key)
             if (answers := self.open.get(message.key)) is not None:
                 answers.fail(RefusedByEngine(message.text))
         elif isinstance(message, Failed):
-            self.why = message.text
+            if self.ended is None:  # else it fails because another one has ended
+                self.ended, self.why = link, message.text
         else:
             for part in message:
+                if part.finish:
+                    link.load.ended(part.key)
                 if (answers := self.open.get(part.key)) is not None:
                     answers.measure(part, self.counters)
                     answers.add(part)
 
-    def _ended(self) -> None:
+    def _ended(self, link: Link) -> None:
+        self.ended = self.ended or link
         self.gone.set()
         for answers in self.open.values():
             answers.fail(EngineGone("the engine has ended"))
-        for future in self._asked:
+        for future in [future for link in self.links for future in link.asked]:
             if not future.done():
                 future.set_exception(EngineGone("the engine has ended"))
-
-    def _send(self, message: Any) -> None:
-        try:
-            self.pipe.send(message)
-        except OSError:
-            raise EngineGone("the engine has ended") from None
 
     def submit(self, ids: list[int], sampling: Sampling, n: int, details: Details) -> Answers:
         """Submits a request. `finish` must follow once its answers are over, or no one reads them."""
         if self.gone.is_set():
             raise EngineGone("the engine has ended")
         key = next(self._keys)
-        self._send(Submit(key, ids, sampling, n, details))
-        self.open[key] = answers = Answers(key, n)
+        link = self.links[0]
+        if len(self.links) > 1:
+            needs = needs_of(ids, sampling.max_tokens, n, details)
+            link = self.links[choose((link.load for link in self.links), needs)]
+            link.load.add(key, needs)
+        link.send(Submit(key, ids, sampling, n, details))
+        self.open[key] = answers = Answers(key, n, link)
         return answers
 
     def cancel(self, answers: Answers) -> None:
         """Ends a request; its answers that are not over get the finish 'cancel'."""
         with suppress(EngineGone):
-            self._send(Cancel(answers.key))
+            answers.link.send(Cancel(answers.key))
 
     def finish(self, answers: Answers) -> None:
         """Forgets a request. Cancels it if it is not over."""
         if self.open.pop(answers.key, None) is not None and answers.left and not self.gone.is_set():
             self.cancel(answers)
+        answers.link.load.drop(answers.key)
 
-    async def state(self) -> State:
-        """The engine's state. EngineGone if there is no reply."""
+    async def states(self) -> list[State]:
+        """The state of each engine, by rank. EngineGone if one does not reply."""
         if self.gone.is_set():
             raise EngineGone("the engine has ended")
-        future = asyncio.get_running_loop().create_future()
-        self._asked.append(future)
-        self._send(Ask())
+        futures = []
+        for link in self.links:
+            futures.append(asyncio.get_running_loop().create_future())
+            link.asked.append(futures[-1])
+            link.send(Ask())
         try:
-            return await asyncio.wait_for(future, PATIENCE)
+            return await asyncio.wait_for(asyncio.gather(*futures), PATIENCE)
         except TimeoutError:
             raise EngineGone(f"the engine has not replied for {PATIENCE:g} s") from None
 
     def ending(self) -> str:
-        """A line on the end of a process that was not asked to end."""
-        self.process.join(1)
+        """A line on the end of an engine that was not asked to end."""
         why = f": {self.why}" if self.why else ""
-        return f"the engine's process has ended (exit code {self.process.exitcode}){why}"
+        return f"{self.engines.end_of(self.ended or self.links[0])}{why}"
 
     def close(self) -> int | None:
-        """Ends the process, and returns its exit code."""
-        with suppress(EngineGone):
-            self._send(Close())
-        end = time.monotonic() + PATIENCE
-        self.process.join(max(0.0, end - time.monotonic()))
+        """Ends the engines, and returns the exit code of the child process."""
+        for link in self.links:
+            with suppress(EngineGone):
+                link.send(Close())
+        if self.gone.is_set() and len(self.links) > 1:  # it may wait for a rank that has ended
+            self.process.kill()
+        self.process.join(PATIENCE)
         if self.process.is_alive():
             self.process.kill()
             self.process.join(PATIENCE)

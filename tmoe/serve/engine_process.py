@@ -1,7 +1,10 @@
 """The engine's process: it loads a model, opens a `Live`, and answers the front's messages.
 
-The process ignores SIGINT and SIGTERM, because the front drains. It ends on a `Close`, when the pipe closes,
-and with its parent, also while it loads.
+One process has the whole model, and is a child of the front. With several ranks the child is rank 0, and the
+process of every other rank is an engine, which connects to the front through a socket.
+
+An engine ignores SIGINT and SIGTERM, because the front drains. It ends on a `Close`, when the pipe closes,
+and a child also with its parent, while it loads too.
 
 next: serve/engine_client.py
 """
@@ -14,11 +17,13 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 
 from tmoe.checkpoint.errors import CheckpointError
@@ -26,41 +31,93 @@ from tmoe.config.check import ConfigError
 from tmoe.front import spelt
 from tmoe.generate.live import Live, LivePiece, Ticket
 from tmoe.generate.load import Loaded, load
+from tmoe.generate.processes import Processes
 from tmoe.generate.requests import Tops
-from tmoe.serve.messages import Ask, Cancel, Close, EngineSettings, Failed, Part, Ready, Refusal, Submit, Told
+from tmoe.serve.messages import (
+    Ask,
+    Cancel,
+    Close,
+    EngineSettings,
+    Failed,
+    Joined,
+    Pages,
+    Part,
+    Ready,
+    Refusal,
+    Submit,
+    Told,
+)
 
 PR_SET_PDEATHSIG = 1
+REFUSALS = OSError, ValueError, CheckpointError
 
 
 def engine_process(pipe: Connection, front: Connection, settings: EngineSettings) -> None:
-    """The whole process. front: the front's end of the pipe, which a forked process has too."""
+    """The whole child process. front: the front's end of the pipe, which a forked process has too."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:  # it ended before the call above
         os._exit(1)
     front.close()
+    ignore_signals()
+    try:
+        processes = Processes(settings.ep)
+        if processes.group is not None:
+            processes.from_first(settings.meeting)
+    except (RuntimeError, *REFUSALS) as error:
+        pipe.send(failure(error))
+        return
+    if answer(pipe, settings, processes) is not None:
+        return
+    os._exit(0)
+
+
+def engine_rank(settings: EngineSettings) -> None:
+    """The engine of a rank above 0, in the launcher's process. Ends the process."""
+    processes = Processes(settings.ep)
+    pipe = Client(processes.from_first(""), "AF_UNIX")
+    pipe.send(Joined(processes.rank, os.getpid()))
+    try:
+        failed = answer(pipe, settings, processes)
+    except SystemExit:  # rank 0 reports the reason
+        pipe.send(Failed("", True))
+        raise
+    if failed is not None:
+        raise SystemExit(2 if failed.refused else 1)
+    os._exit(0)
+
+
+def ignore_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def failure(error: BaseException) -> Failed:
+    return Failed(spelt(error) or type(error).__name__, isinstance(error, REFUSALS))
+
+
+def answer(pipe: Connection, settings: EngineSettings, processes: Processes) -> Failed | None:
+    """Loads the model, and serves it until the front ends the engine. Returns why, if it cannot."""
+    how = settings.tokenizer, settings.device, settings.dtype, settings.adapter, settings.quantize
+    lay_out = processes.spread if settings.ep > 1 else None
     try:
-        loaded = load(
-            settings.path,
-            settings.tokenizer,
-            settings.device,
-            settings.dtype,
-            settings.adapter,
-            settings.quantize,
-        )
-        side = EngineSide(pipe, loaded, settings)
-    except (OSError, ValueError, RuntimeError, CheckpointError) as error:
-        refused = isinstance(error, OSError | ValueError | CheckpointError)
-        pipe.send(Failed(spelt(error) or type(error).__name__, refused))
-        return
+        loaded = processes.agreed(lambda: load(settings.path, *how, lay_out))
+        side = processes.agreed(lambda: EngineSide(pipe, loaded, settings))
+        ignore_signals()
+        pipe.send(Pages(side.pages) if processes.rank else side.ready(loaded))
+    except (RuntimeError, *REFUSALS) as error:
+        failed = failure(error)
+        pipe.send(failed)
+        return failed
     try:
         side.serve()
     except (EOFError, OSError):  # the front is gone
         os._exit(1)
-    os._exit(0)
+    if processes.group is not None:  # else a rank may lose the last reply of one that has ended
+        with suppress(RuntimeError):
+            dist.barrier(processes.group)
+    return None
 
 
 class EngineSide:
@@ -75,11 +132,14 @@ class EngineSide:
         sizes: dict[str, Any] = dict(slots=settings.slots, pool_gib=settings.pool_gib)
         self.live = Live(engine, max_len=settings.max_len, after=self.after, **sizes)
         assert self.live.room is not None
-        pages = self.live.room.pages - 1
+        self.pages = self.live.room.pages - 1
+
+    def ready(self, loaded: Loaded) -> Ready:
+        """The front's knowledge of the model."""
         cfg = loaded.model.cfg
         moe = tuple(i for i in range(cfg.layers) if cfg.is_moe(i))
-        known = loaded.eos, loaded.begin, loaded.generation, self.live.max_len, pages, loaded.notes
-        pipe.send(Ready(loaded.tokenizer, cfg.vocab, *known, moe, cfg.moe.outputs if moe else 0))
+        known = loaded.eos, loaded.begin, loaded.generation, self.live.max_len, self.pages, loaded.notes
+        return Ready(loaded.tokenizer, cfg.vocab, *known, moe, cfg.moe.outputs if moe else 0)
 
     def serve(self) -> None:
         """Carries out messages until the front ends the engine, or the engine fails."""

@@ -21,8 +21,9 @@ from starlette.routing import Route
 
 from tmoe.data.chat.template import ChatTemplate
 from tmoe.serve.answers import Choice, Reply, event
-from tmoe.serve.engine_client import Answers, EngineClient, EngineGone, RefusedByEngine
+from tmoe.serve.engine_client import Answers, EngineClient, RefusedByEngine
 from tmoe.serve.guard import drop_body, read_body, require_json
+from tmoe.serve.links import EngineGone
 from tmoe.serve.messages import Part
 from tmoe.serve.page import Page, RunRouting
 from tmoe.serve.parse_tools import format_of, has_thoughts, text_of
@@ -41,8 +42,10 @@ class Sizes(NamedTuple):
     """Most answers that are under way."""
 
     slots: int
+    """of each rank"""
     waiting: int
     """without a slot"""
+    ranks: int = 1
 
 
 class Front:
@@ -131,7 +134,7 @@ class Front:
 
     async def health(self, request: Request) -> Response:
         try:
-            await self.engine.state()
+            await self.engine.states()
         except EngineGone:
             return JSONResponse(dict(status="engine gone"), 503)
         status = "draining" if self.draining else "ok"
@@ -139,7 +142,7 @@ class Front:
 
     async def metrics(self, request: Request) -> Response:
         tasks = len(asyncio.all_tasks())
-        text = self.counters.text(await self.engine.state(), self.open, tasks)
+        text = self.counters.text(await self.engine.states(), self.open, tasks)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     # ---- answers ----
@@ -170,8 +173,10 @@ class Front:
         """Refused with 503 if the server drains, or if too many answers would wait."""
         if self.draining:
             raise Refused(503, "the server is ending", None, "draining")
-        slots, waiting = self.sizes
-        most = f"at most --slots={slots} and --waiting={waiting}"
+        slots, waiting, ranks = self.sizes
+        each = f" of each of {ranks} ranks" if ranks > 1 else ""
+        most = f"at most --slots={slots}{each} and --waiting={waiting}"
+        slots *= ranks
         if answers > slots + waiting:
             raise Refused(400, f"n: {answers} answers of one request; {most}", "n")
         under_way = sum(one.left for one in self.engine.open.values())

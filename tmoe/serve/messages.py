@@ -1,4 +1,4 @@
-"""The values that pass between the front and the engine's process, over a pipe that both inherit.
+"""The values that pass between the front and the engine's process, over a pipe.
 
 next: serve/engine_process.py
 """
@@ -28,6 +28,10 @@ class EngineSettings:
     dtype: Any = None
     adapter: Path | None = None
     quantize: Any = None
+    ep: int = 1
+    """ranks that divide the experts of a copy of the model"""
+    meeting: str = ""
+    """the address of the front's socket, to which the engines of ranks above 0 connect; known to rank 0"""
 
 
 class Ready(NamedTuple):
@@ -48,8 +52,24 @@ class Ready(NamedTuple):
     """outputs of the router of such a block"""
 
 
+class Joined(NamedTuple):
+    """The first message of the engine of a rank above 0."""
+
+    rank: int
+    pid: int
+
+
+class Pages(NamedTuple):
+    """The engine of a rank above 0 has loaded its model. pages: of its pool, that answers can have."""
+
+    pages: int
+
+
 class Failed(NamedTuple):
-    """The engine could not start, or failed. refused: whether a flag or a folder is wrong."""
+    """The engine could not start, or failed. refused: whether a flag or a folder is wrong.
+
+    text: why; "": rank 0 knows.
+    """
 
     text: str
     refused: bool

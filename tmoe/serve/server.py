@@ -209,7 +209,6 @@ async def serve(
     for one in ends:
         one.cancel()
     if front.engine.gone.is_set():
-        front.engine.process.join(1)
         print(f"error: {front.engine.ending()}", file=sys.stderr, flush=True)
         return 1
     await asyncio.to_thread(front.engine.close)
