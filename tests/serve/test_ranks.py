@@ -193,7 +193,7 @@ def test_most_free_pages():
 
 
 def test_the_keys_of_pages_are_the_engines():
-    """Routes have pages of their own, and log-probs of a prompt need all of it to be computed."""
+    """A prompt with routes shares no page with one without; log-probs need the whole prompt."""
     ids = list(range(200))
     plain, routed = needs_of(ids, 1, 1, Details()), needs_of(ids, 1, 1, Details(routes=True))
     assert len(plain.keys) == len(routed.keys) == 1 and plain.keys != routed.keys

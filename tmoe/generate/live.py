@@ -305,7 +305,7 @@ class Live:
         device = model.head_weight.device
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # each thread has a current GPU of its own
+                torch.cuda.set_device(device)  # each thread has another current GPU
             questions = group_for_questions(model)
             with gathered(model, rows_of(model, self.slots), questions=questions) as ranks:
                 self.room = self.engine.on_all_ranks(self._room)

@@ -54,7 +54,7 @@ class Counters:
     def text(self, states: Sequence[State], requests: int, tasks: int) -> str:
         """The page of /metrics.
 
-        states: of the ranks; their sums have the usual names, and several ranks have lines of their own.
+        states: of the ranks; their sums have the usual names, and each of several ranks has lines too.
         requests: those under way. tasks: of the front's event loop.
         """
         lines = []
