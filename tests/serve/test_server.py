@@ -75,6 +75,9 @@ def test_echo_with_logprobs_of_the_prompt(port, engine):
     greedy = alone(engine, [97, 98, 99], max_tokens=1, temperature=0)[0]
     assert own[3] == pytest.approx(float(greedy.logprobs[0]), abs=1e-5)
     assert own[3] == max(tops[3].values())  # as floats: so a harness knows that the token is greedy
+    for top, text, logprob in zip(tops[1:3], "bc", own[1:3], strict=True):  # the token itself is the last one
+        assert [*top.items()][-1] == (text, logprob) and len(top) <= 2
+    assert any(len(top) == 2 for top in tops[1:3])
     silent = served.post(port, TEXT, asked | dict(max_tokens=0)).json
     assert silent["choices"][0]["logprobs"]["token_logprobs"] == own[:3]
     assert silent["choices"][0]["text"] == "abc" and silent["usage"]["completion_tokens"] == 0

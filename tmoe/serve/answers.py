@@ -104,13 +104,18 @@ class Choice:
             # an echo shows the whole prompt
             shown = i not in hidden or place < len(self.prompt_tops)
             self.offset += len(token) * shown
-        many = self.asked.logprobs
-        others = [
-            None if own is None else {self.token(i)[0]: finite(p) for i, p in reversed(found[:many])}
-            for _, own, found in tops
-        ]
+        others = [self._by_text(*top) for top in tops]
         own = [finite(p) for _, p, _ in tops]
         return dict(tokens=tokens, token_logprobs=own, top_logprobs=others, text_offset=offsets)
+
+    def _by_text(self, i: int, own: float | None, found: list) -> dict[str, float | None] | None:
+        """The most probable tokens and the token itself, as OpenAI has them; of equal texts the first one."""
+        if own is None:
+            return None
+        shown: dict[str, float | None] = {}
+        for other, logprob in [*found[: self.asked.logprobs], (i, own)]:
+            shown.setdefault(self.token(other)[0], finite(logprob))
+        return shown
 
     # ---- bodies ----
 
