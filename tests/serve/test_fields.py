@@ -68,6 +68,9 @@ def test_the_code_treats_a_field_as_the_table_says(name):
 
 def test_true_is_no_number():
     """In Python True == 1 and 0.0 == False."""
+    Fields(dict(best_of=2, n=2), TEXT)
+    with pytest.raises(Refused):
+        Fields(dict(best_of=3, n=2), TEXT)
     assert not accepts(TEXT, "best_of", True) and not accepts(TEXT, "frequency_penalty", False)
     assert not accepts(CHAT, "parallel_tool_calls", 1) and accepts(TEXT, "frequency_penalty", 0.0)
 

@@ -232,7 +232,8 @@ def test_flags_that_cannot_work(folder, tmp_path, monkeypatch):
     assert f"--adapter={tmp_path / 'none'}" in refused(adapter=tmp_path / "none", port=0)
     assert "not-there" in refused(chat_template="not-there.jinja", port=0)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "WORLD_SIZE=2" in refused()
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 in the environment: RANK must be"):
+        command_line.run(command_line.Flags(folder), start="fork")
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr(command_line, "find_spec", lambda name: None)
     assert "pip install 'tmoe[serve]'" in refused()

@@ -124,6 +124,10 @@ def test_variables_of_the_template_and_a_format_that_is_not_parsed(tmp_path):
         reply = served.post(found.port, "/v1/chat/completions", asked).json
         assert reply["tmoe"] == dict(left_out=["chat_template_kwargs: mood"])
         assert reply["usage"]["prompt_tokens"] < longer
+        # fields of a message, with a string and without one
+        more = dict(messages=[ASKED[0] | dict(lang="xq-z", partial=True), *ASKED[1:]])
+        named = served.post(found.port, "/v1/chat/completions", asked | more).json["tmoe"]["left_out"]
+        assert named == ["chat_template_kwargs: mood", "lang", "partial"]
         events = served.post(found.port, "/v1/chat/completions", asked | dict(stream=True)).events
         assert [e.get("tmoe") for e in events if e] == [reply["tmoe"], *[None] * (len(events) - 2)]
         # a special token within a message would end the user's turn

@@ -85,7 +85,9 @@ class Front:
         ]
         handlers: Any = {HTTPException: self.not_there, Refused: self.refused, Exception: self.failed}
         handlers |= {EngineGone: self.engine_gone, ClientDisconnect: self.client_gone}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False  # a path that is not there is 404
+        return app
 
     # ---- errors ----
 

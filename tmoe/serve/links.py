@@ -109,7 +109,8 @@ class Engines:
         while left:
             links = [link for link in self.links if link not in silent]
             pipes = [link.pipe for link in links]
-            came = wait([*pipes, *([meeting.socket] if meeting else [])])
+            # Ctrl-C just before the system call would otherwise wait with it
+            came = wait([*pipes, *([meeting.socket] if meeting else [])], 1.0)
             if meeting and meeting.socket in came:
                 self.links.append(meeting.meet())
             for link in [link for link in links if link.pipe in came]:

@@ -136,12 +136,16 @@ class Fields:
             if value is None or name in served or name in WITHOUT_EFFECT:
                 if name in served or name in WITHOUT_EFFECT or name in NEUTRAL:
                     continue
-            elif name in NEUTRAL and any(_same(value, one) for one in NEUTRAL[name]):
+            elif name in NEUTRAL and any(_same(value, one) for one in (*NEUTRAL[name], *self.same(name))):
                 continue
             if name in NEUTRAL:
                 valid = " or ".join(json.dumps(one) for one in NEUTRAL[name])
                 self.refuse(name, f"valid here: {valid}, or leave it out")
             self.refuse(name[:64], "is not served here; leave it out", "unknown_parameter")
+
+    def same(self, name: str) -> tuple[Any, ...]:
+        """A neutral value that follows from another field: the best n of n answers are all of them."""
+        return (self.body.get("n"),) if name == "best_of" and "n" in self.body else ()
 
     def refuse(self, name: str, wrong: str, code: str | None = None) -> NoReturn:
         value = self.body.get(name)

@@ -33,7 +33,18 @@ import numpy as np
 
 from tmoe.data.chat.calls import objects
 from tmoe.data.chat.conversations import Conversation, Plain, Sample, parse_messages
-from tmoe.data.chat.held import CALLS, THOUGHTS, Item, as_python, holds, require_asked, shadow, squeezed, walk
+from tmoe.data.chat.held import (
+    CALLS,
+    PASSED,
+    THOUGHTS,
+    Item,
+    as_python,
+    holds,
+    require_asked,
+    shadow,
+    squeezed,
+    walk,
+)
 from tmoe.data.chat.pieces import Pieces, RenderedText
 from tmoe.data.chat.special_tokens import Encoded, Marker
 from tmoe.data.chat.spelling import speller_of
@@ -302,11 +313,23 @@ def prompt_text(
     marker.require_text(messages, tools, more)
     text = template.render(speller_of(template)(messages, tools), tools, prompt=True, **more)
     shown = squeezed(text)
-    missing = [item for item in walk(messages, tools)[2] if not holds(shown, item.text)]
+    items = walk(messages, tools)[2]
+    missing = [item for item in items if not holds(shown, item.text)]
     asked = any(message["role"] == "user" for message in messages)
     for item in missing if asked else ():  # some templates render the system's text in the first question
         require_asked(item, messages, f"the chat template ({template.source})")
-    return text, {item.field for item in missing if item.field != THOUGHTS} | not_read(template, more)
+    left = {item.field for item in missing if item.field != THOUGHTS} | not_read(template, more)
+    return text, left | not_named(messages, template, {item.field for item in items})
+
+
+def not_named(messages: list[dict[str, Any]], template: ChatTemplate, texts: set[str]) -> set[str]:
+    """The fields of messages without a string, as {"partial": true}, whose names the template does not have.
+
+    texts: fields with strings, which the rendered text shows or not.
+    """
+    source = f"{template.text}{template.tools or ''}"
+    fields = {name for message in messages for name, value in message.items() if value and name not in texts}
+    return {name for name in fields - {*PASSED, CALLS} if name not in source}
 
 
 def not_read(template: ChatTemplate, more: Iterable[str]) -> set[str]:
