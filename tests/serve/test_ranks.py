@@ -135,9 +135,15 @@ def test_a_rank_that_fails_is_named(folder, tmp_path, monkeypatch):
         assert "rank 1" in last and last.endswith("the engine failed: RuntimeError: out of luck")
 
 
-def test_a_killed_front_leaves_no_rank(folder, tmp_path):
-    with served.server(folder, tmp_path / "log", ranks=2, slots=4) as found:
-        child = found.engine
+def test_a_silent_rank_is_named_and_a_killed_front_leaves_none(folder, tmp_path):
+    patches = {"engine_client.PATIENCE": 1.0}
+    with served.server(folder, tmp_path / "log", ranks=2, slots=4, patches=patches) as found:
+        child, other = found.engine, found.others[0].pid
+        os.kill(other, signal.SIGSTOP)
+        reply = served.get(found.port, "/metrics")
+        assert reply.status == 503 and "rank 1 has not replied for 1 s" in reply.json["error"]["message"]
+        os.kill(other, signal.SIGCONT)
+        served.wait_for(lambda: served.get(found.port, "/health").status == 200)
         os.kill(found.process.pid, signal.SIGKILL)
         served.wait_for(lambda: gone(child) and gone(found.others[0].pid))
 
@@ -194,9 +200,16 @@ def test_most_free_pages():
     assert choose(loads, again) == 1
 
 
-def test_the_keys_of_pages_are_the_engines():
-    """A prompt with routes shares no page with one without; log-probs need the whole prompt."""
-    ids = list(range(200))
-    plain, routed = needs_of(ids, 1, 1, Details()), needs_of(ids, 1, 1, Details(routes=True))
-    assert len(plain.keys) == len(routed.keys) == 1 and plain.keys != routed.keys
-    assert not needs_of(ids, 1, 1, Details(prompt_logprobs=True)).keys
+def test_a_second_turn_is_sent_to_the_rank_of_the_first(folder, tmp_path):
+    """Ranks have equally many free pages again: the first rank would get every request."""
+    turns = ["a" * 140, "b" * 140]
+    with served.server(folder, tmp_path / "log", ranks=2, slots=2) as found:
+        other = served.begin(found.port, TEXT, body(**LONG))
+        first = other.recv(10)
+        for turn, cached in ((turns[0], 0), (turns[0] + "c", 128), (turns[1], 0)):
+            usage = served.post(found.port, TEXT, body(turn)).json["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+        served.receive(other, first)
+        other.close()
+        usage = served.post(found.port, TEXT, body(turns[1] + "c")).json["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 128

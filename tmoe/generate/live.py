@@ -35,6 +35,7 @@ from tmoe.generate.requests import Asked, Details, Request, Tops, tops_of
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.slots import Room, Slots, rows_of
 from tmoe.model.transformer import Transformer
+from tmoe.parallel.launcher import launcher_world
 
 if TYPE_CHECKING:
     from tmoe.data.tokenizer import Tokenizer
@@ -142,7 +143,7 @@ class Live:
         tokenizer: as for Engine.
         slots: most answers that are made at the same time.
         pool_gib: GiB for keys and values. None: room for all slots at max_len; at most 80% of the free memory
-            of a GPU, or half of the host's.
+            of a GPU, or half of the host's, divided by the processes that a launcher has started there.
         max_len: most tokens of a prompt and its answer; an answer also ends there. None: the model's range of
             positions, at most 32768.
         budget: most tokens of prompts that are computed between two steps, in whole pages of 128.
@@ -234,9 +235,7 @@ class Live:
         require(ok, "number", repr(number), "must be a whole number of at least 0")
         ids = self._ids(prompt, chat)
         require(len(ids) <= self.max_len, f"prompt: {len(ids)} tokens, but max_len={self.max_len}")
-        kind = None
-        if self.reuse and not details.prompt_logprobs:
-            kind = f"{details.routes}{details.route_weights}" if details.of_experts else ""
+        kind = details.kind if self.reuse else None
         keys = [] if kind is None else keys_of(ids[:-1], kind)
         ends = frozenset((*self.engine.eos, *sampling.stop_ids))
         asked = Asked(ids, sampling, ends, details, number, kind, keys)
@@ -443,7 +442,8 @@ class Live:
         if pool is None and device.type == "cuda":
             pool = FREE * torch.cuda.mem_get_info(device)[0]
         elif pool is None:
-            pool = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2
+            processes = launcher_world().local_size or 1
+            pool = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2 / processes
         has = f"{pool / 2**30:.3g} GiB for keys and values"
         require(pool >= 2 * a_page, "pool_gib", True, f"{has}; must hold two pages of {a_page} bytes")
         return Room(self.slots, min(pages, int(pool // a_page)), self.max_len)

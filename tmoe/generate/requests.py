@@ -43,6 +43,13 @@ class Details:
         """Whether any of it is read from the routers."""
         return self.routes or self.route_weights
 
+    @property
+    def kind(self) -> str | None:
+        """Prompts of one kind share pages; None: the whole prompt is computed."""
+        if self.prompt_logprobs:
+            return None
+        return f"{self.routes}{self.route_weights}" if self.of_experts else ""
+
 
 @dataclass(eq=False)
 class Asked:

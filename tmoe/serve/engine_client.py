@@ -173,10 +173,12 @@ class EngineClient:
             futures.append(asyncio.get_running_loop().create_future())
             link.asked.append(futures[-1])
             link.send(Ask())
-        try:
-            return await asyncio.wait_for(asyncio.gather(*futures), PATIENCE)
-        except TimeoutError:
-            raise EngineGone(f"the engine has not replied for {PATIENCE:g} s") from None
+        await asyncio.wait(futures, timeout=PATIENCE)
+        silent = [str(link.rank) for link, one in zip(self.links, futures, strict=True) if not one.done()]
+        if silent:
+            which = f" of rank {', '.join(silent)}" if len(self.links) > 1 else ""
+            raise EngineGone(f"the engine{which} has not replied for {PATIENCE:g} s")
+        return await asyncio.gather(*futures)
 
     def ending(self) -> str:
         """A line on the end of an engine that was not asked to end."""

@@ -59,7 +59,10 @@ class Meeting:
     def meet(self) -> Link:
         """The connection of an engine that has arrived."""
         pipe = Connection(self.socket.accept()[0].detach())
-        joined = pipe.recv()
+        try:
+            joined = pipe.recv()
+        except (EOFError, OSError):
+            raise EngineGone("the engine of a rank has ended while it joined the others") from None
         assert isinstance(joined, Joined)
         return Link(joined.rank, pipe, joined.pid)
 

@@ -87,9 +87,8 @@ class Load:
 def needs_of(ids: Sequence[int], most: int, n: int, details: Details) -> Needs:
     """The pages of n answers of up to `most` tokens to a prompt."""
     span = Span(0, len(ids) - 1, len(ids) - 1 + most)
-    kind = f"{details.routes}{details.route_weights}" if details.of_experts else ""
-    keys = () if details.prompt_logprobs else tuple(keys_of(ids[:-1], kind))
-    return Needs(n, span.whole, span.own, keys)
+    keys = [] if details.kind is None else keys_of(ids[:-1], details.kind)
+    return Needs(n, span.whole, span.own, tuple(keys))
 
 
 def choose(loads: Iterable[Load], needs: Needs) -> int:
