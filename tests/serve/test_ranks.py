@@ -163,6 +163,7 @@ def test_what_the_ranks_refuse_is_said_once(folder, tmp_path):
         ({}, {"engine_process.load": load}, "rank 1: --path=x: not here"),
     ):
         log = tmp_path / "log"
+        patches |= {"command_line.AFTER_FIRST_S": 0.0}
         with served.launched(folder, log, "fork", patches, 2, **flags) as processes:
             for process in processes:
                 process.join(120)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from tmoe.checkpoint.errors import CheckpointError
-from tmoe.config.check import ConfigError, require
+from tmoe.config.check import ConfigError, divisors, require
 from tmoe.generate.gathered_model import AT_ONCE
 from tmoe.model.parallelize import apply_ep, require_divisible
 from tmoe.model.transformer import Transformer
@@ -95,7 +95,7 @@ class Processes:
 
 def require_ep(ep: int, size: int) -> None:
     """ConfigError unless ep divides the number of processes."""
-    require(ep >= 1 and size % ep == 0, "parallel.ep", ep, f"must divide the {size} processes")
+    require(ep >= 1 and size % ep == 0, "parallel.ep", ep, f"must divide the {size} processes", divisors(size))
 
 
 def text_of(error: BaseException) -> str:

@@ -17,6 +17,7 @@ import asyncio
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from tmoe.serve.front import Front
     from tmoe.serve.page import RunRouting
 
+TORCHRUN_S = 30  # seconds that torchrun gives its processes after a signal, by default
+AFTER_FIRST_S = 5.0  # rank 0 prints before, because torchrun ends all ranks once one has ended
 # flags that the engine reads
 SHARED = "path", "slots", "max_len", "pool_gib", "tokenizer", "device", "dtype", "adapter", "quantize"
 
@@ -135,6 +138,7 @@ def said_once() -> Iterator[None]:
     except ConfigError:
         if os.environ.get("RANK", "0") == "0":
             raise
+        time.sleep(AFTER_FIRST_S)
         raise SystemExit(2) from None
 
 
@@ -188,6 +192,9 @@ def front_of(flags: Flags, engine: EngineClient, routing: RunRouting | None) -> 
     if ranks > 1:
         copies = f"{ranks // ep} {'copies' if ranks > ep else 'copy'} of the model"
         lines.append(f"{ranks} processes have {copies}" + f", the experts of each over {ep}" * (ep > 1))
+    if "TORCHELASTIC_RUN_ID" in os.environ and flags.drain >= TORCHRUN_S:
+        asked = f"--drain={flags.drain:g} needs torchrun --shutdown-timeout with more seconds"
+        lines.append(f"torchrun kills what is left {TORCHRUN_S} s after a signal by default; {asked}")
     if left := not_followed(ready.generation):
         lines.append(f"generation_config.json: not followed here: {', '.join(left)}")
     template, why, file = None, "", flags.chat_template
