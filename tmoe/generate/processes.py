@@ -95,7 +95,8 @@ class Processes:
 
 def require_ep(ep: int, size: int) -> None:
     """ConfigError unless ep divides the number of processes."""
-    require(ep >= 1 and size % ep == 0, "parallel.ep", ep, f"must divide the {size} processes", divisors(size))
+    fine = ep >= 1 and size % ep == 0
+    require(fine, "parallel.ep", ep, f"must divide the {size} processes", divisors(size))
 
 
 def text_of(error: BaseException) -> str:

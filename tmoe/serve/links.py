@@ -62,7 +62,7 @@ class Meeting:
         try:
             joined = pipe.recv()
         except (EOFError, OSError):
-            raise EngineGone("the engine of a rank has ended while it joined the others") from None
+            raise EngineGone("the engine of a rank has ended before it loaded") from None
         assert isinstance(joined, Joined)
         return Link(joined.rank, pipe, joined.pid)
 
