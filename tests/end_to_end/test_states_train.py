@@ -5,13 +5,17 @@ next: tests/optim/test_states.py
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import runs
 import torch
+from tiers import slow_but
 
+from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.manifest import read_manifest
 from tmoe.checkpoint.resume import converted
 from tmoe.checkpoint.rewrite import read_whole
@@ -52,7 +56,9 @@ def test_a_resumed_run_goes_on_in_every_bit(gloo, tmp_path, world, words):
         assert torch.equal(again[name], t), name
 
 
-@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("int8", "fp32")])
+@pytest.mark.parametrize(
+    ("before", "after"), slow_but([("int8", "fp32")], [("int8", "fp32"), ("fp32", "bf16")])
+)
 def test_moments_of_another_type_are_converted_and_said(gloo, tmp_path, before, after):
     """Two processes resume the step of one, resharded for them."""
     trained(gloo, tmp_path / "a", "--optim.states", before, "--steps", 2)
@@ -71,6 +77,19 @@ def test_moments_of_another_type_are_converted_and_said(gloo, tmp_path, before, 
         for step in (step_of(tmp_path / "a", 2), step_of(tmp_path / "b", 4))
     )
     assert (old, new) == (2, 4)
+
+
+def test_small_moments_of_int8_are_not_converted(tmp_path):
+    """Moments of vectors are fp32 with int8; a step without the setting, which is older, has fp32."""
+    cfg = parse(["tiny", "--optim.states", "int8"], "")
+    saved = dict(now=json.loads(json.dumps(asdict(cfg))), older=dict(optim={}))
+    for name, config in saved.items():
+        steps = Checkpoints(tmp_path / name, keep=0, mode="sync", info=dict(config=config))
+        steps.save(4, {"optim.exp_avg.norm.weight": torch.zeros(8)}, dict(step=4), {})
+    assert converted(tmp_path / "now/step-4", cfg) == []
+    (line,) = converted(tmp_path / "older/step-4", cfg)
+    assert "AdamW's moments are fp32 in" in line
+    assert converted(tmp_path / "older/step-4", parse(["tiny"], "")) == []
 
 
 def test_other_masters_are_refused(gloo, tmp_path):

@@ -105,6 +105,7 @@ def test_sums_in_bf16_are_those_in_fp32_but_for_rounding(gloo, world, axes):
         assert (wide[1], narrow[1]) == ({torch.float32}, {torch.bfloat16})
 
 
+@pytest.mark.slow
 def test_bf16_masters_train(gloo):
     """All narrow settings together, on two meshes: the weights are bf16, and the loss falls as with fp32."""
     words = dict(dtype="bf16", micros=2)

@@ -100,9 +100,11 @@ def stored_states(step_dir: Path) -> dict[str, Literal["fp32", "bf16", "int8"]]:
 
 
 def converted(step_dir: Path, cfg: Config) -> list[str]:
-    """A line if moments of the step are stored otherwise than in this run."""
-    found = set(stored_states(step_dir).values())
-    was = "int8" if "int8" in found else min(found, default=cfg.optim.states)  # int8 has some in fp32
+    """A line if moments of the step are stored otherwise than in this run.
+
+    The setting of the step's run decides, because small moments are fp32 in a run with int8.
+    """
+    was = _setting(read_manifest(step_dir).info.get("config"), "optim.states") or "fp32"
     if was == cfg.optim.states or cfg.eval_only or not cfg.load_optim:
         return []
     return [f"--optim.states={cfg.optim.states}: AdamW's moments are {was} in {step_dir}, and are converted"]
