@@ -139,7 +139,7 @@ def in_parts(kind: str, rows: int, W: int, L: int, sms: int) -> Tile:
     """
     tile = tile_of(kind, 16 if rows <= 16 else ROWS, L, "cuda:90", torch.bfloat16)
     if tile.BM == ROWS and kind == "nf4":
-        tile = tile._replace(warps=2)  # pairs of x are divided in registers, and wgmma reads shared memory
+        tile = tile._replace(BN=32, warps=2)  # pairs of x are divided in registers; wgmma reads shared memory
     elif tile.BM == ROWS:
         tile = tile._replace(stages=3)
     return tile._replace(parts=2 if L % 1024 == 0 and cdiv(W, tile.BN) < sms else 1)
