@@ -85,8 +85,7 @@ def test_every_tile_divides_its_matrix_and_the_default_is_first():
         assert not (kind == "nf4" and tile.direct)
     assert {tile.direct for *_, tile in tasks} == {True, False}
     for kind in ("int8", "int4", "fp8", "nf4"):
-        parts = [defaults[kind, name].parts for name in ("up", "down", "qkv", "out")]
-        assert parts == [1, 1, 1 if kind == "nf4" else 2, 2]
+        assert [defaults[kind, name].parts for name in ("up", "down", "qkv", "out")] == [1, 1, 2, 2]
 
 
 def test_nf4_with_adapters_is_compared(monkeypatch, capsys, tmp_path):

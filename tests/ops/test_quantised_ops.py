@@ -296,8 +296,7 @@ def test_a_single_matrix_is_read_once_by_most_multiprocessors():
     for kind in KINDS:
         for W, L, parts in ((5120, 2048, 2), (2048, 4096, 2), (2048, 768, 1), (151936, 2048, 1)):
             tiles = [gpu.in_parts(kind, rows, W, L, 132) for rows in (1, 16, 17, 64, 128)]
-            if kind != "nf4":  # its tiles have half of the columns
-                assert {tile.parts for tile in tiles} == {parts}
+            assert {tile.parts for tile in tiles} == {parts}
             assert [tile.BM for tile in tiles] == [16, 16, 64, 64, 64]
 
 
@@ -410,8 +409,7 @@ def test_parts_fit_on_hopper_and_start_early(kind):
         for rows in (16, 64):
             x = torch.empty(rows, 2048, dtype=bf16, device="meta")
             gpu.few_rows(x, matrix, x[0].new_empty(5120), gpu.in_parts(kind, rows, 5120, 2048, 132))
-    assert [name for name in names if name == "few_rows"] == ["few_rows"] * 2
-    assert ("add_parts" in names) == (kind != "nf4" or names[1] == "add_parts")
+    assert names == ["few_rows", "add_parts"] * 2
 
 
 SHAPES = [(2048, 768, 128, 64, 8), (200, 72, 4, 8, 2), (2880, 2880, 32, 64, 4), (192, 64, 4, 60, 2)]

@@ -133,16 +133,16 @@ def of_few_on_hopper(group: bool, BM: int, L: int) -> Tile:
 def in_parts(kind: str, rows: int, W: int, L: int, sms: int) -> Tile:
     """The tile on Hopper for rows of x to a single matrix [W, L], where 128 divides L.
 
-    Up to 64 rows are one tile, so that each code is read and converted once. The length has two parts if the
-    columns alone do not give each multiprocessor a program. More parts were slower: a program needs some
-    steps. The parts do not depend on the rows.
+    Up to 64 rows are one tile, so that each code is read and converted once. The length has two parts if
+    tiles of 64 columns do not give each multiprocessor a program. More parts were slower, since a program
+    needs some steps. The parts do not depend on the rows.
     """
     tile = tile_of(kind, 16 if rows <= 16 else ROWS, L, "cuda:90", torch.bfloat16)
     if tile.BM == ROWS and kind == "nf4":
         tile = tile._replace(BN=32, warps=2)  # pairs of x are divided in registers; wgmma reads shared memory
     elif tile.BM == ROWS:
         tile = tile._replace(stages=3)
-    return tile._replace(parts=2 if L % 1024 == 0 and cdiv(W, tile.BN) < sms else 1)
+    return tile._replace(parts=2 if L % 1024 == 0 and cdiv(W, 64) < sms else 1)
 
 
 def tile_of_one(kind: str, rows: int, W: int, x: Tensor) -> Tile:
