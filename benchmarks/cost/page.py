@@ -43,6 +43,15 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
         return f"--train.float8={cfg.train.float8}: not in this model; valid: none"
     if p.dispatch_dtype != "same":
         return f"--parallel.dispatch-dtype={p.dispatch_dtype}: not in this model; valid: same"
+    times = "the times are of a step that trains all weights"
+    memory = "the memory alone: train.py --dry-run"
+    if cfg.lora.rank:
+        return f"--lora.rank={cfg.lora.rank}: {times}; valid: 0; {memory}"
+    if cfg.optim.freeze:
+        return f"--optim.freeze={cfg.optim.freeze}: {times}; valid: none; {memory}"
+    if cfg.task in ("preference", "grpo"):
+        wrong = "the times have no reference model and no rollouts"
+        return f"--task={cfg.task}: {wrong}; valid: pretrain, sft; {memory}"
     if not parts:
         known = p.dispatch in ("auto", "nccl")
         return "" if known else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"

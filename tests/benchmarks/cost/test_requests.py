@@ -31,6 +31,12 @@ def page_ends(monkeypatch, capsys, *words: str) -> tuple[object, str]:
         ("--tokens nan -- olmoe-1b-7b", "--tokens nan: must be above 0"),
         ("-- olmoe-1b-7b --parallel.dispatch local", "the page takes auto or nccl"),
         ("-- olmoe-1b-7b --train.dtype fp32", "measured in bf16"),
+        ("-- olmoe-1b-7b --lora.rank 8", "--lora.rank=8: the times are of a step that trains all weights"),
+        (
+            "--gpus 8 --parts -- olmoe-1b-7b --optim.freeze moe.experts",
+            "--optim.freeze=moe.experts: the times",
+        ),
+        ("-- olmoe-1b-7b --task preference", "--task=preference: the times have no reference model"),
         ("--published -- olmoe-1b-7b", "--published: needs --check, without files, --fit and --gpu"),
         ("--check x.jsonl --published", "--published: needs --check, without files, --fit and --gpu"),
         (
