@@ -502,6 +502,10 @@ def test_two_at_once_are_refused_and_so_is_an_existing_folder(step, tmp_path):
     for path in (step, tmp_path):
         assert f"{path}: exists already" in refused("reshard", step, path, "--world", 2)
     assert f"{step / 'in'}: lies inside {step}" in refused("reshard", step, step / "in", "--world", 2)
+    (tmp_path / "file").write_text("")
+    below = tmp_path / "file/new"
+    wrong = f"{below}: {tmp_path / 'file'} must be a folder that can be written"
+    assert wrong in refused("reshard", step, below, "--world", 2)
 
 
 def test_too_little_space_is_said_before_the_first_byte(step, tmp_path, monkeypatch):

@@ -24,6 +24,8 @@ def test_facts_are_made_and_shown(tmp_path: Path):
     assert f"chat.jsonl:1: {18 + len(asked + told)} tokens" in done.stdout
     done = forked.run(["-m", "tmoe.data", "--facts", facts])
     assert done.returncode == 2 and "exists already" in done.stderr
+    done = forked.run(["-m", "tmoe.data", "--facts", facts / "chat.jsonl/more"])
+    assert done.returncode == 2 and "chat.jsonl must be a folder that can be written" in done.stderr
 
 
 def test_colours_tokenizer_and_errors(tmp_path: Path):

@@ -332,7 +332,8 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys):
     step = tiny.step_of(tmp_path / "run", tiny.MODELS["llama"])
     assert "ends in .gguf" in refusal(capsys, "gguf", step, tmp_path / "x", "--type", "f16")
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    assert "exists already" in refusal(capsys, "gguf", step, tmp_path / "x.gguf", "--type", "f16")
+    there = refusal(capsys, "gguf", step, tmp_path / "x.gguf", "--type", "f16")
+    assert "exists already; name a new file" in there
     assert "no GGUF file, or damaged" in refusal(capsys, "import", tmp_path / "x.gguf", tmp_path / "s")
     assert "no such file" in refusal(capsys, "import", tmp_path / "y.gguf", tmp_path / "s")
     assert "q5_k_m" in refusal(capsys, "gguf", step, tmp_path / "y.gguf", "--type", "q7_k")

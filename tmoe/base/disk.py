@@ -27,6 +27,17 @@ def written_whole(path: Path) -> Iterator[TextIO]:
     os.replace(aside, path)
 
 
+def unwritable_words(place: Path) -> str:
+    """Why nothing can be written at `place`, which may not exist yet; "" if something can."""
+    path = place.absolute()
+    # os.path: Path.exists raises in a folder that may not be searched.
+    nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if nearest.is_symlink() and not os.path.exists(nearest):
+        return f"{nearest} is a link to nothing, {os.readlink(nearest)}; mount it, or remove the link"
+    written = nearest.is_dir() and os.access(nearest, os.W_OK)
+    return "" if written else f"{nearest} must be a folder that can be written"
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """One file of the folder: bytes and SHA-256."""

@@ -157,10 +157,17 @@ def room_for(needed: int, dst: Path) -> tuple[int, int]:
     return needed, free
 
 
-def require_absent(dst: Path) -> None:
-    """CheckpointError if dst exists, or lies inside a step folder, with which retention would remove it."""
-    if dst.exists() or dst.is_symlink():
-        raise CheckpointError(f"{dst}: exists already; name a new folder")
+def require_absent(dst: Path, kind: str = "folder") -> None:
+    """CheckpointError if dst exists, cannot be made there, or lies inside a step folder.
+
+    Retention would remove what lies in a step folder together with it.
+
+    kind: "folder" or "file", what dst becomes.
+    """
+    if os.path.lexists(dst):
+        raise CheckpointError(f"{dst}: exists already; name a new {kind}")
+    if wrong := disk.unwritable_words(dst):
+        raise CheckpointError(f"{dst}: {wrong}")
     if step := next(filter(files.is_step, Path(os.path.realpath(dst)).parents), None):
         wrong = f"{dst}: lies inside {step}, and would be removed with that step"
         raise CheckpointError(f"{wrong}; name a folder outside it")

@@ -21,7 +21,7 @@ import tyro
 
 from tmoe import front
 from tmoe.base import exit_message
-from tmoe.base.disk import expand_home, no_folder_words
+from tmoe.base.disk import expand_home, no_folder_words, unwritable_words
 from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, is_step
 from tmoe.cli.flags import flag_of, flags_of_settings, name_of, require_known, require_task
@@ -345,14 +345,8 @@ def _flags(name: str, told: Any) -> Iterator[tuple[str, str]]:
 
 def require_writable(out: str, place: str) -> None:
     """Raise ConfigError unless the place in the run folder is a writable folder, or can be made."""
-    path = Path(place).absolute()
-    # os.path: Path.exists raises in a folder that may not be searched.
-    nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))
-    if nearest.is_symlink() and not os.path.exists(nearest):
-        wrong = f"{nearest} is a link to nothing, {os.readlink(nearest)}; mount it, or remove the link"
+    if wrong := unwritable_words(Path(place)):
         raise ConfigError.of("out", out, wrong)
-    written = nearest.is_dir() and os.access(nearest, os.W_OK)
-    require(written, "out", out, f"{nearest} must be a folder that can be written")
 
 
 def require_cache_folder() -> None:

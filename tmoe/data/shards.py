@@ -19,7 +19,7 @@ from typing import Literal, get_type_hints
 
 import numpy as np
 
-from tmoe.base.disk import naming
+from tmoe.base.disk import naming, unwritable_words
 from tmoe.config.check import fits
 from tmoe.data.corpus import TokenRun
 from tmoe.data.tokenizer import DataError, Tokenizer, own_files
@@ -174,6 +174,8 @@ def _publish(out: Path) -> Generator[Path, None, None]:
     """A temporary folder to write into; it is renamed to `out` at the end, or removed on any error."""
     if os.path.lexists(out):
         raise DataError(f"--out={out}: exists already; name a new folder")
+    if wrong := unwritable_words(out):
+        raise DataError(f"--out={out}: {wrong}")
     temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.tmp")
     temporary.mkdir(parents=True)
     try:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tmoe.base.disk import unwritable_words
 from tmoe.data.tokenizer import DataError
 
 NAMES = [
@@ -93,6 +94,8 @@ def write_facts(facts: Path, *, people: int = 8, seed: int = 0) -> None:
     files = dict(chat=chat_rows(drawn), pairs=preference_rows(drawn), questions=asked)
     if facts.exists():
         raise DataError(f"--facts={facts}: exists already; name a new folder")
+    if wrong := unwritable_words(facts):
+        raise DataError(f"--facts={facts}: {wrong}")
     facts.mkdir(parents=True)
     for name, rows in files.items():
         (facts / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -122,7 +122,7 @@ def write_file(content: Content, source: Source, out: Path, device: str, dry_run
     writes it, space is too small or a tensor cannot be encoded, and where the file's size is not the
     predicted one.
     """
-    require_absent(out)
+    require_absent(out, "file")
     require_ours(out, PART.__eq__)
     with tempfile.TemporaryDirectory() as folder:
         header = Path(folder) / "header.gguf"
