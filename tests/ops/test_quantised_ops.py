@@ -24,7 +24,7 @@ from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.quantised import gpu
 from tmoe.ops.quantised.adapted import Nf4Call, few_rows
 from tmoe.ops.quantised.gpu import KINDS, Matrix
-from tmoe.ops.quantised.kernels import instructions, nf4_instructions
+from tmoe.ops.quantised.kernels import NF4_SCALE, instructions, nf4_instructions
 from tmoe.ops.quantised.op import quantised_linear, quantised_moe_mlp, quantised_values
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
@@ -210,11 +210,26 @@ def test_instructions_convert_every_code(kind):
 
 @compiled
 def test_instructions_convert_every_code_of_nf4():
-    table = torch.tensor(NF4).to(bf16).float().tolist()
+    table = (torch.tensor(NF4) * NF4_SCALE.value).to(bf16).float().tolist()
     for code in range(256):
         four = [code, (code * 37 + 101) % 256, 255 - code, code * 7 % 256]
         found = ran(nf4_instructions(), int.from_bytes(bytes(four), "little"), "$4", ("$0", "$1", "$2", "$3"))
         assert found == [table[c >> 4] for c in four] + [table[c & 15] for c in four]
+
+
+@compiled
+def test_rounded_numbers_of_nf4_have_no_mean_error():
+    """A sum with positive rows of x adds up the mean error of the codes, as in a layer of gpt-oss."""
+    torch.manual_seed(0)
+    matrix = matrix_of(torch.randn(4096, 256), "nf4")
+    codes = matrix.codes.int()
+    often = torch.bincount(torch.cat([codes >> 4, codes & 15]).flatten(), minlength=16).double()
+    table, often = torch.tensor(NF4).double(), often / often.sum()
+    size = (often @ table**2).sqrt()
+    scaled = (table * NF4_SCALE.value).to(bf16).double() / NF4_SCALE.value - table
+    assert (often @ scaled).abs() / size < 5e-5 and (often @ scaled**2).sqrt() / size < 1.2e-3
+    plain = table.to(bf16).double() - table
+    assert (often @ plain).abs() / size > 4e-4
 
 
 @compiled

@@ -64,10 +64,8 @@ class AdaptedLaunches(gpu.LayerLaunches):
         portable.tma = False  # operands are read by pointers
         cfg = portable.config("down")
         few = self.N <= FEW * self.E
-        if (
-            self.tma and few
-        ):  # few steps, since each waits for memory; many warps, since most rows are not there
-            cfg = cfg._replace(BM=64, BL=64 if L % 256 else 256, warps=8, stages=3)
+        if self.tma and few:  # few steps, since each waits for memory
+            cfg = cfg._replace(BM=64, BL=64 if L % 256 else 256, stages=3)
         elif self.tma:  # many bytes in flight
             cfg = cfg._replace(BM=128, BL=64, stages=4, ctas=3)
         return cfg, gather and not few
