@@ -133,13 +133,15 @@ class Layer:
             changes: list[dict[str, Any]] = [
                 dict(stages=5),
                 dict(ctas=3),
+                dict(ctas=2),
                 dict(ctas=1),
                 dict(BL=128, stages=3),
                 dict(BM=64),
             ]
             changes += [dict(BM=64, ctas=4), dict(BM=64, BL=128), dict(warps=8)]
             sizes = [(cfg, spread), *((cfg._replace(**one), spread) for one in changes)]
-            yield Choices(kernel, run, "narrow_config", [*sizes, *([(cfg, False)] if gather else [])])
+            sizes += [(cfg, False)] * gather
+            yield Choices(kernel, run, "narrow_config", [*dict.fromkeys(sizes)])
         sizes = [
             (256, 128, 8, 3),
             (256, 64, 8, 4),
@@ -149,7 +151,7 @@ class Layer:
         ]
         chunks = [run.chunk(RANK), *(Chunk(*one) for one in [*sizes, (128, 64, 4, 3, 3)])]
         for kernel in ("v and d_b of dy", "v and d_b of dh"):
-            yield Choices(kernel, run, "chunk", chunks)
+            yield Choices(kernel, run, "chunk", [*dict.fromkeys(chunks)])
         tile = run.tile(RANK)
         changes: list[dict[str, Any]] = [
             dict(slab=1),
@@ -158,9 +160,10 @@ class Layer:
             dict(BN=64),
             dict(BN=256, ctas=1),
         ]
-        changes += [dict(BL=128, stages=3), dict(BL=32), dict(ctas=3), dict(warps=8)]
+        changes += [dict(BL=128, stages=3), dict(BL=64, stages=4), dict(BL=32), dict(ctas=3), dict(warps=8)]
         for kernel in ("d_a of x", "d_a of act"):
-            yield Choices(kernel, run, "tile", [tile, *(tile._replace(**one) for one in changes)])
+            tiles = [tile, *(tile._replace(**one) for one in changes)]
+            yield Choices(kernel, run, "tile", [*dict.fromkeys(tiles)])
         for kernel in ("up", "down", "dh", "dx"):
             yield Choices(kernel, gpu, "low_rank", [16, 64])
 

@@ -226,7 +226,7 @@ runpy.run_module("tmoe.data", run_name="__main__", alter_sys=True)
     slow_but(
         lambda case: case[0] == "full",
         [
-            ("text.txt/x", "Not a directory: 'text.txt/"),
+            ("text.txt/x", "/text.txt must be a folder that can be written"),
             ("/proc/x", "No such file or directory: '/proc/"),
             ("full", "File too large: '.full."),
         ],
