@@ -134,19 +134,25 @@ def adamw_(
 
     for key, lines in tables.items():
         with torch.cuda.device_of(factor):
-            if factor.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "AdamW's step cannot be captured in a CUDA graph: "
-                    "the next step's gradients have other addresses"
-                )
-            table = torch.tensor(lines, dtype=torch.int64, pin_memory=factor.is_cuda).to(
-                factor.device, non_blocking=True
-            )
+            table = table_of(lines, factor)
             launch(
                 adamw_kernel, (programs[key],), table, len(lines), factor, finite, lr, *betas, eps, decay,
                 *key, BLOCK,
                 num_warps=4,
             )  # fmt: skip
+
+
+def table_of(lines: list[tuple[int, ...]], like: Tensor) -> Tensor:
+    """The table of a launch, int64 [len(lines), numbers of a line], on the device of `like`.
+
+    Raises RuntimeError while a CUDA graph is captured.
+    """
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "AdamW's step cannot be captured in a CUDA graph: the next step's gradients have other addresses"
+        )
+    table = torch.tensor(lines, dtype=torch.int64, pin_memory=like.is_cuda)
+    return table.to(like.device, non_blocking=True)
 
 
 def _check(parts: list[Any], step: Any, finite: Tensor, device: torch.device) -> None:

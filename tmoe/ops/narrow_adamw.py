@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.ops.adamw_op import DTYPES, pointer
+from tmoe.ops.adamw_op import DTYPES, pointer, table_of
 from tmoe.ops.dynamic_map import BLOCK, TINY, code_of, dequantise, maps, quantise
 from tmoe.ops.launch.kernel_launch import cdiv, launch
 from tmoe.ops.launch.shapes import StepShapes
@@ -185,14 +185,7 @@ def narrow_adamw_(
             programs[key] += count
     for key, lines in tables.items():
         with torch.cuda.device_of(factor):
-            if factor.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "AdamW's step cannot be captured in a CUDA graph: "
-                    "the next step's gradients have other addresses"
-                )
-            table = torch.tensor(lines, dtype=torch.int64, pin_memory=factor.is_cuda).to(
-                factor.device, non_blocking=True
-            )
+            table = table_of(lines, factor)
             launch(
                 narrow_adamw_kernel, (programs[key],), table, len(lines), factor, finite, maps(factor.device),
                 lr, *betas, eps, decay, *key, TINY, ROWS, BLOCK,

@@ -99,9 +99,7 @@ def moe_mlp_deferred(
 
     Raises ValueError as moe_mlp does, and for matrices that need a gradient.
     """
-    for name, t in (("gate_up", gate_up_E2FD), ("down", down_EDF)):
-        if isinstance(t, Tensor) and t.requires_grad:
-            require(False, name, "a tensor that needs a gradient", "one without, since it is deferred")
+    _check_untrained(gate_up_E2FD, down_EDF, "since it is deferred")
     tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
     return _run("moe_mlp_deferred", tensors, activation, pairs)
 
@@ -125,11 +123,16 @@ def moe_mlp_summed(
     Raises ValueError as moe_mlp does, and for matrices that need a gradient; in backward RuntimeError for a
     matrix without a sum.
     """
-    for name, t in (("gate_up", gate_up_E2FD), ("down", down_EDF)):
-        if isinstance(t, Tensor) and t.requires_grad:
-            require(False, name, "a tensor that needs a gradient", "one without, since its sum gets it")
+    _check_untrained(gate_up_E2FD, down_EDF, "since its sum gets it")
     tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
     return _run("moe_mlp_summed", tensors, activation, pairs)
+
+
+def _check_untrained(gate_up: Tensor, down: Tensor, why: str) -> None:
+    """Raises ValueError, which ends with `why`, for a matrix that needs a gradient from autograd."""
+    for name, t in (("gate_up", gate_up), ("down", down)):
+        if isinstance(t, Tensor) and t.requires_grad:
+            require(False, name, "a tensor that needs a gradient", f"one without, {why}")
 
 
 def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None) -> Tensor:
