@@ -74,7 +74,7 @@ def model_config(experts: int) -> ModelConfig:
 
 
 def model_tensors(experts, ep, seed):
-    """What train.py saves: parameters and moments as DTensors, step counts plain."""
+    """The tensors that train.py saves: parameters and moments as DTensors, step counts plain."""
     torch.manual_seed(seed)
     model = parallelize(Transformer(model_config(experts)), build_mesh(ep=ep))
     tensors = {f"model.{n}": p for n, p in model.named_parameters()}

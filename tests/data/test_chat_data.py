@@ -177,7 +177,7 @@ def test_nulls_of_arrow_in_any_file(tmp_path: Path):
 
 
 def test_what_the_template_leaves_out_is_told(tmp_path: Path):
-    """By row at the start; a row of which nothing is left is refused."""
+    """The start names each row; an empty rest of a row is refused."""
     template = tmp_path / "t.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.role + ':' + (m.content or '') + eos_token }}{% endfor %}"
@@ -212,7 +212,7 @@ def test_what_the_template_leaves_out_is_told(tmp_path: Path):
 
 
 def test_pairs_that_become_equal(tmp_path: Path):
-    """By the template, or once they are cut to a row."""
+    """The template makes them equal, or the cut to a row does."""
     same = dict(prompt="q", chosen=[answer("a ")], rejected=[answer("a")])
     template = tmp_path / "t.jinja"
     template.write_text(

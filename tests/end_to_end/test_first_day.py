@@ -117,7 +117,7 @@ def day(tmp_path_factory):
 
 
 def lasting(day: Day, command: str, out: Path) -> str:
-    """What a run of two processes says that never ends by itself, and is ended by what its lock names."""
+    """The output of an endless run of two processes, ended through the process that its lock names."""
     with ThreadPoolExecutor(1) as beside:
         run = beside.submit(forked.torchrun, 2, words_of(command), cwd=day.folder, env=EAGER)
         log = out / "metrics.jsonl"

@@ -58,7 +58,7 @@ def straight(gloo, tmp_path_factory):
 
 
 def test_run_folder(gloo, tmp_path):
-    """What point 2 of the run folder promises is there, and is what was trained."""
+    """The run folder has the promised files, and they describe the training."""
     flags = [
         "--out",
         str(tmp_path),

@@ -122,7 +122,7 @@ def scattered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", slow_but(["granite"], ["mixtral", "granite"]))
 def test_of_fms(gloo, tmp_path, request, name):
-    """Its trainer's folder: pytorch_model_fsdp_0 beside the optimizer's, experts stacked and transposed."""
+    """The folder of its trainer has pytorch_model_fsdp_0; experts are stacked and transposed."""
     original = request.getfixturevalue(name)
     wanted = hf_tiny.tensors_of(original)
     gloo(2, save, scattered(wanted), str(tmp_path / "checkpoint-9" / "pytorch_model_fsdp_0"), "model")

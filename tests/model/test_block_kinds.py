@@ -1,4 +1,4 @@
-"""What sets blocks apart: which channels turn by which angles, where norms stand, a gate on attention."""
+"""Kinds of blocks differ in the channels and angles of rotation, in the norms, in attention's gate."""
 
 import cmath
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """The exchange through the peers' memory: its kernels in the interpreter and compiled.
 
-As a test it starts itself in the interpreter:
+The test starts this file in the interpreter:
     TRITON_INTERPRET=1 python tests/moe/test_symm.py
 
 next: test_symm_gpu.py
@@ -191,7 +191,7 @@ def meet_often(rank, world, rounds, D, K, L, T, ranks, at, failed):
         exchange.pull(y, None, ids, at["y"], at["d_weights"], at["state"], *where)
         failed[rank] |= not torch.allclose(y, x * (i + 1) * copies[:, None])
         if i % 3 == 0:
-            # as a backward that still reads x; the others must not have pushed yet
+            # like a backward that still reads x: no other rank may have written yet
             ranks["x"][rank].fill_(float("nan"))
             exchange.meet(at["state"], rank)
     cells = ranks["state"][rank][0, : world + 1].clone()

@@ -71,7 +71,7 @@ def test_the_rule(preset, ep, hides):
 
 
 def test_who_takes_the_shared_expert(monkeypatch):
-    """The op where the rule says so and rows travel unpacked; else the caller, as without peers."""
+    """The op computes it if the rule says so and rows are sent unpacked; otherwise the caller does."""
     taken = []
     monkeypatch.setattr(
         symm, "moe", lambda *args: taken.append(args[5] is not None) or (args[0] * 2, args[0] * 3)
@@ -117,7 +117,7 @@ class Scaled(SwiGLU):
     ],
 )
 def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change, monkeypatch):
-    """Told at parallelize, all ranks call it; later, when other ranks may not know, it is an error."""
+    """If it is changed before parallelize, all ranks call it; a later change is an error."""
     monkeypatch.setattr(symm, "hides", rule(True, True))
     monkeypatch.setattr(symm, "moe", lambda *args: (args[0], args[0]))
     shared = SwiGLU(8, SHARED)
@@ -409,7 +409,7 @@ def one_rank(rank, ranks, tokens, L):
 
         return call
 
-    # beside, experts' copies hidden, copies begin late, call, what is used, around a layer, no gradient of x
+    # overlapped, copies of experts hidden, copies start late, call, calls used, around a layer, x frozen
     cases = [
         (True, True, False, dispatcher.run_with_shared, both, paced, False),
         (True, False, rank == 0, dispatcher.run_with_shared, both, checkpointed, False),

@@ -325,7 +325,7 @@ def few_calls(gate_up, slots):
 
 
 def trace_few(T, D, F, E, K, dtype, rows):
-    """The test's launches on meta tensors; without them each of fifteen tests would compile them anew."""
+    """The test's launches on meta tensors, so that fifteen tests share what is compiled."""
     gate_up = torch.empty(E, 2 * F, D, dtype=dtype, device="meta")
     x, down = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((T, D), (E, D, F)))
     weights, ids = (torch.empty(T, K, dtype=kind, device="meta") for kind in (torch.float32, torch.int32))

@@ -1,6 +1,6 @@
 """The Triton kernels themselves, run by triton's CPU interpreter: values against fp64, buffers, metadata.
 
-Buffers are poisoned before. As a test it starts itself once in a process with TRITON_INTERPRET=1, which
+Buffers are poisoned before. The test starts this file once in a process with TRITON_INTERPRET=1, which
 must be set before the kernels are defined:
     TRITON_INTERPRET=1 python tests/ops/test_ops_interpreter.py
 The kernels of kernels.py are interpreted with and without tensor descriptors; those of hopper.py (Gluon)

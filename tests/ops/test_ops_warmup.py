@@ -2,7 +2,7 @@
 
 None of them waits in a collective.
 
-As a test it starts itself in a process of its own, which forks eight ranks:
+The test starts this file in another process, which forks eight ranks:
     python tests/ops/test_ops_warmup.py
 
 next: test_ops_gpu.py
@@ -49,7 +49,7 @@ RANKS = 8
 
 
 def rank(index, folder):
-    """What train.py does first: it compiles, and only then meets the others.
+    """The start of train.py: it compiles, and then joins the other ranks.
 
     Returns (compiled, needed, when done, compiled again).
     """

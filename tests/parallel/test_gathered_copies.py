@@ -129,7 +129,7 @@ def test_to_the_bit_what_fsdp2_gives(gloo, world, ep, dtype, micro, checkpoint):
 
 @torch.no_grad()
 def write(model) -> None:
-    """What AdamW does on a GPU, behind its step: the weight and its copy at once."""
+    """Writes each weight and its copy at once, as AdamW does on a GPU."""
     for copy in copies(model):
         copy.mine.copy_(local_part(copy.master))
         copy.written(True)

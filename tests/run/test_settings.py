@@ -136,7 +136,7 @@ def test_a_run_folder_goes_on_with_its_settings(gloo, tmp_path, capsys):
 
 
 def test_accumulate_follows_a_global_batch_anew(tmp_path):
-    """A run's config.json holds the accumulate of its own number of ranks."""
+    """A run's config.json holds the accumulate for that run's number of ranks."""
     cfg = parse(["tiny", "--train.global-batch", "32", "--train.batch", "4"], "")
     assert cfg.train.accumulate == 8
     (tmp_path / "config.json").write_text(json.dumps(dict(config=asdict(cfg))))

@@ -21,7 +21,7 @@ GRPO = "tiny --task grpo --grpo.rewards exact --grpo.max-tokens 9"
 
 
 def said(words, capsys) -> tuple[str, int]:
-    """What a command line says on stderr, and its exit code."""
+    """The words that a command line prints on stderr, and its exit code."""
     code = 0
     try:
         parse(words.split(), "")

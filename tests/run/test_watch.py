@@ -142,7 +142,7 @@ def test_a_trainer_in_a_thread_is_watched(tmp_path, how):
 
 
 def slow_alone(rank: int, world: int, argv: list[str]) -> None:
-    """Rank 0 writes a validation's loss for longer than a step may stand still; the others do not."""
+    """Rank 0 needs longer to write a validation's loss than a step may last; the other ranks do not."""
     trainer = start(rank, world, argv)
     real = trainer.metrics.validated
     long = 4 * trainer.cfg.train.timeout

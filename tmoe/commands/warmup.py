@@ -183,8 +183,8 @@ def local_arch() -> str | None:
 def warm(cfgs: list[Config], arch: str | None = None, processes: int = 0) -> tuple[int, int]:
     """Compiles what the configurations need; returns (kernels compiled here, kernels needed).
 
-    What this process has asked for before counts as not needed: it may have threads by then, and it must not
-    fork while it has.
+    Earlier requests of this process count as not needed: the process may have threads by then, and must not
+    fork with threads.
 
     arch: the architecture to compile for; default: that of this machine's GPU. processes: 0: one a core, at
     most 8.

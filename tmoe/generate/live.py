@@ -134,7 +134,7 @@ class Live:
     settings, seed and numbers, not on other requests, up to the rounding of batches (docs/generate.md). A
     request that fails ends alone.
 
-    If experts of the model are spread over ranks, every rank opens a Live, submits requests of its own, and
+    If experts of the model are spread over ranks, every rank opens a Live, submits its requests, and
     drains it. The model's weights must not change, and no other call may use the model, until it is drained.
 
     Args:

@@ -57,7 +57,7 @@ def test_tp_exchange_worked_by_hand():
 
 
 def test_cp_exchange_worked_by_hand():
-    """By keys 4 key heads of two times 128 channels; by heads queries and results travel too."""
+    """cp by keys sends 4 key heads of two times 128 channels; cp by heads sends queries and results too."""
     m = free(collective=line(1e9))
     axes = Axes(ep=8, cp=4)
     tokens = 16384 * 2 / 1e9

@@ -116,7 +116,7 @@ def test_attention_worked_by_hand(preset, layer, isolated, per_pair, seen):
 
 
 def matrix_elements(model: ModelConfig) -> int:
-    """By count: q, k, v, o; router; K experts and the shared one, or the dense feed-forward; the head."""
+    """Counted: q, k, v, o; router; K experts and the shared one, or the dense feed-forward; the head."""
     D, moe = model.dim, model.moe
     attention = D * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
     sparse = D * moe.experts + 3 * D * (moe.top_k * moe.ffn_dim + moe.shared_dim)
@@ -193,8 +193,8 @@ def test_one_h200_layer_is_within_seven_percent_of_twelve_measured_shapes():
 def test_four_h200_layers_are_near_the_measured(file, names, off):
     """The time that ep=4 adds to a layer, compared with ep=1 in the same run.
 
-    symm's `moves` and `experts` were fitted on the first file. Only in the last do x and dy travel beside
-    DeepSeek's shared expert: the code of the second could not do that yet.
+    symm's `moves` and `experts` were fitted on the first file. The last file alone sends x and dy while
+    DeepSeek's shared expert is computed: the code of the second could not.
     """
     m = constants.values(CONSTANTS)
     measured = {r["name"]: r for r in records(f"exchange/2026-11-{file}.jsonl") if r["kind"] == "layer"}
@@ -412,7 +412,7 @@ def test_compute_is_slowed_beside_what_it_hides(accumulate):
         assert parts["exposed all-gathers"] == pytest.approx(0.4 * bare["exposed all-gathers"])
         assert parts["slowed"] == pytest.approx(0.5 * 0.6 * bare["exposed all-gathers"])
         assert parts["exposed all-gathers"] == free_of_it["exposed all-gathers"]
-    # across nodes as many bytes stand beside compute as inside of one, however slowly they come
+    # across nodes as many bytes overlap with compute as within a node, at any rate
     across = free(collective=line(1e12), product_rate=1e12, fsdp_overlap=0.6, slowed=0.5, nic_rate=1e10)
     one_node = SimpleNamespace(**{**vars(across), "node": 16})
     got, near = (step_time.predict(cfg, Axes(dp=16), machine).parts for machine in (across, one_node))
@@ -438,7 +438,7 @@ def test_what_is_recomputed_hides_collectives_of_the_backward(policy):
 def test_glue_worked_by_hand(cfg, columns):
     """Passes over [T, D] in each block, and the activations of a dense or shared feed-forward.
 
-    Of these there are nine columns for each column of the feed-forward: the forward reads gate and up and
+    There are nine such columns for each column of the feed-forward: the forward reads gate and up and
     writes their product; the backward reads those two and a gradient, writes that product and two gradients.
     """
     T = cfg.train.batch * cfg.train.seq
