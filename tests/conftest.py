@@ -5,6 +5,7 @@ next: tests/lib/gloo.py
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Generator, Iterator
@@ -22,6 +23,11 @@ from tmoe.checkpoint import dcp as shards
 LIB = Path(__file__).parent / "lib"
 CONTEXT_GIB = 0.6  # GiB of a GPU's memory that CUDA's context uses in each process
 TEST_TIMEOUT_S = 900  # large, so that no test fails because another program uses the same cores
+
+
+# A process group that is garbage has threads, which a forked child does not have. A child that collects the
+# group hangs, or ends by SIGABRT.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,6 +5,7 @@ with served.server(folder) as port: served.post(port, "/v1/completions", dict(pr
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -122,6 +123,7 @@ def _child(
     file = open(log, "w", buffering=1)  # noqa: SIM115
     os.dup2(file.fileno(), 2)
     sys.stderr = file
+    faulthandler.enable(file)
     flags = command_line.Flags(folder, **dict[str, Any](port=0, device="cpu") | more)
     with one_message():
         code = command_line.run(flags, start)
@@ -149,7 +151,10 @@ def server(
         while not (log.exists() and "is served at" in log.read_text()):
             assert process.is_alive() and time.monotonic() < end, log.exists() and log.read_text()
             time.sleep(0.05)
-        yield Served(int(log.read_text().rpartition(":")[2].partition("/")[0]), process, log, others)
+        try:
+            yield Served(int(log.read_text().rpartition(":")[2].partition("/")[0]), process, log, others)
+        finally:
+            print(log.read_text())  # pytest shows it next to a failure
 
 
 @contextmanager
