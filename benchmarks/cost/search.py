@@ -129,6 +129,8 @@ class Search:
         self.experts = sum(numel(block_shapes(cfg.model, layer)[1]) for layer in layers)
         self.dense = self.parameters - self.experts
         self.kept = functools.cache(self._kept)
+        self.bytes = functools.cache(self._bytes)
+        self.placements = functools.cache(self._placements)
         self.predicted = 0
 
     def best(self, gpus: int, count: int = 10) -> list[Choice]:
@@ -227,29 +229,20 @@ class Search:
 
         computing: seconds per token and GPU of compute, the most communication that can be hidden.
         """
-        m, stage = self.m, gpus // flow.pp
+        m = self.m
         tokens = micros * work.batch * self.cfg.train.seq / (work.tp * work.cp * flow.pp)
-        for replicate in divisors(stage):
-            shard = stage // replicate
-            if shard % (work.ep * work.etp) or shard % (work.tp * work.cp):
-                continue
-            if replicate > 1 and shard % m.node:  # a replica must fill whole nodes
-                continue
+        spread = work._replace(batch=1, checkpoint="none", offload=False, narrow=False, cp_exchange="keys")
+        states, moments, least, whole = self.bytes(work._replace(batch=1, checkpoint="none"))
+        kept = None
+        for axes, alone in self.placements(gpus // flow.pp, flow.pp, spread):
             # bytes that the mean rank certainly holds: weights and moments, gradients, kept activations
-            local_parameters = self.parameters / shard / flow.pp
-            cfg = self.settings(work)
-            assert cfg is not None
-            moments = moment_bytes(cfg, 1) if cfg.optim.states != "int8" else 2
-            held = (master_bytes(cfg) + (0 if work.offload else moments)) * local_parameters
-            dense = 0 if self.cfg.parallel.shard == 2 else self.dense  # whose gradients are kept whole
-            whole = (dense + self.experts / work.ep) / flow.pp
-            least = min(master_bytes(cfg), sum_bytes(cfg))  # of a gradient
-            held += max(least * local_parameters, self.kept(work) + sum_bytes(cfg) * whole * (micros > 1))
-            if held > m.room:
+            local_parameters = self.parameters / axes.shard / flow.pp
+            if states * local_parameters > m.room:
                 continue
-            degrees = dict(pp=flow.pp, replicate=replicate, ep=work.ep, etp=work.etp)
-            axes = Axes(dp=shard // (work.ep * work.etp), tp=work.tp, cp=work.cp, **degrees)
-            alone = replace(axes, tp=1, cp=1)
+            if kept is None:
+                kept = self.kept(work) + whole / flow.pp * (micros > 1)
+            if states * local_parameters + max(least * local_parameters, kept) > m.room:
+                continue
             for_two, for_three = (self.moved(alone, flow.chunks, min(micros, n), work.narrow) for n in (2, 3))
             moving, near, copying = (
                 a + max(0, micros - 2) * (b - a) for a, b in zip(for_two, for_three, strict=True)
@@ -260,6 +253,33 @@ class Search:
             if work.offload:
                 stepping = max(stepping, moments * local_parameters / m.host_rate)
             yield axes, (exposed + slowed + copying + stepping) / tokens
+
+    def _placements(self, stage: int, pp: int, work: Work) -> list[tuple[Axes, Axes]]:
+        """All ways to place a stage's parameters on its ranks, and each of them with tp and cp of 1."""
+        found = []
+        for replicate in divisors(stage):
+            shard = stage // replicate
+            if shard % (work.ep * work.etp) or shard % (work.tp * work.cp):
+                continue
+            if replicate > 1 and shard % self.m.node:  # a replica must fill whole nodes
+                continue
+            dp = shard // (work.ep * work.etp)
+            axes = Axes(pp=pp, replicate=replicate, dp=dp, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp)
+            found.append((axes, replace(axes, tp=1, cp=1)))
+        return found
+
+    def _bytes(self, work: Work) -> tuple[float, float, float, float]:
+        """Bytes of a parameter: its states, its moments, its gradient at least. Bytes of the whole sums.
+
+        The whole sums are a rank's sums of gradients over several micro-batches, for all stages.
+        """
+        cfg = self.settings(work)
+        assert cfg is not None
+        moments = moment_bytes(cfg, 1) if cfg.optim.states != "int8" else 2
+        dense = 0 if self.cfg.parallel.shard == 2 else self.dense  # whose gradients are kept whole
+        states = master_bytes(cfg) + (0 if work.offload else moments)
+        least = min(master_bytes(cfg), sum_bytes(cfg))
+        return states, moments, least, sum_bytes(cfg) * (dense + self.experts / work.ep)
 
     def _kept(self, work: Work) -> float:
         """Bytes that autograd certainly keeps on the fullest stage, which has a micro-batch of each stage.

@@ -574,14 +574,14 @@ def test_only_symm_runs_beside_a_shared_expert():
 
 
 def test_the_page(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", "model --gpus 4 8 4096 --tokens 2e12 -- qwen3-30b-a3b".split())
+    monkeypatch.setattr(sys, "argv", "model --gpus 4 8 32 --tokens 2e12 -- qwen3-30b-a3b".split())
     command.main()
     page = capsys.readouterr().out
     rows = [
         [cell.strip() for cell in row.split("│")[1:-1]] for row in page.splitlines() if row.startswith("│")
     ]
     assert [row[1] for row in rows if row[0] == "8"] == ["8 x 1", "4 x 2", "2 x 4", "1 x 8"]
-    assert [row[1] for row in rows if row[0] == "4096"][-1] == "256 x 16 across nodes"
+    assert [row[1] for row in rows if row[0] == "32"][-1] == "2 x 16 across nodes"
     for row in rows:
         rate, hours = float(row[4].lstrip("~").replace(",", "")), float(row[9].replace(",", ""))
         assert hours == pytest.approx(2e12 / rate / 3600, rel=1e-3)
