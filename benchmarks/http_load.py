@@ -18,13 +18,16 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 LONGEST = 1024  # tokens of a prompt, and of an answer
 EVENT = b"data: {"
 KEPT = 1200  # bytes of a stream's end in which its counts are looked for
-COUNTS = {name: re.compile(rb'"%s": ?(\d+)' % name.encode()) for name in ("prompt_tokens", "completion_tokens")}
+COUNTS = {
+    name: re.compile(rb'"%s": ?(\d+)' % name.encode()) for name in ("prompt_tokens", "completion_tokens")
+}
 
 
 @dataclass
@@ -118,7 +121,9 @@ class Client(asyncio.Protocol):
         record.over = time.monotonic() - self.begin
         counts = {name: pattern.findall(self.last) for name, pattern in COUNTS.items()}
         record.prompt_tokens, record.tokens = (int(found[-1]) if found else 0 for found in counts.values())
-        record.times = list(self.times[:-1] if record.tokens else self.times)  # the last event has counts only
+        record.times = list(
+            self.times[:-1] if record.tokens else self.times
+        )  # the last event has counts only
         if self.status != 200 or b'"error"' in self.last or exc is not None:
             record.error = f"status {self.status}: {exc or self.last.decode('utf-8', 'replace')[-300:]}"
         if not self.over.done():
@@ -134,7 +139,9 @@ class Client(asyncio.Protocol):
 
 def head_of(path: str, body: dict[str, Any]) -> bytes:
     raw = json.dumps(body).encode()
-    lines = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    lines = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    )
     return f"{lines}content-length: {len(raw)}\r\n\r\n".encode() + raw
 
 
@@ -246,7 +253,7 @@ def gaps(records: Sequence[Record], begin: float) -> list[float]:
     found = []
     for record in records:
         times = [at for at in record.times if at > begin]
-        found += [b - a for a, b in zip(times, times[1:], strict=False)]
+        found += [b - a for a, b in pairwise(times)]
     return sorted(found)
 
 

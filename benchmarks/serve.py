@@ -17,9 +17,10 @@ client could not have yet: "tokens of an event" shows it.
 rivals: qwen3's cut, the closed load of 256 clients, and one stream, by `transformers serve` with continuous
 batching. Each of its settings is warmed up and measured for a short time; the best one has the whole load.
 
-rollout: 256 answers of 512 tokens by qwen3's cut, by tmoe's engine, and by transformers' generate with each of
-its settings for a short time and then the best one. For generate, "grouped_mm" keeps that product of the experts
-while decoding; by default, transformers switches to one that copies an expert's weights for each token.
+rollout: 256 answers of 512 tokens by qwen3's cut, by tmoe's engine, and by transformers' generate with each
+of its settings for a short time and then the best one. For generate, "grouped_mm" keeps that product of the
+experts while decoding; by default, transformers switches to one that copies an expert's weights for each
+token.
 
 Weights are drawn in the same way for all, in bf16; texts are words of the same tokenizer, sampled at
 temperature 1, and no token ends an answer. vLLM and SGLang are not compared: their wheels are larger than
@@ -34,9 +35,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -253,7 +252,9 @@ def equal_load(
         what = f"{streams} x {sizes.tokens}, {how}: {served:,.0f} tokens/s of Engine.generate's {alone:,.0f}"
         yield at_least(part, what, served / alone, bar)
     yield Figure(part, f"{streams} streams: front's CPU time of a token", f"{best.front_us:.1f} us")
-    yield Figure(part, f"{streams} streams: engine's process' CPU time of a token", f"{best.engine_us:.1f} us")
+    yield Figure(
+        part, f"{streams} streams: engine's process' CPU time of a token", f"{best.engine_us:.1f} us"
+    )
     yield at_most(part, f"{streams} streams: tokens of an event", joined, 1.1 if streams > 1 else None)
 
 
@@ -315,17 +316,18 @@ SERVERS: dict[str, list[str]] = {
 
 
 def theirs(
-    args: argparse.Namespace, folder: Path, cfg: ModelConfig, flags: Sequence[str], seconds: float, single: bool
+    args: argparse.Namespace, folder: Path, flags: Sequence[str], seconds: float, single: bool
 ) -> tuple[Load, Load | None]:
-    """The closed load of all clients by `transformers serve`, and one stream; the first load is warm."""
+    """The closed load of all clients by `transformers serve`, and one stream, each once it is warm."""
+    vocab = settings_of(args, "qwen3").vocab
     sizes = sizes_of(args)
     log = folder.parent / "transformers.log"
     with server("transformers", folder, [*transformers_flags(args), *flags], log, START) as at:
-        jobs = shared_jobs(40 * sizes.streams, cfg.vocab, theirs=True)
+        jobs = shared_jobs(40 * sizes.streams, vocab, theirs=True)
         load(at, jobs[: sizes.streams], sizes.streams, sizes.trial, sizes)
         one = None
         if single:
-            alone = equal_jobs(1, sizes.tokens // 4, cfg.vocab, theirs=True)
+            alone = equal_jobs(1, sizes.tokens // 4, vocab, theirs=True)
             load(at, alone, 1, 30, sizes)
             one = load(at, alone, 1, 30, sizes)
         return load(at, jobs, sizes.streams, seconds, sizes), one
@@ -341,7 +343,7 @@ def rivals(args: argparse.Namespace) -> Iterator[Figure]:
         speeds: dict[str, float] = {}
         for name, flags in SERVERS.items():
             try:
-                found, _ = theirs(args, folder, cfg, flags, sizes.trial, False)
+                found, _ = theirs(args, folder, flags, sizes.trial, False)
                 speeds[name] = closed_speed(found, sizes.trial)
                 shown = f"{speeds[name]:,.0f} tokens/s"
             except Exception as error:
@@ -352,8 +354,9 @@ def rivals(args: argparse.Namespace) -> Iterator[Figure]:
             yield Figure("rivals", "transformers serve", "none of its settings runs", "runs", False)
             return
         best = max(speeds, key=speeds.__getitem__)
-        whole, one = theirs(args, folder, cfg, SERVERS[best], sizes.seconds, True)
-        shown, line = describe("rivals", f"transformers serve, {best}", whole, 0.2 * sizes.seconds, sizes.seconds)
+        whole, one = theirs(args, folder, SERVERS[best], sizes.seconds, True)
+        window = 0.2 * sizes.seconds, sizes.seconds
+        shown, line = describe("rivals", f"transformers serve, {best}", whole, *window)
         assert one is not None
         single = rates_of(one.records).steady
         keep(args, "rivals", line | dict(settings=best, one_stream=single))
@@ -366,7 +369,9 @@ def rivals(args: argparse.Namespace) -> Iterator[Figure]:
             alone = equal_jobs(1, sizes.tokens // 4, cfg.vocab)
             load(at, alone, 1, 30, sizes)
             our_one = rates_of(load(at, alone, 1, 30, sizes).records).steady
-        shown, mine = describe("rivals", "tmoe serve, the same load", ours, 0.2 * sizes.seconds, sizes.seconds)
+        shown, mine = describe(
+            "rivals", "tmoe serve, the same load", ours, 0.2 * sizes.seconds, sizes.seconds
+        )
         keep(args, "rivals", mine | dict(one_stream=our_one))
         yield from shown
         what = f"tmoe serve, of transformers serve: closed, {sizes.streams} clients"

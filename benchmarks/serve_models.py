@@ -67,7 +67,9 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     whole = dict(version="1.0", model=model, pre_tokenizer=plain, decoder=plain, added_tokens=[end])
     (folder / "tokenizer.json").write_text(json.dumps(whole))
-    settings = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False, eos_token=EOS)
+    settings = dict(
+        tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False, eos_token=EOS
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -185,7 +187,16 @@ def free_port() -> int:
 def server(kind: str, folder: Path, flags: Sequence[str], log: Path, seconds: float) -> Iterator[Server]:
     """A server of the folder, once it answers /health. RuntimeError if that takes longer than `seconds`."""
     port = free_port()
-    command = [sys.executable, "-m", "benchmarks.serve_models", kind, str(folder), "--port", str(port), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.serve_models",
+        kind,
+        str(folder),
+        "--port",
+        str(port),
+        *flags,
+    ]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, cwd=Path(__file__).parents[1])
         try:

@@ -6,6 +6,7 @@ next: serve/front.py
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from tmoe.generate.live import State
@@ -32,7 +33,7 @@ class Histogram:
         self.counts, self.sum = [0] * (len(BOUNDS) + 1), 0.0
 
     def add(self, seconds: float) -> None:
-        self.counts[sum(seconds > bound for bound in BOUNDS)] += 1
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.sum += seconds
 
     def lines(self) -> list[str]:

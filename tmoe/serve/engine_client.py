@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from tmoe.generate.requests import Details
 from tmoe.generate.sampler import Sampling
 from tmoe.serve.counters import Counters
 from tmoe.serve.links import PATIENCE, EngineGone, Engines, Link
-from tmoe.serve.messages import Ask, Cancel, Close, EngineSettings, Failed, Part, Refusal, Submit, Told
+from tmoe.serve.messages import Ask, Cancel, Close, EngineSettings, Failed, Part, Refusal, Step, Submit, Told
 from tmoe.serve.spread import choose, needs_of
 
 
@@ -36,17 +36,22 @@ class Answers:
         self.news = asyncio.Event()
         self.begun = time.perf_counter()
         self.last: dict[int, float] = {}  # time of each answer's latest token
+        # takes the text and ids of an answer without a task; False: it cannot now
+        self.direct: Callable[[int, str, list[int]], bool] | None = None
+        self.handing = False  # whether the reader has parts that it may not have used yet
 
-    def measure(self, part: Part, counters: Counters) -> None:
+    def measure(self, sample: int, now: float, counters: Counters) -> None:
         """Counts the time since the request, or since the answer's token before."""
-        if not part.ids:
-            return
-        now = time.perf_counter()
-        if part.sample in self.last:
-            counters.gap.add(now - self.last[part.sample])
+        if (before := self.last.get(sample)) is not None:
+            counters.gap.add(now - before)
         elif not self.last:
             counters.first.add(now - self.begun)
-        self.last[part.sample] = now
+        self.last[sample] = now
+
+    def say(self, sample: int, text: str, ids: list[int]) -> None:
+        """Adds text to an answer: at once by `direct`, if all before has been taken."""
+        if self.direct is None or self.waiting or self.handing or not self.direct(sample, text, ids):
+            self.add(Part(self.key, sample, text, ids))
 
     def add(self, part: Part) -> None:
         if part.sample in self.waiting:
@@ -57,7 +62,7 @@ class Answers:
         self.news.set()
 
     def fail(self, problem: Exception) -> None:
-        self.problem = problem
+        self.problem, self.direct = problem, None
         self.news.set()
 
     async def __aiter__(self) -> AsyncIterator[Part]:
@@ -66,8 +71,10 @@ class Answers:
             await self.news.wait()
             self.news.clear()
             parts, self.waiting = list(self.waiting.values()), {}
+            self.handing = True
             for part in parts:
                 yield part
+            self.handing = False
             if self.problem is not None and self.left:
                 raise self.problem
             if not self.left and not self.waiting:
@@ -123,12 +130,21 @@ class EngineClient:
             if self.ended is None:  # else it fails because another one has ended
                 self.ended, self.why = link, message.text
         else:
-            for part in message:
-                if part.finish:
-                    link.load.ended(part.key)
-                if (answers := self.open.get(part.key)) is not None:
-                    answers.measure(part, self.counters)
-                    answers.add(part)
+            self._take_step(link, message)
+
+    def _take_step(self, link: Link, step: Step) -> None:
+        now = time.perf_counter()
+        for key, sample, text, ids in zip(*step[:4], strict=True):
+            if (answers := self.open.get(key)) is not None:
+                answers.measure(sample, now, self.counters)
+                answers.say(sample, text, ids)
+        for part in step.parts:
+            if part.finish:
+                link.load.ended(part.key)
+            if (answers := self.open.get(part.key)) is not None:
+                if part.ids:
+                    answers.measure(part.sample, now, self.counters)
+                answers.add(part)
 
     def _ended(self, link: Link) -> None:
         self.ended = self.ended or link

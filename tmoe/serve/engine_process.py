@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Client, Connection
@@ -44,6 +45,7 @@ from tmoe.serve.messages import (
     Part,
     Ready,
     Refusal,
+    Step,
     Submit,
     Told,
 )
@@ -180,14 +182,25 @@ class EngineSide:
     def after(self, pieces: list[LivePiece]) -> None:
         """Sends a step's pieces as one message."""
         with self.lock:
-            parts = [part_of(self.keys[piece.ticket.number], piece) for piece in pieces]
-            for piece in pieces:
-                number = piece.ticket.number
-                # `left` falls after this call
-                ends = sum(p.done is not None for p in pieces if p.ticket is piece.ticket)
-                if number in self.keys and piece.ticket.left == ends:
-                    del self.tickets[self.keys.pop(number)]
-            self.pipe.send(parts)
+            step = self.step_of(pieces)
+            ends = Counter(piece.ticket for piece in pieces if piece.done is not None)
+            for ticket, count in ends.items():
+                if ticket.left == count:  # `left` falls after this call
+                    del self.tickets[self.keys.pop(ticket.number)]
+            self.pipe.send(step)
+
+    def step_of(self, pieces: list[LivePiece]) -> Step:
+        step = Step([], [], [], [], [])
+        for piece in pieces:
+            key = self.keys[piece.ticket.number]
+            if piece.done is not None or piece.tops is not None or piece.routes is not None:
+                step.parts.append(part_of(key, piece))
+                continue
+            step.keys.append(key)
+            step.samples.append(piece.sample)
+            step.texts.append(piece.text)
+            step.ids.append(piece.ids)
+        return step
 
 
 def part_of(key: int, piece: LivePiece) -> Part:

@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from tmoe.data.chat.template import ChatTemplate
 from tmoe.serve.answers import Choice, Reply, event
+from tmoe.serve.chunks import CHUNKS, Chunks
 from tmoe.serve.engine_client import Answers, EngineClient, RefusedByEngine
 from tmoe.serve.guard import drop_body, read_body, require_json
 from tmoe.serve.links import EngineGone
@@ -287,8 +288,11 @@ class Stream(Response):
     def __init__(self, run: Run, reply: Reply):
         super().__init__()
         self.run, self.reply = run, reply
+        self.chunks: Chunks | None = None
+        self.wrote = False  # whether `direct` has written since the last look
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.chunks = scope.get(CHUNKS)
         writer = asyncio.ensure_future(self.write(send))
         gone = asyncio.ensure_future(client_leaves(receive))
         try:
@@ -302,8 +306,23 @@ class Stream(Response):
                 await writer
             self.run.close()
 
+    def direct(self, sample: int, text: str, ids: list[int]) -> bool:
+        """Writes the event of a text. False: `write` has to do it."""
+        assert self.chunks is not None
+        if not self.chunks.ready:
+            return False
+        try:
+            body = self.reply.quick_event(self.reply.choices[sample], text, len(ids))
+        except Exception as error:  # it ends this reply, not those of others in the same step
+            self.run.answers[0].fail(error)
+            return True
+        if body:
+            self.chunks.write(body)
+            self.wrote = True
+        return body is not None
+
     async def write(self, send: Any) -> None:
-        """Sends all events."""
+        """Sends all events but those that `direct` writes."""
 
         async def say(body: bytes, more: bool = True) -> None:
             await send(dict(type="http.response.body", body=body, more_body=more))
@@ -311,6 +330,8 @@ class Stream(Response):
         statuses = self.run.front.counters.statuses
         statuses[200] = statuses.get(200, 0) + 1
         await send(dict(type="http.response.start", status=200, headers=STREAM))
+        if self.chunks is not None and len(self.run.answers) == 1:
+            self.run.answers[0].direct = self.direct
         parts = aiter(self.run.parts())
         coming: asyncio.Future | None = None
         try:
@@ -318,7 +339,9 @@ class Stream(Response):
                 coming = coming or asyncio.ensure_future(anext(parts))
                 done, _ = await asyncio.wait({coming}, timeout=ALIVE_S)
                 if not done:
-                    await say(b": alive\n\n")
+                    if not self.wrote:
+                        await say(b": alive\n\n")
+                    self.wrote = False
                     continue
                 try:
                     choice, part = coming.result()

@@ -112,6 +112,22 @@ class Refusal(NamedTuple):
     text: str
 
 
+class Step(NamedTuple):
+    """The additions of a step to answers.
+
+    Most add nothing but text: these are in the first four lists, whose elements belong together, because
+    a `Part` for each of them costs both processes several times as much.
+    """
+
+    keys: list[int]
+    """of requests"""
+    samples: list[int]
+    texts: list[str]
+    ids: list[list[int]]
+    parts: list[Part]
+    """additions with more than text, and the last ones of answers"""
+
+
 @dataclass
 class Part:
     """An addition to an answer, by one step or by several that a reader has not taken yet."""

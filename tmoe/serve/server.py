@@ -22,6 +22,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tmoe.config.check import require
+from tmoe.serve.chunks import WithChunks
 from tmoe.serve.front import Front
 from tmoe.serve.guard import Guard
 from tmoe.serve.protocol import error_body
@@ -166,7 +167,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     raise_limit_of_files()
     front.engine.attach()
-    guarded = Guard(front.app(), hosts, token, front.error)
+    guarded = WithChunks(Guard(front.app(), hosts, token, front.error))
     config = uvicorn.Config(
         guarded,
         http=Protocol,
