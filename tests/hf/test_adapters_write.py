@@ -15,6 +15,7 @@ from hf_tiny import tensors_of
 from peft_tiny import STORED, logits_of, logits_of_hf, logits_of_step, off, saved_base
 from safetensors.torch import load_file, save_file
 
+from tmoe.checkpoint.base import find_adapters
 from tmoe.checkpoint.manifest import read_manifest
 from tmoe.config.check import ConfigError
 from tmoe.hf.adapters.commands import export_adapter, import_adapter, merge
@@ -216,3 +217,13 @@ def test_a_step_without_adapters_is_refused(steps, tmp_path):
     merge(tmp_path / "adapted", tmp_path / "hf")
     assert off(logits_of_hf(tmp_path / "hf"), logits_of(STORED / "qwen3_moe-0.19")) < BAR
     export_adapter(tmp_path / "adapted", tmp_path / "out")
+
+
+def test_pefts_folders_are_named_with_the_command_for_them(tmp_path):
+    """merge and export-adapter read steps, and a folder in the place of a file is no folder of PEFT's."""
+    for command in (export_adapter, merge):
+        with pytest.raises(ConfigError, match=r"a folder of PEFT's.*import-adapter .*qwen3_moe-0.19 STEP"):
+            command(STORED / "qwen3_moe-0.19", tmp_path / "out")
+    (tmp_path / "odd/adapter_config.json").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"adapter_config.json in it is a folder"):
+        find_adapters(tmp_path / "odd", "adapter")

@@ -365,9 +365,14 @@ def test_a_cut_file_and_a_lacking_tensor_are_refused(tmp_path, capsys):
     run("gguf", step, tmp_path / "new/x.gguf", "--type", "f32")  # in a folder that is made
     raw = (tmp_path / "new/x.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(raw[: len(raw) // 2])
-    assert "cut.gguf: no GGUF file, or damaged" in refusal(
-        capsys, "import", tmp_path / "cut.gguf", tmp_path / "s"
-    )
+    said = refusal(capsys, "import", tmp_path / "cut.gguf", tmp_path / "s")
+    whole = max(t.data_offset + t.n_bytes for t in GGUFReader(tmp_path / "new/x.gguf").tensors)
+    assert len(raw) - 32 < whole <= len(raw)  # the last tensor may be padded to 32 bytes
+    assert "cut.gguf: no GGUF file, or damaged: truncated" in said
+    assert f"{len(raw) // 2} bytes of {whole} that its header states" in said
+    (tmp_path / "cut.gguf").write_bytes(raw[:100])
+    said = refusal(capsys, "import", tmp_path / "cut.gguf", tmp_path / "s")
+    assert "damaged: the file ends at byte 100, but a value of its header at 1" in said
     (tmp_path / "other.gguf").write_bytes(raw.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
     said = refusal(capsys, "import", tmp_path / "other.gguf", tmp_path / "s")
     assert "blk.1.ffn_up.weight: missing" in said and "blk.1.ffn_xx.weight: llama has no such tensor" in said

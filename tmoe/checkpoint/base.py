@@ -18,6 +18,8 @@ from tmoe.checkpoint.folders import newest_in, resolve, steps_in
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, is_step, read_manifest
 from tmoe.config.check import ConfigError, Setting
 
+PEFT = "adapter_config.json"  # the file that makes a folder one of PEFT's
+
 
 class Base(NamedTuple):
     """The entry "base" of a manifest."""
@@ -44,6 +46,8 @@ def find_adapters(path: Path, setting: str = "lora.init") -> tuple[Path, Manifes
     valid = "a run folder or a step folder of --lora.rank, or a folder of PEFT's"
     if not path.is_dir():
         raise ConfigError.of(setting, path, no_folder_words(path), valid)
+    if (path / PEFT).is_dir():
+        raise ConfigError.of(setting, path, f"{PEFT} in it is a folder, not a file", valid)
     try:
         steps = steps_in(path)
         step = newest_in(steps)[0] if steps else resolve(path)

@@ -63,10 +63,34 @@ class File(NamedTuple):
         return dict(Counter(t.tensor_type.name for t in self.tensors.values()).most_common())
 
 
+class Reader(gguf.GGUFReader):
+    """gguf's reader, which says of a file that ends too early how many bytes are missing.
+
+    It only looks at what the parent's own methods are given, so a parent without them still reads.
+    """
+
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, *more: Any, **named: Any) -> Any:
+        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+        if end > len(self.data):
+            raise ValueError(f"the file ends at byte {len(self.data)}, but a value of its header at {end}")
+        return super()._get(offset, dtype, count, *more, **named)
+
+    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+        ends = [len(self.data)]
+        for field in fields:
+            _, _, _, dims, kind, offset = field.parts
+            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind[0])]
+            ends.append(int(start_offs) + int(offset[0]) + math.prod(map(int, dims)) // block * size)
+        if max(ends) > len(self.data):
+            has = f"the file has {len(self.data)} bytes of {max(ends)} that its header states"
+            raise ValueError(f"truncated: {has}; copy or download it again")
+        super()._build_tensors(start_offs, fields)
+
+
 def open_file(path: Path) -> File:
     """CheckpointError for a file that is damaged or one of several parts."""
     try:
-        reader = gguf.GGUFReader(path)
+        reader = Reader(path)
         values = {
             name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")
         }

@@ -22,7 +22,7 @@ from tmoe.hf.config import architecture, read_config, write_config
 from tmoe.hf.export import find_origin
 from tmoe.hf.files import Folder
 from tmoe.hf.files import settings_of as settings_in
-from tmoe.hf.foreign import is_folder
+from tmoe.hf.foreign import ADAPTER, is_folder
 from tmoe.hf.hub_folders import folder_of
 from tmoe.hf.rules import Architecture
 
@@ -90,9 +90,13 @@ class AdaptedStep(NamedTuple):
 def adapted_step(path: Path, base: Path | None) -> AdaptedStep:
     """The step of adapters at a path. base: where its base is now; None: where its manifest says.
 
-    The weights of the base are not read. ConfigError for a step without adapters, and for a base that is not
-    there. MismatchError for a base with other settings.
+    The weights of the base are not read. ConfigError for a step without adapters, for a folder of PEFT's, and
+    for a base that is not there. MismatchError for a base with other settings.
     """
+    if (path / ADAPTER).exists():
+        wrong = f"{path}: a folder of PEFT's, not a step of tmoe's"
+        first = f"the step that python -m tmoe.hf import-adapter {path} STEP --base BASE writes"
+        raise ConfigError(wrong, valid=first)
     step = step_at(path)
     manifest = read_manifest(step)
     if not settings_of(manifest).get("rank"):
