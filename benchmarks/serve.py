@@ -1,4 +1,4 @@
-"""Speed of `tmoe serve` over HTTP, beside its own engine, `transformers serve` and transformers' generate.
+"""Speed of `tmoe serve` over HTTP, against its own engine, `transformers serve` and transformers' generate.
 
     python -m benchmarks.serve --json FOLDER                    # one GPU, at most 8 minutes, the table last
     python -m benchmarks.serve --parts olmoe qwen3              # the server beside the engine, 4 minutes
@@ -6,18 +6,19 @@
 
 qwen3, olmoe: qwen3-30b-a3b cut to 12 layers, and olmoe-1b-7b. First `Engine.generate` makes 512 tokens for
 256 prompts, and for one; then a server of the same model answers the same prompts, each client with one
-request. Tokens a second are compared in two ways: over the whole call, and while all answers are under way.
-Of `generate` the second one is computed from two lengths, so that prefill and capture of graphs are left out.
+request. Tokens a second are compared over the whole call, and while all answers are under way. The latter
+figure of `generate` is computed from two lengths, so that it has no prefill and no capture of graphs.
 
 Then two loads of prompts and answers with lengths like ShareGPT's, made from a seed: closed, 64 or 256
 clients each with one request after the other; and Poisson, with 0.7 of the requests that 256 clients had in
 the same time. Times are taken at the client, for each event of a stream. A server may join tokens that its
 client could not have yet: "tokens of an event" shows it.
 
-rollout: 256 answers of 512 tokens by transformers' generate, of qwen3's cut, beside `Engine.generate`. Each
-of its settings runs for a short time, and the best one makes the whole. "grouped_mm" keeps that product of
-the experts while decoding; by default, transformers switches to one that copies an expert's weights for each
-token. Its compiled static cache is left out: benchmarks.engine measured it at half the speed of grouped_mm.
+rollout: 256 answers of 512 tokens by transformers' generate and by `Engine.generate`, of qwen3's cut. Each
+setting of transformers runs for a short time, and the best one makes the whole. "grouped_mm" keeps that
+product of the experts while decoding; by default, transformers switches to one that copies an expert's
+weights for each token. Its compiled static cache is left out: benchmarks.engine measured it at half the speed
+of grouped_mm.
 
 rivals: the closed load of 256 clients, and one stream, by `transformers serve` with continuous batching, of
 qwen3's cut. Each of its settings is warmed up and has the whole load; the best one counts.
@@ -25,8 +26,8 @@ qwen3's cut. Each of its settings is warmed up and has the whole load; the best 
 rollout and rivals take the figures of part qwen3 from the same call; alone, they measure tmoe themselves.
 
 Weights are drawn in the same way for all, in bf16; texts are words of the same tokenizer, sampled at
-temperature 1, and no token ends an answer. vLLM and SGLang are not compared: their wheels are larger than
-what can be carried to the machine. transformers has no flash-attention there, unless it is installed.
+temperature 1, and no token ends an answer. vLLM and SGLang are not compared: their wheels could not be copied
+to the GPUs at hand. FlashAttention is a setting of transformers only where flash_attn is installed.
 
 The front's CPU time of a token is that of the server's process, the engine's excluded. `transformers serve`
 has one process for both.
@@ -125,7 +126,7 @@ def shared_jobs(count: int, vocab: int, theirs: bool = False, seed: int = SEED) 
 
 
 class Load(NamedTuple):
-    """What a load of requests gave."""
+    """The results of a load of requests."""
 
     records: list[Record]
     front_us: float
@@ -155,7 +156,7 @@ class Rates(NamedTuple):
 
 
 def rates_of(records: Sequence[Record]) -> Rates:
-    """Of answers to requests that are sent at once."""
+    """The rates of answers to requests that are sent at once."""
     begin, end = min(r.sent for r in records), max(r.over for r in records)
     steady = http_load.all_under_way(records)
     return Rates(sum(r.tokens for r in records) / (end - begin), http_load.speed(records, *steady))
@@ -236,7 +237,7 @@ def guarded(part: str, what: str, run: Callable[[], Iterator[Figure]]) -> Iterat
 
 
 def beside_engine(part: str, args: argparse.Namespace) -> Iterator[Figure]:
-    """The figures of a model's server beside those of its engine."""
+    """The figures of a model's server, against those of its engine."""
     sizes = sizes_of(args)
     with folder_of(args, part) as (folder, cfg):
         ours = engine_rates(folder, args, (sizes.streams, 1), sizes)
@@ -342,7 +343,7 @@ SERVERS: dict[str, list[str]] = {
 
 
 class Rival(NamedTuple):
-    """What `transformers serve` gave."""
+    """The results of `transformers serve`."""
 
     line: dict[str, Any]
     """figures of the closed load"""

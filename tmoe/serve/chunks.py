@@ -1,7 +1,7 @@
 """Writes parts of a stream to its connection without a task: most of the front's cost of a token is saved.
 
-ASGI's `send` is a coroutine, so that each part needs a task that waits for it, and h11 checks and frames each
-part anew. The frame of a chunk is its size in a line before it and an empty line after it (RFC 9112, 7.1).
+ASGI's `send` is a coroutine, so each part needs a task that waits for it, and h11 checks each part. The frame
+of a chunk is its size in a line before it and an empty line after it (RFC 9112, 7.1).
 
 next: serve/front.py
 """
