@@ -199,7 +199,7 @@ def send(
     port: int, path: str, jobs: Sequence[Job], clients: int, seconds: float, processes: int
 ) -> list[Record]:
     """The records of all jobs that were sent, from processes of clients."""
-    begin = time.monotonic() + 0.5 + 0.0005 * len(jobs)  # each process has read its share by then
+    begin = time.monotonic() + 0.5 + 0.0002 * len(jobs)  # each process has read its share by then
     parts = shares(jobs, clients, processes, begin, port=port, path=path, seconds=seconds)
     command = [sys.executable, str(Path(__file__).resolve())]
     running = []

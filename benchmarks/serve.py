@@ -118,11 +118,16 @@ def equal_jobs(count: int, tokens: int, vocab: int, theirs: bool = False) -> lis
     return [Job(body(text_of(PROMPT, words, draw), tokens, theirs)) for _ in range(count)]
 
 
-def shared_jobs(count: int, vocab: int, theirs: bool = False, seed: int = SEED) -> list[Job]:
-    """Requests with lengths like ShareGPT's."""
+def mixed_jobs(count: int, vocab: int, seed: int, theirs: bool = False) -> list[Job]:
+    """Requests with lengths like ShareGPT's. Loads have different seeds, so that no prompt is cached yet."""
     draw, words = random.Random(seed), words_of(vocab)
     pairs = http_load.lengths(count, seed)
     return [Job(body(text_of(prompt, words, draw), answer, theirs)) for prompt, answer in pairs]
+
+
+def closed_jobs(clients: int, vocab: int, theirs: bool = False) -> list[Job]:
+    """More requests than clients can have answered in a load."""
+    return mixed_jobs(clients * (40 if clients <= 64 else 15), vocab, SEED + clients, theirs)
 
 
 class Load(NamedTuple):
@@ -305,8 +310,7 @@ def mixed_loads(part: str, args: argparse.Namespace, at: Server, cfg: ModelConfi
     sizes = sizes_of(args)
     since, rate = 0.2 * sizes.seconds, 0.0
     for clients in (sizes.few, sizes.streams):
-        jobs = shared_jobs(40 * clients, cfg.vocab)
-        found = load(at, jobs, clients, sizes.seconds, sizes)
+        found = load(at, closed_jobs(clients, cfg.vocab), clients, sizes.seconds, sizes)
         shown, line = describe(part, f"closed, {clients} clients", found, since, sizes.seconds)
         keep(args, part, line)
         remember(args, f"{part}: {clients} closed", line["tokens_per_s"])
@@ -315,7 +319,7 @@ def mixed_loads(part: str, args: argparse.Namespace, at: Server, cfg: ModelConfi
         if clients == sizes.few:
             yield at_most(part, f"closed, {clients} clients: p99 gap, of the median", p99 / median, 3)
         rate = 0.7 * line["over"] / sizes.seconds
-    jobs = shared_jobs(max(2, int(rate * sizes.seconds)), cfg.vocab, seed=SEED + 1)
+    jobs = mixed_jobs(max(2, int(rate * sizes.seconds)), cfg.vocab, SEED + 1)
     times = http_load.arrivals(len(jobs), rate, SEED) if rate else [0.0] * len(jobs)
     timed = [replace(job, at=when) for job, when in zip(jobs, times, strict=True)]
     found = load(at, timed, len(timed), 2 * sizes.seconds, sizes)
@@ -360,9 +364,9 @@ def theirs(args: argparse.Namespace, folder: Path, name: str) -> Rival:
         alone = equal_jobs(1, sizes.tokens // 4, vocab, theirs=True)
         load(at, alone, 1, START, sizes)  # it begins with its first request
         one = load(at, alone, 1, START, sizes)
-        jobs = shared_jobs(40 * sizes.streams, vocab, theirs=True)
-        http_load.send(at.port, PATH, jobs[: sizes.streams], sizes.streams, sizes.warm, sizes.processes)
-        found = load(at, jobs, sizes.streams, sizes.seconds, sizes)
+        warm = mixed_jobs(2 * sizes.streams, vocab, SEED + 2, theirs=True)
+        http_load.send(at.port, PATH, warm, sizes.streams, sizes.warm, sizes.processes)
+        found = load(at, closed_jobs(sizes.streams, vocab, theirs=True), sizes.streams, sizes.seconds, sizes)
     window = 0.2 * sizes.seconds, sizes.seconds
     what = f"transformers serve, {name}: closed, {sizes.streams} clients"
     shown, line = describe("rivals", what, found, *window)
@@ -377,7 +381,7 @@ def ours_alone(args: argparse.Namespace, folder: Path, cfg: ModelConfig) -> tupl
         load(at, alone, 1, START, sizes)
         single = rates_of(load(at, alone, 1, START, sizes).records).steady
         load(at, equal_jobs(sizes.streams, sizes.short, cfg.vocab), sizes.streams, START, sizes)
-        found = load(at, shared_jobs(40 * sizes.streams, cfg.vocab), sizes.streams, sizes.seconds, sizes)
+        found = load(at, closed_jobs(sizes.streams, cfg.vocab), sizes.streams, sizes.seconds, sizes)
     return http_load.speed(found.records, 0.2 * sizes.seconds, sizes.seconds), single
 
 

@@ -46,20 +46,21 @@ def test_lengths_and_arrivals_come_from_the_seed():
 def test_each_word_of_a_text_is_a_token(folder):
     loaded = serve_models.load_drawn(folder, device="cpu")
     assert loaded.tokenizer.vocab == CFG.vocab and loaded.eos == ()
-    for job in serve.shared_jobs(20, CFG.vocab):
+    for job in serve.mixed_jobs(20, CFG.vocab, 1):
         asked = job.body
         assert len(loaded.tokenizer.encode(asked["prompt"])) == asked["prompt"].count(" ")
-    theirs = serve.shared_jobs(20, CFG.vocab, theirs=True)
-    mine = [{name: job.body[name] for name in theirs[0].body} for job in serve.shared_jobs(20, CFG.vocab)]
+    theirs = serve.closed_jobs(2, CFG.vocab, theirs=True)
+    mine = [{name: job.body[name] for name in theirs[0].body} for job in serve.closed_jobs(2, CFG.vocab)]
     assert mine == [job.body for job in theirs]
 
 
 def test_both_models_have_the_same_kind_of_weights(folder):
     ours = serve_models.load_drawn(folder, device="cpu").model.state_dict()
-    theirs = dict(serve_models.transformers_model(folder, "cpu").named_parameters())
+    named = serve_models.transformers_model(folder, "cpu").named_parameters()
+    theirs = {name: p.detach() for name, p in named}
     for tensors in (ours, theirs):
         matrices = torch.cat([t.flatten() for t in tensors.values() if t.dim() > 1])
-        assert matrices.std() == pytest.approx(0.02, rel=0.02) and matrices.mean().abs() < 1e-3
+        assert float(matrices.std()) == pytest.approx(0.02, rel=0.02)
         norms = [t for name, t in tensors.items() if "norm" in name]
         assert norms and all((t == 1).all() for t in norms)
     assert sum(t.numel() for t in ours.values()) == sum(t.numel() for t in theirs.values())

@@ -204,7 +204,7 @@ def test_only_clients_that_know_chunks_get_them():
         seen[scope["http_version"]] = CHUNKS in scope
 
     class Cycle:
-        transport = None
+        transport = flow = None
 
         async def send(self, message):
             pass

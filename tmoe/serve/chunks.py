@@ -37,6 +37,7 @@ class WithChunks:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["http_version"] == "1.1":
-            scope[CHUNKS] = Chunks(send.__self__)
+        cycle = getattr(send, "__self__", None)
+        if scope["type"] == "http" and scope["http_version"] == "1.1" and hasattr(cycle, "flow"):
+            scope[CHUNKS] = Chunks(cycle)
         await self.app(scope, receive, send)
