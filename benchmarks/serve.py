@@ -163,8 +163,10 @@ class Rates(NamedTuple):
 def rates_of(records: Sequence[Record]) -> Rates:
     """The rates of answers to requests that are sent at once."""
     begin, end = min(r.sent for r in records), max(r.over for r in records)
-    steady = http_load.all_under_way(records)
-    return Rates(sum(r.tokens for r in records) / (end - begin), http_load.speed(records, *steady))
+    whole = sum(r.tokens for r in records) / (end - begin)
+    since, until = http_load.all_under_way(records)
+    # a client that reads all its events at once has no time between them
+    return Rates(whole, http_load.speed(records, since, until) if until > since else whole)
 
 
 # ---- tmoe ----

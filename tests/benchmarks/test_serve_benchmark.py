@@ -117,6 +117,7 @@ def test_figures_of_records():
     assert http_load.first_tokens([one, two]) == pytest.approx([0.4, 0.5])
     rates = serve.rates_of([one, two])
     assert rates.whole == pytest.approx(22 / 1.5)
+    assert serve.rates_of([Record(0.0, [1.0] * 4, 3, 4, "", 2.0)]) == (2.0, 2.0)  # all at once
 
 
 def test_jobs_are_divided():
