@@ -223,7 +223,8 @@ def send(
 
 
 def share_of(raw: dict[str, Any]) -> Share:
-    return Share(**raw | dict(jobs=[Job(**job) for job in raw["jobs"]]))
+    jobs: Any = [Job(**job) for job in raw["jobs"]]
+    return Share(**raw | dict(jobs=jobs))
 
 
 # ---- figures of records ----

@@ -297,7 +297,9 @@ def describe(part: str, what: str, found: Load, since: float, until: float) -> t
     gaps, first = http_load.gaps(records, since), http_load.first_tokens(records)
     median, p99 = http_load.part(gaps, 0.5), http_load.part(gaps, 0.99)
     speed = http_load.speed(records, since, until)
-    line = dict(what=what, tokens_per_s=speed, gap_ms=[1e3 * median, 1e3 * p99, 1e3 * gaps[-1]])
+    line: dict[str, Any] = dict(
+        what=what, tokens_per_s=speed, gap_ms=[1e3 * median, 1e3 * p99, 1e3 * gaps[-1]]
+    )
     line |= dict(first_ms=[1e3 * http_load.part(first, share) for share in (0.5, 0.99)])
     line |= dict(requests=len(records), over=sum(bool(record.over) for record in records))
     line |= dict(front_us=found.front_us, engine_us=found.engine_us)
@@ -403,9 +405,11 @@ def rivals(args: argparse.Namespace) -> Iterator[Figure]:
         if not known:
             yield Figure("rivals", "transformers serve", "none of its settings runs", "runs", False)
             return
-        mine = [remembered(args, f"qwen3: {what}") for what in (f"{sizes.streams} closed", "1 equal")]
-        if None in mine:
-            mine = [*ours_alone(args, folder, cfg)]
+        closed, single = (
+            remembered(args, f"qwen3: {sizes.streams} closed"),
+            remembered(args, "qwen3: 1 equal"),
+        )
+        mine = (closed, single) if closed and single else ours_alone(args, folder, cfg)
         best = [max(rival.line["tokens_per_s"] for rival in known), max(rival.single for rival in known)]
         keep(args, "rivals", dict(what="tmoe serve", tokens_per_s=mine[0], one_stream=mine[1], best=best))
         for what, a, b in zip((f"closed, {sizes.streams} clients", "one stream"), mine, best, strict=True):

@@ -225,7 +225,7 @@ def healthy(port: int) -> bool:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second one is the engine's process, which is spawned
-    engine_process.load = load_drawn
+    engine_process.load = load_drawn  # pyrefly: ignore
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](Path(sys.argv[2]), sys.argv[3:])
