@@ -14,7 +14,6 @@ next: serve.py
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -172,9 +171,8 @@ class Server(NamedTuple):
 
 
 def cpu_of(pid: int) -> float:
-    """CPU seconds of all threads of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds of all threads of a process, by Linux's clock of it: /proc counts whole ticks of 10 ms."""
+    return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3)
 
 
 def free_port() -> int:

@@ -190,9 +190,8 @@ def test_quantized_and_adapted_models(folder, tmp_path):
     plain = alone(load(folder, device="cpu").engine(4), "def f(", **asked)[0].text
     for flags in (dict(quantize="int4"), dict(adapter=peft)):
         want = alone(load(folder, device="cpu", **flags).engine(4), "def f(", **asked)[0].text
-        with served.server(folder, tmp_path / "log", slots=4, **flags) as found:
+        with served.server(folder, tmp_path / f"log of {next(iter(flags))}", slots=4, **flags) as found:
             reply = served.post(found.port, TEXT, body(**asked)).json
-            (tmp_path / "log").unlink()
         assert reply["choices"][0]["text"] == want != plain
 
 
