@@ -201,7 +201,7 @@ UNKNOWN = [
         "--tasks long",
         "long: generation_kwargs: max_gen_toks=96: must be above 0, and below the 96 ",
     ),
-    ("--tasks tiny_letter --max-len 97", "--max-len=97: the model has --model.rope.max-seq=96 positions"),
+    ("--tasks tiny_letter --max-len 97", "--max-len=97: must be at most --model.rope.max-seq=96"),
     ("--tasks warm", "warm: generation_kwargs: temperature=-1.0: must be at least 0 and finite in float32"),
     ("--tasks ends", "ends: generation_kwargs: until=[5, "),
     ("--tasks name", "--tasks=name: cannot be loaded: UndefinedError: 'nothing' is undefined"),

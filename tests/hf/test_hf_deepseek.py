@@ -7,13 +7,14 @@ next: tmoe/hf/architectures/deepseek.py
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hf_tiny import assert_bits, far, files_of, load_step, make, saved, tensors_of, train_and_save
-from runs import SMALL, run
+from runs import SMALL, begin, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +23,11 @@ from tmoe.config.check import ConfigError
 from tmoe.config.compare import differences
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
+from tmoe.extras.gguf.command import export_gguf
+from tmoe.generate import Engine, Sampling
+from tmoe.generate.live import Live
 from tmoe.hf import export_hf, import_hf, load_hf
-from tmoe.hf.config import read_config
+from tmoe.hf.config import read_config, write_config
 from tmoe.hf.files import Folder
 from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
@@ -351,3 +355,66 @@ def test_trained_from_theirs_and_back(gloo, tmp_path):
         make("deepseek_v3").config.model_type
         == json.loads((tmp_path / "back/config.json").read_text())["model_type"]
     )
+
+
+# ---- an indexer ----
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa, shared keys"])
+def test_up_to_its_number_of_keys_an_indexer_changes_nothing(tmp_path, name):
+    """Greedy answers are transformers' up to index_topk=40 tokens; beyond, dense attention would differ."""
+    import_hf(saved(tmp_path / "hf", name), tmp_path / "step")
+    ours, theirs = load_step(tmp_path / "step"), make(name)
+    prompt, x = torch.randint(3, 31, (1, 20)), torch.randint(31, (2, 60))
+    want = theirs.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    (answer,) = Engine(ours).generate(prompt.tolist(), 1, Sampling(temperature=0, max_tokens=60))[0]
+    assert list(answer.ids[:20]) == want[0, 20:].tolist() and answer.finish == "length"
+    assert len(answer.ids) == 21, "the last token is predicted by the 40th"
+    longer = Transformer(replace(ours.cfg, index_topk=0))
+    longer.load_state_dict(ours.state_dict())
+    got, want = longer(x), theirs(x).logits
+    assert far(got[:, :40], want[:, :40]) < 1e-5 and far(got[:, 40:], want[:, 40:]) > 0.1
+    says = "model.index_topk=40, beyond which an indexer chooses keys: not computed"
+    with pytest.raises(ValueError, match=f"60 positions, but {says}"):
+        ours(x)
+    with pytest.raises(ConfigError, match=f"60 tokens, but {says}"):
+        Engine(ours).generate(x.tolist(), 1)
+    with pytest.raises(ConfigError, match=rf"max.len=41: must be from 1 to {says}"):
+        Live(ours, max_len=41)
+
+
+def test_an_indexer_is_carried(tmp_path):
+    """From fp8 through a step of training, also in a block that predicts a further token; or refused."""
+    hf_dir = saved(tmp_path / "hf", "deepseek_v32", torch.bfloat16)
+    tensors = tensors_of(hf_dir)
+    more = {n.replace("layers.2.", "layers.3."): t.clone() for n, t in tensors.items() if "layers.2." in n}
+    wide = ("model.embed_tokens.weight", "lm_head.weight")
+    in_two_files(hf_dir, tensors | more | {name: torch.randn(256, 16).bfloat16() for name in wide})
+    edit_config(hf_dir, num_nextn_predict_layers=1, vocab_size=256)
+    want = {n: t for n, t in quantised(hf_dir, [3, 5]).items() if ".indexer." in n}
+    stored = tensors_of(hf_dir)
+    assert len(want) == 4 * 5
+    assert {t.itemsize for n, t in stored.items() if n.endswith("indexer.weights_proj.weight")} == {1}
+    flags = f"""--init {hf_dir} --out {tmp_path / "run"} --steps 1 --train.batch 2 --no-compile
+        --log.no-report --train.eval-every 0 --train.eval-batches 1""".split()
+    code, said = begin(0, 1, [*flags, "--train.seq", "41"])
+    says = (
+        rf"--train.seq=41: must be at most --model.index-topk=40 \(from {hf_dir}/config.json\), beyond which"
+    )
+    assert code == 2 and re.search(says, said) and len(said.splitlines()) == 1
+    run(0, 1, [*flags, "--train.seq", "40"])
+    step = tmp_path / "run/checkpoints/step-1"
+    export_hf(step, tmp_path / "back")
+    tuned = tensors_of(tmp_path / "back")
+    assert_bits({n: tuned[n] for n in want}, {n: t.bfloat16() for n, t in want.items()})
+    assert not torch.equal(tuned[wide[0]], stored[wide[0]])
+    export_hf(step, tmp_path / "fp8", quantize="fp8")
+    config = json.loads((tmp_path / "fp8/config.json").read_text())
+    assert r"re:model\.layers\.\d+\.self_attn\.indexer\.wk$" in config["quantization_config"]["ignore"]
+    with pytest.raises(ConfigError, match="'deepseek_v32': no GGUF is written of it"):
+        export_gguf(step, tmp_path / "x.gguf", type="f16")
+    with pytest.raises(ConfigError, match=r"index.topk=40: an export needs the indexer's weights: name the"):
+        write_config(read_config(Folder(hf_dir).config), "float32")
+    in_two_files(hf_dir, tensors_of(hf_dir) | {"model.layers.0.self_attn.indexer.wo.weight": torch.ones(2)})
+    with pytest.raises(MismatchError, match=r"indexer\.wo\.weight: deepseek_v32 has no such tensor"):
+        import_hf(hf_dir, tmp_path / "step")

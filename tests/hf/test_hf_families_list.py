@@ -31,7 +31,7 @@ def test_every_family_of_the_installed_transformers_is_listed(capsys):
     assert all(told[name].startswith("imports, swaps") for name in ours)
     assert all(line.startswith(("imports", "swaps", "lacks")) and len(line) < 600 for line in told.values())
     assert "linear_conv_kernel_dim" in told["qwen3_next"] and "GatedDeltaNet" in told["qwen3_next"]
-    assert told["qwen3_next"].startswith("swaps, lacks") and "Indexer" in told["deepseek_v32"]
+    assert told["qwen3_next"].startswith("swaps, lacks") and "q_gate_proj" in told["axk2"]
     assert told["muse_spark"].startswith("lacks") and told["dbrx"].startswith("lacks")
     assert told["kolibri1"] == "swaps, lacks parts post_self_attn_layernorm"
     assert told["inkling2"].startswith("swaps if its gate is one of the op's, lacks")
@@ -106,6 +106,7 @@ def row(arch: Architecture) -> str:
     attention += ["gate"] * bool(ours.get("attention_gate"))
     attention += ["part of the channels turns"] * bool(arch.partial and attention[0] == "grouped")
     attention += ["queries scaled by position"] * bool(arch.query_beta)
+    attention += ["an indexer's keys, up to their number"] * ("index_topk" in settings)
     attention += ["neighbours turn"] * bool(ours.get("rope.interleave"))
     attention += ["positions in windows alone"] * bool(arch.windows and arch.windows.rotary)
     norms = ours.get("norms", "")

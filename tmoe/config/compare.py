@@ -83,7 +83,7 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
         settings[name] = each if len({*each}) > 1 else each[0]
         del settings[f"window_{name}"]
     # settings that are off are left out, so that facts equal those of configs without these settings
-    off = dict(attention_gate=False, norms="pre", value_multiplier=1.0, v_head_dim=0)
+    off = dict(attention_gate=False, norms="pre", value_multiplier=1.0, v_head_dim=0, index_topk=0)
     settings["v_head_dim"] = cfg.v_head_dim if cfg.v_head_dim != cfg.head_dim else 0
     settings = {name: value for name, value in settings.items() if name not in off or value != off[name]}
     if cfg.attention == "mla":

@@ -463,6 +463,9 @@ class ModelConfig:
     rotary: tuple[int, ...] = (1,)
     """blocks with rotary positions, 1 (with) or 0 (without) for each block, repeated over the depth;
     1 1 1 0: every fourth block has none (NoPE: EXAONE 4, AFMoE). Grouped-query attention only"""
+    index_topk: int = 0
+    """keys that an indexer chooses for each query (DeepSeek-V3.2, GLM-5); 0: no indexer.
+    A query here attends to all keys, the same up to this many tokens; longer sequences are refused"""
     attention_multiplier: float | None = None
     """factor on the products of queries and keys (Granite); None: 1/sqrt(head-dim)"""
     value_multiplier: float = 1.0
@@ -504,7 +507,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         one = "vocab dim layers heads kv_heads head_dim moe_every ffn_dim"
-        zero, share = "dense_layers norm_eps init_std window window_kv_heads v_head_dim", "dropout"
+        zero, share = "dense_layers norm_eps init_std window window_kv_heads v_head_dim index_topk", "dropout"
         positive = "attention_multiplier value_multiplier embedding_multiplier residual_multiplier"
         positive += " logits_scaling"
         model = check(self, "model.", one=one, zero=zero, positive=positive, share=share)
@@ -530,6 +533,15 @@ class ModelConfig:
         valid = "must be one or more of 1 (rotary positions) and 0 (none)"
         model.require({*self.rotary} in ({0}, {1}, {0, 1}), "rotary", valid)
         model.require(grouped or {*self.rotary} == {1}, "rotary", f"not with {mla}")
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """The number of tokens of the longest sequence, and the setting that limits it, marked."""
+        top, model = self.rope.max_seq, Section(self, "model.")
+        if 0 < self.index_topk < top:
+            why = "beyond which an indexer chooses keys: not computed"
+            return self.index_topk, f"{model.said('index_topk')}, {why}"
+        return top, model.said("rope.max_seq")
 
     @property
     def expert_dim(self) -> int:

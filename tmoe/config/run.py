@@ -700,8 +700,8 @@ class Config:
         if self.epochs is None:
             require_steps(self)
 
-        longest = f"must be at most the RoPE range {run.said('model.rope.max_seq')}"
-        run.require(self.train.seq <= self.model.rope.max_seq, "train.seq", longest)
+        top, limit = self.model.longest
+        run.require(self.train.seq <= top, "train.seq", f"must be at most {limit}")
 
         experts, ep = self.model.moe.experts, self.parallel.ep
         has_moe = any(self.model.is_moe(i) for i in range(self.model.layers))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.config.check import FLOATS, ConfigError, Setting, fits, require
+from tmoe.config.check import FLOATS, ConfigError, Setting, fits, require, spelt
 from tmoe.config.model import no_bits
 from tmoe.data.chat.format import ends_of
 from tmoe.generate.cache import PAGE, bytes_a_token
@@ -346,7 +346,7 @@ class Engine:
         live = live or bool(sampling.stop)
         ends = frozenset((*self.eos, *sampling.stop_ids))
         asked = [Asked(prompt, sampling, ends, details, key) for prompt, key in zip(ids, keys, strict=True)]
-        top = self.model.cfg.rope.max_seq
+        top, _ = self.model.cfg.longest
         requests = [
             self.request(i, sample, asked[i], top, live) for i in range(len(ids)) for sample in range(n)
         ]
@@ -405,8 +405,8 @@ class Engine:
             given = prompt
         ids = ids_in(given, where, cfg.vocab)
         require(len(ids) > 0, f"{where}: is empty; valid is at least one token")
-        top = cfg.rope.max_seq
-        require(len(ids) <= top, f"{where}: {len(ids)} tokens, but model.rope.max_seq={top}")
+        top, limit = cfg.longest
+        require(len(ids) <= top, f"{where}: {len(ids)} tokens, but {spelt(limit, 'key')}")
         return ids
 
     def room(self, requests: Sequence[Request], n: int) -> Room:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tmoe.config.check import FLOATS, fits, require
+from tmoe.config.check import FLOATS, fits, require, spelt
 from tmoe.data.chat.encoding import chat_prompt
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.engine import FREE, Engine, Prompt, Sample, can_be_graphs, require_pool
@@ -174,9 +174,9 @@ class Live:
         require(ok, "slots", repr(slots), "must be a whole number of at least 1")
         ok = pool_gib is None or (fits(pool_gib, float) and 0 < pool_gib <= FLOATS[1])
         require(ok, "pool_gib", repr(pool_gib), "must be a number above 0, and finite")
-        top = self.engine.model.cfg.rope.max_seq
+        top, limit = self.engine.model.cfg.longest
         ok = max_len is None or (fits(max_len, int) and 1 <= max_len <= top)
-        require(ok, "max_len", repr(max_len), f"must be from 1 to model.rope.max_seq={top}")
+        require(ok, "max_len", repr(max_len), f"must be from 1 to {spelt(limit, 'key')}")
         ok = fits(budget, int) and budget >= PAGE
         require(ok, "budget", repr(budget), f"must be a whole number of at least {PAGE}")
         self.slots, self.budget, self.reuse, self.after = slots, budget, reuse, after

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tmoe.base.listing import listed
-from tmoe.config.check import MOST, ConfigError, fits
+from tmoe.config.check import MOST, ConfigError, Section, fits
 from tmoe.config.compare import (
     KINDS,
     ROPE,
@@ -254,8 +254,11 @@ def _in_their_keys(error: ConfigError, keys: Mapping[str, str]) -> str:
 def write_config(cfg: ModelConfig, dtype: str) -> HF:
     """config.json of a model that was trained from scratch. ConfigError if no entry computes the model.
 
-    An entry fits if its config.json, read back, computes the same mathematics.
+    An entry fits if its config.json, read back, computes the same mathematics. tmoe has
+    no weights of an indexer, so a model with one needs an original.
     """
+    lacks = "an export needs the indexer's weights: name the original with --like HF_DIR"
+    Section(cfg, "model.").require(not cfg.index_topk, "index_topk", lacks)
     flat = flattened(cfg) | dict(attention_multiplier=softmax_scale(cfg))
     if not any(map(cfg.is_moe, range(cfg.layers))):
         flat["moe.activation"] = "swiglu"  # the activation of dense blocks
@@ -483,13 +486,18 @@ def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
     )
 
 
+# attention to the keys that an indexer chooses, and the older name of it
+INDEXED = "indexed_attention", "deepseek_sparse_attention"
+
+
 def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) -> list[str]:
     """Put window and windowed of a config.json into `found`, and return problems."""
     windows = arch.windows
     layers = found.get("layers") or 0
     typed = windows is not None and "layer_types" in windows.keys
     known = ("full_attention", "sliding_attention") if typed else ("full_attention",)
-    types, problems = kinds_of_layers(said, "layer_types", known, ["full_attention"] * layers)
+    known = INDEXED if found.get("index_topk") else known
+    types, problems = kinds_of_layers(said, "layer_types", known, [known[0]] * layers)
     if windows is None or problems:
         return problems
 

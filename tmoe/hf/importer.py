@@ -115,10 +115,7 @@ def import_hf(
     unread = [output.name.removeprefix(EXTRA) for output in plan.outputs if output.name.startswith(EXTRA)]
     if unread:
         kinds = Counter(re.sub(r"experts\.\d+", "experts.*", name) for name in unread)
-        head = (
-            f"{len(unread)} tensors, computed or of blocks that predict further tokens, "
-            f"are kept unchanged for an export:"
-        )
+        head = f"{len(unread)} tensors that tmoe does not compute with are kept unchanged for an export:"
         print(listed(head, [name + (f" ({count})" if count > 1 else "") for name, count in kinds.items()]))
 
 

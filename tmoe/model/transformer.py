@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tmoe.base.private_torch import find_or_note
+from tmoe.config.check import spelt
 from tmoe.config.model import IGNORE, ModelConfig
 from tmoe.model.adapted import keep_order
 from tmoe.model.attention import Attention
@@ -390,8 +391,9 @@ class Transformer(nn.Module):
             check_marks("documents", documents_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         if positions_BS is not None:
             check_marks("positions", positions_BS, tokens_BS, tokens_BS.shape, torch.int64)
-        if self.cfg.rope.max_seq < S:
-            raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
+        top, limit = self.cfg.longest
+        if top < S:
+            raise ValueError(f"tokens: {S} positions, but {spelt(limit, 'key')}")
         members_BSN = self.members(tokens_BS, padding_BS, given)
         self.spread.tokens(S, tokens_BS.device)  # raises on each stage of a pipeline if S cannot be divided
         if padding_BS is not None:

@@ -68,4 +68,6 @@ ARCHITECTURES = (
     mimo.MIMO_V2_FLASH,
     axk1.AXK1,
     mistral4.MISTRAL4,
+    deepseek.DEEPSEEK_V32,
+    glm.GLM_MOE_DSA,
 )

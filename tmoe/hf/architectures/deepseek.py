@@ -12,7 +12,7 @@ from typing import Any
 
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import common as c
-from tmoe.hf.rules import HF, Architecture, Field, Key, MoELayers, TensorPart, TensorRule, under
+from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, MoELayers, TensorPart, TensorRule, under
 
 CHOICE_BIAS = "e_score_correction_bias"
 
@@ -189,6 +189,30 @@ DEEPSEEK_V3 = Architecture(
     write=write_keys,
     copies=dict(head_dim=rope_width),
     fp32=(CHOICE_BIAS,),
+)
+
+# DeepSeek-V3.2 is a V3 in which an indexer chooses the keys of each query. Its tensors are carried.
+INDEXER = (r"model\.layers\.\d+\.self_attn\.indexer\.((wq_b|wk|weights_proj|k_norm)\.weight|k_norm\.bias)",)
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    class_name="DeepseekV32ForCausalLM",
+    fields=(
+        *DEEPSEEK_V3.fields,
+        c.key_heads(128),
+        c.LEADING_DENSE._replace(default=3, least=0),
+        c.RENORMALIZE._replace(default=True),
+        Field("mla.q_rank", ("q_lora_rank",), 1536, least=1),
+        Field("index_topk", ("index_topk",), 2048, least=1),
+    ),
+    theirs=DEEPSEEK_V3.theirs | dict(mlp_bias=False, moe_layer_freq=(1, None), rope_interleave=True),
+    layers=MoELayers(lambda said, found: c.typed_layers(found.get("dense_layers", 0)).read(said, found)),
+    keys=(
+        SHARED_EXPERTS,
+        c.MLP_TYPES,
+        *(Key(f"index_{name}", null=False) for name in ("head_dim", "n_heads")),
+    ),
+    extra=(*INV_FREQ, *INDEXER),
 )
 
 # Kimi K2 is a DeepSeek-V3 with another name. transformers has no class with this name.

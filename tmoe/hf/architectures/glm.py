@@ -5,6 +5,8 @@ next: hf/architectures/deepseek.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures import deepseek
 from tmoe.hf.rules import Architecture, Field
@@ -29,4 +31,18 @@ GLM4_MOE_LITE = Architecture(
     write=deepseek.write_latent_keys,
     copies=dict(head_dim=deepseek.rope_width, first_k_dense_replace=c.leading_dense(1)),
     fp32=(deepseek.CHOICE_BIAS,),
+)
+
+# GLM-5 is a DeepSeek-V3.2 whose blocks may share the keys that one indexer chooses.
+GLM_MOE_DSA = replace(
+    deepseek.DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    class_name="GlmMoeDsaForCausalLM",
+    fields=(
+        *deepseek.DEEPSEEK_V32.fields,
+        c.NORM_EPS,
+        c.key_heads(64),
+        Field("mla.q_rank", ("q_lora_rank",), 2048, least=1),
+        *deepseek.one_group(scaling=2.5, renormalize=True),
+    ),
 )
