@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures import deepseek
-from tmoe.hf.rules import Architecture, Field
+from tmoe.hf.rules import Architecture, Field, Key
 
 GLM4_MOE_LITE = Architecture(
     "glm4_moe_lite",
@@ -45,4 +45,5 @@ GLM_MOE_DSA = replace(
         Field("mla.q_rank", ("q_lora_rank",), 2048, least=1),
         *deepseek.one_group(scaling=2.5, renormalize=True),
     ),
+    keys=(*deepseek.DEEPSEEK_V32.keys, Key("indexer_types", tuple[str, ...])),
 )
