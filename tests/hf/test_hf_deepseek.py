@@ -7,6 +7,7 @@ next: tmoe/hf/architectures/deepseek.py
 """
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from tmoe.generate.live import Live
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config, write_config
 from tmoe.hf.files import Folder
+from tmoe.model.shapes import model_shapes
 from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
 
@@ -258,6 +260,12 @@ GLM |= dict(q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_group=1, to
 GLM |= dict(topk_method="noaux_tc", norm_topk_prob=True, routed_scaling_factor=1.8, first_k_dense_replace=1)
 GLM |= dict(num_nextn_predict_layers=1, partial_rotary_factor=1.0, rms_norm_eps=1e-5, rope_scaling=None)
 GLM |= dict(rope_theta=1000000, max_position_embeddings=202752)
+INDEXED = dict(model_type="deepseek_v32", index_topk=2048, index_head_dim=128)
+GLM5 = GLM | INDEXED | dict(model_type="glm_moe_dsa", hidden_size=6144, intermediate_size=12288)
+GLM5 |= dict(num_hidden_layers=78, num_attention_heads=64, num_key_value_heads=64, q_lora_rank=2048)
+GLM5 |= dict(moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=8, index_n_heads=32)
+GLM5 |= dict(first_k_dense_replace=3, routed_scaling_factor=2.5, scoring_func="sigmoid")
+GLM5 |= dict(index_topk_freq=4, indexer_types=None, rope_interleave=True, indexer_rope_interleave=True)
 
 
 def test_config_of_the_hub():
@@ -267,6 +275,13 @@ def test_config_of_the_hub():
         read_config(GLM | dict(first_k_dense_replace=2))
     assert differences(presets()["deepseek-v2-lite"].model, read_config(V2_LITE)) == []
     assert differences(presets()["deepseek-v3"].model, read_config(V3)) == []
+    indexed = read_config(V3 | INDEXED | dict(index_n_heads=64))
+    assert differences(replace(indexed, index_topk=0), read_config(V3)) == [] and indexed.longest[0] == 2048
+    glm = read_config(GLM5)
+    assert [sum(map(glm.is_moe, range(78))), glm.heads, glm.moe.groups, glm.longest[0]] == [75, 64, 1, 2048]
+    total = sum(math.prod(shape) for shape in model_shapes(glm).values())
+    indexers = 78 * (32 * 128 * 2048 + 128 * 6144 + 2 * 128 + 32 * 6144)
+    assert round((total + indexers) / 1e9) == 744, "billions of parameters, as published"
     moe = read_config(V2).moe
     assert (moe.groups, moe.top_groups, moe.group_score, moe.renormalize, moe.scaling) == (
         8,
