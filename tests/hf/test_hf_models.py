@@ -51,7 +51,7 @@ def test_no_family_is_left_out():
 
 def in_the_fast_tier(name: str) -> bool:
     """One model of each family, but of those whose parts another family has."""
-    again = ("minimax_m2", "mellum", "granitemoe_swa", "flint", "axk1")
+    again = ("minimax_m2", "mellum", "granitemoe_swa", "flint", "axk1", "glm_moe_dsa")
     return first_hand(name) or ("," not in name and name not in again)
 
 
