@@ -111,21 +111,25 @@ class Trainer(Start):
                 self.routes.begin(step)
                 for _ in range(self.task.updates):
                     loss = self.forward_backward(batch, totals)
+                    scale = self.scale.factor if self.scale else None
                     norm = clip_grad_norm_(model.counted(), inf)
                     # all ranks raise if one skipped a collective: the sums would be wrong
                     run.watch.compare_calls()
                     finite = all_finite(loss, norm)
+                    norm = norm if scale is None else norm / scale
                     # decides whether to clip the gradients and whether to skip the step
-                    optimizer.decide(finite, norm, cfg.optim.clip)
+                    optimizer.decide(finite, norm, cfg.optim.clip, scale)
                     optimizer.step()
                     model.update_bias(finite)
                     if self.ema:
                         self.ema.update(finite)
+                    if self.scale:
+                        self.scale.update(finite)
                     optimizer.zero_grad()
 
                 self.step = step + 1
                 self.tokens += batch.tokens_ABS.numel() * self.mesh.axes.readers
-                self.after(step, stop, lr, (loss, norm, finite), profile)
+                self.after(step, stop, lr, (loss, norm, finite, scale), profile)
                 if stop:
                     break
 
@@ -134,14 +138,14 @@ class Trainer(Start):
         step: int,
         stop: bool,
         lr: float,
-        numbers: tuple[Tensor, Tensor, Tensor],
+        numbers: tuple[Tensor, Tensor, Tensor, Tensor | None],
         profile: Profiler | None,
     ) -> None:
         """Finishes a step: its line in the log, and the checkpoint, validation and trace that are due.
 
-        numbers: loss, gradient norm and whether both are finite, 0-dim on the device. The GPU works on the
-        next step while they are copied to the host. Therefore a step is logged one step late, unless a
-        checkpoint or a validation is due now.
+        numbers: loss, gradient norm, whether both are finite, and the loss scale if there is one, 0-dim on
+        the device. The GPU works on the next step while they are copied to the host. Therefore a step is
+        logged one step late, unless a checkpoint or a validation is due now.
         """
         cfg, run = self.cfg, self.run
         self.graphs.passed("train")
@@ -209,19 +213,20 @@ class Trainer(Start):
     def forward_backward(self, batch: Batch, totals: Totals) -> Tensor:
         """Forward and backward of all micro-batches; returns the global batch's mean loss, 0-dim.
 
-        The gradients are in the parameters afterwards. They are summed over ranks during the last
-        micro-batch.
+        The gradients are in the parameters afterwards, multiplied by the loss scale if there is one. They are
+        summed over ranks during the last micro-batch.
         """
         model, device, objective = self.model, self.run.device, self.task.objective_of(batch)
         micros = self.task.micros(batch, device)
+        scale = self.scale.factor if self.scale else None
         if isinstance(model, Stages):
-            loss = model.forward_backward(list(micros), totals, objective)
+            loss = model.forward_backward(list(micros), totals, objective, scale)
             return self.over_all(loss, batch, totals)
         loss = torch.zeros((), device=device)
         model.balancer.start_step()
         for i, micro in enumerate(micros):
             model.set_requires_gradient_sync(i + 1 == len(batch.tokens_ABS))
-            model(**micro._asdict(), totals=totals, objective=objective).backward()
+            model(**micro._asdict(), totals=totals, objective=objective).backward(scale)
             loss += model.task_loss
         return self.over_all(loss, batch, totals)
 
@@ -291,10 +296,12 @@ class Trainer(Start):
 
     def log(self, step: int, numbers: PendingHostCopy, lr: float, tokens: int) -> None:
         """Checks a step's loss and logs the step. Waits until the step's numbers are on the host."""
-        loss, norm, finite, mean, router, measured = numbers.read()
-        if self.guard.strange(bool(finite), loss.item()):
+        loss, norm, finite, scale, mean, router, measured = numbers.read()
+        rescales = self.scale is not None and scale.item() > self.scale.least and loss.isfinite().item()
+        if self.guard.strange(bool(finite), loss.item(), rescales):
             samples = self.data.indices(step, **self.shape())
             self.run.explain_bad_step(step + 1, loss.item(), norm.item(), mean.item(), samples)
+        scaled = {} if scale is None else {"loss_scale": scale}
         self.metrics.log(
             step,
             loss=loss,
@@ -305,7 +312,7 @@ class Trainer(Start):
             skipped=self.guard.total,
             recompiles=self.graphs.recompiles,
             ended=numbers.ended,
-            measured=dict(zip(self.task.measures, measured, strict=True)),
+            measured=dict(zip(self.task.measures, measured, strict=True)) | scaled,
         )
         self.guard.give_up(step + 1)
 
@@ -321,6 +328,7 @@ class Trainer(Start):
         self.run.on_all_ranks(lambda: require_finite(self.tensors(("model",))))
         state = dict(step=self.step, tokens=self.tokens, guard=self.guard.state_dict())
         state |= dict(task=self.task.state())
+        state |= dict(scale=self.scale.state_dict()) if self.scale else {}
         tensors = {name: t for name, t in self.tensors().items() if not self.model.is_copy(name)}
         self.saved = self.step
         self.checkpoints.save(self.step, tensors, state, runtime.rng_states(self.run.device))

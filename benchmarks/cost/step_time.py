@@ -163,7 +163,7 @@ def predict(
 
     tokens = axes.readers * cfg.train.batch * cfg.train.seq * again
     rate = tokens / axes.world / sum(parts.values())
-    used = mfu(flops_per_token(cfg.model, cfg.train.seq), rate, m.peak if cfg.train.dtype == "bf16" else None)
+    used = mfu(flops_per_token(cfg.model, cfg.train.seq), rate, m.peak if cfg.train.dtype != "fp32" else None)
     if held is None:
         held = held_at_most(short, axes)
     return Prediction(parts, tokens, axes.world, used, held)

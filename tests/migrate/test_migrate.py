@@ -327,6 +327,33 @@ def test_types_of_states_become():
         assert said in translate("megatron", [*SMALL, *one.split()]).refused[0]
 
 
+def test_fp16_becomes_a_loss_scale():
+    """Megatron's defaults are a scale of 2^32, at least 1, over windows of 1000 steps, and hysteresis 2."""
+
+    ends = ("dtype", "loss-scale", "window", "hysteresis")
+
+    def scale(*words):
+        flags = translate("megatron", [*SMALL, *words]).flags
+        return {name[8:]: value for name, (value, *_) in flags.items() if name[8:].endswith(ends)}
+
+    names = "initial-loss-scale", "min-loss-scale", "loss-scale-window", "loss-scale-hysteresis"
+    default = dict(zip(names, ("4294967296", "1", "1000", "2"), strict=True))
+    assert scale("--fp16") == dict(dtype="fp16") | {k: default[k] for k in names}
+    given = "--initial-loss-scale 65536 --min-loss-scale 0.5 --loss-scale-window 500.0 --hysteresis 4".split()
+    assert scale("--fp16", *given) == dict(dtype="fp16") | dict(
+        zip(names, ("65536", "0.5", "500", "4"), strict=True)
+    )
+    assert scale("--fp16", "--loss-scale", "128", *given) == {"dtype": "fp16", "loss-scale": "128"}
+    assert scale(*given) == {"dtype": "fp32"} and scale("--bf16", *given) == {"dtype": "bf16"}
+    for word, said in (("--bf16", "--fp16: not with --bf16"), ("--hysteresis=0", "--hysteresis=0: must be")):
+        with pytest.raises(ValueError, match=said):
+            translate("megatron", [*SMALL, "--fp16", word])
+    out = translate("tutel", ["--dtype=float16"])
+    assert out.flags["--train.dtype"] == ["fp16"] and any("scales the loss" in note for note in out.notes)
+    out = translate("fms", [*FMS, "--fp16"])
+    assert (out.flags["--train.dtype"], out.flags["--train.loss-scale-window"]) == (["fp16"], ["2000"])
+
+
 def test_small_parts():
     assert blend(["0.3", "a", "0.7", "b"]) == ["a:0.3", "b:0.7"]
     assert blend(["a", "b"]) == ["a", "b"]
@@ -404,7 +431,7 @@ def test_tutel_routers_run(gloo, tmp_path, words):
 
 
 def test_tutel_refusals():
-    refused = translate("tutel", [*HELLO, "gate_type=custom", "--dtype=float16", "result_func=f"]).refused
+    refused = translate("tutel", [*HELLO, "gate_type=custom", "--dtype=float64", "result_func=f"]).refused
     assert [text.split(":")[0].split("=")[0] for text in refused] == ["result_func", "gate_type", "--dtype"]
     with pytest.raises(ValueError, match=r"parallel_type=adaptive:3: R must be one of \[0, 1, 2, 4\]"):
         translate("tutel", [*HELLO, "--num_local_experts=-4", "--parallel_type=adaptive:3"], 8)
@@ -592,7 +619,7 @@ def test_what_is_no_command_line(argv, capsys):
 
 def test_all_faults_at_once(capsys):
     """An unknown flag, two wrong values, a refusal and all that is missing: a line each, in one start."""
-    words = "--nosuch 3 --num-layers two --moe-router-score-function softmx --fp16 --split 1,x"
+    words = "--nosuch 3 --num-layers two --moe-router-score-function softmx --decoupled-lr 1 --split 1,x"
     words += " --num-experts 8 --moe-aux-loss-coef 1"
     with pytest.raises(SystemExit) as end:
         main(["megatron", "--", *words.split()])
@@ -603,7 +630,7 @@ def test_all_faults_at_once(capsys):
     starts = """--nosuch: not in the table
 --num-layers=two: must be a number
 --moe-router-score-function=softmx: must be one of softmax, sigmoid
---fp16: no loss scaling
+--decoupled-lr=1: a share of the rate
 --split=1,x: must be three numbers
 --moe-aux-loss-coef: not in the table of this framework's flags; did you mean --moe-aux-loss-coeff?
 --hidden-size: missing

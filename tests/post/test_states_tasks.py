@@ -26,6 +26,7 @@ TASKS = dict(
     grpo="--task grpo --grpo.prompts 4 --grpo.group 4 --grpo.max-tokens 6 --grpo.kl 0.1",
 )
 HALF = "--optim.states bf16 --optim.sums bf16 --optim.masters bf16"
+FP16 = "--train.dtype fp16 --train.initial-loss-scale 16777216 --train.loss-scale-window 2"  # it overflows
 ADAPTERS = "--lora.rank 32 --optim.states int8 --optim.sums bf16"
 CASES = [  # task, states, types of the weights and of the moments
     ("preference", HALF, {"bfloat16"}, {"bfloat16"}),
@@ -34,6 +35,14 @@ CASES = [  # task, states, types of the weights and of the moments
     ("sft", ADAPTERS, {"float32"}, {"float32", "uint8"}),
     ("grpo", f"{ADAPTERS} --lora.base nf4", {"float32"}, {"float32", "uint8"}),
     ("preference", f"{ADAPTERS} --optim.ema 0.9", {"float32"}, {"float32", "uint8"}),
+    ("preference", FP16, {"float32"}, {"float32"}),
+    (
+        "sft",
+        f"{FP16} --optim.freeze moe.experts --optim.states int8",
+        {"float32", "float16"},
+        {"float32", "uint8"},
+    ),
+    ("grpo", f"{FP16} --lora.rank 32 --lora.base nf4 --grpo.updates 2", {"float32"}, {"float32"}),
 ]
 
 

@@ -127,7 +127,8 @@ VALUES: dict[str, dict[str, str]] = {
         "dr_grpo": "drgrpo dr-grpo",
     },
     "train.dtype": {
-        "bf16": "bfloat16 torch.bfloat16 fp16 float16 half auto mixed",
+        "bf16": "bfloat16 torch.bfloat16 auto mixed",
+        "fp16": "float16 torch.float16 half",
         "fp32": "float32 float full",
     },
     "train.float8": {"rowwise": "true on e4m3 hybrid row-wise per_row tensorwise", "none": "false off no"},

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from triton import knobs
 
 from tmoe.base.private_torch import find
+from tmoe.base.types import FLOATS
 from tmoe.config.axes import Axes
 from tmoe.config.model import IGNORE, ModelConfig
 from tmoe.config.run import Config
@@ -57,10 +58,10 @@ def traces(cfg: Config) -> list[tuple]:
     The registration of each op has the traces of its kernels (ops/register.py).
     """
     m = cfg.model
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
+    dtype = FLOATS[cfg.train.dtype]
     tokens = cfg.train.batch * cfg.train.seq // (cfg.parallel.cp * cfg.parallel.tp)
     found = of_layer(cfg, tokens, dtype)
-    masters = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.optim.masters]
+    masters = FLOATS[cfg.optim.masters]
     states = DTYPES[cfg.optim.states]
     found += traces_of(StepShapes(m.vocab, m.dim, IGNORE, dtype, by_log_probs(cfg), states, masters))
     if cfg.task == "grpo":

@@ -35,6 +35,10 @@ MOST |= dict.fromkeys(("dim", "head_dim", "v_head_dim", "ffn_dim", "shared_dim")
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
 
 
+Dtype = Literal["bf16", "fp16", "fp32"]
+LARGEST_SCALE = 2.0**32  # of the loss: fp32 sums of scaled gradients' squares stay finite
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """The size of a step, its precision, validation and time limits."""
@@ -48,9 +52,21 @@ class TrainConfig:
     global_batch: int = 0
     """sequences of all ranks in one step, the same in every layout: accumulate is computed from it;
     0: the number follows from batch, accumulate and layout"""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """compute type; gradients are reduced in fp32 in both, and master weights and optimizer state are fp32
-    unless --optim.masters, --optim.states or --optim.sums says otherwise"""
+    dtype: Dtype = "bf16"
+    """compute type; gradients are reduced in fp32 in all of them, and master weights and optimizer state are
+    fp32 unless --optim.masters, --optim.states or --optim.sums says otherwise; fp16 scales the loss"""
+    loss_scale: float = 0.0
+    """fp16: constant factor of the loss in the backward, so that small gradients are not rounded to zero;
+    gradients are divided by it before clipping. 0: a dynamic factor, which the next four settings define"""
+    initial_loss_scale: float = 65536.0
+    """fp16: the first factor"""
+    min_loss_scale: float = 1.0
+    """fp16: the least factor; overflows at it count as --optim.max-skips"""
+    loss_scale_window: int = 1000
+    """fp16: steps without an overflow after which the factor doubles, up to 2^32"""
+    loss_scale_hysteresis: int = 2
+    """fp16: overflows since the factor last doubled, from which on each halves it; steps with an overflow are
+    skipped"""
     float8: Literal["none", "rowwise"] = "none"
     """rowwise: products of dense layers and shared experts in float8 e4m3, with one scale per row, in
     training and evaluation (needs the float8 extra);
@@ -73,7 +89,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         zero = "global_batch eval_every timeout"
-        train = check(self, "train.", one="batch seq accumulate eval_batches", zero=zero)
+        one = "batch seq accumulate eval_batches loss_scale_window loss_scale_hysteresis"
+        train = check(self, "train.", one=one, zero=zero, positive="initial_loss_scale min_loss_scale")
+        require_loss_scale(self, train)
         year = 365 * 86400
         valid = f"must be from 1 to {year} (seconds; a year)"
         train.require(1 <= self.collective_timeout <= year, "collective_timeout", valid)
@@ -81,6 +99,27 @@ class TrainConfig:
         sizes = f"{self.batch} x {train.said('accumulate')} x {train.said('seq')}"
         wrong = f"{tokens} tokens a rank in a step; must be below {2**31}"
         require(tokens < 2**31, "train.batch", sizes, wrong)
+
+
+def require_loss_scale(cfg: TrainConfig, train: Section) -> None:
+    """ConfigError for settings of the loss scale that are out of range, contradict each other, or are unused.
+
+    train: the section of cfg.
+    """
+    fixed = "loss_scale"
+    dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis")
+    for name in (fixed, *dynamic):
+        if getattr(cfg, name) == TrainConfig.__dataclass_fields__[name].default:
+            continue
+        train.require(cfg.dtype == "fp16", name, f"needs {Setting('train.dtype', 'fp16')}")
+        both = f"not with {train.said(fixed)}, which is constant; leave one of them out"
+        train.require(name == fixed or not cfg.loss_scale, name, both)
+    most = f"must be at most {LARGEST_SCALE:.0f} (2^32)"
+    for name in (fixed, *dynamic[:2]):
+        train.require(getattr(cfg, name) <= LARGEST_SCALE, name, most)
+    train.require(cfg.loss_scale >= 0, fixed, "must be at least 0")
+    least = f"must be at most {train.said('initial_loss_scale')}"
+    train.require(cfg.min_loss_scale <= cfg.initial_loss_scale, "min_loss_scale", least)
 
 
 @former_names("parallel")
@@ -723,6 +762,8 @@ class Config:
             require_lora(self)
         t, p = self.train, self.parallel
         require_float8(t.float8, t.batch, t.seq, p.tp, p.cp)
+        wide = f"not with {run.said('train.dtype')}: float8 products give bf16 or fp32"
+        run.require(t.float8 == "none" or t.dtype != "fp16", "train.float8", wide, "none")
         require_narrow(self)
         away = f"{run.said('task')} generates no answers; valid with {Setting('task')} grpo"
         run.require(self.task == "grpo" or not self.grpo.offload, "grpo.offload", away)

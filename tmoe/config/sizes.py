@@ -13,7 +13,7 @@ INT32 = 4
 
 
 def compute_bytes(cfg: Config) -> int:
-    return {"bf16": 2, "fp32": 4}[cfg.train.dtype]
+    return 4 if cfg.train.dtype == "fp32" else 2
 
 
 def master_bytes(cfg: Config) -> int:

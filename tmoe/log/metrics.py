@@ -72,6 +72,7 @@ class Metrics:
         peak_gib                most memory allocated on rank 0's GPU; on a CPU rank 0's peak resident memory
         skipped, recompiles     as given
         what the task measures  of post/: rewards/accuracy, for example
+        loss_scale              with --train.dtype fp16: factor of the loss in this step's backward
         expert_counts           [layers][E], of the MoE layers
         max_violation, entropy, dropped     [layers], of the MoE layers
         router_losses           {name: [layers]}, means over the line's steps, without their coefficients

@@ -13,13 +13,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from tmoe.base.types import FLOATS
+from tmoe.config.run import Dtype
 from tmoe.data.dataset import Micro
 from tmoe.model.compiler import NotRun, compiler
 from tmoe.model.lora import off
@@ -48,7 +50,7 @@ class Pass(NamedTuple):
 def compile_ahead(
     model: Transformer | Stages,
     mesh: Mesh,
-    dtype: Literal["bf16", "fp32"],
+    dtype: Dtype,
     micro: Micro,
     passes: Iterable[Pass],
 ) -> None:
@@ -60,7 +62,6 @@ def compile_ahead(
     """
     if compiler is None:
         return
-    wide = torch.bfloat16 if dtype == "bf16" else torch.float32
     try:
         with compiler.only_compiling():
             for kind in passes:
@@ -69,7 +70,7 @@ def compile_ahead(
                 model.train(kind.grad)
                 with torch.set_grad_enabled(kind.grad), nullcontext() if kind.adapters else off(model):
                     for part in model if isinstance(model, Stages) else [model]:
-                        compile_part(part, mesh, wide, micro, kind)
+                        compile_part(part, mesh, FLOATS[dtype], micro, kind)
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         log.warning("blocks could not be compiled before the first step, which will compile them: %s", why)
@@ -134,7 +135,7 @@ def stand_in(p: nn.Parameter, mesh: Mesh, dtype: torch.dtype, by_fsdp: bool | No
     shape = list(p.shape)
     if by_fsdp is not None:
         shape[0] //= mesh.ep.size()
-    kind = dtype if dtype == torch.bfloat16 else p.dtype
+    kind = p.dtype if dtype == torch.float32 else dtype
     empty = torch.empty(shape, dtype=kind, device=p.device)
     empty.untyped_storage().resize_(0)
     if by_fsdp:

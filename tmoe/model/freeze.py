@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import nn
 
 from tmoe.config.check import require
-from tmoe.config.run import Config
+from tmoe.config.run import Config, Dtype
 from tmoe.model.lora import adapt, hold, require_targets
 from tmoe.model.transformer import Transformer
 
 
-def freeze(model: nn.Module, pattern: str | None, dtype: Literal["bf16", "fp32"] = "fp32") -> list[str]:
+def freeze(model: nn.Module, pattern: str | None, dtype: Dtype = "fp32") -> list[str]:
     """Freezes every parameter whose name contains a match of `pattern` (a regex); returns their names.
 
     A frozen parameter has no gradient and no optimizer state. It is held in `dtype`, the dtype of the

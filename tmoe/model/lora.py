@@ -13,14 +13,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tmoe.base.types import FLOATS
 from tmoe.config.check import Section, Setting, require
 from tmoe.config.model import ModelConfig
-from tmoe.config.run import Config, LoraConfig
+from tmoe.config.run import Config, Dtype, LoraConfig
 from tmoe.model.adapted import Adapted
 from tmoe.model.nf4 import in_nf4, require_nf4
 from tmoe.model.transformer import Transformer
@@ -76,19 +77,16 @@ def chosen(lora: LoraConfig, names: Iterable[str]) -> list[str]:
     return [name for name in names if not picks or any(pick.search(name) for pick in picks)]
 
 
-def hold(
-    model: nn.Module, names: Iterable[str], dtype: Literal["bf16", "fp32"], trained: bool = False
-) -> None:
+def hold(model: nn.Module, names: Iterable[str], dtype: Dtype, trained: bool = False) -> None:
     """Converts these parameters to `dtype`, with no master copy. Unless `trained`, they are frozen."""
-    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
     for name in names:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        value = getattr(module, leaf).detach().to(kind)
+        value = getattr(module, leaf).detach().to(FLOATS[dtype])
         setattr(module, leaf, nn.Parameter(value, requires_grad=trained))
 
 
-def adapt(model: Transformer, lora: LoraConfig, dtype: Literal["bf16", "fp32"]) -> list[str]:
+def adapt(model: Transformer, lora: LoraConfig, dtype: Dtype) -> list[str]:
     """Freezes the whole model and adds the adapters; returns the names of the matrices that have one.
 
     Call it before `parallelize`. Adapters are fp32, with values that `init_weights` draws.
@@ -198,7 +196,7 @@ def describe(cfg: Config, ep: int) -> list[str]:
         ranks = f"{ranks}, {of_experts}" if ranks else of_experts
     if lora.ranks:
         ranks = f"{ranks}, but {' '.join(lora.ranks)}"
-    base = "bf16" if cfg.train.dtype == "bf16" else "fp32"
+    base = cfg.train.dtype
     base += ", their matrices in NF4" if lora.base == "nf4" else ""
     lines = [f"adapters: {dense + experts:,} numbers are trained ({ranks}); all others are frozen, in {base}"]
     if experts and ep > 1:

@@ -26,10 +26,12 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tmoe.base.private_torch import find
+from tmoe.base.types import FLOATS
 from tmoe.config.check import ConfigError, Setting
 from tmoe.config.float8_settings import require_float8
 from tmoe.config.model import require_reach
 from tmoe.config.run import Config, TrainConfig, require_heads
+from tmoe.config.sizes import compute_bytes
 from tmoe.model.attention_parallel import Spread
 from tmoe.model.compiler import compiled
 from tmoe.model.dense_sums import sum_linears
@@ -115,7 +117,7 @@ def parallelize(
         apply_float8(model, cfg.train.float8)
     for moe in layers:
         apply_ep(moe, mesh, cfg.parallel.dispatch, tokens, cfg.parallel.dispatch_dtype)
-        apply_way(moe, cfg.parallel.adaptive_r, tokens, 2 if cfg.train.dtype == "bf16" else 4)
+        apply_way(moe, cfg.parallel.adaptive_r, tokens, compute_bytes(cfg))
     if isinstance(model, Transformer):
         model.balancer.all_reduce = partial(all_reduce, group=mesh.world.get_group())
         model.expert_group = name_of(mesh.ep.get_group()) if mesh.axes.ep > 1 else ""
@@ -359,7 +361,7 @@ def apply_compile(model: Transformer) -> None:
 
 
 def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) -> None:
-    """Shards parameters in fp32, to be gathered in bf16 or fp32; gradients are reduced in fp32.
+    """Shards parameters in fp32, to be gathered in the compute type; gradients are reduced in fp32.
 
     With --optim.masters bf16 the parameters are bf16 already.
 
@@ -373,7 +375,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     to FSDP2 in a world of 1 too: its checkpointing may run parts of it in the backward, and working copies
     replace parameters only in modules that are called directly.
     """
-    dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else None
+    dtype = None if cfg.train.dtype == "fp32" else FLOATS[cfg.train.dtype]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     sums = torch.bfloat16 if cfg.optim.sums == "bf16" else torch.float32
     sharers = _sharers(model, mesh, cfg) if whole_forwards else None
@@ -404,8 +406,7 @@ def _scopes(model: nn.Module) -> list[Experts]:
 def _sharers(model: nn.Module, mesh: Mesh, cfg: Config) -> SharingRanks | None:
     """The ranks that share this rank's experts, if they keep them whole; else None."""
     held = [p.to_local() for experts in _scopes(model) for p in experts.parameters()]
-    width = 2 if cfg.train.dtype == "bf16" else 4
-    size = width * sum(p.numel() for p in held)
+    size = compute_bytes(cfg) * sum(p.numel() for p in held)
     keep = (
         at_the_end is not None
         and mesh.axes.replicate == 1

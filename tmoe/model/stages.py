@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from tmoe.base.types import FLOATS
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.data.dataset import Micro
@@ -160,7 +161,7 @@ class Stages(nn.Module):
             for part in self:
                 for experts in scopes(part):
                     experts.deferred = True
-        self.dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else torch.float32
+        self.dtype = FLOATS[cfg.train.dtype]
         self.chunks = {int(number): _Chunk(self, part) for number, part in zip(self.parts, self, strict=True)}
         self.pipeline = Pipeline(self.chunks, self.table, mesh)
         self.copies = self._group_of_copies()
@@ -239,17 +240,22 @@ class Stages(nn.Module):
         return name == "embedding.weight" and not part.first and self.ends is not None
 
     def forward_backward(
-        self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None = None
+        self,
+        micros: Sequence[tuple[Any, ...]],
+        totals: Totals,
+        objective: Objective | None = None,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """This rank's share of the step's loss, 0-dim; the gradients are stored in the parameters.
 
         micros: --train.accumulate micro-batches, whole rows, the same on all ranks that share them.
         objective: the training objective; None: cross-entropy.
+        scale: factor of the gradients, 0-dim fp32 on the device; None: 1.
         """
         for part in self:
             part.balancer.start_step()
         self._begin(micros, totals, objective)
-        self.pipeline.step(self._shape())
+        self.pipeline.step(self._shape(), scale)
         for chunk in self.chunks.values():
             chunk.end_step()
         self._add_copies()

@@ -117,16 +117,19 @@ class AdamW(torch.optim.AdamW):
                 state[key] = state[key].to(t.dtype)
 
     @torch.no_grad()
-    def decide(self, finite: Tensor, norm: Tensor, clip: float) -> None:
+    def decide(self, finite: Tensor, norm: Tensor, clip: float, scale: Tensor | None = None) -> None:
         """Decides whether the next `step` clips, and whether it is skipped.
 
         finite: 0-dim on the device; if it is 0, parameters and state do not change.
-        norm: norm of the gradients, 0-dim on the device.
+        norm: norm of the gradients, 0-dim on the device; after the division by `scale`.
         clip: norm to which the gradients are clipped (0: no clipping).
-        All three must be equal on all ranks.
+        scale: the loss scale, 0-dim on the device, by which the step divides the gradients; None: 1.
+        All of them must be equal on all ranks.
         """
         self.finite = finite
         self.factor = (clip / (norm + 1e-6)).clamp(max=1.0).float() if clip else None
+        if scale is not None:
+            self.factor = scale.reciprocal() if self.factor is None else self.factor / scale
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

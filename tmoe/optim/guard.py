@@ -52,18 +52,19 @@ class SkipGuard:
         self.total = 0
         self.losses: deque[float] = deque(maxlen=self.WINDOW)
 
-    def strange(self, finite: bool, loss: float) -> bool:
+    def strange(self, finite: bool, loss: float, excused: bool = False) -> bool:
         """Counts a step. Returns True if the step deserves attention: its loss is a spike, or it was skipped.
 
+        excused: a skipped step is none of `max_skips`, because the loss scale may become smaller.
         Every rank must call it with the same values.
         """
         known = self.spikes and len(self.losses) >= self.WARM
         spike = known and loss > self.SPIKE * statistics.median(self.losses)
         if math.isfinite(loss):  # a NaN does not enter the window
             self.losses.append(loss)
-        self.in_a_row = 0 if finite else self.in_a_row + 1
+        self.in_a_row = 0 if finite or excused else self.in_a_row + 1
         self.total += not finite
-        return spike or not finite
+        return spike or not (finite or excused)
 
     def give_up(self, step: int) -> None:
         """Raises TooMany if max_skips steps in a row, the last of them `step`, were not finite."""

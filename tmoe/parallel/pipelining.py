@@ -202,8 +202,9 @@ class Pipeline:
         self.row = table.ranks[mesh.place.pp]
         self.last = len(table.home) - 1
 
-    def step(self, shape: Shape) -> None:
-        """Forward and backward of every micro-batch."""
+    def step(self, shape: Shape, scale: Tensor | None = None) -> None:
+        """Forward and backward of every micro-batch. scale: factor of the losses in the backward; None: 1."""
+        self.scale = scale
         self.edges.begin(shape, "FB")
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | None, list[Tensor]]] = {}
         left: dict[tuple[int, int], list[DeferredGradients]] = {}  # work that an I defers to its W
@@ -242,7 +243,9 @@ class Pipeline:
 
     def _backward(self, action: Action, x: Tensor | None, y: Tensor | None, losses: list[Tensor]) -> None:
         _, chunk, micro = action
-        roots: list[tuple[Tensor, Tensor | None]] = [(loss, None) for loss in losses if loss.requires_grad]
+        roots: list[tuple[Tensor, Tensor | None]] = [
+            (loss, self.scale) for loss in losses if loss.requires_grad
+        ]
         if y is not None:
             grad = self.edges.receive(Message("B", chunk, micro))
             roots += [(y, grad)] if y.requires_grad else []  # otherwise all blocks before it are frozen

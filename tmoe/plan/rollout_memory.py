@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-import torch
-
+from tmoe.base.types import FLOATS
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
-from tmoe.config.sizes import FP32, compute_bytes, master_bytes
+from tmoe.config.sizes import compute_bytes, master_bytes
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import Span, most_needed
 from tmoe.plan.block_memory import layer_bytes
@@ -41,8 +40,7 @@ def answers_at_once(cfg: Config, axes: Axes) -> list[Span]:
 
 def pool_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes of keys and values: of all slots, or --grpo.pool-gib if that is less."""
-    dtype = torch.float32 if compute_bytes(cfg) == FP32 else torch.bfloat16
-    page = PAGE * bytes_a_token(cfg.model, dtype)
+    page = PAGE * bytes_a_token(cfg.model, FLOATS[cfg.train.dtype])
     spans = answers_at_once(cfg, axes)
     pages = 1 + most_needed(spans, min(cfg.grpo.rollout_slots, len(spans)))
     pool = cfg.grpo.pool_gib

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tmoe.base.types import FLOATS
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
 from tmoe.data.chat.prompt_data import PromptDataset, RankPrompts, open_prompts, share
@@ -99,8 +100,7 @@ class Grpo(Task):
         if g.pool_gib is not None:
             lengths = {len(prompt.ids) - 1 for source in data.sources for prompt in source.prompts}
             spans = [Span(0, length, length + self.cfg.answer_tokens) for length in lengths]
-            dtype = torch.bfloat16 if self.cfg.train.dtype == "bf16" else torch.float32
-            a_page = PAGE * bytes_a_token(self.cfg.model, dtype)
+            a_page = PAGE * bytes_a_token(self.cfg.model, FLOATS[self.cfg.train.dtype])
             require_pool(g.pool_gib * 2**30, spans, g.group, a_page, "grpo.pool_gib")
         return data
 

@@ -44,6 +44,7 @@ from tmoe.model.transformer import Transformer
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors, restate
 from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard, require_finite
+from tmoe.optim.loss_scale import LossScale
 from tmoe.optim.states import States
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh, build_mesh
@@ -112,6 +113,7 @@ class Start:
         self.base: Base | None = None  # the frozen model of adapters, if it is in a folder
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.guard = SkipGuard(cfg.optim.max_skips, self.task.spikes)
+        self.scale = LossScale(cfg.train, run.device) if cfg.train.dtype == "fp16" else None
         self.routes = Routes(cfg.log.routes, cfg.out, self.model, run.rank)
 
         # Checkpoints, and the step to continue from.
@@ -141,7 +143,7 @@ class Start:
             world=run.world,
             device=run.device,
             flops_per_token=flops_per_token(cfg.model, cfg.train.seq, frozen=cfg.lora.rank > 0),
-            peak=peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None,
+            peak=peak_flops(run.device_name) if cfg.train.dtype != "fp32" else None,
             start_step=self.step,
             versions=known,
             facts=dict(data=self.data.describe(), **self.facts),
@@ -276,6 +278,8 @@ class Start:
         self.step = state["step"]
         self.tokens = state["tokens"]
         self.guard.load_state_dict(state["guard"])
+        if self.scale:
+            self.scale.load_state_dict(state.get("scale", {}))
         self.task.load_state(state.get("task", {}))
         self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init is now
         self.checkpoints.info["config"]["steps"] = cfg.steps

@@ -171,9 +171,9 @@ ROWS: tuple[FlagRow, ...] = (
     same("--adam_epsilon", "--optim.eps"),
     same("--max_grad_norm", "--optim.clip"),
     worked("--optim", "adamw_torch, or of 8 bits: `--optim.states int8`; others are refused: AdamW"),
-    worked("--torch_dtype", "`--train.dtype` bf16, where left out, or fp32; others are refused"),
+    worked("--torch_dtype", "`--train.dtype` bf16, where left out, fp16 or fp32; others are refused"),
     switch("--bf16", "`--train.dtype bf16`"),
-    refused("--fp16", "no loss scaling; use --bf16", "nothing"),
+    switch("--fp16", "`--train.dtype fp16`, with the loss scale of torch's GradScaler"),
     nothing("--use_flash_attn", "tmoe chooses attention's kernels", "one"),
     worked("--packing", "True is how tmoe always reads; False is refused unless padding_free is on"),
     same("--logging_steps", "--log.every"),
@@ -445,11 +445,14 @@ def _train(given: GivenFlags, out: TranslatedCommand) -> None:
         out.refuse(f"--optim={optimizer}", f"tmoe trains with AdamW: {', '.join(OPTIMIZERS)}")
     elif optimizer.endswith("8bit"):
         out.set("--optim.states", "int8")
-    kinds = dict(bfloat16="bf16", float32="fp32")
+    kinds = dict(bfloat16="bf16", float16="fp16", float32="fp32")
     dtype = given.text("--torch_dtype", "bfloat16").removeprefix("torch.")
     if dtype not in kinds:
         out.refuse(f"--torch_dtype={dtype}", f"tmoe trains in {' or '.join(kinds)}")
-    out.set("--train.dtype", kinds.get(dtype, "bf16"))
+    out.set("--train.dtype", "fp16" if given.has("--fp16") else kinds.get(dtype, "bf16"))
+    if given.has("--fp16"):
+        out.set("--train.loss-scale-window", 2000)
+        out.set("--train.loss-scale-hysteresis", 1)
     if given.has("--gradient_checkpointing"):
         out.set("--parallel.checkpoint", "block")
     if given.text("--save_strategy") == "no":

@@ -417,7 +417,7 @@ def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     _schedule(given, out, steps, batch)
     out.set("--optim.weight-decay", given.number("--weight-decay", 0.01))
     out.set("--optim.betas", given.number("--adam-beta1", 0.9), given.number("--adam-beta2", 0.999))
-    out.set("--train.dtype", "bf16" if given.has("--bf16") else "fp32")
+    _types(given, out)
     _narrow(given, out)
     seed = given.whole("--seed", 1234)
     out.set("--seed", seed)
@@ -429,6 +429,23 @@ def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     ):
         if not given.has(flag):
             out.set(ours, default)
+
+
+def _types(given: GivenFlags, out: TranslatedCommand) -> None:
+    """The compute type, and the loss scale of fp16."""
+    kinds = [kind for kind in ("bf16", "fp16") if given.has(f"--{kind}")]
+    if len(kinds) > 1:
+        out.reject("--fp16", "not with --bf16, as in Megatron")
+    out.set("--train.dtype", *kinds[:1] or ["fp32"])
+    if kinds != ["fp16"]:
+        return
+    if scale := given.number("--loss-scale", 0.0, 0.0):
+        return out.set("--train.loss-scale", scale)
+    first = given.number("--initial-loss-scale", 2.0**32, 0.0)
+    out.set("--train.initial-loss-scale", int(first) if first.is_integer() else first)
+    out.set("--train.min-loss-scale", given.number("--min-loss-scale", 1.0, 0.0))
+    out.set("--train.loss-scale-window", given.whole("--loss-scale-window", 1000, 1))
+    out.set("--train.loss-scale-hysteresis", given.whole("--hysteresis", 2, 1))
 
 
 def _narrow(given: GivenFlags, out: TranslatedCommand) -> None:

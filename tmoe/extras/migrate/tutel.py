@@ -92,7 +92,7 @@ ROWS: tuple[FlagRow, ...] = (
         "N: `--model.moe.experts` N x world, `--parallel.ep` world; -N: N ranks share an expert, "
         "`--model.moe.experts` and `--parallel.ep` world / N",
     ),
-    worked("--dtype", "`--train.dtype` fp32 or bf16; others are refused"),
+    worked("--dtype", "`--train.dtype` fp32, bf16 or fp16; others are refused"),
     worked("--top", "`--model.moe.top-k`; 2 where left out"),
     worked("--l_aux_wt", f"`{names.BALANCE_COEFF}`; 0 where left out"),
     nothing("--allreduce_degree", "gradients are summed by FSDP2"),
@@ -115,7 +115,7 @@ ROWS: tuple[FlagRow, ...] = (
     nothing("group_count", "`--parallel.ep` and `--parallel.dp` make the groups"),
     nothing("backend", "NCCL on GPUs, gloo on CPUs"),
 )
-TYPES = dict(float32="fp32", bfloat16="bf16")
+TYPES = dict(float32="fp32", bfloat16="bf16", float16="fp16")
 # for each type of experts: its valid activation_fn (the first is the default) -> tmoe's name
 ACTIVATIONS = dict(ffn=dict(relu="relu", gelu="gelu"), llama_ffn=dict(silu="swiglu", swish="swiglu"))
 
@@ -173,6 +173,10 @@ def translate(launch: Launch, world: int | None = None) -> TranslatedCommand:
     if kind not in TYPES:
         out.refuse(f"--dtype={kind}", f"tmoe trains in {' or '.join(TYPES)}")
     out.set("--train.dtype", TYPES.get(kind, "fp32"))
+    if kind == "float16":
+        out.notes.append(
+            "--dtype=float16: tmoe keeps weights in fp32, and scales the loss (--train.loss-scale)"
+        )
     if given.has("seeds"):
         out.set("--seed", given.text("seeds").strip("(,"))
     start = given.text("--checkpoint_path") or given.text("--checkpoint")
