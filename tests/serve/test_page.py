@@ -197,14 +197,41 @@ def test_the_card_of_each_token_equals_the_apis_routes(view, port, mode):
         frame(view)
         assert view.inner_text("#head").startswith(f"Token {i + 1} of 24")
         shown = np.array(view.evaluate(CELLS, [len(BLOCKS), EXPERTS]))
-        grid = np.zeros((len(BLOCKS), EXPERTS))
-        for layer, (experts, values) in enumerate(zip(chosen, weight, strict=True)):
-            grid[layer, experts] = 0.2 + 0.8 * np.array(values) / max(values)
-        np.testing.assert_allclose(shown, grid, atol=0.03)
+        np.testing.assert_allclose(shown, grid_of(chosen, weight), atol=0.03)
         view.keyboard.press("ArrowRight")
     view.locator(".answer .t").first.hover()
     frame(view)
     assert view.inner_text("#head").startswith("Token 1 of 24")
+
+
+def grid_of(chosen: list, weights: list) -> np.ndarray:
+    """The shades of a token's card, by its experts and their weights in each block."""
+    grid = np.zeros((len(BLOCKS), EXPERTS))
+    for layer, (experts, values) in enumerate(zip(chosen, weights, strict=True)):
+        grid[layer, experts] = 0.2 + 0.8 * np.array(values) / max(values)
+    return grid
+
+
+@pytest.mark.parametrize("mode", ["chat", "text"])
+def test_the_card_of_each_token_of_a_prompt(view, port, mode):
+    """Tokens of the prompt, and the last one's experts, which are those of the answer's first token."""
+    ask(view, "hi there", mode=mode, **HOW)
+    view.get_by_role("button", name="Tokens of the prompt").click()
+    view.locator(".prompt").wait_for()
+    messages = [dict(role="user", content="hi there")]
+    path, asked = (CHAT, dict(messages=messages)) if mode == "chat" else (TEXT, dict(prompt="hi there"))
+    want = answer_of(port, path, **asked, tmoe=dict(routes=True, prompt_routes=True))["tmoe"]
+    routes, weights = ([*want["prompt_" + name], want[name][0]] for name in ("routes", "weights"))
+    tokens = want["prompt_tokens"]
+    assert view.locator(".prompt .t").all_text_contents() == tokens and "hi there" in "".join(tokens)
+    assert len(routes) == len(tokens) and view.locator(".answer:not(.prompt) .t").count() == 24
+    for i, (chosen, weight) in enumerate(zip(routes, weights, strict=True)):
+        frame(view)
+        assert view.inner_text("#head").startswith(f"Token {i + 1} of {len(tokens)}")
+        shown = np.array(view.evaluate(CELLS, [len(BLOCKS), EXPERTS]))
+        np.testing.assert_allclose(shown, grid_of(chosen, weight), atol=0.03)
+        assert view.inner_text("#tops-note") == "" and view.locator("#tops tr").count() == 0
+        view.keyboard.press("ArrowRight")
 
 
 def test_alternatives_loads_and_an_experts_tokens(view, port, folder):

@@ -5,11 +5,13 @@ next: tests/lib/served.py
 
 import json
 
+import numpy as np
 import pytest
 import served
 from served import CHAT, TEXT, alone, body
 
 from tmoe.generate.load import load
+from tmoe.generate.sampler import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -286,3 +288,21 @@ def test_routes_of_a_stream(port):
             weights += choice["tmoe"]["weights"]
     assert dict(routes=routes, weights=weights) == whole and len(routes) == 6
     assert all(0 < w <= 1 for token in weights for layer in token for w in layer)
+
+
+def test_routes_of_a_prompt(port, engine):
+    """Those of the engine, also where the second request takes a page of 128 tokens from the first."""
+    prompts, how = [[*range(50, 200), *range(60)], [7]], dict(max_tokens=2, temperature=0)
+    want, shortest = engine.generate(prompts, 1, Sampling(**how), routes=True)
+    assert want[0].prompt_routes is not None and shortest[0].prompt_routes is None
+    asked = body(prompts, **how, tmoe=dict(prompt_routes=True))
+    for cached in (0, 128):
+        found = served.post(port, TEXT, asked).json
+        first, second = (choice["tmoe"] for choice in found["choices"])
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        assert first["prompt_routes"] == want[0].prompt_routes.transpose(0, 1).tolist()
+        assert np.shape(first["prompt_weights"]) == np.shape(first["prompt_routes"]) == (209, 1, 1)
+        assert first["prompt_tokens"][15:18] == ["A", "B", "C"] and len(first["prompt_tokens"]) == 210
+        assert second == dict(prompt_tokens=["\x07"], prompt_routes=[], prompt_weights=[])
+    refused = served.post(port, TEXT, asked | dict(stream=True))
+    assert refused.status == 400 and "stream" in refused.json["error"]["message"]

@@ -36,6 +36,8 @@ class Choice:
         self.prompt_tops: list[tuple[int, float | None, list[tuple[int, float]]]] = []
         self.routes: list = []
         self.weights: list = []
+        self.prompt_routes: list = []
+        self.prompt_weights: list = []
         self.tokens = self.cached = self.offset = 0
         self.begun = False  # whether a chunk of it was sent
         self.frame: tuple[bytes, bytes] | None = None  # the bytes around the content in events of text alone
@@ -69,6 +71,7 @@ class Choice:
             self.prompt_tops = [(ids[0], None, []), *rest]
         self.routes += part.routes
         self.weights += part.weights
+        self.prompt_routes, self.prompt_weights = part.prompt_routes or [], part.prompt_weights or []
         if self.finish == "stop" and self.calls:
             self.finish = "tool_calls"
         return delta, part
@@ -142,9 +145,14 @@ class Choice:
             text = (self.asked.texts[self.prompt] if self.asked.echo else "") + self.text
             text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             found |= dict(text=text, logprobs=self.logprobs([*self.prompt_tops, *self.tops]))
+        ours: dict[str, Any] = {}
         if self.asked.routes:
-            found["tmoe"] = dict(routes=self.routes, weights=self.weights)
-        return found
+            ours |= dict(routes=self.routes, weights=self.weights)
+        if self.asked.prompt_routes:
+            tokens = [self.token(i)[0] for i in self.asked.prompts[self.prompt]]
+            ours |= dict(prompt_tokens=tokens, prompt_routes=self.prompt_routes)
+            ours |= dict(prompt_weights=self.prompt_weights)
+        return found | dict(tmoe=ours) if ours else found
 
     @staticmethod
     def _call(call: Call) -> dict[str, Any]:

@@ -155,7 +155,9 @@ class EngineClient:
             if not future.done():
                 future.set_exception(EngineGone("the engine has ended"))
 
-    def submit(self, ids: list[int], sampling: Sampling, n: int, details: Details) -> Answers:
+    def submit(
+        self, ids: list[int], sampling: Sampling, n: int, details: Details, prompt_routes: bool = False
+    ) -> Answers:
         """Submits a request. `finish` must follow once its answers are over, or no one reads them."""
         if self.gone.is_set():
             raise EngineGone("the engine has ended")
@@ -165,7 +167,7 @@ class EngineClient:
             needs = needs_of(ids, sampling.max_tokens, n, details)
             link = self.links[choose((link.load for link in self.links), needs)]
             link.load.add(key, needs)
-        link.send(Submit(key, ids, sampling, n, details))
+        link.send(Submit(key, ids, sampling, n, details, prompt_routes))
         self.open[key] = answers = Answers(key, n, link)
         return answers
 

@@ -129,7 +129,7 @@ class EngineSide:
         self.pipe = pipe
         self.lock = threading.Lock()  # of the pipe and of `tickets`
         self.tickets: dict[int, Ticket] = {}
-        self.keys: dict[int, int] = {}  # number of a ticket: key of its request
+        self.asked: dict[int, Submit] = {}  # by the ticket's number
         engine = loaded.engine(settings.slots)
         sizes: dict[str, Any] = dict(slots=settings.slots, pool_gib=settings.pool_gib)
         self.live = Live(engine, max_len=settings.max_len, after=self.after, **sizes)
@@ -177,7 +177,7 @@ class EngineSide:
                 self.pipe.send(Refusal(asked.key, str(error)))
                 return
             self.tickets[asked.key] = ticket
-            self.keys[ticket.number] = asked.key
+            self.asked[ticket.number] = asked
 
     def after(self, pieces: list[LivePiece]) -> None:
         """Sends a step's pieces as one message."""
@@ -186,44 +186,54 @@ class EngineSide:
             ends = Counter(piece.ticket for piece in pieces if piece.done is not None)
             for ticket, count in ends.items():
                 if ticket.left == count:  # `left` falls after this call
-                    del self.tickets[self.keys.pop(ticket.number)]
+                    del self.tickets[self.asked.pop(ticket.number).key]
             self.pipe.send(step)
 
     def step_of(self, pieces: list[LivePiece]) -> Step:
         step = Step([], [], [], [], [])
         for piece in pieces:
-            key = self.keys[piece.ticket.number]
+            asked = self.asked[piece.ticket.number]
             if piece.done is not None or piece.tops is not None or piece.routes is not None:
-                step.parts.append(part_of(key, piece))
+                step.parts.append(part_of(asked, piece))
                 continue
-            step.keys.append(key)
+            step.keys.append(asked.key)
             step.samples.append(piece.sample)
             step.texts.append(piece.text)
             step.ids.append(piece.ids)
         return step
 
 
-def part_of(key: int, piece: LivePiece) -> Part:
+def part_of(asked: Submit, piece: LivePiece) -> Part:
     """A piece of an answer in plain values."""
     done = piece.done
+    shown = done if asked.prompt_routes else None
     return Part(
-        key,
+        asked.key,
         piece.sample,
         piece.text,
         piece.ids,
         pairs(piece.tops),
-        [] if piece.routes is None else piece.routes.transpose(0, 1).tolist(),
-        [] if piece.route_weights is None else rounded(piece.route_weights.transpose(0, 1)),
+        listed(piece.routes),
+        rounded(piece.route_weights),
         pairs(done.prompt_tops) if done and done.prompt_tops is not None else None,
+        listed(shown.prompt_routes) if shown else None,
+        rounded(shown.prompt_route_weights) if shown else None,
         done.finish if done else "",
         done.error if done else "",
         done.cached if done else 0,
     )
 
 
-def rounded(weights: Tensor) -> list:
-    """Values of an fp16 tensor with 6 significant digits, of which JSON is short."""
-    return digits()[weights.numpy().view(np.uint16)].tolist()
+def listed(routes_YNK: Tensor | None) -> list:
+    """Experts by token and layer."""
+    return [] if routes_YNK is None else routes_YNK.transpose(0, 1).tolist()
+
+
+def rounded(weights_YNK: Tensor | None) -> list:
+    """Values of an fp16 tensor by token and layer, with 6 significant digits, of which JSON is short."""
+    if weights_YNK is None:
+        return []
+    return digits()[weights_YNK.transpose(0, 1).numpy().view(np.uint16)].tolist()
 
 
 @cache

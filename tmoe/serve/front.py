@@ -231,8 +231,8 @@ class Run:
         front.idle.clear()
         try:
             for ids in asked.prompts:
-                how = replace(asked.sampling)
-                self.answers.append(front.engine.submit(ids, how, asked.n, asked.details))
+                how = replace(asked.sampling), asked.n, asked.details, asked.prompt_routes
+                self.answers.append(front.engine.submit(ids, *how))
         except BaseException:
             self.close()
             raise

@@ -83,6 +83,8 @@ class Submit(NamedTuple):
     sampling: Sampling
     n: int
     details: Details
+    prompt_routes: bool = False
+    """whether the last part of each answer has the experts of the prompt's tokens"""
 
 
 class Cancel(NamedTuple):
@@ -142,6 +144,9 @@ class Part:
     """[n][MoE layers][K]"""
     weights: list[list[list[float]]] = field(default_factory=list)
     prompt_tops: list[tuple[float, list[tuple[int, float]]]] | None = None
+    prompt_routes: list[list[list[int]]] | None = None
+    """[tokens of the prompt - 1][MoE layers][K]"""
+    prompt_weights: list[list[list[float]]] | None = None
     finish: str = ""
     error: str = ""
     cached: int = 0
@@ -154,4 +159,6 @@ class Part:
         self.routes += later.routes
         self.weights += later.weights
         self.prompt_tops = self.prompt_tops or later.prompt_tops
+        self.prompt_routes = self.prompt_routes or later.prompt_routes
+        self.prompt_weights = self.prompt_weights or later.prompt_weights
         self.finish, self.error, self.cached = later.finish, later.error, later.cached

@@ -101,6 +101,7 @@ class Asked:
     thinks: bool
     """whether the prompt ends within a thought"""
     routes: bool
+    prompt_routes: bool
     left_out: list[str] = field(default_factory=list)
     """fields of messages, and variables, that the chat template does not show"""
 
@@ -331,8 +332,11 @@ class Protocol:
         options = fields.inner("stream_options", {"include_usage", "include_obfuscation"})
         if options and not stream:
             fields.refuse("stream_options", "needs stream: true")
-        ours = fields.inner("tmoe", {"routes"})
-        routes = ours.get("routes", False)
+        ours = fields.inner("tmoe", {"routes", "prompt_routes"})
+        routes, prompt_routes = ours.get("routes", False), ours.get("prompt_routes", False)
+        if stream and prompt_routes:
+            fields.refuse("tmoe", "prompt_routes is not served in a stream")
+        experts = routes or prompt_routes
         sampling = self._sampling(fields, chat, default if most is None else max(most, 1))
         tops = 0 if logprobs is None else max(logprobs, 1)
         prompt_logprobs = echo and logprobs is not None
@@ -346,7 +350,7 @@ class Protocol:
             [self.ready.tokenizer.decode(ids) for ids in prompts] if echo else [],
             sampling,
             n,
-            Details(routes, routes, tops, prompt_logprobs, skip),
+            Details(experts, experts, tops, prompt_logprobs, skip),
             stream,
             options.get("include_usage", False),
             logprobs,
@@ -356,6 +360,7 @@ class Protocol:
             self.template if chat else None,
             False,
             routes,
+            prompt_routes,
         )
 
     def _require_pool(self, prompts: list[list[int]], most: int, n: int) -> None:
