@@ -89,7 +89,7 @@ class Engine:
         load = SimpleNamespace(ended=lambda key: None, drop=lambda key: None)
         self.link = SimpleNamespace(load=load, send=lambda message: None)
 
-    def submit(self, ids, sampling, n, details):
+    def submit(self, ids, sampling, n, details, prompt_routes):
         key = len(self.client.open)
         self.client.open[key] = Answers(key, n, self.link)
         return self.client.open[key]
