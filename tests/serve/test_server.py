@@ -291,7 +291,7 @@ def test_routes_of_a_stream(port):
 
 
 def test_routes_of_a_prompt(port, engine):
-    """Those of the engine, also where the second request takes a page of 128 tokens from the first."""
+    """The engine gives the same ones. The second request takes a page of 128 tokens from the first."""
     prompts, how = [[*range(50, 200), *range(60)], [7]], dict(max_tokens=2, temperature=0)
     want, shortest = engine.generate(prompts, 1, Sampling(**how), routes=True)
     assert want[0].prompt_routes is not None and shortest[0].prompt_routes is None

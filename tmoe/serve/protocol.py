@@ -332,10 +332,7 @@ class Protocol:
         options = fields.inner("stream_options", {"include_usage", "include_obfuscation"})
         if options and not stream:
             fields.refuse("stream_options", "needs stream: true")
-        ours = fields.inner("tmoe", {"routes", "prompt_routes"})
-        routes, prompt_routes = ours.get("routes", False), ours.get("prompt_routes", False)
-        if stream and prompt_routes:
-            fields.refuse("tmoe", "prompt_routes is not served in a stream")
+        routes, prompt_routes = self._routes(fields, stream)
         experts = routes or prompt_routes
         sampling = self._sampling(fields, chat, default if most is None else max(most, 1))
         tops = 0 if logprobs is None else max(logprobs, 1)
@@ -362,6 +359,13 @@ class Protocol:
             routes,
             prompt_routes,
         )
+
+    def _routes(self, fields: Fields, stream: bool) -> tuple[bool, bool]:
+        """Whether the experts of the answers' tokens, and of the prompts' tokens, are asked for."""
+        ours = fields.inner("tmoe", {"routes", "prompt_routes"})
+        if stream and ours.get("prompt_routes"):
+            fields.refuse("tmoe", "prompt_routes is not served in a stream")
+        return ours.get("routes", False), ours.get("prompt_routes", False)
 
     def _require_pool(self, prompts: list[list[int]], most: int, n: int) -> None:
         """Refused if the pool could never hold an answer. The answers to one prompt share its whole pages."""
