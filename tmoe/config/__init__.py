@@ -6,6 +6,7 @@ from tmoe.base.lazy import lazy
 
 if TYPE_CHECKING:
     from tmoe.config.check import ConfigError
+    from tmoe.config.linear_settings import LinearConfig
     from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
     from tmoe.config.run import (
         CheckpointConfig,
@@ -22,6 +23,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "LinearConfig",
     "LogConfig",
     "MLAConfig",
     "MoEConfig",
@@ -37,5 +39,5 @@ __getattr__, __dir__ = lazy(
     __name__,
     dict.fromkeys(__all__, "tmoe.config.run")
     | dict.fromkeys(_OF_MODEL, "tmoe.config.model")
-    | {"ConfigError": "tmoe.config.check"},
+    | {"ConfigError": "tmoe.config.check", "LinearConfig": "tmoe.config.linear_settings"},
 )

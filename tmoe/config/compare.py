@@ -9,12 +9,13 @@ from typing import Any, get_type_hints
 
 from tmoe.base.listing import listed
 from tmoe.config.check import ConfigError, fits, spell
+from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.renamed import with_new_names
 from tmoe.config.routing_choices import SELECTIONS
 
 # the nested sections of ModelConfig, by name
-PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)
+PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig, linear=LinearConfig)
 # settings that `facts` leaves out: those that training alone reads, and the sections, which it reads itself
 TRAINING = {*(name.removeprefix("moe.") for name in STEPS_READ), "init_std", "router_dtype", *PARTS}
 GROUPED_ONLY = {"kv_heads", "head_dim", "attention_multiplier"}  # latent attention has other widths
@@ -71,6 +72,7 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
     """
     sparse = [i for i in range(cfg.layers) if cfg.is_moe(i)]
     unread = TRAINING | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed", "rotary"}
+    unread = unread | {"layer_types"}
     if len(sparse) == cfg.layers:
         unread = unread | {"ffn_dim"}
     settings = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread}
@@ -83,12 +85,17 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
         settings[name] = each if len({*each}) > 1 else each[0]
         del settings[f"window_{name}"]
     # settings that are off are left out, so that facts equal those of configs without these settings
-    off = dict(attention_gate=False, norms="pre", value_multiplier=1.0, v_head_dim=0, index_topk=0)
+    off = dict(attention_gate=False, norms="pre", value_multiplier=1.0, v_head_dim=0)
+    off |= dict(index_topk=0, norm_offset=False)
     settings["v_head_dim"] = cfg.v_head_dim if cfg.v_head_dim != cfg.head_dim else 0
     settings = {name: value for name, value in settings.items() if name not in off or value != off[name]}
     if cfg.attention == "mla":
         settings |= {f"mla.{f.name}": getattr(cfg.mla, f.name) for f in fields(cfg.mla)}
         settings = {name: value for name, value in settings.items() if name not in GROUPED_ONLY}
+    if linear := [i for i in range(cfg.layers) if cfg.is_linear(i)]:
+        settings["linear layers"] = linear
+        settings |= {f"linear.{f.name}": getattr(cfg.linear, f.name) for f in fields(cfg.linear)}
+        del settings["linear.every"]
     if sparse:
         settings |= {f"moe.{name}": value for name, value in _moe_facts(cfg.moe).items()}
     return settings | {f"rope.{name}": value for name, value in _rope_facts(cfg).items()}
@@ -191,6 +198,7 @@ def build_config(settings: dict[str, Any]) -> ModelConfig:
         # JSON has lists in place of tuples.
         parts["windowed"] = tuple(settings.get("windowed", (1,)))
         parts["rotary"] = tuple(settings.get("rotary", (1,)))
+        parts["layer_types"] = tuple(settings.get("layer_types", ()))
         parts["dense_blocks"] = tuple(settings.get("dense_blocks", ()))
         return ModelConfig(**settings | parts)
     except (AttributeError, KeyError, TypeError) as error:

@@ -11,6 +11,7 @@ from typing import Literal
 from tmoe.base.activations import activation, canonical
 from tmoe.config.balance_settings import Balance, one_spelling, read_balance, require_noise
 from tmoe.config.check import ConfigError, Section, Setting, check, divisors, require
+from tmoe.config.linear_settings import LayerType, LinearConfig
 from tmoe.config.renamed import former_names
 from tmoe.config.routing_choices import SCORES, SELECTIONS, ScoreName
 
@@ -476,6 +477,9 @@ class ModelConfig:
     """factor on the outputs of attention and feed-forward, before the residual addition (Granite)"""
     logits_scaling: float = 1.0
     """divisor of the logits (Granite)"""
+    layer_types: tuple[LayerType, ...] = ()
+    """blocks with full attention (full) and linear blocks (linear, of linear.kind), repeated over the depth;
+    none: every linear.every-th block has full attention"""
     dense_layers: int = 0
     """number of leading blocks whose feed-forward is dense"""
     dense_blocks: tuple[int, ...] = ()
@@ -492,6 +496,8 @@ class ModelConfig:
     or on their inputs and on the output of an MoE (moe, A.X-K1)"""
     norm_eps: float = 1e-6
     """added to the mean square in every RMSNorm"""
+    norm_offset: bool = False
+    """the factor of RMSNorms is 1 + weight (Qwen3-Next), except in linear layers; the weight begins at 0"""
     dropout: float = 0.0
     """dropout on each residual branch in training"""
     init_std: float = 0.02
@@ -502,6 +508,8 @@ class ModelConfig:
     mla: MLAConfig = field(default_factory=MLAConfig)
     """multi-head latent attention (DeepSeek-V2, 2024, section 2.1):
     keys and values of all heads are projected from one narrow latent"""
+    linear: LinearConfig = field(default_factory=LinearConfig)
+    """blocks whose attention is replaced by a rule that updates a state of fixed size"""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """one Mixture-of-Experts layer: router, experts, shared experts, balancing terms"""
 
@@ -533,6 +541,8 @@ class ModelConfig:
         valid = "must be one or more of 1 (rotary positions) and 0 (none)"
         model.require({*self.rotary} in ({0}, {1}, {0, 1}), "rotary", valid)
         model.require(grouped or {*self.rotary} == {1}, "rotary", f"not with {mla}")
+        kinds, needed = {*self.layer_types}, Setting("model.linear.kind", "deltanet")
+        model.require("linear" not in kinds or self.linear.kind != "none", "layer_types", f"needs {needed}")
 
     @property
     def longest(self) -> tuple[int, str]:
@@ -557,9 +567,26 @@ class ModelConfig:
         regular = layer >= self.dense_layers and (layer - self.dense_layers) % self.moe_every == 0
         return regular and layer not in self.dense_blocks
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether this block has a linear layer in place of attention."""
+        if self.linear.kind == "none":
+            return False
+        if self.layer_types:
+            return self.layer_types[layer % len(self.layer_types)] == "linear"
+        return (layer + 1) % self.linear.every != 0
+
+    @property
+    def linear_layers(self) -> int:
+        """Number of blocks with a linear layer."""
+        return sum(map(self.is_linear, range(self.layers)))
+
+    def mask_of(self, layer: int) -> int | str:
+        """What decides which tokens this block reads: LINEAR, or its window."""
+        return LINEAR if self.is_linear(layer) else self.window_of(layer)
+
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The RoPE settings of this block; None for a block without RoPE."""
-        if not self.rotary[layer % len(self.rotary)]:
+        if self.is_linear(layer) or not self.rotary[layer % len(self.rotary)]:
             return None
         if self.rope.window_theta is None:
             return self.rope
@@ -570,6 +597,8 @@ class ModelConfig:
 
     def window_of(self, layer: int) -> int:
         """Number of tokens that a token attends to in this block, itself included; 0: all before it."""
+        if self.is_linear(layer):
+            return 0
         return self.window if self.windowed[layer % len(self.windowed)] else 0
 
     def norms_of(self, layer: int) -> tuple[int, int]:
@@ -592,6 +621,7 @@ class ModelConfig:
         return self.sinks or (self.window_sinks and window > 0)
 
 
+LINEAR = "linear"  # `mask_of` of a linear block
 IGNORE = -100  # a target that no loss counts
 
 
@@ -599,6 +629,10 @@ def no_bits(cfg: ModelConfig) -> str | None:
     """Why rollouts' log-probs cannot equal training's in every bit, settings marked; None where they can."""
     model = Section(cfg, "model.")
     windows = {cfg.window_of(i) for i in range(cfg.layers)}
+    if cfg.linear_layers:
+        return (
+            f"{Setting('model.linear.kind', cfg.linear.kind)}: single steps update the state in another order"
+        )
     if cfg.attention != "gqa":
         return f"{model.said('attention')}: decoding multiplies its matrices in another order; valid: gqa"
     if windows != {0}:

@@ -962,11 +962,18 @@ def require_routing(cfg: Config) -> None:
 
 
 def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
-    """ConfigError unless tp, and cp by heads, divide the heads of this model's attention."""
+    """ConfigError unless tp, and cp by heads, divide the heads of this model's attention.
+
+    Linear layers support neither tp nor cp.
+    """
+    for name in ("tp", "cp") if model.linear_layers else ():
+        wrong = f"not with {Setting('model.linear.kind', model.linear.kind)}: no rank divides linear layers"
+        Section(p, "parallel.").require(getattr(p, name) == 1, name, wrong, "1")
     parallel, heads = Section(p, "parallel."), model.heads
     divide = f"must divide {Setting('model.heads', heads)}"
     degrees = divisors(heads)
-    kinds = {model.kv_heads_in(model.window_of(layer)) for layer in range(model.layers)}
+    full = (layer for layer in range(model.layers) if not model.is_linear(layer))
+    kinds = {model.kv_heads_in(model.window_of(layer)) for layer in full}
     for groups in sorted(kinds) if model.attention == "gqa" else ():
         degrees = [tp for tp in degrees if groups % tp == 0 or tp % groups == 0]
         parallel.require(p.tp in degrees, "tp", f"{divide} and fit {groups} key heads", degrees)

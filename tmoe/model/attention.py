@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tmoe.config.model import ModelConfig
 from tmoe.model.attention_backend import Mask, attend
 from tmoe.model.attention_parallel import ALONE
+from tmoe.model.norm import norm_of
 from tmoe.model.rope import rotate
 
 
@@ -35,8 +36,8 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(H)) if cfg.sinks_in(window) else None
         if cfg.qk_norm != "none":
             whole = cfg.qk_norm == "full"
-            self.q_norm = nn.RMSNorm(H * C if whole else C, cfg.norm_eps)
-            self.k_norm = nn.RMSNorm(G * C if whole else C, cfg.norm_eps)
+            self.q_norm = norm_of(cfg, H * C if whole else C)
+            self.k_norm = norm_of(cfg, G * C if whole else C)
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
         """y [B, s, D] for the s tokens of this rank: all S of the sequence, unless tp or cp divide them.

@@ -24,6 +24,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from tmoe.model.adapted import adapted
+from tmoe.model.norm import factor_of
 from tmoe.parallel.collectives import name_of
 from tmoe.parallel.mesh import Mesh
 from tmoe.parallel.token_exchange import (
@@ -135,7 +136,7 @@ class Spread(NamedTuple):
         # the sum over ranks, gathered to all of them; its gradient is the sum of the ranks' gradients
         total_BS1 = gather(scatter_sum(square_BS1, self.tp_group), self.tp_group)
         eps = torch.finfo(x_BSO.dtype).eps if norm.eps is None else norm.eps
-        y = x * (total_BS1 / norm.weight.shape[0] + eps).rsqrt() * norm.weight[own].float()
+        y = x * (total_BS1 / norm.weight.shape[0] + eps).rsqrt() * factor_of(norm)[own].float()
         return y.to(x_BSO.dtype)
 
     def gather_keys(self, x_BSX: Tensor) -> Tensor:

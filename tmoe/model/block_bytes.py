@@ -20,10 +20,33 @@ from tmoe.ops.loss.cross_entropy import aligned
 VECTORS = 12  # per token: log-prob, entropy, log-sum-exp, their gradients, inputs of a loss
 
 
+def attention_elements(cfg: Config, axes: Axes, layer: int) -> int:
+    """Elements in the compute type that a block's attention keeps between its norm and its result.
+
+    They include the result, which is the operand of the output projection.
+    """
+    if cfg.model.is_linear(layer):
+        return linear_elements(cfg, axes)
+    latent = cfg.model.attention == "mla"
+    return latent_elements(cfg, axes) if latent else grouped_elements(cfg, axes, layer)
+
+
+def linear_elements(cfg: Config, axes: Axes) -> int:
+    """`attention_elements` of a linear layer: qkvz; q, k, v after the convolution; the rule's result, gated."""
+    n = cfg.model.linear
+    width = n.mixed + n.value_width + 2 * n.value_heads
+    return local_tokens(cfg, axes) * (width + n.mixed + 2 * n.key_width + 2 * n.value_width)
+
+
 def statistics(cfg: Config, axes: Axes, layer: int) -> int:
-    """Elements in fp32 that attention keeps: logsumexp, and root mean squares of its inner norms."""
+    """Elements in fp32 that attention keeps: logsumexp, and root mean squares of its inner norms.
+
+    Of a linear layer: decays and beta, and root mean squares.
+    """
     model, tp = cfg.model, axes.tp
     T = local_tokens(cfg, axes)
+    if model.is_linear(layer):
+        return T * (3 * model.linear.value_heads + 2 * model.linear.key_heads)
     kept = T * model.heads  # 1/tp of the heads for tp times the tokens
     if model.attention == "mla":
         return kept + T * (1 + (model.mla.q_rank > 0))

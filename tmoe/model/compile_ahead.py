@@ -30,6 +30,7 @@ from tmoe.model.transformer import Block, Context, Transformer
 from tmoe.moe.experts import Experts
 from tmoe.moe.trace import give, layers_of, trace
 from tmoe.parallel.mesh import Mesh
+from tmoe.parallel.precise import type_in
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def compile_part(part: Transformer, mesh: Mesh, dtype: torch.dtype, micro: Micro
 
 def compile_block(block: Block, x: Tensor, context: Context) -> None:
     """Calls `compute` as Block.forward does, without the hooks of FSDP2, which gather."""
-    inputs = x, *context.turns[block.rope], context.masks[block.window], *context.of_tokens
+    inputs = x, *context.turns[block.rope], context.masks[block.mask], *context.of_tokens
     try:
         if block.moe is None:
             block.compute(*inputs)
@@ -117,7 +118,7 @@ def empty_parameters(block: Block, mesh: Mesh, dtype: torch.dtype) -> Iterator[N
         for owner in block.modules()
         for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
     ]
-    stand_ins = {p: stand_in(p, mesh, dtype, spread.get(p)) for _, _, p in slots}
+    stand_ins = {p: stand_in(owner, p, mesh, dtype, spread.get(p)) for owner, _, p in slots}
     for owner, name, p in slots:
         owner._parameters[name] = stand_ins[p]
     try:
@@ -127,15 +128,18 @@ def empty_parameters(block: Block, mesh: Mesh, dtype: torch.dtype) -> Iterator[N
             owner._parameters[name] = p
 
 
-def stand_in(p: nn.Parameter, mesh: Mesh, dtype: torch.dtype, by_fsdp: bool | None) -> nn.Parameter:
+def stand_in(
+    owner: nn.Module, p: nn.Parameter, mesh: Mesh, dtype: torch.dtype, by_fsdp: bool | None
+) -> nn.Parameter:
     """A parameter without memory in the form of p that a running block sees: whole, or this rank's experts.
 
+    owner: the module that has p.
     by_fsdp: for a parameter of experts, whether FSDP2 gathers it; None for other parameters.
     """
     shape = list(p.shape)
     if by_fsdp is not None:
         shape[0] //= mesh.ep.size()
-    kind = p.dtype if dtype == torch.float32 else dtype
+    kind = p.dtype if dtype == torch.float32 else type_in(owner, dtype)
     empty = torch.empty(shape, dtype=kind, device=p.device)
     empty.untyped_storage().resize_(0)
     if by_fsdp:

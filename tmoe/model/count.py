@@ -9,6 +9,7 @@ import re
 from math import prod
 from typing import NamedTuple
 
+from tmoe.config.linear_settings import CHUNK
 from tmoe.config.model import ModelConfig
 
 Shape = tuple[int, ...]
@@ -26,6 +27,8 @@ class ParameterCounts(NamedTuple):
 
 def attention_shapes(model: ModelConfig, layer: int) -> list[Shape]:
     """Shapes of one block's attention parameters."""
+    if model.is_linear(layer):
+        return linear_shapes(model)
     window = model.window_of(layer)
     D, H, G, C, V = model.dim, model.heads, model.kv_heads_in(window), model.head_dim, model.value_dim
     if model.attention == "mla":
@@ -42,6 +45,24 @@ def attention_shapes(model: ModelConfig, layer: int) -> list[Shape]:
     rows = (H + G) * C + (G + H * model.attention_gate) * V
     biases = [(rows,)] * model.qkv_bias + [(D,)] * model.o_bias + [(H,)] * model.sinks_in(window)
     return [(rows, D), (D, H * V), *norms, *biases]
+
+
+def linear_shapes(model: ModelConfig) -> list[Shape]:
+    """Shapes of a linear layer's parameters."""
+    n, D = model.linear, model.dim
+    H, rows = n.value_heads, n.mixed + n.value_width
+    return [(rows, D), (2 * H, D), (n.mixed, n.conv), (H,), (H,), (n.value_dim,), (D, n.value_width)]
+
+
+def rule_flops(model: ModelConfig) -> float:
+    """FLOPs of the delta rule for one token of a linear layer, in the forward, in chunks of C = 64 tokens.
+
+    For each of H heads: 6 K V for the products with the state and its update, 2 C (3 K + 2 V) for k k^T, q k^T,
+    T k, T v and the sum over the chunk's values, and 2 C^2 / 3 for the triangular solve.
+    """
+    n, C = model.linear, CHUNK
+    K, V = n.key_dim, n.value_dim
+    return n.value_heads * (6 * K * V + 2 * C * (3 * K + 2 * V) + 2 * C * C / 3)
 
 
 def qk_width(model: ModelConfig) -> int:
@@ -115,14 +136,19 @@ def flops_per_token(model: ModelConfig, seq: int, frozen: bool = False) -> float
         first W tokens see W/2, all later tokens W. Latent attention's C is the mean of its query and value
         widths.
 
+    Linear layers: they read no positions. Their rule adds 3 times rule_flops, for forward and backward.
+
     Recomputation (flash attention's backward, activation checkpointing) is not counted. Document borders do
     not lower the count.
     """
-    windows = [min(model.window_of(layer) or seq, seq) for layer in range(model.layers)]
+    full = (layer for layer in range(model.layers) if not model.is_linear(layer))
+    windows = [min(model.window_of(layer) or seq, seq) for layer in full]
     visible = sum(W - W * W / (2 * seq) for W in windows)
     widths = qk_width(model) + v_width(model)
     each = 4.0 if frozen else 6.0
-    return each * count_parameters(model).active_flops + 6.0 * model.heads * widths * visible
+    attention = 6.0 * model.heads * widths * visible
+    rule = 3.0 * rule_flops(model) * model.linear_layers
+    return each * count_parameters(model).active_flops + attention + rule
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -27,6 +27,7 @@ from tmoe.model.nf4 import in_nf4, require_nf4
 from tmoe.model.transformer import Transformer
 from tmoe.moe.experts import Experts
 from tmoe.moe.own_experts import OwnExperts
+from tmoe.parallel.precise import type_in
 
 ADAPTER = re.compile(r"\.(a|b|(gate_up|down)_[ab])$")
 EXPERTS = re.compile(r"\.experts\.(gate_up|down)$")
@@ -82,7 +83,7 @@ def hold(model: nn.Module, names: Iterable[str], dtype: Dtype, trained: bool = F
     for name in names:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        value = getattr(module, leaf).detach().to(FLOATS[dtype])
+        value = getattr(module, leaf).detach().to(type_in(module, FLOATS[dtype]))
         setattr(module, leaf, nn.Parameter(value, requires_grad=trained))
 
 

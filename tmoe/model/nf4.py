@@ -1,7 +1,7 @@
 """A frozen base in NF4 under low-rank adapters (QLoRA, --lora.base nf4).
 
 The matrices of experts and dense layers, with and without an adapter, are held in NF4. Embedding, head,
-norms and routers stay in the type of --train.dtype. The values of a layer are computed for its products, in
+norms, routers and the decays of linear layers stay in the type of --train.dtype, or in fp32. The values of a layer are computed for its products, in
 forward and again in backward.
 
     in_nf4(model)                the modules take the place of those of a model with adapters, on meta
@@ -27,6 +27,7 @@ from tmoe.ops.quantised.gpu import Matrix
 from tmoe.ops.quantised.op import quantised_values
 
 AXES = ("ep", "tp", "cp", "etp", "pp")
+NARROW = ("ba",)  # matrices that are never quantised: of a linear layer's decays, two rows a head
 
 
 class Nf4Linear(nn.Linear):
@@ -75,8 +76,8 @@ def in_nf4(model: nn.Module, names: list[str]) -> None:
     for name in names:
         owner, _, leaf = name.rpartition(".")
         parent = model.get_submodule(owner)
-        if isinstance(parent, Nf4Experts):
-            continue  # replaced with its other matrix
+        if isinstance(parent, Nf4Experts) or leaf in NARROW:
+            continue  # replaced with its other matrix, or never
         if isinstance(parent, Experts):
             above, _, place = owner.rpartition(".")
             setattr(model.get_submodule(above), place, Nf4Experts(parent))

@@ -52,6 +52,7 @@ from tmoe.ops.argument_checks import require
 from tmoe.parallel.collectives import name_of
 from tmoe.parallel.copies import MicroBatches, WorkingCopy, stand_in
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
+from tmoe.parallel.precise import Precise
 from tmoe.parallel.shared_copies import GatheredCopy, SharingRanks, at_the_end
 from tmoe.parallel.zero import keep_gathered, sum_as_computed
 
@@ -470,6 +471,7 @@ def _shard_blocks(
     if not isinstance(model, Transformer):
         return
     blocks = list(model.blocks)
+    rates = [module for module in model.modules() if isinstance(module, Precise)]
     if mesh.world.size() == 1:
         for module in (*blocks, model):
             if module is not model:
@@ -479,6 +481,9 @@ def _shard_blocks(
             new = partial(WorkingCopy, micros=micros, sums=sums)
             whole |= hold_whole(module, policy.param_dtype, place, whole, new=new)
         return
+    # in fp32; all in one gather if every forward runs all blocks
+    for unit in [rates] if whole_forwards and rates else [[module] for module in rates]:
+        fully_shard(unit, mesh=mesh.shard, mp_policy=replace(policy, param_dtype=None))
     width = (policy.param_dtype or torch.float32).itemsize
     sizes = [
         width * sum(p.numel() for p in block.parameters() if not isinstance(p, DTensor)) for block in blocks

@@ -1,7 +1,8 @@
 """Quantises a model's experts and dense matrices for inference, a tensor at a time.
 
-Quantised are the matrices of experts, attention, shared experts, dense blocks and the latent space of
-experts. Embedding, head, norms, routers, gates of shared experts, biases and sinks stay as they are.
+Quantised are the matrices of experts, attention, linear layers, shared experts, dense blocks and the latent
+space of experts. Embedding, head, norms, routers, gates of shared experts, biases and sinks stay as they are,
+and so do the decays of linear layers with their matrix (`ba`), which decide what a state keeps.
 
     slots = make_room(model, "int4")        modules with empty codes and scales take the place of matrices
     slots["blocks.0.attention.qkv.weight"].put(weight)
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tmoe.config.check import require
-from tmoe.model.nf4 import Nf4Linear
+from tmoe.model.nf4 import NARROW, Nf4Linear
 from tmoe.model.slot import Slot
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.quantised_experts import QuantisedExperts, held, hold
@@ -69,7 +70,7 @@ def make_room(model: Transformer, kind: str) -> dict[str, Slot]:
             parents |= {"moe.shared": block.moe.shared}
         for path, parent in parents.items():
             for name, linear in [] if parent is None else list(parent.named_children()):
-                if isinstance(linear, nn.Linear):
+                if isinstance(linear, nn.Linear) and name not in NARROW:
                     _replace(parent, f"blocks.{number}.{path}.", name, kind, slots)
         for name in ("to_latent", "from_latent"):
             if block.moe is not None and getattr(block.moe, name) is not None:

@@ -5,6 +5,7 @@ next: model/attention.py, then moe/layer.py
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,20 +14,23 @@ from torch import Tensor, nn
 
 from tmoe.base.private_torch import find_or_note
 from tmoe.config.check import spelt
-from tmoe.config.model import IGNORE, ModelConfig
+from tmoe.config.model import IGNORE, LINEAR, ModelConfig
 from tmoe.model.adapted import keep_order
 from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.attention_parallel import ALONE
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
+from tmoe.model.linear import DeltaNet
 from tmoe.model.loss import Given, Objective, cross_entropy
+from tmoe.model.norm import norm_of
 from tmoe.model.rope import Tables, kinds_of, turns_of
 from tmoe.model.rounding import rounding
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_untrained
 from tmoe.moe.router import Router
+from tmoe.ops.delta.runs import Runs, runs_of
 from tmoe.ops.gradient_sums import GradientSum, find_table
 from tmoe.parallel.init_weights import initialise
 
@@ -40,6 +44,7 @@ let_vary = let_vary or (lambda tensor, dim: None)
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)). The feed-forward is an MoE or dense.
 
+    In a linear block (`is_linear`) the attribute `attention` is a DeltaNet.
     The result of each half passes dropout and, in Granite's models, is multiplied by a factor
     (`residual_multiplier`). Norms may also follow attention and feed-forward, or only follow them (`norms`).
     """
@@ -49,11 +54,11 @@ class Block(nn.Module):
         self.dropout = cfg.dropout
         self.multiplier = cfg.residual_multiplier
         self.window = cfg.window_of(layer)
+        self.mask = cfg.mask_of(layer)  # the key of the block's mask in `Context.masks`
         self.rope = cfg.rope_of(layer)
         before, behind = cfg.norms != "post", cfg.norms in ("post", "sandwich")
         self.attention_norm = norm_if(before, cfg)
-        latent = cfg.attention == "mla"
-        self.attention = LatentAttention(cfg) if latent else Attention(cfg, cfg.window_of(layer))
+        self.attention = attention_of(cfg, layer)
         self.attention_post_norm = norm_if(behind, cfg)
         self.ffn_norm = norm_if(before, cfg)
         self.ffn_post_norm = norm_if(behind or (cfg.norms == "moe" and cfg.is_moe(layer)), cfg)
@@ -69,16 +74,19 @@ class Block(nn.Module):
         This method is eager on purpose: FSDP2's hooks, of the block and of the experts' scope, run outside
         the compiled `compute`.
         """
+        compute = self.compute
+        if isinstance(self.attention, DeltaNet):
+            compute = partial(self.attention.rates, compute)
         if self.moe is None:
-            return self.compute(x, *context)
-        return self.moe.experts(self.compute, x, *context)
+            return compute(x, *context)
+        return self.moe.experts(compute, x, *context)
 
     def compute(
         self,
         x: Tensor,
         cos_SC: Tensor,
         sin_SC: Tensor,
-        mask: Mask,
+        mask: Mask | Runs,
         padding: Tensor | None,
         members: Tensor | None,
         experts: LocalExperts | None = None,
@@ -94,7 +102,7 @@ class Block(nn.Module):
         x = self.attend(x, cos_SC, sin_SC, mask)
         return self.feed_forward(x, padding, members, experts)
 
-    def attend(self, x: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
+    def attend(self, x: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask | Runs) -> Tensor:
         """The first half: x + attention(norm(x))."""
         y = self.attention(self.attention_norm(x), cos_SC, sin_SC, mask)
         return x + self.branch(self.attention_post_norm(y))
@@ -117,7 +125,14 @@ class Block(nn.Module):
 
 def norm_if(there: bool, cfg: ModelConfig) -> nn.Module:
     """A norm of the residual stream's width, or an identity where the model has no norm."""
-    return nn.RMSNorm(cfg.dim, cfg.norm_eps) if there else nn.Identity()
+    return norm_of(cfg, cfg.dim) if there else nn.Identity()
+
+
+def attention_of(cfg: ModelConfig, layer: int) -> Attention | LatentAttention | DeltaNet:
+    """The layer of this block by which a token reads earlier tokens."""
+    if cfg.is_linear(layer):
+        return DeltaNet(cfg)
+    return LatentAttention(cfg) if cfg.attention == "mla" else Attention(cfg, cfg.window_of(layer))
 
 
 class Blocks(nn.ModuleList):
@@ -183,7 +198,7 @@ class Context(NamedTuple):
 
     turns: Tables  # cos and sin by kind of block, [S, C];
     # [B, S, C] if each row has its own positions
-    masks: dict[int, Mask]  # by window
+    masks: dict[int | str, Mask | Runs]  # by `mask_of` of blocks
     padding_BS: Tensor | None  # of this rank's tokens
     # fp32 [B, S, sequences of a row], 1 where a token belongs to a sequence; None if rows are sequences, or
     # if no loss needs it
@@ -217,7 +232,7 @@ class Transformer(nn.Module):
         has_table = self.first or (self.last and cfg.tied)
         self.embedding = nn.Embedding(cfg.vocab, cfg.dim) if has_table else None
         self.blocks = Blocks(cfg, span)
-        self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps) if self.last else None
+        self.norm = norm_of(cfg, cfg.dim) if self.last else None
         has_head = self.last and not cfg.tied
         self.head = nn.Linear(cfg.dim, cfg.vocab, bias=False) if has_head else None
         self.balancer = Balancer(cfg.moe)
@@ -396,6 +411,9 @@ class Transformer(nn.Module):
             raise ValueError(f"tokens: {S} positions, but {spelt(limit, 'key')}")
         members_BSN = self.members(tokens_BS, padding_BS, given)
         self.spread.tokens(S, tokens_BS.device)  # raises on each stage of a pipeline if S cannot be divided
+        runs = None
+        if self.cfg.linear_layers:
+            runs = runs_of(documents_BS, padding_BS, self.cfg.linear.conv - 1)
         if padding_BS is not None:
             documents_BS = self.rounding.documents(documents_BS, padding_BS, tokens_BS)
             padding_BS = self.own(padding_BS)
@@ -405,7 +423,7 @@ class Transformer(nn.Module):
         turns = self.turns(S, device, rotated, positions_BS)
         width = min(qk_width(self.cfg), v_width(self.cfg))
         at_Q = rotated if self.spread.by_keys else None
-        masks = {
+        masks: dict[int | str, Mask | Runs] = {
             window: make_mask(
                 documents_BS,
                 window,
@@ -416,8 +434,11 @@ class Transformer(nn.Module):
                 at_Q,
                 self.rounding.in_blocks,
             )
-            for window in {self.cfg.window_of(i) for i in range(self.cfg.layers)}
+            for window in {self.cfg.mask_of(i) for i in range(self.cfg.layers)}
+            if isinstance(window, int)
         }
+        if self.cfg.linear_layers:
+            masks[LINEAR] = runs
         return Context(turns, masks, padding_BS, members_BSN)
 
     def members(self, tokens_BS: Tensor, padding_BS: Tensor | None, given: Given | None) -> Tensor | None:
@@ -472,7 +493,7 @@ class Transformer(nn.Module):
         loads = []
         for block in self.blocks:
             assert isinstance(block, Block)
-            x, load = block(x, *turns[block.rope], masks[block.window], *context.of_tokens)
+            x, load = block(x, *turns[block.rope], masks[block.mask], *context.of_tokens)
             if load is not None:
                 loads.append(load)
         load = stack(loads) if loads else None

@@ -55,6 +55,30 @@ def softmax_topk(logits_TE: torch.Tensor, K: int, renormalize: bool) -> tuple[to
     return weights_TK, ids_TK.int()
 
 
+def delta_rule(
+    q_BSGK: torch.Tensor,
+    k_BSGK: torch.Tensor,
+    v_BSHV: torch.Tensor,
+    g_BSH: torch.Tensor,
+    beta_BSH: torch.Tensor,
+) -> torch.Tensor:
+    """o [B, S, H, V], token after token: S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; o = S^T q.
+
+    S is 0 before the first token. Each of G key heads serves H/G neighbouring value heads.
+    """
+    B, _, H, V = v_BSHV.shape
+    q, k = (t.repeat_interleave(H // t.shape[2], 2) for t in (q_BSGK, k_BSGK))
+    state = v_BSHV.new_zeros(B, H, q.shape[-1], V)
+    out = []
+    for t in range(v_BSHV.shape[1]):
+        state = state * g_BSH[:, t].exp()[..., None, None]
+        found = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        fresh = beta_BSH[:, t, :, None] * (v_BSHV[:, t] - found)
+        state = state + k[:, t, :, :, None] * fresh[:, :, None]
+        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(out, 1)
+
+
 def sinkhorn(
     logits_TE: torch.Tensor, live_T: torch.Tensor | None, iterations: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from tmoe.base.private_torch import find_or_note
 from tmoe.ops.gradient_sums import Target, offer
 from tmoe.parallel.mesh import local_part
+from tmoe.parallel.precise import type_in
 
 find_or_note(
     "torch.Tensor._post_accumulate_grad_hooks",
@@ -285,7 +286,7 @@ def stand_in(
         for (owner, name), master in zip(slots, masters[-1], strict=True):
             copy = working_copy(master)
             if copy is None:
-                copy = master.working_copy = new(master, dtype or master.dtype)
+                copy = master.working_copy = new(master, type_in(owner, dtype or master.dtype))
             copy.refresh()
             owner._parameters[name] = copy.tensor
 

@@ -2,8 +2,9 @@
 
 The scheme: matrices are normal with standard deviation `std`. Matrices whose output is added to the residual
 stream (attention `o`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow
-with depth (GPT-2). Norm weights are one; biases, sinks, the logarithm of a cosine router's scale and buffers
-are zero. An adapter's a is uniform within 1 / sqrt(its inputs), as PEFT draws it, and its b is zero.
+with depth (GPT-2). Norm weights are one, or zero where the factor is 1 + weight; biases, sinks, the logarithm
+of a cosine router's scale and buffers are zero. Of a linear layer, dt_bias is one, A_log the logarithm of a
+number drawn from 0.01 to 16, and the convolution uniform within 1 / sqrt(its tokens), as torch draws one. An adapter's a is uniform within 1 / sqrt(its inputs), as PEFT draws it, and its b is zero.
 
 Each tensor is drawn from a separate generator, seeded by a hash of (seed, name). A rank draws the full tensor
 and keeps its part, so every mesh starts from the same numbers. Removing layers changes only the residual
@@ -22,6 +23,8 @@ from tmoe.parallel.mesh import local_part, local_slices
 RESIDUAL = ("o.weight", "down.weight", "down", "from_latent.weight")
 ADAPTER_A, ADAPTER_B = (tuple(f"{matrix}{part}" for matrix in (".", ".gate_up_", ".down_")) for part in "ab")
 ZERO = ("bias", "sinks", "log_scale", *ADAPTER_B)
+A_LOG, CONV, DT_BIAS = ".A_log", ".rates.conv", ".dt_bias"  # of linear layers
+DECAYS = 0.01, 16.0  # between which -A is drawn
 
 
 @torch.no_grad()
@@ -36,20 +39,28 @@ def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int 
         seed = int(torch.randint(2**31, (), device="cpu"))
     for buffer in module.buffers():  # the routers' choice bias
         buffer.zero_()
+    from_zero = {
+        f"{owner}.{leaf}".lstrip(".")
+        for owner, part in module.named_modules()
+        for leaf in getattr(part, "start_at_zero", ())
+    }
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             continue
-        if name.endswith(ZERO) or parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith(ZERO) else 1.0)
+        zero = name in from_zero or (name.endswith(ZERO) and not name.endswith(DT_BIAS))
+        if zero or (parameter.dim() == 1 and not name.endswith(A_LOG)):
+            parameter.fill_(0.0 if zero else 1.0)
             continue
         scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL) else std
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         local = local_part(parameter)
         generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         full = torch.empty(parameter.shape, device=local.device)
-        if name.endswith(ADAPTER_A):
+        if name.endswith(ADAPTER_A) or name.endswith(CONV):
             most = parameter.shape[-1] ** -0.5
             full.uniform_(-most, most, generator=generator)
+        elif name.endswith(A_LOG):
+            full.uniform_(*DECAYS, generator=generator).log_()
         else:
             full.normal_(0.0, scale, generator=generator)
         local.copy_(full[local_slices(parameter)])

@@ -15,7 +15,7 @@ from tmoe.config.float8_settings import fits
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model import block_bytes as of_model
-from tmoe.model.block_bytes import grouped_elements, latent_elements, statistics
+from tmoe.model.block_bytes import attention_elements, statistics
 from tmoe.model.count import block_shapes
 from tmoe.moe import moe_bytes as of_moe
 from tmoe.moe.moe_bytes import gathered_expert_bytes, moe_bytes, slice_bytes, window_bytes
@@ -38,8 +38,7 @@ def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -
     norm = T * (D * width + FP32)  # a norm after a branch keeps the branch's result
     around_attention, around_feed_forward = model.norms_of(layer)
     attention = T * D * width + around_attention * norm
-    latent = model.attention == "mla"
-    attention += (latent_elements(cfg, axes) if latent else grouped_elements(cfg, axes, layer)) * width
+    attention += attention_elements(cfg, axes, layer) * width
     attention += statistics(cfg, axes, layer) * FP32
 
     feed_forward = T * D * width + around_feed_forward * norm

@@ -135,9 +135,12 @@ def blocks_bytes(cfg: Config, axes: Axes, span: range) -> int:
     return sum(bytes_of[kind_of(cfg.model, layer)] for layer in span)
 
 
-def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool, int]:
-    """The properties on which a block's bytes depend: MoE or dense, with or without RoPE, its window."""
-    return model.is_moe(layer), model.rope_of(layer) is not None, model.window_of(layer)
+def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool, int | str]:
+    """The properties on which a block's bytes depend: MoE or dense, with or without RoPE, its window.
+
+    A linear block has LINEAR in place of a window.
+    """
+    return model.is_moe(layer), model.rope_of(layer) is not None, model.mask_of(layer)
 
 
 def chunk_root(model: ModelConfig, span: range) -> list[Shape]:

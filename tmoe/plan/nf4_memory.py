@@ -20,6 +20,7 @@ from tmoe.config.run import Config
 from tmoe.config.sizes import compute_bytes
 from tmoe.model.count import Shape, block_shapes
 from tmoe.model.lora import matrices_of
+from tmoe.model.nf4 import NARROW
 from tmoe.model.transformer import Transformer
 
 EXPERTS = re.compile(r"blocks\.\d+\.moe\.experts\.")
@@ -45,6 +46,8 @@ def nf4_shapes(model: ModelConfig, span: range) -> dict[str, Shape]:
         part = Transformer(model, span)
     shapes = {}
     for name, (owner, leaf) in matrices_of(part).items():
+        if leaf in NARROW:
+            continue
         found = getattr(owner, leaf)
         weight: torch.Tensor = found.weight if isinstance(found, nn.Linear) else found
         shapes[name] = tuple(weight.shape)

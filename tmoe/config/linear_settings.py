@@ -1,0 +1,54 @@
+"""The settings of linear layers, which keep a state instead of keys and values.
+
+next: model.py"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tmoe.config.check import check
+
+LayerType = Literal["linear", "full"]
+CHUNK = 64  # tokens of a chunk in the count of operations (ops/delta)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Linear layers: blocks whose attention is replaced by a rule that updates a state of fixed size."""
+
+    kind: Literal["none", "deltanet"] = "none"
+    """the rule of these blocks: none: all blocks have attention; deltanet: Gated DeltaNet (Yang et al. 2024,
+    as in Qwen3-Next)"""
+    every: int = 4
+    """every n-th block has full attention, the others are linear; layer-types, if given, decides instead"""
+    key_heads: int = 16
+    """heads of queries and keys"""
+    value_heads: int = 32
+    """heads of values; a multiple of key-heads: neighbouring ones share a key"""
+    key_dim: int = 128
+    """channels of a query and key head"""
+    value_dim: int = 128
+    """channels of a value head"""
+    conv: int = 4
+    """tokens of the causal convolution over queries, keys and values"""
+
+    def __post_init__(self) -> None:
+        linear = check(self, "model.linear.", one="every key_heads value_heads key_dim value_dim conv")
+        ok = self.value_heads % self.key_heads == 0
+        linear.require(ok, "value_heads", f"must be a multiple of {linear.said('key_heads')}")
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_width + self.value_width
