@@ -247,7 +247,9 @@ def _in_their_keys(error: ConfigError, keys: Mapping[str, str]) -> str:
     """An error's line with the keys of config.json. Settings may lack the section "model." in the error."""
     short = {setting.removeprefix("model."): key for setting, key in keys.items()}
     return re.sub(
-        r"\b(?:moe|rope|mla)\.[a-z0-9_.]+", lambda match: short.get(match[0], match[0]), error.spelt(keys)
+        r"\b(?:moe|rope|mla|linear)\.[a-z0-9_.]+",
+        lambda match: short.get(match[0], match[0]),
+        error.spelt(keys),
     )
 
 
@@ -288,6 +290,7 @@ NO_LONGROPE = (
     f"; longrope changes with the length of an input, which tmoe does not compute; {IN_TRANSFORMERS}"
 )
 KINDS_OF_BLOCKS = "full_attention", "sliding_attention"  # without and with a window
+LINEAR_BLOCK = "linear_attention"
 
 
 def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
@@ -486,12 +489,29 @@ def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
     )
 
 
+def read_linear(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
+    """Put the kinds of blocks of an architecture with linear blocks into `found`, and return problems."""
+    layers, every = found.get("layers") or 0, said.get(arch.linear, 4)
+    if not fits(every, int) or every < 1:
+        return [f"{arch.linear}={every!r}: must be at least 1"]
+    usual = [LINEAR_BLOCK if (i + 1) % every else KINDS_OF_BLOCKS[0] for i in range(layers)]
+    kinds, problems = kinds_of_layers(said, "layer_types", (LINEAR_BLOCK, KINDS_OF_BLOCKS[0]), usual)
+    found["layer_types"] = tuple("linear" if kind == LINEAR_BLOCK else "full" for kind in kinds)
+    found["layer_types"] = found["layer_types"][: shortest(list(found["layer_types"]))]
+    return problems
+
+
 # attention to the keys that an indexer chooses, and the older name of it
 INDEXED = "indexed_attention", "deepseek_sparse_attention"
 
 
 def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) -> list[str]:
-    """Put window and windowed of a config.json into `found`, and return problems."""
+    """Put window and windowed of a config.json into `found`, and return problems.
+
+    Of an architecture with linear blocks, put layer_types.
+    """
+    if arch.linear:
+        return read_linear(arch, said, found)
     windows = arch.windows
     layers = found.get("layers") or 0
     typed = windows is not None and "layer_types" in windows.keys
@@ -539,6 +559,9 @@ def write_windows(arch: Architecture, cfg: ModelConfig) -> HF:
 
     Windows that these keys cannot describe are noticed when the keys are read back.
     """
+    if arch.linear:
+        linear = map(cfg.is_linear, range(cfg.layers))
+        return dict(layer_types=[LINEAR_BLOCK if it_is else KINDS_OF_BLOCKS[0] for it_is in linear])
     windows = [cfg.window_of(i) for i in range(cfg.layers)]
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
     values = dict(sliding_window=max(windows) or None, use_sliding_window=any(windows), layer_types=kinds)

@@ -471,6 +471,8 @@ def _assembled(step: Path, read: Boxes, contents: Contents, wanted: set[str]) ->
     matrices = contents.quantised.matrices if contents.quantised else {}
     for ours, pieces_of_ours in contents.pieces.items():
         group = [piece for piece in pieces_of_ours if piece.name in wanted]
+        first = {piece.name: i for i, piece in reversed([*enumerate(group)])}
+        group.sort(key=lambda piece: first[piece.name])  # all pieces of a tensor together
         boxes = tuple(Box(0, piece.offset, piece.shape) for piece in group)
         pieces = zip(group, read(ours, boxes), strict=True)
         for name, parts in groupby(pieces, key=lambda pair: pair[0].name):

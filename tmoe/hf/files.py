@@ -328,10 +328,12 @@ def fill(target: Tensor, offset: tuple[int, ...], found: list[TensorPiece], read
             continue
         inside = [slice(low - b, high - b) for (low, high), b in zip(spans, piece.offset, strict=True)]
         rows = inside[piece.axis]
-        first = rows.start * piece.every + piece.first
-        inside[piece.axis] = slice(first, rows.stop * piece.every, piece.every)
+        first = rows.start * piece.every + piece.first + piece.lead
+        inside[piece.axis] = slice(first, rows.stop * piece.every + piece.lead, piece.every)
         box = piece.to_theirs(tuple(inside))
+        box = (*box[:-1], slice(0, 1), box[-1]) if piece.inner else box
         theirs = read(piece.name, (slice(0, 1), *box))[0] if piece.framed else read(piece.name, box)
+        theirs = theirs.squeeze(-2) if piece.inner else theirs
         theirs = theirs.mT if piece.transposed else theirs
         slices = tuple(slice(low - a, high - a) for (low, high), a in zip(spans, offset, strict=True))
         target[slices] = theirs

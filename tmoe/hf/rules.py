@@ -41,6 +41,9 @@ class TensorPart(NamedTuple):
     every, first: it is interleaved with other parts in one tensor: it is every n-th row of that tensor, from
         row `first` on.
     framed: it has one more leading axis, of length one.
+    inner: it has one more axis, of length one, before its last.
+    within: it is a part of each head's rows in a tensor that is ordered by heads: the number of heads, the
+        rows of a head, and the first of them that belongs to this part. `rows` are those of all heads.
     """
 
     name: str
@@ -49,6 +52,8 @@ class TensorPart(NamedTuple):
     every: int = 1
     first: int = 0
     framed: bool = False
+    inner: bool = False
+    within: Callable[[ModelConfig], tuple[int, int, int]] | None = None
 
 
 class TensorRule(NamedTuple):
@@ -194,6 +199,9 @@ class Architecture:
     """whether blocks with full attention and blocks with a window have separate settings of RoPE"""
     rope_bases: str = ""
     """the key that may list each block's RoPE base, 0 for no positions; "": no such key"""
+    linear: str = ""
+    """the key by which every n-th block has full attention if config.json has no layer_types, in an
+    architecture whose other blocks are linear; "": no block is linear"""
     query_beta: str = ""
     """the key of RoPE's settings that is our rope.query_beta; "": queries are not scaled by position"""
     partial: Callable[[HF], float] | None = None
@@ -217,7 +225,8 @@ class TensorPiece(NamedTuple):
     offset, shape: the box in our tensor.
     stacked: it lacks our first axis, which has length one in the box.
     axis: the axis of our rows, counted from the end.
-    transposed, every, first, framed: as in TensorPart.
+    transposed, every, first, framed, inner: as in TensorPart.
+    lead, total: it is the rows from `lead` on of a tensor of `total` rows; total 0: all rows of the tensor.
     """
 
     name: str
@@ -229,19 +238,26 @@ class TensorPiece(NamedTuple):
     every: int
     first: int
     framed: bool = False
+    inner: bool = False
+    lead: int = 0
+    total: int = 0
 
     @property
     def their_shape(self) -> tuple[int, ...]:
         """The shape of their whole tensor."""
         whole = list(self.shape)
-        whole[self.axis] *= self.every
+        whole[self.axis] = self.total or whole[self.axis] * self.every
         theirs = self.to_theirs(tuple(whole))
+        theirs = (*theirs[:-1], 1, theirs[-1]) if self.inner else theirs
         return (1, *theirs) if self.framed else theirs
 
     def see(self, theirs: Tensor) -> Tensor:
         """The rows of their tensor that belong to this piece, in our order of axes, as a view."""
         theirs = theirs[0] if self.framed else theirs
+        theirs = theirs.select(-2, 0) if self.inner else theirs
         theirs = theirs.mT if self.transposed else theirs
+        if self.total:
+            return theirs.narrow(self.axis, self.lead, self.shape[self.axis])
         return theirs.unflatten(self.axis, (-1, self.every)).select(self.axis, self.first)
 
     def to_theirs(self, axes: tuple) -> tuple:
@@ -294,15 +310,26 @@ def pieces(
                 offset[0] = expert
                 box[0] = 1
             name = part.name.format(layer=layer, expert=expert)
-            woven = (part.every, part.first, part.framed)
-            result.append(
-                TensorPiece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven)
-            )
+            woven = (part.every, part.first, part.framed, part.inner)
+            whole = TensorPiece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven)
+            result += [whole] if part.within is None else _by_heads(whole, *part.within(layer_cfg))
             start += rows
     assert sum(math.prod(piece.shape) for piece in result) in (0, math.prod(shape)), (
         f"{ours}: parts leave a hole"
     )
     return result
+
+
+def _by_heads(whole: TensorPiece, heads: int, size: int, first: int) -> list[TensorPiece]:
+    """A piece divided by heads: each is rows of a head in their tensor, see TensorPart.within."""
+    found = []
+    for head in range(heads):
+        offset, box = list(whole.offset), list(whole.shape)
+        box[whole.axis] //= heads
+        offset[whole.axis] += head * box[whole.axis]
+        place = dict(lead=head * size + first, total=heads * size)
+        found.append(whole._replace(offset=tuple(offset), shape=tuple(box), **place))
+    return found
 
 
 def published(

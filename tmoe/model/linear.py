@@ -58,7 +58,7 @@ class DeltaNet(nn.Module):
         self.ba = nn.Linear(cfg.dim, 2 * H, bias=False)
         self.rates = Rates(linear.mixed, linear.conv, H)
         self.norm = nn.RMSNorm(V, cfg.norm_eps)  # its factor is the weight itself, with norm_offset as well
-        self.o = nn.Linear(H * V, cfg.dim, bias=False)
+        self.out = nn.Linear(H * V, cfg.dim, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, runs: Runs | None) -> Tensor:
         """y [B, S, D].
@@ -98,7 +98,7 @@ class DeltaNet(nn.Module):
         gate = rearrange(z_BSX, "b s (head v) -> b s head v", v=self.sizes.value_dim)
         wide = torch.promote_types(gate.dtype, torch.float32)
         y = self.norm(o_BSHV).to(wide) * F.silu(gate.to(wide))
-        return self.o(y.to(gate.dtype).flatten(-2))
+        return self.out(y.to(gate.dtype).flatten(-2))
 
     # ---- with a state ----
 

@@ -1,7 +1,7 @@
 """Initial weights that depend on the seed and a parameter's name alone, never on the layout.
 
 The scheme: matrices are normal with standard deviation `std`. Matrices whose output is added to the residual
-stream (attention `o`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow
+stream (attention `o`, a linear layer's `out`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow
 with depth (GPT-2). Norm weights are one, or zero where the factor is 1 + weight; biases, sinks, the logarithm
 of a cosine router's scale and buffers are zero. Of a linear layer, dt_bias is one, A_log the logarithm of a
 number drawn from 0.01 to 16, and the convolution uniform within 1 / sqrt(its tokens), as torch draws one. An adapter's a is uniform within 1 / sqrt(its inputs), as PEFT draws it, and its b is zero.
@@ -20,7 +20,7 @@ from torch import nn
 from tmoe.parallel.mesh import local_part, local_slices
 
 # Suffixes of the names of matrices whose output is added to the residual stream.
-RESIDUAL = ("o.weight", "down.weight", "down", "from_latent.weight")
+RESIDUAL = ("o.weight", ".out.weight", "down.weight", "down", "from_latent.weight")
 ADAPTER_A, ADAPTER_B = (tuple(f"{matrix}{part}" for matrix in (".", ".gate_up_", ".down_")) for part in "ab")
 ZERO = ("bias", "sinks", "log_scale", *ADAPTER_B)
 A_LOG, CONV, DT_BIAS = ".A_log", ".rates.conv", ".dt_bias"  # of linear layers

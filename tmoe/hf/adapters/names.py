@@ -28,7 +28,7 @@ class Place(NamedTuple):
     """the first row of the matrix"""
     rows: int
     every: int
-    """their rows: every `every`-th, from row `first` on"""
+    """their rows: every `every`-th, from row `first` on, up to row `end`; end 0: to the last one"""
     first: int
     expert: int | None
     """the expert, if theirs holds one alone"""
@@ -36,11 +36,12 @@ class Place(NamedTuple):
     """columns of the matrix"""
     transposed: bool
     """whether theirs is stored as [in, out]"""
+    end: int = 0
 
     @property
     def theirs(self) -> slice:
         """The rows of their matrix that belong to this place."""
-        return slice(self.first, None, self.every)
+        return slice(self.first, self.end or None, self.every)
 
 
 class Names(NamedTuple):
@@ -104,11 +105,13 @@ def _add(names: Names, matrix: str, found: list[TensorPiece]) -> None:
     places: dict[str, list[Place]] = {}
     whole = {piece.name for piece in found if len(piece.shape) == 3 and not piece.stacked}
     for piece in found:
-        if piece.framed:
+        if piece.framed or piece.inner:
             continue
         rows = (piece.offset[piece.axis], piece.shape[piece.axis])
         expert = piece.offset[0] if piece.stacked else None
-        place = Place(matrix, *rows, piece.every, piece.first, expert, piece.shape[-1], piece.transposed)
+        theirs = piece.every, piece.first + piece.lead, expert, piece.shape[-1], piece.transposed
+        end = piece.lead + rows[1] if piece.total else 0
+        place = Place(matrix, *rows, *theirs, end)
         places.setdefault(piece.name, []).append(place)
     for name, group in places.items():
         if name in whole:

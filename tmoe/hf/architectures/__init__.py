@@ -28,6 +28,7 @@ from tmoe.hf.architectures import (
     mixtral,
     olmoe,
     qwen,
+    qwen3_next,
     qwen3_vl,
     solar,
 )
@@ -70,4 +71,7 @@ ARCHITECTURES = (
     mistral4.MISTRAL4,
     deepseek.DEEPSEEK_V32,
     glm.GLM_MOE_DSA,
+    qwen3_next.QWEN3_NEXT,
+    qwen3_next.QWEN3_5_MOE_TEXT,
+    qwen3_next.QWEN3_5_MOE,
 )
