@@ -147,12 +147,13 @@ def decode_shapes(cfg: Config, dtype: torch.dtype) -> DecodeShapes:
         vocab=m.vocab,
         dim=m.dim,
         dtype=dtype,
-        layers=tuple(attention_shapes(m, layer) for layer in range(m.layers)),
+        layers=tuple(attention_shapes(m, layer) for layer in range(m.layers) if not m.is_linear(layer)),
         ffn_dims=tuple(width for width in widths if width),
         fused=how.fused,
         in_blocks=how.in_blocks,
         filters=Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p),
         adapted=dense_sizes(m, cfg.lora),
+        norm_offset=m.norm_offset,
     )
 
 

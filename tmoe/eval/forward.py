@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tmoe.config.model import LINEAR
 from tmoe.eval.tree import Row
 from tmoe.generate.forward import AllTurns, Rotations, feed_forward, softmax_of, windows
 from tmoe.generate.prompt_chunks import LENGTHS
@@ -23,7 +24,9 @@ from tmoe.model.attention import Attention, gated
 from tmoe.model.attention_backend import BLOCK, NARROWEST, Mask, attend, ordered
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
+from tmoe.model.linear import DeltaNet
 from tmoe.model.transformer import Block, Transformer
+from tmoe.ops.delta.runs import runs_of
 from tmoe.ops.loss.head import wide_products
 from tmoe.ops.loss.logprob import chunk_rows
 
@@ -104,20 +107,27 @@ def hidden(model: Transformer, batch: Batch, turns: AllTurns, rows: int) -> Tens
     It must run inside `gathered`. turns: of all positions. rows: as in feed_forward.
     """
     width = min(qk_width(model.cfg), v_width(model.cfg))
-    masks = {window: tree_mask(batch, window, width) for window in windows(model)}
+    masks: dict[Any, Any] = {window: tree_mask(batch, window, width) for window in windows(model)}
+    if model.cfg.linear_layers:
+        sequences_1S = (batch.at_S == 0).cumsum(0)[None]  # no row has branches, see `rows` of eval/tree.py
+        masks[LINEAR] = runs_of(sequences_1S, None, model.cfg.linear.conv - 1)
     here = {rope: Rotations(cos[batch.at_S], sin[batch.at_S]) for rope, (cos, sin) in turns.items()}
     x = model.embed(batch.ids_1S)
     for block in model.blocks:
         assert isinstance(block, Block)
-        y = attention(block.attention, block.attention_norm(x), here[block.rope], masks[block.window])
+        y = attention(block.attention, block.attention_norm(x), here[block.rope], masks[block.mask])
         x = x + block.branch(block.attention_post_norm(y))
         y, _ = feed_forward(block, block.ffn_norm(x), batch.padding_1S, rows)
         x = x + y
     return model.scaled(model.norm(x))[0]
 
 
-def attention(layer: Attention | LatentAttention, x_1SD: Tensor, turns: Rotations, mask: Mask) -> Tensor:
+def attention(
+    layer: Attention | LatentAttention | DeltaNet, x_1SD: Tensor, turns: Rotations, mask: Any
+) -> Tensor:
     """y [1, S, D] of a layer whose mask includes its window."""
+    if isinstance(layer, DeltaNet):
+        return layer(x_1SD, *turns, mask)
     if isinstance(layer, LatentAttention):
         q_nope, q_rot, latent, k_rot = layer.narrow(x_1SD, *turns)
         k, v = layer.widen(latent, k_rot)

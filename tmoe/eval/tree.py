@@ -35,13 +35,16 @@ class Row(NamedTuple):
 class _Filling:
     """A row while sequences are added to it, in sorted order."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: bool) -> None:
+        self.share = share
         self.row = Row([], [], [], [], [])
         self.last: Sequence[int] = ()
         self.path: list[int] = []  # places of the last sequence's tokens
 
     def shared(self, ids: Sequence[int]) -> int:
         """Number of tokens that a sequence would share with the last one."""
+        if not self.share:
+            return 0
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(self.last, ids, strict=False))
         count = sum(1 for _ in pairs)
         return count if count >= SHARED or count == len(ids) else 0
@@ -65,19 +68,22 @@ class _Filling:
         return self.row
 
 
-def rows(sequences: Sequence[Sequence[int]], most: int) -> list[Row]:
+def rows(sequences: Sequence[Sequence[int]], most: int, share: bool = True) -> list[Row]:
     """Rows of at most `most` tokens that hold all sequences; a longer sequence is alone in a longer row.
 
     Sequences are sorted, so that equal beginnings are neighbours, and rows are filled in this order. A
     beginning that several rows share is computed in each of them. Empty sequences are not valid.
+
+    share: sequences share equal beginnings. A model with linear layers needs False: its state after a
+    beginning is not kept.
     """
     found: list[Row] = []
-    filling = _Filling()
+    filling = _Filling(share)
     for number in sorted(range(len(sequences)), key=lambda i: tuple(sequences[i])):
         ids = sequences[number]
         shared = filling.shared(ids)
         if filling.row.ids and len(filling.row.ids) + len(ids) - shared > most:
             found.append(filling.done())
-            filling, shared = _Filling(), 0
+            filling, shared = _Filling(share), 0
         filling.add(number, ids, shared)
     return [*found, filling.done()] if filling.row.ids else found

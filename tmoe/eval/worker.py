@@ -71,7 +71,8 @@ class Worker:
         pending: deque[tuple[Row, Tensor, Tensor]] = deque()
         clock = Clock(len(texts), "texts", self.say)
         with on_device(device), gathered(model, most) as ranks:
-            packed = rows([text.ids for text in texts], max(ranks.at_once, longest))
+            share = not model.cfg.linear_layers
+            packed = rows([text.ids for text in texts], max(ranks.at_once, longest), share)
             turns = all_turns(model.cfg, longest, device)
             for row in packed:
                 batch = batch_of(row, device)

@@ -47,8 +47,12 @@ class Cache:
     def __init__(self, cfg: ModelConfig, pages: int, device: torch.device, dtype: torch.dtype):
         self.pages = pages
         self.shared = cfg.attention == "mla"
-        self.layers: list[LayerCache] = []
+        self.layers: list[LayerCache | None] = []  # None: a linear block, which keeps no keys
+        self.device = device
         for layer in range(cfg.layers):
+            if cfg.is_linear(layer):
+                self.layers.append(None)
+                continue
             heads, width, values = layer_widths(cfg, layer)
             k = torch.zeros(pages, PAGE, heads, width, device=device, dtype=dtype)
             v = k[..., :values] if self.shared else k.new_zeros(pages, PAGE, heads, values)
@@ -58,8 +62,8 @@ class Cache:
         """Copies the first page of each pair into the second."""
         if not pairs:
             return
-        source, target = upload(pairs, self.layers[0].k_PTGC.device).T
-        for k, v in self.layers:
+        source, target = upload(pairs, self.device).T
+        for k, v in (layer for layer in self.layers if layer is not None):
             k[target] = k[source]
             if not self.shared:
                 v[target] = v[source]
@@ -73,8 +77,22 @@ def layer_widths(cfg: ModelConfig, layer: int) -> tuple[int, int, int]:
 
 
 def bytes_a_token(cfg: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that all blocks together cache for one token."""
+    """Bytes that all blocks together cache for one token; linear blocks have states (generate/states.py)."""
     shared = cfg.attention == "mla"
-    widths = (layer_widths(cfg, layer) for layer in range(cfg.layers))
+    full = (layer for layer in range(cfg.layers) if not cfg.is_linear(layer))
+    widths = (layer_widths(cfg, layer) for layer in full)
     held = sum(heads * (width if shared else width + values) for heads, width, values in widths)
     return held * dtype.itemsize
+
+
+def bytes_a_sequence(cfg: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one sequence's states in all linear blocks: the rule's in fp32, inputs of the convolution."""
+    n = cfg.linear
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    state = n.value_heads * n.key_dim * n.value_dim * wide
+    return cfg.linear_layers * (state + (n.conv - 1) * n.mixed * dtype.itemsize)
+
+
+def bytes_of_states(cfg: ModelConfig, slots: int, dtype: torch.dtype) -> int:
+    """Most bytes of the states of a call: of its slots, and of as many prompts."""
+    return 2 * slots * bytes_a_sequence(cfg, dtype)

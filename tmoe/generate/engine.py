@@ -21,7 +21,7 @@ from torch import Tensor
 from tmoe.config.check import FLOATS, ConfigError, Setting, fits, require, spelt
 from tmoe.config.model import no_bits
 from tmoe.data.chat.format import ends_of
-from tmoe.generate.cache import PAGE, bytes_a_token
+from tmoe.generate.cache import PAGE, bytes_a_token, bytes_of_states
 from tmoe.generate.gathered_model import gathered, is_laid_out, require_whole
 from tmoe.generate.pages import Span, alone, most_needed
 from tmoe.generate.requests import Asked, Details, Request, Tops, joined, tops_of
@@ -421,9 +421,10 @@ class Engine:
         pool = None if self.pool_gib is None else self.pool_gib * 2**30
         if pool is None and weight.is_cuda:
             pool = FREE * torch.cuda.mem_get_info(weight.device)[0]
+            pool -= bytes_of_states(self.model.cfg, slots, weight.dtype)
         if pool is not None:
             require_pool(pool, spans, n, a_page)
-            pages = min(pages, int(pool // a_page))
+            pages = min(pages, int(pool // a_page)) if a_page else pages
         return Room(slots, pages, max(span.tokens for span in spans))
 
     def sample_of(self, request: Request) -> Sample:

@@ -10,6 +10,7 @@ next: generate/sampler.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -20,11 +21,14 @@ from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.generate.cache import PAGE, Cache, LayerCache
+from tmoe.generate.states import write
 from tmoe.model.adapted import adapted
 from tmoe.model.attention import Attention, gated
 from tmoe.model.attention_backend import Mask, attend, make_mask
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
+from tmoe.model.linear import DeltaNet, State
+from tmoe.model.norm import OffsetNorm
 from tmoe.model.rope import turns_of
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.exchange.expert_tensor import ExpertTensorDispatcher
@@ -76,7 +80,13 @@ class PromptBatch(NamedTuple):
 
 
 def prefill(
-    model: Transformer, cache: Cache, chunk: PromptBatch, turns: AllTurns, rows: int, last: bool
+    model: Transformer,
+    cache: Cache,
+    chunk: PromptBatch,
+    turns: AllTurns,
+    rows: int,
+    last: bool,
+    states: Sequence[list[State]] = (),
 ) -> tuple[list[Routing], Tensor]:
     """Fills the cache with a chunk.
 
@@ -84,8 +94,11 @@ def prefill(
     [1, S, D]; without `last`, both without the last feed-forward.
 
     turns: of all positions. rows: as in feed_forward. last: compute the feed-forward of the last block too.
+    states: for each piece of the chunk, its prompt's states in the linear layers; they are replaced by those
+    after the piece.
     """
     routes = []
+    linear = 0
     here = {rope: Rotations(cos[chunk.at_1S], sin[chunk.at_1S]) for rope, (cos, sin) in turns.items()}
     masks = {window: mask_of(model, chunk, window) for window in windows(model)}
     x = model.embed(chunk.tokens_1S)
@@ -93,12 +106,17 @@ def prefill(
         assert isinstance(block, Block)
         normed = block.attention_norm(x)
         attention, mask, now = block.attention, masks[block.window], here[block.rope]
-        if isinstance(attention, LatentAttention):
+        if isinstance(attention, DeltaNet):
+            y = prompt_linear(attention, normed, chunk, states, linear)
+            linear += 1
+        elif isinstance(attention, LatentAttention):
+            assert layer is not None
             y = prompt_latent(attention, normed, now, layer, chunk, mask)
         else:
+            assert layer is not None
             y = prompt_grouped(attention, normed, now, layer, chunk, mask)
         x = x + block.branch(block.attention_post_norm(y))
-        if last or layer is not cache.layers[-1]:  # the cache needs nothing after the last block's keys
+        if last or block is not model.blocks[-1]:  # the cache needs nothing after the last block's keys
             y, routing = feed_forward(block, block.ffn_norm(x), chunk.padding_1S, rows)
             x = x + y
             if routing is not None:
@@ -134,6 +152,7 @@ def decode(
     turns: AllTurns,
     rows: int,
     padding_B: Tensor | None = None,
+    states: Sequence[State] = (),
 ) -> tuple[Tensor, Tensor, list[Routing]]:
     """Logits [B, V] after one token of each of B sequences, which is also added to the cache.
 
@@ -146,6 +165,7 @@ def decode(
         turns: of all positions.
         rows: as in feed_forward.
         padding_B: True at rows of no sequence, which experts must not get.
+        states: of the B sequences in each linear layer; they are overwritten by those after the tokens.
     """
     padding_B1 = None if padding_B is None else padding_B[:, None]
     here = {rope: Rotations(cos[at_B], sin[at_B]) for rope, (cos, sin) in turns.items()}
@@ -158,17 +178,24 @@ def decode(
     normed = blocks[0].attention_norm(x)
     norms = [*(block.attention_norm for block in blocks[1:]), cast(nn.Module, model.norm)]
     routes = []
+    linear = iter(states)
     for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
         attention = block.attention
-        q_BHC, gate_BHC = put_one(attention, normed, here[block.rope], layer, places_B, fused)
-        scale, sinks_H = softmax_of(attention)
-        pages = q_BHC, *layer, table_BM, lengths_B
-        if model.rounding.in_blocks:
-            y_BHC = decode_in_blocks(*pages, scale=scale)
+        if isinstance(attention, DeltaNet):
+            state = next(linear)
+            y, after = attention.go_on(normed, state)
+            write(state, after)
         else:
-            y_BHC = decode_attention(*pages, scale=scale, window=block.window or None, sinks_H=sinks_H)
-        y_BHC = gated(y_BHC, gate_BHC)
-        y = block.branch(block.attention_post_norm(output(attention, y_BHC)[:, None]))
+            assert layer is not None
+            q_BHC, gate_BHC = put_one(attention, normed, here[block.rope], layer, places_B, fused)
+            scale, sinks_H = softmax_of(attention)
+            pages = q_BHC, *layer, table_BM, lengths_B
+            if model.rounding.in_blocks:
+                y_BHC = decode_in_blocks(*pages, scale=scale)
+            else:
+                y_BHC = decode_attention(*pages, scale=scale, window=block.window or None, sinks_H=sinks_H)
+            y = output(attention, gated(y_BHC, gate_BHC))[:, None]
+        y = block.branch(block.attention_post_norm(y))
         x, normed = add_and_norm(x, y, block.ffn_norm, fused)
         y, routing = feed_forward(block, normed, padding_B1, rows)
         x, normed = add_and_norm(x, y, following, fused)
@@ -188,7 +215,7 @@ def idle(model: Transformer, rows: int) -> None:
 
 
 def windows(model: Transformer) -> set[int]:
-    """The windows of all blocks; 0: none."""
+    """The windows of all blocks; 0: none, as in linear blocks."""
     return {model.cfg.window_of(i) for i in range(model.cfg.layers)}
 
 
@@ -238,6 +265,20 @@ def prompt_grouped(
     return attention.o(gated(y, gate).flatten(-2))
 
 
+def prompt_linear(
+    attention: DeltaNet, x_1SD: Tensor, chunk: PromptBatch, states: Sequence[list[State]], layer: int
+) -> Tensor:
+    """y [1, S, D] of a chunk, piece by piece; 0 in gaps. The pieces' states of this linear layer change."""
+    parts = []
+    for part, own in zip(chunk.tokens(x_1SD).split(chunk.lengths), states, strict=True):
+        y, own[layer] = attention.go_on(part[None], own[layer])
+        parts.append(y[0])
+    y_ND = torch.cat(parts)
+    if chunk.rows_N is None:
+        return y_ND[None]
+    return torch.zeros_like(x_1SD).index_copy(1, chunk.rows_N, y_ND[None])
+
+
 def prompt_latent(
     attention: LatentAttention,
     x_1SD: Tensor,
@@ -267,7 +308,8 @@ def add_and_norm(x: Tensor, y: Tensor, norm: nn.Module, fused: bool) -> tuple[Te
     if not (fused and isinstance(norm, nn.RMSNorm) and D <= WIDEST):
         total = x + y
         return total, norm(total)
-    total, normed = add_norm(x.view(-1, D), y.reshape(-1, D), norm.weight, cast(float, norm.eps))
+    weight, offset = cast(Tensor, norm.weight), isinstance(norm, OffsetNorm)
+    total, normed = add_norm(x.view(-1, D), y.reshape(-1, D), weight, cast(float, norm.eps), offset)
     return total.view_as(x), normed.view_as(x)
 
 
@@ -312,7 +354,7 @@ def put_heads(
     qkv_BX = attention.qkv(x_BD)
     if norm != "none" and not fused:
         qkv_BX, norm = with_norms(attention, qkv_BX), "none"
-    how = Heads(cfg.heads, norm, cfg.norm_eps, cfg.rope.interleave, cfg.value_multiplier)
+    how = Heads(cfg.heads, norm, cfg.norm_eps, cfg.rope.interleave, cfg.value_multiplier, cfg.norm_offset)
     norms = None if norm == "none" else (attention.q_norm.weight, attention.k_norm.weight)
     q_BHC = decode_heads(qkv_BX, *turns, places_B, layer, how, norms)
     if not cfg.attention_gate:

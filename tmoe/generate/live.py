@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tmoe.config.check import FLOATS, fits, require, spelt
 from tmoe.data.chat.encoding import chat_prompt
-from tmoe.generate.cache import PAGE, bytes_a_token
+from tmoe.generate.cache import PAGE, bytes_a_token, bytes_of_states
 from tmoe.generate.engine import FREE, Engine, Prompt, Sample, can_be_graphs, require_pool
 from tmoe.generate.forward import idle
 from tmoe.generate.gathered_model import Ranks, gathered, group_for_questions
@@ -147,7 +147,8 @@ class Live:
         max_len: most tokens of a prompt and its answer; an answer also ends there. None: the model's range of
             positions, at most 32768.
         budget: most tokens of prompts that are computed between two steps, in whole pages of 128.
-        reuse: prompts share the pages of earlier prompts that begin with the same tokens. So the time of a
+        reuse: prompts share the pages of earlier prompts that begin with the same tokens. A model with linear
+            layers shares none: the state at a page's end is not kept. So the time of a
             first token shows whether anyone has submitted the prompt's beginning before.
         after: called in the engine's thread after each step with the step's pieces, which tickets then do not
             get. It must return soon; an error of it ends the engine.
@@ -235,7 +236,8 @@ class Live:
         require(ok, "number", repr(number), "must be a whole number of at least 0")
         ids = self._ids(prompt, chat)
         require(len(ids) <= self.max_len, f"prompt: {len(ids)} tokens, but max_len={self.max_len}")
-        kind = details.kind if self.reuse else None
+        shares = self.reuse and not self.engine.model.cfg.linear_layers
+        kind = details.kind if shares else None
         keys = [] if kind is None else keys_of(ids[:-1], kind)
         ends = frozenset((*self.engine.eos, *sampling.stop_ids))
         asked = Asked(ids, sampling, ends, details, number, kind, keys)
@@ -441,9 +443,10 @@ class Live:
         pool = self.pool_gib and self.pool_gib * 2**30
         if pool is None and device.type == "cuda":
             pool = FREE * torch.cuda.mem_get_info(device)[0]
+            pool -= bytes_of_states(self.engine.model.cfg, self.slots, self.engine.model.head_weight.dtype)
         elif pool is None:
             processes = launcher_world().local_size or 1
             pool = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2 / processes
         has = f"{pool / 2**30:.3g} GiB for keys and values"
         require(pool >= 2 * a_page, "pool_gib", True, f"{has}; must hold two pages of {a_page} bytes")
-        return Room(self.slots, min(pages, int(pool // a_page)), self.max_len)
+        return Room(self.slots, min(pages, int(pool // max(1, a_page))), self.max_len)

@@ -33,6 +33,7 @@ class Filling:
     done: int  # tokens that are cached
     keys: Sequence[bytes] = ()  # of its full pages, if later prompts may share them
     notes: Sequence[Experts | None] = field(default=())  # of pages that it shares with earlier prompts
+    prompt: int = 0  # number of the prompt
 
     def __post_init__(self) -> None:
         for note in self.notes:

@@ -36,6 +36,7 @@ from tmoe.generate.prompt_fill import Filling, pieces_of, publish_answer, record
 from tmoe.generate.requests import Request
 from tmoe.generate.row_settings import Head, Needs, RowSettings, TopTokens, top_tokens
 from tmoe.generate.sampler import Sampling
+from tmoe.generate.states import States, rows_of_states
 from tmoe.generate.upload import upload
 from tmoe.model.transformer import Transformer
 
@@ -124,6 +125,7 @@ class Slots:
         B = self.size(room.slots)
         self.state_6B = torch.zeros(6, B, dtype=torch.int64, device=device)
         self.table_BM = torch.zeros(B, M, dtype=torch.int32, device=device)
+        self.states = States(model, B)  # of linear layers
         self.settings = RowSettings(model, B, known, sampling)
         self.needs: Needs | None = None  # of the rows; None: unknown
 
@@ -242,8 +244,11 @@ class Slots:
             request.pages = seat.pages
             if seat.fresh:
                 asked.begin(seat.reused * PAGE)
+                self.states.begin(request.prompt)
                 notes = [self.pages.notes[page] for page in seat.fresh[: seat.reused]]
-                self.filling[request.prompt] = Filling(asked, seat.fresh, asked.cached, keys, notes)
+                self.filling[request.prompt] = Filling(
+                    asked, seat.fresh, asked.cached, keys, notes, request.prompt
+                )
             self.admitted.append((request, seat.copied))
 
     def fill(self, running: bool) -> None:
@@ -261,8 +266,9 @@ class Slots:
             # else the last block's experts are not needed
             last = self.ranks.group is not None or any(filling.records for filling, _ in parts)
             rows = self.ranks.rows(chunk.tokens_1S.numel())
+            states = [self.states.of_prompt(filling.prompt) for filling, _ in parts]
             with self.on_device():
-                routings, x = prefill(self.model, self.cache, chunk, self.turns, rows, last)
+                routings, x = prefill(self.model, self.cache, chunk, self.turns, rows, last, states)
                 record(self.model, chunk, parts, routings, x)
             for filling, piece in parts:
                 filling.advance(len(piece.ids), packed=len(parts) > 1, pages=self.pages)
@@ -298,6 +304,8 @@ class Slots:
         if seated:
             self.set_state(seated)
         self.forget()
+        waits = {request.prompt for request, _ in self.admitted} | {*self.filling}
+        self.states.keep(lambda prompt: prompt in waits or prompt in self.pages.waiting)
 
     def set_state(self, seated: dict[int, Request]) -> None:
         """Sets the state of slots for the first steps of their answers."""
@@ -312,6 +320,7 @@ class Slots:
         M = self.table_BM.shape[1]
         tables = [request.pages + [0] * (M - len(request.pages)) for request in requests]
         self.table_BM[slots_I] = upload(tables, device, torch.int32)
+        self.states.seat({slot: request.prompt for slot, request in seated.items()}, slots_I)
         self.settings.seat(seated)
         self.needs = None
 
@@ -328,6 +337,7 @@ class Slots:
             targets_I, sources_I = upload(targets, device), upload(sources, device)
             for state in (self.state_6B.T, self.table_BM):
                 state[targets_I] = state[sources_I]
+            self.states.move(targets_I, sources_I)
             self.settings.move(targets_I, sources_I)
         for state in (self.state_6B.T, self.table_BM):
             state[B : len(self.rows)] = 0
@@ -383,8 +393,10 @@ class Slots:
         """
         token_B, at_B, made_B, live_B, prompt_B, sample_B = self.state_6B[:, :B]
         padding_B = live_B == 0 if self.looks else None
+        tables = self.table_BM[:B, :M]
+        states = rows_of_states(self.states.slots, B)
         logits_BV, h_BD, routings = decode(
-            self.model, self.cache, token_B, at_B, self.table_BM[:B, :M], self.turns, rows, padding_B
+            self.model, self.cache, token_B, at_B, tables, self.turns, rows, padding_B, states
         )
         drawn = self.settings.draw(Head(logits_BV, h_BD, token_B), (prompt_B, sample_B, made_B), needs)
         numbers_3B = torch.stack([t.double() for t in drawn])

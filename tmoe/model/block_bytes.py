@@ -32,7 +32,11 @@ def attention_elements(cfg: Config, axes: Axes, layer: int) -> int:
 
 
 def linear_elements(cfg: Config, axes: Axes) -> int:
-    """`attention_elements` of a linear layer: qkvz; q, k, v after the convolution; the rule's result, gated."""
+    """`attention_elements` of a linear layer.
+
+    They are qkvz and ba; queries, keys and values after the convolution; the former two at length 1; the
+    rule's result, and the gated result.
+    """
     n = cfg.model.linear
     width = n.mixed + n.value_width + 2 * n.value_heads
     return local_tokens(cfg, axes) * (width + n.mixed + 2 * n.key_width + 2 * n.value_width)

@@ -57,8 +57,8 @@ def linear_shapes(model: ModelConfig) -> list[Shape]:
 def rule_flops(model: ModelConfig) -> float:
     """FLOPs of the delta rule for one token of a linear layer, in the forward, in chunks of C = 64 tokens.
 
-    For each of H heads: 6 K V for the products with the state and its update, 2 C (3 K + 2 V) for k k^T, q k^T,
-    T k, T v and the sum over the chunk's values, and 2 C^2 / 3 for the triangular solve.
+    For each of H heads: 6 K V for the products with the state and its update; 2 C (3 K + 2 V) for k k^T,
+    q k^T, T k, T v and the sum over the chunk's values; 2 C^2 / 3 for the triangular solve.
     """
     n, C = model.linear, CHUNK
     K, V = n.key_dim, n.value_dim

@@ -1,8 +1,9 @@
 """A frozen base in NF4 under low-rank adapters (QLoRA, --lora.base nf4).
 
 The matrices of experts and dense layers, with and without an adapter, are held in NF4. Embedding, head,
-norms, routers and the decays of linear layers stay in the type of --train.dtype, or in fp32. The values of a layer are computed for its products, in
-forward and again in backward.
+norms and routers stay in the type of --train.dtype; the decays of linear layers stay in fp32, their matrix
+(`ba`) in the type of --train.dtype. The values of a layer are computed for its products, in forward and again
+in backward.
 
     in_nf4(model)                the modules take the place of those of a model with adapters, on meta
     for slot in slots_of(model).values(): slot.put(weight)

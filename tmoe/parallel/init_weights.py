@@ -1,10 +1,12 @@
 """Initial weights that depend on the seed and a parameter's name alone, never on the layout.
 
 The scheme: matrices are normal with standard deviation `std`. Matrices whose output is added to the residual
-stream (attention `o`, a linear layer's `out`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow
-with depth (GPT-2). Norm weights are one, or zero where the factor is 1 + weight; biases, sinks, the logarithm
-of a cosine router's scale and buffers are zero. Of a linear layer, dt_bias is one, A_log the logarithm of a
-number drawn from 0.01 to 16, and the convolution uniform within 1 / sqrt(its tokens), as torch draws one. An adapter's a is uniform within 1 / sqrt(its inputs), as PEFT draws it, and its b is zero.
+stream (attention `o`, a linear layer's `out`, every `down`) get std / sqrt(2 layers), so that the stream's
+variance does not grow with depth (GPT-2). Norm weights are one, or zero where the factor is 1 + weight;
+biases, sinks, the logarithm of a cosine router's scale and buffers are zero. An adapter's a is uniform within
+1 / sqrt(its inputs), as PEFT draws it, and its b is zero. In a linear layer dt_bias is one, A_log is the
+logarithm of a number from 0.01 to 16, and the convolution is uniform within 1 / sqrt(its tokens), as torch
+draws one.
 
 Each tensor is drawn from a separate generator, seeded by a hash of (seed, name). A rank draws the full tensor
 and keeps its part, so every mesh starts from the same numbers. Removing layers changes only the residual

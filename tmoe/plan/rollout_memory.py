@@ -12,7 +12,7 @@ from tmoe.base.types import FLOATS
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.config.sizes import compute_bytes, master_bytes
-from tmoe.generate.cache import PAGE, bytes_a_token
+from tmoe.generate.cache import PAGE, bytes_a_token, bytes_of_states
 from tmoe.generate.pages import Span, most_needed
 from tmoe.plan.block_memory import layer_bytes
 
@@ -39,12 +39,14 @@ def answers_at_once(cfg: Config, axes: Axes) -> list[Span]:
 
 
 def pool_bytes(cfg: Config, axes: Axes) -> int:
-    """Bytes of keys and values: of all slots, or --grpo.pool-gib if that is less."""
-    page = PAGE * bytes_a_token(cfg.model, FLOATS[cfg.train.dtype])
+    """Bytes of keys and values of all slots, at most --grpo.pool-gib, and of the states of linear layers."""
+    dtype = FLOATS[cfg.train.dtype]
+    page = PAGE * bytes_a_token(cfg.model, dtype)
     spans = answers_at_once(cfg, axes)
     pages = 1 + most_needed(spans, min(cfg.grpo.rollout_slots, len(spans)))
     pool = cfg.grpo.pool_gib
-    return page * (pages if pool is None else min(pages, int(pool * 2**30 // page)))
+    pages = pages if pool is None or not page else min(pages, int(pool * 2**30 // page))
+    return page * pages + bytes_of_states(cfg.model, min(cfg.grpo.rollout_slots, len(spans)), dtype)
 
 
 def passing_bytes(cfg: Config, axes: Axes) -> int:

@@ -19,13 +19,16 @@ from tmoe.ops.register import collect
 WIDEST = 16384  # most numbers of a row, which is kept in registers
 
 
-def add_norm(x_BD: Tensor, y_BD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x_BD: Tensor, y_BD: Tensor, weight_D: Tensor, eps: float, offset: bool = False
+) -> tuple[Tensor, Tensor]:
     """(x + y, rms_norm(x + y) * weight). The sum is rounded to x's type first, as two separate ops would do.
 
     Args:
         x_BD, y_BD: [B, D], contiguous, both of the same type: fp32, bf16 or fp16. D at most 16,384.
         weight_D: [D], of any of these types.
         eps: added to the mean square.
+        offset: multiply by 1 + weight.
 
     For a GPU; not differentiable. Raises ValueError for arguments that do not fit.
     """
@@ -43,15 +46,16 @@ def add_norm(x_BD: Tensor, y_BD: Tensor, weight_D: Tensor, eps: float) -> tuple[
     if B:
         launch(
             add_norm_kernel, (cdiv(B, rows),), x_BD, y_BD, weight_D, total, normed, B, eps, D, DP, rows,
-            num_warps=8 if DP > 2048 else 4,
+            offset, num_warps=8 if DP > 2048 else 4,
         )  # fmt: skip
     return total, normed
 
 
 @triton.jit(do_not_specialize=["B", "eps"])
 def add_norm_kernel(
-    x, y, weight, total, normed, B, eps, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
-):
+    x, y, weight, total, normed, B, eps,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
     """Handles ROWS rows of D numbers, padded to DP."""
     b = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, DP)
@@ -64,18 +68,20 @@ def add_norm_kernel(
     wide = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
     scale = tl.load(weight + c, c < D, 0.0).to(tl.float32)
+    if OFFSET:
+        scale += 1.0
     tl.store(normed + at, (wide * inverse[:, None] * scale[None, :]).to(normed.dtype.element_ty), mask)
 
 
-def trace(D: int, dtype: torch.dtype) -> None:
+def trace(D: int, dtype: torch.dtype, offset: bool) -> None:
     """Launch the kernel on meta tensors, inside compile_only."""
     x = torch.empty(1, D, dtype=dtype, device="meta")
-    add_norm(x, x, x[0], 1e-6)
+    add_norm(x, x, x[0], 1e-6, offset)
 
 
 def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
     if step.fused and step.dim <= WIDEST:
-        yield trace, step.dim, step.dtype
+        yield trace, step.dim, step.dtype, step.norm_offset
 
 
 collect("add_norm", {DecodeShapes: _of_decoding})

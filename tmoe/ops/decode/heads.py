@@ -34,6 +34,7 @@ class Heads(NamedTuple):
     eps: float = 0.0
     interleave: bool = False  # rotated pairs are neighbouring channels
     value_multiplier: float = 1.0
+    offset: bool = False  # norms multiply by 1 + weight
 
 
 def decode_heads(
@@ -77,6 +78,7 @@ def decode_heads(
         decode_heads_kernel, (B, of_q + 2 * of_k), qkv_BX, cos_BR, sin_BR, places_B, w_q, w_k, q_BHC, k_PTGC,
         v_PTGC, how.eps, how.value_multiplier, qkv_BX.stride(0), cos_BR.stride(0), sin_BR.stride(0),
         H, G, C, V, R, CP, rows, of_q, of_k, how.norm, how.interleave, how.value_multiplier != 1.0,
+        how.offset,
         num_warps=8 if rows * CP > 4096 else 4,
         enable_fp_fusion=False,  # so that a rotation rounds as in model/rope.py and has the same bits
     )  # fmt: skip
@@ -152,6 +154,7 @@ def inverse_root(x_HC, width, eps, WHOLE: tl.constexpr):
 def turned_heads(
     x, weight, cos, sin, h, heads, eps,
     C: tl.constexpr, R: tl.constexpr, CP: tl.constexpr, NORM: tl.constexpr, INTERLEAVE: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Heads h of a row [rows, C], normed and rotated, in x's type.
 
@@ -168,6 +171,8 @@ def turned_heads(
         width = heads * C if NORM == "full" else C
         inverse = inverse_root(own, width, eps, NORM == "full")
         w = tl.load(weight + w_at, mask, 0.0).to(tl.float32)
+        if OFFSET:
+            w += 1.0
         own = (own * inverse * w).to(dtype).to(tl.float32)
     if R:
         turns = c < R
@@ -183,12 +188,16 @@ def turned_heads(
         other = tl.load(x + at + step, mask, 0.0).to(tl.float32)
         if NORM == "head" or NORM == "full":
             w = tl.load(weight + w_at + step, mask, 0.0).to(tl.float32)
+            if OFFSET:
+                w += 1.0
             other = (other * inverse * w).to(dtype).to(tl.float32)
         cosine = tl.load(cos + angle, turns, 1.0)[None, :]
         sine = tl.load(sin + angle, turns, 0.0)[None, :]
         own = (own * cosine + sign[None, :] * other * sine).to(dtype).to(tl.float32)
     if NORM == "rotated":
         w = tl.load(weight + w_at, mask, 0.0).to(tl.float32)
+        if OFFSET:
+            w += 1.0
         own = own * inverse_root(own, C, eps, False) * w
     return own.to(dtype), at, mask
 
@@ -198,7 +207,7 @@ def decode_heads_kernel(
     qkv, cos, sin, places, w_q, w_k, q_out, k_pages, v_pages, eps, multiplier, row, cos_row, sin_row,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, V: tl.constexpr, R: tl.constexpr, CP: tl.constexpr,
     ROWS: tl.constexpr, OF_Q: tl.constexpr, OF_K: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVE: tl.constexpr, SCALED: tl.constexpr,
+    INTERLEAVE: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Handles ROWS heads of one row: the first programs handle queries, the next keys, the last values."""
     b = tl.program_id(0).to(tl.int64)
@@ -208,11 +217,11 @@ def decode_heads_kernel(
     sin += b * sin_row
     if part < OF_Q:
         h = part * ROWS + tl.arange(0, ROWS)
-        y, at, mask = turned_heads(x, w_q, cos, sin, h, H, eps, C, R, CP, NORM, INTERLEAVE)
+        y, at, mask = turned_heads(x, w_q, cos, sin, h, H, eps, C, R, CP, NORM, INTERLEAVE, OFFSET)
         tl.store(q_out + b * H * C + at, y, mask)
     elif part < OF_Q + OF_K:
         h = (part - OF_Q) * ROWS + tl.arange(0, ROWS)
-        y, at, mask = turned_heads(x + H * C, w_k, cos, sin, h, G, eps, C, R, CP, NORM, INTERLEAVE)
+        y, at, mask = turned_heads(x + H * C, w_k, cos, sin, h, G, eps, C, R, CP, NORM, INTERLEAVE, OFFSET)
         tl.store(k_pages + tl.load(places + b) * G * C + at, y, mask)
     else:
         h = (part - OF_Q - OF_K) * ROWS + tl.arange(0, ROWS)
@@ -244,6 +253,7 @@ def _of_decoding(step: DecodeShapes) -> Iterable[tuple]:
         norm = layer.norm if step.fused else "none"
         if not layer.latent and fits(layer.queries, layer.key_dim, norm):
             how = Heads(layer.queries, norm, layer.norm_eps, layer.interleave, layer.value_multiplier)
+            how = how._replace(offset=step.norm_offset)
             sizes = layer.keys, layer.key_dim, layer.value_dim, layer.rotary_dim
             yield trace, how, *sizes, step.dtype
 

@@ -102,3 +102,4 @@ class DecodeShapes(NamedTuple):
     in_blocks: bool  # attention in flex attention's order
     filters: Any  # of the draw: `Filters` of ops/decode/sample.py
     adapted: tuple[tuple[int, int, int], ...] = ()  # columns, rows and rank of dense layers with adapters
+    norm_offset: bool = False  # norms multiply by 1 + weight
