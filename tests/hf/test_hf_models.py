@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
 from tmoe.config.compare import differences
+from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
 from tmoe.hf import export_hf, import_hf
@@ -251,6 +252,7 @@ KINDS = {  # settings of each architecture beside the common ones
 
 SIGMOID = dict(score="sigmoid", choice_bias=True)
 WINDOWS = dict(window=9, windowed=(1, 0))
+NEXT = LinearConfig("deltanet", key_heads=2, value_heads=4, key_dim=4, value_dim=6)
 APART = {  # those whose blocks are set apart, with settings of RoPE
     "glm4_moe": dict(dense_layers=1, qkv_bias=True, rope=dict(dim=2), moe=SIGMOID | dict(shared_dim=8)),
     "minimax_m2": dict(qk_norm="full", rope=dict(dim=2), moe=SIGMOID),
@@ -283,6 +285,13 @@ APART = {  # those whose blocks are set apart, with settings of RoPE
     "mimo_v2_flash": dict(
         **dict(dense_layers=1, window_kv_heads=4, window_sinks=True, v_head_dim=6, value_multiplier=0.5),
         **dict(rope=dict(dim=2, window_theta=300.0), moe=SIGMOID) | WINDOWS,
+    ),
+    "qwen3_next": dict(
+        **dict(
+            qk_norm="head", attention_gate=True, norm_offset=True, layer_types=("linear", "full", "linear")
+        ),
+        **dict(linear=NEXT, rope=dict(dim=2), dense_blocks=(1,)),
+        moe=dict(shared_dim=8, shared_gate=True),
     ),
     "flint": dict(
         **dict(dense_blocks=(1,), qk_norm="head", sinks=True, rotary=(1, 0), **WINDOWS),

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, DataConfig, OptimConfig, TrainConfig
 
@@ -28,6 +29,8 @@ def presets() -> Mapping[str, Config]:
         "deepseek-v3": pretrain(deepseek_v3(), lr=2.2e-4),
         "kimi-k2": pretrain(kimi_k2(), lr=2e-4),
         "glm-4.7-flash": pretrain(glm_4_7_flash()),
+        "qwen3-next-80b-a3b": pretrain(qwen3_next_80b_a3b()),
+        "qwen3.5-35b-a3b": pretrain(qwen3_5_35b_a3b()),
     }
     return MappingProxyType(found)
 
@@ -306,6 +309,36 @@ def glm_4_7_flash() -> ModelConfig:
             z_coeff=0.0,
         ),
     )
+
+
+def qwen3_next(vocab: int, layers: int, moe: MoEConfig, rope: RopeConfig) -> ModelConfig:
+    """What Qwen3-Next and Qwen3.5-MoE share: three of four blocks are linear (Gated DeltaNet)."""
+    return ModelConfig(
+        vocab=vocab,
+        dim=2048,
+        layers=layers,
+        heads=16,
+        kv_heads=2,
+        head_dim=256,
+        qk_norm="head",
+        attention_gate=True,
+        norm_offset=True,
+        linear=LinearConfig("deltanet", every=4),
+        rope=rope,
+        moe=moe,
+    )
+
+
+def qwen3_next_80b_a3b() -> ModelConfig:
+    """79.7B parameters, 3.9B active (Qwen team 2025), without the block that predicts a further token."""
+    moe = MoEConfig(experts=512, top_k=10, ffn_dim=512, shared_dim=512, shared_gate=True, balance_coeff=0.001)
+    return qwen3_next(151936, 48, moe, RopeConfig(theta=1e7, max_seq=262144, dim=64))
+
+
+def qwen3_5_35b_a3b() -> ModelConfig:
+    """34.7B parameters, 3.5B active (Qwen team 2026): the text part alone."""
+    moe = MoEConfig(experts=256, top_k=8, ffn_dim=512, shared_dim=512, shared_gate=True, balance_coeff=0.001)
+    return qwen3_next(248320, 40, moe, RopeConfig(theta=1e7, max_seq=262144, dim=64))
 
 
 def deepseek_rope(mscale: float) -> RopeConfig:
