@@ -12,7 +12,7 @@ from __future__ import annotations
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.qwen import LAYERS, ONLY_DENSE, SHARED, SHARED_WIDTH, SPARSE_STEP
-from tmoe.hf.rules import Architecture, Field, Key, TensorPart, TensorRule, under
+from tmoe.hf.rules import INV_FREQ, Architecture, Field, Key, TensorPart, TensorRule, under
 
 LINEAR = f"{c.LAYER}.linear_attn"
 NET = f"{c.BLOCK}.attention"
@@ -117,7 +117,7 @@ QWEN3_NEXT = Architecture(
     partial=lambda hf: 0.25,
     linear=INTERVAL.name,
     fp32=FP32,
-    extra=(MTP,),
+    extra=(*INV_FREQ, MTP),
 )
 
 QWEN3_5_MOE_TEXT = Architecture(
@@ -132,7 +132,7 @@ QWEN3_5_MOE_TEXT = Architecture(
     partial=lambda hf: 0.25,
     linear=INTERVAL.name,
     fp32=FP32,
-    extra=(MTP,),
+    extra=(*INV_FREQ, MTP),
 )
 
 QWEN3_5_MOE = Architecture(
@@ -147,6 +147,6 @@ QWEN3_5_MOE = Architecture(
     partial=lambda hf: 0.25,
     linear=INTERVAL.name,
     fp32=FP32,
-    extra=(MTP, r"model\.visual\..*"),
+    extra=(*INV_FREQ, MTP, r"model\.visual\..*"),
     nested="text_config",
 )
