@@ -92,6 +92,11 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(tp=2, cp=2), "mimo", {}),
     (2, dict(cp=2), "mimo", dict(parallel=dict(cp_exchange="heads"))),
     (2, dict(pp=2), "mimo", dict(micros=4, parallel=dict(schedule="v"))),
+    (2, dict(ep=2), "linear", dict(parallel=dict(checkpoint="attention"))),
+    (4, dict(ep=2), "linear", dict(micros=2, parallel=dict(gathered_gib=0, checkpoint="block"))),
+    (4, dict(pp=2, ep=2), "linear", dict(micros=4, parallel=dict(schedule="v"))),
+    (4, dict(pp=2, replicate=2), "linear", dict(micros=2, parallel=dict(shard=1))),
+    (8, dict(replicate=2, etp=2, ep=2), "linear", dict(documents=False)),
 ]
 
 

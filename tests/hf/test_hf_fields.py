@@ -176,6 +176,9 @@ class Theirs:
             with torch.no_grad():
                 for p in model.parameters():
                     p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
+                for name, p in model.named_parameters():
+                    if name.endswith("A_log"):
+                        p.sub_(3)  # as in hf_tiny.make
                 for name, buffer in model.named_buffers():
                     if "e_score_correction_bias" in name:
                         buffer.normal_(0.0, 0.3)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.freeze import settle
@@ -98,8 +99,17 @@ MIMO = replace(
     value_multiplier=0.7,
 )
 WIDE = replace(GQA, dim=64, moe=replace(ROUTED, ffn_dim=64))  # moments in 8 bits need rows of 64
+# three linear blocks, then one of attention; a convolution and a chunk that no document fills
+LINEAR = replace(
+    GQA,
+    attention_gate=True,
+    norm_offset=True,
+    rope=replace(GQA.rope, dim=4),
+    linear=LinearConfig("deltanet", key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+)
 MODELS = dict(
     wide=WIDE,
+    linear=LINEAR,
     kinds=KINDS,
     mimo=MIMO,
     narrow=NARROW,

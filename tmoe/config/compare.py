@@ -156,11 +156,11 @@ def _rope_facts(cfg: ModelConfig) -> dict[str, Any]:
         settings["interleave"] = True
     if rope.query_beta:
         settings |= dict(query_beta=rope.query_beta, original_max_seq=rope.original_max_seq)
-    kinds = [cfg.rope_of(i) for i in range(cfg.layers)]
-    if None in kinds:
-        settings["no position"] = [i for i, kind in enumerate(kinds) if kind is None]
+    kinds = {i: cfg.rope_of(i) for i in range(cfg.layers) if not cfg.is_linear(i)}
+    if None in kinds.values():
+        settings["no position"] = [i for i, kind in kinds.items() if kind is None]
     usual = replace(rope, window_theta=None)
-    if others := {i: kind.theta for i, kind in enumerate(kinds) if kind not in (None, usual)}:
+    if others := {i: kind.theta for i, kind in kinds.items() if kind not in (None, usual)}:
         settings["theta in windows"] = others
     return settings
 
