@@ -140,8 +140,8 @@ def quiet():
 @cache
 def words_of(cls: type) -> set[str]:
     """Names that occur in the code that makes and runs a class's model."""
-    module = getattr(models, cls.model_type)
-    source = inspect.getsource(getattr(module, f"modeling_{cls.model_type}"))
+    folder = cls.model_type.removesuffix("_text")
+    source = inspect.getsource(getattr(getattr(models, folder), f"modeling_{folder}"))
     words = {*re.findall(r"\w+", source)}
     return words | {cls.attribute_map.get(word, word) for word in words} | EVERYWHERE
 
