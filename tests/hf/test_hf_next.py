@@ -9,7 +9,6 @@ import transformers
 from hf_tiny import (
     MOE,
     NEXT,
-    SHORT,
     assert_as_near,
     assert_bits,
     exact_gradients,
@@ -19,14 +18,17 @@ from hf_tiny import (
     load_step,
     make,
     saved,
+    short,
     tensors_of,
 )
+from peft_tiny import TOKENS, logits_of_step
 from safetensors.torch import load_file, save_file
 
 import tmoe
 from tmoe.config.check import ConfigError
 from tmoe.config.presets import presets
 from tmoe.hf import export_hf, import_hf, load_hf, swap_experts
+from tmoe.hf.adapters.commands import export_adapter, import_adapter
 from tmoe.hf.config import read_config
 from tmoe.model.count import count_parameters
 from tmoe.model.transformer import Transformer
@@ -39,7 +41,7 @@ NAMES = ("qwen3_next", "qwen3_5_moe_text")
 
 def seeing():
     """A tiny Qwen3.5-MoE with its vision part, the same at each call."""
-    text = {key: value for key, value in SHORT.items() if not key.endswith("implementation")}
+    text = {key: value for key, value in short().items() if not key.endswith("implementation")}
     text |= NEXT | MOE | dict(rope_parameters=MROPE | dict(partial_rotary_factor=0.5))
     config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
     torch.manual_seed(7)
@@ -179,3 +181,48 @@ def test_the_interval_is_read_where_no_list_is():
     assert [read_config(config).is_linear(i) for i in range(4)] == [True, True, True, False]
     config["full_attention_interval"] = 2
     assert [read_config(config).is_linear(i) for i in range(4)] == [True, False, True, False]
+
+
+def test_pefts_adapters_of_rows_by_heads(tmp_path):
+    """An adapter of every kind of layer, read as W + b a of transformers' matrices, and written again."""
+    hf_dir = saved(tmp_path / "hf", "qwen3_next")
+    weights = tensors_of(hf_dir)
+    targets = (
+        "linear_attn.in_proj_qkvz",
+        "linear_attn.in_proj_ba",
+        "linear_attn.out_proj",
+        "q_proj",
+        "o_proj",
+    )
+    torch.manual_seed(5)
+    adapter, merged = {}, dict(weights)
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(targets):
+            a, b = 0.1 * torch.randn(2, weight.shape[1]), 0.1 * torch.randn(weight.shape[0], 2)
+            adapter[f"base_model.model.{module}.lora_A.weight"] = a
+            adapter[f"base_model.model.{module}.lora_B.weight"] = b
+            merged[name] = weight + 2.0 * b @ a
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_file(adapter, folder / "adapter_model.safetensors")
+    said = dict(peft_type="LORA", r=2, lora_alpha=4, target_modules=[t.split(".")[-1] for t in targets])
+    said |= dict(
+        bias="none", task_type="CAUSAL_LM", base_model_name_or_path=str(hf_dir), peft_version="0.19.1"
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    import_adapter(folder, tmp_path / "step", base=hf_dir)
+    theirs = make("qwen3_next")
+    theirs.load_state_dict(from_merged(theirs, merged))
+    assert far(logits_of_step(tmp_path / "step")[None], theirs(TOKENS).logits) < 2e-5
+    export_adapter(tmp_path / "step", tmp_path / "back", layout="peft")
+    written = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    assert adapter.keys() <= written.keys() and not any("conv1d" in name for name in written)
+    import_adapter(tmp_path / "back", tmp_path / "again")
+    torch.testing.assert_close(logits_of_step(tmp_path / "again"), logits_of_step(tmp_path / "step"))
+
+
+def from_merged(theirs, merged: dict) -> dict:
+    """The state of a transformers model with other values of its dense matrices."""
+    state = theirs.state_dict()
+    return {name: merged.get(name, value) for name, value in state.items()}

@@ -455,7 +455,13 @@ MODELS |= {
 NEXT = dict(num_hidden_layers=4, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
 NEXT |= dict(linear_key_head_dim=6, linear_value_head_dim=10, moe_intermediate_size=10)
 NEXT |= dict(shared_expert_intermediate_size=14)
-SHORT = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+
+
+def short() -> dict:
+    """SIZES without the width of dense blocks, for a class that has none."""
+    return {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+
+
 MODELS |= {
     "qwen3_next": lambda: transformers.Qwen3NextConfig(**SIZES | NEXT, **MOE),
     "qwen3_next, types of layers, a dense block, biases, tied, three values a key": lambda: (
@@ -467,7 +473,7 @@ MODELS |= {
             rope_parameters=YARN | dict(partial_rotary_factor=0.5),
         )
     ),
-    "qwen3_5_moe_text": lambda: transformers.Qwen3_5MoeTextConfig(**SHORT | NEXT, **MOE),
+    "qwen3_5_moe_text": lambda: transformers.Qwen3_5MoeTextConfig(**short() | NEXT, **MOE),
 }
 
 

@@ -1,4 +1,4 @@
-"""Linear blocks in a model: settings, counts, start, groups of the optimizer, graphs, adapters, quantising."""
+"""Linear blocks in a model: settings, counts, start, optimizer's groups, graphs, adapters, quantising."""
 
 from dataclasses import replace
 
