@@ -17,7 +17,7 @@ from tmoe.hf.rules import Architecture
 
 ROOT = Path(__file__).parents[2]
 DENSE = {"llama", "qwen2", "qwen3", "mistral"}
-NO_CLASS = {"kimi_k2", "kimi_k25"}  # not in transformers, or made of another family there
+NO_CLASS = {"kimi_k2", "kimi_k25", "qwen3_5_moe_text"}  # not in transformers, or part of another family
 
 
 def test_every_family_of_the_installed_transformers_is_listed(capsys):
@@ -30,8 +30,8 @@ def test_every_family_of_the_installed_transformers_is_listed(capsys):
     assert {name for name, line in told.items() if line.startswith("imports")} == ours
     assert all(told[name].startswith("imports, swaps") for name in ours)
     assert all(line.startswith(("imports", "swaps", "lacks")) and len(line) < 600 for line in told.values())
-    assert "linear_conv_kernel_dim" in told["qwen3_next"] and "GatedDeltaNet" in told["qwen3_next"]
-    assert told["qwen3_next"].startswith("swaps, lacks") and "q_gate_proj" in told["axk2"]
+    assert told["granitemoehybrid"].startswith("swaps, lacks") and "Mamba" in told["granitemoehybrid"]
+    assert "q_gate_proj" in told["axk2"]
     assert told["muse_spark"].startswith("lacks") and told["dbrx"].startswith("lacks")
     assert told["kolibri1"] == "swaps, lacks parts post_self_attn_layernorm"
     assert told["inkling2"].startswith("swaps if its gate is one of the op's, lacks")
@@ -90,6 +90,31 @@ def test_next_months_family_says_what_it_lacks(tmp_path, monkeypatch):
         print_families()
 
 
+def test_a_family_of_a_modular_file_alone_is_listed(tmp_path):
+    """As transformers 5.24 ships sarvam_moe: the experts are those of the family that they derive from."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "old/modeling_old.py").write_text(
+        "@use_experts_implementation\nclass OldExperts(nn.Module):\n"
+    )
+    words = dict(key="depth_of_field", part="gate_proj", module="Lens")
+    (tmp_path / "new/configuration_new.py").write_text(CONFIG.format(**words))
+    modular = "from ..old.modeling_old import (\n    OldAttention,\n    OldExperts,\n)\n" + MODEL.format(
+        **words
+    )
+    (tmp_path / "new/modular_new.py").write_text(
+        modular.replace("NewExperts(nn.Module)", "NewExperts(OldExperts)")
+    )
+    new, old = families.families(tmp_path)
+    assert (new.name, new.model_types, new.modules, new.swaps) == (
+        "new",
+        ("new_vision", "new"),
+        ("Lens",),
+        "swaps",
+    )
+    assert (old.name, old.swaps) == ("old", "swaps")
+
+
 def row(arch: Architecture) -> str:
     """An entry in a line of the page's table, by what the entry itself says."""
     settings = {field.ours for field in arch.fields}
@@ -107,6 +132,8 @@ def row(arch: Architecture) -> str:
     attention += ["part of the channels turns"] * bool(arch.partial and attention[0] == "grouped")
     attention += ["queries scaled by position"] * bool(arch.query_beta)
     attention += ["an indexer's keys, up to their number"] * ("index_topk" in settings)
+    attention += ["three of four blocks linear"] * bool(arch.linear)
+    attention += ["norms of 1 + weight"] * bool(ours.get("norm_offset"))
     attention += ["neighbours turn"] * bool(ours.get("rope.interleave"))
     attention += ["positions in windows alone"] * bool(arch.windows and arch.windows.rotary)
     norms = ours.get("norms", "")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tmoe.config.model import ModelConfig
 from tmoe.generate.upload import upload
+from tmoe.model.linear import State
 
 PAGE = 128  # tokens; flex attention's block
 
@@ -49,6 +50,7 @@ class Cache:
         self.shared = cfg.attention == "mla"
         self.layers: list[LayerCache | None] = []  # None: a linear block, which keeps no keys
         self.device = device
+        self.states: list[State] = []  # of linear blocks, for each slot; see generate/states.py
         for layer in range(cfg.layers):
             if cfg.is_linear(layer):
                 self.layers.append(None)

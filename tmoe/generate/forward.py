@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.generate.cache import PAGE, Cache, LayerCache
-from tmoe.generate.states import write
+from tmoe.generate.states import rows_of_states, write
 from tmoe.model.adapted import adapted
 from tmoe.model.attention import Attention, gated
 from tmoe.model.attention_backend import Mask, attend, make_mask
@@ -152,7 +152,6 @@ def decode(
     turns: AllTurns,
     rows: int,
     padding_B: Tensor | None = None,
-    states: Sequence[State] = (),
 ) -> tuple[Tensor, Tensor, list[Routing]]:
     """Logits [B, V] after one token of each of B sequences, which is also added to the cache.
 
@@ -165,7 +164,8 @@ def decode(
         turns: of all positions.
         rows: as in feed_forward.
         padding_B: True at rows of no sequence, which experts must not get.
-        states: of the B sequences in each linear layer; they are overwritten by those after the tokens.
+
+    The first B states of `cache.states` are overwritten by those after the tokens.
     """
     padding_B1 = None if padding_B is None else padding_B[:, None]
     here = {rope: Rotations(cos[at_B], sin[at_B]) for rope, (cos, sin) in turns.items()}
@@ -178,11 +178,11 @@ def decode(
     normed = blocks[0].attention_norm(x)
     norms = [*(block.attention_norm for block in blocks[1:]), cast(nn.Module, model.norm)]
     routes = []
-    linear = iter(states)
+    states = iter(rows_of_states(cache.states, len(tokens_B)))
     for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
         attention = block.attention
         if isinstance(attention, DeltaNet):
-            state = next(linear)
+            state = next(states)
             y, after = attention.go_on(normed, state)
             write(state, after)
         else:

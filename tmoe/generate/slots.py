@@ -36,7 +36,7 @@ from tmoe.generate.prompt_fill import Filling, pieces_of, publish_answer, record
 from tmoe.generate.requests import Request
 from tmoe.generate.row_settings import Head, Needs, RowSettings, TopTokens, top_tokens
 from tmoe.generate.sampler import Sampling
-from tmoe.generate.states import States, rows_of_states
+from tmoe.generate.states import States
 from tmoe.generate.upload import upload
 from tmoe.model.transformer import Transformer
 
@@ -125,7 +125,8 @@ class Slots:
         B = self.size(room.slots)
         self.state_6B = torch.zeros(6, B, dtype=torch.int64, device=device)
         self.table_BM = torch.zeros(B, M, dtype=torch.int32, device=device)
-        self.states = States(model, B)  # of linear layers
+        self.states = States(model, B)
+        self.cache.states = self.states.slots
         self.settings = RowSettings(model, B, known, sampling)
         self.needs: Needs | None = None  # of the rows; None: unknown
 
@@ -393,10 +394,8 @@ class Slots:
         """
         token_B, at_B, made_B, live_B, prompt_B, sample_B = self.state_6B[:, :B]
         padding_B = live_B == 0 if self.looks else None
-        tables = self.table_BM[:B, :M]
-        states = rows_of_states(self.states.slots, B)
         logits_BV, h_BD, routings = decode(
-            self.model, self.cache, token_B, at_B, tables, self.turns, rows, padding_B, states
+            self.model, self.cache, token_B, at_B, self.table_BM[:B, :M], self.turns, rows, padding_B
         )
         drawn = self.settings.draw(Head(logits_BV, h_BD, token_B), (prompt_B, sample_B, made_B), needs)
         numbers_3B = torch.stack([t.double() for t in drawn])

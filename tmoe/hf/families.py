@@ -1,10 +1,11 @@
 """Lists every MoE family of the installed transformers: imported, swapped, or what it lacks.
 
 The families are found and judged by transformers' source code alone, so that families of later versions are
-listed without a change here. A family is a folder of models/ that defines experts. An unknown family lacks
-the names that no entry reads and no imported family has: keys of its config class, classes of its modeling
-file, parts of its decoder layer and attention. The list is a hint, not a proof: equal names may compute
-different things.
+listed without a change here. A family is a folder of models/ that defines experts. A folder without a
+modeling file is judged by its modular file, whose classes are changes of other families' classes. An unknown
+family lacks the names that no entry reads and no imported family has: keys of its config class, classes of
+its modeling file, parts of its decoder layer and attention. The list is a hint, not a proof: equal names may
+compute different things.
 
 next: hf/architectures/__init__.py
 """
@@ -121,12 +122,13 @@ def _read_keys() -> set[str]:
 
 
 def _modeling(models: Path) -> list[tuple[Path, str]]:
-    """The folders of models/ in order, and the text of their modeling files."""
-    folders = sorted({file.parent for file in models.glob("*/modeling_*.py")})
-    return [
-        (folder, "\n".join(file.read_text() for file in sorted(folder.glob("modeling_*.py"))))
-        for folder in folders
-    ]
+    """The folders of models/ in order, and the text of their modeling files, else of their modular files."""
+    found: dict[Path, str] = {}
+    for kind in ("modeling", "modular"):
+        files = sorted(models.glob(f"*/{kind}_*.py"))
+        for folder in sorted({file.parent for file in files} - found.keys()):
+            found[folder] = "\n".join(file.read_text() for file in files if file.parent == folder)
+    return sorted(found.items())
 
 
 def _family(folder: Path, modeling: str) -> Family:
@@ -153,7 +155,19 @@ def _family(folder: Path, modeling: str) -> Family:
         return tuple(dict.fromkeys(names))
 
     lists = once(types), once(keys), once(modules), once(parts), once(hints)
-    return Family(folder.name, *lists, swaps=_swaps(modeling))
+    swaps = _swaps(modeling) or _swaps(_base_of_experts(folder, modeling))
+    return Family(folder.name, *lists, swaps=swaps)
+
+
+def _base_of_experts(folder: Path, modular: str) -> str:
+    """The modeling file of the family whose experts a modular file changes; "" if there is none."""
+    base = re.search(r"^class \w*Experts?\w*\((\w+)\)", modular, re.M)
+    imports = re.findall(r"^from \.\.(\w+)\.(\w+) import (\([^)]*\)|.*)$", modular, re.M)
+    for family, file, names in imports:
+        path = folder.parent / family / f"{file}.py"
+        if base and re.search(rf"\b{base[1]}\b", names) and path.is_file():
+            return path.read_text()
+    return ""
 
 
 def _swaps(modeling: str) -> str:

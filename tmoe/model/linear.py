@@ -17,6 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig
+from tmoe.model.attention_parallel import ALONE
 from tmoe.ops.delta.rule import delta_rule, delta_rule_from
 from tmoe.ops.delta.runs import Runs
 from tmoe.ops.delta.short_conv import short_conv
@@ -36,7 +37,7 @@ class Rates(Precise):
 
 
 class State(NamedTuple):
-    """What a sequence keeps of its tokens in one layer, for each of B sequences."""
+    """The memory of B sequences in one layer, of fixed size."""
 
     inputs_BJX: Tensor
     """the last inputs of the convolution, in the compute type"""
@@ -51,6 +52,7 @@ class DeltaNet(nn.Module):
         super().__init__()
         linear = cfg.linear
         self.sizes = linear
+        self.spread = ALONE  # tp and cp do not divide linear layers (config/run.py, require_heads)
         G, H, K, V = linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim
         # rows: queries, keys, values and the gates z, head by head, in one product
         self.qkvz = nn.Linear(cfg.dim, 2 * G * K + 2 * H * V, bias=False)

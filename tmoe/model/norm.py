@@ -31,7 +31,7 @@ def norm_of(cfg: ModelConfig, width: int) -> nn.RMSNorm:
 
 
 def factor_of(norm: nn.RMSNorm) -> Tensor:
-    """What a norm multiplies by: its weight, or 1 + weight in fp32 or wider."""
+    """The factor of a norm: its weight, or 1 + weight in fp32 or wider."""
     weight = cast(Tensor, norm.weight)
     if not isinstance(norm, OffsetNorm):
         return weight

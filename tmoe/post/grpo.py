@@ -123,6 +123,11 @@ class Grpo(Task):
     def notes(self, facts: dict[str, Any]) -> list[str]:
         g = self.g
         told = [f"{g.prompts} prompts a step, {g.group} answers each, rewards {', '.join(g.rewards)}"]
+        if self.cfg.model.linear_layers:
+            told.append(
+                "linear layers: rollouts update states token after token, training in chunks: "
+                "log-probs differ by about 1e-3 in bf16"
+            )
         if left := not_followed(self.generation, followed=False):
             why = f"rollouts sample the policy itself, at --grpo.temperature={g.temperature}"
             told.append(f"generation_config.json: not followed: {', '.join(left)}: {why}")

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from einops import rearrange, repeat
 from torch import Tensor
 
 LONGEST = 64  # tokens of a chunk
@@ -56,11 +55,12 @@ def _fold(t_BSHX: Tensor, L: int) -> Tensor:
     more = -t_BSHX.shape[1] % L
     if more:
         t_BSHX = torch.cat([t_BSHX, t_BSHX.new_zeros(t_BSHX.shape[0], more, *t_BSHX.shape[2:])], 1)
-    return rearrange(t_BSHX, "b (n l) h ... -> b h n l ...", l=L)
+    folded = t_BSHX.unflatten(1, (-1, L))
+    return folded.movedim(3, 1)
 
 
 def _unfold(t_BHNL: Tensor, S: int) -> Tensor:
-    return rearrange(t_BHNL, "b h n l ... -> b (n l) h ...")[:, :S]
+    return t_BHNL.movedim(1, 3).flatten(1, 2)[:, :S]
 
 
 def _decays(g: Tensor, run_BS: Tensor | None, L: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +75,7 @@ def _decays(g: Tensor, run_BS: Tensor | None, L: int) -> tuple[Tensor, Tensor, T
     else:
         more = -run_BS.shape[1] % L
         run = torch.cat([run_BS, run_BS[:, -1:].expand(-1, more)], 1)
-        run = rearrange(run, "b (n l) -> b 1 n l", l=L)
+        run = run.unflatten(1, (-1, L))[:, None]
         before = torch.cat([run[:, :, :1, :1], run[:, :, :-1, -1:]], 2)
         reach = apart.masked_fill(~((run[..., :, None] == run[..., None, :]) & lower), never)
         head = sums.masked_fill(run != before, never)
@@ -86,7 +86,7 @@ def _decays(g: Tensor, run_BS: Tensor | None, L: int) -> tuple[Tensor, Tensor, T
 def cut(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None) -> Chunks:
     """The chunks of rows; arguments as in `rule`, all of one type, fp32 or fp64."""
     H, L = v.shape[2], length_of(v.shape[1])
-    q, k = (repeat(t, "b s g k -> b s (g some) k", some=H // t.shape[2]) for t in (q, k))
+    q, k = (t.repeat_interleave(H // t.shape[2], 2) for t in (q, k))
     q, k, v, beta, g = (_fold(t, L) for t in (q, k, v, beta, g.clamp(min=FORGOTTEN)))
     reach, head, tail = _decays(g, run, L)
     lower = (beta[..., None] * (k @ k.mT) * reach).tril(-1)

@@ -8,7 +8,6 @@ next: tmoe/model/linear.py
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from tmoe.ops.argument_checks import FLOATS, check_device, check_tensors, require
@@ -109,7 +108,7 @@ def _cleaned(
     ok = (q.isfinite() & k.isfinite()).all(-1).repeat_interleave(some, 2)
     ok = ok & v.isfinite().all(-1) & beta.isfinite() & (g < float("inf"))  # -inf forgets the state
     bad = ~ok
-    of_keys = ~rearrange(ok, "b s (g some) -> b s g some", some=some).all(-1)
+    of_keys = ~ok.unflatten(2, (-1, some)).all(-1)
     v, g, beta = v.masked_fill(bad[..., None], 0.0), g.masked_fill(bad, 0.0), beta.masked_fill(bad, 0.0)
     q, k = (torch.where((of_keys & ~t.isfinite().all(-1))[..., None], 0.0, t) for t in (q, k))
     seen = bad.long().cumsum(1)
@@ -145,7 +144,7 @@ def backward(
     parts = chunks.scan_back(made, chunks._fold(dy, made.q.shape[3]))
     dq, dk, dv, dg, db = (chunks._unfold(t, v.shape[1]) for t in parts)
     G = q.shape[2]
-    dq, dk = (rearrange(t, "b s (g some) k -> b s g some k", g=G).sum(3) for t in (dq, dk))
+    dq, dk = (t.unflatten(2, (G, -1)).sum(3) for t in (dq, dk))
     return tuple(  # pyrefly: ignore[bad-return]
         t.to(like.dtype).contiguous() for t, like in zip((dq, dk, dv, dg, db), given, strict=True)
     )

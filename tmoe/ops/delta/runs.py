@@ -24,7 +24,7 @@ class Runs(NamedTuple):
     ahead_BSJ: Tensor
     """int64: positions of the tokens 1, 2, ... J places after a token in its run; -1: there is none"""
     padding_BS: Tensor | None
-    """bool: True at padding, which has no neighbours and is nobody's neighbour"""
+    """bool: True at padding, which has no neighbours and is no neighbour"""
 
 
 def runs_of(documents_BS: Tensor | None, padding_BS: Tensor | None, reach: int) -> Runs | None:
@@ -65,5 +65,5 @@ def runs_of(documents_BS: Tensor | None, padding_BS: Tensor | None, reach: int) 
 
     back, ahead = ([neighbour(sign * j) for j in range(1, reach + 1)] for sign in (-1, 1))
     none_BS0 = at_BS.new_empty(B, S, 0)
-    tables = (torch.stack(some, -1) if some else none_BS0 for some in (back, ahead))
-    return Runs(own_BS.contiguous(), *tables, padding_BS)
+    back_BSJ, ahead_BSJ = (torch.stack(some, -1) if some else none_BS0 for some in (back, ahead))
+    return Runs(own_BS.contiguous(), back_BSJ, ahead_BSJ, padding_BS)
