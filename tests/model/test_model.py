@@ -375,6 +375,9 @@ PUBLISHED = {
     # the sizes by hand, without choice biases: Moonshot says 1 T and 32 B active, Z.ai 30 B and 3 B
     "kimi-k2": (1_026_408_209_408, 32.9e9),
     "glm-4.7-flash": (29_943_390_976, 3.9e9),
+    # by hand in hf/test_hf_next.py; Qwen says 80 B and 3 B, 35 B and 3 B, without the embedding
+    "qwen3-next-80b-a3b": (79_674_391_296, 3.56e9 + 151936 * 2048),
+    "qwen3.5-35b-a3b": (34_660_610_688, 2.95e9 + 248320 * 2048),
     "moe-pilot-14b": (14.33e9, 2.65e9),
     "tiny": (3_448_768, 1.24e6),
 }

@@ -47,6 +47,8 @@ CONFIGS = {
     "partial": config(qk_norm="full", rope=RopeConfig(dim=8), value_multiplier=0.7),
     "partial neighbours": config(rope=RopeConfig(dim=8, interleave=True), attention_gate=True, v_head_dim=8),
     "none turn": config(qk_norm="head", rotary=(0,)),
+    "one and weight": config(qk_norm="head", norm_offset=True),
+    "one and weight, rotated": config(qk_norm="rotated", norm_offset=True),
 }
 
 
@@ -73,6 +75,7 @@ def test_heads_are_those_of_the_model(name, dtype):
         q, k, v, _ = attention.project(x_BD[:, None], cos[:, None], sin[:, None])
         norms = None if cfg.qk_norm == "none" else (attention.q_norm.weight, attention.k_norm.weight)
         how = Heads(cfg.heads, cfg.qk_norm, cfg.norm_eps, cfg.rope.interleave, cfg.value_multiplier)
+        how = how._replace(offset=cfg.norm_offset)
         got = decode_heads(attention.qkv(x_BD), cos, sin, places_B, tuple(pages), how, norms)
 
     close = dict(rtol=2e-6, atol=2e-6) if dtype == fp32 else dict(rtol=2**-6, atol=2**-6)
@@ -115,12 +118,12 @@ def test_behind_the_models_norms_they_have_its_bits(name):
 
 @interpreted
 @pytest.mark.parametrize("dtype", [fp32, bf16])
-@pytest.mark.parametrize("D", [48, 2000])
-def test_a_sum_and_its_norm(D, dtype):
+@pytest.mark.parametrize(("D", "offset"), [(48, False), (2000, False), (48, True)])
+def test_a_sum_and_its_norm(D, offset, dtype):
     x, y, weight = torch.randn(3, D).to(dtype), torch.randn(3, D).to(dtype), torch.randn(D)
-    total, normed = add_norm(x, y, weight, 1e-5)
+    total, normed = add_norm(x, y, weight, 1e-5, offset)
     torch.testing.assert_close(total, x + y, rtol=0 if dtype == fp32 else 2**-7, atol=0)  # which cuts
-    want = F.rms_norm((x + y).double(), (D,), weight.double(), 1e-5)
+    want = F.rms_norm((x + y).double(), (D,), offset + weight.double(), 1e-5)
     torch.testing.assert_close(normed.double(), want, rtol=1e-6 if dtype == fp32 else 2**-6, atol=1e-6)
 
 

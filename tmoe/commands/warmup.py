@@ -38,6 +38,7 @@ from tmoe.ops.launch.shapes import (
     DecodeShapes,
     ExchangeShapes,
     LayerShapes,
+    LinearShapes,
     PassShapes,
     RouterShapes,
     StepShapes,
@@ -64,6 +65,10 @@ def traces(cfg: Config) -> list[tuple]:
     masters = FLOATS[cfg.optim.masters]
     states = DTYPES[cfg.optim.states]
     found += traces_of(StepShapes(m.vocab, m.dim, IGNORE, dtype, by_log_probs(cfg), states, masters))
+    if m.linear_layers:
+        n = m.linear
+        sizes = n.key_heads, n.value_heads, n.key_dim, n.value_dim
+        found += traces_of(LinearShapes(*sizes, dtype, trained=True))
     if cfg.task == "grpo":
         found += of_rollout(cfg, tokens, dtype)
     return found

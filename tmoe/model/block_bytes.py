@@ -14,6 +14,7 @@ from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.loss import chunk_rows
+from tmoe.ops.delta.gpu import LENGTH
 from tmoe.ops.loss import logprob
 from tmoe.ops.loss.cross_entropy import aligned
 
@@ -45,12 +46,13 @@ def linear_elements(cfg: Config, axes: Axes) -> int:
 def statistics(cfg: Config, axes: Axes, layer: int) -> int:
     """Elements in fp32 that attention keeps: logsumexp, and root mean squares of its inner norms.
 
-    Of a linear layer: decays and beta, and root mean squares.
+    Of a linear layer: decays and beta, root mean squares, and what the rule's kernels keep.
     """
     model, tp = cfg.model, axes.tp
     T = local_tokens(cfg, axes)
     if model.is_linear(layer):
-        return T * (3 * model.linear.value_heads + 2 * model.linear.key_heads)
+        # decays, beta, root mean squares; and the sums of decays and T (ops/delta/gpu.py)
+        return T * (model.linear.value_heads * (3 + 1 + LENGTH) + 2 * model.linear.key_heads)
     kept = T * model.heads  # 1/tp of the heads for tp times the tokens
     if model.attention == "mla":
         return kept + T * (1 + (model.mla.q_rank > 0))

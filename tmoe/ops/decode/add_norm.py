@@ -73,7 +73,7 @@ def add_norm_kernel(
     tl.store(normed + at, (wide * inverse[:, None] * scale[None, :]).to(normed.dtype.element_ty), mask)
 
 
-def trace(D: int, dtype: torch.dtype, offset: bool) -> None:
+def trace(D: int, dtype: torch.dtype, offset: bool = False) -> None:
     """Launch the kernel on meta tensors, inside compile_only."""
     x = torch.empty(1, D, dtype=dtype, device="meta")
     add_norm(x, x, x[0], 1e-6, offset)

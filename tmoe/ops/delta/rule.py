@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tmoe.ops.argument_checks import FLOATS, check_device, check_tensors, require
-from tmoe.ops.delta import chunks
+from tmoe.ops.delta import chunks, gpu
 from tmoe.ops.delta.chunks import FORGOTTEN
+from tmoe.ops.delta.gpu import Inputs
+from tmoe.ops.launch.shapes import LinearShapes
 from tmoe.ops.register import Backward, register_differentiable
-
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def delta_rule(
@@ -43,7 +43,8 @@ def delta_rule(
     Differentiable in all tensors but run. Raises ValueError for arguments that do not fit.
     """
     _check(q_BSGK, k_BSGK, v_BSHV, g_BSH, beta_BSH, run_BS)
-    return torch.ops.tmoe.delta_rule(q_BSGK, k_BSGK, v_BSHV, g_BSH, beta_BSH, run_BS)
+    o_BSHV, _, _ = torch.ops.tmoe.delta_rule(q_BSGK, k_BSGK, v_BSHV, g_BSH, beta_BSH, run_BS)
+    return o_BSHV
 
 
 def delta_rule_from(
@@ -121,8 +122,36 @@ def _cleaned(
     return (q, k, v, g.clamp(min=FORGOTTEN), beta), seen > 0
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None) -> Tensor:
-    """The op in plain PyTorch."""
+def _contiguous(inputs: Inputs) -> Inputs:
+    q, k, v, g, beta = inputs
+    return q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous()
+
+
+def on_gpu(q: Tensor, v: Tensor) -> bool:
+    """Whether kernels compute the rule."""
+    return v.is_cuda and v.dtype != torch.float64 and gpu.fits(q.shape[-1], v.shape[-1]) and v.numel() > 0
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, and what kernels keep for backward: sums of g in chunks, and T. Without kernels both are empty."""
+    if on_gpu(q, v):
+        return with_kernels(q, k, v, g, beta, run)
+    return plain(q, k, v, g, beta, run), g.new_empty(0), g.new_empty(0)
+
+
+def with_kernels(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`forward` by kernels."""
+    inputs, lost = _cleaned(q, k, v, g, beta, run)
+    o, sums, t = gpu.forward(_contiguous(inputs), run)
+    return o.masked_fill_(lost[..., None], float("nan")), sums, t
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None) -> Tensor:
+    """o in plain PyTorch."""
     if not v.numel() or not q.numel():
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     inputs, lost = _cleaned(*_wide(q, k, v, g, beta), run)
@@ -132,12 +161,38 @@ def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tenso
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g and beta; 0 where an output is NaN."""
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    sums: Tensor,
+    t: Tensor,
+    run: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, g and beta; 0 where an output is NaN. sums, t: kept by `forward`."""
     given = q, k, v, g, beta
+    if on_gpu(q, v):
+        return back_with_kernels(dy, given, sums, t, run)
+    return plain_back(dy, given, run)
+
+
+def back_with_kernels(
+    dy: Tensor, given: Inputs, sums: Tensor, t: Tensor, run: Tensor | None
+) -> tuple[Tensor, ...]:
+    """`backward` by kernels."""
+    inputs, lost = _cleaned(*given, run)
+    dy = dy.masked_fill(lost[..., None], 0.0).contiguous()
+    found = gpu.backward(dy, _contiguous(inputs), run, sums, t)
+    return tuple(one.to(like.dtype).contiguous() for one, like in zip(found, given, strict=True))
+
+
+def plain_back(dy: Tensor, given: Inputs, run: Tensor | None) -> tuple[Tensor, ...]:
+    """`backward` in plain PyTorch."""
+    q, _, v, g, _ = given
     if not v.numel() or not q.numel():
-        return tuple(map(torch.zeros_like, given))  # pyrefly: ignore[bad-return]
+        return tuple(map(torch.zeros_like, given))
     inputs, lost = _cleaned(*_wide(*given), run)
     made = chunks.cut(*inputs, run)
     dy = dy.to(g.dtype).masked_fill(lost[..., None], 0.0)
@@ -145,27 +200,30 @@ def backward(
     dq, dk, dv, dg, db = (chunks._unfold(t, v.shape[1]) for t in parts)
     G = q.shape[2]
     dq, dk = (t.unflatten(2, (G, -1)).sum(3) for t in (dq, dk))
-    return tuple(  # pyrefly: ignore[bad-return]
-        t.to(like.dtype).contiguous() for t, like in zip((dq, dk, dv, dg, db), given, strict=True)
-    )
+    return tuple(t.to(like.dtype).contiguous() for t, like in zip((dq, dk, dv, dg, db), given, strict=True))
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None) -> Tensor:
-    return v.new_empty(v.shape)
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    kept = gpu.kept_shapes(q, v) if on_gpu(q, v) else ((0,), (0,))
+    return v.new_empty(v.shape), g.new_empty(kept[0]), g.new_empty(kept[1])
 
 
 register_differentiable(
     "delta_rule",
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? run) -> Tensor",
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? run) -> (Tensor, Tensor, Tensor)",
     returns="o",
+    keeps="sums t",
     cpu=forward,
     cuda=forward,
     fake=_fake,
     backward=Backward(
-        "(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? run)"
+        "(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor sums, Tensor t, Tensor? run)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         gradients="q k v g beta",
         cpu=backward,
         cuda=backward,
     ),
+    traces={LinearShapes: gpu.of_linear},
 )

@@ -33,6 +33,17 @@ class PassShapes(NamedTuple):
     pairs: int | None  # most (row, expert) pairs for which memory is allocated; None: rows * slots
 
 
+class LinearShapes(NamedTuple):
+    """The delta rule of a linear layer, for any number of tokens."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    trained: bool  # False: a forward without gradients
+
+
 class RouterShapes(NamedTuple):
     """A router's choice."""
 

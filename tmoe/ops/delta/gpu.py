@@ -1,0 +1,205 @@
+"""The gated delta rule on a GPU: the launches of ops/delta/kernels.py, forward and backward.
+
+Kept for backward: q, k, v, g, beta, sums of g, and T. States, U, W and F are computed again.
+
+next: ops/delta/rule.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tmoe.ops.delta import kernels
+from tmoe.ops.experts.pair_order import power_of_2
+from tmoe.ops.launch.kernel_launch import cdiv, empty, launch, tf32
+from tmoe.ops.launch.shapes import LinearShapes
+
+LENGTH = 64  # tokens of a chunk, L of the kernels
+WIDE = True  # intermediate results, and the operands of products with them, are fp32 (TF32); else as v
+WIDEST = 256  # most channels of a key or value head
+
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call."""
+
+    B: int
+    S: int
+    H: int
+    G: int
+    K: int
+    V: int
+
+    @property
+    def N(self) -> int:
+        """Chunks of a row."""
+        return cdiv(self.S, LENGTH)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of all heads and rows."""
+        return self.B * self.H * self.N
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        return self.H, self.G, self.K, self.V
+
+
+def fits(K: int, V: int) -> bool:
+    """Whether the kernels have room for heads of these widths."""
+    return 0 < K <= WIDEST and 0 < V <= WIDEST
+
+
+def sizes_of(q: Tensor, v: Tensor) -> Sizes:
+    B, S, H, V = v.shape
+    return Sizes(B, S, H, q.shape[2], q.shape[3], V)
+
+
+def padded(width: int) -> int:
+    """Channels of a tile: products need at least 16."""
+    return max(16, power_of_2(width))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of fp32 are computed: exactly, unless torch allows TF32."""
+    return "tf32" if dtype != torch.float32 or tf32() else "ieee"
+
+
+class Call:
+    """The arguments that the kernels of a call share."""
+
+    def __init__(self, sizes: Sizes, run: Tensor | None, dtype: torch.dtype, device: torch.device):
+        self.sizes = sizes
+        self.run = run
+        self.dtype, self.device = torch.float32 if WIDE else dtype, device
+        self.KP, self.VP = padded(sizes.K), padded(sizes.V)
+        self.BV = min(64, self.VP)
+        self.parts = cdiv(sizes.V, self.BV)
+        self.of_chunk = (sizes.N, sizes.B * sizes.H)
+        self.of_head = (self.parts, sizes.B * sizes.H)
+        self.how = (self.run is not None, precision(dtype))
+
+    def room(self, *shape: int, wide: bool = False) -> Tensor:
+        """An empty tensor in the type of intermediate results; wide: in fp32."""
+        return empty(shape, torch.float32 if wide else self.dtype, self.device)
+
+    def runs(self, other: Tensor) -> Tensor:
+        """The runs, or any tensor in their place."""
+        return other if self.run is None else self.run
+
+
+def prepared(
+    call: Call, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, known: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, ...]:
+    """Sums of g, T, U and W. known: sums and T, if they are known."""
+    n = call.sizes
+    sums, t = known or (call.room(n.chunks, LENGTH, wide=True), call.room(n.chunks, LENGTH, LENGTH))
+    u, w = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, LENGTH, n.K)
+    launch(
+        kernels.prepare, call.of_chunk, k, v, g, beta, call.runs(g), sums, t, u, w, n.S, n.N, *n.heads,
+        call.KP, call.VP, call.how[0], known is None, call.how[1], num_warps=4,
+    )  # fmt: skip
+    return sums, t, u, w
+
+
+def scanned(call: Call, k: Tensor, sums: Tensor, u: Tensor, w: Tensor) -> Tensor:
+    """The states before each chunk; F is written over u."""
+    n = call.sizes
+    states = call.room(n.chunks, n.K, n.V)
+    launch(
+        kernels.scan, call.of_head, k, call.runs(sums), sums, u, w, states, n.S, n.N, *n.heads, call.KP,
+        call.BV, *call.how, num_warps=4,
+    )  # fmt: skip
+    return states
+
+
+def kept_shapes(q: Tensor, v: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the sums of g and of T, which a forward keeps for its backward."""
+    n = sizes_of(q, v)
+    return (n.chunks, LENGTH), (n.chunks, LENGTH, LENGTH)
+
+
+def forward(inputs: Inputs, run: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """o, the sums of g in chunks, and T.
+
+    inputs: q, k, v of one type, g and beta in fp32, all contiguous.
+    """
+    q, k, v, g, beta = inputs
+    n = sizes_of(q, v)
+    call = Call(n, run, v.dtype, v.device)
+    sums, t, u, w = prepared(call, k, v, g, beta, None)
+    states = scanned(call, k, sums, u, w)
+    o = empty(v.shape, v.dtype, v.device)
+    launch(
+        kernels.outputs, (*call.of_chunk, call.parts), q, k, call.runs(g), sums, u, states, o, n.S, n.N,
+        *n.heads, call.KP, call.BV, *call.how, num_warps=4,
+    )  # fmt: skip
+    return o, sums, t
+
+
+def backward(
+    do: Tensor, inputs: Inputs, run: Tensor | None, sums: Tensor, t: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k (fp32, summed over the heads that share them), v, g and beta. do: v's type."""
+    q, k, v, g, beta = inputs
+    n = sizes_of(q, v)
+    call = Call(n, run, v.dtype, v.device)
+    _, _, u, w = prepared(call, k, v, g, beta, (sums, t))
+    fresh = u.clone()
+    states = scanned(call, k, sums, fresh, w)
+    df, after = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, n.K, n.V)
+    shared = (call.runs(g), sums)
+    sized = (n.S, n.N, *n.heads, call.KP, call.BV, *call.how)
+    grid = (*call.of_chunk, call.parts)
+    launch(kernels.local_back, grid, q, k, do, *shared, df, *sized, num_warps=4)
+    launch(kernels.scan_back, call.of_head, q, k, do, *shared, w, df, after, *sized, num_warps=4)
+    d_bv, d_bk = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, LENGTH, n.K)
+    d_beta, d_sums = (call.room(n.chunks, LENGTH, wide=True) for _ in range(2))
+    dv = empty(v.shape, v.dtype, v.device)
+    launch(
+        kernels.values_back, call.of_chunk, v, beta, t, df, d_bv, dv, d_beta, n.S, n.N, n.H, n.V, call.VP,
+        call.how[1], num_warps=4,
+    )  # fmt: skip
+    dq, dk = (call.room(n.B, n.S, n.H, n.K, wide=True) for _ in range(2))
+    dg, db = (empty(g.shape, torch.float32, g.device) for _ in range(2))
+    launch(
+        kernels.keys_back, call.of_chunk, q, k, do, *shared, beta, t, fresh, states, df, after, dq, dk, d_bk,
+        d_beta, d_sums, *sized, num_warps=8,
+    )  # fmt: skip
+    launch(
+        kernels.inner_back, call.of_chunk, q, k, do, *shared, beta, u, w, fresh, d_bv, d_bk, dq, dk, d_beta,
+        d_sums, dg, db, *sized, num_warps=8,
+    )  # fmt: skip
+    if n.H > n.G:
+        dq, dk = (t.unflatten(2, (n.G, -1)).sum(3) for t in (dq, dk))
+    return dq, dk, dv, dg, db
+
+
+def trace(n: LinearShapes, runs: bool) -> None:
+    """Launch the kernels on meta tensors, inside compile_only."""
+    S = LENGTH + 1
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(1, S, *shape, dtype=dtype, device="meta")
+
+    q = made(n.key_heads, n.key_dim, dtype=n.dtype)
+    v = made(n.value_heads, n.value_dim, dtype=n.dtype)
+    g = made(n.value_heads)
+    run = made(dtype=torch.int64) if runs else None
+    inputs = q, q, v, g, g
+    _, sums, t = forward(inputs, run)
+    if n.trained:
+        backward(v, inputs, run, sums, t)
+
+
+def of_linear(n: LinearShapes) -> Iterable[tuple]:
+    """The traces of a linear layer: rows of one document, and of several."""
+    if fits(n.key_dim, n.value_dim) and n.dtype != torch.float64:
+        for runs in (False, True):
+            yield trace, n, runs

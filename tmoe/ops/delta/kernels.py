@@ -1,0 +1,407 @@
+"""Kernels of the gated delta rule in chunks of 64 tokens (formulas: ops/delta/chunks.py).
+
+Forward: `prepare` (sums of g, T, U, W), `scan` (F, states), `outputs`. Backward: `prepare` with the known T,
+and `scan`, again; `local_back` (P^T dO), `scan_back` (dF and the states' gradients), `values_back` (T^T dF,
+dv), `keys_back` (products with states), `inner_back` (products within a chunk).
+
+A program handles one chunk of one head, or one head and a part of its V channels through all chunks. Padded
+tokens and channels are masked on loads. No product has a transposed accumulator as an operand: triton 3.4 to
+3.7.0 compiles such a product wrongly for sm_90 (flash-linear-attention issue 640). A transposed operand is
+loaded transposed, or its product is computed in the other order.
+
+Products with intermediate results have the type of the buffers that hold these results: the inputs' type, or
+fp32 (TF32 products). Products of inputs alone have the inputs' type.
+
+next: ops/delta/gpu.py
+"""
+
+import triton
+import triton.language as tl
+
+L = tl.constexpr(64)  # tokens of a chunk
+
+
+@triton.jit
+def rows_of(n, S):
+    """The tokens of chunk n [L], and which of them are in the row of S tokens."""
+    s = n * L + tl.arange(0, L)
+    return s, s < S
+
+
+@triton.jit
+def tile(base, row, row_stride, column, columns, mask):
+    """A tile [rows, columns] of a matrix with contiguous rows, 0 outside."""
+    at = row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    return tl.load(base + at, mask[:, None] & (column < columns)[None, :], 0.0)
+
+
+@triton.jit
+def turned(base, row, row_stride, column, columns, mask):
+    """The same tile transposed [columns, rows]."""
+    at = row.to(tl.int64)[None, :] * row_stride + column[:, None]
+    return tl.load(base + at, mask[None, :] & (column < columns)[:, None], 0.0)
+
+
+@triton.jit
+def put(base, row, row_stride, column, columns, mask, values):
+    at = row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    tl.store(base + at, values.to(base.dtype.element_ty), mask[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def product(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """a b with operands of a type, summed in fp32."""
+    return tl.dot(a.to(DTYPE), b.to(DTYPE), input_precision=PRECISION)
+
+
+@triton.jit
+def runs_of_chunk(run, s, live, n, S, RUNS: tl.constexpr):
+    """The runs of the chunk's tokens [L], the run before the chunk, and that of its last token."""
+    if RUNS:
+        own = tl.load(run + s, live, -1)
+        last = tl.load(run + tl.minimum(n * L + L, S) - 1)
+        own = tl.where(live, own, last)
+        before = tl.load(run + tl.maximum(n * L - 1, 0))
+    else:
+        own = s * 0
+        last = 0
+        before = 0
+    return own, before, last
+
+
+@triton.jit
+def decays(sums, own, before, last):
+    """head, tail [L] and whole, from the sums of g within a chunk."""
+    at_end = tl.sum(tl.where(tl.arange(0, L) == L - 1, sums, 0.0), 0)
+    never = float("-inf")
+    head = tl.exp(tl.where(own == before, sums, never))
+    tail = tl.exp(tl.where(own == last, at_end - sums, never))
+    whole = tl.exp(tl.where(last == before, at_end, never))
+    return head, tail, whole
+
+
+@triton.jit
+def reach(sums, own):
+    """D [L, L]: decays from token j to token i >= j of the same run."""
+    i = tl.arange(0, L)[:, None]
+    j = tl.arange(0, L)[None, :]
+    seen = (i >= j) & (own[:, None] == own[None, :])
+    return tl.exp(tl.where(seen, sums[:, None] - sums[None, :], float("-inf")))
+
+
+@triton.jit
+def reach_turned(sums, own):
+    """D transposed: element [j, i] for i >= j."""
+    j = tl.arange(0, L)[:, None]
+    i = tl.arange(0, L)[None, :]
+    seen = (i >= j) & (own[:, None] == own[None, :])
+    return tl.exp(tl.where(seen, sums[None, :] - sums[:, None], float("-inf")))
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def prepare(
+    k, v, g, beta, run, sums_out, t_out, u_out, w_out, S, N, H: tl.constexpr, G: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, RUNS: tl.constexpr,
+    SOLVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums of g, T = (I + A)^-1, U = T (beta v), W = T (beta head k). SOLVE: else sums and T are read."""
+    DTYPE: tl.constexpr = t_out.dtype.element_ty
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    s, live = rows_of(n, S)
+    at = (b * S + s) * H + h
+    own, before, last = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
+    rows = tl.arange(0, L)
+    c = tl.arange(0, L)
+    rate = tl.load(beta + at, live, 0.0)
+    k_base = k + b * S * G * K + (h // (H // G)) * K
+    kc = tl.arange(0, KP)
+    key = tile(k_base, s, G * K, kc, K, live)
+    if SOLVE:
+        sums = tl.cumsum(tl.load(g + at, live, 0.0), 0)
+        tl.store(sums_out + chunk * L + rows, sums)
+        kk = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+        lower = tl.where(rows[:, None] > c[None, :], rate[:, None] * kk * reach(sums, own), 0.0)
+        # kk is symmetric: the transpose of `lower` without an exchange between threads
+        upper = tl.where(rows[:, None] < c[None, :], rate[None, :] * kk * reach_turned(sums, own), 0.0)
+        solved = tl.zeros([L, L], tl.float32)
+        for i in range(1, L):
+            across = tl.sum(tl.where(rows[:, None] == i, lower, 0.0), 0)  # row i of A, along columns
+            along = tl.sum(tl.where(c[None, :] == i, upper, 0.0), 1)  # the same, along rows
+            new = -across - tl.sum(along[:, None] * solved, 0)
+            solved = tl.where(rows[:, None] == i, new[None, :], solved)
+        solved += tl.where(rows[:, None] == c[None, :], 1.0, 0.0)
+        t = solved.to(DTYPE)
+        tl.store(t_out + chunk * L * L + rows[:, None] * L + c[None, :], t)
+    else:
+        sums = tl.load(sums_out + chunk * L + rows)
+        t = tl.load(t_out + chunk * L * L + rows[:, None] * L + c[None, :])
+    head, _, _ = decays(sums, own, before, last)
+    right = (rate * head)[:, None] * key.to(tl.float32)
+    every = rows < L
+    put(w_out + chunk * L * K, rows, K, kc, K, every, product(t, right, DTYPE, PRECISION))
+    vc = tl.arange(0, VP)
+    value = tile(v + b * S * H * V + h * V, s, H * V, vc, V, live)
+    right = rate[:, None] * value.to(tl.float32)
+    put(u_out + chunk * L * V, rows, V, vc, V, every, product(t, right, DTYPE, PRECISION))
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def scan(
+    k, run, sums, u, w, states, S, N, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the state before each chunk, and F over U, for BV channels of one head, chunk after chunk."""
+    DTYPE: tl.constexpr = w.dtype.element_ty
+    part, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    vc = part * BV + tl.arange(0, BV)
+    kc = tl.arange(0, KP)
+    rows = tl.arange(0, L)
+    every = rows < L
+    keys = kc < K
+    k_base = k + b * S * G * K + (h // (H // G)) * K
+    state = tl.zeros([KP, BV], tl.float32)
+    for n in range(0, N):
+        chunk = bh.to(tl.int64) * N + n
+        s, live = rows_of(n, S)
+        own, before, last = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
+        _, tail, whole = decays(tl.load(sums + chunk * L + rows), own, before, last)
+        put(states + chunk * K * V, kc, V, vc, V, keys, state)
+        into = tile(w + chunk * L * K, rows, K, kc, K, every)
+        fresh = tile(u + chunk * L * V, rows, V, vc, V, every).to(tl.float32)
+        fresh -= product(into, state, DTYPE, PRECISION)
+        put(u + chunk * L * V, rows, V, vc, V, every, fresh)
+        key = turned(k_base, s, G * K, kc, K, live)
+        state = whole * state + product(key, tail[:, None] * fresh, DTYPE, PRECISION)
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def outputs(
+    q, k, run, sums, fresh, states, o, S, N, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O = (q head) S + (q k^T D) F of one chunk of one head, for BV channels."""
+    DTYPE: tl.constexpr = fresh.dtype.element_ty
+    n, bh, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    s, live = rows_of(n, S)
+    own, before, last = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
+    rows = tl.arange(0, L)
+    every = rows < L
+    total = tl.load(sums + chunk * L + rows)
+    head, _, _ = decays(total, own, before, last)
+    kc = tl.arange(0, KP)
+    vc = part * BV + tl.arange(0, BV)
+    of_keys = b * S * G * K + (h // (H // G)) * K
+    query = tile(q + of_keys, s, G * K, kc, K, live)
+    key = turned(k + of_keys, s, G * K, kc, K, live)
+    scores = tl.dot(query, key, input_precision=PRECISION) * reach(total, own)
+    state = tile(states + chunk * K * V, kc, V, vc, V, kc < K)
+    new = tile(fresh + chunk * L * V, rows, V, vc, V, every)
+    y = head[:, None] * product(query, state, DTYPE, PRECISION)
+    y += product(scores, new, DTYPE, PRECISION)
+    put(o + b * S * H * V + h * V, s, H * V, vc, V, live, y)
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def local_back(
+    q, k, do, run, sums, df, S, N, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P^T dO of one chunk of one head, for BV channels."""
+    DTYPE: tl.constexpr = df.dtype.element_ty
+    n, bh, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    s, live = rows_of(n, S)
+    own, _, _ = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
+    rows = tl.arange(0, L)
+    total = tl.load(sums + chunk * L + rows)
+    kc = tl.arange(0, KP)
+    vc = part * BV + tl.arange(0, BV)
+    of_keys = b * S * G * K + (h // (H // G)) * K
+    key = tile(k + of_keys, s, G * K, kc, K, live)
+    query = turned(q + of_keys, s, G * K, kc, K, live)
+    scores = tl.dot(key, query, input_precision=PRECISION) * reach_turned(total, own)
+    d = tile(do + b * S * H * V + h * V, s, H * V, vc, V, live)
+    made = product(scores, d, DTYPE, PRECISION)
+    put(df + chunk * L * V, rows, V, vc, V, rows < L, made)
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def scan_back(
+    q, k, do, run, sums, w, df, after, S, N, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the state's share to dF, and writes the gradient of the state after each chunk, from the last."""
+    DTYPE: tl.constexpr = w.dtype.element_ty
+    part, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    vc = part * BV + tl.arange(0, BV)
+    kc = tl.arange(0, KP)
+    rows = tl.arange(0, L)
+    every = rows < L
+    of_keys = b * S * G * K + (h // (H // G)) * K
+    ds = tl.zeros([KP, BV], tl.float32)
+    for back in range(0, N):
+        n = N - 1 - back
+        chunk = bh.to(tl.int64) * N + n
+        s, live = rows_of(n, S)
+        own, before, last = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
+        head, tail, whole = decays(tl.load(sums + chunk * L + rows), own, before, last)
+        put(after + chunk * K * V, kc, V, vc, V, kc < K, ds)
+        key = tile(k + of_keys, s, G * K, kc, K, live)
+        d = tile(df + chunk * L * V, rows, V, vc, V, every).to(tl.float32)
+        d += tail[:, None] * product(key, ds, DTYPE, PRECISION)
+        put(df + chunk * L * V, rows, V, vc, V, every, d)
+        query = turned(q + of_keys, s, G * K, kc, K, live)
+        incoming = tile(do + b * S * H * V + h * V, s, H * V, vc, V, live)
+        scaled = head[:, None] * incoming.to(tl.float32)
+        into = turned(w + chunk * L * K, rows, K, kc, K, every)
+        ds = whole * ds + product(query, scaled, DTYPE, PRECISION)
+        ds -= product(into, d, DTYPE, PRECISION)
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def values_back(
+    v, beta, t, df, d_bv, dv, d_beta, S, N, H: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d(beta v) = T^T dF, dv, and the share of beta's gradient, of one chunk of one head."""
+    DTYPE: tl.constexpr = t.dtype.element_ty
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    s, live = rows_of(n, S)
+    rows = tl.arange(0, L)
+    every = rows < L
+    rate = tl.load(beta + (b * S + s) * H + h, live, 0.0)
+    vc = tl.arange(0, VP)
+    d = tile(df + chunk * L * V, rows, V, vc, V, every)
+    made = product(turned(t + chunk * L * L, rows, L, rows, L, every), d, DTYPE, PRECISION)
+    put(d_bv + chunk * L * V, rows, V, vc, V, every, made)
+    put(dv + b * S * H * V + h * V, s, H * V, vc, V, live, rate[:, None] * made)
+    value = tile(v + b * S * H * V + h * V, s, H * V, vc, V, live).to(tl.float32)
+    tl.store(d_beta + chunk * L + rows, tl.sum(made * value, 1))
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def keys_back(
+    q, k, do, run, sums, beta, t, fresh, states, df, after, dq, dk, d_bk, d_beta, d_sums, S, N,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    RUNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products with states: dO S^T, F dS^T and dW = -dF S^T, and what follows, of one chunk of one head."""
+    DTYPE: tl.constexpr = t.dtype.element_ty
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    s, live = rows_of(n, S)
+    own, before, last = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
+    rows = tl.arange(0, L)
+    every = rows < L
+    head, tail, whole = decays(tl.load(sums + chunk * L + rows), own, before, last)
+    rate = tl.load(beta + (b * S + s) * H + h, live, 0.0)
+    kc = tl.arange(0, KP)
+    keys = kc < K
+    reads = tl.zeros([L, KP], tl.float32)
+    writes = tl.zeros([L, KP], tl.float32)
+    into = tl.zeros([L, KP], tl.float32)
+    of_whole = tl.zeros([BV], tl.float32)
+    for part in range(0, tl.cdiv(V, BV)):
+        vc = part * BV + tl.arange(0, BV)
+        state = turned(states + chunk * K * V, kc, V, vc, V, keys)  # [BV, KP]
+        ds = turned(after + chunk * K * V, kc, V, vc, V, keys)
+        of_whole += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 1)
+        incoming = tile(do + b * S * H * V + h * V, s, H * V, vc, V, live)
+        reads += product(incoming, state, DTYPE, PRECISION)
+        new = tile(fresh + chunk * L * V, rows, V, vc, V, every)
+        writes += product(new, ds, DTYPE, PRECISION)
+        d = tile(df + chunk * L * V, rows, V, vc, V, every)
+        into -= product(d, state, DTYPE, PRECISION)
+    solve = turned(t + chunk * L * L, rows, L, rows, L, every)
+    right = product(solve, into, DTYPE, PRECISION)  # d(beta head k)
+    put(d_bk + chunk * L * K, rows, K, kc, K, every, right)
+    of_keys = b * S * G * K + (h // (H // G)) * K
+    query = tile(q + of_keys, s, G * K, kc, K, live).to(tl.float32)
+    key = tile(k + of_keys, s, G * K, kc, K, live).to(tl.float32)
+    of_head = b * S * H * K + h * K
+    put(dq + of_head, s, H * K, kc, K, live, head[:, None] * reads)
+    put(dk + of_head, s, H * K, kc, K, live, tail[:, None] * writes + (rate * head)[:, None] * right)
+    by_head = tl.sum(right * key, 1)
+    of_tail = tail * tl.sum(writes * key, 1)
+    shares = head * (tl.sum(reads * query, 1) + rate * by_head) - of_tail
+    at_end = tl.sum(of_tail, 0) + whole * tl.sum(of_whole, 0)
+    tl.store(d_sums + chunk * L + rows, shares + tl.where(rows == L - 1, at_end, 0.0))
+    at = d_beta + chunk * L + rows
+    tl.store(at, tl.load(at) + head * by_head)
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def inner_back(
+    q, k, do, run, sums, beta, u, w, fresh, d_bv, d_bk, dq, dk, d_beta, d_sums, dg, db, S, N,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    RUNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products within a chunk: gradients of A and of q k^T, in both orders, and the sums for g and beta."""
+    DTYPE: tl.constexpr = u.dtype.element_ty
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    s, live = rows_of(n, S)
+    own, _, _ = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
+    rows = tl.arange(0, L)
+    every = rows < L
+    at = (b * S + s) * H + h
+    rate = tl.load(beta + at, live, 0.0)
+    total = tl.load(sums + chunk * L + rows)
+    kc = tl.arange(0, KP)
+    # d_lower = -(d_bv U^T + d_bk W^T) and dP = dO F^T; each transposed too
+    row = tile(d_bk + chunk * L * K, rows, K, kc, K, every)
+    column = turned(w + chunk * L * K, rows, K, kc, K, every)
+    lower = -product(row, column, DTYPE, PRECISION)
+    row = tile(w + chunk * L * K, rows, K, kc, K, every)
+    column = turned(d_bk + chunk * L * K, rows, K, kc, K, every)
+    upper = -product(row, column, DTYPE, PRECISION)
+    scores = tl.zeros([L, L], tl.float32)
+    turned_scores = tl.zeros([L, L], tl.float32)
+    out = do + b * S * H * V + h * V
+    for part in range(0, tl.cdiv(V, BV)):
+        vc = part * BV + tl.arange(0, BV)
+        d = tile(d_bv + chunk * L * V, rows, V, vc, V, every)
+        lower -= product(d, turned(u + chunk * L * V, rows, V, vc, V, every), DTYPE, PRECISION)
+        made = tile(u + chunk * L * V, rows, V, vc, V, every)
+        upper -= product(made, turned(d_bv + chunk * L * V, rows, V, vc, V, every), DTYPE, PRECISION)
+        new = turned(fresh + chunk * L * V, rows, V, vc, V, every)
+        scores += product(tile(out, s, H * V, vc, V, live), new, DTYPE, PRECISION)
+        new = tile(fresh + chunk * L * V, rows, V, vc, V, every)
+        turned_scores += product(new, turned(out, s, H * V, vc, V, live), DTYPE, PRECISION)
+    i = rows[:, None]
+    j = rows[None, :]
+    lower = tl.where(i > j, lower, 0.0) * reach(total, own)
+    upper = tl.where(i < j, upper, 0.0) * reach_turned(total, own)
+    scores *= reach(total, own)
+    turned_scores *= reach_turned(total, own)
+    of_keys = b * S * G * K + (h // (H // G)) * K
+    key = tile(k + of_keys, s, G * K, kc, K, live)
+    query = tile(q + of_keys, s, G * K, kc, K, live)
+    key_turned = turned(k + of_keys, s, G * K, kc, K, live)
+    kk = tl.dot(key, key_turned, input_precision=PRECISION)
+    qk = tl.dot(query, key_turned, input_precision=PRECISION)
+    by_rate = tl.sum(lower * kk, 1)
+    apart = scores * qk + rate[:, None] * lower * kk
+    shares = tl.sum(apart, 1) - tl.sum(apart, 0) + tl.load(d_sums + chunk * L + rows)
+    back = tl.sum(tl.where(i <= j, shares[None, :], 0.0), 1)  # the sum over this and later tokens
+    tl.store(dg + at, back, live)
+    tl.store(db + at, by_rate + tl.load(d_beta + chunk * L + rows), live)
+    both = rate[:, None] * lower + rate[None, :] * upper
+    of_head = b * S * H * K + h * K
+    new_q = tile(dq + of_head, s, H * K, kc, K, live)
+    new_q += product(scores, key, DTYPE, PRECISION)
+    put(dq + of_head, s, H * K, kc, K, live, new_q)
+    new_k = tile(dk + of_head, s, H * K, kc, K, live) + product(both, key, DTYPE, PRECISION)
+    new_k += product(turned_scores, query, DTYPE, PRECISION)
+    put(dk + of_head, s, H * K, kc, K, live, new_k)
