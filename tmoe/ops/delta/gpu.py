@@ -15,11 +15,10 @@ from torch import Tensor
 
 from tmoe.ops.delta import kernels
 from tmoe.ops.experts.pair_order import power_of_2
-from tmoe.ops.launch.kernel_launch import cdiv, empty, launch, tf32
+from tmoe.ops.launch.kernel_launch import cdiv, device_facts, empty, launch, tf32
 from tmoe.ops.launch.shapes import LinearShapes
 
 LENGTH = 64  # tokens of a chunk, L of the kernels
-WIDE = True  # intermediate results, and the operands of products with them, are fp32 (TF32); else as v
 WIDEST = 256  # most channels of a key or value head
 
 
@@ -71,15 +70,23 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype != torch.float32 or tf32() else "ieee"
 
 
+def _arch(device: torch.device) -> str:
+    """The GPU's architecture; "" for triton's interpreter."""
+    return "" if device.type == "cpu" else device_facts(device)[0]
+
+
 class Call:
     """The arguments that the kernels of a call share."""
 
     def __init__(self, sizes: Sizes, run: Tensor | None, dtype: torch.dtype, device: torch.device):
         self.sizes = sizes
         self.run = run
-        self.dtype, self.device = torch.float32 if WIDE else dtype, device
+        # intermediate results, and the operands of products with them: fp32 (TF32), which needs Hopper's or
+        # Ampere's shared memory; on AMD the inputs' type
+        narrow = _arch(device).startswith("hip")
+        self.dtype, self.device = dtype if narrow else torch.float32, device
         self.KP, self.VP = padded(sizes.K), padded(sizes.V)
-        self.BV = min(64, self.VP)
+        self.BV = min(32, self.VP)  # channels of values that a program handles
         self.parts = cdiv(sizes.V, self.BV)
         self.of_chunk = (sizes.N, sizes.B * sizes.H)
         self.of_head = (self.parts, sizes.B * sizes.H)
@@ -114,7 +121,7 @@ def scanned(call: Call, k: Tensor, sums: Tensor, u: Tensor, w: Tensor) -> Tensor
     states = call.room(n.chunks, n.K, n.V)
     launch(
         kernels.scan, call.of_head, k, call.runs(sums), sums, u, w, states, n.S, n.N, *n.heads, call.KP,
-        call.BV, *call.how, num_warps=4,
+        call.BV, *call.how, num_warps=4, num_stages=1,
     )  # fmt: skip
     return states
 
@@ -158,7 +165,9 @@ def backward(
     sized = (n.S, n.N, *n.heads, call.KP, call.BV, *call.how)
     grid = (*call.of_chunk, call.parts)
     launch(kernels.local_back, grid, q, k, do, *shared, df, *sized, num_warps=4)
-    launch(kernels.scan_back, call.of_head, q, k, do, *shared, w, df, after, *sized, num_warps=4)
+    launch(
+        kernels.scan_back, call.of_head, q, k, do, *shared, w, df, after, *sized, num_warps=4, num_stages=1
+    )
     d_bv, d_bk = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, LENGTH, n.K)
     d_beta, d_sums = (call.room(n.chunks, LENGTH, wide=True) for _ in range(2))
     dv = empty(v.shape, v.dtype, v.device)
@@ -170,11 +179,11 @@ def backward(
     dg, db = (empty(g.shape, torch.float32, g.device) for _ in range(2))
     launch(
         kernels.keys_back, call.of_chunk, q, k, do, *shared, beta, t, fresh, states, df, after, dq, dk, d_bk,
-        d_beta, d_sums, *sized, num_warps=8,
+        d_beta, d_sums, *sized, num_warps=8, num_stages=1,
     )  # fmt: skip
     launch(
         kernels.inner_back, call.of_chunk, q, k, do, *shared, beta, u, w, fresh, d_bv, d_bk, dq, dk, d_beta,
-        d_sums, dg, db, *sized, num_warps=8,
+        d_sums, dg, db, *sized, num_warps=8, num_stages=1,
     )  # fmt: skip
     if n.H > n.G:
         dq, dk = (t.unflatten(2, (n.G, -1)).sum(3) for t in (dq, dk))

@@ -7,6 +7,8 @@ next: tmoe/model/linear.py
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -160,22 +162,26 @@ def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor 
     return o.to(v.dtype).contiguous()
 
 
-def backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    sums: Tensor,
-    t: Tensor,
-    run: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, g and beta; 0 where an output is NaN. sums, t: kept by `forward`."""
-    given = q, k, v, g, beta
-    if on_gpu(q, v):
-        return back_with_kernels(dy, given, sums, t, run)
-    return plain_back(dy, given, run)
+class Kept(NamedTuple):
+    """The arguments of the op that computes the gradients: that of o, the rule's, and what `forward` kept."""
+
+    dy: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    sums: Tensor
+    t: Tensor
+    run: Tensor | None
+
+
+def backward(kept: Kept) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, g and beta; 0 where an output is NaN."""
+    given = kept.q, kept.k, kept.v, kept.g, kept.beta
+    if on_gpu(kept.q, kept.v):
+        return back_with_kernels(kept.dy, given, kept.sums, kept.t, kept.run)
+    return plain_back(kept.dy, given, kept.run)
 
 
 def back_with_kernels(
@@ -219,8 +225,7 @@ register_differentiable(
     cuda=forward,
     fake=_fake,
     backward=Backward(
-        "(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor sums, Tensor t, Tensor? run)"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        Kept,
         gradients="q k v g beta",
         cpu=backward,
         cuda=backward,
