@@ -1,4 +1,4 @@
-"""The kernels of decoding in Triton's interpreter: runs their tests again in processes of its own.
+"""Kernels of decoding and of the delta rule in Triton's interpreter: runs their tests again in processes.
 
 next: tests/generate/test_engine.py
 """
@@ -18,6 +18,7 @@ FILES = [
     "test_sample.py",
     "test_norm.py",
     "test_quantised_ops.py",
+    "test_delta_kernels.py",
 ]
 
 
@@ -29,9 +30,9 @@ def in_the_interpreter(*which: str) -> None:
 
 
 def test_a_few():
-    """One case of attention, one of the sampler, and the random numbers' bits."""
+    """One case of attention, one of the sampler, the random numbers' bits, and the delta rule."""
     in_the_interpreter(
-        "-m", "not slow", "-k", "kernels_are and latents or 0.6 or numpys or of_their_own_mixed"
+        "-m", "not slow", "-k", "kernels_are and latents or 0.6 or numpys or of_their_own_mixed or plain_form"
     )
 
 

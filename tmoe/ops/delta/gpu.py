@@ -81,10 +81,10 @@ class Call:
     def __init__(self, sizes: Sizes, run: Tensor | None, dtype: torch.dtype, device: torch.device):
         self.sizes = sizes
         self.run = run
-        # intermediate results, and the operands of products with them: fp32 (TF32), which needs Hopper's or
-        # Ampere's shared memory; on AMD the inputs' type
-        narrow = _arch(device).startswith("hip")
-        self.dtype, self.device = dtype if narrow else torch.float32, device
+        # intermediate results, and the operands of products with them, are fp32 (TF32) where registers and
+        # shared memory suffice, on Hopper and later; else of the inputs' type
+        wide = _arch(device) in ("", "cuda:90", "cuda:100", "cuda:120")
+        self.dtype, self.device = torch.float32 if wide else dtype, device
         self.KP, self.VP = padded(sizes.K), padded(sizes.V)
         self.BV = min(32, self.VP)  # channels of values that a program handles
         self.parts = cdiv(sizes.V, self.BV)
@@ -110,7 +110,7 @@ def prepared(
     u, w = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, LENGTH, n.K)
     launch(
         kernels.prepare, call.of_chunk, k, v, g, beta, call.runs(g), sums, t, u, w, n.S, n.N, *n.heads,
-        call.KP, call.VP, call.how[0], known is None, call.how[1], num_warps=4,
+        call.KP, call.VP, call.how[0], known is None, call.how[1], num_warps=8,
     )  # fmt: skip
     return sums, t, u, w
 
@@ -166,7 +166,7 @@ def backward(
     grid = (*call.of_chunk, call.parts)
     launch(kernels.local_back, grid, q, k, do, *shared, df, *sized, num_warps=4)
     launch(
-        kernels.scan_back, call.of_head, q, k, do, *shared, w, df, after, *sized, num_warps=4, num_stages=1
+        kernels.scan_back, call.of_head, q, k, do, *shared, w, df, after, *sized, num_warps=8, num_stages=1
     )
     d_bv, d_bk = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, LENGTH, n.K)
     d_beta, d_sums = (call.room(n.chunks, LENGTH, wide=True) for _ in range(2))
@@ -178,12 +178,24 @@ def backward(
     dq, dk = (call.room(n.B, n.S, n.H, n.K, wide=True) for _ in range(2))
     dg, db = (empty(g.shape, torch.float32, g.device) for _ in range(2))
     launch(
-        kernels.keys_back, call.of_chunk, q, k, do, *shared, beta, t, fresh, states, df, after, dq, dk, d_bk,
-        d_beta, d_sums, *sized, num_warps=8, num_stages=1,
+        kernels.keys_back, call.of_chunk, k, *shared, beta, t, states, df, after, dk, d_bk, d_beta, d_sums,
+        *sized, num_warps=8, num_stages=1,
     )  # fmt: skip
     launch(
-        kernels.inner_back, call.of_chunk, q, k, do, *shared, beta, u, w, fresh, d_bv, d_bk, dq, dk, d_beta,
-        d_sums, dg, db, *sized, num_warps=8, num_stages=1,
+        kernels.states_back, call.of_chunk, q, k, do, *shared, fresh, states, after, dq, dk, d_sums, *sized,
+        num_warps=8, num_stages=1,
+    )  # fmt: skip
+    launch(
+        kernels.lower_back, call.of_chunk, k, *shared, beta, u, w, d_bv, d_bk, dk, d_beta, d_sums, db,
+        *sized, num_warps=8, num_stages=1,
+    )  # fmt: skip
+    launch(
+        kernels.upper_back, call.of_chunk, k, *shared, beta, u, w, d_bv, d_bk, dk, *sized, num_warps=8,
+        num_stages=1,
+    )  # fmt: skip
+    launch(
+        kernels.scores_back, call.of_chunk, q, k, do, *shared, fresh, dq, dk, d_sums, dg, *sized,
+        num_warps=8, num_stages=1,
     )  # fmt: skip
     if n.H > n.G:
         dq, dk = (t.unflatten(2, (n.G, -1)).sum(3) for t in (dq, dk))

@@ -2,7 +2,8 @@
 
 Forward: `prepare` (sums of g, T, U, W), `scan` (F, states), `outputs`. Backward: `prepare` with the known T,
 and `scan`, again; `local_back` (P^T dO), `scan_back` (dF and the states' gradients), `values_back` (T^T dF,
-dv), `keys_back` (products with states), `inner_back` (products within a chunk).
+dv), `keys_back` and `states_back` (products with states), `lower_back`, `upper_back` and `scores_back`
+(products within a chunk). They are separate so that registers suffice.
 
 A program handles one chunk of one head, or one head and a part of its V channels through all chunks. Padded
 tokens and channels are masked on loads. No product has a transposed accumulator as an operand: triton 3.4 to
@@ -119,7 +120,8 @@ def prepare(
     kc = tl.arange(0, KP)
     key = tile(k_base, s, G * K, kc, K, live)
     if SOLVE:
-        sums = tl.cumsum(tl.load(g + at, live, 0.0), 0)
+        # exp of less is 0 in fp32; sums stay small, so that differences of sums are precise
+        sums = tl.cumsum(tl.maximum(tl.load(g + at, live, 0.0), -88.0), 0)
         tl.store(sums_out + chunk * L + rows, sums)
         kk = tl.dot(key, tl.trans(key), input_precision=PRECISION)
         lower = tl.where(rows[:, None] > c[None, :], rate[:, None] * kk * reach(sums, own), 0.0)
@@ -290,11 +292,12 @@ def values_back(
 
 @triton.jit(do_not_specialize=["S", "N"])
 def keys_back(
-    q, k, do, run, sums, beta, t, fresh, states, df, after, dq, dk, d_bk, d_beta, d_sums, S, N,
+    k, run, sums, beta, t, states, df, after, dk, d_bk, d_beta, d_sums, S, N,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    RUNS: tl.constexpr, PRECISION: tl.constexpr,
+    RUNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products with states: dO S^T, F dS^T and dW = -dF S^T, and what follows, of one chunk of one head."""
+    """dW = -dF S^T, d(beta head k) = T^T dW, and their shares of dk, of beta's gradient and of g's sums."""
     DTYPE: tl.constexpr = t.dtype.element_ty
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
@@ -303,50 +306,81 @@ def keys_back(
     own, before, last = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
     rows = tl.arange(0, L)
     every = rows < L
-    head, tail, whole = decays(tl.load(sums + chunk * L + rows), own, before, last)
+    head, _, whole = decays(tl.load(sums + chunk * L + rows), own, before, last)
     rate = tl.load(beta + (b * S + s) * H + h, live, 0.0)
     kc = tl.arange(0, KP)
-    keys = kc < K
-    reads = tl.zeros([L, KP], tl.float32)
-    writes = tl.zeros([L, KP], tl.float32)
     into = tl.zeros([L, KP], tl.float32)
     of_whole = tl.zeros([BV], tl.float32)
     for part in range(0, tl.cdiv(V, BV)):
         vc = part * BV + tl.arange(0, BV)
-        state = turned(states + chunk * K * V, kc, V, vc, V, keys)  # [BV, KP]
-        ds = turned(after + chunk * K * V, kc, V, vc, V, keys)
+        state = turned(states + chunk * K * V, kc, V, vc, V, kc < K)  # [BV, KP]
+        ds = turned(after + chunk * K * V, kc, V, vc, V, kc < K)
         of_whole += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 1)
-        incoming = tile(do + b * S * H * V + h * V, s, H * V, vc, V, live)
-        reads += product(incoming, state, DTYPE, PRECISION)
-        new = tile(fresh + chunk * L * V, rows, V, vc, V, every)
-        writes += product(new, ds, DTYPE, PRECISION)
         d = tile(df + chunk * L * V, rows, V, vc, V, every)
         into -= product(d, state, DTYPE, PRECISION)
     solve = turned(t + chunk * L * L, rows, L, rows, L, every)
-    right = product(solve, into, DTYPE, PRECISION)  # d(beta head k)
+    right = product(solve, into, DTYPE, PRECISION)
     put(d_bk + chunk * L * K, rows, K, kc, K, every, right)
+    put(dk + b * S * H * K + h * K, s, H * K, kc, K, live, (rate * head)[:, None] * right)
     of_keys = b * S * G * K + (h // (H // G)) * K
-    query = tile(q + of_keys, s, G * K, kc, K, live).to(tl.float32)
     key = tile(k + of_keys, s, G * K, kc, K, live).to(tl.float32)
-    of_head = b * S * H * K + h * K
-    put(dq + of_head, s, H * K, kc, K, live, head[:, None] * reads)
-    put(dk + of_head, s, H * K, kc, K, live, tail[:, None] * writes + (rate * head)[:, None] * right)
-    by_head = tl.sum(right * key, 1)
-    of_tail = tail * tl.sum(writes * key, 1)
-    shares = head * (tl.sum(reads * query, 1) + rate * by_head) - of_tail
-    at_end = tl.sum(of_tail, 0) + whole * tl.sum(of_whole, 0)
-    tl.store(d_sums + chunk * L + rows, shares + tl.where(rows == L - 1, at_end, 0.0))
+    by_head = head * tl.sum(right * key, 1)
+    at_end = whole * tl.sum(of_whole, 0)
+    tl.store(d_sums + chunk * L + rows, rate * by_head + tl.where(rows == L - 1, at_end, 0.0))
     at = d_beta + chunk * L + rows
-    tl.store(at, tl.load(at) + head * by_head)
+    tl.store(at, tl.load(at) + by_head)
 
 
 @triton.jit(do_not_specialize=["S", "N"])
-def inner_back(
-    q, k, do, run, sums, beta, u, w, fresh, d_bv, d_bk, dq, dk, d_beta, d_sums, dg, db, S, N,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    RUNS: tl.constexpr, PRECISION: tl.constexpr,
+def states_back(
+    q, k, do, run, sums, fresh, states, after, dq, dk, d_sums, S, N, H: tl.constexpr, G: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products within a chunk: gradients of A and of q k^T, in both orders, and the sums for g and beta."""
+    """dO S^T and F dS^T: the states' shares of dq, of dk and of g's sums."""
+    DTYPE: tl.constexpr = fresh.dtype.element_ty
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    s, live = rows_of(n, S)
+    own, before, last = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
+    rows = tl.arange(0, L)
+    every = rows < L
+    head, tail, _ = decays(tl.load(sums + chunk * L + rows), own, before, last)
+    kc = tl.arange(0, KP)
+    of_keys = b * S * G * K + (h // (H // G)) * K
+    of_head = b * S * H * K + h * K
+    reads = tl.zeros([L, KP], tl.float32)
+    for part in range(0, tl.cdiv(V, BV)):
+        vc = part * BV + tl.arange(0, BV)
+        incoming = tile(do + b * S * H * V + h * V, s, H * V, vc, V, live)
+        state = turned(states + chunk * K * V, kc, V, vc, V, kc < K)  # [BV, KP]
+        reads += product(incoming, state, DTYPE, PRECISION)
+    query = tile(q + of_keys, s, G * K, kc, K, live).to(tl.float32)
+    shares = head * tl.sum(reads * query, 1)
+    put(dq + of_head, s, H * K, kc, K, live, head[:, None] * reads)
+    writes = tl.zeros([L, KP], tl.float32)
+    for part in range(0, tl.cdiv(V, BV)):
+        vc = part * BV + tl.arange(0, BV)
+        new = tile(fresh + chunk * L * V, rows, V, vc, V, every)
+        ds = turned(after + chunk * K * V, kc, V, vc, V, kc < K)
+        writes += product(new, ds, DTYPE, PRECISION)
+    key = tile(k + of_keys, s, G * K, kc, K, live).to(tl.float32)
+    of_tail = tail * tl.sum(writes * key, 1)
+    new_k = tile(dk + of_head, s, H * K, kc, K, live) + tail[:, None] * writes
+    put(dk + of_head, s, H * K, kc, K, live, new_k)
+    shares += tl.where(rows == L - 1, tl.sum(of_tail, 0), 0.0) - of_tail
+    at = d_sums + chunk * L + rows
+    tl.store(at, tl.load(at) + shares)
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def lower_back(
+    k, run, sums, beta, u, w, d_bv, d_bk, dk, d_beta, d_sums, db, S, N, H: tl.constexpr, G: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of A, -(d_bv U^T + d_bk W^T): its shares of dk and of g's sums, and beta's gradient."""
     DTYPE: tl.constexpr = u.dtype.element_ty
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
@@ -357,51 +391,100 @@ def inner_back(
     every = rows < L
     at = (b * S + s) * H + h
     rate = tl.load(beta + at, live, 0.0)
+    kc = tl.arange(0, KP)
+    row = tile(d_bk + chunk * L * K, rows, K, kc, K, every)
+    lower = -product(row, turned(w + chunk * L * K, rows, K, kc, K, every), DTYPE, PRECISION)
+    for part in range(0, tl.cdiv(V, BV)):
+        vc = part * BV + tl.arange(0, BV)
+        d = tile(d_bv + chunk * L * V, rows, V, vc, V, every)
+        lower -= product(d, turned(u + chunk * L * V, rows, V, vc, V, every), DTYPE, PRECISION)
+    lower = tl.where(rows[:, None] > rows[None, :], lower, 0.0)
+    lower *= reach(tl.load(sums + chunk * L + rows), own)
+    of_keys = b * S * G * K + (h // (H // G)) * K
+    of_head = b * S * H * K + h * K
+    key = tile(k + of_keys, s, G * K, kc, K, live)
+    new_k = tile(dk + of_head, s, H * K, kc, K, live)
+    new_k += product(rate[:, None] * lower, key, DTYPE, PRECISION)
+    put(dk + of_head, s, H * K, kc, K, live, new_k)
+    lower *= tl.dot(key, turned(k + of_keys, s, G * K, kc, K, live), input_precision=PRECISION)
+    tl.store(db + at, tl.sum(lower, 1) + tl.load(d_beta + chunk * L + rows), live)
+    lower *= rate[:, None]
+    share = d_sums + chunk * L + rows
+    tl.store(share, tl.load(share) + tl.sum(lower, 1) - tl.sum(lower, 0))
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def upper_back(
+    k, run, sums, beta, u, w, d_bv, d_bk, dk, S, N, H: tl.constexpr, G: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The transpose of the gradient of A, by products in the other order: its share of dk."""
+    DTYPE: tl.constexpr = u.dtype.element_ty
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    s, live = rows_of(n, S)
+    own, _, _ = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
+    rows = tl.arange(0, L)
+    every = rows < L
+    rate = tl.load(beta + (b * S + s) * H + h, live, 0.0)
+    kc = tl.arange(0, KP)
+    row = tile(w + chunk * L * K, rows, K, kc, K, every)
+    upper = -product(row, turned(d_bk + chunk * L * K, rows, K, kc, K, every), DTYPE, PRECISION)
+    for part in range(0, tl.cdiv(V, BV)):
+        vc = part * BV + tl.arange(0, BV)
+        made = tile(u + chunk * L * V, rows, V, vc, V, every)
+        upper -= product(made, turned(d_bv + chunk * L * V, rows, V, vc, V, every), DTYPE, PRECISION)
+    upper = tl.where(rows[:, None] < rows[None, :], upper, 0.0)
+    upper *= reach_turned(tl.load(sums + chunk * L + rows), own)
+    key = tile(k + b * S * G * K + (h // (H // G)) * K, s, G * K, kc, K, live)
+    of_head = b * S * H * K + h * K
+    new_k = tile(dk + of_head, s, H * K, kc, K, live)
+    new_k += product(rate[None, :] * upper, key, DTYPE, PRECISION)
+    put(dk + of_head, s, H * K, kc, K, live, new_k)
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def scores_back(
+    q, k, do, run, sums, fresh, dq, dk, d_sums, dg, S, N, H: tl.constexpr, G: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of q k^T within a chunk, dO F^T, in both orders: the last shares of dq and dk, and dg."""
+    DTYPE: tl.constexpr = fresh.dtype.element_ty
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    s, live = rows_of(n, S)
+    own, _, _ = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
+    rows = tl.arange(0, L)
+    every = rows < L
     total = tl.load(sums + chunk * L + rows)
     kc = tl.arange(0, KP)
-    # d_lower = -(d_bv U^T + d_bk W^T) and dP = dO F^T; each transposed too
-    row = tile(d_bk + chunk * L * K, rows, K, kc, K, every)
-    column = turned(w + chunk * L * K, rows, K, kc, K, every)
-    lower = -product(row, column, DTYPE, PRECISION)
-    row = tile(w + chunk * L * K, rows, K, kc, K, every)
-    column = turned(d_bk + chunk * L * K, rows, K, kc, K, every)
-    upper = -product(row, column, DTYPE, PRECISION)
+    i = rows[:, None]
+    j = rows[None, :]
+    of_keys = b * S * G * K + (h // (H // G)) * K
+    of_head = b * S * H * K + h * K
     scores = tl.zeros([L, L], tl.float32)
     turned_scores = tl.zeros([L, L], tl.float32)
     out = do + b * S * H * V + h * V
     for part in range(0, tl.cdiv(V, BV)):
         vc = part * BV + tl.arange(0, BV)
-        d = tile(d_bv + chunk * L * V, rows, V, vc, V, every)
-        lower -= product(d, turned(u + chunk * L * V, rows, V, vc, V, every), DTYPE, PRECISION)
-        made = tile(u + chunk * L * V, rows, V, vc, V, every)
-        upper -= product(made, turned(d_bv + chunk * L * V, rows, V, vc, V, every), DTYPE, PRECISION)
         new = turned(fresh + chunk * L * V, rows, V, vc, V, every)
         scores += product(tile(out, s, H * V, vc, V, live), new, DTYPE, PRECISION)
         new = tile(fresh + chunk * L * V, rows, V, vc, V, every)
         turned_scores += product(new, turned(out, s, H * V, vc, V, live), DTYPE, PRECISION)
-    i = rows[:, None]
-    j = rows[None, :]
-    lower = tl.where(i > j, lower, 0.0) * reach(total, own)
-    upper = tl.where(i < j, upper, 0.0) * reach_turned(total, own)
     scores *= reach(total, own)
     turned_scores *= reach_turned(total, own)
-    of_keys = b * S * G * K + (h // (H // G)) * K
-    key = tile(k + of_keys, s, G * K, kc, K, live)
     query = tile(q + of_keys, s, G * K, kc, K, live)
-    key_turned = turned(k + of_keys, s, G * K, kc, K, live)
-    kk = tl.dot(key, key_turned, input_precision=PRECISION)
-    qk = tl.dot(query, key_turned, input_precision=PRECISION)
-    by_rate = tl.sum(lower * kk, 1)
-    apart = scores * qk + rate[:, None] * lower * kk
+    new_k = tile(dk + of_head, s, H * K, kc, K, live) + product(turned_scores, query, DTYPE, PRECISION)
+    put(dk + of_head, s, H * K, kc, K, live, new_k)
+    apart = scores * tl.dot(query, turned(k + of_keys, s, G * K, kc, K, live), input_precision=PRECISION)
     shares = tl.sum(apart, 1) - tl.sum(apart, 0) + tl.load(d_sums + chunk * L + rows)
     back = tl.sum(tl.where(i <= j, shares[None, :], 0.0), 1)  # the sum over this and later tokens
-    tl.store(dg + at, back, live)
-    tl.store(db + at, by_rate + tl.load(d_beta + chunk * L + rows), live)
-    both = rate[:, None] * lower + rate[None, :] * upper
-    of_head = b * S * H * K + h * K
+    tl.store(dg + (b * S + s) * H + h, back, live)
+    key = tile(k + of_keys, s, G * K, kc, K, live)
     new_q = tile(dq + of_head, s, H * K, kc, K, live)
     new_q += product(scores, key, DTYPE, PRECISION)
     put(dq + of_head, s, H * K, kc, K, live, new_q)
-    new_k = tile(dk + of_head, s, H * K, kc, K, live) + product(both, key, DTYPE, PRECISION)
-    new_k += product(turned_scores, query, DTYPE, PRECISION)
-    put(dk + of_head, s, H * K, kc, K, live, new_k)

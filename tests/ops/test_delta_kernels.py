@@ -1,0 +1,94 @@
+"""The delta rule's kernels: in triton's interpreter against the plain form, and compiled for chips.
+
+next: tests/ops/test_decoding_kernels.py
+"""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chips import CHIPS, assert_fits, measure
+from interpreter import poison, repair_interpreter
+from tiers import slow_but
+
+from tmoe.ops.delta import gpu
+from tmoe.ops.delta.rule import delta_rule
+from tmoe.ops.delta.runs import runs_of
+from tmoe.ops.launch.kernel_launch import compile_only
+from tmoe.ops.launch.shapes import LinearShapes
+
+INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels")
+compiled = pytest.mark.skipif(INTERPRETED, reason="compiles")
+fp32, bf16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(scope="module", autouse=INTERPRETED)
+def _interpreter():
+    repair_interpreter()
+
+
+def inputs(S, H, G, K, V, dtype, decay):
+    gen = torch.Generator().manual_seed(0)
+
+    def r(*shape):
+        return torch.randn(1, S, *shape, generator=gen, dtype=torch.float64)
+
+    q, k = F.normalize(r(G, K), dim=-1), F.normalize(r(G, K), dim=-1)
+    made = [q.to(dtype), k.to(dtype), r(H, V).to(dtype), (-decay * F.softplus(r(H))).float()]
+    return [*made, r(H).sigmoid().float()]
+
+
+def far(a, b) -> float:
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+CASES = {  # lengths of documents, H, G, K, V, type, decay
+    "several documents a chunk": ([30, 1, 58, 40], 2, 1, 8, 12, fp32, 0.3),
+    "one document, strong decays": ([70], 1, 1, 16, 16, fp32, 20.0),
+    "of bf16": ([80], 2, 2, 24, 40, bf16, 0.1),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", slow_but(["several documents a chunk"], CASES))
+def test_the_kernels_are_the_plain_form(name, monkeypatch):
+    """Outputs and gradients against fp64; every buffer begins as NaN."""
+    monkeypatch.setattr(torch, "empty", torch.empty)  # which `poison` replaces
+    lengths, H, G, K, V, dtype, decay = CASES[name]
+    given = inputs(sum(lengths), H, G, K, V, dtype, decay)
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    run = runs_of(documents, None, 0).number_BS if len(lengths) > 1 else None
+    exact = [t.double().requires_grad_() for t in given]
+    want = delta_rule(*exact, run)
+    weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    want_g = torch.autograd.grad(want, exact, weight.double())
+    poison()
+    o, sums, t = gpu.forward(tuple(given), run)
+    bound = 2e-6 if decay < 1 else 5e-5  # differences of large sums
+    bound = bound if dtype == fp32 else 2**-7  # the interpreter cuts where a GPU rounds
+    assert far(o, want.detach()) < bound
+    for got, exactly in zip(gpu.backward(weight, tuple(given), run, sums, t), want_g, strict=True):
+        assert far(got, exactly) < bound
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", CHIPS)
+def test_the_kernels_fit(arch):
+    """Qwen3-Next's widths, and the widest."""
+    found = []
+    with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile))):
+        gpu.trace(LinearShapes(16, 32, 128, 128, bf16, True), runs=True)
+        gpu.trace(LinearShapes(4, 4, 64, 64, bf16, True), runs=False)
+    assert len(found) == 24
+    for binary in found:
+        assert_fits(binary, CHIPS[arch])
+
+
+def test_what_kernels_take():
+    assert gpu.fits(128, 128) and gpu.fits(6, 10) and not gpu.fits(257, 64)
+    assert [gpu.padded(n) for n in (6, 16, 24, 128)] == [16, 16, 32, 128]
+    traced = list(gpu.of_linear(LinearShapes(16, 32, 128, 128, bf16, True)))
+    assert [runs for _, _, runs in traced] == [False, True]
