@@ -1,4 +1,4 @@
-"""Times the gated delta rule, forward and backward, on one GPU, beside other implementations.
+"""Times the gated delta rule, forward and backward, on one GPU, and compares other implementations.
 
     python -m benchmarks.delta_rule
     python -m benchmarks.delta_rule --tokens 32768 --json delta.jsonl

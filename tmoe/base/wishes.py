@@ -68,7 +68,7 @@ WISHES = (
         "another optimizer is not there yet; valid: AdamW, with the settings of --optim",
     ),
     (
-        r"critic|value.?model|value.?head|\bppo\b|\bgae\b|vf.?coef",
+        r"critic|value.?model|value.?head\b|\bppo\b|\bgae\b|vf.?coef",
         "PPO with a value model is not there yet; valid: --task grpo, whose --grpo.advantage needs none",
     ),
     (

@@ -21,7 +21,7 @@ class LinearConfig:
     """the rule of these blocks: none: all blocks have attention; deltanet: Gated DeltaNet (Yang et al. 2024,
     as in Qwen3-Next)"""
     every: int = 4
-    """every n-th block has full attention and the others are linear, unless layer-types is given"""
+    """every n-th block has full attention, all further blocks are linear, unless layer-types is given"""
     key_heads: int = 16
     """heads of queries and keys"""
     value_heads: int = 32

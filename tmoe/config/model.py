@@ -581,7 +581,7 @@ class ModelConfig:
         return sum(map(self.is_linear, range(self.layers)))
 
     def mask_of(self, layer: int) -> int | str:
-        """What decides which tokens this block reads: LINEAR, or its window."""
+        """The rule by which this block reads earlier tokens: LINEAR, or the width of its window."""
         return LINEAR if self.is_linear(layer) else self.window_of(layer)
 
     def rope_of(self, layer: int) -> RopeConfig | None:

@@ -312,7 +312,7 @@ def glm_4_7_flash() -> ModelConfig:
 
 
 def qwen3_next(vocab: int, layers: int, moe: MoEConfig, rope: RopeConfig) -> ModelConfig:
-    """What Qwen3-Next and Qwen3.5-MoE share: three of four blocks are linear (Gated DeltaNet)."""
+    """The common settings of Qwen3-Next and Qwen3.5-MoE: three of four blocks are linear (Gated DeltaNet)."""
     return ModelConfig(
         vocab=vocab,
         dim=2048,
