@@ -12,7 +12,7 @@ from chips import CHIPS, assert_fits, measure
 from interpreter import poison, repair_interpreter
 from tiers import slow_but
 
-from tmoe.ops.delta import gpu
+from tmoe.ops.delta import conv_kernels, gpu, short_conv
 from tmoe.ops.delta.rule import delta_rule
 from tmoe.ops.delta.runs import runs_of
 from tmoe.ops.launch.kernel_launch import compile_only
@@ -73,6 +73,26 @@ def test_the_kernels_are_the_plain_form(name, monkeypatch):
         assert far(got, exactly) < bound
 
 
+@interpreted
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+@pytest.mark.parametrize("runs", [False, True])
+def test_the_convolutions_plain_form(runs, dtype):
+    """Several rows that are a part of wider rows, channels and tokens that no tile divides, gaps."""
+    torch.manual_seed(0)
+    wide, weight = torch.randn(2, 70, 90).to(dtype), torch.randn(81, 4)
+    u, dy = wide[:, :, 3:84], torch.randn(2, 70, 81).to(dtype)
+    documents = torch.arange(140).view(2, 70) // 23
+    tables = runs_of(documents, torch.arange(70).expand(2, 70) % 11 == 4, 3) if runs else None
+    back, ahead = (tables.back_BSJ, tables.ahead_BSJ) if tables else (None, None)
+    want = short_conv.forward(u, weight, back, ahead)
+    want_u, want_w = short_conv.backward(dy, u, weight, back, ahead)
+    y = conv_kernels.forward(u, weight, back)
+    du, dw = conv_kernels.backward(dy, u, weight, back, ahead)
+    bound = 2e-6 if dtype == fp32 else 2**-7
+    for got, exactly in ((y, want), (du, want_u), (dw, want_w)):
+        assert far(got, exactly.double()) < bound and got.dtype == exactly.dtype
+
+
 @compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", CHIPS)
@@ -80,9 +100,10 @@ def test_the_kernels_fit(arch):
     """Qwen3-Next's widths, and the widest."""
     found = []
     with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile))):
-        gpu.trace(LinearShapes(16, 32, 128, 128, bf16, True), runs=True)
-        gpu.trace(LinearShapes(4, 4, 64, 64, bf16, True), runs=False)
-    assert len(found) == 26
+        gpu.trace(LinearShapes(16, 32, 128, 128, 4, bf16, True), runs=True)
+        gpu.trace(LinearShapes(4, 4, 64, 64, 4, bf16, True), runs=False)
+        conv_kernels.trace(8192, 4, bf16, runs=True, trained=True)
+    assert len(found) == 29
     for binary in found:
         assert_fits(binary, CHIPS[arch])
 
@@ -90,5 +111,5 @@ def test_the_kernels_fit(arch):
 def test_what_kernels_take():
     assert gpu.fits(128, 128) and gpu.fits(6, 10) and not gpu.fits(257, 64)
     assert [gpu.padded(n) for n in (6, 16, 24, 128)] == [16, 16, 32, 128]
-    traced = list(gpu.of_linear(LinearShapes(16, 32, 128, 128, bf16, True)))
+    traced = list(gpu.of_linear(LinearShapes(16, 32, 128, 128, 4, bf16, True)))
     assert [runs for _, _, runs in traced] == [False, True]

@@ -67,7 +67,7 @@ def traces(cfg: Config) -> list[tuple]:
     found += traces_of(StepShapes(m.vocab, m.dim, IGNORE, dtype, by_log_probs(cfg), states, masters))
     if m.linear_layers:
         n = m.linear
-        sizes = n.key_heads, n.value_heads, n.key_dim, n.value_dim
+        sizes = n.key_heads, n.value_heads, n.key_dim, n.value_dim, n.conv
         found += traces_of(LinearShapes(*sizes, dtype, trained=True))
     if cfg.task == "grpo":
         found += of_rollout(cfg, tokens, dtype)

@@ -7,12 +7,16 @@ next: tmoe/ops/delta/chunks.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tmoe.ops.argument_checks import FLOATS, check_device, check_tensors, require
+from tmoe.ops.delta import conv_kernels
 from tmoe.ops.delta.runs import Runs
+from tmoe.ops.launch.shapes import LinearShapes
 from tmoe.ops.register import Backward, register_differentiable
 
 
@@ -70,6 +74,22 @@ def _sum(u: Tensor, weight: Tensor, back: Tensor | None) -> Tensor:
     return y
 
 
+def on_gpu(u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None) -> Tensor:
+    """The op by kernels; in fp64, and for empty inputs, in plain PyTorch."""
+    if u.dtype == torch.float64 or not u.numel():
+        return forward(u, weight, back, ahead)
+    return conv_kernels.forward(u, weight, back)
+
+
+def back_on_gpu(
+    dy: Tensor, u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`backward` by kernels."""
+    if u.dtype == torch.float64 or not u.numel():
+        return backward(dy, u, weight, back, ahead)
+    return conv_kernels.backward(dy, u, weight, back, ahead)
+
+
 def forward(u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None) -> Tensor:
     """The op in plain PyTorch."""
     return F.silu(_sum(u, weight, back)).to(u.dtype).contiguous()
@@ -91,6 +111,13 @@ def backward(
     return du.to(dy.dtype).contiguous(), torch.stack(dw, 1).to(weight.dtype)
 
 
+def of_linear(n: LinearShapes) -> Iterable[tuple]:
+    """The traces of a linear layer: rows of one document, and of several."""
+    X = 2 * n.key_heads * n.key_dim + n.value_heads * n.value_dim
+    for runs in (False, True) if n.dtype != torch.float64 else ():
+        yield conv_kernels.trace, X, n.conv, n.dtype, runs, n.trained
+
+
 def _fake(u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None) -> Tensor:
     return u.new_empty(u.shape)
 
@@ -100,12 +127,13 @@ register_differentiable(
     "(Tensor u, Tensor weight, Tensor? back, Tensor? ahead) -> Tensor",
     returns="y",
     cpu=forward,
-    cuda=forward,
+    cuda=on_gpu,
     fake=_fake,
     backward=Backward(
         "(Tensor dy, Tensor u, Tensor weight, Tensor? back, Tensor? ahead) -> (Tensor, Tensor)",
         gradients="u weight",
         cpu=backward,
-        cuda=backward,
+        cuda=back_on_gpu,
     ),
+    traces={LinearShapes: of_linear},
 )

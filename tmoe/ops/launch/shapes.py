@@ -40,6 +40,7 @@ class LinearShapes(NamedTuple):
     value_heads: int
     key_dim: int
     value_dim: int
+    conv: int  # tokens of the convolution
     dtype: torch.dtype
     trained: bool  # False: a forward without gradients
 
