@@ -15,6 +15,7 @@ from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, LoraConfig, ParallelConfig, TrainConfig, require_heads
+from tmoe.model.block_bytes import rule_bytes
 from tmoe.model.count import block_shapes, count_parameters, flops_per_token, rule_flops
 from tmoe.model.freeze import freeze
 from tmoe.model.linear import DeltaNet
@@ -172,6 +173,13 @@ def test_a_block_is_one_graph_and_keeps_what_is_counted():
     kept += 2 * 128 * 4 * 65 * 4  # of a GPU's kernels: T and sums of 2 rows, 4 heads
     counted = layer_bytes(Config(model=cfg, train=TrainConfig(batch=2, seq=128)), Axes(), 0)
     assert counted == pytest.approx(kept, rel=0.05)
+
+
+def test_temporaries_by_hand():
+    """A token of Qwen3-Next: 32 heads of 8 x 128 numbers and 2 x 128 x 128 / 64 of states; q, k, v."""
+    cfg = Config(model=presets()["qwen3-next-80b-a3b"].model, train=TrainConfig(batch=1, seq=4096))
+    assert rule_bytes(cfg, Axes(), 3) == 0
+    assert rule_bytes(cfg, Axes(), 0) == 4096 * (4 * 32 * (8 * 128 + 512) + 2 * 8192)
 
 
 def test_padding_and_documents_one_by_one():

@@ -14,7 +14,7 @@ from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.loss import chunk_rows
-from tmoe.ops.delta.gpu import LENGTH
+from tmoe.ops.delta.gpu import LENGTH, temporaries
 from tmoe.ops.loss import logprob
 from tmoe.ops.loss.cross_entropy import aligned
 
@@ -41,6 +41,18 @@ def linear_elements(cfg: Config, axes: Axes) -> int:
     n = cfg.model.linear
     width = n.mixed + n.value_width + 2 * n.value_heads
     return local_tokens(cfg, axes) * (width + n.mixed + 2 * n.key_width + 2 * n.value_width)
+
+
+def rule_bytes(cfg: Config, axes: Axes, layer: int) -> int:
+    """Bytes of temporaries in the backward of a linear layer's rule; 0 for another layer.
+
+    They are those of the kernels, and copies of queries, keys and values without values that are not finite.
+    """
+    if not cfg.model.is_linear(layer):
+        return 0
+    n = cfg.model.linear
+    kernels = temporaries(n.value_heads, n.key_dim, n.value_dim)
+    return local_tokens(cfg, axes) * (FP32 * kernels + compute_bytes(cfg) * n.mixed)
 
 
 def statistics(cfg: Config, axes: Axes, layer: int) -> int:

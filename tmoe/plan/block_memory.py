@@ -15,7 +15,7 @@ from tmoe.config.float8_settings import fits
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model import block_bytes as of_model
-from tmoe.model.block_bytes import attention_elements, statistics
+from tmoe.model.block_bytes import attention_elements, rule_bytes, statistics
 from tmoe.model.count import block_shapes
 from tmoe.moe import moe_bytes as of_moe
 from tmoe.moe.moe_bytes import gathered_expert_bytes, moe_bytes, slice_bytes, window_bytes
@@ -65,7 +65,8 @@ def backward_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     again = 2 * whole - layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint)
     gathered = 2 * (axes.tp - 1) * local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
     experts = gathered_expert_bytes(cfg, axes) if cfg.model.is_moe(layer) else 0
-    return again + gathered + experts + window_bytes(cfg, axes, layer) + cast_bytes(cfg, axes, layer)
+    rest = window_bytes(cfg, axes, layer) + cast_bytes(cfg, axes, layer) + rule_bytes(cfg, axes, layer)
+    return again + gathered + experts + rest
 
 
 def cast_bytes(cfg: Config, axes: Axes, layer: int) -> int:

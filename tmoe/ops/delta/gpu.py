@@ -50,6 +50,14 @@ class Sizes(NamedTuple):
         return self.H, self.G, self.K, self.V
 
 
+def temporaries(H: int, K: int, V: int) -> int:
+    """Numbers in fp32 that a backward holds at one time for each token.
+
+    U, F, dF and d(beta v); W, d(beta head k), dq and dk of each head; two states for each chunk.
+    """
+    return H * (4 * V + 4 * K + 2 * cdiv(K * V, LENGTH))
+
+
 def fits(K: int, V: int) -> bool:
     """Whether the kernels have room for heads of these widths."""
     return 0 < K <= WIDEST and 0 < V <= WIDEST
