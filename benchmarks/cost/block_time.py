@@ -17,11 +17,12 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.block_bytes import key_copies
-from tmoe.model.count import attention_shapes, block_shapes, qk_width, v_width
+from tmoe.model.count import attention_shapes, block_shapes, qk_width, rule_flops, v_width
 from tmoe.moe.moe_bytes import runs_beside, slice_bytes
 
 # FLOPs of flash attention over the FLOPs that MFU counts: the backward has five products, not four.
 FLASH = 7 / 6
+RULE_SHARE = 0.2  # assumed rate of a linear layer's rule, as a share of that of products
 
 Parts = dict[str, float]  # seconds by part
 
@@ -87,7 +88,10 @@ def products(cfg: Config, axes: Axes, layer: int) -> list[tuple[int, int, int]]:
     model, tp = cfg.model, axes.tp
     T, D, H = local_tokens(cfg, axes), model.dim, model.heads // tp
     gathered = T * tp
-    if model.attention == "mla":
+    if model.is_linear(layer):
+        n = model.linear
+        dense = [(T, D, n.mixed + n.value_width), (T, D, 2 * n.value_heads), (T, n.value_width, D)]
+    elif model.attention == "mla":
         mla = model.mla
         queries, latent = H * qk_width(model), mla.kv_rank + mla.rope_dim
         seen = gathered * (axes.cp if cfg.parallel.cp_exchange == "keys" else 1)
@@ -171,10 +175,13 @@ def attention_seconds(cfg: Config, axes: Axes, layer: int, m: SimpleNamespace) -
     """Seconds of one layer's attention, forward and backward; tp and cp divide its heads and queries.
 
     The kernel is cuDNN's plain causal kernel or flex attention's, each with a curve of rates over the heads'
-    channels. A window costs flex attention as much as some additional tokens would.
+    channels. A window costs flex attention as much as some additional tokens would. A linear layer's rule has
+    a share of the products' rate, which is assumed and not fitted: no GPU has run its kernels.
     """
     model = cfg.model
     S = cfg.train.seq
+    if model.is_linear(layer):
+        return 3 * rule_flops(model) * local_tokens(cfg, axes) / (RULE_SHARE * m.product_rate)
     window = model.window_of(layer)
     windowed = 0 < window < S
     by_keys = axes.cp > 1 and cfg.parallel.cp_exchange == "keys"

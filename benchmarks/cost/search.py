@@ -357,24 +357,24 @@ class Search:
         except ConfigError:
             return None
 
-    def _counts(self, chunks: int) -> list[list[tuple[tuple[bool, int], int]]]:
+    def _counts(self, chunks: int) -> list[list[tuple[tuple[bool, int | str], int]]]:
         """The number of blocks of each kind in every chunk."""
         model = self.cfg.model
         counts = []
         for span in chunk_spans(model, chunks):
-            kinds = [(model.is_moe(layer), model.window_of(layer)) for layer in span]
+            kinds = [(model.is_moe(layer), model.mask_of(layer)) for layer in span]
             counts.append([(kind, kinds.count(kind)) for kind in set(kinds)])
         return counts
 
-    def _work_seconds(self, work: Work) -> tuple[dict[tuple[bool, int], float], float]:
+    def _work_seconds(self, work: Work) -> tuple[dict[tuple[bool, int | str], float], float]:
         """Seconds of a micro-batch in a block of each kind, and in the head."""
         cfg, model = self.settings(work), self.cfg.model
         assert cfg is not None
         axes = work_axes(work)
         busiest = 1.0 if work.ep == 1 else self.m.skew
-        kinds: dict[tuple[bool, int], float] = {}
+        kinds: dict[tuple[bool, int | str], float] = {}
         for layer in range(model.layers):
-            kind = model.is_moe(layer), model.window_of(layer)
+            kind = model.is_moe(layer), model.mask_of(layer)
             if kind not in kinds:
                 forward, backward = block_seconds(cfg, axes, layer, self.m, busiest)
                 again = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])

@@ -236,7 +236,7 @@ def chunk_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busi
 
 def chunk_kind(model: ModelConfig, span: range) -> tuple:
     """A key that is equal for two chunks with the same seconds and bytes."""
-    kinds = tuple((model.is_moe(layer), model.window_of(layer)) for layer in span)
+    kinds = tuple((model.is_moe(layer), model.mask_of(layer)) for layer in span)
     return kinds, span.start == 0, span.stop == model.layers
 
 
@@ -279,9 +279,9 @@ def copy_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> fl
 def passes(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, skew: float) -> tuple[Parts, Parts]:
     """Seconds of a micro-batch's forward and backward by part, without FSDP2, for the blocks in `span`."""
     model = cfg.model
-    kinds: dict[tuple[bool, int], list[int]] = {}
+    kinds: dict[tuple[bool, int | str], list[int]] = {}
     for layer in span:
-        kinds.setdefault((model.is_moe(layer), model.window_of(layer)), []).append(layer)
+        kinds.setdefault((model.is_moe(layer), model.mask_of(layer)), []).append(layer)
     blocks = [(len(layers), block_seconds(cfg, axes, layers[0], m, skew)) for layers in kinds.values()]
     forward, backward = (
         {part: sum(n * both[direction][part] for n, both in blocks) for part in blocks[0][1][direction]}

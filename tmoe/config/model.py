@@ -417,6 +417,7 @@ LATENT_LACKS = dict(
     sinks=False,
     window=0,
     attention_multiplier=None,
+    norm_offset=False,
 )
 
 
