@@ -105,7 +105,7 @@ LINEAR = replace(
     attention_gate=True,
     norm_offset=True,
     rope=replace(GQA.rope, dim=4),
-    linear=LinearConfig("deltanet", key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+    linear=LinearConfig("deltanet", key_heads=4, value_heads=8, key_dim=8, value_dim=6),
 )
 MODELS = dict(
     wide=WIDE,

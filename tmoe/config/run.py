@@ -961,14 +961,26 @@ def require_routing(cfg: Config) -> None:
         Section(cfg).require(tokens >= moe.tile, "model.moe.tile", wrong)
 
 
+def require_linear(p: ParallelConfig, model: ModelConfig) -> None:
+    """ConfigError unless tp and cp by heads divide the key heads of linear layers."""
+    parallel, G = Section(p, "parallel."), model.linear.key_heads
+    wrong = f"must divide {Setting('model.linear.key_heads', G)}"
+    parallel.require(G % p.tp == 0, "tp", wrong, divisors(G))
+    needs = f"not with {Setting('model.linear.kind', model.linear.kind)}, which has no keys to gather"
+    heads = f"heads, or {Setting('parallel.cp', 1)}"
+    parallel.require(p.cp == 1 or p.cp_exchange == "heads", "cp_exchange", needs, heads)
+    own = G // p.tp
+    wrong = f"must divide the {own} key heads of linear layers that tp leaves a rank"
+    parallel.require(own % p.cp == 0, "cp", wrong, divisors(own))
+
+
 def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
     """ConfigError unless tp, and cp by heads, divide the heads of this model's attention.
 
-    Linear layers support neither tp nor cp.
+    Linear layers have their own heads, and no keys that cp could gather.
     """
-    for name in ("tp", "cp") if model.linear_layers else ():
-        wrong = f"not with {Setting('model.linear.kind', model.linear.kind)}: no rank divides linear layers"
-        Section(p, "parallel.").require(getattr(p, name) == 1, name, wrong, "1")
+    if model.linear_layers:
+        require_linear(p, model)
     parallel, heads = Section(p, "parallel."), model.heads
     divide = f"must divide {Setting('model.heads', heads)}"
     degrees = divisors(heads)

@@ -154,6 +154,16 @@ class Spread(NamedTuple):
         q, k, v = (exchange(t, self.cp_group, True) for t in (q, k, v))
         return q, k, v
 
+    def tokens_to_heads(self, x_BsHC: Tensor) -> Tensor:
+        """All heads of this rank's tokens to some heads of all tokens; unchanged without cp."""
+        return x_BsHC if self.cp == 1 else exchange(x_BsHC, self.cp_group, True)
+
+    def own_heads(self, heads: int) -> slice:
+        """This rank's heads under tp and, by heads, under cp; cp must divide tp's share."""
+        share = self.heads(heads)
+        each = (share.stop - share.start) // self.cp
+        return slice(share.start + self.cp_rank * each, share.start + (self.cp_rank + 1) * each)
+
     def from_heads(self, y_BSHC: Tensor) -> Tensor:
         """The inverse of `to_heads`."""
         if self.cp == 1 or self.by_keys:

@@ -36,11 +36,15 @@ def linear_elements(cfg: Config, axes: Axes) -> int:
     """`attention_elements` of a linear layer.
 
     They are qkvz and ba; queries, keys and values after the convolution; the former two at length 1; the
-    rule's result, and the gated result.
+    rule's result, and the gated result. cp adds the heads that a rank gets, and the results that it gets
+    back; tp copies rows of weights.
     """
     n = cfg.model.linear
-    width = n.mixed + n.value_width + 2 * n.value_heads
-    return local_tokens(cfg, axes) * (width + n.mixed + 2 * n.key_width + 2 * n.value_width)
+    rows = n.mixed + n.value_width + 2 * n.value_heads
+    kept = local_tokens(cfg, axes) * (rows + n.mixed + 2 * n.key_width + 2 * n.value_width)
+    if axes.cp > 1:
+        kept += local_tokens(cfg, axes) * (n.mixed + 2 * n.value_heads + n.value_width)
+    return kept + (rows // axes.tp * cfg.model.dim if axes.tp > 1 else 0)
 
 
 def rule_bytes(cfg: Config, axes: Axes, layer: int) -> int:
