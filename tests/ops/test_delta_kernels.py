@@ -13,7 +13,7 @@ from interpreter import poison, repair_interpreter
 from tiers import slow_but
 
 from tmoe.ops.delta import conv_kernels, gpu, short_conv
-from tmoe.ops.delta.rule import delta_rule
+from tmoe.ops.delta.rule import delta_rule, delta_rule_step
 from tmoe.ops.delta.runs import runs_of
 from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.launch.shapes import LinearShapes
@@ -74,6 +74,18 @@ def test_the_kernels_are_the_plain_form(name, monkeypatch):
 
 
 @interpreted
+def test_one_token():
+    """Of several sequences; the states are overwritten."""
+    given = [t[0, :, None].contiguous() for t in inputs(3, 4, 2, 24, 40, fp32, 0.5)]
+    state = torch.randn(3, 4, 24, 40)
+    want = state.double()
+    o = delta_rule_step(tuple(t.double() for t in given), want)
+    got = state.clone()
+    assert far(gpu.step(tuple(given), got), o) < 1e-6 and far(got, want) < 1e-6
+    assert far(state, want) > 0.01
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [fp32, bf16])
 @pytest.mark.parametrize("runs", [False, True])
 def test_the_convolutions_plain_form(runs, dtype):
@@ -103,7 +115,8 @@ def test_the_kernels_fit(arch):
         gpu.trace(LinearShapes(16, 32, 128, 128, 4, bf16, True), runs=True)
         gpu.trace(LinearShapes(4, 4, 64, 64, 4, bf16, True), runs=False)
         conv_kernels.trace(8192, 4, bf16, runs=True, trained=True)
-    assert len(found) == 29
+        gpu.trace_step(LinearShapes(16, 32, 128, 128, 4, bf16, False))
+    assert len(found) == 30
     for binary in found:
         assert_fits(binary, CHIPS[arch])
 

@@ -66,9 +66,8 @@ def traces(cfg: Config) -> list[tuple]:
     states = DTYPES[cfg.optim.states]
     found += traces_of(StepShapes(m.vocab, m.dim, IGNORE, dtype, by_log_probs(cfg), states, masters))
     if m.linear_layers:
-        n = m.linear
-        sizes = n.key_heads, n.value_heads, n.key_dim, n.value_dim, n.conv
-        found += traces_of(LinearShapes(*sizes, dtype, trained=True))
+        found += traces_of(linear_shapes(cfg, dtype, trained=True))
+        found += traces_of(linear_shapes(cfg, dtype, trained=False)) if cfg.task == "grpo" else []
     if cfg.task == "grpo":
         found += of_rollout(cfg, tokens, dtype)
     return found
@@ -77,6 +76,14 @@ def traces(cfg: Config) -> list[tuple]:
 def of_layer(cfg: Config, T: int, dtype: torch.dtype, trained: bool = True) -> list[tuple]:
     """The launches of an MoE layer for T tokens of this rank; trained: False: in a forward alone."""
     return traces_of(layer_shapes(cfg, T, dtype, trained))
+
+
+def linear_shapes(cfg: Config, dtype: torch.dtype, trained: bool) -> LinearShapes:
+    """A linear layer's heads on this rank; trained: False: in a rollout, which no axis divides."""
+    n, p = cfg.model.linear, cfg.parallel
+    parts = p.tp * p.cp if trained else 1
+    heads = n.key_heads // parts, n.value_heads // parts
+    return LinearShapes(*heads, n.key_dim, n.value_dim, n.conv, dtype, trained)
 
 
 def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> LayerShapes:

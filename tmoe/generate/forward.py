@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.generate.cache import PAGE, Cache, LayerCache
-from tmoe.generate.states import rows_of_states, write
+from tmoe.generate.states import rows_of_states
 from tmoe.model.adapted import adapted
 from tmoe.model.attention import Attention, gated
 from tmoe.model.attention_backend import Mask, attend, make_mask
@@ -182,9 +182,7 @@ def decode(
     for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
         attention = block.attention
         if isinstance(attention, DeltaNet):
-            state = next(states)
-            y, after = attention.go_on(normed, state)
-            write(state, after)
+            y = attention.step(normed, next(states))
         else:
             assert layer is not None
             q_BHC, gate_BHC = put_one(attention, normed, here[block.rope], layer, places_B, fused)

@@ -65,9 +65,3 @@ class States:
 def rows_of_states(states: Iterable[State], rows: int) -> list[State]:
     """The first rows of the states of all slots, as views."""
     return [State(*(part[:rows] for part in state)) for state in states]
-
-
-def write(into: State, new: State) -> None:
-    """Writes new states over old ones, at the same addresses."""
-    for old, part in zip(into, new, strict=True):
-        old.copy_(part)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig
 from tmoe.model.attention_parallel import ALONE
-from tmoe.ops.delta.rule import delta_rule, delta_rule_from
+from tmoe.ops.delta.rule import delta_rule, delta_rule_from, delta_rule_step
 from tmoe.ops.delta.runs import Runs
 from tmoe.ops.delta.short_conv import short_conv
 from tmoe.parallel.precise import Precise
@@ -163,6 +163,16 @@ class DeltaNet(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         shape = rows, n.value_heads, n.key_dim, n.value_dim
         return State(inputs, torch.zeros(shape, dtype=wide, device=device))
+
+    def step(self, x_B1D: Tensor, state: State) -> Tensor:
+        """y [B, 1, D] for one more token of each sequence; the states are overwritten in place."""
+        mixed, z = self.qkvz(x_B1D).split([self.sizes.mixed, self.sizes.value_width], -1)
+        whole = torch.cat([state.inputs_BJX, mixed], 1)
+        mixed = short_conv(whole, self.rates.conv)[:, -1:]
+        g, beta = self.gates(self.ba(x_B1D))
+        o = delta_rule_step((*self.heads(mixed), g, beta), state.state_BHKV)
+        state.inputs_BJX.copy_(whole[:, 1:])
+        return self.out(self.gated(o, z).flatten(-2))
 
     def go_on(self, x_BSD: Tensor, state: State) -> tuple[Tensor, State]:
         """y [B, S, D] for S more tokens of each sequence, and the states after them. Not differentiable."""

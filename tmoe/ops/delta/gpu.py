@@ -210,6 +210,29 @@ def backward(
     return dq, dk, dv, dg, db
 
 
+def step(inputs: Inputs, state: Tensor) -> Tensor:
+    """o [B, 1, H, V] of one token of each sequence; the states [B, H, K, V], fp32, are overwritten."""
+    q, k, v, g, beta = inputs
+    n = sizes_of(q, v)
+    o = empty(v.shape, v.dtype, v.device)
+    KP, BV = padded(n.K), min(32, padded(n.V))
+    grid = n.B * n.H, cdiv(n.V, BV)
+    launch(kernels.one_token, grid, q, k, v, g, beta, state, o, *n.heads, KP, BV, num_warps=4)
+    return o
+
+
+def trace_step(n: LinearShapes) -> None:
+    """Launch `one_token` on meta tensors, inside compile_only."""
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(1, *shape, dtype=dtype, device="meta")
+
+    q = made(1, n.key_heads, n.key_dim, dtype=n.dtype)
+    v = made(1, n.value_heads, n.value_dim, dtype=n.dtype)
+    g = made(1, n.value_heads)
+    step((q, q, v, g, g), made(n.value_heads, n.key_dim, n.value_dim))
+
+
 def trace(n: LinearShapes, runs: bool) -> None:
     """Launch the kernels on meta tensors, inside compile_only."""
     S = LENGTH + 1
@@ -228,7 +251,9 @@ def trace(n: LinearShapes, runs: bool) -> None:
 
 
 def of_linear(n: LinearShapes) -> Iterable[tuple]:
-    """The traces of a linear layer: rows of one document, and of several."""
+    """The traces of a linear layer: rows of one document, and of several; without gradients, a step too."""
     if fits(n.key_dim, n.value_dim) and n.dtype != torch.float64:
+        if not n.trained:
+            yield trace_step, n
         for runs in (False, True):
             yield trace, n, runs

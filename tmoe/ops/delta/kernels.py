@@ -3,7 +3,7 @@
 Forward: `prepare` (sums of g, T, U, W), `scan` (F, states), `outputs`. Backward: `prepare` with the known T,
 and `scan`, again; `local_back` (P^T dO), `scan_back` (dF and the states' gradients), `values_back` (T^T dF,
 dv), `keys_back` and `states_back` (products with states), `lower_back`, `upper_back` and `scores_back`
-(products within a chunk). They are separate so that registers suffice.
+(products within a chunk). They are separate so that registers suffice. Decoding: `one_token`.
 
 A program handles one chunk of one head, or one head and a part of its V channels through all chunks. Padded
 tokens and channels are masked on loads. No product has a transposed accumulator as an operand: triton 3.4 to
@@ -488,3 +488,27 @@ def scores_back(
     new_q = tile(dq + of_head, s, H * K, kc, K, live)
     new_q += product(scores, key, DTYPE, PRECISION)
     put(dq + of_head, s, H * K, kc, K, live, new_q)
+
+
+@triton.jit
+def one_token(
+    q, k, v, g, beta, state, o, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The rule for one token of one sequence and head, for BV channels; the state is overwritten."""
+    bh, part = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    kc = tl.arange(0, KP)
+    vc = part * BV + tl.arange(0, BV)
+    of_keys = (b * G + h // (H // G)) * K
+    of_values = bh.to(tl.int64) * V
+    at = bh.to(tl.int64) * K * V + kc[:, None] * V + vc[None, :]
+    mask = (kc < K)[:, None] & (vc < V)[None, :]
+    query = tl.load(q + of_keys + kc, kc < K, 0.0).to(tl.float32)
+    key = tl.load(k + of_keys + kc, kc < K, 0.0).to(tl.float32)
+    value = tl.load(v + of_values + vc, vc < V, 0.0).to(tl.float32)
+    held = tl.load(state + at, mask, 0.0) * tl.exp(tl.load(g + bh))
+    fresh = tl.load(beta + bh) * (value - tl.sum(held * key[:, None], 0))
+    held += key[:, None] * fresh[None, :]
+    tl.store(state + at, held, mask)
+    tl.store(o + of_values + vc, tl.sum(held * query[:, None], 0).to(o.dtype.element_ty), vc < V)

@@ -65,6 +65,21 @@ def delta_rule_from(
         return chunks._unfold(o, v_BSHV.shape[1]).to(v_BSHV.dtype), state
 
 
+@torch.no_grad()
+def delta_rule_step(inputs: Inputs, state_BHKV: Tensor) -> Tensor:
+    """o [B, 1, H, V] for one more token of each sequence; the states are overwritten. Not differentiable.
+
+    inputs: q, k, v, g and beta, as in `delta_rule`. state_BHKV: fp32 or fp64, contiguous.
+    """
+    q, k, v, g, beta = inputs
+    _check(q, k, v, g, beta, None)
+    if on_gpu(q, v) and state_BHKV.dtype == torch.float32:
+        return gpu.step(_contiguous(inputs), state_BHKV)
+    o, after = _one_token(q, k, v, g, beta, state_BHKV)
+    state_BHKV.copy_(after)
+    return o
+
+
 def _one_token(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
