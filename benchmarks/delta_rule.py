@@ -4,10 +4,11 @@
     python -m benchmarks.delta_rule --tokens 32768 --json delta.jsonl
 
 The sizes are Qwen3-Next's: 32 heads of values, 16 of keys, 128 channels each, bf16. The rows are one of all
-tokens, eight, and one of 64 documents. Contestants: tmoe's kernels; their parts, with --parts; transformers'
-chunk form, compiled, which has no documents; fla's kernels, where they are installed and accept the GPU. Each
-is checked against the definition in fp64 on 300 tokens before it is timed. A contestant that is missing or
-fails is named with the reason.
+tokens, eight, and one of 64 documents. Contestants: tmoe's kernels, also on a GPU on which training does not
+use them yet; their parts, with --parts; transformers' chunk form, compiled, which has no documents; fla's
+kernels, where they are installed and accept the GPU; tmoe's plain form. Each is checked against the
+definition in fp64 on 300 tokens before it is timed. A contestant that is missing or fails is named with the
+reason.
 """
 
 import argparse
@@ -47,6 +48,12 @@ def inputs(rows: int, tokens: int, seed: int = 0) -> list[Tensor]:
 
 def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None) -> Tensor:
     return delta_rule(q, k, v, g, beta, run)
+
+
+def plain_rule() -> Rule:
+    """tmoe's plain form, which a GPU without measured kernels uses. Later rules are tmoe's plain form too."""
+    gpu.MEASURED = frozenset()
+    return ours
 
 
 def transformers_rule() -> Rule:
@@ -150,6 +157,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append a line for every row to this file")
     args = parser.parse_args()
     require_gpu(parser)
+    gpu.MEASURED = frozenset([gpu._arch(torch.device("cuda"))])  # kernels, wherever they run
     T = args.tokens
     documents = torch.arange(T, device="cuda")[None] * 64 // T
     runs = runs_of(documents, None, 0)
@@ -161,6 +169,7 @@ def main() -> None:
         ("tmoe", lambda: ours),
         ("transformers, compiled", transformers_rule),
         ("fla", fla_rule),
+        ("tmoe, plain", plain_rule),
     ):
         try:
             rule = made()

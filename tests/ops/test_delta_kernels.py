@@ -121,8 +121,16 @@ def test_the_kernels_fit(arch):
         assert_fits(binary, CHIPS[arch])
 
 
-def test_what_kernels_take():
+def test_what_kernels_take(monkeypatch):
+    """No kernel is used, or compiled ahead, on a GPU on which none was measured."""
+    shapes = LinearShapes(16, 32, 128, 128, 4, bf16, True)
+    monkeypatch.setattr(gpu, "device_facts", lambda device: ("cuda:90", 132, True))
+    monkeypatch.setattr(gpu, "MEASURED", frozenset())
+    assert not [*gpu.of_linear(shapes), *short_conv.of_linear(shapes)]
+    assert not gpu.measured(torch.device("cuda"))
+    monkeypatch.setattr(gpu, "MEASURED", {"cuda:90"})
+    assert gpu.measured(torch.device("cuda")) and not gpu.measured(torch.device("cpu"))
     assert gpu.fits(128, 128) and gpu.fits(6, 10) and not gpu.fits(257, 64)
     assert [gpu.padded(n) for n in (6, 16, 24, 128)] == [16, 16, 32, 128]
-    traced = list(gpu.of_linear(LinearShapes(16, 32, 128, 128, 4, bf16, True)))
+    traced = list(gpu.of_linear(shapes))
     assert [runs for _, _, runs in traced] == [False, True]

@@ -14,7 +14,7 @@ from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.loss import chunk_rows
-from tmoe.ops.delta.gpu import LENGTH, temporaries
+from tmoe.ops.delta import chunks, gpu
 from tmoe.ops.loss import logprob
 from tmoe.ops.loss.cross_entropy import aligned
 
@@ -50,13 +50,16 @@ def linear_elements(cfg: Config, axes: Axes) -> int:
 def rule_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     """Bytes of temporaries in the backward of a linear layer's rule; 0 for another layer.
 
-    They are those of the kernels, and copies of queries, keys and values without values that are not finite.
+    They are those of the plain form, or where kernels are used those of the kernels, and copies of queries,
+    keys and values without values that are not finite.
     """
     if not cfg.model.is_linear(layer):
         return 0
     n = cfg.model.linear
-    kernels = temporaries(n.value_heads, n.key_dim, n.value_dim)
-    return local_tokens(cfg, axes) * (FP32 * kernels + compute_bytes(cfg) * n.mixed)
+    form = gpu if gpu.MEASURED else chunks
+    numbers = form.temporaries(n.value_heads, n.key_dim, n.value_dim)
+    copies = compute_bytes(cfg) * n.mixed if gpu.MEASURED else 0
+    return local_tokens(cfg, axes) * (FP32 * numbers + copies)
 
 
 def statistics(cfg: Config, axes: Axes, layer: int) -> int:
@@ -67,8 +70,9 @@ def statistics(cfg: Config, axes: Axes, layer: int) -> int:
     model, tp = cfg.model, axes.tp
     T = local_tokens(cfg, axes)
     if model.is_linear(layer):
-        # decays, beta, root mean squares; and the sums of decays and T (ops/delta/gpu.py)
-        return T * (model.linear.value_heads * (3 + 1 + LENGTH) + 2 * model.linear.key_heads)
+        # decays, beta, root mean squares; with kernels also the sums of decays and T (ops/delta/gpu.py)
+        kernels = 1 + gpu.LENGTH if gpu.MEASURED else 0
+        return T * (model.linear.value_heads * (3 + kernels) + 2 * model.linear.key_heads)
     kept = T * model.heads  # 1/tp of the heads for tp times the tokens
     if model.attention == "mla":
         return kept + T * (1 + (model.mla.q_rank > 0))

@@ -146,7 +146,8 @@ def _contiguous(inputs: Inputs) -> Inputs:
 
 def on_gpu(q: Tensor, v: Tensor) -> bool:
     """Whether kernels compute the rule."""
-    return v.is_cuda and v.dtype != torch.float64 and gpu.fits(q.shape[-1], v.shape[-1]) and v.numel() > 0
+    fits = v.dtype != torch.float64 and gpu.fits(q.shape[-1], v.shape[-1]) and v.numel() > 0
+    return fits and gpu.measured(v.device)
 
 
 def forward(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tmoe.ops.argument_checks import FLOATS, check_device, check_tensors, require
-from tmoe.ops.delta import conv_kernels
+from tmoe.ops.delta import conv_kernels, gpu
 from tmoe.ops.delta.runs import Runs
 from tmoe.ops.launch.shapes import LinearShapes
 from tmoe.ops.register import Backward, register_differentiable
@@ -75,8 +75,8 @@ def _sum(u: Tensor, weight: Tensor, back: Tensor | None) -> Tensor:
 
 
 def on_gpu(u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None) -> Tensor:
-    """The op by kernels; in fp64, and for empty inputs, in plain PyTorch."""
-    if u.dtype == torch.float64 or not u.numel():
+    """The op by kernels; in plain PyTorch in fp64, for empty inputs, and where kernels are not measured."""
+    if u.dtype == torch.float64 or not u.numel() or not gpu.measured(u.device):
         return forward(u, weight, back, ahead)
     return conv_kernels.forward(u, weight, back)
 
@@ -84,8 +84,8 @@ def on_gpu(u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None)
 def back_on_gpu(
     dy: Tensor, u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`backward` by kernels."""
-    if u.dtype == torch.float64 or not u.numel():
+    """`backward`, as `on_gpu`."""
+    if u.dtype == torch.float64 or not u.numel() or not gpu.measured(u.device):
         return backward(dy, u, weight, back, ahead)
     return conv_kernels.backward(dy, u, weight, back, ahead)
 
@@ -114,7 +114,7 @@ def backward(
 def of_linear(n: LinearShapes) -> Iterable[tuple]:
     """The traces of a linear layer: rows of one document, and of several."""
     X = 2 * n.key_heads * n.key_dim + n.value_heads * n.value_dim
-    for runs in (False, True) if n.dtype != torch.float64 else ():
+    for runs in (False, True) if gpu.MEASURED and n.dtype != torch.float64 else ():
         yield conv_kernels.trace, X, n.conv, n.dtype, runs, n.trained
 
 
