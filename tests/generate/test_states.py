@@ -52,7 +52,7 @@ def test_answers_are_the_forwards(net):
 
 
 def test_answers_to_a_prompt_begin_with_its_state(net):
-    """More answers than slots: the last begin long after the prompt was computed, beside other prompts."""
+    """More answers than slots: the last begin long after their prompt was computed, with other prompts."""
     prompts = prompts_of(20, 5)
     sampling = tmoe.Sampling(temperature=1.0, max_tokens=6, seed=3)
     want = tmoe.Engine(net, slots=64).generate(prompts, n=7, sampling=sampling)

@@ -91,7 +91,7 @@ def test_next_months_family_says_what_it_lacks(tmp_path, monkeypatch):
 
 
 def test_a_family_of_a_modular_file_alone_is_listed(tmp_path):
-    """As transformers 5.24 ships sarvam_moe: the experts are those of the family that they derive from."""
+    """transformers 5.24 ships sarvam_moe so: the experts are those of the family that they derive from."""
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
     (tmp_path / "old/modeling_old.py").write_text(

@@ -75,7 +75,7 @@ def test_what_cannot_be_is_named(settings, says):
 
 
 def test_models_are_told_apart():
-    """By the linear blocks, not by the way of naming them; settings without such blocks are no difference."""
+    """Linear blocks are compared, not how they are named; settings without such blocks are no difference."""
     a = replace(LINEAR, layer_types=("linear", "linear", "linear", "full"))
     assert differences(LINEAR, a) == []
     assert differences(layouts.GQA, replace(layouts.GQA, linear=LinearConfig("none", key_dim=3))) == []
@@ -194,7 +194,7 @@ def test_temporaries(monkeypatch):
 
 
 def test_padding_and_documents_one_by_one():
-    """Packed with a gap after each document and at the end; the MoE of padding is nobody's."""
+    """Packed with a gap after each document and at the end; padding has no expert."""
     torch.manual_seed(1)
     model = Transformer(replace(LINEAR, moe=replace(LINEAR.moe, balance="none", z_coeff=0.0))).double().eval()
     with torch.no_grad():

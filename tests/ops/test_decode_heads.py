@@ -89,7 +89,7 @@ def test_heads_are_those_of_the_model(name, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "rotated"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if CONFIGS[name].qk_norm != "rotated"])
 def test_behind_the_models_norms_they_have_its_bits(name):
     """In fp32: the interpreter cuts bf16 where a GPU rounds, which test_bits_gpu.py asks."""
     cfg = CONFIGS[name]

@@ -26,7 +26,7 @@ CASES = [  # lengths of documents, H, G, K, V, type, decay
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
-    """The kernels are used on this GPU, also where nobody has measured them."""
+    """The kernels are used on this GPU, also before they are measured."""
     monkeypatch.setattr(gpu, "MEASURED", {gpu._arch(torch.device("cuda"))})
 
 

@@ -75,7 +75,7 @@ def test_the_kernels_are_the_plain_form(name, monkeypatch):
 
 @interpreted
 def test_one_token():
-    """Of several sequences; the states are overwritten."""
+    """Several sequences; their states are overwritten."""
     given = [t[0, :, None].contiguous() for t in inputs(3, 4, 2, 24, 40, fp32, 0.5)]
     state = torch.randn(3, 4, 24, 40)
     want = state.double()

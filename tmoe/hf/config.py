@@ -508,7 +508,7 @@ INDEXED = "indexed_attention", "deepseek_sparse_attention"
 def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) -> list[str]:
     """Put window and windowed of a config.json into `found`, and return problems.
 
-    Of an architecture with linear blocks, put layer_types.
+    Put layer_types of an architecture with linear blocks.
     """
     if arch.linear:
         return read_linear(arch, said, found)

@@ -65,7 +65,7 @@ def rule_bytes(cfg: Config, axes: Axes, layer: int) -> int:
 def statistics(cfg: Config, axes: Axes, layer: int) -> int:
     """Elements in fp32 that attention keeps: logsumexp, and root mean squares of its inner norms.
 
-    Of a linear layer: decays and beta, root mean squares, and what the rule's kernels keep.
+    In a linear layer: decays and beta, root mean squares, and what the rule's kernels keep.
     """
     model, tp = cfg.model, axes.tp
     T = local_tokens(cfg, axes)
