@@ -23,19 +23,24 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf_words import byte_level
+from safetensors.torch import load_file
 
 from tmoe.checkpoint.manifest import read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.check import ConfigError
+from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.presets import moe_pilot_14b, presets
 from tmoe.extras.gguf.encode import decode, encode
 from tmoe.extras.gguf.families import family_of, read_model, require_same_function
+from tmoe.extras.gguf.keys import write_keys
 from tmoe.extras.gguf.names import entries
 from tmoe.extras.gguf.rows import Heads, turned
 from tmoe.extras.gguf.types import MIXES, facts_of, kind_of, padded, size_of
 from tmoe.extras.gguf.write import PART
+from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.command_line import main
 from tmoe.hf.config import architecture, read_config, write_config
+from tmoe.model.shapes import model_shapes
 
 HERE = Path(__file__).parent
 LOGITS = HERE / "gguf_logits.npz"
@@ -85,6 +90,97 @@ def test_logits_and_tokens_are_those_of_llama_cpp(tmp_path, name):
     at = len(tiny.PROMPT)
     assert np.abs(logits[:at].numpy()[tiny.ROWS] - stored[f"{name}/logits"]).max() < 1e-4
     assert logits[at - 1 : -1].argmax(-1).tolist() == made and len(made) == tiny.NEW
+
+
+# ---- linear layers: the values that llama.cpp's converter writes ----
+
+HYBRID = tiny.replace(
+    tiny.BASE,
+    layers=4,
+    head_dim=16,
+    rope=tiny.replace(tiny.ROPE, dim=4),
+    qk_norm="head",
+    attention_gate=True,
+    norm_offset=True,
+    linear=LinearConfig("deltanet", key_heads=2, value_heads=6, key_dim=8, value_dim=8),
+    moe=tiny.replace(tiny.MOE, shared_dim=24, shared_gate=True),
+)
+
+
+def test_linear_layers_have_the_converters_values(tmp_path):
+    """From the exported folder; the import computes the same, and its file has the same bits."""
+    step = tiny.step_of(tmp_path / "run", HYBRID)
+    run("gguf", step, tmp_path / "x.gguf", "--type", "f32")
+    run("import", tmp_path / "x.gguf", tmp_path / "back")
+    run("export", step, tmp_path / "hf")
+    theirs = load_file(tmp_path / "hf/model.safetensors")
+    file = {name: torch.from_numpy(t.data.copy()) for name, t in tensors_in(tmp_path / "x.gguf").items()}
+    layer, block = "model.layers.0.linear_attn.", "blk.0."
+    by_head = theirs[layer + "in_proj_qkvz.weight"].view(2, 2 * 8 + 2 * 24, 32).split([8, 8, 24, 24], 1)
+    q, k, v, z = (part.reshape(-1, 32) for part in by_head)
+    want = {
+        block + "attn_qkv.weight": torch.cat([q, k, v]),
+        block + "attn_gate.weight": z,
+        block + "ssm_ba.weight": theirs[layer + "in_proj_ba.weight"],
+        block + "ssm_conv1d.weight": theirs[layer + "conv1d.weight"][:, 0],
+        block + "ssm_a": -theirs[layer + "A_log"].exp(),
+        block + "ssm_dt.bias": theirs[layer + "dt_bias"],
+        block + "ssm_norm.weight": theirs[layer + "norm.weight"],
+        block + "ssm_out.weight": theirs[layer + "out_proj.weight"],
+        "blk.3.attn_q.weight": theirs["model.layers.3.self_attn.q_proj.weight"],
+        "blk.3.attn_v.weight": theirs["model.layers.3.self_attn.v_proj.weight"],
+        "blk.3.attn_q_norm.weight": theirs["model.layers.3.self_attn.q_norm.weight"] + 1,
+        "blk.3.post_attention_norm.weight": theirs["model.layers.3.post_attention_layernorm.weight"] + 1,
+        "output_norm.weight": theirs["model.norm.weight"] + 1,
+    }
+    hf_tiny.assert_bits({name: file[name] for name in want}, want)
+    fields = GGUFReader(tmp_path / "x.gguf").fields
+    said = {name: fields[f"qwen3next.{name}"].contents() for name in ("ssm.inner_size", "ssm.time_step_rank")}
+    assert said == {"ssm.inner_size": 48, "ssm.time_step_rank": 6}
+    assert fields["qwen3next.full_attention_interval"].contents() == 4
+    ids = torch.tensor([tiny.PROMPT])
+    with torch.no_grad():
+        logits, again = (hf_tiny.load_step(one)(ids) for one in (step, tmp_path / "back"))
+    assert hf_tiny.far(again, logits) < 1e-6
+
+
+def test_value_heads_of_qwen35moe_are_tiled():
+    """Heads that share a key are apart: all first heads, then all second, then all third."""
+    arch = next(one for one in ARCHITECTURES if one.model_type == "qwen3_5_moe_text")
+    family = family_of(arch.model_type)
+    assert not require_same_function(family, HYBRID)
+    shapes = model_shapes(HYBRID)
+    found, missing = entries(family, arch, HYBRID)
+    parts = {entry.name: entry for entry in found}
+    assert not missing and parts["blk.0.ssm_alpha.weight"].shape == (6, 32)
+    ours = torch.arange(32 * 48).view(32, 48)
+    apart = ours.view(32, 2, 3, 8).transpose(1, 2).reshape(32, 48)
+    assert torch.equal(parts["blk.0.ssm_out.weight"].to_file(ours), apart)
+    heads = torch.arange(6.0)
+    assert parts["blk.0.ssm_dt.bias"].to_file(heads).tolist() == [0, 3, 1, 4, 2, 5]
+    whole = torch.zeros(6)
+    parts["blk.0.ssm_a"].to_ours(parts["blk.0.ssm_a"].to_file(heads), whole)
+    torch.testing.assert_close(whole, heads)
+    rows = torch.arange(shapes["blocks.0.attention.qkvz.weight"][0])[:, None]
+    mixed = parts["blk.0.attn_qkv.weight"].to_file(rows[:80])[:, 0]
+    assert mixed[:32].tolist() == [*range(32)] and mixed[32:].view(6, 8)[:, 0].tolist() == [
+        32 + 8 * n for n in (0, 3, 1, 4, 2, 5)
+    ]
+    keys = write_keys(family.keys, HYBRID)
+    assert keys["rope.dimension_sections"] == ("array", [1, 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(layer_types=("full", "linear")), "model.linear"),
+        (dict(dense_layers=1), "model.MoE layers="),
+        (dict(linear=tiny.replace(HYBRID.linear, value_dim=6)), "model.linear.value_dim=6: must be key_dim"),
+    ],
+)
+def test_other_hybrids_are_refused_by_name(change, said):
+    with pytest.raises(ConfigError, match=said):
+        require_same_function(family_of("qwen3_next"), tiny.replace(HYBRID, **change))
 
 
 # ---- types and sizes ----
@@ -303,13 +399,9 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_name(name):
 
 
 def test_every_preset_is_written():
-    """gpt-oss's, whose YaRN is published with truncate false, by name; linear layers are refused."""
+    """gpt-oss's, whose YaRN is published with truncate false, by name."""
     for name, preset in presets().items():
         arch = architecture(write_config(preset.model, "float32"))
-        if preset.model.linear_layers:
-            with pytest.raises(ConfigError, match="model_type 'qwen3_next': no GGUF is written of it"):
-                family_of(arch.model_type)
-            continue
         allowed = ("rope.truncate",) if name.startswith("gpt-oss") else ()
         lines = require_same_function(family_of(arch.model_type), preset.model, allowed)
         assert len(lines) == len(allowed), name

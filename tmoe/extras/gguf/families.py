@@ -38,6 +38,7 @@ from tmoe.extras.gguf.keys import (
     usual_factor,
     write_keys,
 )
+from tmoe.extras.gguf.linear import SECTIONS, STATES
 
 
 class Seen(NamedTuple):
@@ -67,6 +68,10 @@ class Family(NamedTuple):
     """whether output.weight must be there; a tied model's is then a copy"""
     square: bool = False
     """whether all query heads together must be as wide as the model"""
+    tiled: bool = False
+    """whether value heads of linear layers are in the order of extras/gguf/linear.py"""
+    compared: bool = True
+    """whether llama.cpp's logits of such files were compared with tmoe's"""
     limits: Callable[[ModelConfig], list[str]] = lambda cfg: []
     """what llama.cpp refuses to load besides, a line each"""
 
@@ -394,12 +399,54 @@ DEEPSEEK2 = Family(
     limits=_latent_limits,
 )
 
+
+# ---- linear layers ----
+
+
+def _linear_limits(cfg: ModelConfig) -> list[str]:
+    n = cfg.linear
+    found = [] if n.value_dim == n.key_dim else [f"model.linear.value_dim={n.value_dim}: must be key_dim"]
+    return found + _needs_shared(cfg)
+
+
+QWEN3NEXT = Family(
+    "qwen3next",
+    ("qwen3_next",),
+    (
+        *SIZES,
+        *PARTIAL_HEADS,
+        FFN,
+        *EXPERTS,
+        EXPERT_FFN,
+        SHARED_FFN,
+        ROPE,
+        STATES,
+    ),
+    SOFTMAX
+    | {
+        "qk_norm": "head",
+        "attention_gate": True,
+        "norm_offset": True,
+        "linear.kind": "deltanet",
+        "moe.shared_gate": True,
+    },
+    {},
+    compared=False,
+    limits=_linear_limits,
+)
+QWEN35MOE = QWEN3NEXT._replace(
+    name="qwen35moe",
+    types=("qwen3_5_moe_text", "qwen3_5_moe"),
+    keys=(*QWEN3NEXT.keys, SECTIONS),
+    tiled=True,
+)
+
 HARMLESS = {"vocab_size", "rope.scaling.finetuned"}  # keys that decide nothing that is computed
 NUMERIC = ("rope.truncate", "windows")
 """differences that a file may have all the same: no tensor depends on them"""
 
 FAMILIES = (LLAMA, QWEN2, QWEN3, QWEN3MOE, QWEN2MOE, OLMOE, GRANITEMOE, GPT_OSS, DOTS1, GLM4MOE, MINIMAX_M2)
-FAMILIES += (HUNYUAN_MOE, ERNIE4_5_MOE, EXAONE_MOE, DEEPSEEK2)
+FAMILIES += (HUNYUAN_MOE, ERNIE4_5_MOE, EXAONE_MOE, DEEPSEEK2, QWEN3NEXT, QWEN35MOE)
 
 
 # ---- both directions ----

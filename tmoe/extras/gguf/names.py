@@ -17,6 +17,7 @@ import gguf
 from torch import Tensor
 
 from tmoe.config.model import ModelConfig
+from tmoe.extras.gguf import linear
 from tmoe.extras.gguf.families import Family
 from tmoe.extras.gguf.rows import Heads, turned
 from tmoe.hf.architectures import ARCHITECTURES
@@ -48,6 +49,10 @@ class Entry(NamedTuple):
     """of a head's keys without position, and of its values"""
     flat: bool = False
     """one row is written as a vector"""
+    order: Tensor | None = None
+    """our rows in the box, in the order of the file's rows; None: all in the same order"""
+    value: str = ""
+    """the function of our values that the file has, see extras/gguf/linear.py"""
 
     @property
     def box(self) -> Box:
@@ -63,6 +68,8 @@ class Entry(NamedTuple):
             heads, rank = self.whole[0] // (nope + value), self.whole[1]
             return (heads, rank, nope) if self.latent == "k" else (heads, value, rank)
         shape = self.box.shape
+        if self.order is not None:
+            shape = (*shape[: self.axis], len(self.order), *shape[self.axis + 1 :])
         return shape[1:] if self.flat else shape
 
     def to_file(self, ours: Tensor) -> Tensor:
@@ -72,7 +79,8 @@ class Entry(NamedTuple):
             keys, values = ours.unflatten(0, (-1, nope + value)).split([nope, value], 1)
             return (keys.mT if self.latent == "k" else values).contiguous()
         ours = ours if self.heads is None else turned(ours, self.heads)
-        return ours[0] if self.flat else ours
+        ours = ours if self.order is None else ours.index_select(self.axis, self.order)
+        return linear.to_file(ours[0] if self.flat else ours, self.value)
 
     def to_ours(self, theirs: Tensor, whole: Tensor) -> None:
         """Fill the rows of our tensor from the file's."""
@@ -85,6 +93,10 @@ class Entry(NamedTuple):
         if self.heads is not None:
             theirs = turned(theirs, self.heads.back())
         rows = whole.narrow(self.axis, self.start, self.rows)
+        theirs = linear.to_ours(theirs, self.value)
+        if self.order is not None:
+            rows.index_copy_(self.axis, self.order, theirs.to(rows.dtype))
+            return
         rows.copy_(theirs.view(rows.shape))
 
 
@@ -94,11 +106,16 @@ def entries(family: Family, arch: Architecture, cfg: ModelConfig) -> tuple[list[
     found: list[Entry] = []
     missing: list[str] = []
     for ours, shape in model_shapes(cfg).items():
+        value = linear.value_of(cfg, ours)
+        if (parts := linear.parts_of(cfg, ours, family.tiled)) is not None:
+            for name, start, rows, order, axis in parts:
+                found.append(Entry(name, ours, shape, axis, start, rows, order=order, value=value))
+            continue
         for entry, theirs in _parts(family, arch, cfg, ours, shape, table):
             if entry is None:
                 missing.append(theirs)
             else:
-                found.append(entry)
+                found.append(entry._replace(value=value))
     if cfg.tied and family.head:
         found.append(next(e for e in found if e.name == "token_embd.weight")._replace(name=HEAD))
     return found, list(dict.fromkeys(missing))

@@ -82,7 +82,7 @@ def kind_of(name: str, shape: tuple[int, ...], mix: str, model: Facts) -> str:
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    kept = "_norm.weight" in name or "ffn_gate_inp.weight" in name
+    kept = any(part in name for part in ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d.weight"))
     return len(shape) > 1 and name.endswith("weight") and not kept
 
 
@@ -106,6 +106,8 @@ def _chosen(name: str, shape: tuple[int, ...], mix: str, base: str, model: Facts
     layer = int(found[1]) if found else 0
     if name.endswith("attn_v.weight"):
         return _values(mix, base, layer, model)
+    if name.endswith("attn_qkv.weight"):
+        return dict(q3_k_m="Q4_K", q3_k_l="Q4_K", q4_k_m="Q5_K", q5_k_m="Q6_K").get(mix, base)
     if name.endswith("attn_k.weight"):
         return "Q8_0" if model.experts == 8 else base
     if "ffn_down" in name:

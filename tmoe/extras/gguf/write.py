@@ -77,6 +77,8 @@ def content_of(source: Source, name: str, mix: str, pre: str, allow: tuple[str, 
     arch, cfg = source.plan.arch, source.plan.cfg
     family = family_of(arch.model_type)
     notes = require_same_function(family, cfg, allow)
+    if not family.compared:
+        notes.append(f"llama.cpp's {family.name} has not been compared with tmoe on such a file")
     found, missing = entries(family, arch, cfg)
     if missing:
         raise ConfigError(listed(f"llama.cpp's {family.name} has no name for", missing))
@@ -198,6 +200,7 @@ def _write_header(content: Content, path: Path) -> None:
     put: dict[str, Callable[[str, Any], None]] = dict(
         uint32=writer.add_uint32, float32=writer.add_float32, bool=writer.add_bool, string=writer.add_string
     )
+    put["array"] = writer.add_array
     writer.add_type("model")
     writer.add_name(content.name)
     writer.add_file_type(int(MIXES[content.mix].file_type))
