@@ -105,7 +105,13 @@ def test_a_family_of_a_modular_file_alone_is_listed(tmp_path):
     (tmp_path / "new/modular_new.py").write_text(
         modular.replace("NewExperts(nn.Module)", "NewExperts(OldExperts)")
     )
-    new, old = families.families(tmp_path)
+    (tmp_path / "bare").mkdir()  # as sarvam_mla: no class of a model
+    (tmp_path / "bare/modular_bare.py").write_text(
+        "class BareConfig(OldConfig):\n    n_routed_experts: int = 4\n"
+    )
+    (tmp_path / "bare/configuration_bare.py").write_text("class BareConfig:\n    n_routed_experts: int = 4\n")
+    bare, new, old = families.families(tmp_path)
+    assert (bare.name, bare.swaps) == ("bare", "")
     assert (new.name, new.model_types, new.modules, new.swaps) == (
         "new",
         ("new_vision", "new"),

@@ -2,10 +2,10 @@
 
 The families are found and judged by transformers' source code alone, so that families of later versions are
 listed without a change here. A family is a folder of models/ that defines experts. A folder without a
-modeling file is judged by its modular file, whose classes are changes of other families' classes. An unknown
-family lacks the names that no entry reads and no imported family has: keys of its config class, classes of
-its modeling file, parts of its decoder layer and attention. The list is a hint, not a proof: equal names may
-compute different things.
+modeling file is judged by its modular file, whose classes are changes of other families' classes, and counts
+if its config class has a number of experts. An unknown family lacks the names that no entry reads and no
+imported family has: keys of its config class, classes of its modeling file, parts of its decoder layer and
+attention. The list is a hint, not a proof: equal names may compute different things.
 
 next: hf/architectures/__init__.py
 """
@@ -25,6 +25,7 @@ from tmoe.hf.config import READ
 
 EXPERTS = re.compile(r"^class \w*Experts?\w*\(", re.M)
 COUNT = re.compile(r"^(moe_)?(num|n)_(routed_|local_)?experts$|^moe_num_experts$")
+COUNTED = re.compile(r"^\s+(moe_)?(num|n)_(routed_|local_)?experts\s*[:=]", re.M)
 # Keys that do not change the result of a text model on whole sequences, or that only training reads.
 IDLE = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "attention_dropout", "pretraining_tp"),
@@ -74,7 +75,8 @@ def families(models: Path | None = None) -> list[Family]:
         if spec is None or spec.origin is None:
             raise ConfigError("families: needs the package transformers, which is not installed here")
         models = Path(spec.origin).parent / "models"
-    return [_family(folder, text) for folder, text in _modeling(models) if EXPERTS.search(text)]
+    found = _modeling(models)
+    return [_family(folder, text) for folder, text in found if EXPERTS.search(text) or _counts(folder)]
 
 
 def standings(found: list[Family]) -> dict[str, str]:
@@ -129,6 +131,12 @@ def _modeling(models: Path) -> list[tuple[Path, str]]:
         for folder in sorted({file.parent for file in files} - found.keys()):
             found[folder] = "\n".join(file.read_text() for file in files if file.parent == folder)
     return sorted(found.items())
+
+
+def _counts(folder: Path) -> bool:
+    """Whether a folder without a modeling file has the number of experts in its config class."""
+    configs = folder.glob("configuration_*.py") if not any(folder.glob("modeling_*.py")) else ()
+    return any(COUNTED.search(file.read_text()) for file in configs)
 
 
 def _family(folder: Path, modeling: str) -> Family:
