@@ -34,9 +34,11 @@ from tmoe import ops as tmoe_ops
 from tmoe.commands import warmup
 from tmoe.commands.warmup import warm
 from tmoe.commands.warmup_command import ARCH
+from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.presets import presets
 from tmoe.config.run import GrpoConfig, LoraConfig, ParallelConfig, TrainConfig
 from tmoe.ops.decode import sample
+from tmoe.ops.delta import gpu as delta
 from tmoe.ops.experts import swiglu
 from tmoe.ops.experts.op import trace
 from tmoe.ops.launch import precompile
@@ -208,6 +210,7 @@ def test_nothing_is_asked_for_twice(monkeypatch):
 def test_every_op_with_kernels_is_asked(monkeypatch):
     """Each `trace` of tmoe.ops is in what some configuration warms up."""
     monkeypatch.setattr(warmup, "COUNTS", [64])
+    monkeypatch.setattr(delta, "MEASURED", {ARCH})
     tiny = presets()["tiny"]
     moe = tiny.model.moe
     bf16 = replace(tiny, train=replace(tiny.train, dtype="bf16"), compile=False)
@@ -221,6 +224,7 @@ def test_every_op_with_kernels_is_asked(monkeypatch):
         shared,
         replace(grpo, lora=LoraConfig(rank=8)),
         replace(bf16, optim=replace(bf16.optim, states="bf16")),
+        replace(grpo, model=replace(tiny.model, linear=LinearConfig("deltanet", key_heads=2, value_heads=2))),
     ]
     asked = {run for cfg in cfgs for run, *_ in warmup.traces(cfg)}
     found = set()
