@@ -60,3 +60,10 @@ def test_a_stop_text_before_min_tokens_is_passed_over():
 def test_a_waiting_beginning_is_sent_at_the_end():
     sent, text = grown(b"abEN", ("END",))
     assert sent == ["a", "b", "", "", "EN"] and not text.stopped
+
+
+def test_a_stop_text_of_megabytes_costs_no_more_than_the_text_held_back():
+    """A search that compared each of its beginnings would need minutes for a character."""
+    sent, text = grown(b"aabaa" + b"c" * 200 + b"aab", ("aab" + "a" * 4_000_000, "c" * 4_000_000))
+    assert sent[:6] == ["", "", "", "", "", "aabaa"] and set(sent[6:-1]) <= {"", "c" * 200}
+    assert not text.stopped and "".join(sent) == text.text == "aabaa" + "c" * 200 + "aab"

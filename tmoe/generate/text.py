@@ -73,8 +73,13 @@ class Text:
         return more
 
     def overlap(self, stop: str) -> int:
-        """Number of characters at the text's end that are the beginning of `stop`."""
-        return next((n for n in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:n])), 0)
+        """Number of characters at the text's end that are the beginning of `stop`.
+
+        Text that `news` has returned is not searched: it was found to begin no stop text.
+        """
+        size = len(self.text)
+        starts = range(max(self.sent, size - len(stop) + 1), size)
+        return next((size - i for i in starts if stop.startswith(self.text[i:])), 0)
 
 
 def unfinished(text: str) -> bool:

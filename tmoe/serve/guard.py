@@ -96,6 +96,8 @@ def require_json(request: Any) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(415, f"Content-Type: {kind[:80]!r}; valid: application/json")
+    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise Refused(415, f"Content-Encoding: {coding[:80]!r} is not served; leave it out")
 
 
 async def drop_body(receive: Any) -> None:

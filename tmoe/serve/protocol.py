@@ -179,9 +179,9 @@ class Fields:
         """An object of switches."""
         found = self.object(name)
         for key, value in found.items():
-            if key not in known or not isinstance(value, bool):
+            if key not in known or not isinstance(value, bool | None):
                 self.refuse(name, f"valid: {', '.join(sorted(known))}, each true or false")
-        return found
+        return {key: bool(value) for key, value in found.items()}
 
 
 def _plain(bound: float) -> str:
@@ -212,7 +212,7 @@ class Protocol:
         if self.template is None or self.marker is None:
             raise Refused(400, f"messages: {self.no_template}", "messages")
         more = fields.object("chat_template_kwargs")
-        if taken := sorted({"messages", "tools", "prompt", "add_generation_prompt"} & more.keys()):
+        if taken := sorted({"messages", "tools", "prompt", "add_generation_prompt", "self"} & more.keys()):
             fields.refuse("chat_template_kwargs", f"{taken[0]} is not a variable of the template")
         messages = self._messages(fields)
         try:
