@@ -9,7 +9,7 @@ TEXT = "naïve 😀 日本語\nend"
 
 
 def grown(raw: bytes, stop: tuple[str, ...] = ()) -> tuple[list[str], Text]:
-    """What is sent, byte by byte."""
+    """The texts that are sent, byte by byte."""
     text = Text(ByteTokenizer(), stop)
     sent = []
     for byte in raw:
