@@ -518,21 +518,23 @@ def store_weight_tile(
     BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, BOXES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Stores dw_kernel's tile at (row, col) of C[e], or adds it if the expert has some rows."""
-    if some or not ADD:
-        parts = slices(acc, SUB)
-        c_e = c if BOXES else c + e.to(tl.int64) * P * Q
-        for j in tl.static_range(SUB):
-            at = col + j * (BN // SUB)
-            part = parts[j]
-            if ADD:
-                if BOXES:
+    parts = slices(acc, SUB)
+    if BOXES:
+        if some or not ADD:
+            for j in tl.static_range(SUB):
+                part, at = parts[j], col + j * (BN // SUB)
+                if ADD:
                     part += tl.reshape(c.load([e, row, at]), (BM, BN // SUB)).to(tl.float32)
-                else:
-                    part += load_rows(c_e, 0, P, row, at, Q, Q, BM, BN // SUB, False).to(tl.float32)
-            if BOXES:
                 c.store([e, row, at], tl.reshape(part.to(c.dtype), (1, BM, BN // SUB)))
-            else:
-                store_rows(c_e, part, 0, P, row, at, Q, Q, False)
+    else:
+        # masks and no branch: for sm_100 triton 3.6 does not compile a branch after a product
+        end = tl.where(some, P, 0) if ADD else P
+        c_e = c + e.to(tl.int64) * P * Q
+        for j in tl.static_range(SUB):
+            part, at = parts[j], col + j * (BN // SUB)
+            if ADD:
+                part += load_rows(c_e, 0, end, row, at, Q, Q, BM, BN // SUB, False).to(tl.float32)
+            store_rows(c_e, part, 0, end, row, at, Q, Q, False)
 
 
 @triton.jit
