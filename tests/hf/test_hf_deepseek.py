@@ -276,9 +276,9 @@ def test_config_of_the_hub():
     assert differences(presets()["deepseek-v2-lite"].model, read_config(V2_LITE)) == []
     assert differences(presets()["deepseek-v3"].model, read_config(V3)) == []
     indexed = read_config(V3 | INDEXED | dict(index_n_heads=64))
-    assert differences(replace(indexed, index_topk=0), read_config(V3)) == [] and indexed.longest[0] == 2048
+    assert differences(replace(indexed, index_topk=0), read_config(V3)) == [] and indexed.longest == 2048
     glm = read_config(GLM5)
-    assert [sum(map(glm.is_moe, range(78))), glm.heads, glm.moe.groups, glm.longest[0]] == [75, 64, 1, 2048]
+    assert [sum(map(glm.is_moe, range(78))), glm.heads, glm.moe.groups, glm.longest] == [75, 64, 1, 2048]
     total = sum(math.prod(shape) for shape in model_shapes(glm).values())
     indexers = 78 * (32 * 128 * 2048 + 128 * 6144 + 2 * 128 + 32 * 6144)
     assert round((total + indexers) / 1e9) == 744, "billions of parameters, as published"

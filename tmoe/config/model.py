@@ -546,13 +546,17 @@ class ModelConfig:
         model.require("linear" not in kinds or self.linear.kind != "none", "layer_types", f"needs {needed}")
 
     @property
-    def longest(self) -> tuple[int, str]:
-        """The number of tokens of the longest sequence, and the setting that limits it, marked."""
-        top, model = self.rope.max_seq, Section(self, "model.")
-        if 0 < self.index_topk < top:
-            why = "beyond which an indexer chooses keys: not computed"
-            return self.index_topk, f"{model.said('index_topk')}, {why}"
-        return top, model.said("rope.max_seq")
+    def longest(self) -> int:
+        """The number of tokens of the longest sequence."""
+        return min(self.index_topk or self.rope.max_seq, self.rope.max_seq)
+
+    @property
+    def longest_limit(self) -> str:
+        """The setting that limits `longest`, marked."""
+        model = Section(self, "model.")
+        if self.longest == self.rope.max_seq:
+            return model.said("rope.max_seq")
+        return f"{model.said('index_topk')}, beyond which an indexer chooses keys: not computed"
 
     @property
     def expert_dim(self) -> int:

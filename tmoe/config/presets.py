@@ -60,7 +60,7 @@ def tiny() -> Config:
 
 def pretrain(model: ModelConfig, lr: float = 3e-4) -> Config:
     optim = OptimConfig(lr=lr, warmup=100)
-    seq = min(4096, model.longest[0])
+    seq = min(4096, model.longest)
     return Config(model=model, train=TrainConfig(batch=4, seq=seq), optim=optim, data=DataConfig())
 
 

@@ -739,8 +739,8 @@ class Config:
         if self.epochs is None:
             require_steps(self)
 
-        top, limit = self.model.longest
-        run.require(self.train.seq <= top, "train.seq", f"must be at most {limit}")
+        short = self.train.seq <= self.model.longest
+        run.require(short, "train.seq", f"must be at most {self.model.longest_limit}")
 
         experts, ep = self.model.moe.experts, self.parallel.ep
         has_moe = any(self.model.is_moe(i) for i in range(self.model.layers))

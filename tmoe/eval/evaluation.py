@@ -111,9 +111,9 @@ class Evaluation:
     def evaluator(self) -> Evaluator:
         """Checks the lengths and the template, and puts together what the evaluations use."""
         flags, loaded = self.flags, self.loaded
-        top, limit = loaded.model.cfg.longest
-        longest = top if flags.max_len is None else flags.max_len
-        require(longest <= top, "max_len", longest, f"must be at most {limit}")
+        cfg = loaded.model.cfg
+        longest = cfg.longest if flags.max_len is None else flags.max_len
+        require(longest <= cfg.longest, "max_len", longest, f"must be at most {cfg.longest_limit}")
         template = load_template(loaded.tokenizer, flags.chat_template, now=True, flag="--chat-template")
         tokens = Tokens(loaded.tokenizer, loaded.begin)
         return Evaluator(self.team, self.worker, self.store, loaded, tokens, template, longest)

@@ -346,7 +346,7 @@ class Engine:
         live = live or bool(sampling.stop)
         ends = frozenset((*self.eos, *sampling.stop_ids))
         asked = [Asked(prompt, sampling, ends, details, key) for prompt, key in zip(ids, keys, strict=True)]
-        top, _ = self.model.cfg.longest
+        top = self.model.cfg.longest
         requests = [
             self.request(i, sample, asked[i], top, live) for i in range(len(ids)) for sample in range(n)
         ]
@@ -405,8 +405,7 @@ class Engine:
             given = prompt
         ids = ids_in(given, where, cfg.vocab)
         require(len(ids) > 0, f"{where}: is empty; valid is at least one token")
-        top, limit = cfg.longest
-        require(len(ids) <= top, f"{where}: {len(ids)} tokens, but {spelt(limit, 'key')}")
+        require(len(ids) <= cfg.longest, f"{where}: {len(ids)} tokens, but {spelt(cfg.longest_limit, 'key')}")
         return ids
 
     def room(self, requests: Sequence[Request], n: int) -> Room:

@@ -175,13 +175,13 @@ class Live:
         require(ok, "slots", repr(slots), "must be a whole number of at least 1")
         ok = pool_gib is None or (fits(pool_gib, float) and 0 < pool_gib <= FLOATS[1])
         require(ok, "pool_gib", repr(pool_gib), "must be a number above 0, and finite")
-        top, limit = self.engine.model.cfg.longest
-        ok = max_len is None or (fits(max_len, int) and 1 <= max_len <= top)
-        require(ok, "max_len", repr(max_len), f"must be from 1 to {spelt(limit, 'key')}")
+        cfg = self.engine.model.cfg
+        ok = max_len is None or (fits(max_len, int) and 1 <= max_len <= cfg.longest)
+        require(ok, "max_len", repr(max_len), f"must be from 1 to {spelt(cfg.longest_limit, 'key')}")
         ok = fits(budget, int) and budget >= PAGE
         require(ok, "budget", repr(budget), f"must be a whole number of at least {PAGE}")
         self.slots, self.budget, self.reuse, self.after = slots, budget, reuse, after
-        self.max_len = min(top, LONGEST) if max_len is None else max_len
+        self.max_len = min(cfg.longest, LONGEST) if max_len is None else max_len
         self.pool_gib = pool_gib
         self.room: Room | None = None
         self.error: BaseException | None = None

@@ -406,9 +406,8 @@ class Transformer(nn.Module):
             check_marks("documents", documents_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         if positions_BS is not None:
             check_marks("positions", positions_BS, tokens_BS, tokens_BS.shape, torch.int64)
-        top, limit = self.cfg.longest
-        if top < S:
-            raise ValueError(f"tokens: {S} positions, but {spelt(limit, 'key')}")
+        if self.cfg.longest < S:
+            raise ValueError(f"tokens: {S} positions, but {spelt(self.cfg.longest_limit, 'key')}")
         members_BSN = self.members(tokens_BS, padding_BS, given)
         self.spread.tokens(S, tokens_BS.device)  # raises on each stage of a pipeline if S cannot be divided
         runs = None
