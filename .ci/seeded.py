@@ -25,7 +25,7 @@ SPLIT = "ops/test_router_product.py::test_the_kernel"
 FAULTS = [
     ("tmoe/moe/router.py", "weights_TK * self.cfg.scaling", "weights_TK", "moe/test_router.py"),
     ("tmoe/ops/router/product.py", "x - hi.to(tl.float32)", "x", SPLIT),
-    ("tmoe/parallel/pipeline_schedule.py", "chunk + 1 < chunks", "chunk + 2 < chunks", SCHEDULE),
+    ("tmoe/parallel/pipeline_schedule.py", "chunk + 1 < count", "chunk + 2 < count", SCHEDULE),
     ("tmoe/optim/learning_rate.py", "(step + 1) / warmup", "step / warmup", WARMUP),
     ("tmoe/data/chat/packing.py", "self.order[low + at]", "self.order[low]", "data/test_packing.py"),
     ("tmoe/checkpoint/manifest.py", "filled != volume", "False", "checkpoint/test_checkpoint.py"),
@@ -45,7 +45,7 @@ FAULTS = [
     ("docs/settings.md", "steps = 2000", "stepps = 2000", "run/test_settings.py::test_the_file"),
     ("docs/migrate.md", "--model.dim", "--model.dims", "migrate/test_migrate.py::test_the_page"),
     ("pyproject.toml", '["**/*.json"]', '["**/*.none"]', "test_wheel.py::test_every_file"),
-    ("benchmarks/cost/h200.json", "700e12", "900e12", "benchmarks/cost/test_points.py::test_every"),
+    ("tmoe/model/h200.json", "700e12", "900e12", "benchmarks/cost/test_points.py::test_every"),
     ("examples/digit_sums.py", "def main", "def other", "end_to_end/test_digit_sums.py"),
     ("tests/data/templates/chatml.jinja", "<|im_end|>", "<|im_stop|>", "data/test_chat_masks.py::test_g"),
     ("tests/lib/corpora.py", "def data", "def date", "data/test_data.py::test"),

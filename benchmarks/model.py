@@ -10,7 +10,7 @@
     python -m benchmarks.model --fit glue_passes --check FILES        the constants that fit these points best
 
 Everything after `--` is parsed like train.py's words. benchmarks/cost/step_time.py lists the parts whose sum
-is a step, and what is left out. The constants (benchmarks/cost/h200.json) record whether they were measured,
+is a step, and what is left out. The constants (tmoe/model/h200.json) record whether they were measured,
 fitted (and on which points) or assumed. They describe the version of the code that took those points: when
 the code has become faster, measure again, `--fit` the constants that have changed, and write the printed
 values into the file.
@@ -53,7 +53,7 @@ from tmoe.config.presets import presets
 AXES = {
     *("--parallel.dp", "--parallel.ep", "--parallel.tp", "--parallel.cp", "--parallel.pp"),
     *("--parallel.replicate", "--parallel.etp", "--parallel.cp-exchange", "--parallel.schedule"),
-    "--parallel.chunks",
+    *("--parallel.chunks", "--parallel.cut", "--parallel.head"),
 }
 OURS = {"--gpus", "--tokens", "--batch-tokens", "--parts", "--check", "--fit", "--gpu", "--constants"}
 OURS |= {"--published"}
@@ -95,7 +95,7 @@ def main() -> None:
         "--constants",
         type=Path,
         default=CONSTANTS,
-        help="a file like benchmarks/cost/h200.json, for your own GPU",
+        help="a file like tmoe/model/h200.json, for your own GPU",
     )
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args(marked(sys.argv[1:]))

@@ -38,9 +38,12 @@ import numpy as np
 
 from benchmarks.trace import read, summary
 from tmoe.cli.parse import parse
+from tmoe.config.axes import Axes
+from tmoe.config.run import Config
 from tmoe.data.shards import write_shards
 from tmoe.data.tokenizer import ByteTokenizer
 from tmoe.log.metrics_file import read_steps
+from tmoe.model.stage_times import division
 
 WARMUP = 10  # steps left out of the medians
 
@@ -219,7 +222,14 @@ def measure(
         "last_loss": lines[-1]["loss"],
         "max_violation": [max(line["max_violation"] or [0.0]) for line in steady],
         "busiest_rank": [busiest_rank(line["expert_counts"], ep) for line in steady],
+        **cut_of(parse(words, "", world=gpus), gpus),
     }
+
+
+def cut_of(cfg: Config, gpus: int) -> dict[str, list[int]]:
+    """{"cut": number of blocks of each part} of a pipeline, else {}: a cut changes with the constants."""
+    spans = division(cfg, Axes.of(cfg.parallel, gpus)).spans
+    return {"cut": [len(span) for span in spans]} if len(spans) > 1 else {}
 
 
 def busiest_rank(counts_LE: list[list[int]] | None, ep: int) -> float:

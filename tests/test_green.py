@@ -125,7 +125,7 @@ def house():
         ("test_documented", "README.md docs/finetune.md docs/multinode.md tmoe/commands/dry_run.py"),
         ("test_tmoe_command", "tmoe/__main__.py tmoe/hf/__main__.py tmoe/commands/rollouts.py"),
         ("test_green", ".ci/counted.py tests/lib/green.py"),
-        ("benchmarks/cost/test_points", "README.md docs/performance.md benchmarks/cost/h200.json"),
+        ("benchmarks/cost/test_points", "README.md docs/performance.md tmoe/model/h200.json"),
         ("checkpoint/test_operations", "docs/operations.md tmoe/post/grpo.py"),
         ("data/test_chat_masks", "tests/data/templates/gpt_oss.jinja tmoe/data/chat/special_tokens.py"),
         ("end_to_end/test_snippets", "README.md docs/huggingface.md examples/own_loop.py tmoe/hf/swap.py"),

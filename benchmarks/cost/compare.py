@@ -17,7 +17,7 @@ TOLERANCE = 0.1  # allowed relative error of a step time
 
 def ratio(point: Point, m: SimpleNamespace) -> float:
     """Predicted seconds divided by measured seconds."""
-    return predict(point.cfg, point.axes, m, point.skew).seconds / point.seconds
+    return predict(point.cfg, point.axes, m, point.skew, ahead=point.ahead).seconds / point.seconds
 
 
 def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:

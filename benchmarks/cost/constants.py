@@ -11,11 +11,11 @@ next: step_time.py
 
 import copy
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from tmoe.config.gpus import GPUS, room
+from tmoe.model import stage_times
 
 GIB = 2**30
 FLOPS = ("peak", "product_rate", "attention_rate", "isolated_attention_rate")  # scaled by the FLOP/s
@@ -32,7 +32,7 @@ OF_AXIS = {
     "etp": ("etp_factor",),
     "replicate": ("fsdp_overlap",),
 }
-CONSTANTS = Path(__file__).with_name("h200.json")
+CONSTANTS = stage_times.CONSTANTS
 
 
 def check_constant(name: str, value: Any, like: Any) -> None:
@@ -106,7 +106,6 @@ def standing(constants: dict[str, dict]) -> dict[str, str]:
 
 def values(constants: dict[str, dict]) -> SimpleNamespace:
     """The constants by name, `room`, bytes of the GPU's memory that tensors may use, and `gate`."""
-    m = SimpleNamespace(**{name: c["value"] for name, c in constants.items()})
+    m = stage_times.namespace(constants)
     m.room = room(m.memory)
-    m.gate = "learned"  # which experts a token chooses (reach.py); published.py changes it
     return m

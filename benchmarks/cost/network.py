@@ -5,7 +5,6 @@ This is a part of step_time.py; nothing is measured here.
 next: points.py
 """
 
-import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes
 from tmoe.model.count import Shape, block_shapes, numel
+from tmoe.model.link_time import all_to_all, ring
 from tmoe.parallel.mesh import units
 from tmoe.plan.memory import chunk_root, expert_shard, kept_whole, sharded
 
@@ -139,38 +139,6 @@ def kept_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) -> tu
     return len(sparse) * gathering, len(sparse) * all_to_all(sent * n, axes.sharers, axes.ep, m)
 
 
-def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
-    """Seconds to gather (or reduce and scatter) `whole` bytes in a group of `size` ranks, `stride` apart."""
-    if size == 1:
-        return 0.0
-    local = min(size, max(1, m.node // stride))  # members in a node
-    nodes = math.ceil(size / local)
-    sent = whole * (size - 1) / size
-    seconds = times(m.collective, sent) if local > 1 else 0.0
-    if nodes > 1:
-        seconds = max(seconds, sent / (local * m.nic_rate))
-        seconds = seconds + (nodes - 1) * m.nic_hop + (size - nodes) * m.link_hop
-    return seconds
-
-
-def all_to_all(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
-    """Seconds of an all-to-all of `whole` bytes per rank in a group of `size` ranks, `stride` apart."""
-    local = min(size, max(1, m.node // stride))  # members in a node
-    seconds = times(m.collective, whole * (local - 1) / size) if local > 1 else 0.0
-    if size > local:
-        seconds = max(seconds, whole * (size - local) / size / m.nic_rate)
-        seconds = seconds + (math.ceil(size / local) - 1) * m.nic_hop
-    return seconds
-
-
-def times(curve: list[list[float]], moved: float) -> float:
-    """Seconds for `moved` bytes on a curve of (bytes, seconds), linear between points and beyond the last."""
-    sizes, seconds = zip(*curve, strict=True)
-    if moved <= sizes[-1]:
-        return float(np.interp(moved, sizes, seconds))
-    return seconds[-1] + (moved - sizes[-1]) * (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-
-
 def exposed_seconds(moving: float, computing: float, overlap: float) -> float:
     """Seconds of communication that compute does not hide. overlap: the largest share that it can hide."""
     return moving - min(min(overlap, 1.0) * moving, computing)
@@ -194,7 +162,7 @@ def padded_units(cfg: Config, axes: Axes, span: range) -> list[tuple[int, int]]:
         if (kind := model.is_moe(layer)) not in kinds:
             dense, experts = block_shapes(model, layer)
             kinds[kind] = _moved(dense, experts, axes)
-    return [_moved(chunk_root(model, span), [], axes), *(kinds[model.is_moe(layer)] for layer in span)]
+    return [_moved(chunk_root(cfg, axes, span), [], axes), *(kinds[model.is_moe(layer)] for layer in span)]
 
 
 def _moved(dense: list[Shape], experts: list[Shape], axes: Axes) -> tuple[int, int]:

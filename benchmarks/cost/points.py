@@ -8,6 +8,7 @@ reason.
 import functools
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,8 @@ class Point(NamedTuple):
     seconds: float
     skew: float | None = None
     """pairs of the busiest rank over the mean; None: the line does not record it"""
+    ahead: bool = False
+    """whether the run posted receives one ahead of need, as pipelines did before they posted them when due"""
 
     @property
     def layout(self) -> tuple:
@@ -107,12 +110,14 @@ def settings_of(command: str, gpus: int) -> Config:
 def point_of(record: dict[str, Any]) -> Point:
     """The measurement that a line of `python -m benchmarks.train --json` records."""
     cfg = settings_of(record["command"], record["gpus"])
+    if "cut" in record:  # a cut by time changes with the constants
+        cfg = replace(cfg, parallel=replace(cfg.parallel, cut=tuple(record["cut"])))
     axes = Axes.of(cfg.parallel, record["gpus"])
     train = cfg.train
     tokens = axes.readers * train.batch * train.seq * train.accumulate
     seconds = tokens / axes.world / record["tokens_per_s_gpu"]
     skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
-    return Point(record["command"], cfg, axes, seconds, skew)
+    return Point(record["command"], cfg, axes, seconds, skew, record.get("receives") == "one ahead")
 
 
 def fitted_layouts(constants: dict[str, dict]) -> list[tuple]:

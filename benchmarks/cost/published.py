@@ -5,7 +5,7 @@ as published, sources that were read, and `cannot`, what the words and the model
 predicts tmoe: a ratio far from 1 is a difference of the programs, or an error of the model where nothing was
 measured (several nodes above all). No row sets a constant.
 
-    gate           which experts a token chooses: reach.py
+    gate           which experts a token chooses: tmoe/model/reach.py
     hops_overlap   constants.py; 1 for exchanges that send both hops at the same time
     skew           pairs of the busiest rank over the mean; 1 where the load is forced to be even
 

@@ -20,7 +20,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from benchmarks.cost.block_time import block_seconds
 from benchmarks.cost.network import moving_seconds
 from benchmarks.cost.step_time import (
     RECOMPUTED,
@@ -36,9 +35,10 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
 from tmoe.config.sizes import master_bytes, moment_bytes, sum_bytes
+from tmoe.model.block_time import block_seconds
 from tmoe.model.count import block_shapes, count_parameters, numel
-from tmoe.parallel.pipeline_schedule import homes
-from tmoe.plan.memory import blocks_bytes, chunk_spans, held_at_most
+from tmoe.parallel.pipeline_cut import cut
+from tmoe.plan.memory import blocks_bytes, held_at_most
 
 Recomputed = Literal["none", "moe", "attention", "block"]
 divisors = functools.cache(check.divisors)
@@ -120,7 +120,6 @@ class Search:
         self.cfg, self.m, self.batch_tokens = cfg, m, batch_tokens
         self.work_seconds = functools.cache(self._work_seconds)
         self.settings = functools.cache(self._settings)
-        self.counts = functools.cache(self._counts)
         self.moved = functools.cache(self._moved)
         self.several = functools.cache(lambda n: replace(cfg, train=replace(cfg.train, accumulate=n)))
         self.works = functools.cache(lambda shard: list(self._works(shard)))
@@ -212,13 +211,13 @@ class Search:
     def _compute(self, work: Work, flow: Flow, micros: int) -> float:
         """Least seconds per token and GPU: compute of the busiest stage, and the least time that it waits."""
         kinds, head = self.work_seconds(work._replace(offload=False, narrow=False))
-        chunks = [sum(n * kinds[kind] for kind, n in span) for span in self.counts(flow.pp * flow.chunks)]
-        chunks[-1] += head
-        stages = [0.0] * flow.pp
-        for chunk, home in zip(chunks, homes(*flow), strict=True):
-            stages[home] += chunk
-        waits = 0.0 if flow.schedule == "v" else (flow.pp - 1) * min(chunks)
-        seconds = micros * max(stages) + waits
+        model = self.cfg.model
+        blocks = [kinds[model.is_moe(layer), model.mask_of(layer)] for layer in range(model.layers)]
+        busiest = max((sum(blocks) + head) / flow.pp, -(-model.layers // flow.pp) * min(blocks))
+        # The cut is as even as whole blocks allow.
+        least = max(min(blocks), (sum(blocks) + head) / (flow.pp * flow.chunks) - max(*blocks, head))
+        waits = 0.0 if flow.schedule == "v" else (flow.pp - 1) * least
+        seconds = micros * busiest + waits
         tokens = micros * work.batch * self.cfg.train.seq / (work.tp * work.cp * flow.pp)
         return seconds / tokens
 
@@ -302,7 +301,7 @@ class Search:
         machines = [self.m, SimpleNamespace(**{**vars(self.m), "node": axes.world})]
         same: dict[tuple, tuple[float, ...]] = {}
         by_span = []
-        for span in chunk_spans(cfg.model, axes.pp * chunks):
+        for span in cut(cfg.model.layers, axes.pp * chunks):
             if (kind := chunk_kind(cfg.model, span)) not in same:
                 each = [moving_seconds(cfg, axes, span, m) for m in machines]
                 moving = [
@@ -356,15 +355,6 @@ class Search:
             )
         except ConfigError:
             return None
-
-    def _counts(self, chunks: int) -> list[list[tuple[tuple[bool, int | str], int]]]:
-        """The number of blocks of each kind in every chunk."""
-        model = self.cfg.model
-        counts = []
-        for span in chunk_spans(model, chunks):
-            kinds = [(model.is_moe(layer), model.mask_of(layer)) for layer in span]
-            counts.append([(kind, kinds.count(kind)) for kind in set(kinds)])
-        return counts
 
     def _work_seconds(self, work: Work) -> tuple[dict[tuple[bool, int | str], float], float]:
         """Seconds of a micro-batch in a block of each kind, and in the head."""

@@ -42,9 +42,10 @@ gathers of dense parameters, were measured on four GPUs with dp 1; the time that
 gathers was measured on two GPUs with dp 2. A global batch grows with the number of GPUs: these numbers do not
 say whether it still trains well.
 
-In this file, block_time.py and network.py, `m` is the namespace of constants by name (constants.py).
+In this file, network.py and tmoe/model/block_time.py, `m` is the namespace of constants by name
+(constants.py).
 
-next: block_time.py, then pipeline.py
+next: tmoe/model/block_time.py, then pipeline.py
 """
 
 from collections.abc import Sequence
@@ -54,25 +55,36 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.cost.block_time import Kernels, Parts, block_seconds, expert_kernels, product
-from benchmarks.cost.network import collective_seconds, padded_groups, times
+from benchmarks.cost.network import collective_seconds, padded_groups
 from benchmarks.cost.pipeline import Timed, run
 from tmoe.config.axes import Axes
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
-from tmoe.config.sizes import FP32, compute_bytes, local_tokens, moment_bytes, sum_bytes
+from tmoe.config.sizes import FP32, compute_bytes, moment_bytes, sum_bytes
+from tmoe.model.block_time import (
+    EXCHANGES,
+    RECOMPUTED,
+    Kernels,
+    Parts,
+    block_seconds,
+    expert_kernels,
+    head_seconds,
+)
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel
+from tmoe.model.stage_times import division, message_seconds
+from tmoe.parallel.pipeline_cut import PARTS
 from tmoe.parallel.pipeline_schedule import StageCost
 from tmoe.parallel.shared_copies import WAVES
-from tmoe.plan.memory import adds_in_place, chunk_root, chunk_spans, held_at_most, kept_whole, plan
+from tmoe.plan.memory import (
+    adds_in_place,
+    chunk_root,
+    chunk_spans,
+    has_head,
+    held_at_most,
+    kept_whole,
+    plan,
+)
 
-EXCHANGES = ("exchange", "tp exchange", "cp exchange", "etp exchange")
-RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint
-    "none": (),
-    "attention": ("projections", "attention", "tp exchange", "cp exchange"),
-    "moe": ("experts", "exchange", "etp exchange"),
-    "block": ("projections", "attention", "experts", *EXCHANGES, "glue"),
-}
 # Number of a pipeline's micro-batches that are simulated, as a multiple of pp. Each further micro-batch takes
 # as long as the previous ones, and no stage holds more.
 STEADY = 4
@@ -123,21 +135,30 @@ class Prediction(NamedTuple):
 
 
 def predict(
-    cfg: Config, axes: Axes, m: SimpleNamespace, skew: float | None = None, *, held: float | None = None
+    cfg: Config,
+    axes: Axes,
+    m: SimpleNamespace,
+    skew: float | None = None,
+    *,
+    held: float | None = None,
+    ahead: bool = False,
 ) -> Prediction:
     """Predicts one step of `cfg` on a mesh of these axes.
 
     skew: pairs of the busiest rank over the mean; None: m.skew if ep > 1.
     held: bytes of the fullest rank, if they are known.
+    ahead: the stages of a pipeline post each receive one message ahead of need (`Point.ahead`).
     """
     again = cfg.train.accumulate
     busiest = 1.0 if axes.ep == 1 else m.skew if skew is None else skew
-    spans = chunk_spans(cfg.model, axes.pp * (cfg.parallel.chunks_a_stage if axes.pp > 1 else 1))
+    spans = chunk_spans(cfg, axes)
     same: dict[tuple, Chunk] = {}  # chunks of the same kinds of blocks take the same time
-    for span in spans:
+    pieces = division(cfg, axes).pieces
+    for span in filter(None, spans):
         if (kind := chunk_kind(cfg.model, span)) not in same:
             same[kind] = chunk_seconds(cfg, axes, span, m, busiest)
-    chunks = [same[chunk_kind(cfg.model, span)] for span in spans]
+    chunks = [same[chunk_kind(cfg.model, span)] for span in filter(None, spans)]
+    chunks += [head_chunk(cfg, axes, m, count / PARTS, chunks[0].parts) for _, count in pieces]
     short = steady(cfg, axes)
     if axes.pp == 1:
         parts, lost, bubble = chunks[0].parts, 0.0, 0.0
@@ -145,13 +166,13 @@ def predict(
     else:
         order = plan(short, axes)
         spans_of_stages = [
-            [s for s, home in zip(spans, order.home, strict=True) if home == r] for r in range(axes.pp)
+            [s for s, home in zip(spans, order.places, strict=True) if home == r] for r in range(axes.pp)
         ]
         works = [
-            [chunk.parts for chunk, home in zip(chunks, order.home, strict=True) if home == r]
+            [chunk.parts for chunk, home in zip(chunks, order.places, strict=True) if home == r]
             for r in range(axes.pp)
         ]
-        timed = pipeline_seconds(cfg, axes, chunks, message_seconds(cfg, axes, m))
+        timed = pipeline_seconds(cfg, axes, chunks, message_seconds(cfg, axes, m), ahead)
         work = [sum(sum(parts.values()) for parts in stage) for stage in works]
         busy = [a + b for a, b in zip(work, timed.lost, strict=True)]
         slowest = busy.index(max(busy))
@@ -177,14 +198,14 @@ def steady(cfg: Config, axes: Axes) -> Config:
     return replace(cfg, train=replace(cfg.train, accumulate=most))
 
 
-def pipeline_seconds(cfg: Config, axes: Axes, chunks: Sequence[Chunk], latency: float) -> Timed:
+def pipeline_seconds(cfg: Config, axes: Axes, chunks: Sequence[Chunk], latency: float, ahead: bool) -> Timed:
     """The time of all micro-batches; those beyond the steady ones each take the mean time of the last pp."""
     again, most = cfg.train.accumulate, steady(cfg, axes).train.accumulate
     costs, lost = [chunk.cost(again) for chunk in chunks], [chunk.lost for chunk in chunks]
 
     def timed(micros: int) -> Timed:
         short = replace(cfg, train=replace(cfg.train, accumulate=micros))
-        return run(plan(short, axes), costs, lost, latency)
+        return run(plan(short, axes), costs, lost, latency, ahead=ahead)
 
     last = timed(most)
     if most == again:
@@ -192,13 +213,6 @@ def pipeline_seconds(cfg: Config, axes: Axes, chunks: Sequence[Chunk], latency: 
     before, more = timed(most - axes.pp), (again - most) / axes.pp
     losses = (b + more * (b - a) for a, b in zip(before.lost, last.lost, strict=True))
     return Timed(last.time + more * (last.time - before.time), tuple(losses))
-
-
-def message_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
-    """Seconds to send a micro-batch's hidden states from one stage to the next."""
-    moved = local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
-    near = axes.world <= m.node
-    return m.message + (times(m.collective, moved) if near else moved / m.nic_rate + m.nic_hop)
 
 
 def chunk_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busiest: float) -> Chunk:
@@ -232,6 +246,23 @@ def chunk_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busi
         loses * own.weights,
     )
     return Chunk(parts, sum(forward.values()), sparse * products.weights, lost)
+
+
+def head_chunk(cfg: Config, axes: Axes, m: SimpleNamespace, share: float, parts: Parts) -> Chunk:
+    """The time of a piece of a divided head.
+
+    share: of a micro-batch's tokens. parts: those of another chunk, whose names are used.
+    """
+    again, span = cfg.train.accumulate, range(cfg.model.layers, cfg.model.layers)
+    loss = share * head_seconds(cfg, axes, m)
+    moving = collective_seconds(cfg, axes, span, m, loss, 0.0)
+    found = dict.fromkeys(parts, 0.0) | {
+        "loss": again * loss,
+        "copies": copy_seconds(cfg, axes, span, m),
+        "exposed all-gathers": moving[0],
+        "slowed": m.slowed * moving[1],
+    }
+    return Chunk(found, loss, 0.0, StageCost(m.others_held * loss, 0.0, 0.0))
 
 
 def chunk_kind(model: ModelConfig, span: range) -> tuple:
@@ -288,10 +319,8 @@ def passes(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, skew: float
         for direction in (0, 1)
     )
     forward["loss"] = backward["loss"] = 0.0
-    if span.stop == model.layers:  # the loss's gradient is computed while the logits exist
-        T, width = local_tokens(cfg, axes), compute_bytes(cfg)
-        head = 3 * product(T, model.vocab, model.dim, width, m)
-        forward["loss"] = head + m.logit_bytes * T * model.vocab / m.memory_rate
+    if has_head(cfg, axes, span):
+        forward["loss"] = head_seconds(cfg, axes, m)
     return forward, backward
 
 
@@ -321,7 +350,7 @@ def parameter_groups(cfg: Config, axes: Axes, span: range | None = None) -> list
     """
     span = range(cfg.model.layers) if span is None else span
     model = cfg.model
-    dense, experts = numel(chunk_root(model, span)), 0
+    dense, experts = numel(chunk_root(cfg, axes, span)), 0
     for layer in {model.is_moe(layer): layer for layer in span}.values():  # one layer of each kind
         count = sum(model.is_moe(other) == model.is_moe(layer) for other in span)
         ours, spread = block_shapes(model, layer)

@@ -122,7 +122,7 @@ def test_the_exchange_wants_torchrun(monkeypatch, capsys):
 def test_a_word_that_cannot_work_is_named(monkeypatch, capsys, tmp_path, words, says):
     """And the shipped table of configurations stays as it is."""
     (tmp_path / "empty.json").write_text("{}")
-    constants = json.loads((ROOT / "benchmarks/cost/h200.json").read_text())
+    constants = json.loads((ROOT / "tmoe/model/h200.json").read_text())
     (tmp_path / "kind.json").write_text(json.dumps(constants | {"attention_rate": {"value": 5.0}}))
     files = {"EMPTY": "empty.json", "KIND": "kind.json"}
     name, *rest = [str(tmp_path / files[word]) if word in files else word for word in words.split()]

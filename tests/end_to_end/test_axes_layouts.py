@@ -9,6 +9,7 @@ from tiers import slow_but
 
 from tmoe.config.axes import Axes
 
+DIVIDED = dict(heavy_head=True, parallel=dict(head="divided"))
 LAYOUTS = [  # (processes, axes, model, what else differs)
     (2, dict(tp=2), "gqa", {}),
     (2, dict(tp=2, ep=2), "gqa", dict(micros=2)),
@@ -67,6 +68,15 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(pp=2, ep=2), "olmoe", dict(micros=4, parallel=dict(schedule="v", shard=1))),
     (4, dict(pp=2, replicate=2), "olmoe", dict(micros=4, parallel=dict(schedule="v"))),
     (4, dict(pp=4), "latent", dict(micros=8)),  # the first stage without MoE layers
+    # the head's tokens divided: a copy on each stage, and of a tied table; or all of it on the first stage
+    (2, dict(pp=2), "gqa", DIVIDED | dict(micros=4)),
+    (2, dict(pp=2), "gqa", dict(micros=4, parallel=dict(head="divided"))),
+    (2, dict(pp=2), "olmoe", DIVIDED | dict(micros=4, parallel=dict(head="divided", schedule="v"))),
+    (4, dict(pp=2, ep=2), "gqa", DIVIDED | dict(micros=4, parallel=dict(head="divided", schedule="v"))),
+    (4, dict(pp=2), "gqa", DIVIDED | dict(micros=4, parallel=dict(head="divided", schedule="interleaved"))),
+    (4, dict(pp=4), "olmoe", DIVIDED | dict(micros=8, parallel=dict(head="divided", cut=(1, 1, 1, 1)))),
+    (8, dict(pp=2, cp=2, tp=2, ep=4), "gqa", DIVIDED | dict(micros=2)),
+    (4, dict(pp=2, dp=2), "gpt_oss", DIVIDED | dict(micros=2, parallel=dict(head="divided", shard=2))),
     (4, dict(pp=2, tp=2, ep=2), "gqa", dict(micros=2, parallel=dict(checkpoint="block"))),
     (8, dict(pp=2, cp=2, tp=2, ep=4), "gqa", dict(micros=2)),
     (8, dict(pp=2, tp=2, ep=4), "gqa", dict(micros=2, parallel=dict(schedule="interleaved"))),

@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model import stage_times
 from tmoe.model.freeze import settle
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize, pipeline
+from tmoe.parallel.pipeline_schedule import StageCost
 
 SEQUENCES, SEQ, STEPS, VOCAB = 8, 32, 6, 64
 ROUTED = MoEConfig(
@@ -179,9 +181,15 @@ def train(
     documents: bool = True,
     parallel: dict[str, Any] | None = None,
     whole_forwards: bool = True,
+    heavy_head: bool = False,
     **changes: Any,
 ) -> Curve:
-    """Trains STEPS steps in the layout given by `axes`."""
+    """Trains STEPS steps in the layout given by `axes`.
+
+    heavy_head: cuts a pipeline as if the head took as long as eight blocks.
+    """
+    if heavy_head:
+        stage_times.ends_cost = lambda cfg, axes, m: (0.0, heavy(cfg, axes, m))
     cfg = config(ParallelConfig(**axes, **(parallel or {})), model, micros, **changes)
     mesh = build_mesh(**axes)
     net = pipeline(cfg, mesh) if mesh.axes.pp > 1 else transformer(cfg, mesh, whole_forwards)
@@ -206,6 +214,11 @@ def train(
     found = [None] * world
     dist.all_gather_object(found, {name: _whole(p) for name, p in net.named_parameters()})
     return Curve(losses, norms, {name: p for stage in found for name, p in stage.items()})
+
+
+def heavy(cfg: Config, axes: Any, m: Any) -> StageCost:
+    """The cost of eight blocks as that of a head."""
+    return StageCost(8 * sum(stage_times.block_cost(cfg, axes, cfg.model.layers - 1, m)), 0.0, 0.0)
 
 
 def transformer(cfg: Config, mesh: Mesh, whole_forwards: bool) -> Transformer:

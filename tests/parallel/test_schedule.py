@@ -1,5 +1,6 @@
 """Every table runs to its end, with the bubble of its formula; blocks are cut as evenly as can be."""
 
+import bisect
 import itertools
 import math
 import random
@@ -10,18 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from tmoe.parallel import pipeline_schedule
+from tmoe.parallel import pipeline_posts, pipeline_schedule
+from tmoe.parallel.pipeline_cut import PARTS, cut, divide
 from tmoe.parallel.pipeline_schedule import (
     EVEN,
     EXPERTS,
     Action,
+    Bounds,
     Message,
     Simulation,
     StageCost,
     Table,
-    cut,
+    homes,
     messages,
     simulate,
+    source,
     table,
     validate,
 )
@@ -46,8 +50,8 @@ def run(made: Table) -> None:
     expected = {
         edge: deque(sent) for edge, sent in sends.items()
     }  # what the receiver's copy of the table says
-    last = len(made.home) - 1
     done: set[Action] = set()
+    sent_by: set[Message] = set()
 
     def work(rank: int) -> Iterator[bool]:
         """Yields whether it came further."""
@@ -56,23 +60,21 @@ def run(made: Table) -> None:
             op, chunk, micro = action
             if op in "BIW":
                 assert Action("I" if op == "W" else "F", chunk, micro) in done
-            if op != "W" and 0 <= (before := chunk - 1 if op == "F" else chunk + 1) <= last:
-                need = Message("F" if op == "F" else "B", chunk, micro)
-                edge = made.home[before], rank
+            for need in made.needs(action):
+                edge = source(made, need), rank
                 while edge[0] != rank and need not in here:
                     while not queues[edge]:
                         yield False
                     assert queues[edge][0] == expected[edge].popleft(), "not the message that was expected"
                     here.add(queues[edge].popleft())
                 here.discard(need)
-                assert edge[0] != rank or any(
-                    Action(o, before, micro) in done for o in ("F" if op == "F" else "BI")
-                )
+                assert need in sent_by
             assert action not in done
             done.add(action)
-            after = chunk + 1 if op == "F" else chunk - 1
-            if op != "W" and 0 <= after <= last and made.home[after] != rank:
-                queues[rank, made.home[after]].append(Message("F" if op == "F" else "B", after, micro))
+            for result in made.results(action):
+                sent_by.add(result)
+                if made.places[result.chunk] != rank:
+                    queues[rank, made.places[result.chunk]].append(result)
             yield True
         assert not here
 
@@ -133,7 +135,7 @@ def test_tables_of_any_size_run_to_their_ends():
 def test_v_with_deferred_weights(pp, micros, percent, better):
     found = check("v", pp, micros, 2, True)
     assert 100 * found.bubble <= percent and max(found.held) <= 2 * pp and max(found.kept) <= 2 * pp
-    more = simulate(table("v", pp, micros, 2, deferred=True, waiting=4 * pp), EXPERTS)
+    more = simulate(table("v", pp, micros, 2, deferred=True, bounds=Bounds(waiting=4 * pp)), EXPERTS)
     assert 100 * more.bubble <= better
     assert found.time < simulate(table("1f1b", pp, micros, deferred=True), StageCost(200, 310, 90)).time
 
@@ -144,6 +146,65 @@ def test_deferred_weights_shorten_every_schedule():
             simulate(table(kind, 4, 16, chunks, deferred=d), EXPERTS).time for d in (False, True)
         )
         assert deferred < plain
+
+
+HEADS = [("1f1b", 1, (0, 1)), ("1f1b", 1, (2,)), ("interleaved", 2, (0, 1, 2)), ("v", 2, (1, 2))]
+
+
+@pytest.mark.parametrize(("kind", "chunks", "heads"), HEADS)
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_divided_head_runs_to_its_end(kind, chunks, heads, deferred):
+    """Pieces of the head on any ranks: complete, without deadlock, within 1F1B's memory and one more."""
+    for pp, micros in itertools.product((3, 4), (4 * 3, 24)):
+        made = table(kind, pp, micros, chunks, deferred=deferred, heads=heads)
+        run(made)
+        found = simulate(made)
+        ops = [action for row in made.ranks for action in row]
+        assert sum(action.op == "H" for action in ops) == micros * len(heads)
+        most = {"1f1b": pp + 1, "interleaved": 2 * (pp - 1) + pp + 1, "v": 2 * pp}[kind]
+        assert max(found.held) <= most
+        for rank, row in enumerate(pipeline_posts.posts(made, [EVEN] * len(made.places))):
+            posted: list[Message] = []
+            for action, due in zip(made.ranks[rank], row, strict=True):
+                posted += due
+                here = [m for m in made.needs(action) if source(made, m) != rank]
+                assert set(here) <= set(posted), "a receive that was not posted before its use"
+            for (_, target), sent in messages(made).items():
+                if target == rank:
+                    assert [m for m in posted if m in set(sent)] == list(sent), "not the sender's order"
+
+
+def test_a_divided_head_by_hand():
+    """Two stages of 2 + 4 s a micro-batch, a head of 4 s: halves run where they find the first free moment.
+
+    Rank 0 waits for h from 4 on (two forwards ahead), computes its half until 6, then the third forward.
+    """
+    blocks, half = StageCost(2, 2, 2), StageCost(2, 0, 0)
+    made = table("1f1b", 2, 1, cost=(blocks, blocks, half, half), heads=(0, 1))
+    assert made.ranks[0] == (Action("F", 0, 0), Action("H", 2, 0), Action("B", 0, 0))
+    assert made.ranks[1] == (Action("F", 1, 0), Action("H", 3, 0), Action("B", 1, 0))
+    assert messages(made)[1, 0] == (Message("F", 2, 0), Message("B", 0, 0))
+    assert messages(made)[0, 1] == (Message("F", 1, 0), Message("B", 1, 0, 0))
+    assert simulate(made, (blocks, blocks, half, half)).time == 2 + 2 + 2 + 4 + 4
+    many = (blocks, blocks, half, half)
+    divided = simulate(table("1f1b", 2, 16, cost=many, heads=(0, 1)), many).time
+    last = simulate(table("1f1b", 2, 16), (blocks, StageCost(6, 2, 2))).time
+    assert last == 16 * 10 + 6 and divided <= 16 * 8 + 12
+
+
+def test_receives_are_posted_in_the_action_in_which_they_are_due():
+    """1F1B of two stages: stage 1 takes 2 s for F and 4 for B, stage 0 half as long.
+
+    Stage 0: F0 0-1, F1 1-2, then it is idle until B0 is sent at 1 + 2 + 4 = 7.
+    """
+    made = table("1f1b", 2, 2)
+    rows = pipeline_posts.posts(made, [StageCost(1, 1, 1), StageCost(2, 2, 2)])
+    assert [op for op, *_ in made.ranks[0]] == ["F", "F", "B", "B"]
+    # stage 0 is idle when each gradient arrives: no kernel of its own runs beside the receives
+    assert rows[0] == ((), (), (Message("B", 0, 0),), (Message("B", 0, 1),))
+    assert [op for op, *_ in made.ranks[1]] == ["F", "B", "F", "B"]
+    # F1 arrives at 2, while stage 1 computes F0
+    assert rows[1] == ((Message("F", 1, 0), Message("F", 1, 1)), (), (), ())
 
 
 def test_1f1b_by_hand():
@@ -173,7 +234,7 @@ def test_a_table_for_16_ranks_is_quick():
 
 def test_limits_of_v_are_kept():
     for limit, waiting in itertools.product((2, 3, 5, 8), (1, 3)):
-        made = table("v", 4, 9, 2, deferred=True, limit=limit, waiting=waiting)
+        made = table("v", 4, 9, 2, deferred=True, bounds=Bounds(limit, waiting))
         run(made)
         found = simulate(made)
         assert max(found.held) <= limit and max(found.kept) <= waiting
@@ -261,6 +322,58 @@ def test_cuts_are_the_best_there_are():
         squares = min(sum(x * x for x in one) for one in options if max(one) <= most + 1e-9)
         assert max(loads(got)) == pytest.approx(most)
         assert sum(x * x for x in loads(got)) == pytest.approx(squares)
+
+
+def every_division(blocks: int, chunks: int) -> Iterator[tuple[int, ...]]:
+    for spans in all_cuts(blocks, chunks):
+        yield tuple(len(span) for span in spans)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_the_busiest_rank_has_the_least_work_that_whole_blocks_allow(divided):
+    draw = random.Random(1)
+    for _ in range(40):
+        pp, chunks = draw.choice([(2, 1), (2, 2), (3, 1), (3, 2)])
+        kind = draw.choice(["interleaved", "v"] if chunks == 2 else ["1f1b"])
+        place = homes(kind, pp, chunks)
+        blocks = draw.randint(pp * chunks, 9)
+        costs, first, head = (100,) * blocks, draw.randint(0, 30), draw.randint(0, 700)
+
+        def most(sizes, place=place, first=first, head=head, pp=pp):
+            loads = [0] * pp
+            for rank, size in zip(place, sizes, strict=True):
+                loads[rank] += 100 * size
+            loads[place[0]] += first
+            if not divided:
+                loads[place[-1]] += head
+                return max(loads)
+
+            # the lowest level at which all of the head has room
+            def reaches(level, loads=loads, head=head):
+                return sum(max(0, level - x) for x in loads) >= head and level >= max(loads)
+
+            return bisect.bisect_left(range(3000), True, key=reaches)
+
+        got = divide(costs, place, first, head, divided=divided)
+        sizes = tuple(len(span) for span in got.spans)
+        assert sum(sizes) == blocks and min(sizes) > 0
+        assert most(sizes) == min(map(most, every_division(blocks, pp * chunks)))
+        assert divided or not got.pieces
+        if divided:
+            assert sum(n for _, n in got.pieces) == PARTS
+            tokens = got.tokens(100)
+            assert [t for piece in tokens for t in piece] == list(range(100))
+
+
+def test_a_head_that_outweighs_a_stage_is_divided_by_hand():
+    """Six blocks of 10 and a head of 30 on two ranks: 45 each, so the first computes half of the head."""
+    got = divide((10,) * 6, (0, 1), 0, 30, divided=True)
+    assert [len(span) for span in got.spans] == [3, 3] and got.pieces == ((0, 32), (1, 32))
+    given = divide((10,) * 6, (0, 1), 0, 30, divided=True, sizes=(4, 2))
+    assert given.pieces == ((0, 11), (1, 53))  # 5 and 25 of 30, in 64ths
+    assert [len(span) for span in divide((10,) * 6, (0, 1), 0, 30).spans] == [4, 2]
+    # in a V the first rank has the last chunk too
+    assert [len(span) for span in divide((10,) * 6, (0, 1, 1, 0), 0, 30).spans] == [1, 2, 2, 1]
 
 
 def test_what_is_left_goes_to_later_chunks():

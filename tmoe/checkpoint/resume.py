@@ -87,6 +87,17 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     return noted
 
 
+def other_cut(step_dir: Path, cut: str) -> list[str]:
+    """A line if the pipeline of the step's run was cut elsewhere.
+
+    cut: of this run, "" without a pipeline. Any cut loads a step of any other.
+    """
+    was = read_manifest(step_dir).info.get("cut")
+    if not cut or not isinstance(was, str) or was == cut:
+        return []
+    return [f"the pipeline is cut into {cut} (was {was})"]
+
+
 def stored_states(step_dir: Path) -> dict[str, Literal["fp32", "bf16", "int8"]]:
     """How a step folder stores AdamW's moments: by the parameter's name."""
     kinds: dict[str, Literal["fp32", "bf16", "int8"]] = dict(bfloat16="bf16", uint8="int8")

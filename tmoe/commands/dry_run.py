@@ -32,9 +32,11 @@ from tmoe.model.freeze import require_matches, settle
 from tmoe.model.lora import describe as describe_adapters
 from tmoe.model.lora import require_ranks
 from tmoe.model.parallelize import parallelize
-from tmoe.model.stages import Stages, cuts
+from tmoe.model.stage_times import division
+from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import Mesh, build_mesh, local_part, planned_nodes, require_inside_nodes
+from tmoe.parallel.pipeline_cut import PARTS
 from tmoe.plan.fitting import verdict
 from tmoe.plan.memory import memory_of_stages, peak_bytes, plan
 from tmoe.run.process import one_error
@@ -178,14 +180,19 @@ def meaning(cfg: Config, axes: Axes) -> Iterator[str]:
 def stages(cfg: Config, axes: Axes, peaks: list[int]) -> Table:
     """A row for each pipeline stage: its ranks, its parts of the model, and its peak memory."""
     order = plan(cfg, axes)
-    spans = cuts(cfg.model, len(order.home))
+    found = division(cfg, axes)
     made = Table("stage", "ranks", "computes", "GiB at most", title="stages", title_justify="left")
     for stage, most in enumerate(peaks):
         parts = []
-        for span in (span for span, home in zip(spans, order.home, strict=True) if home == stage):
-            ends = [] if span.start else ["embedding"]
-            ends.append(f"blocks {span.start} to {span.stop - 1}" if len(span) > 1 else f"block {span.start}")
-            parts += [*ends, "norm and head"] if span.stop == cfg.model.layers else ends
+        for span, home in zip(found.spans, order.home, strict=True):
+            if home == stage:
+                last = span.stop == cfg.model.layers and not found.pieces
+                many = f"blocks {span.start} to {span.stop - 1}"
+                parts += [] if span.start else ["embedding"]
+                parts += [many if len(span) > 1 else f"block {span.start}", *["norm and head"] * last]
+        parts += [
+            f"norm and head for {n / PARTS:.0%} of the tokens" for home, n in found.pieces if home == stage
+        ]
         first = stage * axes.stage
         ranks = f"{first} to {first + axes.stage - 1}" if axes.stage > 1 else f"{first}"
         made.add_row(f"{stage}", ranks, ", ".join(parts), f"{most / 2**30:.3f}")

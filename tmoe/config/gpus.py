@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 GpuName = Literal["h100", "h200", "a100", "a100-40gb", "b200", "mi300x", "rtx4090"]
 NODE = 8  # GPUs of a node, which access each other's memory; a plan assumes this number
 DRIVER = 3 * 2**30  # bytes that CUDA, its context and NCCL need in addition to torch
-FRAGMENTS = 1.05  # memory that the allocator reserves / memory of tensors (benchmarks/cost/h200.json)
+FRAGMENTS = 1.05  # memory that the allocator reserves / memory of tensors (tmoe/model/h200.json)
 
 
 def room(memory: float) -> float:

@@ -152,6 +152,13 @@ class ParallelConfig:
     computed while a stage would be idle (where each rank holds its experts whole, without symm and etp)"""
     chunks: int | None = None
     """parts of the model on each pipeline stage; None: 1 for 1f1b, 2 for interleaved and v"""
+    cut: tuple[int, ...] = ()
+    """number of blocks of each part of a pipeline, in the model's order, for example 4 2;
+    none given: cut so that all stages take equal time, by the cost model"""
+    head: Literal["last", "divided"] = "last"
+    """where a pipeline computes the head and the loss: last (in the last part),
+    divided (every stage that has time left computes some tokens of each micro-batch, with its own copy of the
+    head; for pretrain and sft)"""
     replicate: int = 1
     """whole copies of the sharded model: gradients are summed over them, parameters never gathered"""
     etp: int = 1
@@ -890,6 +897,7 @@ def require_layout(cfg: Config) -> None:
     run.require(p.schedule != "v" or chunks == 2, "parallel.chunks", two)
     fits = p.pp == 1 or p.pp * chunks <= model.layers
     require(fits, "parallel.pp", f"{p.pp} x {chunks} chunks", f"more than {run.said('model.layers')}")
+    require_cut(cfg)
     if not cfg.train.global_batch:  # else `with_global_batch` knows how many there are
         require_micros(cfg)
 
@@ -903,6 +911,22 @@ def require_layout(cfg: Config) -> None:
         run.require(width % p.etp == 0, "parallel.etp", wrong, divisors(width))
         wrong = f"{run.said('parallel.etp')} needs auto or nccl"
         run.require(p.dispatch not in ("local", "symm"), "parallel.dispatch", wrong)
+
+
+def require_cut(cfg: Config) -> None:
+    """ConfigError unless --parallel.cut and .head fit the pipeline."""
+    p, run = cfg.parallel, Section(cfg)
+    pipelined = f"needs {Setting('parallel.pp')} above 1"
+    run.require(p.head == "last" or p.pp > 1, "parallel.head", pipelined, "last")
+    objective = f"{run.said('task')} compares whole sequences, whose tokens cannot be divided"
+    run.require(p.head == "last" or cfg.task in ("pretrain", "sft"), "parallel.head", objective, "last")
+    if not p.cut:
+        return
+    run.require(p.pp > 1, "parallel.cut", pipelined)
+    parts, layers = p.pp * p.chunks_a_stage, cfg.model.layers
+    wrong = f"must be {parts} whole numbers from 1 on, one for each part, whose sum is"
+    ok = len(p.cut) == parts and all(n > 0 for n in p.cut) and sum(p.cut) == layers
+    run.require(ok, "parallel.cut", f"{wrong} {run.said('model.layers')}")
 
 
 def require_micros(cfg: Config, given: str = "") -> None:

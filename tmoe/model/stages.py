@@ -9,6 +9,9 @@ the copies stay equal. The first copy is counted in the norm and saved. If one s
 v), the copy of the last chunk is not a parameter: it is overwritten with the first chunk's table before each
 pass, and its gradient is added to that table's gradient afterwards.
 
+A divided head (--parallel.head divided) is stored in the same way, with the norm before it, on each stage
+that has a piece of it. Its pieces compute the loss of different tokens of a micro-batch.
+
 next: parallel/pipelining.py
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,14 +28,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tmoe.base.types import FLOATS
-from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.data.dataset import Micro
-from tmoe.model.count import block_shapes, numel
 from tmoe.model.freeze import settle
 from tmoe.model.loss import Objective
 from tmoe.model.parallelize import parallelize
-from tmoe.model.transformer import Context, Transformer
+from tmoe.model.stage_times import chunk_costs, division, h200, message_seconds, stage_table
+from tmoe.model.transformer import ALL, Context, Transformer
 from tmoe.moe.balance import RouterStats, Totals, log_width, stats_of
 from tmoe.moe.exchange.adaptive import WeightsDispatcher
 from tmoe.moe.exchange.dispatch import SymmDispatcher
@@ -47,22 +49,31 @@ from tmoe.parallel.agree import gathered
 from tmoe.parallel.copies import WorkingCopy, working_copy
 from tmoe.parallel.grad_norm import clip_grad_norm_
 from tmoe.parallel.mesh import Mesh, local_part, patience, set_timeout
-from tmoe.parallel.pipeline_schedule import cut, table
-from tmoe.parallel.pipelining import Pipeline, Shape, own_chunks
+from tmoe.parallel.pipelining import Pipeline, Shape, as_slice, own_chunks
 from tmoe.parallel.shared_copies import GatheredCopy
 
 log = logging.getLogger(__name__)
 
 
 class ModelPart(Transformer):
-    """Some blocks of a Transformer: the first part has the embedding, the last has norm and head."""
+    """Some blocks of a Transformer: the first part has the embedding, the last has norm and head.
+
+    A part without blocks is a piece of the head.
+    """
 
     def forward(  # pyrefly: ignore
-        self, x: Tensor, context: Context, micro: Micro, totals: Totals, objective: Objective | None
+        self,
+        x: Tensor,
+        context: Context,
+        micro: Micro,
+        totals: Totals,
+        objective: Objective | None,
+        piece: slice = ALL,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states (the last part: its share of the loss), and the balancing loss of its blocks or None.
 
         x: whole rows of tokens on the first part, else hidden states of this rank's tokens.
+        piece: the tokens of x among this rank's tokens; not all of them in a piece of the head.
         """
         given = micro.given or {}
         x = self.embed(x, given.get("noise")) if self.first else x
@@ -71,15 +82,17 @@ class ModelPart(Transformer):
         if not self.last:
             return x, extra
         assert self.norm is not None
-        return self.task_share(self.norm(x), micro.targets_BS, totals.targets, objective, given), extra
+        return self.task_share(self.norm(x), micro.targets_BS, totals.targets, objective, given, piece), extra
 
 
 class _Chunk:
     """A part in the form that the pipeline calls: with the micro-batches of the current step."""
 
-    def __init__(self, stages: Stages, part: ModelPart):
+    def __init__(self, stages: Stages, part: ModelPart, piece: int | None):
+        """piece: the number of the piece of the head that the part is; None: it has blocks."""
         self.stages = stages
         self.part = part
+        self.piece = piece
         self.experts = scopes(part)
 
     def forward_micro(self, micro: int, x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
@@ -87,7 +100,10 @@ class _Chunk:
         stages.replay(self.part, micro)
         here = stages.micros[micro]
         x = here.tokens_BS if x is None else x
-        y, extra = self.part(x, stages.contexts[micro], here, stages.totals, stages.objective)
+        piece = ALL
+        if self.piece is not None:
+            x, piece = x[None], as_slice(stages.pieces[self.piece])
+        y, extra = self.part(x, stages.contexts[micro], here, stages.totals, stages.objective, piece)
         losses = [] if extra is None else [extra]
         if not self.part.last:
             return y, losses
@@ -132,6 +148,18 @@ class _Chunk:
             sharers.finish()
 
 
+class _Copies(NamedTuple):
+    """Tensors that several stages hold."""
+
+    names: tuple[str, ...]
+    owned: bool  # whether this rank's copy is the one that is counted and saved
+    group: dist.ProcessGroup  # the ranks that hold the same shards
+
+    def has(self, name: str) -> bool:
+        """Whether a name is of one of these tensors, or of its state in the optimizer."""
+        return ".blocks." not in f".{name}" and f".{name}".endswith(tuple(f".{own}" for own in self.names))
+
+
 class Stages(nn.Module):
     """This rank's parts of a Transformer. Parameters have their names in the whole model.
 
@@ -144,27 +172,31 @@ class Stages(nn.Module):
         Raises ValueError, naming the flags, if the model cannot be cut into this number of chunks.
         """
         super().__init__()
-        p = cfg.parallel
         self.cfg = cfg.model
         self.mesh = mesh
-        how = p.schedule, mesh.axes.pp, cfg.train.accumulate, p.chunks_a_stage
-        self.table = table(*how)
-        spans = cuts(cfg.model, len(self.table.home))
+        self.division = division(cfg, mesh.axes)
+        self.table = stage_table(cfg, mesh.axes)
         self.parts = nn.ModuleDict()
         for chunk in own_chunks(self.table, mesh.place.pp):
             with torch.device("meta"):
-                part = ModelPart(cfg.model, spans[chunk])
+                part = ModelPart(cfg.model, *self.division.part(chunk))
                 settle(part, cfg)
             self.parts[str(chunk)] = parallelize(part, mesh, cfg, whole_forwards=True)
-        if p.schedule == "v" and can_defer(self):
-            self.table = table(*how, deferred=True)
+        if cfg.parallel.schedule == "v" and can_defer(self):
+            self.table = stage_table(cfg, mesh.axes, deferred=True)
             for part in self:
                 for experts in scopes(part):
                     experts.deferred = True
         self.dtype = FLOATS[cfg.train.dtype]
-        self.chunks = {int(number): _Chunk(self, part) for number, part in zip(self.parts, self, strict=True)}
-        self.pipeline = Pipeline(self.chunks, self.table, mesh)
-        self.copies = self._group_of_copies()
+        blocks = len(self.table.home)
+        self.chunks = {
+            int(number): _Chunk(self, part, int(number) - blocks if int(number) >= blocks else None)
+            for number, part in zip(self.parts, self, strict=True)
+        }
+        costs = chunk_costs(cfg, mesh.axes, self.division)
+        latency = message_seconds(cfg, mesh.axes, h200())
+        self.pipeline = Pipeline(self.chunks, self.table, mesh, costs, latency)
+        self.copies = list(self._groups_of_copies())
         self.replayed: list[dict[MoE, Tensor]] | None = None  # ids by micro-batch (moe/trace.py)
 
     def __iter__(self) -> Iterator[ModelPart]:
@@ -191,15 +223,15 @@ class Stages(nn.Module):
         return {name: t for part, name, t in tensors if not self._follows(part, name)}
 
     def counted(self) -> Iterator[nn.Parameter]:
-        """The parameters that the gradient norm counts: all except the second copy of a tied table."""
+        """The parameters that the gradient norm counts: all except copies of other stages' parameters."""
         return (p for name, p in self.named_parameters() if not self.is_copy(name))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """tmoe.parallel.clip_grad_norm_ over all stages.
 
-        A tied table is counted once, and both copies are scaled. Returns the norm before clipping, 0-dim,
-        equal on all ranks. A collective of all ranks.
+        A tied table and a divided head are counted once, and all copies are scaled. Returns the norm before
+        clipping, 0-dim, equal on all ranks. A collective of all ranks.
         """
         norm = clip_grad_norm_(self.counted(), math.inf)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -209,25 +241,25 @@ class Stages(nn.Module):
         return norm
 
     def is_copy(self, name: str) -> bool:
-        """Whether the tensor of this name on this rank is the second copy of a tensor of another stage."""
-        return self.copies is not None and name.endswith("embedding.weight") and not self.part.first
+        """Whether the tensor of this name on this rank is a copy of a tensor of another stage."""
+        return any(copies.has(name) and not copies.owned for copies in self.copies)
 
-    def _group_of_copies(self) -> dist.ProcessGroup | None:
-        """The two ranks that hold the same shard of a tied table, if this rank is one of them."""
-        first, last = self.table.home[0], self.table.home[-1]
-        here = self.mesh.place
-        if not self.cfg.tied or first == last or here.pp not in (first, last):
-            return None
-        axes = self.mesh.axes
-        ranks = [
-            rank
-            for rank in range(axes.world)
-            if axes.place(rank) in (here._replace(pp=first), here._replace(pp=last))
-        ]
-        group = dist.new_group(ranks, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        set_timeout(patience(), group)
-        return group
+    def _groups_of_copies(self) -> Iterator[_Copies]:
+        """The tensors that several stages hold, with the ranks that hold this rank's shards of them."""
+        heads = set(self.table.heads)
+        ends = {self.table.home[0]} | (heads or {self.table.home[-1]})
+        held = [(("embedding.weight",), ends)] if self.cfg.tied else []
+        held += [(("norm.weight",) if self.cfg.tied else ("norm.weight", "head.weight"), heads)]
+        here, axes = self.mesh.place, self.mesh.axes
+        for names, stages in held:
+            if len(stages) < 2 or here.pp not in stages:
+                continue
+            others = [here._replace(pp=stage) for stage in stages]
+            ranks = [rank for rank in range(axes.world) if axes.place(rank) in others]
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            set_timeout(patience(), group)
+            yield _Copies(names, here.pp == min(stages), group)
 
     @property
     def ends(self) -> tuple[ModelPart, ModelPart] | None:
@@ -255,7 +287,7 @@ class Stages(nn.Module):
         for part in self:
             part.balancer.start_step()
         self._begin(micros, totals, objective)
-        self.pipeline.step(self._shape(), scale)
+        self.pipeline.step(self._shape(), self.pieces, scale)
         for chunk in self.chunks.values():
             chunk.end_step()
         self._add_copies()
@@ -267,7 +299,7 @@ class Stages(nn.Module):
     ) -> Tensor:
         """This rank's share of the loss, without gradients; the arguments are those of `forward_backward`."""
         self._begin(micros, totals, objective)
-        self.pipeline.evaluate(self._shape())
+        self.pipeline.evaluate(self._shape(), self.pieces)
         return self.loss
 
     def _begin(self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None) -> None:
@@ -286,6 +318,7 @@ class Stages(nn.Module):
             for m in self.micros
         ]
         self.loss = torch.zeros((), device=self.micros[0].tokens_BS.device)
+        self.pieces = self.division.tokens(self.micros[0].tokens_BS.numel() // self.mesh.axes.parts)
 
     def _check_replay(self) -> None:
         """ValueError, before anything is sent, if the recorded ids do not fit these micro-batches."""
@@ -318,19 +351,17 @@ class Stages(nn.Module):
             copy.copy_(first)
 
     def _add_copies(self) -> None:
-        """Adds up the gradients of a tied table's copies, on the shards; a frozen table has none."""
+        """Adds up the gradients of copies, on the shards; a frozen tensor has none."""
         if self.ends:
             first, copy = (part.embedding.weight for part in self.ends)
             if copy.grad is not None:
                 first.grad = copy.grad.to(first.dtype) + first.grad
                 copy.grad = None
-        if self.copies is not None:
-            table = next(p for name, p in self.named_parameters() if name == "embedding.weight")
-            if not table.requires_grad:
-                return
-            grad = table.grad
-            assert grad is not None
-            dist.all_reduce(local_part(grad), group=self.copies)
+        parameters = dict(self.named_parameters()) if self.copies else {}
+        for names, _, group in self.copies:
+            for p in (parameters[name] for name in names if parameters[name].requires_grad):
+                assert p.grad is not None
+                dist.all_reduce(local_part(p.grad), group=group)
 
     def update_bias(self, taken: Tensor | None = None) -> None:
         """Updates the routers' choice bias by the step's loads; see Transformer.update_bias."""
@@ -360,6 +391,10 @@ class Stages(nn.Module):
     def own(self, t_BS: Tensor) -> Tensor:
         """This rank's tokens of whole rows whose loss it computes: none if it does not have the last part."""
         own = self.part.own(t_BS)
+        if self.division.pieces:
+            own_T, tokens = own.flatten(0, 1), self.division.tokens(own.numel())
+            mine = [own_T[as_slice(tokens[c.piece])] for c in self.chunks.values() if c.piece is not None]
+            return torch.cat([own_T[:0], *mine])[None]
         return own if any(part.last for part in self) else own[:0]
 
     def reshard(self) -> None:
@@ -414,23 +449,15 @@ def obstacle(moe: MoE) -> str:
     return ""
 
 
-def cuts(cfg: ModelConfig, chunks: int) -> list[range]:
-    """The blocks of each chunk, balanced by the parameters that a token uses; the head counts as well."""
-    costs = []
-    for layer in range(cfg.layers):
-        dense, experts = block_shapes(cfg, layer)
-        costs.append(float(numel(dense) + numel(experts) // cfg.moe.experts * cfg.moe.top_k))
-    return cut(cfg.layers, chunks, costs, last=float(cfg.vocab * cfg.dim))
-
-
 def pipeline(cfg: Config, mesh: Mesh) -> Stages:
     """This rank's parts of the Transformer of cfg.model, laid out over the mesh, on the meta device.
 
     Fill them with `to_empty` and `init_weights`, or load a step folder into `named_parameters()`. A step is
     `forward_backward`, then `clip_grad_norm_`, then the optimizer over `parameters()`. The function reads the
-    fields of cfg that `parallelize` reads, and also `parallel.schedule`, `.chunks` and `train.accumulate`.
-    With `parallel.shard` 1 or 2 a chunk's weights stay gathered until its last backward: one gather per step,
-    where 3 gathers twice per micro-batch.
+    fields of cfg that `parallelize` reads, and also `parallel.schedule`, `.chunks`, `.cut` and `.head`, and
+    `train.accumulate`, `.batch` and `.seq`, on which the cut depends. With `parallel.head` divided an
+    objective gets some tokens of a micro-batch. With `parallel.shard` 1 or 2 a chunk's weights stay gathered
+    until its last backward: one gather per step, where 3 gathers twice per micro-batch.
 
     Raises ValueError, naming the flags, if the model cannot be cut into this number of chunks.
     """

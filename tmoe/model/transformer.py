@@ -41,6 +41,9 @@ let_vary = find_or_note(
 let_vary = let_vary or (lambda tensor, dim: None)
 
 
+ALL = slice(None)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)). The feed-forward is an MoE or dense.
 
@@ -221,14 +224,17 @@ class Transformer(nn.Module):
     tokens of them (`own`), and returns their logits, or its share of the loss. The shares add up to the loss.
     """
 
-    def __init__(self, cfg: ModelConfig, span: range | None = None):
-        """span: the blocks of this module, if it is a part of a model (model/stages.py); None: all blocks."""
+    def __init__(self, cfg: ModelConfig, span: range | None = None, head: bool = True):
+        """span: the blocks of this module, if it is a part of a model (model/stages.py); None: all blocks.
+
+        head: whether a part with the last block, or without blocks, has norm and head.
+        """
         super().__init__()
         self.cfg = cfg
         span = range(cfg.layers) if span is None else span
         self.ropes = kinds_of(cfg)
         self.first = span.start == 0
-        self.last = span.stop == cfg.layers
+        self.last = span.stop == cfg.layers and head
         has_table = self.first or (self.last and cfg.tied)
         self.embedding = nn.Embedding(cfg.vocab, cfg.dim) if has_table else None
         self.blocks = Blocks(cfg, span)
@@ -342,15 +348,17 @@ class Transformer(nn.Module):
         count: Tensor,
         objective: Objective | None = None,
         given: Given | None = None,
+        piece: slice = ALL,
     ) -> Tensor:
         """This rank's share of the task's loss, divided by count; stored in `task_loss`.
 
         h_BSD: for this rank's own tokens. targets_BS, given: for whole rows.
+        piece: the tokens of h among this rank's own tokens.
         """
         h_TD = self.scaled(h_BSD).flatten(0, 1)
-        targets_T = self.own(targets_BS).flatten()
+        targets_T = self.own(targets_BS).flatten()[piece]
         local_given = {
-            name: self.own(t).flatten() if t.dim() == 2 else t for name, t in (given or {}).items()
+            name: self.own(t).flatten()[piece] if t.dim() == 2 else t for name, t in (given or {}).items()
         }
         loss = (objective or cross_entropy)(h_TD, self.head_weight, targets_T, local_given) / count
         self.task_loss = loss.detach()

@@ -7,10 +7,14 @@ A model is split into pp * chunks chunks of neighbouring blocks. A rank runs a l
     B  backward                         needs B (or I) of the next chunk, and this chunk's F
     I  backward without W's part        needs the same as B; the gradients of experts' weights are deferred
     W  the gradients deferred by an I   needs I; no other action waits for a W, so it fills gaps
+    H  a piece of the head, both ways   needs F of the last chunk of blocks, whose B needs all pieces
 
     1f1b         chunk c on rank c        forward and backward in turn; bubble (pp-1) / (M+pp-1)
     interleaved  chunk c on rank c % pp   M a multiple of pp; bubble (pp-1) / (chunks*M+pp-1)
     v            down and up again        two chunks a rank; the first and the last chunk share rank 0
+
+The head and its loss are part of the last chunk, unless they are divided (`Table.heads`): each piece then has
+some tokens of every micro-batch, and is one more chunk, on a rank that has time for it.
 
 M is the number of micro-batches. Every rank makes the whole table, which is a pure function of its arguments.
 So a receiver knows in which order its neighbour sends (`messages`): no message carries a tag, and no rank
@@ -19,14 +23,13 @@ asks another. `simulate` proves that a table leaves out no action, repeats none,
 next: tokens.py
 """
 
-import bisect
 import functools
 import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, Self, get_args
 
 Schedule = Literal["1f1b", "interleaved", "v"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -41,8 +44,8 @@ PACES = ((4.0, 2.0), (4.0, 3.0), (3.0, 1.5))
 class Action(NamedTuple):
     """One action of a rank.
 
-    op: F, B, I or W.
-    chunk: number of the chunk in the whole model, from 0.
+    op: F, B, I, W or H.
+    chunk: number of the chunk in the whole model, from 0; pieces of the head follow the chunks of blocks.
     micro: number of the micro-batch.
     """
 
@@ -57,11 +60,13 @@ class Message(NamedTuple):
     kind: F (hidden states) or B (their gradient).
     chunk: number of the chunk that receives it.
     micro: number of the micro-batch.
+    piece: of a gradient for the last chunk of blocks, the piece of the head that computed it.
     """
 
     kind: str
     chunk: int
     micro: int
+    piece: int = 0
 
 
 class StageCost(NamedTuple):
@@ -73,10 +78,44 @@ class StageCost(NamedTuple):
 
 
 class Table(NamedTuple):
-    """`ranks`: the actions of each rank, in order; `home`: the rank of each chunk."""
+    """`ranks`: the actions of each rank, in order; `home`: the rank of each chunk.
+
+    `heads`: the rank of each piece of the head; (): the last chunk has the head.
+    """
 
     ranks: tuple[tuple[Action, ...], ...]
     home: tuple[int, ...]
+    heads: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The rank of each chunk, then of each piece of the head."""
+        return self.home + self.heads
+
+    def needs(self, action: Action) -> tuple[Message, ...]:
+        """The results of other chunks that an action needs."""
+        op, chunk, micro = action
+        last = len(self.home) - 1
+        if op == "H":
+            return (Message("F", chunk, micro),)
+        if op == "F":
+            return (Message("F", chunk, micro),) if chunk else ()
+        if op == "W":
+            return ()
+        if chunk < last:
+            return (Message("B", chunk, micro),)
+        return tuple(Message("B", chunk, micro, piece) for piece in range(len(self.heads)))
+
+    def results(self, action: Action) -> tuple[Message, ...]:
+        """The results of an action that other chunks need."""
+        op, chunk, micro = action
+        count = len(self.home)
+        if op == "H":
+            return (Message("B", count - 1, micro, chunk - count),)
+        if op == "F":
+            after = [chunk + 1] if chunk + 1 < count else range(count, len(self.places))
+            return tuple(Message("F", other, micro) for other in after)
+        return (Message("B", chunk - 1, micro),) if op in "BI" and chunk else ()
 
 
 class Simulation(NamedTuple):
@@ -95,6 +134,20 @@ EVEN = StageCost(
 EXPERTS = StageCost(100, 155, 45)  # only the experts' weights wait: a sixth of the work of a Qwen3-like layer
 
 
+class Bounds(NamedTuple):
+    """The most that a rank may hold at a time.
+
+    limit: in v and in tables with heads, forwards that wait for their backward, in chunks. None is the number
+        of the schedule's first rank: pp in 1F1B, and 2 * pp, as many layers, in v. In 1F1B with heads it is
+        pp + 1: a micro-batch more hides the way to the pieces of the head and back.
+    waiting: W that wait, each with its inputs and their gradients; None is pp * chunks. With twice as many
+        v's bubble was a quarter smaller; with more it did not shrink further.
+    """
+
+    limit: int | None = None
+    waiting: int | None = None
+
+
 @functools.lru_cache(128)
 def table(
     schedule: str,
@@ -103,34 +156,42 @@ def table(
     chunks: int = 1,
     *,
     deferred: bool = False,
-    cost: StageCost = EXPERTS,
-    limit: int | None = None,
-    waiting: int | None = None,
+    cost: StageCost | tuple[StageCost, ...] = EXPERTS,
+    heads: tuple[int, ...] = (),
+    bounds: Bounds = Bounds(),  # noqa: B008
 ) -> Table:
     """The actions of each of pp ranks for `micros` micro-batches and `chunks` chunks a rank.
 
     Args:
         schedule: "1f1b", "interleaved" or "v".
         deferred: defers the experts' weight gradients (I and W in place of B).
-        cost: durations in a chunk, which order the actions of v and the deferred W; the same on every rank.
-        limit: in v, most forwards that wait for their backward on a rank, in chunks; None is 2 * pp, which
-            is as many layers as 1F1B's first rank holds.
-        waiting: most W that wait on a rank, each with its inputs and their gradients; None is pp * chunks.
-            With twice as many v's bubble was a quarter smaller; with more it did not shrink further.
+        cost: durations in a chunk, which order the actions of v, the deferred W and those of a table with
+            heads; or a tuple with the durations in each chunk. The same on every rank.
+        heads: the rank of each piece of the head; (): the head is part of the last chunk.
+        bounds: what a rank may hold at a time.
 
     Raises ValueError that names the flags (`validate`).
     """
     validate(schedule, pp, micros, chunks)
-    limit = 2 * pp if limit is None else limit
-    waiting = pp * chunks if waiting is None else waiting
-    if limit < 2 or waiting < 1:
+    most = {"1f1b": pp + bool(heads), "interleaved": 2 * (pp - 1) + (chunks - 1) * pp + 1, "v": 2 * pp}
+    limit = most[schedule] if bounds.limit is None else bounds.limit
+    waiting = pp * chunks if bounds.waiting is None else bounds.waiting
+    least = 2 if schedule == "v" else chunks
+    if limit < least or waiting < 1:
         raise ValueError(
-            f"limit={limit}, waiting={waiting}: limit must be at least 2, and waiting at least 1"
+            f"limit={limit}, waiting={waiting}: limit must be at least {least}, and waiting at least 1"
         )
     home = homes(schedule, pp, chunks)
-    if schedule == "v":
-        orders = (_v_order(home, micros, cost, pace) for pace in PACES)
-        candidates = [_Filling(home, micros, deferred, limit, waiting).run(cost, order) for order in orders]
+    if not all(0 <= rank < pp for rank in heads):
+        raise ValueError(f"heads={heads}: must be ranks from 0 to {pp - 1}")
+    costs = [cost] * len(home + heads) if isinstance(cost, StageCost) else list(cost)
+    if len(costs) != len(home + heads):
+        raise ValueError(f"{len(costs)} costs for {len(home)} chunks and {len(heads)} pieces of the head")
+    if schedule == "v" or heads:
+        orders = (_order(home, heads, micros, costs, pace) for pace in PACES)
+        candidates = [
+            _Filling(home, heads, micros, deferred, limit, waiting).run(costs, order) for order in orders
+        ]
         return min(candidates, key=lambda made: made[0])[1]
     rows = _1f1b(pp, micros) if schedule == "1f1b" else _interleaved(pp, micros, chunks)
     if not deferred:
@@ -139,7 +200,7 @@ def table(
     for row in rows:
         for place, (op, chunk, micro) in enumerate(row):
             order[(chunk + (op == "B") * len(home)) * micros + micro] = place
-    return _Filling(home, micros, deferred, None, waiting).run(cost, order)[1]
+    return _Filling(home, (), micros, deferred, None, waiting).run(costs, order)[1]
 
 
 def validate(schedule: str, pp: int, micros: int, chunks: int, layers: int | None = None) -> None:
@@ -172,10 +233,10 @@ def validate(schedule: str, pp: int, micros: int, chunks: int, layers: int | Non
             f"{prefix}pp={pp}: --train.accumulate={micros} must be a multiple of pp; valid: {near}"
         )
     if layers is not None and pp * chunks > layers:
-        raise ValueError(_too_few_blocks(layers, f"--parallel.pp={pp} x --parallel.chunks={chunks}"))
+        raise ValueError(too_few_blocks(layers, f"--parallel.pp={pp} x --parallel.chunks={chunks}"))
 
 
-def _too_few_blocks(layers: int, wanted: str) -> str:
+def too_few_blocks(layers: int, wanted: str) -> str:
     return (
         f"{wanted}: more chunks than --model.layers={layers}; "
         f"valid: --parallel.pp times --parallel.chunks at most {layers}"
@@ -196,47 +257,30 @@ def messages(table: Table) -> dict[tuple[int, int], tuple[Message, ...]]:
     by_edge: dict[tuple[int, int], list[Message]] = {}
     for source, row in enumerate(table.ranks):
         for action in row:
-            message = result(action, len(table.home))
-            if message and (target := table.home[message.chunk]) != source:
-                by_edge.setdefault((source, target), []).append(message)
+            for message in table.results(action):
+                if (target := table.places[message.chunk]) != source:
+                    by_edge.setdefault((source, target), []).append(message)
     return {edge: tuple(sent) for edge, sent in by_edge.items()}
-
-
-def result(action: Action, chunks: int) -> Message | None:
-    """The message with an action's result for another chunk; None if no chunk needs the result."""
-    op, chunk, micro = action
-    if op == "F" and chunk + 1 < chunks:
-        return Message("F", chunk + 1, micro)
-    if op in "BI" and chunk:
-        return Message("B", chunk - 1, micro)
-    return None
 
 
 def simulate(table: Table, cost: StageCost | Sequence[StageCost] = EVEN, latency: float = 0) -> Simulation:
     """Simulates the run of a table.
 
-    cost: durations in every chunk, or a list with the durations in each chunk.
+    cost: durations in every chunk, or a list with the durations in each chunk and each piece of the head.
     latency: time of a message between ranks, during which both ranks can work.
 
     Raises ValueError where an action is missing, occurs twice or is on another rank than its chunk, and where
     ranks wait for each other.
     """
-    count = len(table.home)
+    count = len(table.places)
     micros = _check_actions(table)
     costs = [cost] * count if isinstance(cost, StageCost) else list(cost)
     if len(costs) != count:
         raise ValueError(f"{len(costs)} costs for {count} chunks: give one for all, or one for each")
-    run = _Run(table, costs, latency)
-    runnable = list(range(len(table.ranks)))
-    while runnable:
-        rank = runnable.pop()
-        while (begun := run.step(rank)) is not None:
-            runnable += begun
-    run.require_done()
-    return run.simulation(micros)
+    return Run(table, costs, latency).to_the_end().simulation(micros)
 
 
-class _Run:
+class Run:
     """A simulated run of a table: each rank's progress, the arrived messages, and what each rank holds."""
 
     def __init__(self, table: Table, costs: list[StageCost], latency: float):
@@ -244,9 +288,8 @@ class _Run:
         self.table = table
         self.costs = costs
         self.latency = latency
-        self.seconds = [dict(F=f, B=i + w, I=i, W=w) for f, i, w in costs]
+        self.seconds = [dict(F=f, B=i + w, I=i, W=w, H=f + i + w) for f, i, w in costs]
         self.there: dict[Message, float] = {}  # time at which a message arrives
-        self.last: dict[int, float] = {}  # time at which the last chunk's F of a micro-batch ended
         self.place = [0] * pp
         self.now: list[float] = [0] * pp
         self.flying = [0] * pp
@@ -254,48 +297,53 @@ class _Run:
         self.held = [0] * pp  # the maximum of `flying` so far
         self.kept = [0] * pp  # the maximum of `left` so far
         self.stash: list[list[tuple[float, int]]] = [[] for _ in range(pp)]
+        self.ends: list[list[float]] = [[] for _ in range(pp)]  # of each action that has run
+
+    def to_the_end(self) -> Self:
+        """Runs all actions. ValueError where ranks wait for each other."""
+        runnable = list(range(len(self.table.ranks)))
+        while runnable:
+            rank = runnable.pop()
+            while (begun := self.step(rank)) is not None:
+                runnable += begun
+        self.require_done()
+        return self
 
     def ready(self, action: Action) -> float | None:
         """Time at which all inputs of an action are available; None: not known yet."""
-        op, chunk, micro = action
-        if op == "W" or (op == "F" and chunk == 0):
-            return 0
-        if op != "F" and chunk == len(self.table.home) - 1:
-            return self.last.get(micro)
-        return self.there.get(Message("F" if op == "F" else "B", chunk, micro))
+        times = [self.there.get(message) for message in self.table.needs(action)]
+        return None if None in times else max((time for time in times if time is not None), default=0)
 
     def step(self, rank: int) -> list[int] | None:
         """Runs a rank's next action.
 
-        Returns the ranks to which it sends its result; None if the rank has no action left, or must wait.
+        Returns the ranks to which it sends its results; None if the rank has no action left, or must wait.
         """
-        row = self.table.ranks[rank]
-        home = self.table.home
+        row, places = self.table.ranks[rank], self.table.places
         if self.place[rank] == len(row):
             return None
-        op, chunk, micro = action = row[self.place[rank]]
+        op, chunk, _ = action = row[self.place[rank]]
         come = self.ready(action)
         if come is None:
             return None
         start = max(self.now[rank], come)
         self.now[rank] = start + self.seconds[chunk][op]
+        self.ends[rank].append(self.now[rank])
         self.place[rank] += 1
         self.hold(rank, op)
-        before = chunk - 1 if op == "F" else chunk + 1
-        if op != "W" and 0 <= before < len(home) and home[before] != rank:
-            self.stash[rank] += [(come, 1), (start, -1)]
-        if op == "F" and chunk == len(home) - 1:
-            self.last[micro] = self.now[rank]
-        message = result(action, len(home))
-        if message is None:
-            return []
-        target = home[message.chunk]
-        self.there[message] = self.now[rank] + (self.latency if target != rank else 0)
-        return [target] if target != rank else []
+        for message in self.table.needs(action):
+            if source(self.table, message) != rank:
+                self.stash[rank] += [(self.there[message], 1), (start, -1)]
+        targets = []
+        for message in self.table.results(action):
+            target = places[message.chunk]
+            self.there[message] = self.now[rank] + (self.latency if target != rank else 0)
+            targets += [target] if target != rank else []
+        return targets
 
     def hold(self, rank: int, op: str) -> None:
         """Updates the counts of forwards without a backward (`flying`) and of waiting W (`left`)."""
-        self.flying[rank] += dict(F=1, W=0).get(op, -1)
+        self.flying[rank] += dict(F=1, W=0, H=0).get(op, -1)
         self.left[rank] += dict(I=1, W=-1).get(op, 0)
         self.held[rank] = max(self.held[rank], self.flying[rank])
         self.kept[rank] = max(self.kept[rank], self.left[rank])
@@ -320,23 +368,30 @@ class _Run:
 def _check_actions(table: Table) -> int:
     """The number of micro-batches in a table.
 
-    ValueError unless a chunk's rank runs F and B, or F, I and W, of each micro-batch exactly once.
+    ValueError unless a chunk's rank runs F and B, or F, I and W, of each micro-batch exactly once, and a
+    piece's rank H.
     """
     seen: dict[tuple[int, int], str] = {}
     for rank, row in enumerate(table.ranks):
         for op, chunk, micro in row:
-            if table.home[chunk] != rank:
-                raise ValueError(
-                    f"{op}{chunk} of {micro} on rank {rank}: chunk {chunk} is rank {table.home[chunk]}'s"
-                )
+            if (home := table.places[chunk]) != rank:
+                raise ValueError(f"{op}{chunk} of {micro} on rank {rank}: chunk {chunk} is rank {home}'s")
             seen[chunk, micro] = seen.get((chunk, micro), "") + op
     micros = 1 + max(micro for _, micro in seen)
-    for key in itertools.product(range(len(table.home)), range(micros)):
-        if seen.get(key) not in ("FB", "FIW"):
-            raise ValueError(
-                f"chunk {key[0]} of micro-batch {key[1]}: {seen.get(key)}; valid: FB or FIW, in this order"
-            )
+    for key in itertools.product(range(len(table.places)), range(micros)):
+        valid = ("FB", "FIW") if key[0] < len(table.home) else ("H",)
+        if seen.get(key) not in valid:
+            words = "FB or FIW, in this order" if "FB" in valid else "H"
+            raise ValueError(f"chunk {key[0]} of micro-batch {key[1]}: {seen.get(key)}; valid: {words}")
     return micros
+
+
+def source(table: Table, message: Message) -> int:
+    """The rank that sends a message."""
+    last = len(table.home) - 1
+    if message.kind == "F":
+        return table.home[min(message.chunk - 1, last)]
+    return table.places[message.chunk + 1 + message.piece]
 
 
 def _1f1b(pp: int, micros: int) -> list[list[Action]]:
@@ -369,43 +424,68 @@ def _one_of_each(forwards: list[Action], backwards: list[Action], ahead: int) ->
     return [*forwards[:ahead], *itertools.chain(*turns), *backwards[len(forwards) - ahead :]]
 
 
-def _v_order(home: tuple[int, ...], micros: int, cost: StageCost, pace: tuple[float, float]) -> list[float]:
+def _order(
+    home: tuple[int, ...],
+    heads: tuple[int, ...],
+    micros: int,
+    costs: Sequence[StageCost],
+    pace: tuple[float, float],
+) -> list[float]:
     """The priority of every action: a rank runs the action with the least number among its ready actions.
 
-    A micro-batch is due when the ranks have done the work of all micro-batches before it. Returns a number
-    for every action: F of all micro-batches for every chunk, then B in the same order.
+    A micro-batch is due when the busiest rank has done the work of all micro-batches before it. Returns a
+    number for every action: F of all micro-batches for every chunk, H for every piece, B for every chunk.
     """
-    count, (f, i, w) = len(home), cost
-    forward, backward, round_ = pace[0] * f, pace[1] * i, 2 * (f + i + w)
-    starts = [forward * c for c in range(count)]
-    starts += [forward * count + backward * (count - 1 - c) for c in range(count)]
-    return [start + round_ * m for start in starts for m in range(micros)]
+    loads = [0.0] * (1 + max(*home, *heads))
+    for rank, each in zip(home + heads, costs, strict=True):
+        loads[rank] += sum(each)
+    blocks = costs[: len(home)]
+    forward = [pace[0] * sum(each.forward for each in blocks[:c]) for c in range(len(home) + 1)]
+    backward = [pace[1] * sum(each.inputs for each in blocks[c + 1 :]) for c in range(len(home))]
+    # all other stages wait for the head
+    starts = [*forward[:-1], *[-math.inf] * len(heads), *(forward[-1] + later for later in backward)]
+    return [start + max(loads) * m for start in starts for m in range(micros)]
 
 
 class _Filling:
     """Makes a table: a free rank runs the first of its ready actions in `order`, or a W if none is ready.
 
-    order: priorities as `_v_order` returns them; if gradients are deferred, I takes the place of B.
-    limit: most forwards that wait for their backward on a rank. A chunk of the first half (the way down of a
-        V) leaves one such place free. So a chunk on the way up never waits for memory: the backward of the
-        last chunk follows at once and frees the place for the chunk before it, and so on. This prevents a
-        deadlock. None: the numbers in `order` are positions in a rank's row, and a rank waits for the action
-        of the next position, or runs a W.
+    order: priorities as `_order` returns them; if gradients are deferred, I takes the place of B.
+    limit: most forwards that wait for their backward on a rank. A chunk leaves one such place free for each
+        later chunk on its rank. So the most advanced micro-batch never waits for memory, and its backward
+        frees places. This prevents a deadlock. None: the numbers in `order` are positions in a rank's row,
+        and a rank waits for the action of the next position, or runs a W.
 
     An action is one number, its index in `order`, because thousands of tuples would be slower.
     """
 
-    def __init__(self, home: tuple[int, ...], micros: int, deferred: bool, limit: int | None, waiting: int):
-        pp = 1 + max(home)
+    def __init__(
+        self,
+        home: tuple[int, ...],
+        heads: tuple[int, ...],
+        micros: int,
+        deferred: bool,
+        limit: int | None,
+        waiting: int,
+    ):
+        pp = 1 + max(*home, *heads)
         self.home = home
+        self.heads = heads
         self.micros = micros
         self.deferred = deferred
         self.limit = limit
         self.waiting = waiting
-        self.forwards = micros * len(home)
-        self.down = self.forwards // 2 if limit else 0  # lower numbers are forwards on the way down
-        self.most = limit or 2 * self.forwards
-        self.ready: list[list[list[tuple[float, int]]]] = [[[], [], []] for _ in range(pp)]  # F down, F up, B
+        self.chunks = [*range(len(home) + len(heads)), *range(len(home))]  # of F and H, and of B
+        self.forwards = micros * len(home)  # lower numbers are F
+        self.backwards = micros * (len(home) + len(heads))  # lower numbers are F and H
+        self.most = limit or 2 * self.backwards
+        self.missing = [len(heads)] * micros  # pieces of the head that have not been computed yet
+        # Of each chunk: 2 and the number of later chunks on its rank; queues 0 and 1 are of B and H.
+        self.kind = [2 + (home[c + 1 :].count(rank) if limit else 0) for c, rank in enumerate(home)]
+        self.kind += [1] * len(heads) + [0] * len(home)
+        self.ready: list[list[list[tuple[float, int]]]] = [
+            [[] for _ in range(1 + max(self.kind))] for _ in range(pp)
+        ]
         self.rows: list[list[tuple[str, int]]] = [[] for _ in range(pp)]
         self.later: list[deque[int]] = [deque() for _ in range(pp)]  # W that wait
         self.busy = [0.0] * pp
@@ -413,11 +493,13 @@ class _Filling:
         self.taken = [0] * pp
         self.ends: list[tuple[float, int, int]] = []  # (end, rank, action) of running actions; -1 is a W
 
-    def run(self, cost: StageCost, order: Sequence[float]) -> tuple[float, Table]:
+    def run(self, costs: Sequence[StageCost], order: Sequence[float]) -> tuple[float, Table]:
         """Returns the time that the table needs, and the table."""
-        backward = cost.inputs + (0 if self.deferred else cost.weights)
+        count, pieces = len(self.home), costs[len(self.home) :]
+        seconds = [each.forward for each in costs[:count]] + [sum(each) for each in pieces]
+        seconds += [each.inputs + (0 if self.deferred else each.weights) for each in costs[:count]]
         for m in range(self.micros):
-            self.add(self.home[0], order[m], m)
+            self.add(order[m], m)
         now = 0.0
         awake = {self.home[0]}
         while True:
@@ -427,22 +509,26 @@ class _Filling:
                 queue = self.next_of(rank)
                 if queue and (self.limit or queue[0][0] == self.taken[rank]):
                     key = self.take(rank, queue)
-                    self.start(rank, key, now + (backward if key >= self.forwards else cost.forward))
+                    self.start(rank, key, now + seconds[key // self.micros])
                 elif self.later[rank]:
-                    self.rows[rank].append(("W", self.later[rank].popleft()))
-                    self.start(rank, -1, now + cost.weights)
+                    self.rows[rank].append(("W", key := self.later[rank].popleft()))
+                    self.start(rank, -1, now + costs[key // self.micros].weights)
             if not self.ends:
                 break
             now = self.ends[0][0]
             awake = self.end(now, order)
-        assert sum(self.taken) == 2 * self.forwards, "a rank waits for ever"
+        assert sum(self.taken) == self.forwards + self.backwards, "a rank waits for ever"
         made = tuple(tuple(Action(op, *divmod(key, self.micros)) for op, key in row) for row in self.rows)
-        return now, Table(made, self.home)
+        return now, Table(made, self.home, self.heads)
 
-    def add(self, rank: int, place: float, key: int) -> None:
-        """Notes that an action is ready on a rank."""
-        kind = 2 if key >= self.forwards else 0 if key < self.down else 1
-        heapq.heappush(self.ready[rank][kind], (place, key))
+    def rank(self, key: int) -> int:
+        """The rank of an action."""
+        chunk = self.chunks[key // self.micros]
+        return self.home[chunk] if chunk < len(self.home) else self.heads[chunk - len(self.home)]
+
+    def add(self, place: float, key: int) -> None:
+        """Notes that an action is ready on its rank."""
+        heapq.heappush(self.ready[self.rank(key)][self.kind[key // self.micros]], (place, key))
 
     def next_of(self, rank: int) -> list[tuple[float, int]] | None:
         """The queue whose first action a rank runs next, within the limits of memory; None: no such queue."""
@@ -450,7 +536,7 @@ class _Filling:
             return None
         best: list[tuple[float, int]] | None = None
         free = self.most - self.flying[rank]
-        for queue in self.ready[rank][2 if free < 1 else 1 if free < 2 else 0 :]:
+        for queue in self.ready[rank][: 2 + max(free, 0)]:
             if queue and (best is None or queue[0] < best[0]):
                 best = queue
         return best
@@ -462,11 +548,13 @@ class _Filling:
         if key < self.forwards:
             self.flying[rank] += 1
             self.rows[rank].append(("F", key))
+        elif key < self.backwards:
+            self.rows[rank].append(("H", key))
         else:
             self.flying[rank] -= 1
-            self.rows[rank].append(("I" if self.deferred else "B", key - self.forwards))
+            self.rows[rank].append(("I" if self.deferred else "B", key - self.backwards))
             if self.deferred:
-                self.later[rank].append(key - self.forwards)
+                self.later[rank].append(key - self.backwards)
         return key
 
     def start(self, rank: int, key: int, end: float) -> None:
@@ -483,98 +571,22 @@ class _Filling:
         while self.ends and self.ends[0][0] == now:
             _, rank, key = heapq.heappop(self.ends)
             awake.add(rank)
-            if (then := self.after(key)) is not None:
-                target = self.home[then % self.forwards // self.micros]
-                awake.add(target)
-                self.add(target, order[then], then)
+            for then in self.after(key):
+                awake.add(self.rank(then))
+                self.add(order[then], then)
         return awake
 
-    def after(self, key: int) -> int | None:
-        """The action that needs this action's result; None after a W and after the first chunk's B."""
-        if key < 0 or self.forwards <= key < self.forwards + self.micros:
-            return None
-        if key >= self.forwards:
-            return key - self.micros
-        # the last chunk's F is followed by its own B
-        return key + (self.micros if key + self.micros < self.forwards else self.forwards)
-
-
-def cut(
-    layers: int, chunks: int, costs: Sequence[float] | None = None, first: float = 0, last: float = 0
-) -> list[range]:
-    """Divides a model's blocks into the `chunks` chunks of all ranks, so that the largest cost is least.
-
-    Every chunk gets neighbouring blocks, at least one. If several cuts have the same largest cost, the cut
-    with the least sum of squared costs is returned; among equal sums, the cut with fewer blocks in the first
-    chunks, where ranks hold most micro-batches.
-
-    Args:
-        costs: cost of each block, at least 0, in any common unit (None: all equal).
-        first: additional cost of the first chunk (embedding).
-        last: additional cost of the last chunk (head and loss).
-    """
-    costs = [1] * layers if costs is None else list(costs)
-    if chunks < 1 or chunks > layers:
-        raise ValueError(_too_few_blocks(layers, f"{chunks} chunks (--parallel.pp times --parallel.chunks)"))
-    if len(costs) != layers:
-        raise ValueError(f"{len(costs)} costs: must be one for each of --model.layers={layers} blocks")
-    if not all(0 <= each < math.inf for each in (*costs, first, last)):
-        raise ValueError(f"costs={costs}, first={first}, last={last}: must be finite and at least 0")
-    sums = list(itertools.accumulate(costs, initial=0))
-
-    def cost(chunk: int, start: int, stop: int) -> float:
-        extra = (first if chunk == 0 else 0) + (last if chunk == chunks - 1 else 0)
-        return sums[stop] - sums[start] + extra
-
-    begin = _most_even(layers, chunks, cost, _cheapest(layers, chunks, cost))
-    spans: list[range] = []
-    stop = layers
-    for at in reversed(begin):
-        spans.append(range(at[stop], stop))
-        stop = at[stop]
-    return spans[::-1]
-
-
-def _starts(chunk: int, stop: int) -> range:
-    """Blocks at which a chunk may begin, if every chunk before it has at least one block."""
-    return range(chunk, stop) if chunk else range(1)
-
-
-def _cheapest(layers: int, chunks: int, cost: Callable[[int, int, int], float]) -> float:
-    """The largest cost of a chunk in the best cut. cost: of a chunk, from its first block to its end.
-
-    `dearest[j]` is the largest cost of a chunk in the best cut of the first j blocks. It grows with j, and
-    the last chunk gets cheaper with a later start, so the best start is where the two costs cross.
-    """
-    dearest: list[float] = [0.0] * (layers + 1)
-    for chunk in range(chunks):
-        before, dearest = dearest, [math.inf] * (layers + 1)
-        for stop in range(chunk + 1, layers + 1) if chunk < chunks - 1 else (layers,):
-            options = _starts(chunk, stop)
-            turn = bisect.bisect_left(
-                options, True, key=lambda s, c=chunk, e=stop, b=before: b[s] >= cost(c, s, e)
-            )
-            near = options[max(0, turn - 1) : turn + 1]
-            dearest[stop] = min(max(before[s] if chunk else 0, cost(chunk, s, stop)) for s in near)
-    return dearest[layers]
-
-
-def _most_even(
-    layers: int, chunks: int, cost: Callable[[int, int, int], float], most: float
-) -> list[list[int]]:
-    """The start of each chunk for each end, in the cut with the least sum of squared costs.
-
-    No chunk of that cut costs more than `most`.
-    """
-    least: list[float] = [0.0] + [math.inf] * layers
-    begin: list[list[int]] = []
-    for chunk in range(chunks):
-        before, least, at = least, [math.inf] * (layers + 1), [0] * (layers + 1)
-        for stop in range(chunk + 1, layers + 1):
-            for start in reversed(_starts(chunk, stop)):
-                if (part := cost(chunk, start, stop)) > most:
-                    break
-                if (total := before[start] + part * part) <= least[stop]:
-                    least[stop], at[stop] = total, start
-        begin.append(at)
-    return begin
+    def after(self, key: int) -> Iterable[int]:
+        """The actions that can run when this action, the last of those that they need, has ended."""
+        if key < 0 or self.backwards <= key < self.backwards + self.micros:
+            return ()  # a W, and the first chunk's B
+        if key >= self.backwards:
+            return (key - self.micros,)
+        if key + self.micros < self.forwards:
+            return (key + self.micros,)
+        micro = key % self.micros
+        if key < self.forwards and self.heads:
+            return range(self.forwards + micro, self.backwards, self.micros)
+        # the last chunk's B
+        self.missing[micro] -= 1
+        return (self.backwards + self.forwards - self.micros + micro,) if self.missing[micro] < 1 else ()

@@ -24,11 +24,11 @@ from tmoe.model.block_bytes import loss_bytes
 from tmoe.model.count import Shape, numel, root_shapes
 from tmoe.model.freeze import matching
 from tmoe.model.lora import AdapterCounts, adapter_counts
-from tmoe.model.stages import cuts
+from tmoe.model.stage_times import division, stage_table
 from tmoe.model.transformer import Transformer
 from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, travelling, uses_symm
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
-from tmoe.parallel.pipeline_schedule import Table, table
+from tmoe.parallel.pipeline_schedule import Table
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
 from tmoe.plan.nf4_memory import in_nf4, nf4_sizes, parameter_shapes, values_bytes, with_nf4
 from tmoe.plan.rollout_memory import several_micros, with_rollout
@@ -77,24 +77,27 @@ def memory_of_stages(cfg: Config, axes: Axes) -> list[dict[str, int]]:
         whole = range(model.layers)
         return [_stage(cfg, axes, [whole], blocks_bytes(cfg, axes, whole))]
     order = plan(cfg, axes)
-    spans = chunk_spans(model, len(order.home))
+    spans = chunk_spans(cfg, axes)
     stages = []
     for stage, kept in enumerate(in_flight(cfg, axes, order, spans)):
-        own = [span for span, home in zip(spans, order.home, strict=True) if home == stage]
+        own = [span for span, home in zip(spans, order.places, strict=True) if home == stage]
         stages.append(_stage(cfg, axes, own, kept))
     return stages
 
 
-@functools.lru_cache(256)
-def chunk_spans(model: ModelConfig, chunks: int) -> tuple[range, ...]:
-    """The blocks of each chunk of the model."""
-    return (range(model.layers),) if chunks == 1 else tuple(cuts(model, chunks))
+def chunk_spans(cfg: Config, axes: Axes) -> tuple[range, ...]:
+    """The blocks of each chunk of the model, then an empty span for each piece of a divided head."""
+    return division(cfg, axes).all_spans
+
+
+def has_head(cfg: Config, axes: Axes, span: range) -> bool:
+    """Whether a chunk has norm and head."""
+    return span.stop == cfg.model.layers and (not span or not division(cfg, axes).pieces)
 
 
 def plan(cfg: Config, axes: Axes) -> Table:
     """The pipeline's table: which action each stage does on which chunk, in which order."""
-    p = cfg.parallel
-    return table(p.schedule, axes.pp, cfg.train.accumulate, p.chunks_a_stage, deferred=defers(cfg, axes))
+    return stage_table(cfg, axes, deferred=defers(cfg, axes))
 
 
 def defers(cfg: Config, axes: Axes) -> bool:
@@ -109,20 +112,19 @@ def defers(cfg: Config, axes: Axes) -> bool:
 def in_flight(cfg: Config, axes: Axes, order: Table, spans: Sequence[range]) -> list[int]:
     """Most bytes that autograd keeps on each stage at one time, for forwards whose backward has not run.
 
-    They are a chunk's blocks, and its result unless that is the loss. If gradients of experts' matrices are
-    deferred, the tensors that these gradients need are kept as well.
+    They are a chunk's blocks, and its result unless that is the loss. A piece of the head keeps nothing. If
+    gradients of experts' matrices are deferred, the tensors that these gradients need are kept as well.
     """
     result = local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
-    sizes = [blocks_bytes(cfg, axes, span) + result for span in spans]
-    sizes[-1] -= result
+    sizes = [blocks_bytes(cfg, axes, span) + result * (not has_head(cfg, axes, span)) for span in spans]
     layers = [sum(map(cfg.model.is_moe, span)) for span in spans]
     left = [count * left_bytes(cfg, axes) for count in layers] if defers(cfg, axes) else [0] * len(spans)
     found = []
     for row in order.ranks:
         held = most = 0
         for action in row:
-            held += dict(F=1, B=-1, I=-1, W=0)[action.op] * sizes[action.chunk]
-            held += dict(F=0, B=0, I=1, W=-1)[action.op] * left[action.chunk]
+            held += dict(F=1, B=-1, I=-1, W=0, H=0)[action.op] * sizes[action.chunk]
+            held += dict(F=0, B=0, I=1, W=-1, H=0)[action.op] * left[action.chunk]
             most = max(most, held)
         found.append(most)
     return found
@@ -143,20 +145,22 @@ def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool, int | str]:
     return model.is_moe(layer), model.rope_of(layer) is not None, model.mask_of(layer)
 
 
-def chunk_root(model: ModelConfig, span: range) -> list[Shape]:
+def chunk_root(cfg: Config, axes: Axes, span: range) -> list[Shape]:
     """Shapes of a chunk's parameters outside blocks: the table on the first, norm and head on the last."""
+    model = cfg.model
     if len(span) == model.layers:
         return root_shapes(model)
     entry: Shape = (model.vocab, model.dim)  # of the embedding, of the head, or of a tied table's copy
     first: list[Shape] = [entry] if span.start == 0 else []
-    last: list[Shape] = [entry, (model.dim,)] if span.stop == model.layers else []
+    last: list[Shape] = [entry, (model.dim,)] if has_head(cfg, axes, span) else []
     return first + last
 
 
-def second_table(model: ModelConfig, spans: Sequence[range]) -> list[Shape]:
+def second_table(cfg: Config, axes: Axes, spans: Sequence[range]) -> list[Shape]:
     """The tied table's second copy on a stage of these chunks, which is in no optimizer (model/stages.py)."""
-    ends = {span.start for span in spans} | {span.stop for span in spans}
-    return [(model.vocab, model.dim)] if model.tied and len(spans) > 1 and {0, model.layers} <= ends else []
+    model = cfg.model
+    ends = any(span.start == 0 for span in spans) and any(has_head(cfg, axes, span) for span in spans)
+    return [(model.vocab, model.dim)] if model.tied and len(spans) > 1 and ends else []
 
 
 class Numbers(NamedTuple):
@@ -194,11 +198,11 @@ def _numbers(cfg: Config, axes: Axes, layer: int) -> Numbers:
 
 def _chunk(cfg: Config, axes: Axes, span: range, blocks: Sequence[Numbers]) -> StageBytes:
     """A rank's part of one chunk; blocks: the Numbers of its blocks."""
-    model, shard, sharers = cfg.model, axes.shard, axes.sharers
+    shard, sharers = axes.shard, axes.sharers
     width = compute_bytes(cfg)
     alone = axes.stage == 1
     unshared = sharers * axes.replicate == 1
-    root = chunk_root(model, span)
+    root = chunk_root(cfg, axes, span)
     keeps = kept_whole(cfg, axes, span)
     own = sharded(root, shard) + sum(block.dense_piece + block.expert_piece for block in blocks)
     experts = [block.experts for block in blocks]
@@ -215,7 +219,7 @@ def _chunk(cfg: Config, axes: Axes, span: range, blocks: Sequence[Numbers]) -> S
         whole=numel(root) + sum(block.dense for block in blocks) + sum(experts),
         copies=sum(experts) * keeps + held * (width < master_bytes(cfg)),
         root=0 if alone else sharded(root, shard) * shard,
-        passing=0 if alone else max(map(sum, zip(passing, shared, strict=True))),
+        passing=0 if alone else max(map(sum, zip(passing, shared, strict=True)), default=0),
         working=_working(cfg, axes, span, blocks, passing, shared, keeps),
     )
 
@@ -247,12 +251,14 @@ def _working(
     ]
     if cfg.lora.rank:
         gradients = [0] * len(blocks)
-    most = max(number + block.backward for number, block in zip(gradients, blocks, strict=True))
-    most += values_bytes(cfg, span)
-    if span.stop < cfg.model.layers:
-        return most
     # The head's gradient is kept in the compute type until the root reduces it. In place, it is in its sum.
     head = 0 if cfg.lora.rank or (alone and in_place) else width * cfg.model.vocab * cfg.model.dim
+    if not span:
+        return head + loss_bytes(cfg, axes)
+    most = max(number + block.backward for number, block in zip(gradients, blocks, strict=True))
+    most += values_bytes(cfg, span)
+    if not has_head(cfg, axes, span):
+        return most
     return max(head + most, loss_bytes(cfg, axes))
 
 
@@ -281,7 +287,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     working = max(chunk.working for chunk in chunks)
     # one message received and one sent, of hidden states and of their gradients
     messages = 4 * local_tokens(cfg, axes) * model.dim * width if axes.pp > 1 else 0
-    trained = own - sharded(second_table(model, spans), axes.shard)
+    trained = own - sharded(second_table(cfg, axes, spans), axes.shard)
     parts = {
         "parameters": master * own,
         "gradients": master * (own - held) + (sums if several else width) * held,
@@ -293,7 +299,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
         "working": working + messages,
         "exchange": exchange_bytes(cfg, axes),
     }
-    root = [shape for span in spans for shape in chunk_root(model, span)]
+    root = [shape for span in spans for shape in chunk_root(cfg, axes, span)]
     dense_shapes = [parameter_shapes(cfg, layer)[0] for span in spans for layer in span]
     parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
     parts = with_adapters(parts, cfg, axes, spans)
@@ -312,7 +318,7 @@ def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequen
     dense, experts, own, held = frozen_on_a_rank(cfg, axes, spans)
     several, width = several_micros(cfg, axes), compute_bytes(cfg)
     master, sums = master_bytes(cfg), sum_bytes(cfg)
-    again = second_table(cfg.model, spans) if matching(frozen_pattern(cfg), ["embedding.weight"]) else []
+    again = second_table(cfg, axes, spans) if matching(frozen_pattern(cfg), ["embedding.weight"]) else []
     trained = own - numel(again) // axes.shard
     less = {
         "parameters": (master - width) * own,
@@ -338,7 +344,7 @@ def with_adapters(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequenc
     """
     if not cfg.lora.rank:
         return parts
-    of_spans = [adapter_counts(cfg.model, cfg.lora, span) for span in spans]
+    of_spans = [adapter_counts(cfg.model, cfg.lora, span) for span in spans if span]
     dense, experts, *_ = (sum(column) for column in zip(*of_spans, strict=True))
     several, width, sums = several_micros(cfg, axes), compute_bytes(cfg), sum_bytes(cfg)
     local = experts // axes.ep
@@ -384,10 +390,12 @@ def frozen_on_a_rank(cfg: Config, axes: Axes, spans: Sequence[range]) -> FrozenE
     """The frozen elements on a rank of the stage that has these chunks."""
     if not frozen_pattern(cfg):
         return FrozenElements(0, 0, 0, 0)
-    found = [frozen_elements(cfg.model, frozen_pattern(cfg), span) for span in spans]
+    found = [
+        frozen_elements(cfg.model, frozen_pattern(cfg), span, has_head(cfg, axes, span)) for span in spans
+    ]
     dense, experts = (sum(numbers) for numbers in zip(*found, strict=True))
     if in_nf4(cfg):
-        sizes = [nf4_sizes(cfg.model, span) for span in spans]
+        sizes = [nf4_sizes(cfg.model, span) for span in spans if span]
         dense -= sum(size.dense for size in sizes)
         experts -= sum(size.experts for size in sizes)
     own = dense // axes.shard + experts // (axes.ep * axes.sharers)
@@ -397,10 +405,10 @@ def frozen_on_a_rank(cfg: Config, axes: Axes, spans: Sequence[range]) -> FrozenE
 
 
 @functools.lru_cache(64)
-def frozen_elements(model: ModelConfig, pattern: str, span: range) -> tuple[int, int]:
+def frozen_elements(model: ModelConfig, pattern: str, span: range, head: bool) -> tuple[int, int]:
     """Frozen elements of these blocks, and of embedding, norm and head if they are there: dense, experts."""
     with torch.device("meta"):
-        part = Transformer(model, span)
+        part = Transformer(model, span, head)
     sizes = {name: p.numel() for name, p in part.named_parameters()}
     frozen = matching(pattern, sizes)
     experts = sum(sizes[name] for name in frozen if ".experts." in name)
@@ -422,7 +430,7 @@ def kept_for_a_step(
     width, shard = compute_bytes(cfg), axes.shard
     padded = [sharded(shapes, shard) * shard for shapes in blocks]
     together = units([width * numel(shapes) for shapes in blocks])
-    largest = max(sum(padded[i] for i in unit) for unit in together)
+    largest = max(sum(padded[i] for i in unit) for unit in together)  # a stage always has blocks
     parts["gathered"] += width * max(0, sum(padded) - 2 * largest)
     if cfg.parallel.shard == 2 and several_micros(cfg, axes):
         whole, own = (sum(of(s) for s in [root, *blocks]) for of in (numel, lambda s: sharded(s, shard)))
@@ -467,6 +475,8 @@ def kept_whole(cfg: Config, axes: Axes, span: range | None = None) -> bool:
     Each chunk of a pipeline decides separately. With replicas FSDP2 has all experts.
     """
     span = range(cfg.model.layers) if span is None else span
+    if not span:
+        return False
     sparse = next((layer for layer in span if cfg.model.is_moe(layer)), span.start)
     count = sum(map(cfg.model.is_moe, span))  # of equal blocks
     elements = count * (numel(parameter_shapes(cfg, sparse)[1]) // axes.ep)
@@ -483,10 +493,8 @@ def padding(cfg: Config, axes: Axes) -> float:
     It is more than 1 if FSDP2 cuts the experts unevenly, because each piece is as long as the longest when it
     is sent. In a pipeline it is the largest factor of a chunk.
     """
-    model = cfg.model
-    spans = chunk_spans(model, axes.pp * (cfg.parallel.chunks_a_stage if axes.pp > 1 else 1))
     most = 1.0
-    for span in spans:
+    for span in filter(None, chunk_spans(cfg, axes)):
         shapes = [parameter_shapes(cfg, layer)[1] for layer in span]
         if axes.sharers > 1 and any(shapes) and not kept_whole(cfg, axes, span):
             moved = sum(axes.sharers * expert_shard(experts, axes) for experts in shapes)

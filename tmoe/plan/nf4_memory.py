@@ -95,7 +95,7 @@ def with_nf4(parts: dict[str, int], cfg: Config, spans: Sequence[range]) -> dict
     """
     if not in_nf4(cfg):
         return parts
-    sizes = [nf4_sizes(cfg.model, span) for span in spans]
-    layer = max(values_bytes(cfg, span) for span in spans)
+    sizes = [nf4_sizes(cfg.model, span) for span in spans if span]
+    layer = max(values_bytes(cfg, span) for span in spans if span)
     more = dict(parameters=sum(size.bytes for size in sizes), rollout=layer)
     return {name: size + more.get(name, 0) for name, size in parts.items()}

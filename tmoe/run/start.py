@@ -123,7 +123,9 @@ class Start:
             keep=cfg.checkpoint.keep,
             keep_best=cfg.checkpoint.keep_best,
             mode="sync" if cfg.checkpoint.mode == "sync" else "async",
-            info=dict(config=asdict(cfg), versions=known, data=self.data.facts()) | chat_of(self.data),
+            info=dict(config=asdict(cfg), versions=known, data=self.data.facts())
+            | chat_of(self.data)
+            | cut_of(self.model),
         )
         # Before restore: another run that still holds the folder may save one more step.
         held = None if cfg.eval_only else run.claim(cfg.out)
@@ -257,7 +259,8 @@ class Start:
             if counts := resume.counts_of(path):  # earlier steps of another size left other samples
                 self.data.go_on(*counts, **self.shape())
                 cfg = with_length(cfg, self.data.samples, self.a_step, self.data.ahead)
-            return cfg, resume.require_same_run(path, cfg, facts, readers)
+            notes = resume.require_same_run(path, cfg, facts, readers)
+            return cfg, notes + resume.other_cut(path, cut_of(self.model).get("cut", ""))
 
         cfg, self.changes = run.on_all_ranks(look)
         self.cfg = self.task.cfg = cfg
@@ -359,6 +362,11 @@ class Start:
 def chat_of(data: Dataset) -> dict[str, Any]:
     """The chat format for a step's manifest: {} or {"chat": ...}."""
     return {} if data.chat is None else {"chat": data.chat.as_json()}
+
+
+def cut_of(model: Transformer | Stages) -> dict[str, str]:
+    """The pipeline's cut for a step's manifest: {} or {"cut": ...}."""
+    return {"cut": str(model.division)} if isinstance(model, Stages) else {}
 
 
 def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer | Stages:

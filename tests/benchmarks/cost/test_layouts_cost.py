@@ -8,10 +8,11 @@ import pytest
 from machines import INFINITE, backend, free, line
 
 from benchmarks import model as command
-from benchmarks.cost import block_time, constants, network, search, step_time
+from benchmarks.cost import constants, network, search, step_time
 from tmoe.config.axes import Axes
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
+from tmoe.model import block_time
 from tmoe.parallel.pipeline_schedule import StageCost, simulate
 from tmoe.plan.memory import plan
 
@@ -118,7 +119,7 @@ def test_a_pipelines_time_is_its_tables(schedule, chunks):
     axes = Axes(pp=4)
     cfg = laid(OLMOE, axes, micros=8, schedule=schedule, chunks=chunks)
     got = step_time.predict(cfg, axes, m)
-    spans = step_time.chunk_spans(cfg.model, 4 * cfg.parallel.chunks_a_stage)
+    spans = step_time.chunk_spans(cfg, axes)
     costs = []
     for span in spans:
         forward, backward = step_time.passes(cfg, axes, span, m, 1.0)
@@ -142,7 +143,7 @@ def test_v_puts_off_the_experts_weights_as_its_table_does():
     cfg = laid(replace(QWEN3, model=model), Axes(pp=4), batch=2, micros=8, schedule="v")
     costs = [
         StageCost(n * (dense + experts), n * (2 * dense + experts), n * experts)
-        for n in map(len, step_time.chunk_spans(model, 8))
+        for n in map(len, step_time.chunk_spans(cfg, Axes(pp=4)))
     ]
     head = 6 * T * D * 1024 / 1e12
     costs[-1] = costs[-1]._replace(forward=costs[-1].forward + head)

@@ -14,10 +14,11 @@ import pytest
 from machines import free, line
 
 from benchmarks import model as command
-from benchmarks.cost import block_time, constants, network, published, reach, search, step_time
+from benchmarks.cost import constants, network, published, search, step_time
 from tmoe.cli.parse import parse
 from tmoe.config.axes import Axes
 from tmoe.config.model import MoEConfig
+from tmoe.model import block_time, reach
 from tmoe.plan.memory import held_at_most, memory_per_rank
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.

@@ -148,7 +148,7 @@ def test_the_readme_says_how_far_off_the_model_is():
         f"with tp or cp {mean_more:+.1%} ({more}, {worst_more:+.1%})."
     ) in text
     (piped,) = (p for p in held() if p.axes.pp > 1)
-    step = step_time.predict(piped.cfg, piped.axes, constants.values(CONSTANTS), piped.skew)
+    step = step_time.predict(piped.cfg, piped.axes, constants.values(CONSTANTS), piped.skew, ahead=True)
     lost = step.parts["beside receives"]
     assert (
         f"A pipeline of two stages is predicted at {1e3 * step.seconds:.1f} ms, and "

@@ -19,13 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import model as command
 from benchmarks.cost import constants, network, page, step_time
-from benchmarks.cost.block_time import (
-    attention_seconds,
-    exchange_of,
-    exchange_seconds,
-    expert_seconds,
-    kernel,
-)
 from benchmarks.moe_layer import ALL
 from tmoe.cli.parse import parse
 from tmoe.config.axes import ALONE, Axes
@@ -33,6 +26,14 @@ from tmoe.config.gpus import GPUS
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model import link_time
+from tmoe.model.block_time import (
+    attention_seconds,
+    exchange_of,
+    exchange_seconds,
+    expert_seconds,
+    kernel,
+)
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
@@ -514,7 +515,7 @@ def test_micro_batches_worth_on_several_nodes():
 
 def test_the_curve_of_a_collective():
     curve = [[0, 1.0], [10, 2.0], [20, 4.0]]
-    assert [network.times(curve, b) for b in (0, 5, 10, 15, 20, 40)] == [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]
+    assert [link_time.times(curve, b) for b in (0, 5, 10, 15, 20, 40)] == [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]
 
 
 @pytest.mark.parametrize(("dp", "ep", "accumulate"), [(8, 1, 1), (4, 8, 2), (512, 8, 1)])

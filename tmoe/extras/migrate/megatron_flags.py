@@ -12,7 +12,7 @@ ALWAYS = "tmoe always does"
 ITSELF = "tmoe decides for itself; results do not depend on it"
 LOGGED = "metrics.jsonl has what tmoe measures in each step"
 KERNELS = "which kernels run is tmoe's choice; results do not depend on it"
-STAGES = "tmoe cuts blocks into stages of about equal work itself"
+STAGES = "tmoe cuts blocks into stages of about equal time itself; `--parallel.cut` gives another cut"
 NO_FP8 = "tmoe has no fp8 products of experts; leave it out, or give dense layers `--train.float8 rowwise`"
 PUBLISHED = (
     "for published models, which --init HF_DIR reads (gpt-oss, Qwen3-Next, ...); tmoe has no such flag"

@@ -6,7 +6,7 @@ neighbours.
 
 This is a part of block_time.py; nothing is measured here.
 
-next: network.py
+next: link_time.py
 """
 
 import math

@@ -1,8 +1,8 @@
 """Predicts the seconds of one block's forward and backward, by part, without FSDP2.
 
-This is a part of step_time.py; nothing is measured here.
+The planner (benchmarks/cost) adds up a step of these seconds, and stages of a pipeline are cut by them.
 
-next: network.py
+next: link_time.py
 """
 
 from types import SimpleNamespace
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.cost.network import all_to_all, ring, times
-from benchmarks.cost.reach import reached
-from benchmarks.cost.reach import rows as rows_of
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.block_bytes import key_copies
 from tmoe.model.count import attention_shapes, block_shapes, qk_width, rule_flops, v_width
+from tmoe.model.link_time import all_to_all, ring, times
+from tmoe.model.reach import reached
+from tmoe.model.reach import rows as rows_of
 from tmoe.moe.moe_bytes import runs_beside, slice_bytes
 
 # FLOPs of flash attention over the FLOPs that MFU counts: the backward has five products, not four.
@@ -25,6 +25,14 @@ FLASH = 7 / 6
 RULE_SHARE = 0.2  # assumed rate of a linear layer's rule, as a share of that of products
 
 Parts = dict[str, float]  # seconds by part
+
+EXCHANGES = ("exchange", "tp exchange", "cp exchange", "etp exchange")
+RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint
+    "none": (),
+    "attention": ("projections", "attention", "tp exchange", "cp exchange"),
+    "moe": ("experts", "exchange", "etp exchange"),
+    "block": ("projections", "attention", "experts", *EXCHANGES, "glue"),
+}
 
 
 class Kernels(NamedTuple):
@@ -192,6 +200,14 @@ def attention_seconds(cfg: Config, axes: Axes, layer: int, m: SimpleNamespace) -
     rate = np.interp(widths / 2, *zip(*curve, strict=True))
     flops = FLASH * 6 * model.heads * widths * (seen - seen**2 / (2 * S)) * cfg.train.batch * S
     return float(flops / rate) / axes.parts
+
+
+def head_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
+    """Seconds of the head and the loss of one micro-batch; its gradients are computed in the forward."""
+    T, width, model = local_tokens(cfg, axes), compute_bytes(cfg), cfg.model
+    products = 2 if cfg.lora.rank else 3  # the head is frozen under adapters
+    head = products * product(T, model.vocab, model.dim, width, m)
+    return head + m.logit_bytes * T * model.vocab / m.memory_rate
 
 
 def kernel(flops: float, moved: float, m: SimpleNamespace) -> float:
