@@ -18,6 +18,7 @@ from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model import stage_times
 from tmoe.model.freeze import settle
+from tmoe.model.fused import parts_of
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer
@@ -195,7 +196,8 @@ def train(
     net = pipeline(cfg, mesh) if mesh.axes.pp > 1 else transformer(cfg, mesh, whole_forwards)
     net.to_empty(device="cpu")
     net.init_weights(0)
-    optimizer = build_optimizer(net.named_parameters(), cfg.optim, torch.device("cpu"))
+    parts = parts_of(net, cfg.optim.muon_heads)
+    optimizer = build_optimizer(net.named_parameters(), cfg.optim, torch.device("cpu"), parts=parts)
     readers, reader = mesh.axes.readers, mesh.place.reader
     per = SEQUENCES // readers // micros
     losses, norms = [], []

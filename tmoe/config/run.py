@@ -213,7 +213,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (Loshchilov & Hutter 2017), its schedule, clipping and the average of the weights."""
+    """AdamW (Loshchilov & Hutter 2017) and Muon, their schedule, clipping and the average of the weights."""
 
     lr: float = 3e-4
     """peak learning rate; if --init gives the weights, the default is 2e-5 for --task sft, and 1e-6 for
@@ -263,12 +263,28 @@ class OptimConfig:
     lr_factors: tuple[str, ...] = ()
     """factors on the learning rate of some parameters, each PATTERN:FACTOR, as 'router:0.1';
     a parameter gets the factor of the first pattern found in its name"""
+    muon: str | None = None
+    """matrices that Muon trains, with a momentum and orthogonal updates: a regular expression searched for in
+    their names, '.' for all, 'experts' for those of the experts; AdamW trains all other parameters, and
+    always embedding, head, routers, norms and biases; lr and weight-decay are those of AdamW"""
+    muon_momentum: float = 0.95
+    """muon: decay of the momentum"""
+    muon_iterations: int = 5
+    """muon: iterations of Newton-Schulz in a step"""
+    muon_heads: bool = False
+    """muon: queries, keys and values are one matrix for each head, not one for all heads"""
+    qk_clip: float = 0.0
+    """largest logit of an attention head: after a step in which a head's logits were above it, its query (and
+    latent key) weights are scaled so that they reach it; 0: no limit"""
     max_skips: int = 10
     """non-finite steps in a row after which the run ends with an error"""
 
     def __post_init__(self) -> None:
-        zero, share = "weight_decay warmup decay_steps", "ema warmup_fraction"
-        optim = check(self, "optim.", one="max_skips", zero=zero, positive="lr eps", share=share)
+        zero, share = "weight_decay warmup decay_steps", "ema warmup_fraction muon_momentum"
+        one = "max_skips muon_iterations"
+        optim = check(self, "optim.", one=one, zero=zero, positive="lr eps", share=share)
+        optim.require(self.muon_iterations <= 20, "muon_iterations", "must be 1 to 20; 5 are usual")
+        optim.require(self.qk_clip >= 0, "qk_clip", "must be 0 (no limit) or more")
         either = not (self.warmup and self.warmup_fraction)
         both = f"{self.warmup}, {optim.said('warmup_fraction')}"
         require(either, "optim.warmup", both, "give one of them")
@@ -281,6 +297,7 @@ class OptimConfig:
         optim.require(0 < self.decay_fraction <= 1, "decay_fraction", "above 0, at most 1")
         optim.require(0 <= self.min_lr <= 1, "min_lr", "a share of the peak, 0 to 1")
         require_pattern(self.freeze or "", "optim.freeze")
+        require_pattern(self.muon or "", "optim.muon")
         for text in self.lr_factors:
             pattern, _, factor = text.rpartition(":")
             require_pattern(pattern, "optim.lr_factors")
@@ -850,6 +867,10 @@ def require_lora(cfg: Config) -> None:
     rank = run.said("lora.rank")
     fixed = f"with {rank} adapters alone are trained; leave it out, or choose with {Setting('lora.targets')}"
     run.require(cfg.optim.freeze is None, "optim.freeze", fixed)
+    small = f"not with {rank}: adapters alone are trained, by AdamW"
+    run.require(cfg.optim.muon is None, "optim.muon", small, "leave it out")
+    still = f"not with {rank}: the weights of attention are frozen"
+    run.require(not cfg.optim.qk_clip, "optim.qk_clip", still, "0")
     wrong = f"not with {rank}: products of frozen layers in float8 are not supported"
     run.require(cfg.train.float8 == "none", "train.float8", wrong, "none")
     codes = f"not with {run.said('lora.base')}: a decoded token reads codes, and training their values"

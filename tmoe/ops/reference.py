@@ -182,3 +182,58 @@ def adamw(
     root = square.sqrt() / (1 - beta2**step) ** 0.5
     weight = weight - lr * decay * weight
     return weight - lr / (1 - beta1**step) * mean / (root + eps), mean, square
+
+
+class MuonRule(NamedTuple):
+    """The settings of one step of Muon."""
+
+    lr: float
+    decay: float
+    """weight decay, of which lr * decay is taken in a step"""
+    momentum: float = 0.95
+    iterations: int = 5
+    """iterations of Newton-Schulz"""
+
+
+# Coefficients of the iterations of Polar Express (Amsel et al. 2025, arXiv 2505.16932) for singular values
+# from 1e-3, with a safety of 2e-2. Further iterations have the fixed polynomial in which the series ends.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+LAST = (1.875, -1.25, 0.375)
+SLACK = 1.01  # factor on the norm, so that rounding leaves no singular value above 1
+TINY = 1e-7  # added to the norm, so that a matrix of zeros stays zero
+
+
+def polynomials(iterations: int) -> list[tuple[float, float, float]]:
+    """The coefficients (a, b, c) of a X + b (X X^T) X + c (X X^T)^2 X, for each iteration."""
+    return [*POLAR_EXPRESS[:iterations], *[LAST] * (iterations - len(POLAR_EXPRESS))]
+
+
+def newton_schulz(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
+    """Nearly U V^T, for the singular value decomposition U S V^T of a matrix [out, in]."""
+    x = matrix / (matrix.norm() * SLACK + TINY)
+    for a, b, c in polynomials(iterations):
+        gram = x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x
+        mix = b * gram + c * gram @ gram
+        x = a * x + (mix @ x if x.shape[0] <= x.shape[1] else x @ mix)
+    return x
+
+
+def muon(
+    weight: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, rule: MuonRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of Muon (Jordan 2024) on one matrix [out, in]: the new weight and momentum.
+
+    The factor 0.2 sqrt(max(out, in)) gives an update the root mean square of AdamW's, so that AdamW's learning
+    rate and weight decay are valid (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+    """
+    momentum = momentum + (1 - rule.momentum) * (grad - momentum)
+    ahead = grad + rule.momentum * (momentum - grad)  # Nesterov's
+    scale = 0.2 * max(weight.shape) ** 0.5
+    weight = weight - rule.lr * rule.decay * weight
+    return weight - rule.lr * scale * newton_schulz(ahead, rule.iterations), momentum

@@ -67,12 +67,15 @@ def place_of(shape: tuple[int, ...], part: tuple[slice, ...], salt: int) -> Plac
 
 
 def random_bits(
-    place: Place, step: int, count: int, device: torch.device, first: int = 0
+    place: Place, step: int | Tensor, count: int, device: torch.device, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Two hashes of each of `count` elements of a part, from `first` on: int64 [count], 32 bits each."""
+    """Two hashes of each of `count` elements of a part, from `first` on: int64 [count], 32 bits each.
+
+    step: a number, or 0-dim int64 on the device.
+    """
     at = torch.arange(first, first + count, device=device)
     index = place.base + at.div(place.chunk, rounding_mode="floor") * place.stride + at % place.chunk
-    key = _mixed(torch.tensor((place.salt ^ step) & LOW, device=device))
+    key = _mixed(torch.as_tensor((place.salt ^ step) & LOW, device=device))
     bits = _mixed(index & LOW ^ _mixed(index >> 32 ^ key))
     return bits, _mixed(bits ^ 0x9E3779B9)
 

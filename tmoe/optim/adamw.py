@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 from typing import Any
@@ -23,8 +23,9 @@ from tmoe.ops.adamw_op import adamw_
 from tmoe.ops.narrow_adamw import Row, narrow_adamw_, step_on_cpu_
 from tmoe.ops.reference import AdamWRule
 from tmoe.ops.stochastic import Place, place_of, salt_of
+from tmoe.optim.matrices import Parts, chosen, whole
 from tmoe.optim.offload import HostRoom
-from tmoe.optim.states import DTYPES, MOMENTS, STATE, States, converted, form_of, new_moments
+from tmoe.optim.states import DTYPES, MOMENTS, SCALES, STATE, States, converted, form_of, new_moments
 from tmoe.parallel.copies import WorkingCopy, make_stale, version, working_copy
 from tmoe.parallel.mesh import local_part, local_slices
 
@@ -35,10 +36,11 @@ def parameter_groups(
     named_parameters: Iterable[tuple[str, Tensor]],
     weight_decay: float,
     factors: Sequence[tuple[str, float]] = (),
+    muon: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """AdamW's groups: with and without decay, per mesh, per factor of the learning rate (`lr_factor`).
+    """The optimizer's groups: with and without decay, per mesh, per factor of the learning rate (`lr_factor`).
 
-    Parameters that need no gradient are left out.
+    Parameters that need no gradient are left out. muon: names of the parameters in groups of kind "muon".
 
     weight_decay: of the parameters with decay.
     factors: (pattern, factor); the first pattern that matches in a name gives its factor; without a match the
@@ -59,10 +61,10 @@ def parameter_groups(
             decays = p.ndim >= 2 and not name.endswith("bias")
             mesh = p.device_mesh if isinstance(p, DTensor) else None
             factor = next((factor for pattern, factor in factors if re.search(pattern, name)), 1.0)
-            groups[decays, mesh, factor].append(p)
+            groups[decays, mesh, factor, "muon" if name in muon else "adamw"].append(p)
     return [
-        dict(params=params, weight_decay=weight_decay if decays else 0.0, lr_factor=factor)
-        for (decays, _, factor), params in groups.items()
+        dict(params=params, weight_decay=weight_decay if decays else 0.0, lr_factor=factor, kind=kind)
+        for (decays, _, factor, kind), params in groups.items()
     ]
 
 
@@ -113,8 +115,23 @@ class AdamW(torch.optim.AdamW):
         """Loads what `state_dict` returned. torch's converts moments to the parameter's type; these stay."""
         super().load_state_dict(state_dict)
         for p, state in self.state.items() if self.states else ():
-            for key, t in new_moments(p, self.states, False).items():
+            for key, t in new_moments(p, self.states, False, self.moments_of(p)).items():
                 state[key] = state[key].to(t.dtype)
+
+    def moments_of(self, p: Tensor) -> Sequence[str]:
+        """The names of a parameter's moments."""
+        return MOMENTS
+
+    def new_state(
+        self, p: Tensor, device: torch.device | str, states: States | None = None
+    ) -> dict[str, Tensor]:
+        """The state of a parameter before its first step.
+
+        device: the device of the step count. states: how the moments are stored, if not as `self.states`.
+        """
+        step = torch.zeros((), dtype=torch.float32, device=device)
+        moments = new_moments(p, states or self.states, self.offload, self.moments_of(p))
+        return dict(step=step) | moments
 
     @torch.no_grad()
     def decide(self, finite: Tensor, norm: Tensor, clip: float, scale: Tensor | None = None) -> None:
@@ -168,18 +185,23 @@ class AdamW(torch.optim.AdamW):
         """Makes the state of parameters that have none yet."""
         for p in params:
             if not self.state[p]:
-                self.state[p] = _new_state(p, p.device, self.states, self.offload)
+                self.state[p] = self.new_state(p, p.device)
 
     def _row(self, p: Tensor, copy: Tensor | None) -> Row:
         """This rank's part of a parameter, of its gradient and of its state."""
+        state = {key: local_part(t) for key, t in self.state[p].items()}
+        mean, square = (state[moment] for moment in MOMENTS)
+        mean_scale, square_scale = (state.get(SCALES[moment]) for moment in MOMENTS)
+        assert p.grad is not None
+        weight, grad, place = _local(p), _local(p.grad), self._place(p)
+        return Row(weight, grad, mean, square, copy, state["step"], place, mean_scale, square_scale)
+
+    def _place(self, p: Tensor) -> Place:
+        """Where this rank's part of a parameter lies, for stochastic rounding."""
         if p not in self._places:
             salt = self.salts.get(p, 0)
             self._places[p] = place_of(tuple(p.shape), local_slices(p), salt) if self.states else Place(salt)
-        state = {key: local_part(t) for key, t in self.state[p].items()}
-        mean, square, mean_scale, square_scale, step = (state.get(key) for key in STATE)
-        assert p.grad is not None and mean is not None and square is not None and step is not None
-        weight, grad, place = _local(p), _local(p.grad), self._places[p]
-        return Row(weight, grad, mean, square, copy, step, place, mean_scale, square_scale)
+        return self._places[p]
 
     def _step_in_one_pass(self) -> None:
         if self.offload and not self.streams:
@@ -294,21 +316,36 @@ def build_optimizer(
     device: torch.device,
     keeps_fresh: bool = False,
     seed: int = 0,
+    parts: Mapping[str, Parts] | None = None,
+    products: torch.dtype = torch.float32,
 ) -> AdamW:
-    """AdamW over `parameter_groups`, fused on CUDA and CPU. keeps_fresh: as in AdamW.
+    """AdamW over `parameter_groups`, fused on CUDA and CPU; with cfg.muon also Muon (optim/muon.py).
 
-    seed: of stochastic rounding.
+    keeps_fresh: as in AdamW. seed: of stochastic rounding.
+    parts: rows of the matrices in fused weights, by name (`parts_of` of model/fused.py); to Muon every other
+        weight is one matrix, or a stack of matrices.
+    products: type of Muon's products.
+    ValueError for a matrix that the layout cuts otherwise than by rows.
 
     For 60 DTensors [200, 300] on a CPU core, fused needs 4.2 ms a step, foreach 21 ms, and a call for each
     parameter 32 ms. The difference is DTensor's dispatch, which fused runs only once a group.
     """
     named = list(named_parameters)
-    groups = parameter_groups(named, cfg.weight_decay, cfg.factors)
+    muon = set(chosen(cfg.muon, named))
+    groups = parameter_groups(named, cfg.weight_decay, cfg.factors, muon)
     if device.type == "cuda" or "bf16" in (cfg.masters, cfg.sums):
         for p in (p for group in groups for p in group["params"]):
             p.grad_dtype = None  # any type: a bf16 gradient that is not reduced need not become fp32
     groups = groups or [dict(params=[], weight_decay=0.0)]  # empty in a frozen pipeline stage
-    optimizer = AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type in ("cuda", "cpu"))
+    settings = dict(lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type in ("cuda", "cpu"))
+    if muon:
+        from tmoe.optim.muon import Muon  # its class is an AdamW
+
+        known = parts or {}
+        matrices = {p: known.get(name, whole(p.shape[-2])) for name, p in named if name in muon}
+        optimizer: AdamW = Muon(groups, matrices, cfg.muon_momentum, cfg.muon_iterations, products, **settings)
+    else:
+        optimizer = AdamW(groups, **settings)
     optimizer.keeps_fresh = keeps_fresh
     optimizer.offload = cfg.offload and device.type == "cuda"
     if (cfg.states, cfg.masters) != ("fp32", "fp32"):
@@ -329,8 +366,7 @@ def init_state(optimizer: AdamW, stored: Mapping[Tensor, States] | None = None) 
     for group in optimizer.param_groups:
         for p in group["params"]:
             device = p.device if group["fused"] else "cpu"  # the device that AdamW uses for the step count
-            states = (stored or {}).get(p, optimizer.states)
-            optimizer.state[p] = _new_state(p, device, states, optimizer.offload)
+            optimizer.state[p] = optimizer.new_state(p, device, (stored or {}).get(p))
 
 
 def restate(optimizer: AdamW) -> None:
@@ -338,16 +374,8 @@ def restate(optimizer: AdamW) -> None:
     for p, state in optimizer.state.items():
         form = form_of(p, optimizer.states)
         wanted = p.dtype if form is None else DTYPES[form]
-        if state and state[MOMENTS[0]].dtype != wanted:
+        if state and state[optimizer.moments_of(p)[0]].dtype != wanted:
             optimizer.state[p] = converted(p, state, optimizer.states, optimizer.offload)
-
-
-def _new_state(
-    p: Tensor, device: torch.device | str, states: States | None, offload: bool
-) -> dict[str, Tensor]:
-    """The state of a parameter before its first step. device: the device of the step count."""
-    step = torch.zeros((), dtype=torch.float32, device=device)
-    return dict(step=step) | new_moments(p, states, offload)
 
 
 def optimizer_tensors(
@@ -355,7 +383,8 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """The state by name: `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` (0-dim) of each parameter.
 
-    Moments in 8 bits have `exp_avg_scale.NAME` and `exp_avg_sq_scale.NAME` as well.
+    Muon's have `momentum.NAME` instead of the two moments. Moments in 8 bits have scales as well:
+    `exp_avg_scale.NAME`, for example.
 
     They are the state itself, not copies, so loading into them in place restores the optimizer. Call
     `init_state` first.

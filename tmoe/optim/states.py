@@ -1,4 +1,6 @@
-"""How AdamW's moments are stored: in fp32, in bf16, or in 8 bits with a scale for each block.
+"""How an optimizer's moments are stored: in fp32, in bf16, or in 8 bits with a scale for each block.
+
+AdamW has two of a parameter, Muon one, its momentum.
 
 A moment lies where its parameter lies: a DTensor on the same mesh with the same placements. A block is a part
 of a row (the last axis), and no layout cuts a matrix along its last axis, so the codes of a parameter do not
@@ -10,7 +12,7 @@ next: optim/adamw.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -23,8 +25,9 @@ from tmoe.parallel.mesh import local_part, local_slices
 
 States = Literal["fp32", "bf16", "int8"]
 MOMENTS = "exp_avg", "exp_avg_sq"
-SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}
-STATE = (*MOMENTS, *SCALES.values(), "step")
+MOMENTUM = "momentum"  # Muon's, with another name, so that neither optimizer reads the other's state
+SCALES = {moment: f"{moment}_scale" for moment in (*MOMENTS, MOMENTUM)}
+STATE = (*MOMENTS, MOMENTUM, *SCALES.values(), "step")
 DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, int8=torch.uint8)
 SMALL = 4096  # parameters with fewer elements are not quantised, as in bitsandbytes and torchao
 LEAST = 64  # least length of a block: its scale then takes half a bit an element and moment
@@ -45,8 +48,10 @@ def block_of(p: Tensor) -> int:
     return next((n for n in range(BLOCK, LEAST - 1, -1) if width % n == 0), 0)
 
 
-def new_moments(p: Tensor, states: States | None, offload: bool) -> dict[str, Tensor]:
-    """Both moments of a parameter before its first step, with their scales if they are quantised.
+def new_moments(
+    p: Tensor, states: States | None, offload: bool, moments: Sequence[str] = MOMENTS
+) -> dict[str, Tensor]:
+    """The moments of a parameter before its first step, with their scales if they are quantised.
 
     states: None: in the parameter's own type.
     offload: in pinned host memory, whatever the device of p's mesh.
@@ -56,14 +61,19 @@ def new_moments(p: Tensor, states: States | None, offload: bool) -> dict[str, Te
     block = block_of(p) if form == "int8" else 0
     found: dict[str, Tensor] = {}
     local = local_part(p)
-    for moment in MOMENTS:
-        empty = zero_code(moment == MOMENTS[0]) if block else 0
+    for moment in moments:
+        empty = zero_code(is_signed(moment)) if block else 0
         full = torch.full(local.shape, empty, dtype=dtype, device=local.device)
         found[moment] = _placed(p, full, offload)
         if block:
             scale = torch.zeros(*local.shape[:-1], local.shape[-1] // block, device=local.device)
             found[SCALES[moment]] = _placed(p, scale, offload, p.shape[-1] // block)
     return found
+
+
+def is_signed(moment: str) -> bool:
+    """Whether a moment has negative numbers."""
+    return moment != MOMENTS[1]
 
 
 def form_of(p: Tensor, states: States | None) -> States | None:
@@ -93,9 +103,10 @@ def converted(
     p: Tensor, state: Mapping[str, Tensor], states: States | None, offload: bool
 ) -> dict[str, Tensor]:
     """The state of a parameter with its moments stored otherwise, rounded to the nearest."""
-    new = new_moments(p, states, offload) | dict(step=state["step"])
-    for moment in MOMENTS:
-        signed = moment == MOMENTS[0]
+    moments = [moment for moment in (*MOMENTS, MOMENTUM) if moment in state]
+    new = new_moments(p, states, offload, moments) | dict(step=state["step"])
+    for moment in moments:
+        signed = is_signed(moment)
         value = local_part(state[moment])
         if SCALES[moment] in state:
             value = dequantise(value, local_part(state[SCALES[moment]]), signed)

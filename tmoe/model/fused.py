@@ -1,0 +1,89 @@
+"""Rows of the matrices in fused weights: queries, keys and values, latents, gate and up.
+
+next: optim/matrices.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from tmoe.base.activations import activation
+from tmoe.model.attention import Attention
+from tmoe.model.latent import LatentAttention
+from tmoe.model.stages import Stages
+from tmoe.moe.experts import Experts
+from tmoe.moe.layer import SwiGLU
+from tmoe.optim.matrices import Parts, Rows
+
+
+def parts_of(model: nn.Module, by_head: bool = False) -> dict[str, Parts]:
+    """The parts of every fused weight of a Transformer, or of a stage's parts of it, by parameter name.
+
+    Weights that are one matrix, modules of your own and models of Hugging Face are left out.
+    by_head: queries, keys and values are one matrix for each head.
+    """
+    found: dict[str, Parts] = {}
+    for part in model if isinstance(model, Stages) else (model,):
+        for name, module in part.named_modules():
+            for kind, read in READERS.items():
+                if isinstance(module, kind):
+                    found |= {f"{name}.{weight}": rows for weight, rows in read(module, by_head).items()}
+    return found
+
+
+def heads(first: int, count: int, rows: int, by_head: bool) -> Rows:
+    """`count` heads of `rows` rows each, one after the other."""
+    return Rows(first, rows, count, apart=True) if by_head else Rows(first, count * rows)
+
+
+def of_attention(module: Attention, by_head: bool) -> dict[str, Parts]:
+    """Queries, keys, values, and gates of the query heads."""
+    cfg, G = module.cfg, module.key_heads
+    H, C, V = cfg.heads, cfg.head_dim, cfg.value_dim
+    counts = [(H, C), (G, C), (G, V), *([(H, V)] if cfg.attention_gate else [])]
+    found, first = [], 0
+    for count, rows in counts:
+        found.append(heads(first, count, rows, by_head))
+        first += count * rows
+    return {"qkv.weight": found}
+
+
+def of_latent(module: LatentAttention, by_head: bool) -> dict[str, Parts]:
+    """Latents of queries, or queries; latents of keys; shared keys; keys and values, which alternate."""
+    mla, H = module.mla, module.heads
+    width, both = mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.v_dim
+    first, latent, shared = module.widths
+    queries = Rows(0, first) if mla.q_rank else heads(0, H, width, by_head)
+    found: dict[str, Parts] = {
+        "qkv_a.weight": [queries, Rows(first, latent), Rows(first + latent, shared)],
+        "kv_b.weight": [
+            Rows(0, both, H, 0, mla.nope_dim, by_head),
+            Rows(0, both, H, mla.nope_dim, mla.v_dim, by_head),
+        ],
+    }
+    return found | ({"q_b.weight": [heads(0, H, width, by_head)]} if mla.q_rank else {})
+
+
+def of_dense(module: SwiGLU, by_head: bool) -> dict[str, Parts]:
+    """Gate and up of a dense feed-forward or a shared expert."""
+    rows = module.gate_up.weight.shape[0] // 2
+    return {"gate_up.weight": [Rows(0, rows), Rows(rows, rows)]}
+
+
+def of_experts(module: Experts, by_head: bool) -> dict[str, Parts]:
+    """Gate and up of all experts; an activation without a gate has up alone."""
+    if "gate_up" not in dict(module.named_parameters(recurse=False)):  # in NF4, or your own
+        return {}
+    halves = activation(module.activation).halves
+    rows = module.gate_up.shape[1] // halves
+    return {"gate_up": [Rows(i * rows, rows) for i in range(halves)]}
+
+
+READERS: dict[type[nn.Module], Callable[..., dict[str, Parts]]] = {
+    Attention: of_attention,
+    LatentAttention: of_latent,
+    SwiGLU: of_dense,
+    Experts: of_experts,
+}

@@ -1,0 +1,100 @@
+"""Which parameters Muon trains, and which rows of a fused one are a matrix of their own.
+
+It handles names and shapes, never the model; model/fused.py reads the rows from the modules.
+
+next: optim/muon.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tmoe.ops.newton_schulz import flops
+
+# What AdamW trains, whatever the pattern: tables of tokens, routers, and gates of one row; in models of
+# Hugging Face a router is a module named gate.
+NEVER = re.compile(r"embed|(^|\.)(lm_)?head\.|router|shared_gate|(^|\.)gate\.weight$|bias$")
+
+
+class Rows(NamedTuple):
+    """Rows of a fused weight that are one matrix, or one matrix for each head.
+
+    They are runs of equal height, at equal distances.
+    """
+
+    first: int
+    """the first row of the section that the runs divide equally"""
+    step: int
+    """rows from the beginning of a run's section to that of the next"""
+    runs: int = 1
+    skip: int = 0
+    """rows of a section before its run"""
+    height: int | None = None
+    """rows of a run; None: `step`"""
+    apart: bool = False
+    """whether each run is a matrix of its own"""
+
+    def of(self, weight: Tensor) -> Tensor:
+        """A view of these rows of [..., rows, columns]: [..., runs, height, columns]."""
+        section = weight.narrow(-2, self.first, self.runs * self.step).unflatten(-2, (self.runs, self.step))
+        return section.narrow(-2, self.skip, self.tall)
+
+    def matrices(self, weight: Tensor) -> Tensor:
+        """The matrices [..., out, in] of these rows; a copy if the runs do not follow one another."""
+        found = self.of(weight)
+        return found if self.apart else found.flatten(-3, -2)
+
+    @property
+    def tall(self) -> int:
+        """Rows of a run."""
+        return self.step if self.height is None else self.height
+
+    def shape(self, columns: int) -> tuple[int, int, int]:
+        """Number of matrices, their rows and their columns."""
+        return (self.runs, self.tall, columns) if self.apart else (1, self.runs * self.tall, columns)
+
+
+Parts = Sequence[Rows]  # of one weight; they cover all of its rows
+
+
+def whole(rows: int) -> Parts:
+    """The parts of a weight that is one matrix."""
+    return (Rows(0, rows),)
+
+
+def fits_muon(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is a matrix, or a stack of matrices, that Muon can train."""
+    return len(shape) >= 2 and min(shape[-2:]) > 1 and NEVER.search(name) is None
+
+
+def chosen(pattern: str | None, named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of the trained parameters that Muon trains: those with a match of the pattern that fit."""
+    if pattern is None:
+        return []
+    return [
+        name
+        for name, p in named
+        if p.requires_grad and re.search(pattern, name) and fits_muon(name, tuple(p.shape))
+    ]
+
+
+def work(shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Parts], iterations: int) -> tuple[int, int]:
+    """Number of matrices of these parameters, and FLOPs of Newton-Schulz for all of them.
+
+    shapes: by name. parts: of fused parameters by name; others are one matrix, or a stack of matrices.
+    """
+    count = total = 0
+    for name, shape in shapes.items():
+        *stack, rows, columns = shape
+        many = 1
+        for n in stack:
+            many *= n
+        for part in parts.get(name, whole(rows)):
+            each, out, inner = part.shape(columns)
+            count += many * each
+            total += many * each * flops(out, inner, iterations)
+    return count, total

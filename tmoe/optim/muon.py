@@ -1,0 +1,200 @@
+"""Muon for matrices, beside AdamW for all other parameters, on parameters of any meshes.
+
+    m <- momentum m + (1 - momentum) g          u = (1 - momentum) g + momentum m     (Nesterov's)
+    W <- (1 - lr decay) W - lr 0.2 sqrt(max(out, in)) orthogonal(u)
+
+`muon` in ops/reference.py is the definition for one matrix (Jordan 2024; Liu et al. 2025). The factor gives an
+update the size of AdamW's, so one learning rate and one decay are valid for both.
+
+    experts [E, out, in]    whole matrices lie on a rank: gradient, momentum and products stay there
+    dense [out, in]         are cut by rows: u is sent to one owner, which returns the update (optim/owners.py)
+    fused                   each of their matrices is iterated by itself (optim/matrices.py)
+
+Momentum lies as its parameter does, so checkpoints, names and layouts are AdamW's.
+
+next: optim/owners.py
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tmoe.ops.dynamic_map import dequantise, quantise
+from tmoe.ops.newton_schulz import CHUNK, orthogonal
+from tmoe.ops.stochastic import random_bits, rounded
+from tmoe.optim.adamw import AdamW, _local
+from tmoe.optim.matrices import Parts
+from tmoe.optim.owners import at_owners, rows_group, waves
+from tmoe.optim.states import MOMENTUM, SCALES
+from tmoe.parallel.copies import make_stale
+from tmoe.parallel.mesh import local_part
+
+
+class Piece(NamedTuple):
+    """Consecutive entries of axis 0 of this rank's part of a parameter: experts, or rows of a matrix."""
+
+    p: Tensor
+    begin: int
+    end: int
+    lr: float
+    decay: float
+
+    @property
+    def elements(self) -> int:
+        """Elements of the matrices: of a whole matrix that is cut by rows, else of these entries."""
+        return self.p.numel() if self.p.ndim == 2 else (self.end - self.begin) * self.p[0].numel()
+
+    def of(self, t: Tensor) -> Tensor:
+        """These entries of this rank's part of a tensor that lies as the parameter does."""
+        return t[self.begin : self.end]
+
+
+class Muon(AdamW):
+    """AdamW, but the groups of kind "muon" are trained by Muon.
+
+    Clipping, skipped steps, offloaded and narrow moments are as in AdamW. On a GPU the host does not wait.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        matrices: Mapping[Tensor, Parts],
+        momentum: float,
+        iterations: int,
+        products: torch.dtype,
+        **settings: Any,
+    ) -> None:
+        """matrices: rows of each matrix, for the parameters in groups of kind "muon".
+
+        momentum: decay of the momentum. iterations: of Newton-Schulz. products: type of its products.
+        settings: AdamW's.
+        """
+        super().__init__(groups, **settings)
+        self.matrices = dict(matrices)
+        self.momentum = momentum
+        self.iterations = iterations
+        self.products = products
+        for p in self.matrices:
+            rows_group(p)
+
+    def moments_of(self, p: Tensor) -> Sequence[str]:
+        return (MOMENTUM,) if p in self.matrices else super().moments_of(p)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Takes a step as `AdamW.step` does; a collective of the ranks that share the matrices."""
+        groups = self.param_groups
+        by_muon = [group for group in groups if group.get("kind") == "muon"]
+        trained = [(p, group) for group in by_muon for p in group["params"] if p.grad is not None]
+        on_gpu = any(p.is_cuda for p, _ in trained)
+        if closure is None and trained and (on_gpu or self.finite is None or self.finite):
+            self._step_of_matrices(trained, self.finite if on_gpu else None)
+        self.param_groups = [group for group in groups if group.get("kind") != "muon"]
+        try:
+            super().step(closure)
+        finally:
+            self.param_groups = groups
+
+    def _step_of_matrices(self, trained: list[tuple[Tensor, dict[str, Any]]], finite: Tensor | None) -> None:
+        """finite: 0-dim on the device; if it is 0, nothing is written. None: 1."""
+        by_ranks: dict[Any, list[Piece]] = defaultdict(list)
+        self._begin([p for p, _ in trained])
+        for p, group in trained:
+            self.state[p]["step"] += 1 if finite is None else finite
+            rule = group["lr"], group["weight_decay"]
+            by_ranks[rows_group(p)] += [Piece(p, *span, *rule) for span in _spans(p)]
+        for ranks, pieces in by_ranks.items():
+            sizes = [piece.elements for piece in pieces]
+            for wave in waves(sizes, 1 if ranks is None else ranks.size()):
+                self._step_of_wave([pieces[i] for i in wave], finite, ranks)
+        torch.autograd.graph.increment_version([p for p, _ in trained])
+        make_stale(p for p, _ in trained)
+
+    def _step_of_wave(self, pieces: list[Piece], finite: Tensor | None, ranks: Any) -> None:
+        """A step of some pieces; a collective of `ranks`, unless they are None."""
+
+        def compute(numbers: list[int], full: list[Tensor]) -> list[Tensor]:
+            return self._orthogonal([pieces[i].p for i in numbers], full)
+
+        ahead = [self._ahead(piece, finite) for piece in pieces]
+        shapes = [tuple(piece.p.shape[-2:]) for piece in pieces]
+        for piece, update in zip(pieces, at_owners(ahead, shapes, compute, ranks), strict=True):
+            self._write(piece, update, finite)
+
+    def _ahead(self, piece: Piece, finite: Tensor | None) -> Tensor:
+        """Writes a piece's new momentum; returns Nesterov's look ahead, in the type of the products."""
+        p, state = piece.p, self.state[piece.p]
+        assert p.grad is not None
+        grad = piece.of(_local(p.grad)).float()
+        if self.factor is not None:
+            grad = grad * self.factor
+        stored = piece.of(local_part(state[MOMENTUM]))
+        scale = state.get(SCALES[MOMENTUM])
+        scale = None if scale is None else piece.of(local_part(scale))
+        old = stored.to(grad.device, non_blocking=True)
+        if scale is not None:
+            old = dequantise(old, scale.to(grad.device, non_blocking=True), True)
+        new = old.float().lerp(grad, 1 - self.momentum)
+        ahead = grad.lerp(new, self.momentum).to(self.products)
+        if scale is not None and scale.numel():
+            codes, scales = quantise(new, new.shape[-1] // scale.shape[-1], True)
+            self._store(scale, scales, finite)
+            self._store(stored, codes, finite)
+        else:
+            self._store(stored, self._narrowed(piece, new, stored.dtype, 0), finite)
+        return ahead
+
+    def _orthogonal(self, parameters: Sequence[Tensor], full: Sequence[Tensor]) -> list[Tensor]:
+        """The update of each weight, scaled, from Nesterov's look ahead. Equal matrices are one batch."""
+        found = [torch.empty_like(u) for u in full]
+        batches: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for p, u, into in zip(parameters, full, found, strict=True):
+            for rows in self.matrices[p]:
+                given = rows.matrices(u)
+                batches[given.shape[-2], given.shape[-1]].append((given, rows.of(into)))
+        for (out, inner), pairs in batches.items():
+            stacks = [given.reshape(-1, out, inner) for given, _ in pairs]
+            done = orthogonal(torch.cat(stacks), self.iterations) * (0.2 * max(out, inner) ** 0.5)
+            for (_, into), o in zip(pairs, done.split([len(stack) for stack in stacks]), strict=True):
+                into.copy_(o.view(into.shape))
+        return found
+
+    def _write(self, piece: Piece, update: Tensor, finite: Tensor | None) -> None:
+        """Adds the update to the weight, which decays."""
+        weight = piece.of(_local(piece.p))
+        new = weight.float() * (1 - piece.lr * piece.decay)
+        new = new.add_(update, alpha=-piece.lr)
+        self._store(weight, self._narrowed(piece, new, weight.dtype, 1), finite)
+
+    def _narrowed(self, piece: Piece, new: Tensor, dtype: torch.dtype, which: int) -> Tensor:
+        """New numbers, rounded stochastically if they are stored in bf16. which: of the two hashes."""
+        if dtype != torch.bfloat16 or self.states is None:
+            return new
+        count = new[0].numel() if len(new) else 0
+        step = self.state[piece.p]["step"].long()
+        bits = random_bits(self._place(piece.p), step, new.numel(), new.device, piece.begin * count)
+        return rounded(new, bits[which].view(new.shape) & 0xFFFF)
+
+    @staticmethod
+    def _store(into: Tensor, new: Tensor, finite: Tensor | None) -> None:
+        """Writes new numbers, unless `finite` is 0: then the same bytes remain."""
+        if finite is not None:
+            new = torch.where(finite.bool(), new.to(into.dtype), into.to(new.device, non_blocking=True))
+        into.copy_(new, non_blocking=True)
+
+
+def _spans(p: Tensor) -> Iterator[tuple[int, int]]:
+    """Spans of axis 0 of this rank's part that are worked on at a time: at most CHUNK elements of a stack."""
+    local = local_part(p)
+    if p.ndim == 2:  # a rank without rows takes part in the exchange
+        yield 0, len(local)
+        return
+    each = max(1, CHUNK // max(1, local[:1].numel()))
+    for begin in range(0, len(local), each):
+        yield begin, min(begin + each, len(local))
+
