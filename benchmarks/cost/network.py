@@ -17,6 +17,7 @@ from tmoe.model.count import Shape, block_shapes, numel
 from tmoe.model.link_time import all_to_all, ring
 from tmoe.parallel.mesh import units
 from tmoe.plan.memory import chunk_root, expert_shard, kept_whole, sharded
+from tmoe.plan.muon_memory import whole_experts
 
 
 def collective_seconds(
@@ -161,9 +162,9 @@ def padded_units(cfg: Config, axes: Axes, span: range) -> list[tuple[int, int]]:
     for layer in span:
         if (kind := model.is_moe(layer)) not in kinds:
             dense, experts = block_shapes(model, layer)
-            kinds[kind] = _moved(dense, experts, axes)
+            kinds[kind] = _moved(dense, experts, axes, whole_experts(cfg, layer))
     return [_moved(chunk_root(cfg, axes, span), [], axes), *(kinds[model.is_moe(layer)] for layer in span)]
 
 
-def _moved(dense: list[Shape], experts: list[Shape], axes: Axes) -> tuple[int, int]:
-    return axes.shard * sharded(dense, axes.shard), axes.sharers * expert_shard(experts, axes)
+def _moved(dense: list[Shape], experts: list[Shape], axes: Axes, whole: bool = False) -> tuple[int, int]:
+    return axes.shard * sharded(dense, axes.shard), axes.sharers * expert_shard(experts, axes, whole)

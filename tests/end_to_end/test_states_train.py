@@ -68,7 +68,7 @@ def test_moments_of_another_type_are_converted_and_said(gloo, tmp_path, before, 
     trained(gloo, tmp_path / "b", *words, world=2)
     step = step_of(tmp_path / "b", 2)
     (line,) = converted(step, parse([*runs.SMALL, *WIDE, *map(str, words)], "", world=2))
-    assert line == f"--optim.states={after}: AdamW's moments are {before} in {step}, and are converted"
+    assert line == f"--optim.states={after}: the moments are {before} in {step}, and are converted"
     kinds = {n: e.dtype for n, e in read_manifest(step_of(tmp_path / "b", 4)).tensors.items()}
     assert kinds["optim.exp_avg.blocks.1.moe.experts.down"] == dict(bf16="bfloat16", fp32="float32")[after]
     assert not [name for name in kinds if "_scale." in name]

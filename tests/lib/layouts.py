@@ -18,7 +18,7 @@ from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model import stage_times
 from tmoe.model.freeze import settle
-from tmoe.model.fused import parts_of
+from tmoe.model.muon import parts_of
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from tmoe.config.model import STEPS_READ, ModelConfig
 from tmoe.config.renamed import with_new_names
 from tmoe.config.run import Config
 
+ADAMW, MUON = "optim.exp_avg.", "optim.momentum."  # names of state that only one of the optimizers has
 GROUPS = ("data", "optim", "sft", "preference", "grpo", "lora")  # a note lists changed settings of these
 
 
@@ -99,15 +101,30 @@ def other_cut(step_dir: Path, cut: str) -> list[str]:
 
 
 def stored_states(step_dir: Path) -> dict[str, Literal["fp32", "bf16", "int8"]]:
-    """How a step folder stores AdamW's moments: by the parameter's name."""
+    """How a step folder stores the moments: by the parameter's name."""
     kinds: dict[str, Literal["fp32", "bf16", "int8"]] = dict(bfloat16="bf16", uint8="int8")
     tensors = read_manifest(step_dir).tensors
-    first = "optim.exp_avg."
     return {
         name.removeprefix(first): kinds.get(entry.dtype, "fp32")
+        for first in (ADAMW, MUON)
         for name, entry in tensors.items()
         if name.startswith(first)
     }
+
+
+def require_same_optimizer(step_dir: Path, cfg: Config, by_muon: Mapping[str, bool]) -> None:
+    """ConfigError if Muon trained other weights up to this step than it trains in this run.
+
+    by_muon: whether Muon trains a weight, for this rank's trained weights by name.
+    """
+    manifest = read_manifest(step_dir)
+    changed = [n for n, muon in by_muon.items() if f"{ADAMW if muon else MUON}{n}" in manifest.tensors]
+    was = _setting(manifest.info.get("config"), "optim.muon")
+    holds = "AdamW's moments" if changed and by_muon[changed[0]] else "Muon's momentum"
+    some = f"{changed[0]} and {len(changed) - 1} more" if len(changed) > 1 else ", ".join(changed)
+    wrong = f"{step_dir} holds {holds} of {some}"
+    valid = f"{Setting('optim.muon', was)}, as in its run, or new moments with {Setting('load_optim', False)}"
+    Section(cfg).require(not changed, "optim.muon", wrong, valid)
 
 
 def converted(step_dir: Path, cfg: Config) -> list[str]:
@@ -118,7 +135,7 @@ def converted(step_dir: Path, cfg: Config) -> list[str]:
     was = _setting(read_manifest(step_dir).info.get("config"), "optim.states") or "fp32"
     if was == cfg.optim.states or cfg.eval_only or not cfg.load_optim:
         return []
-    return [f"--optim.states={cfg.optim.states}: AdamW's moments are {was} in {step_dir}, and are converted"]
+    return [f"--optim.states={cfg.optim.states}: the moments are {was} in {step_dir}, and are converted"]
 
 
 def require_same_adapters(step_dir: Path, manifest: Manifest, cfg: Config, base: bool = True) -> None:

@@ -176,6 +176,12 @@ RULES = (
         "with --lora.rank above 0",
     ),
     UnreadRule(
+        ("optim.muon_momentum", "optim.muon_iterations", "optim.muon_heads"),
+        lambda cfg: cfg.optim.muon is not None,
+        lambda cfg: "--optim.muon=None",
+        "with --optim.muon PATTERN",
+    ),
+    UnreadRule(
         ("data.new_tokenizer",),
         lambda cfg: cfg.init is not None or cfg.resume not in ("auto", "none"),
         lambda cfg: "drawn weights, which have no tokenizer",

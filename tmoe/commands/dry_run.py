@@ -31,6 +31,7 @@ from tmoe.model.float8 import describe, require_gpu, require_layers
 from tmoe.model.freeze import require_matches, settle
 from tmoe.model.lora import describe as describe_adapters
 from tmoe.model.lora import require_ranks
+from tmoe.model.muon import describe as describe_muon
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stage_times import division
 from tmoe.model.stages import Stages
@@ -45,7 +46,7 @@ from tmoe.run.process import one_error
 LEGEND = {
     "parameters": "weights that AdamW writes (--optim.masters), this rank's share: smaller with more ranks",
     "gradients": "of this rank's share: smaller with more ranks",
-    "moments": "AdamW's two (--optim.states): smaller with more ranks, on the host with --optim.offload",
+    "moments": "AdamW's two or Muon's one (--optim.states), fewer with more ranks, none with --optim.offload",
     "ema": "the average of the weights (--optim.ema)",
     "gathered": "weights of other ranks while a block computes with them, and copies in the compute type",
     "accumulated": "sums of gradients between micro-batches (--train.accumulate, --optim.sums)",
@@ -108,7 +109,7 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
         f"parameters: {counts.total:,} total, {counts.active:,} active a token; "
         f"{flops / 1e9:.3f} GFLOP a token, forward and backward"
     )
-    for line in [*filter(None, [describe(cfg)]), *describe_adapters(cfg, axes.ep)]:
+    for line in [*filter(None, [describe(cfg)]), *describe_adapters(cfg, axes.ep), *describe_muon(cfg, axes)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if axes.pp > 1:
         console.print(stages(cfg, axes, peaks))

@@ -15,6 +15,7 @@ from tmoe.config.check import require
 from tmoe.config.run import Config, Dtype
 from tmoe.model.lora import adapt, hold, require_targets
 from tmoe.model.transformer import Transformer
+from tmoe.optim.matrices import chosen
 
 
 def freeze(model: nn.Module, pattern: str | None, dtype: Dtype = "fp32") -> list[str]:
@@ -48,14 +49,15 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def require_matches(cfg: Config) -> None:
-    """ConfigError if a pattern of --optim.freeze or .lr-factors matches no name, or freezes everything.
+    """ConfigError if a pattern of --optim.freeze, .muon or .lr-factors matches no name, or all are frozen.
 
     With adapters, the names are those of the adapters; patterns of --lora.targets are checked too.
     """
     require_targets(cfg)
     patterns = {"freeze": [cfg.optim.freeze] if cfg.optim.freeze else []}
+    muon = cfg.optim.muon
     patterns["lr_factors"] = [pattern for pattern, _ in cfg.optim.factors]
-    if not any(patterns.values()):
+    if not any(patterns.values()) and muon is None:
         return
     with torch.device("meta"):
         model = Transformer(cfg.model)
@@ -70,3 +72,12 @@ def require_matches(cfg: Config) -> None:
             require(len(found) > 0, f"optim.{name}", pattern, wrong)
             everything = name == "freeze" and len(found) == len(names)
             require(not everything, "optim.freeze", pattern, "nothing is left to train")
+    freeze(model, cfg.optim.freeze)
+    wrong = f"found in no trained matrix; AdamW trains tables, routers and vectors; matrices: {_ends(model)}"
+    require(muon is None or bool(chosen(muon, model.named_parameters())), "optim.muon", muon, wrong)
+
+
+def _ends(model: nn.Module) -> list[str]:
+    """Ends of the names of the matrices that Muon can train."""
+    found = chosen(".", model.named_parameters())
+    return sorted({re.sub(r"\bblocks\.\d+\.", "", name) for name in found})

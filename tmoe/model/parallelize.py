@@ -49,6 +49,7 @@ from tmoe.moe.layer import MoE
 from tmoe.moe.nf4_experts import Nf4Experts
 from tmoe.moe.own_experts import OwnExperts
 from tmoe.ops.argument_checks import require
+from tmoe.optim.matrices import chosen
 from tmoe.parallel.collectives import name_of
 from tmoe.parallel.copies import MicroBatches, WorkingCopy, stand_in
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
@@ -381,7 +382,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     sums = torch.bfloat16 if cfg.optim.sums == "bf16" else torch.float32
     sharers = _sharers(model, mesh, cfg) if whole_forwards else None
     micros = MicroBatches()
-    whole = _shard_experts(model, mesh, policy, sharers, micros, sums)
+    whole = _shard_experts(model, mesh, policy, sharers, micros, sums, cfg.optim.muon)
     _shard_blocks(model, mesh, policy, whole, whole_forwards, micros, sums)
     # also if the rank is alone, for the methods that FSDP2 adds to the model
     root = fully_shard(model, mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
@@ -423,8 +424,13 @@ def _shard_experts(
     sharers: SharingRanks | None,
     micros: MicroBatches,
     sums: torch.dtype,
+    muon: str | None,
 ) -> set[nn.Parameter]:
-    """Shards experts over the ranks that share them; returns the parameters that a rank holds whole."""
+    """Shards experts over the ranks that share them; returns the parameters that a rank holds whole.
+
+    muon: pattern of the weights that Muon trains.
+    """
+    names = {module: name for name, module in model.named_modules()}
     # the placement that FSDP2 gives to experts: the shards of ep, sharded again by dp
     cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
     dp = mesh.dp.size()
@@ -441,8 +447,9 @@ def _shard_experts(
             whole |= hold_whole(experts, policy.param_dtype, mine, new=new)
             experts.summed = True
             continue
-        own = [p for name, p in experts.named_parameters() if not is_adapter(f".{name}")]
-        dim = shard_dim([p.to_local().shape for p in own], dp)
+        own = {name: p for name, p in experts.named_parameters() if not is_adapter(f".{name}")}
+        by_muon = chosen(muon, ((f"{names[experts]}.{name}", p) for name, p in own.items()))
+        dim = shard_dim([p.to_local().shape for p in own.values()], dp, whole=bool(by_muon))
         fully_shard(
             experts, mesh=mesh.sharers, mp_policy=policy, shard_placement_fn=partial(_cut, dim=dim, dp=dp)
         )

@@ -229,8 +229,8 @@ def muon(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of Muon (Jordan 2024) on one matrix [out, in]: the new weight and momentum.
 
-    The factor 0.2 sqrt(max(out, in)) gives an update the root mean square of AdamW's, so that AdamW's learning
-    rate and weight decay are valid (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+    The factor 0.2 sqrt(max(out, in)) gives an update the root mean square of AdamW's, so that AdamW's
+    learning rate and weight decay are valid (Liu et al. 2025, arXiv 2502.16982, section 2.2).
     """
     momentum = momentum + (1 - rule.momentum) * (grad - momentum)
     ahead = grad + rule.momentum * (momentum - grad)  # Nesterov's

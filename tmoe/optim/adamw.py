@@ -38,7 +38,7 @@ def parameter_groups(
     factors: Sequence[tuple[str, float]] = (),
     muon: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups: with and without decay, per mesh, per factor of the learning rate (`lr_factor`).
+    """An optimizer's groups: with and without decay, per mesh, per factor of the learning rate (`lr_factor`).
 
     Parameters that need no gradient are left out. muon: names of the parameters in groups of kind "muon".
 
@@ -322,7 +322,7 @@ def build_optimizer(
     """AdamW over `parameter_groups`, fused on CUDA and CPU; with cfg.muon also Muon (optim/muon.py).
 
     keeps_fresh: as in AdamW. seed: of stochastic rounding.
-    parts: rows of the matrices in fused weights, by name (`parts_of` of model/fused.py); to Muon every other
+    parts: rows of the matrices in fused weights, by name (`parts_of` of model/muon.py); to Muon every other
         weight is one matrix, or a stack of matrices.
     products: type of Muon's products.
     ValueError for a matrix that the layout cuts otherwise than by rows.
@@ -343,7 +343,8 @@ def build_optimizer(
 
         known = parts or {}
         matrices = {p: known.get(name, whole(p.shape[-2])) for name, p in named if name in muon}
-        optimizer: AdamW = Muon(groups, matrices, cfg.muon_momentum, cfg.muon_iterations, products, **settings)
+        rule = cfg.muon_momentum, cfg.muon_iterations, products
+        optimizer: AdamW = Muon(groups, matrices, *rule, **settings)
     else:
         optimizer = AdamW(groups, **settings)
     optimizer.keeps_fresh = keeps_fresh

@@ -1,6 +1,6 @@
 """Which parameters Muon trains, and which rows of a fused one are a matrix of their own.
 
-It handles names and shapes, never the model; model/fused.py reads the rows from the modules.
+It handles names and shapes, never the model; model/muon.py reads the rows from the modules.
 
 next: optim/muon.py
 """

@@ -3,11 +3,11 @@
     m <- momentum m + (1 - momentum) g          u = (1 - momentum) g + momentum m     (Nesterov's)
     W <- (1 - lr decay) W - lr 0.2 sqrt(max(out, in)) orthogonal(u)
 
-`muon` in ops/reference.py is the definition for one matrix (Jordan 2024; Liu et al. 2025). The factor gives an
-update the size of AdamW's, so one learning rate and one decay are valid for both.
+`muon` in ops/reference.py is the definition for one matrix (Jordan 2024; Liu et al. 2025). The factor gives
+an update the size of AdamW's, so one learning rate and one decay are valid for both.
 
     experts [E, out, in]    whole matrices lie on a rank: gradient, momentum and products stay there
-    dense [out, in]         are cut by rows: u is sent to one owner, which returns the update (optim/owners.py)
+    dense [out, in]         are cut by rows: an owner gets u and returns the update (optim/owners.py)
     fused                   each of their matrices is iterated by itself (optim/matrices.py)
 
 Momentum lies as its parameter does, so checkpoints, names and layouts are AdamW's.
@@ -122,7 +122,7 @@ class Muon(AdamW):
             return self._orthogonal([pieces[i].p for i in numbers], full)
 
         ahead = [self._ahead(piece, finite) for piece in pieces]
-        shapes = [tuple(piece.p.shape[-2:]) for piece in pieces]
+        shapes = [(piece.p.shape[-2], piece.p.shape[-1]) for piece in pieces]
         for piece, update in zip(pieces, at_owners(ahead, shapes, compute, ranks), strict=True):
             self._write(piece, update, finite)
 
@@ -197,4 +197,3 @@ def _spans(p: Tensor) -> Iterator[tuple[int, int]]:
     each = max(1, CHUNK // max(1, local[:1].numel()))
     for begin in range(0, len(local), each):
         yield begin, min(begin + each, len(local))
-

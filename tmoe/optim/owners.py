@@ -27,7 +27,7 @@ def rows_group(p: Tensor) -> dist.ProcessGroup | None:
         return None
     sizes = [p.device_mesh.size(i) for i in range(p.device_mesh.ndim)]
     axes = [i for i, at in enumerate(p.placements) if hasattr(at, "dim") and sizes[i] > 1]
-    cut = {getattr(p.placements[i], "dim") % p.ndim for i in axes}
+    cut = {p.placements[i].dim % p.ndim for i in axes}
     if not axes or (cut == {0} and p.ndim > 2):
         return None
     if cut != {0} or len(axes) > 1:

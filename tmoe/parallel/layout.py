@@ -20,6 +20,7 @@ from tmoe.parallel.mesh import shard_dim
 
 # parameters of tmoe.moe.experts.Experts, or of a user's experts, and the optimizer's state for them
 EXPERTS = re.compile(r"(.*\.)?experts\.(own\..+|[^.]+)")
+MUON = "optim.momentum."  # names of its state: experts that it trains are whole on a rank
 # every rank holds these buffers whole, in fp32 whatever the type of the weights
 BUFFERS = re.compile(r"(.*\.)?router\.choice_bias")
 
@@ -69,7 +70,11 @@ def lay_out(shapes: dict[str, tuple[int, ...]], axes: Axes) -> dict[str, Layout]
             if shape[0] % ep:
                 raise ConfigError.of("ep", ep, f"must divide the {shape[0]} experts of {name}")
             modules.setdefault(name.rpartition(".")[0], []).append((shape[0] // ep, *shape[1:]))
-    dims = {module: shard_dim(local, axes.dp) for module, local in modules.items()}
+    by_muon = {name.removeprefix(MUON).rpartition(".")[0] for name in shapes if name.startswith(MUON)}
+    dims = {
+        module: shard_dim(local, axes.dp, any(f".{module}".endswith(f".{path}") for path in by_muon))
+        for module, local in modules.items()
+    }
     layouts = {
         name: _layout(shape, axes, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()
     }

@@ -323,12 +323,16 @@ def require_a_group_per_node(axes: Axes) -> None:
         raise ConfigError.of("parallel.ep", ep, wrong, valid)
 
 
-def shard_dim(shapes: Sequence[Sequence[int]], dp: int) -> int:
+def shard_dim(shapes: Sequence[Sequence[int]], dp: int, whole: bool = False) -> int:
     """Dimension along which the dp ranks shard a rank's expert parameters of these shapes.
 
     It is dimension 0, the experts, or dimension 1 (2F and D) if dp divides only that. FSDP2 can shard
     dimension 0 unevenly, so that some ranks hold less or nothing, but no other dimension.
+
+    whole: each expert's matrices must be whole on a rank, because Muon trains them: dimension 0.
     """
+    if whole:
+        return 0
     even = [all(len(shape) > dim and shape[dim] % dp == 0 for shape in shapes) for dim in (0, 1)]
     return 1 if even == [False, True] else 0
 

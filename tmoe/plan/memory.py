@@ -30,6 +30,7 @@ from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, travelling, uses_symm
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.pipeline_schedule import Table
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
+from tmoe.plan.muon_memory import muon_elements, muon_scratch, whole_experts
 from tmoe.plan.nf4_memory import in_nf4, nf4_sizes, parameter_shapes, values_bytes, with_nf4
 from tmoe.plan.rollout_memory import several_micros, with_rollout
 
@@ -38,8 +39,8 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
     """Bytes that the fullest rank of a mesh of GPUs holds, by purpose. `peak_bytes` adds them up.
 
     parameters, gradients, moments, ema: sharded, in fp32 unless optim.masters (parameters and gradients) or
-        optim.states (moments) is narrower. moments are AdamW's two, 0 with optim.offload. ema is 0 where no
-        average is kept. Gradients that need no reduction stay in the compute type, unless
+        optim.states (moments) is narrower. moments are AdamW's two, or Muon's one, 0 with optim.offload. ema
+        is 0 where no average is kept. Gradients that need no reduction stay in the compute type, unless
         micro-batches add up. These are the gradients of parameters that a rank holds whole: the experts if no
         other rank shares them, and all parameters if a rank is alone on its stage.
     gathered: in the compute type, the root, and two each of FSDP2's units of blocks and of the experts: one
@@ -189,7 +190,7 @@ def _numbers(cfg: Config, axes: Axes, layer: int) -> Numbers:
     dense, experts = parameter_shapes(cfg, layer)
     return Numbers(
         sharded(dense, axes.shard),
-        expert_shard(experts, axes),
+        expert_shard(experts, axes, whole_experts(cfg, layer)),
         numel(dense),
         numel(experts) // axes.ep,
         backward_bytes(cfg, axes, layer),
@@ -296,13 +297,15 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
         "gathered": width * (copies + gathered_root + 2 * passing),
         "accumulated": sums * whole if several else 0,
         "activations": kept,
-        "working": working + messages,
+        "working": max(working + messages, muon_scratch(cfg, axes, spans)),
         "exchange": exchange_bytes(cfg, axes),
     }
     root = [shape for span in spans for shape in chunk_root(cfg, axes, span)]
     dense_shapes = [parameter_shapes(cfg, layer)[0] for span in spans for layer in span]
     parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
     parts = with_adapters(parts, cfg, axes, spans)
+    if not cfg.optim.offload:  # one moment less for what Muon trains
+        parts["moments"] -= moment_bytes(cfg, muon_elements(cfg, axes, spans)) // 2
     frozen = frozen_on_a_rank(cfg, axes, spans)
     masters = held if width == master else frozen.held
     return with_nf4(with_rollout(parts, cfg, axes, whole, masters, own - frozen.own), cfg, spans)
@@ -462,10 +465,10 @@ def sharded(shapes: list[Shape], ranks: int) -> int:
     return sum(-(-rows // ranks) * prod(rest) for rows, *rest in shapes)
 
 
-def expert_shard(shapes: list[Shape], axes: Axes) -> int:
+def expert_shard(shapes: list[Shape], axes: Axes, whole: bool = False) -> int:
     """Elements on the fullest rank: L = E/ep experts, cut over their sharers along mesh.py's shard_dim."""
     local = [(rows // axes.ep, *rest) for rows, *rest in shapes]
-    by_row = shard_dim(local, axes.sharers) == 1
+    by_row = shard_dim(local, axes.sharers, whole) == 1
     return sum(sharded([(M, L, *N) if by_row else (L, M, *N)], axes.sharers) for L, M, *N in local)
 
 
@@ -497,6 +500,8 @@ def padding(cfg: Config, axes: Axes) -> float:
     for span in filter(None, chunk_spans(cfg, axes)):
         shapes = [parameter_shapes(cfg, layer)[1] for layer in span]
         if axes.sharers > 1 and any(shapes) and not kept_whole(cfg, axes, span):
-            moved = sum(axes.sharers * expert_shard(experts, axes) for experts in shapes)
+            whole = [whole_experts(cfg, layer) for layer in span]
+            pieces = [expert_shard(experts, axes, one) for experts, one in zip(shapes, whole, strict=True)]
+            moved = axes.sharers * sum(pieces)
             most = max(most, moved / (sum(map(numel, shapes)) / axes.ep))
     return most

@@ -37,6 +37,8 @@ from tmoe.model.float8 import describe, require_device, require_layers
 from tmoe.model.freeze import require_matches, settle
 from tmoe.model.lora import describe as describe_adapters
 from tmoe.model.lora import is_adapter, require_ranks
+from tmoe.model.muon import describe as describe_muon
+from tmoe.model.muon import parts_of
 from tmoe.model.nf4 import has_nf4
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, pipeline
@@ -45,7 +47,7 @@ from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors, res
 from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard, require_finite
 from tmoe.optim.loss_scale import LossScale
-from tmoe.optim.states import States
+from tmoe.optim.states import MOMENTUM, States
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh, build_mesh
 from tmoe.plan.fitting import require_room
@@ -99,7 +101,9 @@ class Start:
         # keeps_fresh is allowed: besides the optimizer only Ema writes weights, and Ema calls `make_stale`.
         parameters = self.model.named_parameters()
         optim = cfg.optim
-        self.optimizer = build_optimizer(parameters, optim, run.device, keeps_fresh=True, seed=cfg.seed)
+        how = dict(keeps_fresh=True, seed=cfg.seed, parts=parts_of(self.model, optim.muon_heads))
+        products = torch.bfloat16 if cfg.train.dtype == "bf16" else torch.float32
+        self.optimizer = build_optimizer(parameters, optim, run.device, products=products, **how)
         if not cfg.eval_only:
             init_state(self.optimizer)
         averaged = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad or not cfg.lora.rank)
@@ -268,6 +272,9 @@ class Start:
             self.load_base(path)
         weights_only = cfg.eval_only or not cfg.load_optim
         if not weights_only:
+            trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+            by_muon = {name: MOMENTUM in self.optimizer.moments_of(p) for name, p in trained}
+            run.on_all_ranks(lambda: resume.require_same_optimizer(path, cfg, by_muon))
             stored = resume.stored_states(path)
             known: dict[Tensor, States] = {}
             known |= {p: stored[name] for name, p in self.model.named_parameters() if name in stored}
@@ -312,7 +319,7 @@ class Start:
         note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
         if line := describe(cfg):
             note(f"{line}; torchao {package_version('torchao')}")
-        for line in describe_adapters(cfg, self.mesh.axes.ep):
+        for line in [*describe_adapters(cfg, self.mesh.axes.ep), *describe_muon(cfg, self.mesh.axes)]:
             note(line)
         note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
         own = bool(cfg.data.val_path)

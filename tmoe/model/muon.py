@@ -1,4 +1,4 @@
-"""Rows of the matrices in fused weights: queries, keys and values, latents, gate and up.
+"""What Muon trains in a Transformer: the rows of the matrices in fused weights, and a line on its work.
 
 next: optim/matrices.py
 """
@@ -7,15 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from tmoe.base.activations import activation
+from tmoe.config.axes import Axes
+from tmoe.config.run import Config
 from tmoe.model.attention import Attention
+from tmoe.model.count import flops_per_token
+from tmoe.model.freeze import freeze
 from tmoe.model.latent import LatentAttention
 from tmoe.model.stages import Stages
+from tmoe.model.transformer import Transformer
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import SwiGLU
-from tmoe.optim.matrices import Parts, Rows
+from tmoe.optim.matrices import Parts, Rows, chosen, work
 
 
 def parts_of(model: nn.Module, by_head: bool = False) -> dict[str, Parts]:
@@ -31,6 +37,35 @@ def parts_of(model: nn.Module, by_head: bool = False) -> dict[str, Parts]:
                 if isinstance(module, kind):
                     found |= {f"{name}.{weight}": rows for weight, rows in read(module, by_head).items()}
     return found
+
+
+def describe(cfg: Config, axes: Axes) -> list[str]:
+    """A line on what Muon trains, and on the share of its products in those of a step; none without Muon."""
+    pattern, iterations = cfg.optim.muon, cfg.optim.muon_iterations
+    if pattern is None or cfg.eval_only:
+        return []
+    with torch.device("meta"):
+        model = Transformer(cfg.model)
+    freeze(model, cfg.optim.freeze)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    shapes = {name: tuple(named[name].shape) for name in chosen(pattern, named.items())}
+    count, flops = work(shapes, parts_of(model, cfg.optim.muon_heads), iterations)
+    numbers = sum(named[name].numel() for name in shapes)
+    line = f"Muon trains {count:,} matrices, {numbers:,} numbers in {len(shapes)} weights, "
+    line += f"and AdamW the other {len(named) - len(shapes)} weights; its products are {_flop(flops)} a step"
+    if cfg.task == "grpo":  # the tokens of a step follow from its answers
+        return [line]
+    tokens = axes.readers * cfg.train.batch * cfg.train.accumulate * cfg.train.seq
+    step = flops_per_token(cfg.model, cfg.train.seq) * tokens
+    return [f"{line}, {flops / step:.1%} of the model's {_flop(step)} for {tokens:,} tokens"]
+
+
+def _flop(n: float) -> str:
+    """A number of FLOPs with its unit."""
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12)):
+        if n >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n / 1e9:.2f} GFLOP"
 
 
 def heads(first: int, count: int, rows: int, by_head: bool) -> Rows:
