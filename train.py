@@ -26,6 +26,7 @@ from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Dataset, Loader
 from tmoe.log.progress import validation
 from tmoe.model.compile_ahead import compile_ahead
+from tmoe.model.qk_clip import clip_logits
 from tmoe.model.stages import Stages
 from tmoe.moe.balance import Totals
 from tmoe.optim.guard import SkipGuard, require_finite
@@ -120,6 +121,7 @@ class Trainer(Start):
                     # decides whether to clip the gradients and whether to skip the step
                     optimizer.decide(finite, norm, cfg.optim.clip, scale)
                     optimizer.step()
+                    clip_logits(model, cfg.optim.qk_clip, finite, self.mesh.world.get_group())
                     model.update_bias(finite)
                     if self.ema:
                         self.ema.update(finite)

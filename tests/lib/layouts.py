@@ -214,7 +214,7 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     found = [None] * world
-    dist.all_gather_object(found, {name: _whole(p) for name, p in net.named_parameters()})
+    dist.all_gather_object(found, whole_parameters(net))
     return Curve(losses, norms, {name: p for stage in found for name, p in stage.items()})
 
 
@@ -239,6 +239,11 @@ def accumulate(net: Transformer, parts: list, totals: Totals) -> Tensor:
         net(tokens, targets, documents_BS=marks, totals=totals).backward()
         loss += net.task_loss
     return loss
+
+
+def whole_parameters(net: torch.nn.Module) -> dict[str, Tensor]:
+    """Copies of this rank's parameters by name, gathered; a collective of the ranks of a stage."""
+    return {name: _whole(p) for name, p in net.named_parameters()}
 
 
 def _whole(p: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from tmoe.model.lora import describe as describe_adapters
 from tmoe.model.lora import require_ranks
 from tmoe.model.muon import describe as describe_muon
 from tmoe.model.parallelize import parallelize
+from tmoe.model.qk_clip import describe as describe_clip
 from tmoe.model.stage_times import division
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
@@ -109,7 +110,12 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
         f"parameters: {counts.total:,} total, {counts.active:,} active a token; "
         f"{flops / 1e9:.3f} GFLOP a token, forward and backward"
     )
-    for line in [*filter(None, [describe(cfg)]), *describe_adapters(cfg, axes.ep), *describe_muon(cfg, axes)]:
+    for line in [
+        *filter(None, [describe(cfg)]),
+        *describe_adapters(cfg, axes.ep),
+        *describe_muon(cfg, axes),
+        *describe_clip(cfg),
+    ]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if axes.pp > 1:
         console.print(stages(cfg, axes, peaks))

@@ -33,6 +33,8 @@ class Attention(nn.Module):
         # rows: queries, keys, values, and gates of the query heads, in one product
         self.qkv = nn.Linear(cfg.dim, (H + G) * C + (G + H * cfg.attention_gate) * V, cfg.qkv_bias)
         self.o = nn.Linear(H * V, cfg.dim, cfg.o_bias)
+        self.largest_H: Tensor | None
+        self.register_buffer("largest_H", None, persistent=False)  # set by model/qk_clip.py
         self.sinks = nn.Parameter(torch.empty(H)) if cfg.sinks_in(window) else None
         if cfg.qk_norm != "none":
             whole = cfg.qk_norm == "full"
@@ -52,6 +54,9 @@ class Attention(nn.Module):
         q, k, v = spread.to_heads(q, k, v)
         window = 0 if spread.by_keys else self.window  # with by_keys the mask includes the window
         sinks_H = spread.of_heads(self.sinks)
+        if self.largest_H is not None and self.training and torch.is_grad_enabled():
+            scale = self.cfg.attention_multiplier
+            q = spread.note_logits(self.largest_H, q, k, mask, C**-0.5 if scale is None else scale, window)
         y = attend(q, k, v, mask, self.cfg.attention_multiplier, window, sinks_H)
         return spread.output(self.o, gated(spread.from_heads(y), gate).flatten(-2))
 

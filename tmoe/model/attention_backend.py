@@ -255,6 +255,15 @@ def position_mask(documents_BS: Tensor | None, window: int, S: int, queries_Q: T
     return seen[:, None]
 
 
+def dense_mask(mask: BlockMask | InOrder, rows: int, keys: int) -> Tensor:
+    """[B or 1, 1, rows, keys] bool, True where a query may attend by a mask of blocks."""
+    blocks = mask.mask if isinstance(mask, InOrder) else mask
+    device = blocks.kv_num_blocks.device
+    at_B, at_Q, at_J = (torch.arange(n, device=device) for n in (len(blocks.kv_num_blocks), rows, keys))
+    seen = blocks.mask_mod(at_B[:, None, None, None], torch.zeros_like(at_B[:1]), at_Q[:, None], at_J)
+    return seen.expand(-1, 1, -1, -1) if seen.ndim == 4 else seen[None, None]
+
+
 def window_mask(S: int, window: int, device: torch.device) -> Tensor:
     """[S, S] bool, True where a query may attend: to itself or one of the window - 1 tokens before it.
 

@@ -24,7 +24,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from tmoe.model.adapted import adapted
+from tmoe.model.attention_backend import Mask, dense_mask
 from tmoe.model.norm import factor_of
+from tmoe.ops.largest_logit import largest_logit
 from tmoe.parallel.collectives import name_of
 from tmoe.parallel.mesh import Mesh
 from tmoe.parallel.token_exchange import (
@@ -169,6 +171,15 @@ class Spread(NamedTuple):
         if self.cp == 1 or self.by_keys:
             return y_BSHC
         return exchange(y_BSHC, self.cp_group, False)
+
+    def note_logits(
+        self, largest_H: Tensor, q: Tensor, k: Tensor, mask: Mask, scale: float, window: int = 0
+    ) -> Tensor:
+        """Records the largest logits of the heads whose attention this rank computes; returns q's values."""
+        first = self.tp_rank * (len(largest_H) // self.tp)
+        first += self.cp_rank * q.shape[2] if self.cp > 1 and not self.by_keys else 0
+        seen = mask if mask is None or isinstance(mask, Tensor) else dense_mask(mask, q.shape[1], k.shape[1])
+        return largest_logit(q, k, seen, largest_H, first, 0 if seen is not mask else window, scale)
 
     def of_heads(self, t_H: Tensor | None) -> Tensor | None:
         """The part of a value per head that belongs to the heads whose attention this rank computes."""

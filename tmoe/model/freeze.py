@@ -14,6 +14,7 @@ from torch import nn
 from tmoe.config.check import require
 from tmoe.config.run import Config, Dtype
 from tmoe.model.lora import adapt, hold, require_targets
+from tmoe.model.qk_clip import watch_logits
 from tmoe.model.transformer import Transformer
 from tmoe.optim.matrices import chosen
 
@@ -33,7 +34,8 @@ def freeze(model: nn.Module, pattern: str | None, dtype: Dtype = "fp32") -> list
 def settle(model: Transformer, cfg: Config) -> None:
     """Chooses what is trained in a new model: its adapters (--lora.rank), or all but --optim.freeze.
 
-    Trained weights become bf16 with --optim.masters bf16. Call it before `parallelize`.
+    Trained weights become bf16 with --optim.masters bf16, and --optim.qk-clip makes attention record its
+    largest logits. Call it before `parallelize`.
     """
     if cfg.lora.rank:
         adapt(model, cfg.lora, cfg.train.dtype)
@@ -41,6 +43,7 @@ def settle(model: Transformer, cfg: Config) -> None:
         freeze(model, cfg.optim.freeze, cfg.train.dtype)
         if cfg.optim.masters == "bf16":
             hold(model, [name for name, p in model.named_parameters() if p.requires_grad], "bf16", True)
+        watch_logits(model, cfg)
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:

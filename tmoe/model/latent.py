@@ -40,6 +40,8 @@ class LatentAttention(nn.Module):
         self.scales_queries = bool(cfg.rope.query_beta)
         self.spread = ALONE  # model/parallelize.py: how tp and cp divide the work
         self.heads = cfg.heads
+        self.largest_H: Tensor | None
+        self.register_buffer("largest_H", None, persistent=False)  # set by model/qk_clip.py
         H = cfg.heads
         queries = H * (mla.nope_dim + mla.rope_dim)
         self.widths = (mla.q_rank or queries, mla.kv_rank, mla.rope_dim)
@@ -66,6 +68,8 @@ class LatentAttention(nn.Module):
 
         q = torch.cat([q_nope, q_rot], -1)
         q, k, v = spread.to_heads(q, *self.widen(latent, k_rot))
+        if self.largest_H is not None and self.training and torch.is_grad_enabled():
+            q = spread.note_logits(self.largest_H, q, k, mask, self.scale)
         y = attend(q, k, v, mask, self.scale)
         return spread.output(self.o, spread.from_heads(y).flatten(-2))
 

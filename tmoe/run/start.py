@@ -41,6 +41,7 @@ from tmoe.model.muon import describe as describe_muon
 from tmoe.model.muon import parts_of
 from tmoe.model.nf4 import has_nf4
 from tmoe.model.parallelize import parallelize
+from tmoe.model.qk_clip import describe as describe_clip
 from tmoe.model.stages import Stages, pipeline
 from tmoe.model.transformer import Transformer
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors, restate
@@ -320,6 +321,8 @@ class Start:
         if line := describe(cfg):
             note(f"{line}; torchao {package_version('torchao')}")
         for line in [*describe_adapters(cfg, self.mesh.axes.ep), *describe_muon(cfg, self.mesh.axes)]:
+            note(line)
+        for line in describe_clip(cfg):
             note(line)
         note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
         own = bool(cfg.data.val_path)
