@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class Piece(NamedTuple):
     @property
     def elements(self) -> int:
         """Elements of the matrices: of a whole matrix that is cut by rows, else of these entries."""
-        return self.p.numel() if self.p.ndim == 2 else (self.end - self.begin) * self.p[0].numel()
+        return self.p.numel() if self.p.ndim == 2 else (self.end - self.begin) * prod(self.p.shape[1:])
 
     def of(self, t: Tensor) -> Tensor:
         """These entries of this rank's part of a tensor that lies as the parameter does."""
