@@ -275,6 +275,7 @@ class Search:
         cfg = self.settings(work)
         assert cfg is not None
         moments = moment_bytes(cfg, 1) if cfg.optim.states != "int8" else 2
+        moments //= 1 if cfg.optim.muon is None else 2  # Muon has one, AdamW two
         dense = 0 if self.cfg.parallel.shard == 2 else self.dense  # whose gradients are kept whole
         states = master_bytes(cfg) + (0 if work.offload else moments)
         least = min(master_bytes(cfg), sum_bytes(cfg))

@@ -50,6 +50,7 @@ next: tmoe/model/block_time.py, then pipeline.py
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -69,9 +70,12 @@ from tmoe.model.block_time import (
     block_seconds,
     expert_kernels,
     head_seconds,
+    kernel,
 )
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel
+from tmoe.model.link_time import times
 from tmoe.model.stage_times import division, message_seconds
+from tmoe.ops.newton_schulz import flops
 from tmoe.parallel.pipeline_cut import PARTS
 from tmoe.parallel.pipeline_schedule import StageCost
 from tmoe.parallel.shared_copies import WAVES
@@ -84,6 +88,7 @@ from tmoe.plan.memory import (
     kept_whole,
     plan,
 )
+from tmoe.plan.muon_memory import muon_shapes
 
 # Number of a pipeline's micro-batches that are simulated, as a multiple of pp. Each further micro-batch takes
 # as long as the previous ones, and no stage holds more.
@@ -325,12 +330,14 @@ def passes(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, skew: float
 
 
 def optimizer_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: SimpleNamespace) -> float:
-    """Seconds of AdamW and the gradient norm over a rank's parameters of these chunks.
+    """Seconds of AdamW, of Muon and of the gradient norm over a rank's parameters of these chunks.
 
     Gradients of unsharded parameters are in the compute type, as when m.optimizer_bytes was measured, unless
     micro-batches are summed: then both read them in the sums' type. (Gradients of sharded parameters always
     are in fp32; that is not counted.) Moments and weights in bf16 or 8 bits are counted as if they were fp32:
-    their step moves fewer bytes and computes more, and no GPU has measured it.
+    their step moves fewer bytes and computes more, and no GPU has measured it. Muon's passes over memory are
+    counted as AdamW's; its products are added, divided by the ranks that share its matrices, and so is the
+    exchange of dense matrices.
     """
     groups = [group for span in spans for group in parameter_groups(cfg, axes, span)]
     local_elements = sum(elements / size for elements, size in groups)
@@ -340,6 +347,22 @@ def optimizer_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: Simple
     seconds = moved / m.memory_rate
     if cfg.optim.offload:  # both moments are copied in and out at the same time
         seconds = max(seconds, moment_bytes(cfg, 1024) / 1024 * local_elements / m.host_rate)
+    return seconds + muon_seconds(cfg, axes, spans, m)
+
+
+def muon_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: SimpleNamespace) -> float:
+    """Seconds of Newton-Schulz, and of sending dense matrices to their owners and back."""
+    seconds, width = 0.0, compute_bytes(cfg)
+    for span in spans:
+        dense, experts = muon_shapes(cfg.model, cfg.optim.muon, cfg.optim.freeze, span)
+        for shapes, ranks in ((dense, axes.shard), (experts, axes.ep * axes.sharers)):
+            for *stack, rows, columns in shapes:
+                each = flops(rows, columns, cfg.optim.muon_iterations) * prod(stack) / ranks
+                moved = 6 * cfg.optim.muon_iterations * width * prod(stack) * rows * columns / ranks
+                seconds += kernel(each, moved, m)
+        sent = 2 * width * sum(rows * columns for rows, columns in dense) / axes.shard
+        near = axes.shard <= m.node
+        seconds += (axes.shard > 1 and sent) and (times(m.collective, sent) if near else sent / m.nic_rate)
     return seconds
 
 

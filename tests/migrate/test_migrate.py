@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import shlex
 from pathlib import Path
 
@@ -275,6 +276,32 @@ def test_mixtral_runs_when_it_is_tiny(gloo, tmp_path):
     assert [line["lr"] for line in lines] == pytest.approx([1e-4, 1e-4, 1e-5])
     assert [line.get("val_loss") is not None for line in lines] == [False, True, True]
     assert lines[-1]["test_loss"] > 0
+
+
+def test_megatron_muon():
+    """Megatron's update of scale 1 is five times tmoe's 0.2; with 0.2 no rate changes."""
+    words = [*SMALL, *"--optimizer dist_muon --muon-num-ns-steps 6 --muon-momentum 0.9 --qk-clip".split()]
+    outcome = translate("megatron", words)
+    found = {flag: outcome.flags.get(flag) for flag in outcome.flags if "muon" in flag or "qk-clip" in flag}
+    assert found == {
+        "--optim.muon": ["."],
+        "--optim.muon-momentum": ["0.9"],
+        "--optim.muon-iterations": ["6"],
+        "--optim.qk-clip": ["100"],
+    }
+    (factor,) = outcome.flags["--optim.lr-factors"]
+    assert factor.endswith(":5") and any("5 times AdamW's" in note for note in outcome.notes)
+    pattern = factor.rpartition(":")[0]
+    matrices = "blocks.0.attention.qkv.weight blocks.1.moe.experts.gate_up blocks.1.moe.shared.down.weight"
+    assert all(re.search(pattern, name) for name in matrices.split())
+    others = "embedding.weight head.weight blocks.0.attention.q_norm.weight blocks.0.attention.qkv.bias"
+    assert not any(re.search(pattern, name) for name in others.split())
+    assert not parse(outcome.words, "").lora.rank
+    same = translate("megatron", [*words, "--muon-extra-scale-factor", "0.2"])
+    assert "--optim.lr-factors" not in same.flags
+    wrong = "--optimizer sgd --muon-scale-mode unit_rms_norm".split()
+    refused = translate("megatron", [*SMALL, *wrong]).refused
+    assert {text.split(":")[0] for text in refused} == {"--optimizer=sgd", "--muon-scale-mode=unit_rms_norm"}
 
 
 def test_megatron_refusals(capsys):

@@ -1,4 +1,4 @@
-"""Muon: one step, its layouts beside a plain loop, skipped steps, narrow momentum, memory, errors.
+"""Muon: one step, its layouts against a plain loop, skipped steps, narrow momentum, memory, errors.
 
 next: tests/lib/plain_muon.py
 """

@@ -1,4 +1,4 @@
-"""What Muon trains in a Transformer: the rows of the matrices in fused weights, and a line on its work.
+"""Muon's matrices in a Transformer: the rows of each in fused weights, and a line on the work of a step.
 
 next: optim/matrices.py
 """

@@ -1,8 +1,8 @@
 """Newton-Schulz on stacks of matrices: each matrix becomes nearly orthogonal, as Muon's updates are.
 
 The iteration is X <- a X + (b A + c A^2) X with A = X X^T, after division by the norm; `newton_schulz` in
-reference.py is its definition for one matrix. A stack [E, out, in] is a batch: the result of a matrix does
-not depend on the others. Products are in the type of X, with fp32 sums. The Gram form, which iterates on A
+reference.py is its definition for one matrix. A stack [E, out, in] is a batch: a matrix has the result
+that it has alone. Products are in the type of X, with fp32 sums. The Gram form, which iterates on A
 alone, has 2.5 times the error in bf16, and is not used.
 
 next: optim/muon.py

@@ -1,4 +1,4 @@
-"""Which parameters Muon trains, and which rows of a fused one are a matrix of their own.
+"""Which parameters Muon trains, and which rows of a fused one are a separate matrix.
 
 It handles names and shapes, never the model; model/muon.py reads the rows from the modules.
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tmoe.ops.newton_schulz import flops
 
-# What AdamW trains, whatever the pattern: tables of tokens, routers, and gates of one row; in models of
+# AdamW trains these, whatever the pattern: tables of tokens, routers, and gates of one row; in models of
 # Hugging Face a router is a module named gate.
 NEVER = re.compile(r"embed|(^|\.)(lm_)?head\.|router|shared_gate|(^|\.)gate\.weight$|bias$")
 
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     height: int | None = None
     """rows of a run; None: `step`"""
     apart: bool = False
-    """whether each run is a matrix of its own"""
+    """whether each run is a separate matrix"""
 
     def of(self, weight: Tensor) -> Tensor:
         """A view of these rows of [..., rows, columns]: [..., runs, height, columns]."""

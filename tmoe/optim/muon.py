@@ -1,4 +1,4 @@
-"""Muon for matrices, beside AdamW for all other parameters, on parameters of any meshes.
+"""Muon for matrices, and AdamW for all other parameters, on parameters of any meshes.
 
     m <- momentum m + (1 - momentum) g          u = (1 - momentum) g + momentum m     (Nesterov's)
     W <- (1 - lr decay) W - lr 0.2 sqrt(max(out, in)) orthogonal(u)

@@ -34,6 +34,8 @@ NEEDED = {
 
 # Parts of the names of Megatron's programs that do not train a decoder of text.
 PROGRAMS = "bert", "t5", "ict", "retro", "mamba", "hybrid", "vision", "vlm", "mimo", "multimodal", "inpaint"
+# Muon's matrices, for a factor of their learning rate
+MUON = r"\.(qkv|qkv_a|q_b|kv_b|o|gate_up|down|to_latent|from_latent)(\.weight)?$"
 AXES = tuple(
     f"--{name}-parallel-size"
     for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
@@ -418,6 +420,7 @@ def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     out.set("--optim.weight-decay", given.number("--weight-decay", 0.01))
     out.set("--optim.betas", given.number("--adam-beta1", 0.9), given.number("--adam-beta2", 0.999))
     _types(given, out)
+    _muon(given, out)
     _narrow(given, out)
     seed = given.whole("--seed", 1234)
     out.set("--seed", seed)
@@ -460,6 +463,25 @@ def _narrow(given: GivenFlags, out: TranslatedCommand) -> None:
             out.refuse(f"{flag}={kind}", f"both moments have one type, and --exp-avg-dtype is {of_both}")
         elif kind != "fp32":
             out.set(f"--optim.{ours}", kind)
+
+
+def _muon(given: GivenFlags, out: TranslatedCommand) -> None:
+    """Muon's settings and QK-Clip. Megatron's update is extra-scale / 0.2 times as large as tmoe's."""
+    optimizer = given.text("--optimizer", "adam")
+    if given.has("--qk-clip"):
+        out.set("--optim.qk-clip", given.number("--qk-clip-threshold", 100.0, 0))
+    if optimizer not in ("muon", "dist_muon"):
+        if optimizer != "adam":
+            out.refuse(f"--optimizer={optimizer}", "tmoe trains with AdamW, or with Muon and AdamW")
+        return
+    out.set("--optim.muon", ".")
+    out.set("--optim.muon-momentum", given.number("--muon-momentum", 0.95, 0))
+    out.set("--optim.muon-iterations", given.whole("--muon-num-ns-steps", 5, 1))
+    times = given.number("--muon-extra-scale-factor", 1.0, 0) / 0.2
+    if round(times, 6) != 1:
+        out.set("--optim.lr-factors", f"{MUON}:{times:g}")
+        note = f"updates of Muon's matrices are {times:g} times AdamW's there (--muon-extra-scale-factor)"
+        out.notes.append(f"{note}: a factor of their learning rate here, which decays them as many times")
 
 
 def _schedule(given: GivenFlags, out: TranslatedCommand, steps: int, batch: int) -> None:
