@@ -64,8 +64,12 @@ WISHES = (
         "early stopping is not there yet; valid: --train.eval-every, and Ctrl-C, which saves",
     ),
     (
-        r"muon|adafactor|\blion\b|shampoo|\bsgd\b|sophia|optimizer.?(name|type)|\b(optimizer|optim)$",
-        "another optimizer is not there yet; valid: AdamW, with the settings of --optim",
+        r"muon",
+        "valid: --optim.muon PATTERN trains the matrices that the pattern finds, '.' is every matrix",
+    ),
+    (
+        r"adafactor|\blion\b|shampoo|\bsgd\b|sophia|optimizer.?(name|type)|\b(optimizer|optim)$",
+        "another optimizer is not there yet; valid: AdamW, with the settings of --optim, and --optim.muon",
     ),
     (
         r"critic|value.?model|value.?head\b|\bppo\b|\bgae\b|vf.?coef",

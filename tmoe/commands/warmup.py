@@ -63,8 +63,8 @@ def traces(cfg: Config) -> list[tuple]:
     tokens = cfg.train.batch * cfg.train.seq // (cfg.parallel.cp * cfg.parallel.tp)
     found = of_layer(cfg, tokens, dtype)
     masters = FLOATS[cfg.optim.masters]
-    states = DTYPES[cfg.optim.states]
-    found += traces_of(StepShapes(m.vocab, m.dim, IGNORE, dtype, by_log_probs(cfg), states, masters))
+    states, muon = DTYPES[cfg.optim.states], cfg.optim.muon is not None
+    found += traces_of(StepShapes(m.vocab, m.dim, IGNORE, dtype, by_log_probs(cfg), states, masters, muon))
     if m.linear_layers:
         found += traces_of(linear_shapes(cfg, dtype, trained=True))
         found += traces_of(linear_shapes(cfg, dtype, trained=False)) if cfg.task == "grpo" else []

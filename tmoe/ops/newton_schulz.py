@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from tmoe.ops.reference import SLACK, TINY, polynomials
+from tmoe.ops.symmetric import symmetric_product
 
+# Least short edge for which ops/symmetric.py computes A and A^2; None: none. No GPU has measured it yet.
+SYMMETRIC: int | None = None
 CHUNK = 2**29  # most elements of the matrices that are iterated at a time: 1 GiB in bf16
 
 
@@ -40,14 +43,19 @@ def _iterated(stack: Tensor, iterations: int) -> Tensor:
     """`orthogonal` of a stack [E, out, in]."""
     wide = torch.promote_types(stack.dtype, torch.float32)
     norm = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True, dtype=wide)
-    x = (stack.to(wide) / (norm * SLACK + TINY)).to(stack.dtype)
+    x = torch.mul(stack, 1 / (norm * SLACK + TINY), out=torch.empty_like(stack))
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT.contiguous() if tall else x
+    halved = x.is_cuda and x.dtype == torch.bfloat16 and SYMMETRIC is not None
+    halved = halved and min(x.shape[-2:]) >= SYMMETRIC
     for a, b, c in polynomials(iterations):
-        gram = x @ x.mT
-        mix = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, mix, x, beta=a)
-    return x.mT.contiguous() if tall else x
+        if halved:
+            gram = symmetric_product(x, tall=tall)
+            mix = symmetric_product(gram, gram, c, b)
+        else:
+            gram = x.mT @ x if tall else x @ x.mT
+            mix = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, mix, beta=a) if tall else torch.baddbmm(x, mix, x, beta=a)
+    return x
 
 
 def flops(rows: int, columns: int, iterations: int = 5) -> int:

@@ -345,6 +345,7 @@ def build_optimizer(
         matrices = {p: known.get(name, whole(p.shape[-2])) for name, p in named if name in muon}
         rule = cfg.muon_momentum, cfg.muon_iterations, products
         optimizer: AdamW = Muon(groups, matrices, *rule, **settings)
+        vars(optimizer)["on_gpu"] = device.type == "cuda"
     else:
         optimizer = AdamW(groups, **settings)
     optimizer.keeps_fresh = keeps_fresh

@@ -26,14 +26,15 @@ import torch
 from torch import Tensor
 
 from tmoe.ops.dynamic_map import dequantise, quantise
+from tmoe.ops.muon_op import look_ahead_, write_
 from tmoe.ops.newton_schulz import CHUNK, orthogonal
 from tmoe.ops.stochastic import random_bits, rounded
 from tmoe.optim.adamw import AdamW, _local
 from tmoe.optim.matrices import Parts
 from tmoe.optim.owners import at_owners, rows_group, waves
 from tmoe.optim.states import MOMENTUM, SCALES
-from tmoe.parallel.copies import make_stale
-from tmoe.parallel.mesh import local_part
+from tmoe.parallel.copies import WorkingCopy, make_stale, version, working_copy
+from tmoe.parallel.mesh import local_part, local_slices
 
 
 class Piece(NamedTuple):
@@ -58,8 +59,11 @@ class Piece(NamedTuple):
 class Muon(AdamW):
     """AdamW, but the groups of kind "muon" are trained by Muon.
 
-    Clipping, skipped steps, offloaded and narrow moments are as in AdamW. On a GPU the host does not wait.
+    Clipping, skipped steps, offloaded and narrow moments are as in AdamW. On a GPU the host does not wait,
+    and fp32 weights and momenta are read and written by kernels (ops/muon_op.py).
     """
+
+    on_gpu = False
 
     def __init__(
         self,
@@ -80,6 +84,9 @@ class Muon(AdamW):
         self.momentum = momentum
         self.iterations = iterations
         self.products = products
+        self.one: Tensor | None = None  # on the device
+        self._row_scales: dict[Tensor, Tensor] = {}
+        self._written: set[WorkingCopy] = set()
         for p in self.matrices:
             rows_group(p)
 
@@ -92,9 +99,8 @@ class Muon(AdamW):
         groups = self.param_groups
         by_muon = [group for group in groups if group.get("kind") == "muon"]
         trained = [(p, group) for group in by_muon for p in group["params"] if p.grad is not None]
-        on_gpu = any(p.is_cuda for p, _ in trained)
-        if closure is None and trained and (on_gpu or self.finite is None or self.finite):
-            self._step_of_matrices(trained, self.finite if on_gpu else None)
+        if closure is None and trained and (self.on_gpu or self.finite is None or self.finite):
+            self._step_of_matrices(trained, self.finite if self.on_gpu else None)
         self.param_groups = [group for group in groups if group.get("kind") != "muon"]
         try:
             super().step(closure)
@@ -113,8 +119,16 @@ class Muon(AdamW):
             sizes = [piece.elements for piece in pieces]
             for wave in waves(sizes, 1 if ranks is None else ranks.size()):
                 self._step_of_wave([pieces[i] for i in wave], finite, ranks)
+        copies = [working_copy(p) for p, _ in trained]
+        current = [copy is not None and copy.seen == version(copy.master) for copy in copies]
         torch.autograd.graph.increment_version([p for p, _ in trained])
-        make_stale(p for p, _ in trained)
+        for (p, _), copy, was in zip(trained, copies, current, strict=True):
+            if copy is not None and copy in self._written:
+                # a skipped step writes no copy, so a copy that was out of date before the step still is
+                copy.written(self.keeps_fresh and was)
+            else:
+                make_stale([p])
+        self._written.clear()
 
     def _step_of_wave(self, pieces: list[Piece], finite: Tensor | None, ranks: Any) -> None:
         """A step of some pieces; a collective of `ranks`, unless they are None."""
@@ -125,18 +139,26 @@ class Muon(AdamW):
         ahead = [self._ahead(piece, finite) for piece in pieces]
         shapes = [(piece.p.shape[-2], piece.p.shape[-1]) for piece in pieces]
         for piece, update in zip(pieces, at_owners(ahead, shapes, compute, ranks), strict=True):
-            self._write(piece, update, finite)
+            if copy := self._write(piece, update, finite):
+                self._written.add(copy)
 
     def _ahead(self, piece: Piece, finite: Tensor | None) -> Tensor:
         """Writes a piece's new momentum; returns Nesterov's look ahead, in the type of the products."""
         p, state = piece.p, self.state[piece.p]
         assert p.grad is not None
-        grad = piece.of(_local(p.grad)).float()
-        if self.factor is not None:
-            grad = grad * self.factor
+        raw = piece.of(_local(p.grad)).contiguous()
         stored = piece.of(local_part(state[MOMENTUM]))
         scale = state.get(SCALES[MOMENTUM])
         scale = None if scale is None else piece.of(local_part(scale))
+        if self.on_gpu and scale is None and stored.dtype == torch.float32:
+            there = stored.to(raw.device, non_blocking=True)
+            ahead = look_ahead_(raw, there, *self._numbers(finite), self.momentum, self.products)
+            if there is not stored:
+                stored.copy_(there, non_blocking=True)
+            return ahead
+        grad = raw.float()
+        if self.factor is not None:
+            grad = grad * self.factor
         old = stored.to(grad.device, non_blocking=True)
         if scale is not None:
             old = dequantise(old, scale.to(grad.device, non_blocking=True), True)
@@ -151,7 +173,7 @@ class Muon(AdamW):
         return ahead
 
     def _orthogonal(self, parameters: Sequence[Tensor], full: Sequence[Tensor]) -> list[Tensor]:
-        """The update of each weight, scaled, from Nesterov's look ahead. Equal matrices are one batch."""
+        """The update of each weight from Nesterov's look ahead. Equal matrices are one batch."""
         found = [torch.empty_like(u) for u in full]
         batches: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for p, u, into in zip(parameters, full, found, strict=True):
@@ -160,17 +182,45 @@ class Muon(AdamW):
                 batches[given.shape[-2], given.shape[-1]].append((given, rows.of(into)))
         for (out, inner), pairs in batches.items():
             stacks = [given.reshape(-1, out, inner) for given, _ in pairs]
-            done = orthogonal(torch.cat(stacks), self.iterations) * (0.2 * max(out, inner) ** 0.5)
+            done = orthogonal(torch.cat(stacks), self.iterations)
             for (_, into), o in zip(pairs, done.split([len(stack) for stack in stacks]), strict=True):
                 into.copy_(o.view(into.shape))
         return found
 
-    def _write(self, piece: Piece, update: Tensor, finite: Tensor | None) -> None:
-        """Adds the update to the weight, which decays."""
+    def _write(self, piece: Piece, update: Tensor, finite: Tensor | None) -> WorkingCopy | None:
+        """Adds the update to the weight, which decays. Returns the working copy that was written as well."""
         weight = piece.of(_local(piece.p))
+        scales = self._scales(piece.p)
+        if self.on_gpu and weight.dtype == torch.float32 and weight.is_contiguous():
+            copy = working_copy(piece.p)
+            copy = None if copy and copy.tensor.dtype == weight.dtype else copy
+            mine = piece.of(copy.mine) if copy else None
+            one = self._numbers(finite)[1]
+            write_(weight, update.contiguous(), mine, scales, one, piece.lr, piece.decay)
+            return copy
         new = weight.float() * (1 - piece.lr * piece.decay)
-        new = new.add_(update, alpha=-piece.lr)
+        new = new.addcmul_(update.float(), scales[:, None], value=-piece.lr)
         self._store(weight, self._narrowed(piece, new, weight.dtype, 1), finite)
+        return None
+
+    def _numbers(self, finite: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The factor of the gradients, and `finite`, 0-dim fp32 on the device; 1 for those that are None."""
+        if self.one is None:
+            device = next(iter(self.matrices)).device
+            self.one = torch.ones((), device=device)
+        return self.one if self.factor is None else self.factor, self.one if finite is None else finite
+
+    def _scales(self, p: Tensor) -> Tensor:
+        """The factor of each of this rank's rows of a matrix: 0.2 sqrt(max(out, in)) of its own matrix."""
+        if p not in self._row_scales:
+            columns = p.shape[-1]
+            full = torch.empty(p.shape[-2], 1)
+            for rows in self.matrices[p]:
+                _, out, inner = rows.shape(columns)
+                rows.of(full).fill_(0.2 * max(out, inner) ** 0.5)
+            own = local_slices(p)[0] if p.ndim == 2 else slice(None)
+            self._row_scales[p] = full[own, 0].to(_local(p).device)
+        return self._row_scales[p]
 
     def _narrowed(self, piece: Piece, new: Tensor, dtype: torch.dtype, which: int) -> Tensor:
         """New numbers, rounded stochastically if they are stored in bf16. which: of the two hashes."""

@@ -23,6 +23,7 @@ class StepShapes(NamedTuple):
     by_log_probs: bool  # whether the loss is computed from log-probs
     states: torch.dtype = torch.float32  # of AdamW's moments; uint8: in blocks of 8 bits
     masters: torch.dtype = torch.float32  # of the weights that AdamW writes
+    muon: bool = False  # whether Muon trains some of them
 
 
 class PassShapes(NamedTuple):
