@@ -77,18 +77,18 @@ def test_a_resharded_step_lies_as_ranks_save_it(gloo, tmp_path):
         assert entry.placement == "dp=8: Shard(dim=0), ep=1: Shard(dim=0)"
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    [
-        ([], MUON, "--optim.muon=.: {step} holds AdamW's moments of blocks.0.attention.qkv.weight and "),
-        (MUON, [], "--optim.muon=None: {step} holds Muon's momentum of blocks.0.attention.qkv.weight and "),
-        (
-            MUON,
-            ["--optim.muon", "experts"],
-            "--optim.muon=experts: {step} holds Muon's momentum of blocks.0.attention.qkv.weight and ",
-        ),
-    ],
-)
+REFUSED = [
+    (MUON, [], "--optim.muon=None: {step} holds Muon's momentum of blocks.0.attention.qkv.weight and "),
+    ([], MUON, "--optim.muon=.: {step} holds AdamW's moments of blocks.0.attention.qkv.weight and "),
+    (
+        MUON,
+        ["--optim.muon", "experts"],
+        "--optim.muon=experts: {step} holds Muon's momentum of blocks.0.attention.qkv.weight and ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "said"), slow_but(REFUSED[:1], REFUSED))
 def test_another_optimizer_is_refused(gloo, tmp_path, before, after, said):
     trained(gloo, tmp_path, *before, "--steps", 2)
     argv = [*runs.SMALL, *WORDS, "--out", str(tmp_path)]

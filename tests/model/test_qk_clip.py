@@ -6,6 +6,7 @@ next: tests/lib/layouts.py
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import layouts
 import pytest
@@ -36,10 +37,14 @@ LAYOUTS = [
 ]
 
 
-def clipped(rank: int, world: int, axes: dict[str, int], model: str, finite: float = 1.0, **parallel):
+def clipped(
+    rank: int, world: int, axes: dict[str, int], model: str, finite: float = 1.0, compile=False, **parallel
+):
     """Largest logits of each layer [H] before and after a clip, and the weights after it."""
     micros = 4 if axes.get("pp") else 1
-    cfg = layouts.config(ParallelConfig(**axes, **parallel), model, micros, optim=dict(qk_clip=LIMIT))
+    cfg = layouts.config(
+        ParallelConfig(**axes, **parallel), model, micros, compile=compile, optim=dict(qk_clip=LIMIT)
+    )
     mesh = layouts.build_mesh(**axes)
     net = layouts.pipeline(cfg, mesh) if mesh.axes.pp > 1 else layouts.transformer(cfg, mesh, True)
     net.to_empty(device="cpu")
@@ -100,6 +105,17 @@ def test_layouts_clip_alike(gloo, world, axes, model):
             torch.testing.assert_close(a[layer], b[layer], rtol=1e-5, atol=1e-7)
     for name, p in want[2].items():
         torch.testing.assert_close(got[2][name], p, rtol=1e-5, atol=1e-8, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["plain", "latent"])
+@pytest.mark.parametrize("checkpoint", ["none", "block", "attention"])
+def test_compiled_and_recomputed_blocks_record_the_same(gloo, model, checkpoint):
+    want = gloo(1, clipped, {}, model)[0]
+    found = gloo(1, partial(clipped, compile=True, checkpoint=checkpoint), {}, model)[0]
+    for a, b in zip(found[:2], want[:2], strict=True):
+        for layer in b:
+            torch.testing.assert_close(a[layer], b[layer], rtol=1e-5, atol=1e-7)
 
 
 def test_a_skipped_step_changes_no_weight(gloo):
