@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,18 +70,18 @@ def prepared(layers: int, muon: bool) -> AdamW:
         parts[f"{layer}.gate_up"] = [Rows(0, 768), Rows(768, 768)]
         parts[f"{layer}.qkv"] = [Rows(0, 4096), Rows(4096, 512), Rows(4608, 512)]
     cfg = OptimConfig(muon="." if muon else None)
-    how = dict(keeps_fresh=True, parts=parts, products=torch.bfloat16)
-    optimizer = build_optimizer(named.items(), cfg, torch.device("cuda"), **how)
+    device = torch.device("cuda")
+    optimizer = build_optimizer(named.items(), cfg, device, True, parts=parts, products=torch.bfloat16)
     init_state(optimizer)
     for p in named.values():
         p.grad = torch.randn(p.shape, device="cuda", dtype=torch.bfloat16) * 1e-3
     return optimizer
 
 
-def of_steps(layers: int, rounds: int) -> list[dict]:
+def of_steps(layers: int, rounds: int) -> list[dict[str, Any]]:
     """The rows of the second table."""
     newton_schulz.SYMMETRIC = None
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, muon, products in (("AdamW", False, True), ("Muon", True, True), ("Muon, passes", True, False)):
         optimizer = prepared(layers, muon)
         real = newton_schulz._iterated

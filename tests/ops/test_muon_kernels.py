@@ -129,7 +129,7 @@ def test_a_step_by_kernels_is_a_step_in_plain_torch(finite, products):
         named["experts"].working_copy = copy = WorkingCopy(named["experts"], BF16)
         cfg, parts = OptimConfig(lr=1e-2, muon="experts|qkv"), dict(qkv=[Rows(0, 10), Rows(10, 6)])
         optimizer = build_optimizer(named.items(), cfg, CPU, True, parts=parts, products=products)
-        optimizer.on_gpu = kernels
+        optimizer.muon.on_gpu = kernels
         for step in range(2):
             copy.refresh()  # as a forward does
             for i, p in enumerate(named.values()):

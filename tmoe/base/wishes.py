@@ -64,7 +64,7 @@ WISHES = (
         "early stopping is not there yet; valid: --train.eval-every, and Ctrl-C, which saves",
     ),
     (
-        r"muon",
+        r"^(use.?)?muon",
         "valid: --optim.muon PATTERN trains the matrices that the pattern finds, '.' is every matrix",
     ),
     (

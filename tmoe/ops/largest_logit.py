@@ -9,7 +9,6 @@ next: model/qk_clip.py
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from tmoe.ops.register import on_any_device
@@ -47,14 +46,14 @@ def largest_logit(
     """
     B, S, H = q_BSHC.shape[:3]
     J, G = k_BJGC.shape[1:3]
-    k_BGCJ = rearrange(k_BJGC.detach(), "b j g c -> b g c j")
+    k_BGCJ = k_BJGC.detach().permute(0, 2, 3, 1)
     rows = max(1, CHUNK // max(1, B * H * J))
     at_J = torch.arange(J, device=q_BSHC.device)
     for begin in range(0, S, rows):
         part = q_BSHC.detach()[:, begin : begin + rows]
         n = part.shape[1]
-        q_BGXC = rearrange(part, "b s (g p) c -> b g (p s) c", g=G)
-        logits = rearrange(q_BGXC @ k_BGCJ, "b g (p s) j -> b (g p) s j", s=n).abs()
+        q_BGXC = part.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        logits = (q_BGXC @ k_BGCJ).unflatten(2, (-1, n)).flatten(1, 2).abs()
         if mask is None or window:
             i = torch.arange(begin, begin + n, device=q_BSHC.device)[:, None]
             seen = i >= at_J

@@ -24,8 +24,19 @@ from tmoe.ops.narrow_adamw import Row, narrow_adamw_, step_on_cpu_
 from tmoe.ops.reference import AdamWRule
 from tmoe.ops.stochastic import Place, place_of, salt_of
 from tmoe.optim.matrices import Parts, chosen, whole
+from tmoe.optim.muon import Muon
 from tmoe.optim.offload import HostRoom
-from tmoe.optim.states import DTYPES, MOMENTS, SCALES, STATE, States, converted, form_of, new_moments
+from tmoe.optim.states import (
+    DTYPES,
+    MOMENTS,
+    MOMENTUM,
+    SCALES,
+    STATE,
+    States,
+    converted,
+    form_of,
+    new_moments,
+)
 from tmoe.parallel.copies import WorkingCopy, make_stale, version, working_copy
 from tmoe.parallel.mesh import local_part, local_slices
 
@@ -78,6 +89,7 @@ class AdamW(torch.optim.AdamW):
     keeps_fresh: all other code that writes to the weights calls `make_stale`, so a forward need not cast the
         weights again.
     offload: the moments are stored in pinned host memory.
+    muon: trains the groups of kind "muon" (optim/muon.py); None: there are none.
     states: how the moments are stored (optim/states.py). Then weights in bf16 are masters, which are rounded
         stochastically. None: moments have the type of their parameter.
     salts: 32 random bits of each parameter, for stochastic rounding.
@@ -88,6 +100,7 @@ class AdamW(torch.optim.AdamW):
 
     keeps_fresh = False
     offload = False
+    muon: Muon | None = None
     states: States | None = None
     factor: Tensor | None = None
     finite: Tensor | None = None
@@ -120,7 +133,7 @@ class AdamW(torch.optim.AdamW):
 
     def moments_of(self, p: Tensor) -> Sequence[str]:
         """The names of a parameter's moments."""
-        return MOMENTS
+        return MOMENTS if self.muon is None or p not in self.muon.matrices else (MOMENTUM,)
 
     def new_state(
         self, p: Tensor, device: torch.device | str, states: States | None = None
@@ -152,10 +165,21 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:
         """Takes a step as the last `decide` set it, or without clipping if `decide` was not called.
 
-        ValueError for a closure.
+        With Muon it is a collective of the ranks that share matrices. ValueError for a closure.
         """
         if closure is not None:
             raise ValueError("AdamW.step: got a closure, valid is None: compute loss and gradients before")
+        groups = self.param_groups
+        if self.muon is not None:
+            self.muon.step(self, [group for group in groups if group.get("kind") == "muon"])
+            self.param_groups = [group for group in groups if group.get("kind") != "muon"]
+        try:
+            self._step_of_adamw()
+        finally:
+            self.param_groups = groups
+        self.factor = self.finite = None
+
+    def _step_of_adamw(self) -> None:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         kinds = [torch.float32] + [torch.bfloat16] * (self.states is not None)
         if all(p.is_cuda and p.dtype in kinds for p in params):
@@ -168,7 +192,6 @@ class AdamW(torch.optim.AdamW):
             else:
                 self._step_in_plain_torch()
             make_stale(params)
-        self.factor = self.finite = None
 
     def _step_in_plain_torch(self) -> None:
         for group in self.param_groups:
@@ -337,17 +360,12 @@ def build_optimizer(
         for p in (p for group in groups for p in group["params"]):
             p.grad_dtype = None  # any type: a bf16 gradient that is not reduced need not become fp32
     groups = groups or [dict(params=[], weight_decay=0.0)]  # empty in a frozen pipeline stage
-    settings = dict(lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type in ("cuda", "cpu"))
+    optimizer = AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type in ("cuda", "cpu"))
     if muon:
-        from tmoe.optim.muon import Muon  # its class is an AdamW
-
         known = parts or {}
         matrices = {p: known.get(name, whole(p.shape[-2])) for name, p in named if name in muon}
         rule = cfg.muon_momentum, cfg.muon_iterations, products
-        optimizer: AdamW = Muon(groups, matrices, *rule, **settings)
-        vars(optimizer)["on_gpu"] = device.type == "cuda"
-    else:
-        optimizer = AdamW(groups, **settings)
+        optimizer.muon = Muon(matrices, *rule, device.type == "cuda")
     optimizer.keeps_fresh = keeps_fresh
     optimizer.offload = cfg.offload and device.type == "cuda"
     if (cfg.states, cfg.masters) != ("fp32", "fp32"):

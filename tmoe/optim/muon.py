@@ -18,7 +18,7 @@ next: optim/owners.py
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from tmoe.ops.dynamic_map import dequantise, quantise
 from tmoe.ops.muon_op import look_ahead_, write_
 from tmoe.ops.newton_schulz import CHUNK, orthogonal
 from tmoe.ops.stochastic import random_bits, rounded
-from tmoe.optim.adamw import AdamW, _local
 from tmoe.optim.matrices import Parts
 from tmoe.optim.owners import at_owners, rows_group, waves
 from tmoe.optim.states import MOMENTUM, SCALES
@@ -56,63 +55,54 @@ class Piece(NamedTuple):
         return t[self.begin : self.end]
 
 
-class Muon(AdamW):
-    """AdamW, but the groups of kind "muon" are trained by Muon.
+class Muon:
+    """Muon's part of an optimizer: its groups of kind "muon", whose state is `optimizer.state`.
 
-    Clipping, skipped steps, offloaded and narrow moments are as in AdamW. On a GPU the host does not wait,
-    and fp32 weights and momenta are read and written by kernels (ops/muon_op.py).
+    On a GPU fp32 weights and momenta are read and written by kernels (ops/muon_op.py), and the host does not
+    wait.
     """
-
-    on_gpu = False
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
         matrices: Mapping[Tensor, Parts],
         momentum: float,
         iterations: int,
         products: torch.dtype,
-        **settings: Any,
+        on_gpu: bool,
     ) -> None:
-        """matrices: rows of each matrix, for the parameters in groups of kind "muon".
+        """matrices: rows of each matrix, for each parameter.
 
         momentum: decay of the momentum. iterations: of Newton-Schulz. products: type of its products.
-        settings: AdamW's.
+        ValueError for a matrix that the layout cuts otherwise than by rows.
         """
-        super().__init__(groups, **settings)
         self.matrices = dict(matrices)
         self.momentum = momentum
         self.iterations = iterations
         self.products = products
+        self.on_gpu = on_gpu
+        self.optimizer: Any = None  # the AdamW that steps
         self.one: Tensor | None = None  # on the device
         self._row_scales: dict[Tensor, Tensor] = {}
         self._written: set[WorkingCopy] = set()
         for p in self.matrices:
             rows_group(p)
 
-    def moments_of(self, p: Tensor) -> Sequence[str]:
-        return (MOMENTUM,) if p in self.matrices else super().moments_of(p)
+    def step(self, optimizer: Any, groups: Iterable[dict[str, Any]]) -> None:
+        """Takes a step as the last `decide` of the optimizer, an AdamW, set it.
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Takes a step as `AdamW.step` does; a collective of the ranks that share the matrices."""
-        groups = self.param_groups
-        by_muon = [group for group in groups if group.get("kind") == "muon"]
-        trained = [(p, group) for group in by_muon for p in group["params"] if p.grad is not None]
-        if closure is None and trained and (self.on_gpu or self.finite is None or self.finite):
-            self._step_of_matrices(trained, self.finite if self.on_gpu else None)
-        self.param_groups = [group for group in groups if group.get("kind") != "muon"]
-        try:
-            super().step(closure)
-        finally:
-            self.param_groups = groups
+        A collective of the ranks that share the matrices.
+        """
+        self.optimizer = optimizer
+        trained = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
+        if trained and (self.on_gpu or optimizer.finite is None or optimizer.finite):
+            self._step_of_matrices(trained, optimizer.finite if self.on_gpu else None)
 
     def _step_of_matrices(self, trained: list[tuple[Tensor, dict[str, Any]]], finite: Tensor | None) -> None:
         """finite: 0-dim on the device; if it is 0, nothing is written. None: 1."""
         by_ranks: dict[Any, list[Piece]] = defaultdict(list)
-        self._begin([p for p, _ in trained])
+        self.optimizer._begin([p for p, _ in trained])
         for p, group in trained:
-            self.state[p]["step"] += 1 if finite is None else finite
+            self.optimizer.state[p]["step"] += 1 if finite is None else finite
             rule = group["lr"], group["weight_decay"]
             by_ranks[rows_group(p)] += [Piece(p, *span, *rule) for span in _spans(p)]
         for ranks, pieces in by_ranks.items():
@@ -125,7 +115,7 @@ class Muon(AdamW):
         for (p, _), copy, was in zip(trained, copies, current, strict=True):
             if copy is not None and copy in self._written:
                 # a skipped step writes no copy, so a copy that was out of date before the step still is
-                copy.written(self.keeps_fresh and was)
+                copy.written(self.optimizer.keeps_fresh and was)
             else:
                 make_stale([p])
         self._written.clear()
@@ -144,9 +134,9 @@ class Muon(AdamW):
 
     def _ahead(self, piece: Piece, finite: Tensor | None) -> Tensor:
         """Writes a piece's new momentum; returns Nesterov's look ahead, in the type of the products."""
-        p, state = piece.p, self.state[piece.p]
+        p, state = piece.p, self.optimizer.state[piece.p]
         assert p.grad is not None
-        raw = piece.of(_local(p.grad)).contiguous()
+        raw = piece.of(local_part(p.grad.detach())).contiguous()
         stored = piece.of(local_part(state[MOMENTUM]))
         scale = state.get(SCALES[MOMENTUM])
         scale = None if scale is None else piece.of(local_part(scale))
@@ -157,8 +147,8 @@ class Muon(AdamW):
                 stored.copy_(there, non_blocking=True)
             return ahead
         grad = raw.float()
-        if self.factor is not None:
-            grad = grad * self.factor
+        if self.optimizer.factor is not None:
+            grad = grad * self.optimizer.factor
         old = stored.to(grad.device, non_blocking=True)
         if scale is not None:
             old = dequantise(old, scale.to(grad.device, non_blocking=True), True)
@@ -189,7 +179,7 @@ class Muon(AdamW):
 
     def _write(self, piece: Piece, update: Tensor, finite: Tensor | None) -> WorkingCopy | None:
         """Adds the update to the weight, which decays. Returns the working copy that was written as well."""
-        weight = piece.of(_local(piece.p))
+        weight = piece.of(local_part(piece.p.detach()))
         scales = self._scales(piece.p)
         if self.on_gpu and weight.dtype == torch.float32 and weight.is_contiguous():
             copy = working_copy(piece.p)
@@ -208,7 +198,10 @@ class Muon(AdamW):
         if self.one is None:
             device = next(iter(self.matrices)).device
             self.one = torch.ones((), device=device)
-        return self.one if self.factor is None else self.factor, self.one if finite is None else finite
+        return (
+            self.one if self.optimizer.factor is None else self.optimizer.factor,
+            self.one if finite is None else finite,
+        )
 
     def _scales(self, p: Tensor) -> Tensor:
         """The factor of each of this rank's rows of a matrix: 0.2 sqrt(max(out, in)) of its own matrix."""
@@ -219,16 +212,16 @@ class Muon(AdamW):
                 _, out, inner = rows.shape(columns)
                 rows.of(full).fill_(0.2 * max(out, inner) ** 0.5)
             own = local_slices(p)[0] if p.ndim == 2 else slice(None)
-            self._row_scales[p] = full[own, 0].to(_local(p).device)
+            self._row_scales[p] = full[own, 0].to(local_part(p).device)
         return self._row_scales[p]
 
     def _narrowed(self, piece: Piece, new: Tensor, dtype: torch.dtype, which: int) -> Tensor:
         """New numbers, rounded stochastically if they are stored in bf16. which: of the two hashes."""
-        if dtype != torch.bfloat16 or self.states is None:
+        if dtype != torch.bfloat16 or self.optimizer.states is None:
             return new
         count = new[0].numel() if len(new) else 0
-        step = self.state[piece.p]["step"].long()
-        bits = random_bits(self._place(piece.p), step, new.numel(), new.device, piece.begin * count)
+        step = self.optimizer.state[piece.p]["step"].long()
+        bits = random_bits(self.optimizer._place(piece.p), step, new.numel(), new.device, piece.begin * count)
         return rounded(new, bits[which].view(new.shape) & 0xFFFF)
 
     @staticmethod

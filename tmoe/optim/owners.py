@@ -85,26 +85,25 @@ def at_owners(
     """
     if group is None:
         return compute(list(range(len(local))), list(local))
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
     owner = owners_of(shapes, ranks)
-    own = [i for i, at in enumerate(owner) if at == rank]
+    order = sorted(range(len(local)), key=owner.__getitem__)  # by owner
+    own = [i for i in order if owner[i] == group.rank()]
     tall = [[height(shapes[i][0], ranks, r) for i in own] for r in range(ranks)]  # of each rank's rows
-    received = [sum(h * shapes[i][1] for h, i in zip(tall[r], own, strict=True)) for r in range(ranks)]
-    order = [i for r in range(ranks) for i, at in enumerate(owner) if at == r]
-    sent = [sum(local[i].numel() for i, at in enumerate(owner) if at == r) for r in range(ranks)]
+    sizes = [[h * shapes[i][1] for h, i in zip(rows, own, strict=True)] for rows in tall]
+    received = [sum(of_rank) for of_rank in sizes]
+    sent = [0] * ranks
+    for i in order:
+        sent[owner[i]] += local[i].numel()
 
     there = _exchanged(torch.cat([local[i].reshape(-1) for i in order]), sent, received, group)
-    by_rank = [
-        part.split([h * shapes[i][1] for h, i in zip(tall[r], own, strict=True)])
-        for r, part in enumerate(there.split(received))
-    ]
-    full = [torch.cat([by_rank[r][k] for r in range(ranks)]).view(shapes[i]) for k, i in enumerate(own)]
-    done = [m.split([rows[k] for rows in tall]) for k, m in enumerate(compute(own, full))]
-    back = [done[k][r].reshape(-1) for r in range(ranks) for k in range(len(own))]
+    by_rank = [part.split(of_rank) for part, of_rank in zip(there.split(received), sizes, strict=True)]
+    full = [torch.cat(parts).view(shapes[i]) for i, *parts in zip(own, *by_rank, strict=True)]
+    done = [m.split(heights) for m, *heights in zip(compute(own, full), *tall, strict=True)]
+    back = [part.reshape(-1) for parts in zip(*done, strict=True) for part in parts]
     flat = _exchanged(torch.cat(back) if back else there[:0], received, sent, group)
-    parts = flat.split([local[i].numel() for i in order])
-    found = dict(zip(order, parts, strict=True))
-    return [found[i].view(local[i].shape) for i in range(len(local))]
+    found = dict(zip(order, flat.split([local[i].numel() for i in order]), strict=True))
+    return [found[i].view(rows.shape) for i, rows in enumerate(local)]
 
 
 def _exchanged(t: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
