@@ -1,4 +1,4 @@
-"""Times Newton-Schulz on a stack of experts, and a step of Muon beside one of AdamW, on one GPU.
+"""Times Newton-Schulz on a stack of experts, and a step of Muon and of AdamW, on one GPU.
 
     python -m benchmarks.muon_step
     python -m benchmarks.muon_step --layers 2 --json muon.jsonl

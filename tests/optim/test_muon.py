@@ -41,7 +41,7 @@ LAYOUTS = [  # processes, axes, model, by head, forwards whole
     (2, dict(ep=2), "kinds", True, True),
     (4, dict(dp=4, tp=2), "gqa", False, True),
     (4, dict(dp=2, replicate=2), "gqa", False, True),
-    (4, dict(dp=2, cp=2), "gqa", False, False),
+    (2, dict(dp=2, cp=2), "gqa", False, False),
     (2, dict(pp=2), "gqa", False, True),
     (4, dict(pp=2, dp=2), "olmoe", False, True),
     (2, dict(etp=2), "gqa", False, True),

@@ -1,4 +1,4 @@
-"""Muon on a GPU: a step by kernels beside plain torch, symmetric products, a skipped step without the host.
+"""Muon on a GPU: a step by kernels and in plain torch, symmetric products, a skipped step without the host.
 
 next: tests/ops/test_muon_kernels.py
 """

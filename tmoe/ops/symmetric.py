@@ -1,7 +1,7 @@
 """alpha X X^T + beta D for a stack of matrices, whose result is symmetric: half of the products.
 
 A product of two matrices does not know that its result is symmetric. This kernel computes the tiles on and
-below the diagonal, and writes each tile below it twice. Of m / 128 = 6 tiles a side it computes 21 of 36.
+below the diagonal, and writes each tile below it twice. With m / 128 = 6 tiles a side it computes 21 of 36.
 
 next: ops/newton_schulz.py
 """

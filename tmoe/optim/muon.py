@@ -204,7 +204,7 @@ class Muon:
         )
 
     def _scales(self, p: Tensor) -> Tensor:
-        """The factor of each of this rank's rows of a matrix: 0.2 sqrt(max(out, in)) of its own matrix."""
+        """The factor of each row on this rank: 0.2 sqrt(max(out, in)) of the row's matrix."""
         if p not in self._row_scales:
             columns = p.shape[-1]
             full = torch.empty(p.shape[-2], 1)
