@@ -252,6 +252,6 @@ def test_muon_adds_its_products_and_saves_a_moment():
     )
     shapes = [(24, 4096, 14336), (2, 4096, 4096), (2, 1024, 4096)]  # of a layer, experts before q, o and k, v
     least = 32 * sum(count * 5 * (4 * m * m * n + 2 * m**3) for count, m, n in shapes) / 8 / M.product_rate
-    assert least < more < 1.3 * least
+    assert 0.99 * least < more < 1.3 * least  # fused matrices are counted as one
     saved = memory_per_rank(plain, axes)["moments"] - memory_per_rank(muon, axes)["moments"]
     assert saved == pytest.approx(4 * 46_439_333_888 / 8, rel=1e-6)
