@@ -28,7 +28,7 @@ from tmoe.ops.newton_schulz import flops, orthogonal
 from tmoe.ops.reference import MuonRule, muon, newton_schulz
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
 from tmoe.optim.matrices import Rows, fits_muon, work
-from tmoe.optim.owners import height, owners_of, waves
+from tmoe.optim.owners import at_owners, height, owners_of, waves
 from tmoe.parallel.layout import lay_out
 from tmoe.parallel.mesh import shard_dim
 from tmoe.plan.memory import memory_per_rank
@@ -147,6 +147,26 @@ def sent(rank: int, world: int, pattern: str) -> int:
 def test_experts_are_sent_nowhere_and_dense_matrices_twice(gloo):
     assert gloo(4, sent, "experts") == [0] * 4
     assert gloo(4, sent, "attention") == [2] * 4
+
+
+def doubled(rank: int, world: int) -> list[bool]:
+    """Rows of three matrices, one of them of fewer rows than ranks; owners multiply matrix i by 2 i."""
+    shapes = [(2, 3), (9, 4), (5, 1)]
+    whole = [
+        torch.arange(rows * columns, dtype=torch.bfloat16).view(rows, columns) for rows, columns in shapes
+    ]
+    local = [t.chunk(world)[rank] if rank < len(t.chunk(world)) else t[:0] for t in whole]
+
+    def compute(numbers: list[int], full: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert all(torch.equal(t, whole[i]) for i, t in zip(numbers, full, strict=True))
+        return [2 * i * t for i, t in zip(numbers, full, strict=True)]
+
+    found = at_owners(local, shapes, compute, dist.group.WORLD)
+    return [torch.equal(t, 2 * i * rows) for i, (t, rows) in enumerate(zip(found, local, strict=True))]
+
+
+def test_ranks_without_rows_take_part(gloo):
+    assert gloo(4, doubled) == [[True] * 3] * 4
 
 
 def test_owners_have_about_the_same_work():

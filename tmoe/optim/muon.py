@@ -29,7 +29,7 @@ from tmoe.ops.dynamic_map import dequantise, quantise
 from tmoe.ops.muon_op import look_ahead_, write_
 from tmoe.ops.newton_schulz import CHUNK, orthogonal
 from tmoe.ops.stochastic import random_bits, rounded
-from tmoe.optim.matrices import Parts
+from tmoe.optim.matrices import Parts, Rows
 from tmoe.optim.owners import at_owners, rows_group, waves
 from tmoe.optim.states import MOMENTUM, SCALES
 from tmoe.parallel.copies import WorkingCopy, make_stale, version, working_copy
@@ -163,18 +163,26 @@ class Muon:
         return ahead
 
     def _orthogonal(self, parameters: Sequence[Tensor], full: Sequence[Tensor]) -> list[Tensor]:
-        """The update of each weight from Nesterov's look ahead. Equal matrices are one batch."""
-        found = [torch.empty_like(u) for u in full]
-        batches: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for p, u, into in zip(parameters, full, found, strict=True):
+        """The update of each weight from Nesterov's look ahead. Matrices of one shape are one batch."""
+        found = [
+            u if len(self.matrices[p]) == 1 else torch.empty_like(u)
+            for p, u in zip(parameters, full, strict=True)
+        ]
+        batches: dict[tuple[int, int], list[tuple[int, Rows, Tensor]]] = defaultdict(list)
+        for i, (p, u) in enumerate(zip(parameters, full, strict=True)):
             for rows in self.matrices[p]:
                 given = rows.matrices(u)
-                batches[given.shape[-2], given.shape[-1]].append((given, rows.of(into)))
-        for (out, inner), pairs in batches.items():
-            stacks = [given.reshape(-1, out, inner) for given, _ in pairs]
-            done = orthogonal(torch.cat(stacks), self.iterations)
-            for (_, into), o in zip(pairs, done.split([len(stack) for stack in stacks]), strict=True):
-                into.copy_(o.view(into.shape))
+                batches[given.shape[-2], given.shape[-1]].append((i, rows, given))
+        for (out, inner), some in batches.items():
+            stacks = [given.reshape(-1, out, inner) for *_, given in some]
+            stack = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
+            done = orthogonal(stack, self.iterations).split([len(one) for one in stacks])
+            for (i, rows, _), o in zip(some, done, strict=True):
+                if found[i] is full[i]:  # its only part is the whole weight
+                    found[i] = o.view(full[i].shape)
+                else:
+                    into = rows.of(found[i])
+                    into.copy_(o.view(into.shape))
         return found
 
     def _write(self, piece: Piece, update: Tensor, finite: Tensor | None) -> WorkingCopy | None:
