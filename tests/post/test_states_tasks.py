@@ -1,4 +1,4 @@
-"""Narrow states in finetuning, preferences and GRPO, with adapters: resumed in every bit, and the reference.
+"""Narrow states and Muon in finetuning, preferences and GRPO: resumed in every bit, and the reference.
 
 next: tests/end_to_end/test_states_train.py
 """
@@ -27,6 +27,7 @@ TASKS = dict(
 )
 HALF = "--optim.states bf16 --optim.sums bf16 --optim.masters bf16"
 FP16 = "--train.dtype fp16 --train.initial-loss-scale 16777216 --train.loss-scale-window 2"  # it overflows
+MUON = "--optim.muon . --optim.states bf16 --optim.qk-clip 1"
 ADAPTERS = "--lora.rank 32 --optim.states int8 --optim.sums bf16"
 CASES = [  # task, states, types of the weights and of the moments
     ("preference", HALF, {"bfloat16"}, {"bfloat16"}),
@@ -43,6 +44,9 @@ CASES = [  # task, states, types of the weights and of the moments
         {"float32", "uint8"},
     ),
     ("grpo", f"{FP16} --lora.rank 32 --lora.base nf4 --grpo.updates 2", {"float32"}, {"float32"}),
+    ("grpo", MUON, {"float32"}, {"bfloat16"}),
+    ("sft", f"{MUON} --optim.masters bf16 --optim.ema 0.9", {"bfloat16"}, {"bfloat16"}),
+    ("preference", MUON, {"float32"}, {"bfloat16"}),
 ]
 
 
