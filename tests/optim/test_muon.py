@@ -253,7 +253,9 @@ def test_narrow_momentum_stays_near(states, dtype):
 def test_names_that_muon_never_trains():
     never = """embedding.weight head.weight blocks.0.moe.router.weight blocks.0.moe.shared_gate.weight
         blocks.0.attention.qkv.bias model.embed_tokens.weight lm_head.weight model.layers.0.mlp.gate.weight
-        blocks.1.moe.experts.gate_up_bias blocks.0.moe.router.projection.weight"""
+        blocks.1.moe.experts.gate_up_bias blocks.0.moe.router.projection.weight
+        blocks.0.attention.qkv.a blocks.0.moe.experts.gate_up_b blocks.0.linear.rates.conv
+        base_model.model.layers.0.self_attn.q_proj.lora_A.default.weight"""
     assert not [name for name in never.split() if fits_muon(name, (8, 8))]
     always = "blocks.0.attention.qkv.weight blocks.0.moe.experts.gate_up model.layers.0.mlp.gate_proj.weight"
     assert [name for name in always.split() if fits_muon(name, (8, 8))] == always.split()

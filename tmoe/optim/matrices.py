@@ -15,9 +15,12 @@ from torch import Tensor
 
 from tmoe.ops.newton_schulz import flops
 
-# AdamW trains these, whatever the pattern: tables of tokens, routers, and gates of one row; in models of
-# Hugging Face a router is a module named gate.
-NEVER = re.compile(r"embed|(^|\.)(lm_)?head\.|router|shared_gate|(^|\.)gate\.weight$|bias$")
+NEVER = re.compile(  # AdamW trains these, whatever the pattern
+    r"embed|(^|\.)(lm_)?head\.|bias$"  # tables of tokens, vectors
+    r"|router|shared_gate|(^|\.)gate\.weight$"  # routers, which Hugging Face calls gate; gates of one row
+    r"|\.(a|b|(gate_up|down)_[ab])$|\.lora_[AB]\."  # adapters, tmoe's and PEFT's
+    r"|(^|\.)rates\."  # of recurrent layers: a convolution's taps are not a matrix
+)
 
 
 class Rows(NamedTuple):
