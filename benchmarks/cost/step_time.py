@@ -88,7 +88,7 @@ from tmoe.plan.memory import (
     kept_whole,
     plan,
 )
-from tmoe.plan.muon_memory import muon_shapes
+from tmoe.plan.muon_memory import muon_shapes, product_bytes
 
 # Number of a pipeline's micro-batches that are simulated, as a multiple of pp. Each further micro-batch takes
 # as long as the previous ones, and no stage holds more.
@@ -355,7 +355,7 @@ def muon_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: SimpleNames
 
     A fused matrix is counted as one, which is up to 1% less.
     """
-    seconds, width = 0.0, compute_bytes(cfg)
+    seconds, width = 0.0, product_bytes(cfg)
     for span in spans:
         dense, experts = muon_shapes(cfg.model, cfg.optim.muon, cfg.optim.freeze, span)
         for shapes, ranks in ((dense, axes.shard), (experts, axes.ep * axes.sharers)):

@@ -45,7 +45,7 @@ CASES = [  # task, states, types of the weights and of the moments
     ),
     ("grpo", f"{FP16} --lora.rank 32 --lora.base nf4 --grpo.updates 2", {"float32"}, {"float32"}),
     ("grpo", MUON, {"float32"}, {"bfloat16"}),
-    ("sft", f"{MUON} --optim.masters bf16 --optim.ema 0.9", {"bfloat16"}, {"bfloat16"}),
+    ("sft", f"{MUON} {FP16} --optim.ema 0.9", {"float32"}, {"bfloat16"}),
 ]
 
 

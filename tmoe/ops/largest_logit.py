@@ -46,11 +46,12 @@ def largest_logit(
     """
     B, S, H = q_BSHC.shape[:3]
     J, G = k_BJGC.shape[1:3]
-    k_BGCJ = k_BJGC.detach().permute(0, 2, 3, 1)
+    wide = torch.float32 if q_BSHC.dtype == torch.float16 else q_BSHC.dtype  # a logit may exceed fp16's range
+    k_BGCJ = k_BJGC.detach().permute(0, 2, 3, 1).to(wide)
     rows = max(1, CHUNK // max(1, B * H * J))
     at_J = torch.arange(J, device=q_BSHC.device)
     for begin in range(0, S, rows):
-        part = q_BSHC.detach()[:, begin : begin + rows]
+        part = q_BSHC.detach()[:, begin : begin + rows].to(wide)
         n = part.shape[1]
         q_BGXC = part.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         logits = (q_BGXC @ k_BGCJ).unflatten(2, (-1, n)).flatten(1, 2).abs()

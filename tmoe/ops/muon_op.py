@@ -109,12 +109,13 @@ def write_(
 
 def trace(dtype: torch.dtype) -> None:
     """Launches the kernels that training in dtype needs. They run on meta tensors, inside compile_only."""
+    products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     number, scales = torch.empty((), device="meta"), torch.empty(4, device="meta")
     weight = torch.empty(4, 16, device="meta")
     for grad in {torch.float32, dtype}:
-        look_ahead_(weight.to(grad), weight, number, number, 0.95, dtype)
+        look_ahead_(weight.to(grad), weight, number, number, 0.95, products)
     for copy in [None] if dtype == torch.float32 else [None, weight.to(dtype)]:
-        write_(weight, weight.to(dtype), copy, scales, number, 1e-3, 0.1)
+        write_(weight, weight.to(products), copy, scales, number, 1e-3, 0.1)
 
 
 def _of_step(step: StepShapes) -> Iterable[tuple]:

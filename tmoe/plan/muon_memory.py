@@ -13,7 +13,7 @@ import torch
 from tmoe.config.axes import Axes
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
-from tmoe.config.sizes import FP32, compute_bytes
+from tmoe.config.sizes import FP32
 from tmoe.model.freeze import freeze
 from tmoe.model.transformer import Transformer
 from tmoe.ops.newton_schulz import CHUNK
@@ -55,8 +55,13 @@ def muon_elements(cfg: Config, axes: Axes, spans: Sequence[range]) -> int:
     return total
 
 
+def product_bytes(cfg: Config) -> int:
+    """Bytes of a number in Muon's products."""
+    return 2 if cfg.train.dtype == "bf16" else FP32
+
+
 def muon_scratch(cfg: Config, axes: Axes, spans: Sequence[range]) -> int:
-    """Bytes of a wave's temporaries: look ahead, update and products in the compute type, copies in fp32."""
+    """Bytes of a wave's temporaries: look ahead, update and products (bf16, or fp32), and copies in fp32."""
     most = 0
     for span in spans:
         dense, experts = muon_shapes(cfg.model, cfg.optim.muon, cfg.optim.freeze, span)
@@ -66,4 +71,4 @@ def muon_scratch(cfg: Config, axes: Axes, spans: Sequence[range]) -> int:
             [rows * columns for rows, columns in dense] + [min(n, CHUNK) for n in stacks], default=0
         )
         most = max(most, largest, min(held, WAVE))
-    return most * (4 * compute_bytes(cfg) + 2 * FP32)
+    return most * (4 * product_bytes(cfg) + 2 * FP32)

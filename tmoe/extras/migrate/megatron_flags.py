@@ -274,7 +274,7 @@ ROWS: tuple[FlagRow, ...] = (
     nothing("--muon-split-qkv", "tmoe iterates queries, keys and values apart", "nothing"),
     refused("--muon-no-split-qkv", "tmoe iterates queries, keys and values apart", "nothing"),
     nothing("--muon-tp-mode", "each matrix is whole at one rank in the step"),
-    nothing("--muon-fp32-matmul-prec", "Muon's products are in --train.dtype"),
+    nothing("--muon-fp32-matmul-prec", "Muon's products are in bf16 with --bf16, else in fp32"),
     nothing("--muon-coefficient-type", "the iteration has the coefficients of Polar Express"),
     nothing("--muon-scalar-optimizer", "AdamW trains what Muon does not", "one", "adam"),
     switch("--qk-clip", "`--optim.qk-clip` with the value of --qk-clip-threshold"),
