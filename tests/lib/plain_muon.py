@@ -16,7 +16,7 @@ from tmoe.config.run import OptimConfig
 from tmoe.ops.reference import MuonRule, muon
 from tmoe.parallel.mesh import local_part
 
-BY_ADAMW = "embedding|head.weight|router|shared_gate|bias|norm|sinks"
+BY_ADAMW = "embedding|head.weight|router|shared_gate|bias|norm|sinks|rates"
 
 
 def rows_of(name: str, cfg: ModelConfig, by_head: bool, layer: int) -> list[Tensor] | None:
@@ -32,6 +32,13 @@ def rows_of(name: str, cfg: ModelConfig, by_head: bool, layer: int) -> list[Tens
         if by_head:
             return take(*(width for count, width in heads for _ in range(count)))
         return take(*(count * width for count, width in heads))
+    if name.endswith("qkvz.weight"):
+        n = cfg.linear
+        keys, values = (n.key_heads, n.key_dim), (n.value_heads, n.value_dim)
+        heads = (keys, keys, values, values)
+        return take(*(width for count, width in heads for _ in range(count)))
+    if name.endswith("ba.weight"):
+        return take(cfg.linear.value_heads, cfg.linear.value_heads)
     if name.endswith("qkv_a.weight"):
         width = m.nope_dim + m.rope_dim
         queries = [m.q_rank] if m.q_rank else [width] * H if by_head else [H * width]

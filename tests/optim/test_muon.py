@@ -39,9 +39,9 @@ LAYOUTS = [  # processes, axes, model, by head, forwards whole
     (4, dict(dp=2, ep=2), "gqa", False, True),
     (2, dict(dp=2), "latent_0", True, False),
     (2, dict(ep=2), "kinds", True, True),
-    (2, dict(dp=2, tp=2), "gqa", False, True),
     (2, dict(dp=2, cp=2), "gpt_oss", False, False),
     (2, dict(etp=2), "gqa", False, True),
+    (2, dict(dp=2, tp=2), "linear", True, True),
     (4, dict(pp=2, dp=2), "olmoe", False, True),
     (4, dict(dp=2, replicate=2), "latent", False, True),
 ]
@@ -323,7 +323,7 @@ def test_the_start_line_counts_matrices_and_products():
 
 
 def test_parts_cover_every_row_once():
-    for name in ("gqa", "latent", "latent_0", "mimo", "kinds", "narrow"):
+    for name in ("gqa", "latent", "latent_0", "mimo", "kinds", "narrow", "linear"):
         model = Transformer(layouts.MODELS[name])
         shapes = dict(model.named_parameters())
         for by_head in (False, True):

@@ -5,7 +5,7 @@ next: optim/matrices.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from tmoe.model.attention import Attention
 from tmoe.model.count import flops_per_token
 from tmoe.model.freeze import freeze
 from tmoe.model.latent import LatentAttention
+from tmoe.model.linear import DeltaNet
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
 from tmoe.moe.experts import Experts
@@ -78,11 +79,24 @@ def of_attention(module: Attention, by_head: bool) -> dict[str, Parts]:
     cfg, G = module.cfg, module.key_heads
     H, C, V = cfg.heads, cfg.head_dim, cfg.value_dim
     counts = [(H, C), (G, C), (G, V), *([(H, V)] if cfg.attention_gate else [])]
+    return {"qkv.weight": in_turn(counts, by_head)}
+
+
+def in_turn(counts: Sequence[tuple[int, int]], by_head: bool) -> Parts:
+    """Parts that follow one another. counts: of each, its heads and the rows of a head."""
     found, first = [], 0
     for count, rows in counts:
         found.append(heads(first, count, rows, by_head))
         first += count * rows
-    return {"qkv.weight": found}
+    return found
+
+
+def of_linear(module: DeltaNet, by_head: bool) -> dict[str, Parts]:
+    """Queries, keys, values and gates of a linear layer; its beta and its decays."""
+    n = module.sizes
+    keys, values = (n.key_heads, n.key_dim), (n.value_heads, n.value_dim)
+    gates = in_turn([(n.value_heads, 1)] * 2, False)
+    return {"qkvz.weight": in_turn([keys, keys, values, values], by_head), "ba.weight": gates}
 
 
 def of_latent(module: LatentAttention, by_head: bool) -> dict[str, Parts]:
@@ -118,6 +132,7 @@ def of_experts(module: Experts, by_head: bool) -> dict[str, Parts]:
 
 READERS: dict[type[nn.Module], Callable[..., dict[str, Parts]]] = {
     Attention: of_attention,
+    DeltaNet: of_linear,
     LatentAttention: of_latent,
     SwiGLU: of_dense,
     Experts: of_experts,

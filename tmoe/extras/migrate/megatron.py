@@ -35,7 +35,7 @@ NEEDED = {
 # Parts of the names of Megatron's programs that do not train a decoder of text.
 PROGRAMS = "bert", "t5", "ict", "retro", "mamba", "hybrid", "vision", "vlm", "mimo", "multimodal", "inpaint"
 # Muon's matrices, for a factor of their learning rate
-MUON = r"\.(qkv|qkv_a|q_b|kv_b|o|gate_up|down|to_latent|from_latent)(\.weight)?$"
+MUON = r"\.(qkv|qkvz|ba|out|qkv_a|q_b|kv_b|o|gate_up|down|to_latent|from_latent)(\.weight)?$"
 AXES = tuple(
     f"--{name}-parallel-size"
     for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
