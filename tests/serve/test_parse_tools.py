@@ -33,6 +33,21 @@ ROWS = [
         [CALL, ("b", {})],
     ),
     ("qwen", "<tool_call>\nno JSON\n</tool_call>", "<tool_call>\nno JSON\n</tool_call>", "", []),
+    # an end tag within a string does not end the call, and a broken string does not hide the next call
+    (
+        "qwen",
+        '<tool_call>{"name": "write", "arguments": {"text": "\\"</tool_call>"}}</tool_call>ok',
+        "ok",
+        "",
+        [("write", dict(text='"</tool_call>'))],
+    ),
+    (
+        "qwen",
+        '<tool_call>{"name: 1}</tool_call><tool_call>{"name": "b", "arguments": {}}</tool_call>!',
+        '<tool_call>{"name: 1}</tool_call>!',
+        "",
+        [("b", {})],
+    ),
     ("llama3", f'{{"name": "weather", "parameters": {WEATHER}}}', "", "", [CALL]),
     ("llama3", f'<|python_tag|>{{"name": "weather", "parameters": {WEATHER}}}', "", "", [CALL]),
     ("llama3", '{"a": 1} is JSON', '{"a": 1} is JSON', "", []),

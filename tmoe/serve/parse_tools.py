@@ -143,11 +143,7 @@ class Tagged(Plain):
             self.buffer = self.buffer.lstrip()
             self.trim = not self.buffer
         if self.inside == "call":
-            body, tag, rest = self.buffer.partition("</tool_call>")
-            if tag:
-                self._call(body, tag, delta)
-                self.inside, self.buffer = "", rest
-            return bool(tag)
+            return self._close(delta)
         marks = self.closes if self.inside == "think" else tuple(self.opens)
         places = [(self.buffer.find(mark), mark) for mark in marks if mark in self.buffer]
         if not places:
@@ -169,6 +165,17 @@ class Tagged(Plain):
         else:
             delta.content += text
 
+    def _close(self, delta: Delta, over: bool = False) -> bool:
+        """Takes a call up to its end tag, if it is there: not one within a string, unless no text follows."""
+        body, tag, rest = self.buffer.partition("</tool_call>")
+        while tag and not over and re.sub(r"\\.", "", body).count('"') % 2:
+            more, tag, rest = rest.partition("</tool_call>")
+            body += f"</tool_call>{more}"
+        if tag:
+            self._call(body, tag, delta)
+            self.inside, self.buffer = "", rest
+        return bool(tag)
+
     def _call(self, body: str, tag: str, delta: Delta) -> None:
         calls = calls_in(body)
         delta.calls += calls
@@ -177,6 +184,9 @@ class Tagged(Plain):
 
     def end(self) -> Delta:
         delta = Delta()
+        while self.inside == "call" and self._close(delta, over=True):
+            while self._next(delta):
+                pass
         if self.inside == "call":
             self._call(self.buffer, "", delta)
         else:
