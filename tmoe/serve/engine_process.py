@@ -214,26 +214,27 @@ def part_of(asked: Submit, piece: LivePiece) -> Part:
         piece.ids,
         pairs(piece.tops),
         listed(piece.routes),
-        rounded(piece.route_weights),
+        listed(piece.route_weights),
         pairs(done.prompt_tops) if done and done.prompt_tops is not None else None,
         listed(shown.prompt_routes) if shown else None,
-        rounded(shown.prompt_route_weights) if shown else None,
+        listed(shown.prompt_route_weights) if shown else None,
         done.finish if done else "",
         done.error if done else "",
         done.cached if done else 0,
     )
 
 
-def listed(routes_YNK: Tensor | None) -> list:
-    """Experts by token and layer."""
-    return [] if routes_YNK is None else routes_YNK.transpose(0, 1).tolist()
-
-
-def rounded(weights_YNK: Tensor | None) -> list:
-    """Values of an fp16 tensor by token and layer, with 6 significant digits, of which JSON is short."""
-    if weights_YNK is None:
+def listed(values_YNK: Tensor | None) -> list:
+    """Experts, or their weights in fp16, by token and layer."""
+    if values_YNK is None:
         return []
-    return digits()[weights_YNK.transpose(0, 1).numpy().view(np.uint16)].tolist()
+    values_NYK = values_YNK.transpose(0, 1)
+    return rounded(values_NYK) if values_NYK.is_floating_point() else values_NYK.tolist()
+
+
+def rounded(weights: Tensor) -> list:
+    """Values of an fp16 tensor with 6 significant digits, of which JSON is short."""
+    return digits()[weights.numpy().view(np.uint16)].tolist()
 
 
 @cache
