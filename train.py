@@ -26,6 +26,7 @@ from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Dataset, Loader
 from tmoe.log.progress import validation
 from tmoe.model.compile_ahead import compile_ahead
+from tmoe.model.multi_token import count_further, names_of, read_measured
 from tmoe.model.qk_clip import clip_logits
 from tmoe.model.stages import Stages
 from tmoe.moe.balance import Totals
@@ -72,6 +73,7 @@ class Trainer(Start):
 
     def __init__(self, cfg: Config, run: Runtime):
         super().__init__(cfg, run, task_of)
+        self.names = *self.task.measures, *names_of(cfg.model.mtp.depth)
         self.graphs = GraphCounter()
         self.unread: Unread | None = None  # the step whose numbers are not logged yet
 
@@ -225,7 +227,7 @@ class Trainer(Start):
             loss = model.forward_backward(list(micros), totals, objective, scale)
             return self.over_all(loss, batch, totals)
         loss = torch.zeros((), device=device)
-        model.balancer.start_step()
+        model.start_step()
         for i, micro in enumerate(micros):
             model.set_requires_gradient_sync(i + 1 == len(batch.tokens_ABS))
             model(**micro._asdict(), totals=totals, objective=objective).backward(scale)
@@ -236,17 +238,25 @@ class Trainer(Start):
         """The loss over all ranks, from this rank's share. Keeps the other numbers that the log shows."""
         own = self.task.divisor(batch) / self.mesh.axes.parts
         self.mean = loss * totals.targets / max(own, 1)
+        further = read_measured(self.model, self.cfg.model.mtp.depth, loss)
         loss, *self.measured = sum_over_all(
-            torch.cat([loss[None], self.task.read_measured(loss) / totals.targets])
+            torch.cat([loss[None], self.task.read_measured(loss) / totals.targets, further])
         )
         return loss
 
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
         """Counts of the whole step, and whether any rank must stop. Costs one small all-reduce on the CPU."""
-        own = (self.task.divisor(batch), batch.count(), batch.count_sequences()) if self.counts else (0, 0, 0)
-        targets, tokens, sequences, stops = self.run.sum_over_ranks(*own, self.run.stop)
-        totals = [max(targets, 1.0), tokens, sequences]
-        return Totals(*self.run.to_device(torch.tensor(totals))), stops > 0
+        depth = self.cfg.model.mtp.depth
+        own: list[float] = [0] * (3 + depth)
+        if self.counts:
+            micros = self.task.rows(batch) if depth else ()
+            rows = [count_further(depth, m.targets_BS, m.documents_BS, m.padding_BS).tolist() for m in micros]
+            further = map(sum, zip(*rows, strict=True))
+            own = [self.task.divisor(batch), batch.count(), batch.count_sequences(), *further]
+        targets, *others, stops = self.run.sum_over_ranks(*own, self.run.stop)
+        counts = self.run.to_device(torch.tensor([max(targets, 1.0), *others]))
+        targets, tokens, sequences, *_ = counts
+        return Totals(targets, tokens, sequences, counts[3:] if depth else None), stops > 0
 
     @torch.no_grad()
     def validate(self, data: Dataset | None = None) -> float | None:
@@ -314,7 +324,7 @@ class Trainer(Start):
             skipped=self.guard.total,
             recompiles=self.graphs.recompiles,
             ended=numbers.ended,
-            measured=dict(zip(self.task.measures, measured, strict=True)) | scaled,
+            measured=dict(zip(self.names, measured, strict=True)) | scaled,
         )
         self.guard.give_up(step + 1)
 

@@ -47,6 +47,8 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
     memory = "the memory alone: train.py --dry-run"
     if cfg.lora.rank:
         return f"--lora.rank={cfg.lora.rank}: {times}; valid: 0; {memory}"
+    if depth := cfg.model.mtp.depth:
+        return f"--model.mtp.depth={depth}: the times have no blocks of further tokens; valid: 0; {memory}"
     if cfg.optim.freeze:
         return f"--optim.freeze={cfg.optim.freeze}: {times}; valid: none; {memory}"
     if cfg.task in ("preference", "grpo"):

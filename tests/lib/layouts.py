@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tmoe.config.linear_settings import LinearConfig
-from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig, RopeConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model import stage_times
 from tmoe.model.freeze import settle
+from tmoe.model.multi_token import count_further, read_measured
 from tmoe.model.muon import parts_of
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
@@ -110,7 +111,11 @@ LINEAR = replace(
     rope=replace(GQA.rope, dim=4),
     linear=LinearConfig("deltanet", key_heads=4, value_heads=8, key_dim=8, value_dim=6),
 )
+FURTHER = replace(GQA, mtp=MTPConfig(depth=2, coeff=0.5))
 MODELS = dict(
+    further=FURTHER,
+    latent_1=replace(LATENT, mtp=MTPConfig(depth=1, detach=True)),
+    tied_1=replace(OLMOE, mtp=MTPConfig(depth=1), moe=replace(ROUTED, choice_bias=True, bias_speed=0.01)),
     wide=WIDE,
     linear=LINEAR,
     kinds=KINDS,
@@ -203,16 +208,20 @@ def train(
     losses, norms = [], []
     for tokens, targets, marks in batches(documents):
         counts = ((targets != -100).sum(), targets.numel(), SEQUENCES)
-        totals = Totals(*(torch.as_tensor(float(count)) for count in counts))
+        further = count_further(cfg.model.mtp.depth, targets, marks) if cfg.model.mtp.depth else None
+        totals = Totals(*(torch.as_tensor(float(count)) for count in counts), further)
         rows = [slice((a * readers + reader) * per, (a * readers + reader + 1) * per) for a in range(micros)]
         parts = [(tokens[r], targets[r], None if marks is None else marks[r]) for r in rows]
         loss = net.forward_backward(parts, totals) if mesh.axes.pp > 1 else accumulate(net, parts, totals)
+        measured = read_measured(net, cfg.model.mtp.depth, loss)
         dist.all_reduce(loss)
+        dist.all_reduce(measured)
         norm = net.clip_grad_norm_(0.5) if mesh.axes.pp > 1 else clip_grad_norm_(net.parameters(), 0.5)
         norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        net.update_bias()
+        losses += [loss.item(), *(measured + 1).tolist()]  # of equal tokens there may be none
     found = [None] * world
     dist.all_gather_object(found, whole_parameters(net))
     return Curve(losses, norms, {name: p for stage in found for name, p in stage.items()})
@@ -232,7 +241,7 @@ def transformer(cfg: Config, mesh: Mesh, whole_forwards: bool) -> Transformer:
 
 def accumulate(net: Transformer, parts: list, totals: Totals) -> Tensor:
     """This rank's share of the cross-entropy; gradients are communicated with the last micro-batch."""
-    net.balancer.start_step()
+    net.start_step()
     loss = torch.zeros(())
     for a, (tokens, targets, marks) in enumerate(parts):
         net.set_requires_gradient_sync(a == len(parts) - 1)

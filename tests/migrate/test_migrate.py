@@ -724,8 +724,8 @@ RECIPE = """--swiglu --disable-bias-linear --normalization RMSNorm --position-em
         (
             "deepseek-v3",
             DEEPSEEK_V3,
-            ["--mtp-num-layers=1", "--exit-duration-in-mins=220"],
-            {"kv_heads", "head_dim"},
+            ["--exit-duration-in-mins=220"],
+            {"kv_heads", "head_dim", "mtp.depth", "mtp.coeff"},
         ),
         # no dense block; softmax of the chosen is the chosen of softmax, divided by their sum
         ("qwen3-30b-a3b", QWEN3, [], {"ffn_dim", "moe.softmax"}),

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tmoe.cli.parse import parse
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import ConfigError
-from tmoe.config.model import ModelConfig, MoEConfig
+from tmoe.config.model import ModelConfig, MoEConfig, MTPConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.block_bytes import loss_bytes
 from tmoe.model.count import count_parameters, flops_per_token, mfu, peak_flops
@@ -153,6 +153,7 @@ def test_counts_worked_by_hand():
         dataclasses.replace(ODD, **NARROW_VALUES, qkv_bias=True, attention_gate=True, window=9),
         dataclasses.replace(QWEN3, layers=2),
         dataclasses.replace(PILOT, layers=2),
+        dataclasses.replace(ODD, mtp=MTPConfig(depth=2)),
     ],
 )
 def test_counts_equal_the_built_model(model):
@@ -626,13 +627,18 @@ def test_memory_of_parameters_is_what_the_layout_gives_rank_0(dp, ep):
         (Axes(pp=5, ep=2, etp=2), {}),
         (Axes(pp=3, ep=2), dict(head="divided")),
         (Axes(pp=2, dp=2), dict(head="divided", schedule="v")),
+        (Axes(pp=2, dp=2, ep=2), dict(depth=1)),
+        (Axes(pp=2, dp=2), dict(depth=2, schedule="v")),
+        (Axes(dp=3), dict(depth=2)),
     ],
 )
 def test_parameters_are_what_the_layout_gives_the_first_rank_of_each_stage(axes, how):
     """And who holds experts: FSDP2 where there are replicas, or where ranks that share them keep none."""
+    depth, how = how.get("depth", 0), {name: value for name, value in how.items() if name != "depth"}
+    odd = dataclasses.replace(ODD, tied=not depth, mtp=MTPConfig(depth))
     for gathered_gib in (16.0, 0.0):
         parallel = ParallelConfig(pp=axes.pp, ep=axes.ep, gathered_gib=gathered_gib, **how)
-        cfg = Config(model=ODD, compile=False, train=TrainConfig(accumulate=axes.pp), parallel=parallel)
+        cfg = Config(model=odd, compile=False, train=TrainConfig(accumulate=axes.pp), parallel=parallel)
         said = memory_of_stages(cfg, axes)
         assert len(said) == axes.pp and memory_per_rank(cfg, axes) == max(said, key=peak_bytes)
         for stage, memory in enumerate(said):
@@ -643,7 +649,7 @@ def test_parameters_are_what_the_layout_gives_the_first_rank_of_each_stage(axes,
                     parts = list(pipeline(cfg, mesh))
                 else:
                     with torch.device("meta"):
-                        parts = [parallelize(Transformer(ODD), mesh, cfg, whole_forwards=True)]
+                        parts = [parallelize(Transformer(odd), mesh, cfg, whole_forwards=True)]
                 held = sum(p.to_local().numel() for part in parts for p in part.parameters())
                 table = ODD.vocab * ODD.dim // axes.shard
                 twice = any(p.first for p in parts) and any(p.last and not p.first for p in parts)
@@ -652,7 +658,7 @@ def test_parameters_are_what_the_layout_gives_the_first_rank_of_each_stage(axes,
                     numbers = [int(name) for name, _ in part.blocks.named_children()]
                     if not numbers:  # a piece of the head
                         continue
-                    span = range(numbers[0], numbers[-1] + 1)
+                    span = range(numbers[0], numbers[-1] + 1 + len(part.mtp))
                     experts = [m for m in part.modules() if isinstance(m, Experts)]
                     by_fsdp = {isinstance(m, FSDPModule) for m in experts}
                     unshared = axes.sharers * axes.replicate == 1

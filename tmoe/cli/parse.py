@@ -252,6 +252,8 @@ def require_step(resume: str) -> None:
 def require_preset_of(name: str, cfg: Config) -> None:
     """Raise ConfigError for a preset as first word whose model differs from that of --init's folder."""
     theirs = model_at(cfg.init or "")
+    if theirs is not None and not theirs.mtp.depth:  # the start compares their numbers
+        theirs = replace(theirs, mtp=cfg.model.mtp)
     if theirs is None or not (found := differences(cfg.model, theirs)):
         return
     more = f" and {len(found) - 2} more" if len(found) > 2 else ""

@@ -182,6 +182,12 @@ RULES = (
         "with --optim.muon PATTERN",
     ),
     UnreadRule(
+        ("model.mtp.coeff", "model.mtp.detach"),
+        lambda cfg: cfg.model.mtp.depth > 0,
+        lambda cfg: "--model.mtp.depth=0",
+        "with --model.mtp.depth above 0",
+    ),
+    UnreadRule(
         ("data.new_tokenizer",),
         lambda cfg: cfg.init is not None or cfg.resume not in ("auto", "none"),
         lambda cfg: "drawn weights, which have no tokenizer",

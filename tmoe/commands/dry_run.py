@@ -197,6 +197,7 @@ def stages(cfg: Config, axes: Axes, peaks: list[int]) -> Table:
                 many = f"blocks {span.start} to {span.stop - 1}"
                 parts += [] if span.start else ["embedding"]
                 parts += [many if len(span) > 1 else f"block {span.start}", *["norm and head"] * last]
+                parts += ["further tokens"] * (last and cfg.model.mtp.depth > 0)
         parts += [
             f"norm and head for {n / PARTS:.0%} of the tokens" for home, n in found.pieces if home == stage
         ]

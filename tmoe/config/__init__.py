@@ -7,7 +7,7 @@ from tmoe.base.lazy import lazy
 if TYPE_CHECKING:
     from tmoe.config.check import ConfigError
     from tmoe.config.linear_settings import LinearConfig
-    from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+    from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig, RopeConfig
     from tmoe.config.run import (
         CheckpointConfig,
         Config,
@@ -26,6 +26,7 @@ __all__ = [
     "LinearConfig",
     "LogConfig",
     "MLAConfig",
+    "MTPConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimConfig",
@@ -33,7 +34,7 @@ __all__ = [
     "RopeConfig",
     "TrainConfig",
 ]
-_OF_MODEL = ("MLAConfig", "MoEConfig", "ModelConfig", "RopeConfig")
+_OF_MODEL = ("MLAConfig", "MTPConfig", "MoEConfig", "ModelConfig", "RopeConfig")
 
 __getattr__, __dir__ = lazy(
     __name__,

@@ -146,7 +146,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 KINDS |= {Path: "a path"}
 # The largest whole number for some settings: far above any model's, and small enough that no product of
 # them, in bytes, overflows 63 bits.
-MOST = dict(layers=4096, chunks=4096, sinkhorn_iterations=4096)
+MOST = dict(layers=4096, depth=4096, chunks=4096, sinkhorn_iterations=4096)
 MOST |= dict.fromkeys(("heads", "kv_heads", "window_kv_heads", "experts", "world", "dp", "ep"), 2**16)
 MOST |= dict.fromkeys(("tp", "cp", "pp", "replicate", "etp"), 2**16)
 FLOATS = 2.0**-126, 2.0**128 - 2.0**104, 1 - 2.0**-24  # float32: least normal, largest, largest below 1

@@ -10,12 +10,13 @@ from typing import Any, get_type_hints
 from tmoe.base.listing import listed
 from tmoe.config.check import ConfigError, fits, spell
 from tmoe.config.linear_settings import LinearConfig
-from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, MTPConfig, RopeConfig
 from tmoe.config.renamed import with_new_names
 from tmoe.config.routing_choices import SELECTIONS
 
 # the nested sections of ModelConfig, by name
 PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig, linear=LinearConfig)
+PARTS |= dict(mtp=MTPConfig)
 # settings that `facts` leaves out: those that training alone reads, and the sections, which it reads itself
 TRAINING = {*(name.removeprefix("moe.") for name in STEPS_READ), "init_std", "router_dtype", *PARTS}
 GROUPED_ONLY = {"kv_heads", "head_dim", "attention_multiplier"}  # latent attention has other widths
@@ -96,6 +97,7 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
         settings["linear layers"] = linear
         settings |= {f"linear.{f.name}": getattr(cfg.linear, f.name) for f in fields(cfg.linear)}
         del settings["linear.every"]
+    settings["mtp.depth"] = cfg.mtp.depth
     if sparse:
         settings |= {f"moe.{name}": value for name, value in _moe_facts(cfg.moe).items()}
     return settings | {f"rope.{name}": value for name, value in _rope_facts(cfg).items()}

@@ -17,7 +17,16 @@ from tmoe.config.routing_choices import SCORES, SELECTIONS, ScoreName
 
 # Settings of a model that affect its training alone. A run may change them: the weights mean the same.
 STEPS_READ = (
-    *("dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.bias_speed"),
+    *(
+        "dropout",
+        "mtp.coeff",
+        "mtp.detach",
+        "moe.balance",
+        "moe.balance_coeff",
+        "moe.z_coeff",
+        "moe.jitter",
+        "moe.bias_speed",
+    ),
     *("moe.noise", "moe.force", "moe.force_skew"),
     *("moe.sinkhorn_iterations", "moe.quantile_ema", "moe.tile", "moe.tile_rounding"),
     *("moe.capacity_factor", "moe.rounding", "moe.drop", "moe.pad"),
@@ -111,6 +120,25 @@ class MLAConfig:
     def __post_init__(self) -> None:
         mla = check(self, "model.mla.", one="kv_rank nope_dim rope_dim v_dim", zero="q_rank")
         mla.require(self.rope_dim % 2 == 0, "rope_dim", "must be even (RoPE turns pairs)")
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """Multi-token prediction (DeepSeek-V3, 2024, section 2.2): blocks that predict further tokens.
+
+    They follow the last block, are built like it, and are run in training alone.
+    """
+
+    depth: int = 0
+    """number of blocks that predict further tokens; 0: none, and a published model's are kept unchanged for
+    its export"""
+    coeff: float = 0.3
+    """factor on the mean of their losses (DeepSeek-V3: 0.3, later 0.1; Megatron: 0.1)"""
+    detach: bool = False
+    """train these blocks alone: their loss gives no gradient to other blocks, embedding and head"""
+
+    def __post_init__(self) -> None:
+        check(self, "model.mtp.", zero="depth coeff")
 
 
 @former_names("model.moe")
@@ -511,6 +539,8 @@ class ModelConfig:
     keys and values of all heads are projected from one narrow latent"""
     linear: LinearConfig = field(default_factory=LinearConfig)
     """blocks whose attention is replaced by a rule that updates a state of fixed size"""
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+    """multi-token prediction (DeepSeek-V3, 2024, section 2.2): blocks that predict further tokens"""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """one Mixture-of-Experts layer: router, experts, shared experts, balancing terms"""
 
@@ -544,6 +574,8 @@ class ModelConfig:
         model.require(grouped or {*self.rotary} == {1}, "rotary", f"not with {mla}")
         kinds, needed = {*self.layer_types}, Setting("model.linear.kind", "deltanet")
         model.require("linear" not in kinds or self.linear.kind != "none", "layer_types", f"needs {needed}")
+        absolute = f"not with {model.said('rope.query_beta')}, by which queries depend on their position"
+        model.require(not self.mtp.depth or not self.rope.query_beta, "mtp.depth", absolute, 0)
 
     @property
     def longest(self) -> int:
@@ -568,13 +600,24 @@ class ModelConfig:
         """Number of channels of a head that are rotated by the position."""
         return (self.rope.dim or self.head_dim) if self.attention == "gqa" else self.mla.rope_dim
 
+    @property
+    def numbered(self) -> range:
+        """Numbers of all blocks: those of the model, and after them those that predict further tokens."""
+        return range(self.layers + self.mtp.depth)
+
+    @property
+    def two_tables(self) -> bool:
+        """Whether the last part of a pipeline needs the embedding too: as the head, or for further tokens."""
+        return self.tied or self.mtp.depth > 0
+
     def is_moe(self, layer: int) -> bool:
+        layer = min(layer, self.layers - 1)
         regular = layer >= self.dense_layers and (layer - self.dense_layers) % self.moe_every == 0
         return regular and layer not in self.dense_blocks
 
     def is_linear(self, layer: int) -> bool:
         """Whether this block has a linear layer in place of attention."""
-        if self.linear.kind == "none":
+        if self.linear.kind == "none" or layer >= self.layers:  # blocks of further tokens have attention
             return False
         if self.layer_types:
             return self.layer_types[layer % len(self.layer_types)] == "linear"
@@ -591,7 +634,8 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The RoPE settings of this block; None for a block without RoPE."""
-        if self.is_linear(layer) or not self.rotary[layer % len(self.rotary)]:
+        last = min(layer, self.layers - 1)
+        if self.is_linear(layer) or not self.rotary[last % len(self.rotary)]:
             return None
         if self.rope.window_theta is None:
             return self.rope
@@ -604,6 +648,7 @@ class ModelConfig:
         """Number of tokens that a token attends to in this block, itself included; 0: all before it."""
         if self.is_linear(layer):
             return 0
+        layer = min(layer, self.layers - 1)
         return self.window if self.windowed[layer % len(self.windowed)] else 0
 
     def norms_of(self, layer: int) -> tuple[int, int]:

@@ -782,6 +782,8 @@ class Config:
         if self.task == "grpo":
             require_grpo(self)
         require_layout(self)
+        if self.model.mtp.depth:
+            require_further(self)
         if self.lora.rank:
             require_lora(self)
         t, p = self.train, self.parallel
@@ -837,6 +839,22 @@ def require_grpo(cfg: Config) -> None:
     run.require(not cfg.log.routes, "log.routes", routes)
     cut = f"prompts are never cut; valid for {task}: drop, error"
     run.require(cfg.data.overlong != "truncate", "data.overlong", cut)
+
+
+def require_further(cfg: Config) -> None:
+    """ConfigError for settings that blocks of further tokens (--model.mtp) do not support."""
+    run, depth = Section(cfg), "model.mtp.depth"
+    carried = f"{Setting(depth, 0)} keeps those of a published model unchanged for its export"
+    pairs = f"{Setting('task', 'preference')} trains on answers that the model should not give"
+    run.require(cfg.task != "preference", depth, f"{pairs}; {carried}", 0)
+    adapters = f"{run.said('lora.rank')} trains adapters alone, and PEFT has no names for these blocks"
+    run.require(not cfg.lora.rank, depth, f"{adapters}; {carried}", 0)
+    policy = f"with {run.said('task')} their loss must not change the policy; {carried}"
+    run.require(cfg.task != "grpo" or cfg.model.mtp.detach, "model.mtp.detach", policy, "True")
+    last = f"not with {run.said(depth)}, whose blocks need all tokens on the last stage"
+    run.require(cfg.parallel.head == "last", "parallel.head", last, "last")
+    room = f"must be more than {run.said(depth)} + 1 tokens"
+    run.require(cfg.train.seq > cfg.model.mtp.depth + 1, "train.seq", room)
 
 
 def require_no_noise(model: ModelConfig, task: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tmoe.base.listing import listed
@@ -23,10 +24,10 @@ from tmoe.config.compare import (
     nested,
     softmax_scale,
 )
-from tmoe.config.model import ModelConfig
+from tmoe.config.model import ModelConfig, MTPConfig
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.packed import QUANTISED, no_reader
-from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, Windows, kinds_of_layers
+from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, Windows, kinds_of_layers, require_names
 from tmoe.model.count import qk_width
 
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
@@ -261,6 +262,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     """
     lacks = "an export needs the indexer's weights: name the original with --like HF_DIR"
     Section(cfg, "model.").require(not cfg.index_topk, "index_topk", lacks)
+    mtp, cfg = cfg.mtp, replace(cfg, mtp=MTPConfig())
     flat = flattened(cfg) | dict(attention_multiplier=softmax_scale(cfg))
     if not any(map(cfg.is_moe, range(cfg.layers))):
         flat["moe.activation"] = "swiglu"  # the activation of dense blocks
@@ -271,14 +273,15 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
         hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         hf |= {key: value[0] if isinstance(value, tuple) else value for key, value in arch.theirs.items()}
         hf |= arch.layers.write(cfg) | write_windows(arch, cfg) | write_rope(arch, cfg)
-        hf |= arch.write(cfg)
+        hf |= arch.write(cfg) | (dict(num_nextn_predict_layers=mtp.depth) if mtp.depth else {})
         try:
             if not differences(cfg, read_config(hf)):
+                require_names(arch, replace(cfg, mtp=mtp), mtp.depth)
                 return {key: value for key, value in hf.items() if key != "quantization_config"}
         except ConfigError:
             continue
     known = ", ".join(a.model_type for a in ARCHITECTURES)
-    raise ConfigError(f"none of {known} computes this model: {facts(cfg)}")
+    raise ConfigError(f"none of {known} computes this model: {facts(replace(cfg, mtp=mtp))}")
 
 
 # Keys of RoPE's settings for which null means the same as a missing key; for truncate it means false.

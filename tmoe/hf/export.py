@@ -31,7 +31,7 @@ from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntr
 from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent
 from tmoe.config.check import Setting, require
 from tmoe.config.compare import build_config, differences
-from tmoe.config.model import ModelConfig
+from tmoe.config.model import ModelConfig, MTPConfig
 from tmoe.hf.card import README, card
 from tmoe.hf.chat import with_chat
 from tmoe.hf.config import architecture, write_config
@@ -232,7 +232,12 @@ def with_plan(
     files, chat_notes = with_chat(step, manifest, origin.files, out)
     origin = origin._replace(files=files)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
-    plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names, origin.held)
+    trained = model_in(manifest)
+    mtp = trained.mtp if trained else MTPConfig()
+    if origin.folder:
+        plan = plan_folder(origin.folder, mtp)
+    else:
+        plan = plan_layout(origin.config, names, origin.held, mtp)
     unfit = plan.problems + _unfit(manifest, shapes, plan.cfg)
     refuse(f"{step} is no {plan.arch.model_type} of this config", unfit)
     return origin, plan, chat_notes
@@ -427,10 +432,15 @@ def _unfit(manifest: Manifest, shapes: dict[str, tuple[int, ...]], cfg: ModelCon
             problems.append(f"{MODEL}{name}: no such tensor in this model")
         elif want[name] != shape:
             problems.append(f"{MODEL}{name}: shape {shape}, by config.json {want[name]}")
+    trained = model_in(manifest)
+    return problems + (differences(trained, cfg) if trained else [])
+
+
+def model_in(manifest: Manifest) -> ModelConfig | None:
+    """The model's settings in a step's manifest; None if it has none."""
     config = manifest.info.get("config")
-    if isinstance(config, dict) and isinstance(config.get("model"), dict):
-        problems += differences(build_config(config["model"]), cfg)
-    return problems
+    settings = config.get("model") if isinstance(config, dict) else None
+    return build_config(settings) if isinstance(settings, dict) else None
 
 
 def _exported(

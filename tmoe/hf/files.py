@@ -104,7 +104,7 @@ class Folder:
         quantised = _holder(self.config).get(QUANTISED)
         self.packed = self._see_through(quantised if isinstance(quantised, dict) else {})
         tied = self.config.get(TIED, ties_unsaid(self.config)) is True
-        self.own_head = tied and HEAD in self.shapes and not self._repeats(HEAD, EMBEDDING)
+        self.own_head = tied and HEAD in self.shapes and not self.repeats(HEAD, EMBEDDING)
         if self.own_head:
             self.config[TIED] = False
 
@@ -227,7 +227,7 @@ class Folder:
         with self.reading() as read:
             return read(name, tuple(slice(0, n) for n in self.shapes[name])).clone()
 
-    def _repeats(self, name: str, other: str) -> bool:
+    def repeats(self, name: str, other: str) -> bool:
         """Whether a tensor has the values of `other`, bit for bit; True if there is no `other`.
 
         Reads ROWS rows at a time.

@@ -51,6 +51,7 @@ from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import spelt
 from tmoe.config.compare import build_config
+from tmoe.config.model import MTPConfig
 from tmoe.hf.export import export_hf
 from tmoe.hf.files import EXTRA, FILE, LAYOUT, MODEL, Folder, fill, untied
 from tmoe.hf.foreign import CONFIG, is_folder
@@ -85,6 +86,7 @@ def import_hf(
     *,
     world: int = 1,
     ep: int = 1,
+    mtp: int = 0,
     dry_run: bool = False,
 ) -> None:
     """Write a step folder from a Hugging Face folder. If the command is killed, running it again resumes it.
@@ -94,11 +96,13 @@ def import_hf(
         step_dir: a new folder
         world: number of ranks that will load it; any other number of ranks can load it too
         ep: number of ranks of an expert group
+        mtp: number of blocks that predict further tokens, to be trained (--model.mtp.depth); others are kept
+            unchanged for an export
         dry_run: check everything, write nothing
     """
     axes = axes_of_flags(world, ep)
     hf_dir = folder_of(hf_dir)
-    plan = plan_import(hf_dir, axes)
+    plan = plan_import(hf_dir, axes, mtp)
     needed, free = check_space(plan, step_dir)
     if not dry_run:
         with keeping(step_dir):
@@ -119,13 +123,13 @@ def import_hf(
         print(listed(head, [name + (f" ({count})" if count > 1 else "") for name, count in kinds.items()]))
 
 
-def plan_import(hf_dir: Path, axes: Axes = ALONE) -> Plan:
+def plan_import(hf_dir: Path, axes: Axes = ALONE, mtp: int = 0) -> Plan:
     """The plan of `import`.
 
     ConfigError for settings that tmoe does not compute. MismatchError lists every tensor that does not fit.
     """
     folder = Folder(Path(hf_dir))
-    arch, cfg, pieces, _, extra, problems, held = plan_folder(folder)
+    arch, cfg, pieces, _, extra, problems, held = plan_folder(folder, MTPConfig(mtp))
     refuse(f"{hf_dir} is no whole {arch.model_type}", problems)
 
     # The outputs are the model's tensors, then the entries from which an export restores the original.

@@ -24,10 +24,10 @@ from tmoe.checkpoint.rewrite import read_boxes
 from tmoe.config.check import ConfigError, require
 from tmoe.config.compare import as_flags, build_config, differences
 from tmoe.config.model import ModelConfig
-from tmoe.hf.config import read_config
+from tmoe.hf.config import architecture, read_config, text_settings
 from tmoe.hf.files import MODEL, Folder, fill, settings_of, untied
 from tmoe.hf.foreign import CONFIG, hint, is_folder
-from tmoe.hf.rules import TensorPiece
+from tmoe.hf.rules import TensorPiece, ahead, has_further
 from tmoe.hf.tensor_plan import plan_folder
 from tmoe.model.shapes import model_shapes
 from tmoe.moe.layer import warn_if_untrained
@@ -169,6 +169,21 @@ def model_of(path: Path, weights: bool = True) -> ModelConfig:
     return build_config(settings)
 
 
+def carried_blocks(path: Path, model: ModelConfig) -> str:
+    """The end of a note on blocks of a folder that predict further tokens and are not trained."""
+    if not is_folder(path):
+        return ""
+    config = settings_of(path)
+    arch = architecture(config)
+    left = ahead(text_settings(arch, config)) - model.mtp.depth
+    trained = ", --model.mtp.depth trains them" if has_further(arch) else ""
+    return (
+        f"; blocks that predict further tokens and are kept for an export{trained}: {left}"
+        if left > 0
+        else ""
+    )
+
+
 def _find_step(path: Path) -> tuple[Path, Manifest]:
     """The folder of --init's step, and its manifest. An error states what the path is, or how to get one."""
     valid = "a run folder, a step folder or a Hugging Face folder"
@@ -189,7 +204,7 @@ def _plan_load(
     held: names of the tensors that any rank fills.
     """
     folder = Folder(hf_dir)
-    plan = plan_folder(folder)
+    plan = plan_folder(folder, cfg.mtp)
     why = f" ({untied(hf_dir)})" if folder.own_head else ""
     refuse(f"{hf_dir / CONFIG} is not this model's{why}", differences(cfg, plan.cfg), as_flags(cfg, plan.cfg))
     shapes = model_shapes(plan.cfg)

@@ -20,11 +20,15 @@ from torch import Tensor
 
 from tmoe.base.listing import listed
 from tmoe.checkpoint.errors import MismatchError
+from tmoe.config.check import require
 from tmoe.config.model import ModelConfig
 from tmoe.model.shapes import model_shapes
 
 HF = dict[str, Any]  # the contents of a config.json
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of a layer or an expert in a tensor's name
+LAYER = "model.layers.{layer}"  # a block in their names
+BLOCK = "blocks.{layer}"  # a block in our names
+FURTHER = "mtp.{layer}"  # a block that predicts a further token
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
@@ -278,6 +282,17 @@ def under(rules: Iterable[TensorRule], old: str, new: str) -> tuple[TensorRule, 
     return tuple(rule._replace(parts=moved(rule.parts), held=moved(rule.held)) for rule in rules)
 
 
+def further(rules: Iterable[TensorRule], place: str, *own: TensorRule) -> tuple[TensorRule, ...]:
+    """The rules of the blocks that predict further tokens: those of blocks, in another place.
+
+    place: replaces "model.layers.{layer}"; {ahead} in it is the block's number after the last block, {layer}
+        its number from 0 on. own: rules of the tensors that other blocks lack.
+    """
+    blocks = [rule for rule in rules if rule.ours.startswith(BLOCK)]
+    moved = under(blocks, LAYER, place)
+    return *own, *(rule._replace(ours=FURTHER + rule.ours.removeprefix(BLOCK)) for rule in moved)
+
+
 # ---- boxes ----
 
 
@@ -290,9 +305,10 @@ def pieces(
     held: numbers of the layers whose tensors have the form in which transformers 5 holds them (TensorRule).
     """
     generic, layer = _generic(ours)
-    layer_cfg = of_layer(cfg, int(layer)) if layer else cfg
+    ahead = cfg.layers + int(layer or 0)  # the number of a block that predicts a further token
+    layer_cfg = of_layer(cfg, ahead if ours.startswith("mtp.") else int(layer)) if layer else cfg
     rule = next((rule for rule in arch.rules if rule.ours == generic), TensorRule(ours, ()))
-    parts = rule.held if rule.held and layer in held else rule.parts
+    parts = rule.held if rule.held and _held_key(ours, layer) in held else rule.parts
     result = []
     stacked = any("{expert}" in part.name for part in parts)
     axis = (".experts." in ours) - len(shape)
@@ -309,7 +325,7 @@ def pieces(
             if expert is not None:
                 offset[0] = expert
                 box[0] = 1
-            name = part.name.format(layer=layer, expert=expert)
+            name = part.name.format(layer=layer, expert=expert, ahead=ahead)
             woven = (part.every, part.first, part.framed, part.inner)
             whole = TensorPiece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven)
             result += [whole] if part.within is None else _by_heads(whole, *part.within(layer_cfg))
@@ -344,6 +360,11 @@ def published(
     }
 
 
+def _held_key(name: str, layer: str) -> str:
+    """The member of a set of held layers for a tensor of this layer; mtp counts its blocks from 0 again."""
+    return f"mtp.{layer}" if name.startswith("mtp.") else layer
+
+
 def _generic(ours: str) -> tuple[str, str]:
     """The name of our tensor as in a TensorRule, with {layer}, and its layer's number, "" without one."""
     numbers = [word for word in ours.split(".") if word.isdigit()]
@@ -363,7 +384,8 @@ def divide(
     """The pieces of our tensors, and the names among `present` that the model does not read.
 
     The unread tensors are computed ones (inv_freq), and those of the `ahead` blocks after the last, which
-    predict further tokens (DeepSeek-V3, 2024, section 2.2; transformers skips them too).
+    predict further tokens (DeepSeek-V3, 2024, section 2.2; transformers skips them too), unless the model
+    has these blocks (--model.mtp.depth).
 
     A tied model's folder may hold the embedding under either name, or under both (`copies`).
     held: numbers of the layers that `held_by_shape` found.
@@ -376,7 +398,7 @@ def divide(
         pieces_of["embedding.weight"] = [piece._replace(name=HEAD) for piece in pieces_of["embedding.weight"]]
     behind = tuple(f"model.layers.{cfg.layers + i}." for i in range(ahead))
     computed = [re.compile(pattern) for pattern in arch.extra]
-    read = {piece.name for group in pieces_of.values() for piece in group}
+    read = {piece.name for group in pieces_of.values() for piece in group} | copies(cfg, present).keys()
     unread = (n for n in present - read if n.startswith(behind) or any(p.fullmatch(n) for p in computed))
     return pieces_of, sorted(unread)
 
@@ -394,7 +416,7 @@ def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) ->
     for name in sorted(present):
         numbers = NUMBER.findall(name)
         if numbers and int(numbers[0]) < cfg.layers and (held := ways.get(NUMBER.sub("*", name))) is not None:
-            seen.setdefault(numbers[0], {}).setdefault(held, name)
+            seen.setdefault(_held_key(name, numbers[0]), {}).setdefault(held, name)
     return _held_of(seen)
 
 
@@ -429,15 +451,40 @@ def _held_of(seen: dict[str, dict[bool, str]]) -> set[str]:
 def copies(cfg: ModelConfig, present: Container[str]) -> dict[str, str]:
     """The tensors among `present` that repeat another tensor: name -> the repeated tensor's name.
 
-    Folder ensures that they are equal: a tied model whose head is not the embedding is read as untied.
+    They are a tied head, and the tables of blocks that predict further tokens, if these are trained. Folder
+    ensures that they are equal: a tied model whose head is not the embedding is read as untied.
     """
-    return {HEAD: EMBEDDING} if cfg.tied and HEAD in present and EMBEDDING in present else {}
+    found = {HEAD: EMBEDDING} if cfg.tied and HEAD in present and EMBEDDING in present else {}
+    embedding = EMBEDDING if EMBEDDING in present else HEAD
+    head = embedding if cfg.tied else HEAD
+    for number in cfg.numbered[cfg.layers :]:
+        place = f"{LAYER.format(layer=number)}."
+        tables = {f"{place}embed_tokens.weight": embedding, f"{place}shared_head.head.weight": head}
+        found |= {name: original for name, original in tables.items() if name in present}
+    return found
 
 
 def ahead(hf: HF) -> int:
     """Number of blocks in a config.json that predict further tokens."""
     # transformers uses the second name.
     return hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0
+
+
+def has_further(arch: Architecture) -> bool:
+    """Whether the architecture has names for trained blocks that predict further tokens."""
+    return any(rule.ours.startswith(FURTHER) for rule in arch.rules)
+
+
+def require_names(arch: Architecture, cfg: ModelConfig, ahead: int) -> None:
+    """ConfigError unless the architecture has names for the model's blocks that predict further tokens.
+
+    ahead: the number of such blocks in config.json.
+    """
+    depth = cfg.mtp.depth
+    wrong = f"the blocks of a {arch.model_type} that predict further tokens have no names here"
+    require(not depth or has_further(arch), "model.mtp.depth", depth, wrong, 0)
+    wrong = f"config.json has {ahead} such blocks (num_nextn_predict_layers)"
+    require(depth <= ahead, "model.mtp.depth", depth, wrong, f"0 to {ahead}" if ahead else 0)
 
 
 def their_shapes(found: dict[str, list[TensorPiece]]) -> dict[str, tuple[int, ...]]:

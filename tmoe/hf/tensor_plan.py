@@ -9,12 +9,25 @@ next: hf/files.py
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import NamedTuple
 
-from tmoe.config.model import ModelConfig
+from tmoe.config.model import ModelConfig, MTPConfig
 from tmoe.hf.config import architecture, read_config, text_settings
 from tmoe.hf.files import DTYPES, Folder
-from tmoe.hf.rules import HF, Architecture, TensorPiece, ahead, copies, divide, held_by_shape, their_shapes
+from tmoe.hf.rules import (
+    HF,
+    Architecture,
+    TensorPiece,
+    ahead,
+    copies,
+    divide,
+    held_by_shape,
+    require_names,
+    their_shapes,
+)
+
+OFF = MTPConfig()
 
 
 class Reading(NamedTuple):
@@ -38,33 +51,40 @@ class Reading(NamedTuple):
 
     def written(self) -> dict[str, list[TensorPiece]]:
         """tmoe's tensors and all boxes that an export writes from them, copies included."""
-        again = {original: name for name, original in self.copies.items()}
+        again = {
+            name: [n for n, original in self.copies.items() if original == name]
+            for name in {*self.copies.values()}
+        }
         return {
             ours: [
                 *group,
-                *(piece._replace(name=again[piece.name]) for piece in group if piece.name in again),
+                *(piece._replace(name=name) for piece in group for name in again.get(piece.name, ())),
             ]
             for ours, group in self.pieces.items()
         }
 
 
-def plan_folder(folder: Folder) -> Reading:
+def plan_folder(folder: Folder, mtp: MTPConfig = OFF) -> Reading:
     """The plan of a folder. Faults of its tensors are listed in `problems`.
 
+    mtp: the blocks that predict further tokens of the model, which config.json does not decide.
     ConfigError for settings that tmoe does not compute.
     """
     arch, cfg = architecture(folder.config), read_config(folder.config)
-    plan = _plan(folder.config, folder.shapes, held_by_shape(arch, cfg, folder.shapes))
+    plan = _plan(folder.config, folder.shapes, held_by_shape(arch, cfg, folder.shapes), mtp)
     problems = folder.compare(plan.arch, their_shapes(plan.written()), plan.extra)
+    own = [name for name, original in plan.copies.items() if not folder.repeats(name, original)]
+    shares = "a block that predicts further tokens is trained only if it shares it (else --model.mtp.depth 0)"
+    problems += [f"{name}: is not {plan.copies[name]}; {shares}" for name in own]
     return plan._replace(problems=problems)
 
 
-def plan_layout(config: HF, types: dict[str, str], held: Collection[str]) -> Reading:
+def plan_layout(config: HF, types: dict[str, str], held: Collection[str], mtp: MTPConfig = OFF) -> Reading:
     """The plan of a folder that no longer exists, from its config.json and its tensors' names and types.
 
-    held: as in the folder's Reading.
+    held: as in the folder's Reading. mtp: as of `plan_folder`.
     """
-    plan = _plan(config, types, {*held})
+    plan = _plan(config, types, {*held}, mtp)
     expected = their_shapes(plan.written())
     problems = [f"{name}: not in the original's files" for name in expected if name not in types]
     problems += [
@@ -77,8 +97,10 @@ def plan_layout(config: HF, types: dict[str, str], held: Collection[str]) -> Rea
     return plan._replace(problems=problems)
 
 
-def _plan(config: HF, present: dict, held: set[str]) -> Reading:
+def _plan(config: HF, present: dict, held: set[str], mtp: MTPConfig) -> Reading:
     arch = architecture(config)
-    cfg = read_config(config)
-    pieces, extra = divide(arch, cfg, present, ahead(text_settings(arch, config)), held)
+    cfg = replace(read_config(config), mtp=mtp)
+    there = ahead(text_settings(arch, config)) or int(any(name.startswith("mtp.") for name in present))
+    require_names(arch, cfg, there)
+    pieces, extra = divide(arch, cfg, present, there, held)
     return Reading(arch, cfg, pieces, copies(cfg, present), extra, [], held)

@@ -61,6 +61,7 @@ SERIES = (
     *("answers/tokens", "answers/truncated"),
     *("policy/entropy", "policy/kl", "policy/clipped", "time/rollout", "time/rewards", "time/update"),
     *("rewards/margin", "rewards/accuracy", "val_rewards/margin", "val_rewards/accuracy"),
+    *(f"mtp/{what}_{depth}" for what in ("loss", "equal") for depth in (1, 2, 3)),
 )
 LEGEND_ROW, LEGEND_EDGE = 0.1, 0.05  # heights of a legend's row and of its edges, as a share of the picture's
 BLUE, RED, GREY, PALE = "#1f5fa8", "#c8442c", "#666666", "#b9cfe6"
@@ -171,6 +172,8 @@ def draw(path: Path) -> Path:
 def paint(run: ReportedRun) -> Figure:
     """The picture: curves, and below them the load of the experts if the model has MoE layers."""
     rows = layout(kind(run), bool(run.counts.size))
+    if np.isfinite(run.series["mtp/loss_1"]).any():
+        rows.insert(1, ["further", "further", "equal"])
     figure = Figure(figsize=(15, 2.9 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title(run), fontsize=13, x=0.012, ha="left", parse_math=False)
@@ -460,6 +463,15 @@ PICTURES = dict(
     time=Curves(
         "Shares of a step's time",
         {"time/rollout": "rollout", "time/rewards": "rewards", "time/update": "update"},
+        top=1.0,
+    ),
+    further=Curves(
+        "Loss of further tokens by depth, nats a token",
+        {f"mtp/loss_{depth}": f"depth {depth}, smoothed" for depth in (1, 2, 3)},
+    ),
+    equal=Curves(
+        "Share of further tokens that the main head also ranks first",
+        {f"mtp/equal_{depth}": f"depth {depth}, smoothed" for depth in (1, 2, 3)},
         top=1.0,
     ),
     margin=Curves(

@@ -179,6 +179,15 @@ def loss_bytes(cfg: Config, axes: Axes) -> int:
     return _head_bytes(cfg, axes, rows) + VECTORS * FP32 * local_tokens(cfg, axes)
 
 
+def further_loss_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes that the loss of one depth of --model.mtp keeps for its backward.
+
+    They are the gradients of hidden states and head, which the forward computes.
+    """
+    table = 0 if cfg.model.mtp.detach else FP32 * cfg.model.vocab * cfg.model.dim
+    return table + local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
+
+
 def by_log_probs(cfg: Config) -> bool:
     """Whether the task's loss is computed from log-probs; otherwise it is the fused cross-entropy."""
     return cfg.task in ("preference", "grpo") or (cfg.task == "sft" and cfg.sft.dft)

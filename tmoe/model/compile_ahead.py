@@ -93,11 +93,16 @@ def compile_part(part: Transformer, mesh: Mesh, dtype: torch.dtype, micro: Micro
         with empty_parameters(block, mesh, dtype), given_experts(block, B * S, kind.replay):
             compile_block(block, x, context)
         grads = grads or any(p.requires_grad for p in block.parameters())
+    for depth, block in enumerate(part.mtp.blocks() if kind.grad else ()):
+        grads = not part.cfg.mtp.detach or depth > 0
+        x = torch.zeros(B, S, 2 * part.cfg.dim, dtype=dtype, device=x.device, requires_grad=grads)
+        with empty_parameters(block, mesh, dtype):
+            compile_block(block, x, context.without(torch.zeros(B, S, dtype=torch.bool, device=x.device)))
 
 
 def compile_block(block: Block, x: Tensor, context: Context) -> None:
     """Calls `compute` as Block.forward does, without the hooks of FSDP2, which gather."""
-    inputs = x, *context.turns[block.rope], context.masks[block.mask], *context.of_tokens
+    inputs = x, *context.of_block(block), *context.of_tokens
     try:
         if block.moe is None:
             block.compute(*inputs)

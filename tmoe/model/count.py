@@ -22,7 +22,8 @@ class ParameterCounts(NamedTuple):
     active: int
     """with K experts of a layer instead of E; all other parameters, embedding and head included"""
     active_flops: int
-    """active without the input embedding (a look-up), but with the output head (tied or not)"""
+    """active without the input embedding (a look-up), but with the output head (tied or not), once more for
+    each depth of --model.mtp"""
 
 
 def attention_shapes(model: ModelConfig, layer: int) -> list[Shape]:
@@ -80,6 +81,8 @@ def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shap
     D = model.dim
     moe = model.moe
     dense = [(D,)] * sum(model.norms_of(layer)) + attention_shapes(model, layer)
+    if layer >= model.layers:  # predicts a further token: three norms, and the projection of two inputs
+        dense += [(D,), (D,), (D,), (D, 2 * D)]
     if not model.is_moe(layer):
         return [*dense, (2 * model.ffn_dim, D), (D, model.ffn_dim)], []
     width = moe.cosine_dim if moe.score == "cosine" else D
@@ -113,12 +116,13 @@ def numel(shapes: list[Shape]) -> int:
 def count_parameters(model: ModelConfig) -> ParameterCounts:
     """Exact number of parameters of `Transformer(model)`."""
     total = active = numel(root_shapes(model))
-    for layer in range(model.layers):
+    for layer in model.numbered:
         dense, experts = block_shapes(model, layer)
         total += numel(dense) + numel(experts)
         active += numel(dense) + numel(experts) // model.moe.experts * model.moe.top_k
     embedding = 0 if model.tied else model.vocab * model.dim  # a tied table still multiplies, as the head
-    return ParameterCounts(total, active, active - embedding)
+    heads = model.mtp.depth * model.vocab * model.dim  # each depth multiplies by the head once more
+    return ParameterCounts(total, active, active - embedding + heads)
 
 
 def flops_per_token(model: ModelConfig, seq: int, frozen: bool = False) -> float:
@@ -126,7 +130,7 @@ def flops_per_token(model: ModelConfig, seq: int, frozen: bool = False) -> float
 
     frozen: all weights are frozen, under adapters, whose products are not counted: 4 replaces 6 below.
 
-    Without windows: 6*active_flops + 6*layers*H*C*S.
+    Without windows: 6*active_flops + 6*layers*H*C*S. Blocks that predict further tokens are counted.
 
     Parameters: a parameter that multiplies costs one multiply-add, 2 FLOPs, in the forward, and twice that in
         the backward (the gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1).
@@ -141,7 +145,7 @@ def flops_per_token(model: ModelConfig, seq: int, frozen: bool = False) -> float
     Recomputation (flash attention's backward, activation checkpointing) is not counted. Document borders do
     not lower the count.
     """
-    full = (layer for layer in range(model.layers) if not model.is_linear(layer))
+    full = (layer for layer in model.numbered if not model.is_linear(layer))
     windows = [min(model.window_of(layer) or seq, seq) for layer in full]
     visible = sum(W - W * W / (2 * seq) for W in windows)
     widths = qk_width(model) + v_width(model)

@@ -67,7 +67,7 @@ def require_matches(cfg: Config) -> None:
     if cfg.lora.rank:
         adapt(model, cfg.lora, cfg.train.dtype)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    some = sorted({re.sub(r"\bblocks\.\d+\.", "", name) for name in names})
+    some = sorted({re.sub(r"\b(blocks|mtp)\.\d+\.", "", name) for name in names})
     for name, given in patterns.items():
         for pattern in given:
             found = matching(pattern, names)

@@ -43,13 +43,18 @@ CHUNK_LOGITS_GPU = 2**30
 
 @record_function("loss")  # benchmarks/trace.py separates its products from the blocks' by this name
 def loss_and_gradients(
-    h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, needs_h: bool, needs_w: bool
+    h_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    needs_h: bool,
+    needs_w: bool,
+    best_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The loss, and its gradients with respect to h (in h's type) and to the weight (fp32).
 
     A gradient that is not needed is None. Gradients are computed while a chunk's logits exist. With p =
     softmax(h W^T): d loss / d logits = p - onehot(target). Products are in the type of h and W, softmax is in
-    fp32, and the head's gradient accumulates in fp32.
+    fp32, and the head's gradient accumulates in fp32. best_T: see `cross_entropy_sum`.
     """
     V = weight_VD.shape[0]
     rows = chunk_rows(V, h_TD.is_cuda)
@@ -60,7 +65,11 @@ def loss_and_gradients(
     for i in range(0, h_TD.shape[0], rows):
         h = h_TD[i : i + rows]
         targets = targets_T[i : i + rows]
-        losses, grad = softmax_and_gradient(h @ weight.t(), targets, V, needs_h or needs_w)
+        logits = h @ weight.t()
+        if best_T is not None:
+            best_T[i : i + rows] = logits[:, :V].argmax(-1)
+        losses, grad = softmax_and_gradient(logits, targets, V, needs_h or needs_w)
+        del logits
         loss += losses.sum()
         if grad_h is not None:
             grad_h[i : i + rows] = grad @ weight
@@ -76,15 +85,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """The loss in eager code; its backward only multiplies the gradients by the incoming factor."""
 
     @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        loss, *gradients = loss_and_gradients(h_TD, weight_VD, targets_T, *ctx.needs_input_grad[:2])
+    def forward(
+        ctx: Any, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, best_T: Tensor | None
+    ) -> Tensor:
+        loss, *gradients = loss_and_gradients(h_TD, weight_VD, targets_T, *ctx.needs_input_grad[:2], best_T)
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight_VD.dtype
         ctx.owner = find_table(weight_VD)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if torch.is_grad_enabled():  # the logits are freed
             raise RuntimeError("the loss has no second derivative: no create_graph")
         grad_h, grad_w = ctx.saved_tensors
@@ -92,7 +103,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_h = times(grad_h, grad_loss, grad_h.dtype)
         if grad_w is not None:
             grad_w = to_autograd(ctx.owner, grad_w, grad_loss, ctx.weight_dtype)
-        return grad_h, grad_w, None
+        return grad_h, grad_w, None, None
 
 
 # The same as an op: without it a compiler would trace every chunk, and on a GPU every launch of a kernel.
@@ -184,12 +195,15 @@ def cross_entropy(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Giv
     return cross_entropy_sum(h_TD, weight_VD, targets_T)
 
 
-def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+def cross_entropy_sum(
+    h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, best_T: Tensor | None = None
+) -> Tensor:
     """Sum over tokens of -log softmax(h W^T)[target], nats, 0-dim fp32; targets of -100 are not counted.
 
     It is differentiable in h and weight, once: the gradient is computed in forward. Under autocast its
     products are in autocast's dtype. Any other target outside of 0 .. V - 1 raises torch's index error on a
-    CPU. On a GPU such a target makes the loss and the gradients NaN, so that the host need not wait. Raises
+    CPU. On a GPU such a target makes the loss and the gradients NaN, so that the host need not wait.
+    best_T: int64, overwritten with each row's token of the largest logit; not in compiled code. Raises
     ValueError if the targets have another length than h, or are on another device.
     """
     if targets_T.shape != h_TD.shape[:1]:
@@ -207,12 +221,20 @@ def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Ten
         kind = h_TD.device.type
         dtype = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
-            return _loss(h_TD.to(dtype), weight_VD.to(dtype), targets_T)
-    return _loss(h_TD, weight_VD, targets_T)
+            return _loss(h_TD.to(dtype), weight_VD.to(dtype), targets_T, best_T)
+    return _loss(h_TD, weight_VD, targets_T, best_T)
 
 
-def _loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+def _loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, best_T: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         needs = h_TD.requires_grad, weight_VD.requires_grad
         return torch.ops.tmoe.cross_entropy(h_TD, weight_VD, targets_T, *needs)[0]
-    return _ChunkedCrossEntropy.apply(h_TD, weight_VD, targets_T)
+    return _ChunkedCrossEntropy.apply(h_TD, weight_VD, targets_T, best_T)
+
+
+@torch.no_grad()
+def largest_logits(h_TD: Tensor, weight_VD: Tensor, best_T: Tensor) -> None:
+    """Overwrites best_T, int64, with each row's token of the largest logit; a chunk of rows at a time."""
+    rows = chunk_rows(len(weight_VD), h_TD.is_cuda)
+    for i in range(0, len(h_TD), rows):
+        best_T[i : i + rows] = (h_TD[i : i + rows] @ weight_VD.t()).argmax(-1)

@@ -121,7 +121,8 @@ def parallelize(
         apply_ep(moe, mesh, cfg.parallel.dispatch, tokens, cfg.parallel.dispatch_dtype)
         apply_way(moe, cfg.parallel.adaptive_r, tokens, compute_bytes(cfg))
     if isinstance(model, Transformer):
-        model.balancer.all_reduce = partial(all_reduce, group=mesh.world.get_group())
+        for balancer in model.balancer, model.mtp.balancer:
+            balancer.all_reduce = partial(all_reduce, group=mesh.world.get_group())
         model.expert_group = name_of(mesh.ep.get_group()) if mesh.axes.ep > 1 else ""
         apply_checkpoint(model, cfg.parallel.checkpoint)
         if cfg.compile:
@@ -181,10 +182,10 @@ def apply_spread(model: Transformer, mesh: Mesh, cfg: Config) -> None:
     require_heads(replace(cfg.parallel, tp=axes.tp, cp=axes.cp), model.cfg)
     spread = Spread.over(mesh, cfg.parallel.cp_exchange, cfg.parallel.tp_pieces)
     model.spread = spread
-    for block in model.blocks:
-        assert isinstance(block, Block)
+    for block in model.all_blocks():
         block.attention.spread = spread
-    model.balancer.over_parts = partial(all_reduce, group=mesh.groups["parts"])
+    for balancer in model.balancer, model.mtp.balancer:
+        balancer.over_parts = partial(all_reduce, group=mesh.groups["parts"])
 
 
 def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "same") -> None:
@@ -332,8 +333,7 @@ def apply_checkpoint(model: Transformer, policy: str) -> None:
     load is taken from the forward alone. policy: as in ParallelConfig.checkpoint.
     """
     parts = dict(none=[], attention=["attend"], moe=["feed_forward"], block=["compute"])[policy]
-    for block in model.blocks:
-        assert isinstance(block, Block)
+    for block in model.all_blocks():
         for part in parts:
             setattr(block, part, recomputed(getattr(block, part), block))
 
@@ -356,8 +356,7 @@ def apply_compile(model: Transformer) -> None:
 
     Identical blocks share the graph, and so do all routings: sizes that depend on the routing are unbacked.
     """
-    for block in model.blocks:
-        assert isinstance(block, Block)
+    for block in model.all_blocks():
         block.compute = compiled(block.compute)
         block.must_compile = True
 
@@ -480,7 +479,7 @@ def _shard_blocks(
     blocks = list(model.blocks)
     rates = [module for module in model.modules() if isinstance(module, Precise)]
     if mesh.world.size() == 1:
-        for module in (*blocks, model):
+        for module in (*model.all_blocks(), model):
             if module is not model:
                 sum_linears(module)
             place = lambda p: (p.data, mesh.world, [Shard(0)])  # noqa: E731
@@ -497,6 +496,8 @@ def _shard_blocks(
     ]
     for unit in units(sizes) if whole_forwards else [[i] for i in range(len(blocks))]:
         fully_shard([blocks[i] for i in unit], mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
+    for block in model.mtp:  # separate units: an evaluation does not run them
+        fully_shard(block, mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
 
 
 def hold_whole(

@@ -84,7 +84,7 @@ def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) 
 
 def kinds_of(cfg: ModelConfig) -> frozenset[RopeConfig | None]:
     """The RoPE settings (`rope_of`) of the model's blocks, each once."""
-    return frozenset(cfg.rope_of(i) for i in range(cfg.layers))
+    return frozenset(cfg.rope_of(i) for i in cfg.numbered)
 
 
 def turns_of(

@@ -62,12 +62,18 @@ def sum_seconds(cfg: Config, elements: float, m: SimpleNamespace) -> float:
 
 
 def ends_cost(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, StageCost]:
-    """Seconds of the embedding, and of the head with the loss, in one micro-batch."""
+    """Seconds of the embedding, and of the head with the loss, in one micro-batch.
+
+    The head counts the blocks that predict further tokens, each with a further product.
+    """
     moved = local_tokens(cfg, axes) * cfg.model.dim
     embedding = moved * (2 * compute_bytes(cfg) + 3 * FP32) / m.memory_rate
     norm = 3 * moved * compute_bytes(cfg) / m.memory_rate
     summed = sum_seconds(cfg, cfg.model.vocab * cfg.model.dim, m)
-    return embedding, StageCost(head_seconds(cfg, axes, m) + norm, 2 * norm + summed, 0.0)
+    head = StageCost(head_seconds(cfg, axes, m) + norm, 2 * norm + summed, 0.0)
+    depth = cfg.model.mtp.depth
+    block = block_cost(cfg, axes, cfg.model.layers, m) if depth else head
+    return embedding, StageCost(*(a + depth * (a + b) for a, b in zip(head, block, strict=True)))
 
 
 def message_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:

@@ -4,10 +4,11 @@ A chunk is a Transformer without the blocks, embedding, norm or head that other 
 are those of the whole model, so step folders do not depend on how the model was cut. Only hidden states are
 sent between stages. The backward of a chunk's balancing loss begins in that chunk.
 
-A tied table is stored on the first stage and on the last. The gradients of the two copies are added up, so
-the copies stay equal. The first copy is counted in the norm and saved. If one stage has both ends (schedule
-v), the copy of the last chunk is not a parameter: it is overwritten with the first chunk's table before each
-pass, and its gradient is added to that table's gradient afterwards.
+If the head or further tokens need the embedding's table, it is stored on the first stage and on the last. The
+gradients of the two copies are added up, so the copies stay equal. The first copy is counted in the norm and
+saved. If one stage has both ends (schedule v), the copy of the last chunk is not a parameter: it is
+overwritten with the first chunk's table before each pass, and its gradient is added to that table's gradient
+afterwards.
 
 A divided head (--parallel.head divided) is stored in the same way, with the norm before it, on each stage
 that has a piece of it. Its pieces compute the loss of different tokens of a micro-batch.
@@ -82,7 +83,8 @@ class ModelPart(Transformer):
         if not self.last:
             return x, extra
         assert self.norm is not None
-        return self.task_share(self.norm(x), micro.targets_BS, totals.targets, objective, given, piece), extra
+        rows = micro.tokens_BS, micro.targets_BS, micro.documents_BS, micro.padding_BS
+        return self.losses(self.norm(x), rows, context, totals, objective, given, piece), extra
 
 
 class _Chunk:
@@ -104,10 +106,9 @@ class _Chunk:
         if self.piece is not None:
             x, piece = x[None], as_slice(stages.pieces[self.piece])
         y, extra = self.part(x, stages.contexts[micro], here, stages.totals, stages.objective, piece)
-        losses = [] if extra is None else [extra]
         if not self.part.last:
-            return y, losses
-        stages.loss += y.detach()
+            return y, [] if extra is None else [extra]
+        stages.loss += self.part.task_loss
         return None, [y if extra is None else y + extra]
 
     def begin_backward(self, micro: int, last: bool) -> None:
@@ -248,7 +249,7 @@ class Stages(nn.Module):
         """The tensors that several stages hold, with the ranks that hold this rank's shards of them."""
         heads = set(self.table.heads)
         ends = {self.table.home[0]} | (heads or {self.table.home[-1]})
-        held = [(("embedding.weight",), ends)] if self.cfg.tied else []
+        held = [(("embedding.weight",), ends)] if self.cfg.two_tables else []
         held += [(("norm.weight",) if self.cfg.tied else ("norm.weight", "head.weight"), heads)]
         here, axes = self.mesh.place, self.mesh.axes
         for names, stages in held:
@@ -265,7 +266,7 @@ class Stages(nn.Module):
     def ends(self) -> tuple[ModelPart, ModelPart] | None:
         """The first chunk and the last, if this rank has both and they share a tied table."""
         first, last = ([part for part in self if getattr(part, end)] for end in ("first", "last"))
-        return (first[0], last[0]) if self.cfg.tied and first and last else None
+        return (first[0], last[0]) if self.cfg.two_tables and first and last else None
 
     def _follows(self, part: ModelPart, name: str) -> bool:
         """Whether `part` has the second copy of a tied table whose first copy is on this rank too."""
@@ -285,7 +286,7 @@ class Stages(nn.Module):
         scale: factor of the gradients, 0-dim fp32 on the device; None: 1.
         """
         for part in self:
-            part.balancer.start_step()
+            part.start_step()
         self._begin(micros, totals, objective)
         self.pipeline.step(self._shape(), self.pieces, scale)
         for chunk in self.chunks.values():
@@ -360,7 +361,8 @@ class Stages(nn.Module):
         parameters = dict(self.named_parameters()) if self.copies else {}
         for names, _, group in self.copies:
             for p in (parameters[name] for name in names if parameters[name].requires_grad):
-                assert p.grad is not None
+                if p.grad is None:  # the embedding, if further tokens are trained alone
+                    p.grad = torch.zeros_like(p)
                 dist.all_reduce(local_part(p.grad), group=group)
 
     def update_bias(self, taken: Tensor | None = None) -> None:

@@ -22,7 +22,8 @@ from tmoe.model.attention_parallel import ALONE
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
 from tmoe.model.linear import DeltaNet
-from tmoe.model.loss import Given, Objective, cross_entropy
+from tmoe.model.loss import Given, Objective, cross_entropy_sum, largest_logits
+from tmoe.model.multi_token import MultiToken
 from tmoe.model.norm import norm_of
 from tmoe.model.rope import Tables, kinds_of, turns_of
 from tmoe.model.rounding import rounding
@@ -126,6 +127,27 @@ class Block(nn.Module):
         return y if self.multiplier == 1.0 else y * self.multiplier
 
 
+class FurtherBlock(Block):
+    """A block that predicts one token further; its input is [e; h], see model/multi_token.py."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__(cfg, layer)
+        self.enorm = norm_if(True, cfg)
+        self.hnorm = norm_if(True, cfg)
+        self.eh_proj = nn.Linear(2 * cfg.dim, cfg.dim, bias=False)
+        self.norm = norm_if(True, cfg)
+        if self.moe is not None:
+            self.moe.further = True
+
+    def attend(self, x: Tensor, *context: Any) -> Tensor:
+        e, h = x.chunk(2, -1)
+        return super().attend(self.eh_proj(torch.cat([self.enorm(e), self.hnorm(h)], -1)), *context)
+
+    def feed_forward(self, x: Tensor, *context: Any) -> tuple[Tensor, Load | None]:
+        y, load = super().feed_forward(x, *context)
+        return self.norm(y), load
+
+
 def norm_if(there: bool, cfg: ModelConfig) -> nn.Module:
     """A norm of the residual stream's width, or an identity where the model has no norm."""
     return norm_of(cfg, cfg.dim) if there else nn.Identity()
@@ -212,6 +234,19 @@ class Context(NamedTuple):
         """The inputs of the MoE layers that have a value for each token."""
         return self.padding_BS, self.members_BSN
 
+    def without(self, left_out_BS: Tensor) -> "Context":
+        """The context of blocks that leave out these tokens of this rank, bool; they include the padding."""
+        members_BSN = self.members_BSN
+        if members_BSN is not None:
+            members_BSN = members_BSN * ~left_out_BS[..., None]
+            if not torch.compiler.is_compiling():
+                let_vary(members_BSN, 2)
+        return self._replace(padding_BS=left_out_BS, members_BSN=members_BSN)
+
+    def of_block(self, block: Block) -> tuple[Tensor, Tensor, Mask | Runs]:
+        """The inputs of a block's attention."""
+        return *self.turns[block.rope], self.masks[block.mask]
+
 
 class Transformer(nn.Module):
     """A decoder-only language model.
@@ -235,13 +270,15 @@ class Transformer(nn.Module):
         self.ropes = kinds_of(cfg)
         self.first = span.start == 0
         self.last = span.stop == cfg.layers and head
-        has_table = self.first or (self.last and cfg.tied)
+        has_table = self.first or (self.last and cfg.two_tables)
         self.embedding = nn.Embedding(cfg.vocab, cfg.dim) if has_table else None
         self.blocks = Blocks(cfg, span)
         self.norm = norm_of(cfg, cfg.dim) if self.last else None
         has_head = self.last and not cfg.tied
         self.head = nn.Linear(cfg.dim, cfg.vocab, bias=False) if has_head else None
         self.balancer = Balancer(cfg.moe)
+        further = [FurtherBlock(cfg, layer) for layer in cfg.numbered[cfg.layers :] if self.last]
+        self.mtp = MultiToken(cfg, further)
         # set by model/parallelize.py: how tp and cp divide sequences, and the name of the expert group
         self.spread = ALONE
         self.expert_group = ""
@@ -289,7 +326,17 @@ class Transformer(nn.Module):
 
         Call it once after each optimizer step, on every rank. taken: 0 for a step that was skipped.
         """
-        self.balancer.update_bias(self.routers(), taken)
+        for balancer, routers in (self.balancer, self.routers()), (self.mtp.balancer, self.mtp.routers()):
+            balancer.update_bias(routers, taken)
+
+    def start_step(self) -> None:
+        """Resets the counts that balancing losses add up over a step's micro-batches."""
+        self.balancer.start_step()
+        self.mtp.balancer.start_step()
+
+    def all_blocks(self) -> Iterator[Block]:
+        """The blocks of this module, then those that predict further tokens."""
+        return (block for block in (*self.blocks, *self.mtp.blocks()) if isinstance(block, Block))
 
     def routers(self) -> Iterator[Router]:
         """The routers of the MoE layers, from the first to the last."""
@@ -332,14 +379,45 @@ class Transformer(nn.Module):
             check_marks("targets", targets_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         given = given or {}
         rows = tokens_BS, documents_BS, padding_BS, positions_BS
-        h_BSD, load = self.hidden(*rows, given)
+        context = self.context(*rows, given)
+        h_BSD, load = self.hidden_in(context, tokens_BS, given)
         if targets_BS is None:
             return F.linear(self.scaled(h_BSD), self.head_weight)
+        rows = tokens_BS, targets_BS, documents_BS, padding_BS
+        loss = self.losses(h_BSD, rows, context, totals, objective, given)
+        return loss if load is None else loss + self.balancer.loss(load, totals)
+
+    def losses(
+        self,
+        h_BSD: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        context: Context,
+        totals: Totals | None,
+        objective: Objective | None,
+        given: Given,
+        piece: slice = ALL,
+    ) -> Tensor:
+        """This rank's share of the task's loss, plus that of the blocks that predict further tokens.
+
+        h_BSD: for this rank's own tokens. rows: tokens, targets, documents, padding. piece: see `task_share`.
+        An evaluation, whose totals do not count further tokens, leaves these blocks out. ValueError if the
+        totals of a step do not count them.
+        """
+        _, targets_BS, _, padding_BS = rows
         if padding_BS is not None:
             targets_BS = targets_BS.masked_fill(padding_BS, IGNORE)
         count = (targets_BS != IGNORE).sum().clamp(min=1) if totals is None else totals.targets
-        loss = self.task_share(h_BSD, targets_BS, count, objective, given)
-        return loss if load is None else loss + self.balancer.loss(load, totals)
+        left_out = len(self.mtp) == 0 or (totals is not None and totals.further is None)
+        if left_out and len(self.mtp) and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"totals.further: None, but model.mtp.depth={len(self.mtp)}; "
+                "valid are the step's sums of tmoe.model.multi_token.count_further"
+            )
+        best_T = None
+        if not left_out and not torch.compiler.is_compiling():
+            best_T = self.own(targets_BS).flatten().clone()
+        loss = self.task_share(h_BSD, targets_BS, count, objective, given, piece, best_T)
+        return loss if left_out else loss + self.mtp.share(self, h_BSD, rows, best_T, context, totals)
 
     def task_share(
         self,
@@ -349,10 +427,12 @@ class Transformer(nn.Module):
         objective: Objective | None = None,
         given: Given | None = None,
         piece: slice = ALL,
+        best_T: Tensor | None = None,
     ) -> Tensor:
         """This rank's share of the task's loss, divided by count; stored in `task_loss`.
 
-        h_BSD: for this rank's own tokens. targets_BS, given: for whole rows.
+        h_BSD: for this rank's own tokens. targets_BS, given: for whole rows. best_T: as of
+        `cross_entropy_sum`.
         piece: the tokens of h among this rank's own tokens.
         """
         h_TD = self.scaled(h_BSD).flatten(0, 1)
@@ -360,7 +440,12 @@ class Transformer(nn.Module):
         local_given = {
             name: self.own(t).flatten()[piece] if t.dim() == 2 else t for name, t in (given or {}).items()
         }
-        loss = (objective or cross_entropy)(h_TD, self.head_weight, targets_T, local_given) / count
+        if objective is None:
+            loss = cross_entropy_sum(h_TD, self.head_weight, targets_T, best_T) / count
+        else:
+            loss = objective(h_TD, self.head_weight, targets_T, local_given) / count
+            if best_T is not None:
+                largest_logits(h_TD, self.head_weight, best_T)
         self.task_loss = loss.detach()
         return loss
 
@@ -391,6 +476,12 @@ class Transformer(nn.Module):
         The load is None without MoE layers. This function reads only "noise" and "members" of `given`.
         """
         context = self.context(tokens_BS, documents_BS, padding_BS, positions_BS, given)
+        return self.hidden_in(context, tokens_BS, given)
+
+    def hidden_in(
+        self, context: Context, tokens_BS: Tensor, given: Given | None = None
+    ) -> tuple[Tensor, Load | None]:
+        """`hidden` with its context."""
         x, load = self.run_blocks(self.embed(tokens_BS, (given or {}).get("noise")), context)
         return self.norm(x), load
 
@@ -441,7 +532,7 @@ class Transformer(nn.Module):
                 at_Q,
                 self.rounding.in_blocks,
             )
-            for window in {self.cfg.mask_of(i) for i in range(self.cfg.layers)}
+            for window in {self.cfg.mask_of(i) for i in self.cfg.numbered}
             if isinstance(window, int)
         }
         if self.cfg.linear_layers:
@@ -496,11 +587,10 @@ class Transformer(nn.Module):
 
     def run_blocks(self, x: Tensor, context: Context) -> tuple[Tensor, Load | None]:
         """Runs all blocks in order. In training their load is recorded for the log."""
-        turns, masks = context.turns, context.masks
         loads = []
         for block in self.blocks:
             assert isinstance(block, Block)
-            x, load = block(x, *turns[block.rope], masks[block.mask], *context.of_tokens)
+            x, load = block(x, *context.of_block(block), *context.of_tokens)
             if load is not None:
                 loads.append(load)
         load = stack(loads) if loads else None

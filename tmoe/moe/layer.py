@@ -187,6 +187,7 @@ class MoE(nn.Module):
         self.load: Any = None  # a Load
         # moe/trace.py: whether the load holds the choices; the choices that the router must use
         self.traced = False
+        self.further = False  # True in blocks that predict further tokens, which no trace or replay includes
         self.given_TK: Tensor | None = None
         if init:
             initialise(self)

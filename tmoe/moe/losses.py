@@ -60,6 +60,7 @@ class Totals(NamedTuple):
     targets: Tensor
     tokens: Tensor
     sequences: Tensor
+    further: Tensor | None = None  # places that each depth of --model.mtp counts, [depth]
 
 
 class Scope(NamedTuple):

@@ -29,8 +29,8 @@ from tmoe.ops.argument_checks import require
 
 
 def layers_of(model: nn.Module) -> list[MoE]:
-    """The MoE layers, from the first to the last."""
-    return [module for module in model.modules() if isinstance(module, MoE)]
+    """The MoE layers, from the first to the last, without those that predict further tokens."""
+    return [module for module in model.modules() if isinstance(module, MoE) and not module.further]
 
 
 def trace(model: nn.Module) -> None:

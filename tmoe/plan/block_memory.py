@@ -47,12 +47,16 @@ def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -
     feed_forward += slice_bytes(cfg, axes) if model.is_moe(layer) else 0
 
     stream = T * D * width
+    if layer >= model.layers:  # predicts a further token: [e; h] and its norms, the operand of eh_proj
+        stream = 2 * T * D * width
+        attention += stream + 2 * norm
+        feed_forward += norm
     if checkpoint == "block":
         return stream
     if checkpoint == "attention":
         return stream + feed_forward
     if checkpoint == "moe":
-        return attention + stream
+        return attention + T * D * width
     return attention + feed_forward
 
 

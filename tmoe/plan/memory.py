@@ -20,7 +20,7 @@ from tmoe.config.check import Setting, require
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens, master_bytes, moment_bytes, sum_bytes
-from tmoe.model.block_bytes import loss_bytes
+from tmoe.model.block_bytes import further_loss_bytes, loss_bytes
 from tmoe.model.count import Shape, numel, root_shapes
 from tmoe.model.freeze import matching
 from tmoe.model.lora import AdapterCounts, adapter_counts
@@ -75,7 +75,7 @@ def memory_of_stages(cfg: Config, axes: Axes) -> list[dict[str, int]]:
     wrong = f"must divide {Setting('model.moe.experts', model.moe.experts)}"
     require(divides, "parallel.ep", axes.ep, wrong)
     if axes.pp == 1:
-        whole = range(model.layers)
+        whole = model.numbered
         return [_stage(cfg, axes, [whole], blocks_bytes(cfg, axes, whole))]
     order = plan(cfg, axes)
     spans = chunk_spans(cfg, axes)
@@ -87,13 +87,17 @@ def memory_of_stages(cfg: Config, axes: Axes) -> list[dict[str, int]]:
 
 
 def chunk_spans(cfg: Config, axes: Axes) -> tuple[range, ...]:
-    """The blocks of each chunk of the model, then an empty span for each piece of a divided head."""
-    return division(cfg, axes).all_spans
+    """The blocks of each chunk of the model, then an empty span for each piece of a divided head.
+
+    Blocks that predict further tokens are in the last chunk; the head is then not divided.
+    """
+    *others, last = division(cfg, axes).all_spans
+    return *others, range(last.start, last.stop + cfg.model.mtp.depth)
 
 
 def has_head(cfg: Config, axes: Axes, span: range) -> bool:
     """Whether a chunk has norm and head."""
-    return span.stop == cfg.model.layers and (not span or not division(cfg, axes).pieces)
+    return span.stop >= cfg.model.layers and (not span or not division(cfg, axes).pieces)
 
 
 def plan(cfg: Config, axes: Axes) -> Table:
@@ -135,33 +139,37 @@ def blocks_bytes(cfg: Config, axes: Axes, span: range) -> int:
     """Bytes that autograd keeps for these blocks from a micro-batch's forward to its backward."""
     kinds = {kind_of(cfg.model, layer): layer for layer in span}
     bytes_of = {kind: layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint) for kind, layer in kinds.items()}
-    return sum(bytes_of[kind_of(cfg.model, layer)] for layer in span)
+    losses = max(0, span.stop - cfg.model.layers) * further_loss_bytes(cfg, axes)
+    return losses + sum(bytes_of[kind_of(cfg.model, layer)] for layer in span)
 
 
-def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool, int | str]:
-    """The properties on which a block's bytes depend: MoE or dense, with or without RoPE, its window.
+def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool, int | str, bool]:
+    """The properties on which a block's bytes depend.
 
-    A linear block has LINEAR in place of a window.
+    MoE or dense, with or without RoPE, its window (LINEAR for a linear block), and whether it predicts a
+    further token.
     """
-    return model.is_moe(layer), model.rope_of(layer) is not None, model.mask_of(layer)
+    ropes = model.rope_of(layer) is not None
+    return model.is_moe(layer), ropes, model.mask_of(layer), layer >= model.layers
 
 
 def chunk_root(cfg: Config, axes: Axes, span: range) -> list[Shape]:
     """Shapes of a chunk's parameters outside blocks: the table on the first, norm and head on the last."""
     model = cfg.model
-    if len(span) == model.layers:
+    if span == model.numbered:
         return root_shapes(model)
-    entry: Shape = (model.vocab, model.dim)  # of the embedding, of the head, or of a tied table's copy
+    entry: Shape = (model.vocab, model.dim)  # of the embedding, of the head, or of a table's copy
     first: list[Shape] = [entry] if span.start == 0 else []
-    last: list[Shape] = [entry, (model.dim,)] if has_head(cfg, axes, span) else []
+    tables = 1 + (model.two_tables and not model.tied)
+    last: list[Shape] = [*[entry] * tables, (model.dim,)] if has_head(cfg, axes, span) else []
     return first + last
 
 
 def second_table(cfg: Config, axes: Axes, spans: Sequence[range]) -> list[Shape]:
-    """The tied table's second copy on a stage of these chunks, which is in no optimizer (model/stages.py)."""
+    """A table's second copy on a stage of these chunks, which is in no optimizer (model/stages.py)."""
     model = cfg.model
     ends = any(span.start == 0 for span in spans) and any(has_head(cfg, axes, span) for span in spans)
-    return [(model.vocab, model.dim)] if model.tied and len(spans) > 1 and ends else []
+    return [(model.vocab, model.dim)] if model.two_tables and len(spans) > 1 and ends else []
 
 
 class Numbers(NamedTuple):
@@ -411,7 +419,7 @@ def frozen_on_a_rank(cfg: Config, axes: Axes, spans: Sequence[range]) -> FrozenE
 def frozen_elements(model: ModelConfig, pattern: str, span: range, head: bool) -> tuple[int, int]:
     """Frozen elements of these blocks, and of embedding, norm and head if they are there: dense, experts."""
     with torch.device("meta"):
-        part = Transformer(model, span, head)
+        part = Transformer(model, range(span.start, min(span.stop, model.layers)), head)
     sizes = {name: p.numel() for name, p in part.named_parameters()}
     frozen = matching(pattern, sizes)
     experts = sum(sizes[name] for name in frozen if ".experts." in name)
@@ -477,7 +485,7 @@ def kept_whole(cfg: Config, axes: Axes, span: range | None = None) -> bool:
 
     Each chunk of a pipeline decides separately. With replicas FSDP2 has all experts.
     """
-    span = range(cfg.model.layers) if span is None else span
+    span = cfg.model.numbered if span is None else span
     if not span:
         return False
     sparse = next((layer for layer in span if cfg.model.is_moe(layer)), span.start)

@@ -351,6 +351,9 @@ class Grpo(Task):
             with self.replayed(batch, a, first, device):
                 yield micro._replace(given=given)
 
+    def rows(self, batch: Step) -> Iterator[Micro]:
+        return batch.packed.batch.micros(torch.device("cpu"), True)
+
     @contextmanager
     def replayed(self, step: Step, a: int, first: bool, device: torch.device) -> Iterator[None]:
         """A context for forward and backward of micro-batch a; recomputed layers use the same experts again.

@@ -54,6 +54,9 @@ class Sft(Task):
             given |= {"noise": self.noise(micro, alpha)} if alpha else {}
             yield micro._replace(given=given)
 
+    def rows(self, batch: ChatBatch) -> Iterator[Micro]:
+        return batch.micros(torch.device("cpu"), True)
+
     def noise(self, micro: Micro, alpha: float) -> Tensor:
         """Alpha / sqrt(n D) for each token [B, S], with n the tokens of its sequence; 0 for padding."""
         given = micro.given or {}

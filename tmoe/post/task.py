@@ -109,6 +109,10 @@ class Task:
         """A batch's micro-batches on the device, with the inputs of the objective."""
         return batch.micros(device, self.cfg.train.isolate_documents)
 
+    def rows(self, batch: Batch) -> Iterator[Micro]:
+        """A batch's micro-batches on the CPU, without inputs of the objective."""
+        return batch.micros(torch.device("cpu"), self.cfg.train.isolate_documents)
+
     def divisor(self, batch: Batch) -> float:
         """The part of a batch in the divisor of its step's loss: its trained tokens."""
         return (batch.targets_ABS != IGNORE).sum().item()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tmoe.base.listing import counted
 from tmoe.base.optional import say
 from tmoe.base.versions import package_version, versions
 from tmoe.checkpoint import resume
@@ -28,7 +29,7 @@ from tmoe.config.run import Config
 from tmoe.data.dataset import Dataset, require_alike
 from tmoe.hf.adapters.load import is_peft, open_for_run, read_into
 from tmoe.hf.load_base import load_base
-from tmoe.hf.load_weights import load_weights, read_step
+from tmoe.hf.load_weights import carried_blocks, load_weights, read_step
 from tmoe.hf.tokenizer_files import carried_by_start, unknown_of
 from tmoe.log.metrics import Metrics
 from tmoe.log.routes import Routes
@@ -196,6 +197,7 @@ class Start:
         number = self.load_base_from(init, tensors)
         self.began = f"weights of {init}, {number} tensors"
         self.began += " on rank 0" if cfg.parallel.pp > 1 else ""
+        self.began += carried_blocks(init, cfg.model)
         if cfg.lora.init:
             self.began += f"; adapters of {self.load_adapters(Path(cfg.lora.init))}"
 
@@ -324,6 +326,9 @@ class Start:
             note(line)
         for line in describe_clip(cfg):
             note(line)
+        if depth := cfg.model.mtp.depth:
+            alone = "alone, without a gradient to other blocks" if cfg.model.mtp.detach else "with the model"
+            note(f"multi-token prediction: {counted(depth, 'block')}, trained {alone}")
         note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
         own = bool(cfg.data.val_path)
         for source, held in zip_longest(self.data.sources, () if own else self.val_data.sources):

@@ -88,6 +88,9 @@ def _model(given: GivenFlags, out: TranslatedCommand) -> None:
         out.set("--model.norm-eps", 1e-5)
     latent = given.has("--multi-latent-attention")
     out.set("--model.qk-norm", "head" if given.has("--qk-layernorm") and not latent else "none")
+    if given.whole("--mtp-num-layers", 0):
+        out.set("--model.mtp.coeff", given.number("--mtp-loss-scaling-factor", 0.1))
+        out.set("--model.mtp.detach", given.has("--mtp-detach-heads"))
     if given.has("--add-qkv-bias"):
         out.set("--model.qkv-bias", True)
     if latent:

@@ -65,7 +65,7 @@ ROOT = {
     "norm.weight": "decoder.final_layernorm.weight",
     "head.weight": "output_layer.weight",
 }
-THEIRS = "embedding.", "decoder.", "output_layer."  # beginnings of the names of the model's tensors
+THEIRS = "embedding.", "decoder.", "output_layer.", "mtp."  # beginnings of the names of the model's tensors
 
 
 def find_step(path: Path) -> Path:
@@ -98,6 +98,11 @@ def plan_import(path: Path, model: ModelConfig) -> Plan:
         raise CheckpointError(
             f"{path}: of latent attention, whose layout tmoe does not know; export it to Hugging Face with "
             "Megatron-Bridge, and import that: python -m tmoe.hf import"
+        )
+    if model.mtp.depth:
+        raise CheckpointError(
+            f"{path}: --mtp-num-layers={model.mtp.depth}: blocks of further tokens, whose layout tmoe does "
+            "not know; export it to Hugging Face with Megatron-Bridge, and import that"
         )
     stock = StockFolder(find_step(path))
     shapes = model_shapes(model)

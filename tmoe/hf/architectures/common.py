@@ -10,13 +10,24 @@ from typing import Any
 
 from tmoe.base.activations import ACTIVATIONS
 from tmoe.config.model import ModelConfig
-from tmoe.hf.rules import HF, NO_NULL, Field, Key, MoELayers, TensorPart, TensorRule, kinds_of_layers
+from tmoe.hf.rules import (
+    BLOCK,
+    FURTHER,
+    HF,
+    LAYER,
+    NO_NULL,
+    Field,
+    Key,
+    MoELayers,
+    TensorPart,
+    TensorRule,
+    further,
+    kinds_of_layers,
+)
 
 # ---- tensors ----
 
 
-LAYER = "model.layers.{layer}"  # a block in their names
-BLOCK = "blocks.{layer}"  # a block in our names
 HELD = f"{LAYER}.mlp.experts"  # the module in which transformers 5 holds most families' experts
 
 
@@ -80,6 +91,14 @@ MOE = (
     one(f"{BLOCK}.moe.router.weight", f"{LAYER}.mlp.gate.weight"),
     *experts(f"{LAYER}.mlp.experts"),
 )
+
+
+def blocks_after_the_last(rules: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
+    """The rules of blocks that predict further tokens, as DeepSeek-V3 and GLM-4 publish them."""
+    place = "model.layers.{ahead}"
+    names = dict(enorm="enorm", hnorm="hnorm", eh_proj="eh_proj", norm="shared_head.norm")
+    own = (one(f"{FURTHER}.{n}.weight", f"{place}.{theirs}.weight") for n, theirs in names.items())
+    return further(rules, place, *own)
 
 
 # ---- settings ----

@@ -46,6 +46,7 @@ SHARED = (  # the parts of V3's MoE besides experts and router; other families h
 )
 V3_MOE = c.MOE + SHARED
 RULES = (*c.DECODER, *LATENT, *c.DENSE, *V3_MOE)
+V3_RULES = RULES + c.blocks_after_the_last(RULES)
 
 BALANCE = c.AUXILIARY._replace(keys=("aux_loss_alpha",), null=0.001)
 ROUTED = c.EXPERTS._replace(keys=("n_routed_experts", "num_local_experts"))
@@ -169,7 +170,7 @@ DEEPSEEK_V2 = Architecture(
 DEEPSEEK_V3 = Architecture(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    RULES,
+    V3_RULES,
     (
         *FIELDS,
         c.key_heads(128, c.all_heads),

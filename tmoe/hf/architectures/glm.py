@@ -14,7 +14,7 @@ from tmoe.hf.rules import Architecture, Field, Key
 GLM4_MOE_LITE = Architecture(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
-    deepseek.RULES,
+    deepseek.V3_RULES,
     (
         *deepseek.FIELDS,
         c.NORM_EPS,

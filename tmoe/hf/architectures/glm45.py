@@ -21,13 +21,14 @@ def write_keys(cfg: ModelConfig) -> HF:
     return dict(n_shared_experts=shared, use_qk_norm=cfg.qk_norm == "head", num_nextn_predict_layers=0)
 
 
+RULES = (
+    *(c.DECODER + c.QK_NORM + c.DENSE + c.MOE + SHARED),
+    c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{c.LAYER}.mlp.gate.{CHOICE_BIAS}"),
+)
 GLM4_MOE = Architecture(
     "glm4_moe",
     "Glm4MoeForCausalLM",
-    (
-        *(c.DECODER + c.QK_NORM + c.DENSE + c.MOE + SHARED),
-        c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{c.LAYER}.mlp.gate.{CHOICE_BIAS}"),
-    ),
+    RULES + c.blocks_after_the_last(RULES),
     (
         *c.SIZES,
         c.NORM_EPS,
@@ -60,7 +61,7 @@ GLM4V_MOE = replace(  # the text part of GLM-4.5V, without norms on queries and 
     GLM4_MOE,
     model_type="glm4v_moe",
     class_name="Glm4vMoeForConditionalGeneration",
-    rules=under(GLM4_MOE.rules, "model.", "model.language_model."),
+    rules=under(RULES, "model.", "model.language_model."),
     fields=(
         *(field for field in GLM4_MOE.fields if field.ours != "qk_norm"),
         c.BIASES[0]._replace(default=True),

@@ -1,8 +1,8 @@
 """Qwen3-Next's and Qwen3.5-MoE's entries: three of four blocks are linear, norms multiply by 1 + weight.
 
 Attention has gates: a head's rows of q_proj are its query, then its gate. Qwen3-Next orders the inputs of its
-linear layers by key heads; Qwen3.5-MoE has a matrix for each. The blocks that predict further tokens (mtp),
-and the vision part, are kept for an export.
+linear layers by key heads; Qwen3.5-MoE has a matrix for each. The block that predicts a further token (mtp)
+is trained or kept for an export, like the vision part.
 
 next: hf/architectures/qwen.py
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.qwen import LAYERS, ONLY_DENSE, SHARED, SHARED_WIDTH, SPARSE_STEP
-from tmoe.hf.rules import INV_FREQ, Architecture, Field, Key, TensorPart, TensorRule, under
+from tmoe.hf.rules import INV_FREQ, Architecture, Field, Key, TensorPart, TensorRule, further, under
 
 LINEAR = f"{c.LAYER}.linear_attn"
 NET = f"{c.BLOCK}.attention"
@@ -75,6 +75,15 @@ ONE_BY_ONE = (
     ),
     TensorRule(f"{NET}.ba.weight", tuple(TensorPart(f"{LINEAR}.in_proj_{n}.weight") for n in "ba")),
 )
+FURTHER = dict(enorm="pre_fc_norm_embedding", hnorm="pre_fc_norm_hidden", eh_proj="fc", norm="norm")
+
+
+def with_further(rules: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
+    """The rules, and those of the block that predicts a further token, of which there is one."""
+    own = (c.one(f"{c.FURTHER}.{name}.weight", f"mtp.{theirs}.weight") for name, theirs in FURTHER.items())
+    return rules + further(rules, "mtp.layers.{layer}", *own)
+
+
 RULES = tuple(gated_qkv(kind) for kind in ("weight", "bias")) + c.DECODER + c.QK_NORM + RATES + c.MOE + SHARED
 # "swish" is the same function; other activations would be those of the convolution as well
 SILU = Field("moe.activation", ("hidden_act",), "silu", words=dict(silu="swiglu", swish="swiglu"))
@@ -108,7 +117,7 @@ FP32 = ("A_log", "dt_bias")
 QWEN3_NEXT = Architecture(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    RULES + c.DENSE + BY_KEY_HEADS,
+    with_further(RULES + c.DENSE + BY_KEY_HEADS),
     (*FIELDS, c.FFN._replace(default=5632), c.RENORMALIZE._replace(default=True)),
     ours=OURS,
     theirs=THEIRS,
@@ -123,7 +132,7 @@ QWEN3_NEXT = Architecture(
 QWEN3_5_MOE_TEXT = Architecture(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
-    RULES + ONE_BY_ONE,
+    with_further(RULES + ONE_BY_ONE),
     (*FIELDS, c.EXPERTS._replace(keys=("num_experts",), default=256), c.TOP_K._replace(default=8)),
     ours=OURS | {"moe.renormalize": True},
     theirs=THEIRS | dict(norm_topk_prob=(True, None), mlp_only_layers=([], None)),
