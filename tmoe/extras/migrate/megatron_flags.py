@@ -86,7 +86,7 @@ ROWS: tuple[FlagRow, ...] = (
     same("--mtp-num-layers", "--model.mtp.depth"),
     worked("--mtp-loss-scaling-factor", "`--model.mtp.coeff`; 0.1 where left out"),
     switch("--mtp-detach-heads", "`--model.mtp.detach True`"),
-    refused("--mtp-use-repeated-layer", "each depth has a block of its own", "nothing"),
+    refused("--mtp-use-repeated-layer", "each depth has another block", "nothing"),
     nothing("--no-bias-gelu-fusion", KERNELS, "nothing"),
     nothing("--no-persist-layer-norm", KERNELS, "nothing"),
     nothing("--use-fused-weighted-squared-relu", KERNELS, "nothing"),
