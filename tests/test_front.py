@@ -87,7 +87,7 @@ WRONG = [
     ("rollouts", "RUN --step x", "--step=x: must be a whole number or none"),
     ("warmup", "--processes x", "--processes"),
     # a value that is none of the choices
-    ("train", "tiny --train.dtype fp8", "--train.dtype=fp8: must be one of bf16, fp32"),
+    ("train", "tiny --train.dtype fp8", "--train.dtype=fp8: must be one of bf16, fp16, fp32"),
     ("train", "tiny --task dpo", "--task=dpo: no such task; valid: pretrain, sft, preference, grpo; did"),
     ("train", "tiny --task sftt", "--task=sftt: must be one of pretrain, sft"),
     ("train", "tinny", "'tinny': must be one of tiny"),
@@ -101,7 +101,7 @@ WRONG = [
     ("train", "tiny --task preference --preference.loss dpo", "kto; did you mean sigmoid?"),
     ("train", "tiny --task preference --preference.loss kto_pair", "kto; did you mean kto?"),
     ("train", "tiny --task preference --preference.loss slic_hf", "kto; did you mean hinge?"),
-    ("train", "tiny --train.dtype bfloat16", "must be one of bf16, fp32; did you mean bf16?"),
+    ("train", "tiny --train.dtype bfloat16", "must be one of bf16, fp16, fp32; did you mean bf16?"),
     # a value out of range
     ("train", "tiny --train.batch 0", "--train.batch=0: must be at least 1"),
     ("train", "tiny --steps=-1", "--steps=-1: must be at least 0"),

@@ -54,9 +54,13 @@ def stops(rank: int, world: int, argv: list[str], stopped: int, where: str) -> N
     if where == "forward":
         before_step(trainer, 3, stop)
     elif where == "backward":
-        torch.Tensor.backward = lambda loss: (trainer.step == 3 and loss.register_hook(stop), backward(loss))[
-            1
-        ]
+
+        def backward_with_stop(loss, *args):
+            if trainer.step == 3:
+                loss.register_hook(stop)
+            backward(loss, *args)
+
+        torch.Tensor.backward = backward_with_stop
     else:
         trainer.checkpoints._write = lambda *args: (stop(), write(*args))[1]
     finish(trainer)

@@ -31,10 +31,13 @@ class Chip(NamedTuple):
 CHIPS = {
     "cuda:90": Chip(232448, 233472, 1024, 65536, 32),
     "cuda:80": Chip(166912, 167936, 1024, 65536, 32),
+    "hip:gfx942": Chip(65536, 65536, 0, 4 * 512 * 64, 64),
+}
+# chips to which the portable kernels of the experts are held as well
+OTHERS = {
     "cuda:86": Chip(101376, 102400, 1024, 65536, 32),
     "cuda:89": Chip(101376, 102400, 1024, 65536, 32),
     "cuda:100": Chip(232448, 233472, 1024, 65536, 32),
-    "hip:gfx942": Chip(65536, 65536, 0, 4 * 512 * 64, 64),
 }
 
 

@@ -12,7 +12,7 @@ import re
 
 import pytest
 import torch
-from chips import CHIPS, assert_fits, measure
+from chips import CHIPS, OTHERS, assert_fits, measure
 from tiers import slow_but
 
 from tmoe.ops.experts import gpu, table
@@ -34,7 +34,8 @@ CASES = {  # name: (architecture, D, F, dtype): the fast path, float32, and widt
 TUNED = {f"{kernel}-{tuple(cfg)}": (kernel, cfg) for kernel, *_, cfg in table.entries("cuda:90")}
 
 
-ALIKE = {"cuda:80": ("cuda:86", "cuda:89")}  # their binaries have the sizes of sm_80's, and less room
+# chips whose binaries have the sizes of another's, and less room
+SAME_SIZES = {"cuda:80": ("cuda:86", "cuda:89")}
 
 
 T, E, K = 4096, 32, 4
@@ -148,9 +149,9 @@ def binaries():
 @pytest.mark.parametrize("name", CASES)
 def test_portable_configurations_fit(name, binaries):
     arch, D, _, dtype = CASES[name]
-    chips = [arch, *ALIKE.get(arch, ())]
+    chips = [CHIPS[arch], *(OTHERS[other] for other in SAME_SIZES.get(arch, ()))]
     for binary, chip in itertools.product(binaries[name] + binaries[f"{name} variants"], chips):
-        assert_fits(binary, CHIPS[chip])
+        assert_fits(binary, chip)
     fast = arch == "cuda:90" and dtype != fp32 and D % 64 == 0
     names, others = ([binary.name for binary in binaries[which]] for which in (name, f"{name} variants"))
     assert ("specialised" in names) == fast
@@ -207,7 +208,7 @@ def test_sums_in_fp32_compile_for_blackwell():
         trace(T, 200, 72, E, K, bf16, pairs=T * K // 2, summed=True)
     assert len(found) >= 8  # new, write, add, and windows after the first, of both matrices
     for binary in found.values():
-        assert binary.shared <= CHIPS["cuda:100"].shared and binary.spilled <= 8, binary
+        assert binary.shared <= OTHERS["cuda:100"].shared and binary.spilled <= 8, binary
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+import torch.distributed as dist
 from tiers import slow_but
 
 import train
@@ -95,6 +96,8 @@ def test_as_many_ranks_as_gpus(monkeypatch):
 
 
 def refused(monkeypatch, capsys, set_, says):
+    if dist.is_initialized():  # by a test before, in this process
+        dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in set_.items():
