@@ -296,9 +296,11 @@ def test_megatron_muon():
     assert all(re.search(pattern, name) for name in matrices.split())
     others = "embedding.weight head.weight blocks.0.attention.q_norm.weight blocks.0.attention.qkv.bias"
     assert not any(re.search(pattern, name) for name in others.split())
-    assert not parse(outcome.words, "").lora.rank
-    same = translate("megatron", [*words, "--muon-extra-scale-factor", "0.2"])
-    assert "--optim.lr-factors" not in same.flags
+    assert parse(outcome.words, "").optim.muon == "."
+    assert any("without --muon-nesterov" in note for note in outcome.notes)
+    same = translate("megatron", [*words, "--muon-nesterov", "--muon-extra-scale-factor", "0.2"])
+    assert "--optim.lr-factors" not in same.flags and not any("look ahead" in note for note in same.notes)
+    assert any("Muon trains routers" in note for note in same.notes)
     wrong = "--optimizer sgd --muon-scale-mode unit_rms_norm".split()
     refused = translate("megatron", [*SMALL, *wrong]).refused
     assert {text.split(":")[0] for text in refused} == {"--optimizer=sgd", "--muon-scale-mode=unit_rms_norm"}

@@ -480,6 +480,9 @@ def _muon(given: GivenFlags, out: TranslatedCommand) -> None:
     out.set("--optim.muon", ".")
     out.set("--optim.muon-momentum", given.number("--muon-momentum", 0.95, 0))
     out.set("--optim.muon-iterations", given.whole("--muon-num-ns-steps", 5, 1))
+    if not (given.has("--muon-nesterov") or given.has("--muon-use-nesterov")):
+        out.notes.append("Megatron's momentum does not look ahead without --muon-nesterov; tmoe's does")
+    out.notes.append("Megatron's Muon trains routers, and gate and up as one matrix; tmoe's does neither")
     times = given.number("--muon-extra-scale-factor", 1.0, 0) / 0.2
     if round(times, 6) != 1:
         out.set("--optim.lr-factors", f"{MUON}:{times:g}")
