@@ -27,11 +27,12 @@ from tmoe.ops.dynamic_map import dequantise
 from tmoe.ops.newton_schulz import flops, orthogonal
 from tmoe.ops.reference import MuonRule, muon, newton_schulz
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
-from tmoe.optim.matrices import Rows, fits_muon, work
+from tmoe.optim.matrices import Rows, chosen, fits_muon, work
 from tmoe.optim.owners import at_owners, height, owners_of, waves
 from tmoe.parallel.layout import lay_out
 from tmoe.parallel.mesh import local_part, shard_dim
-from tmoe.plan.memory import memory_per_rank
+from tmoe.plan.memory import chunk_spans, memory_per_rank
+from tmoe.plan.muon_memory import muon_elements
 
 CPU = torch.device("cpu")
 LAYOUTS = [  # processes, axes, model, by head, forwards whole
@@ -307,6 +308,16 @@ def test_the_dry_run_counts_one_moment(states, each):
     assert moments() - moments(muon=".") == each * (of_experts + dense)
     assert moments(muon="experts", freeze="moe.experts.down") < moments(muon="experts")
     assert moments(muon=".", offload=True) == 0
+
+
+@pytest.mark.parametrize("name", ["further", "linear"])
+def test_the_dry_run_counts_every_matrix(name):
+    """Also those of blocks that predict further tokens, which are a part of the last chunk."""
+    cfg = layouts.config(layouts.ParallelConfig(), name, 1, optim=dict(muon="."))
+    named = dict(Transformer(cfg.model).named_parameters())
+    spans = chunk_spans(cfg, Axes())
+    wanted = sum(named[n].numel() for n in chosen(".", named.items()))
+    assert muon_elements(cfg, Axes(), spans) == wanted
 
 
 def test_the_start_line_counts_matrices_and_products():

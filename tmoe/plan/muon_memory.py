@@ -32,7 +32,8 @@ def muon_shapes(
     if muon is None:
         return (), ()
     with torch.device("meta"):
-        part = Transformer(model, span)
+        # blocks that predict further tokens are a part of the last chunk
+        part = Transformer(model, range(span.start, min(span.stop, model.layers)))
     freeze(part, frozen)
     names = chosen(muon, part.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in part.named_parameters()}
