@@ -80,7 +80,7 @@ class PlainMuon:
         rule = MuonRule(self.optim.lr, self.optim.weight_decay, self.optim.muon_momentum)
         for name, m in self.mine.items():
             p = self.named[name]
-            layer = int(re.search(r"blocks\.(\d+)", name)[1])
+            layer = int(re.search(r"(blocks|mtp)\.(\d+)", name)[2])
             rows = rows_of(name, self.cfg, self.optim.muon_heads, layer)
             w, g = local_part(p).detach(), local_part(p.grad)
             for at in range(len(w)) if w.ndim == 3 else (...,):
