@@ -168,6 +168,10 @@ def test_places_at_the_ends():
         (["--task", "grpo", "--grpo.rewards", "exact"], "--model.mtp.no-detach: with --task=grpo"),
         (["--lora.rank", "4"], "--model.mtp.depth=1: --lora.rank=4"),
         (["--train.seq", "2"], "--train.seq=2: must be more than --model.mtp.depth=1"),
+        (
+            "--parallel.pp 2 --train.accumulate 2 --parallel.head divided".split(),
+            "--parallel.head=divided: not with --model.mtp.depth=1",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(words, wrong, capsys):

@@ -27,7 +27,16 @@ from tmoe.config.compare import (
 from tmoe.config.model import ModelConfig, MTPConfig
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.packed import QUANTISED, no_reader
-from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, Windows, kinds_of_layers, require_names
+from tmoe.hf.rules import (
+    HF,
+    NO_NULL,
+    Architecture,
+    Field,
+    Windows,
+    has_further,
+    kinds_of_layers,
+    require_names,
+)
 from tmoe.model.count import qk_width
 
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
@@ -266,6 +275,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     flat = flattened(cfg) | dict(attention_multiplier=softmax_scale(cfg))
     if not any(map(cfg.is_moe, range(cfg.layers))):
         flat["moe.activation"] = "swiglu"  # the activation of dense blocks
+    unnamed: list[Architecture] = []
     for arch in (arch for arch in ARCHITECTURES if not arch.nested):
         hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
         hf |= {field.keys[0]: field.written(flat[field.ours]) for field in arch.fields if field.keys}
@@ -275,11 +285,14 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
         hf |= arch.layers.write(cfg) | write_windows(arch, cfg) | write_rope(arch, cfg)
         hf |= arch.write(cfg) | (dict(num_nextn_predict_layers=mtp.depth) if mtp.depth else {})
         try:
-            if not differences(cfg, read_config(hf)):
-                require_names(arch, replace(cfg, mtp=mtp), mtp.depth)
-                return {key: value for key, value in hf.items() if key != "quantization_config"}
+            same = not differences(cfg, read_config(hf))
         except ConfigError:
             continue
+        if same and (not mtp.depth or has_further(arch)):
+            return {key: value for key, value in hf.items() if key != "quantization_config"}
+        unnamed += [arch] * same
+    if unnamed:
+        require_names(unnamed[0], replace(cfg, mtp=mtp), mtp.depth)
     known = ", ".join(a.model_type for a in ARCHITECTURES)
     raise ConfigError(f"none of {known} computes this model: {facts(replace(cfg, mtp=mtp))}")
 
