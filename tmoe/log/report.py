@@ -470,7 +470,7 @@ PICTURES = dict(
         {f"mtp/loss_{depth}": f"depth {depth}, smoothed" for depth in (1, 2, 3)},
     ),
     equal=Curves(
-        "Share of further tokens that the main head also ranks first",
+        "Share of drafts equal to the main head's",
         {f"mtp/equal_{depth}": f"depth {depth}, smoothed" for depth in (1, 2, 3)},
         top=1.0,
     ),
