@@ -335,7 +335,7 @@ def optimizer_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: Simple
     Gradients of unsharded parameters are in the compute type, as when m.optimizer_bytes was measured, unless
     micro-batches are summed: then both read them in the sums' type. (Gradients of sharded parameters always
     are in fp32; that is not counted.) Moments and weights in bf16 or 8 bits are counted as if they were fp32:
-    their step moves fewer bytes and computes more, and no GPU has measured it. Muon's passes over memory are
+    their step moves fewer bytes and computes more (decision 105). Muon's passes over memory are
     counted as AdamW's; its products are added, divided by the ranks that share its matrices, and so is the
     exchange of dense matrices.
     """

@@ -14,7 +14,8 @@ NONE = f"or {Setting('train.float8')} none"
 # Weights of dense layers and shared experts. Head, router, shared gate, latents of experts and the experts
 # themselves are left out: their products are not nn.Linear's, or are narrow, or decide how tokens are routed.
 WEIGHTS = re.compile(
-    r"(?:blocks|mtp)\.\d+\.(attention\.(qkvz?|qkv_a|q_b|kv_b|o|out)|(ffn|moe\.shared)\.(gate_up|down))\.weight"
+    r"(?:blocks|mtp)\.\d+\."
+    r"(attention\.(qkvz?|qkv_a|q_b|kv_b|o|out)|(ffn|moe\.shared)\.(gate_up|down))\.weight"
 )
 MULTIPLE = 16  # both widths and the number of tokens must be multiples of it, for the GPU's float8 products
 LEAST = 512  # smallest value of both widths: in narrower layers casts cost more than the product saves

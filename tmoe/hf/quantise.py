@@ -24,7 +24,8 @@ Shape = tuple[int, ...]
 Stored = dict[str, tuple[str, Shape]]  # name -> type, as safetensors names it, and shape
 
 MATRICES = re.compile(
-    r"blocks\.\d+\.(attention\.(qkvz?|qkv_a|q_b|kv_b|o|out)|ffn\.(gate_up|down)|moe\.shared\.(gate_up|down))\.weight"
+    r"blocks\.\d+\."
+    r"(attention\.(qkvz?|qkv_a|q_b|kv_b|o|out)|ffn\.(gate_up|down)|moe\.shared\.(gate_up|down))\.weight"
     r"|blocks\.\d+\.moe\.experts\.(gate_up|down)"
 )
 EXPERTS = ".moe.experts."
