@@ -17,6 +17,7 @@ import numpy as np
 import orphans
 import pytest
 import torch
+import torch.distributed as dist
 
 from tmoe.checkpoint import dcp as shards
 
@@ -84,6 +85,14 @@ def _gloo_server(request: pytest.FixtureRequest) -> None:
     """
     if any("gloo" in item.fixturenames for item in request.session.items):
         gloo_module.start_server()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group() -> Iterator[None]:
+    """Ends the process group that a file's tests left open; the next file on this worker expects none."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
