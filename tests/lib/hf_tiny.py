@@ -476,6 +476,28 @@ MODELS |= {
     "qwen3_5_moe_text": lambda: transformers.Qwen3_5MoeTextConfig(**short() | NEXT, **MOE),
 }
 
+GRANITE4 = dict(num_hidden_layers=4, shared_intermediate_size=14, mamba_n_heads=4, mamba_d_state=6)
+GRANITE4 |= dict(mamba_d_head=8, layer_types=["linear_attention"] * 2 + ["full_attention", "linear_attention"])
+MODELS |= {
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **SIZES | GRANITE4, **LOCAL_MOE | GRANITE, position_embedding_type="nope"
+    ),
+    "granitemoehybrid, rope, groups, no bias of the convolution, limits, tied": lambda: (
+        transformers.GraniteMoeHybridConfig(
+            **SIZES | GRANITE4 | dict(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]),
+            **LOCAL_MOE | GRANITE | dict(tie_word_embeddings=True),
+            position_embedding_type="rope",
+            mamba_n_groups=2,
+            mamba_conv_bias=False,
+            mamba_d_conv=3,
+            time_step_limit=(0.01, 2.0),
+        )
+    ),
+    "granitemoehybrid, dense": lambda: transformers.GraniteMoeHybridConfig(
+        **SIZES | GRANITE4, **LOCAL_MOE | GRANITE | dict(num_local_experts=0, num_experts_per_tok=0)
+    ),
+}
+
 
 def is_there(config: Callable) -> bool:
     """Whether the configuration class that `config` uses is in transformers or in this file."""
@@ -491,7 +513,7 @@ COMPOSED = ("kimi_k2", "glm4_moe_lite", "dots1", "solar_open", "hy_v3", "granite
 COMPOSED += ("glm4_moe", "minimax_m2", "ernie4_5_moe", "exaone_moe", "mellum", "flex_olmo", "afmoe")
 COMPOSED += ("hunyuan_v1_moe", "granitemoe_swa", "flint", "axk1", "mistral4", "mimo_v2_flash")
 COMPOSED += ("deepseek_v32", "glm_moe_dsa")
-COMPOSED += ("qwen3_next", "qwen3_5_moe_text")
+COMPOSED += ("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid")
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 SPARSE = ["mixtral", "qwen3_moe", "qwen3_moe, every second", "olmoe"]
 SPARSE += [

@@ -111,6 +111,13 @@ LINEAR = replace(
     rope=replace(GQA.rope, dim=4),
     linear=LinearConfig("deltanet", key_heads=4, value_heads=8, key_dim=8, value_dim=6),
 )
+# Mamba-2, whose two groups are fewer than the ranks of some layouts
+MAMBA2 = replace(
+    GQA,
+    rotary=(0,),
+    residual_multiplier=0.5,
+    linear=LinearConfig("mamba2", key_heads=2, value_heads=8, key_dim=6, value_dim=4),
+)
 FURTHER = replace(GQA, mtp=MTPConfig(depth=2, coeff=0.5))
 MODELS = dict(
     further=FURTHER,
@@ -118,6 +125,7 @@ MODELS = dict(
     tied_1=replace(OLMOE, mtp=MTPConfig(depth=1), moe=replace(ROUTED, choice_bias=True, bias_speed=0.01)),
     wide=WIDE,
     linear=LINEAR,
+    mamba2=MAMBA2,
     kinds=KINDS,
     mimo=MIMO,
     narrow=NARROW,

@@ -92,16 +92,19 @@ def test_the_convolutions_plain_form(runs, dtype):
     """Several rows that are a part of wider rows, channels and tokens that no tile divides, gaps."""
     torch.manual_seed(0)
     wide, weight = torch.randn(2, 70, 90).to(dtype), torch.randn(81, 4)
+    bias = torch.randn(81) if runs else None
     u, dy = wide[:, :, 3:84], torch.randn(2, 70, 81).to(dtype)
     documents = torch.arange(140).view(2, 70) // 23
     tables = runs_of(documents, torch.arange(70).expand(2, 70) % 11 == 4, 3) if runs else None
     back, ahead = (tables.back_BSJ, tables.ahead_BSJ) if tables else (None, None)
-    want = short_conv.forward(u, weight, back, ahead)
-    want_u, want_w = short_conv.backward(dy, u, weight, back, ahead)
-    y = conv_kernels.forward(u, weight, back)
-    du, dw = conv_kernels.backward(dy, u, weight, back, ahead)
+    want = short_conv.forward(u, weight, bias, back, ahead)
+    want_g = short_conv.backward(dy, u, weight, bias, back, ahead)
+    y = conv_kernels.forward(u, weight, bias, back)
+    found = conv_kernels.backward(dy, u, weight, bias, back, ahead)
     bound = 2e-6 if dtype == fp32 else 2**-7
-    for got, exactly in ((y, want), (du, want_u), (dw, want_w)):
+    pairs = [(y, want), *zip(found, want_g, strict=True)]
+    assert (pairs.pop() == (None, None)) if bias is None else len(pairs) == 4
+    for got, exactly in pairs:
         assert far(got, exactly.double()) < bound and got.dtype == exactly.dtype
 
 

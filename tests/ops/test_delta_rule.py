@@ -1,4 +1,9 @@
-"""The gated delta rule in chunks and its convolution, against loops over tokens, document by document."""
+"""The gated delta rule in chunks and its convolution, against loops over tokens, document by document.
+
+Without the correction it is Mamba-2's rule, whose keys have any length and whose beta may exceed 1.
+"""
+
+from functools import partial
 
 import pytest
 import torch
@@ -41,55 +46,74 @@ def worst(got, want):
     )
 
 
+BOTH = pytest.mark.parametrize("correct", [True, False], ids=["delta", "mamba2"])
+
+
+def of_any_length(given):
+    """Other queries, keys and beta: longer than 1, above 1."""
+    q, k, v, g, beta = (t.detach() for t in given)
+    return [t.requires_grad_() for t in (3 * q, 3 * k, v, g, 4 * beta)]
+
+
+@BOTH
 @pytest.mark.parametrize("decay", [1e-4, 1.0, 8.0, 20.0])
 @pytest.mark.parametrize(("S", "H", "G"), [(1, 2, 1), (17, 4, 4), (64, 3, 1), (131, 4, 2)])
-def test_chunks_are_the_recurrence(S, H, G, decay):
+def test_chunks_are_the_recurrence(S, H, G, decay, correct):
     """Also where no chunk divides the row, a key head serves several value heads, and decays are extreme."""
     given = inputs(S, H, G, decay=decay)
-    got, got_g = gradients(delta_rule, given)
-    want, want_g = gradients(reference.delta_rule, given)
+    given = given if correct else of_any_length(given)
+    rule = partial(delta_rule, run_BS=None, correct=correct)
+    got, got_g = gradients(rule, given)
+    want, want_g = gradients(partial(reference.delta_rule, correct=correct), given)
     assert worst([got], [want]) < 1e-12
     scale = max(g.abs().max() for g in want_g)  # a sum of differences: the error is that of its terms
     assert all((a - b).abs().max() < 1e-12 * max(1, scale) for a, b in zip(got_g, want_g, strict=True))
     single = [t.detach().float() for t in given]
-    assert worst([delta_rule(*single)], [want]) < 2e-6
+    assert worst([rule(*single)], [want]) < 2e-6
 
 
 def test_gradients_by_finite_differences():
     given = inputs(19, 2, 1, K=3, V=2)
     run = runs_of(documents([4, 9, 6]), None, 0).number_BS
     assert torch.autograd.gradcheck(lambda *t: delta_rule(*t, run), given)
+    given = inputs(19, 1, 1, K=2, V=1)
+    assert torch.autograd.gradcheck(lambda *t: delta_rule(*t, run, False), given)
     u, w = torch.randn(1, 19, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    bias = torch.randn(3, dtype=torch.float64).requires_grad_()
     some = runs_of(documents([4, 9, 6]), torch.arange(19)[None] % 5 == 2, 3)
     for runs in (None, some):
         assert torch.autograd.gradcheck(
-            lambda u, w, runs=runs: short_conv(u, w, runs), [u.requires_grad_(), w.requires_grad_()]
+            lambda u, w, b, runs=runs: short_conv(u, w, runs, b),
+            [u.requires_grad_(), w.requires_grad_(), bias],
         )
 
 
+@BOTH
 @pytest.mark.parametrize("lengths", ROWS, ids=str)
-def test_a_row_of_documents_is_the_documents_one_by_one(lengths):
+def test_a_row_of_documents_is_the_documents_one_by_one(lengths, correct):
     given = inputs(sum(lengths), decay=0.3)
+    given = given if correct else of_any_length(given)
     run = runs_of(documents(lengths), None, 0).number_BS
 
     def one_by_one(*given):
         parts = zip(*(t.split(lengths, 1) for t in given), strict=True)
-        return torch.cat([reference.delta_rule(*part) for part in parts], 1)
+        return torch.cat([reference.delta_rule(*part, correct) for part in parts], 1)
 
-    got, got_g = gradients(lambda *t: delta_rule(*t, run), given)
+    got, got_g = gradients(lambda *t: delta_rule(*t, run, correct), given)
     want, want_g = gradients(one_by_one, given)
     assert worst([got, *got_g], [want, *want_g]) < 1e-12
 
     u, w = torch.randn(1, sum(lengths), 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
-    pair = [u.requires_grad_(), w.requires_grad_()]
+    every = [u.requires_grad_(), w.requires_grad_()]
+    every += [] if correct else [torch.randn(6, dtype=torch.float64).requires_grad_()]
     runs = runs_of(documents(lengths), None, 3)
-    got, got_g = gradients(lambda u, w: short_conv(u, w, runs), pair)
+    got, got_g = gradients(lambda u, w, *bias: short_conv(u, w, runs, *bias), every)
 
-    def plain(u, w):
+    def plain(u, w, bias=None):
         parts = (F.pad(part.mT, (3, 0)) for part in u.split(lengths, 1))
-        return torch.cat([F.silu(F.conv1d(part, w[:, None], groups=6)).mT for part in parts], 1)
+        return torch.cat([F.silu(F.conv1d(part, w[:, None], bias, groups=6)).mT for part in parts], 1)
 
-    want, want_g = gradients(plain, pair)
+    want, want_g = gradients(plain, every)
     assert worst([got, *got_g], [want, *want_g]) < 1e-12
 
 
@@ -123,17 +147,18 @@ def test_padding_is_as_if_it_were_not_there():
         torch.testing.assert_close(got[:1, live], want, rtol=1e-12, atol=1e-12)
 
 
+@BOTH
 @pytest.mark.parametrize("what", range(5))
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_document(what, value):
+def test_what_is_not_finite_stays_in_its_document(what, value, correct):
     lengths = [20, 30, 16]
     run = runs_of(documents(lengths), None, 3).number_BS
     given = inputs(66)
-    clean, clean_g = gradients(lambda *t: delta_rule(*t, run), given)
+    clean, clean_g = gradients(lambda *t: delta_rule(*t, run, correct), given)
     bad = [t.detach().clone() for t in given]
     bad[what][0, 25, 0] = value
     bad = [t.requires_grad_() for t in bad]
-    y = delta_rule(*bad, run)
+    y = delta_rule(*bad, run, correct)
     heads = [0, 1] if what < 2 else [0]  # key head 0 serves both
     assert y[0, 25:50, heads].isnan().all() and y.isnan().sum() == 25 * 12 * len(heads)
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
@@ -153,13 +178,14 @@ def test_a_decay_of_minus_infinity_forgets():
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_states_are_passed_on():
+@BOTH
+def test_states_are_passed_on(correct):
     given = [t.detach() for t in inputs(150)]
-    want = delta_rule(*given)
+    want = delta_rule(*given, None, correct)
     state = torch.zeros(1, 4, 8, 12, dtype=torch.float64)
     out = []
     for begin, end in ((0, 70), (70, 71), (71, 72), (72, 150)):
-        o, state = delta_rule_from(*(t[:, begin:end] for t in given), state)
+        o, state = delta_rule_from(tuple(t[:, begin:end] for t in given), state, correct)
         out.append(o)
     torch.testing.assert_close(torch.cat(out, 1), want, rtol=1e-12, atol=1e-12)
 

@@ -82,8 +82,9 @@ def linear_shapes(cfg: Config, dtype: torch.dtype, trained: bool) -> LinearShape
     """A linear layer's heads on this rank; trained: False: in a rollout, which no axis divides."""
     n, p = cfg.model.linear, cfg.parallel
     parts = p.tp * p.cp if trained else 1
-    heads = n.key_heads // parts, n.value_heads // parts
-    return LinearShapes(*heads, n.key_dim, n.value_dim, n.conv, dtype, trained)
+    heads = max(n.key_heads // parts, 1), n.value_heads // parts
+    how = n.kind != "mamba2", n.kind == "mamba2" and n.conv_bias
+    return LinearShapes(*heads, n.key_dim, n.value_dim, n.conv, dtype, trained, *how)
 
 
 def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> LayerShapes:

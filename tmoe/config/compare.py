@@ -20,6 +20,7 @@ PARTS |= dict(mtp=MTPConfig)
 # settings that `facts` leaves out: those that training alone reads, and the sections, which it reads itself
 TRAINING = {*(name.removeprefix("moe.") for name in STEPS_READ), "init_std", "router_dtype", *PARTS}
 GROUPED_ONLY = {"kv_heads", "head_dim", "attention_multiplier"}  # latent attention has other widths
+MAMBA2_ONLY = {"linear.conv_bias", "linear.least_step", "linear.most_step"}
 # types of settings by dotted name, and of keys of config.json that settings are derived from
 KINDS = get_type_hints(ModelConfig) | {
     f"{part}.{name}": kind for part, made in PARTS.items() for name, kind in get_type_hints(made).items()
@@ -97,6 +98,8 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
         settings["linear layers"] = linear
         settings |= {f"linear.{f.name}": getattr(cfg.linear, f.name) for f in fields(cfg.linear)}
         del settings["linear.every"]
+        if cfg.linear.kind != "mamba2":
+            settings = {name: value for name, value in settings.items() if name not in MAMBA2_ONLY}
     settings["mtp.depth"] = cfg.mtp.depth
     if sparse:
         settings |= {f"moe.{name}": value for name, value in _moe_facts(cfg.moe).items()}

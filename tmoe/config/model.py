@@ -572,7 +572,7 @@ class ModelConfig:
         valid = "must be one or more of 1 (rotary positions) and 0 (none)"
         model.require({*self.rotary} in ({0}, {1}, {0, 1}), "rotary", valid)
         model.require(grouped or {*self.rotary} == {1}, "rotary", f"not with {mla}")
-        kinds, needed = {*self.layer_types}, Setting("model.linear.kind", "deltanet")
+        kinds, needed = {*self.layer_types}, f"{Setting('model.linear.kind', 'deltanet')} or mamba2"
         model.require("linear" not in kinds or self.linear.kind != "none", "layer_types", f"needs {needed}")
         absolute = f"not with {model.said('rope.query_beta')}, by which queries depend on their position"
         model.require(not self.mtp.depth or not self.rope.query_beta, "mtp.depth", absolute, 0)

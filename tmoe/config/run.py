@@ -1025,15 +1025,19 @@ def require_routing(cfg: Config) -> None:
 
 
 def require_linear(p: ParallelConfig, model: ModelConfig) -> None:
-    """ConfigError unless tp and cp by heads divide the key heads of linear layers."""
-    parallel, G = Section(p, "parallel."), model.linear.key_heads
-    wrong = f"must divide {Setting('model.linear.key_heads', G)}"
+    """ConfigError unless tp and cp by heads divide the key heads of linear layers.
+
+    Mamba-2's groups may be fewer than the ranks: then ranks have copies, and divide the value heads.
+    """
+    parallel, kind = Section(p, "parallel."), "value" if model.linear.kind == "mamba2" else "key"
+    G = getattr(model.linear, f"{kind}_heads")
+    wrong = f"must divide {Setting(f'model.linear.{kind}_heads', G)}"
     parallel.require(G % p.tp == 0, "tp", wrong, divisors(G))
     needs = f"not with {Setting('model.linear.kind', model.linear.kind)}, which has no keys to gather"
     heads = f"heads, or {Setting('parallel.cp', 1)}"
     parallel.require(p.cp == 1 or p.cp_exchange == "heads", "cp_exchange", needs, heads)
     own = G // p.tp
-    wrong = f"must divide the {own} key heads of linear layers that tp leaves a rank"
+    wrong = f"must divide the {own} {kind} heads of linear layers that tp leaves a rank"
     parallel.require(own % p.cp == 0, "cp", wrong, divisors(own))
 
 

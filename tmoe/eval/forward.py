@@ -24,7 +24,7 @@ from tmoe.model.attention import Attention, gated
 from tmoe.model.attention_backend import BLOCK, NARROWEST, Mask, attend, ordered
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
-from tmoe.model.linear import DeltaNet
+from tmoe.model.linear import LinearLayer
 from tmoe.model.transformer import Block, Transformer
 from tmoe.ops.delta.runs import runs_of
 from tmoe.ops.loss.head import wide_products
@@ -123,10 +123,10 @@ def hidden(model: Transformer, batch: Batch, turns: AllTurns, rows: int) -> Tens
 
 
 def attention(
-    layer: Attention | LatentAttention | DeltaNet, x_1SD: Tensor, turns: Rotations, mask: Any
+    layer: Attention | LatentAttention | LinearLayer, x_1SD: Tensor, turns: Rotations, mask: Any
 ) -> Tensor:
     """y [1, S, D] of a layer whose mask includes its window."""
-    if isinstance(layer, DeltaNet):
+    if isinstance(layer, LinearLayer):
         return layer(x_1SD, *turns, mask)
     if isinstance(layer, LatentAttention):
         q_nope, q_rot, latent, k_rot = layer.narrow(x_1SD, *turns)

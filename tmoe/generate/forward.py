@@ -27,7 +27,7 @@ from tmoe.model.attention import Attention, gated
 from tmoe.model.attention_backend import Mask, attend, make_mask
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
-from tmoe.model.linear import DeltaNet, State
+from tmoe.model.linear import LinearLayer, State
 from tmoe.model.norm import OffsetNorm
 from tmoe.model.rope import turns_of
 from tmoe.model.transformer import Block, Transformer
@@ -106,7 +106,7 @@ def prefill(
         assert isinstance(block, Block)
         normed = block.attention_norm(x)
         attention, mask, now = block.attention, masks[block.window], here[block.rope]
-        if isinstance(attention, DeltaNet):
+        if isinstance(attention, LinearLayer):
             y = prompt_linear(attention, normed, chunk, states, linear)
             linear += 1
         elif isinstance(attention, LatentAttention):
@@ -181,7 +181,7 @@ def decode(
     states = iter(rows_of_states(cache.states, len(tokens_B)))
     for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
         attention = block.attention
-        if isinstance(attention, DeltaNet):
+        if isinstance(attention, LinearLayer):
             y = attention.step(normed, next(states))
         else:
             assert layer is not None
@@ -264,7 +264,7 @@ def prompt_grouped(
 
 
 def prompt_linear(
-    attention: DeltaNet, x_1SD: Tensor, chunk: PromptBatch, states: Sequence[list[State]], layer: int
+    attention: LinearLayer, x_1SD: Tensor, chunk: PromptBatch, states: Sequence[list[State]], layer: int
 ) -> Tensor:
     """y [1, S, D] of a chunk, piece by piece; 0 in gaps. The pieces' states of this linear layer change."""
     parts = []

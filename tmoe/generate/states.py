@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from tmoe.model.linear import DeltaNet, State
+from tmoe.model.linear import LinearLayer, State
 from tmoe.model.transformer import Transformer
 
 
@@ -24,8 +24,8 @@ class States:
     def __init__(self, model: Transformer, slots: int):
         """Allocates the states of `slots` slots."""
         weight = model.head_weight
-        self.layers: list[DeltaNet] = [
-            block.attention for block in model.blocks if isinstance(block.attention, DeltaNet)
+        self.layers: list[LinearLayer] = [
+            block.attention for block in model.blocks if isinstance(block.attention, LinearLayer)
         ]
         self.kind = weight.dtype, weight.device
         self.slots = [layer.begin(slots, *self.kind) for layer in self.layers]

@@ -507,10 +507,15 @@ def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
 
 def read_linear(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
     """Put the kinds of blocks of an architecture with linear blocks into `found`, and return problems."""
-    layers, every = found.get("layers") or 0, said.get(arch.linear, 4)
-    if not fits(every, int) or every < 1:
-        return [f"{arch.linear}={every!r}: must be at least 1"]
-    usual = [LINEAR_BLOCK if (i + 1) % every else KINDS_OF_BLOCKS[0] for i in range(layers)]
+    assert arch.linear is not None
+    layers, every, older = found.get("layers") or 0, 0, arch.linear.older
+    if key := arch.linear.every:
+        every = said.get(key, 4)
+        if not fits(every, int) or every < 1:
+            return [f"{key}={every!r}: must be at least 1"]
+    usual = [KINDS_OF_BLOCKS[0] if every and not (i + 1) % every else LINEAR_BLOCK for i in range(layers)]
+    if "layer_types" in said:
+        said = said | dict(layer_types=[older.get(kind, kind) for kind in said["layer_types"]])
     kinds, problems = kinds_of_layers(said, "layer_types", (LINEAR_BLOCK, KINDS_OF_BLOCKS[0]), usual)
     found["layer_types"] = tuple("linear" if kind == LINEAR_BLOCK else "full" for kind in kinds)
     found["layer_types"] = found["layer_types"][: shortest(list(found["layer_types"]))]

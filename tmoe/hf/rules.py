@@ -167,6 +167,15 @@ class Windows(NamedTuple):
     """a key that takes precedence over sliding_window and counts the tokens before a token, without itself"""
 
 
+class Linear(NamedTuple):
+    """How an architecture states in layer_types which blocks are linear and which have full attention."""
+
+    every: str = ""
+    """the key by which every n-th block has full attention if there is no layer_types; "": none has"""
+    older: dict[str, str] = {}
+    """older words of layer_types, each with the word that now has its meaning"""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """The table entry of one of Hugging Face's architectures."""
@@ -203,9 +212,8 @@ class Architecture:
     """whether blocks with full attention and blocks with a window have separate settings of RoPE"""
     rope_bases: str = ""
     """the key that may list each block's RoPE base, 0 for no positions; "": no such key"""
-    linear: str = ""
-    """the key by which every n-th block has full attention if config.json has no layer_types, in an
-    architecture whose other blocks are linear; "": no block is linear"""
+    linear: Linear | None = None
+    """how it states which blocks are linear; None: no block is"""
     query_beta: str = ""
     """the key of RoPE's settings that is our rope.query_beta; "": queries are not scaled by position"""
     partial: Callable[[HF], float] | None = None

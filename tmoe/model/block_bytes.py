@@ -35,15 +35,16 @@ def attention_elements(cfg: Config, axes: Axes, layer: int) -> int:
 def linear_elements(cfg: Config, axes: Axes) -> int:
     """`attention_elements` of a linear layer.
 
-    They are qkvz and ba; queries, keys and values after the convolution; the former two at length 1; the
-    rule's result, and the gated result. cp adds the heads that a rank gets, and the results that it gets
+    They are qkvz and ba; queries, keys and values after the convolution; the former two at length 1, unless
+    the layer is Mamba-2; the rule's result, and the gated result. cp adds the heads that a rank gets, and the results that it gets
     back; tp copies rows of weights.
     """
     n = cfg.model.linear
-    rows = n.mixed + n.value_width + 2 * n.value_heads
-    kept = local_tokens(cfg, axes) * (rows + n.mixed + 2 * n.key_width + 2 * n.value_width)
+    rows = n.mixed + n.value_width + n.gate_rows
+    normed = 0 if n.kind == "mamba2" else 2 * n.key_width
+    kept = local_tokens(cfg, axes) * (rows + n.mixed + normed + 2 * n.value_width)
     if axes.cp > 1:
-        kept += local_tokens(cfg, axes) * (n.mixed + 2 * n.value_heads + n.value_width)
+        kept += local_tokens(cfg, axes) * (n.mixed + n.gate_rows + n.value_width)
     return kept + (rows // axes.tp * cfg.model.dim if axes.tp > 1 else 0)
 
 
@@ -57,7 +58,7 @@ def rule_bytes(cfg: Config, axes: Axes, layer: int) -> int:
         return 0
     n = cfg.model.linear
     form = gpu if gpu.MEASURED else chunks
-    numbers = form.temporaries(n.value_heads, n.key_dim, n.value_dim)
+    numbers = form.temporaries(n.value_heads, n.key_dim, n.value_dim, n.kind != "mamba2")
     copies = compute_bytes(cfg) * n.mixed if gpu.MEASURED else 0
     return local_tokens(cfg, axes) * (FP32 * numbers + copies)
 

@@ -98,7 +98,7 @@ def products(cfg: Config, axes: Axes, layer: int) -> list[tuple[int, int, int]]:
     gathered = T * tp
     if model.is_linear(layer):
         n = model.linear
-        dense = [(T, D, n.mixed + n.value_width), (T, D, 2 * n.value_heads), (T, n.value_width, D)]
+        dense = [(T, D, n.mixed + n.value_width), (T, D, n.gate_rows), (T, n.value_width, D)]
     elif model.attention == "mla":
         mla = model.mla
         queries, latent = H * qk_width(model), mla.kv_rank + mla.rope_dim

@@ -52,17 +52,23 @@ def linear_shapes(model: ModelConfig) -> list[Shape]:
     """Shapes of a linear layer's parameters."""
     n, D = model.linear, model.dim
     H, rows = n.value_heads, n.mixed + n.value_width
-    return [(rows, D), (2 * H, D), (n.mixed, n.conv), (H,), (H,), (n.value_dim,), (D, n.value_width)]
+    shapes: list[Shape] = [(n.mixed, n.conv), (H,), (H,), (D, n.value_width)]
+    if n.kind == "mamba2":
+        return [*shapes, (rows + n.gate_rows, D), (H,), (n.value_width,), *[(n.mixed,)] * n.conv_bias]
+    return [*shapes, (rows, D), (n.gate_rows, D), (n.value_dim,)]
 
 
 def rule_flops(model: ModelConfig) -> float:
-    """FLOPs of the delta rule for one token of a linear layer, in the forward, in chunks of C = 64 tokens.
+    """FLOPs of the rule for one token of a linear layer, in the forward, in chunks of C = 64 tokens.
 
     For each of H heads: 6 K V for the products with the state and its update; 2 C (3 K + 2 V) for k k^T,
-    q k^T, T k, T v and the sum over the chunk's values; 2 C^2 / 3 for the triangular solve.
+    q k^T, T k, T v and the sum over the chunk's values; 2 C^2 / 3 for the triangular solve. Mamba-2's rule,
+    without the correction: 4 K V, and 2 C (K + V) for q k^T and the sum over the chunk's values.
     """
     n, C = model.linear, CHUNK
     K, V = n.key_dim, n.value_dim
+    if n.kind == "mamba2":
+        return n.value_heads * (4.0 * K * V + 2 * C * (K + V))
     return n.value_heads * (6 * K * V + 2 * C * (3 * K + 2 * V) + 2 * C * C / 3)
 
 

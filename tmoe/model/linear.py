@@ -1,15 +1,20 @@
-"""Gated DeltaNet: a linear layer in the place of attention (Yang et al. 2024; Qwen3-Next).
+"""Linear layers, which stand in the place of attention and update a state; and Gated DeltaNet, one of them.
 
-    q, k, v = silu(causal depthwise convolution of W_qkv x);  q, k of length 1, q times K^-1/2
-    beta = sigmoid(W_b x);   g = -exp(A_log) softplus(W_a x + dt_bias)
-    o = delta_rule(q, k, v, g, beta);   y = W_o (norm(o) * silu(W_z x)),  the norm over each head
+    u = W_qkvz x;  q, k, v = silu(causal depthwise convolution of a part of u);  z = another part of u
+    o = rule(q, k, v, gates(W_ba x));   y = W_o gated(o, z)
 
-next: ops/delta/rule.py
+Gated DeltaNet (Yang et al. 2024; Qwen3-Next) is:
+
+    q, k of length 1, q times K^-1/2;   beta = sigmoid(W_b x);   g = -exp(A_log) softplus(W_a x + dt_bias)
+    o = delta_rule(q, k, v, g, beta);   gated = norm(o) * silu(z),  the norm over each head
+
+next: model/mamba2.py
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import lcm
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +22,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig
-from tmoe.model.attention_parallel import ALONE
+from tmoe.model.attention_parallel import ALONE, Spread
+from tmoe.ops.delta.gpu import Inputs
 from tmoe.ops.delta.rule import delta_rule, delta_rule_from, delta_rule_step
 from tmoe.ops.delta.runs import Runs
 from tmoe.ops.delta.short_conv import short_conv
@@ -28,6 +34,8 @@ LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as in the 
 
 class Rates(Precise):
     """The parameters of a DeltaNet that are no matrices of a product, in fp32."""
+
+    conv_bias: Tensor | None = None
 
     def __init__(self, channels: int, taps: int, heads: int):
         super().__init__()
@@ -45,22 +53,64 @@ class State(NamedTuple):
     """the rule's state, fp32"""
 
 
-class DeltaNet(nn.Module):
-    """Gated DeltaNet with G heads of queries and keys, and H heads of values, gates and decays."""
+class LinearLayer(nn.Module):
+    """A layer with G heads of queries and keys, and H heads of values and decays, each G with H/G of these.
+
+    Subclasses define the rule's inputs and what follows the rule.
+    """
+
+    correct = True  # see delta_rule
+    ba: nn.Linear | None  # None: its rows are the last ones of qkvz
+    rates: Any  # Precise: conv [X, J], conv_bias [X] or None, and what `gates` reads
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         linear = cfg.linear
         self.sizes = linear
         self.spread = ALONE  # model/parallelize.py: how tp, and cp by heads, divide the work
-        G, H, K, V = linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim
+        width, joint = linear.value_width, linear.kind == "mamba2"
         # rows: queries, keys, values and the gates z, head by head, in one product
-        self.qkvz = nn.Linear(cfg.dim, 2 * G * K + 2 * H * V, bias=False)
+        self.qkvz = nn.Linear(cfg.dim, linear.mixed + width + joint * linear.gate_rows, bias=False)
         # rows: beta, then decays
-        self.ba = nn.Linear(cfg.dim, 2 * H, bias=False)
-        self.rates = Rates(linear.mixed, linear.conv, H)
-        self.norm = nn.RMSNorm(V, cfg.norm_eps)  # its factor is the weight itself, with norm_offset as well
-        self.out = nn.Linear(H * V, cfg.dim, bias=False)
+        self.ba = None if joint else nn.Linear(cfg.dim, linear.gate_rows, bias=False)
+        self.out = nn.Linear(width, cfg.dim, bias=False)
+
+    def projected(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The convolution's inputs, the gates z, and what `gates` reads."""
+        n = self.sizes
+        if self.ba is not None:
+            mixed, z = self.qkvz(x_BSD).split([n.mixed, n.value_width], -1)
+            return mixed, z, self.ba(x_BSD)
+        mixed, z, ba = self.qkvz(x_BSD).split([n.mixed, n.value_width, n.gate_rows], -1)
+        return mixed, z, ba
+
+    def gates(
+        self, ba_BSH: Tensor, padding_BS: Tensor | None = None, heads: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        """Logarithms of the decays, and beta, [B, S, H] in fp32; both 0 at padding.
+
+        ba_BSH: the last result of `projected`. heads: the value heads that it has.
+        """
+        raise NotImplementedError
+
+    def heads(self, mixed_BSX: Tensor, count: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, S, G, K], and values [B, S, H, V], of the convolution's result.
+
+        count: number of key heads that are there; None: all.
+        """
+        n = self.sizes
+        keys = n.key_width if count is None else count * n.key_dim
+        q, k, v = mixed_BSX.split([keys, keys, mixed_BSX.shape[-1] - 2 * keys], -1)
+        q, k = (rearrange(t, "b s (head k) -> b s head k", k=n.key_dim) for t in (q, k))
+        return q, k, rearrange(v, "b s (head v) -> b s head v", v=n.value_dim)
+
+    def result(self, o_BSHV: Tensor, inputs: Inputs, heads: slice = slice(None)) -> Tensor:
+        """The rule's results with what the layer adds to them. heads: the value heads that are there."""
+        return o_BSHV
+
+    def gated(self, o_BSHV: Tensor, z_BSX: Tensor, spread: Spread = ALONE) -> Tensor:
+        """The results, normed and gated, [B, S, H, V]; with tp, those of this rank's heads."""
+        raise NotImplementedError
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, runs: Runs | None) -> Tensor:
         """y [B, s, D] for the s tokens of this rank: all S of the row, unless tp or cp divide them.
@@ -73,86 +123,63 @@ class DeltaNet(nn.Module):
         padding_BS = None if runs is None else runs.padding_BS
         if padding_BS is not None:
             x_BSD = x_BSD.masked_fill(padding_BS[..., None], 0.0)
-        mixed, z = self.qkvz(x_BSD).split([self.sizes.mixed, self.sizes.value_width], -1)
-        mixed = short_conv(mixed, self.rates.conv, runs)
-        g, beta = self.gates(self.ba(x_BSD), padding_BS)
-        o = delta_rule(*self.heads(mixed), g, beta, None if runs is None else runs.number_BS)
-        return self.out(self.gated(o, z).flatten(-2))
+        mixed, z, ba = self.projected(x_BSD)
+        mixed = short_conv(mixed, self.rates.conv, runs, self.rates.conv_bias)
+        inputs = (*self.heads(mixed), *self.gates(ba, padding_BS))
+        o = delta_rule(*inputs, None if runs is None else runs.number_BS, self.correct)
+        return self.out(self.gated(self.result(o, inputs), z).flatten(-2))
 
     def divided(self, x_BSD: Tensor, runs: Runs | None) -> Tensor:
         """`forward` of one of several ranks, which has some key heads, and the value heads that share them.
 
         tp gathers tokens before the projections, and scatters the sum of the results. cp sends, for each key
-        head, its query, key, values and gates of this rank's tokens to the rank that has the head.
+        head, its query, key, values and gates of this rank's tokens to the rank that has the head. Ranks have
+        copies of a key head if there are fewer key heads than ranks.
         """
         n, spread = self.sizes, self.spread
-        G, R, K, V = n.key_heads, n.value_heads // n.key_heads, n.key_dim, n.value_dim
-        own = spread.heads(G)
-        # first row, and rows of a key head: of queries, keys, values, z; of beta, decays
-        spans = (0, K), (G * K, K), (2 * G * K, R * V), (n.mixed, R * V)
-        rows = [slice(first + own.start * one, first + own.stop * one) for first, one in spans]
-        *mixed, z = spread.project(self.qkvz, x_BSD, rows).split(
-            [part.stop - part.start for part in rows], -1
-        )
-        rows = [slice(first + own.start * R, first + own.stop * R) for first in (0, n.value_heads)]
-        gates = spread.project(self.ba, x_BSD, rows).chunk(2, -1)
-        by_head = [
-            rearrange(t, "b s (head x) -> b s head x", head=own.stop - own.start) for t in (*mixed, *gates)
+        K, V = n.key_dim, n.value_dim
+        G = lcm(n.key_heads, spread.tp * spread.cp)  # with copies
+        R = n.value_heads // G
+        own, heads = spread.heads(G), spread.own_heads(G)
+        keys = [i * n.key_heads // G for i in range(own.start, own.stop)]
+        # first row, and rows of a head, of queries, keys, values and z
+        spans = (0, K), (n.key_width, K), (2 * n.key_width, R * V), (n.mixed, R * V)
+        rows = [
+            *(slice(first + keys[0] * one, first + (keys[-1] + 1) * one) for first, one in spans[:2]),
+            *(slice(first + own.start * one, first + own.stop * one) for first, one in spans[2:]),
         ]
-        sizes = [t.shape[-1] for t in by_head]
-        parts = spread.tokens_to_heads(torch.cat(by_head, -1)).split(sizes, -1)
-        q, k, v, beta, decay = (t.flatten(-2) for t in parts)
+        own_gates = slice(own.start * R, own.stop * R)
+        joint = self.ba is None
+        every = [joint * (n.mixed + n.value_width) + first for first in range(0, n.gate_rows, n.value_heads)]
+        of_gates = [slice(first + own_gates.start, first + own_gates.stop) for first in every]
+        rows += of_gates if joint else []
+        q, k, v, z, *gates = spread.project(self.qkvz, x_BSD, rows).split([p.stop - p.start for p in rows], -1)
+        if self.ba is not None:
+            gates = spread.project(self.ba, x_BSD, of_gates).chunk(len(of_gates), -1)
+        q, k = (rearrange(t, "b s (head k) -> b s head k", k=K) for t in (q, k))
+        copies = [i - keys[0] for i in keys]
+        if copies != list(range(len(copies))):
+            q, k = q[:, :, copies], k[:, :, copies]
+        of_values = (rearrange(t, "b s (head x) -> b s head x", head=len(keys)) for t in (v, *gates))
+        by_head = [q, k, *of_values]
+        parts = spread.tokens_to_heads(torch.cat(by_head, -1)).split([t.shape[-1] for t in by_head], -1)
+        q, k, v, *gates = (t.flatten(-2) for t in parts)
         padding_BS = None if runs is None else runs.padding_BS
-        heads = spread.own_heads(G)
-        inputs = torch.cat([q, k, v], -1)
+        mixed = torch.cat([q, k, v], -1)
         if padding_BS is not None:
-            inputs = inputs.masked_fill(padding_BS[..., None], 0.0)
-        spans = spans[:3]
-        weight = torch.cat(
-            [self.rates.conv[first + heads.start * one : first + heads.stop * one] for first, one in spans]
-        )
-        inputs = short_conv(inputs, weight, runs)
+            mixed = mixed.masked_fill(padding_BS[..., None], 0.0)
+        keys = [i * n.key_heads // G for i in range(heads.start, heads.stop)]
+        rows = [slice(first + i * K, first + (i + 1) * K) for first, _ in spans[:2] for i in keys]
+        rows.append(slice(spans[2][0] + heads.start * R * V, spans[2][0] + heads.stop * R * V))
+        rates = self.rates
+        weight = torch.cat([rates.conv[part] for part in rows])
+        bias = None if rates.conv_bias is None else torch.cat([rates.conv_bias[part] for part in rows])
+        mixed = short_conv(mixed, weight, runs, bias)
         values = slice(heads.start * R, heads.stop * R)
-        g, beta = self.gates(torch.cat([beta, decay], -1), padding_BS, values)
-        number_BS = None if runs is None else runs.number_BS
-        o = delta_rule(*self.heads(inputs, heads.stop - heads.start), g, beta, number_BS)
-        y = self.gated(spread.from_heads(o), z)
+        inputs = *self.heads(mixed, len(keys)), *self.gates(torch.cat(gates, -1), padding_BS, values)
+        o = delta_rule(*inputs, None if runs is None else runs.number_BS, self.correct)
+        y = self.gated(spread.from_heads(self.result(o, inputs, values)), z, spread)
         return spread.output(self.out, y.flatten(-2))
-
-    def gates(
-        self, ba_BSH: Tensor, padding_BS: Tensor | None = None, heads: slice = slice(None)
-    ) -> tuple[Tensor, Tensor]:
-        """Logarithms of the decays, and beta, [B, S, H] in fp32; both 0 at padding.
-
-        ba_BSH: beta, then decays, before their functions. heads: the value heads that it has.
-        """
-        wide = torch.promote_types(ba_BSH.dtype, torch.float32)
-        beta, decay = ba_BSH.to(wide).chunk(2, -1)
-        beta = beta.sigmoid()
-        rate, bias = (t[heads].to(wide) for t in (self.rates.A_log, self.rates.dt_bias))
-        g = -rate.exp() * F.softplus(decay + bias)
-        if padding_BS is not None:
-            g, beta = (t.masked_fill(padding_BS[..., None], 0.0) for t in (g, beta))
-        return g, beta
-
-    def heads(self, mixed_BSX: Tensor, count: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, S, G, K], normed to length 1, and values [B, S, H, V].
-
-        count: number of key heads that are there; None: all.
-        """
-        n = self.sizes
-        keys = n.key_width if count is None else count * n.key_dim
-        q, k, v = mixed_BSX.split([keys, keys, mixed_BSX.shape[-1] - 2 * keys], -1)
-        q, k = (rearrange(t, "b s (head k) -> b s head k", k=n.key_dim) for t in (q, k))
-        v = rearrange(v, "b s (head v) -> b s head v", v=n.value_dim)
-        return of_length_1(q, n.key_dim**-0.5), of_length_1(k), v
-
-    def gated(self, o_BSHV: Tensor, z_BSX: Tensor) -> Tensor:
-        """The rule's results, normed and gated, [B, S, H, V]."""
-        gate = rearrange(z_BSX, "b s (head v) -> b s head v", v=self.sizes.value_dim)
-        wide = torch.promote_types(gate.dtype, torch.float32)
-        y = self.norm(o_BSHV).to(wide) * F.silu(gate.to(wide))
-        return y.to(gate.dtype)
 
     # ---- with a state ----
 
@@ -166,23 +193,57 @@ class DeltaNet(nn.Module):
 
     def step(self, x_B1D: Tensor, state: State) -> Tensor:
         """y [B, 1, D] for one more token of each sequence; the states are overwritten in place."""
-        mixed, z = self.qkvz(x_B1D).split([self.sizes.mixed, self.sizes.value_width], -1)
-        whole = torch.cat([state.inputs_BJX, mixed], 1)
-        mixed = short_conv(whole, self.rates.conv)[:, -1:]
-        g, beta = self.gates(self.ba(x_B1D))
-        o = delta_rule_step((*self.heads(mixed), g, beta), state.state_BHKV)
-        state.inputs_BJX.copy_(whole[:, 1:])
-        return self.out(self.gated(o, z).flatten(-2))
+        inputs, z, before = self.continued(x_B1D, state)
+        o = delta_rule_step(inputs, state.state_BHKV, self.correct)
+        state.inputs_BJX.copy_(before)
+        return self.out(self.gated(self.result(o, inputs), z).flatten(-2))
 
     def go_on(self, x_BSD: Tensor, state: State) -> tuple[Tensor, State]:
         """y [B, S, D] for S more tokens of each sequence, and the states after them. Not differentiable."""
-        mixed, z = self.qkvz(x_BSD).split([self.sizes.mixed, self.sizes.value_width], -1)
-        kept = self.sizes.conv - 1
+        inputs, z, before = self.continued(x_BSD, state)
+        o, after = delta_rule_from(inputs, state.state_BHKV, self.correct)
+        return self.out(self.gated(self.result(o, inputs), z).flatten(-2)), State(before, after)
+
+    def continued(self, x_BSD: Tensor, state: State) -> tuple[Inputs, Tensor, Tensor]:
+        """The rule's inputs of S more tokens, their gates z, and the last inputs of the convolution."""
+        mixed, z, ba = self.projected(x_BSD)
         whole = torch.cat([state.inputs_BJX, mixed], 1)
-        mixed = short_conv(whole, self.rates.conv)[:, kept:]
-        g, beta = self.gates(self.ba(x_BSD))
-        o, after = delta_rule_from(*self.heads(mixed), g, beta, state.state_BHKV)
-        return self.out(self.gated(o, z).flatten(-2)), State(whole[:, whole.shape[1] - kept :], after)
+        kept = self.sizes.conv - 1
+        mixed = short_conv(whole, self.rates.conv, None, self.rates.conv_bias)[:, kept:]
+        return (*self.heads(mixed), *self.gates(ba)), z, whole[:, whole.shape[1] - kept :]
+
+
+class DeltaNet(LinearLayer):
+    """Gated DeltaNet."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__(cfg)
+        n = cfg.linear
+        self.rates = Rates(n.mixed, n.conv, n.value_heads)
+        self.norm = nn.RMSNorm(n.value_dim, cfg.norm_eps)  # its factor is the weight, with norm_offset as well
+
+    def gates(
+        self, ba_BSH: Tensor, padding_BS: Tensor | None = None, heads: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(ba_BSH.dtype, torch.float32)
+        beta, decay = ba_BSH.to(wide).chunk(2, -1)
+        beta = beta.sigmoid()
+        rate, bias = (t[heads].to(wide) for t in (self.rates.A_log, self.rates.dt_bias))
+        g = -rate.exp() * F.softplus(decay + bias)
+        if padding_BS is not None:
+            g, beta = (t.masked_fill(padding_BS[..., None], 0.0) for t in (g, beta))
+        return g, beta
+
+    def heads(self, mixed_BSX: Tensor, count: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """As in LinearLayer; queries and keys are normed to length 1."""
+        q, k, v = super().heads(mixed_BSX, count)
+        return of_length_1(q, self.sizes.key_dim**-0.5), of_length_1(k), v
+
+    def gated(self, o_BSHV: Tensor, z_BSX: Tensor, spread: Spread = ALONE) -> Tensor:
+        gate = rearrange(z_BSX, "b s (head v) -> b s head v", v=self.sizes.value_dim)
+        wide = torch.promote_types(gate.dtype, torch.float32)
+        y = self.norm(o_BSHV).to(wide) * F.silu(gate.to(wide))
+        return y.to(gate.dtype)
 
 
 def of_length_1(t: Tensor, factor: float = 1.0) -> Tensor:

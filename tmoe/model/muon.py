@@ -17,7 +17,8 @@ from tmoe.model.attention import Attention
 from tmoe.model.count import flops_per_token
 from tmoe.model.freeze import freeze
 from tmoe.model.latent import LatentAttention
-from tmoe.model.linear import DeltaNet
+from tmoe.model.linear import DeltaNet, LinearLayer
+from tmoe.model.mamba2 import Mamba2
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
 from tmoe.moe.experts import Experts
@@ -91,12 +92,16 @@ def in_turn(counts: Sequence[tuple[int, int]], by_head: bool) -> Parts:
     return found
 
 
-def of_linear(module: DeltaNet, by_head: bool) -> dict[str, Parts]:
+def of_linear(module: LinearLayer, by_head: bool) -> dict[str, Parts]:
     """Queries, keys, values and gates of a linear layer; its beta and its decays."""
     n = module.sizes
     keys, values = (n.key_heads, n.key_dim), (n.value_heads, n.value_dim)
-    gates = in_turn([(n.value_heads, 1)] * 2, False)
-    return {"qkvz.weight": in_turn([keys, keys, values, values], by_head), "ba.weight": gates}
+    found = in_turn([keys, keys, values, values], by_head)
+    gates = in_turn([(n.value_heads, 1)] * (n.gate_rows // n.value_heads), False)
+    if module.ba is not None:
+        return {"qkvz.weight": found, "ba.weight": gates}
+    rows = n.mixed + n.value_width
+    return {"qkvz.weight": [*found, *(part._replace(first=rows + part.first) for part in gates)]}
 
 
 def of_latent(module: LatentAttention, by_head: bool) -> dict[str, Parts]:
@@ -133,6 +138,7 @@ def of_experts(module: Experts, by_head: bool) -> dict[str, Parts]:
 READERS: dict[type[nn.Module], Callable[..., dict[str, Parts]]] = {
     Attention: of_attention,
     DeltaNet: of_linear,
+    Mamba2: of_linear,
     LatentAttention: of_latent,
     SwiGLU: of_dense,
     Experts: of_experts,

@@ -21,8 +21,9 @@ from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.attention_parallel import ALONE
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
-from tmoe.model.linear import DeltaNet
+from tmoe.model.linear import DeltaNet, LinearLayer
 from tmoe.model.loss import Given, Objective, cross_entropy_sum, largest_logits
+from tmoe.model.mamba2 import Mamba2
 from tmoe.model.multi_token import MultiToken
 from tmoe.model.norm import norm_of
 from tmoe.model.rope import Tables, kinds_of, turns_of
@@ -48,7 +49,7 @@ ALL = slice(None)
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)). The feed-forward is an MoE or dense.
 
-    In a linear block (`is_linear`) the attribute `attention` is a DeltaNet.
+    In a linear block (`is_linear`) the attribute `attention` is a LinearLayer.
     The result of each half passes dropout and, in Granite's models, is multiplied by a factor
     (`residual_multiplier`). Norms may also follow attention and feed-forward, or only follow them (`norms`).
     """
@@ -79,7 +80,7 @@ class Block(nn.Module):
         the compiled `compute`.
         """
         compute = self.compute
-        if isinstance(self.attention, DeltaNet):
+        if isinstance(self.attention, LinearLayer):
             compute = partial(self.attention.rates, compute)
         if self.moe is None:
             return compute(x, *context)
@@ -153,10 +154,10 @@ def norm_if(there: bool, cfg: ModelConfig) -> nn.Module:
     return norm_of(cfg, cfg.dim) if there else nn.Identity()
 
 
-def attention_of(cfg: ModelConfig, layer: int) -> Attention | LatentAttention | DeltaNet:
+def attention_of(cfg: ModelConfig, layer: int) -> Attention | LatentAttention | LinearLayer:
     """The layer of this block by which a token reads earlier tokens."""
     if cfg.is_linear(layer):
-        return DeltaNet(cfg)
+        return Mamba2(cfg) if cfg.linear.kind == "mamba2" else DeltaNet(cfg)
     return LatentAttention(cfg) if cfg.attention == "mla" else Attention(cfg, cfg.window_of(layer))
 
 

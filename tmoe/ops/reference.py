@@ -61,10 +61,11 @@ def delta_rule(
     v_BSHV: torch.Tensor,
     g_BSH: torch.Tensor,
     beta_BSH: torch.Tensor,
+    correct: bool = True,
 ) -> torch.Tensor:
     """o [B, S, H, V], token after token: S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; o = S^T q.
 
-    S is 0 before the first token. Each of G key heads serves H/G neighbouring value heads.
+    correct: False: without the term S^T k. S is 0 before the first token. Each of G key heads serves H/G neighbouring value heads.
     """
     B, _, H, V = v_BSHV.shape
     q, k = (t.repeat_interleave(H // t.shape[2], 2) for t in (q_BSGK, k_BSGK))
@@ -73,7 +74,7 @@ def delta_rule(
     for t in range(v_BSHV.shape[1]):
         state = state * g_BSH[:, t].exp()[..., None, None]
         found = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
-        fresh = beta_BSH[:, t, :, None] * (v_BSHV[:, t] - found)
+        fresh = beta_BSH[:, t, :, None] * (v_BSHV[:, t] - found * correct)
         state = state + k[:, t, :, :, None] * fresh[:, :, None]
         out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
     return torch.stack(out, 1)

@@ -6,7 +6,7 @@ variance does not grow with depth (GPT-2). Norm weights are one, or zero where t
 biases, sinks, the logarithm of a cosine router's scale and buffers are zero. An adapter's a is uniform within
 1 / sqrt(its inputs), as PEFT draws it, and its b is zero. In a linear layer dt_bias is one, A_log is the
 logarithm of a number from 0.01 to 16, and the convolution is uniform within 1 / sqrt(its tokens), as torch
-draws one.
+draws one. A module may state a function of a uniform number for a parameter (`drawn`), as Mamba-2's does.
 
 Each tensor is drawn from a separate generator, seeded by a hash of (seed, name). A rank draws the full tensor
 and keeps its part, so every mesh starts from the same numbers. Removing layers changes only the residual
@@ -46,11 +46,17 @@ def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int 
         for owner, part in module.named_modules()
         for leaf in getattr(part, "start_at_zero", ())
     }
+    drawn = {
+        f"{owner}.{leaf}".lstrip("."): function
+        for owner, part in module.named_modules()
+        for leaf, function in getattr(part, "drawn", {}).items()
+    }
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             continue
-        zero = name in from_zero or (name.endswith(ZERO) and not name.endswith(DT_BIAS))
-        if zero or (parameter.dim() == 1 and not name.endswith(A_LOG)):
+        made = drawn.get(name)
+        zero = name in from_zero or (made is None and name.endswith(ZERO) and not name.endswith(DT_BIAS))
+        if zero or (parameter.dim() == 1 and made is None and not name.endswith(A_LOG)):
             parameter.fill_(0.0 if zero else 1.0)
             continue
         scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL) else std
@@ -58,7 +64,9 @@ def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int 
         local = local_part(parameter)
         generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         full = torch.empty(parameter.shape, device=local.device)
-        if name.endswith(ADAPTER_A) or name.endswith(CONV):
+        if made is not None:
+            full = made(full.uniform_(generator=generator))
+        elif name.endswith(ADAPTER_A) or name.endswith(CONV):
             most = parameter.shape[-1] ** -0.5
             full.uniform_(-most, most, generator=generator)
         elif name.endswith(A_LOG):

@@ -18,6 +18,7 @@ from tmoe.hf.architectures import (
     glm45,
     gpt_oss,
     granite,
+    granite4,
     hunyuan,
     llama,
     mellum,
@@ -74,4 +75,5 @@ ARCHITECTURES = (
     qwen3_next.QWEN3_NEXT,
     qwen3_next.QWEN3_5_MOE_TEXT,
     qwen3_next.QWEN3_5_MOE,
+    granite4.GRANITEMOEHYBRID,
 )

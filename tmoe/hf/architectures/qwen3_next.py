@@ -12,7 +12,7 @@ from __future__ import annotations
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.qwen import LAYERS, ONLY_DENSE, SHARED, SHARED_WIDTH, SPARSE_STEP
-from tmoe.hf.rules import INV_FREQ, Architecture, Field, Key, TensorPart, TensorRule, further, under
+from tmoe.hf.rules import INV_FREQ, Architecture, Field, Key, Linear, TensorPart, TensorRule, further, under
 
 LINEAR = f"{c.LAYER}.linear_attn"
 NET = f"{c.BLOCK}.attention"
@@ -124,7 +124,7 @@ QWEN3_NEXT = Architecture(
     layers=LAYERS,
     keys=(SPARSE_STEP, ONLY_DENSE, INTERVAL),
     partial=lambda hf: 0.25,
-    linear=INTERVAL.name,
+    linear=Linear(INTERVAL.name),
     fp32=FP32,
     extra=(*INV_FREQ, MTP),
 )
@@ -139,7 +139,7 @@ QWEN3_5_MOE_TEXT = Architecture(
     layers=c.ALL_MOE,
     keys=(INTERVAL,),
     partial=lambda hf: 0.25,
-    linear=INTERVAL.name,
+    linear=Linear(INTERVAL.name),
     fp32=FP32,
     extra=(*INV_FREQ, MTP),
 )
@@ -154,7 +154,7 @@ QWEN3_5_MOE = Architecture(
     layers=c.ALL_MOE,
     keys=(INTERVAL,),
     partial=lambda hf: 0.25,
-    linear=INTERVAL.name,
+    linear=Linear(INTERVAL.name),
     fp32=FP32,
     extra=(*INV_FREQ, MTP, r"model\.visual\..*"),
     nested="text_config",

@@ -7,6 +7,9 @@ before the chunk (Yang et al. 2024, "Gated Delta Networks", section 3.3):
     U = T (beta v);   W = T (beta e^G k);   F = U - W S;   P = (q k^T) D
     O = (q e^G) S + P F;   S <- e^{G_L} S + (k e^{G_L - G})^T F
 
+Without the correction (Mamba-2; Dao & Gu 2024, "Transformers are SSMs", section 6) F = beta v, and there are
+no T, U and W.
+
 A chunk may hold parts of several runs. D_ij is 0 across a boundary; e^G is 0 after the first boundary, and
 e^{G_L - G} before the last one. Masks are applied before the exponential, so no exponent is above 0.
 
@@ -34,9 +37,9 @@ class Chunks(NamedTuple):
     reach: Tensor  # D [B, H, N, L, L]
     head: Tensor  # [B, H, N, L]: decay from the state before the chunk to a token
     tail: Tensor  # [B, H, N, L]: decay from a token to the state after the chunk
-    solve: Tensor  # I + A
+    solve: Tensor | None  # I + A; None without the correction
     u: Tensor
-    w: Tensor
+    w: Tensor | None  # None without the correction
     scores: Tensor  # P
 
     @property
@@ -45,12 +48,14 @@ class Chunks(NamedTuple):
         return self.head[..., -1]
 
 
-def temporaries(H: int, K: int, V: int) -> int:
+def temporaries(H: int, K: int, V: int, correct: bool = True) -> int:
     """Numbers in fp32 that `scan_back` holds at one time for each token, to about 5%.
 
     Ten tensors of a value head's width, 13 of a key head's, three states for each chunk, and 12 of pairs of a
-    chunk's tokens, of which decays are in fp64.
+    chunk's tokens, of which decays are in fp64. Without the correction the numbers are 7.5, 12.5, three and 2.
     """
+    if not correct:
+        return H * (15 * V // 2 + 25 * K // 2 + 3 * K * V // LONGEST + 2 * LONGEST)
     return H * (10 * V + 13 * K + 3 * K * V // LONGEST + 12 * LONGEST)
 
 
@@ -92,17 +97,22 @@ def _decays(g: Tensor, run_BS: Tensor | None, L: int) -> tuple[Tensor, Tensor, T
     return tuple(t.exp().to(g.dtype) for t in (reach, head, tail))  # pyrefly: ignore[bad-return]
 
 
-def cut(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None) -> Chunks:
+def cut(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool = True
+) -> Chunks:
     """The chunks of rows; arguments as in `rule`, all of one type, fp32 or fp64."""
     H, L = v.shape[2], length_of(v.shape[1])
     q, k = (t.repeat_interleave(H // t.shape[2], 2) for t in (q, k))
     q, k, v, beta, g = (_fold(t, L) for t in (q, k, v, beta, g.clamp(min=FORGOTTEN)))
     reach, head, tail = _decays(g, run, L)
+    scores = (q @ k.mT) * reach
+    if not correct:
+        return Chunks(q, k, v, beta, reach, head, tail, None, beta[..., None] * v, None, scores)
     lower = (beta[..., None] * (k @ k.mT) * reach).tril(-1)
     solve = lower + torch.eye(L, dtype=q.dtype, device=q.device)
     right = torch.cat([beta[..., None] * v, (beta * head)[..., None] * k], -1)
     u, w = _solved(solve, right).split([v.shape[-1], k.shape[-1]], -1)
-    return Chunks(q, k, v, beta, reach, head, tail, solve, u, w, (q @ k.mT) * reach)
+    return Chunks(q, k, v, beta, reach, head, tail, solve, u, w, scores)
 
 
 def _solved(lower: Tensor, right: Tensor) -> Tensor:
@@ -120,7 +130,7 @@ def scan(c: Chunks, state: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor],
     states, fresh, out = [], [], []
     for n in range(N):
         states.append(S)
-        fresh.append(c.u[:, :, n] - c.w[:, :, n] @ S)
+        fresh.append(c.u[:, :, n] if c.w is None else c.u[:, :, n] - c.w[:, :, n] @ S)
         out.append(reads[:, :, n] @ S + c.scores[:, :, n] @ fresh[-1])
         S = whole[:, :, n] * S + writes[:, :, n].mT @ fresh[-1]
     return torch.stack(out, 2), S, states, fresh
@@ -136,6 +146,32 @@ class Gradients(NamedTuple):
     beta: Tensor
 
 
+class Solved(NamedTuple):
+    """Gradients that pass through the solve, in chunks: of beta v, and shares of others."""
+
+    bv: Tensor
+    beta: Tensor
+    k: Tensor
+    head: Tensor
+    apart: Tensor
+
+
+def _solve_back(c: Chunks, before: Tensor, dF: Tensor) -> Solved:
+    """Gradients through U and W. before: the state before each chunk. dF: the gradient of F, so of U too."""
+    assert c.solve is not None and c.w is not None
+    # that of W is -dF S^T; both pass through T's transpose
+    right = torch.cat([dF, -dF @ before.mT], -1)
+    solved = torch.linalg.solve_triangular(c.solve.mT, right, upper=True, unitriangular=True)
+    d_bv, d_bk = solved.split([c.v.shape[-1], c.k.shape[-1]], -1)
+    d_lower = -(d_bv @ c.u.mT + d_bk @ c.w.mT).tril(-1)
+    kk = c.k @ c.k.mT
+    d_kk = d_lower * c.beta[..., None] * c.reach
+    by_head = (d_bk * c.k).sum(-1)
+    d_beta = (d_lower * kk * c.reach).sum(-1) + (d_bv * c.v).sum(-1) + c.head * by_head
+    dk = (c.beta * c.head)[..., None] * d_bk + (d_kk + d_kk.mT) @ c.k
+    return Solved(d_bv, d_beta, dk, c.beta * by_head, d_kk * kk)
+
+
 def scan_back(c: Chunks, do: Tensor) -> Gradients:
     """Gradients of the inputs, in chunks, from the gradient of the outputs [B, H, N, L, V]."""
     _, _, states, fresh = scan(c, None)
@@ -146,31 +182,27 @@ def scan_back(c: Chunks, do: Tensor) -> Gradients:
     for n in reversed(range(before.shape[2])):
         after.insert(0, dS)
         dF.insert(0, c.scores[:, :, n].mT @ do[:, :, n] + writes[:, :, n] @ dS)
-        dS = reads[:, :, n].mT @ do[:, :, n] + whole[:, :, n] * dS - c.w[:, :, n].mT @ dF[0]
+        dS = reads[:, :, n].mT @ do[:, :, n] + whole[:, :, n] * dS
+        dS = dS if c.w is None else dS - c.w[:, :, n].mT @ dF[0]
     dS_after, dF = torch.stack(after, 2), torch.stack(dF, 2)
 
     d_reads, d_writes = do @ before.mT, F @ dS_after.mT
     d_whole = (before * dS_after).sum((-1, -2))
-    # dF is the gradient of U; that of W is -dF S^T. Both pass through T's transpose.
-    right = torch.cat([dF, -dF @ before.mT], -1)
-    solved = torch.linalg.solve_triangular(c.solve.mT, right, upper=True, unitriangular=True)
-    d_bv, d_bk = solved.split([c.v.shape[-1], c.k.shape[-1]], -1)
-    d_lower = -(d_bv @ c.u.mT + d_bk @ c.w.mT).tril(-1)
-    kk = c.k @ c.k.mT
     d_scores = do @ F.mT
-    d_kk = d_lower * c.beta[..., None] * c.reach
     d_qk = d_scores * c.reach
-    by_head = (d_bk * c.k).sum(-1)
-    d_head = (d_reads * c.q).sum(-1) + c.beta * by_head
+    d_head = (d_reads * c.q).sum(-1)
     d_tail = (d_writes * c.k).sum(-1)
-
+    d_apart = d_scores * c.scores
     dq = d_reads * c.head[..., None] + d_qk @ c.k
-    dk = d_writes * c.tail[..., None] + (c.beta * c.head)[..., None] * d_bk
-    dk = dk + (d_kk + d_kk.mT) @ c.k + d_qk.mT @ c.q
+    dk = d_writes * c.tail[..., None] + d_qk.mT @ c.q
+    if c.w is None:
+        d_bv, d_beta = dF, (dF * c.v).sum(-1)
+    else:
+        solved = _solve_back(c, before, dF)
+        d_bv, d_beta = solved.bv, solved.beta
+        dk, d_head, d_apart = dk + solved.k, d_head + solved.head, d_apart + solved.apart
     dv = c.beta[..., None] * d_bv
-    d_beta = (d_lower * kk * c.reach).sum(-1) + (d_bv * c.v).sum(-1) + c.head * by_head
     # each decay is the exponential of a difference of sums of g
-    d_apart = d_scores * c.scores + d_kk * kk
     d_sums = d_apart.sum(-1) - d_apart.sum(-2) + d_head * c.head - d_tail * c.tail
     d_last = (d_tail * c.tail).sum(-1) + d_whole * c.whole
     d_sums = torch.cat([d_sums[..., :-1], d_sums[..., -1:] + d_last[..., None]], -1)

@@ -54,11 +54,14 @@ class Sizes(NamedTuple):
         return self.H, self.G, self.K, self.V
 
 
-def temporaries(H: int, K: int, V: int) -> int:
+def temporaries(H: int, K: int, V: int, correct: bool = True) -> int:
     """Numbers in fp32 that a backward holds at one time for each token.
 
-    U, F, dF and d(beta v); W, d(beta head k), dq and dk of each head; two states for each chunk.
+    U, F, dF and d(beta v); W, d(beta head k), dq and dk of each head; two states for each chunk. Without the
+    correction U and dF, dq and dk, and two states.
     """
+    if not correct:
+        return H * (2 * V + 2 * K + 2 * cdiv(K * V, LENGTH))
     return H * (4 * V + 4 * K + 2 * cdiv(K * V, LENGTH))
 
 

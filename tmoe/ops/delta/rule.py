@@ -2,6 +2,8 @@
 
     S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q          for each head, token after token
 
+Without the correction S^T k, the rule is Mamba-2's (Dao & Gu 2024): q is C, k is B, and beta the step dt.
+
 next: tmoe/model/linear.py
 """
 
@@ -27,17 +29,19 @@ def delta_rule(
     g_BSH: Tensor,
     beta_BSH: Tensor,
     run_BS: Tensor | None = None,
+    correct: bool = True,
 ) -> Tensor:
     """o [B, S, H, V] in v's type; computed in fp32, or in fp64 for fp64 inputs.
 
     Args:
         q_BSGK, k_BSGK: queries and keys of G heads, each for H/G neighbouring heads of values; q with its
-            factor, k of length 1 (or shorter: the rule may diverge for longer keys).
+            factor. With the correction k has length 1, or less: the rule may diverge for longer keys.
         v_BSHV: values.
         g_BSH: logarithms of the decays, at most 0; 0 at padding. fp32 or fp64.
         beta_BSH: how much of the difference is written, 0 to 1; 0 at padding. g's type.
         run_BS: int64, the run of each token, never decreasing in a row (`Runs.number_BS`). The state is 0 at
             a run's beginning. None: each row is one run.
+        correct: False: without the correction, S <- exp(g) S + k (beta v)^T, for any beta and length of k.
 
     A token with a value that is not finite makes itself and all later tokens of its run NaN in the head
     concerned, and changes no other run: neither its outputs nor its gradients.
@@ -45,50 +49,47 @@ def delta_rule(
     Differentiable in all tensors but run. Raises ValueError for arguments that do not fit.
     """
     _check(q_BSGK, k_BSGK, v_BSHV, g_BSH, beta_BSH, run_BS)
-    o_BSHV, _, _ = torch.ops.tmoe.delta_rule(q_BSGK, k_BSGK, v_BSHV, g_BSH, beta_BSH, run_BS)
+    o_BSHV, _, _ = torch.ops.tmoe.delta_rule(q_BSGK, k_BSGK, v_BSHV, g_BSH, beta_BSH, run_BS, correct)
     return o_BSHV
 
 
-def delta_rule_from(
-    q_BSGK: Tensor, k_BSGK: Tensor, v_BSHV: Tensor, g_BSH: Tensor, beta_BSH: Tensor, state_BHKV: Tensor
-) -> tuple[Tensor, Tensor]:
+def delta_rule_from(inputs: Inputs, state_BHKV: Tensor, correct: bool = True) -> tuple[Tensor, Tensor]:
     """o as in `delta_rule`, for rows that continue from a state, and the state after their last tokens.
 
-    state_BHKV: fp32 or fp64. Not differentiable.
+    inputs: q, k, v, g and beta. state_BHKV: fp32 or fp64. correct: as in `delta_rule`. Not differentiable.
     """
-    _check(q_BSGK, k_BSGK, v_BSHV, g_BSH, beta_BSH, None)
+    _check(*inputs, None)
+    v = inputs[2]
     with torch.no_grad():
-        if v_BSHV.shape[1] == 1:
-            return _one_token(q_BSGK, k_BSGK, v_BSHV, g_BSH, beta_BSH, state_BHKV)
-        made = chunks.cut(*_wide(q_BSGK, k_BSGK, v_BSHV, g_BSH, beta_BSH), None)
+        if v.shape[1] == 1:
+            return _one_token(inputs, state_BHKV, correct)
+        made = chunks.cut(*_wide(*inputs), None, correct)
         o, state, _, _ = chunks.scan(made, state_BHKV)
-        return chunks._unfold(o, v_BSHV.shape[1]).to(v_BSHV.dtype), state
+        return chunks._unfold(o, v.shape[1]).to(v.dtype), state
 
 
 @torch.no_grad()
-def delta_rule_step(inputs: Inputs, state_BHKV: Tensor) -> Tensor:
+def delta_rule_step(inputs: Inputs, state_BHKV: Tensor, correct: bool = True) -> Tensor:
     """o [B, 1, H, V] for one more token of each sequence; the states are overwritten. Not differentiable.
 
-    inputs: q, k, v, g and beta, as in `delta_rule`. state_BHKV: fp32 or fp64, contiguous.
+    inputs: q, k, v, g and beta. state_BHKV: fp32 or fp64, contiguous. correct: as in `delta_rule`.
     """
-    q, k, v, g, beta = inputs
-    _check(q, k, v, g, beta, None)
-    if on_gpu(q, v) and state_BHKV.dtype == torch.float32:
+    _check(*inputs, None)
+    if on_gpu(inputs[0], inputs[2], correct) and state_BHKV.dtype == torch.float32:
         return gpu.step(_contiguous(inputs), state_BHKV)
-    o, after = _one_token(q, k, v, g, beta, state_BHKV)
+    o, after = _one_token(inputs, state_BHKV, correct)
     state_BHKV.copy_(after)
     return o
 
 
-def _one_token(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _one_token(inputs: Inputs, state: Tensor, correct: bool) -> tuple[Tensor, Tensor]:
     """The rule for one token of each row, by its definition."""
-    o_type, H = v.dtype, v.shape[2]
-    q, k, v, g, beta = (t[:, 0] for t in _wide(q, k, v, g, beta))
+    o_type, H = inputs[2].dtype, inputs[2].shape[2]
+    q, k, v, g, beta = (t[:, 0] for t in _wide(*inputs))
     q, k = (t.repeat_interleave(H // t.shape[1], 1) for t in (q, k))
     state = state * g.exp()[..., None, None]
-    fresh = beta[..., None] * (v - (state * k[..., None]).sum(-2))
+    v = v - (state * k[..., None]).sum(-2) if correct else v
+    fresh = beta[..., None] * v
     state = state + k[..., None] * fresh[..., None, :]
     return (state * q[..., None]).sum(-2)[:, None].to(o_type), state
 
@@ -144,19 +145,19 @@ def _contiguous(inputs: Inputs) -> Inputs:
     return q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous()
 
 
-def on_gpu(q: Tensor, v: Tensor) -> bool:
+def on_gpu(q: Tensor, v: Tensor, correct: bool) -> bool:
     """Whether kernels compute the rule."""
-    fits = v.dtype != torch.float64 and gpu.fits(q.shape[-1], v.shape[-1]) and v.numel() > 0
+    fits = correct and v.dtype != torch.float64 and gpu.fits(q.shape[-1], v.shape[-1]) and v.numel() > 0
     return fits and gpu.measured(v.device)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, and what kernels keep for backward: sums of g in chunks, and T. Without kernels both are empty."""
-    if on_gpu(q, v):
+    if on_gpu(q, v, correct):
         return with_kernels(q, k, v, g, beta, run)
-    return plain(q, k, v, g, beta, run), g.new_empty(0), g.new_empty(0)
+    return plain(q, k, v, g, beta, run, correct), g.new_empty(0), g.new_empty(0)
 
 
 def with_kernels(
@@ -168,12 +169,14 @@ def with_kernels(
     return o.masked_fill_(lost[..., None], float("nan")), sums, t
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None) -> Tensor:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool = True
+) -> Tensor:
     """o in plain PyTorch."""
     if not v.numel() or not q.numel():
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     inputs, lost = _cleaned(*_wide(q, k, v, g, beta), run)
-    o, *_ = chunks.scan(chunks.cut(*inputs, run), None)
+    o, *_ = chunks.scan(chunks.cut(*inputs, run, correct), None)
     o = chunks._unfold(o, v.shape[1]).masked_fill(lost[..., None], float("nan"))
     return o.to(v.dtype).contiguous()
 
@@ -190,14 +193,15 @@ class Kept(NamedTuple):
     sums: Tensor
     t: Tensor
     run: Tensor | None
+    correct: bool
 
 
 def backward(kept: Kept) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g and beta; 0 where an output is NaN."""
     given = kept.q, kept.k, kept.v, kept.g, kept.beta
-    if on_gpu(kept.q, kept.v):
+    if on_gpu(kept.q, kept.v, kept.correct):
         return back_with_kernels(kept.dy, given, kept.sums, kept.t, kept.run)
-    return plain_back(kept.dy, given, kept.run)
+    return plain_back(kept.dy, given, kept.run, kept.correct)
 
 
 def back_with_kernels(
@@ -210,13 +214,15 @@ def back_with_kernels(
     return tuple(one.to(like.dtype).contiguous() for one, like in zip(found, given, strict=True))
 
 
-def plain_back(dy: Tensor, given: Inputs, run: Tensor | None) -> tuple[Tensor, ...]:
+def plain_back(
+    dy: Tensor, given: Inputs, run: Tensor | None, correct: bool = True
+) -> tuple[Tensor, ...]:
     """`backward` in plain PyTorch."""
     q, _, v, g, _ = given
     if not v.numel() or not q.numel():
         return tuple(map(torch.zeros_like, given))
     inputs, lost = _cleaned(*_wide(*given), run)
-    made = chunks.cut(*inputs, run)
+    made = chunks.cut(*inputs, run, correct)
     dy = dy.to(g.dtype).masked_fill(lost[..., None], 0.0)
     parts = chunks.scan_back(made, chunks._fold(dy, made.q.shape[3]))
     dq, dk, dv, dg, db = (chunks._unfold(t, v.shape[1]) for t in parts)
@@ -226,15 +232,16 @@ def plain_back(dy: Tensor, given: Inputs, run: Tensor | None) -> tuple[Tensor, .
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kept = gpu.kept_shapes(q, v) if on_gpu(q, v) else ((0,), (0,))
+    kept = gpu.kept_shapes(q, v) if on_gpu(q, v, correct) else ((0,), (0,))
     return v.new_empty(v.shape), g.new_empty(kept[0]), g.new_empty(kept[1])
 
 
 register_differentiable(
     "delta_rule",
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? run) -> (Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? run, bool correct)"
+    " -> (Tensor, Tensor, Tensor)",
     returns="o",
     keeps="sums t",
     cpu=forward,

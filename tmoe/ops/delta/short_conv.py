@@ -1,6 +1,6 @@
 """short_conv: SiLU of a causal depthwise convolution over the tokens of a run.
 
-    y[t, x] = silu(sum_j w[x, J - j] u[b_j(t), x]),  b_0(t) = t, b_j(t) the j-th token before t in its run
+    y[t, x] = silu(bias[x] + sum_j w[x, J - j] u[b_j(t), x]),  b_0(t) = t, b_j(t) the j-th token before t in its run
 
 next: tmoe/ops/delta/chunks.py
 """
@@ -20,15 +20,18 @@ from tmoe.ops.launch.shapes import LinearShapes
 from tmoe.ops.register import Backward, register_differentiable
 
 
-def short_conv(u_BSX: Tensor, weight_XJ: Tensor, runs: Runs | None = None) -> Tensor:
+def short_conv(
+    u_BSX: Tensor, weight_XJ: Tensor, runs: Runs | None = None, bias_X: Tensor | None = None
+) -> Tensor:
     """[B, S, X], in u's type; computed in fp32, or in fp64 for fp64 inputs.
 
     Args:
         u_BSX: the inputs, fp32, bf16, fp16 or fp64. At padding they must be 0.
         weight_XJ: the weights of each channel, the token's own last; of any float type.
         runs: from `runs_of`, with J - 1 neighbours or more; None: each row is one run.
+        bias_X: a number for each channel, of any float type; None: 0.
 
-    Differentiable in u and weight. Raises ValueError for arguments that do not fit.
+    Differentiable in u, weight and bias. Raises ValueError for arguments that do not fit.
     """
     check_tensors(u=u_BSX, weight=weight_XJ)
     types = (*FLOATS, torch.float64)
@@ -38,12 +41,15 @@ def short_conv(u_BSX: Tensor, weight_XJ: Tensor, runs: Runs | None = None) -> Te
     fit = weight_XJ.dim() == 2 and weight_XJ.shape[0] == X and weight_XJ.shape[1] > 0
     require(fit, "weight", f"shape {tuple(weight_XJ.shape)}", f"[X={X}, J > 0]")
     check_device(u_BSX, weight=weight_XJ)
+    if bias_X is not None:
+        require(bias_X.shape == (X,), "bias", f"shape {tuple(bias_X.shape)}", f"[X={X}]")
+        check_device(u_BSX, bias=bias_X)
     back = ahead = None
     if runs is not None:
         back, ahead = runs.back_BSJ, runs.ahead_BSJ
         fit = back.shape[:2] == u_BSX.shape[:2] and back.shape[2] >= weight_XJ.shape[1] - 1
         require(fit, "runs", f"tables {tuple(back.shape)}", "tables of u's rows and of the weight's length")
-    return torch.ops.tmoe.short_conv(u_BSX, weight_XJ, back, ahead)
+    return torch.ops.tmoe.short_conv(u_BSX, weight_XJ, bias_X, back, ahead)
 
 
 def taken(t_BSX: Tensor, places: int, table_BSJ: Tensor | None) -> Tensor:
@@ -65,41 +71,45 @@ def _wide(t: Tensor) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
-def _sum(u: Tensor, weight: Tensor, back: Tensor | None) -> Tensor:
+def _sum(u: Tensor, weight: Tensor, bias: Tensor | None, back: Tensor | None) -> Tensor:
     """The convolution without SiLU, in the wide type."""
     u, weight = _wide(u), weight.to(_wide(u).dtype)
     y = u * weight[:, -1]
     for j in range(1, weight.shape[1]):
         y = y + taken(u, j, back) * weight[:, -1 - j]
-    return y
+    return y if bias is None else y + bias.to(y.dtype)
 
 
-def on_gpu(u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None) -> Tensor:
+def on_gpu(
+    u: Tensor, weight: Tensor, bias: Tensor | None, back: Tensor | None, ahead: Tensor | None
+) -> Tensor:
     """The op by kernels; in plain PyTorch in fp64, for empty inputs, and where kernels are not measured."""
     if u.dtype == torch.float64 or not u.numel() or not gpu.measured(u.device):
-        return forward(u, weight, back, ahead)
-    return conv_kernels.forward(u, weight, back)
+        return forward(u, weight, bias, back, ahead)
+    return conv_kernels.forward(u, weight, bias, back)
 
 
 def back_on_gpu(
-    dy: Tensor, u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, back: Tensor | None, ahead: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """`backward`, as `on_gpu`."""
     if u.dtype == torch.float64 or not u.numel() or not gpu.measured(u.device):
-        return backward(dy, u, weight, back, ahead)
-    return conv_kernels.backward(dy, u, weight, back, ahead)
+        return backward(dy, u, weight, bias, back, ahead)
+    return conv_kernels.backward(dy, u, weight, bias, back, ahead)
 
 
-def forward(u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None) -> Tensor:
+def forward(
+    u: Tensor, weight: Tensor, bias: Tensor | None, back: Tensor | None, ahead: Tensor | None
+) -> Tensor:
     """The op in plain PyTorch."""
-    return F.silu(_sum(u, weight, back)).to(u.dtype).contiguous()
+    return F.silu(_sum(u, weight, bias, back)).to(u.dtype).contiguous()
 
 
 def backward(
-    dy: Tensor, u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of u and weight. A token's gradient is the sum over the tokens that read it."""
-    pre = _sum(u, weight, back)
+    dy: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, back: Tensor | None, ahead: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of u, weight and bias. A token's gradient is the sum over the tokens that read it."""
+    pre = _sum(u, weight, bias, back)
     share = pre.sigmoid()
     d = dy.to(pre.dtype) * share * (1 + pre * (1 - share))
     u, w = _wide(u), weight.to(pre.dtype)
@@ -108,30 +118,34 @@ def backward(
     for j in range(1, weight.shape[1]):
         du = du + taken(d, -j, ahead) * w[:, -1 - j]
         dw.insert(0, (d * taken(u, j, back)).sum((0, 1)))
-    return du.to(dy.dtype).contiguous(), torch.stack(dw, 1).to(weight.dtype)
+    of_bias = None if bias is None else d.sum((0, 1)).to(bias.dtype)
+    return du.to(dy.dtype).contiguous(), torch.stack(dw, 1).to(weight.dtype), of_bias
 
 
 def of_linear(n: LinearShapes) -> Iterable[tuple]:
     """The traces of a linear layer: rows of one document, and of several."""
     X = 2 * n.key_heads * n.key_dim + n.value_heads * n.value_dim
     for runs in (False, True) if gpu.MEASURED and n.dtype != torch.float64 else ():
-        yield conv_kernels.trace, X, n.conv, n.dtype, runs, n.trained
+        yield conv_kernels.trace, X, n.conv, n.dtype, runs, n.trained, n.conv_bias
 
 
-def _fake(u: Tensor, weight: Tensor, back: Tensor | None, ahead: Tensor | None) -> Tensor:
+def _fake(
+    u: Tensor, weight: Tensor, bias: Tensor | None, back: Tensor | None, ahead: Tensor | None
+) -> Tensor:
     return u.new_empty(u.shape)
 
 
 register_differentiable(
     "short_conv",
-    "(Tensor u, Tensor weight, Tensor? back, Tensor? ahead) -> Tensor",
+    "(Tensor u, Tensor weight, Tensor? bias, Tensor? back, Tensor? ahead) -> Tensor",
     returns="y",
     cpu=forward,
     cuda=on_gpu,
     fake=_fake,
     backward=Backward(
-        "(Tensor dy, Tensor u, Tensor weight, Tensor? back, Tensor? ahead) -> (Tensor, Tensor)",
-        gradients="u weight",
+        "(Tensor dy, Tensor u, Tensor weight, Tensor? bias, Tensor? back, Tensor? ahead)"
+        " -> (Tensor, Tensor, Tensor)",
+        gradients="u weight bias",
         cpu=backward,
         cuda=back_on_gpu,
     ),

@@ -35,7 +35,7 @@ class PassShapes(NamedTuple):
 
 
 class LinearShapes(NamedTuple):
-    """The delta rule of a linear layer, for any number of tokens."""
+    """The rule and the convolution of a linear layer, for any number of tokens."""
 
     key_heads: int
     value_heads: int
@@ -44,6 +44,8 @@ class LinearShapes(NamedTuple):
     conv: int  # tokens of the convolution
     dtype: torch.dtype
     trained: bool  # False: a forward without gradients
+    correct: bool = True  # see delta_rule
+    conv_bias: bool = False
 
 
 class RouterShapes(NamedTuple):
