@@ -111,6 +111,11 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(pp=2, ep=2), "linear", dict(micros=4, parallel=dict(schedule="v"))),
     (4, dict(pp=2, replicate=2), "linear", dict(micros=2, parallel=dict(shard=1))),
     (8, dict(replicate=2, etp=2, ep=2), "linear", dict(documents=False)),
+    (2, dict(tp=2), "mamba2", {}),
+    (4, dict(tp=4), "mamba2", {}),  # ranks share groups, and their norm
+    (4, dict(cp=2, tp=2, ep=2), "mamba2", dict(parallel=dict(cp_exchange="heads"))),
+    (4, dict(cp=4), "mamba2", dict(parallel=dict(cp_exchange="heads", checkpoint="block"))),
+    (4, dict(pp=2, ep=2), "mamba2", dict(micros=4, parallel=dict(schedule="v"))),
 ]
 
 

@@ -1,5 +1,7 @@
 """Generation with states of linear layers: as the model's own forward, token after token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,6 +51,20 @@ def test_answers_are_the_forwards(net):
     samples = engine.generate(prompts, sampling=tmoe.Sampling(temperature=0.0, max_tokens=9))
     for prompt, (sample,) in zip(prompts, samples, strict=True):
         assert sample.ids.tolist() == greedy(net, prompt, 9)
+
+
+def test_mamba2_answers_are_the_forwards():
+    """Prompts of one token and of two pages, in more requests than slots; then in pieces."""
+    torch.manual_seed(0)
+    mamba = LinearConfig("mamba2", key_heads=2, value_heads=4, key_dim=8, value_dim=12, least_step=0.01)
+    net = tmoe.Transformer(replace(CFG, linear=mamba)).eval()
+    prompts = prompts_of(1, 140, 33)
+    sampling = tmoe.Sampling(temperature=0.0, max_tokens=6)
+    samples = tmoe.Engine(net, slots=2).generate(prompts, sampling=sampling)
+    with Live(net, slots=2, max_len=600, budget=128) as live:
+        tickets = [live.submit(ids, sampling) for ids in prompts]
+        for prompt, (sample,), ticket in zip(prompts, samples, tickets, strict=True):
+            assert sample.ids.tolist() == greedy(net, prompt, 6) == ticket.result(timeout=600)[0].ids.tolist()
 
 
 def test_answers_to_a_prompt_begin_with_its_state(net):

@@ -30,7 +30,7 @@ def test_every_family_of_the_installed_transformers_is_listed(capsys):
     assert {name for name, line in told.items() if line.startswith("imports")} == ours
     assert all(told[name].startswith("imports, swaps") for name in ours)
     assert all(line.startswith(("imports", "swaps", "lacks")) and len(line) < 600 for line in told.values())
-    assert told["granitemoehybrid"].startswith("swaps, lacks") and "Mamba" in told["granitemoehybrid"]
+    assert told["nemotron_h"].startswith("swaps, lacks") and "Mamba" in told["nemotron_h"]
     assert "q_gate_proj" in told["axk2"]
     assert told["muse_spark"].startswith("lacks") and told["dbrx"].startswith("lacks")
     assert told["kolibri1"] == "swaps, lacks parts post_self_attn_layernorm"
@@ -138,7 +138,8 @@ def row(arch: Architecture) -> str:
     attention += ["part of the channels turns"] * bool(arch.partial and attention[0] == "grouped")
     attention += ["queries scaled by position"] * bool(arch.query_beta)
     attention += ["an indexer's keys, up to their number"] * ("index_topk" in settings)
-    attention += ["three of four blocks linear"] * bool(arch.linear)
+    if arch.linear:
+        attention.append("three of four blocks linear" if arch.linear.every else "blocks of Mamba-2")
     attention += ["norms of 1 + weight"] * bool(ours.get("norm_offset"))
     attention += ["neighbours turn"] * bool(ours.get("rope.interleave"))
     attention += ["positions in windows alone"] * bool(arch.windows and arch.windows.rotary)

@@ -477,14 +477,18 @@ MODELS |= {
 }
 
 GRANITE4 = dict(num_hidden_layers=4, shared_intermediate_size=14, mamba_n_heads=4, mamba_d_state=6)
-GRANITE4 |= dict(mamba_d_head=8, layer_types=["linear_attention"] * 2 + ["full_attention", "linear_attention"])
+GRANITE4 |= dict(
+    mamba_d_head=8, layer_types=["linear_attention"] * 2 + ["full_attention", "linear_attention"]
+)
 MODELS |= {
     "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
         **SIZES | GRANITE4, **LOCAL_MOE | GRANITE, position_embedding_type="nope"
     ),
     "granitemoehybrid, rope, groups, no bias of the convolution, limits, tied": lambda: (
         transformers.GraniteMoeHybridConfig(
-            **SIZES | GRANITE4 | dict(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]),
+            **SIZES
+            | GRANITE4
+            | dict(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]),
             **LOCAL_MOE | GRANITE | dict(tie_word_embeddings=True),
             position_embedding_type="rope",
             mamba_n_groups=2,

@@ -42,7 +42,11 @@ def test_counts_by_hand():
 def test_temporaries():
     """The plain form's, against what is alive."""
     cfg = Config(model=TINY, train=TrainConfig(batch=1, seq=32))
-    q, v, g = torch.zeros(1, 512, 1, 128).bfloat16(), torch.zeros(1, 512, 2, 64).bfloat16(), torch.zeros(1, 512, 2)
+    q, v, g = (
+        torch.zeros(1, 512, 1, 128).bfloat16(),
+        torch.zeros(1, 512, 2, 64).bfloat16(),
+        torch.zeros(1, 512, 2),
+    )
     with MostHeld() as held:
         plain_back(v, (q, q, v, g, g), None, False)
     assert rule_bytes(cfg, Axes(), 0) == pytest.approx(held.bytes / 512 / 2 * 48 * 32, rel=0.05)
@@ -78,7 +82,9 @@ def test_muon_has_a_matrix_for_each_section():
     """C, B, x, z and the steps; together they cover all rows."""
     model = Transformer(MAMBA2)
     net = model.blocks[0].attention
-    (parts,) = [found for name, found in parts_of(model, False).items() if name == "blocks.0.attention.qkvz.weight"]
+    (parts,) = [
+        found for name, found in parts_of(model, False).items() if name == "blocks.0.attention.qkvz.weight"
+    ]
     n, D = MAMBA2.linear, MAMBA2.dim
     shapes = [part.shape(D) for part in parts]
     rows = [n.key_width, n.key_width, n.value_width, n.value_width, n.value_heads]
@@ -152,7 +158,10 @@ def test_models_are_compared():
 @pytest.mark.parametrize(
     ("axes", "says"),
     [
-        (dict(cp=2), r"--parallel\.cp-exchange=keys: not with --model\.linear\.kind=mamba2, .*; valid: heads"),
+        (
+            dict(cp=2),
+            r"--parallel\.cp-exchange=keys: not with --model\.linear\.kind=mamba2, .*; valid: heads",
+        ),
         (dict(tp=3), r"--parallel\.tp=3: must divide --model\.linear\.value-heads=8; valid: \[1, 2, 4, 8\]"),
         (dict(tp=4, cp=4, cp_exchange="heads"), r"--parallel\.cp=4: must divide the 2 value heads of linear"),
     ],

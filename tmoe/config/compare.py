@@ -20,7 +20,7 @@ PARTS |= dict(mtp=MTPConfig)
 # settings that `facts` leaves out: those that training alone reads, and the sections, which it reads itself
 TRAINING = {*(name.removeprefix("moe.") for name in STEPS_READ), "init_std", "router_dtype", *PARTS}
 GROUPED_ONLY = {"kv_heads", "head_dim", "attention_multiplier"}  # latent attention has other widths
-MAMBA2_ONLY = {"linear.conv_bias", "linear.least_step", "linear.most_step"}
+MAMBA2_ONLY = {"conv_bias", "least_step", "most_step"}  # settings of linear layers
 # types of settings by dotted name, and of keys of config.json that settings are derived from
 KINDS = get_type_hints(ModelConfig) | {
     f"{part}.{name}": kind for part, made in PARTS.items() for name, kind in get_type_hints(made).items()
@@ -96,14 +96,17 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
         settings = {name: value for name, value in settings.items() if name not in GROUPED_ONLY}
     if linear := [i for i in range(cfg.layers) if cfg.is_linear(i)]:
         settings["linear layers"] = linear
-        settings |= {f"linear.{f.name}": getattr(cfg.linear, f.name) for f in fields(cfg.linear)}
-        del settings["linear.every"]
-        if cfg.linear.kind != "mamba2":
-            settings = {name: value for name, value in settings.items() if name not in MAMBA2_ONLY}
+        settings |= {f"linear.{name}": value for name, value in _linear_facts(cfg.linear).items()}
     settings["mtp.depth"] = cfg.mtp.depth
     if sparse:
         settings |= {f"moe.{name}": value for name, value in _moe_facts(cfg.moe).items()}
     return settings | {f"rope.{name}": value for name, value in _rope_facts(cfg).items()}
+
+
+def _linear_facts(linear: LinearConfig) -> dict[str, Any]:
+    """The settings of linear layers that decide what they compute."""
+    unread = {"every"} if linear.kind == "mamba2" else {"every", *MAMBA2_ONLY}
+    return {f.name: getattr(linear, f.name) for f in fields(linear) if f.name not in unread}
 
 
 def _moe_facts(moe: MoEConfig) -> dict[str, Any]:

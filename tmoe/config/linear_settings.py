@@ -40,7 +40,12 @@ class LinearConfig:
     """largest step dt of Mamba-2; 0: no limit"""
 
     def __post_init__(self) -> None:
-        linear = check(self, "model.linear.", one="every key_heads value_heads key_dim value_dim conv", zero="least_step most_step")
+        linear = check(
+            self,
+            "model.linear.",
+            one="every key_heads value_heads key_dim value_dim conv",
+            zero="least_step most_step",
+        )
         ok = self.value_heads % self.key_heads == 0
         linear.require(ok, "value_heads", f"must be a multiple of {linear.said('key_heads')}")
         ok = not self.most_step or self.most_step >= self.least_step

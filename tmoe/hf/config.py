@@ -508,7 +508,7 @@ def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
 def read_linear(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
     """Put the kinds of blocks of an architecture with linear blocks into `found`, and return problems."""
     assert arch.linear is not None
-    layers, every, older = found.get("layers") or 0, 0, arch.linear.older
+    layers, every, older = found.get("layers") or 0, 0, dict(arch.linear.older)
     if key := arch.linear.every:
         every = said.get(key, 4)
         if not fits(every, int) or every < 1:

@@ -172,8 +172,8 @@ class Linear(NamedTuple):
 
     every: str = ""
     """the key by which every n-th block has full attention if there is no layer_types; "": none has"""
-    older: dict[str, str] = {}
-    """older words of layer_types, each with the word that now has its meaning"""
+    older: tuple[tuple[str, str], ...] = ()
+    """older words of layer_types, each with the word that transformers 5 has for it"""
 
 
 @dataclass(frozen=True)

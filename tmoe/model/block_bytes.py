@@ -36,8 +36,8 @@ def linear_elements(cfg: Config, axes: Axes) -> int:
     """`attention_elements` of a linear layer.
 
     They are qkvz and ba; queries, keys and values after the convolution; the former two at length 1, unless
-    the layer is Mamba-2; the rule's result, and the gated result. cp adds the heads that a rank gets, and the results that it gets
-    back; tp copies rows of weights.
+    the layer is Mamba-2; the rule's result, and the gated result. cp adds the heads that a rank gets, and the
+    results that it gets back; tp copies rows of weights.
     """
     n = cfg.model.linear
     rows = n.mixed + n.value_width + n.gate_rows

@@ -124,7 +124,8 @@ class LinearLayer(nn.Module):
         if padding_BS is not None:
             x_BSD = x_BSD.masked_fill(padding_BS[..., None], 0.0)
         mixed, z, ba = self.projected(x_BSD)
-        mixed = short_conv(mixed, self.rates.conv, runs, self.rates.conv_bias)
+        weight, bias = self.taps
+        mixed = short_conv(mixed, weight, runs, bias)
         inputs = (*self.heads(mixed), *self.gates(ba, padding_BS))
         o = delta_rule(*inputs, None if runs is None else runs.number_BS, self.correct)
         return self.out(self.gated(self.result(o, inputs), z).flatten(-2))
@@ -137,49 +138,63 @@ class LinearLayer(nn.Module):
         copies of a key head if there are fewer key heads than ranks.
         """
         n, spread = self.sizes, self.spread
-        K, V = n.key_dim, n.value_dim
         G = lcm(n.key_heads, spread.tp * spread.cp)  # with copies
-        R = n.value_heads // G
-        own, heads = spread.heads(G), spread.own_heads(G)
-        keys = [i * n.key_heads // G for i in range(own.start, own.stop)]
-        # first row, and rows of a head, of queries, keys, values and z
-        spans = (0, K), (n.key_width, K), (2 * n.key_width, R * V), (n.mixed, R * V)
-        rows = [
-            *(slice(first + keys[0] * one, first + (keys[-1] + 1) * one) for first, one in spans[:2]),
-            *(slice(first + own.start * one, first + own.stop * one) for first, one in spans[2:]),
-        ]
-        own_gates = slice(own.start * R, own.stop * R)
-        joint = self.ba is None
-        every = [joint * (n.mixed + n.value_width) + first for first in range(0, n.gate_rows, n.value_heads)]
-        of_gates = [slice(first + own_gates.start, first + own_gates.stop) for first in every]
-        rows += of_gates if joint else []
-        q, k, v, z, *gates = spread.project(self.qkvz, x_BSD, rows).split([p.stop - p.start for p in rows], -1)
-        if self.ba is not None:
-            gates = spread.project(self.ba, x_BSD, of_gates).chunk(len(of_gates), -1)
-        q, k = (rearrange(t, "b s (head k) -> b s head k", k=K) for t in (q, k))
-        copies = [i - keys[0] for i in keys]
-        if copies != list(range(len(copies))):
-            q, k = q[:, :, copies], k[:, :, copies]
-        of_values = (rearrange(t, "b s (head x) -> b s head x", head=len(keys)) for t in (v, *gates))
-        by_head = [q, k, *of_values]
+        by_head, z = self.projected_heads(x_BSD, G)
         parts = spread.tokens_to_heads(torch.cat(by_head, -1)).split([t.shape[-1] for t in by_head], -1)
         q, k, v, *gates = (t.flatten(-2) for t in parts)
         padding_BS = None if runs is None else runs.padding_BS
         mixed = torch.cat([q, k, v], -1)
         if padding_BS is not None:
             mixed = mixed.masked_fill(padding_BS[..., None], 0.0)
-        keys = [i * n.key_heads // G for i in range(heads.start, heads.stop)]
-        rows = [slice(first + i * K, first + (i + 1) * K) for first, _ in spans[:2] for i in keys]
-        rows.append(slice(spans[2][0] + heads.start * R * V, spans[2][0] + heads.stop * R * V))
-        rates = self.rates
-        weight = torch.cat([rates.conv[part] for part in rows])
-        bias = None if rates.conv_bias is None else torch.cat([rates.conv_bias[part] for part in rows])
-        mixed = short_conv(mixed, weight, runs, bias)
+        heads, R = spread.own_heads(G), n.value_heads // G
+        rows = self.channels(heads, G)
+        weight, bias = self.taps
+        bias = None if bias is None else torch.cat([bias[r] for r in rows])
+        mixed = short_conv(mixed, torch.cat([weight[r] for r in rows]), runs, bias)
         values = slice(heads.start * R, heads.stop * R)
-        inputs = *self.heads(mixed, len(keys)), *self.gates(torch.cat(gates, -1), padding_BS, values)
+        gates = self.gates(torch.cat(gates, -1), padding_BS, values)
+        inputs = *self.heads(mixed, heads.stop - heads.start), *gates
         o = delta_rule(*inputs, None if runs is None else runs.number_BS, self.correct)
         y = self.gated(spread.from_heads(self.result(o, inputs, values)), z, spread)
         return spread.output(self.out, y.flatten(-2))
+
+    def projected_heads(self, x_BSD: Tensor, G: int) -> tuple[list[Tensor], Tensor]:
+        """Queries, keys, values and gates of the heads of this rank of tp, [B, S, heads, ...]; and z.
+
+        G: number of key heads, copies included.
+        """
+        n, spread = self.sizes, self.spread
+        own, R = spread.heads(G), n.value_heads // G
+        keys = [i * n.key_heads // G for i in range(own.start, own.stop)]
+        once = slice(keys[0], keys[-1] + 1)  # without copies
+        first = 0, n.key_width, 2 * n.key_width, n.mixed, n.mixed + n.value_width  # of q, k, v, z, gates
+        sizes = (once, n.key_dim), (once, n.key_dim), (own, R * n.value_dim), (own, R * n.value_dim)
+        rows = [part(at, *size) for at, size in zip(first, sizes, strict=False)]
+        every = [part(i, own, R) for i in range(0, n.gate_rows, n.value_heads)]  # of the gates
+        if self.ba is None:
+            rows += [slice(first[4] + r.start, first[4] + r.stop) for r in every]
+        found = spread.project(self.qkvz, x_BSD, rows).split([r.stop - r.start for r in rows], -1)
+        q, k, v, z, *gates = found
+        if self.ba is not None:
+            gates = spread.project(self.ba, x_BSD, every).chunk(len(every), -1)
+        q, k = (rearrange(t, "b s (head k) -> b s head k", k=n.key_dim) for t in (q, k))
+        if len(keys) > q.shape[2]:
+            copies = [i - keys[0] for i in keys]
+            q, k = q[:, :, copies], k[:, :, copies]
+        of_values = (rearrange(t, "b s (head x) -> b s head x", head=len(keys)) for t in (v, *gates))
+        return [q, k, *of_values], z
+
+    @property
+    def taps(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the convolution."""
+        return self.rates.conv, self.rates.conv_bias
+
+    def channels(self, heads: slice, G: int) -> list[slice]:
+        """The channels of the convolution that belong to these of G key heads, copies included."""
+        n = self.sizes
+        keys = [i * n.key_heads // G for i in range(heads.start, heads.stop)]
+        found = [part(first, slice(i, i + 1), n.key_dim) for first in (0, n.key_width) for i in keys]
+        return [*found, part(2 * n.key_width, heads, n.value_width // G)]
 
     # ---- with a state ----
 
@@ -209,7 +224,8 @@ class LinearLayer(nn.Module):
         mixed, z, ba = self.projected(x_BSD)
         whole = torch.cat([state.inputs_BJX, mixed], 1)
         kept = self.sizes.conv - 1
-        mixed = short_conv(whole, self.rates.conv, None, self.rates.conv_bias)[:, kept:]
+        weight, bias = self.taps
+        mixed = short_conv(whole, weight, None, bias)[:, kept:]
         return (*self.heads(mixed), *self.gates(ba)), z, whole[:, whole.shape[1] - kept :]
 
 
@@ -220,7 +236,9 @@ class DeltaNet(LinearLayer):
         super().__init__(cfg)
         n = cfg.linear
         self.rates = Rates(n.mixed, n.conv, n.value_heads)
-        self.norm = nn.RMSNorm(n.value_dim, cfg.norm_eps)  # its factor is the weight, with norm_offset as well
+        self.norm = nn.RMSNorm(
+            n.value_dim, cfg.norm_eps
+        )  # its factor is the weight, with norm_offset as well
 
     def gates(
         self, ba_BSH: Tensor, padding_BS: Tensor | None = None, heads: slice = slice(None)
@@ -244,6 +262,11 @@ class DeltaNet(LinearLayer):
         wide = torch.promote_types(gate.dtype, torch.float32)
         y = self.norm(o_BSHV).to(wide) * F.silu(gate.to(wide))
         return y.to(gate.dtype)
+
+
+def part(first: int, heads: slice, rows: int) -> slice:
+    """The rows of some heads, of `rows` each, in a section that begins at row `first`."""
+    return slice(first + heads.start * rows, first + heads.stop * rows)
 
 
 def of_length_1(t: Tensor, factor: float = 1.0) -> Tensor:

@@ -65,6 +65,7 @@ class Mamba2(LinearLayer):
         n = cfg.linear
         self.rates = Mamba2Rates(n.mixed, n.conv, n.value_heads, n.conv_bias)
         self.norm = nn.RMSNorm(n.value_width, cfg.norm_eps)  # its factor is the weight, with norm_offset too
+        self.eps = cfg.norm_eps
 
     def gates(
         self, ba_BSH: Tensor, padding_BS: Tensor | None = None, heads: slice = slice(None)
@@ -83,7 +84,7 @@ class Mamba2(LinearLayer):
         return (o_BSHV.to(wide) + self.rates.D[heads].to(wide)[:, None] * x.to(wide)).to(x.dtype)
 
     def gated(self, o_BSHV: Tensor, z_BSX: Tensor, spread: Spread = ALONE) -> Tensor:
-        n, H = self.sizes, o_BSHV.shape[2]
+        n = self.sizes
         gate = rearrange(z_BSX, "b s (head v) -> b s head v", v=n.value_dim)
         wide = torch.promote_types(gate.dtype, torch.float32)
         y = o_BSHV.to(wide) * F.silu(gate.to(wide))
@@ -96,6 +97,6 @@ class Mamba2(LinearLayer):
             groups_H = torch.arange(own.start, own.stop, device=y.device) // each
             square_BSG = y.new_zeros(*y.shape[:2], n.key_heads).index_add(2, groups_H, square_BSH)
             square_BSG = gather(scatter_sum(square_BSG, spread.tp_group), spread.tp_group)[..., groups_H]
-        scale = (square_BSG / (each * n.value_dim) + self.norm.eps).rsqrt()
+        scale = (square_BSG / (each * n.value_dim) + self.eps).rsqrt()
         factor = self.norm.weight.view(-1, n.value_dim)[own].to(wide)
         return (y * scale[..., None] * factor).to(gate.dtype)

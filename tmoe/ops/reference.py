@@ -65,7 +65,8 @@ def delta_rule(
 ) -> torch.Tensor:
     """o [B, S, H, V], token after token: S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; o = S^T q.
 
-    correct: False: without the term S^T k. S is 0 before the first token. Each of G key heads serves H/G neighbouring value heads.
+    correct: False: without the term S^T k. S is 0 before the first token. Each of G key heads serves H/G
+    neighbouring value heads.
     """
     B, _, H, V = v_BSHV.shape
     q, k = (t.repeat_interleave(H // t.shape[2], 2) for t in (q_BSGK, k_BSGK))

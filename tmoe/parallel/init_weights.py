@@ -15,6 +15,7 @@ scale, not the draws. (CPU and CUDA generators differ: equal seeds give equal we
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -29,6 +30,20 @@ A_LOG, CONV, DT_BIAS = ".A_log", ".rates.conv", ".dt_bias"  # of linear layers
 DECAYS = 0.01, 16.0  # between which -A is drawn
 
 
+def _stated(module: nn.Module) -> tuple[set[str], dict[str, Callable]]:
+    """Names of parameters that modules set to zero, and the functions by which modules draw others."""
+    parts = list(module.named_modules())
+    zero = {
+        f"{name}.{leaf}".lstrip(".") for name, part in parts for leaf in getattr(part, "start_at_zero", ())
+    }
+    drawn = {
+        f"{name}.{leaf}".lstrip("."): function
+        for name, part in parts
+        for leaf, function in getattr(part, "drawn", {}).items()
+    }
+    return zero, drawn
+
+
 @torch.no_grad()
 def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int | None = None) -> None:
     """Fills every parameter in place, and zeroes buffers. Parameters on the meta device are skipped.
@@ -41,16 +56,7 @@ def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int 
         seed = int(torch.randint(2**31, (), device="cpu"))
     for buffer in module.buffers():  # the routers' choice bias
         buffer.zero_()
-    from_zero = {
-        f"{owner}.{leaf}".lstrip(".")
-        for owner, part in module.named_modules()
-        for leaf in getattr(part, "start_at_zero", ())
-    }
-    drawn = {
-        f"{owner}.{leaf}".lstrip("."): function
-        for owner, part in module.named_modules()
-        for leaf, function in getattr(part, "drawn", {}).items()
-    }
+    from_zero, drawn = _stated(module)
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             continue

@@ -15,16 +15,16 @@ from tmoe.config.check import fits
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.granite import GRANITEMOESHARED, SHARED
-from tmoe.hf.rules import HF, Architecture, Field, Key, Linear, MoELayers, TensorPart, TensorRule
+from tmoe.hf.rules import HF, Field, Key, Linear, MoELayers, TensorPart, TensorRule
 
-OLDER = dict(mamba="linear_attention", attention="full_attention")
+OLDER = ("mamba", "linear_attention"), ("attention", "full_attention")
 POSITIONS = Key("position_embedding_type", str)
 LIMITS = Key("time_step_limit", tuple[float | dict, ...])
 INFINITE = {"__float__": "Infinity"}  # as transformers 5 writes it, since JSON has no infinity
 
 
 def parts_of(theirs: str, sizes: tuple[str, ...], order: tuple[str, ...], inner: bool = False) -> TensorRule:
-    """The parts of a tensor whose rows are several sections, in another order than ours; the rule lacks our name.
+    """The rule, without our name, of a tensor whose rows are several sections in another order than ours.
 
     sizes: the sections in their order, each z, x, B, C or dt. order: the sections of ours.
     """

@@ -52,7 +52,7 @@ def temporaries(H: int, K: int, V: int, correct: bool = True) -> int:
     """Numbers in fp32 that `scan_back` holds at one time for each token, to about 5%.
 
     Ten tensors of a value head's width, 13 of a key head's, three states for each chunk, and 12 of pairs of a
-    chunk's tokens, of which decays are in fp64. Without the correction the numbers are 7.5, 12.5, three and 2.
+    chunk's tokens, of which decays are in fp64. Without the correction they are 7.5, 12.5, three and 2.
     """
     if not correct:
         return H * (15 * V // 2 + 25 * K // 2 + 3 * K * V // LONGEST + 2 * LONGEST)

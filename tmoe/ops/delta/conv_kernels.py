@@ -34,7 +34,9 @@ def neighbour(t, S, T, table, places: tl.constexpr, taps: tl.constexpr, TABLE: t
 
 
 @triton.jit
-def summed(u, weight, bias, table, t, c, S, T, row, X, J: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr):
+def summed(
+    u, weight, bias, table, t, c, S, T, row, X, J: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr
+):
     """The convolution without SiLU [BT, BX], in fp32."""
     total = tl.zeros([t.shape[0], c.shape[0]], tl.float32)
     if BIAS:
@@ -151,9 +153,7 @@ def backward(
         bias is not None, BT, BX, num_warps=4,
     )  # fmt: skip
     table = d if ahead is None else ahead
-    launch(
-        conv_outer_back, grid, d, weight, table, du, S, B * S, X, J, back is not None, BT, BX, num_warps=4
-    )
+    launch(conv_outer_back, grid, d, weight, table, du, S, B * S, X, J, back is not None, BT, BX, num_warps=4)
     found = sums.sum(0)
     of_bias = None if bias is None else found[J].to(bias.dtype)
     return du, found[:J].T.to(weight.dtype).contiguous(), of_bias

@@ -214,9 +214,7 @@ def back_with_kernels(
     return tuple(one.to(like.dtype).contiguous() for one, like in zip(found, given, strict=True))
 
 
-def plain_back(
-    dy: Tensor, given: Inputs, run: Tensor | None, correct: bool = True
-) -> tuple[Tensor, ...]:
+def plain_back(dy: Tensor, given: Inputs, run: Tensor | None, correct: bool = True) -> tuple[Tensor, ...]:
     """`backward` in plain PyTorch."""
     q, _, v, g, _ = given
     if not v.numel() or not q.numel():

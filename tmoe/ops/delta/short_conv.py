@@ -1,6 +1,8 @@
 """short_conv: SiLU of a causal depthwise convolution over the tokens of a run.
 
-    y[t, x] = silu(bias[x] + sum_j w[x, J - j] u[b_j(t), x]),  b_0(t) = t, b_j(t) the j-th token before t in its run
+    y[t, x] = silu(bias[x] + sum_j w[x, J - j] u[b_j(t), x])
+
+where b_0(t) = t, and b_j(t) is the j-th token before t in its run.
 
 next: tmoe/ops/delta/chunks.py
 """

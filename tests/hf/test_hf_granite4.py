@@ -1,0 +1,104 @@
+"""Granite-4: published spelling, generation, direct start, swap, and what is refused by name."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hf_tiny import assert_bits, far, files_of, load_step, make, saved, tensors_of
+
+import tmoe
+from tmoe.config.check import ConfigError
+from tmoe.config.compare import differences
+from tmoe.hf import export_hf, import_hf, load_hf, swap_experts
+from tmoe.hf.config import read_config, write_config
+from tmoe.model.transformer import Transformer
+
+NAME = "granitemoehybrid"
+OTHER = "granitemoehybrid, rope, groups, no bias of the convolution, limits, tied"
+
+
+def test_direct_start_and_greedy_answers(tmp_path):
+    """--init reads the same weights, documents are transformers' one by one, answers are generate's."""
+    hf_dir = saved(tmp_path / "hf", NAME)
+    import_hf(hf_dir, tmp_path / "step")
+    cfg = read_config(json.loads((hf_dir / "config.json").read_text()))
+    assert cfg.linear.kind == "mamba2" and cfg.linear_layers == 3
+    model = Transformer(cfg).eval()
+    load_hf(hf_dir, model.state_dict(), cfg)
+    assert_bits(model.state_dict(), load_step(tmp_path / "step").state_dict())
+    theirs = make(NAME)
+    lengths = [20, 1, 24]
+    x = torch.randint(31, (1, 45))
+    doc = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    at = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        packed = model(x, documents_BS=doc, positions_BS=at)
+        one_by_one = torch.cat([theirs(part).logits for part in x.split(lengths, 1)], 1)
+    assert far(packed, one_by_one) < 2e-5
+    prompts = [x[0, :17].tolist(), x[0, 5:6].tolist()]
+    sampling = tmoe.Sampling(temperature=0.0, max_tokens=12)
+    answers = tmoe.Engine(model).generate(prompts, sampling=sampling)
+    for prompt, (sample,) in zip(prompts, answers, strict=True):
+        ids, how = torch.tensor([prompt]), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+        want = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **how)
+        assert sample.ids.tolist() == want[0, len(prompt) :].tolist()
+
+
+def test_every_byte_comes_back_in_bf16(tmp_path):
+    """Rows of in_proj and channels of the convolution are in another order in tmoe."""
+    hf_dir = saved(tmp_path / "hf", NAME, torch.bfloat16, files=3)
+    import_hf(hf_dir, tmp_path / "step")
+    export_hf(tmp_path / "step", tmp_path / "back")
+    assert_bits(tensors_of(tmp_path / "back"), tensors_of(hf_dir))
+    assert files_of(tmp_path / "back") == files_of(hf_dir)
+
+
+def test_swapped_experts_are_the_same_model():
+    x = torch.randint(31, (2, 20))
+    want = make(NAME)(x).logits
+    assert far(swap_experts(make(NAME))(x).logits, want) < 1e-5
+
+
+def test_published_spelling():
+    """Older words of layer_types; no positions; a missing limit; Infinity as transformers 4 writes it."""
+    config = make(NAME).config.to_dict()
+    want = read_config(config)
+    older = dict(linear_attention="mamba", full_attention="attention")
+    config["layer_types"] = [older[kind] for kind in config["layer_types"]]
+    for limit in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+        assert read_config(config | dict(time_step_limit=limit)) == want
+    assert read_config(config | dict(time_step_limit=[0.5, 2.0])).linear.most_step == 2.0
+    assert read_config(config | dict(position_embedding_type=None)) == want
+    del config["mamba_d_head"]
+    assert read_config(config).linear.value_dim == 8
+
+
+@pytest.mark.parametrize("name", [NAME, OTHER, "granitemoehybrid, dense"])
+def test_config_json_of_a_new_model(name):
+    """A model that was trained from scratch is written as this family, and read back as the same model."""
+    cfg = read_config(make(name).config.to_dict())
+    written = write_config(cfg, "bfloat16")
+    assert written["model_type"] == NAME and differences(cfg, read_config(written)) == []
+    with pytest.raises(ConfigError, match="computes this model"):
+        write_config(replace(cfg, norm_offset=True), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(hidden_act="gelu"), "hidden_act='gelu': only 'silu'"),
+        (dict(mamba_proj_bias=True), "mamba_proj_bias=True: only"),
+        (dict(position_embedding_type="alibi"), "position_embedding_type='alibi': only 'rope' or 'nope'"),
+        (dict(layer_types=["conv"] * 4), "layer_types=.*: linear_attention or full_attention"),
+        (dict(time_step_limit=[0.1]), "time_step_limit=.*: must be two numbers"),
+        (dict(time_step_limit=[0.2, 0.1]), "most-step=0.1: must be at least"),
+        (dict(mamba_n_groups=3), "mamba_n_heads=4: must be a multiple of"),
+        (dict(mamba_expand=3), "mamba_expand=3: only 2.0 is computed"),
+        (dict(mamba_d_head="auto"), "mamba_d_head='auto': must be"),
+    ],
+)
+def test_what_is_not_computed_is_named(change, says):
+    config = make(NAME).config.to_dict() | change
+    with pytest.raises(ConfigError, match=says):
+        read_config(config)
