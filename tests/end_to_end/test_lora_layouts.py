@@ -50,6 +50,10 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (2, dict(ep=2), "latent", {}),
     (2, dict(ep=2), "capacity", {}),
     (2, dict(ep=2), "padded", {}),
+    (2, dict(tp=2), "linear", {}),
+    (2, dict(cp=2), "linear", dict(parallel=dict(cp_exchange="heads"))),
+    (2, dict(tp=2), "mimo", {}),
+    (2, dict(pp=2), "kinds", dict(micros=2, parallel=dict(cut=(3, 1)))),
 ]
 FAST = [LAYOUTS[i] for i in (0, 4, 18)]
 

@@ -114,6 +114,7 @@ FIELDS = [
     (dict(lora_bias=True), "lora_bias=true"),
     (dict(fan_in_fan_out=True), "fan_in_fan_out=true"),
     (dict(layers_to_transform=[0]), r"layers_to_transform=\[0\]"),
+    (dict(layers_to_transform=0), "layers_to_transform=0"),
     (dict(modules_to_save=["lm_head"]), "modules_to_save="),
     (dict(megatron_config=dict(a=1)), "megatron_config="),
     (dict(trainable_token_indices=[3]), "trainable_token_indices="),

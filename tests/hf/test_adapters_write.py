@@ -60,7 +60,9 @@ def test_an_export_is_read_back_and_written_again_byte_for_byte(steps, tmp_path,
     capsys.readouterr()
     export_adapter(tmp_path / "again", tmp_path / "b", layout=layout)
     assert same_files(tmp_path / "a", tmp_path / "b")
-    assert "B is multiplied" not in capsys.readouterr().out  # all have one factor by now
+    said = capsys.readouterr().out
+    assert "B is multiplied" not in said  # all have one factor by now
+    assert ("--layout peft is for PEFT" in said) == (layout == "per-expert")
 
 
 def test_names_and_columns_are_those_of_pefts_file(steps, tmp_path):

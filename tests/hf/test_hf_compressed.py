@@ -76,6 +76,15 @@ def test_words_in_groups_with_and_without_zero_points(bits, symmetric):
     assert torch.equal(values(files, settings), want)
 
 
+def test_words_with_a_zero_point_for_the_whole_matrix():
+    """compressed-tensors packs zero points of rows and groups alone."""
+    numbers = torch.randint(-8, 8, (M, W), generator=torch.Generator().manual_seed(0))
+    files = {"a.weight_packed": packed(numbers, 4), "a.weight_shape": torch.tensor([M, W])}
+    files |= {"a.weight_scale": torch.tensor([0.25]), "a.weight_zero_point": torch.tensor([-3]).char()}
+    settings = config("pack-quantized", INT | dict(strategy="tensor", group_size=None, symmetric=False))
+    assert torch.equal(values(files, settings), (numbers + 3) * 0.25)
+
+
 @pytest.mark.parametrize(
     ("how", "rows", "columns"),
     [

@@ -11,6 +11,7 @@ from tiny_models import MODEL
 from torch import Tensor
 
 from tmoe.base.quantised import dequantise, quantise
+from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.model import MLAConfig, ModelConfig
 from tmoe.config.run import LoraConfig
 from tmoe.generate import Engine, Sampling
@@ -25,6 +26,7 @@ from tmoe.ops.quantised.gpu import Matrix
 
 LORA = LoraConfig(rank=4)
 LATENT = MLAConfig(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8)
+LINEAR = LinearConfig("deltanet", key_heads=2, value_heads=4, key_dim=8, value_dim=8)
 LATENT = replace(MODEL, attention="mla", qk_norm="none", mla=LATENT)
 
 
@@ -75,6 +77,7 @@ CASES = {
     "weights before": (replace(MODEL, moe=replace(MODEL.moe, weigh="before")), LORA),
     "latent experts": (replace(MODEL, moe=replace(MODEL.moe, latent_dim=16)), LORA),
     "latent attention": (LATENT, LORA),
+    "linear layers": (replace(MODEL, layer_types=("linear", "full"), linear=LINEAR), LORA),
     "biases": (
         replace(MODEL, moe=replace(MODEL.moe, bias=True, activation="clamped:alpha=1.7,limit=7")), LORA
     ),

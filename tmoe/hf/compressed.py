@@ -84,6 +84,11 @@ class Scheme(NamedTuple):
         return self.format == "pack-quantized"
 
     @property
+    def packs_zeros(self) -> bool:
+        """Whether zero points are packed too, along the rows; one for the whole matrix is not."""
+        return self.words and self.block != (0, 0)
+
+    @property
     def values(self) -> int:
         """The numbers in an element of the stored tensor."""
         return 32 // self.bits if self.words else 2 if NUMBERS[self.format][1] == "U8" else 1
@@ -216,7 +221,7 @@ def table_of(scheme: Scheme) -> tuple[PackedTensor, ...]:
 
     def zeros(shape: Shape, first: Shape) -> bool:
         rows, columns = _factors(scheme, (first[0], first[1] * scheme.values))
-        if scheme.words:
+        if scheme.packs_zeros:
             return shape == (math.ceil(rows * scheme.bits / 32), columns)
         return shape == (rows, columns) or (shape == (1,) and rows == columns == 1)
 
@@ -235,7 +240,9 @@ def table_of(scheme: Scheme) -> tuple[PackedTensor, ...]:
     if scheme.format == "nvfp4-pack-quantized":
         table.append(PackedTensor("_global_scale", FLOATS, lambda shape, _: shape in ((1,), ()), "[1]"))
     if not scheme.symmetric:
-        table.append(PackedTensor("_zero_point", ("I32" if scheme.words else "I8",), zeros, "one a factor"))
+        table.append(
+            PackedTensor("_zero_point", ("I32" if scheme.packs_zeros else "I8",), zeros, "one a factor")
+        )
     return tuple(table)
 
 
@@ -291,7 +298,7 @@ def _spread(part: str, scheme: Scheme, axes: dict[str, int], read: Read, box: tu
         slice(s.start // b, math.ceil(s.stop / b)) if b else slice(0, 1)
         for s, b in zip(box, scheme.block, strict=True)
     ]
-    if part.endswith("_zero_point") and scheme.words:
+    if part.endswith("_zero_point") and scheme.packs_zeros:
         high, low = math.ceil(touched[0].stop * scheme.bits / 32), touched[0].start * scheme.bits // 32
         words = read(part, (slice(low, high), touched[1]))
         factors = _bits(words, scheme.bits).transpose(1, 2).flatten(0, 1).float()

@@ -224,6 +224,9 @@ def _export_notes(
 ) -> Iterator[str]:
     if file.several:
         yield f"{out}: B is multiplied, so that all adapters have the factor of r and lora_alpha"
+    if file.apart:
+        left = "PEFT on transformers 5 leaves experts one by one of several families out, without an error"
+        yield f"{out}: {left}; --layout peft is for PEFT"
     if found.base is None:
         yield f"{out}: its base was drawn from a seed, and is in no folder; PEFT can only read a merged model"
     elif found.base.manifest is not None:

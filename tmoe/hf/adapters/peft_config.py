@@ -171,7 +171,9 @@ def _refuse_fields(path: Path, said: dict[str, Any]) -> None:
 
 
 def _says_something(value: Any) -> bool:
-    return value not in (None, False, 0, "") and value != [] and value != {}
+    if type(value) in (int, float):
+        return True  # layers_to_transform=0 is the first layer
+    return value not in (None, False, "") and value != [] and value != {}
 
 
 def _order(path: Path, said: str | None) -> Order | None:
