@@ -21,7 +21,7 @@ import gguf_tiny as tiny
 import hf_tiny
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf_words import byte_level
 from safetensors.torch import load_file
 
@@ -472,6 +472,48 @@ def test_a_cut_file_and_a_lacking_tensor_are_refused(tmp_path, capsys):
     (tmp_path / "other.gguf").write_bytes(raw.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
     said = refusal(capsys, "import", tmp_path / "other.gguf", tmp_path / "s")
     assert "blk.1.ffn_up.weight: missing" in said and "blk.1.ffn_xx.weight: llama has no such tensor" in said
+
+
+def divided(file: Path, folder: Path) -> list[Path]:
+    """The model of a file in parts of 20 tensors, as llama.cpp's tools write them."""
+    whole, folder = GGUFReader(file), folder / "parts"
+    folder.mkdir()
+    arch = whole.fields["general.architecture"].contents()
+    writer = GGUFWriter(folder / "x.gguf", arch, split_max_tensors=20)
+    for name, field in whole.fields.items():
+        if name.startswith(f"{arch}."):
+            value = field.contents()
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
+    for tensor in whole.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file(folder / "x.gguf")
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.iterdir())
+
+
+def test_a_model_in_parts_is_read_whole(tmp_path, capsys):
+    step = tiny.step_of(tmp_path / "run", tiny.MODELS["qwen3moe"])
+    run("gguf", step, tmp_path / "x.gguf", "--type", "f32")
+    one, two = divided(tmp_path / "x.gguf", tmp_path)
+    assert two.name == "x-00002-of-00002.gguf"
+    run("import", two, tmp_path / "back")
+    hf_tiny.assert_bits(weights_of(tmp_path / "back"), weights_of(step))
+    (tmp_path / "y.gguf").write_bytes(one.read_bytes())
+    said = refusal(capsys, "import", tmp_path / "y.gguf", tmp_path / "s")
+    assert "y.gguf: a part of a model in 2 files; all parts are read if they are named NAME-00001-of" in said
+    raw = two.read_bytes()
+    two.write_bytes(one.read_bytes())
+    said = refusal(capsys, "import", one, tmp_path / "s")
+    assert "x-00002-of-00002.gguf: split.no=0, split.count=2; by its name 1 and 2" in said
+    two.write_bytes(raw[:-9000])
+    assert "x-00002-of-00002.gguf: no GGUF file, or damaged: truncated" in refusal(
+        capsys, "import", one, tmp_path / "s"
+    )
+    two.unlink()
+    said = refusal(capsys, "import", one, tmp_path / "s")
+    assert "a part of a model in 2 files; missing: x-00002-of-00002.gguf" in said
 
 
 def test_float16_that_overflows_is_refused(tmp_path, capsys):

@@ -6,6 +6,7 @@ next: extras/gguf/names.py, extras/gguf/back.py
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -36,13 +37,14 @@ from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box, lay_out
 
 TOKENIZER = "tokenizer."
+PARTS = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 RANGES = (8192, 4096, 2048, 16384, 32768, 131072)  # that Llama's published models were trained on
 
 
 class File(NamedTuple):
-    """A GGUF file, mapped."""
+    """A GGUF file, mapped, or all files of a model in several parts."""
 
-    path: Path
+    paths: tuple[Path, ...]
     arch: str
     keys: dict[str, Any]
     """of its architecture, the name taken off"""
@@ -88,25 +90,53 @@ class Reader(gguf.GGUFReader):
 
 
 def open_file(path: Path) -> File:
-    """CheckpointError for a file that is damaged or one of several parts."""
-    try:
-        reader = Reader(path)
-        values = {
-            name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")
-        }
-    except (ValueError, KeyError, IndexError, UnicodeDecodeError, OverflowError, MemoryError) as error:
-        raise CheckpointError(f"{path}: no GGUF file, or damaged: {error}") from None
-    if values.get("split.count", 1) > 1:
-        whole = "llama.cpp's llama-gguf-split --merge makes one file of them"
-        raise CheckpointError(
-            f"{path}: part {values.get('split.no', 0) + 1} of {values['split.count']}; {whole}"
-        )
+    """A file, or all parts of a model in several files, whichever of them is named.
+
+    CheckpointError for a file that is damaged, and for a part that is missing or of another model.
+    """
+    reader, values = _opened(path)
+    paths, tensors = (path,), [*reader.tensors]
+    if (count := values.get("split.count", 0)) not in (0, 1):  # 0: llama.cpp has merged the parts
+        paths = _parts_of(path, count)
+        opened = [_opened(part) for part in paths]
+        for i, (part, (_, own)) in enumerate(zip(paths, opened, strict=True)):
+            if (own.get("split.count"), own.get("split.no")) != (count, i):
+                said = f"split.no={own.get('split.no')}, split.count={own.get('split.count')}"
+                raise CheckpointError(f"{part}: {said}; by its name {i} and {count}")
+        values, tensors = opened[0][1], [tensor for one, _ in opened for tensor in one.tensors]
+        found, stated = len({tensor.name for tensor in tensors}), values.get("split.tensors.count")
+        if found != stated or found != len(tensors):
+            raise CheckpointError(f"{path}: its parts hold {found} tensors, by split.tensors.count {stated}")
     arch = values.get("general.architecture")
     if not isinstance(arch, str):
         raise CheckpointError(f"{path}: no general.architecture")
     keys = {name.removeprefix(f"{arch}."): v for name, v in values.items() if name.startswith(f"{arch}.")}
     words = {name.removeprefix(TOKENIZER): v for name, v in values.items() if name.startswith(TOKENIZER)}
-    return File(path, arch, keys, words, {t.name: t for t in reader.tensors}, values.get(LLAMA3))
+    return File(paths, arch, keys, words, {t.name: t for t in tensors}, values.get(LLAMA3))
+
+
+def _opened(path: Path) -> tuple[Reader, dict[str, Any]]:
+    """A file, mapped, and its keys."""
+    try:
+        reader = Reader(path)
+        return reader, {
+            n: field.contents() for n, field in reader.fields.items() if not n.startswith("GGUF.")
+        }
+    except (ValueError, KeyError, IndexError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        raise CheckpointError(f"{path}: no GGUF file, or damaged: {error}") from None
+
+
+def _parts_of(path: Path, count: Any) -> tuple[Path, ...]:
+    """The files of a model in `count` parts, as llama.cpp names them. CheckpointError names a missing one."""
+    match = PARTS.fullmatch(path.name)
+    if match is None or int(match[2]) != count:
+        named = "all parts are read if they are named NAME-00001-of-00002.gguf and so on"
+        raise CheckpointError(f"{path}: a part of a model in {count} files; {named}")
+    names = [f"{match[1]}-{i:05}-of-{match[2]}.gguf" for i in range(1, int(match[2]) + 1)]
+    if missing := [name for name in names if not path.with_name(name).is_file()]:
+        more = f" and {len(missing) - 1} others" * (len(missing) > 1)
+        raise CheckpointError(f"{path}: a part of a model in {count} files; missing: {missing[0]}{more}")
+    return tuple(map(path.with_name, names))
 
 
 def plan_import(path: Path, axes: Axes) -> tuple[Plan, File, list[str]]:
@@ -147,8 +177,8 @@ def plan_import(path: Path, axes: Axes) -> tuple[Plan, File, list[str]]:
         info |= dict(chat=known.chat.as_json()) if known.chat else {}
     state = dict(step=0, tokens=0)
     manifest = Manifest(0, 0, axes.world, 0, info, state, {}, {})
-    stat = path.stat()
-    stamps = (f"{path.name} {stat.st_size} {stat.st_mtime_ns}",)
+    stats = ((part.name, part.stat()) for part in file.paths)
+    stamps = tuple(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
     by_ours: dict[str, list[Entry]] = {}
     for entry in found:
         by_ours.setdefault(MODEL + entry.ours, []).append(entry)
