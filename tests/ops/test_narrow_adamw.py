@@ -15,7 +15,7 @@ from tiers import slow_but
 from tmoe.commands.warmup import traces
 from tmoe.config.presets import presets
 from tmoe.ops import narrow_adamw as op
-from tmoe.ops.dynamic_map import maps, quantise
+from tmoe.ops.dynamic_map import FIRST, RATE, maps, quantise
 from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.narrow_adamw import Row, narrow_adamw_, step_on_cpu_
 from tmoe.ops.reference import AdamWRule
@@ -110,10 +110,18 @@ def test_the_kernel_is_its_twin(kind, finite):
 @interpreted
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_at_every_value_and_midpoint(signed):
-    """Without decay rates a moment is the gradient, or its square: the map's own values, and between them."""
+    """Without decay rates a moment is the gradient, or its square: the map's own values, and between them.
+
+    Numbers around the begin of each decade are tried too, and numbers of all sizes.
+    """
     values, middles = (maps(torch.device("cpu"))[i] for i in ((0, 1) if signed else (2, 3)))
-    tried = [values, middles[:-1], middles[:-1].nextafter(torch.tensor(2.0)), values * 0.999, values * 1.001]
-    tried += [middles[:-1].nextafter(torch.tensor(-2.0)), torch.logspace(-12, 0, 300)]
+    tried = [values, middles[1:], middles[1:].nextafter(torch.tensor(2.0)), values * 0.999, values * 1.001]
+    tried += [middles[1:].nextafter(torch.tensor(-2.0)), torch.logspace(-12, 0, 300)]
+    begins = [FIRST.value + -(-(decade << 29) // RATE.value) for decade in range(8)]
+    bits = [(begin << 12) + near for begin in begins for near in range(-3, 4)]
+    bits += range(0x33000000, 0x3F800000, 50021)
+    sizes = torch.tensor(bits, dtype=torch.int32).view(FP32)
+    tried += [sizes, -sizes] if signed else [sizes]
     x = torch.cat(tried).clamp(-1, 1)
     x = x if signed else x.clamp(min=0).sqrt()
     x = torch.cat([x, torch.zeros(-len(x) % 255)]).view(-1, 255)
@@ -159,6 +167,8 @@ def test_the_kernels_fit(arch):
     assert len(found) == 4 + 8
     for binary in found:
         assert_fits(binary, CHIPS[arch])
+    if arch.startswith("cuda"):  # warps hand one another a block's scale and nothing else
+        assert all(binary.shared <= 16 for binary in found[:4])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")

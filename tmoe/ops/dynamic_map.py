@@ -18,20 +18,43 @@ from torch import Tensor
 BLOCK = 256  # most numbers of a block
 TINY = 1e-12  # least scale, so that a block of zeros has quotients of zero
 DECADES = 7
+# A decade is found from the bits of a number above the lowest 12, which rise nearly as its logarithm: the
+# first begins at FIRST, and each has 2^29 / RATE of them.
+FIRST = tl.constexpr(212634)
+RATE = tl.constexpr(79600)
 
 
 @functools.cache
 def maps(device: torch.device) -> Tensor:
-    """fp32 [4, 256]: values of the signed map, their midpoints, the same of the unsigned map.
+    """fp32 [4, 256]: values of the signed map, their bounds, the same of the unsigned map.
 
-    Midpoint c lies between values c and c + 1; midpoint 255 is infinite.
+    Bound c is the middle of values c - 1 and c; bound 0 is minus infinity.
     """
     rows = []
     for signed in (True, False):
         values = torch.tensor(_values(signed), dtype=torch.float64)
-        middles = torch.cat([(values[:-1] + values[1:]) / 2, torch.tensor([torch.inf])])
-        rows += [values, middles]
+        bounds = torch.cat([torch.tensor([-torch.inf]), (values[:-1] + values[1:]) / 2])
+        rows += [values, bounds]
     return torch.stack(rows).float().to(device)
+
+
+@functools.cache
+def decades(device: torch.device) -> Tensor:
+    """int64 [2, 8]: slope and start in fp32 for each decade of the signed and of the unsigned map.
+
+    The n values of a decade have the numbers n to 2n - 1 among the values of a sign (from 1 on in the
+    unsigned map). For a magnitude s, s * slope + start, rounded to an integer, is the number of the nearest
+    value or of the value above it. start contains 1.5 * 2^23, so fp32 rounds the sum to an integer, and its
+    lowest bits are the number. The last decade is listed twice, because 1 is where an eighth would begin.
+    """
+    rows = []
+    for signed in (True, False):
+        for decade in (*range(DECADES), DECADES - 1):
+            n = 2**decade if signed else 2 ** (decade + 1)
+            shift = round(n / 9)
+            slope = 3.35 if n == 4 else n + shift  # 4 would be 0.58 too high at the decade's first bound
+            rows.append([slope * 10.0 ** (DECADES - 1 - decade), 1.5 * 2**23 + n - shift])
+    return torch.tensor(rows).view(torch.int64).view(2, DECADES + 1).to(device)
 
 
 def _values(signed: bool) -> list[float]:
@@ -55,8 +78,8 @@ def quantise(x: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     """
     blocks = x.unflatten(-1, (x.shape[-1] // block, block))
     scale = blocks.abs().amax(-1).clamp(min=TINY)
-    middles = maps(x.device)[1 if signed else 3][:-1]
-    codes = torch.bucketize(blocks / scale[..., None], middles, right=True)
+    bounds = maps(x.device)[1 if signed else 3][1:]
+    codes = torch.bucketize(blocks / scale[..., None], bounds, right=True)
     return codes.to(torch.uint8).flatten(-2), scale
 
 
@@ -69,23 +92,23 @@ def dequantise(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 
 @triton.jit
-def code_of(x, middles, SIGNED: tl.constexpr):
-    """The code of the value nearest to x, which is from -1 to 1; middles: address of the map's midpoints.
+def code_of(x, bounds, decades, SIGNED: tl.constexpr):
+    """The code of the value nearest to x, which is from -1 to 1, as `quantise` finds it.
 
-    Decade and place in the decade are computed, within one code; the midpoints on both sides correct them. A
-    binary search would read eight values.
+    bounds, decades: addresses of the map's rows of `maps` and `decades`. The decade's line gives a code that
+    is right or one too high; the bound below that code decides. A binary search would read eight bounds.
     """
-    size = tl.abs(x)
-    decade = tl.ceil(tl.log2(tl.maximum(size, 1e-30)) * 0.30103) + 6.0
-    decade = tl.minimum(tl.maximum(decade, 0.0), 6.0)
-    n = tl.exp2(decade) if SIGNED else tl.exp2(decade + 1.0)
-    place = tl.floor((size * tl.exp2((6.0 - decade) * 3.321928094887362) - 0.1) / 0.9 * n)
-    place = tl.minimum(tl.maximum(place, -1.0), n - 1.0)
+    bits = x.to(tl.uint32, bitcast=True)
+    high = (bits & 0x7FFFFFFF if SIGNED else bits) >> 12
+    decade = ((tl.maximum(high, FIRST) - FIRST) * RATE) >> 29  # 0 to 7, even if x is NaN
+    line = tl.load(decades + decade.to(tl.int32))
+    slope = line.to(tl.int32).to(tl.float32, bitcast=True)
+    start = (line >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    found = (tl.abs(x) * slope + start).to(tl.int32, bitcast=True)
     if SIGNED:
-        code = (127.0 + tl.where(x < 0, -(n + place), n + place)).to(tl.int32)
+        below = x.to(tl.int32, bitcast=True) >> 31  # -1 below 0
+        found = (found ^ below) + 127 + (below & 2)
     else:
-        code = (n - 1.0 + place).to(tl.int32)
-    code = tl.minimum(tl.maximum(code, 0), 255)
-    above = x >= tl.load(middles + code)
-    below = (x < tl.load(middles + tl.maximum(code - 1, 0))) & (code > 0)
-    return code + above.to(tl.int32) - below.to(tl.int32)
+        found -= 1
+    found &= 255
+    return found - (x < tl.load(bounds + found)).to(tl.int32)

@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.ops.adamw_op import DTYPES, pointer, table_of
-from tmoe.ops.dynamic_map import BLOCK, TINY, code_of, dequantise, maps, quantise
+from tmoe.ops.dynamic_map import BLOCK, TINY, code_of, decades, dequantise, maps, quantise
 from tmoe.ops.launch.kernel_launch import cdiv, launch
 from tmoe.ops.launch.shapes import StepShapes
 from tmoe.ops.reference import AdamWRule, adamw
 from tmoe.ops.register import collect
-from tmoe.ops.stochastic import Place, bits_of, mixed, random_bits, round_bf16, rounded
+from tmoe.ops.stochastic import Place, bits_after, bits_of, mixed, random_bits, round_bf16, rounded
 
 ROWS = 4  # rows of BLOCK elements, or blocks, of a program
 # length of the table's line for a tensor: its first program, its number of elements or blocks, the addresses
@@ -67,26 +67,29 @@ class Row(NamedTuple):
 
 
 @triton.jit
-def moment(p, scale, at, rows, mask, live, values, STATE: tl.constexpr):
-    """A moment in fp32, 0 outside of the mask. at, mask: of elements; rows, live: of blocks."""
+def moment(p, scale, at, rows, mask, live, values, ZERO: tl.constexpr, STATE: tl.constexpr):
+    """A moment in fp32, 0 outside of the mask.
+
+    at, mask: of elements; rows, live: of blocks; ZERO: the code of 0.
+    """
     if tl.uint8 == STATE:
         of_block = tl.load(scale + rows, live, other=0.0)
-        found = tl.load(values + tl.load(p + at, mask, other=0).to(tl.int32)) * of_block[:, None]
-        return tl.where(mask, found, 0.0)
+        return tl.load(values + tl.load(p + at, mask, other=ZERO).to(tl.int32)) * of_block
     else:
         return tl.load(p + at, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_moment(
-    p, scale, x, draws, at, rows, mask, live, middles, LEAST: tl.constexpr, STATE: tl.constexpr,
+    p, scale, x, draws, at, rows, mask, live, bounds, decades, LEAST: tl.constexpr, STATE: tl.constexpr,
     SIGNED: tl.constexpr,
 ):  # fmt: skip
     """Stores a moment x; it is 0 outside of the mask."""
     if tl.uint8 == STATE:
-        most = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST)
+        most = tl.max(tl.max(tl.abs(x), axis=2, keep_dims=True), axis=0, keep_dims=True)
+        most = tl.maximum(most, LEAST)
         tl.store(scale + rows, most, live)
-        tl.store(p + at, code_of(x / most[:, None], middles, SIGNED).to(tl.uint8), mask)
+        tl.store(p + at, code_of(x * (1 / most), bounds, decades, SIGNED).to(tl.uint8), mask)
     elif tl.bfloat16 == STATE:
         tl.store(p + at, round_bf16(x, draws), mask)
     else:
@@ -95,7 +98,7 @@ def store_moment(
 
 @triton.jit(do_not_specialize=["lines", "lr", "beta1", "beta2", "eps", "decay"])
 def narrow_adamw_kernel(
-    table, lines, factor, finite, maps, lr, beta1, beta2, eps, decay,
+    table, lines, factor, finite, maps, decades, lr, beta1, beta2, eps, decay,
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, COPY: tl.constexpr, CUT: tl.constexpr,
     WIDE: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -110,52 +113,67 @@ def narrow_adamw_kernel(
         low, high = tl.where(later, low, middle), tl.where(later, middle, high)
     line = table + low * LINE
     count = tl.load(line + 1)
-    rows = (program - tl.load(line)) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, COLS)
+    begin = (program - tl.load(line)) * ROWS  # the program's first row
+    row = tl.arange(0, ROWS)
     if tl.uint8 == STATE:
-        length = tl.load(line + 15)
+        # the axes are columns of half of a block, blocks and halves: a warp has a block and a thread four
+        # columns of each half, in all loads and stores
+        length = tl.load(line + 15).to(tl.int32)
         if WIDE:
             length = tl.multiple_of(length, 16)
-        live = rows < count
-        at = rows[:, None] * length + cols[None, :]
-        mask = live[:, None] & (cols[None, :] < length)
+        row = row[None, :, None]
+        cols = tl.arange(0, COLS // 2)[:, None, None] + tl.arange(0, 2)[None, None, :] * (COLS // 2)
+        near = tl.max_contiguous(row * length + cols, [4, 1, 1])
+        live = row < tl.minimum(count - begin, ROWS).to(tl.int32)
+        mask = live & (cols < length)
+        start = begin * length
     else:
+        start = begin * COLS
+        left = tl.minimum(count - start, ROWS * COLS).to(tl.int32)
         if WIDE:
-            count = tl.multiple_of(count, 16)
-        live = rows * COLS < count
-        at = rows[:, None] * COLS + cols[None, :]
-        mask = at < count
+            left = tl.multiple_of(left, 16)
+        live = row * COLS < left
+        near = row[:, None] * COLS + tl.arange(0, COLS)[None, :]
+        mask = near < left
 
-    weight, copy = pointer(line + 2, WEIGHT, WIDE), line
-    mean, square = pointer(line + 4, STATE, WIDE), pointer(line + 5, STATE, WIDE)
-    mean_scale, square_scale = pointer(line + 8, tl.float32, False), pointer(line + 9, tl.float32, False)
+    weight = pointer(line + 2, WEIGHT, WIDE) + start
+    mean, square = pointer(line + 4, STATE, WIDE) + start, pointer(line + 5, STATE, WIDE) + start
+    mean_scale = pointer(line + 8, tl.float32, False) + begin
+    square_scale = pointer(line + 9, tl.float32, False) + begin
     n = tl.load(pointer(line + 7, tl.float32, False))
     correction1 = 1 - tl.exp2(n * tl.log2(beta1))
     correction2 = tl.sqrt(1 - tl.exp2(n * tl.log2(beta2)))
-    w = tl.load(weight + at, mask, other=0.0).to(tl.float32)
-    g = tl.load(pointer(line + 3, GRAD, WIDE) + at, mask, other=0.0).to(tl.float32) * tl.load(factor)
-    m = moment(mean, mean_scale, at, rows, mask, live, maps, STATE)
-    v = moment(square, square_scale, at, rows, mask, live, maps + 512, STATE)
+    w = tl.load(weight + near, mask, other=0.0).to(tl.float32)
+    grad = pointer(line + 3, GRAD, WIDE) + start
+    g = tl.load(grad + near, mask, other=0.0).to(tl.float32) * tl.load(factor)
+    m = moment(mean, mean_scale, near, row, mask, live, maps, 127, STATE)
+    v = moment(square, square_scale, near, row, mask, live, maps + 512, 0, STATE)
     m += (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g
     w -= lr * decay * w
     w -= lr / correction1 * m / (tl.sqrt(v) / correction2 + eps)
 
-    local = tl.load(line + 14) + at
-    if CUT:
-        chunk = tl.load(line + 12)
-        local = local // chunk * tl.load(line + 13) + local % chunk
     key = mixed(tl.load(line + 10).to(tl.uint32) ^ n.to(tl.int32).to(tl.uint32))
-    first, second = bits_of(tl.load(line + 11) + local, key)
-    store_moment(mean, mean_scale, m, first & 0xFFFF, at, rows, mask, live, maps + 256, LEAST, STATE, True)
-    store_moment(square, square_scale, v, first >> 16, at, rows, mask, live, maps + 768, LEAST, STATE, False)
-    if tl.bfloat16 == WEIGHT:
-        tl.store(weight + at, round_bf16(w, second & 0xFFFF), mask)
+    here = tl.load(line + 14) + start
+    if CUT:
+        chunk, local = tl.load(line + 12), here + near
+        local = local // chunk * tl.load(line + 13) + local % chunk
+        first, second = bits_of(tl.load(line + 11) + local, key)
     else:
-        tl.store(weight + at, w, mask)
+        first, second = bits_after(tl.load(line + 11) + here, near, key)
+    store_moment(
+        mean, mean_scale, m, first & 0xFFFF, near, row, mask, live, maps + 256, decades, LEAST, STATE, True
+    )
+    store_moment(
+        square, square_scale, v, first >> 16, near, row, mask, live, maps + 768, decades + 8, LEAST, STATE,
+        False,
+    )  # fmt: skip
+    if tl.bfloat16 == WEIGHT:
+        tl.store(weight + near, round_bf16(w, second & 0xFFFF), mask)
+    else:
+        tl.store(weight + near, w, mask)
     if COPY is not None:
-        copy = pointer(line + 6, COPY, WIDE)
-        tl.store(copy + at, w.to(COPY), mask)
+        tl.store(pointer(line + 6, COPY, WIDE) + start + near, w.to(COPY), mask)
 
 
 def narrow_adamw_(
@@ -188,7 +206,7 @@ def narrow_adamw_(
             table = table_of(lines, factor)
             launch(
                 narrow_adamw_kernel, (programs[key],), table, len(lines), factor, finite, maps(factor.device),
-                lr, *betas, eps, decay, *key, TINY, ROWS, BLOCK,
+                decades(factor.device), lr, *betas, eps, decay, *key, TINY, ROWS, BLOCK,
                 num_warps=4,
             )  # fmt: skip
 

@@ -121,6 +121,19 @@ def bits_of(index, key):
 
 
 @triton.jit
+def bits_after(start, near, key):
+    """`bits_of` start + near, with one hash less for each element.
+
+    start: int64, 0-dim; near: int32, from 0.
+    """
+    high = (start >> 32).to(tl.uint32)
+    low = start.to(tl.uint32) + near.to(tl.uint32)
+    carried = low < near.to(tl.uint32)
+    first = mixed(low ^ tl.where(carried, mixed((high + 1) ^ key), mixed(high ^ key)))
+    return first, mixed(first ^ 0x9E3779B9)
+
+
+@triton.jit
 def round_bf16(x, draws):
     """`rounded` in a kernel. draws: uint32 below 2^16."""
     bits = x.to(tl.uint32, bitcast=True) + draws
