@@ -56,6 +56,44 @@ ROWS = [
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{WEATHER}[TOOL_CALLS]b[ARGS]{{}}", "", "", [CALL, ("b", {})]),
     ("mistral", "a [TOOL_ b", "a [TOOL_ b", "", []),
     ("mistral", "a[TOOL_CALLS]oh", "a[TOOL_CALLS]oh", "", []),
+    # odd forms of calls: blank arguments, a missing end tag, a mark within a string, half of a surrogate pair
+    ("hermes", '<tool_call>{"name": "b", "arguments": null}</tool_call>', "", "", [("b", {})]),
+    (
+        "hermes",
+        '<tool_call>{"name": "b", "arguments": {}}<tool_call>[{"name": "c"}, {"name": "d"}]</tool_call>',
+        "",
+        "",
+        [("b", {}), ("c", {}), ("d", {})],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "b", "arguments": {"a": "\\ud800 ł"}}</tool_call>',
+        "",
+        "",
+        [("b", dict(a="\ud800 ł"))],
+    ),
+    ("llama3", 'Hm. <|python_tag|>{"name": "b"}; {"name": "c"}', "Hm.", "", [("b", {}), ("c", {})]),
+    ("llama3", '<|python_tag|>f({"a": 1})', '<|python_tag|>f({"a": 1})', "", []),
+    ("mistral", '[TOOL_CALLS]b[ARGS][TOOL_CALLS]c{"a": 1}', "", "", [("b", {}), ("c", dict(a=1))]),
+    (
+        "mistral",
+        '[TOOL_CALLS]b[CALL_ID]x1[ARGS]{"a": "[TOOL_CALLS]c[ARGS]{}"}',
+        "",
+        "",
+        [("b", dict(a="[TOOL_CALLS]c[ARGS]{}"))],
+    ),
+    ("gpt-oss", "<|channel|>commentary to=functions.b <|constrain|>json<|message|>", "", "", [("b", {})]),
+    # arguments that no client could read stay text
+    *(
+        (kind, form.replace("*", bad), form.replace("*", bad), "", [])
+        for bad in ("NaN", "1e999", "[" * 5000 + "]" * 5000)
+        for kind, form in (
+            ("hermes", '<tool_call>{"name": "b", "arguments": {"a": *}}</tool_call>'),
+            ("mistral", '[TOOL_CALLS]b[ARGS]{"a": *}'),
+            ("gpt-oss", '<|channel|>commentary to=functions.b<|message|>{"a": *}'),
+        )
+    ),
+    ("hermes", *['<tool_call>{"name": "b", "arguments": "a"}</tool_call>'] * 2, "", []),
     (
         "gpt-oss",
         "<|channel|>analysis<|message|>ask<|end|><|start|>assistant<|channel|>commentary "
@@ -83,11 +121,12 @@ def read(kind: str, pieces: list[str], tools: bool = True, thinks: bool = False)
 
 @pytest.mark.parametrize(("kind", "text", "content", "thought", "calls"), ROWS)
 def test_pieces_do_not_matter(kind, text, content, thought, calls):
-    cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
+    cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(1, min(len(text), 300)))]
     for pieces in cuts:
         found = read(kind, pieces)
         assert (found.content.strip(), found.reasoning.strip()) == (content, thought), pieces
         assert [(call.name, json.loads(call.arguments)) for call in found.calls] == calls
+        assert all(call.arguments.encode() for call in found.calls)
 
 
 def test_formats_are_known_by_the_template():

@@ -13,6 +13,7 @@ from call_templates import call_tokenizer
 from chat_tokenizers import chat_tokenizer
 from gguf_words import sentencepiece_model
 
+from tmoe.data.chat import encoding
 from tmoe.data.chat.template import load_template
 from tmoe.data.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, TokenizerFiles
 from tmoe.serve.engine_process import rounded
@@ -55,6 +56,55 @@ def test_tools_that_the_template_does_not_show_are_refused():
         protocol_of(chat_tokenizer("llama3")).chat(ASKED | dict(tools=[tool]))
     assert refused.value.param == "tools"
     assert protocol_of(call_tokenizer("hermes")).chat(ASKED | dict(tools=[tool])).tools == [tool]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3", "llama3_1", "mistral_v7", "gpt_oss"])
+def test_a_tool_needs_a_name_only(name):
+    """gpt-oss's template refuses a tool without a description. Fields of null count as left out."""
+    tokenizer = (chat_tokenizer if name in ("qwen3", "gpt_oss") else call_tokenizer)(name)
+    protocol, alone = protocol_of(tokenizer), dict(name="ping")
+    nulls = dict.fromkeys(("description", "parameters", "strict"))
+    found = [
+        protocol.chat(ASKED | dict(tools=[dict(type="function", function=function)]))
+        for function in (alone, alone | nulls, alone | dict(strict=False))
+    ]
+    assert found[0].prompts == found[1].prompts == found[2].prompts
+    assert found[0].tools == [dict(type="function", function=alone)] and not found[0].left_out
+    assert "ping" in tokenizer.decode(found[0].prompts[0])
+
+
+@pytest.mark.parametrize(
+    ("tool", "wrong"),
+    [
+        (dict(type="custom", custom=dict(name="a")), r"tools\[0\]: must be"),
+        (dict(type="function", function=dict(name=" ")), r"tools\[0\]\.function\.name: must be"),
+        (dict(type="function", function=dict(name="a", description=5)), r"description: must be a text"),
+        (dict(type="function", function=dict(name="a", parameters=[])), r"parameters: must be an object"),
+        (dict(type="function", function=dict(name="a", strict=True)), r"strict: valid here: false"),
+    ],
+)
+def test_a_faulty_tool_is_named(tool, wrong):
+    with pytest.raises(Refused, match=wrong) as refused:
+        protocol_of(call_tokenizer("hermes")).chat(ASKED | dict(tools=[tool]))
+    assert refused.value.param == "tools"
+
+
+def test_a_long_conversation_is_refused_in_time_that_grows_with_its_length(monkeypatch):
+    """Searches for the strings of 4,000 messages pass over the text twice at most, not once for each."""
+    searched = []
+
+    class Text(str):
+        def find(self, string, start=0):
+            found = str.find(self, string, start)
+            searched.append((len(self) if found < 0 else found) - start)
+            return found
+
+    monkeypatch.setattr(encoding, "squeezed", lambda text: Text("".join(text.split())))
+    roles = "user", "assistant"
+    messages = [dict(role=roles[i % 2], content=f"{i} ") for i in range(4001)]
+    with pytest.raises(Refused, match=r"messages: \d+ tokens, but --max-len"):
+        protocol_of(call_tokenizer("hermes")).chat(dict(messages=messages))
+    assert len(searched) >= 4001 and sum(searched) < 2 * 200_000
 
 
 def test_bytes_of_the_tokens_of_a_text():

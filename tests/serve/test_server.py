@@ -184,6 +184,9 @@ BAD = {
     b'"max_completion_tokens": 2}',
     "variable of the call": b'{"messages": [{"role": "user", "content": "a"}], '
     b'"chat_template_kwargs": {"self": 1}}',
+    "a field twice": b'{"prompt": "a", "max_tokens": 1, "max_tokens": 2}',
+    "messages too deep": b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", '
+    b'"tool_calls": [{"function": {"name": "f", "arguments": {"a": ' + b"[" * 800 + b"]" * 800 + b"}}}]}]}",
     "variables as list": b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": []}',
 }
 

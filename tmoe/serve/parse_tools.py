@@ -14,13 +14,29 @@ next: serve/answers.py
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tmoe.data.chat.template import ChatTemplate
 
+# between two calls
+BETWEEN = re.compile(r"(?:[;\s]|<tool_call>|\[TOOL_CALLS\])*")
+# Mistral's name of a function, before its arguments
+NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*|(?=\{))")
 Format = Literal["hermes", "llama3", "mistral", "gpt-oss", ""]
+
+
+def _number(text: str) -> float:
+    """A number with a point or an exponent, or a constant that is no JSON, such as NaN."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number in JSON")
+    return number
+
+
+DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_number)
 
 
 @dataclass
@@ -76,26 +92,52 @@ def call_of(found: Any) -> Call | None:
     if not isinstance(found, dict):
         return None
     inner = found.get("function") if isinstance(found.get("function"), dict) else found
-    name = inner.get("name")
-    given = inner.get("arguments", inner.get("parameters", {}))
-    if not isinstance(name, str) or not name or not isinstance(given, dict | str):
-        return None
-    return Call(name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
-
-
-def calls_in(text: str) -> list[Call]:
-    """The calls of a JSON text: one object, a list, or objects separated by semicolons. [] if one is none."""
-    decoder, place, found = json.JSONDecoder(), 0, []
-    text = text.strip()
-    while place < len(text):
+    given = inner.get("arguments", inner.get("parameters"))
+    if isinstance(given, dict):
         try:
-            value, place = decoder.raw_decode(text, place)
+            given = json.dumps(given, ensure_ascii=False)
+            given.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+            given = json.dumps(json.loads(given))
+        except RecursionError:
+            return None
+    return named_call(inner.get("name"), "" if given is None else given)
+
+
+def named_call(name: Any, arguments: Any) -> Call | None:
+    """A call with arguments in JSON; blank ones are an empty object. None if either cannot be read."""
+    if not isinstance(arguments, str) or not isinstance(name, str):
+        return None
+    text = arguments.strip() or "{}"
+    return Call(name, text) if name.strip() and name.isprintable() and is_object(text) else None
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        return isinstance(DECODER.decode(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def calls_in(text: str, named: bool = False) -> list[Call]:
+    """The calls of a text: JSON objects, or lists of them. [] if a part of it is none.
+
+    named: whether a name may precede an object, its arguments.
+    """
+    place, calls = 0, list[Call | None]()
+    while (place := BETWEEN.match(text, place).end()) < len(text):
+        name = NAME.match(text, place) if named else None
+        start = name.end() if name else place
+        try:
+            blank = name and text[start : start + 1] != "{"
+            found, place = ({}, start) if blank else DECODER.raw_decode(text, start)
         except (ValueError, RecursionError):
             return []
-        found += value if isinstance(value, list) else [value]
-        while place < len(text) and text[place] in "; \n\r\t":
-            place += 1
-    calls = [call_of(value) for value in found]
+        if name:
+            calls.append(named_call(name[1], text[start:place]))
+        else:
+            calls += map(call_of, found if isinstance(found, list) else [found])
     return [call for call in calls if call] if all(calls) else []
 
 
@@ -212,73 +254,33 @@ class Both(Plain):
         return Delta(delta.content + last.content, outer.reasoning, delta.calls + last.calls)
 
 
-class Llama3(Plain):
-    """Llama 3: an answer that begins with a brace or <|python_tag|> is held back, and read at its end."""
+class Marked(Plain):
+    """Llama 3 and Mistral: the text after the first mark of calls is held back, and read at its end."""
 
-    TAG = "<|python_tag|>"
-
-    def __init__(self) -> None:
-        self.buffer, self.plain = "", False
-
-    def add(self, text: str) -> Delta:
-        if self.plain:
-            return Delta(text)
-        self.buffer += text
-        start = self.buffer.lstrip()
-        if not start or start[0] == "{" or self.TAG.startswith(start[: len(self.TAG)]):
-            return Delta()
-        self.plain = True
-        return Delta(self.buffer)
-
-    def end(self) -> Delta:
-        if self.plain:
-            return Delta()
-        calls = calls_in(self.buffer.strip().removeprefix(self.TAG))
-        return Delta(calls=calls) if calls else Delta(self.buffer)
-
-
-class Mistral(Plain):
-    """Mistral: what follows the first [TOOL_CALLS] is held back, and read at the answer's end."""
-
-    TAG = "[TOOL_CALLS]"
-
-    def __init__(self) -> None:
+    def __init__(self, mark: str, brace: bool) -> None:
+        """brace: whether an answer that begins with a brace may be a call, too."""
+        self.mark, self.brace = mark, brace
         self.buffer, self.inside = "", False
 
     def add(self, text: str) -> Delta:
         self.buffer += text
         if self.inside:
             return Delta()
-        before, tag, rest = self.buffer.partition(self.TAG)
-        if tag:
+        before, mark, rest = self.buffer.partition(self.mark)
+        if mark:
             self.inside, self.buffer = True, rest
-            return Delta(before)
-        keep = len(self.buffer) - held(self.buffer, (self.TAG,))
+            return Delta(before.rstrip())
+        if self.brace and self.buffer.lstrip()[:1] in ("", "{"):
+            return Delta()
+        keep = len(self.buffer) - held(self.buffer, (self.mark,))
+        keep = len(self.buffer[:keep].rstrip())  # blanks before a mark are not shown
         said, self.buffer = self.buffer[:keep], self.buffer[keep:]
+        self.brace = self.brace and not said
         return Delta(said)
 
     def end(self) -> Delta:
-        if not self.inside:
-            return Delta(self.buffer)
-        calls: list[Call] = []
-        for part in self.buffer.split(self.TAG):
-            name, args, rest = part.strip().partition("[ARGS]")
-            if args and name and is_object(rest):
-                found = [Call(re.sub(r"\[CALL_ID\].*", "", name).strip(), rest.strip())]
-            else:
-                found = calls_in(part)
-            if not found:
-                return Delta(f"{self.TAG}{self.buffer}")
-            calls += found
-        return Delta(calls=calls)
-
-
-def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+        calls = calls_in(self.buffer, named=self.inside) if self.inside or self.brace else []
+        return Delta(calls=calls) if calls else Delta(self.mark * self.inside + self.buffer)
 
 
 class Channels(Plain):
@@ -326,8 +328,8 @@ class Channels(Plain):
     def _say(self, text: str, delta: Delta, over: bool) -> None:
         name = self._function()
         if name and over:
-            if is_object(text):
-                delta.calls.append(Call(name, text.strip()))
+            if call := named_call(name, text):
+                delta.calls.append(call)
             else:
                 delta.content += f"{self.header}<|message|>{text}"
         elif "analysis" in self.header:
@@ -352,7 +354,7 @@ def parser(template: str, tools: bool, thinks: bool) -> Plain:
         return Channels(tools)
     tags = thought_tags(template)
     if tools and kind in ("llama3", "mistral"):
-        inner = Llama3() if kind == "llama3" else Mistral()
+        inner = Marked("<|python_tag|>", True) if kind == "llama3" else Marked("[TOOL_CALLS]", False)
         return Both(Tagged(tags, False, thinks), inner) if tags else inner
     calls = kind == "hermes" and tools
     return Tagged(tags, calls, thinks) if tags or calls else Plain()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from tmoe.generate.sampler import Sampling
 from tmoe.serve.messages import Ready
 from tmoe.serve.parse_tools import text_of, thought_tags
 
-MOST_N, MOST_STOPS, MOST_PROMPTS = 128, 4, 128
+MOST_N, MOST_STOPS, MOST_PROMPTS, MOST_TOOLS = 128, 4, 128, 128
 CHAT_TOKENS, TEXT_TOKENS = 1024, 16  # most tokens of an answer, unless the request says otherwise
 SEEDS = 2**31  # seeds are taken modulo this
 BOTH = {
@@ -109,7 +110,8 @@ class Asked:
 def parse_json(raw: bytes) -> dict[str, Any]:
     """The object in a body."""
     try:
-        found = json.loads(raw.decode("utf-8"), parse_constant=_constant)
+        text = raw.decode("utf-8")
+        found = json.loads(text, parse_constant=_constant, object_pairs_hook=_object)
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except UnicodeDecodeError as error:
         raise Refused(400, f"body: not UTF-8 at byte {error.start}") from None
@@ -128,6 +130,14 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise Refused(400, f"body: {twice[:64]!r} is given twice in one object")
+    return found
+
+
 class Fields:
     """The fields of a body, read by type and range."""
 
@@ -135,14 +145,12 @@ class Fields:
         self.body = body
         for name, value in body.items():
             if value is None or name in served or name in WITHOUT_EFFECT:
-                if name in served or name in WITHOUT_EFFECT or name in NEUTRAL:
-                    continue
-            elif name in NEUTRAL and any(_same(value, one) for one in (*NEUTRAL[name], *self.same(name))):
                 continue
-            if name in NEUTRAL:
+            if name not in NEUTRAL:
+                self.refuse(name[:64], "is not served here; leave it out", "unknown_parameter")
+            if not any(_same(value, one) for one in (*NEUTRAL[name], *self.same(name))):
                 valid = " or ".join(json.dumps(one) for one in NEUTRAL[name])
                 self.refuse(name, f"valid here: {valid}, or leave it out")
-            self.refuse(name[:64], "is not served here; leave it out", "unknown_parameter")
 
     def same(self, name: str) -> tuple[Any, ...]:
         """A neutral value that follows from another field: the best n of n answers are all of them."""
@@ -219,7 +227,9 @@ class Protocol:
             parsed = parse_messages(messages, "messages")
             text, left = prompt_text(parsed, self.marker, self.template, tools, more)
             ids = self.marker.encode([text])[0].ids.tolist()
-        except (DataError, ConfigError, TypeError, RecursionError) as error:
+        except RecursionError:
+            raise Refused(400, "messages: nested too deeply", "messages") from None
+        except (DataError, ConfigError, TypeError) as error:
             raise Refused(400, str(error)[:500], "messages") from None
         if TOOLS in left:
             fields.refuse("tools", f"the chat template ({self.template.source}) does not show them")
@@ -265,14 +275,27 @@ class Protocol:
             fields.refuse("tool_choice", "valid here: auto or none")
         if tools is None or tools == []:
             return None
-        good = isinstance(tools, list) and len(tools) <= 128
-        for tool in tools if good else ():
-            inner = tool.get("function") if isinstance(tool, dict) else None
-            good = good and isinstance(inner, dict) and isinstance(inner.get("name"), str)
-            good = good and tool.get("type") == "function" and isinstance(inner.get("parameters", {}), dict)
-        if not good:
-            fields.refuse("tools", "must be up to 128 objects {type: function, function: {name, ...}}")
-        return None if choice == "none" else tools
+        if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
+            fields.refuse("tools", f"must be a list of up to {MOST_TOOLS} tools")
+        found = [self._tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+        return None if choice == "none" else found
+
+    @staticmethod
+    def _tool(tool: Any, where: str) -> dict[str, Any]:
+        """A tool without its fields of null, which count as left out."""
+        inner = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(inner, dict):
+            raise Refused(400, f"{where}: must be {{type: function, function: {{name, ...}}}}", "tools")
+        inner = {name: value for name, value in inner.items() if value is not None}
+        if not isinstance(inner.get("name"), str) or not inner["name"].strip():
+            raise Refused(400, f"{where}.function.name: must be a text that is not empty", "tools")
+        for name, kind, words in (("description", str, "a text"), ("parameters", dict, "an object")):
+            if not isinstance(inner.get(name, kind()), kind):
+                raise Refused(400, f"{where}.function.{name}: must be {words}", "tools")
+        if inner.pop("strict", False) is not False:
+            wrong = f"{where}.function.strict: valid here: false; arguments are not held to a schema"
+            raise Refused(400, wrong, "tools")
+        return tool | dict(function=inner)
 
     def _messages(self, fields: Fields) -> list[dict[str, Any]]:
         """The messages; a content of text parts becomes one text."""

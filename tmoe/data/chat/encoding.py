@@ -38,6 +38,7 @@ from tmoe.data.chat.held import (
     PASSED,
     THOUGHTS,
     Item,
+    absent,
     as_python,
     holds,
     require_asked,
@@ -314,7 +315,7 @@ def prompt_text(
     text = template.render(speller_of(template)(messages, tools), tools, prompt=True, **more)
     shown = squeezed(text)
     items = walk(messages, tools)[2]
-    missing = [item for item in items if not holds(shown, item.text)]
+    missing = absent(shown, items)
     asked = any(message["role"] == "user" for message in messages)
     for item in missing if asked else ():  # some templates render the system's text in the first question
         require_asked(item, messages, f"the chat template ({template.source})")

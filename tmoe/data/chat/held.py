@@ -174,6 +174,23 @@ def holds(text: str, string: str) -> bool:
     return any(squeezed(form) in text for form in escaped)
 
 
+def absent(text: str, items: Iterable[Item]) -> list[Item]:
+    """The items whose strings a text without blanks does not hold.
+
+    A template writes most strings in their order. A search begins where the last one ended, because the time
+    of searches from the beginning grows with the square of a conversation's length.
+    """
+    place, lacking, found = 0, set[str](), list[Item]()
+    for item in items:
+        string = squeezed(item.text)
+        if (at := text.find(string, place)) >= 0 or (at := text.find(string)) >= 0:
+            place = at
+        elif string in lacking or not holds(text, item.text):
+            lacking.add(string)
+            found.append(item)
+    return found
+
+
 def as_python(value: Any, text: str) -> Any:
     """An object or list in a call's arguments that the blankless text has in Python's syntax; else None."""
     if isinstance(value, dict | list) and value:

@@ -100,10 +100,9 @@ class ChatTemplate:
         self, messages: list[dict], tools: list | None = None, *, prompt: bool = False, **more: Any
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of `render`, and the first character and the end of each {% generation %} block in it."""
-        template = self._with_tools if tools else self._template
-        given = dict(messages=messages, tools=tools, documents=None, add_generation_prompt=prompt)
+        given = dict(messages=messages, documents=None, add_generation_prompt=prompt)
         try:
-            text = template.render(self.special | given | more)
+            text = self._rendered(tools, self.special | given | more)
         except Exception as error:  # a template may fail in any way on unexpected messages
             reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
             raise DataError(f"the chat template ({self.source}) refuses it: {reason}") from error
@@ -117,6 +116,26 @@ class ChatTemplate:
             spans.append((len(plain), len(plain) + len(inside)))
             plain += inside + after
         return plain, spans
+
+    def _rendered(self, tools: list | None, given: dict[str, Any]) -> str:
+        """The text. A template that refuses tools without all fields is given tools with them."""
+        template = self._with_tools if tools else self._template
+        try:
+            return template.render(given | dict(tools=tools))
+        except Exception:
+            if not tools or (whole := [with_all_fields(tool) for tool in tools]) == tools:
+                raise
+        return template.render(given | dict(tools=whole))
+
+
+def with_all_fields(tool: Any) -> Any:
+    """A tool with the description and the parameters that OpenAI assumes where they are left out."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    return tool | dict(
+        function=dict(description="", parameters=dict(type="object", properties={})) | function
+    )
 
 
 class _GenerationTag(jinja2.ext.Extension):
