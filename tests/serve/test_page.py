@@ -126,7 +126,8 @@ def frame(view) -> None:
 
 def test_the_file_is_short_and_has_no_foreign_byte():
     html = page.FILE.read_text()
-    assert len(html.splitlines()) <= 400
+    lines = html.splitlines()
+    assert len(lines) <= 400 and max(map(len, lines)) <= 110
     assert set(re.findall(r"\w+://[^'\" )]*", html)) <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|stylesheet", html)
     assert not re.search(r"<script [^>]*src|@import|url\(|\sstyle=|\son\w+=\"", html)
