@@ -172,7 +172,15 @@ WRONG = [
     ("--text TEXT --out P.json", "--out=P.json: it is there, and holds no results of an evaluation"),
     ("--text TEXT --out NONE/a.json", "--out=NONE/a.json: its folder is not there"),
     ("--text TEXT --parallel.ep 2", "--parallel.ep=2: must divide the 1 processes"),
-    ("--pass-at 1,x --rewards exact --file P.jsonl", "--pass-at=1,x: must be whole numbers above 0"),
+    ("--text TEXT --out TEXT/a", "--out=TEXT/a: is no .json file and no folder"),
+    ("--text TEXT --out TAKEN", "--out=TAKEN: is no .json file and no folder; valid: NAME.json, or a folder"),
+    ("--text TEXT --out /dev/null", "--out=/dev/null: is no .json file and no folder"),
+    (
+        "--pass-at 1,x --rewards exact --file P.jsonl",
+        "--pass-at=1,x: must be whole numbers from 1 to 100,000",
+    ),
+    ("--pass-at 3000000000 --rewards exact --file P.jsonl", "--pass-at=3000000000: must be whole numbers"),
+    ("--pass-at 1 -n 100001 --rewards exact --file P.jsonl", "-n=100001: must be at most 100,000"),
     ("--pass-at 4 --file P.jsonl", "--pass-at=4: needs --rewards"),
     ("--pass-at 4 --rewards exact", "--pass-at=4: needs --file"),
     ("--pass-at 4 -n 3 --rewards exact --file P.jsonl", "-n=3: is too few for --pass-at=4; valid: 4 or more"),
@@ -216,6 +224,7 @@ def test_what_cannot_be_done_is_one_line(words, said, folder, tmp_path, monkeypa
     Path("LATIN").write_bytes(b"a\xe9 ")
     Path("EMPTY").write_text("")
     Path("FOLDER").mkdir()
+    Path("TAKEN/results.json").mkdir(parents=True)
     Path("LONE.jsonl").write_text('{"text": "a\\ud800"}')
     Path("P.json").write_text("[]")
     Path("TEXT").write_text("What is it?")

@@ -6,6 +6,8 @@ next: eval/evaluation.py
 from __future__ import annotations
 
 import math
+import os
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,6 +18,7 @@ from tmoe.config.axes import Copies
 from tmoe.config.check import Section, Setting, require
 
 NAME = "results.json"
+MOST_ANSWERS = 100_000  # to each prompt of --pass-at
 # A flag, and the flags that use it: one of them must be given with it.
 USED_BY = dict.fromkeys(("tasks_path", "limit", "few_shot", "apply_chat_template"), ("tasks",))
 USED_BY |= dict(fewshot_as_multiturn=("apply_chat_template",), window=("text",), stride=("text",))
@@ -143,6 +146,8 @@ class Flags:
             require(given, f"{Setting('pass_at', self.pass_at)}: needs {Setting(name)}")
         most = max(self.ks())
         enough = self.n is None or self.n >= most
+        most_n = self.n is None or self.n <= MOST_ANSWERS
+        section.require(most_n, "n", f"must be at most {MOST_ANSWERS:,}")
         section.require(enough, "n", f"is too few for {Setting('pass_at', self.pass_at)}", f"{most} or more")
 
     def _check_out(self, section: Section) -> None:
@@ -151,15 +156,19 @@ class Flags:
         whole = self.out.suffix == ".json"
         there = not whole or self.out.parent.is_dir()
         section.require(there, "out", "its folder is not there", "a file in a folder that is")
-        other = self.out.is_dir() if whole else self.out.is_file()
+        path = self.results()
+        other = path.is_dir() or any(part.exists() and not part.is_dir() for part in path.parents)
         other = other or self.out.suffix in (".jsonl", ".txt", ".csv", ".toml", ".yaml", ".md")
         section.require(not other, "out", "is no .json file and no folder", "NAME.json, or a folder")
+        there = next(part for part in path.parents if part.exists())
+        section.require(os.access(there, os.W_OK), "out", f"{there} cannot be written to")
 
     def ks(self) -> list[int]:
         """The numbers of --pass-at. ConfigError if they are none."""
         words = self.pass_at.split(",")
-        ok = all(word.strip().isascii() and word.strip().isdigit() and int(word) > 0 for word in words)
-        require(ok, "pass_at", self.pass_at, "must be whole numbers above 0 with commas between", "1,8,64")
+        ok = all(re.fullmatch(r"\s*[0-9]{1,6}\s*", word) and 0 < int(word) <= MOST_ANSWERS for word in words)
+        wrong = f"must be whole numbers from 1 to {MOST_ANSWERS:,} with commas between"
+        require(ok, "pass_at", self.pass_at, wrong, "1,8,64")
         return sorted({int(word) for word in words})
 
     def results(self) -> Path:
