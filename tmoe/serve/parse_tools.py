@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from tmoe.data.chat.template import ChatTemplate
 
+LONE = re.compile("[\ud800-\udfff]")
 # between two calls
 BETWEEN = re.compile(r"(?:[;\s]|<tool_call>|\[TOOL_CALLS\])*")
 # Mistral's name of a function, before its arguments
@@ -95,10 +96,9 @@ def call_of(found: Any) -> Call | None:
     given = inner.get("arguments", inner.get("parameters"))
     if isinstance(given, dict):
         try:
-            given = json.dumps(given, ensure_ascii=False)
-            given.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
-            given = json.dumps(json.loads(given))
+            text = json.dumps(given, ensure_ascii=False)
+            # half of a surrogate pair, which only an escape can write
+            given = json.dumps(given) if LONE.search(text) else text
         except RecursionError:
             return None
     return named_call(inner.get("name"), "" if given is None else given)
