@@ -7,6 +7,7 @@ next: tmoe/hf/architectures/common.py
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MTPConfig
 from tmoe.config.presets import presets
+from tmoe.extras.gguf.command import import_model
 from tmoe.hf import export_hf, import_hf, load_hf
+from tmoe.hf.command_line import main
 from tmoe.hf.config import architecture, read_config, write_config
 from tmoe.hf.files import Folder
 from tmoe.hf.rules import divide, their_shapes
@@ -104,6 +107,16 @@ def test_tables_of_the_block_are_written_as_trained(tmp_path):
         assert torch.equal(after[f"{last}.{copy}.weight"], after[original]), copy
         assert not torch.equal(after[original], before[original]), original
     assert torch.equal(after[f"{last}.eh_proj.weight"], model.mtp[0].eh_proj.weight.bfloat16())
+
+
+def test_the_command_trains_blocks_of_a_folder(tmp_path):
+    """import HF_DIR STEP_DIR --mtp 1; a GGUF file holds no such blocks."""
+    published(tmp_path / "hf", "glm4_moe")
+    command = partial(main, **{"import": "tmoe.extras.gguf.command.import_model"})
+    command(["import", str(tmp_path / "hf"), str(tmp_path / "step"), "--mtp", "1"])
+    assert any(name.startswith("mtp.0.") for name in load_step(tmp_path / "step").state_dict())
+    with pytest.raises(ConfigError, match=r"mtp=1: \S*m.gguf is a GGUF file, .*valid: 0"):
+        import_model(tmp_path / "m.gguf", tmp_path / "other", mtp=1)
 
 
 def test_what_a_folder_lacks_is_named(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 import runs
 
 from tmoe.cli.parse import parse
+from tmoe.config.check import ConfigError
 from tmoe.config.compare import flattened
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
@@ -304,6 +305,19 @@ def test_megatron_muon():
     wrong = "--optimizer sgd --muon-scale-mode unit_rms_norm".split()
     refused = translate("megatron", [*SMALL, *wrong]).refused
     assert {text.split(":")[0] for text in refused} == {"--optimizer=sgd", "--muon-scale-mode=unit_rms_norm"}
+
+
+def test_megatron_linear_layers():
+    """A list of linear layers is one for each block; a half of the two flags, or another rule, is named."""
+    kind, freq = "--experimental-attention-variant", "--linear-attention-freq"
+    layers = SMALL[SMALL.index("--num-layers") + 1]
+    some = f"([1]*{int(layers) - 1}+[0])"
+    out = translate("megatron", [*SMALL, kind, "gated_delta_net", freq, some])
+    assert out.flags["--model.layer-types"] == ["linear"] * (int(layers) - 1) + ["full"]
+    assert translate("megatron", [*SMALL, kind, "dsa", freq, "4"]).refused[0].startswith(f"{kind}=dsa: ")
+    for words in ([kind, "gated_delta_net"], [freq, "4"], [kind, "gated_delta_net", freq, "[1]"]):
+        with pytest.raises(ConfigError, match=r"^--(linear|experimental)-attention-.*(missing|must be)"):
+            translate("megatron", [*SMALL, *words])
 
 
 def test_megatron_refusals(capsys):
@@ -714,6 +728,17 @@ QWEN3 = """
 --moe-router-dtype fp32 --moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type seq_aux_loss
 --moe-z-loss-coeff 1e-3 --moe-grouped-gemm
 """
+QWEN3_NEXT = """
+--num-layers 48 --hidden-size 2048 --ffn-hidden-size 5120 --num-attention-heads 16 --num-query-groups 2
+--group-query-attention --kv-channels 256 --qk-layernorm --attention-output-gate --apply-layernorm-1p
+--rotary-base 10000000 --rotary-percent 0.25 --max-position-embeddings 262144 --norm-epsilon 1e-6
+--vocab-size 151936 --make-vocab-size-divisible-by 16 --experimental-attention-variant gated_delta_net
+--linear-attention-freq 4 --linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128
+--linear-value-head-dim 128 --linear-conv-kernel-dim 4 --num-experts 512 --moe-ffn-hidden-size 512
+--moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate --moe-router-topk 10
+--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32
+--moe-grouped-gemm --mtp-num-layers 1
+"""
 RECIPE = """--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --mock-data
 --attention-dropout 0.0 --hidden-dropout 0.0 --untie-embeddings-and-output-weights --micro-batch-size 1
 --global-batch-size 512 --lr 1e-4 --train-iters 10 --bf16 --seq-length 4096 --save X"""
@@ -731,6 +756,12 @@ RECIPE = """--swiglu --disable-bias-linear --normalization RMSNorm --position-em
         ),
         # no dense block; softmax of the chosen is the chosen of softmax, divided by their sum
         ("qwen3-30b-a3b", QWEN3, [], {"ffn_dim", "moe.softmax"}),
+        (
+            "qwen3-next-80b-a3b",
+            QWEN3_NEXT,
+            [],
+            {"ffn_dim", "moe.softmax", "moe.balance", "moe.z_coeff", "mtp.depth", "mtp.coeff"},
+        ),
     ],
 )
 def test_published_models_are_the_presets(preset, words, refused, same_function):

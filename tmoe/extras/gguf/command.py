@@ -14,7 +14,7 @@ import tyro
 from rich.filesize import decimal
 
 from tmoe.checkpoint.rewrite import check_space, keeping, rewrite
-from tmoe.config.check import ConfigError
+from tmoe.config.check import ConfigError, require
 from tmoe.hf.importer import import_hf
 from tmoe.parallel.layout import axes_of_flags
 
@@ -90,6 +90,7 @@ def import_model(
     *,
     world: int = 1,
     ep: int = 1,
+    mtp: int = 0,
     dry_run: bool = False,
 ) -> None:
     """Write a step folder from a Hugging Face folder or a GGUF file.
@@ -101,10 +102,13 @@ def import_model(
         step_dir: a new folder
         world: number of ranks that will load it; any other number can, too
         ep: ranks of an expert group
+        mtp: number of blocks that predict further tokens, to be trained (--model.mtp.depth); others are kept
+            unchanged for an export
         dry_run: check everything, write nothing
     """
     if hf_dir.suffix != SUFFIX or hf_dir.is_dir():
-        return import_hf(hf_dir, step_dir, world=world, ep=ep, dry_run=dry_run)
+        return import_hf(hf_dir, step_dir, world=world, ep=ep, mtp=mtp, dry_run=dry_run)
+    require(not mtp, "mtp", mtp, f"{hf_dir} is a GGUF file, which holds no such blocks", 0)
     _require_package()
     from tmoe.extras.gguf.read import plan_import
 

@@ -93,6 +93,11 @@ def _model(given: GivenFlags, out: TranslatedCommand) -> None:
         out.set("--model.mtp.detach", given.has("--mtp-detach-heads"))
     if given.has("--add-qkv-bias"):
         out.set("--model.qkv-bias", True)
+    if given.has("--apply-layernorm-1p"):
+        out.set("--model.norm-offset", True)
+    if given.has("--attention-output-gate"):
+        out.set("--model.attention-gate", True)
+    _linear(given, out)
     if latent:
         out.set("--model.attention", "mla")
         if not given.has("--qk-layernorm"):
@@ -101,6 +106,24 @@ def _model(given: GivenFlags, out: TranslatedCommand) -> None:
     percent = given.number("--rotary-percent", 1.0, 0)
     if percent != 1.0 and not latent:
         out.set("--model.rope.dim", int(given.whole("--kv-channels", dim // heads, 1) * percent))
+
+
+def _linear(given: GivenFlags, out: TranslatedCommand) -> None:
+    """Sets which blocks are linear: by a number N every N-th has attention; or a list of 1 (linear) and 0."""
+    kind = given.text("--experimental-attention-variant", "")
+    text = given.text("--linear-attention-freq", "")
+    if kind and kind != "gated_delta_net":
+        return out.refuse(f"--experimental-attention-variant={kind}", "tmoe has gated_delta_net")
+    if not kind or not text:
+        missing = "--linear-attention-freq" if kind else "--experimental-attention-variant gated_delta_net"
+        return out.reject(missing, "missing; linear layers need it") if kind or text else None
+    out.set("--model.linear.kind", "deltanet")
+    if text.isdigit():
+        return out.set("--model.linear.every", text)
+    layers = given.whole("--num-layers", 1)
+    if pattern := _pattern("--linear-attention-freq", text, layers, out):
+        out.set("--model.layer-types", *("linear" if one else "full" for one in pattern))
+    return None
 
 
 def _stretch(given: GivenFlags, out: TranslatedCommand, latent: bool) -> None:
@@ -142,23 +165,29 @@ def _experts(given: GivenFlags, out: TranslatedCommand) -> None:
 def _frequency(text: str, layers: int, out: TranslatedCommand) -> None:
     """Translates --moe-layer-freq: N, the first and then every N-th block; or a list of 1 (MoE) and 0."""
     if text.isdigit():
-        out.set("--model.moe-every", text)
-        return
-    try:
-        pattern = read_pattern(text)
-    except ConfigError as error:
-        return out.wrong.append(error.spelt("flag"))
-    if len(pattern) != layers or not {*pattern} <= {0, 1}:
-        return out.reject(f"--moe-layer-freq={text}", f"must be {layers} numbers, each 0 or 1, or one number")
+        return out.set("--model.moe-every", text)
+    if not (pattern := _pattern("--moe-layer-freq", text, layers, out)):
+        return None
     dense = [i for i, moe in enumerate(pattern) if not moe]
     if dense == list(range(len(dense))):
-        out.set("--model.dense-layers", len(dense))
-    else:
-        out.set("--model.dense-blocks", *dense)
-    return None
+        return out.set("--model.dense-layers", len(dense))
+    return out.set("--model.dense-blocks", *dense)
 
 
-def read_pattern(text: str) -> list[int]:
+def _pattern(flag: str, text: str, layers: int, out: TranslatedCommand) -> list[int]:
+    """The list of 0 and 1 that a flag gives, one number for each block; [] if it is rejected."""
+    try:
+        pattern = read_pattern(text, flag)
+    except ConfigError as error:
+        out.wrong.append(error.spelt("flag"))
+        return []
+    if len(pattern) != layers or not {*pattern} <= {0, 1}:
+        out.reject(f"{flag}={text}", f"must be {layers} numbers, each 0 or 1, or one number")
+        return []
+    return pattern
+
+
+def read_pattern(text: str, flag: str = "--moe-layer-freq") -> list[int]:
     """The list that an expression such as `([0]+[1]*23)*2` computes. ConfigError for other expressions."""
 
     def value(node: ast.expr) -> list[int] | int:
@@ -181,7 +210,7 @@ def read_pattern(text: str) -> list[int]:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         pattern = 0
     if not isinstance(pattern, list):
-        raise ConfigError(f"--moe-layer-freq={text}: must be a number or a list as ([0]+[1]*23)")
+        raise ConfigError(f"{flag}={text}: must be a number or a list as ([0]+[1]*23)")
     return pattern
 
 

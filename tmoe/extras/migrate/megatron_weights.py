@@ -104,6 +104,11 @@ def plan_import(path: Path, model: ModelConfig) -> Plan:
             f"{path}: --mtp-num-layers={model.mtp.depth}: blocks of further tokens, whose layout tmoe does "
             "not know; export it to Hugging Face with Megatron-Bridge, and import that"
         )
+    if model.linear_layers or model.attention_gate:
+        raise CheckpointError(
+            f"{path}: with linear layers or gates of attention, whose order of rows tmoe does not know; "
+            "export it to Hugging Face with Megatron-Bridge, and import that"
+        )
     stock = StockFolder(find_step(path))
     shapes = model_shapes(model)
     places, problems, used = {}, [], set()
