@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+import train
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MTPConfig
@@ -117,6 +118,23 @@ def test_the_command_trains_blocks_of_a_folder(tmp_path):
     assert any(name.startswith("mtp.0.") for name in load_step(tmp_path / "step").state_dict())
     with pytest.raises(ConfigError, match=r"mtp=1: \S*m.gguf is a GGUF file, .*valid: 0"):
         import_model(tmp_path / "m.gguf", tmp_path / "other", mtp=1)
+
+
+def test_a_dry_run_refuses_another_model_than_that_of_init(tmp_path, capsys):
+    """A folder has one block; a step has what it was imported with. The run says the same."""
+    published(tmp_path / "hf", "glm4_moe")
+    import_hf(tmp_path / "hf", tmp_path / "step", mtp=1)
+    depth = "--model.mtp.depth"
+    wrong = {
+        "hf": [(depth, "2"), ("--model.moe.top-k", "1")],
+        "step": [(depth, "0"), ("--model.layers", "3")],
+    }
+    for start, flags in wrong.items():
+        for flag, value in flags:
+            with pytest.raises(SystemExit, match="2"):
+                train.main(["--dry-run", "--init", str(tmp_path / start), "--train.seq", "16", flag, value])
+            said = capsys.readouterr().err.replace("top_k", "top-k")
+            assert flag[2:] in said and f"{value} here" in said.replace("=2: config.json", "2 here"), said
 
 
 def test_what_a_folder_lacks_is_named(tmp_path):

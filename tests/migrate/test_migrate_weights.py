@@ -140,7 +140,17 @@ def test_another_model_than_tmoe_has_is_refused(tmp_path, original):
     with pytest.raises(SystemExit, match=r"--swiglu is left out"):
         main(["import", "megatron", str(tmp_path), str(tmp_path / "step"), "--", *flags])
     with pytest.raises(SystemExit, match="gates of attention, whose order of rows"):
-        main(["import", "megatron", str(tmp_path), str(tmp_path / "step"), "--", *FLAGS, "--attention-output-gate"])
+        main(
+            [
+                "import",
+                "megatron",
+                str(tmp_path),
+                str(tmp_path / "step"),
+                "--",
+                *FLAGS,
+                "--attention-output-gate",
+            ]
+        )
 
 
 # ---- Tutel ----

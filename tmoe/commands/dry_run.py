@@ -83,6 +83,10 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
         if not resumes(cfg):
             if cfg.init and is_step(Path(cfg.init)):
                 refuse_adapters(Path(cfg.init), read_manifest(Path(cfg.init)), "init")
+            if cfg.init:
+                from tmoe.hf.load_weights import require_model  # slow to import
+
+                require_model(Path(cfg.init), cfg.model)
             require_ranks(cfg)
             if cfg.lora.init:
                 from tmoe.hf.adapters.load import require_start  # slow to import

@@ -6,6 +6,7 @@ next: hf/export.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -27,7 +28,7 @@ from tmoe.config.model import ModelConfig
 from tmoe.hf.config import architecture, read_config, text_settings
 from tmoe.hf.files import MODEL, Folder, fill, settings_of, untied
 from tmoe.hf.foreign import CONFIG, hint, is_folder
-from tmoe.hf.rules import TensorPiece, ahead, has_further
+from tmoe.hf.rules import TensorPiece, ahead, has_further, require_names
 from tmoe.hf.tensor_plan import plan_folder
 from tmoe.model.shapes import model_shapes
 from tmoe.moe.layer import warn_if_untrained
@@ -167,6 +168,24 @@ def model_of(path: Path, weights: bool = True) -> ModelConfig:
         wrong = f"{step_dir} does not say what its model is; name a preset and flags"
         raise ConfigError.of("init", path, wrong)
     return build_config(settings)
+
+
+def require_model(path: Path, model_cfg: ModelConfig) -> None:
+    """Raises the errors of `load_weights` for a folder or step whose settings are another model's.
+
+    Reads no weights, which a Hugging Face folder need not hold. Weights decide whether its head is tied.
+    """
+    if not is_folder(path):
+        return require_same_model(_find_step(path)[0], model_cfg)
+    config = settings_of(path)
+    arch, theirs = architecture(config), replace(read_config(config), mtp=model_cfg.mtp, tied=model_cfg.tied)
+    names = Folder(path).shapes if any(path.glob("*.safetensors")) else ("mtp.",)  # unknown without weights
+    there = ahead(text_settings(arch, config)) or int(any(name.startswith("mtp.") for name in names))
+    require_names(arch, model_cfg, there)
+    refuse(
+        f"{path / CONFIG} is not this model's", differences(model_cfg, theirs), as_flags(model_cfg, theirs)
+    )
+    return None
 
 
 def carried_blocks(path: Path, model: ModelConfig) -> str:
