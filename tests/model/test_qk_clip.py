@@ -168,7 +168,10 @@ def test_a_normed_model_says_that_the_clip_is_off():
     cfg = parse(["tiny", "--optim.qk-clip", "100"], "")
     (line,) = describe(cfg)
     assert line.startswith("--optim.qk-clip=100 is off: --model.qk-norm=head norms queries and keys"), line
-    assert describe(parse(["tiny", "--optim.qk-clip", "100", "--model.qk-norm", "none"], "")) == []
+    words = ["tiny", "--optim.qk-clip", "100", "--model.qk-norm", "none"]
+    assert describe(parse(words, "")) == []
+    linear = "--model.linear.kind deltanet --model.layer-types linear".split()
+    assert describe(parse([*words, *linear], "")) == ["--optim.qk-clip=100 is off: no block has attention"]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,14 @@ def said(words, capsys) -> tuple[str, int]:
             "--grpo.rewards=exact: unused with --task=pretrain; valid: with --task g",
         ),
         ("tiny --sft.no-dft", "--sft.no-dft: unused with --task=pretrain"),
+        (
+            "tiny --model.linear.every 2 --model.linear.key-heads 4",
+            "--model.linear.key-heads=4: unused with --model.linear.kind=none; valid: with --model.linear.k",
+        ),
+        (
+            "tiny --model.linear.kind deltanet --model.layer-types linear full --model.linear.every 2",
+            "--model.linear.every=2: unused with --model.layer-types; valid: with --model.linear.kind",
+        ),
         ("tiny --grpo.group 4 --grpo.kl 1", "--grpo.group=4, --grpo.kl=1: unused with --task=pretrain"),
         ("tiny --data.chat_template a.jinja", "--data.chat-template=a.jinja: unused with --task=pretrain"),
         (

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from tmoe.config.check import ConfigError
+from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.run import Config, LoraConfig, OptimConfig
 
 # For settings of --task preference, the losses that read them. A test compares this table with the formulas.
@@ -186,6 +187,20 @@ RULES = (
         lambda cfg: cfg.model.mtp.depth > 0,
         lambda cfg: "--model.mtp.depth=0",
         "with --model.mtp.depth above 0",
+    ),
+    UnreadRule(
+        tuple(
+            f"model.linear.{one.name}" for one in fields(LinearConfig) if one.name not in ("kind", "every")
+        ),
+        lambda cfg: cfg.model.linear.kind != "none",
+        lambda cfg: "--model.linear.kind=none",
+        "with --model.linear.kind deltanet",
+    ),
+    UnreadRule(
+        ("model.linear.every",),
+        lambda cfg: cfg.model.linear.kind != "none" and not cfg.model.layer_types,
+        lambda cfg: "--model.layer-types" if cfg.model.layer_types else "--model.linear.kind=none",
+        "with --model.linear.kind deltanet and without --model.layer-types",
     ),
     UnreadRule(
         ("data.new_tokenizer",),
