@@ -47,6 +47,10 @@ def said(words, capsys) -> tuple[str, int]:
             "tiny --model.linear.kind deltanet --model.layer-types linear full --model.linear.every 2",
             "--model.linear.every=2: unused with --model.layer-types; valid: with --model.linear.kind",
         ),
+        (
+            "tiny --model.linear.kind deltanet --model.linear.conv-bias False",
+            "--model.linear.no-conv-bias: unused with --model.linear.kind=deltanet; valid: with --model.linear",
+        ),
         ("tiny --grpo.group 4 --grpo.kl 1", "--grpo.group=4, --grpo.kl=1: unused with --task=pretrain"),
         ("tiny --data.chat_template a.jinja", "--data.chat-template=a.jinja: unused with --task=pretrain"),
         (

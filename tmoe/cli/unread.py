@@ -12,7 +12,6 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from tmoe.config.check import ConfigError
-from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.run import Config, LoraConfig, OptimConfig
 
 # For settings of --task preference, the losses that read them. A test compares this table with the formulas.
@@ -189,18 +188,22 @@ RULES = (
         "with --model.mtp.depth above 0",
     ),
     UnreadRule(
-        tuple(
-            f"model.linear.{one.name}" for one in fields(LinearConfig) if one.name not in ("kind", "every")
-        ),
+        tuple(f"model.linear.{one}" for one in ("key_heads", "value_heads", "key_dim", "value_dim", "conv")),
         lambda cfg: cfg.model.linear.kind != "none",
         lambda cfg: "--model.linear.kind=none",
-        "with --model.linear.kind deltanet",
+        "with --model.linear.kind deltanet or mamba2",
+    ),
+    UnreadRule(
+        tuple(f"model.linear.{one}" for one in ("conv_bias", "least_step", "most_step")),
+        lambda cfg: cfg.model.linear.kind == "mamba2",
+        lambda cfg: f"--model.linear.kind={cfg.model.linear.kind}",
+        "with --model.linear.kind mamba2",
     ),
     UnreadRule(
         ("model.linear.every",),
         lambda cfg: cfg.model.linear.kind != "none" and not cfg.model.layer_types,
         lambda cfg: "--model.layer-types" if cfg.model.layer_types else "--model.linear.kind=none",
-        "with --model.linear.kind deltanet and without --model.layer-types",
+        "with --model.linear.kind deltanet or mamba2, and without --model.layer-types",
     ),
     UnreadRule(
         ("data.new_tokenizer",),
