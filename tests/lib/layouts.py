@@ -26,7 +26,7 @@ from tmoe.optim.adamw import build_optimizer
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize, pipeline
 from tmoe.parallel.pipeline_schedule import StageCost
 
-SEQUENCES, SEQ, STEPS, VOCAB = 8, 32, 6, 64
+SEQUENCES, SEQ, STEPS, VOCAB = 8, 32, 3, 64  # a third step's gradients are those of sharded moments
 ROUTED = MoEConfig(
     experts=8,
     top_k=3,

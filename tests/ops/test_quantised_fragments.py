@@ -7,6 +7,7 @@ next: tests/ops/test_quantised_ops.py
 """
 
 import ast
+import functools
 import inspect
 import itertools
 from types import SimpleNamespace
@@ -53,7 +54,7 @@ def assembly(text, constraints, given, dtype, is_pure, pack):
     (words,) = given
     if text.startswith("mov"):
         return words.contiguous().view(bf16).view(*words.shape, 2).unbind(-1)
-    kind = next(k for k in ("int8", "fp8", "low", "high") if text == fragments_of()["apart"](text_of(k)))
+    kind = kinds_of_text()[text]
     codes = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     numbers = {
         "int8": lambda: codes.view(torch.int8),
@@ -62,6 +63,13 @@ def assembly(text, constraints, given, dtype, is_pure, pack):
         "high": lambda: (codes >> 4).int() - 8,
     }[kind]()
     return numbers.to(bf16).unbind(-1)
+
+
+@functools.cache
+def kinds_of_text():
+    """The codes that each text of PTX turns into numbers."""
+    apart = fragments_of()["apart"]
+    return {apart(text_of(kind)): kind for kind in ("int8", "fp8", "low", "high")}
 
 
 def of(act, gate, up):
@@ -92,13 +100,19 @@ def fragments_of(place=(0, 0)):
         gdc_wait=lambda: None,
         gdc_launch_dependents=lambda: None,
     )
+    exec(statements(), given)
+    return given
+
+
+@functools.cache
+def statements():
+    """The code of fragments.py without imports and decorators."""
     tree = ast.parse(inspect.getsource(fragments))
     tree.body = [node for node in tree.body if not isinstance(node, ast.ImportFrom)]
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []
-    exec(compile(tree, "fragments", "exec"), given)
-    return given
+    return compile(tree, "fragments", "exec")
 
 
 COUNTS = [3, 0, 21]  # rows of three experts; the last has more than a tile
