@@ -9,6 +9,7 @@ from tiers import slow_but
 
 from tmoe.config.axes import Axes
 
+EAGER = dict(compile=True, inductor=False)  # graphs that PyTorch runs
 DIVIDED = dict(heavy_head=True, parallel=dict(head="divided"))
 LAYOUTS = [  # (processes, axes, model, what else differs)
     (2, dict(tp=2), "gqa", {}),
@@ -86,11 +87,11 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(ep=2, dp=2), "gqa", dict(micros=2, parallel=dict(adaptive_r=0, gathered_gib=0))),
     (4, dict(ep=1, etp=4), "gpt_oss", dict(parallel=dict(adaptive_r=2, gathered_gib=0))),
     (4, dict(pp=2, ep=2, dp=1), "gqa", dict(micros=4, parallel=dict(schedule="v", adaptive_r=0))),
-    (2, dict(ep=2, tp=2), "gqa", dict(compile=True, parallel=dict(adaptive_r=0, checkpoint="moe"))),
+    (2, dict(ep=2, tp=2), "gqa", EAGER | dict(parallel=dict(adaptive_r=0, checkpoint="moe"))),
     (4, dict(etp=2, ep=2), "narrow", {}),
     (4, dict(dp=2, ep=2), "narrow", dict(parallel=dict(gathered_gib=0, checkpoint="moe"))),
     (4, dict(pp=2, ep=2), "narrow", dict(micros=4, parallel=dict(schedule="v"))),
-    (2, dict(ep=2), "narrow", dict(documents=False, compile=True)),
+    (2, dict(ep=2), "narrow", EAGER | dict(documents=False)),
     (2, dict(tp=2), "by_position", {}),
     (2, dict(cp=2), "by_position", {}),
     (4, dict(cp=2, tp=2), "by_position", dict(parallel=dict(cp_exchange="heads"))),

@@ -18,13 +18,14 @@ from tmoe.moe import experts
 from tmoe.ops import moe_mlp
 
 LORA = LoraConfig(rank=6, alpha=12.0)
+EAGER = dict(documents=False, compile=True, inductor=False)  # graphs that PyTorch runs
 LAYOUTS = [  # (processes, axes, model, what else differs)
     (1, {}, "gqa", {}),
     (1, {}, "gqa", dict(micros=2, parallel=dict(checkpoint="block"))),
     (1, {}, "gpt_oss", {}),
     (1, {}, "gqa", dict(documents=False, compile=True)),
     (2, dict(ep=2), "gqa", {}),
-    (2, dict(ep=2), "gqa", dict(documents=False, compile=True, parallel=dict(checkpoint="moe"))),
+    (2, dict(ep=2), "gqa", EAGER | dict(parallel=dict(checkpoint="moe"))),
     (2, dict(dp=2), "gqa", {}),
     (2, dict(dp=2), "gqa", dict(parallel=dict(gathered_gib=0))),
     (2, dict(dp=2), "gqa", dict(micros=2, parallel=dict(gathered_gib=0, shard=1))),
@@ -33,7 +34,7 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(replicate=2, ep=2), "gqa", {}),
     (2, dict(ep=2), "gqa", dict(parallel=dict(adaptive_r=0))),
     (4, dict(ep=2, dp=2), "gpt_oss", dict(micros=2, parallel=dict(adaptive_r=0, gathered_gib=0))),
-    (2, dict(ep=2), "gqa", dict(documents=False, compile=True, parallel=dict(adaptive_r=0))),
+    (2, dict(ep=2), "gqa", EAGER | dict(parallel=dict(adaptive_r=0))),
     (2, dict(etp=2), "gqa", {}),
     (4, dict(etp=2, ep=2), "gpt_oss", {}),
     (4, dict(etp=2, ep=2), "narrow", {}),
@@ -90,7 +91,7 @@ def test_adapters_are_trained_as_the_twin_trains_them(gloo, world, axes, model, 
         want = expected(gloo, model, changes.get("documents", True))
     for got in gloo(world, curve, axes, model, changes, False):
         for ours, theirs in ((got.losses, want.losses), (got.norms, want.norms)):
-            far = max(abs(a / b - 1) for a, b in zip(ours[:3], theirs[:3], strict=True))
+            far = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
             assert far < 1e-6, (ours, theirs)
         assert got.parameters.keys() == want.parameters.keys()
         for name, p in want.parameters.items():

@@ -6,6 +6,7 @@ next: tests/end_to_end/test_axes_layouts.py
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig, RopeConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model import parallelize as laying
 from tmoe.model import stage_times
 from tmoe.model.freeze import settle
 from tmoe.model.multi_token import count_further, read_measured
@@ -196,12 +198,16 @@ def train(
     parallel: dict[str, Any] | None = None,
     whole_forwards: bool = True,
     heavy_head: bool = False,
+    inductor: bool = True,
     **changes: Any,
 ) -> Curve:
     """Trains STEPS steps in the layout given by `axes`.
 
     heavy_head: cuts a pipeline as if the head took as long as eight blocks.
+    inductor: compiles blocks with Inductor; otherwise PyTorch runs the graphs of Inductor's partition.
     """
+    if not inductor:
+        partitioned()
     if heavy_head:
         stage_times.ends_cost = lambda cfg, axes, m: (0.0, heavy(cfg, axes, m))
     cfg = config(ParallelConfig(**axes, **(parallel or {})), model, micros, **changes)
@@ -233,6 +239,12 @@ def train(
     found = [None] * world
     dist.all_gather_object(found, whole_parameters(net))
     return Curve(losses, norms, {name: p for stage in found for name, p in stage.items()})
+
+
+def partitioned() -> None:
+    """Compiled blocks of this process are graphs of Inductor's partition, which PyTorch runs."""
+    backend = "aot_eager_decomp_partition"
+    laying.compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend=backend)
 
 
 def heavy(cfg: Config, axes: Any, m: Any) -> StageCost:

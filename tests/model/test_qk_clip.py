@@ -15,7 +15,6 @@ from tiers import slow_but
 
 from tmoe.cli.parse import parse
 from tmoe.config.run import ParallelConfig
-from tmoe.model import parallelize
 from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import dense_mask, document_mask, make_mask, window_mask
 from tmoe.model.latent import LatentAttention
@@ -23,7 +22,7 @@ from tmoe.model.qk_clip import clip_logits, describe
 from tmoe.ops.largest_logit import largest_logit
 from tmoe.parallel.mesh import local_part
 
-LIMIT, BACKEND = 0.02, "aot_eager_decomp_partition"
+LIMIT = 0.02
 PLAIN = replace(layouts.GQA, qk_norm="none", qkv_bias=True)
 GPT_OSS = layouts.GPT_OSS
 layouts.MODELS |= dict(plain=PLAIN)
@@ -46,7 +45,7 @@ def clipped(
     cfg = layouts.config(
         ParallelConfig(**axes, **parallel), model, micros, compile=compile, optim=dict(qk_clip=LIMIT)
     )
-    parallelize.compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend=BACKEND)
+    layouts.partitioned()
     mesh = layouts.build_mesh(**axes)
     net = layouts.pipeline(cfg, mesh) if mesh.axes.pp > 1 else layouts.transformer(cfg, mesh, True)
     net.to_empty(device="cpu")

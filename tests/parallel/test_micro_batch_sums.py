@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import layouts
 import pytest
 import torch
 from tiers import slow_but
@@ -343,6 +344,7 @@ def test_sums_in_bf16_are_autograds(gloo, world, dtype):
 
 def compiled(rank: int, world: int, checkpoint: str):
     """Gradients of an eager and a compiled net over steps of 1, 3 and 1 micro-batches, and the graphs."""
+    layouts.partitioned()
     found, graphs = [], []
     for compile in (False, True):
         net = build("fp32", compile=compile, checkpoint=checkpoint)
