@@ -62,7 +62,7 @@ def train(
     seed: int = 0,
     whole_forwards: bool = False,
 ):
-    """Trains 20 steps; returns (losses, norms, final parameters on rank 0)."""
+    """Trains STEPS steps; returns (losses, norms, final parameters on rank 0)."""
     cfg = config(ep, balance, compile, model_cfg)
     mesh = build_mesh(ep=ep)
     with torch.device("meta"):

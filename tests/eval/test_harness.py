@@ -7,16 +7,16 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import forked
 import pytest
-from eval_models import TASKS, save_model, save_tasks
+from eval_models import OFFLINE, TASKS, offline, save_model, save_tasks  # noqa: F401
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
+with patch.dict(os.environ, OFFLINE):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
 from tmoe.eval import command_line, harness
 from tmoe.eval.worker import Worker

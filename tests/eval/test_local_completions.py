@@ -6,17 +6,17 @@ next: tests/eval/test_harness.py
 import json
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import served
-from eval_models import TASKS, save_model, save_tasks
+from eval_models import OFFLINE, TASKS, offline, save_model, save_tasks  # noqa: F401
 from safetensors.torch import load_file, save_file
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-from lm_eval import simple_evaluate
-from lm_eval.models.openai_completions import LocalCompletionsAPI
-from lm_eval.tasks import TaskManager
+with patch.dict(os.environ, OFFLINE):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from lm_eval.tasks import TaskManager
 
 from tmoe.eval import command_line
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import tokenizers
 import torch
 import transformers
 from chat_tokenizers import SPECIAL, chat_tokenizer
+from corpora import prose
 
+# set while a file imports lm_eval, and in its tests; the files that run later know nothing of it
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 POSITIONS = 96  # of the models: some contexts are longer
 SIZES = dict(
     hidden_size=32,
@@ -41,6 +45,13 @@ OWN = dict(
     | dict(num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
     | dict(n_group=4, topk_group=2, first_k_dense_replace=1, n_shared_experts=1),
 )
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets OFFLINE for the tests of a file that imports this fixture."""
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
 
 
 def save_model(folder: Path, kind: str) -> Path:
@@ -102,7 +113,7 @@ def save_tasks(folder: Path, count: int = 8) -> Path:
     count: documents of each task.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [line for line in Path(__file__).read_text().splitlines() if line.strip()]
+    lines = [prose(number, 6 + number % 7) for number in range(4 * count)]  # of 30 to 80 characters
     rows = [
         dict(q=f"{lines[i] * (1 + 3 * (i % 5 == 0))} é 漢 {i}", right=i % 4)
         | dict(options=[" yes", " no", f" {lines[i + 1]}", " " + "x" * (i % 5 + 1)], letters=list("ABCD"))

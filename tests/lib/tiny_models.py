@@ -3,7 +3,7 @@
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 
 # A training run of the model: number of steps, sequences per step, tokens per sequence.
-STEPS, SEQUENCES, SEQ = 20, 8, 16
+STEPS, SEQUENCES, SEQ = 8, 8, 16
 # One dense layer, then two of eight experts with a gated shared expert, a balancing loss and a z-loss.
 MODEL = ModelConfig(
     vocab=64,

@@ -150,7 +150,7 @@ SUMMED = [  # processes, axes, settings; experts of dp are gathered or sharded b
 
 @pytest.mark.parametrize(("world", "axes", "words"), slow_but(SUMMED[1:2], SUMMED))
 def test_every_layout_sums_in_bf16(gloo, world, axes, words):
-    """After six steps losses differ by rounding: 2^-9 of a gradient, where the learning rate is 3e-3."""
+    """After three steps losses differ by rounding: 2^-9 of a gradient, where the learning rate is 3e-3."""
     (wide, before), (narrow, after) = (
         gloo(world, sums_of, sums, axes, words)[0] for sums in ("fp32", "bf16")
     )
