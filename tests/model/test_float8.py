@@ -218,6 +218,7 @@ def curve(rank, world, axes):
     from tmoe.config import float8_settings as rule
 
     rule.LEAST, counted, plain, config = 16, [], torch._scaled_mm, layouts.config
+    layouts.STEPS = 6  # the loss must fall
     torch._scaled_mm = lambda *a, **k: (counted.append(1), plain(*a, **k))[1]
 
     def changed(*args, **named):
