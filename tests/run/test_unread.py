@@ -49,7 +49,8 @@ def said(words, capsys) -> tuple[str, int]:
         ),
         (
             "tiny --model.linear.kind deltanet --model.linear.conv-bias False",
-            "--model.linear.no-conv-bias: unused with --model.linear.kind=deltanet; valid: with --model.linear",
+            "--model.linear.no-conv-bias: unused with --model.linear.kind=deltanet; valid: with "
+            "--model.linear",
         ),
         ("tiny --grpo.group 4 --grpo.kl 1", "--grpo.group=4, --grpo.kl=1: unused with --task=pretrain"),
         ("tiny --data.chat_template a.jinja", "--data.chat-template=a.jinja: unused with --task=pretrain"),
