@@ -28,7 +28,7 @@ from tmoe.optim.adamw import build_optimizer
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize, pipeline
 from tmoe.parallel.pipeline_schedule import StageCost
 
-SEQUENCES, SEQ, STEPS, VOCAB = 8, 32, 3, 64  # a third step's gradients are those of sharded moments
+SEQUENCES, SEQ, STEPS, VOCAB = 8, 32, 3, 64  # steps 2 and 3 read the moments of step 1
 ROUTED = MoEConfig(
     experts=8,
     top_k=3,
