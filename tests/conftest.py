@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from tmoe.checkpoint import dcp as shards
 
 LIB = Path(__file__).parent / "lib"
+HEARD = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU  # by a run
 CONTEXT_GIB = 0.6  # GiB of a GPU's memory that CUDA's context uses in each process
 TEST_TIMEOUT_S = 900  # large, so that no test fails because another program uses the same cores
 
@@ -88,9 +90,16 @@ def _gloo_server(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _process_group() -> Iterator[None]:
-    """Ends the process group that a file's tests left open; the next file on this worker expects none."""
+def _open_ends() -> Iterator[None]:
+    """Ends the process group that a file's tests left open, and restores the handlers of signals.
+
+    The next file on this worker expects no group, and SIGTERM must end what its tests start (orphans.py).
+    """
+    handlers = {number: signal.getsignal(number) for number in HEARD}
     yield
+    for number, handler in handlers.items():
+        if handler is not None:  # None: not set by Python
+            signal.signal(number, handler)
     if dist.is_initialized():
         dist.destroy_process_group()
 
