@@ -167,8 +167,8 @@ MANY = {
     "tmoe.moe.exchange.received_rows": {"__init__"},
     "tmoe.ops.decode.attention": {"decode_attention"},
     "tmoe.ops.exchange": {"push", "pull"},
-    "tmoe.ops.experts.cpu": {"moe_mlp_forward", "moe_mlp_backward", "gradients_of_matrices"},
-    "tmoe.ops.experts.op": {"trace"},
+    "tmoe.ops.experts.cpu": {"gradients_of_matrices"},
+    "tmoe.ops.experts.op": {"trace", "moe_mlp", "moe_mlp_deferred", "moe_mlp_summed"},
     "tmoe.ops.experts.gpu": {
         "forward",
         "backward",

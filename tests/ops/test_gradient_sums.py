@@ -143,7 +143,7 @@ def test_the_op_is_what_its_schema_says():
     op = torch.ops.tmoe.moe_mlp_summed
     x.requires_grad_()
     checks = "test_schema", "test_autograd_registration", "test_faketensor"  # others copy the matrices
-    args = x, *matrices, weights, ids, None, "swiglu", ids.numel(), True
+    args = x, *matrices, weights, ids, None, None, None, "swiglu", ids.numel(), True
     torch.library.opcheck(op.default, args, test_utils=checks)
 
 

@@ -153,7 +153,7 @@ def opcheck(op, *args, **kwargs):
 
 def test_opcheck():
     *leaves, ids = layer(37, 16, 8, 4, 2, absent=0)  # with absent slots the end of H is not written
-    how = None, "swiglu", 74
+    how = None, None, None, "swiglu", 74
     opcheck("moe_mlp", *[t.requires_grad_() for t in leaves], ids, *how, True)
     with torch.no_grad():
         _, h, packed = torch.ops.tmoe.moe_mlp(*leaves, ids, *how, True)

@@ -271,7 +271,7 @@ def opcheck(op, *args, **kwargs):
 
 def test_opcheck():
     *leaves, ids, dy = layer(300, 512, 128, 8, 2)
-    how = None, "swiglu", 600
+    how = None, None, None, "swiglu", 600
     # not test_aot_dispatch: it compares whole outputs, and the unused ends of the tile tables are not
     # written (the CPU test runs it)
     checks = "test_schema", "test_autograd_registration", "test_faketensor"

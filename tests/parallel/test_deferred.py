@@ -99,7 +99,7 @@ def test_nobody_loses_a_gradient():
 def test_the_op_is_what_its_schema_says():
     tensors, dy = operands(torch.float32, True)
     tensors[4].clamp_(min=0)  # with absent slots the end of H is not written
-    how = "swiglu", tensors[4].numel()
+    how = None, None, "swiglu", tensors[4].numel()
     op = torch.ops.tmoe.moe_mlp_deferred
     tensors[0].requires_grad_()
     with collecting():

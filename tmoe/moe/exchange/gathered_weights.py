@@ -130,7 +130,7 @@ def _mlp(call: GatheredCall, experts: list[Tensor | None]) -> tuple[Tensor, Tens
     gate_up, down, bias = experts
     x, weights, ids = call.x, call.weights, call.ids
     return torch.ops.tmoe.moe_mlp(
-        x, gate_up, down, weights, ids, bias, call.activation, ids.numel(), call.keep
+        x, gate_up, down, weights, ids, bias, None, None, call.activation, ids.numel(), call.keep
     )
 
 
@@ -148,7 +148,7 @@ def _backward(call: GatheredBackward) -> tuple[Tensor | None, ...]:
     dy, x, gate_up, down, weights, h, packed, bias, activation, group = call
     gate_up, down, bias = _whole((gate_up, down, bias), group)
     dx, *of_matrices, d_weights, d_bias = torch.ops.tmoe.moe_mlp_backward(
-        dy, x, gate_up, down, weights, h, packed, bias, activation, weights.numel()
+        dy, x, gate_up, down, weights, h, packed, bias, None, None, activation, weights.numel()
     )
     gradients = _owned(of_matrices if bias is None else (*of_matrices, d_bias), group_of(group))
     return dx, gradients[0], gradients[1], d_weights, None if bias is None else gradients[2]
@@ -159,7 +159,7 @@ def _backward_frozen(call: GatheredBackward) -> tuple[Tensor | None, ...]:
     dy, x, gate_up, down, weights, h, packed, bias, activation, group = call
     gate_up, down, bias = _whole((gate_up, down, bias), group)
     dx, d_weights, d_bias = torch.ops.tmoe.moe_mlp_frozen_backward(
-        dy, x, gate_up, down, weights, h, packed, bias, activation, weights.numel()
+        dy, x, gate_up, down, weights, h, packed, bias, None, None, activation, weights.numel()
     )
     return dx, d_weights, None if bias is None else _owned([d_bias], group_of(group))[0]
 

@@ -117,31 +117,6 @@ def moe_mlp_forward(
     return combine(out_ND, order, weights_TK, T, K)
 
 
-def moe_mlp_backward(
-    dy_TD: Tensor,
-    x_TD: Tensor,
-    experts: ExpertWeights,
-    weights_TK: Tensor,
-    h: Tensor,
-    order: Tensor,
-    ends: list[int],
-    into: tuple[Target, Target] = (NEW, NEW),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of x, gate_up, down, weights and bias (None without a bias).
-
-    into: the targets of the gradients of gate_up and down.
-    """
-    dx_TD, d_weights, d_bias, *kept = gradient_of_x(dy_TD, x_TD, experts, weights_TK, h, order, ends)
-    tokens = order // max(weights_TK.shape[1], 1)
-    matrices = experts.gate_up_E2FD, experts.down_EDF
-    return (
-        dx_TD,
-        *gradients_of_matrices(*matrices, dy_TD, x_TD, tokens, *kept, ends=ends, into=into),
-        d_weights,
-        d_bias,
-    )
-
-
 def gradient_of_x(
     dy_TD: Tensor,
     x_TD: Tensor,

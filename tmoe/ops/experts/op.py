@@ -15,8 +15,9 @@ from torch import Tensor
 from tmoe.base.activations import ACTIVATIONS
 from tmoe.base.activations import activation as named
 from tmoe.ops.argument_checks import check_device, check_moe_mlp, check_tensors, require
-from tmoe.ops.experts import cpu, gpu
+from tmoe.ops.experts import cpu, fp8_cpu, gpu
 from tmoe.ops.experts.deferred import DeferredGradients, leave, require_collecting
+from tmoe.ops.experts.fp8_codes import check_codes
 from tmoe.ops.experts.pair_order import Metadata
 from tmoe.ops.gradient_sums import GradientSum, Target, sum_of
 from tmoe.ops.launch.eager import mapped, unwatched
@@ -24,6 +25,9 @@ from tmoe.ops.launch.kernel_launch import cdiv
 from tmoe.ops.launch.replay import remembered
 from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import Backward, register_differentiable
+
+
+NO_CODES = (None, None)
 
 
 def moe_mlp(
@@ -35,6 +39,7 @@ def moe_mlp(
     gate_up_bias_E2F: Tensor | None = None,
     activation: str = "swiglu",
     pairs: int | None = None,
+    codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Applies to each token its K experts, e = ids[t, k].
 
@@ -60,6 +65,10 @@ def moe_mlp(
             further rounds of `pairs`, whose pre-activations are recomputed in backward. So every routing is
             computed correctly, with memory proportional to `pairs`. (An expert group receives at most T of
             each rank's tokens, but on average only one rank's share of their pairs.)
+        codes: None, or the codes of gate_up and down (`fp8_codes.encode`, of gate_up with the activation's
+            number of halves): the products of the forward, and those of the gradients of x and of the
+            activation, are then in fp8, and the gradients of the matrices are computed as without codes. x
+            is float32 or bfloat16.
 
     Returns y_TD [T, D] in the dtype of x. Products accumulate in float32. A token's experts are added in
     float32 in slot order, so equal inputs give equal bits. (Between two rounds of `pairs` the sums of y and
@@ -72,7 +81,7 @@ def moe_mlp(
     routed row. Raises ValueError for shapes, dtypes or devices that do not fit together. Definition:
     `tmoe.ops.reference.moe_mlp`. The choice of kept tensors is that of SonicMoE, Guo et al. 2025.
     """
-    tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
+    tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F, *(codes or NO_CODES))
     trained = any(isinstance(t, Tensor) and (t.requires_grad or mapped(t)) for t in tensors[1:3])
     return _run(
         "moe_mlp" if trained or not torch.is_grad_enabled() else "moe_mlp_frozen", tensors, activation, pairs
@@ -88,6 +97,7 @@ def moe_mlp_deferred(
     gate_up_bias_E2F: Tensor | None = None,
     activation: str = "swiglu",
     pairs: int | None = None,
+    codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """moe_mlp with a backward that defers the gradients of gate_up and down (deferred.py).
 
@@ -100,7 +110,7 @@ def moe_mlp_deferred(
     Raises ValueError as moe_mlp does, and for matrices that need a gradient.
     """
     _check_untrained(gate_up_E2FD, down_EDF, "since it is deferred")
-    tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
+    tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F, *(codes or NO_CODES))
     return _run("moe_mlp_deferred", tensors, activation, pairs)
 
 
@@ -113,6 +123,7 @@ def moe_mlp_summed(
     gate_up_bias_E2F: Tensor | None = None,
     activation: str = "swiglu",
     pairs: int | None = None,
+    codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """moe_mlp with a backward that adds the gradients of gate_up and down to their sums (gradient_sums.py).
 
@@ -124,7 +135,7 @@ def moe_mlp_summed(
     matrix without a sum.
     """
     _check_untrained(gate_up_E2FD, down_EDF, "since its sum gets it")
-    tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
+    tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F, *(codes or NO_CODES))
     return _run("moe_mlp_summed", tensors, activation, pairs)
 
 
@@ -137,7 +148,7 @@ def _check_untrained(gate_up: Tensor, down: Tensor, why: str) -> None:
 
 def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None) -> Tensor:
     """Checks the arguments of moe_mlp, and calls the op of this name."""
-    x, gate_up, down, weights, ids, bias = tensors
+    x, gate_up, down, weights, ids, bias, *_ = tensors
     biased = {} if bias is None else {"gate_up_bias": bias}
     check_tensors(x=x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
     if not isinstance(activation, str):
@@ -163,9 +174,16 @@ class MlpCall(NamedTuple):
     weights: Tensor
     ids: Tensor
     bias: Tensor | None
+    up_codes: Tensor | None
+    down_codes: Tensor | None
     activation: str
     pairs: int
     keep: bool  # whether to keep H and the metadata for a backward
+
+    @property
+    def experts(self) -> cpu.ExpertWeights:
+        """The experts' parameters, without codes."""
+        return cpu.ExpertWeights(self.gate_up, self.down, self.bias, self.activation)
 
 
 class MlpBackward(NamedTuple):
@@ -179,8 +197,22 @@ class MlpBackward(NamedTuple):
     h: Tensor
     packed: Tensor
     bias: Tensor | None
+    up_codes: Tensor | None
+    down_codes: Tensor | None
     activation: str
     pairs: int
+
+    @property
+    def experts(self) -> cpu.ExpertWeights:
+        """The experts' parameters, without codes."""
+        return cpu.ExpertWeights(self.gate_up, self.down, self.bias, self.activation)
+
+
+def packed_codes(call: MlpCall | MlpBackward) -> tuple[Tensor, Tensor] | None:
+    """The codes of gate_up and down; None if the products are not in fp8."""
+    if call.up_codes is None or call.down_codes is None:
+        return None
+    return call.up_codes, call.down_codes
 
 
 # Compiled graphs on disk contain the shapes from fake implementations, but their cache keys do not. With the
@@ -193,15 +225,28 @@ def _rows(x: Tensor, ids: Tensor, pairs: int) -> int:
     return ids.numel() if x.device.type == "cpu" else pairs
 
 
+def _check(call: MlpCall) -> None:
+    """Raises ValueError for arguments that do not fit the contract of moe_mlp."""
+    check_moe_mlp(*call[:6], call.activation)
+    if call.up_codes is not None or call.down_codes is not None:
+        codes = dict(gate_up=(call.gate_up, call.up_codes), down=(call.down, call.down_codes))
+        check_codes(call.x, call.activation, **codes)
+
+
 def _forward_cpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
     """y, H (empty unless keep) and the packed metadata."""
-    x, gate_up, down, weights, ids, bias, activation, _, keep = call
-    check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
+    x, gate_up, down, weights, ids, bias, _, _, activation, _, keep = call
+    _check(call)
     N = ids.numel()
     E, F2, _ = gate_up.shape
     order, ends = cpu.route(ids, E)
     h = x.new_empty(N, F2)
-    y = cpu.moe_mlp_forward(x, cpu.ExpertWeights(gate_up, down, bias, activation), weights, order, ends, h)
+    codes = packed_codes(call)
+    if codes is None:
+        y = cpu.moe_mlp_forward(x, call.experts, weights, order, ends, h)
+    else:
+        with torch.autocast("cpu", enabled=False):
+            y = fp8_cpu.forward(x, call.experts, codes, weights, order, ends, h)
     meta = Metadata(ids.new_zeros(Metadata.size(N, E), dtype=torch.int32), N, E)
     meta.ends[:] = torch.tensor(ends, dtype=torch.int32)
     meta.order[: order.numel()] = order
@@ -209,12 +254,12 @@ def _forward_cpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_gpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
-    check_moe_mlp(*call[:7])
+    _check(call)
     return remembered(gpu.forward, call[:6], call.activation, call.pairs, call.keep)
 
 
 def _forward_fake(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
-    x, gate_up, down, weights, ids, bias, _, pairs, keep = call
+    x, gate_up, down, weights, ids, bias, *_, pairs, keep = call
     biased = {} if bias is None else {"gate_up_bias": bias}
     check_device(x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
     N = ids.numel()
@@ -225,44 +270,38 @@ def _forward_fake(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of x, gate_up, down, weights and the bias (None without one)."""
-    dy, x, gate_up, down, weights, h, packed, bias, activation, _ = call
-    meta = Metadata(packed, weights.numel(), gate_up.shape[0])
-    ends = meta.ends.tolist()
-    order = meta.order[: ends[-1]].to(torch.int64)
-    experts = cpu.ExpertWeights(gate_up, down, bias, activation)
-    with torch.autocast("cpu", enabled=False):  # autocast may be on where backward is called
-        return cpu.moe_mlp_backward(dy, x, experts, weights, h, order, ends)
+    rows, kept, ends = _of_x_cpu(call)
+    dx, d_weights, d_bias = rows
+    with torch.autocast("cpu", enabled=False):
+        matrices = cpu.gradients_of_matrices(call.gate_up, call.down, *kept, ends=ends)
+    return dx, *matrices, d_weights, d_bias
 
 
 def _backward_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_cpu`, on the GPU."""
-    *tensors, activation, pairs = call
+    tensors, activation, pairs = call[:8], call.activation, call.pairs
     return remembered(gpu.backward, tensors, activation, pairs)
 
 
 def _backward_summed_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights and the bias (None without one); sums get those of the matrices."""
-    dy, x, gate_up, down, weights, h, packed, bias, activation, _ = call
-    sums = sum_of(gate_up), sum_of(down)
-    meta = Metadata(packed, weights.numel(), gate_up.shape[0])
-    ends = meta.ends.tolist()
-    order = meta.order[: ends[-1]].to(torch.int64)
-    experts = cpu.ExpertWeights(gate_up, down, bias, activation)
-    into = opened(sums, (gate_up, down))
-    with torch.autocast("cpu", enabled=False):  # autocast may be on where backward is called
-        dx, *grads, d_weights, d_bias = cpu.moe_mlp_backward(dy, x, experts, weights, h, order, ends, into)
+    matrices = call.gate_up, call.down
+    sums = sum_of(call.gate_up), sum_of(call.down)
+    rows, kept, ends = _of_x_cpu(call)
+    into = opened(sums, matrices)
+    with torch.autocast("cpu", enabled=False):
+        grads = cpu.gradients_of_matrices(*matrices, *kept, ends=ends, into=into)
     for total, target, grad in zip(sums, into, grads, strict=True):
         total.close(target, grad)
-    return dx, d_weights, d_bias
+    return rows
 
 
 def _backward_summed_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_summed_cpu`, on the GPU."""
-    *tensors, activation, pairs = call
     sums = sum_of(call.gate_up), sum_of(call.down)
     into = opened(sums, (call.gate_up, call.down))
-    tensors += [target.tensor for target in into]
-    results = remembered(gpu.backward_into, tensors, activation, pairs, hows(into))
+    tensors = (*call[:8], *(target.tensor for target in into))
+    results = remembered(gpu.backward_into, tensors, call.activation, call.pairs, hows(into))
     dx, *grads, d_weights, d_bias = results
     for total, target, grad in zip(sums, into, grads, strict=True):
         total.close(target, whichever(target, grad))
@@ -287,38 +326,44 @@ def whichever(target: Target, grad: Tensor | None) -> Tensor:
     return found
 
 
-def _of_x_cpu(call: MlpBackward) -> tuple[tuple[Any, ...], Tensor, list[int]]:
-    """The results of cpu.gradient_of_x, and order and ends of the rows."""
-    dy, x, gate_up, down, weights, h, packed, bias, activation, _ = call
-    meta = Metadata(packed, weights.numel(), gate_up.shape[0])
+def _of_x_cpu(call: MlpBackward) -> tuple[tuple[Any, ...], tuple[Tensor, ...], list[int]]:
+    """The gradients of x, weights and the bias (None without one); the rest for those of the matrices.
+
+    The rest are the tensors of `cpu.gradients_of_matrices` from dy on, and its ends.
+    """
+    dy, x, weights = call.dy, call.x, call.weights
+    meta = Metadata(call.packed, weights.numel(), call.gate_up.shape[0])
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
-    experts = cpu.ExpertWeights(gate_up, down, bias, activation)
+    codes = packed_codes(call)
     with torch.autocast("cpu", enabled=False):  # autocast may be on where backward is called
-        return cpu.gradient_of_x(dy, x, experts, weights, h, order, ends), order, ends
+        if codes is None:
+            results = cpu.gradient_of_x(dy, x, call.experts, weights, call.h, order, ends)
+        else:
+            results = fp8_cpu.gradient_of_x(dy, x, call.experts, codes, weights, call.h, order, ends)
+    *rows, dh, act = results
+    return tuple(rows), (dy, x, order // max(weights.shape[1], 1), dh, act), ends
 
 
 def _backward_frozen_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights and the bias (None without one)."""
-    gradients, _, _ = _of_x_cpu(call)
-    return gradients[:3]
+    return _of_x_cpu(call)[0]
 
 
 def _backward_frozen_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_frozen_cpu`, on the GPU."""
-    *tensors, activation, pairs = call
-    return remembered(gpu.backward_of_x, tensors, activation, pairs)[:3]
+    return remembered(gpu.backward_of_x, call[:8], call.activation, call.pairs)[:3]
 
 
 def _backward_of_x_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights and the bias (None without one); defers those of the matrices."""
     require_collecting()
-    (*gradients, dh, act), order, ends = _of_x_cpu(call)
-    kept = _own(call.dy), _own(call.x), order // max(call.weights.shape[1], 1), dh, act
+    gradients, (dy, x, *rest), ends = _of_x_cpu(call)
+    kept = _own(dy), _own(x), *rest
     leave(
         DeferredGradients(call.gate_up.detach(), call.down.detach(), kept, partial(_matrices_cpu, ends=ends))
     )
-    return tuple(gradients)
+    return gradients
 
 
 @torch.no_grad()
@@ -330,7 +375,7 @@ def _matrices_cpu(*tensors: Tensor, ends: list[int], into: tuple[Target, Target]
 def _backward_of_x_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_of_x_cpu`, on the GPU."""
     require_collecting()
-    dy, x, gate_up, down, weights, _, packed, bias, activation, pairs = call
+    dy, x, gate_up, down, weights, _, packed, bias, *_, activation, pairs = call
     *gradients, dh, act = remembered(gpu.backward_of_x, call[:8], activation, pairs)
     kept = *map(_own, (dy, x, weights, packed)), dh, act
     work = partial(_matrices_gpu, bias=None if bias is None else bias.detach(), how=(activation, pairs))
