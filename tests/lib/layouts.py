@@ -154,15 +154,16 @@ class Curve(NamedTuple):
 def config(parallel: ParallelConfig, model: str, micros: int, **changes: Any) -> Config:
     """Settings of one training. changes: fields of Config; `balance` is a field of the routers.
 
-    `optim` and `dtype`: fields of OptimConfig, and the compute type.
+    `optim`, `train` and `dtype`: fields of OptimConfig and TrainConfig, and the compute type.
     """
     cfg = MODELS[model]
     optim, dtype = changes.pop("optim", {}), changes.pop("dtype", "fp32")
+    more = changes.pop("train", {})
     if balance := changes.pop("balance", None):
         cfg = replace(cfg, moe=replace(cfg.moe, balance=balance))
     return Config(
         model=cfg,
-        train=TrainConfig(seq=SEQ, dtype=dtype, accumulate=micros),
+        train=TrainConfig(seq=SEQ, dtype=dtype, accumulate=micros, **more),
         parallel=parallel,
         optim=OptimConfig(**(dict(lr=3e-3, eps=1e-4) | optim)),
         **({"compile": False} | changes),

@@ -1,4 +1,4 @@
-"""A layer of experts with fp8 products on the CPU: codes, accuracy, values that no scale fits, all kinds of op.
+"""A layer of experts with fp8 products on the CPU: codes, accuracy, values that no scale fits, kinds of op.
 
 next: test_fp8_kernels.py
 """
@@ -232,7 +232,7 @@ def test_codes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="down's codes: got None"):
         moe_mlp(*tensors, codes=(up, None))
     half = [None if t is None else t.half() if t.is_floating_point() else t for t in tensors]
-    with pytest.raises(ValueError, match="x: got torch.float16"):
+    with pytest.raises(ValueError, match=r"x: got torch\.float16"):
         moe_mlp(*half, codes=(up, down))
     with pytest.raises(ValueError, match="matrix: got shape"):
         encode(torch.randn(2, 24, 16), 2)

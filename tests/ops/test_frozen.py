@@ -50,4 +50,5 @@ def test_the_frozen_op_is_what_its_schema_says():
     tensors = list(operands(torch.float32, True))
     tensors[4].clamp_(min=0)  # with absent slots the end of H is not written
     tensors[0].requires_grad_()
-    torch.library.opcheck(torch.ops.tmoe.moe_mlp_frozen.default, (*tensors, None, None, "swiglu", T * K, True))
+    args = *tensors, None, None, "swiglu", T * K, True
+    torch.library.opcheck(torch.ops.tmoe.moe_mlp_frozen.default, args)

@@ -238,6 +238,7 @@ def _changed(was: Any, cfg: Config, goes_on: bool) -> list[tuple[str, Any, Any]]
     names = [name for name in names if name not in apart]
     names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
     names += ["train.seq", "train.dtype", "train.loss_scale", "train.float8", "seed"]
+    names += ["train.fp8", "train.fp8_everywhere"]
     names += ["steps"] if goes_on else []  # the learning rates depend on the number of steps
     pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]
     return [(name, old, new) for name, old, new in pairs if old is not None and old != new]

@@ -37,6 +37,8 @@ from tmoe.model.qk_clip import describe as describe_clip
 from tmoe.model.stage_times import division
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
+from tmoe.moe.fp8_choice import describe as describe_fp8
+from tmoe.moe.fp8_choice import planned_arch
 from tmoe.parallel.mesh import Mesh, build_mesh, local_part, planned_nodes, require_inside_nodes
 from tmoe.parallel.pipeline_cut import PARTS
 from tmoe.plan.fitting import verdict
@@ -95,8 +97,8 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
         require_layers(cfg)
         require_gpu(cfg)
     found: dict[Kind, list[int]] = {}  # the stage of each parameter
-    # float8 changes no placement, so a plan works without torchao
-    placed = replace(cfg, train=replace(cfg.train, float8="none"))
+    # float8 and fp8 change no placement, so a plan works without torchao
+    placed = replace(cfg, train=replace(cfg.train, float8="none", fp8="none", fp8_everywhere=False))
     for stage in range(axes.pp):
         with one_error(), fake_world(cfg, axes, stage * axes.stage) as mesh:
             model = Stages(placed, mesh) if axes.pp > 1 else whole(placed, mesh)
@@ -115,7 +117,7 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
         f"{flops / 1e9:.3f} GFLOP a token, forward and backward"
     )
     for line in [
-        *filter(None, [describe(cfg)]),
+        *filter(None, [describe(cfg), describe_fp8(cfg, axes, planned_arch(cfg))]),
         *describe_adapters(cfg, axes.ep),
         *describe_muon(cfg, axes),
         *describe_clip(cfg),

@@ -29,6 +29,7 @@ from tmoe.model.block_bytes import by_log_probs
 from tmoe.model.lora import dense_sizes, expert_ranks
 from tmoe.model.rounding import rounding
 from tmoe.moe.exchange.dispatch import pairs_bound
+from tmoe.moe.fp8_choice import planned
 from tmoe.moe.moe_bytes import runs_beside, travelling
 from tmoe.moe.select.capacity import capacity
 from tmoe.ops.launch.kernel_launch import device_facts
@@ -135,6 +136,7 @@ def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> Laye
         if ep > 1
         else None,
         adapters=expert_ranks(cfg),
+        fp8=trained and planned(cfg, Axes(ep=p.ep, etp=p.etp)),
     )
 
 

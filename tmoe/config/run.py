@@ -25,7 +25,7 @@ from tmoe.config.check import (
     divisors,
     require,
 )
-from tmoe.config.float8_settings import require_float8
+from tmoe.config.float8_settings import MULTIPLE, require_float8
 from tmoe.config.gpus import GpuName
 from tmoe.config.model import ModelConfig, no_bits, require_reach
 from tmoe.config.renamed import former_names
@@ -71,6 +71,12 @@ class TrainConfig:
     """rowwise: products of dense layers and shared experts in float8 e4m3, with one scale per row, in
     training and evaluation (needs the float8 extra);
     head, router, experts and generation stay in dtype"""
+    fp8: Literal["none", "experts", "all"] = "none"
+    """experts: products of experts in float8 e4m3, where a measurement says that a step is faster; gradients
+    of their weights stay in dtype, and so does generation. all: experts, and --train.float8 rowwise"""
+    fp8_everywhere: bool = False
+    """products of experts in fp8 also where no measurement says that they are faster; on a CPU, which has
+    no such products, by a slow emulation"""
     isolate_documents: bool = True
     """let tokens attend only inside the document that they belong to"""
     eval_every: int = 0
@@ -88,6 +94,8 @@ class TrainConfig:
     set it higher for slow disks and large saves"""
 
     def __post_init__(self) -> None:
+        if self.fp8 == "all":
+            object.__setattr__(self, "float8", "rowwise")
         zero = "global_batch eval_every timeout"
         one = "batch seq accumulate eval_batches loss_scale_window loss_scale_hysteresis"
         train = check(self, "train.", one=one, zero=zero, positive="initial_loss_scale min_loss_scale")
@@ -788,6 +796,7 @@ class Config:
             require_lora(self)
         t, p = self.train, self.parallel
         require_float8(t.float8, t.batch, t.seq, p.tp, p.cp)
+        require_fp8(self)
         wide = f"not with {run.said('train.dtype')}: float8 products give bf16 or fp32"
         run.require(t.float8 == "none" or t.dtype != "fp16", "train.float8", wide, "none")
         require_narrow(self)
@@ -864,12 +873,37 @@ def require_no_noise(model: ModelConfig, task: str) -> None:
     require(not drops, f"{names}: {drops} changes log-probs; {Setting('task')} {task} needs 0")
 
 
+def require_fp8(cfg: Config) -> None:
+    """ConfigError for settings that experts with products in fp8 do not support."""
+    t, run = cfg.train, Section(cfg)
+    if t.fp8 == "none":
+        run.require(not t.fp8_everywhere, "train.fp8_everywhere", f"needs {Setting('train.fp8')} experts")
+        return
+    name, none = "train.fp8", f"none, or {Setting('train.float8')} rowwise for dense layers"
+    has_moe = any(map(cfg.model.is_moe, range(cfg.model.layers)))
+    run.require(has_moe, name, "a model without MoE layers has no experts", none)
+    narrow = f"not with {run.said('train.dtype')}: fp8 products give bf16 or fp32"
+    run.require(t.dtype != "fp16", name, narrow, "none")
+    frozen = f"not with {run.said('lora.rank')}: products of frozen experts with adapters stay in dtype"
+    run.require(not cfg.lora.rank, name, frozen, "none")
+    for other in ("parallel.etp", "parallel.adaptive_r"):
+        cut = f"not with {run.said(other)}, which multiplies by parts or gathered experts without codes"
+        run.require(run.value(other) in (None, 1), name, cut, "none")
+    for other, value in (("parallel.dispatch", "symm"), ("parallel.dispatch_dtype", "fp8")):
+        wire = f"not with {run.said(other)}: symm's op has no fp8 products yet"
+        run.require(run.value(other) != value, name, wire, "none")
+    widths = cfg.model.expert_dim, cfg.model.moe.ffn_dim
+    sizes = f"experts of {widths[0]} x {widths[1]}: both must be multiples of {MULTIPLE}"
+    run.require(not any(width % MULTIPLE for width in widths), name, sizes, "none")
+
+
 def require_bits(cfg: Config) -> None:
     """ConfigError unless rollouts and updates can be equal in bits."""
     why, p, run = no_bits(cfg.model), cfg.parallel, Section(cfg)
     bits = Setting("grpo.bitwise")
     run.require(why is None, "grpo.bitwise", why or "")
     equal = f"{bits} needs the same products in answers and updates; valid: one of the two settings"
+    run.require(cfg.train.fp8 == "none", "train.fp8", equal)
     run.require(cfg.train.float8 == "none", "train.float8", equal)
     eager = f"compiled blocks round differently; needs {Setting('compile', False)}"
     run.require(not cfg.compile, "grpo.bitwise", eager)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from tmoe.base.activations import activation
 from tmoe.base.types import FLOATS
 from tmoe.config.run import Dtype
 from tmoe.data.dataset import Micro
@@ -29,6 +30,7 @@ from tmoe.model.stages import Stages
 from tmoe.model.transformer import Block, Context, Transformer
 from tmoe.moe.experts import Experts
 from tmoe.moe.trace import give, layers_of, trace
+from tmoe.ops.experts.fp8_codes import blank
 from tmoe.parallel.mesh import Mesh
 from tmoe.parallel.precise import type_in
 
@@ -147,9 +149,12 @@ def stand_in(
     kind = p.dtype if dtype == torch.float32 else type_in(owner, dtype)
     empty = torch.empty(shape, dtype=kind, device=p.device)
     empty.untyped_storage().resize_(0)
-    if by_fsdp:
-        return nn.Parameter(DTensor.from_local(empty, mesh.ep, [Shard(0)], run_check=False), p.requires_grad)
-    return nn.Parameter(empty, p.requires_grad)
+    whole = DTensor.from_local(empty, mesh.ep, [Shard(0)], run_check=False) if by_fsdp else empty
+    stands = nn.Parameter(whole, p.requires_grad)
+    if isinstance(owner, Experts) and owner.fp8 and empty.dim() == 3:
+        halves = activation(owner.activation).halves if p is owner.gate_up else 1
+        vars(stands)["fp8_codes"] = blank(empty, halves)
+    return stands
 
 
 @contextmanager

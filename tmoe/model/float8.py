@@ -27,6 +27,7 @@ from tmoe.config.gpus import GPUS
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.model.shapes import model_shapes
+from tmoe.moe.experts import Experts
 
 ADA = (8, 9)  # the first compute capability of NVIDIA with float8 products
 AMD = ("gfx94", "gfx95", "gfx12")  # MI300, MI350, RDNA 4
@@ -153,8 +154,11 @@ def in_compute_type(model: nn.Module) -> Iterator[None]:
     """In this context, converted layers multiply in the type of their weights, for rollouts.
 
     A step of decoding has few rows, so casts of whole weights would cost more than the float8 products save.
-    Compiled blocks keep their float8 products.
+    Compiled blocks keep their float8 products. Experts multiply in the type of their weights too.
     """
+    experts = [module for module in model.modules() if isinstance(module, Experts) and module.fp8]
+    for module in experts:
+        module.fp8 = False
     layers = [layer for layer in float8_layers(model) if "forward" not in vars(layer)]  # calls may be nested
     for layer in layers:
         vars(layer)["forward"] = partial(nn.Linear.forward, layer)
@@ -163,3 +167,5 @@ def in_compute_type(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             del vars(layer)["forward"]
+        for module in experts:
+            module.fp8 = True

@@ -45,6 +45,7 @@ from tmoe.moe.exchange.dispatch import dispatcher_for
 from tmoe.moe.exchange.padded import PaddedDispatcher
 from tmoe.moe.exchange.two_level import over_nodes
 from tmoe.moe.experts import Experts
+from tmoe.moe.fp8_choice import arch_of, choose
 from tmoe.moe.layer import MoE
 from tmoe.moe.nf4_experts import Nf4Experts
 from tmoe.moe.own_experts import OwnExperts
@@ -117,6 +118,7 @@ def parallelize(
     if isinstance(model, Transformer):
         apply_spread(model, mesh, cfg)
         apply_float8(model, cfg.train.float8)
+    apply_fp8(layers, mesh, cfg)
     for moe in layers:
         apply_ep(moe, mesh, cfg.parallel.dispatch, tokens, cfg.parallel.dispatch_dtype)
         apply_way(moe, cfg.parallel.adaptive_r, tokens, compute_bytes(cfg))
@@ -186,6 +188,20 @@ def apply_spread(model: Transformer, mesh: Mesh, cfg: Config) -> None:
         block.attention.spread = spread
     for balancer in model.balancer, model.mtp.balancer:
         balancer.over_parts = partial(all_reduce, group=mesh.groups["parts"])
+
+
+def apply_fp8(layers: Sequence[MoE], mesh: Mesh, cfg: Config) -> None:
+    """Lets the experts of these layers multiply in fp8, if --train.fp8 asks for it and the table agrees.
+
+    Call it before `apply_ep`, because symm has no fp8 products.
+    """
+    if not choose(cfg, mesh.axes, arch_of(mesh.world.device_type)).on:
+        return
+    for moe in layers:
+        valid = "tmoe's own experts with --train.fp8"
+        ours = type(moe.experts) is Experts and not moe.experts.scales
+        require(ours, "parallelize: experts", f"a {type(moe.experts).__name__}", valid)
+        moe.experts.fp8 = True
 
 
 def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "same") -> None:

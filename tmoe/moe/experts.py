@@ -19,6 +19,7 @@ from tmoe.ops import gather_rows, moe_mlp
 from tmoe.ops.argument_checks import require
 from tmoe.ops.experts.adapted import Adapters, moe_mlp_adapted
 from tmoe.ops.experts.cpu import ExpertWeights
+from tmoe.ops.experts.fp8_codes import codes_of
 from tmoe.ops.experts.op import moe_mlp_deferred, moe_mlp_summed
 from tmoe.parallel import token_exchange
 from tmoe.parallel.mesh import local_part
@@ -46,6 +47,7 @@ class LocalExperts(NamedTuple):
     adapters: Adapters | None = None  # low-rank changes of the matrices
     scales: tuple[float, float] = (1.0, 1.0)  # of gate_up's adapter and of down's
     summed: bool = False  # the op may add the matrices' gradients to sums: ops/gradient_sums.py
+    codes: tuple[Tensor, Tensor] | None = None  # of gate_up and down: products are in fp8
 
     def sums_for(self, x: Tensor) -> bool:
         """Whether the op of rows x adds the gradients of both matrices to their sums.
@@ -101,7 +103,7 @@ class LocalExperts(NamedTuple):
         if self.deferred:
             valid = "1: a pipeline defers the gradients of this rank's own experts"
             require(False, "adaptive_r", 0, valid)
-        return self._replace(group=group)
+        return self._replace(group=group, codes=None)
 
     def each(self, x_ND: Tensor, pairs: Sorted, ids_RK: Tensor) -> Tensor:
         """The experts' results for sorted rows, without weights."""
@@ -111,7 +113,7 @@ class LocalExperts(NamedTuple):
         ones_N1 = torch.ones_like(ids_N, dtype=wide)[:, None]
         routed, how = (ones_N1, ids_N[:, None]), (self.gate_up_bias, self.activation)
         if self.adapters is None:
-            y_ND = moe_mlp(x_ND, self.gate_up, self.down, *routed, *how)
+            y_ND = moe_mlp(x_ND, self.gate_up, self.down, *routed, *how, codes=self.codes)
         else:
             y_ND = moe_mlp_adapted(x_ND, self.matrices, self.adapters, *routed, scales=self.scales)
         return y_ND if self.down_bias is None else y_ND + gather_rows(self.down_bias, ids_N)
@@ -152,7 +154,7 @@ class LocalExperts(NamedTuple):
         if self.sums_for(rows.x_RD):
             op, matrices = moe_mlp_summed, (self.gate_up.detach(), self.down.detach())
         routed = rows.weights_RK, rows.ids_RK, self.gate_up_bias, self.activation
-        return op(rows.x_RD, *matrices, *routed, rows.pairs)
+        return op(rows.x_RD, *matrices, *routed, rows.pairs, self.codes)
 
 
 def sliced(adapters: Adapters, own: Slice, halves: int) -> Adapters:
@@ -174,6 +176,8 @@ class Experts(nn.Module):
     gathered. FSDP2 attaches its all-gather and reduce-scatter to that call. The call is outside the compiled
     graph, which is fn: inside a graph FSDP2's hooks fail, on torch 2.11 and on 2.13.
     """
+
+    fp8 = False  # model/parallelize.py: products are in fp8, of codes made in each forward or once a step
 
     def __init__(self, dim: int, cfg: MoEConfig):
         super().__init__()
@@ -217,6 +221,8 @@ class Experts(nn.Module):
         """The feature of these experts that the symm dispatcher does not support; "" if it supports all."""
         if self.weigh != "activation":
             return f"--model.moe.weigh={self.weigh}"
+        if self.fp8:
+            return "--train.fp8"
         if self.scales:
             return "adapters on experts"
         return "experts whose down projection has a bias" if self.down_bias is not None else ""
@@ -235,5 +241,8 @@ class Experts(nn.Module):
             matrices = matrices[0].detach(), matrices[1].detach()
         adapters, scales = self.local_adapters()
         how = dict(weigh=self.weigh, adapters=adapters, scales=scales, summed=self.summed)
+        if self.fp8:
+            halves = activation(self.activation).halves
+            how["codes"] = codes_of(self.gate_up, matrices[0], halves), codes_of(self.down, matrices[1], 1)
         local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred, **how)
         return fn(*args, local)

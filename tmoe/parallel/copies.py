@@ -100,6 +100,11 @@ class WorkingCopy:
     def written(self, fresh: bool) -> None:
         """Notes that the parameter has changed. fresh: `mine` holds the new value as well."""
         self.fresh = fresh
+        self.drop_codes()
+
+    def drop_codes(self) -> None:
+        """Ends the copy's codes in fp8, if it has some: its value may change (ops/experts/fp8_codes.py)."""
+        vars(self.tensor)["fp8_codes"] = None
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -120,6 +125,8 @@ class WorkingCopy:
             # The new version makes autograd refuse the backward of an earlier forward.
             torch.autograd.graph.increment_version(self.tensor)
             self.seen = version(self.master)  # read afterwards: master and copy may share one count
+        if not self.fresh:
+            self.drop_codes()
         self.update()
         offer(self)
 

@@ -206,7 +206,7 @@ class GatheredCopy(WorkingCopy):
         return self.tensor.data.narrow(0, self.sharers.rank * n, n)
 
     def written(self, fresh: bool) -> None:
-        self.fresh = fresh
+        super().written(fresh)
         self.spread = False
 
     def update(self) -> None:

@@ -188,6 +188,7 @@ class Preference(Task):
         settings: dict[str, Any] = dict(dtype=cfg.train.dtype, seq=cfg.train.seq)
         settings |= dict(copies=self.copies) if self.copies > 1 else {}
         settings |= dict(float8=cfg.train.float8) if cfg.train.float8 != "none" else {}
+        settings |= dict(fp8=cfg.train.fp8) if cfg.train.fp8 != "none" else {}
         again = "remove it, and the log-probs are computed again; or name another --out"
         if step:
             again = (

@@ -45,6 +45,8 @@ from tmoe.model.parallelize import parallelize
 from tmoe.model.qk_clip import describe as describe_clip
 from tmoe.model.stages import Stages, pipeline
 from tmoe.model.transformer import Transformer
+from tmoe.moe.fp8_choice import arch_of
+from tmoe.moe.fp8_choice import describe as describe_fp8
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors, restate
 from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard, require_finite
@@ -322,6 +324,8 @@ class Start:
         note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
         if line := describe(cfg):
             note(f"{line}; torchao {package_version('torchao')}")
+        if line := describe_fp8(cfg, self.mesh.axes, arch_of(self.run.device.type)):
+            note(line)
         for line in [*describe_adapters(cfg, self.mesh.axes.ep), *describe_muon(cfg, self.mesh.axes)]:
             note(line)
         for line in describe_clip(cfg):

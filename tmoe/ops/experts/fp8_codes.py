@@ -17,6 +17,8 @@ from torch import Tensor
 
 from tmoe.base.activations import activation as named
 from tmoe.ops.argument_checks import FLOATS, check_device, check_tensors, require
+from tmoe.ops.experts.fp8_kernels import encode_kernel
+from tmoe.ops.launch.kernel_launch import device_facts, launch
 from tmoe.ops.register import register
 
 E4M3 = torch.float8_e4m3fn
@@ -122,7 +124,11 @@ def check_codes(x: Tensor, activation: str, **pairs: tuple[Tensor, Tensor | None
     pairs: gate_up=(matrix, codes), down=(matrix, codes).
     """
     if x.is_cuda:
-        require(False, "codes", f"x on {x.device}", "x on a CPU")
+        D, F = pairs["down"][0].shape[1:]
+        hopper = device_facts(x.device)[0] == "cuda:90" and x.dtype == torch.bfloat16
+        if not hopper or D % 64 or F % 64:
+            got = f"{x.dtype} on {device_facts(x.device)[0]}, D={D}, F={F}"
+            require(False, "codes", got, "bfloat16 on cuda:90, and widths that are multiples of 64")
     if x.dtype not in OPERANDS:
         require(False, "x", x.dtype, f"one of {OPERANDS} with codes")
     for name, (matrix, codes) in pairs.items():
@@ -133,6 +139,20 @@ def check_codes(x: Tensor, activation: str, **pairs: tuple[Tensor, Tensor | None
             got = None if codes is None else f"{codes.dtype} {tuple(codes.shape)}"
             require(False, f"{name}'s codes", got, f"torch.uint8 ({size},) = [`Codes.size`]")
         check_device(matrix, **{f"{name}'s codes": codes})
+
+
+def codes_of(parameter: Tensor, matrix: Tensor, halves: int) -> Tensor:
+    """The packed codes of a parameter, whose value on this rank is `matrix`.
+
+    A parameter that has the attribute `fp8_codes` keeps them there; its owner sets it to None whenever the
+    value changes (parallel/copies.py). For other parameters they are computed in each call.
+    """
+    kept = getattr(parameter, "fp8_codes", None)
+    if kept is None:
+        kept = encode(matrix, halves)
+        if hasattr(parameter, "fp8_codes"):
+            vars(parameter)["fp8_codes"] = kept
+    return kept
 
 
 def blank(matrix: Tensor, halves: int) -> Tensor:
@@ -163,6 +183,18 @@ def _encode_plain(matrix: Tensor, halves: int) -> Tensor:
     return packed
 
 
+def encode_gpu(matrix: Tensor, halves: int) -> Tensor:
+    """The op on a GPU."""
+    matrix = matrix.contiguous()
+    shape = tuple(matrix.shape)
+    packed = torch.empty(Codes.size(shape, halves), dtype=torch.uint8, device=matrix.device)
+    codes, turned, scales = Codes.of(packed, shape, halves)
+    M, R, C = codes.shape
+    grid = M, _parts(R), _parts(C)
+    launch(encode_kernel, grid, matrix, codes, turned, scales, R, C, BLOCK, num_warps=8)
+    return packed
+
+
 def _encode_fake(matrix: Tensor, halves: int) -> Tensor:
     return matrix.new_empty(Codes.size(tuple(matrix.shape), halves), dtype=torch.uint8)
 
@@ -171,6 +203,6 @@ register(
     "fp8_encode",
     "(Tensor matrix, SymInt halves) -> Tensor",
     cpu=_encode_plain,
-    cuda=_encode_plain,
+    cuda=encode_gpu,
     fake=_encode_fake,
 )

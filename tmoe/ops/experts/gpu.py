@@ -9,7 +9,7 @@ a configuration uses gathered copies instead of gathering inside a kernel, all k
 share one copy.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -490,8 +490,12 @@ def forward(
     activation: str,
     pairs: int,
     keep: bool,
+    kind: Callable[..., LayerLaunches] = LayerLaunches,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """moe_mlp: returns y, H of the first window (empty unless keep) and the packed metadata."""
+    """moe_mlp: returns y, H of the first window (empty unless keep) and the packed metadata.
+
+    kind: makes the launches of a window; fp8_gpu.py has others. So in the functions below.
+    """
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
     bias = None if bias is None else bias.contiguous()
     h = empty((pairs if keep else 0, gate_up.shape[1]), x.dtype, x.device)
@@ -503,7 +507,7 @@ def forward(
     if ids.numel() == 0:
         return torch.zeros_like(x), h, meta.packed
     for window in windows(meta, ids.numel()):
-        layer = LayerLaunches(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
+        layer = kind(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
         rows = layer.products(gate_up, bias, h if keep and y is None else None, down)
         y, _ = layer.combine(rows, weights, y)
         del rows  # freed before the next window allocates its own
@@ -541,6 +545,7 @@ def backward_into(
     activation: str,
     pairs: int,
     how: tuple[str, str],
+    kind: Callable[..., LayerLaunches] = LayerLaunches,
 ) -> tuple[Tensor | None, ...]:
     """`backward`, with gradients of gate_up and down that are written into given tensors or added to them.
 
@@ -555,9 +560,7 @@ def backward_into(
         return dx, *no_rows((gate_up, down), (up_sum, down_sum), how), d_weights, d_bias
     dx = d_weights = d_bias = None
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
-        layer = LayerLaunches(
-            x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation
-        )
+        layer = kind(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
         if dx is not None:
             h = layer.empty(pairs, gate_up.shape[1])  # recomputed for every window after the first
             layer.up(gate_up, bias, h)
@@ -601,6 +604,7 @@ def backward_of_x(
     bias: Tensor | None,
     activation: str,
     pairs: int,
+    kind: Callable[..., LayerLaunches] = LayerLaunches,
 ) -> tuple[Tensor | None, ...]:
     """The part of `backward` that other stages wait for: the gradients of x, weights and bias (None without).
 
@@ -616,9 +620,7 @@ def backward_of_x(
     dx = d_weights = d_bias = None
     kept: tuple[Tensor, ...] = ()
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
-        layer = LayerLaunches(
-            x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation
-        )
+        layer = kind(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
         if kept:
             h = layer.empty(pairs, gate_up.shape[1])  # recomputed for every window after the first
             layer.up(gate_up, bias, h)
@@ -646,6 +648,7 @@ def backward_of_matrices(
     activation: str,
     pairs: int,
     how: tuple[str, str] = ("write", "write"),
+    kind: Callable[..., LayerLaunches] = LayerLaunches,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The rest of `backward`: the gradients of gate_up and down.
 
@@ -663,9 +666,7 @@ def backward_of_matrices(
         return up, out
     again = False
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
-        layer = LayerLaunches(
-            x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation
-        )
+        layer = kind(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
         fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
         dy_N: Any = None if fused[1] and (fused[0] or not again) else layer.gathered(dy)
         if again:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tmoe.base.activations import ACTIVATIONS
 from tmoe.base.activations import activation as named
 from tmoe.ops.argument_checks import check_device, check_moe_mlp, check_tensors, require
-from tmoe.ops.experts import cpu, fp8_cpu, gpu
+from tmoe.ops.experts import cpu, fp8_cpu, fp8_gpu, gpu
 from tmoe.ops.experts.deferred import DeferredGradients, leave, require_collecting
 from tmoe.ops.experts.fp8_codes import check_codes
 from tmoe.ops.experts.pair_order import Metadata
@@ -25,7 +25,6 @@ from tmoe.ops.launch.kernel_launch import cdiv
 from tmoe.ops.launch.replay import remembered
 from tmoe.ops.launch.shapes import LayerShapes
 from tmoe.ops.register import Backward, register_differentiable
-
 
 NO_CODES = (None, None)
 
@@ -235,7 +234,7 @@ def _check(call: MlpCall) -> None:
 
 def _forward_cpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
     """y, H (empty unless keep) and the packed metadata."""
-    x, gate_up, down, weights, ids, bias, _, _, activation, _, keep = call
+    x, weights, ids, gate_up, keep = call.x, call.weights, call.ids, call.gate_up, call.keep
     _check(call)
     N = ids.numel()
     E, F2, _ = gate_up.shape
@@ -255,7 +254,10 @@ def _forward_cpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def _forward_gpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
     _check(call)
-    return remembered(gpu.forward, call[:6], call.activation, call.pairs, call.keep)
+    how = call.activation, call.pairs, call.keep
+    if call.up_codes is None:
+        return remembered(gpu.forward, call[:6], *how)
+    return remembered(fp8_gpu.forward, call[:8], *how)
 
 
 def _forward_fake(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -279,8 +281,10 @@ def _backward_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
 
 def _backward_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_cpu`, on the GPU."""
-    tensors, activation, pairs = call[:8], call.activation, call.pairs
-    return remembered(gpu.backward, tensors, activation, pairs)
+    how = call.activation, call.pairs
+    if call.up_codes is None:
+        return remembered(gpu.backward, call[:8], *how)
+    return remembered(fp8_gpu.backward, call[:10], *how)
 
 
 def _backward_summed_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
@@ -300,8 +304,12 @@ def _backward_summed_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_summed_cpu`, on the GPU."""
     sums = sum_of(call.gate_up), sum_of(call.down)
     into = opened(sums, (call.gate_up, call.down))
-    tensors = (*call[:8], *(target.tensor for target in into))
-    results = remembered(gpu.backward_into, tensors, call.activation, call.pairs, hows(into))
+    totals, how = [target.tensor for target in into], (call.activation, call.pairs, hows(into))
+    if call.up_codes is None:
+        results = remembered(gpu.backward_into, (*call[:8], *totals), *how)
+    else:
+        codes = call.up_codes, call.down_codes
+        results = remembered(fp8_gpu.backward_into, (*call[:8], *totals, *codes), *how)
     dx, *grads, d_weights, d_bias = results
     for total, target, grad in zip(sums, into, grads, strict=True):
         total.close(target, whichever(target, grad))
@@ -352,7 +360,15 @@ def _backward_frozen_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
 
 def _backward_frozen_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_frozen_cpu`, on the GPU."""
-    return remembered(gpu.backward_of_x, call[:8], call.activation, call.pairs)[:3]
+    return _of_x_gpu(call)[:3]
+
+
+def _of_x_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
+    """The results of gpu.backward_of_x."""
+    how = call.activation, call.pairs
+    if call.up_codes is None:
+        return remembered(gpu.backward_of_x, call[:8], *how)
+    return remembered(fp8_gpu.backward_of_x, call[:10], *how)
 
 
 def _backward_of_x_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
@@ -376,20 +392,26 @@ def _backward_of_x_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     """The gradients of `_backward_of_x_cpu`, on the GPU."""
     require_collecting()
     dy, x, gate_up, down, weights, _, packed, bias, *_, activation, pairs = call
-    *gradients, dh, act = remembered(gpu.backward_of_x, call[:8], activation, pairs)
+    *gradients, dh, act = _of_x_gpu(call)
     kept = *map(_own, (dy, x, weights, packed)), dh, act
-    work = partial(_matrices_gpu, bias=None if bias is None else bias.detach(), how=(activation, pairs))
+    bias = None if bias is None else bias.detach()
+    work = partial(_matrices_gpu, bias=bias, how=(activation, pairs), codes=packed_codes(call))
     leave(DeferredGradients(gate_up.detach(), down.detach(), kept, work))
     return tuple(gradients)
 
 
 @torch.no_grad()
 def _matrices_gpu(
-    *tensors: Tensor, bias: Tensor | None, how: tuple[str, int], into: tuple[Target, Target]
+    *tensors: Tensor,
+    bias: Tensor | None,
+    how: tuple[str, int],
+    codes: tuple[Tensor, Tensor] | None,
+    into: tuple[Target, Target],
 ) -> tuple[Tensor, Tensor]:
     every = (*tensors, bias, *(target.tensor for target in into))
+    run = gpu.backward_of_matrices if codes is None else fp8_gpu.backward_of_matrices
     with torch.cuda.device(tensors[0].device):
-        grads = remembered(gpu.backward_of_matrices, every, *how, hows(into))
+        grads = remembered(run, (*every, *(codes or ())), *how, hows(into))
     d_gate_up, d_down = map(whichever, into, grads)
     return d_gate_up, d_down
 
@@ -450,6 +472,8 @@ def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
     for rows, slots, pairs in layer.passes:
         sizes = rows, layer.width, layer.ffn_dim, layer.experts, slots
         yield trace, *sizes, layer.dtype, pairs, *how
+        if layer.fp8:
+            yield fp8_gpu.trace, sizes, layer.dtype, pairs, how[:3]
 
 
 _FORWARD: dict[str, Any] = dict(

@@ -85,6 +85,7 @@ class LayerShapes(NamedTuple):
     router: RouterShapes
     exchange: ExchangeShapes | None
     adapters: tuple[tuple[int, int], ...] = ()  # ranks of gate_up's and down's adapters that some layer has
+    fp8: bool = False  # products of experts are in fp8
 
 
 class AttentionShapes(NamedTuple):

@@ -1,0 +1,201 @@
+"""moe_mlp with fp8 products on Hopper: the launches of gpu.py with other kernels for four of the products.
+
+Forward: cast of x, up (with the activation and its cast), down, combine. Backward: cast of dy, dh (with dH's
+cast), down's gradient as in bf16, dx, gate_up's gradient as in bf16, combine.
+
+next: ops/experts/fp8_kernels.py
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tmoe.base.activations import activation as named
+from tmoe.ops.experts import fp8_kernels, gpu, kernels
+from tmoe.ops.experts.fp8_codes import BLOCK, E4M3, Codes, encode_gpu
+from tmoe.ops.experts.gpu import LayerLaunches, Operand, halves
+from tmoe.ops.experts.pair_order import Metadata, power_of_2
+from tmoe.ops.experts.table import KernelConfig
+from tmoe.ops.launch.kernel_launch import cdiv, describe, describe_ragged, launch
+
+BM = 128  # rows of a row tile: two tiles of fp8_codes.py
+# Tiles of 128 x 128: with 256 columns the sum of a block and the sum of all blocks do not fit into registers.
+CONFIGS = {
+    "up": KernelConfig(BM, 128, BLOCK, 16, 2, 8, 3, 1, True),
+    "down": KernelConfig(BM, 128, BLOCK, 16, 1, 8, 4, 1, False),
+    "dh": KernelConfig(BM, 128, BLOCK, 16, 8, 8, 4, 1, True),
+    "dx": KernelConfig(BM, 128, BLOCK, 16, 1, 8, 4, 1, False),
+}
+
+
+class Fp8Launches(LayerLaunches):
+    """One call's launches with fp8 products. Rows of x and dy are cast once for all windows of a call."""
+
+    def __init__(self, *args: Any, codes: tuple[Tensor, Tensor], casts: dict[int, Any]) -> None:
+        """codes: packed codes of gate_up and down; casts: of earlier windows, by address."""
+        super().__init__(*args)
+        matrices = self.E, self.H, self.D
+        self.up_codes = Codes.of(codes[0], matrices, self.halves)
+        self.down_codes = Codes.of(codes[1], (self.E, self.D, self.F), 1)
+        self.casts = casts
+        self.dh_codes: tuple[Tensor, Tensor] | None = None
+
+    def config(self, kernel: str) -> KernelConfig:
+        """As in gpu.py. Its functions hand over dy as it is: `operand` gathers its codes."""
+        own = CONFIGS.get(kernel)
+        return own._replace(gather=True) if own else super().config(kernel)
+
+    def cast(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes [T, D] and scales [T] of rows."""
+        if x_TD.data_ptr() not in self.casts:
+            T, D = x_TD.shape
+            codes, scales = self.empty(T, D, dtype=E4M3), self.empty(T, dtype=torch.float32)
+            warps = 4 if D <= 4096 else 8
+            launch(fp8_kernels.cast_rows_kernel, (T,), x_TD, codes, scales, D, power_of_2(D), num_warps=warps)
+            self.casts[x_TD.data_ptr()] = codes, scales
+        return self.casts[x_TD.data_ptr()]
+
+    def operand(self, codes_TD: Tensor, cfg: KernelConfig) -> Operand:
+        """Codes of rows, for a kernel that gathers them; else a descriptor of a copy in expert order."""
+        if cfg.gather:
+            return codes_TD
+        rows = self.empty(self.N, self.D, dtype=E4M3)
+        block = min(1024, power_of_2(self.D))
+        launch(
+            kernels.gather_kernel, (cdiv(self.N, 8), cdiv(self.D, block)),
+            codes_TD, self.meta.order, self.meta.offsets, rows, self.D, self.E, self.K, 8, block, num_warps=4,
+        )  # fmt: skip
+        return describe(rows, [BM, BLOCK])
+
+    def matrices(self, codes: Codes, turned: bool) -> tuple[Operand, Tensor]:
+        """Codes of matrices, or their transposed copy, and the scales."""
+        return describe(codes.turned if turned else codes.codes, [1, BLOCK, BLOCK]), codes.scales
+
+    def tile_scales(self, parts: int) -> Tensor:
+        """Room for the scales of tiles, for `parts` blocks of columns."""
+        return self.empty(parts, 2 * Metadata.capacity(self.N, self.E, BM), dtype=torch.float32)
+
+    def up_cast(self, bias: Tensor | None, h_N2F: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Codes [N, F] and scales of the activation; writes H unless it is None."""
+        cfg = CONFIGS["up"]
+        codes, scales = self.cast(self.x)
+        act, s_act = self.empty(self.N, self.F, dtype=E4M3), self.tile_scales(cdiv(self.F, BLOCK))
+        box = [BM, BLOCK // cfg.SUB]
+        h_gate, h_up = (None, None) if h_N2F is None else halves(h_N2F, self.F, box, True)
+        launch(
+            fp8_kernels.up_fp8_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
+            self.operand(codes, cfg), scales, *self.matrices(self.up_codes, False), bias,
+            h_gate, h_up, describe_ragged(act, box), s_act, self.meta.order, *self.tile_args(cfg), self.D,
+            self.F, BM, cfg.GROUP, cfg.SUB, self.K, self.activation, h_N2F is not None, cfg.gather,
+            self.D % BLOCK == 0,             num_warps=cfg.warps, num_stages=cfg.stages,
+        )  # fmt: skip
+        return act, s_act
+
+    def up(self, gate_up: Tensor, bias: Tensor | None, h_N2F: Tensor | None) -> Tensor:
+        return self.up_cast(bias, h_N2F)[0]
+
+    def summed_rows(self, kernel: str, a: tuple[Tensor, Tensor], b: Codes, turned: bool) -> Tensor:
+        """[N, W] in x's type: rows of a times matrices of b, or of its copy `turned`, summed over halves."""
+        cfg = CONFIGS[kernel]
+        M, W, L = (b.turned if turned else b.codes).shape
+        c = self.empty(self.N, W)
+        blocks = b.scales.stride()[1:]
+        s_n, s_k = blocks[::-1] if turned else blocks
+        launch(
+            fp8_kernels.rows_fp8_kernel, self.grid(cfg, self.row_tiles(cfg, W, BLOCK)),
+            describe(a[0], [BM, BLOCK]), a[1], *self.matrices(b, turned),
+            describe_ragged(c, [BM, BLOCK]), *self.tile_args(cfg), self.N, L, W, s_n, s_k, BM, cfg.GROUP,
+            M // self.E, num_warps=cfg.warps, num_stages=cfg.stages,
+        )  # fmt: skip
+        return c
+
+    def rows(self, kernel: str, a: Tensor, b: Tensor, b_rows: bool) -> Tensor:
+        """The product dx, of the codes that `dh` has made."""
+        assert kernel == "dx" and self.dh_codes is not None
+        return self.summed_rows("dx", self.dh_codes, self.up_codes, True)
+
+    def products(self, gate_up: Tensor, bias: Tensor | None, h_N2F: Tensor | None, down: Tensor) -> Tensor:
+        return self.summed_rows("down", self.up_cast(bias, h_N2F), self.down_codes, False)
+
+    def dh(self, dy: Tensor, down: Tensor, h_N2F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As in bf16, and the codes of dH for `rows`. dy: [T, D]."""
+        cfg = CONFIGS["dh"]
+        codes, scales = self.cast(dy)
+        parts = cdiv(self.F, BLOCK)
+        dh, act = self.empty(self.N, self.H), self.empty(self.N, self.F)
+        ds = self.empty(parts, self.N, dtype=torch.float32)
+        dh8, s_dh = (
+            self.empty(self.halves * self.N, self.F, dtype=E4M3),
+            self.tile_scales(self.halves * parts),
+        )
+        box = [BM, BLOCK // cfg.SUB]
+        up_codes = describe_ragged(dh8[self.N :], box) if self.halves == 2 else None
+        launch(
+            fp8_kernels.dh_fp8_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
+            self.operand(codes, cfg), scales, *self.matrices(self.down_codes, True),
+            *halves(h_N2F, self.F, box, True), *halves(dh, self.F, box, True), describe_ragged(act, box),
+            describe_ragged(dh8[: self.N], box), up_codes, s_dh, self.weights, ds, self.meta.order,
+            *self.tile_args(cfg), self.N, self.D, self.F, BM, cfg.GROUP, cfg.SUB, self.K, self.activation,
+            cfg.gather, self.D % BLOCK == 0, num_warps=cfg.warps, num_stages=cfg.stages,
+        )  # fmt: skip
+        self.dh_codes = dh8, s_dh
+        return dh, act, ds
+
+
+def _launches(codes: tuple[Tensor, Tensor]) -> Any:
+    """The class of launches of one call."""
+    return partial(Fp8Launches, codes=codes, casts={})
+
+
+def forward(*args: Any) -> tuple[Tensor, ...]:
+    """The arguments of gpu.forward, with the codes of gate_up and down after its tensors."""
+    *tensors, up_codes, down_codes, activation, pairs, keep = args
+    return gpu.forward(*tensors, activation, pairs, keep, kind=_launches((up_codes, down_codes)))
+
+
+def backward(*args: Any) -> tuple[Tensor | None, ...]:
+    """The arguments of gpu.backward, with the codes of gate_up and down after its tensors."""
+    *tensors, up_codes, down_codes, activation, pairs = args
+    how = activation, pairs, ("write", "write")
+    return gpu.backward_into(*tensors, None, None, *how, kind=_launches((up_codes, down_codes)))
+
+
+def backward_into(*args: Any) -> tuple[Tensor | None, ...]:
+    """The arguments of gpu.backward_into, with the codes of gate_up and down after its tensors."""
+    *tensors, up_codes, down_codes, activation, pairs, how = args
+    return gpu.backward_into(*tensors, activation, pairs, how, kind=_launches((up_codes, down_codes)))
+
+
+def backward_of_x(*args: Any) -> tuple[Tensor | None, ...]:
+    """The arguments of gpu.backward_of_x, with the codes of gate_up and down after its tensors."""
+    *tensors, up_codes, down_codes, activation, pairs = args
+    return gpu.backward_of_x(*tensors, activation, pairs, kind=_launches((up_codes, down_codes)))
+
+
+def backward_of_matrices(*args: Any) -> tuple[Tensor | None, ...]:
+    """The arguments of gpu.backward_of_matrices, with the codes of gate_up and down after its tensors."""
+    *tensors, up_codes, down_codes, activation, pairs, how = args
+    return gpu.backward_of_matrices(*tensors, activation, pairs, how, kind=_launches((up_codes, down_codes)))
+
+
+def trace(sizes: tuple[int, ...], dtype: torch.dtype, pairs: int | None, how: tuple[str, bool, bool]) -> None:
+    """Run forward and backward on meta tensors, inside compile_only.
+
+    sizes: T, D, F, E, K. pairs: as for `op.trace`. how: activation, whether there is a bias, whether trained.
+    """
+    T, D, F, E, K = sizes
+    activation, biased, trained = how
+    n = named(activation).halves
+    x = torch.empty(T, D, dtype=dtype, device="meta")
+    gate_up = torch.empty(E, n * F, D, dtype=dtype, device="meta")
+    down = torch.empty(E, D, F, dtype=dtype, device="meta")
+    bias = torch.empty(E, n * F, dtype=dtype, device="meta") if biased else None
+    weights = torch.empty(T, K, device="meta")
+    ids = torch.empty(T, K, dtype=torch.int32, device="meta")
+    how_many = activation, T * K if pairs is None else pairs
+    codes = encode_gpu(gate_up, n), encode_gpu(down, 1)
+    _, h, packed = forward(x, gate_up, down, weights, ids, bias, *codes, *how_many, trained)
+    if trained:
+        backward(x, x, gate_up, down, weights, h, packed, bias, *codes, *how_many)
