@@ -323,10 +323,10 @@ def test_megatron_linear_layers():
 def test_megatron_refusals(capsys):
     """No half command on stdout; each flag with its reason on stderr."""
     with pytest.raises(SystemExit) as end:
-        main(["megatron", "--", *SMALL, "--fp8-format", "hybrid", "--squared-relu", "--not-a-flag", "3"])
+        main(["megatron", "--", *SMALL, "--fp4-format", "e2m1", "--squared-relu", "--not-a-flag", "3"])
     said = capsys.readouterr()
     assert end.value.code == 2 and said.out == ""
-    assert "--fp8-format=hybrid: tmoe has no fp8 products" in said.err
+    assert "--fp4-format=e2m1: tmoe has no fp4 products" in said.err
     assert "--squared-relu: tmoe's dense feed-forwards are SwiGLU" in said.err
     assert "error: --not-a-flag: not in the table" in said.err
     assert "note: without these flags it is: python train.py tiny" in said.err
@@ -368,6 +368,13 @@ def test_types_of_states_become():
         ("--main-params-dtype fp16", "--main-params-dtype=fp16: master weights are fp32"),
     ):
         assert said in translate("megatron", [*SMALL, *one.split()]).refused[0]
+
+
+def test_fp8_becomes_products_of_experts():
+    words = [*SMALL, *"--bf16 --fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather".split()]
+    assert translate("megatron", words).flags["--train.fp8"] == ["all"]
+    divided = translate("megatron", [*words, "--tensor-model-parallel-size", "2"])
+    assert divided.flags["--train.fp8"] == ["experts"]
 
 
 def test_fp16_becomes_a_loss_scale():

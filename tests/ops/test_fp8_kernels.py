@@ -21,7 +21,7 @@ from tmoe.ops.experts import fp8_gpu
 from tmoe.ops.launch.kernel_launch import compile_only
 
 CASTS = "cast_rows_kernel", "encode_kernel"
-SPILLED = 64  # bytes that the epilogues of up and dh may store and load, beside 8 KB of sums in registers
+SPILLED = 96  # bytes that the epilogues of up and dh may store and load, beside 8 KB of sums in registers
 
 
 @pytest.mark.slow
@@ -39,9 +39,8 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", slow_but(SHAPES[:1], SHAPES), ids=str)
-def test_compiled_kernels_fit(shape):
-    D, F, activation, biased = shape
+@pytest.mark.parametrize("D, F, activation, biased", slow_but(SHAPES[:1], SHAPES))
+def test_compiled_kernels_fit(D, F, activation, biased):
     found = {}
 
     def visit(name, key, compile):

@@ -41,9 +41,9 @@ WISHES = (
         "them",
     ),
     (
-        r"fp8|fp4|transformer.?engine",
-        "products of experts in fp8 are not there yet; valid: --train.float8 rowwise for dense layers and "
-        "shared experts; --parallel.dispatch-dtype fp8 sends rows in fp8",
+        r"fp4|transformer.?engine",
+        "the narrowest products are in fp8: --train.fp8 experts, or all with dense layers; --train.float8 "
+        "rowwise for dense layers and shared experts alone; --parallel.dispatch-dtype fp8 sends rows in fp8",
     ),
     (
         r"vllm|sglang|tensorrt|trt.?llm",
@@ -135,6 +135,7 @@ VALUES: dict[str, dict[str, str]] = {
         "fp16": "float16 torch.float16 half",
         "fp32": "float32 float full",
     },
+    "train.fp8": {"all": "true on hybrid e4m3", "experts": "moe", "none": "false off no"},
     "train.float8": {"rowwise": "true on e4m3 hybrid row-wise per_row tensorwise", "none": "false off no"},
     "optim.schedule": {
         "cosine": "cosine_with_min_lr cosine_decay",

@@ -26,6 +26,7 @@ SYNONYMS = {
     "context-length block-size context max-prompt-length",
     "--train.accumulate": "gradient-accumulation-steps grad-accum grad-accumulation accumulation-steps",
     "--train.dtype": "precision bf16 fp16 mixed-precision amp torch-dtype",
+    "--train.fp8": "fp8 fp8-format",
     "--train.float8": "float8-recipe float8-recipe-name enable-float8-linear float8-linear",
     "--train.eval-every": "eval-steps eval-interval eval-freq val-every val-interval eval-strategy",
     "--train.eval-batches": "eval-iters eval-batch",

@@ -117,7 +117,8 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
         f"{flops / 1e9:.3f} GFLOP a token, forward and backward"
     )
     for line in [
-        *filter(None, [describe(cfg), describe_fp8(cfg, axes, planned_arch(cfg))]),
+        *filter(None, [describe(cfg)]),
+        *describe_fp8(cfg, axes, planned_arch(cfg)),
         *describe_adapters(cfg, axes.ep),
         *describe_muon(cfg, axes),
         *describe_clip(cfg),

@@ -136,7 +136,7 @@ def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> Laye
         if ep > 1
         else None,
         adapters=expert_ranks(cfg),
-        fp8=trained and planned(cfg, Axes(ep=p.ep, etp=p.etp)),
+        fp8=planned(cfg, Axes(ep=p.ep, etp=p.etp)),
     )
 
 

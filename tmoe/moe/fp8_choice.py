@@ -5,6 +5,7 @@ next: ops/experts/fp8_table.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -84,22 +85,28 @@ def planned(cfg: Config, axes: Axes) -> bool:
     return choose(cfg, axes, planned_arch(cfg)).on
 
 
-def code_bytes(cfg: Config, axes: Axes) -> int:
-    """Bytes of the codes of one layer's experts on a rank: two bytes an element, and scales."""
+def code_bytes(cfg: Config, axes: Axes, layers: Iterable[int]) -> int:
+    """Bytes of the codes of these layers' experts on a rank: two bytes an element, and scales.
+
+    0 if the experts of the planned run do not multiply in fp8.
+    """
+    sparse = sum(map(cfg.model.is_moe, layers))
+    if not planned(cfg, axes):
+        return 0
     moe, W = cfg.model.moe, cfg.model.expert_dim
     L = moe.experts // axes.ep
     up, down = (L, moe.halves * moe.ffn_dim, W), (L, W, moe.ffn_dim)
-    return Codes.size(up, moe.halves) + Codes.size(down, 1)
+    return sparse * (Codes.size(up, moe.halves) + Codes.size(down, 1))
 
 
-def describe(cfg: Config, axes: Axes, arch: str) -> str:
-    """A line about --train.fp8; "" without it."""
+def describe(cfg: Config, axes: Axes, arch: str) -> list[str]:
+    """The line about --train.fp8; none without it."""
     if cfg.train.fp8 == "none":
-        return ""
+        return []
     choice = choose(cfg, axes, arch)
     layers = sum(map(cfg.model.is_moe, range(cfg.model.layers)))
     begin = f"fp8 ({cfg.train.fp8}): experts of {layers} blocks"
     if not choice.on:
-        return f"{begin} multiply in {cfg.train.dtype}: {choice.why}"
+        return [f"{begin} multiply in {cfg.train.dtype}: {choice.why}"]
     way = " (emulated, slow)" if arch == "cpu" else ""
-    return f"{begin} multiply in e4m3{way}; gradients of their weights in {cfg.train.dtype}"
+    return [f"{begin} multiply in e4m3{way}; gradients of their weights in {cfg.train.dtype}"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from tmoe.model.freeze import matching
 from tmoe.model.lora import AdapterCounts, adapter_counts
 from tmoe.model.stage_times import division, stage_table
 from tmoe.model.transformer import Transformer
-from tmoe.moe.fp8_choice import code_bytes, planned
+from tmoe.moe.fp8_choice import code_bytes
 from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, travelling, uses_symm
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.pipeline_schedule import Table
@@ -298,8 +299,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     # one message received and one sent, of hidden states and of their gradients
     messages = 4 * local_tokens(cfg, axes) * model.dim * width if axes.pp > 1 else 0
     trained = own - sharded(second_table(cfg, axes, spans), axes.shard)
-    sparse = sum(model.is_moe(layer) for span in spans for layer in span)
-    codes = sparse * code_bytes(cfg, axes) if planned(cfg, axes) else 0
+    codes = code_bytes(cfg, axes, chain(*spans))
     parts = {
         "parameters": master * own,
         "gradients": master * (own - held) + (sums if several else width) * held,

@@ -324,9 +324,8 @@ class Start:
         note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
         if line := describe(cfg):
             note(f"{line}; torchao {package_version('torchao')}")
-        if line := describe_fp8(cfg, self.mesh.axes, arch_of(self.run.device.type)):
-            note(line)
-        for line in [*describe_adapters(cfg, self.mesh.axes.ep), *describe_muon(cfg, self.mesh.axes)]:
+        fp8 = describe_fp8(cfg, self.mesh.axes, arch_of(self.run.device.type))
+        for line in [*fp8, *describe_adapters(cfg, self.mesh.axes.ep), *describe_muon(cfg, self.mesh.axes)]:
             note(line)
         for line in describe_clip(cfg):
             note(line)

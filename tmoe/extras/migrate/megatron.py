@@ -472,6 +472,10 @@ def _types(given: GivenFlags, out: TranslatedCommand) -> None:
     if len(kinds) > 1:
         out.reject("--fp16", "not with --bf16, as in Megatron")
     out.set("--train.dtype", *kinds[:1] or ["fp32"])
+    if given.has("--fp8-format"):
+        axes = "--tensor-model-parallel-size", "--context-parallel-size"
+        divided = any(given.whole(axis, 1, 1) > 1 for axis in axes)
+        out.set("--train.fp8", "experts" if divided else "all")
     if kinds != ["fp16"]:
         return
     if scale := given.number("--loss-scale", 0.0, 0.0):

@@ -13,7 +13,7 @@ ITSELF = "tmoe decides for itself; results do not depend on it"
 LOGGED = "metrics.jsonl has what tmoe measures in each step"
 KERNELS = "which kernels run is tmoe's choice; results do not depend on it"
 STAGES = "tmoe cuts blocks into stages of about equal time itself; `--parallel.cut` gives another cut"
-NO_FP8 = "tmoe has no fp8 products of experts; leave it out, or give dense layers `--train.float8 rowwise`"
+OWN_SCALES = "scales are powers of two, of the present values: `--train.fp8` has no settings of them"
 PUBLISHED = (
     "for published models, which --init HF_DIR reads (gpt-oss, Qwen3-Next, ...); tmoe has no such flag"
 )
@@ -182,8 +182,8 @@ ROWS: tuple[FlagRow, ...] = (
     nothing("--moe-single-grouped-bias", KERNELS, "nothing"),
     nothing("--moe-permute-fusion", KERNELS, "nothing"),
     nothing("--moe-router-fusion", KERNELS, "nothing"),
-    nothing("--moe-router-padding-for-quantization", "for fp8 experts, which tmoe does not have", "nothing"),
-    nothing("--moe-router-padding-for-fp8", "for fp8 experts, which tmoe does not have", "nothing"),
+    nothing("--moe-router-padding-for-quantization", "codes of experts in fp8 need no padding", "nothing"),
+    nothing("--moe-router-padding-for-fp8", "codes of experts in fp8 need no padding", "nothing"),
     nothing("--moe-token-dispatcher-type", "`--parallel.dispatch auto` chooses; results do not depend on it"),
     nothing("--moe-flex-dispatcher-backend", "`--parallel.dispatch auto` chooses"),
     nothing("--moe-enable-deepep", "`--parallel.dispatch auto` chooses", "nothing"),
@@ -322,14 +322,14 @@ ROWS: tuple[FlagRow, ...] = (
     switch("--fp16", "`--train.dtype fp16`"),
     nothing("--fp16-lm-cross-entropy", "the loss is computed in fp32", "nothing"),
     nothing("--apply-query-key-layer-scaling", "attention's scores are computed in fp32", "nothing"),
-    refused("--fp8-format", NO_FP8),
-    refused("--fp8-recipe", NO_FP8),
-    refused("--fp8-param-gather", NO_FP8, "nothing"),
-    refused("--fp8-amax-history-len", NO_FP8),
-    refused("--fp8-amax-compute-algo", NO_FP8),
-    refused("--fp8-margin", NO_FP8),
-    refused("--first-last-layers-bf16", NO_FP8, "nothing"),
-    refused("--fp4-format", NO_FP8),
+    worked("--fp8-format", "`--train.fp8 all`; with tp or cp `--train.fp8 experts`; all codes are e4m3"),
+    nothing("--fp8-recipe", OWN_SCALES),
+    nothing("--fp8-param-gather", "weights are cast once a step, after their gather", "nothing"),
+    nothing("--fp8-amax-history-len", OWN_SCALES),
+    nothing("--fp8-amax-compute-algo", OWN_SCALES),
+    nothing("--fp8-margin", OWN_SCALES),
+    refused("--first-last-layers-bf16", "`--train.fp8` has no blocks that stay in bf16", "nothing"),
+    refused("--fp4-format", "tmoe has no fp4 products; `--train.fp8 all` is its narrowest type"),
     worked("--seed", "`--seed` and `--data.seed`; 1234 where left out"),
     nothing("--accumulate-allreduce-grads-in-fp32", ALWAYS, "nothing"),
     nothing("--grad-reduce-in-bf16", "ranks add up gradients in fp32", "nothing"),

@@ -6,6 +6,7 @@ cast), down's gradient as in bf16, dx, gate_up's gradient as in bf16, combine.
 next: ops/experts/fp8_kernels.py
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -144,40 +145,18 @@ class Fp8Launches(LayerLaunches):
         return dh, act, ds
 
 
-def _launches(codes: tuple[Tensor, Tensor]) -> Any:
-    """The class of launches of one call."""
-    return partial(Fp8Launches, codes=codes, casts={})
+def in_fp8(run: Callable[..., tuple], *args: Any) -> tuple:
+    """A function of gpu.py with fp8 products: the codes of gate_up and down come after its tensors."""
+    how = next(i for i, arg in enumerate(args) if isinstance(arg, str))  # the activation
+    kind = partial(Fp8Launches, codes=args[how - 2 : how], casts={})
+    return run(*args[: how - 2], *args[how:], kind=kind)
 
 
-def forward(*args: Any) -> tuple[Tensor, ...]:
-    """The arguments of gpu.forward, with the codes of gate_up and down after its tensors."""
-    *tensors, up_codes, down_codes, activation, pairs, keep = args
-    return gpu.forward(*tensors, activation, pairs, keep, kind=_launches((up_codes, down_codes)))
-
-
-def backward(*args: Any) -> tuple[Tensor | None, ...]:
-    """The arguments of gpu.backward, with the codes of gate_up and down after its tensors."""
-    *tensors, up_codes, down_codes, activation, pairs = args
-    how = activation, pairs, ("write", "write")
-    return gpu.backward_into(*tensors, None, None, *how, kind=_launches((up_codes, down_codes)))
-
-
-def backward_into(*args: Any) -> tuple[Tensor | None, ...]:
-    """The arguments of gpu.backward_into, with the codes of gate_up and down after its tensors."""
-    *tensors, up_codes, down_codes, activation, pairs, how = args
-    return gpu.backward_into(*tensors, activation, pairs, how, kind=_launches((up_codes, down_codes)))
-
-
-def backward_of_x(*args: Any) -> tuple[Tensor | None, ...]:
-    """The arguments of gpu.backward_of_x, with the codes of gate_up and down after its tensors."""
-    *tensors, up_codes, down_codes, activation, pairs = args
-    return gpu.backward_of_x(*tensors, activation, pairs, kind=_launches((up_codes, down_codes)))
-
-
-def backward_of_matrices(*args: Any) -> tuple[Tensor | None, ...]:
-    """The arguments of gpu.backward_of_matrices, with the codes of gate_up and down after its tensors."""
-    *tensors, up_codes, down_codes, activation, pairs, how = args
-    return gpu.backward_of_matrices(*tensors, activation, pairs, how, kind=_launches((up_codes, down_codes)))
+forward = partial(in_fp8, gpu.forward)
+backward = partial(in_fp8, gpu.backward)
+backward_into = partial(in_fp8, gpu.backward_into)
+backward_of_x = partial(in_fp8, gpu.backward_of_x)
+backward_of_matrices = partial(in_fp8, gpu.backward_of_matrices)
 
 
 def trace(sizes: tuple[int, ...], dtype: torch.dtype, pairs: int | None, how: tuple[str, bool, bool]) -> None:
@@ -196,6 +175,7 @@ def trace(sizes: tuple[int, ...], dtype: torch.dtype, pairs: int | None, how: tu
     ids = torch.empty(T, K, dtype=torch.int32, device="meta")
     how_many = activation, T * K if pairs is None else pairs
     codes = encode_gpu(gate_up, n), encode_gpu(down, 1)
-    _, h, packed = forward(x, gate_up, down, weights, ids, bias, *codes, *how_many, trained)
+    forward(x, gate_up, down, weights, ids, bias, *codes, *how_many, False)
     if trained:
+        _, h, packed = forward(x, gate_up, down, weights, ids, bias, *codes, *how_many, True)
         backward(x, x, gate_up, down, weights, h, packed, bias, *codes, *how_many)

@@ -37,8 +37,8 @@ def nearest(measured: list[Measured], D: int, F: int, rows: float) -> Measured |
     With more rows than measured, casts of matrices weigh less, so any larger number of rows is near.
     """
 
-    def apart(entry: Measured) -> tuple[float, float, float]:
-        return tuple(abs(math.log(a / b)) for a, b in zip(entry[:3], (D, F, rows), strict=True))
+    def apart(entry: Measured) -> list[float]:
+        return [abs(math.log(a / b)) for a, b in zip(entry[:3], (D, F, rows), strict=True)]
 
     near = [e for e in measured if max(apart(e)[:2]) <= math.log(NEAR) and rows * NEAR >= e.rows]
     return min(near, key=lambda entry: sum(apart(entry)), default=None)

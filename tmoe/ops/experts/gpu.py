@@ -525,10 +525,11 @@ def backward(
     bias: Tensor | None,
     activation: str,
     pairs: int,
+    kind: Callable[..., LayerLaunches] = LayerLaunches,
 ) -> tuple[Tensor | None, ...]:
     """moe_mlp's gradients of x, gate_up, down, weights and bias (None without one)."""
     tensors = dy, x, gate_up, down, weights, h, packed, bias
-    return backward_into(*tensors, None, None, activation, pairs, ("write", "write"))
+    return backward_into(*tensors, None, None, activation, pairs, ("write", "write"), kind)
 
 
 def backward_into(

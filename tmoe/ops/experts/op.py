@@ -363,7 +363,7 @@ def _backward_frozen_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
     return _of_x_gpu(call)[:3]
 
 
-def _of_x_gpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
+def _of_x_gpu(call: MlpBackward) -> tuple[Any, ...]:
     """The results of gpu.backward_of_x."""
     how = call.activation, call.pairs
     if call.up_codes is None:
