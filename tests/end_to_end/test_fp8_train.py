@@ -110,6 +110,6 @@ def test_a_run_goes_on_without_fp8_and_with_it_again(gloo, straight, tmp_path):
     losses = [line["loss"] for _, line in read_steps(tmp_path / "metrics.jsonl")]
     assert len(losses) == 2 and all(loss == loss for loss in losses)
     line = [*WORDS, "--out", str(tmp_path), "--parallel.ep", "2"]
-    assert gloo(2, runs.changes, [*line, "--steps", "6"])[0] == []
+    assert "--train.fp8" not in " ".join(gloo(2, runs.changes, [*line, "--steps", "6"])[0])
     notes = gloo(2, runs.changes, [*line, *ON, "--steps", "6"])[0]
     assert "--train.fp8=experts (was none)" in " ".join(notes)

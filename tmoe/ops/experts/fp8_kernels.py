@@ -41,7 +41,7 @@ def size(t):
 
 @triton.jit
 def cast_rows_kernel(x, codes, scales, C, BLOCK: tl.constexpr):
-    """One row in each program: its codes, and its scale. No clamp: the conversion saturates by itself."""
+    """One row in each program: its codes, and its scale. The conversion saturates, so nothing is clamped."""
     r = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     t = tl.load(x + r * C + cols, mask=cols < C, other=0.0).to(tl.float32)
