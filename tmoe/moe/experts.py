@@ -240,7 +240,7 @@ class Experts(nn.Module):
         if deferred:
             matrices = matrices[0].detach(), matrices[1].detach()
         adapters, scales = self.local_adapters()
-        how = dict(weigh=self.weigh, adapters=adapters, scales=scales, summed=self.summed)
+        how: dict[str, Any] = dict(weigh=self.weigh, adapters=adapters, scales=scales, summed=self.summed)
         if self.fp8:
             halves = activation(self.activation).halves
             how["codes"] = codes_of(self.gate_up, matrices[0], halves), codes_of(self.down, matrices[1], 1)

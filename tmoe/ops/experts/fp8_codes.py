@@ -132,13 +132,13 @@ def check_codes(x: Tensor, activation: str, **pairs: tuple[Tensor, Tensor | None
     if x.dtype not in OPERANDS:
         require(False, "x", x.dtype, f"one of {OPERANDS} with codes")
     for name, (matrix, codes) in pairs.items():
-        check_tensors(**{f"{name}'s codes": codes})
         halves = named(activation).halves if name == "gate_up" else 1
         size = Codes.size(tuple(matrix.shape), halves)
         if codes is None or codes.dtype != torch.uint8 or codes.dim() != 1 or codes.numel() != size:
             got = None if codes is None else f"{codes.dtype} {tuple(codes.shape)}"
             require(False, f"{name}'s codes", got, f"torch.uint8 ({size},) = [`Codes.size`]")
-        check_device(matrix, **{f"{name}'s codes": codes})
+        else:
+            check_device(matrix, **{f"{name}'s codes": codes})
 
 
 def codes_of(parameter: Tensor, matrix: Tensor, halves: int) -> Tensor:
