@@ -31,6 +31,13 @@ CONFIGS = {
 }
 
 
+def cast_rows(x_TD: Tensor, codes_TD: Tensor, scales_T: Tensor) -> None:
+    """Writes codes of rows, e4m3, and their scales, float32. All are contiguous, on one GPU."""
+    T, D = x_TD.shape
+    kernel, warps = fp8_kernels.cast_rows_kernel, 4 if D <= 4096 else 8
+    launch(kernel, (T,), x_TD, codes_TD, scales_T, D, power_of_2(D), num_warps=warps)
+
+
 class Fp8Launches(LayerLaunches):
     """One call's launches with fp8 products. Rows of x and dy are cast once for all windows of a call."""
 
@@ -51,10 +58,8 @@ class Fp8Launches(LayerLaunches):
     def cast(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Codes [T, D] and scales [T] of rows."""
         if x_TD.data_ptr() not in self.casts:
-            T, D = x_TD.shape
-            codes, scales = self.empty(T, D, dtype=E4M3), self.empty(T, dtype=torch.float32)
-            warps = 4 if D <= 4096 else 8
-            launch(fp8_kernels.cast_rows_kernel, (T,), x_TD, codes, scales, D, power_of_2(D), num_warps=warps)
+            codes, scales = self.empty(*x_TD.shape, dtype=E4M3), self.empty(len(x_TD), dtype=torch.float32)
+            cast_rows(x_TD, codes, scales)
             self.casts[x_TD.data_ptr()] = codes, scales
         return self.casts[x_TD.data_ptr()]
 

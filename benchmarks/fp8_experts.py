@@ -1,0 +1,300 @@
+"""Checks experts with fp8 products on a GPU, and times them against bf16 and rivals, in one call.
+
+    python -m benchmarks.fp8_experts --json FOLDER              # one H100 or H200, about 6 minutes
+    python -m benchmarks.fp8_experts --json FOLDER --table tmoe/ops/experts/fp8_table.json
+    python -m benchmarks.fp8_experts --device cpu --tiny        # does it run?
+
+casts: codes and scales of rows and matrices equal plain torch's in every bit, also of rows of zeros, of 1e-30
+and of 1e30; NaN stays NaN in its row alone.
+
+accuracy: y and all gradients of each shape, cut to 4 experts, with normal data and with outliers. Errors
+against fp32 are at most 8e-2 and 1e-1, and at most 1.1 times those of the twin on the CPU. The gradients of x
+and gate_up miss 1e-1 for activations with a limit and outliers, in the twin too (docs/fp8.md).
+
+layer: forward, and forward with backward, of whole layers in bf16 and in fp8 in the same rounds, the cast of
+all matrices, memory kept for backward, and each kernel's microseconds. Bars are forward and backward of bf16
+divided by fp8's, without the casts of matrices. "a step" includes one cast. --table writes these times into
+the table that decides where --train.fp8 is used. Rivals where they can be imported: torchao's rowwise MoE
+training (casts of matrices included), and torch's grouped products in bf16.
+
+products: each fp8 product's TFLOP/s next to torch._scaled_grouped_mm (rowwise, fast accumulation) of the same
+sizes, whose operands are given as codes.
+
+Each part is a process with its own time limit; a part that fails is named, and all others still run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import figures
+from benchmarks.adapters import kernel_times, passes, timed
+from benchmarks.figures import Figure, at_least, at_most
+from benchmarks.moe_layer import ALL, Shape, kept, require_gpu
+from tmoe.base.activations import activation as named
+from tmoe.moe.fp8_choice import arch_of
+from tmoe.ops import moe_mlp, reference
+from tmoe.ops.experts import fp8_gpu
+from tmoe.ops.experts.fp8_codes import E4M3, coded, encode
+from tmoe.ops.experts.fp8_table import Measured
+from tmoe.ops.experts.pair_order import route
+
+LIMITS = dict(casts=60, accuracy=150, layer=240, products=120)  # seconds
+SHAPES = ["qwen3", "deepseek", "mixtral", "olmoe", "gpt-oss-20b", "qwen3-4096", "olmoe-4096", "mixtral-1024"]
+BARS = {"qwen3": 1.24, "deepseek": 1.28, "mixtral": 1.27}
+ACTIVATIONS = {"gpt-oss-20b": "clamped:alpha=1.702,limit=7"}
+TINY: Shape = (96, 64, 128, 4, 2)
+
+
+class Layer(NamedTuple):
+    """The operands of one layer, and its activation."""
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    weights: Tensor
+    ids: Tensor
+    bias: Tensor | None
+    dy: Tensor
+    activation: str
+
+    @property
+    def codes(self) -> tuple[Tensor, Tensor]:
+        return encode(self.gate_up, named(self.activation).halves), encode(self.down)
+
+
+def layer_of(name: str, shape: Shape, device: str, outliers: bool = False) -> Layer:
+    """Random operands. outliers: 8 features 20 times as large, tokens of log-normal size."""
+    T, D, ffn, E, K = shape
+    activation, dtype = ACTIVATIONS.get(name, "swiglu"), torch.bfloat16
+    randn = partial(torch.randn, device=device)
+    x, dy, rows = randn(T, D), randn(T, D) * 1e-3, named(activation).halves * ffn
+    if outliers:
+        x[:, :8] *= 20
+        x *= (0.7 * randn(T, 1)).exp()
+        dy *= (1.5 * randn(T, 1)).exp()
+    gate_up, down = randn(E, rows, D, dtype=dtype) * D**-0.5, randn(E, D, ffn, dtype=dtype) * ffn**-0.5
+    bias = randn(E, rows, dtype=dtype) if activation != "swiglu" else None
+    weights, ids = randn(T, E).softmax(-1).topk(K, dim=-1)
+    return Layer(x.to(dtype), gate_up, down, weights, ids, bias, dy.to(dtype), activation)
+
+
+def results(op: Callable[..., Tensor], layer: Layer, **more: Any) -> list[Tensor]:
+    """y and the gradients of x, gate_up, down and weights."""
+    leaves = [t.detach().requires_grad_() for t in layer[:4]]
+    y = op(*leaves, layer.ids, layer.bias, layer.activation, **more)
+    return [y.detach(), *torch.autograd.grad(y, leaves, layer.dy.to(y.dtype))]
+
+
+def on(layer: Layer, device: str, dtype: torch.dtype | None = None) -> Layer:
+    """The layer on another device; dtype: of all but the ids."""
+    moved = (t if not isinstance(t, Tensor) else t.to(device) for t in layer)
+    cast = (t.to(dtype) if dtype and isinstance(t, Tensor) and t.is_floating_point() else t for t in moved)
+    return Layer(*cast)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    want = want.to(got.device).float()
+    return float((got.float() - want).norm() / want.norm())
+
+
+# ---- parts ----
+
+
+def casts(args: argparse.Namespace) -> Iterator[Figure]:
+    same = lambda a, b: torch.equal(a.view(torch.uint8), b.view(torch.uint8))  # noqa: E731
+    for D in (64, 2048, 2880, 7168)[: 1 if args.tiny else 4]:
+        x = torch.randn(300, D, device=args.device).bfloat16()
+        x[1], x[2], x[3] = 0, x[2] * 1e-30, x[3] * 1e30
+        x[4, 7] = float("nan")
+        w = torch.randn(2, 2 * 208, D, device=args.device).bfloat16()
+        bits = same(encode(w, 2).cpu(), encode(w.cpu(), 2))
+        if args.device == "cuda":
+            codes, scales = torch.empty_like(x, dtype=E4M3), torch.empty(300, device="cuda")
+            fp8_gpu.cast_rows(x, codes, scales)
+            want, of_rows = (t.cuda() for t in coded(x.cpu(), 1, D))
+            alone = codes.float().isnan().sum() == 1 and bool(codes[4, 7].isnan())
+            bits = bits and same(codes, want) and torch.equal(scales, of_rows[:, 0]) and alone
+        yield Figure("casts", f"width {D}", "equal bits" if bits else "other bits", "equal bits", bits)
+
+
+def accuracy(args: argparse.Namespace) -> Iterator[Figure]:
+    names = ["y", "dx", "d_gate_up", "d_down", "d_weights"]
+    widths = {ALL[name][1:3]: name for name in reversed(args.shapes)}  # one shape of these widths is enough
+    for name in reversed(widths.values()):
+        T, D, ffn, E, K = TINY if args.tiny else ALL[name]
+        shape = min(T, 512), D, min(ffn, 2880), min(E, 4), min(K, 2)
+        for outliers in (False, True):
+            torch.manual_seed(0)
+            layer = layer_of(name, shape, args.device, outliers)
+            got = results(moe_mlp, layer, codes=layer.codes)
+            exact = results(reference.moe_mlp, on(layer, args.device, torch.float32))
+            cpu = on(layer, "cpu")
+            twin = results(moe_mlp, cpu, codes=cpu.codes)
+            bar = 1e-1 if outliers else 8e-2
+            found = {}
+            for what, ours, theirs, plain in zip(names, got, twin, exact, strict=True):
+                own, other = error(ours, plain), error(theirs, plain.cpu())
+                found[what] = own, other
+                title = f"{name}, {'outliers' if outliers else 'normal'}: {what}"
+                limited = "limit" in layer.activation and outliers and what in ("dx", "d_gate_up")
+                yield at_most("accuracy", title, own, None if limited else bar)
+                yield at_most("accuracy", f"{title}, of the twin's", own / other, 1.1)
+            figures.keep(args, "fp8_experts", "accuracy", dict(shape=name, outliers=outliers, errors=found))
+
+
+def contestants(layer: Layer) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
+    """Forwards of the layer, each with the tensors whose gradients are computed."""
+    x, gate_up, down, weights = wanted = [t.detach().requires_grad_() for t in layer[:4]]
+    how = layer.ids, layer.bias, layer.activation
+    codes = layer.codes
+    found = {
+        "bf16": partial(moe_mlp, x, gate_up, down, weights, *how),
+        "fp8": partial(moe_mlp, x, gate_up, down, weights, *how, codes=codes),
+    }
+    if layer.x.is_cuda and layer.activation == "swiglu":
+        found["torch._grouped_mm"] = partial(by_groups, torch._grouped_mm, layer, wanted)
+        try:
+            from torchao.prototype.moe_training import fp8_grouped_mm  # pyrefly: ignore[missing-import]
+
+            rowwise = fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm
+            found["torchao rowwise"] = partial(by_groups, rowwise, layer, wanted)
+        except Exception as lack:
+            print(f"torchao's MoE training: {type(lack).__name__}: {lack}", flush=True)
+    return {name: (call, wanted) for name, call in found.items()}
+
+
+def by_groups(product: Callable[..., Tensor], layer: Layer, leaves: list[Tensor]) -> Tensor:
+    """SwiGLU experts by grouped products (x, matrices transposed, ends of the groups)."""
+    x, gate_up, down, weights = leaves
+    order = layer.ids.flatten().argsort(stable=True)
+    counts = torch.bincount(layer.ids.flatten(), minlength=len(down))
+    ends, K = counts.cumsum(0).to(torch.int32), layer.ids.shape[1]
+    gate, up = product(x[order // K], gate_up.mT, ends).chunk(2, -1)
+    out = product(F.silu(gate) * up, down.mT, ends)
+    rows = torch.empty_like(out).index_copy(0, order, out).view(*layer.ids.shape, -1)
+    return (rows * weights[..., None].to(rows.dtype)).sum(1)
+
+
+def layer(args: argparse.Namespace) -> Iterator[Figure]:
+    for name in args.shapes:
+        torch.manual_seed(0)
+        shape = TINY if args.tiny else ALL[name]
+        own = layer_of(name, shape, args.device)
+        runs: dict[str, Callable[[], Any]] = {"cast": lambda own=own: own.codes}
+        missing, memory = {}, {}
+        for kind, (call, wanted) in contestants(own).items():
+            both = passes(call, wanted, own.dy)
+            try:
+                both()  # a rival may fail, and another may run out of memory
+                memory[kind] = kept(call) if own.x.is_cuda else 0
+            except Exception as why:
+                missing[kind] = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0][:200]}"
+                continue
+            runs |= {f"{kind} forward": call, kind: both}
+        ms = dict(zip(runs, timed(list(runs.values()), args), strict=True))
+        kernels = {kind: kernel_times(runs[kind]) for kind in ("bf16", "fp8")} if own.x.is_cuda else {}
+        found = dict(shape=name, ms=ms, kept=memory, kernels=kernels, missing=missing)
+        figures.keep(args, "fp8_experts", "layer", found)
+        add_to_table(args.table, args.device, shape, ms)
+        bar = BARS.get(name) if own.x.is_cuda else None
+        yield at_least("layer", f"{name}: bf16 / fp8", ms["bf16"] / ms["fp8"], bar, "x")
+        step = ms["bf16"] / (ms["fp8"] + ms["cast"])
+        yield at_least("layer", f"{name}: a step, with one cast ({ms['cast']:.2f} ms)", step, None, "x")
+        forward = ms["bf16 forward"] / ms["fp8 forward"]
+        bar = 1.35 if bar else None
+        yield at_least("layer", f"{name}: forward ({ms['fp8 forward']:.2f} ms)", forward, bar, "x")
+        for kind in runs:
+            if kind in ("torchao rowwise", "torch._grouped_mm"):
+                yield at_least("layer", f"{name}: {kind} / fp8", ms[kind] / ms["fp8"], 1, "x")
+        for kind, why in missing.items():
+            yield Figure("layer", f"{name}: {kind}", why, "runs", False)
+
+
+def add_to_table(path: Path | None, device: str, shape: Shape, ms: dict[str, float]) -> None:
+    """Writes a shape's times into the table; an older entry of the shape is replaced."""
+    if path is None:
+        return
+    T, D, ffn, E, K = shape
+    entry = Measured(D, ffn, T * K // E, *(round(ms[kind], 4) for kind in ("bf16", "fp8", "cast")))
+    table = json.loads(path.read_text()) if path.exists() else {}
+    old = [one for one in table.get(arch_of(device), []) if Measured(**one)[:3] != entry[:3]]
+    table[arch_of(device)] = [*old, entry._asdict()]
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def products(args: argparse.Namespace) -> Iterator[Figure]:
+    if args.device != "cuda":
+        yield Figure("products", "kernels", "not on a CPU")
+        return
+    for name in args.shapes:
+        torch.manual_seed(0)
+        T, D, ffn, E, K = shape = TINY if args.tiny else ALL[name]
+        own = layer_of(name, shape, "cuda")
+        n, meta = named(own.activation).halves, route(own.ids, E)
+        kind = partial(fp8_gpu.Fp8Launches, codes=own.codes, casts={})
+        launches = kind(own.x, own.down.shape, K, meta, own.weights, (own.gate_up, own.down), own.activation)
+        h = torch.empty(T * K, n * ffn, dtype=own.x.dtype, device="cuda")
+        act = launches.up_cast(own.bias, h)
+        launches.cast(own.dy)
+        dh, _, _ = launches.dh(own.dy, own.down, h)
+        calls = {
+            "up": lambda: launches.up_cast(own.bias, h),  # noqa: B023
+            "down": lambda: launches.summed_rows("down", act, launches.down_codes, False),  # noqa: B023
+            "dh": lambda: launches.dh(own.dy, own.down, h),  # noqa: B023
+            "dx": lambda: launches.rows("dx", dh, own.gate_up, False),  # noqa: B023
+        }
+        ends = meta.ends.clone()
+        sizes = dict(up=(D, n * ffn), down=(ffn, D), dh=(D, ffn), dx=(n * ffn, D))
+        for kernel, (length, width) in sizes.items():
+            calls[f"{kernel}, torch"] = scaled(T * K, length, width, E, ends)
+        try:
+            ms = dict(zip(calls, timed(list(calls.values()), args), strict=True))
+        except RuntimeError as why:  # torch's product: without it our own are timed
+            print(f"{name}: torch._scaled_grouped_mm: {why}", flush=True)
+            ms = dict(zip(sizes, timed([calls[kernel] for kernel in sizes], args), strict=True))
+        figures.keep(args, "fp8_experts", "products", dict(shape=name, ms=ms))
+        for kernel, (length, width) in sizes.items():
+            flops = 2 * T * K * length * width
+            rates = [flops / ms[one] / 1e9 for one in (kernel, f"{kernel}, torch") if one in ms]
+            words = " / ".join(f"{rate:.0f}" for rate in rates)
+            yield Figure(
+                "products", f"{name}: {kernel}, TFLOP/s, tmoe / torch", f"{words} ({ms[kernel]:.3f} ms)"
+            )
+
+
+def scaled(N: int, length: int, width: int, E: int, ends: Tensor) -> Callable[[], Tensor]:
+    """torch's grouped product of codes, a scale a row of each operand."""
+    a = torch.randn(N, length, device="cuda").to(E4M3)
+    b = torch.randn(E, width, length, device="cuda").to(E4M3)
+    of_a, of_b = torch.ones(N, device="cuda"), torch.ones(E, width, device="cuda")
+    how = dict(offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return lambda: torch._scaled_grouped_mm(a, b.mT, of_a, of_b, **how)
+
+
+PARTS: figures.Parts = dict(casts=casts, accuracy=accuracy, layer=layer, products=products)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    figures.flags(p, PARTS, list(PARTS), 540)
+    p.add_argument("--shapes", nargs="+", choices=list(ALL), default=SHAPES)
+    p.add_argument("--rounds", type=int, default=9)
+    p.add_argument("--table", type=Path, help="a table like fp8_table.json, to which times are added")
+    args = p.parse_args()
+    if args.device == "cuda":
+        require_gpu(p)
+    figures.run("benchmarks.fp8_experts", args, PARTS, LIMITS)
+
+
+if __name__ == "__main__":
+    main()
