@@ -156,13 +156,14 @@ def of_rollout(cfg: Config, tokens: int, dtype: torch.dtype) -> list[tuple]:
 def decode_shapes(cfg: Config, dtype: torch.dtype) -> DecodeShapes:
     """A rollout's step for one token of each slot without the experts: attention, norms, sampling."""
     m, how = cfg.model, rounding(cfg.grpo.bitwise)
-    blocks = {m.is_moe(layer) for layer in range(m.layers)}
-    widths = [m.moe.shared_dim] * (True in blocks) + [m.ffn_dim] * (False in blocks)
+    blocks = range(m.layers)
+    widths = [m.moe.shared_dim] * any(map(m.is_moe, blocks)) + [m.ffn_dim] * any(map(m.is_dense, blocks))
+    widths = widths if m.moe.shared_halves == 2 else []  # relu squared has no kernel
     return DecodeShapes(
         vocab=m.vocab,
         dim=m.dim,
         dtype=dtype,
-        layers=tuple(attention_shapes(m, layer) for layer in range(m.layers) if not m.is_linear(layer)),
+        layers=tuple(attention_shapes(m, layer) for layer in range(m.layers) if m.attends(layer)),
         ffn_dims=tuple(width for width in widths if width),
         fused=how.fused,
         in_blocks=how.in_blocks,

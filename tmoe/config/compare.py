@@ -75,7 +75,7 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
     sparse = [i for i in range(cfg.layers) if cfg.is_moe(i)]
     unread = TRAINING | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed", "rotary"}
     unread = unread | {"layer_types"}
-    if len(sparse) == cfg.layers:
+    if not any(map(cfg.is_dense, range(cfg.layers))):
         unread = unread | {"ffn_dim"}
     settings = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread}
     settings["MoE layers"] = sparse
@@ -97,6 +97,10 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
     if linear := [i for i in range(cfg.layers) if cfg.is_linear(i)]:
         settings["linear layers"] = linear
         settings |= {f"linear.{name}": value for name, value in _linear_facts(cfg.linear).items()}
+    if cfg.one_branch:
+        settings["branches"] = [cfg.branch_of(i) for i in range(cfg.layers)]
+    if cfg.moe.shared_activation != "swiglu":  # of dense feed-forwards too
+        settings["moe.shared_activation"] = cfg.moe.shared_activation
     settings["mtp.depth"] = cfg.mtp.depth
     if sparse:
         settings |= {f"moe.{name}": value for name, value in _moe_facts(cfg.moe).items()}
@@ -111,7 +115,8 @@ def _linear_facts(linear: LinearConfig) -> dict[str, Any]:
 
 def _moe_facts(moe: MoEConfig) -> dict[str, Any]:
     """The settings of an MoE layer that decide what it computes."""
-    settings = {f.name: getattr(moe, f.name) for f in fields(moe) if f.name not in TRAINING}
+    unread = TRAINING | {"shared_activation"}  # `facts` has it
+    settings = {f.name: getattr(moe, f.name) for f in fields(moe) if f.name not in unread}
     if settings.pop("softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
         settings["renormalize"] = True
     entry = SELECTIONS[moe.selection]
@@ -164,7 +169,7 @@ def _rope_facts(cfg: ModelConfig) -> dict[str, Any]:
         settings["interleave"] = True
     if rope.query_beta:
         settings |= dict(query_beta=rope.query_beta, original_max_seq=rope.original_max_seq)
-    kinds = {i: cfg.rope_of(i) for i in range(cfg.layers) if not cfg.is_linear(i)}
+    kinds = {i: cfg.rope_of(i) for i in range(cfg.layers) if cfg.attends(i)}
     if None in kinds.values():
         settings["no position"] = [i for i, kind in kinds.items() if kind is None]
     usual = replace(rope, window_theta=None)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tmoe.config.check import check
 
-LayerType = Literal["linear", "full"]
+LayerType = Literal["linear", "full", "moe", "dense"]
 CHUNK = 64  # tokens of a chunk in the count of operations (ops/delta)
 
 

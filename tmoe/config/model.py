@@ -154,6 +154,9 @@ class MoEConfig:
     """hidden width of one routed expert, F"""
     shared_dim: int = 0
     """summed hidden width of the shared experts, which process every token; 0: none"""
+    shared_activation: Literal["swiglu", "relu2"] = "swiglu"
+    """activation of shared experts, and of dense feed-forwards: silu(gate) up (swiglu), or relu(up) squared,
+    without a gate (relu2, Nemotron-H)"""
     shared_gate: bool = False
     """multiply the shared experts' output by sigmoid(x . w) (Qwen2-MoE)"""
     score: ScoreName = "softmax"
@@ -366,6 +369,11 @@ class MoEConfig:
         """Rows of an expert's first matrix for each of its ffn_dim channels: 2 with a gate, else 1."""
         return activation(self.activation).halves
 
+    @property
+    def shared_halves(self) -> int:
+        """`halves` of shared experts and of dense feed-forwards."""
+        return activation(self.shared_activation).halves
+
     def require_trained(self) -> None:
         """Raise ConfigError, with what to set, where the task's loss gives the router no gradient."""
         before = f" {Setting('model.moe.softmax')} before" if self.softmax == "after" else ""
@@ -508,7 +516,8 @@ class ModelConfig:
     """divisor of the logits (Granite)"""
     layer_types: tuple[LayerType, ...] = ()
     """blocks with full attention (full) and linear blocks (linear, of linear.kind), repeated over the depth;
-    none: every linear.every-th block has full attention"""
+    none: every linear.every-th block has full attention. With moe or dense among them a block has one branch
+    (Nemotron-H): attention, a linear layer, an MoE or a dense feed-forward"""
     dense_layers: int = 0
     """number of leading blocks whose feed-forward is dense"""
     dense_blocks: tuple[int, ...] = ()
@@ -574,8 +583,43 @@ class ModelConfig:
         model.require(grouped or {*self.rotary} == {1}, "rotary", f"not with {mla}")
         kinds, needed = {*self.layer_types}, f"{Setting('model.linear.kind', 'deltanet')} or mamba2"
         model.require("linear" not in kinds or self.linear.kind != "none", "layer_types", f"needs {needed}")
+        self._check_branches(model)
         absolute = f"not with {model.said('rope.query_beta')}, by which queries depend on their position"
         model.require(not self.mtp.depth or not self.rope.query_beta, "mtp.depth", absolute, 0)
+
+    def _check_branches(self, model: Section) -> None:
+        """ConfigError for settings that blocks of one branch do not have."""
+        if self.one_branch:
+            alone = f"not with {model.said('layer_types')}, where a block has one branch"
+            model.require(self.norms == "pre", "norms", alone, "pre")
+            model.require(not self.mtp.depth, "mtp.depth", alone, 0)
+            model.require(not self.dense_blocks, "dense_blocks", alone)
+            model.require(not self.dense_layers, "dense_layers", alone, 0)
+
+    @property
+    def one_branch(self) -> bool:
+        """Whether a block has attention or a feed-forward, not both."""
+        return not {"moe", "dense"}.isdisjoint(self.layer_types)
+
+    def branch_of(self, layer: int) -> LayerType | None:
+        """The branch of this block; None if blocks have two branches."""
+        return self.layer_types[layer % len(self.layer_types)] if self.one_branch else None
+
+    def mixes(self, layer: int) -> bool:
+        """Whether this block has attention or a linear layer."""
+        return self.branch_of(layer) in (None, "linear", "full")
+
+    def attends(self, layer: int) -> bool:
+        """Whether this block has attention."""
+        return self.mixes(layer) and not self.is_linear(layer)
+
+    def feeds(self, layer: int) -> bool:
+        """Whether this block has a feed-forward, an MoE or a dense one."""
+        return self.branch_of(layer) in (None, "moe", "dense")
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether this block has a dense feed-forward."""
+        return self.feeds(layer) and not self.is_moe(layer)
 
     @property
     def longest(self) -> int:
@@ -611,6 +655,8 @@ class ModelConfig:
         return self.tied or self.mtp.depth > 0
 
     def is_moe(self, layer: int) -> bool:
+        if self.one_branch:
+            return self.branch_of(layer) == "moe"
         layer = min(layer, self.layers - 1)
         regular = layer >= self.dense_layers and (layer - self.dense_layers) % self.moe_every == 0
         return regular and layer not in self.dense_blocks
@@ -629,13 +675,15 @@ class ModelConfig:
         return sum(map(self.is_linear, range(self.layers)))
 
     def mask_of(self, layer: int) -> int | str:
-        """The rule by which this block reads earlier tokens: LINEAR, or the width of its window."""
+        """The rule by which this block reads earlier tokens: LINEAR, the width of its window, or NO_TOKENS."""
+        if not self.mixes(layer):
+            return NO_TOKENS
         return LINEAR if self.is_linear(layer) else self.window_of(layer)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The RoPE settings of this block; None for a block without RoPE."""
         last = min(layer, self.layers - 1)
-        if self.is_linear(layer) or not self.rotary[last % len(self.rotary)]:
+        if not self.attends(layer) or not self.rotary[last % len(self.rotary)]:
             return None
         if self.rope.window_theta is None:
             return self.rope
@@ -646,13 +694,15 @@ class ModelConfig:
 
     def window_of(self, layer: int) -> int:
         """Number of tokens that a token attends to in this block, itself included; 0: all before it."""
-        if self.is_linear(layer):
+        if not self.attends(layer):
             return 0
         layer = min(layer, self.layers - 1)
         return self.window if self.windowed[layer % len(self.windowed)] else 0
 
     def norms_of(self, layer: int) -> tuple[int, int]:
         """Numbers of RMSNorms of the model's width around this block's attention and its feed-forward."""
+        if self.one_branch:
+            return int(self.mixes(layer)), int(self.feeds(layer))
         more = self.norms == "moe" and self.is_moe(layer)
         around = 2 if self.norms == "sandwich" else 1
         return around, around + more
@@ -672,6 +722,7 @@ class ModelConfig:
 
 
 LINEAR = "linear"  # `mask_of` of a linear block
+NO_TOKENS = "none"  # `mask_of` of a block that is a feed-forward alone
 IGNORE = -100  # a target that no loss counts
 
 

@@ -1085,7 +1085,7 @@ def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
     parallel, heads = Section(p, "parallel."), model.heads
     divide = f"must divide {Setting('model.heads', heads)}"
     degrees = divisors(heads)
-    full = (layer for layer in range(model.layers) if not model.is_linear(layer))
+    full = (layer for layer in range(model.layers) if model.attends(layer))
     kinds = {model.kv_heads_in(model.window_of(layer)) for layer in full}
     for groups in sorted(kinds) if model.attention == "gqa" else ():
         degrees = [tp for tp in degrees if groups % tp == 0 or tp % groups == 0]

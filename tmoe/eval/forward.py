@@ -115,10 +115,12 @@ def hidden(model: Transformer, batch: Batch, turns: AllTurns, rows: int) -> Tens
     x = model.embed(batch.ids_1S)
     for block in model.blocks:
         assert isinstance(block, Block)
-        y = attention(block.attention, block.attention_norm(x), here[block.rope], masks[block.mask])
-        x = x + block.branch(block.attention_post_norm(y))
-        y, _ = feed_forward(block, block.ffn_norm(x), batch.padding_1S, rows)
-        x = x + y
+        if block.attention is not None:
+            y = attention(block.attention, block.attention_norm(x), here[block.rope], masks[block.mask])
+            x = x + block.branch(block.attention_post_norm(y))
+        if block.feeds:
+            y, _ = feed_forward(block, block.ffn_norm(x), batch.padding_1S, rows)
+            x = x + y
     return model.scaled(model.norm(x))[0]
 
 

@@ -196,6 +196,8 @@ def _dense_config(dense: Path, manifest: Manifest) -> ModelConfig:
     require(
         not sparse, f"{dense}: blocks {sparse} are MoE blocks already; only a dense model can be upcycled"
     )
+    gated = cfg.moe.shared_activation == "swiglu" and not cfg.one_branch
+    require(gated, f"{dense}: only blocks of attention and a gated feed-forward (swiglu) are upcycled")
     return cfg
 
 

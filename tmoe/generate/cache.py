@@ -48,11 +48,11 @@ class Cache:
     def __init__(self, cfg: ModelConfig, pages: int, device: torch.device, dtype: torch.dtype):
         self.pages = pages
         self.shared = cfg.attention == "mla"
-        self.layers: list[LayerCache | None] = []  # None: a linear block, which keeps no keys
+        self.layers: list[LayerCache | None] = []  # None: a block without attention, which keeps no keys
         self.device = device
         self.states: list[State] = []  # of linear blocks, for each slot; see generate/states.py
         for layer in range(cfg.layers):
-            if cfg.is_linear(layer):
+            if not cfg.attends(layer):
                 self.layers.append(None)
                 continue
             heads, width, values = layer_widths(cfg, layer)
@@ -81,7 +81,7 @@ def layer_widths(cfg: ModelConfig, layer: int) -> tuple[int, int, int]:
 def bytes_a_token(cfg: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that all blocks together cache for one token; linear blocks have states (generate/states.py)."""
     shared = cfg.attention == "mla"
-    full = (layer for layer in range(cfg.layers) if not cfg.is_linear(layer))
+    full = (layer for layer in range(cfg.layers) if cfg.attends(layer))
     widths = (layer_widths(cfg, layer) for layer in full)
     held = sum(heads * (width if shared else width + values) for heads, width, values in widths)
     return held * dtype.itemsize

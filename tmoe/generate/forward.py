@@ -104,19 +104,18 @@ def prefill(
     x = model.embed(chunk.tokens_1S)
     for block, layer in zip(model.blocks, cache.layers, strict=True):
         assert isinstance(block, Block)
-        normed = block.attention_norm(x)
         attention, mask, now = block.attention, masks[block.window], here[block.rope]
         if isinstance(attention, LinearLayer):
-            y = prompt_linear(attention, normed, chunk, states, linear)
+            y = prompt_linear(attention, block.attention_norm(x), chunk, states, linear)
             linear += 1
-        elif isinstance(attention, LatentAttention):
+            x = x + block.branch(block.attention_post_norm(y))
+        elif attention is not None:
             assert layer is not None
-            y = prompt_latent(attention, normed, now, layer, chunk, mask)
-        else:
-            assert layer is not None
-            y = prompt_grouped(attention, normed, now, layer, chunk, mask)
-        x = x + block.branch(block.attention_post_norm(y))
-        if last or block is not model.blocks[-1]:  # the cache needs nothing after the last block's keys
+            prompt = prompt_latent if isinstance(attention, LatentAttention) else prompt_grouped
+            y = prompt(attention, block.attention_norm(x), now, layer, chunk, mask)
+            x = x + block.branch(block.attention_post_norm(y))
+        # the cache needs nothing after the last block's keys
+        if block.feeds and (last or block is not model.blocks[-1]):
             y, routing = feed_forward(block, block.ffn_norm(x), chunk.padding_1S, rows)
             x = x + y
             if routing is not None:
@@ -175,15 +174,15 @@ def decode(
     fused = tokens_B.is_cuda and model.rounding.fused
     x = model.embed(tokens_B[:, None])
     blocks = cast(list[Block], list(model.blocks))
-    normed = blocks[0].attention_norm(x)
-    norms = [*(block.attention_norm for block in blocks[1:]), cast(nn.Module, model.norm)]
+    normed = blocks[0].first_norm(x)
+    norms = [*(block.first_norm for block in blocks[1:]), cast(nn.Module, model.norm)]
     routes = []
     states = iter(rows_of_states(cache.states, len(tokens_B)))
     for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
         attention = block.attention
         if isinstance(attention, LinearLayer):
             y = attention.step(normed, next(states))
-        else:
+        elif attention is not None:
             assert layer is not None
             q_BHC, gate_BHC = put_one(attention, normed, here[block.rope], layer, places_B, fused)
             scale, sinks_H = softmax_of(attention)
@@ -193,8 +192,11 @@ def decode(
             else:
                 y_BHC = decode_attention(*pages, scale=scale, window=block.window or None, sinks_H=sinks_H)
             y = output(attention, gated(y_BHC, gate_BHC))[:, None]
-        y = block.branch(block.attention_post_norm(y))
-        x, normed = add_and_norm(x, y, block.ffn_norm, fused)
+        if attention is not None:
+            y = block.branch(block.attention_post_norm(y))
+            x, normed = add_and_norm(x, y, block.ffn_norm if block.feeds else following, fused)
+        if not block.feeds:
+            continue
         y, routing = feed_forward(block, normed, padding_B1, rows)
         x, normed = add_and_norm(x, y, following, fused)
         if routing is not None:

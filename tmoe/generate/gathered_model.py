@@ -78,7 +78,7 @@ def gathered(
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     blocks = [block for block in model.blocks if isinstance(block, Block)]
     layers = [block.moe for block in blocks if block.moe is not None]
-    divided = [model, *(block.attention for block in blocks)]
+    divided = [model, *(block.attention for block in blocks if block.attention is not None)]
     spread = model.spread
     modes = {module: module.training for module in model.modules()}
     with ExitStack() as stack:

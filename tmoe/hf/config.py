@@ -142,14 +142,15 @@ def read_config(hf: HF) -> ModelConfig:
         _refuse(arch, [_in_their_keys(error, _their_keys(arch, hf))])
         raise
     key = next(iter(by_name["moe.activation"].keys), "")
-    if key in hf and cfg.moe.activation != "swiglu" and (_has_dense(cfg) or cfg.moe.shared_dim):
+    other = cfg.moe.activation != cfg.moe.shared_activation
+    if key in hf and other and (_has_dense(cfg) or cfg.moe.shared_dim):
         words = "dense blocks and shared experts have the same activation, and only 'silu' is computed there"
         _refuse(arch, [f"{key}={hf[key]!r}: {words}"])
     return cfg
 
 
 def _has_dense(cfg: ModelConfig) -> bool:
-    return not all(map(cfg.is_moe, range(cfg.layers)))
+    return any(map(cfg.is_dense, range(cfg.layers)))
 
 
 def _read_field(field: Field, hf: HF, said: HF) -> Any:
@@ -508,16 +509,17 @@ def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
 def read_linear(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
     """Put the kinds of blocks of an architecture with linear blocks into `found`, and return problems."""
     assert arch.linear is not None
-    layers, every, older = found.get("layers") or 0, 0, dict(arch.linear.older)
-    if key := arch.linear.every:
+    linear, layers, every = arch.linear, found.get("layers") or 0, 0
+    if key := linear.every:
         every = said.get(key, 4)
         if not fits(every, int) or every < 1:
             return [f"{key}={every!r}: must be at least 1"]
     usual = [KINDS_OF_BLOCKS[0] if every and not (i + 1) % every else LINEAR_BLOCK for i in range(layers)]
-    if "layer_types" in said:
-        said = said | dict(layer_types=[older.get(kind, kind) for kind in said["layer_types"]])
-    kinds, problems = kinds_of_layers(said, "layer_types", (LINEAR_BLOCK, KINDS_OF_BLOCKS[0]), usual)
-    found["layer_types"] = tuple("linear" if kind == LINEAR_BLOCK else "full" for kind in kinds)
+    older, listed = dict(linear.older), linear.listed(said)
+    if listed is not None:
+        said = said | {linear.key: [older.get(kind, kind) for kind in listed]}
+    kinds, problems = kinds_of_layers(said, linear.key, dict(linear.words), usual)
+    found["layer_types"] = tuple(dict(linear.words)[kind] for kind in kinds)
     found["layer_types"] = found["layer_types"][: shortest(list(found["layer_types"]))]
     return problems
 
@@ -581,8 +583,9 @@ def write_windows(arch: Architecture, cfg: ModelConfig) -> HF:
     Windows that these keys cannot describe are noticed when the keys are read back.
     """
     if arch.linear:
-        linear = map(cfg.is_linear, range(cfg.layers))
-        return dict(layer_types=[LINEAR_BLOCK if it_is else KINDS_OF_BLOCKS[0] for it_is in linear])
+        theirs = {ours: word for word, ours in arch.linear.words}
+        kinds = (cfg.branch_of(i) or ("linear" if cfg.is_linear(i) else "full") for i in range(cfg.layers))
+        return {arch.linear.key: [theirs.get(kind, kind) for kind in kinds]}
     windows = [cfg.window_of(i) for i in range(cfg.layers)]
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
     values = dict(sliding_window=max(windows) or None, use_sliding_window=any(windows), layer_types=kinds)

@@ -21,6 +21,7 @@ from torch import Tensor
 from tmoe.base.listing import listed
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import require
+from tmoe.config.linear_settings import LayerType
 from tmoe.config.model import ModelConfig
 from tmoe.model.shapes import model_shapes
 
@@ -174,6 +175,12 @@ class Linear(NamedTuple):
     """the key by which every n-th block has full attention if there is no layer_types; "": none has"""
     older: tuple[tuple[str, str], ...] = ()
     """older words of layer_types, each with the word that transformers 5 has for it"""
+    words: tuple[tuple[str, LayerType], ...] = (("linear_attention", "linear"), ("full_attention", "full"))
+    """the words of layer_types, each with ours"""
+    key: str = "layer_types"
+    """the name of layer_types in config.json"""
+    listed: Callable[[HF], list[str] | None] = lambda said: said.get("layer_types")
+    """the list in a config.json; None if it has none"""
 
 
 @dataclass(frozen=True)

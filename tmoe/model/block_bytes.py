@@ -24,8 +24,10 @@ VECTORS = 12  # per token: log-prob, entropy, log-sum-exp, their gradients, inpu
 def attention_elements(cfg: Config, axes: Axes, layer: int) -> int:
     """Elements in the compute type that a block's attention keeps between its norm and its result.
 
-    They include the result, which is the operand of the output projection.
+    They include the result, which is the operand of the output projection. 0 in a block without attention.
     """
+    if not cfg.model.mixes(layer):
+        return 0
     if cfg.model.is_linear(layer):
         return linear_elements(cfg, axes)
     latent = cfg.model.attention == "mla"
@@ -70,6 +72,8 @@ def statistics(cfg: Config, axes: Axes, layer: int) -> int:
     """
     model, tp = cfg.model, axes.tp
     T = local_tokens(cfg, axes)
+    if not model.mixes(layer):
+        return 0
     if model.is_linear(layer):
         # decays, beta, root mean squares; with kernels also the sums of decays and T (ops/delta/gpu.py)
         kernels = 1 + gpu.LENGTH if gpu.MEASURED else 0

@@ -59,11 +59,13 @@ def block_seconds(
     experts = expert_seconds(cfg, axes, m, skew) if sparse else (0.0, 0.0)
     exchange = exchange_seconds(cfg, axes, m) if sparse else 0.0
     slices = etp_seconds(cfg, axes, m) if sparse else 0.0
-    tp, cp = tp_seconds(cfg, axes, m), cp_seconds(cfg, axes, m)
-    wide = model.moe.shared_dim if sparse else model.ffn_dim
+    mixes = model.mixes(layer)
+    tp, cp = (tp_seconds(cfg, axes, m), cp_seconds(cfg, axes, m)) if mixes else ((0.0, 0.0), (0.0, 0.0))
+    wide = model.moe.shared_dim if sparse else model.ffn_dim * model.is_dense(layer)
     # The forward reads gate and up and writes their product. The backward reads gate, up and the product's
     # gradient, and writes the recomputed product and both gradients.
-    glue = (m.glue_passes * model.dim + 9 * wide) * T * width / m.memory_rate
+    passes = m.glue_passes / (2 if model.one_branch else 1)
+    glue = (passes * model.dim + 9 * wide) * T * width / m.memory_rate
     forward = {
         "projections": projections,
         "attention": attention * 2 / 7,
@@ -96,7 +98,9 @@ def products(cfg: Config, axes: Axes, layer: int) -> list[tuple[int, int, int]]:
     model, tp = cfg.model, axes.tp
     T, D, H = local_tokens(cfg, axes), model.dim, model.heads // tp
     gathered = T * tp
-    if model.is_linear(layer):
+    if not model.mixes(layer):
+        dense = []
+    elif model.is_linear(layer):
         n = model.linear
         dense = [(T, D, n.mixed + n.value_width), (T, D, n.gate_rows), (T, n.value_width, D)]
     elif model.attention == "mla":
@@ -188,6 +192,8 @@ def attention_seconds(cfg: Config, axes: Axes, layer: int, m: SimpleNamespace) -
     """
     model = cfg.model
     S = cfg.train.seq
+    if not model.mixes(layer):
+        return 0.0
     if model.is_linear(layer):
         return 3 * rule_flops(model) * local_tokens(cfg, axes) / (RULE_SHARE * m.product_rate)
     window = model.window_of(layer)

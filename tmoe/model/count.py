@@ -27,7 +27,9 @@ class ParameterCounts(NamedTuple):
 
 
 def attention_shapes(model: ModelConfig, layer: int) -> list[Shape]:
-    """Shapes of one block's attention parameters."""
+    """Shapes of one block's attention parameters; none in a block without attention."""
+    if not model.mixes(layer):
+        return []
     if model.is_linear(layer):
         return linear_shapes(model)
     window = model.window_of(layer)
@@ -89,8 +91,10 @@ def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shap
     dense = [(D,)] * sum(model.norms_of(layer)) + attention_shapes(model, layer)
     if layer >= model.layers:  # predicts a further token: three norms, and the projection of two inputs
         dense += [(D,), (D,), (D,), (D, 2 * D)]
+    if not model.feeds(layer):
+        return dense, []
     if not model.is_moe(layer):
-        return [*dense, (2 * model.ffn_dim, D), (D, model.ffn_dim)], []
+        return [*dense, (moe.shared_halves * model.ffn_dim, D), (D, model.ffn_dim)], []
     width = moe.cosine_dim if moe.score == "cosine" else D
     dense.append((moe.outputs, width))
     if moe.score == "cosine":
@@ -98,7 +102,7 @@ def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shap
     if moe.router_bias:
         dense.append((moe.outputs,))
     if moe.shared_dim:
-        dense += [(2 * moe.shared_dim, D), (D, moe.shared_dim)]
+        dense += [(moe.shared_halves * moe.shared_dim, D), (D, moe.shared_dim)]
     if moe.shared_gate:
         dense.append((1, D))
     if moe.latent_dim:
@@ -151,7 +155,7 @@ def flops_per_token(model: ModelConfig, seq: int, frozen: bool = False) -> float
     Recomputation (flash attention's backward, activation checkpointing) is not counted. Document borders do
     not lower the count.
     """
-    full = (layer for layer in model.numbered if not model.is_linear(layer))
+    full = (layer for layer in model.numbered if model.attends(layer))
     windows = [min(model.window_of(layer) or seq, seq) for layer in full]
     visible = sum(W - W * W / (2 * seq) for W in windows)
     widths = qk_width(model) + v_width(model)

@@ -185,7 +185,8 @@ def apply_spread(model: Transformer, mesh: Mesh, cfg: Config) -> None:
     spread = Spread.over(mesh, cfg.parallel.cp_exchange, cfg.parallel.tp_pieces)
     model.spread = spread
     for block in model.all_blocks():
-        block.attention.spread = spread
+        if block.attention is not None:
+            block.attention.spread = spread
     for balancer in model.balancer, model.mtp.balancer:
         balancer.over_parts = partial(all_reduce, group=mesh.groups["parts"])
 

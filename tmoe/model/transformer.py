@@ -30,7 +30,7 @@ from tmoe.model.rope import Tables, kinds_of, turns_of
 from tmoe.model.rounding import rounding
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
-from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_untrained
+from tmoe.moe.layer import MoE, SwiGLU, check_marks, dense_layer, warn_if_acausal, warn_if_untrained
 from tmoe.moe.router import Router
 from tmoe.ops.delta.runs import Runs, runs_of
 from tmoe.ops.gradient_sums import GradientSum, find_table
@@ -49,7 +49,8 @@ ALL = slice(None)
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)). The feed-forward is an MoE or dense.
 
-    In a linear block (`is_linear`) the attribute `attention` is a LinearLayer.
+    In a linear block (`is_linear`) the attribute `attention` is a LinearLayer. A block of one branch
+    (`ModelConfig.one_branch`) has one of the halves; the other's modules are None or identities.
     The result of each half passes dropout and, in Granite's models, is multiplied by a factor
     (`residual_multiplier`). Norms may also follow attention and feed-forward, or only follow them (`norms`).
     """
@@ -62,13 +63,16 @@ class Block(nn.Module):
         self.mask = cfg.mask_of(layer)  # the key of the block's mask in `Context.masks`
         self.rope = cfg.rope_of(layer)
         before, behind = cfg.norms != "post", cfg.norms in ("post", "sandwich")
-        self.attention_norm = norm_if(before, cfg)
-        self.attention = attention_of(cfg, layer)
+        mixes, feeds = cfg.mixes(layer), cfg.feeds(layer)
+        self.attention_norm = norm_if(before and mixes, cfg)
+        self.attention = attention_of(cfg, layer) if mixes else None
         self.attention_post_norm = norm_if(behind, cfg)
-        self.ffn_norm = norm_if(before, cfg)
+        self.ffn_norm = norm_if(before and feeds, cfg)
         self.ffn_post_norm = norm_if(behind or (cfg.norms == "moe" and cfg.is_moe(layer)), cfg)
         self.moe = MoE(cfg.dim, cfg.moe, init=False) if cfg.is_moe(layer) else None
-        self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim) if self.moe is None else None
+        self.ffn = None
+        if cfg.is_dense(layer):
+            self.ffn = dense_layer(cfg.dim, cfg.ffn_dim, cfg.moe.shared_activation)
         self.must_compile = False
         # a context in which the forward is recomputed; set by model/parallelize.py
         self.standing_in: Callable[[], AbstractContextManager] = nullcontext
@@ -108,19 +112,33 @@ class Block(nn.Module):
         return self.feed_forward(x, padding, members, experts)
 
     def attend(self, x: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask | Runs) -> Tensor:
-        """The first half: x + attention(norm(x))."""
+        """The first half: x + attention(norm(x)); x in a block without attention."""
+        if self.attention is None:
+            return x
         y = self.attention(self.attention_norm(x), cos_SC, sin_SC, mask)
         return x + self.branch(self.attention_post_norm(y))
 
     def feed_forward(
         self, x: Tensor, padding: Tensor | None, members: Tensor | None, experts: LocalExperts | None
     ) -> tuple[Tensor, Load | None]:
-        """The second half: x + feed_forward(norm(x)), and the router's load."""
+        """The second half: x + feed_forward(norm(x)), and the router's load; x in a block without one."""
+        if not self.feeds:
+            return x, None
         if self.ffn is not None:
             return x + self.branch(self.ffn_post_norm(self.ffn(self.ffn_norm(x)))), None
         assert self.moe is not None and experts is not None
         y_TD, load = self.moe.route(self.ffn_norm(x), padding, experts, members=members)
         return x + self.branch(self.ffn_post_norm(y_TD.view_as(x))), load
+
+    @property
+    def feeds(self) -> bool:
+        """Whether the block has a feed-forward."""
+        return self.ffn is not None or self.moe is not None
+
+    @property
+    def first_norm(self) -> nn.Module:
+        """The norm on the input of the block's first branch."""
+        return self.ffn_norm if self.attention is None else self.attention_norm
 
     def branch(self, y: Tensor) -> Tensor:
         """The term that is added to the residual stream: y after dropout, times the multiplier."""
@@ -224,7 +242,7 @@ class Context(NamedTuple):
 
     turns: Tables  # cos and sin by kind of block, [S, C];
     # [B, S, C] if each row has its own positions
-    masks: dict[int | str, Mask | Runs]  # by `mask_of` of blocks
+    masks: dict[int | str, Mask | Runs]  # by `mask_of` of blocks that have attention
     padding_BS: Tensor | None  # of this rank's tokens
     # fp32 [B, S, sequences of a row], 1 where a token belongs to a sequence; None if rows are sequences, or
     # if no loss needs it
@@ -246,7 +264,7 @@ class Context(NamedTuple):
 
     def of_block(self, block: Block) -> tuple[Tensor, Tensor, Mask | Runs]:
         """The inputs of a block's attention."""
-        return *self.turns[block.rope], self.masks[block.mask]
+        return *self.turns[block.rope], self.masks.get(block.mask)
 
 
 class Transformer(nn.Module):

@@ -79,6 +79,24 @@ class SwiGLU(nn.Module):
         return None if cast else matrices
 
 
+class SquaredRelu(SwiGLU):
+    """down(relu(up x)^2): the dense feed-forward and the shared experts without a gate."""
+
+    def __init__(self, dim: int, hidden: int):
+        nn.Module.__init__(self)
+        self.gate_up = nn.Linear(dim, hidden, bias=False)  # up alone, under the name of both
+        self.down = nn.Linear(hidden, dim, bias=False)
+        self.fused = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.gate_up(x)).square())
+
+
+def dense_layer(dim: int, hidden: int, activation: str) -> SwiGLU:
+    """A dense feed-forward with the activation `MoEConfig.shared_activation`."""
+    return (SquaredRelu if activation == "relu2" else SwiGLU)(dim, hidden)
+
+
 def check_marks(name: str, marks: Tensor, tokens: Tensor, shape: torch.Size, *dtypes: torch.dtype) -> None:
     """Raises ValueError unless `marks` holds one mark for each token.
 
@@ -177,7 +195,7 @@ class MoE(nn.Module):
             self.experts: Experts = Experts(latent or dim, cfg)
         self.to_latent = nn.Linear(dim, latent, bias=False) if latent else None
         self.from_latent = nn.Linear(latent, dim, bias=False) if latent else None
-        self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
+        self.shared = dense_layer(dim, cfg.shared_dim, cfg.shared_activation) if cfg.shared_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
         self.dispatcher: Dispatcher = PaddedDispatcher(cfg.experts) if cfg.pad else LocalDispatcher()
         self.dispatcher.mean_K = cfg.top_k if cfg.slots > cfg.top_k else 0

@@ -30,7 +30,7 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
         kept += 2 * T * D * FP32  # input after jitter, operand of an fp32 product, and the factors
     # shared experts: gate, up, and their product, which is recomputed if one op runs the shared and the
     # routed experts
-    kept += (2 if runs_beside(cfg, axes) else 3) * T * moe.shared_dim * width
+    kept += (moe.shared_halves + (not runs_beside(cfg, axes))) * T * moe.shared_dim * width
     # H: under etp 1/etp of the width, for etp times the pairs
     kept += (
         (pairs_bound(T, moe.top_k, ep, moe.experts // ep) or T * moe.top_k) * moe.halves * moe.ffn_dim * width
@@ -120,6 +120,7 @@ def runs_beside(cfg: Config, axes: Axes) -> bool:
     moe = cfg.model.moe
     hidden = hides(axes.ep, compute_bytes(cfg), moe.shared_dim) and not moe.latent_dim
     in_float8 = shared_in_float8(cfg.train.float8, cfg.model.dim, moe.shared_dim)
+    hidden = hidden and moe.shared_activation == "swiglu"
     return uses_symm(cfg, axes) and cfg.parallel.dispatch_dtype != "fp8" and hidden and not in_float8
 
 

@@ -37,13 +37,13 @@ def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -
     # square
     norm = T * (D * width + FP32)  # a norm after a branch keeps the branch's result
     around_attention, around_feed_forward = model.norms_of(layer)
-    attention = T * D * width + around_attention * norm
+    attention = T * D * width * model.mixes(layer) + around_attention * norm
     attention += attention_elements(cfg, axes, layer) * width
     attention += statistics(cfg, axes, layer) * FP32
 
-    feed_forward = T * D * width + around_feed_forward * norm
-    feed_forward += moe_bytes(cfg, axes) if model.is_moe(layer) else 3 * T * model.ffn_dim * width
-
+    feed_forward = T * D * width * model.feeds(layer) + around_feed_forward * norm
+    dense = (model.moe.shared_halves + 1) * T * model.ffn_dim * width * model.is_dense(layer)
+    feed_forward += moe_bytes(cfg, axes) if model.is_moe(layer) else dense
     feed_forward += slice_bytes(cfg, axes) if model.is_moe(layer) else 0
 
     stream = T * D * width

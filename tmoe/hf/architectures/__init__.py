@@ -27,6 +27,7 @@ from tmoe.hf.architectures import (
     mistral,
     mistral4,
     mixtral,
+    nemotron_h,
     olmoe,
     qwen,
     qwen3_next,
@@ -76,4 +77,5 @@ ARCHITECTURES = (
     qwen3_next.QWEN3_5_MOE_TEXT,
     qwen3_next.QWEN3_5_MOE,
     granite4.GRANITEMOEHYBRID,
+    nemotron_h.NEMOTRON_H,
 )

@@ -1,0 +1,109 @@
+"""Nemotron-H's and Nemotron-3's entry: a block is Mamba-2, attention, experts or a dense feed-forward.
+
+Experts, shared experts and dense feed-forwards are relu squared, without a gate. Experts may work on a
+latent. Attention has no positions.
+
+next: hf/architectures/granite4.py
+"""
+
+from __future__ import annotations
+
+from tmoe.config.linear_settings import LayerType
+from tmoe.hf.architectures import common as c
+from tmoe.hf.architectures.deepseek import CHOICE_BIAS, GROUPED, ROUTED
+from tmoe.hf.architectures.granite4 import mamba
+from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Linear, MoELayers, under
+
+BLOCK, MIXER = "backbone.layers.{layer}", "backbone.layers.{layer}.mixer"
+PATTERN = Key("hybrid_override_pattern", str)
+TYPES = Key("layers_block_type", tuple[str, ...])
+WORDS: tuple[tuple[str, LayerType], ...] = (
+    ("linear_attention", "linear"),
+    ("full_attention", "full"),
+    ("moe", "moe"),
+    ("mlp", "dense"),
+)
+OLDER = ("mamba", "linear_attention"), ("attention", "full_attention")
+LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+
+
+def listed(said: HF) -> list[str]:
+    """The kinds of blocks by a config.json."""
+    for key in (TYPES.name, "layer_types"):
+        if key in said:
+            return list(said[key])
+    if PATTERN.name in said:
+        return [LETTERS.get(letter, letter) for letter in said[PATTERN.name]]
+    return ["linear_attention", "moe", "full_attention", "mlp"]
+
+
+def read_branches(said: HF, found: dict) -> list[str]:
+    """A problem if no block is a feed-forward: tmoe's blocks then have two branches."""
+    if {"moe", "mlp"}.isdisjoint(listed(said)):
+        return [f"{TYPES.name}={listed(said)!r}: only with one or more of 'moe' and 'mlp' is computed"]
+    return []
+
+
+RULES = (
+    c.one("embedding.weight", "backbone.embeddings.weight"),
+    c.one("norm.weight", "backbone.norm_f.weight"),
+    c.one("head.weight", "lm_head.weight"),
+    c.one(f"{c.BLOCK}.attention_norm.weight", f"{BLOCK}.norm.weight"),
+    c.one(f"{c.BLOCK}.ffn_norm.weight", f"{BLOCK}.norm.weight"),
+    *under((c.qkv("weight"),), f"{c.LAYER}.self_attn", MIXER),
+    c.one(f"{c.BLOCK}.attention.o.weight", f"{MIXER}.o_proj.weight"),
+    *mamba(MIXER),
+    c.one(f"{c.BLOCK}.ffn.gate_up.weight", f"{MIXER}.up_proj.weight"),
+    c.one(f"{c.BLOCK}.ffn.down.weight", f"{MIXER}.down_proj.weight"),
+    c.one(f"{c.BLOCK}.moe.router.weight", f"{MIXER}.gate.weight"),
+    c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{MIXER}.gate.{CHOICE_BIAS}"),
+    c.one(f"{c.BLOCK}.moe.experts.gate_up", f"{MIXER}.experts.{{expert}}.up_proj.weight"),
+    c.one(f"{c.BLOCK}.moe.experts.down", f"{MIXER}.experts.{{expert}}.down_proj.weight"),
+    c.one(f"{c.BLOCK}.moe.shared.gate_up.weight", f"{MIXER}.shared_experts.up_proj.weight"),
+    c.one(f"{c.BLOCK}.moe.shared.down.weight", f"{MIXER}.shared_experts.down_proj.weight"),
+    c.one(f"{c.BLOCK}.moe.to_latent.weight", f"{MIXER}.fc1_latent_proj.weight"),
+    c.one(f"{c.BLOCK}.moe.from_latent.weight", f"{MIXER}.fc2_latent_proj.weight"),
+)
+
+NEMOTRON_H = Architecture(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    RULES,
+    (
+        Field("vocab", ("vocab_size",), 131072),
+        Field("dim", ("hidden_size",), 4096),
+        Field("layers", ("num_hidden_layers",), lambda hf: len(listed(hf))),
+        Field("heads", ("num_attention_heads",), 32),
+        c.key_heads(8, c.all_heads),
+        c.SAID_HEAD_DIM._replace(default=128),
+        Field("norm_eps", ("layer_norm_epsilon",), 1e-5),
+        Field("init_std", ("initializer_range",), 0.02),
+        c.FFN._replace(default=21504),
+        Field("moe.activation", ("mlp_hidden_act",), "relu2", words=dict(relu2="relu2")),
+        c.MOE_FFN._replace(default=7688),
+        Field("moe.shared_dim", ("moe_shared_expert_intermediate_size",), 7688),
+        Field("moe.latent_dim", ("moe_latent_size",), 0, 0),
+        ROUTED._replace(default=8),
+        c.TOP_K._replace(default=2),
+        Field("moe.scaling", ("routed_scaling_factor",), 1.0),
+        Field("moe.groups", ("n_group",), 1),
+        Field("moe.top_groups", ("topk_group",), 1),
+        c.RENORMALIZE._replace(default=True),
+        Field("linear.key_heads", ("n_groups", "mamba_n_groups"), 8, least=1),
+        Field("linear.value_heads", ("mamba_num_heads",), 128, least=1),
+        Field("linear.key_dim", ("ssm_state_size",), 128, least=1),
+        Field("linear.value_dim", ("mamba_head_dim",), 64, least=1),
+        Field("linear.conv", ("conv_kernel", "mamba_d_conv"), 4, least=1),
+        Field("linear.conv_bias", ("use_conv_bias", "mamba_conv_bias"), True),
+        Field("linear.least_step", ("time_step_min", "mamba_dt_min"), 0.001),
+    ),
+    ours=GROUPED | {"linear.kind": "mamba2", "moe.shared_activation": "relu2", "rotary": (0,)},
+    theirs=c.PLAIN
+    | dict(mamba_hidden_act=("silu", "swish"), tie_word_embeddings=False)
+    | dict(use_bias=False, mlp_bias=False, attention_bias=False, mamba_proj_bias=False),
+    layers=MoELayers(read_branches),
+    keys=(TYPES, PATTERN),
+    linear=Linear(older=OLDER, words=WORDS, key=TYPES.name, listed=listed),
+    fp32=(CHOICE_BIAS, "A_log", "dt_bias", ".D"),
+    extra=(*INV_FREQ, r"mtp\..*"),
+)
