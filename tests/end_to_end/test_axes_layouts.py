@@ -117,6 +117,10 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(cp=2, tp=2, ep=2), "mamba2", dict(parallel=dict(cp_exchange="heads"))),
     (4, dict(cp=4), "mamba2", dict(parallel=dict(cp_exchange="heads", checkpoint="block"))),
     (4, dict(pp=2, ep=2), "mamba2", dict(micros=4, parallel=dict(schedule="v"))),
+    (4, dict(tp=2, ep=2), "branches", dict(parallel=dict(checkpoint="attention"))),
+    (4, dict(cp=2, ep=4), "branches", dict(parallel=dict(cp_exchange="heads", checkpoint="block"))),
+    (4, dict(pp=2, ep=2), "branches", dict(micros=4, parallel=dict(schedule="v"))),
+    (4, dict(pp=2, etp=2), "branches", dict(micros=2, parallel=dict(checkpoint="moe"))),
 ]
 
 

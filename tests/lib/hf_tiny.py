@@ -509,18 +509,16 @@ MODELS |= {
         **NEMOTRON,
         layers_block_type=["linear_attention", "moe", "linear_attention", "mlp", "full_attention", "moe"],
     ),
-    "nemotron_h, latent experts, groups, no bias of the convolution": lambda: (
-        transformers.NemotronHConfig(
-            **NEMOTRON,
-            layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
-            moe_latent_size=12,
-            n_group=2,
-            topk_group=1,
-            routed_scaling_factor=2.5,
-            norm_topk_prob=False,
-            use_conv_bias=False,
-            time_step_min=0.2,
-        )
+    "nemotron_h, latent experts, groups, no bias of the convolution": lambda: transformers.NemotronHConfig(
+        **NEMOTRON,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        moe_latent_size=12,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=False,
+        use_conv_bias=False,
+        time_step_min=0.2,
     ),
 }
 

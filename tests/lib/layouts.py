@@ -120,6 +120,22 @@ MAMBA2 = replace(
     residual_multiplier=0.5,
     linear=LinearConfig("mamba2", key_heads=2, value_heads=8, key_dim=6, value_dim=4),
 )
+# Nemotron-H's blocks of one branch; feed-forwards of relu squared, experts on a latent
+BRANCHES = replace(
+    MAMBA2,
+    dense_layers=0,
+    layers=6,
+    residual_multiplier=1.0,
+    layer_types=("linear", "moe", "full", "moe", "linear", "dense"),
+    moe=replace(
+        ROUTED,
+        activation="relu2",
+        shared_activation="relu2",
+        latent_dim=12,
+        shared_gate=False,
+        score="sigmoid",
+    ),
+)
 FURTHER = replace(GQA, mtp=MTPConfig(depth=2, coeff=0.5))
 MODELS = dict(
     further=FURTHER,
@@ -128,6 +144,7 @@ MODELS = dict(
     wide=WIDE,
     linear=LINEAR,
     mamba2=MAMBA2,
+    branches=BRANCHES,
     kinds=KINDS,
     mimo=MIMO,
     narrow=NARROW,

@@ -97,14 +97,20 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
     if linear := [i for i in range(cfg.layers) if cfg.is_linear(i)]:
         settings["linear layers"] = linear
         settings |= {f"linear.{name}": value for name, value in _linear_facts(cfg.linear).items()}
+    settings |= _block_facts(cfg)
+    if sparse:
+        settings |= {f"moe.{name}": value for name, value in _moe_facts(cfg.moe).items()}
+    return settings | {f"rope.{name}": value for name, value in _rope_facts(cfg).items()}
+
+
+def _block_facts(cfg: ModelConfig) -> dict[str, Any]:
+    """Further settings of blocks, without those that are off."""
+    settings: dict[str, Any] = {"mtp.depth": cfg.mtp.depth}
     if cfg.one_branch:
         settings["branches"] = [cfg.branch_of(i) for i in range(cfg.layers)]
     if cfg.moe.shared_activation != "swiglu":  # of dense feed-forwards too
         settings["moe.shared_activation"] = cfg.moe.shared_activation
-    settings["mtp.depth"] = cfg.mtp.depth
-    if sparse:
-        settings |= {f"moe.{name}": value for name, value in _moe_facts(cfg.moe).items()}
-    return settings | {f"rope.{name}": value for name, value in _rope_facts(cfg).items()}
+    return settings
 
 
 def _linear_facts(linear: LinearConfig) -> dict[str, Any]:

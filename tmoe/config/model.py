@@ -675,7 +675,7 @@ class ModelConfig:
         return sum(map(self.is_linear, range(self.layers)))
 
     def mask_of(self, layer: int) -> int | str:
-        """The rule by which this block reads earlier tokens: LINEAR, the width of its window, or NO_TOKENS."""
+        """How this block reads earlier tokens: LINEAR, by attention with this window, or NO_TOKENS."""
         if not self.mixes(layer):
             return NO_TOKENS
         return LINEAR if self.is_linear(layer) else self.window_of(layer)

@@ -105,14 +105,17 @@ def prefill(
     for block, layer in zip(model.blocks, cache.layers, strict=True):
         assert isinstance(block, Block)
         attention, mask, now = block.attention, masks[block.window], here[block.rope]
+        y = normed = block.attention_norm(x)
         if isinstance(attention, LinearLayer):
-            y = prompt_linear(attention, block.attention_norm(x), chunk, states, linear)
+            y = prompt_linear(attention, normed, chunk, states, linear)
             linear += 1
-            x = x + block.branch(block.attention_post_norm(y))
+        elif isinstance(attention, LatentAttention):
+            assert layer is not None
+            y = prompt_latent(attention, normed, now, layer, chunk, mask)
         elif attention is not None:
             assert layer is not None
-            prompt = prompt_latent if isinstance(attention, LatentAttention) else prompt_grouped
-            y = prompt(attention, block.attention_norm(x), now, layer, chunk, mask)
+            y = prompt_grouped(attention, normed, now, layer, chunk, mask)
+        if attention is not None:
             x = x + block.branch(block.attention_post_norm(y))
         # the cache needs nothing after the last block's keys
         if block.feeds and (last or block is not model.blocks[-1]):
@@ -179,7 +182,7 @@ def decode(
     routes = []
     states = iter(rows_of_states(cache.states, len(tokens_B)))
     for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
-        attention = block.attention
+        attention, y = block.attention, normed
         if isinstance(attention, LinearLayer):
             y = attention.step(normed, next(states))
         elif attention is not None:
