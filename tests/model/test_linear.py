@@ -150,14 +150,15 @@ def test_rates_are_in_fp32_and_do_not_decay():
 
 
 @pytest.mark.slow
-def test_a_block_is_one_graph_and_keeps_what_is_counted():
+@pytest.mark.parametrize("kind", ["deltanet", "mamba2"])
+def test_a_block_is_one_graph_and_keeps_what_is_counted(kind):
     """Compiled without a compiler's backend; and with documents the same numbers as eager."""
     torch.compiler.reset()
     cfg = replace(
         LINEAR,
         dim=256,
         rope=RopeConfig(max_seq=128),
-        linear=LinearConfig("deltanet", 2, 2, 4, 32, 48),
+        linear=LinearConfig(kind, 2, 2, 4, 32, 48),
         dense_layers=1,
         ffn_dim=512,
     )

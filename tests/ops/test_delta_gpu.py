@@ -47,23 +47,24 @@ def far(a, b) -> float:
     return ((a.double() - b).norm() / b.norm()).item()
 
 
+@pytest.mark.parametrize("correct", [True, False], ids=["delta", "mamba2"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_errors_are_within_twice_those_of_the_plain_form(case, monkeypatch):
+def test_errors_are_within_twice_those_of_the_plain_form(case, correct, monkeypatch):
     """Outputs and all gradients, 50 times with the same bits; every buffer begins as NaN."""
     lengths, *_, dtype, _ = case
     given, run = inputs(*case)
     exact = [t.double().requires_grad_() for t in given]
     parts = zip(*(t.split(lengths, 1) for t in exact), strict=True)
-    want = torch.cat([reference.delta_rule(*part) for part in parts], 1)
+    want = torch.cat([reference.delta_rule(*part, correct) for part in parts], 1)
     weight = torch.randn(want.shape, device="cuda").to(dtype)
     want_g = torch.autograd.grad(want, exact, weight.double())
-    twin = plain(*given, run), *plain_back(weight, tuple(given), run)
+    twin = plain(*given, run, correct), *plain_back(weight, tuple(given), run, correct)
     empty = gpu.empty
     monkeypatch.setattr(gpu, "empty", lambda *args: empty(*args).fill_(float("nan")))
     leaves = [t.requires_grad_() for t in given]
     first = None
     for _ in range(50):
-        o = delta_rule(*leaves, run)
+        o = delta_rule(*leaves, run, correct)
         found = o.detach(), *torch.autograd.grad(o, leaves, weight)
         first = first or found
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))

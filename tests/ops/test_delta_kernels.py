@@ -49,39 +49,45 @@ CASES = {  # lengths of documents, H, G, K, V, type, decay
     "one document, strong decays": ([70], 1, 1, 16, 16, fp32, 20.0),
     "of bf16": ([80], 2, 2, 24, 40, bf16, 0.1),
 }
+MAMBA2 = {"mamba2, several documents a chunk": ([30, 1, 45], 2, 1, 8, 12, fp32, 0.3)}
+MAMBA2 |= {"mamba2, of bf16": ([80], 2, 2, 24, 40, bf16, 0.1)}
+CASES |= MAMBA2
 
 
 @interpreted
-@pytest.mark.parametrize("name", slow_but(["several documents a chunk"], CASES))
+@pytest.mark.parametrize("name", slow_but(["several documents a chunk", next(iter(MAMBA2))], CASES))
 def test_the_kernels_are_the_plain_form(name, monkeypatch):
     """Outputs and gradients against fp64; every buffer begins as NaN."""
     monkeypatch.setattr(torch, "empty", torch.empty)  # which `poison` replaces
     lengths, H, G, K, V, dtype, decay = CASES[name]
+    correct = name not in MAMBA2
     given = inputs(sum(lengths), H, G, K, V, dtype, decay)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     run = runs_of(documents, None, 0).number_BS if len(lengths) > 1 else None
     exact = [t.double().requires_grad_() for t in given]
-    want = delta_rule(*exact, run)
+    want = delta_rule(*exact, run, correct)
     weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     want_g = torch.autograd.grad(want, exact, weight.double())
     poison()
-    o, sums, t = gpu.forward(tuple(given), run)
+    o, *kept = gpu.forward(tuple(given), run, correct)
+    assert [tuple(t.shape) for t in kept] == [*gpu.kept_shapes(given[0], given[2], correct)]
     bound = 2e-6 if decay < 1 else 5e-5  # differences of large sums
     bound = bound if dtype == fp32 else 2**-7  # the interpreter cuts where a GPU rounds
     assert far(o, want.detach()) < bound
-    for got, exactly in zip(gpu.backward(weight, tuple(given), run, sums, t), want_g, strict=True):
+    for got, exactly in zip(gpu.backward(weight, tuple(given), run, *kept, correct), want_g, strict=True):
         assert far(got, exactly) < bound
 
 
 @interpreted
-def test_one_token():
+@pytest.mark.parametrize("correct", [True, False])
+def test_one_token(correct):
     """Several sequences; their states are overwritten."""
     given = [t[0, :, None].contiguous() for t in inputs(3, 4, 2, 24, 40, fp32, 0.5)]
     state = torch.randn(3, 4, 24, 40)
     want = state.double()
-    o = delta_rule_step(tuple(t.double() for t in given), want)
+    o = delta_rule_step(tuple(t.double() for t in given), want, correct)
     got = state.clone()
-    assert far(gpu.step(tuple(given), got), o) < 1e-6 and far(got, want) < 1e-6
+    assert far(gpu.step(tuple(given), got, correct), o) < 1e-6 and far(got, want) < 1e-6
     assert far(state, want) > 0.01
 
 
@@ -120,6 +126,12 @@ def test_the_kernels_fit(arch):
         conv_kernels.trace(8192, 4, bf16, runs=True, trained=True)
         gpu.trace_step(LinearShapes(16, 32, 128, 128, 4, bf16, False))
     assert len(found) == 30
+    mamba2 = LinearShapes(1, 48, 128, 64, 4, bf16, True, correct=False, conv_bias=True)  # Granite-4-H-Tiny's
+    with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile))):
+        gpu.trace(mamba2, runs=True)
+        gpu.trace_step(mamba2)
+        conv_kernels.trace(3328, 4, bf16, runs=True, trained=True, biased=True)
+    assert len(found) == 30 + 14
     for binary in found:
         assert_fits(binary, CHIPS[arch])
 

@@ -68,16 +68,20 @@ def rule_bytes(cfg: Config, axes: Axes, layer: int) -> int:
 def statistics(cfg: Config, axes: Axes, layer: int) -> int:
     """Elements in fp32 that attention keeps: logsumexp, and root mean squares of its inner norms.
 
-    In a linear layer: decays and beta, root mean squares, and what the rule's kernels keep.
+    In a linear layer: decays and beta, root mean squares, and what the rule's kernels keep. In Mamba-2 also
+    the gated result before its norm.
     """
     model, tp = cfg.model, axes.tp
     T = local_tokens(cfg, axes)
     if not model.mixes(layer):
         return 0
     if model.is_linear(layer):
+        n = model.linear
+        if n.kind == "mamba2":
+            return T * (n.value_width + 2 * n.value_heads + n.key_heads)
         # decays, beta, root mean squares; with kernels also the sums of decays and T (ops/delta/gpu.py)
         kernels = 1 + gpu.LENGTH if gpu.MEASURED else 0
-        return T * (model.linear.value_heads * (3 + kernels) + 2 * model.linear.key_heads)
+        return T * (n.value_heads * (3 + kernels) + 2 * n.key_heads)
     kept = T * model.heads  # 1/tp of the heads for tp times the tokens
     if model.attention == "mla":
         return kept + T * (1 + (model.mla.q_rank > 0))

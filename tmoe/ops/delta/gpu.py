@@ -1,6 +1,7 @@
 """The gated delta rule on a GPU: the launches of ops/delta/kernels.py, forward and backward.
 
-Kept for backward: q, k, v, g, beta, sums of g, and T. States, U, W and F are computed again.
+Kept for backward: q, k, v, g, beta, sums of g, and T. States, U, W and F are computed again. Without the
+correction the inputs alone are kept.
 
 next: ops/delta/rule.py
 """
@@ -136,48 +137,109 @@ def prepared(
     return sums, t, u, w
 
 
-def scanned(call: Call, k: Tensor, sums: Tensor, u: Tensor, w: Tensor) -> Tensor:
-    """The states before each chunk; F is written over u."""
+def weighed(call: Call, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of g, and F without the correction."""
+    n = call.sizes
+    sums, fresh = call.room(n.chunks, LENGTH, wide=True), call.room(n.chunks, LENGTH, n.V)
+    launch(kernels.weigh, call.of_chunk, v, g, beta, sums, fresh, n.S, n.N, n.H, n.V, call.VP, num_warps=4)
+    return sums, fresh
+
+
+def scanned(call: Call, k: Tensor, sums: Tensor, u: Tensor, w: Tensor | None) -> Tensor:
+    """The states before each chunk; F is written over u. w: None without the correction."""
     n = call.sizes
     states = call.room(n.chunks, n.K, n.V)
     launch(
-        kernels.scan, call.of_head, k, call.runs(sums), sums, u, w, states, n.S, n.N, *n.heads, call.KP,
-        call.BV, *call.how, num_warps=4, num_stages=1,
+        kernels.scan, call.of_head, k, call.runs(sums), sums, u, u if w is None else w, states, n.S, n.N,
+        *n.heads, call.KP, call.BV, *call.how, w is not None, num_warps=4, num_stages=1,
     )  # fmt: skip
     return states
 
 
-def kept_shapes(q: Tensor, v: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the sums of g and of T, which a forward keeps for its backward."""
+def kept_shapes(q: Tensor, v: Tensor, correct: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the sums of g and of T, which a forward keeps for its backward; empty without correction."""
     n = sizes_of(q, v)
-    return (n.chunks, LENGTH), (n.chunks, LENGTH, LENGTH)
+    return ((n.chunks, LENGTH), (n.chunks, LENGTH, LENGTH)) if correct else ((0,), (0,))
 
 
-def forward(inputs: Inputs, run: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """o, the sums of g in chunks, and T.
+def forward(inputs: Inputs, run: Tensor | None, correct: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """o, the sums of g in chunks, and T; the latter two are empty without the correction.
 
     inputs: q, k, v of one type, g and beta in fp32, all contiguous.
     """
     q, k, v, g, beta = inputs
     n = sizes_of(q, v)
     call = Call(n, run, v.dtype, v.device)
-    sums, t, u, w = prepared(call, k, v, g, beta, None)
+    if correct:
+        sums, t, u, w = prepared(call, k, v, g, beta, None)
+        kept = sums, t
+    else:
+        (sums, u), w = weighed(call, v, g, beta), None
+        kept = call.room(0, wide=True), call.room(0, wide=True)
     states = scanned(call, k, sums, u, w)
     o = empty(v.shape, v.dtype, v.device)
     launch(
         kernels.outputs, (*call.of_chunk, call.parts), q, k, call.runs(g), sums, u, states, o, n.S, n.N,
         *n.heads, call.KP, call.BV, *call.how, num_warps=call.warps,
     )  # fmt: skip
-    return o, sums, t
+    return o, *kept
 
 
 def backward(
-    do: Tensor, inputs: Inputs, run: Tensor | None, sums: Tensor, t: Tensor
+    do: Tensor, inputs: Inputs, run: Tensor | None, sums: Tensor, t: Tensor, correct: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k (fp32, summed over the heads that share them), v, g and beta. do: v's type."""
-    q, k, v, g, beta = inputs
+    """Gradients of q, k (fp32, summed over the heads that share them), v, g and beta. do: v's type.
+
+    sums, t, correct: as of `forward`.
+    """
+    q, _, v, *_ = inputs
     n = sizes_of(q, v)
     call = Call(n, run, v.dtype, v.device)
+    found = back_corrected(call, do, inputs, sums, t) if correct else back_weighed(call, do, inputs)
+    dq, dk, dv, dg, db = found
+    if n.H > n.G:
+        dq, dk = (t.unflatten(2, (n.G, -1)).sum(3) for t in (dq, dk))
+    return dq, dk, dv, dg, db
+
+
+def back_weighed(call: Call, do: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    """`backward` without the correction; gradients of q and k for each head of values."""
+    q, k, v, g, beta = inputs
+    n = call.sizes
+    sums, fresh = weighed(call, v, g, beta)
+    states = scanned(call, k, sums, fresh, None)
+    df, after = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, n.K, n.V)
+    shared = (call.runs(g), sums)
+    sized = (n.S, n.N, *n.heads, call.KP, call.BV, *call.how)
+    launch(
+        kernels.local_back, (*call.of_chunk, call.parts), q, k, do, *shared, df, *sized, num_warps=call.warps
+    )
+    launch(
+        kernels.scan_back, call.of_head, q, k, do, *shared, df, df, after, *sized, False, num_warps=8,
+        num_stages=1,
+    )  # fmt: skip
+    dv, d_sums = empty(v.shape, v.dtype, v.device), call.room(n.chunks, LENGTH, wide=True)
+    dg, db = (empty(g.shape, torch.float32, g.device) for _ in range(2))
+    launch(
+        kernels.values_back, call.of_chunk, v, beta, df, df, df, dv, db, n.S, n.N, n.H, n.V, call.VP,
+        call.how[1], False, num_warps=4,
+    )  # fmt: skip
+    dq, dk = (call.room(n.B, n.S, n.H, n.K, wide=True) for _ in range(2))
+    launch(
+        kernels.states_back, call.of_chunk, q, k, do, *shared, fresh, states, after, dq, dk, d_sums, *sized,
+        False, num_warps=8, num_stages=1,
+    )  # fmt: skip
+    launch(
+        kernels.scores_back, call.of_chunk, q, k, do, *shared, fresh, dq, dk, d_sums, dg, *sized,
+        num_warps=8, num_stages=1,
+    )  # fmt: skip
+    return dq, dk, dv, dg, db
+
+
+def back_corrected(call: Call, do: Tensor, inputs: Inputs, sums: Tensor, t: Tensor) -> tuple[Tensor, ...]:
+    """`backward` with the correction; gradients of q and k for each head of values."""
+    q, k, v, g, beta = inputs
+    n = call.sizes
     _, _, u, w = prepared(call, k, v, g, beta, (sums, t))
     fresh = u.clone()
     states = scanned(call, k, sums, fresh, w)
@@ -187,14 +249,15 @@ def backward(
     grid = (*call.of_chunk, call.parts)
     launch(kernels.local_back, grid, q, k, do, *shared, df, *sized, num_warps=call.warps)
     launch(
-        kernels.scan_back, call.of_head, q, k, do, *shared, w, df, after, *sized, num_warps=8, num_stages=1
-    )
+        kernels.scan_back, call.of_head, q, k, do, *shared, w, df, after, *sized, True, num_warps=8,
+        num_stages=1,
+    )  # fmt: skip
     d_bv, d_bk = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, LENGTH, n.K)
     d_beta, d_sums = (call.room(n.chunks, LENGTH, wide=True) for _ in range(2))
     dv = empty(v.shape, v.dtype, v.device)
     launch(
         kernels.values_back, call.of_chunk, v, beta, t, df, d_bv, dv, d_beta, n.S, n.N, n.H, n.V, call.VP,
-        call.how[1], num_warps=4,
+        call.how[1], True, num_warps=4,
     )  # fmt: skip
     dq, dk = (call.room(n.B, n.S, n.H, n.K, wide=True) for _ in range(2))
     dg, db = (empty(g.shape, torch.float32, g.device) for _ in range(2))
@@ -204,7 +267,7 @@ def backward(
     )  # fmt: skip
     launch(
         kernels.states_back, call.of_chunk, q, k, do, *shared, fresh, states, after, dq, dk, d_sums, *sized,
-        num_warps=8, num_stages=1,
+        True, num_warps=8, num_stages=1,
     )  # fmt: skip
     launch(
         kernels.lower_back, call.of_chunk, k, *shared, beta, u, w, d_bv, d_bk, dk, d_beta, d_sums, db,
@@ -218,19 +281,17 @@ def backward(
         kernels.scores_back, call.of_chunk, q, k, do, *shared, fresh, dq, dk, d_sums, dg, *sized,
         num_warps=8, num_stages=1,
     )  # fmt: skip
-    if n.H > n.G:
-        dq, dk = (t.unflatten(2, (n.G, -1)).sum(3) for t in (dq, dk))
     return dq, dk, dv, dg, db
 
 
-def step(inputs: Inputs, state: Tensor) -> Tensor:
+def step(inputs: Inputs, state: Tensor, correct: bool = True) -> Tensor:
     """o [B, 1, H, V] of one token of each sequence; the states [B, H, K, V], fp32, are overwritten."""
     q, k, v, g, beta = inputs
     n = sizes_of(q, v)
     o = empty(v.shape, v.dtype, v.device)
     KP, BV = padded(n.K), min(32, padded(n.V))
     grid = n.B * n.H, cdiv(n.V, BV)
-    launch(kernels.one_token, grid, q, k, v, g, beta, state, o, *n.heads, KP, BV, num_warps=4)
+    launch(kernels.one_token, grid, q, k, v, g, beta, state, o, *n.heads, KP, BV, correct, num_warps=4)
     return o
 
 
@@ -243,7 +304,7 @@ def trace_step(n: LinearShapes) -> None:
     q = made(1, n.key_heads, n.key_dim, dtype=n.dtype)
     v = made(1, n.value_heads, n.value_dim, dtype=n.dtype)
     g = made(1, n.value_heads)
-    step((q, q, v, g, g), made(n.value_heads, n.key_dim, n.value_dim))
+    step((q, q, v, g, g), made(n.value_heads, n.key_dim, n.value_dim), n.correct)
 
 
 def trace(n: LinearShapes, runs: bool) -> None:
@@ -258,9 +319,9 @@ def trace(n: LinearShapes, runs: bool) -> None:
     g = made(n.value_heads)
     run = made(dtype=torch.int64) if runs else None
     inputs = q, q, v, g, g
-    _, sums, t = forward(inputs, run)
+    _, sums, t = forward(inputs, run, n.correct)
     if n.trained:
-        backward(v, inputs, run, sums, t)
+        backward(v, inputs, run, sums, t, n.correct)
 
 
 def of_linear(n: LinearShapes) -> Iterable[tuple]:

@@ -5,6 +5,9 @@ and `scan`, again; `local_back` (P^T dO), `scan_back` (dF and the states' gradie
 dv), `keys_back` and `states_back` (products with states), `lower_back`, `upper_back` and `scores_back`
 (products within a chunk). They are separate so that registers suffice. Decoding: `one_token`.
 
+Without the correction (CORRECT false) `weigh` takes the place of `prepare`, since F is beta v, and there are
+no `keys_back`, `lower_back` and `upper_back`.
+
 A program handles one chunk of one head, or one head and a part of its V channels through all chunks. Padded
 tokens and channels are masked on loads. No product has a transposed accumulator as an operand: triton 3.4 to
 3.7.0 compiles such a product wrongly for sm_90 (flash-linear-attention issue 640). A transposed operand is
@@ -150,12 +153,31 @@ def prepare(
 
 
 @triton.jit(do_not_specialize=["S", "N"])
+def weigh(v, g, beta, sums_out, fresh, S, N, H: tl.constexpr, V: tl.constexpr, VP: tl.constexpr):
+    """Sums of g, and F = beta v, of one chunk of one head, without the correction."""
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    s, live = rows_of(n, S)
+    at = (b * S + s) * H + h
+    rows = tl.arange(0, L)
+    sums = tl.cumsum(tl.maximum(tl.load(g + at, live, 0.0), -88.0), 0)  # as in `prepare`
+    tl.store(sums_out + chunk * L + rows, sums)
+    vc = tl.arange(0, VP)
+    value = tile(v + b * S * H * V + h * V, s, H * V, vc, V, live).to(tl.float32)
+    put(fresh + chunk * L * V, rows, V, vc, V, rows < L, tl.load(beta + at, live, 0.0)[:, None] * value)
+
+
+@triton.jit(do_not_specialize=["S", "N"])
 def scan(
     k, run, sums, u, w, states, S, N, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr, CORRECT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the state before each chunk, and F over U, for BV channels of one head, chunk after chunk."""
-    DTYPE: tl.constexpr = w.dtype.element_ty
+    """Writes the state before each chunk, and F over U, for BV channels of one head, chunk after chunk.
+
+    Without the correction u is F already, and w is not read.
+    """
+    DTYPE: tl.constexpr = u.dtype.element_ty
     part, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     vc = part * BV + tl.arange(0, BV)
@@ -171,10 +193,11 @@ def scan(
         own, before, last = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
         _, tail, whole = decays(tl.load(sums + chunk * L + rows), own, before, last)
         put(states + chunk * K * V, kc, V, vc, V, keys, state)
-        into = tile(w + chunk * L * K, rows, K, kc, K, every)
         fresh = tile(u + chunk * L * V, rows, V, vc, V, every).to(tl.float32)
-        fresh -= product(into, state, DTYPE, PRECISION)
-        put(u + chunk * L * V, rows, V, vc, V, every, fresh)
+        if CORRECT:
+            into = tile(w + chunk * L * K, rows, K, kc, K, every)
+            fresh -= product(into, state, DTYPE, PRECISION)
+            put(u + chunk * L * V, rows, V, vc, V, every, fresh)
         key = turned(k_base, s, G * K, kc, K, live)
         state = whole * state + product(key, tail[:, None] * fresh, DTYPE, PRECISION)
 
@@ -237,9 +260,10 @@ def local_back(
 def scan_back(
     q, k, do, run, sums, w, df, after, S, N, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr,
+    CORRECT: tl.constexpr,
 ):  # fmt: skip
     """Adds the state's share to dF, and writes the gradient of the state after each chunk, from the last."""
-    DTYPE: tl.constexpr = w.dtype.element_ty
+    DTYPE: tl.constexpr = df.dtype.element_ty
     part, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     vc = part * BV + tl.arange(0, BV)
@@ -262,18 +286,22 @@ def scan_back(
         query = turned(q + of_keys, s, G * K, kc, K, live)
         incoming = tile(do + b * S * H * V + h * V, s, H * V, vc, V, live)
         scaled = head[:, None] * incoming.to(tl.float32)
-        into = turned(w + chunk * L * K, rows, K, kc, K, every)
         ds = whole * ds + product(query, scaled, DTYPE, PRECISION)
-        ds -= product(into, d, DTYPE, PRECISION)
+        if CORRECT:
+            into = turned(w + chunk * L * K, rows, K, kc, K, every)
+            ds -= product(into, d, DTYPE, PRECISION)
 
 
 @triton.jit(do_not_specialize=["S", "N"])
 def values_back(
     v, beta, t, df, d_bv, dv, d_beta, S, N, H: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CORRECT: tl.constexpr,
 ):  # fmt: skip
-    """d(beta v) = T^T dF, dv, and the share of beta's gradient, of one chunk of one head."""
-    DTYPE: tl.constexpr = t.dtype.element_ty
+    """d(beta v) = T^T dF, dv, and the share of beta's gradient, of one chunk of one head.
+
+    Without the correction d(beta v) is dF, and d_beta is beta's whole gradient, in beta's order.
+    """
+    DTYPE: tl.constexpr = df.dtype.element_ty
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     chunk = bh.to(tl.int64) * N + n
@@ -283,11 +311,17 @@ def values_back(
     rate = tl.load(beta + (b * S + s) * H + h, live, 0.0)
     vc = tl.arange(0, VP)
     d = tile(df + chunk * L * V, rows, V, vc, V, every)
-    made = product(turned(t + chunk * L * L, rows, L, rows, L, every), d, DTYPE, PRECISION)
-    put(d_bv + chunk * L * V, rows, V, vc, V, every, made)
+    made = d.to(tl.float32)
+    if CORRECT:
+        made = product(turned(t + chunk * L * L, rows, L, rows, L, every), d, DTYPE, PRECISION)
+        put(d_bv + chunk * L * V, rows, V, vc, V, every, made)
     put(dv + b * S * H * V + h * V, s, H * V, vc, V, live, rate[:, None] * made)
     value = tile(v + b * S * H * V + h * V, s, H * V, vc, V, live).to(tl.float32)
-    tl.store(d_beta + chunk * L + rows, tl.sum(made * value, 1))
+    share = tl.sum(made * value, 1)
+    if CORRECT:
+        tl.store(d_beta + chunk * L + rows, share)
+    else:
+        tl.store(d_beta + (b * S + s) * H + h, share, live)
 
 
 @triton.jit(do_not_specialize=["S", "N"])
@@ -335,9 +369,12 @@ def keys_back(
 def states_back(
     q, k, do, run, sums, fresh, states, after, dq, dk, d_sums, S, N, H: tl.constexpr, G: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CORRECT: tl.constexpr,
 ):  # fmt: skip
-    """dO S^T and F dS^T: the states' shares of dq, of dk and of g's sums."""
+    """dO S^T and F dS^T: the states' shares of dq, of dk and of g's sums.
+
+    Without the correction it is the first kernel to write dk and the shares of g's sums.
+    """
     DTYPE: tl.constexpr = fresh.dtype.element_ty
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
@@ -346,16 +383,20 @@ def states_back(
     own, before, last = runs_of_chunk(run + b * S, s, live, n, S, RUNS)
     rows = tl.arange(0, L)
     every = rows < L
-    head, tail, _ = decays(tl.load(sums + chunk * L + rows), own, before, last)
+    head, tail, whole = decays(tl.load(sums + chunk * L + rows), own, before, last)
     kc = tl.arange(0, KP)
     of_keys = b * S * G * K + (h // (H // G)) * K
     of_head = b * S * H * K + h * K
+    of_whole = tl.zeros([BV], tl.float32)
     reads = tl.zeros([L, KP], tl.float32)
     for part in range(0, tl.cdiv(V, BV)):
         vc = part * BV + tl.arange(0, BV)
         incoming = tile(do + b * S * H * V + h * V, s, H * V, vc, V, live)
         state = turned(states + chunk * K * V, kc, V, vc, V, kc < K)  # [BV, KP]
         reads += product(incoming, state, DTYPE, PRECISION)
+        if not CORRECT:  # else `keys_back` has this share
+            ds = turned(after + chunk * K * V, kc, V, vc, V, kc < K)
+            of_whole += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 1)
     query = tile(q + of_keys, s, G * K, kc, K, live).to(tl.float32)
     shares = head * tl.sum(reads * query, 1)
     put(dq + of_head, s, H * K, kc, K, live, head[:, None] * reads)
@@ -367,11 +408,16 @@ def states_back(
         writes += product(new, ds, DTYPE, PRECISION)
     key = tile(k + of_keys, s, G * K, kc, K, live).to(tl.float32)
     of_tail = tail * tl.sum(writes * key, 1)
-    new_k = tile(dk + of_head, s, H * K, kc, K, live) + tail[:, None] * writes
-    put(dk + of_head, s, H * K, kc, K, live, new_k)
-    shares += tl.where(rows == L - 1, tl.sum(of_tail, 0), 0.0) - of_tail
+    new_k = tail[:, None] * writes
+    at_end = tl.sum(of_tail, 0)
     at = d_sums + chunk * L + rows
-    tl.store(at, tl.load(at) + shares)
+    if CORRECT:
+        new_k += tile(dk + of_head, s, H * K, kc, K, live)
+        shares += tl.load(at)
+    else:
+        at_end += whole * tl.sum(of_whole, 0)
+    put(dk + of_head, s, H * K, kc, K, live, new_k)
+    tl.store(at, shares + tl.where(rows == L - 1, at_end, 0.0) - of_tail)
 
 
 @triton.jit(do_not_specialize=["S", "N"])
@@ -493,7 +539,7 @@ def scores_back(
 @triton.jit
 def one_token(
     q, k, v, g, beta, state, o, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KP: tl.constexpr, BV: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, CORRECT: tl.constexpr,
 ):  # fmt: skip
     """The rule for one token of one sequence and head, for BV channels; the state is overwritten."""
     bh, part = tl.program_id(0), tl.program_id(1)
@@ -508,7 +554,9 @@ def one_token(
     key = tl.load(k + of_keys + kc, kc < K, 0.0).to(tl.float32)
     value = tl.load(v + of_values + vc, vc < V, 0.0).to(tl.float32)
     held = tl.load(state + at, mask, 0.0) * tl.exp(tl.load(g + bh))
-    fresh = tl.load(beta + bh) * (value - tl.sum(held * key[:, None], 0))
+    if CORRECT:
+        value -= tl.sum(held * key[:, None], 0)
+    fresh = tl.load(beta + bh) * value
     held += key[:, None] * fresh[None, :]
     tl.store(state + at, held, mask)
     tl.store(o + of_values + vc, tl.sum(held * query[:, None], 0).to(o.dtype.element_ty), vc < V)

@@ -75,8 +75,8 @@ def delta_rule_step(inputs: Inputs, state_BHKV: Tensor, correct: bool = True) ->
     inputs: q, k, v, g and beta. state_BHKV: fp32 or fp64, contiguous. correct: as in `delta_rule`.
     """
     _check(*inputs, None)
-    if on_gpu(inputs[0], inputs[2], correct) and state_BHKV.dtype == torch.float32:
-        return gpu.step(_contiguous(inputs), state_BHKV)
+    if on_gpu(inputs[0], inputs[2]) and state_BHKV.dtype == torch.float32:
+        return gpu.step(_contiguous(inputs), state_BHKV, correct)
     o, after = _one_token(inputs, state_BHKV, correct)
     state_BHKV.copy_(after)
     return o
@@ -145,9 +145,9 @@ def _contiguous(inputs: Inputs) -> Inputs:
     return q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous()
 
 
-def on_gpu(q: Tensor, v: Tensor, correct: bool) -> bool:
+def on_gpu(q: Tensor, v: Tensor) -> bool:
     """Whether kernels compute the rule."""
-    fits = correct and v.dtype != torch.float64 and gpu.fits(q.shape[-1], v.shape[-1]) and v.numel() > 0
+    fits = v.dtype != torch.float64 and gpu.fits(q.shape[-1], v.shape[-1]) and v.numel() > 0
     return fits and gpu.measured(v.device)
 
 
@@ -155,17 +155,17 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, and what kernels keep for backward: sums of g in chunks, and T. Without kernels both are empty."""
-    if on_gpu(q, v, correct):
-        return with_kernels(q, k, v, g, beta, run)
+    if on_gpu(q, v):
+        return with_kernels(q, k, v, g, beta, run, correct)
     return plain(q, k, v, g, beta, run, correct), g.new_empty(0), g.new_empty(0)
 
 
 def with_kernels(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`forward` by kernels."""
     inputs, lost = _cleaned(q, k, v, g, beta, run)
-    o, sums, t = gpu.forward(_contiguous(inputs), run)
+    o, sums, t = gpu.forward(_contiguous(inputs), run, correct)
     return o.masked_fill_(lost[..., None], float("nan")), sums, t
 
 
@@ -199,18 +199,18 @@ class Kept(NamedTuple):
 def backward(kept: Kept) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g and beta; 0 where an output is NaN."""
     given = kept.q, kept.k, kept.v, kept.g, kept.beta
-    if on_gpu(kept.q, kept.v, kept.correct):
-        return back_with_kernels(kept.dy, given, kept.sums, kept.t, kept.run)
+    if on_gpu(kept.q, kept.v):
+        return back_with_kernels(kept.dy, given, (kept.sums, kept.t), kept.run, kept.correct)
     return plain_back(kept.dy, given, kept.run, kept.correct)
 
 
 def back_with_kernels(
-    dy: Tensor, given: Inputs, sums: Tensor, t: Tensor, run: Tensor | None
+    dy: Tensor, given: Inputs, known: tuple[Tensor, Tensor], run: Tensor | None, correct: bool = True
 ) -> tuple[Tensor, ...]:
-    """`backward` by kernels."""
+    """`backward` by kernels. known: what the forward kept."""
     inputs, lost = _cleaned(*given, run)
     dy = dy.masked_fill(lost[..., None], 0.0).contiguous()
-    found = gpu.backward(dy, _contiguous(inputs), run, sums, t)
+    found = gpu.backward(dy, _contiguous(inputs), run, *known, correct)
     return tuple(one.to(like.dtype).contiguous() for one, like in zip(found, given, strict=True))
 
 
@@ -232,7 +232,7 @@ def plain_back(dy: Tensor, given: Inputs, run: Tensor | None, correct: bool = Tr
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kept = gpu.kept_shapes(q, v) if on_gpu(q, v, correct) else ((0,), (0,))
+    kept = gpu.kept_shapes(q, v, correct) if on_gpu(q, v) else ((0,), (0,))
     return v.new_empty(v.shape), g.new_empty(kept[0]), g.new_empty(kept[1])
 
 
