@@ -97,9 +97,13 @@ def results(op: Callable[..., Tensor], layer: Layer, **more: Any) -> list[Tensor
 
 def on(layer: Layer, device: str, dtype: torch.dtype | None = None) -> Layer:
     """The layer on another device; dtype: of all but the ids."""
-    moved = (t if not isinstance(t, Tensor) else t.to(device) for t in layer)
-    cast = (t.to(dtype) if dtype and isinstance(t, Tensor) and t.is_floating_point() else t for t in moved)
-    return Layer(*cast)
+
+    def move(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return t.to(device, dtype if t.is_floating_point() else None)
+
+    return Layer(*map(move, layer))
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -122,7 +126,7 @@ def casts(args: argparse.Namespace) -> Iterator[Figure]:
             codes, scales = torch.empty_like(x, dtype=E4M3), torch.empty(300, device="cuda")
             fp8_gpu.cast_rows(x, codes, scales)
             want, of_rows = (t.cuda() for t in coded(x.cpu(), 1, D))
-            alone = codes.float().isnan().sum() == 1 and bool(codes[4, 7].isnan())
+            alone = int(codes.float().isnan().sum()) == 1 and bool(codes[4, 7].isnan())
             bits = bits and same(codes, want) and torch.equal(scales, of_rows[:, 0]) and alone
         yield Figure("casts", f"width {D}", "equal bits" if bits else "other bits", "equal bits", bits)
 
