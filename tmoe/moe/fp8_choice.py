@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from tmoe.base.listing import counted
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.config.sizes import compute_bytes, local_tokens
@@ -105,7 +106,7 @@ def describe(cfg: Config, axes: Axes, arch: str) -> list[str]:
         return []
     choice = choose(cfg, axes, arch)
     layers = sum(map(cfg.model.is_moe, range(cfg.model.layers)))
-    begin = f"fp8 ({cfg.train.fp8}): experts of {layers} blocks"
+    begin = f"fp8 ({cfg.train.fp8}): experts of {counted(layers, 'block')}"
     if not choice.on:
         return [f"{begin} multiply in {cfg.train.dtype}: {choice.why}"]
     way = " (emulated, slow)" if arch == "cpu" else ""

@@ -24,7 +24,7 @@ from tmoe.ops.launch.kernel_launch import cdiv, describe, describe_ragged, launc
 BM = 128  # rows of a row tile: two tiles of fp8_codes.py
 # Tiles of 128 x 128: with 256 columns the sum of a block and the sum of all blocks do not fit into registers.
 CONFIGS = {
-    "up": KernelConfig(BM, 128, BLOCK, 16, 2, 8, 3, 1, True),
+    "up": KernelConfig(BM, 128, BLOCK, 16, 4, 8, 3, 1, True),
     "down": KernelConfig(BM, 128, BLOCK, 16, 1, 8, 4, 1, False),
     "dh": KernelConfig(BM, 128, BLOCK, 16, 8, 8, 4, 1, True),
     "dx": KernelConfig(BM, 128, BLOCK, 16, 1, 8, 4, 1, False),
