@@ -225,6 +225,7 @@ def test_every_op_with_kernels_is_asked(monkeypatch):
         replace(grpo, lora=LoraConfig(rank=8)),
         replace(bf16, optim=replace(bf16.optim, states="bf16")),
         replace(bf16, optim=replace(bf16.optim, muon=".*")),
+        replace(shared, train=replace(shared.train, fp8="experts", fp8_everywhere=True)),
         replace(grpo, model=replace(tiny.model, linear=LinearConfig("deltanet", key_heads=2, value_heads=2))),
     ]
     asked = {run for cfg in cfgs for run, *_ in warmup.traces(cfg)}

@@ -19,7 +19,7 @@ from tmoe.ops.experts.fp8_codes import BLOCK, E4M3, Codes, encode_gpu
 from tmoe.ops.experts.gpu import LayerLaunches, Operand, halves
 from tmoe.ops.experts.pair_order import Metadata, power_of_2
 from tmoe.ops.experts.table import KernelConfig
-from tmoe.ops.launch.kernel_launch import cdiv, describe, describe_ragged, launch
+from tmoe.ops.launch.kernel_launch import cdiv, describe, describe_ragged, device_facts, launch
 
 BM = 128  # rows of a row tile: two tiles of fp8_codes.py
 # Tiles of 128 x 128: with 256 columns the sum of a block and the sum of all blocks do not fit into registers.
@@ -165,12 +165,14 @@ backward_of_matrices = partial(in_fp8, gpu.backward_of_matrices)
 
 
 def trace(sizes: tuple[int, ...], dtype: torch.dtype, pairs: int | None, how: tuple[str, bool, bool]) -> None:
-    """Run forward and backward on meta tensors, inside compile_only.
+    """Run forward and backward on meta tensors, inside compile_only. Other chips than Hopper have none.
 
     sizes: T, D, F, E, K. pairs: as for `op.trace`. how: activation, whether there is a bias, whether trained.
     """
     T, D, F, E, K = sizes
     activation, biased, trained = how
+    if device_facts(torch.device("meta"))[0] != "cuda:90":
+        return
     n = named(activation).halves
     x = torch.empty(T, D, dtype=dtype, device="meta")
     gate_up = torch.empty(E, n * F, D, dtype=dtype, device="meta")
