@@ -10,6 +10,7 @@ import copy
 import inspect
 import json
 import logging
+import math
 import re
 from dataclasses import fields
 from functools import cache
@@ -218,7 +219,7 @@ def cases(base: dict, values: list) -> list[tuple[str, dict]]:
             found.append((f"{key}={'absent' if value is ABSENT else value!r}", changed))
             if key in ("rope_theta", "original_max_position_embeddings"):
                 found.append((f"{found[-1][0]}, no rope_parameters", {**changed, "rope_parameters": None}))
-    for key in ROPE:
+    for key in ROPE if "rope_parameters" in base else ():  # Nemotron-H has no positions
         for value in values:
             rest = {k: v for k, v in base["rope_parameters"].items() if k != key}
             rope = rest if value is ABSENT else rest | {key: value}
@@ -267,7 +268,9 @@ def said_in_full(name: str) -> dict:
 
     Without layer_types where other keys are to say which blocks have windows.
     """
-    config = json.loads((BASES | VARIANTS)[name]().to_json_string(use_diff=False))
+    written = (BASES | VARIANTS)[name]().to_json_string(use_diff=False)
+    infinite = {"__float__": "Infinity"}  # transformers decodes it where it reads a file
+    config = json.loads(written, object_hook=lambda made: math.inf if made == infinite else made)
     return {key: value for key, value in config.items() if key != "layer_types" or "window" not in name}
 
 

@@ -61,17 +61,19 @@ def test_swapped_experts_are_the_same_model():
 
 
 def test_published_spelling():
-    """Older words of layer_types; no positions; a missing limit; Infinity as transformers 4 writes it."""
+    """Older words of layer_types, no positions, a missing limit, Infinity as transformers 4 writes it."""
     config = make(NAME).config.to_dict()
     want = read_config(config)
     older = dict(linear_attention="mamba", full_attention="attention")
     config["layer_types"] = [older[kind] for kind in config["layer_types"]]
-    for limit in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+    for limit in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
         assert read_config(config | dict(time_step_limit=limit)) == want
     assert read_config(config | dict(time_step_limit=[0.5, 2.0])).linear.most_step == 2.0
     assert read_config(config | dict(position_embedding_type=None)) == want
-    del config["mamba_d_head"]
-    assert read_config(config).linear.value_dim == 8
+    del config["mamba_d_head"], config["time_step_limit"]
+    assert read_config(config) == want
+    config["layers_block_type"] = config.pop("layer_types")
+    assert read_config(config) == want
 
 
 @pytest.mark.parametrize("name", [NAME, OTHER, "granitemoehybrid, dense"])

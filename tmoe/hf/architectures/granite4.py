@@ -19,7 +19,8 @@ from tmoe.hf.rules import HF, Field, Key, Linear, MoELayers, TensorPart, TensorR
 
 OLDER = ("mamba", "linear_attention"), ("attention", "full_attention")
 POSITIONS = Key("position_embedding_type", str)
-LIMITS = Key("time_step_limit", tuple[float | dict, ...])
+LIMITS = Key("time_step_limit", tuple[float | dict, ...], null=False)
+TYPES = tuple(Key(name, tuple[str, ...], null=False) for name in ("layer_types", "layers_block_type"))
 INFINITE = {"__float__": "Infinity"}  # as transformers 5 writes it, since JSON has no infinity
 
 
@@ -55,6 +56,11 @@ def mamba(theirs: str) -> tuple[TensorRule, ...]:
         c.one(f"{net}.norm.weight", f"{theirs}.norm.weight"),
         c.one(f"{net}.out.weight", f"{theirs}.out_proj.weight"),
     )
+
+
+def listed(said: HF) -> list[str] | None:
+    """The kinds of blocks by a config.json, under either name."""
+    return next((list(said[key.name]) for key in TYPES if key.name in said), None)
 
 
 def width_of_mamba_head(hf: HF) -> int:
@@ -129,8 +135,8 @@ GRANITEMOEHYBRID = replace(
     ours=GRANITEMOESHARED.ours | {"linear.kind": "mamba2"},
     theirs=c.PLAIN | dict(mamba_proj_bias=(False, None)),
     layers=MoELayers(read_blocks, write_blocks),
-    keys=(POSITIONS, LIMITS),
+    keys=(POSITIONS, LIMITS, *TYPES, Key("mamba_chunk_size", null=False)),
     copies=dict(mamba_expand=expansion),
-    linear=Linear(older=OLDER),
+    linear=Linear(older=OLDER, listed=listed),
     fp32=("A_log", "dt_bias", ".D"),
 )

@@ -11,12 +11,19 @@ from __future__ import annotations
 from tmoe.config.linear_settings import LayerType
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.deepseek import CHOICE_BIAS, GROUPED, ROUTED
-from tmoe.hf.architectures.granite4 import mamba
+from tmoe.hf.architectures.granite4 import LIMITS, TYPES, mamba
+from tmoe.hf.architectures.granite4 import listed as listed_kinds
 from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Linear, MoELayers, under
 
 BLOCK, MIXER = "backbone.layers.{layer}", "backbone.layers.{layer}.mixer"
-PATTERN = Key("hybrid_override_pattern", str)
-TYPES = Key("layers_block_type", tuple[str, ...])
+PATTERN, LIST = Key("hybrid_override_pattern", str), "layers_block_type"
+# keys that decide nothing in tmoe, and for which transformers accepts no null, by their types
+IDLE = {
+    int: ("chunk_size", "mamba_chunk_size", "expand", "n_shared_experts", "num_logits_to_keep"),
+    bool: ("moe_shared_expert_overlap", "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels"),
+    float: ("hidden_dropout", "time_step_floor", "time_step_max"),
+    str: ("mamba_ssm_cache_dtype",),
+}
 WORDS: tuple[tuple[str, LayerType], ...] = (
     ("linear_attention", "linear"),
     ("full_attention", "full"),
@@ -29,9 +36,8 @@ LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp
 
 def listed(said: HF) -> list[str]:
     """The kinds of blocks by a config.json."""
-    for key in (TYPES.name, "layer_types"):
-        if key in said:
-            return list(said[key])
+    if (kinds := listed_kinds(said)) is not None:
+        return kinds
     if PATTERN.name in said:
         return [LETTERS.get(letter, letter) for letter in said[PATTERN.name]]
     return ["linear_attention", "moe", "full_attention", "mlp"]
@@ -40,7 +46,7 @@ def listed(said: HF) -> list[str]:
 def read_branches(said: HF, found: dict) -> list[str]:
     """A problem if no block is a feed-forward: tmoe's blocks then have two branches."""
     if {"moe", "mlp"}.isdisjoint(listed(said)):
-        return [f"{TYPES.name}={listed(said)!r}: only with one or more of 'moe' and 'mlp' is computed"]
+        return [f"{LIST}={listed(said)!r}: only with one or more of 'moe' and 'mlp' is computed"]
     return []
 
 
@@ -74,7 +80,7 @@ NEMOTRON_H = Architecture(
         Field("dim", ("hidden_size",), 4096),
         Field("layers", ("num_hidden_layers",), lambda hf: len(listed(hf))),
         Field("heads", ("num_attention_heads",), 32),
-        c.key_heads(8, c.all_heads),
+        c.key_heads(8),
         c.SAID_HEAD_DIM._replace(default=128),
         Field("norm_eps", ("layer_norm_epsilon",), 1e-5),
         Field("init_std", ("initializer_range",), 0.02),
@@ -102,8 +108,14 @@ NEMOTRON_H = Architecture(
     | dict(mamba_hidden_act=("silu", "swish"), tie_word_embeddings=False)
     | dict(use_bias=False, mlp_bias=False, attention_bias=False, mamba_proj_bias=False),
     layers=MoELayers(read_branches),
-    keys=(TYPES, PATTERN),
-    linear=Linear(older=OLDER, words=WORDS, key=TYPES.name, listed=listed),
+    keys=(
+        *TYPES,
+        PATTERN,
+        LIMITS,
+        Key("num_nextn_predict_layers", null=False),
+        *(Key(name, kind, null=False) for kind, names in IDLE.items() for name in names),
+    ),
+    linear=Linear(older=OLDER, words=WORDS, key=LIST, listed=listed),
     fp32=(CHOICE_BIAS, "A_log", "dt_bias", ".D"),
     extra=(*INV_FREQ, r"mtp\..*"),
 )
