@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from hf_tiny import assert_bits, far, files_of, load_step, make, saved, tensors_of
+from peft_tiny import TOKENS, logits_of_step
+from safetensors.torch import load_file, save_file
 
 import tmoe
 from tmoe.config.check import ConfigError
 from tmoe.config.compare import differences
 from tmoe.hf import export_hf, import_hf, load_hf, swap_experts
+from tmoe.hf.adapters.commands import export_adapter, import_adapter
 from tmoe.hf.config import read_config, write_config
 from tmoe.model.transformer import Transformer
 
@@ -52,6 +55,35 @@ def test_every_byte_comes_back_in_bf16(tmp_path):
     export_hf(tmp_path / "step", tmp_path / "back")
     assert_bits(tensors_of(tmp_path / "back"), tensors_of(hf_dir))
     assert files_of(tmp_path / "back") == files_of(hf_dir)
+
+
+def test_pefts_adapters_of_rows_in_another_order(tmp_path):
+    """An adapter is read as W + b a of transformers' matrices, and its tensors are written again."""
+    hf_dir = saved(tmp_path / "hf", NAME)
+    targets = ("mamba.in_proj", "mamba.out_proj", "q_proj", "o_proj")
+    torch.manual_seed(5)
+    theirs, adapter = make(NAME), {}
+    state = theirs.state_dict()
+    for name, weight in tensors_of(hf_dir).items():
+        module = name.removesuffix(".weight")
+        if module.endswith(targets):
+            a, b = 0.1 * torch.randn(2, weight.shape[1]), 0.1 * torch.randn(weight.shape[0], 2)
+            adapter[f"base_model.model.{module}.lora_A.weight"] = a
+            adapter[f"base_model.model.{module}.lora_B.weight"] = b
+            state[name] = weight + 2.0 * b @ a
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_file(adapter, folder / "adapter_model.safetensors")
+    said = dict(peft_type="LORA", r=2, lora_alpha=4, target_modules=[t.split(".")[-1] for t in targets])
+    said |= dict(bias="none", task_type="CAUSAL_LM", base_model_name_or_path=str(hf_dir))
+    (folder / "adapter_config.json").write_text(json.dumps(said | dict(peft_version="0.19.1")))
+    import_adapter(folder, tmp_path / "step", base=hf_dir)
+    theirs.load_state_dict(state)
+    assert far(logits_of_step(tmp_path / "step")[None], theirs(TOKENS).logits) < 2e-5
+    export_adapter(tmp_path / "step", tmp_path / "back", layout="peft")
+    assert adapter.keys() <= load_file(tmp_path / "back" / "adapter_model.safetensors").keys()
+    import_adapter(tmp_path / "back", tmp_path / "again")
+    torch.testing.assert_close(logits_of_step(tmp_path / "again"), logits_of_step(tmp_path / "step"))
 
 
 def test_swapped_experts_are_the_same_model():
