@@ -48,6 +48,15 @@ def said(words, capsys) -> tuple[str, int]:
             "--model.linear.every=2: unused with --model.layer-types; valid: with --model.linear.kind",
         ),
         (
+            "tiny --model.layer-types full moe --model.moe-every 2",
+            "--model.moe-every=2: unused with --model.layer-types with moe or dense; valid: where blocks",
+        ),
+        (
+            "tiny --model.moe.shared-activation relu2",
+            "--model.moe.shared-activation=relu2: unused with --model.moe.shared-dim=0; valid: with "
+            "--model.moe.shared-dim above 0, or a dense block",
+        ),
+        (
             "tiny --model.linear.kind deltanet --model.linear.conv-bias False",
             "--model.linear.no-conv-bias: unused with --model.linear.kind=deltanet; valid: with "
             "--model.linear",

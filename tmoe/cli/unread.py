@@ -206,6 +206,18 @@ RULES = (
         "with --model.linear.kind deltanet or mamba2, and without --model.layer-types",
     ),
     UnreadRule(
+        ("model.moe_every",),
+        lambda cfg: not cfg.model.one_branch,
+        lambda cfg: "--model.layer-types with moe or dense",
+        "where blocks have two branches",
+    ),
+    UnreadRule(
+        ("model.moe.shared_activation",),
+        lambda cfg: bool(cfg.model.moe.shared_dim) or any(map(cfg.model.is_dense, range(cfg.model.layers))),
+        lambda cfg: "--model.moe.shared-dim=0",
+        "with --model.moe.shared-dim above 0, or a dense block",
+    ),
+    UnreadRule(
         ("data.new_tokenizer",),
         lambda cfg: cfg.init is not None or cfg.resume not in ("auto", "none"),
         lambda cfg: "drawn weights, which have no tokenizer",
