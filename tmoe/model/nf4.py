@@ -2,8 +2,8 @@
 
 The matrices of experts and dense layers, with and without an adapter, are held in NF4. Embedding, head,
 norms and routers stay in the type of --train.dtype; the decays of linear layers stay in fp32, their matrix
-(`ba`) in the type of --train.dtype. The values of a layer are computed for its products, in forward and again
-in backward.
+(`ba`) in the type of --train.dtype. Mamba-2 has no such matrix: the rows of its steps are the last of `qkvz`,
+which is quantised. The values of a layer are computed for its products, in forward and again in backward.
 
     in_nf4(model)                the modules take the place of those of a model with adapters, on meta
     for slot in slots_of(model).values(): slot.put(weight)
