@@ -144,9 +144,18 @@ def test_a_dry_run_refuses_what_a_run_refuses(launched, monkeypatch, capsys, wor
         ),
         ("--parallel.ep 1 --node 8", "--node=8: only for --dry-run; a run has the nodes of its launcher"),
         ("--dry-run --node 0", "--node=0: must be at least 1"),
+        (
+            "--dry-run --world 1 --task grpo --data.path a.jsonl --grpo.rewards length",
+            "--grpo.rewards=length: must be length(LONGEST,MARGIN) in tokens",
+        ),
+        (
+            "--dry-run --world 1 --task grpo --data.path a.jsonl --grpo.rewards none.py:reward",
+            "--grpo.rewards=none.py:reward: ",
+        ),
+        ("--dry-run --world 1 --task grpo --data.path a.jsonl --grpo.rewards exact length(64,16):0.5", ""),
     ],
 )
-def test_nodes_of_another_size(capsys, words, says):
+def test_settings_of_a_plan(capsys, words, says):
     code = refusal(lambda: plan(parse([*MODEL.split(), *words.split()], "")))
     assert code == ("2" if says else "")
     assert not says or f"error: {says}" in capsys.readouterr().err

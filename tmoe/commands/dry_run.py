@@ -43,6 +43,7 @@ from tmoe.parallel.mesh import Mesh, build_mesh, local_part, planned_nodes, requ
 from tmoe.parallel.pipeline_cut import PARTS
 from tmoe.plan.fitting import verdict
 from tmoe.plan.memory import memory_of_stages, peak_bytes, plan
+from tmoe.post.rewards.reward_terms import parse as parse_rewards
 from tmoe.run.process import one_error
 
 # The rows of the table of memory: their contents, and the settings that change their size.
@@ -96,6 +97,8 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
                 require_start(Path(cfg.lora.init), cfg)
         require_layers(cfg)
         require_gpu(cfg)
+        if cfg.task == "grpo":
+            parse_rewards(cfg.grpo.rewards, code=cfg.grpo.code)
     found: dict[Kind, list[int]] = {}  # the stage of each parameter
     # float8 and fp8 change no placement, so a plan works without torchao
     placed = replace(cfg, train=replace(cfg.train, float8="none", fp8="none", fp8_everywhere=False))

@@ -57,7 +57,9 @@ ROWS: tuple[FlagRow, ...] = (
     nothing("training.fused_ops_and_kernels.fast_loss", ALWAYS),
     nothing("training.fused_ops_and_kernels.fast_rms_layernorm", ALWAYS),
     nothing("training.fused_ops_and_kernels.fast_rope_embeddings", ALWAYS),
-    refused("training.mamba.cp.degree", "tmoe has no Mamba blocks"),
+    refused(
+        "training.mamba.cp.degree", "`--parallel.cp N --parallel.cp-exchange heads` divides Mamba-2 by heads"
+    ),
     refused(
         "training.odm.odm.update_interval", "tmoe mixes sources by fixed weights, --data.path PATH:WEIGHT"
     ),

@@ -14,6 +14,7 @@ LOGGED = "metrics.jsonl has what tmoe measures in each step"
 KERNELS = "which kernels run is tmoe's choice; results do not depend on it"
 STAGES = "tmoe cuts blocks into stages of about equal time itself; `--parallel.cut` gives another cut"
 OWN_SCALES = "scales are powers of two, of the present values: `--train.fp8` has no settings of them"
+HYBRID = "give its blocks as `--model.layer-types` and `--model.linear.kind mamba2`"
 PUBLISHED = (
     "for published models, which --init HF_DIR reads (gpt-oss, Qwen3-Next, ...); tmoe has no such flag"
 )
@@ -113,10 +114,10 @@ ROWS: tuple[FlagRow, ...] = (
     same("--linear-value-head-dim", "--model.linear.value-dim"),
     same("--linear-conv-kernel-dim", "--model.linear.conv"),
     refused("--spec", "the model is what the flags say; its layers cannot be code", "some"),
-    refused("--is-hybrid-model", "tmoe has no Mamba blocks", "nothing"),
-    refused("--hybrid-override-pattern", "tmoe has no Mamba blocks"),
-    refused("--mamba-num-heads", "tmoe has no Mamba blocks"),
-    refused("--mamba-head-dim", "tmoe has no Mamba blocks"),
+    refused("--is-hybrid-model", HYBRID, "nothing"),
+    refused("--hybrid-override-pattern", HYBRID),
+    refused("--mamba-num-heads", HYBRID),
+    refused("--mamba-head-dim", HYBRID),
     refused("--use-checkpoint-args", "the command says what the model is: give its flags", "nothing"),
     # experts and routing
     same("--num-experts", "--model.moe.experts"),
