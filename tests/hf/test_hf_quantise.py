@@ -295,7 +295,7 @@ def test_transformers_loads_it(imported, tmp_path, kind):
 
 
 FAMILIES = sorted(name for name in hf_tiny.MODELS if "," not in name)
-STACKED = ("gpt_oss", "granitemoe", "granitemoeshared", "granitemoe_swa", "mistral4")
+STACKED = ("gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "mistral4")
 LATENT = dict(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32)
 
 
@@ -312,6 +312,9 @@ def test_every_family_is_loaded_by_transformers_or_refused(tmp_path, monkeypatch
         ("MIMO", dict(head_dim=48, v_head_dim=32, moe_intermediate_size=128)),
         ("NEXT", dict(linear_value_head_dim=32)),
         ("INDEXER", dict(index_head_dim=64)),
+        ("GRANITE4", dict(mamba_d_head=128)),
+        ("NEMOTRON", WIDE | dict(intermediate_size=128, moe_intermediate_size=128, mamba_head_dim=64)),
+        ("NEMOTRON", dict(moe_shared_expert_intermediate_size=128)),
     ):
         for key, value in wider.items():
             monkeypatch.setitem(getattr(hf_tiny, sizes), key, value)

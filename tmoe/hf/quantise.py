@@ -29,6 +29,7 @@ MATRICES = re.compile(
     r"|blocks\.\d+\.moe\.experts\.(gate_up|down)"
 )
 EXPERTS = ".moe.experts."
+RENAMED = "backbone."  # Nemotron-H's root in folders; its module is `model`
 WEIGHT = ".weight"
 NVFP4 = (
     "transformers 5.23 loads its experts without their global factor and without an error: "
@@ -190,7 +191,8 @@ def ignored(names: Iterable[str], matrices: Collection[str]) -> list[str]:
     """The `ignore` of quantization_config: the modules with a weight that is not quantised.
 
     Modules that differ only in numbers share a pattern, unless it matches a quantised module too. A part of
-    the model without quantised modules has one pattern, because transformers renames modules inside it.
+    the model without quantised modules has one pattern, because transformers renames modules inside it. It
+    renames RENAMED as well, so a pattern leaves that root out.
     """
     left = [name.removesuffix(WEIGHT) for name in names if name.endswith(WEIGHT) and name not in matrices]
     taken = {_kind(name.removesuffix(WEIGHT)) for name in matrices}
@@ -198,8 +200,11 @@ def ignored(names: Iterable[str], matrices: Collection[str]) -> list[str]:
     patterns: dict[str, None] = {HEAD.removesuffix(WEIGHT): None}
     for module in left:
         part, kind = _part(module), _kind(module)
-        if part not in parts and "." in module.removeprefix("model."):
+        if part not in parts and "." in _inside(module):
             patterns[rf"re:(.*\.)?{re.escape(part)}\..*"] = None
+        elif module.startswith(RENAMED):
+            inside = _inside(module)
+            patterns[rf"re:(.*\.)?{re.escape(inside) if kind in taken else _kind(inside)}$"] = None
         else:
             patterns[module if kind in taken or "+" not in kind else f"re:{kind}$"] = None
     return list(patterns)
@@ -207,7 +212,12 @@ def ignored(names: Iterable[str], matrices: Collection[str]) -> list[str]:
 
 def _part(name: str) -> str:
     """The part of the model that a name belongs to: layers, visual, vision_tower."""
-    return name.removeprefix("model.").split(".")[0]
+    return _inside(name).split(".")[0]
+
+
+def _inside(name: str) -> str:
+    """The name without the root of the model."""
+    return name.removeprefix("model.").removeprefix(RENAMED)
 
 
 def _kind(module: str) -> str:

@@ -153,7 +153,7 @@ def stand_in(
     stands = nn.Parameter(whole, p.requires_grad)
     if isinstance(owner, Experts) and owner.fp8 and empty.dim() == 3:
         halves = activation(owner.activation).halves if p is owner.gate_up else 1
-        vars(stands)["fp8_codes"] = blank(empty, halves)
+        vars(stands)["fp8_codes"] = [blank(empty, halves)]
     return stands
 
 

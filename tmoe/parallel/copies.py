@@ -66,6 +66,7 @@ class WorkingCopy:
     fresh: the copy holds the parameter's present value, because the optimizer has just written both.
     hooked: the copy has its gradient hook.
     sums: type in which the gradients of several micro-batches are added up; None: the parameter's.
+    codes: the codes in fp8, or empty; the copy has them as `fp8_codes` (ops/experts/fp8_codes.py).
     seen: the parameter's version in the last forward: autograd's count of in-place writes. (A DTensor's local
         part and a copy do not share the count.)
     """
@@ -85,6 +86,8 @@ class WorkingCopy:
         self.hooked = False
         self.seen = version(master)
         self.tensor = nn.Parameter(self.allocate(local_part(master).detach(), dtype), requires_grad=False)
+        self.codes: list[Tensor] = []
+        setattr(self.tensor, "fp8_codes", self.codes)  # noqa: B010 (torch declares no such attribute)
 
     def allocate(self, local: Tensor, dtype: torch.dtype) -> Tensor:
         return local.to(dtype)  # if the types are equal, this is the parameter's own memory
@@ -103,8 +106,9 @@ class WorkingCopy:
         self.drop_codes()
 
     def drop_codes(self) -> None:
-        """Ends the copy's codes in fp8, if it has some: its value may change (ops/experts/fp8_codes.py)."""
-        vars(self.tensor)["fp8_codes"] = None
+        """Ends the copy's codes in fp8, since its value may change."""
+        if self.codes:  # a compiled loop then traces no change of the list
+            self.codes.clear()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -144,15 +144,16 @@ def check_codes(x: Tensor, activation: str, **pairs: tuple[Tensor, Tensor | None
 def codes_of(parameter: Tensor, matrix: Tensor, halves: int) -> Tensor:
     """The packed codes of a parameter, whose value on this rank is `matrix`.
 
-    A parameter that has the attribute `fp8_codes` keeps them there; its owner sets it to None whenever the
-    value changes (parallel/copies.py). For other parameters they are computed in each call.
+    A parameter that has the attribute `fp8_codes`, a list, keeps them there; its owner empties the list
+    whenever the value changes (parallel/copies.py). For other parameters they are computed in each call.
     """
-    kept = getattr(parameter, "fp8_codes", None)
-    if kept is None:
-        kept = encode(matrix, halves)
-        if hasattr(parameter, "fp8_codes"):
-            vars(parameter)["fp8_codes"] = kept
-    return kept
+    kept: list[Tensor] | None = getattr(parameter, "fp8_codes", None)
+    if kept:
+        return kept[0]
+    codes = encode(matrix, halves)
+    if kept is not None:
+        kept.append(codes)
+    return codes
 
 
 def blank(matrix: Tensor, halves: int) -> Tensor:
