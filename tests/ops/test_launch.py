@@ -401,7 +401,8 @@ def test_the_straight_way_gives_what_the_registered_op_gives(straight, use, froz
     args[4] = args[4] if biased else None
 
     def direct(*a):
-        return mlp._Straight.apply(*a, "swiglu", 2 * T, any(t is not None and t.requires_grad for t in a))
+        needs = any(t is not None and t.requires_grad for t in a)
+        return mlp._Straight.apply(*a, *mlp.NO_CODES, "swiglu", 2 * T, needs)
 
     got = through(*args, how=(direct, topk._Straight.apply), use=use)
     want = through(*args, how=(ops.moe_mlp, ops.softmax_topk), use=use)
@@ -412,7 +413,7 @@ def test_the_straight_way_gives_what_the_registered_op_gives(straight, use, froz
 
 def test_the_straight_way_without_gradients(straight):
     args = torch.randn(7, 16), torch.randn(7, 4), torch.randn(4, 24, 16), torch.randn(4, 16, 12), None
-    direct = lambda *a: mlp._Straight.apply(*a, "swiglu", 14, False)  # noqa: E731
+    direct = lambda *a: mlp._Straight.apply(*a, *mlp.NO_CODES, "swiglu", 14, False)  # noqa: E731
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             (got,) = through(*args, how=(direct, topk._Straight.apply), use=grads)
@@ -441,7 +442,11 @@ def test_a_second_derivative_is_refused(straight, way, named, summed):
     else:
         args = x, gate_up, down, torch.rand(7, 2), torch.randint(0, 4, (7, 2))
         of = x
-        y = mlp._Straight.apply(*args, None, "swiglu", 14, True) if "straight" in way else ops.moe_mlp(*args)
+        y = (
+            mlp._Straight.apply(*args, *(None,) * 3, "swiglu", 14, True)
+            if "straight" in way
+            else ops.moe_mlp(*args)
+        )
     (first,) = torch.autograd.grad(y.sum() if summed else y.square().sum(), of, create_graph=True)
     loss = first.square().sum() + of.sum()
     with pytest.raises(RuntimeError, match="no second derivative"):
