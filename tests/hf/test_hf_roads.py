@@ -29,6 +29,7 @@ HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 NAMES = [a.model_type for a in ARCHITECTURES if not a.nested]
 NORM = "model.layers.1.post_attention_layernorm.weight"
+NEMOTRON = "backbone.layers.1.norm.weight", "backbone.embeddings.weight"  # its norm and embedding
 QUERY = "model.layers.1.self_attn.{}_proj"
 
 
@@ -86,7 +87,8 @@ def altered(tensors: dict[str, torch.Tensor], name: str) -> dict[str, tuple[dict
 
     "": it is accepted, and nothing is lost.
     """
-    lacks = {key: {k: t for k, t in tensors.items() if k != key} for key in (NORM, EMBEDDING, HEAD)}
+    norm, embedding = (NORM, EMBEDDING) if name != "nemotron_h" else NEMOTRON
+    lacks = {key: {k: t for k, t in tensors.items() if k != key} for key in (norm, embedding, HEAD)}
     rotary = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tables = {
         "nothing": (tensors, ""),
@@ -96,11 +98,11 @@ def altered(tensors: dict[str, torch.Tensor], name: str) -> dict[str, tuple[dict
         "a layer more": (tensors | {"model.layers.7.input_layernorm.weight": torch.zeros(16)}, "layers.7."),
         "a norm's bias": (tensors | {"model.norm.bias": torch.zeros(16)}, "model.norm.bias"),
         "a head's bias": (tensors | {"lm_head.bias": torch.zeros(31)}, "lm_head.bias"),
-        "no norm": (lacks[NORM], NORM),
-        "no embedding": (lacks[EMBEDDING], EMBEDDING),
+        "no norm": (lacks[norm], norm),
+        "no embedding": (lacks[embedding], embedding),
         "untied, no head": (lacks[HEAD], HEAD),
-        "another type": (tensors | {NORM: tensors[NORM].double()}, NORM),
-        "another shape": (tensors | {NORM: torch.ones(17)}, NORM),
+        "another type": (tensors | {norm: tensors[norm].double()}, norm),
+        "another shape": (tensors | {norm: torch.ones(17)}, norm),
         "a head of another shape": (tensors | {HEAD: torch.ones(32, 16)}, HEAD),
     }
     bias = next((k for k in tensors if k.endswith("_proj.bias") and "self_attn" in k), None)

@@ -20,7 +20,10 @@ from tmoe.hf.files import Folder
 from tmoe.model.transformer import Transformer
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral")  # families, or the first word of a model's name
-SPARSE = [name for name in MODELS if name.partition(",")[0] not in DENSE]
+# tmoe refuses Nemotron-H's experts as stacks
+SPARSE = [
+    name for name in MODELS if name.partition(",")[0] not in (*DENSE, "nemotron_h") and ", dense" not in name
+]
 FAMILIES = [
     "mixtral",
     "qwen2_moe",
