@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_tiny import assert_bits, far, files_of, load_step, make, saved, tensors_of
+from hf_tiny import assert_bits, far, files_of, make, saved, tensors_of
+from linear_families import assert_starts_and_answers
 from safetensors.torch import load_file, save_file
 
-import tmoe
 from tmoe.config.check import ConfigError
 from tmoe.config.compare import differences
-from tmoe.hf import export_hf, import_hf, load_hf, swap_experts
+from tmoe.hf import export_hf, import_hf, swap_experts
 from tmoe.hf.config import read_config, write_config
-from tmoe.model.transformer import Transformer
 
 NAME = "nemotron_h"
 LATENT = "nemotron_h, latent experts, groups, no bias of the convolution"
@@ -21,34 +20,9 @@ LATENT = "nemotron_h, latent experts, groups, no bias of the convolution"
 
 @pytest.mark.parametrize("name", [NAME, LATENT])
 def test_direct_start_and_greedy_answers(tmp_path, name):
-    """--init reads the same weights, documents are transformers' one by one, answers are generate's.
-
-    transformers does not limit the step of a single token, so its answers are those of whole sequences.
-    """
-    hf_dir = saved(tmp_path / "hf", name)
-    import_hf(hf_dir, tmp_path / "step")
-    cfg = read_config(json.loads((hf_dir / "config.json").read_text()))
+    """transformers does not limit the step of a single token, so its answers are those of whole sequences."""
+    cfg = assert_starts_and_answers(tmp_path, name, 2e-5, cached=False).cfg
     assert cfg.one_branch and cfg.linear.kind == "mamba2" and cfg.moe.shared_activation == "relu2"
-    model = Transformer(cfg).eval()
-    load_hf(hf_dir, model.state_dict(), cfg)
-    assert_bits(model.state_dict(), load_step(tmp_path / "step").state_dict())
-    theirs = make(name)
-    lengths = [20, 1, 24]
-    x = torch.randint(31, (1, 45))
-    doc = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    at = torch.cat([torch.arange(n) for n in lengths])[None]
-    with torch.no_grad():
-        packed = model(x, documents_BS=doc, positions_BS=at)
-        one_by_one = torch.cat([theirs(part).logits for part in x.split(lengths, 1)], 1)
-    assert far(packed, one_by_one) < 2e-5
-    prompts = [x[0, :17].tolist(), x[0, 5:6].tolist()]
-    answers = tmoe.Engine(model).generate(prompts, sampling=tmoe.Sampling(temperature=0.0, max_tokens=12))
-    for prompt, (sample,) in zip(prompts, answers, strict=True):
-        ids = list(prompt)
-        with torch.no_grad():
-            for _ in range(12):
-                ids.append(int(theirs(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-        assert sample.ids.tolist() == ids[len(prompt) :]
 
 
 def test_every_byte_comes_back_in_bf16(tmp_path):

@@ -21,17 +21,16 @@ from hf_tiny import (
     short,
     tensors_of,
 )
+from linear_families import assert_starts_and_answers
 from peft_tiny import TOKENS, logits_of_step
 from safetensors.torch import load_file, save_file
 
-import tmoe
 from tmoe.config.check import ConfigError
 from tmoe.config.presets import presets
-from tmoe.hf import export_hf, import_hf, load_hf, swap_experts
+from tmoe.hf import export_hf, import_hf, swap_experts
 from tmoe.hf.adapters.commands import export_adapter, import_adapter
 from tmoe.hf.config import read_config
 from tmoe.model.count import count_parameters
-from tmoe.model.transformer import Transformer
 
 VISION = dict(depth=2, hidden_size=8, intermediate_size=12, num_heads=2, out_hidden_size=16, patch_size=2)
 VISION |= dict(spatial_merge_size=2, num_position_embeddings=16, deepstack_visual_indexes=[0])
@@ -110,30 +109,8 @@ def test_small_norm_weights_come_back_in_bf16(tmp_path, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_direct_start_and_greedy_answers(tmp_path, name):
-    """--init reads the same weights, documents are transformers' one by one, answers are generate's."""
-    hf_dir = saved(tmp_path / "hf", name)
-    import_hf(hf_dir, tmp_path / "step")
-    cfg = read_config(json.loads((hf_dir / "config.json").read_text()))
+    cfg = assert_starts_and_answers(tmp_path, name, 5e-5).cfg
     assert cfg.linear_layers == 3 and cfg.norm_offset
-    model = Transformer(cfg).eval()
-    load_hf(hf_dir, model.state_dict(), cfg)
-    assert_bits(model.state_dict(), load_step(tmp_path / "step").state_dict())
-    theirs = make(name)
-    lengths = [20, 1, 24]
-    x = torch.randint(31, (1, 45))
-    doc = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    at = torch.cat([torch.arange(n) for n in lengths])[None]
-    with torch.no_grad():
-        packed = model(x, documents_BS=doc, positions_BS=at)
-        one_by_one = torch.cat([theirs(part).logits for part in x.split(lengths, 1)], 1)
-    assert far(packed, one_by_one) < 5e-5
-    prompts = [x[0, :17].tolist(), x[0, 5:6].tolist()]
-    sampling = tmoe.Sampling(temperature=0.0, max_tokens=12)
-    answers = tmoe.Engine(model).generate(prompts, sampling=sampling)
-    for prompt, (sample,) in zip(prompts, answers, strict=True):
-        ids, how = torch.tensor([prompt]), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
-        want = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **how)
-        assert sample.ids.tolist() == want[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
