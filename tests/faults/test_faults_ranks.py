@@ -244,7 +244,8 @@ def stands(rank: int, world: int, argv: list[str], how: str) -> None:
         close = trainer.metrics.close
         trainer.metrics.close = lambda **how: (time.sleep(6 * unit), close(**how))[1]
     elif how == "asleep behind a save":
-        before_step(trainer, 3, lambda _: time.sleep(60) if mine else None)
+        # longer than the save and the time limit together, on a loaded machine as well
+        before_step(trainer, 3, lambda _: time.sleep(60 * unit) if mine else None)
         write = trainer.checkpoints._write
         trainer.checkpoints._write = lambda *args: (time.sleep(6 * unit), write(*args))[1]
     elif how == "slow":
