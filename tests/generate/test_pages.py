@@ -6,17 +6,21 @@ next: tests/generate/test_sampler.py
 import gc
 import random
 import threading
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from layouts import GPT_OSS, GQA, LATENT, MIMO
 from tiers import slow_but
 
-from tmoe.generate import Details, Engine, Live, Sampling, gathered_model, slots
+from tmoe.generate import Details, Engine, Live, Sampling, gathered_model, live, slots
 from tmoe.generate.cache import bytes_a_token
 from tmoe.generate.pages import Pages, Span, alone, keys_of, most_needed
 from tmoe.generate.prompt_chunks import chunks
+from tmoe.generate.warm_up import warm_up
 from tmoe.model.transformer import Transformer
 from tmoe.moe.layer import MoE
 
@@ -190,10 +194,26 @@ def test_rows_of_blocks_change_no_token(name, most, monkeypatch):
         assert torch.equal(a.prompt_routes.sort(-1).values, b.prompt_routes.sort(-1).values)
 
 
+class Direct:
+    """Stands for CudaGraphs where there is no GPU: the same inputs, computed in each run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.keys: list[Any] = []
+
+    def run(self, key: Any, step: Callable[[], Any]) -> Any:
+        self.keys += [key]
+        return step()
+
+
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("blocks", [False, True])
-def test_ends_of_several_prompts_share_a_row(name, blocks, monkeypatch):
-    """Prompts whose beginnings are in the cache, as a CPU and as a GPU is given their ends."""
+@pytest.mark.parametrize("kind", ["rows", "blocks", "graphs"])
+def test_ends_of_several_prompts_share_a_row(name, kind, monkeypatch):
+    """Prompts whose beginnings are in the cache: their ends as a CPU gets them, and as a GPU does."""
+    blocks = kind != "rows"
+    graphs = Direct(torch.device("cpu"))
+    if kind == "graphs":
+        monkeypatch.setattr(live, "can_be_graphs", lambda model: True)
+        monkeypatch.setattr(slots, "CudaGraphs", lambda device: graphs)
     net = long_model(name)
     draw = torch.Generator().manual_seed(1)
     base = torch.randint(64, (300,), generator=draw).tolist()
@@ -213,19 +233,45 @@ def test_ends_of_several_prompts_share_a_row(name, blocks, monkeypatch):
         first.set()
         submitted.wait()
 
-    with Live(net, slots=4, after=after) as live:
-        live.submit(base[:260], Sampling(max_tokens=1))
+    with Live(net, slots=4, after=after) as opened:
+        opened.submit(base[:260], Sampling(max_tokens=1))
         assert first.wait()
-        tickets = [live.submit(prompt, how, details=Details(routes=name == "gqa")) for prompt in prompts[:-1]]
-        tickets += [live.submit(prompts[-1], how)]
+        tickets = [
+            opened.submit(prompt, how, details=Details(routes=name == "gqa")) for prompt in prompts[:-1]
+        ]
+        tickets += [opened.submit(prompts[-1], how)]
         submitted.set()
         found = [ticket.result()[0] for ticket in tickets]
+        if kind == "graphs":  # the same shapes again: the inputs of the first chunks are overwritten
+            prompts += [base[2:200], [9, *base[:140]]]
+            found += [opened.submit(prompt, how).result()[0] for prompt in prompts[4:]]
+            of_chunks = [key for key in graphs.keys if key[0] == "prompt"]
+            assert len(of_chunks) == len(seen) > len(set(of_chunks))
     monkeypatch.undo()
+    seen, cached = seen[: 3 if name == "gqa" else 2], [sample.cached for sample in found[:4]]
     assert [len(chunk.lengths) for chunk in seen] == ([1, 3, 1] if name == "gqa" else [1, 4])
-    assert [sample.cached for sample in found] == ([0, 0, 0, 256] if name == "gqa" else [128, 128, 128, 256])
+    assert cached == ([0, 0, 0, 256] if name == "gqa" else [128, 128, 128, 256])
     for prompt, sample in zip(prompts, found, strict=True):
         want = Engine(net).generate([prompt], 1, how)[0][0]
         assert torch.equal(sample.ids, want.ids) and torch.allclose(sample.logprobs, want.logprobs, atol=1e-4)
+
+
+def test_an_engine_is_warm_before_its_first_request(monkeypatch):
+    """Each shape of steps and prompts runs twice: compiled, then captured. No count stays."""
+    graphs = Direct(torch.device("cpu"))
+    monkeypatch.setattr(live, "can_be_graphs", lambda model: True)
+    monkeypatch.setattr(slots, "CudaGraphs", lambda device: graphs)
+    monkeypatch.setattr(slots, "chunks", lambda *args, blocks: chunks(*args, blocks=True))
+    monkeypatch.setattr(gathered_model, "ON_CPU", 8192)
+    net = long_model("gqa")
+    with Live(net, slots=3, max_len=400) as opened:
+        assert warm_up(opened) > 0
+        runs = Counter(graphs.keys)
+        assert {key[1:3] for key in runs if key[0] == "prompt"} == {(128, 0), (512, 0)}
+        assert {key[0] for key in runs if key[0] != "prompt"} == {1, 4} and min(runs.values()) > 1
+        ((answer,),) = (opened.submit([1, 2, 3], Sampling(max_tokens=2)).result(),)
+        assert len(answer.ids) == 2 and opened.state.tokens == 2 and opened.state.prompt_tokens == 3
+        assert Counter(graphs.keys).keys() == runs.keys()
 
 
 def test_memory_goes_back():

@@ -271,6 +271,10 @@ class Live:
         """Ends a request. Its answers that are not over get the finish 'cancel', and its pages are freed."""
         self._inbox.put(("cancel", ticket))
 
+    def zero_counts(self) -> None:
+        """The counts of all time begin at 0."""
+        self._inbox.put(("zero counts", None))
+
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no more requests, waits until all are over, and frees the engine's memory.
 
@@ -309,10 +313,9 @@ class Live:
                 torch.cuda.set_device(device)  # each thread has another current GPU
             questions = group_for_questions(model)
             with gathered(model, rows_of(model, self.slots), questions=questions) as ranks:
-                self.room = self.engine.on_all_ranks(self._room)
                 graphs = self.engine.graphs and ranks.free and can_be_graphs(model)
-                room = self.room._replace(graphs=graphs)
-                slots = Slots(model, room, self.engine.known, ranks, None, self.budget)
+                self.room = self.engine.on_all_ranks(self._room)._replace(graphs=graphs)
+                slots = Slots(model, self.room, self.engine.known, ranks, None, self.budget)
                 self._count(slots)
                 self._ready.set()
                 self._serve(slots, ranks)
@@ -366,6 +369,8 @@ class Live:
                 self._cancel(slots, [ticket])
             elif kind == "cancel all":
                 self._cancel(slots, list(self._open.values()))
+            elif kind == "zero counts":
+                self.state = State(*[0] * len(State._fields))
 
     def _cancel(self, slots: Slots, tickets: Sequence[Ticket]) -> None:
         """Ends all answers of tickets that are not over."""

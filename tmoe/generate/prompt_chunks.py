@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tmoe.generate.cache import PAGE
 from tmoe.generate.forward import PromptBatch
@@ -61,77 +60,91 @@ def aligned(length: int, blocks: bool) -> int:
 
 def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: bool) -> PromptBatch:
     """Pieces one after the other in a row. A gap belongs to the piece before it; no token attends to it."""
-    tokens: list[int] = []
-    at: list[int] = []
-    documents: list[int] = []
-    places: list[int] = []
-    rows: list[int] = []
+    tokens, at, documents, places, rows = [], [], [], [], []
+    length = 0
     for number, (ids, pages, start, _) in enumerate(pieces):
-        end = start + len(ids)
-        gap = aligned(len(ids), blocks) - len(ids)
-        rows += range(len(tokens), len(tokens) + len(ids))
-        places += places_of(pages, start, end)
-        tokens += ids + [0] * gap
-        at += [*range(start, end), *[end - 1] * gap]
-        documents += [number] * (len(ids) + gap)
-    S = len(tokens)
-    rest = next((min(n, most) for n in LENGTHS if n >= S), S) - S if blocks else 0
-    tokens += [0] * rest
-    at += at[-1:] * rest
-    documents += [len(pieces)] * rest
-    seen, seen_documents, queries = keys_of_later(pieces, blocks) if pieces[0].start else ([], [], [])
-    queries += queries[-1:] * rest
-
-    def put(values: list) -> Tensor:
-        return upload(values, device)
-
-    gaps = len(rows) < len(tokens)
-    padding_1S = rows_N = None
-    if gaps:
-        rows_N = put(rows)
-        padding_1S = torch.ones(1, len(tokens), dtype=torch.bool, device=device)
+        end, more = start + len(ids), aligned(len(ids), blocks)
+        gap = more - len(ids)
+        rows.append(np.arange(length, length + len(ids)))
+        places.append(places_of(pages, start, end))
+        tokens += [np.asarray(ids, np.int64), np.zeros(gap, np.int64)]
+        at += [np.arange(start, end), np.full(gap, end - 1)]
+        documents.append(np.full(more, number))
+        length += more
+    S = next((min(n, most) for n in LENGTHS if n >= length), length) if blocks else length
+    later = pieces[0].start > 0
+    parts = dict(
+        tokens=lengthened(tokens, S, 0),
+        at=lengthened(at, S),
+        documents=lengthened(documents, S, len(pieces)),
+        rows=np.concatenate(rows),
+        places=np.concatenate(places),
+    )
+    if later:
+        parts |= zip(("seen", "seen_documents", "queries"), keys_of_later(pieces, blocks, S), strict=True)
+    # one copy to the device
+    values = upload(np.concatenate(list(parts.values())), device).split(
+        [len(part) for part in parts.values()]
+    )
+    on = dict(zip(parts, values, strict=True))
+    rows_N = padding_1S = None
+    if len(on["rows"]) < S:
+        rows_N = on["rows"]
+        padding_1S = torch.ones(1, S, dtype=torch.bool, device=device)
         padding_1S[0, rows_N] = False
-    documents_1S = put([documents]) if documents[-1] and not seen else None
+    several = parts["documents"][-1] > 0
     whole = PromptBatch(
-        put([tokens]),
-        put([at]),
-        documents_1S,
+        on["tokens"][None],
+        on["at"][None],
+        on["documents"][None] if several and not later else None,
         padding_1S,
         rows_N,
-        put(places),
+        on["places"],
         lengths=tuple(len(piece.ids) for piece in pieces),
     )
-    if not seen:
+    if not later:
         return whole
-    several = put([seen_documents]) if len(pieces) > 1 else None
-    return whole._replace(seen_J=put(seen), seen_documents_1J=several, queries_S=put(queries))
+    documents_1J = on["seen_documents"][None] if len(pieces) > 1 else None
+    return whole._replace(seen_J=on["seen"], seen_documents_1J=documents_1J, queries_S=on["queries"])
 
 
-def keys_of_later(pieces: Sequence[PromptPiece], blocks: bool) -> tuple[list[int], list[int], list[int]]:
-    """The keys of later pieces: their places, the piece of each, and of each query its own key.
+def lengthened(parts: Sequence[np.ndarray], length: int, value: int | None = None) -> np.ndarray:
+    """The parts in a row, followed by `value`, or by the last value, up to a length."""
+    whole = np.concatenate(parts)
+    return np.append(whole, np.full(length - len(whole), whole[-1] if value is None else value))
+
+
+def keys_of_later(
+    pieces: Sequence[PromptPiece], blocks: bool, S: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The keys of later pieces: their places [J], the piece of each [J], and of each query its own key [S].
 
     The keys of a piece are those of its whole prompt up to the piece's end. blocks: align them with blocks. A
     gap after them has later positions than their queries, so no token attends to it.
     """
-    seen: list[int] = []
-    documents: list[int] = []
-    queries: list[int] = []
+    seen, documents, queries = [], [], []
+    first = 0
     for number, (ids, pages, start, _) in enumerate(pieces):
-        end, first = start + len(ids), len(seen)
-        gap = aligned(end, blocks) - end
-        seen += places_of(pages, 0, end)
-        seen += seen[-1:] * gap
-        documents += [number] * (end + gap)
-        queries += range(first + start, first + end)
-        queries += queries[-1:] * (aligned(len(ids), blocks) - len(ids))
-    rest = -len(seen) % LENGTHS[2] if blocks else 0
-    return seen + seen[-1:] * rest, documents + [len(pieces)] * rest, queries
+        end = start + len(ids)
+        more = aligned(end, blocks)
+        seen.append(lengthened([places_of(pages, 0, end)], more))
+        documents.append(np.full(more, number))
+        queries.append(lengthened([np.arange(first + start, first + end)], aligned(len(ids), blocks)))
+        first += more
+    J = keys_in_row(first) if blocks else first
+    return lengthened(seen, J), lengthened(documents, J, len(pieces)), lengthened(queries, S)
 
 
-def places_of(pages: Sequence[int], start: int, end: int) -> list[int]:
+def keys_in_row(keys: int) -> int:
+    """The length to which keys are filled up: flex attention compiles a kernel for each."""
+    short = [n for n in (LENGTHS[2], 2 * LENGTHS[2], KEYS) if n >= keys]
+    return short[0] if short else -(-keys // KEYS) * KEYS
+
+
+def places_of(pages: Sequence[int], start: int, end: int) -> np.ndarray:
     """The places in the cache of the tokens at positions start to end - 1."""
     at = np.arange(start, end)
-    return (np.asarray(pages, np.int64)[at // PAGE] * PAGE + at % PAGE).tolist()
+    return np.asarray(pages, np.int64)[at // PAGE] * PAGE + at % PAGE
 
 
 Piece = PromptPiece  # the name until version 0.2

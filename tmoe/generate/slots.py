@@ -33,6 +33,7 @@ from tmoe.generate.graphs import CudaGraphs, rounded
 from tmoe.generate.pages import Pages
 from tmoe.generate.prompt_chunks import chunks
 from tmoe.generate.prompt_fill import Filling, pieces_of, publish_answer, record
+from tmoe.generate.prompt_graphs import PromptGraphs
 from tmoe.generate.requests import Request
 from tmoe.generate.row_settings import Head, Needs, RowSettings, TopTokens, top_tokens
 from tmoe.generate.sampler import Sampling
@@ -125,6 +126,8 @@ class Slots:
         B = self.size(room.slots)
         self.state_6B = torch.zeros(6, B, dtype=torch.int64, device=device)
         self.table_BM = torch.zeros(B, M, dtype=torch.int32, device=device)
+        given = model, self.cache, self.turns
+        self.chunks = None if self.graphs is None else PromptGraphs(*given, self.graphs)
         self.states = States(model, B)
         self.cache.states = self.states.slots
         self.settings = RowSettings(model, B, known, sampling)
@@ -267,9 +270,12 @@ class Slots:
             # else the last block's experts are not needed
             last = self.ranks.group is not None or any(filling.records for filling, _ in parts)
             rows = self.ranks.rows(chunk.tokens_1S.numel())
-            states = [self.states.of_prompt(filling.prompt) for filling, _ in parts]
             with self.on_device():
-                routings, x = prefill(self.model, self.cache, chunk, self.turns, rows, last, states)
+                if self.chunks is not None and self.chunks.take(chunk):
+                    routings, x = self.chunks.run(chunk, rows, last)
+                else:
+                    states = [self.states.of_prompt(filling.prompt) for filling, _ in parts]
+                    routings, x = prefill(self.model, self.cache, chunk, self.turns, rows, last, states)
                 record(self.model, chunk, parts, routings, x)
             for filling, piece in parts:
                 filling.advance(len(piece.ids), packed=len(parts) > 1, pages=self.pages)

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def upload(
+    values: Sequence[Any] | np.ndarray, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
     """A tensor of `values` on the device.
 
     torch.tensor(values, device="cuda") copies from pageable memory. It returns only after all earlier kernels

@@ -34,6 +34,7 @@ from tmoe.generate.live import Live, LivePiece, Ticket
 from tmoe.generate.load import Loaded, load
 from tmoe.generate.processes import Processes
 from tmoe.generate.requests import Tops
+from tmoe.generate.warm_up import warm_up
 from tmoe.serve.messages import (
     Ask,
     Cancel,
@@ -133,6 +134,7 @@ class EngineSide:
         engine = loaded.engine(settings.slots)
         sizes: dict[str, Any] = dict(slots=settings.slots, pool_gib=settings.pool_gib)
         self.live = Live(engine, max_len=settings.max_len, after=self.after, **sizes)
+        warm_up(self.live)
         assert self.live.room is not None
         self.pages = self.live.room.pages - 1
 
