@@ -12,7 +12,8 @@ turns: the first token of a prompt of 4,000 tokens, then of a second prompt that
 its answer. Expected: the second takes at most 0.25 of the first. With an engine that keeps bits, the second
 answer's log-probs are compared with those without reuse.
 
-Weights and prompts are random. A first round with other prompts compiles kernels and captures graphs.
+Weights and prompts are random. The engine is warmed up as `tmoe serve` does, and a first round has other
+prompts.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from benchmarks.train import write_line
 from tmoe.base.versions import versions
 from tmoe.config.presets import presets
 from tmoe.generate import Engine, Live, LivePiece, Sampling, Ticket
+from tmoe.generate.warm_up import warm_up
 from tmoe.model.transformer import Transformer
 
 STREAMS = 32
@@ -73,7 +75,8 @@ def gaps(model: Transformer, length: int, budget: int, tokens: int) -> dict[str,
     engine = Engine(model, eos=())
     vocab = model.cfg.vocab
     with Live(engine, slots=STREAMS + 1, max_len=length + 64, budget=budget, after=clock) as live:
-        for seed in (1, 2):  # the first round compiles and captures
+        warm_up(live)
+        for seed in (1, 2):  # the first round compiles what is left
             streams = [
                 live.submit(prompt_of(64, vocab, i), replace(MIXED[i % 4], max_tokens=tokens, seed=i))
                 for i in range(STREAMS)
@@ -108,6 +111,7 @@ def turns(model: Transformer, length: int) -> dict[str, Any]:
     clock = Clock()
     how = Sampling(max_tokens=32, seed=1)
     with Live(Engine(model, eos=()), slots=4, max_len=length + 256, after=clock) as live:
+        warm_up(live)
         for seed in (1, 2):
             prompt = prompt_of(length, vocab, seed)
             began = [time.perf_counter()]

@@ -66,7 +66,7 @@ PROMPT = 64  # tokens of each prompt of equal lengths
 SEED = 5
 PATH = "/v1/completions"
 SHARED = "numbers.jsonl"  # of the parts of a call
-START = 120.0  # seconds in which a server must answer
+START = 240.0  # seconds in which a server must answer
 
 
 class Sizes(NamedTuple):

@@ -66,7 +66,7 @@ class PromptBatch(NamedTuple):
     documents_1S: Tensor | None  # None: one prompt
     padding_1S: Tensor | None  # True in gaps
     rows_N: Tensor | None  # the places that are tokens; None: all
-    places_N: Tensor  # places of their keys in the cache
+    places_S: Tensor  # places of their keys in the cache; of gaps: places without a token
     lengths: tuple[int, ...]  # tokens of each piece
     # of later pieces: places of all keys of their prompts up to the pieces' ends, the pieces whose keys they
     # are (None: one piece), and each token's own key among them
@@ -99,13 +99,15 @@ def prefill(
     """
     routes = []
     linear = 0
+    fused = chunk.tokens_1S.is_cuda and model.rounding.fused
     here = {rope: Rotations(cos[chunk.at_1S], sin[chunk.at_1S]) for rope, (cos, sin) in turns.items()}
     masks = {window: mask_of(model, chunk, window) for window in windows(model)}
     x = model.embed(chunk.tokens_1S)
-    for block, layer in zip(model.blocks, cache.layers, strict=True):
-        assert isinstance(block, Block)
+    blocks, norms = in_order(model)
+    normed = blocks[0].first_norm(x)
+    for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
         attention, mask, now = block.attention, masks[block.window], here[block.rope]
-        y = normed = block.attention_norm(x)
+        y = normed
         if isinstance(attention, LinearLayer):
             y = prompt_linear(attention, normed, chunk, states, linear)
             linear += 1
@@ -114,16 +116,23 @@ def prefill(
             y = prompt_latent(attention, normed, now, layer, chunk, mask)
         elif attention is not None:
             assert layer is not None
-            y = prompt_grouped(attention, normed, now, layer, chunk, mask)
+            y = prompt_grouped(attention, normed, now, layer, chunk, mask, fused)
         if attention is not None:
-            x = x + block.branch(block.attention_post_norm(y))
+            y = block.branch(block.attention_post_norm(y))
+            x, normed = add_and_norm(x, y, block.ffn_norm if block.feeds else following, fused)
         # the cache needs nothing after the last block's keys
-        if block.feeds and (last or block is not model.blocks[-1]):
-            y, routing = feed_forward(block, block.ffn_norm(x), chunk.padding_1S, rows)
-            x = x + y
+        if block.feeds and (last or block is not blocks[-1]):
+            y, routing = feed_forward(block, normed, chunk.padding_1S, rows)
+            x, normed = add_and_norm(x, y, following, fused)
             if routing is not None:
                 routes.append(routing)
     return routes, x
+
+
+def in_order(model: Transformer) -> tuple[list[Block], list[nn.Module]]:
+    """The blocks, and the norm that follows each."""
+    blocks = cast(list[Block], list(model.blocks))
+    return blocks, [*(block.first_norm for block in blocks[1:]), cast(nn.Module, model.norm)]
 
 
 def head_input(model: Transformer, x_1SD: Tensor, chunk: PromptBatch) -> Tensor:
@@ -176,9 +185,8 @@ def decode(
     lengths_B = at_B + 1
     fused = tokens_B.is_cuda and model.rounding.fused
     x = model.embed(tokens_B[:, None])
-    blocks = cast(list[Block], list(model.blocks))
+    blocks, norms = in_order(model)
     normed = blocks[0].first_norm(x)
-    norms = [*(block.first_norm for block in blocks[1:]), cast(nn.Module, model.norm)]
     routes = []
     states = iter(rows_of_states(cache.states, len(tokens_B)))
     for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
@@ -254,15 +262,29 @@ def feed_forward(
 
 
 def prompt_grouped(
-    attention: Attention, x_1SD: Tensor, turns: Rotations, layer: LayerCache, chunk: PromptBatch, mask: Mask
+    attention: Attention,
+    x_1SD: Tensor,
+    turns: Rotations,
+    layer: LayerCache,
+    chunk: PromptBatch,
+    mask: Mask,
+    fused: bool,
 ) -> Tensor:
-    """y [1, S, D] of a chunk; its keys and values are written to the cache."""
-    q, k, v, gate = attention.project(x_1SD, *turns)
-    layer.put(chunk.places_N, chunk.tokens(k), chunk.tokens(v))
-    window = attention.window
-    if chunk.seen_J is not None:
-        k, v = (t[None] for t in layer.get(chunk.seen_J))
-        window = 0  # the mask has the window already, for queries of a part of the prompt
+    """y [1, S, D] of a chunk; its keys and values are written to the cache. fused: as in put_heads."""
+    seen = chunk.seen_J
+    if fused and has_kernel(attention, fused):
+        here = Rotations(turns.cos[0], turns.sin[0])
+        q, gate = put_heads(attention, x_1SD[0], here, layer, chunk.places_S, fused)
+        q, gate = q[None], None if gate is None else gate[None]
+        k, v = layer.get(chunk.places_S if seen is None else seen)
+        k, v = k[None], v[None]
+    else:
+        q, k, v, gate = attention.project(x_1SD, *turns)
+        layer.put(chunk.places_S, k[0], v[0])
+        if seen is not None:
+            k, v = (t[None] for t in layer.get(seen))
+    # with earlier keys the mask has the window already, for queries of a part of the prompt
+    window = attention.window if seen is None else 0
     scale, sinks_H = softmax_of(attention)
     y = attend(q, k, v, mask, scale, window, sinks_H)
     return attention.o(gated(y, gate).flatten(-2))
@@ -292,7 +314,7 @@ def prompt_latent(
 ) -> Tensor:
     """y [1, S, D] of a chunk, without absorbed matrices; its latents are written to the cache."""
     q_nope, q_rot, latent, k_rot = attention.narrow(x_1SD, *turns)
-    layer.put(chunk.places_N, chunk.tokens(torch.cat([latent.unsqueeze(2), k_rot], -1)), None)
+    layer.put(chunk.places_S, torch.cat([latent.unsqueeze(2), k_rot], -1)[0], None)
     if chunk.seen_J is not None:
         both_1J1C = layer.get(chunk.seen_J)[0][None]
         latent, k_rot = both_1J1C.split(attention.widths[1:], -1)

@@ -13,11 +13,12 @@ import torch
 
 from tmoe.generate.cache import PAGE
 from tmoe.generate.forward import PromptBatch
+from tmoe.generate.pages import NOWHERE
 from tmoe.generate.upload import upload
 
 # On a GPU flex attention compiles a kernel for each length, so rows, and the keys of later pieces, have one
 # of these lengths.
-LENGTHS = (128, 512, 2048, 8192)
+LENGTHS = (128, 512, 2048, 4096, 8192)
 KEYS = 8192  # most keys of several later pieces in a chunk
 
 
@@ -66,7 +67,7 @@ def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: 
         end, more = start + len(ids), aligned(len(ids), blocks)
         gap = more - len(ids)
         rows.append(np.arange(length, length + len(ids)))
-        places.append(places_of(pages, start, end))
+        places.append(places_of(pages, start, start + more))
         tokens += [np.asarray(ids, np.int64), np.zeros(gap, np.int64)]
         at += [np.arange(start, end), np.full(gap, end - 1)]
         documents.append(np.full(more, number))
@@ -78,7 +79,7 @@ def row(pieces: Sequence[PromptPiece], most: int, device: torch.device, blocks: 
         at=lengthened(at, S),
         documents=lengthened(documents, S, len(pieces)),
         rows=np.concatenate(rows),
-        places=np.concatenate(places),
+        places=lengthened(places, S, NOWHERE * PAGE),
     )
     if later:
         parts |= zip(("seen", "seen_documents", "queries"), keys_of_later(pieces, blocks, S), strict=True)
@@ -137,14 +138,15 @@ def keys_of_later(
 
 def keys_in_row(keys: int) -> int:
     """The length to which keys are filled up: flex attention compiles a kernel for each."""
-    short = [n for n in (LENGTHS[2], 2 * LENGTHS[2], KEYS) if n >= keys]
+    short = [n for n in LENGTHS[2:] if n >= keys]
     return short[0] if short else -(-keys // KEYS) * KEYS
 
 
 def places_of(pages: Sequence[int], start: int, end: int) -> np.ndarray:
-    """The places in the cache of the tokens at positions start to end - 1."""
+    """The places in the cache of positions start to end - 1. Positions beyond the pages have NOWHERE's."""
     at = np.arange(start, end)
-    return np.asarray(pages, np.int64)[at // PAGE] * PAGE + at % PAGE
+    own = np.asarray([*pages, NOWHERE], np.int64)
+    return own[np.minimum(at // PAGE, len(pages))] * PAGE + at % PAGE
 
 
 Piece = PromptPiece  # the name until version 0.2

@@ -1,8 +1,8 @@
 """Chunks of prompts as CUDA graphs: one launch a chunk in place of a thousand.
 
 The host needs 37 ms to launch a chunk of olmoe-1b-7b, and the GPU a few (docs/decisions/114). A graph needs
-tensors of fixed shapes, so a chunk is filled up: each place of the row is a token, and places in gaps write
-their keys to a page of no sequence.
+tensors of fixed shapes, so each place of a row is computed like a token, and documents and padding are always
+given.
 
 next: generate/graphs.py
 """
@@ -15,10 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tmoe.generate.cache import PAGE, Cache
+from tmoe.generate.cache import Cache
 from tmoe.generate.forward import AllTurns, PromptBatch, prefill
 from tmoe.generate.graphs import CudaGraphs
-from tmoe.generate.pages import NOWHERE
 from tmoe.model.transformer import Transformer
 from tmoe.moe.router import Routing
 
@@ -30,15 +29,11 @@ LONGEST = 2048
 def filled(chunk: PromptBatch) -> PromptBatch:
     """The same chunk in tensors whose shapes depend on the numbers of places and of keys alone."""
     at_1S = chunk.at_1S
-    zeros = torch.zeros_like(at_1S)
-    places, padding, documents = chunk.places_N, chunk.padding_1S, chunk.documents_1S
-    if chunk.rows_N is not None:
-        nowhere = torch.full_like(at_1S[0], NOWHERE * PAGE)
-        places = nowhere.index_copy(0, chunk.rows_N, places)
+    padding, documents = chunk.padding_1S, chunk.documents_1S
     if padding is None:
         padding = torch.zeros_like(at_1S, dtype=torch.bool)
     if documents is None and chunk.seen_J is None:
-        documents = zeros
+        documents = torch.zeros_like(at_1S)
     seen_documents = chunk.seen_documents_1J
     if chunk.seen_J is not None and seen_documents is None:
         seen_documents = torch.zeros_like(chunk.seen_J)[None]
@@ -46,7 +41,6 @@ def filled(chunk: PromptBatch) -> PromptBatch:
         documents_1S=documents,
         padding_1S=padding,
         rows_N=None,
-        places_N=places,
         lengths=(at_1S.shape[1],),
         seen_documents_1J=seen_documents,
     )

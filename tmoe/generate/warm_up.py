@@ -13,7 +13,7 @@ import time
 from tmoe.generate.cache import PAGE
 from tmoe.generate.graphs import SIZES
 from tmoe.generate.live import Live
-from tmoe.generate.prompt_chunks import KEYS, LENGTHS
+from tmoe.generate.prompt_chunks import LENGTHS
 from tmoe.generate.prompt_graphs import LONGEST
 from tmoe.generate.sampler import Sampling
 
@@ -44,9 +44,9 @@ def warm_up(live: Live) -> float:
 
     for slots in sorted({min(size, live.slots) for size in SIZES}):
         run(*(prompt(3) for _ in range(slots)))
-    for tokens in TWICE * (*rows, LENGTHS[-1]):  # beginnings of prompts
+    for tokens in TWICE * LENGTHS:  # beginnings of prompts
         run(prompt(tokens))
-    for keys in (rows[-1], 2 * rows[-1], KEYS):  # later pieces of prompts whose beginnings are cached
+    for keys in LENGTHS[2:]:  # later pieces of prompts whose beginnings are cached
         begun = prompt(max(rows[-1] // 2, keys - rows[-1]))
         run(begun + [0])
         for tokens in TWICE * rows:
