@@ -18,7 +18,8 @@ with patch.dict(os.environ, OFFLINE):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-from tmoe.eval import command_line, harness
+from tmoe.config.check import ConfigError
+from tmoe.eval import command_line, harness, task_names
 from tmoe.eval.worker import Worker
 
 KINDS = "qwen3_moe", "llama", "gpt_oss", "deepseek_v3"
@@ -236,9 +237,21 @@ def test_what_cannot_be_done_is_one_line(words, said, folders, tasks, capsys):
 def test_a_file_that_is_no_yaml_is_named(tasks, tmp_path):
     """lm_eval leaves it out in silence."""
     (tmp_path / "torn.yaml").write_text("task: torn\nx: [")
-    assert [text.split(": ")[0] for text in harness.unread([tmp_path, tasks])] == [
+    assert [text.split(": ")[0] for text in task_names.unread([tmp_path, tasks])] == [
         f"{tmp_path}/torn.yaml is no YAML"
     ]
+
+
+def test_names_and_patterns_are_found_in_the_bytes_of_files(tmp_path):
+    """lm_eval's thousands of files are parsed only for names that they hold, also in files they include."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/one.yaml").write_text("include: ../shared_yaml\ndescription: x\n")
+    (tmp_path / "shared_yaml").write_text('"task": "zq_shared"\ntag: [zq_mine]\n')
+    task_names.require_mentioned(["zq_shared,zq_mine", "zq_sh*", "arc_easy", "*"], [tmp_path])
+    for word, hint in (("zq_sharet", "did you mean zq_shared?"), ("qzx*", "--tasks-path names a folder")):
+        with pytest.raises(ConfigError) as refused:
+            task_names.require_mentioned([word], [tmp_path])
+        assert f"{word}: lm_eval has no such task; {hint}" in str(refused.value)
 
 
 def test_a_context_of_blanks_is_a_prefix():

@@ -91,6 +91,7 @@ def test_a_live_engine_passes_states_between_pieces(net):
     long, short = prompts_of(420, 9)
     sampling = tmoe.Sampling(temperature=0.0, max_tokens=8)
     with Live(net, slots=4, max_len=600, budget=128) as live:
+        assert not live.reuse
         tickets = [live.submit(ids, sampling) for ids in (short, long, long[:300], short)]
         for ticket, ids in zip(tickets, (short, long, long[:300], short), strict=True):
             (sample,) = ticket.result(timeout=600)

@@ -42,6 +42,21 @@ def test_defaults_are_the_folders():
     assert mine.max_tokens == 1024
 
 
+def test_a_text_that_is_far_too_long_is_not_encoded(monkeypatch):
+    """A token of blanks has eight characters here, so that a long text of blanks fits."""
+    tokenizer = chat_tokenizer("qwen3", merges=20, text=" " * 400)
+    protocol, read = protocol_of(tokenizer), []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: read.append(len(text)) or encode(text))
+    with pytest.raises(Refused, match="more than --max-len=4096") as refused:
+        protocol.text(dict(prompt="ab" * 2**20))
+    assert refused.value.code == "context_length_exceeded" and read == [16 * 4096]
+    with pytest.raises(Refused, match=r"messages: more than --max-len=4096"):
+        protocol.chat(dict(messages=[dict(role="user", content="ab" * 2**20)]))
+    blanks = protocol.text(dict(prompt=" " * 70_000, max_tokens=1)).prompts[0]
+    assert len(blanks) < 4096 and tokenizer.decode(blanks) == " " * 70_000
+
+
 def test_answers_end_where_turns_end():
     """gpt-oss ends an answer with <|return|> and a call with <|call|>."""
     tokenizer = chat_tokenizer("gpt_oss")
@@ -102,7 +117,7 @@ def test_a_long_conversation_is_refused_in_time_that_grows_with_its_length(monke
     monkeypatch.setattr(encoding, "squeezed", lambda text: Text("".join(text.split())))
     roles = "user", "assistant"
     messages = [dict(role=roles[i % 2], content=f"{i} ") for i in range(4001)]
-    with pytest.raises(Refused, match=r"messages: \d+ tokens, but --max-len"):
+    with pytest.raises(Refused, match=r"messages: more than --max-len=4096"):
         protocol_of(call_tokenizer("hermes")).chat(dict(messages=messages))
     assert len(searched) >= 4001 and sum(searched) < 2 * 200_000
 

@@ -14,7 +14,6 @@ from served import TEXT, alone, body
 
 from tmoe.config.check import ConfigError
 from tmoe.generate.load import load
-from tmoe.generate.requests import Details
 from tmoe.generate.slots import Slots
 from tmoe.serve import command_line
 from tmoe.serve.spread import Load, choose, needs_of
@@ -182,7 +181,7 @@ def test_more_hosts_than_one_are_refused(folder, monkeypatch):
 def test_most_free_pages():
     """Pages of 128 tokens: 100 tokens and an answer of 29 need one; a prompt of 301 fills two and a part."""
     loads = [Load(20, 2), Load(20, 2)]
-    short, long = needs_of([1] * 100, 29, 1, Details()), needs_of([2] * 301, 84, 2, Details())
+    short, long = needs_of([1] * 100, 29, 1, ""), needs_of([2] * 301, 84, 2, "")
     assert (short.shared, short.own, long.shared, long.own) == (0, 1, 2, 1)
     assert choose(loads, short) == 0
     loads[0].add(0, long)
@@ -190,12 +189,14 @@ def test_most_free_pages():
     loads[0].ended(0)
     assert loads[0].free == 17
     # the same beginning: two pages need not be filled again, but a rank without a slot comes last
-    again = needs_of([2] * 301 + [3], 80, 1, Details())
+    again = needs_of([2] * 301 + [3], 80, 1, "")
     assert loads[0].after(again)[1] == 17 - 3 + 2 and choose(loads, again) == 1
+    whole = needs_of([2] * 301 + [3], 80, 1, None)  # no pages are kept: a model with linear layers
+    assert loads[0].after(whole)[1] == 17 - 3
     loads[0].drop(0)
     loads[1].add(1, short)
     loads[1].drop(1)
-    assert choose(loads, again) == 0 and choose(loads, needs_of([5] * 301, 80, 1, Details())) == 0
+    assert choose(loads, again) == 0 and choose(loads, needs_of([5] * 301, 80, 1, "")) == 0
     for key in (2, 3):
         loads[0].add(key, short)
     assert choose(loads, again) == 1

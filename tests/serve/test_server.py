@@ -209,8 +209,14 @@ def test_neutral_values_are_accepted(port):
 
 def test_who_may_ask(port):
     assert served.get(port, "/health").json == dict(status="ok")
-    for host in ("evil.com", "localhost.evil.com", "127.0.0.1.evil.com:80"):
+    for host in ("evil.com", "localhost.evil.com", "127.0.0.1.evil.com:80", "[::1]evil.com", "localhost:x"):
         assert served.get(port, "/v1/models", host=host).status == 403
+    for host in ("[::1]", "[::1]:80", "::1", f"LOCALHOST:{port}", "localhost:"):
+        assert served.get(port, "/v1/models", host=host).status == 200
+    # a whole URL, whose host counts
+    for url, status in ((f"http://127.0.0.1:{port}/v1/models?a=b", 200), ("HTTP://localhost", 200)):
+        assert served.get(port, url, host="evil.com").status == status
+    assert served.get(port, "http://evil.com/v1/models").status == 403
     assert served.get(port, "/v1/models", origin="http://evil.com").status == 403
     assert served.get(port, "/v1/models", origin="http://localhost").status == 200
     assert served.post(port, TEXT, body(), content_type="text/plain").status == 415

@@ -1,6 +1,6 @@
 """One evaluation, as the flags of the command ask for it: checked, computed on all ranks, shown and written.
 
-next: eval/harness.py, eval/texts.py, eval/pass_at.py
+next: eval/task_names.py, eval/harness.py, eval/texts.py, eval/pass_at.py
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tmoe.eval import pass_at, texts
 from tmoe.eval.evaluator import Evaluator
 from tmoe.eval.flags import Flags
 from tmoe.eval.store import Store
+from tmoe.eval.task_names import require_mentioned
 from tmoe.eval.team import Team
 from tmoe.eval.tokens import Tokens
 from tmoe.eval.worker import Worker
@@ -53,6 +54,7 @@ class Prepared:
         self.rewards: Any = None
         if flags.tasks:
             require_lm_eval()
+            require_mentioned(flags.tasks, flags.tasks_path)
             from tmoe.eval import harness  # takes seconds, and the other evaluations do not need lm_eval
 
             self.names, self.manager = harness.wanted(flags.tasks, flags.tasks_path)

@@ -12,14 +12,12 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import lm_eval.evaluator
 import numpy as np
 import torch
-import yaml
 from lm_eval.api.model import TemplateLM
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -29,6 +27,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tmoe.config.check import ConfigError, Setting, require
 from tmoe.data.tokenizer import DataError
 from tmoe.eval.evaluator import Evaluator
+from tmoe.eval.task_names import refuse, words_of
 from tmoe.generate.generation_config import sampling_of
 from tmoe.generate.sampler import Sampling
 
@@ -215,33 +214,17 @@ class Wanted(NamedTuple):
 
 def wanted(names: Sequence[str], paths: Sequence[Any]) -> tuple[list[str], Manager]:
     """The tasks of these names or patterns, those of `paths` first. ConfigError for a name without a task."""
-    words = [word for name in names for word in name.split(",") if word]
-    for path in paths:
-        require(path.is_dir(), "tasks_path", path, "no such folder")
+    words = words_of(names)
     folders: list[Any] = [str(path) for path in paths]
     manager = Manager(include_path=folders or None, include_defaults=not folders)
     if folders and not all(manager.match_tasks([word]) for word in words):
         manager = Manager(include_path=folders, include_defaults=True)
     found: dict[str, None] = {}
     for word in words:
-        some = manager.match_tasks([word])
-        near = get_close_matches(word, manager.all_tasks, 1)
-        hint = f"did you mean {near[0]}?" if near else "--tasks-path names a folder of tasks of your own"
-        if not some:
-            hint = "; ".join([*unread(paths), hint])
-            raise ConfigError.of("tasks", word, f"lm_eval has no such task; {hint}")
+        if not (some := manager.match_tasks([word])):
+            refuse(word, manager.all_tasks, paths)
         found |= dict.fromkeys(sorted(some))
     return list(found), manager
-
-
-def unread(paths: Sequence[Any]) -> Iterator[str]:
-    """Files of these folders that are no YAML, with the reason; lm_eval leaves them out in silence."""
-    for file in (file for path in paths for file in sorted(path.rglob("*.yaml"))):
-        try:
-            for _ in yaml.parse(file.read_text("utf-8", "replace"), Loader=yaml.SafeLoader):
-                pass
-        except yaml.YAMLError as error:
-            yield f"{file} is no YAML: {' '.join(str(error).split())}"
 
 
 def evaluate(evaluator: Evaluator, asked: Wanted) -> dict[str, Any]:

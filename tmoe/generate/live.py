@@ -180,7 +180,8 @@ class Live:
         require(ok, "max_len", repr(max_len), f"must be from 1 to {spelt(cfg.longest_limit, 'key')}")
         ok = fits(budget, int) and budget >= PAGE
         require(ok, "budget", repr(budget), f"must be a whole number of at least {PAGE}")
-        self.slots, self.budget, self.reuse, self.after = slots, budget, reuse, after
+        self.reuse = reuse and not cfg.linear_layers
+        self.slots, self.budget, self.after = slots, budget, after
         self.max_len = min(cfg.longest, LONGEST) if max_len is None else max_len
         self.pool_gib = pool_gib
         self.room: Room | None = None
@@ -236,8 +237,7 @@ class Live:
         require(ok, "number", repr(number), "must be a whole number of at least 0")
         ids = self._ids(prompt, chat)
         require(len(ids) <= self.max_len, f"prompt: {len(ids)} tokens, but max_len={self.max_len}")
-        shares = self.reuse and not self.engine.model.cfg.linear_layers
-        kind = details.kind if shares else None
+        kind = details.kind if self.reuse else None
         keys = [] if kind is None else keys_of(ids[:-1], kind)
         ends = frozenset((*self.engine.eos, *sampling.stop_ids))
         asked = Asked(ids, sampling, ends, details, number, kind, keys)

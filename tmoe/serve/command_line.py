@@ -195,6 +195,8 @@ def front_of(flags: Flags, engine: EngineClient, routing: RunRouting | None) -> 
     if "TORCHELASTIC_RUN_ID" in os.environ and flags.drain >= TORCHRUN_S:
         asked = f"--drain={flags.drain:g} needs torchrun --shutdown-timeout with more seconds"
         lines.append(f"torchrun kills what is left {TORCHRUN_S} s after a signal by default; {asked}")
+    if not ready.reuse:
+        lines.append("linear layers: each prompt is computed whole, also one that begins as an earlier one")
     if left := not_followed(ready.generation):
         lines.append(f"generation_config.json: not followed here: {', '.join(left)}")
     template, why, file = None, "", flags.chat_template

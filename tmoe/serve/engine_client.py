@@ -164,7 +164,8 @@ class EngineClient:
         key = next(self._keys)
         link = self.links[0]
         if len(self.links) > 1:
-            needs = needs_of(ids, sampling.max_tokens, n, details)
+            kind = details.kind if self.ready.reuse else None
+            needs = needs_of(ids, sampling.max_tokens, n, kind)
             link = self.links[choose((link.load for link in self.links), needs)]
             link.load.add(key, needs)
         link.send(Submit(key, ids, sampling, n, details, prompt_routes))

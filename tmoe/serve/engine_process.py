@@ -143,7 +143,7 @@ class EngineSide:
         cfg = loaded.model.cfg
         moe = tuple(i for i in range(cfg.layers) if cfg.is_moe(i))
         known = loaded.eos, loaded.begin, loaded.generation, self.live.max_len, self.pages, loaded.notes
-        return Ready(loaded.tokenizer, cfg.vocab, *known, moe, cfg.moe.outputs if moe else 0)
+        return Ready(loaded.tokenizer, cfg.vocab, *known, moe, cfg.moe.outputs if moe else 0, self.live.reuse)
 
     def serve(self) -> None:
         """Carries out messages until the front ends the engine, or the engine fails."""

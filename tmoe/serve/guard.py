@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.responses import JSONResponse
 
@@ -21,6 +23,8 @@ BODY_S = 30.0  # seconds in which a body must arrive
 DROP_S = 2.0  # seconds in which the body of a refused request is read
 OPEN = {"/", "/health"}  # paths that need no token
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+WHOLE_URL = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
+HOST = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::[0-9]*)?")  # IPv6 in brackets, or a name; a port may follow
 
 
 def is_loopback(host: str) -> bool:
@@ -31,9 +35,23 @@ def is_loopback(host: str) -> bool:
 def split_host(text: str) -> str:
     """The name in a Host header, without its port and without the brackets of IPv6."""
     text = text.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.rpartition(":")[0] if text.count(":") == 1 else text
+    found = HOST.fullmatch(text)
+    return text if found is None else found[1] or found[2] or ""
+
+
+def with_path(scope: Any) -> Any:
+    """The scope of a request with its path alone, if its target is a whole URL, as proxies are asked.
+
+    The URL's host replaces the Host header (RFC 9112, 3.2.2).
+    """
+    found = WHOLE_URL.fullmatch(scope["raw_path"])
+    if found is None:
+        return scope
+    host, path = found[1], found[2] or b"/"
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    return scope | dict(
+        path=unquote(path.decode("ascii")), raw_path=path, headers=[*headers, (b"host", host)]
+    )
 
 
 class Guard:
@@ -57,6 +75,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        scope = with_path(scope)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         asked = headers.get("x-request-id", "")[:128]
 

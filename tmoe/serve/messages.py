@@ -50,6 +50,8 @@ class Ready(NamedTuple):
     """numbers of the blocks with experts"""
     experts: int = 0
     """outputs of the router of such a block"""
+    reuse: bool = True
+    """whether prompts share pages of earlier prompts"""
 
 
 class Joined(NamedTuple):

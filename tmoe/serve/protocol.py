@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+
+import numpy as np
 
 from tmoe.config.check import ConfigError
 from tmoe.data.chat.conversations import parse_messages
@@ -31,6 +33,7 @@ from tmoe.serve.parse_tools import text_of, thought_tags
 MOST_N, MOST_STOPS, MOST_PROMPTS, MOST_TOOLS = 128, 4, 128, 128
 CHAT_TOKENS, TEXT_TOKENS = 1024, 16  # most tokens of an answer, unless the request says otherwise
 SEEDS = 2**31  # seeds are taken modulo this
+START = 16  # characters for each token of --max-len: texts with more are looked at before they are encoded
 BOTH = {
     *("model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream", "stream_options"),
     *("logprobs", "top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "tmoe"),
@@ -226,7 +229,7 @@ class Protocol:
         try:
             parsed = parse_messages(messages, "messages")
             text, left = prompt_text(parsed, self.marker, self.template, tools, more)
-            ids = self.marker.encode([text])[0].ids.tolist()
+            ids = self._encoded(text, lambda text: self.marker.encode([text])[0].ids, "messages")
         except RecursionError:
             raise Refused(400, "messages: nested too deeply", "messages") from None
         except (DataError, ConfigError, TypeError) as error:
@@ -329,13 +332,25 @@ class Protocol:
         found = []
         for one in prompt:
             if isinstance(one, str):
-                one = [*self.ready.begin, *self.ready.tokenizer.encode(one).tolist()]
+                one = [*self.ready.begin, *self._encoded(one, self.ready.tokenizer.encode, "prompt")]
             if not isinstance(one, list) or not one or not all(_is_id(i) for i in one):
                 fields.refuse("prompt", valid)
             if not 0 <= min(one) <= max(one) < self.ready.vocab:
                 fields.refuse("prompt", f"ids must be from 0 to {self.ready.vocab - 1}")
             found.append(one)
         return found
+
+    def _encoded(self, text: str, encode: Callable[[str], np.ndarray], name: str) -> list[int]:
+        """The ids of a text. Refused if its beginning alone has twice the tokens that there is room for.
+
+        A tokenizer needs seconds for a body's 4 MiB, and may read the end of a beginning in other tokens.
+        """
+        room = self.ready.max_len
+        start = text[: START * room]
+        if len(start) < len(text) and len(encode(start)) > 2 * room:
+            wrong = f"{name}: more than --max-len={room} tokens"
+            raise Refused(400, wrong, name, "context_length_exceeded")
+        return encode(text).tolist()
 
     def _asked(
         self, fields: Fields, chat: bool, prompts: list[list[int]], most: int | None, logprobs: int | None

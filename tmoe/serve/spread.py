@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tmoe.generate.pages import Span, keys_of
-from tmoe.generate.requests import Details
 
 
 class Needs(NamedTuple):
@@ -84,10 +83,10 @@ class Load:
         self.under_way.pop(key, None)
 
 
-def needs_of(ids: Sequence[int], most: int, n: int, details: Details) -> Needs:
-    """The pages of n answers of up to `most` tokens to a prompt."""
+def needs_of(ids: Sequence[int], most: int, n: int, kind: str | None) -> Needs:
+    """The pages of n answers of up to `most` tokens to a prompt. kind: as `Details.kind`."""
     span = Span(0, len(ids) - 1, len(ids) - 1 + most)
-    keys = [] if details.kind is None else keys_of(ids[:-1], details.kind)
+    keys = [] if kind is None else keys_of(ids[:-1], kind)
     return Needs(n, span.whole, span.own, tuple(keys))
 
 
