@@ -34,6 +34,8 @@ class Choice:
         self.calls: list[Call] = []
         self.tops: list[tuple[int, float, list[tuple[int, float]]]] = []
         self.prompt_tops: list[tuple[int, float | None, list[tuple[int, float]]]] = []
+        if asked.details.prompt_logprobs:  # nothing predicts the first token
+            self.prompt_tops.append((asked.prompts[self.prompt][0], None, []))
         self.routes: list = []
         self.weights: list = []
         self.prompt_routes: list = []
@@ -68,7 +70,7 @@ class Choice:
         if part.prompt_tops is not None:
             ids = self.asked.prompts[self.prompt]
             rest = [(i, own, tops) for i, (own, tops) in zip(ids[1:], part.prompt_tops, strict=True)]
-            self.prompt_tops = [(ids[0], None, []), *rest]
+            self.prompt_tops = [self.prompt_tops[0], *rest]
         self.routes += part.routes
         self.weights += part.weights
         self.prompt_routes, self.prompt_weights = part.prompt_routes or [], part.prompt_weights or []
