@@ -138,6 +138,8 @@ def test_formats_are_known_by_the_template():
         "gpt-oss",
     ]
     assert format_of((TEMPLATES / "calls/glm4_5.jinja").read_text()) == ""
+    nemotron = '{% if tools %}<|start_header_id|><TOOLCALL>[{"name": "a", "arguments": "b"}]</TOOLCALL>'
+    assert format_of(nemotron) == ""
     assert has_thoughts(template("qwen")) and not has_thoughts(template("mistral"))
 
 

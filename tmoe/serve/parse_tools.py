@@ -74,7 +74,8 @@ def format_of(template: str) -> Format:
         return "mistral"
     if "<tool_call>" in template and "<arg_key>" not in template and "<function=" not in template:
         return "hermes"
-    return "llama3" if "<|start_header_id|>" in template and "tools" in template else ""
+    # Nemotron, for example, has Llama's marks of turns and calls of another form
+    return "llama3" if "<|start_header_id|>" in template and '"parameters' in template else ""
 
 
 def thought_tags(template: str) -> tuple[str, str] | None:
