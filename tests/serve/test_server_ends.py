@@ -105,13 +105,17 @@ def test_sigterm_drains(folder, tmp_path):
         port, engine = found.port, found.engine
         links = [served.begin(port, TEXT, body(**LONG, n=5)) for _ in range(2)]
         firsts = [link.recv(10) for link in links]
+        halves = [served.connect(port), served.connect(port)]  # bodies that never arrive whole
+        halves[0].sendall(served.head_of(TEXT, 50) + b"{")
         os.kill(found.process.pid, signal.SIGTERM)
         while served.get(port, "/health").status != 503:
             time.sleep(0.005)
+        halves[1].sendall(served.head_of(TEXT, 50) + b"{")
         refused = served.post(port, TEXT, body())
         assert refused.status == 503 and refused.json["error"]["code"] == "draining"
         replies = [served.receive(link, first) for link, first in zip(links, firsts, strict=True)]
-        for link in links:
+        assert [served.receive(half).json["error"]["code"] for half in halves] == ["draining"] * 2
+        for link in (*links, *halves):
             link.close()
         assert all(reply.events[-1] is None for reply in replies) and found.ended() == 0
         ends = [c["finish_reason"] for r in replies for e in r.events if e for c in e["choices"]]

@@ -71,6 +71,7 @@ class Front:
         self.idle = asyncio.Event()
         self.idle.set()
         self.draining = False
+        self.reading: set[asyncio.Timeout] = set()
         self.created = int(time.time())
 
     def app(self) -> Starlette:
@@ -158,7 +159,11 @@ class Front:
         except Refused:
             await drop_body(request.receive)
             raise
-        raw = await read_body(request)
+        try:
+            raw = await read_body(request, self.reading)
+        except Refused:
+            self.require_open()
+            raise
         # a template or a long text must not delay the streams of others
         asked = await asyncio.to_thread(self.asked, raw, chat)
         self.require_room(asked.n * len(asked.prompts))
@@ -172,10 +177,19 @@ class Front:
         body = parse_json(raw)
         return self.protocol.chat(body) if chat else self.protocol.text(body)
 
-    def require_room(self, answers: int) -> None:
-        """Refused with 503 if the server drains, or if too many answers would wait."""
+    def require_open(self) -> None:
+        """Refused with 503 if the server drains."""
         if self.draining:
             raise Refused(503, "the server is ending", None, "draining")
+
+    def end_bodies(self) -> None:
+        """Refuses all requests whose bodies have not arrived."""
+        for limit in self.reading:
+            limit.reschedule(0)
+
+    def require_room(self, answers: int) -> None:
+        """Refused with 503 if the server drains, or if too many answers would wait."""
+        self.require_open()
         slots, waiting, ranks = self.sizes
         each = f" of each of {ranks} ranks" if ranks > 1 else ""
         most = f"at most --slots={slots}{each} and --waiting={waiting}"

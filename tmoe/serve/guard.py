@@ -133,16 +133,24 @@ async def drop_body(receive: Any) -> None:
             if not message.get("more_body"):
                 return
 
-    with suppress(TimeoutError):
+    with suppress(TimeoutError, asyncio.CancelledError):  # the server ends: the reply is sent at once
         await asyncio.wait_for(read(), DROP_S)
 
 
-async def read_body(request: Any) -> bytes:
-    """The body of a request. Refused if it is too large or too slow, or if the client has gone."""
+async def read_body(request: Any, limits: set[asyncio.Timeout]) -> bytes:
+    """The body of a request. Refused if it is too large or too slow, or if the client has gone.
+
+    limits: of the bodies that are being read, for a server that ends before they have arrived.
+    """
+    limit = asyncio.timeout(BODY_S)
+    limits.add(limit)
     try:
-        return await asyncio.wait_for(_read(request), BODY_S)
+        async with limit:
+            return await _read(request)
     except TimeoutError:
         raise Refused(408, f"body: has not arrived in {BODY_S:g} s") from None
+    finally:
+        limits.remove(limit)
 
 
 async def _read(request: Any) -> bytes:

@@ -205,6 +205,7 @@ async def serve(
                 front.engine.cancel(answers)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(front.idle.wait(), FAREWELL_S)
+    front.end_bodies()
     server.should_exit = True
     await asyncio.wait({running}, timeout=FAREWELL_S)
     for one in ends:
