@@ -41,7 +41,7 @@ def test_relu_squared_has_no_gate():
     torch.manual_seed(0)
     model = tmoe.Transformer(BRANCHES)
     layer = model.blocks[5].ffn
-    assert type(layer) is type(model.blocks[1].moe.shared) is SquaredRelu and not layer.plain
+    assert type(layer) is type(model.blocks[1].moe.shared) is SquaredRelu and layer.plain
     x = torch.randn(3, BRANCHES.dim)
     want = torch.clamp(x @ layer.gate_up.weight.T, min=0) ** 2 @ layer.down.weight.T
     torch.testing.assert_close(layer(x), want)

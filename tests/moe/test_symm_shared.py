@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from chips import CHIPS, assert_fits, measure
 from symm_ranks import SHARED, Ranks, fork, operands, routes, rule, run
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +29,7 @@ from tmoe.config.run import Config, ParallelConfig
 from tmoe.moe.exchange import symm
 from tmoe.moe.exchange.dispatch import SymmDispatcher, dispatcher_for
 from tmoe.moe.experts import LocalExperts
-from tmoe.moe.layer import SwiGLU
+from tmoe.moe.layer import SquaredRelu, SwiGLU
 from tmoe.moe.moe_bytes import moe_bytes, runs_beside
 from tmoe.moe.router import Routing
 from tmoe.ops import exchange
@@ -207,15 +206,14 @@ def test_the_warm_up_knows_the_kernels():
         with no_streams():
             symm._push_beside(ex, {"x": x}, ids, weights, 8)
             ex.arrived()
-        act, _ = swiglu.activate(h)
-        swiglu.activate(h, act)
+        act, _ = swiglu.activate(h, G)
+        swiglu.activate(h, G, act)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symm, "_all", lambda t: 264)
         wanted = launched(layer)
-    assert {name for name, _ in wanted.values()} == {"push_kernel", "meet_kernel", "swiglu_kernel"} and len(
-        wanted
-    ) == 5
+    assert {name for name, _ in wanted.values()} == {"push_kernel", "meet_kernel", "dense_act_kernel"}
+    assert len(wanted) == 5
     assert not set(wanted) - set(launched(warm_up))
 
 
@@ -225,17 +223,18 @@ def test_the_kernels_fit(arch):
 
     def visit(name, key, compile):
         found.append(measure(arch, name, compile))
-        if arch.startswith("cuda") and name == "swiglu_kernel":
+        if arch.startswith("cuda") and name == "dense_act_kernel":
             ptx = compile().asm["ptx"]
             vectors.append("ld.global.v4" in ptx and "st.global.v4" in ptx and "st.global.b16" not in ptx)
 
     with compile_only(arch, visit):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             swiglu.trace(16384, 2816, dtype)
+        swiglu.trace(16384, 3712, torch.bfloat16, halves=1)
         assert all(vectors), "16 bytes at a time"
         swiglu.trace(100, 33, torch.bfloat16)
         exchange.trace_routes(16384, 2, 4, torch.bfloat16)
-    assert len(found) == 9
+    assert len(found) == 11
     for binary in found:
         assert_fits(binary, CHIPS[arch])
 
@@ -243,12 +242,11 @@ def test_the_kernels_fit(arch):
 # ---- in the interpreter
 
 
-def check_elementwise(T, width, dtype):
-    h, d = torch.randn(T, 2 * width).mul(3).to(dtype), torch.randn(T, width).to(dtype)
-    act, dh = swiglu.activate(h, d)
+def check_elementwise(T, width, dtype, layer=SwiGLU):
+    h, d = torch.randn(T, layer.halves * width).mul(3).to(dtype), torch.randn(T, width).to(dtype)
+    act, dh = swiglu.activate(h, width, d)
     leaf = h.double().requires_grad_()
-    gate, up = leaf.chunk(2, -1)
-    want = F.silu(gate) * up
+    want = layer.act(leaf)
     want.backward(d.double())
     close = functools.partial(
         torch.testing.assert_close,
@@ -256,7 +254,8 @@ def check_elementwise(T, width, dtype):
     )
     close(act.double(), want.detach())
     close(dh.double(), leaf.grad)
-    assert torch.equal(swiglu.activate(h)[0], act) and swiglu.activate(h)[1] is None
+    again, none = swiglu.activate(h, width)
+    assert torch.equal(again, act) and none is None
 
 
 @contextlib.contextmanager
@@ -288,13 +287,17 @@ class Late:
         exchange.meet(self.ex.addresses["side"], self.ex.rank, arrive=False)
 
 
-def swiglu_of(x, gate_up, down):
-    gate, up = (x @ gate_up.t()).chunk(2, -1)
-    return (F.silu(gate) * up) @ down.t()
+def shared_of(x, gate_up, down):
+    return kind_of(gate_up, down).act(x @ gate_up.t()) @ down.t()
+
+
+def kind_of(gate_up, down):
+    """SwiGLU, or without a gate squared ReLU."""
+    return SquaredRelu if len(gate_up) == down.shape[1] else SwiGLU
 
 
 class Net:
-    """Two layers; rank p has L experts of each and all the shared matrices.
+    """Two layers; rank p has L experts of each and all the shared matrices, in the second without a gate.
 
     Each rank has all ranks' tokens and matrices.
     """
@@ -309,8 +312,8 @@ class Net:
         self.w = [torch.rand(n, top_k, generator=draw) for n in tokens]
         self.layers = [
             (normal(world * L, 2 * hidden, width) / 8, normal(world * L, width, hidden) / 6,
-             normal(2 * SHARED, width) / 8, normal(width, SHARED) / 10)
-            for _ in range(2)
+             normal(halves * SHARED, width) / 8, normal(width, SHARED) / 10)
+            for halves in (2, 1)
         ]  # fmt: skip
 
     def leaves(self, p, whole=False):
@@ -338,7 +341,7 @@ class Net:
         for up, down, shared in layers:
             routed = reference.moe_mlp(x, up, down, w, ids)
             parts = zip(x.split(self.tokens), shared, strict=True)
-            x = uses(routed, torch.cat([swiglu_of(x_p, *matrices) for x_p, matrices in parts]), x)
+            x = uses(routed, torch.cat([shared_of(x_p, *matrices) for x_p, matrices in parts]), x)
         leaves = [
             xs[p],
             ws[p],
@@ -353,7 +356,7 @@ class Net:
         x0, w, layers = self.leaves(p)
         x = x0.requires_grad_(not frozen)
         for i, (up, down, [(shared_up, shared_down)]) in enumerate(layers):
-            shared = SwiGLU(*shared_down.shape)
+            shared = kind_of(shared_up, shared_down)(*shared_down.shape)
             shared.gate_up.weight, shared.down.weight = (
                 torch.nn.Parameter(t.detach()) for t in (shared_up, shared_down)
             )
@@ -487,6 +490,7 @@ def in_the_interpreter():
         (70, 33, torch.float32),
     ):
         check_elementwise(T, width, dtype)
+        check_elementwise(T, width, dtype, SquaredRelu)
 
 
 if __name__ == "__main__":

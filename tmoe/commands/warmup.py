@@ -132,7 +132,7 @@ def layer_shapes(cfg: Config, T: int, dtype: torch.dtype, trained: bool) -> Laye
         passes=tuple(passes),
         moved=None if weighed_inside else (rows, slots),
         router=RouterShapes(moe.outputs, chosen, renormalize, moe.selection == "sinkhorn"),
-        exchange=ExchangeShapes(ep, K, p.dispatch_dtype == "fp8", not moe.pad, shared_dim)
+        exchange=ExchangeShapes(ep, K, p.dispatch_dtype == "fp8", not moe.pad, shared_dim, moe.shared_halves)
         if ep > 1
         else None,
         adapters=expert_ranks(cfg),
@@ -158,7 +158,6 @@ def decode_shapes(cfg: Config, dtype: torch.dtype) -> DecodeShapes:
     m, how = cfg.model, rounding(cfg.grpo.bitwise)
     blocks = range(m.layers)
     widths = [m.moe.shared_dim] * any(map(m.is_moe, blocks)) + [m.ffn_dim] * any(map(m.is_dense, blocks))
-    widths = widths if m.moe.shared_halves == 2 else []  # relu squared has no kernel
     return DecodeShapes(
         vocab=m.vocab,
         dim=m.dim,
@@ -170,6 +169,7 @@ def decode_shapes(cfg: Config, dtype: torch.dtype) -> DecodeShapes:
         filters=Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p),
         adapted=dense_sizes(m, cfg.lora),
         norm_offset=m.norm_offset,
+        ffn_halves=m.moe.shared_halves,
     )
 
 

@@ -225,7 +225,7 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     elif ep > 1 or dispatch == "nccl":
         # the shared expert may be a module of the user; with latent experts it never runs inside the exchange
         beside = getattr(moe.shared, "plain", False) and moe.to_latent is None
-        width = moe.shared.down.in_features if beside else 0
+        width = moe.shared.work if beside else 0
         # symm's op uses whole experts, so it does not support ranks that divide experts
         way = "nccl" if mesh.axes.etp > 1 else dispatch
         lacks = moe.experts.symm_lacks

@@ -35,6 +35,8 @@ from tmoe.parallel.init_weights import initialise
 class SwiGLU(nn.Module):
     """down(silu(gate x) * up x): the dense feed-forward, and the shared experts."""
 
+    halves = 2  # of gate_up's rows: gate and up
+
     def __init__(self, dim: int, hidden: int):
         super().__init__()
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
@@ -46,10 +48,20 @@ class SwiGLU(nn.Module):
         h = self.gate_up(x)
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or h.dtype == torch.float64
         if h.is_cuda and self.fused and not plain:  # rounded once, as in the compiled graph
-            act, _ = activate(h.flatten(0, -2).contiguous())
+            act, _ = activate(h.flatten(0, -2).contiguous(), h.shape[-1] // self.halves)
             return self.down(act.view(*h.shape[:-1], -1))
+        return self.down(self.act(h))
+
+    @staticmethod
+    def act(h: Tensor) -> Tensor:
+        """The activation of gate and up, in plain PyTorch."""
         gate, up = h.chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return F.silu(gate) * up
+
+    @property
+    def work(self) -> int:
+        """Operations of a row's products, as the width of a SwiGLU of the model's width that has as many."""
+        return (self.gate_up.out_features + self.down.in_features) // 3
 
     @property
     def plain(self) -> bool:
@@ -59,7 +71,7 @@ class SwiGLU(nn.Module):
         compiled graph does not call a hook that was added after the compilation.)
         """
         parts = (self.gate_up, self.down)
-        if type(self) is not SwiGLU:
+        if type(self) not in (SwiGLU, SquaredRelu):
             return False
         if not all(type(part) is nn.Linear and part.bias is None for part in parts):
             return False
@@ -70,7 +82,7 @@ class SwiGLU(nn.Module):
         return not hooked and not any("forward" in module.__dict__ for module in modules)
 
     def matrices(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """gate_up [2F, D] and down [D, F], for an op that multiplies x by them directly.
+        """gate_up [2F, D] (up alone without a gate) and down [D, F], for an op that multiplies x by them.
 
         None where a call of this module would cast x or the matrices.
         """
@@ -82,14 +94,17 @@ class SwiGLU(nn.Module):
 class SquaredRelu(SwiGLU):
     """down(relu(up x)^2): the dense feed-forward and the shared experts without a gate."""
 
+    halves = 1
+
     def __init__(self, dim: int, hidden: int):
         nn.Module.__init__(self)
-        self.gate_up = nn.Linear(dim, hidden, bias=False)  # up alone, under the name of both
+        self.gate_up = nn.Linear(dim, hidden, bias=False)  # up alone, by the name of both
         self.down = nn.Linear(hidden, dim, bias=False)
-        self.fused = False
+        self.fused = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.gate_up(x)).square())
+    @staticmethod
+    def act(h: Tensor) -> Tensor:
+        return F.relu(h).square()
 
 
 def dense_layer(dim: int, hidden: int, activation: str) -> SwiGLU:

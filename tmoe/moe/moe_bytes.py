@@ -118,9 +118,9 @@ def uses_symm(cfg: Config, axes: Axes) -> bool:
 def runs_beside(cfg: Config, axes: Axes) -> bool:
     """Whether shared experts run inside the symm dispatcher's op, while its rows are sent."""
     moe = cfg.model.moe
-    hidden = hides(axes.ep, compute_bytes(cfg), moe.shared_dim) and not moe.latent_dim
+    width = (moe.shared_halves + 1) * moe.shared_dim // 3  # without a gate there are two products, not three
+    hidden = hides(axes.ep, compute_bytes(cfg), width) and not moe.latent_dim
     in_float8 = shared_in_float8(cfg.train.float8, cfg.model.dim, moe.shared_dim)
-    hidden = hidden and moe.shared_activation == "swiglu"
     return uses_symm(cfg, axes) and cfg.parallel.dispatch_dtype != "fp8" and hidden and not in_float8
 
 

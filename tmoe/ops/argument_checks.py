@@ -109,12 +109,13 @@ def check_moe_mlp(
 
 
 def check_shared(x_TD: Tensor, gate_up_2GD: Tensor, down_DG: Tensor, fp8: bool) -> None:
-    """Raise ValueError unless a shared expert's SwiGLU matrices fit the tokens x_TD."""
+    """Raise ValueError unless a shared expert's matrices fit x_TD: gate_up [2G, D] or up alone [G, D]."""
     require(not fp8, "fp8", fp8, "False with a shared expert")
     require(down_DG.dim() == 2, "shared_down", f"shape {tuple(down_DG.shape)}", "[D, G]")
     D = x_TD.shape[1]
     G = down_DG.shape[1]
-    for name, t, shape in (("shared_gate_up", gate_up_2GD, (2 * G, D)), ("shared_down", down_DG, (D, G))):
+    rows = G if tuple(gate_up_2GD.shape) == (G, D) else 2 * G
+    for name, t, shape in (("shared_gate_up", gate_up_2GD, (rows, D)), ("shared_down", down_DG, (D, G))):
         require(tuple(t.shape) == shape, name, f"shape {tuple(t.shape)}", shape)
         _check_types("x", x_TD, **{name: t})
         check_device(x_TD, **{name: t})

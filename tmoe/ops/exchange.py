@@ -456,7 +456,7 @@ def trace_routes(T: int, K: int, world: int, dtype: torch.dtype) -> None:
 def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
     if layer.exchange is None:
         return
-    ranks, slots, fp8, alone, shared_dim = layer.exchange
+    ranks, slots, fp8, alone, shared_dim, _ = layer.exchange
     if alone:
         yield trace, layer.tokens, layer.width, slots, ranks, layer.dtype, fp8, layer.trained
     if shared_dim:

@@ -145,7 +145,7 @@ class SymmDispatcher(Dispatcher):
         if only some ranks do, those raise ValueError. More room makes each later call of the group slower:
         kernels, and copies of dX, process all slots, used or not.
     fp8: rows are sent as float8 e4m3: half the bytes, 2.6% of rounding each way.
-    width: the width of a shared expert that is plain on every rank of the group, 0 without one.
+    width: the `work` of a shared expert that is plain on every rank of the group, 0 without one.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class SymmDispatcher(Dispatcher):
     def layer(
         self, x_TD: Tensor, routing: Routing, experts: Any, shared: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Any]:
-        """y_TD of symm.moe, and y of a SwiGLU with the two matrices `shared` (None without them)."""
+        """y_TD of symm.moe, and y of a shared expert with the two matrices `shared` (None without them)."""
         tokens = max(self.tokens, x_TD.shape[0], 1)
         K = self.mean_K or routing.ids_TK.shape[1]
         pairs = pairs_bound(tokens, K, self.ranks, self.local_experts)

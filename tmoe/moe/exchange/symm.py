@@ -425,10 +425,11 @@ def moe(
         ids_TK: int32 [T, K], experts 0 .. ranks * L - 1, or -1.
         local, way: this rank's experts, and how tokens are exchanged.
         shared: None, or the matrices gate_up [2G, D] and down [D, G] of a SwiGLU for every token, on all
-            ranks; only without fp8. Copy engines then send the rows while the SwiGLU runs, which is faster
-            where `hides(ranks, bytes of a number, G)`.
+            ranks; only without fp8. With [G, D] it is relu squared without a gate. Copy engines then send the
+            rows while this shared expert runs, which is faster where `hides(ranks, bytes of a number, G)`,
+            without a gate 2 G / 3.
 
-    Returns y_TD in x's dtype, and the y of the shared SwiGLU (None without one). Products and sums are those
+    Returns y_TD in x's dtype, and the y of the shared expert (None without one). Products and sums are those
     of moe_mlp. Then a token's results from several ranks are added in rank order, in float32. The function is
     differentiable in all tensors except ids; every rank of the group must then call backward.
     """
@@ -495,7 +496,7 @@ def _forward(layer: SymmCall) -> Tensors:
     """The op symm_moe.
 
     Returns y; H of the first `pairs` routed pairs (empty unless keep); y and the pre-activations of the
-    shared SwiGLU (empty without it).
+    shared expert (empty without it).
     """
     x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, *_ = layer
     activation, fp8, keep = layer.activation, layer.fp8, layer.keep
@@ -549,7 +550,7 @@ def _backward(layer: SymmBackward) -> Tensors:
     """The op symm_moe_backward.
 
     Returns the gradients that the experts give: of x, weights, gate_up, down (empty if frozen or summed) and
-    the bias (empty without one). Then the gradients that the shared SwiGLU gives: of x and of its two
+    the bias (empty without one). Then the gradients that the shared expert gives: of x and of its two
     matrices (empty without it).
     """
     gate_up, down, bias, shared_gate_up, shared_down, h, shared_h = layer[5:12]

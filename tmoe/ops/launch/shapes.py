@@ -65,6 +65,7 @@ class ExchangeShapes(NamedTuple):
     fp8: bool
     alone: bool  # kernels exchange the rows; False: they do so only together with shared experts
     shared_dim: int  # width of shared experts that run at the same time; 0: none
+    shared_halves: int = 2  # 1: their activation has no gate
 
 
 class LayerShapes(NamedTuple):
@@ -119,3 +120,4 @@ class DecodeShapes(NamedTuple):
     filters: Any  # of the draw: `Filters` of ops/decode/sample.py
     adapted: tuple[tuple[int, int, int], ...] = ()  # columns, rows and rank of dense layers with adapters
     norm_offset: bool = False  # norms multiply by 1 + weight
+    ffn_halves: int = 2  # 1: the activation of shared experts and dense blocks has no gate
