@@ -28,10 +28,10 @@ from safetensors.torch import load_file
 from tmoe.checkpoint.manifest import read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.check import ConfigError
-from tmoe.config.linear_settings import LinearConfig
+from tmoe.config.compare import differences
 from tmoe.config.presets import moe_pilot_14b, presets
 from tmoe.extras.gguf.encode import decode, encode
-from tmoe.extras.gguf.families import family_of, read_model, require_same_function
+from tmoe.extras.gguf.families import Family, family_of, group_of, read_model, require_same_function
 from tmoe.extras.gguf.keys import write_keys
 from tmoe.extras.gguf.names import entries
 from tmoe.extras.gguf.rows import Heads, turned
@@ -68,6 +68,7 @@ def tensors_in(file: Path) -> dict[str, Any]:
 # ---- llama.cpp's function ----
 
 # An import gives these other weights of the same function: rotated rows in the other order, an untied head.
+# Decays, and norms of 1 + weight, are stored as other numbers, which round.
 REORDERED = ("deepseek2, sigmoid, groups", "qwen2moe")
 
 
@@ -81,8 +82,11 @@ def test_logits_and_tokens_are_those_of_llama_cpp(tmp_path, name):
     run("gguf", tmp_path / "back", tmp_path / "y.gguf", "--type", "f32")
     file, again = (tensors_in(tmp_path / f"{name}.gguf") for name in "xy")
     assert {*file} == {*again} and all(np.array_equal(again[name].data, t.data) for name, t in file.items())
+    before, after = weights_of(step), weights_of(tmp_path / "back")
+    for near in [n for n in before if n.endswith("A_log") or tiny.MODELS[name].norm_offset]:
+        torch.testing.assert_close(after.pop(near), before.pop(near), rtol=0, atol=1e-6)
     if name not in REORDERED:
-        hf_tiny.assert_bits(weights_of(tmp_path / "back"), weights_of(step))
+        hf_tiny.assert_bits(after, before)
     model = hf_tiny.load_step(tmp_path / "back")
     made = stored[f"{name}/tokens"].tolist()
     with torch.no_grad():
@@ -94,17 +98,7 @@ def test_logits_and_tokens_are_those_of_llama_cpp(tmp_path, name):
 
 # ---- linear layers: the values that llama.cpp's converter writes ----
 
-HYBRID = tiny.replace(
-    tiny.BASE,
-    layers=4,
-    head_dim=16,
-    rope=tiny.replace(tiny.ROPE, dim=4),
-    qk_norm="head",
-    attention_gate=True,
-    norm_offset=True,
-    linear=LinearConfig("deltanet", key_heads=2, value_heads=6, key_dim=8, value_dim=8),
-    moe=tiny.replace(tiny.MOE, shared_dim=24, shared_gate=True),
-)
+HYBRID = tiny.HYBRID
 
 
 def test_linear_layers_have_the_converters_values(tmp_path):
@@ -170,6 +164,91 @@ def test_value_heads_of_qwen35moe_are_tiled():
     assert keys["rope.dimension_sections"] == ("array", [1, 1, 0, 0])
 
 
+@pytest.mark.parametrize("name", ["granitehybrid", "nemotron_h_moe"])
+def test_mamba2_has_the_converters_values(tmp_path, name):
+    """Rows are those of the exported folder; -exp(A_log) and D are columns, the norm has a row a group."""
+    step = tiny.step_of(tmp_path / "run", tiny.MODELS[name])
+    run("gguf", step, tmp_path / "x.gguf", "--type", "f32")
+    run("export", step, tmp_path / "hf")
+    theirs = load_file(tmp_path / "hf/model.safetensors")
+    file = {name: torch.from_numpy(t.data.copy()) for name, t in tensors_in(tmp_path / "x.gguf").items()}
+    layer = "model.layers.0.mamba." if name == "granitehybrid" else "backbone.layers.0.mixer."
+    want = {
+        "ssm_in.weight": theirs[layer + "in_proj.weight"],
+        "ssm_conv1d.weight": theirs[layer + "conv1d.weight"][:, 0],
+        "ssm_conv1d.bias": theirs[layer + "conv1d.bias"],
+        "ssm_a": -theirs[layer + "A_log"].exp()[:, None],
+        "ssm_dt.bias": theirs[layer + "dt_bias"],
+        "ssm_d": theirs[layer + "D"][:, None],
+        "ssm_norm.weight": theirs[layer + "norm.weight"].view(2, -1),
+        "ssm_out.weight": theirs[layer + "out_proj.weight"],
+    }
+    hf_tiny.assert_bits({name: file["blk.0." + name] for name in want}, want)
+
+
+SSM = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 128,
+    "attention.layer_norm_rms_epsilon": float(np.float32(1e-5)),
+}
+SSM |= {"rope.freq_base": 10000.0, "rope.scaling.finetuned": False, "context_length": 2**20}
+
+
+def test_the_converters_keys_are_the_presets():
+    """convert_hf_to_gguf.py's keys of Granite-4.0-H-Small and Nemotron-3-Nano, with its length of 2^20."""
+    small = SSM | dict(block_count=40, embedding_length=4096, feed_forward_length=768, expert_count=72)
+    small |= {"attention.head_count": 32, "attention.head_count_kv": [8 * (i % 10 == 5) for i in range(40)]}
+    small |= dict(expert_used_count=10, expert_shared_feed_forward_length=1536, embedding_scale=12.0)
+    small |= {"ssm.group_count": 1, "ssm.inner_size": 8192, "ssm.time_step_rank": 128, "logit_scale": 16.0}
+    small |= {"attention.scale": 0.0078125, "residual_scale": 0.22, "rope.dimension_count": 128}
+    nano = SSM | dict(block_count=52, embedding_length=2688, expert_count=128, expert_used_count=6)
+    kinds = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    nano |= {"attention.head_count": 32, "attention.head_count_kv": [2 * (kind == "*") for kind in kinds]}
+    nano |= {"feed_forward_length": [1856 * (kind == "E") for kind in kinds], "expert_shared_count": 1}
+    nano |= {"expert_feed_forward_length": 1856, "expert_shared_feed_forward_length": 3712}
+    nano |= {"attention.key_length": 128, "attention.value_length": 128, "rope.dimension_count": 84}
+    nano |= {"ssm.group_count": 8, "ssm.inner_size": 4096, "ssm.time_step_rank": 64, "expert_group_count": 1}
+    nano |= {"attention.layer_norm_epsilon": 1e-5, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+    for arch, values, preset in (
+        ("granitehybrid", small, "granite-4.0-h-small"),
+        ("nemotron_h_moe", nano, "nemotron-3-nano-30b-a3b"),
+    ):
+        want = presets()[preset].model
+        shapes = {"token_embd.weight": (want.vocab, want.dim)} | (
+            {} if want.tied else {"output.weight": (1,)}
+        )
+        _, cfg = read_model(arch, values, shapes)
+        want = tiny.replace(want, linear=tiny.replace(want.linear, least_step=0.0))
+        assert differences(cfg, want) == [] and cfg.rope.max_seq == 2**20
+        with pytest.raises(ConfigError, match=r"head_count_kv=.*: must be 0 or one number for each of"):
+            read_model(arch, values | {"attention.head_count_kv": [1, 2] * 20}, shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("granitehybrid", dict(layer_types=("full",)), r"model.layer_types=\('full',\): needs linear blocks"),
+        ("granitehybrid", dict(linear=tiny.replace(tiny.MAMBA, conv_bias=False)), "linear.conv_bias=False"),
+        ("nemotron_h_moe", dict(layer_types=("linear", "moe", "dense")), "block 2 has a dense feed-forward"),
+        (
+            "nemotron_h_moe",
+            dict(moe=tiny.replace(tiny.RELU, shared_dim=0)),
+            "moe.shared_dim=0: must be above",
+        ),
+        ("nemotron_h_moe", dict(moe=tiny.replace(tiny.RELU, choice_bias=False)), "moe.choice_bias=False"),
+        (
+            "nemotron_h_moe",
+            dict(linear=tiny.replace(tiny.MAMBA, least_step=0.001)),
+            "least_step=0.001: .*computes 0.0.*--allow linear.least_step writes",
+        ),
+    ],
+)
+def test_other_mamba2_models_are_refused_by_name(name, change, said):
+    family = dict(granitehybrid="granitemoehybrid", nemotron_h_moe="nemotron_h")[name]
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        require_same_function(family_of(family), tiny.replace(tiny.MODELS[name], **change))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -187,17 +266,17 @@ def test_other_hybrids_are_refused_by_name(change, said):
 
 
 @cache
-def shapes_of(cfg) -> tuple[str, dict[str, tuple[int, ...]]]:
+def shapes_of(cfg) -> tuple[Family, dict[str, tuple[int, ...]]]:
     arch = architecture(write_config(cfg, "float32"))
     family = family_of(arch.model_type)
-    return family.name, {entry.name: entry.shape for entry in entries(family, arch, cfg)[0]}
+    return family, {entry.name: entry.shape for entry in entries(family, arch, cfg)[0]}
 
 
 def kinds_of(cfg, mix: str) -> dict[str, str]:
-    arch, shapes = shapes_of(cfg)
-    group = cfg.heads if cfg.attention == "mla" else cfg.heads // cfg.kv_heads
+    family, shapes = shapes_of(cfg)
+    group = group_of(family, cfg)
     experts = cfg.moe.experts if any(map(cfg.is_moe, range(cfg.layers))) else 0
-    facts = facts_of(shapes, cfg.layers, experts, group, arch)
+    facts = facts_of(shapes, cfg.layers, experts, group, family.name)
     return {name: kind_of(name, shape, mix, facts) for name, shape in shapes.items()}
 
 
@@ -350,7 +429,8 @@ def test_rows_in_pairs_and_back():
 
 def test_keys_are_snapped_to_what_was_meant():
     """fp32's 1e-06 is 1e-06 again, and no key is dropped in silence."""
-    arch, shapes = shapes_of(tiny.MODELS["mixtral"])
+    family, shapes = shapes_of(tiny.MODELS["mixtral"])
+    arch = family.name
     values = dict(block_count=3, context_length=256, embedding_length=32, feed_forward_length=24)
     values |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8}
     values |= {"attention.layer_norm_rms_epsilon": float(np.float32(1e-5)), "rope.freq_base": 10000.0}
@@ -399,10 +479,12 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_name(name):
 
 
 def test_every_preset_is_written():
-    """gpt-oss's, whose YaRN is published with truncate false, by name."""
+    """gpt-oss's, whose YaRN is published with truncate false, and Nemotron's, with its limit, by name."""
+    by_name = {"gpt-oss-20b": "rope.truncate", "gpt-oss-120b": "rope.truncate"}
+    by_name["nemotron-3-nano-30b-a3b"] = "linear.least_step"
     for name, preset in presets().items():
         arch = architecture(write_config(preset.model, "float32"))
-        allowed = ("rope.truncate",) if name.startswith("gpt-oss") else ()
+        allowed = (by_name[name],) if name in by_name else ()
         lines = require_same_function(family_of(arch.model_type), preset.model, allowed)
         assert len(lines) == len(allowed), name
 

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from tmoe.config.check import ConfigError
 from tmoe.config.compare import differences
+from tmoe.config.presets import presets
 from tmoe.hf import export_hf, import_hf, swap_experts
 from tmoe.hf.adapters.commands import export_adapter, import_adapter
 from tmoe.hf.config import read_config, write_config
+from tmoe.model.count import count_parameters
 
 NAME = "granitemoehybrid"
 OTHER = "granitemoehybrid, rope, groups, no bias of the convolution, limits, tied"
@@ -83,6 +85,72 @@ def test_published_spelling():
     assert read_config(config) == want
     config["layers_block_type"] = config.pop("layer_types")
     assert read_config(config) == want
+
+
+TYPES = ["mamba"] * 5 + ["attention"] + (["mamba"] * 9 + ["attention"]) * 3 + ["mamba"] * 4
+TINY = dict(  # what decides the function, of config.json of ibm-granite/granite-4.0-h-tiny
+    model_type="granitemoehybrid",
+    attention_bias=False,
+    attention_multiplier=0.0078125,
+    embedding_multiplier=12,
+    hidden_act="silu",
+    hidden_size=1536,
+    initializer_range=0.1,
+    intermediate_size=512,
+    layer_types=TYPES,
+    logits_scaling=6,
+    mamba_chunk_size=256,
+    mamba_conv_bias=True,
+    mamba_d_conv=4,
+    mamba_d_head=64,
+    mamba_d_state=128,
+    mamba_expand=2,
+    mamba_n_groups=1,
+    mamba_n_heads=48,
+    mamba_proj_bias=False,
+    max_position_embeddings=131072,
+    num_attention_heads=12,
+    num_experts_per_tok=6,
+    num_hidden_layers=40,
+    num_key_value_heads=4,
+    num_local_experts=64,
+    position_embedding_type="nope",
+    residual_multiplier=0.22,
+    rms_norm_eps=1e-05,
+    rope_theta=10000,
+    shared_intermediate_size=1024,
+    tie_word_embeddings=True,
+    vocab_size=100352,
+)
+SMALL = TINY | dict(  # of ibm-granite/granite-4.0-h-small
+    hidden_size=4096,
+    intermediate_size=768,
+    logits_scaling=16,
+    mamba_n_heads=128,
+    num_attention_heads=32,
+    num_experts_per_tok=10,
+    num_key_value_heads=8,
+    num_local_experts=72,
+    shared_intermediate_size=1536,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "total"),
+    [("granite-4.0-h-tiny", TINY, 6_939_037_248), ("granite-4.0-h-small", SMALL, 32_207_337_984)],
+)
+def test_published_configs_are_the_presets(name, config, total):
+    """36 blocks of Mamba-2 and 4 of attention, each with experts; the parameters by hand."""
+    cfg = presets()[name].model
+    assert differences(cfg, read_config(config)) == []
+    D, H, F = (config[key] for key in ("hidden_size", "mamba_n_heads", "intermediate_size"))
+    mixed = 64 * H + 2 * 128
+    mamba = (64 * H + mixed + H) * D + 5 * mixed + 3 * H + 64 * H + 64 * H * D
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    attention = (2 * heads[0] + 2 * heads[1]) * 128 * D
+    experts = config["num_local_experts"] * (3 * F + 1) * D + 3 * D * config["shared_intermediate_size"]
+    assert total == 100352 * D + D + 40 * (2 * D + experts) + 36 * mamba + 4 * attention
+    assert count_parameters(cfg).total == total
 
 
 @pytest.mark.parametrize("name", [NAME, OTHER, "granitemoehybrid, dense"])

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from tmoe.config.check import ConfigError
 from tmoe.config.compare import differences
+from tmoe.config.presets import presets
 from tmoe.hf import export_hf, import_hf, swap_experts
 from tmoe.hf.config import read_config, write_config
+from tmoe.model.count import count_parameters
 
 NAME = "nemotron_h"
 LATENT = "nemotron_h, latent experts, groups, no bias of the convolution"
@@ -62,6 +64,80 @@ def test_published_spelling():
     other = {"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias"}
     renamed = {other.get(key, key): value for key, value in config.items()}
     assert read_config(renamed | dict(layers_block_type=kinds)) == want
+
+
+NANO = dict(  # config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+    architectures=["NemotronHForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=1,
+    chunk_size=128,
+    conv_kernel=4,
+    eos_token_id=2,
+    expand=2,
+    head_dim=128,
+    hidden_dropout=0.0,
+    hidden_size=2688,
+    hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    initializer_range=0.02,
+    intermediate_size=1856,
+    layer_norm_epsilon=1e-05,
+    mamba_head_dim=64,
+    mamba_hidden_act="silu",
+    mamba_num_heads=64,
+    mamba_proj_bias=False,
+    mamba_ssm_cache_dtype="float32",
+    max_position_embeddings=262144,
+    mlp_bias=False,
+    mlp_hidden_act="relu2",
+    model_type="nemotron_h",
+    moe_intermediate_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+    n_group=1,
+    n_groups=8,
+    n_routed_experts=128,
+    n_shared_experts=1,
+    norm_eps=1e-05,
+    norm_topk_prob=True,
+    num_attention_heads=32,
+    num_experts_per_tok=6,
+    num_hidden_layers=52,
+    num_key_value_heads=2,
+    num_logits_to_keep=1,
+    pad_token_id=0,
+    partial_rotary_factor=1.0,
+    rescale_prenorm_residual=True,
+    residual_in_fp32=False,
+    rope_theta=10000,
+    routed_scaling_factor=2.5,
+    sliding_window=None,
+    ssm_state_size=128,
+    tie_word_embeddings=False,
+    time_step_floor=0.0001,
+    time_step_max=0.1,
+    time_step_min=0.001,
+    topk_group=1,
+    torch_dtype="bfloat16",
+    transformers_version="4.55.4",
+    use_bias=False,
+    use_cache=True,
+    use_conv_bias=True,
+    use_mamba_kernels=True,
+    vocab_size=131072,
+)
+
+
+def test_the_published_config_is_the_preset():
+    """23 blocks of Mamba-2, 23 of experts, 6 of attention; the parameters by hand."""
+    cfg = presets()["nemotron-3-nano-30b-a3b"].model
+    assert differences(cfg, read_config(NANO)) == []
+    D = 2688
+    mamba = (2 * 4096 + 2 * 8 * 128 + 64) * D + 6144 * 5 + 3 * 64 + 4096 + 4096 * D
+    attention, experts = (32 + 4) * 128 * D + 4096 * D, 128 * 2 * D * 1856 + 128 * D + 2 * D * 3712
+    whole = 2 * 131072 * D + D + 52 * D + 23 * mamba + 23 * experts + 6 * attention
+    counts = count_parameters(cfg)
+    assert counts.total == whole == 31_577_937_344
+    assert round(counts.active / 1e9, 1) == 3.6
 
 
 @pytest.mark.parametrize("name", [NAME, LATENT])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.config.linear_settings import LinearConfig
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import moe_pilot_14b
 from tmoe.model.transformer import Transformer
@@ -41,6 +42,32 @@ SIGMOID = replace(
     group_score="top2",
     shared_dim=48,
     scaling=2.5,
+)
+MAMBA = LinearConfig("mamba2", key_heads=2, value_heads=6, key_dim=8, value_dim=8)
+GRANITE = replace(
+    BASE,
+    layers=5,
+    rotary=(0,),
+    layer_types=("linear", "full", "linear", "linear", "full"),
+    linear=replace(MAMBA, value_heads=8),
+    attention_multiplier=0.2,
+    embedding_multiplier=3.0,
+    residual_multiplier=0.5,
+    logits_scaling=2.0,
+    tied=True,
+    moe=replace(MOE, softmax="after", shared_dim=40),
+)
+RELU = replace(
+    SIGMOID, activation="relu2", shared_activation="relu2", renormalize=True, groups=1, top_groups=1
+)
+NEMOTRON = replace(
+    BASE,
+    layers=6,
+    head_dim=16,
+    rotary=(0,),
+    layer_types=("linear", "moe", "full", "moe", "linear", "moe"),
+    linear=MAMBA,
+    moe=RELU,
 )
 PILOT = moe_pilot_14b()
 MODELS = {
@@ -137,6 +164,30 @@ MODELS = {
 }
 
 
+HYBRID = replace(
+    BASE,
+    layers=4,
+    head_dim=16,
+    rope=replace(ROPE, dim=4),
+    qk_norm="head",
+    attention_gate=True,
+    norm_offset=True,
+    linear=LinearConfig("deltanet", key_heads=2, value_heads=6, key_dim=8, value_dim=8),
+    moe=replace(MOE, shared_dim=24, shared_gate=True),
+)
+MODELS |= {
+    "qwen3next": HYBRID,
+    "granitehybrid": GRANITE,
+    "granitehybrid, dense, rotary": replace(
+        GRANITE, dense_layers=5, rotary=(1,), linear=replace(GRANITE.linear, key_heads=1), tied=False
+    ),
+    "nemotron_h_moe": NEMOTRON,
+    "nemotron_h_moe, latent experts": replace(
+        NEMOTRON, moe=replace(RELU, latent_dim=16, groups=4, top_groups=2)
+    ),
+}
+
+
 def step_of(folder: Path, cfg: ModelConfig, seed: int = 0, **info: object) -> Path:
     """A step folder of a model with these settings."""
     model = Transformer(cfg)
@@ -155,7 +206,8 @@ def fill(model: Transformer, seed: int) -> None:
     for name, p in model.state_dict().items():
         values = torch.from_numpy(random.standard_normal(p.shape).astype(np.float32))
         scale = 0.1 if p.dim() == 1 else 2 * p.shape[-1] ** -0.5
-        p.copy_(values * scale + (1.0 if name.endswith("norm.weight") else 0.0))
+        offset = model.cfg.norm_offset and not name.endswith("attention.norm.weight")  # their factor is 1 + w
+        p.copy_(values * scale + (1.0 if name.endswith("norm.weight") and not offset else 0.0))
 
 
 @torch.no_grad()
@@ -173,7 +225,8 @@ def greedy(model: Transformer) -> tuple[np.ndarray, list[int]]:
 
 # ---- types of tensors ----
 
-WIDE = replace(BASE, dim=256, heads=8, kv_heads=2, head_dim=32, ffn_dim=256)
+WIDTHS = dict(dim=256, heads=8, kv_heads=2, head_dim=32, ffn_dim=256)
+WIDE = replace(BASE, **WIDTHS)
 SIXTEEN = replace(MOE, experts=16, ffn_dim=64, shared_dim=0)
 EIGHT = replace(SIXTEEN, experts=8)
 MIXED = {  # models that differ in what decides types: depth, experts, heads, widths, tied heads
@@ -190,6 +243,20 @@ MIXED = {  # models that differ in what decides types: depth, experts, heads, wi
         layers=9,
         ffn_dim=256,
         mla=MLAConfig(q_rank=256, kv_rank=64, nope_dim=32, rope_dim=32, v_dim=32),
+    ),
+    "granitehybrid": replace(
+        GRANITE,
+        **WIDTHS,
+        layers=10,
+        linear=replace(MAMBA, value_heads=8, value_dim=32),
+        moe=replace(SIXTEEN, softmax="after", shared_dim=256),
+    ),
+    "nemotron_h_moe": replace(
+        NEMOTRON,
+        **WIDTHS,
+        layers=12,
+        linear=replace(MAMBA, value_heads=8, value_dim=32),
+        moe=replace(RELU, ffn_dim=256, shared_dim=256),
     ),
     "qwen2": replace(WIDE, layers=17, kv_heads=4, dense_layers=17, qkv_bias=True),
     "qwen2moe": replace(

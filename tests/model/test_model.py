@@ -378,6 +378,10 @@ PUBLISHED = {
     # by hand in hf/test_hf_next.py; Qwen says 80 B and 3 B, 35 B and 3 B, without the embedding
     "qwen3-next-80b-a3b": (79_674_391_296, 3.56e9 + 151936 * 2048),
     "qwen3.5-35b-a3b": (34_660_610_688, 2.95e9 + 248320 * 2048),
+    # safetensors of the published folders (12.93 and 59.99 GiB); Nemotron's without choice biases and mtp
+    "granite-4.0-h-tiny": (6_939_037_248, 1.47e9),
+    "granite-4.0-h-small": (32_207_337_984, 8.8e9),
+    "nemotron-3-nano-30b-a3b": (31_577_937_344, 3.58e9),
     "moe-pilot-14b": (14.33e9, 2.65e9),
     "tiny": (3_448_768, 1.24e6),
 }
@@ -401,8 +405,10 @@ def test_preset_has_the_published_size(name):
 @pytest.mark.parametrize("name", presets())
 def test_preset_cut_by_layers(name):
     cfg = presets()[name].model
+    each = 2 if cfg.one_branch else 1  # Nemotron's begin with Mamba-2, experts, Mamba-2, experts, Mamba-2
+    cuts = [replace(cfg, layers=1 + n * each) for n in range(3)]
     with torch.device("meta"):
-        sizes = [sum(p.numel() for p in Transformer(replace(cfg, layers=n)).parameters()) for n in (1, 2, 3)]
+        sizes = [sum(p.numel() for p in Transformer(cut).parameters()) for cut in cuts]
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
 
 

@@ -274,6 +274,7 @@ def test_a_rollouts_pass_of_any_number_of_tokens_is_compiled(name, ep):
         ("moe-pilot-14b", {}, [2816]),
         ("deepseek-v2-lite", dict(ep=2), [2816, 10944]),
         ("qwen3-30b-a3b", dict(ep=2, etp=2), []),
+        ("nemotron-3-nano-30b-a3b", dict(ep=2), [3712]),
     ],
 )
 def test_a_rollouts_shared_dense_and_whole_experts_are_compiled(name, layout, widths):
@@ -281,7 +282,8 @@ def test_a_rollouts_shared_dense_and_whole_experts_are_compiled(name, layout, wi
     cfg = replace(presets()[name], task="grpo", grpo=GrpoConfig(rewards=["length"], rollout_slots=64))
     known = kernels(warmup.traces(replace(cfg, parallel=ParallelConfig(**layout))))
     bf16 = torch.bfloat16
-    assert kernels([(swiglu.trace, 1, width, bf16) for width in widths]) <= known
+    halves = cfg.model.moe.shared_halves
+    assert kernels([(swiglu.trace, 1, width, bf16, halves) for width in widths]) <= known
     layout = layout | dict(etp=1)
     whole = replace(cfg, parallel=ParallelConfig(**layout))
     assert kernels(warmup.of_layer(whole, 48, bf16, trained=False)) <= known

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tmoe.config.linear_settings import LinearConfig
+from tmoe.config.linear_settings import LayerType, LinearConfig
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, DataConfig, OptimConfig, TrainConfig
 
@@ -31,6 +31,9 @@ def presets() -> Mapping[str, Config]:
         "glm-4.7-flash": pretrain(glm_4_7_flash()),
         "qwen3-next-80b-a3b": pretrain(qwen3_next_80b_a3b()),
         "qwen3.5-35b-a3b": pretrain(qwen3_5_35b_a3b()),
+        "granite-4.0-h-tiny": pretrain(granite_4_h_tiny()),
+        "granite-4.0-h-small": pretrain(granite_4_h_small()),
+        "nemotron-3-nano-30b-a3b": pretrain(nemotron_3_nano_30b_a3b()),
     }
     return MappingProxyType(found)
 
@@ -339,6 +342,77 @@ def qwen3_5_35b_a3b() -> ModelConfig:
     """34.7B parameters, 3.5B active (Qwen team 2026): the text part alone."""
     moe = MoEConfig(experts=256, top_k=8, ffn_dim=512, shared_dim=512, shared_gate=True, balance_coeff=0.001)
     return qwen3_next(248320, 40, moe, RopeConfig(theta=1e7, max_seq=262144, dim=64))
+
+
+def granite_4_h(dim: int, heads: int, kv_heads: int, logits_scaling: float, moe: MoEConfig) -> ModelConfig:
+    """The common settings of Granite-4.0-H: Mamba-2 in nine of ten blocks, no positions, experts in all."""
+    return ModelConfig(
+        vocab=100352,
+        dim=dim,
+        layers=40,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        tied=True,
+        norm_eps=1e-5,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.0078125,
+        residual_multiplier=0.22,
+        logits_scaling=logits_scaling,
+        init_std=0.1,
+        layer_types=("linear",) * 5 + ("full",) + ("linear",) * 4,
+        linear=LinearConfig("mamba2", key_heads=1, value_heads=2 * dim // 64, key_dim=128, value_dim=64),
+        rotary=(0,),
+        rope=RopeConfig(max_seq=131072),
+        moe=moe,
+    )
+
+
+def granite_4_h_tiny() -> ModelConfig:
+    """6.9B parameters, 1.5B active (IBM 2025, Granite-4.0-H-Tiny)."""
+    moe = MoEConfig(experts=64, top_k=6, ffn_dim=512, shared_dim=1024, softmax="after")
+    return granite_4_h(1536, 12, 4, 6.0, moe)
+
+
+def granite_4_h_small() -> ModelConfig:
+    """32.2B parameters, 8.8B active (IBM 2025, Granite-4.0-H-Small)."""
+    moe = MoEConfig(experts=72, top_k=10, ffn_dim=768, shared_dim=1536, softmax="after")
+    return granite_4_h(4096, 32, 8, 16.0, moe)
+
+
+def nemotron_3_nano_30b_a3b() -> ModelConfig:
+    """31.6B parameters, 3.6B active (NVIDIA 2025): each block is Mamba-2, experts or attention."""
+    letters: dict[str, LayerType] = {"M": "linear", "E": "moe", "*": "full"}
+    pattern = "MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME"
+    return ModelConfig(
+        vocab=131072,
+        dim=2688,
+        layers=len(pattern),
+        heads=32,
+        kv_heads=2,
+        head_dim=128,
+        norm_eps=1e-5,
+        ffn_dim=1856,
+        layer_types=tuple(letters[letter] for letter in pattern),
+        linear=LinearConfig(
+            "mamba2", key_heads=8, value_heads=64, key_dim=128, value_dim=64, least_step=0.001
+        ),
+        rotary=(0,),
+        rope=RopeConfig(max_seq=262144),
+        moe=MoEConfig(
+            experts=128,
+            top_k=6,
+            ffn_dim=1856,
+            shared_dim=3712,
+            activation="relu2",
+            shared_activation="relu2",
+            score="sigmoid",
+            scaling=2.5,
+            choice_bias=True,
+            balance_coeff=0.0001,
+            z_coeff=0.0,
+        ),
+    )
 
 
 def deepseek_rope(mscale: float) -> RopeConfig:

@@ -17,6 +17,7 @@ from tmoe.base.listing import listed
 from tmoe.config.check import ConfigError
 from tmoe.config.compare import build_config, facts, nested
 from tmoe.config.model import ModelConfig
+from tmoe.extras.gguf import mamba
 from tmoe.extras.gguf.keys import (
     EXPERT_FFN,
     EXPERTS,
@@ -155,20 +156,16 @@ OLMOE = Family(
     square=True,
     limits=_needs_all_heads,
 )
+SCALES = (
+    Key("attention.scale", "attention_multiplier", "float32", None, 0.0),
+    Key("embedding_scale", "embedding_multiplier", "float32", 1.0),
+    Key("residual_scale", "residual_multiplier", "float32", 1.0),
+    Key("logit_scale", "logits_scaling", "float32"),
+)
 GRANITEMOE = Family(
     "granitemoe",
     ("granitemoe", "granitemoeshared"),
-    (
-        *SIZES,
-        *HEADS,
-        ONE_WIDTH,
-        SHARED_FFN,
-        ROPE,
-        Key("attention.scale", "attention_multiplier", "float32", None, 0.0),
-        Key("embedding_scale", "embedding_multiplier", "float32", 1.0),
-        Key("residual_scale", "residual_multiplier", "float32", 1.0),
-        Key("logit_scale", "logits_scaling", "float32"),
-    ),
+    (*SIZES, *HEADS, ONE_WIDTH, SHARED_FFN, ROPE, *SCALES),
     SOFTMAX,
     QKV_BIAS | O_BIAS,
     pairs=True,
@@ -212,8 +209,12 @@ GROUPS = "expert_group_count", "expert_group_used_count"
 
 
 def _write_router(cfg: ModelConfig) -> dict[str, tuple[str, Any]]:
+    return _write_gate(cfg) | _write_weights(cfg)
+
+
+def _write_weights(cfg: ModelConfig) -> dict[str, tuple[str, Any]]:
     moe = cfg.moe
-    found = _write_gate(cfg)
+    found: dict[str, tuple[str, Any]] = {}
     if moe.top_groups < moe.groups:
         found |= dict(zip(GROUPS, (("uint32", moe.groups), ("uint32", moe.top_groups)), strict=True))
     return found | {SCALE: ("float32", moe.scaling), NORM: ("bool", moe.renormalize)}
@@ -232,6 +233,10 @@ def _read_gate(values: Values, found: Settings) -> None:
 
 def _read_router(values: Values, found: Settings) -> None:
     _read_gate(values, found)
+    _read_weights(values, found)
+
+
+def _read_weights(values: Values, found: Settings) -> None:
     found |= {
         "moe.renormalize": bool(values.get(NORM, False)),
         "moe.scaling": number(values, SCALE, "float32") if values.get(SCALE) else 1.0,
@@ -431,7 +436,6 @@ QWEN3NEXT = Family(
         "moe.shared_gate": True,
     },
     {},
-    compared=False,
     limits=_linear_limits,
 )
 QWEN35MOE = QWEN3NEXT._replace(
@@ -439,14 +443,69 @@ QWEN35MOE = QWEN3NEXT._replace(
     types=("qwen3_5_moe_text", "qwen3_5_moe"),
     keys=(*QWEN3NEXT.keys, SECTIONS),
     tiled=True,
+    compared=False,
+)
+
+# ---- Mamba-2 ----
+
+GRANITEHYBRID = Family(
+    "granitehybrid",
+    ("granitemoehybrid",),
+    (
+        *SIZES,
+        mamba.TWO_KINDS,
+        *HEADS[1:],
+        ONE_WIDTH,
+        SHARED_FFN,
+        mamba.RULE,
+        mamba.POSITIONS,
+        ROPE,
+        *SCALES,
+    ),
+    SOFTMAX | {"linear.kind": "mamba2", "linear.conv_bias": True},
+    QKV_BIAS | O_BIAS,
+    pairs=True,
+    factors=True,
+    limits=mamba.limits,
+)
+NEMOTRON_H_MOE = Family(
+    "nemotron_h_moe",
+    ("nemotron_h",),
+    (
+        *SIZES,
+        mamba.THREE_KINDS,
+        HEADS[1],
+        mamba.VALUE_HEADS,
+        mamba.OTHER_EPS,
+        *EXPERTS,
+        EXPERT_FFN,
+        SHARED_FFN,
+        Part(lambda cfg: {SHARED: ("uint32", 1)}, lambda values, found: None, (SHARED,)),
+        Part(_write_weights, _read_weights, (SCALE, NORM, *GROUPS)),
+        mamba.LATENT_EXPERTS,
+        mamba.RULE,
+    ),
+    {
+        "linear.kind": "mamba2",
+        "linear.conv_bias": True,
+        "rotary": (0,),
+        "moe.score": "sigmoid",
+        "moe.choice_bias": True,
+        "moe.activation": "relu2",
+        "moe.shared_activation": "relu2",
+    },
+    {},
+    pairs=True,
+    limits=mamba.one_branch_limits,
 )
 
 HARMLESS = {"vocab_size", "rope.scaling.finetuned"}  # keys that decide nothing that is computed
-NUMERIC = ("rope.truncate", "windows")
+NUMERIC = ("rope.truncate", "windows", "linear.least_step")
 """differences that a file may have all the same: no tensor depends on them"""
 
 FAMILIES = (LLAMA, QWEN2, QWEN3, QWEN3MOE, QWEN2MOE, OLMOE, GRANITEMOE, GPT_OSS, DOTS1, GLM4MOE, MINIMAX_M2)
 FAMILIES += (HUNYUAN_MOE, ERNIE4_5_MOE, EXAONE_MOE, DEEPSEEK2, QWEN3NEXT, QWEN35MOE)
+FAMILIES += (GRANITEHYBRID, NEMOTRON_H_MOE)
 
 
 # ---- both directions ----
@@ -462,6 +521,13 @@ def family_of(model_type: str) -> Family:
             f"function was not compared with tmoe's; there are: {known}"
         )
     return found[0]
+
+
+def group_of(family: Family, cfg: ModelConfig) -> int:
+    """Query heads for each key head of the first block, as a file's keys say; 0 for a block without keys."""
+    heads = write_keys(family.keys, cfg)["attention.head_count_kv"][1]
+    first = heads[0] if isinstance(heads, list) else heads
+    return cfg.heads // first if first else 0
 
 
 def require_same_function(family: Family, cfg: ModelConfig, allowed: Collection[str] = ()) -> list[str]:

@@ -1,4 +1,4 @@
-"""Keys and tensors of a GGUF file for linear layers, gated attention and norms of 1 + weight.
+"""Keys and tensors of a GGUF file for Gated DeltaNet, gated attention and norms of 1 + weight.
 
 llama.cpp holds 1 + weight of these norms and -exp(A_log), as its convert_hf_to_gguf.py writes them. A query
 head is followed by its gate. In qwen35moe, value heads that share a key are not neighbours: their first heads
@@ -9,9 +9,8 @@ next: extras/gguf/names.py
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +19,20 @@ from tmoe.config.model import ModelConfig
 from tmoe.extras.gguf.keys import Part, Settings, Values, number
 
 INTERVAL = "full_attention_interval"
-BLOCK = re.compile(r"blocks\.(\d+)\.attention\.(.+)")
-Tensors = tuple[str, int, int, Tensor | None, int]
-"""a tensor of the file; of our tensor the first row and the number of rows, the order in which the file has
-these rows (None: the same), and the axis that they are counted on"""
+
+
+class Tensors(NamedTuple):
+    """A tensor of the file, and the part of ours that it holds."""
+
+    name: str
+    first: int
+    rows: int
+    order: Tensor | None = None
+    """our rows in the order of the file; None: the same"""
+    axis: int = 0
+    """the axis that rows are counted on"""
+    view: tuple[int, ...] = ()
+    """the file's shape, if it is another one of the same values"""
 
 
 # ---- keys ----
@@ -73,17 +82,11 @@ SECTIONS = Part(_write_sections, lambda values, found: None, ("rope.dimension_se
 # ---- tensors ----
 
 
-def parts_of(cfg: ModelConfig, ours: str, tiled: bool) -> list[Tensors] | None:
-    """The file's tensors that make up one of ours; None: it is not one of a linear layer or of gated queries.
+def parts_of(cfg: ModelConfig, layer: int, leaf: str, tiled: bool) -> list[Tensors]:
+    """The file's tensors that make up one of ours. leaf: its name in the block's attention.
 
     tiled: value heads are in qwen35moe's order.
     """
-    found = BLOCK.fullmatch(ours)
-    if not found or not cfg.linear_layers:
-        return None
-    layer, leaf = int(found[1]), found[2]
-    if not cfg.is_linear(layer):
-        return [*_gated(cfg, layer)] if leaf == "qkv.weight" else None
     n = cfg.linear
     H, keys = n.value_heads, 2 * n.key_width
     values, one = _values(cfg, n.value_dim, tiled), _values(cfg, 1, tiled)
@@ -91,21 +94,21 @@ def parts_of(cfg: ModelConfig, ours: str, tiled: bool) -> list[Tensors] | None:
     block = f"blk.{layer}"
     if leaf == "ba.weight" and not tiled:
         beta = torch.arange(H).view(n.key_heads, -1)
-        return [(f"{block}.ssm_ba.weight", 0, 2 * H, torch.cat([beta, H + beta], 1).flatten(), 0)]
-    table: dict[str, list[Tensors]] = {
+        return [Tensors(f"{block}.ssm_ba.weight", 0, 2 * H, torch.cat([beta, H + beta], 1).flatten())]
+    table = {
         "qkvz.weight": [
-            (f"{block}.attn_qkv.weight", 0, n.mixed, mixed, 0),
-            (f"{block}.attn_gate.weight", n.mixed, n.value_width, values, 0),
+            Tensors(f"{block}.attn_qkv.weight", 0, n.mixed, mixed),
+            Tensors(f"{block}.attn_gate.weight", n.mixed, n.value_width, values),
         ],
         "ba.weight": [
-            (f"{block}.ssm_beta.weight", 0, H, one, 0),
-            (f"{block}.ssm_alpha.weight", H, H, one, 0),
+            Tensors(f"{block}.ssm_beta.weight", 0, H, one),
+            Tensors(f"{block}.ssm_alpha.weight", H, H, one),
         ],
-        "rates.conv": [(f"{block}.ssm_conv1d.weight", 0, n.mixed, mixed, 0)],
-        "rates.A_log": [(f"{block}.ssm_a", 0, H, one, 0)],
-        "rates.dt_bias": [(f"{block}.ssm_dt.bias", 0, H, one, 0)],
-        "norm.weight": [(f"{block}.ssm_norm.weight", 0, n.value_dim, None, 0)],
-        "out.weight": [(f"{block}.ssm_out.weight", 0, n.value_width, values, 1)],
+        "rates.conv": [Tensors(f"{block}.ssm_conv1d.weight", 0, n.mixed, mixed)],
+        "rates.A_log": [Tensors(f"{block}.ssm_a", 0, H, one)],
+        "rates.dt_bias": [Tensors(f"{block}.ssm_dt.bias", 0, H, one)],
+        "norm.weight": [Tensors(f"{block}.ssm_norm.weight", 0, n.value_dim)],
+        "out.weight": [Tensors(f"{block}.ssm_out.weight", 0, n.value_width, values, axis=1)],
     }
     return table[leaf]
 
@@ -117,14 +120,15 @@ def _values(cfg: ModelConfig, width: int, tiled: bool) -> Tensor:
     return rows.view(n.key_heads, -1, width).transpose(0, 1).flatten() if tiled else rows
 
 
-def _gated(cfg: ModelConfig, layer: int) -> Iterator[Tensors]:
+def gated(cfg: ModelConfig, layer: int) -> Iterator[Tensors]:
+    """The file's queries with their gates, keys and values."""
     C, keys = cfg.head_dim, cfg.kv_heads * cfg.head_dim
     queries = cfg.heads * C
     query = torch.arange(queries).view(cfg.heads, C)
     order = torch.cat([query, queries + 2 * keys + query], 1).flatten()
-    yield f"blk.{layer}.attn_q.weight", 0, 2 * (queries + keys), order, 0
-    yield f"blk.{layer}.attn_k.weight", queries, keys, None, 0
-    yield f"blk.{layer}.attn_v.weight", queries + keys, keys, None, 0
+    yield Tensors(f"blk.{layer}.attn_q.weight", 0, 2 * (queries + keys), order)
+    yield Tensors(f"blk.{layer}.attn_k.weight", queries, keys)
+    yield Tensors(f"blk.{layer}.attn_v.weight", queries + keys, keys)
 
 
 def value_of(cfg: ModelConfig, ours: str) -> str:
@@ -150,4 +154,12 @@ def to_ours(theirs: Tensor, value: str) -> Tensor:
     """`to_file` backwards. A decay that is 0 gives an A_log of -inf."""
     if not value:
         return theirs
-    return theirs - 1 if value == "offset" else (-theirs).log()
+    return theirs - 1 if value == "offset" else _log(-theirs)
+
+
+def _log(rate: Tensor) -> Tensor:
+    """A number in fp32 whose exp is exactly `rate`, if the logarithm or a neighbour of it is one."""
+    log = rate.double().log().float()
+    for near in (log.nextafter(log + 1), log.nextafter(log - 1)):
+        log = torch.where((log.exp() != rate) & (near.exp() == rate), near, log)
+    return log

@@ -17,7 +17,7 @@ import gguf
 from torch import Tensor
 
 from tmoe.config.model import ModelConfig
-from tmoe.extras.gguf import linear
+from tmoe.extras.gguf import linear, mamba
 from tmoe.extras.gguf.families import Family
 from tmoe.extras.gguf.rows import Heads, turned
 from tmoe.hf.architectures import ARCHITECTURES
@@ -26,6 +26,7 @@ from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box
 
 STACKED = re.compile(r"\.experts\.\d+\.")
+ATTENTION = re.compile(r"blocks\.(\d+)\.attention\.(.+)")
 HEAD = "output.weight"
 HALVES = dict(input_linear=("gate", "up"))  # one tensor of theirs that is two of llama.cpp's
 
@@ -51,6 +52,8 @@ class Entry(NamedTuple):
     """one row is written as a vector"""
     order: Tensor | None = None
     """our rows in the box, in the order of the file's rows; None: all in the same order"""
+    view: tuple[int, ...] = ()
+    """the file's shape, if it is another one of the box's values"""
     value: str = ""
     """the function of our values that the file has, see extras/gguf/linear.py"""
 
@@ -67,6 +70,8 @@ class Entry(NamedTuple):
             nope, value = self.widths
             heads, rank = self.whole[0] // (nope + value), self.whole[1]
             return (heads, rank, nope) if self.latent == "k" else (heads, value, rank)
+        if self.view:
+            return self.view
         shape = self.box.shape
         if self.order is not None:
             shape = (*shape[: self.axis], len(self.order), *shape[self.axis + 1 :])
@@ -80,7 +85,8 @@ class Entry(NamedTuple):
             return (keys.mT if self.latent == "k" else values).contiguous()
         ours = ours if self.heads is None else turned(ours, self.heads)
         ours = ours if self.order is None else ours.index_select(self.axis, self.order)
-        return linear.to_file(ours[0] if self.flat else ours, self.value)
+        ours = ours[0] if self.flat else ours.reshape(self.view or ours.shape)
+        return linear.to_file(ours, self.value)
 
     def to_ours(self, theirs: Tensor, whole: Tensor) -> None:
         """Fill the rows of our tensor from the file's."""
@@ -107,9 +113,9 @@ def entries(family: Family, arch: Architecture, cfg: ModelConfig) -> tuple[list[
     missing: list[str] = []
     for ours, shape in model_shapes(cfg).items():
         value = linear.value_of(cfg, ours)
-        if (parts := linear.parts_of(cfg, ours, family.tiled)) is not None:
-            for name, start, rows, order, axis in parts:
-                found.append(Entry(name, ours, shape, axis, start, rows, order=order, value=value))
+        if (parts := _own_parts(family, cfg, ours)) is not None:
+            for name, start, rows, order, axis, view in parts:
+                found.append(Entry(name, ours, shape, axis, start, rows, order=order, view=view, value=value))
             continue
         for entry, theirs in _parts(family, arch, cfg, ours, shape, table):
             if entry is None:
@@ -119,6 +125,19 @@ def entries(family: Family, arch: Architecture, cfg: ModelConfig) -> tuple[list[
     if cfg.tied and family.head:
         found.append(next(e for e in found if e.name == "token_embd.weight")._replace(name=HEAD))
     return found, list(dict.fromkeys(missing))
+
+
+def _own_parts(family: Family, cfg: ModelConfig, ours: str) -> list[linear.Tensors] | None:
+    """The parts of a tensor of a linear layer or of gated queries; None: Hugging Face's names decide."""
+    found = ATTENTION.fullmatch(ours)
+    if not found or not cfg.linear_layers:
+        return None
+    layer, leaf = int(found[1]), found[2]
+    if not cfg.is_linear(layer):
+        return [*linear.gated(cfg, layer)] if cfg.attention_gate and leaf == "qkv.weight" else None
+    if cfg.linear.kind == "mamba2":
+        return mamba.parts_of(cfg, layer, leaf)
+    return linear.parts_of(cfg, layer, leaf, family.tiled)
 
 
 def architecture_of(family: Family, cfg: ModelConfig) -> Architecture:
@@ -161,14 +180,16 @@ def _parts(
             for i, leaf in enumerate(halved):
                 half = entry._replace(start=start + i * rows // 2, rows=rows // 2)
                 end = "bias" if ours.endswith("_bias") else "weight"
-                kind = "exps" if ".experts." in ours else "shexp"
-                yield half._replace(name=f"blk.{layer}.ffn_{leaf}_{kind}.{end}"), theirs
+                kind = "_exps" if ".experts." in ours else "" if ".ffn." in ours else "_shexp"
+                yield half._replace(name=f"blk.{layer}.ffn_{leaf}{kind}.{end}"), theirs
             continue
         if "gate_up_proj" in theirs:  # woven rows, which are not so in ours
             leaf, end = "gate" if not start else "up", "bias" if theirs.endswith("_bias") else "weight"
             yield entry._replace(name=f"blk.{layer}.ffn_{leaf}_exps.{end}"), theirs
             continue
         name = _name(theirs, table)
+        if name and ".ffn." in ours:  # Granite-4's shared expert is the feed-forward of a dense model
+            name = name.replace("_shexp.", ".")
         heads = _heads(family, cfg, theirs, int(layer) if layer else 0)
         flat = ours.endswith("shared_gate.weight")
         yield (entry._replace(name=name, heads=heads, flat=flat) if name else None), theirs
@@ -185,13 +206,14 @@ def _name(theirs: str, table: Any) -> str | None:
     end = ".bias" if theirs.endswith(("_bias", ".bias")) else ".weight"
     stem = theirs.removesuffix("_bias").removesuffix(".bias").removesuffix(".weight")
     stem = re.sub(r"^(language_model\.model\.|model\.language_model\.)", "model.", stem)
+    stem = re.sub(r"^backbone\.(layers\.\d+)\.mixer\.experts\.", r"model.\1.mlp.experts.", stem)
     found = table.get_name(stem.removeprefix("language_model."))
     return found and found + end
 
 
 def _heads(family: Family, cfg: ModelConfig, theirs: str, layer: int) -> Heads | None:
     """How the rotated rows of this tensor change their order; None: not at all."""
-    found = re.search(r"self_attn\.(q_proj|k_proj|q_b_proj|kv_a_proj_with_mqa)\.", theirs)
+    found = re.search(r"(?:self_attn|mixer)\.(q_proj|k_proj|q_b_proj|kv_a_proj_with_mqa)\.", theirs)
     if not found:
         return None
     here = of_layer(cfg, layer)

@@ -24,7 +24,7 @@ from tmoe.checkpoint.rewrite import bar, locked, read_boxes, require_absent, req
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.extras.gguf.encode import encode
-from tmoe.extras.gguf.families import Family, family_of, require_same_function
+from tmoe.extras.gguf.families import Family, family_of, group_of, require_same_function
 from tmoe.extras.gguf.keys import write_keys
 from tmoe.extras.gguf.names import Entry, entries
 from tmoe.extras.gguf.types import MIXES, facts_of, kind_of, padded, size_of
@@ -83,9 +83,8 @@ def content_of(source: Source, name: str, mix: str, pre: str, allow: tuple[str, 
     if missing:
         raise ConfigError(listed(f"llama.cpp's {family.name} has no name for", missing))
     shapes = {entry.name: entry.shape for entry in found}
-    group = cfg.heads if cfg.attention == "mla" else cfg.heads // cfg.kv_heads
     experts = cfg.moe.experts if any(map(cfg.is_moe, range(cfg.layers))) else 0
-    facts = facts_of(shapes, cfg.layers, experts, group, family.name)
+    facts = facts_of(shapes, cfg.layers, experts, group_of(family, cfg), family.name)
     kinds = {name: kind_of(name, shape, mix, facts) for name, shape in shapes.items()}
     if cfg.rope.scaling == "llama3":
         kinds = {FACTORS: "F32"} | kinds
