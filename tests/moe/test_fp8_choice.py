@@ -85,7 +85,7 @@ REFUSED = [
     (dict(train=TrainConfig(fp8_everywhere=True)), "--train.fp8-everywhere: needs --train.fp8 experts"),
     (dict(model=DENSE), "--train.fp8=experts: a model without MoE layers has no experts"),
     (dict(train=replace(FP8, dtype="fp16")), "--train.fp8=experts: not with --train.dtype=fp16"),
-    (dict(lora=LoraConfig(rank=4)), "--train.fp8=experts: not with --lora.rank=4"),
+    (dict(lora=LoraConfig(rank=4, base="nf4")), "--train.fp8=experts: not with --lora.base=nf4"),
     (dict(parallel=ParallelConfig(etp=2)), "--train.fp8=experts: not with --parallel.etp=2"),
     (
         dict(parallel=ParallelConfig(ep=2, adaptive_r=0)),

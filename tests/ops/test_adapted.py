@@ -104,7 +104,7 @@ def test_the_op_is_what_its_schema_says():
     x, gate_up, down, weights, ids, bias, adapters = operands(torch.float32, biased=True)
     ids.clamp_(min=0)  # with absent slots the end of H is not written
     adapters.gate_up_a.requires_grad_()
-    args = (x, gate_up, down, weights, ids, bias, *adapters, "swiglu", T * K, True, 0.5, 2.0)
+    args = (x, gate_up, down, weights, ids, bias, *adapters, None, None, "swiglu", T * K, True, 0.5, 2.0)
     torch.library.opcheck(torch.ops.tmoe.moe_mlp_adapted.default, args)
 
 

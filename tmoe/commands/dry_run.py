@@ -42,6 +42,7 @@ from tmoe.moe.fp8_choice import planned_arch
 from tmoe.parallel.mesh import Mesh, build_mesh, local_part, planned_nodes, require_inside_nodes
 from tmoe.parallel.pipeline_cut import PARTS
 from tmoe.plan.fitting import verdict
+from tmoe.plan.frozen_codes import describe_freed
 from tmoe.plan.memory import memory_of_stages, peak_bytes, plan
 from tmoe.post.rewards.reward_terms import parse as parse_rewards
 from tmoe.run.process import one_error
@@ -122,6 +123,7 @@ def dry_run(cfg: Config, schedule: Sequence[str] = ()) -> None:
     for line in [
         *filter(None, [describe(cfg)]),
         *describe_fp8(cfg, axes, planned_arch(cfg)),
+        *describe_freed(cfg, axes, planned_arch(cfg)),
         *describe_adapters(cfg, axes.ep),
         *describe_muon(cfg, axes),
         *describe_clip(cfg),

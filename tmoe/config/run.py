@@ -884,8 +884,8 @@ def require_fp8(cfg: Config) -> None:
     run.require(has_moe, name, "a model without MoE layers has no experts", none)
     narrow = f"not with {run.said('train.dtype')}: fp8 products give bf16 or fp32"
     run.require(t.dtype != "fp16", name, narrow, "none")
-    frozen = f"not with {run.said('lora.rank')}: products of frozen experts with adapters stay in dtype"
-    run.require(not cfg.lora.rank, name, frozen, "none")
+    held = f"not with {run.said('lora.base')}, whose products are in the dtype of training"
+    run.require(cfg.lora.base == "whole", name, held, "none")
     for other in ("parallel.etp", "parallel.adaptive_r"):
         cut = f"not with {run.said(other)}, which multiplies by parts or gathered experts without codes"
         run.require(run.value(other) in (None, 1), name, cut, "none")

@@ -46,6 +46,11 @@ def settle(model: Transformer, cfg: Config) -> None:
         watch_logits(model, cfg)
 
 
+def frozen_pattern(cfg: Config) -> str:
+    """The pattern of frozen names: all with adapters, else --optim.freeze; "": none."""
+    return "." if cfg.lora.rank else cfg.optim.freeze or ""
+
+
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names in which the pattern is found."""
     return [name for name in names if re.search(pattern, name)]

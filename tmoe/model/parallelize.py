@@ -45,7 +45,7 @@ from tmoe.moe.exchange.dispatch import dispatcher_for
 from tmoe.moe.exchange.padded import PaddedDispatcher
 from tmoe.moe.exchange.two_level import over_nodes
 from tmoe.moe.experts import Experts
-from tmoe.moe.fp8_choice import arch_of, choose
+from tmoe.moe.fp8_choice import arch_of, choose, frees_values
 from tmoe.moe.layer import MoE
 from tmoe.moe.nf4_experts import Nf4Experts
 from tmoe.moe.own_experts import OwnExperts
@@ -200,9 +200,10 @@ def apply_fp8(layers: Sequence[MoE], mesh: Mesh, cfg: Config) -> None:
         return
     for moe in layers:
         valid = "tmoe's own experts with --train.fp8"
-        ours = type(moe.experts) is Experts and not moe.experts.scales
+        ours = type(moe.experts) is Experts
         require(ours, "parallelize: experts", f"a {type(moe.experts).__name__}", valid)
         moe.experts.fp8 = True
+        moe.experts.codes_alone = frees_values(cfg)
 
 
 def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "same") -> None:

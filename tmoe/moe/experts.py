@@ -115,7 +115,8 @@ class LocalExperts(NamedTuple):
         if self.adapters is None:
             y_ND = moe_mlp(x_ND, self.gate_up, self.down, *routed, *how, codes=self.codes)
         else:
-            y_ND = moe_mlp_adapted(x_ND, self.matrices, self.adapters, *routed, scales=self.scales)
+            how = dict(scales=self.scales, codes=self.codes)
+            y_ND = moe_mlp_adapted(x_ND, self.matrices, self.adapters, *routed, **how)
         return y_ND if self.down_bias is None else y_ND + gather_rows(self.down_bias, ids_N)
 
     def __call__(self, rows: Rows) -> Tensor:
@@ -126,8 +127,8 @@ class LocalExperts(NamedTuple):
         routed = rows.x_RD, self.gate_up, self.down, rows.weights_RK, rows.ids_RK
         if self.group is None:
             if adapters is not None:
-                own = rows.weights_RK, rows.ids_RK
-                y_RD = moe_mlp_adapted(rows.x_RD, self.matrices, adapters, *own, rows.pairs, self.scales)
+                own = rows.weights_RK, rows.ids_RK, rows.pairs, self.scales, self.codes
+                y_RD = moe_mlp_adapted(rows.x_RD, self.matrices, adapters, *own)
             else:
                 y_RD = self.weighed(rows)
         else:
@@ -178,6 +179,7 @@ class Experts(nn.Module):
     """
 
     fp8 = False  # model/parallelize.py: products are in fp8, of codes made in each forward or once a step
+    codes_alone = False  # model/parallelize.py: between forwards frozen matrices in fp8 have no values
 
     def __init__(self, dim: int, cfg: MoEConfig):
         super().__init__()

@@ -67,6 +67,15 @@ def casts_once(cfg: Config, axes: Axes) -> bool:
     return axes.replicate == 1 and keeps_whole(axes.sharers, [held], size, cfg.parallel.gathered_gib)
 
 
+def frees_values(cfg: Config) -> bool:
+    """Whether the values of frozen experts are freed while their codes stand for them.
+
+    They are not where other code reads the values on the device: a rollout in each step, or an average that
+    includes frozen weights (--optim.freeze, not adapters).
+    """
+    return cfg.task != "grpo" and (not cfg.optim.ema or cfg.lora.rank > 0)
+
+
 def planned_arch(cfg: Config) -> str:
     """The architecture of this process's GPU; without one that of `cfg.gpu`, an H100's or H200's if unset."""
     if torch.cuda.is_available():

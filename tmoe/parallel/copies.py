@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.base.private_torch import find_or_note
 from tmoe.ops.gradient_sums import Target, offer
+from tmoe.parallel import values_away
 from tmoe.parallel.mesh import local_part
 from tmoe.parallel.precise import type_in
 
@@ -67,8 +68,9 @@ class WorkingCopy:
     hooked: the copy has its gradient hook.
     sums: type in which the gradients of several micro-batches are added up; None: the parameter's.
     codes: the codes in fp8, or empty; the copy has them as `fp8_codes` (ops/experts/fp8_codes.py).
+    own: the copy has memory besides the parameter's.
     seen: the parameter's version in the last forward: autograd's count of in-place writes. (A DTensor's local
-        part and a copy do not share the count.)
+        part and a copy do not share the count; a frozen parameter's includes its local part's.)
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class WorkingCopy:
         self.hooked = False
         self.seen = version(master)
         self.tensor = nn.Parameter(self.allocate(local_part(master).detach(), dtype), requires_grad=False)
+        self.own = self.tensor.untyped_storage()._cdata != local_part(master).untyped_storage()._cdata
         self.codes: list[Tensor] = []
         setattr(self.tensor, "fp8_codes", self.codes)  # noqa: B010 (torch declares no such attribute)
 
@@ -111,10 +114,12 @@ class WorkingCopy:
             self.codes.clear()
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, coded: bool = False) -> None:
         """Brings the copy up to date before a forward.
 
-        The parameter may have been written, frozen or unfrozen since the last forward.
+        The parameter may have been written, frozen or unfrozen since the last forward. A frozen one keeps
+        its codes until it is written.
+        coded: codes may stand for the values of a frozen parameter, which are then not brought back.
         """
         self.tensor.requires_grad_(self.master.requires_grad)
         if self.master.requires_grad and not self.hooked:
@@ -129,14 +134,39 @@ class WorkingCopy:
             # The new version makes autograd refuse the backward of an earlier forward.
             torch.autograd.graph.increment_version(self.tensor)
             self.seen = version(self.master)  # read afterwards: master and copy may share one count
-        if not self.fresh:
             self.drop_codes()
+        if not self.fresh and not self.frozen:
+            self.drop_codes()
+        if coded and self.codes and self.frozen:
+            return
+        if values_away.is_free(self.tensor.data):
+            self.reallocate()
         self.update()
         offer(self)
 
+    @torch.no_grad()
+    def rest(self, coded: bool) -> None:
+        """Frees the values of a frozen copy after a forward, if codes stand for them (`coded`)."""
+        if not (coded and self.codes and self.frozen) or values_away.is_free(self.tensor.data):
+            return
+        if not self.own:
+            if not values_away.moves(self.tensor.data):
+                return
+            values_away.move_to_host(self.master)
+            self.own, self.seen = True, version(self.master)
+        values_away.free(self.tensor.data)
+
+    @property
+    def frozen(self) -> bool:
+        return not self.master.requires_grad
+
+    def reallocate(self) -> None:
+        """Gives a copy whose values were freed memory for them."""
+        values_away.allocate(self.tensor.data)
+
     def update(self) -> None:
         """Casts the parameter into the copy, unless the copy is fresh or is the parameter's own memory."""
-        if not self.fresh and self.tensor.dtype != self.master.dtype:
+        if not self.fresh and self.own:
             self.mine.copy_(local_part(self.master))
 
     @torch.no_grad()
@@ -298,12 +328,14 @@ def stand_in(
             copy = working_copy(master)
             if copy is None:
                 copy = master.working_copy = new(master, type_in(owner, dtype or master.dtype))
-            copy.refresh()
+            copy.refresh(coded(owner, copy))
             owner._parameters[name] = copy.tensor
 
     def leave(*_: Any) -> None:
         for (owner, name), master in zip(slots, masters.pop(), strict=True):
             owner._parameters[name] = master
+            if copy := working_copy(master):
+                copy.rest(coded(owner, copy))
 
     @contextmanager
     def standing_in() -> Iterator[None]:
@@ -318,9 +350,20 @@ def stand_in(
     return standing_in
 
 
+def coded(owner: nn.Module, copy: WorkingCopy) -> bool:
+    """Whether codes may stand for a copy's values in this module: a matrix of experts in fp8."""
+    return getattr(owner, "codes_alone", False) and copy.tensor.dim() == 3 and getattr(owner, "fp8", False)
+
+
 def version(parameter: Tensor) -> int:
-    """Autograd's count of in-place writes to the parameter; 0 for inference tensors."""
-    return 0 if parameter.is_inference() else parameter._version
+    """Autograd's count of in-place writes to the parameter; 0 for inference tensors.
+
+    Writes to the local part of a frozen parameter count too.
+    """
+    if parameter.is_inference():
+        return 0
+    local = 0 if parameter.requires_grad else local_part(parameter)._version
+    return parameter._version + local
 
 
 def working_copy(parameter: Tensor) -> WorkingCopy | None:

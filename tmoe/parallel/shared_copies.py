@@ -20,7 +20,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -110,6 +110,10 @@ class SharingRanks:
             self.streams[name] = torch.cuda.Stream(priority=-1)
         return self.streams[name]
 
+    def writing(self, tensor: Tensor) -> AbstractContextManager[None]:
+        """The stream on which copies are written, for a tensor on a GPU."""
+        return torch.cuda.stream(self.stream("gather")) if tensor.is_cuda else nullcontext()
+
     @contextmanager
     def ahead(self, tensor: Tensor) -> Iterator[None]:
         """Runs the body on the stream "gather"; the caller's stream then waits for that stream.
@@ -196,8 +200,13 @@ class GatheredCopy(WorkingCopy):
 
         Memory that the forward has freed on its own stream may still be read by its kernels.
         """
-        with torch.cuda.stream(self.sharers.stream("gather")) if local.is_cuda else nullcontext():
+        with self.sharers.writing(local):
             return local.new_empty(self.sharers.size * local.shape[0], *local.shape[1:], dtype=dtype)
+
+    def reallocate(self) -> None:
+        """Memory again, on the stream that writes the copy (`allocate`)."""
+        with self.sharers.writing(self.tensor):
+            super().reallocate()
 
     @property
     def mine(self) -> Tensor:

@@ -23,15 +23,16 @@ from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens, master_bytes, moment_bytes, sum_bytes
 from tmoe.model.block_bytes import further_loss_bytes, loss_bytes
 from tmoe.model.count import Shape, numel, root_shapes
-from tmoe.model.freeze import matching
+from tmoe.model.freeze import frozen_pattern, matching
 from tmoe.model.lora import AdapterCounts, adapter_counts
 from tmoe.model.stage_times import division, stage_table
 from tmoe.model.transformer import Transformer
-from tmoe.moe.fp8_choice import code_bytes
+from tmoe.moe.fp8_choice import code_bytes, planned_arch
 from tmoe.moe.moe_bytes import exchange_bytes, left_bytes, travelling, uses_symm
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.pipeline_schedule import Table
 from tmoe.plan.block_memory import backward_bytes, layer_bytes
+from tmoe.plan.frozen_codes import freed
 from tmoe.plan.muon_memory import muon_elements, muon_scratch, whole_experts
 from tmoe.plan.nf4_memory import in_nf4, nf4_sizes, parameter_shapes, values_bytes, with_nf4
 from tmoe.plan.rollout_memory import several_micros, with_rollout
@@ -314,6 +315,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     root = [shape for span in spans for shape in chunk_root(cfg, axes, span)]
     dense_shapes = [parameter_shapes(cfg, layer)[0] for span in spans for layer in span]
     parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
+    parts = without_values(parts, cfg, axes, spans)
     parts = with_adapters(parts, cfg, axes, spans)
     if not cfg.optim.offload:  # one moment less for what Muon trains
         parts["moments"] -= moment_bytes(cfg, muon_elements(cfg, axes, spans)) // 2
@@ -344,11 +346,6 @@ def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequen
         "ema": FP32 * trained if cfg.lora.rank and cfg.optim.ema else 0,
     }
     return {name: size - less.get(name, 0) for name, size in parts.items()}
-
-
-def frozen_pattern(cfg: Config) -> str:
-    """The pattern of frozen names: all with adapters, else --optim.freeze; "": none."""
-    return "." if cfg.lora.rank else cfg.optim.freeze or ""
 
 
 def with_adapters(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequence[range]) -> dict[str, int]:
@@ -386,6 +383,21 @@ def adapter_activations(cfg: Config, axes: Axes, found: AdapterCounts) -> int:
         return 0
     moe, T = cfg.model.moe, local_tokens(cfg, axes)
     return compute_bytes(cfg) * T * (found.ranks + found.moe_ranks * moe.slots)
+
+
+def without_values(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequence[range]) -> dict[str, int]:
+    """The same parts without values of frozen experts for which codes in fp8 stand, but for one layer's.
+
+    A rank that holds its experts alone moves the values to the host; copies of shared experts are freed.
+    """
+    unshared, less, layer = axes.sharers * axes.replicate == 1, dict(parameters=0, gathered=0), 0
+    for span in spans:
+        if unshared or kept_whole(cfg, axes, span):
+            found = freed(cfg, axes, span, planned_arch(cfg))
+            less["parameters" if unshared else "gathered"] += compute_bytes(cfg) * found.all
+            layer = max(layer, compute_bytes(cfg) * found.layer)
+    less["gathered"] -= layer
+    return {name: size - less.get(name, 0) for name, size in parts.items()}
 
 
 class FrozenElements(NamedTuple):

@@ -55,6 +55,7 @@ from tmoe.optim.states import MOMENTUM, States
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh, build_mesh
 from tmoe.plan.fitting import require_room
+from tmoe.plan.frozen_codes import describe_freed
 from tmoe.run import process as runtime
 from tmoe.run.process import Runtime
 
@@ -324,7 +325,8 @@ class Start:
         note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
         if line := describe(cfg):
             note(f"{line}; torchao {package_version('torchao')}")
-        fp8 = describe_fp8(cfg, self.mesh.axes, arch_of(self.run.device.type))
+        where = cfg, self.mesh.axes, arch_of(self.run.device.type)
+        fp8 = [*describe_fp8(*where), *describe_freed(*where)]
         for line in [*fp8, *describe_adapters(cfg, self.mesh.axes.ep), *describe_muon(cfg, self.mesh.axes)]:
             note(line)
         for line in describe_clip(cfg):

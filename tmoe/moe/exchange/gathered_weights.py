@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tmoe.ops.experts.adapted import Adapters
 from tmoe.ops.experts.cpu import ExpertWeights
+from tmoe.ops.experts.op import NO_CODES
 from tmoe.ops.register import Backward, register_differentiable
 from tmoe.ops.sum_parts import sum_parts
 from tmoe.parallel import token_exchange
@@ -270,7 +271,7 @@ def _adapted(call: GatheredAdaptedCall, experts: list[Tensor | None]) -> tuple[T
     gate_up, down, bias = experts
     x, weights, ids = call.x, call.weights, call.ids
     how = call.activation, ids.numel(), call.keep, call.up_scale, call.down_scale
-    return torch.ops.tmoe.moe_mlp_adapted(x, gate_up, down, weights, ids, bias, *call[6:10], *how)
+    return torch.ops.tmoe.moe_mlp_adapted(x, gate_up, down, weights, ids, bias, *call[6:10], *NO_CODES, *how)
 
 
 def _adapted_forward(call: GatheredAdaptedCall) -> tuple[Tensor, ...]:
@@ -287,7 +288,7 @@ def _adapted_backward(call: GatheredAdaptedBackward) -> tuple[Tensor | None, ...
     """The gradients of x, weights, the bias and the adapters (None for what is not there)."""
     gate_up, down, bias = _whole((call.gate_up, call.down, call.bias), call.group)
     factors = call[10:14]
-    kept = call.h, call.u_up, call.u_down, call.packed, bias, *factors
+    kept = call.h, call.u_up, call.u_down, call.packed, bias, *factors, *NO_CODES
     how = call.activation, call.weights.numel(), call.up_scale, call.down_scale
     dx, d_weights, d_bias, *grads = torch.ops.tmoe.moe_mlp_adapted_backward(
         call.dy, call.x, gate_up, down, call.weights, *kept, *how

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.ops.argument_checks import check_device, check_moe_mlp, check_tensors, require
-from tmoe.ops.experts import adapted_cpu, adapted_gpu, cpu
+from tmoe.ops.argument_checks import check_device, check_tensors, require
+from tmoe.ops.experts import adapted_cpu, adapted_fp8_cpu, adapted_gpu, cpu
 from tmoe.ops.experts.adapted_cpu import Adapters, Kept
 from tmoe.ops.experts.cpu import ExpertWeights
-from tmoe.ops.experts.op import _rows
+from tmoe.ops.experts.op import NO_CODES, _check, _rows, packed_codes
 from tmoe.ops.experts.pair_order import Metadata
 from tmoe.ops.launch.eager import unwatched
 from tmoe.ops.launch.replay import remembered
@@ -35,6 +35,7 @@ def moe_mlp_adapted(
     ids_TK: Tensor,
     pairs: int | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
+    codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`moe_mlp` with gate_up + s gate_up_b gate_up_a and down + s down_b down_a in place of the matrices.
 
@@ -44,6 +45,9 @@ def moe_mlp_adapted(
         adapters: dtype of x. A matrix without an adapter has None twice.
         scales: s of gate_up's adapter and of down's.
         x_TD, weights_TK, ids_TK, pairs: as for `moe_mlp`.
+        codes: None, or the codes of gate_up and down, as for `moe_mlp`: the products with these matrices are
+            then in fp8, and the values of the matrices are not read. Products with the adapters' factors are
+            in the dtype of x, and are added before any cast.
 
     Returns y_TD [T, D]. If both b are zero, y and dx have moe_mlp's values. Differentiable in x, weights,
     the bias and the adapters. Between forward and backward it keeps the tensors that moe_mlp keeps, and for
@@ -63,7 +67,7 @@ def moe_mlp_adapted(
     check_adapters(x_TD, gate_up, down, adapters)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, *adapters))
     pairs = ids_TK.numel() if pairs is None else min((pairs + 127) // 128 * 128, ids_TK.numel())
-    call = (*tensors, *adapters, activation, pairs, keep, *map(float, scales))
+    call = (*tensors, *adapters, *(codes or NO_CODES), activation, pairs, keep, *map(float, scales))
     if x_TD.is_cuda and unwatched(*tensors, *adapters):
         return _Straight.apply(*call)
     return torch.ops.tmoe.moe_mlp_adapted(*call)[0]
@@ -101,6 +105,8 @@ class AdaptedCall(NamedTuple):
     gate_up_b: Tensor | None
     down_a: Tensor | None
     down_b: Tensor | None
+    up_codes: Tensor | None
+    down_codes: Tensor | None
     activation: str
     pairs: int
     keep: bool  # the tensors of `Kept` and the metadata, for a backward
@@ -110,6 +116,10 @@ class AdaptedCall(NamedTuple):
     @property
     def adapters(self) -> Adapters:
         return Adapters(self.gate_up_a, self.gate_up_b, self.down_a, self.down_b)
+
+    @property
+    def experts(self) -> ExpertWeights:
+        return ExpertWeights(self.gate_up, self.down, self.bias, self.activation)
 
 
 class AdaptedBackward(NamedTuple):
@@ -129,6 +139,8 @@ class AdaptedBackward(NamedTuple):
     gate_up_b: Tensor | None
     down_a: Tensor | None
     down_b: Tensor | None
+    up_codes: Tensor | None
+    down_codes: Tensor | None
     activation: str
     pairs: int
     up_scale: float
@@ -138,17 +150,32 @@ class AdaptedBackward(NamedTuple):
     def adapters(self) -> Adapters:
         return Adapters(self.gate_up_a, self.gate_up_b, self.down_a, self.down_b)
 
+    @property
+    def experts(self) -> ExpertWeights:
+        return ExpertWeights(self.gate_up, self.down, self.bias, self.activation)
+
+
+def _check_call(call: AdaptedCall) -> None:
+    """Raises ValueError for arguments that do not fit the contract of moe_mlp."""
+    on_gpu = call.x.is_cuda and packed_codes(call) is not None
+    require(not on_gpu, "codes", "codes on a GPU", "None under adapters there")
+    _check(call)
+
 
 def _forward_cpu(call: AdaptedCall) -> tuple[Tensor, ...]:
     """y, the tensors of `Kept` (empty unless keep) and the packed metadata."""
     x, ids = call.x, call.ids
-    check_moe_mlp(x, call.gate_up, call.down, call.weights, ids, call.bias, call.activation)
+    _check_call(call)
     N, E = ids.numel(), call.gate_up.shape[0]
     rows = adapted_cpu.AdaptedRows(*cpu.route(ids, E))
     kept = Kept(*(x.new_empty(N, width) for width in (call.gate_up.shape[1], *call.adapters.ranks)))
-    scales = call.up_scale, call.down_scale
-    experts = ExpertWeights(call.gate_up, call.down, call.bias, call.activation)
-    y = adapted_cpu.forward(x, experts, call.adapters, call.weights, rows, kept, scales)
+    how = call.adapters, call.weights, rows, kept, (call.up_scale, call.down_scale)
+    codes = packed_codes(call)
+    if codes is None:
+        y = adapted_cpu.forward(x, call.experts, *how)
+    else:
+        with torch.autocast("cpu", enabled=False):
+            y = adapted_fp8_cpu.forward(x, adapted_fp8_cpu.Base(call.experts, codes), *how)
     meta = Metadata(ids.new_zeros(Metadata.size(N, E), dtype=torch.int32), N, E)
     meta.ends[:] = torch.tensor(rows.ends, dtype=torch.int32)
     meta.order[: rows.order.numel()] = rows.order
@@ -156,8 +183,8 @@ def _forward_cpu(call: AdaptedCall) -> tuple[Tensor, ...]:
 
 
 def _forward_gpu(call: AdaptedCall) -> tuple[Tensor, ...]:
-    check_moe_mlp(*call[:6], call.activation)
-    return remembered(adapted_gpu.forward, call[:10], *call[10:])
+    _check_call(call)
+    return remembered(adapted_gpu.forward, call[:10], *call[12:])
 
 
 def _forward_fake(call: AdaptedCall) -> tuple[Tensor, ...]:
@@ -177,23 +204,19 @@ def _backward_cpu(call: AdaptedBackward) -> tuple[Tensor | None, ...]:
     meta = Metadata(call.packed, call.weights.numel(), call.gate_up.shape[0])
     ends = meta.ends.tolist()
     rows = adapted_cpu.AdaptedRows(meta.order[: ends[-1]].to(torch.int64), ends)
-    experts = ExpertWeights(call.gate_up, call.down, call.bias, call.activation)
+    kept, scales = Kept(call.h, call.u_up, call.u_down), (call.up_scale, call.down_scale)
+    how = call.adapters, call.weights, rows, kept, scales
+    codes = packed_codes(call)
     with torch.autocast("cpu", enabled=False):  # which may be on where backward is called
-        return adapted_cpu.backward(
-            call.dy,
-            call.x,
-            experts,
-            call.adapters,
-            call.weights,
-            rows,
-            Kept(call.h, call.u_up, call.u_down),
-            (call.up_scale, call.down_scale),
-        )
+        if codes is None:
+            return adapted_cpu.backward(call.dy, call.x, call.experts, *how)
+        base = adapted_fp8_cpu.Base(call.experts, codes)
+        return adapted_fp8_cpu.backward(call.dy, call.x, base, *how)
 
 
 def _backward_gpu(call: AdaptedBackward) -> tuple[Tensor | None, ...]:
     """The results of `_backward_cpu`."""
-    return remembered(adapted_gpu.backward, call[:14], *call[14:])
+    return remembered(adapted_gpu.backward, call[:14], *call[16:])
 
 
 GRADIENTS = f"x weights bias {' '.join(NAMES)}"

@@ -7,7 +7,7 @@ makes no graph break, does not wait for the host, and can be captured in a CUDA 
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -207,7 +207,16 @@ class MlpBackward(NamedTuple):
         return cpu.ExpertWeights(self.gate_up, self.down, self.bias, self.activation)
 
 
-def packed_codes(call: MlpCall | MlpBackward) -> tuple[Tensor, Tensor] | None:
+class Coded(Protocol):
+    """The arguments of an op that may have codes."""
+
+    @property
+    def up_codes(self) -> Tensor | None: ...
+    @property
+    def down_codes(self) -> Tensor | None: ...
+
+
+def packed_codes(call: Coded) -> tuple[Tensor, Tensor] | None:
     """The codes of gate_up and down; None if the products are not in fp8."""
     if call.up_codes is None or call.down_codes is None:
         return None
@@ -224,9 +233,13 @@ def _rows(x: Tensor, ids: Tensor, pairs: int) -> int:
     return ids.numel() if x.device.type == "cpu" else pairs
 
 
-def _check(call: MlpCall) -> None:
-    """Raises ValueError for arguments that do not fit the contract of moe_mlp."""
-    check_moe_mlp(*call[:6], call.activation)
+def _check(call: Any) -> None:
+    """Raises ValueError for arguments that do not fit the contract of moe_mlp.
+
+    call: the arguments of moe_mlp or of moe_mlp_adapted.
+    """
+    tensors = call.x, call.gate_up, call.down, call.weights, call.ids, call.bias
+    check_moe_mlp(*tensors, call.activation)
     if call.up_codes is not None or call.down_codes is not None:
         codes = dict(gate_up=(call.gate_up, call.up_codes), down=(call.down, call.down_codes))
         check_codes(call.x, call.activation, **codes)

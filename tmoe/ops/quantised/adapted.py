@@ -25,7 +25,7 @@ from tmoe.base.quantised import dequantise
 from tmoe.ops.argument_checks import check_device, require
 from tmoe.ops.experts import adapted, adapted_gpu
 from tmoe.ops.experts.adapted_cpu import Adapters
-from tmoe.ops.experts.op import _rows
+from tmoe.ops.experts.op import NO_CODES, _rows
 from tmoe.ops.experts.pair_order import Metadata, route
 from tmoe.ops.launch.kernel_launch import empty
 from tmoe.ops.launch.replay import remembered
@@ -242,7 +242,7 @@ def _plain(call: Nf4Call) -> adapted.AdaptedCall:
     factors = Adapters(call.gate_up_a, call.gate_up_b, call.down_a, call.down_b)
     adapted.check_adapters(call.x, up, down, factors)
     how = call.activation, call.pairs, call.keep, call.up_scale, call.down_scale
-    return adapted.AdaptedCall(call.x, up, down, call.weights, call.ids, call.bias, *factors, *how)
+    return adapted.AdaptedCall(call.x, up, down, call.weights, call.ids, call.bias, *factors, *NO_CODES, *how)
 
 
 def _plain_backward(call: Nf4Backward) -> adapted.AdaptedBackward:
@@ -250,7 +250,7 @@ def _plain_backward(call: Nf4Backward) -> adapted.AdaptedBackward:
     kept = call.weights, call.h, call.u_up, call.u_down, call.packed, call.bias
     factors = call.gate_up_a, call.gate_up_b, call.down_a, call.down_b
     how = call.activation, call.pairs, call.up_scale, call.down_scale
-    return adapted.AdaptedBackward(call.dy, call.x, up, down, *kept, *factors, *how)
+    return adapted.AdaptedBackward(call.dy, call.x, up, down, *kept, *factors, *NO_CODES, *how)
 
 
 def _forward_cpu(call: Nf4Call) -> tuple[Tensor, ...]:
