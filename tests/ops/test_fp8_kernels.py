@@ -13,7 +13,7 @@ import forked
 import pytest
 import torch
 from chips import CHIPS, measure
-from interpreter import poison, repair_interpreter, small_tiles
+from interpreter import poison, repair_interpreter, rounds_to_nearest, small_tiles
 from tiers import slow_but
 
 from tmoe.base.activations import activation as named
@@ -57,23 +57,6 @@ def test_compiled_kernels_fit(D, F, activation, biased):
         allowed = SPILLED if binary.name in ("up_fp8_kernel", "dh_fp8_kernel") else 0
         assert binary.spilled <= allowed and not binary.serialised, binary
         assert binary.shared <= CHIPS["cuda:90"].shared and binary.registers <= 256, binary
-
-
-def rounds_to_nearest():
-    """Repairs a third fault of triton 3.6.0's interpreter: float32 to fp8 truncates, twice the error."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def rounded(values, was, to, mode):
-        if to == tl.float8e4nv and was == tl.float32:
-            exact = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-            return exact.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        return convert(values, was, to, mode)
-
-    interpreter._convert_float = rounded
 
 
 def check_layer(T, D, F, E, K, activation="swiglu", biased=False, pairs=None, gather=True, empty=False):

@@ -216,6 +216,7 @@ def test_every_op_with_kernels_is_asked(monkeypatch):
     bf16 = replace(tiny, train=replace(tiny.train, dtype="bf16"), compile=False)
     grpo = replace(bf16, task="grpo", grpo=GrpoConfig(rewards=["length"], rollout_slots=64))
     shared = replace(presets()["moe-pilot-14b"], parallel=ParallelConfig(ep=2))
+    fp8 = replace(shared, train=replace(shared.train, fp8="experts", fp8_everywhere=True))
     cfgs = [
         grpo,
         replace(grpo, grpo=replace(grpo.grpo, bitwise=True)),
@@ -225,7 +226,8 @@ def test_every_op_with_kernels_is_asked(monkeypatch):
         replace(grpo, lora=LoraConfig(rank=8)),
         replace(bf16, optim=replace(bf16.optim, states="bf16")),
         replace(bf16, optim=replace(bf16.optim, muon=".*")),
-        replace(shared, train=replace(shared.train, fp8="experts", fp8_everywhere=True)),
+        fp8,
+        replace(fp8, lora=LoraConfig(rank=8)),
         replace(grpo, model=replace(tiny.model, linear=LinearConfig("deltanet", key_heads=2, value_heads=2))),
     ]
     asked = {run for cfg in cfgs for run, *_ in warmup.traces(cfg)}

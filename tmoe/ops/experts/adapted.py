@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tmoe.ops.argument_checks import check_device, check_tensors, require
-from tmoe.ops.experts import adapted_cpu, adapted_fp8_cpu, adapted_gpu, cpu
+from tmoe.ops.experts import adapted_cpu, adapted_fp8_cpu, adapted_fp8_gpu, adapted_gpu, cpu
 from tmoe.ops.experts.adapted_cpu import Adapters, Kept
 from tmoe.ops.experts.cpu import ExpertWeights
 from tmoe.ops.experts.op import NO_CODES, _check, _rows, packed_codes
@@ -155,17 +155,10 @@ class AdaptedBackward(NamedTuple):
         return ExpertWeights(self.gate_up, self.down, self.bias, self.activation)
 
 
-def _check_call(call: AdaptedCall) -> None:
-    """Raises ValueError for arguments that do not fit the contract of moe_mlp."""
-    on_gpu = call.x.is_cuda and packed_codes(call) is not None
-    require(not on_gpu, "codes", "codes on a GPU", "None under adapters there")
-    _check(call)
-
-
 def _forward_cpu(call: AdaptedCall) -> tuple[Tensor, ...]:
     """y, the tensors of `Kept` (empty unless keep) and the packed metadata."""
     x, ids = call.x, call.ids
-    _check_call(call)
+    _check(call)
     N, E = ids.numel(), call.gate_up.shape[0]
     rows = adapted_cpu.AdaptedRows(*cpu.route(ids, E))
     kept = Kept(*(x.new_empty(N, width) for width in (call.gate_up.shape[1], *call.adapters.ranks)))
@@ -183,8 +176,10 @@ def _forward_cpu(call: AdaptedCall) -> tuple[Tensor, ...]:
 
 
 def _forward_gpu(call: AdaptedCall) -> tuple[Tensor, ...]:
-    _check_call(call)
-    return remembered(adapted_gpu.forward, call[:10], *call[12:])
+    _check(call)
+    if packed_codes(call) is None:
+        return remembered(adapted_gpu.forward, call[:10], *call[12:])
+    return remembered(adapted_fp8_gpu.forward, call[:12], *call[12:])
 
 
 def _forward_fake(call: AdaptedCall) -> tuple[Tensor, ...]:
@@ -216,7 +211,9 @@ def _backward_cpu(call: AdaptedBackward) -> tuple[Tensor | None, ...]:
 
 def _backward_gpu(call: AdaptedBackward) -> tuple[Tensor | None, ...]:
     """The results of `_backward_cpu`."""
-    return remembered(adapted_gpu.backward, call[:14], *call[16:])
+    if packed_codes(call) is None:
+        return remembered(adapted_gpu.backward, call[:14], *call[16:])
+    return remembered(adapted_fp8_gpu.backward, call[:16], *call[16:])
 
 
 GRADIENTS = f"x weights bias {' '.join(NAMES)}"
@@ -236,6 +233,8 @@ def _of_layer(layer: LayerShapes) -> Iterable[tuple]:
         sizes = rows, layer.width, layer.ffn_dim, layer.experts, slots
         for ranks in layer.adapters:
             yield adapted_gpu.trace, sizes, ranks, layer.dtype, pairs, *how
+            if layer.fp8:
+                yield adapted_fp8_gpu.trace, sizes, ranks, layer.dtype, pairs, *how
 
 
 _Straight = register_differentiable(

@@ -98,9 +98,9 @@ def backward(
         dw_N[lo:hi] = torch.linalg.vecdot(d_act, act)
         dh = torch.empty_like(h)
         act_of.gradient_of(h, d_act * w, dh)
+        dh = dh.to(dtype)
         dh8 = torch.cat([rounded_tiles(half) for half in dh.chunk(matrices.halves, 1)], 1)
         dx = dh8 @ matrices.gate_up_2FD(e)
-        dh = dh.to(dtype)
         if up_a is not None and up_b is not None and d_up_a is not None and d_up_b is not None:
             v = dh @ up_b[e] * scales[0]
             dx += v.float() @ up_a[e].float()

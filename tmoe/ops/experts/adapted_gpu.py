@@ -12,7 +12,7 @@ next: ops/experts/adapted_kernels.py
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ class AdaptedLaunches(gpu.LayerLaunches):
         """The configuration of narrow_kernel for a sum of length L, and whether blocks are spread."""
         portable = copy.copy(self)
         portable.tma = False  # operands are read by pointers
-        cfg = portable.config("down")
+        cfg = gpu.LayerLaunches.config(portable, "down")
         few = self.N <= FEW * self.E
         if self.tma and few:  # few steps, since each waits for memory
             cfg = cfg._replace(BM=64, BL=64 if L % 256 else 256, stages=3)
@@ -304,10 +304,12 @@ def forward(
     ids: Tensor,
     bias: Tensor | None,
     *rest: Any,
+    kind: Callable[..., AdaptedLaunches] = AdaptedLaunches,
 ) -> tuple[Tensor, ...]:
     """y, H, u_up and u_down of the first window (empty unless keep), and the packed metadata.
 
     rest: the four adapters' factors (or None), activation, pairs, keep, the scales.
+    kind: makes the launches of a window; adapted_fp8_gpu.py has others.
     """
     *factors, activation, pairs, keep, up_scale, down_scale = rest
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
@@ -322,7 +324,7 @@ def forward(
         return torch.zeros_like(x), h, *none, meta.packed
     operands = tuple(t for t in (gate_up, down, *factors) if t is not None)
     for window in windows(meta, ids.numel()):
-        layer = AdaptedLaunches(x, down.shape, ids.shape[1], window, weights, operands, activation)
+        layer = kind(x, down.shape, ids.shape[1], window, weights, operands, activation)
         rows, u_up, u_down = layer.forward_products(
             x, gate_up, down, bias, factors, (up_scale, down_scale), h if keep and y is None else None
         )
@@ -335,7 +337,13 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    *rest: Any,
+    kind: Callable[..., AdaptedLaunches] = AdaptedLaunches,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights, the bias and the four factors (None for what is not there).
 
@@ -351,7 +359,7 @@ def backward(
     dx = d_weights = d_bias = d_up_a = d_up_b = d_down_a = d_down_b = None
     operands = tuple(t for t in (gate_up, down, dy, up_a, up_b, down_a, down_b) if t is not None)
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
-        layer = AdaptedLaunches(x, down.shape, weights.shape[1], window, weights, operands, activation)
+        layer = kind(x, down.shape, weights.shape[1], window, weights, operands, activation)
         if dx is not None:  # a later window: computed again
             h = layer.empty(pairs, gate_up.shape[1])
             factors = up_a, up_b, down_a, down_b
@@ -388,6 +396,7 @@ def trace(
     activation: str = "swiglu",
     biased: bool = False,
     trained: bool = True,
+    kind: Callable[..., AdaptedLaunches] = AdaptedLaunches,
 ) -> None:
     """Run moe_mlp_adapted's forward (for training and without) and backward on meta tensors.
 
@@ -405,7 +414,7 @@ def trace(
     ids = torch.empty(T, K, dtype=torch.int32, device="meta")
     how, scales = (activation, T * K if pairs is None else pairs), (1.0, 1.0)
     call = x, *matrices, weights, ids, bias, *factors, *how
-    forward(*call, False, *scales)
+    forward(*call, False, *scales, kind=kind)
     if trained:
-        _, *kept = forward(*call, True, *scales)
-        backward(x, x, *matrices, weights, *kept, bias, *factors, *how, *scales)
+        _, *kept = forward(*call, True, *scales, kind=kind)
+        backward(x, x, *matrices, weights, *kept, bias, *factors, *how, *scales, kind=kind)

@@ -1,0 +1,179 @@
+"""The kernels of fp8_kernels.py with the low-rank step of adapted_kernels.py before each cast.
+
+The step adds u[rows, r] @ B[e] to a tile in fp32, after the tile has got the scales of its rows. Codes and
+scales of results therefore include what the adapters add.
+
+next: ops/experts/fp8_kernels.py
+"""
+
+import triton
+import triton.language as tl
+
+from tmoe.ops.experts.adapted_kernels import step
+from tmoe.ops.experts.fp8_kernels import matrix_block, rows_block, size, tile_scale, tile_with_number
+from tmoe.ops.experts.kernels import (
+    activate,
+    activate_backward,
+    halves_of,
+    load_rows,
+    slices,
+    store_rows,
+)
+
+
+@triton.jit(do_not_specialize=["capacity", "GROUP", "R"])  # R = 1 as a constant spills 552 bytes a thread
+def up_fp8_adapted(
+    x, sx, w, sw, bias, u, b, h_gate, h_up, act, plain, s_act, order, tiles, capacity, offsets, D, F, R,
+    stride_u,
+    BM: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, RB: tl.constexpr, ACT: tl.constexpr,
+    KEEP: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """up_fp8_kernel with H += u b[e]^T, unless u is None; b [E, n F, R].
+
+    plain: None, or the activation in the type of H.
+    """
+    HALVES: tl.constexpr = halves_of(ACT)
+    BS: tl.constexpr = 128 // SUB
+    num_n = tl.cdiv(F, 128)
+    steps = tl.cdiv(D, 128)
+    for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
+        pm, e, lo, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+        r = row + tl.arange(0, BM)
+        tokens = tl.load(order + r, mask=r < hi, other=0) // K
+        gate = tl.zeros((BM, 128), tl.float32)
+        up = tl.zeros((BM, 128), tl.float32)
+        scales = sw + (e * HALVES * num_n + pn).to(tl.int64) * steps
+        for k in range(steps):
+            a = rows_block(x, tokens, row, D, k, GATHER, EVEN)
+            up += tl.dot(a, matrix_block(w, e * HALVES + HALVES - 1, pn * 128, k)) * tl.load(
+                scales + (HALVES - 1) * num_n * steps + k
+            )
+            if HALVES == 2:
+                gate += tl.dot(a, matrix_block(w, e * HALVES, pn * 128, k)) * tl.load(scales + k)
+        s = tl.load(sx + tokens)[:, None]
+        b_e = HALVES * F * R
+        up *= s
+        gate *= s
+        if u is not None:
+            up = step(up, u, b + (HALVES - 1) * F * R, e, hi, row, pn, F, R, stride_u, b_e, R, 1, BM, 128, RB,
+                      False, PRECISION)  # fmt: skip
+            if HALVES == 2:
+                gate = step(
+                    gate, u, b, e, hi, row, pn, F, R, stride_u, b_e, R, 1, BM, 128, RB, False, PRECISION
+                )
+        most = tl.zeros((BM,), tl.float32)
+        gates = slices(gate, SUB)
+        ups = slices(up, SUB)
+        acts = ()
+        for j in tl.static_range(SUB):
+            col = pn * 128 + j * BS
+            cols = col + tl.arange(0, BS)
+            h = ups[j]
+            g = gates[j]
+            if bias is not None:
+                at = bias + e.to(tl.int64) * HALVES * F + cols
+                h += tl.load(at + (HALVES - 1) * F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+                if HALVES == 2:
+                    g += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+            if HALVES == 1:
+                g = h
+            if KEEP:
+                store_rows(h_gate, g, lo, hi, row, col, F, HALVES * F, True)
+                if HALVES == 2:
+                    store_rows(h_up, h, lo, hi, row, col, F, HALVES * F, True)
+            y = tl.where((cols < F)[None, :], activate(g, h, False, ACT), 0.0)
+            if plain is not None:
+                store_rows(plain, y, lo, hi, row, col, F, F, True)
+            most = tl.maximum(most, tl.max(size(y), 1))
+            acts = acts + (y,)
+        scale, inverse = tile_scale(most, r < hi, BM)
+        for j in tl.static_range(SUB):
+            store_rows(act, acts[j] * inverse[:, None], lo, hi, row, pn * 128 + j * BS, F, F, True)
+        tl.store(s_act + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64), scale)
+
+
+@triton.jit(do_not_specialize=["capacity", "GROUP", "N"])
+def rows_fp8_adapted(
+    a, sa, b, sb, u, v, c, tiles, capacity, offsets, N, L, W, R, stride_u, s_n, s_k, v_n, v_r,
+    BM: tl.constexpr, GROUP, RB: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """rows_fp8_kernel with C += u v[e]; v[e] has W columns at strides v_n and R rows at strides v_r."""
+    num_n = tl.cdiv(W, 128)
+    steps = tl.cdiv(L, 128)
+    for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
+        pm, e, lo, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+        acc = tl.zeros((BM, 128), tl.float32)
+        of_rows = sa + 2 * pm + tl.arange(0, BM) // 64
+        for k in range(HALVES * steps):
+            half = k // steps
+            j = k % steps
+            m = e * HALVES + half
+            block = tl.load(sb + m.to(tl.int64) * num_n * steps + pn * s_n + j * s_k)
+            s = tl.load(of_rows + k * 2 * capacity) * block
+            acc += tl.dot(a.load([row + half * N, j * 128]), matrix_block(b, m, pn * 128, j)) * s[:, None]
+        acc = step(acc, u, v, e, hi, row, pn, W, R, stride_u, W * R, v_n, v_r, BM, 128, RB, False, PRECISION)
+        store_rows(c, acc, lo, hi, row, pn * 128, W, W, True)
+
+
+@triton.jit(do_not_specialize=["capacity", "GROUP", "N"])
+def dh_fp8_adapted(
+    dy, sdy, w, sw, u, v, h_gate, h_up, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds, order,
+    tiles, capacity, offsets, N, D, F, R, stride_u,
+    BM: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, RB: tl.constexpr, ACT: tl.constexpr,
+    GATHER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dh_fp8_kernel with dA += u v[e]; v [E, R, F]. dH is rounded to its type before its cast."""
+    HALVES: tl.constexpr = halves_of(ACT)
+    BS: tl.constexpr = 128 // SUB
+    num_n = tl.cdiv(F, 128)
+    steps = tl.cdiv(D, 128)
+    for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
+        pm, e, lo, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+        r = row + tl.arange(0, BM)
+        slots = tl.load(order + r, mask=r < hi, other=0)
+        tokens = slots // K
+        acc = tl.zeros((BM, 128), tl.float32)
+        scales = sw + e.to(tl.int64) * num_n * steps + pn
+        for k in range(steps):
+            a = rows_block(dy, tokens, row, D, k, GATHER, EVEN)
+            acc += tl.dot(a, matrix_block(w, e, pn * 128, k)) * tl.load(scales + k * num_n)
+        acc *= tl.load(sdy + tokens)[:, None]
+        acc = step(acc, u, v, e, hi, row, pn, F, R, stride_u, R * F, 1, F, BM, 128, RB, False, PRECISION)
+        s = tl.load(weights + slots, mask=r < hi, other=0.0).to(tl.float32)
+        parts = slices(acc, SUB)
+        total = tl.zeros((BM,), tl.float32)
+        most_gate = tl.zeros((BM,), tl.float32)
+        most_up = tl.zeros((BM,), tl.float32)
+        gates = ()
+        ups = ()
+        for j in tl.static_range(SUB):
+            col = pn * 128 + j * BS
+            gate = load_rows(h_gate, lo, hi, row, col, F, HALVES * F, BM, BS, True).to(tl.float32)
+            up = gate
+            if HALVES == 2:
+                up = load_rows(h_up, lo, hi, row, col, F, HALVES * F, BM, BS, True).to(tl.float32)
+            y, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
+            total += tl.sum(d_weight, 1)
+            store_rows(act, y, lo, hi, row, col, F, F, True)
+            d_gate = d_gate.to(dh_gate.dtype)
+            store_rows(dh_gate, d_gate, lo, hi, row, col, F, HALVES * F, True)
+            most_gate = tl.maximum(most_gate, tl.max(size(d_gate.to(tl.float32)), 1))
+            gates = gates + (d_gate,)
+            if HALVES == 2:
+                d_up = d_up.to(dh_up.dtype)
+                store_rows(dh_up, d_up, lo, hi, row, col, F, HALVES * F, True)
+                most_up = tl.maximum(most_up, tl.max(size(d_up.to(tl.float32)), 1))
+                ups = ups + (d_up,)
+        tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
+        at = s_dh + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64)
+        scale, inverse = tile_scale(most_gate, r < hi, BM)
+        tl.store(at, scale)
+        for j in tl.static_range(SUB):
+            col = pn * 128 + j * BS
+            store_rows(gate_codes, gates[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
+        if HALVES == 2:
+            scale, inverse = tile_scale(most_up, r < hi, BM)
+            tl.store(at + num_n * 2 * capacity, scale)
+            for j in tl.static_range(SUB):
+                col = pn * 128 + j * BS
+                store_rows(up_codes, ups[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
