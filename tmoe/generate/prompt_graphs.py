@@ -55,7 +55,7 @@ class PromptGraphs:
         self.inputs: dict[Hashable, PromptBatch] = {}
 
     def take(self, chunk: PromptBatch) -> bool:
-        """Whether a chunk can be a graph. Linear blocks compute each piece of a chunk by itself."""
+        """Whether a chunk can be a graph. Linear blocks need a call for each piece."""
         return chunk.tokens_1S.shape[1] <= LONGEST and not self.model.cfg.linear_layers
 
     def run(self, chunk: PromptBatch, rows: int, last: bool) -> tuple[list[Routing], Tensor]:
