@@ -1,11 +1,11 @@
-"""Training steps of a model with linear layers on one GPU, beside transformers' steps of the same model.
+"""Training steps of a model with linear layers on one GPU, and those of transformers.
 
     python -m benchmarks.linear_step --json FOLDER                          # one H200, about 5 minutes
     python -m benchmarks.linear_step --preset granite-4.0-h-tiny --layers 8
     python -m benchmarks.linear_step --device cpu --tiny                    # does it run?
 
 short, long: train.py by `benchmarks.train`, rows of 4,096 tokens (two of them) and of 32,768: tokens/s, MFU,
-and memory beside the dry run's. Moments are bf16, so that the long row has room on an H200.
+and memory, with the dry run's. Moments are bf16, so that the long row has room on an H200.
 
 transformers: forward, backward and a fused AdamW step of the same cut in bf16, two rows of 4,096, experts by
 grouped_mm; fla's kernels are used where they are installed and accept the GPU, else its torch form. The row
