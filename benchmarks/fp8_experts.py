@@ -1,11 +1,20 @@
 """Checks experts with fp8 products on a GPU, and times them against bf16 and rivals, in one call.
 
-    python -m benchmarks.fp8_experts --json FOLDER              # one H100 or H200, about 6 minutes
-    python -m benchmarks.fp8_experts --json FOLDER --table tmoe/ops/experts/fp8_table.json
+    python -m benchmarks.fp8_experts --json FOLDER              # one H100 or H200, about 8 minutes
+    python -m benchmarks.fp8_experts --json FOLDER --table tmoe/ops/experts/fp8_table.json \
+        --configs tmoe/ops/experts/fp8_configs.json
     python -m benchmarks.fp8_experts --device cpu --tiny        # does it run?
 
 casts: codes and scales of rows and matrices equal plain torch's in every bit, also of rows of zeros, of 1e-30
 and of 1e30; NaN stays NaN in its row alone.
+
+compile: the binaries of the part `kernels`, on all cores.
+
+kernels: for each product, plain Triton's kernel and configurations of the one for Hopper (VARIANTS). Each is
+first compared with the twin on two small layers (an expert without rows; sums shorter than the ring), then
+all good ones are timed on every shape in the same rounds. A kernel that hangs ends its process; it is named,
+and the others run in a new process. --configs writes the fastest into the table that the ops read, for the
+parts after this one too.
 
 accuracy: y and all gradients of each shape, cut to 4 experts, with normal data and with outliers. Errors
 against fp32 are at most 8e-2 and 1e-1, and at most 1.1 times those of the twin on the CPU. The gradients of x
@@ -27,6 +36,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -43,16 +54,38 @@ from benchmarks.moe_layer import ALL, Shape, kept, require_gpu
 from tmoe.base.activations import activation as named
 from tmoe.moe.fp8_choice import arch_of
 from tmoe.ops import moe_mlp, reference
-from tmoe.ops.experts import fp8_gpu
+from tmoe.ops.experts import fp8_gpu, fp8_table
 from tmoe.ops.experts.fp8_codes import E4M3, coded, encode
 from tmoe.ops.experts.fp8_table import Measured
 from tmoe.ops.experts.pair_order import route
+from tmoe.ops.experts.table import Entry, KernelConfig
+from tmoe.ops.launch import replay
+from tmoe.ops.launch.precompile import precompile
 
-LIMITS = dict(casts=60, accuracy=150, layer=240, products=120)  # seconds
+# seconds
+LIMITS = {"casts": 60, "compile": 150, "kernels": 200, "accuracy": 150, "layer": 240, "products": 120}
 SHAPES = ["qwen3", "deepseek", "mixtral", "olmoe", "gpt-oss-20b", "qwen3-4096", "olmoe-4096", "mixtral-1024"]
 BARS = {"qwen3": 1.24, "deepseek": 1.28, "mixtral": 1.27}
 ACTIVATIONS = {"gpt-oss-20b": "clamped:alpha=1.702,limit=7"}
 TINY: Shape = (96, 64, 128, 4, 2)
+SMALL: list[Shape] = [(700, 384, 192, 5, 2), (300, 128, 64, 4, 2)]  # of the check of a kernel
+SILENT = 40  # seconds without a word from the process of the part `kernels`, after which it hangs
+
+
+def variants(kernel: str) -> dict[str, KernelConfig]:
+    """The configurations of a product that are timed, by name; the first is plain Triton's."""
+    own = fp8_gpu.HOPPER[kernel]
+    found = {"plain": fp8_gpu.CONFIGS[kernel], "256 columns": own._replace(BN=256, stages=4)}
+    if kernel != "up":
+        found["128 columns"] = own._replace(BN=128, stages=6)
+    if kernel in ("up", "dh"):
+        for name, config in list(found.items())[1:]:
+            found[f"{name}, sorted rows"] = config._replace(gather=False)
+    if kernel == "dh":
+        found["128 columns, sorted rows, 4 buffers"] = own._replace(BN=128, stages=5, outs=4, gather=False)
+    else:
+        found["256 columns, 4 buffers"] = own._replace(BN=256, stages=3, outs=4)
+    return found
 
 
 class Layer(NamedTuple):
@@ -129,6 +162,150 @@ def casts(args: argparse.Namespace) -> Iterator[Figure]:
             alone = int(codes.float().isnan().sum()) == 1 and bool(codes[4, 7].isnan())
             bits = bits and same(codes, want) and torch.equal(scales, of_rows[:, 0]) and alone
         yield Figure("casts", f"width {D}", "equal bits" if bits else "other bits", "equal bits", bits)
+
+
+def compile(args: argparse.Namespace) -> Iterator[Figure]:
+    """Each binary of the part `kernels`; those of an even width serve SMALL too."""
+    if args.device != "cuda":
+        yield Figure("compile", "kernels", "not on a CPU")
+        return
+    kinds = {(ALL[name][1], ACTIVATIONS.get(name, "swiglu")): name for name in args.shapes}
+    sizes = [(*ALL[name][:3], *ALL[name][3:]) for name in kinds.values()]
+    traces = [
+        (trace, kernel, config, (*shape, activation))
+        for shape, (_, activation) in zip([*SMALL, *sizes], [*[(0, "swiglu")] * 2, *kinds], strict=True)
+        for kernel in fp8_gpu.HOPPER
+        for config in variants(kernel).values()
+    ]
+    made, wanted = precompile("cuda:90", traces, min(len(os.sched_getaffinity(0)), 16))
+    yield Figure("compile", "binaries made, of all", f"{made} of {wanted}")
+
+
+def trace(kernel: str, config: KernelConfig, layer: tuple[Any, ...]) -> None:
+    """The launches of a layer (T, D, F, E, K, activation) with this configuration of one product."""
+    *sizes, activation = layer
+    fp8_table.forced[kernel] = config
+    fp8_gpu.trace(tuple(sizes), torch.bfloat16, None, (activation, activation != "swiglu", True))
+    del fp8_table.forced[kernel]
+
+
+def kernels(args: argparse.Namespace) -> Iterator[Figure]:
+    """Runs `time_kernels` in a process, and again without a kernel that hangs or fails there."""
+    if args.device != "cuda":
+        yield Figure("kernels", "kernels", "not on a CPU")
+        return
+    context, bad = multiprocessing.get_context("spawn"), set()
+    while True:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=time_kernels, args=(args, bad, sender), daemon=True)
+        process.start()
+        sender.close()
+        now: tuple[str, str] | None = None
+        try:
+            while receiver.poll(SILENT):
+                word = receiver.recv()
+                if isinstance(word, Figure):
+                    yield word
+                else:
+                    now = word
+        except EOFError:  # it has ended
+            process.join()
+            if process.exitcode == 0:
+                return
+        process.kill()
+        process.join()
+        if now is None or now in bad:
+            raise RuntimeError(f"the process of kernels ended at {now}")
+        bad.add(now)
+        yield Figure("kernels", " ".join(now), "hangs or fails", "runs", False)
+
+
+def time_kernels(args: argparse.Namespace, bad: set[tuple[str, str]], sender: Any) -> None:
+    """Sends each kernel's name when it begins, and figures. bad: pairs of product and variant left out."""
+    tried = {kernel: variants(kernel) for kernel in fp8_gpu.HOPPER}
+    for kernel, name in bad:
+        del tried[kernel][name]
+    fp8_table.forced |= fp8_gpu.CONFIGS
+    layers = []
+    for shape in SMALL:
+        torch.manual_seed(0)
+        layer = layer_of("", shape, "cuda", True)
+        layer = layer._replace(ids=layer.ids.where(layer.ids != 1, 0))  # expert 1 has no rows
+        cpu = on(layer, "cpu")
+        layers.append((layer, layer.codes, results(moe_mlp, cpu, codes=cpu.codes)))
+    for kernel, configs in tried.items():
+        for name, config in list(configs.items()):
+            sender.send((kernel, name))
+            fp8_table.forced[kernel] = config
+            worst = 0.0
+            for layer, codes, twin in layers:
+                replay._programs.clear()
+                got = results(moe_mlp, layer, codes=codes)
+                worst = max(worst, *(error(ours, theirs) for ours, theirs in zip(got, twin, strict=True)))
+            good = worst < 3e-2
+            sender.send(
+                Figure("kernels", f"{kernel}: {name}, error to the twin", f"{worst:.1e}", "3e-2", good)
+            )
+            if not good:
+                del configs[name]
+        fp8_table.forced[kernel] = fp8_gpu.CONFIGS[kernel]
+    for shape_name in args.shapes:
+        T, D, ffn, E, K = shape = TINY if args.tiny else ALL[shape_name]
+        torch.manual_seed(0)
+        run = launches_of(layer_of(shape_name, shape, "cuda"))
+        for kernel, configs in tried.items():
+            sender.send((kernel, next(iter(configs))))
+            calls = [partial(with_config, kernel, config, run[kernel]) for config in configs.values()]
+            ms = dict(zip(configs, timed(calls, args), strict=True))
+            best = min(ms, key=ms.__getitem__)
+            n = named(ACTIVATIONS.get(shape_name, "swiglu")).halves
+            flops = 2 * T * K * D * ffn * (n if kernel in ("up", "dx") else 1)
+            words = ", ".join(f"{name} {t:.3f} ({flops / t / 1e9:.0f})" for name, t in ms.items())
+            figures.keep(args, "fp8_experts", "kernels", dict(shape=shape_name, kernel=kernel, ms=ms))
+            sender.send(Figure("kernels", f"{shape_name}: {kernel}, ms (TFLOP/s)", f"{words}; {best}"))
+            add_config(args.configs, Entry(kernel, D, ffn, T * K // E, configs[best]))
+
+
+def with_config(kernel: str, config: KernelConfig, call: Callable[[], Any]) -> Any:
+    fp8_table.forced[kernel] = config
+    return call()
+
+
+def add_config(path: Path | None, entry: Entry) -> None:
+    """Writes a shape's fastest configuration; an older entry of the shape is replaced."""
+    if path is None:
+        return
+    table = json.loads(path.read_text()) if path.exists() else {}
+    where = dict(kernel=entry.kernel, D=entry.D, F=entry.F, rows=entry.rows)
+    old = [one for one in table.get("cuda:90", []) if where.items() - one.items()]
+    table["cuda:90"] = [*old, where | dict(config=list(entry.config))]
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def launches_of(own: Layer) -> dict[str, Callable[[], Any]]:
+    """Functions that launch each of the four products of a layer."""
+    (T, K), (E, D, ffn) = own.ids.shape, own.down.shape
+    n = named(own.activation).halves
+    meta, casts = route(own.ids, E), {}
+    matrices = own.gate_up, own.down
+
+    def fresh() -> fp8_gpu.Fp8Launches:
+        return fp8_gpu.Fp8Launches(
+            own.x, (E, D, ffn), K, meta, own.weights, matrices, own.activation, codes=codes, casts=casts
+        )
+
+    codes = own.codes
+    h = torch.empty(T * K, n * ffn, dtype=own.x.dtype, device="cuda")
+    layer = fresh()
+    act = layer.up_cast(own.bias, h)
+    layer.cast(own.dy)
+    dh, _, _ = layer.dh(own.dy, own.down, h)
+    return {
+        "up": lambda: layer.up_cast(own.bias, h),
+        "down": lambda: layer.summed_rows("down", act, layer.down_codes, False),
+        "dh": lambda: fresh().dh(own.dy, own.down, h),
+        "dx": lambda: layer.rows("dx", dh, own.gate_up, False),
+    }
 
 
 def accuracy(args: argparse.Namespace) -> Iterator[Figure]:
@@ -244,20 +421,8 @@ def products(args: argparse.Namespace) -> Iterator[Figure]:
         torch.manual_seed(0)
         T, D, ffn, E, K = shape = TINY if args.tiny else ALL[name]
         own = layer_of(name, shape, "cuda")
-        n, meta = named(own.activation).halves, route(own.ids, E)
-        kind = partial(fp8_gpu.Fp8Launches, codes=own.codes, casts={})
-        launches = kind(own.x, own.down.shape, K, meta, own.weights, (own.gate_up, own.down), own.activation)
-        h = torch.empty(T * K, n * ffn, dtype=own.x.dtype, device="cuda")
-        act = launches.up_cast(own.bias, h)
-        launches.cast(own.dy)
-        dh, _, _ = launches.dh(own.dy, own.down, h)
-        calls = {
-            "up": lambda: launches.up_cast(own.bias, h),  # noqa: B023
-            "down": lambda: launches.summed_rows("down", act, launches.down_codes, False),  # noqa: B023
-            "dh": lambda: launches.dh(own.dy, own.down, h),  # noqa: B023
-            "dx": lambda: launches.rows("dx", dh, own.gate_up, False),  # noqa: B023
-        }
-        ends = meta.ends.clone()
+        n, ends = named(own.activation).halves, route(own.ids, E).ends.clone()
+        calls = launches_of(own)
         sizes = dict(up=(D, n * ffn), down=(ffn, D), dh=(D, ffn), dx=(n * ffn, D))
         for kernel, (length, width) in sizes.items():
             calls[f"{kernel}, torch"] = scaled(T * K, length, width, E, ends)
@@ -285,7 +450,9 @@ def scaled(N: int, length: int, width: int, E: int, ends: Tensor) -> Callable[[]
     return lambda: torch._scaled_grouped_mm(a, b.mT, of_a, of_b, **how)
 
 
-PARTS: figures.Parts = dict(casts=casts, accuracy=accuracy, layer=layer, products=products)
+PARTS: figures.Parts = dict(
+    casts=casts, compile=compile, kernels=kernels, accuracy=accuracy, layer=layer, products=products
+)
 
 
 def main() -> None:
@@ -294,6 +461,7 @@ def main() -> None:
     p.add_argument("--shapes", nargs="+", choices=list(ALL), default=SHAPES)
     p.add_argument("--rounds", type=int, default=9)
     p.add_argument("--table", type=Path, help="a table like fp8_table.json, to which times are added")
+    p.add_argument("--configs", type=Path, help="a table like fp8_configs.json, for the fastest kernels")
     args = p.parse_args()
     if args.device == "cuda":
         require_gpu(p)

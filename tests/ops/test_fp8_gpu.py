@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tmoe.base.activations import activation as named
-from tmoe.ops.experts import fp8_gpu
+from tmoe.ops.experts import fp8_gpu, fp8_table
 from tmoe.ops.experts.deferred import collecting
 from tmoe.ops.experts.fp8_codes import E4M3, coded, encode
 from tmoe.ops.experts.op import moe_mlp, moe_mlp_deferred
@@ -20,6 +20,7 @@ CASES = [  # T, D, F, E, K, activation, bias, rows of a window (None: all)
     (700, 384, 192, 5, 2, "swiglu", False, None),
     (2000, 512, 320, 8, 4, LIMITED, True, None),
     (900, 256, 128, 3, 2, "relu2", False, 512),
+    (300, 64, 64, 4, 2, "geglu", False, None),  # sums shorter than the ring of operands
 ]
 
 
@@ -28,6 +29,15 @@ def hopper():
     arch = device_facts(torch.device("cuda", 0))[0]
     if arch != "cuda:90":
         pytest.skip(f"{arch} has no fp8 kernels of experts")
+
+
+@pytest.fixture(autouse=True, params=["CONFIGS", "HOPPER"])
+def form(request, monkeypatch):
+    """Plain Triton's kernels, and those of fp8_hopper.py."""
+    monkeypatch.setattr(fp8_table, "forced", getattr(fp8_gpu, request.param))
+    replay._programs.clear()
+    yield
+    replay._programs.clear()
 
 
 def layer(T, D, F, E, K, activation, biased):

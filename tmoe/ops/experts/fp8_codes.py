@@ -1,7 +1,8 @@
 """The fp8 format of the experts' products: float8 e4m3 codes with scales that are powers of two.
 
     x, dy          one scale a row
-    act, dH        one scale for a tile: 64 rows of an expert, from its first row on, and 128 columns
+    act, dH        one scale for a tile: 64 rows of an expert, from its first row on, and 128 columns; dH is
+                   rounded to its own type first
     matrices       one scale for a block of 128 x 128; gate and up are two matrices
 
 A code times its scale is exact in bfloat16. The transposed copy of a matrix, which the products of the

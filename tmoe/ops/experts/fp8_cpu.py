@@ -89,7 +89,8 @@ def gradient_of_x(
         dh = torch.empty_like(h_n2F)
         act_of.gradient_of(h_n2F, d_act * s, dh)
         dh_N2F[lo:hi] = dh
-        dh8 = torch.cat([rounded_tiles(half) for half in dh.chunk(matrices.halves, 1)], 1)
+        halves = dh_N2F[lo:hi].float().chunk(matrices.halves, 1)
+        dh8 = torch.cat([rounded_tiles(half) for half in halves], 1)
         dx_ND[lo:hi] = dh8 @ matrices.gate_up_2FD(e)
         if d_bias is not None:
             d_bias[e] = dh_N2F[lo:hi].sum(0, dtype=torch.float32)

@@ -16,19 +16,34 @@ from torch import Tensor
 from tmoe.base.activations import activation as named
 from tmoe.ops.experts import fp8_kernels, gpu, kernels
 from tmoe.ops.experts.fp8_codes import BLOCK, E4M3, Codes, encode_gpu
+from tmoe.ops.experts.fp8_table import fastest
 from tmoe.ops.experts.gpu import LayerLaunches, Operand, halves
 from tmoe.ops.experts.pair_order import Metadata, power_of_2
 from tmoe.ops.experts.table import KernelConfig
 from tmoe.ops.launch.kernel_launch import cdiv, describe, describe_ragged, device_facts, launch
 
+try:
+    from tmoe.ops.experts import fp8_hopper
+except ImportError:  # as in gpu.py
+    fp8_hopper = None
+
 BM = 128  # rows of a row tile: two tiles of fp8_codes.py
-# Tiles of 128 x 128: with 256 columns the sum of a block and the sum of all blocks do not fit into registers.
+# Plain Triton has tiles of 128 x 128: with 256 columns the sum of a block and the sum of all blocks do not
+# fit into registers.
 CONFIGS = {
     "up": KernelConfig(BM, 128, BLOCK, 16, 4, 8, 3, 1, True),
     "down": KernelConfig(BM, 128, BLOCK, 16, 1, 8, 4, 1, False),
     "dh": KernelConfig(BM, 128, BLOCK, 16, 8, 8, 4, 1, True),
     "dx": KernelConfig(BM, 128, BLOCK, 16, 1, 8, 4, 1, False),
 }
+# The kernels of fp8_hopper.py: `stages` of the ring, `outs` staging buffers of each consumer.
+HOPPER = {
+    "up": KernelConfig(BM, 256, BLOCK, 8, 2, 4, 4, 1, True, 2),
+    "down": KernelConfig(BM, 256, BLOCK, 8, 2, 4, 4, 1, False, 2),
+    "dh": KernelConfig(BM, 128, BLOCK, 8, 2, 4, 6, 1, True, 2),
+    "dx": KernelConfig(BM, 256, BLOCK, 8, 2, 4, 4, 1, False, 2),
+}
+STAGED = [64, 64]  # box of a staging buffer
 
 
 def cast_rows(x_TD: Tensor, codes_TD: Tensor, scales_T: Tensor) -> None:
@@ -36,6 +51,11 @@ def cast_rows(x_TD: Tensor, codes_TD: Tensor, scales_T: Tensor) -> None:
     T, D = x_TD.shape
     kernel, warps = fp8_kernels.cast_rows_kernel, 4 if D <= 4096 else 8
     launch(kernel, (T,), x_TD, codes_TD, scales_T, D, power_of_2(D), num_warps=warps)
+
+
+def halves_of_rows(t: Tensor, N: int, box: list[int]) -> tuple[Operand, Operand | None]:
+    """Descriptors of t's first N rows, and of the N rows after them if there are any."""
+    return describe_ragged(t[:N], box), describe_ragged(t[N:], box) if len(t) > N else None
 
 
 class Fp8Launches(LayerLaunches):
@@ -52,8 +72,43 @@ class Fp8Launches(LayerLaunches):
 
     def config(self, kernel: str) -> KernelConfig:
         """As in gpu.py. Its functions hand over dy as it is: `operand` gathers its codes."""
-        own = CONFIGS.get(kernel)
-        return own._replace(gather=True) if own else super().config(kernel)
+        return self.own(kernel)._replace(gather=True) if kernel in CONFIGS else super().config(kernel)
+
+    def own(self, kernel: str) -> KernelConfig:
+        """The configuration of an fp8 product; with `outs` for the kernels of fp8_hopper.py."""
+        if not self.tma or self.x.device.type == "cpu" or fp8_hopper is None:
+            return CONFIGS[kernel]
+        return fastest(kernel, self.arch, self.D, self.F, self.N / self.E) or HOPPER[kernel]
+
+    def warp_specialised(
+        self,
+        kind: str,
+        cfg: KernelConfig,
+        a: tuple[Operand, Tensor],
+        b: tuple[Operand, Tensor],
+        sizes: tuple[int, int],
+        block_strides: tuple[int, int],
+        outs: tuple[Any, ...],
+        halves_of_sum: int = 1,
+        bias: Tensor | None = None,
+        h: tuple[Any, Any] = (None, None),
+        ds: Tensor | None = None,
+    ) -> None:
+        """Launch fp8_hopper.fp8_specialised, which documents the arguments.
+
+        sizes: columns of the result (of a half), length of the sum (of a half).
+        block_strides: s_n, s_k. outs: c, c_gate, c_up, gate_codes, up_codes, sc.
+        """
+        W, L = sizes
+        columns = 128 if kind == "up" and self.halves == 2 else cfg.BN
+        gather = cfg.gather and kind != "rows"
+        launch(
+            fp8_hopper.fp8_specialised, self.grid(cfg, self.row_tiles(cfg, W, columns)),
+            *a, *b, bias, *h, *outs, None if ds is None else self.weights, ds, self.meta.order,
+            *self.tile_args(cfg), self.N, W, cdiv(W, columns), cdiv(L, BLOCK), *block_strides, cfg.GROUP,
+            self.D, cfg.BN, cfg.stages, cfg.outs, self.K, kind, self.activation, outs[1] is not None,
+            halves_of_sum, gather, self.D % BLOCK == 0, num_warps=cfg.warps,
+        )  # fmt: skip
 
     def cast(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Codes [T, D] and scales [T] of rows."""
@@ -85,9 +140,18 @@ class Fp8Launches(LayerLaunches):
 
     def up_cast(self, bias: Tensor | None, h_N2F: Tensor | None) -> tuple[Tensor, Tensor]:
         """Codes [N, F] and scales of the activation; writes H unless it is None."""
-        cfg = CONFIGS["up"]
+        cfg = self.own("up")
         codes, scales = self.cast(self.x)
-        act, s_act = self.empty(self.N, self.F, dtype=E4M3), self.tile_scales(cdiv(self.F, BLOCK))
+        parts = cdiv(self.F, BLOCK)
+        act, s_act = self.empty(self.N, self.F, dtype=E4M3), self.tile_scales(parts)
+        if cfg.outs:
+            h = (None, None) if h_N2F is None else halves(h_N2F, self.F, STAGED, True)
+            self.warp_specialised(
+                "up", cfg, (self.operand(codes, cfg), scales), self.matrices(self.up_codes, False),
+                (self.F, self.D), (cdiv(self.D, BLOCK), 1),
+                (describe_ragged(act, [64, BLOCK]), *h, None, None, s_act), bias=bias,
+            )  # fmt: skip
+            return act, s_act
         box = [BM, BLOCK // cfg.SUB]
         h_gate, h_up = (None, None) if h_N2F is None else halves(h_N2F, self.F, box, True)
         launch(
@@ -95,7 +159,7 @@ class Fp8Launches(LayerLaunches):
             self.operand(codes, cfg), scales, *self.matrices(self.up_codes, False), bias,
             h_gate, h_up, describe_ragged(act, box), s_act, self.meta.order, *self.tile_args(cfg), self.D,
             self.F, BM, cfg.GROUP, cfg.SUB, self.K, self.activation, h_N2F is not None, cfg.gather,
-            self.D % BLOCK == 0,             num_warps=cfg.warps, num_stages=cfg.stages,
+            self.D % BLOCK == 0, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return act, s_act
 
@@ -104,11 +168,17 @@ class Fp8Launches(LayerLaunches):
 
     def summed_rows(self, kernel: str, a: tuple[Tensor, Tensor], b: Codes, turned: bool) -> Tensor:
         """[N, W] in x's type: rows of a times matrices of b, or of its copy `turned`, summed over halves."""
-        cfg = CONFIGS[kernel]
+        cfg = self.own(kernel)
         M, W, L = (b.turned if turned else b.codes).shape
         c = self.empty(self.N, W)
         blocks = b.scales.stride()[1:]
         s_n, s_k = blocks[::-1] if turned else blocks
+        if cfg.outs:
+            self.warp_specialised(
+                "rows", cfg, (describe(a[0], [BM, BLOCK]), a[1]), self.matrices(b, turned), (W, L),
+                (s_n, s_k), (describe_ragged(c, STAGED), None, None, None, None, None), M // self.E,
+            )  # fmt: skip
+            return c
         launch(
             fp8_kernels.rows_fp8_kernel, self.grid(cfg, self.row_tiles(cfg, W, BLOCK)),
             describe(a[0], [BM, BLOCK]), a[1], *self.matrices(b, turned),
@@ -127,26 +197,35 @@ class Fp8Launches(LayerLaunches):
 
     def dh(self, dy: Tensor, down: Tensor, h_N2F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As in bf16, and the codes of dH for `rows`. dy: [T, D]."""
-        cfg = CONFIGS["dh"]
+        cfg = self.own("dh")
         codes, scales = self.cast(dy)
         parts = cdiv(self.F, BLOCK)
         dh, act = self.empty(self.N, self.H), self.empty(self.N, self.F)
-        ds = self.empty(parts, self.N, dtype=torch.float32)
+        ds = self.empty(cdiv(self.F, cfg.BN), self.N, dtype=torch.float32)
         dh8, s_dh = (
             self.empty(self.halves * self.N, self.F, dtype=E4M3),
             self.tile_scales(self.halves * parts),
         )
+        self.dh_codes = dh8, s_dh
+        if cfg.outs:
+            gate_codes, up_codes = halves_of_rows(dh8, self.N, [64, BLOCK])
+            self.warp_specialised(
+                "dh", cfg, (self.operand(codes, cfg), scales), self.matrices(self.down_codes, True),
+                (self.F, self.D), (1, parts),
+                (describe_ragged(act, STAGED), *halves(dh, self.F, STAGED, True), gate_codes, up_codes, s_dh),
+                h=halves(h_N2F, self.F, [BM, 64], True), ds=ds,
+            )  # fmt: skip
+            return dh, act, ds
         box = [BM, BLOCK // cfg.SUB]
-        up_codes = describe_ragged(dh8[self.N :], box) if self.halves == 2 else None
+        gate_codes, up_codes = halves_of_rows(dh8, self.N, box)
         launch(
             fp8_kernels.dh_fp8_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
             self.operand(codes, cfg), scales, *self.matrices(self.down_codes, True),
             *halves(h_N2F, self.F, box, True), *halves(dh, self.F, box, True), describe_ragged(act, box),
-            describe_ragged(dh8[: self.N], box), up_codes, s_dh, self.weights, ds, self.meta.order,
+            gate_codes, up_codes, s_dh, self.weights, ds, self.meta.order,
             *self.tile_args(cfg), self.N, self.D, self.F, BM, cfg.GROUP, cfg.SUB, self.K, self.activation,
             cfg.gather, self.D % BLOCK == 0, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
-        self.dh_codes = dh8, s_dh
         return dh, act, ds
 
 

@@ -207,7 +207,7 @@ def dh_fp8_kernel(
     BM: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, ACT: tl.constexpr,
     GATHER: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dH in its type and in codes, s * act, and partial sums of ds, from dA = dY[tokens] @ down[e].
+    """dH in its type, and in codes of that, s * act, and partial sums of ds, from dA = dY[tokens] @ down[e].
 
     dy [T, D], sdy [T]: codes and scales of rows. w: the transposed codes [E, F, D] of down; sw: its scales
     [E, D blocks, F blocks]. s_dh [n ceil(F / 128), 2 capacity]. ds: as in dh_kernel of kernels.py.
@@ -245,12 +245,14 @@ def dh_fp8_kernel(
             y, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
             total += tl.sum(d_weight, 1)
             store_rows(act, y, lo, hi, row, col, F, F, True)
+            d_gate = d_gate.to(dh_gate.dtype)
             store_rows(dh_gate, d_gate, lo, hi, row, col, F, HALVES * F, True)
-            most_gate = tl.maximum(most_gate, tl.max(size(d_gate), 1))
+            most_gate = tl.maximum(most_gate, tl.max(size(d_gate.to(tl.float32)), 1))
             gates = gates + (d_gate,)
             if HALVES == 2:
+                d_up = d_up.to(dh_up.dtype)
                 store_rows(dh_up, d_up, lo, hi, row, col, F, HALVES * F, True)
-                most_up = tl.maximum(most_up, tl.max(size(d_up), 1))
+                most_up = tl.maximum(most_up, tl.max(size(d_up.to(tl.float32)), 1))
                 ups = ups + (d_up,)
         tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
         at = s_dh + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64)
@@ -258,10 +260,10 @@ def dh_fp8_kernel(
         tl.store(at, scale)
         for j in tl.static_range(SUB):
             col = pn * 128 + j * BS
-            store_rows(gate_codes, gates[j] * inverse[:, None], lo, hi, row, col, F, F, True)
+            store_rows(gate_codes, gates[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
         if HALVES == 2:
             scale, inverse = tile_scale(most_up, r < hi, BM)
             tl.store(at + num_n * 2 * capacity, scale)
             for j in tl.static_range(SUB):
                 col = pn * 128 + j * BS
-                store_rows(up_codes, ups[j] * inverse[:, None], lo, hi, row, col, F, F, True)
+                store_rows(up_codes, ups[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)

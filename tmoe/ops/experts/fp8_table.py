@@ -1,7 +1,8 @@
-"""Says from measurements whether experts with fp8 products make a step faster than bf16 does.
+"""Says from measurements whether experts with fp8 products make a step faster than bf16 does, and how.
 
 benchmarks/fp8_experts.py measures layers and writes the entries of fp8_table.json. While an architecture has
-no entry near a shape, the answer is no: fp8 must not be slower than bf16 anywhere.
+no entry near a shape, the answer is no: fp8 must not be slower than bf16 anywhere. It also measures the
+kernels of each product and writes the fastest configurations into fp8_configs.json.
 """
 
 import functools
@@ -10,7 +11,10 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from tmoe.ops.experts.table import Entry, KernelConfig
+
 PATH = Path(__file__).with_name("fp8_table.json")
+CONFIGS = Path(__file__).with_name("fp8_configs.json")
 NEAR = 1.5  # factor of D or F, and of fewer rows, from which on an entry says nothing of a shape
 
 
@@ -47,3 +51,30 @@ def nearest(measured: list[Measured], D: int, F: int, rows: float) -> Measured |
 def pays(entry: Measured, passes: int, casts: int) -> bool:
     """Whether a step is faster in fp8. passes: micro-batches; casts: how often each matrix is cast."""
     return passes * entry.fp8 + casts * entry.cast < passes * entry.bf16
+
+
+# Sets the table of configurations aside, kernel by kernel: for measurements and tests.
+forced: dict[str, KernelConfig] = {}
+
+
+@functools.cache
+def configurations(arch: str) -> list[Entry]:
+    """All measured configurations of an architecture; `outs` is 0 for the kernels of fp8_kernels.py."""
+    table = json.loads(CONFIGS.read_text()).get(arch, [])
+    return [Entry(e["kernel"], e["D"], e["F"], e["rows"], KernelConfig(*e["config"])) for e in table]
+
+
+def fastest(kernel: str, arch: str, D: int, F: int, rows: float) -> KernelConfig | None:
+    """The configuration that was fastest on the nearest measured shape; None if there is no measurement.
+
+    kernel: "up", "down", "dh" or "dx". rows: of an expert.
+    """
+    if kernel in forced:
+        return forced[kernel]
+
+    def apart(entry: Entry) -> float:
+        shape = entry.D, entry.F, entry.rows
+        return sum(abs(math.log(a / max(b, 1))) for a, b in zip(shape, (D, F, rows), strict=True))
+
+    measured = [e for e in configurations(arch) if e.kernel == kernel]
+    return min(measured, key=apart).config if measured else None

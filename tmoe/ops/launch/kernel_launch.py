@@ -103,7 +103,10 @@ def _native(arg: Any, kernel: Any) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[arg.base.dtype]
+    elements = {
+        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv
+    }  # fmt: skip
+    element = elements[arg.base.dtype]
     return GluonDescriptor(*tensor, cast(Any, gl.NVMMASharedLayout.get_default_for(arg.block, element)))
 
 

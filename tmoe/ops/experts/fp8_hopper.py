@@ -1,0 +1,462 @@
+"""The fp8 products for Hopper, warp-specialised (Gluon): one loader and two warpgroups of consumers.
+
+A tile has 128 rows and 256 columns; each consumer owns 64 rows of it. It holds two sums of 64 x 128 in fp32
+and one product of a block of 128 numbers, which it multiplies by its scales and adds to the sum. Meanwhile
+the tensor cores work for the other consumer. So the consumers are separate partitions, which share only the
+ring of operand tiles.
+
+Each consumer also runs its epilogue, and the other one multiplies during that time until the ring is empty.
+The loader either gathers rows (GATHER: four warps of cp.async), or is one warp that issues bulk copies. For
+"dh" it also loads H through the ring, so no thread waits for memory in the epilogue.
+
+Operands, results, scales and tile order are those of fp8_kernels.py. Sums are stored in another order only.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from tmoe.ops.experts.fp8_kernels import po2, tile_with_number
+from tmoe.ops.experts.gluon_names import bulk_load, bulk_store, reinterpret, thread_load
+from tmoe.ops.experts.kernels import RAGGED, activate, activate_backward, halves_of, slices
+
+# A slice of 64 columns of a consumer's rows: 16-bit numbers in boxes of 128 bytes.
+SLICE = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
+)
+QUARTER = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 32])
+)
+BLOCKS = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+)
+
+
+@gluon.jit
+def columns(e, pn, k, steps, PAIR: gl.constexpr, PARTS: gl.constexpr, NB: gl.constexpr):
+    """Of step k: the matrices of a tile's two blocks, their first rows in them, and the block of the sum."""
+    if PAIR:
+        return 2 * e, 2 * e + 1, pn * 128, pn * 128, k
+    else:
+        half = (k >= steps).to(gl.int32) if PARTS == 2 else 0
+        m = e * PARTS + half
+        return m, m, pn * NB * 128, pn * NB * 128 + 128, k - half * steps
+
+
+@gluon.jit
+def load_tiles(
+    a, b, h_gate, h_up, order, tiles, capacity, offsets, N, num_n, steps, GROUP, stride, a_bufs, b_bufs, full,
+    empty,
+    S: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr,
+    NB: gl.constexpr, GATHER: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The loader: A and B for every step of every tile of this program, and for "dh" the slices of H."""
+    BOX: gl.constexpr = [1, 1, 128, 64]
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, gl.bfloat16)
+    it = 0
+    for t in range(gl.program_id(0), gl.load(tiles) * num_n, gl.num_programs(0)):
+        _, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+        if GATHER:
+            r = row + gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
+            tok = gl.load(order + gl.minimum(r, hi - 1)) // K  # rows past the end are never stored
+            cols = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
+            a_rows = a + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
+        for k in range(PARTS * steps):
+            s = it % S
+            m0, m1, n0, n1, j = columns(e, pn, k, steps, PAIR, PARTS, NB)
+            mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+            arrived = full.index(s)
+            mbarrier.expect(arrived, (NB if GATHER else NB + 1) * 128 * 128)
+            if GATHER:
+                rows = a_bufs.index(s)
+                if EVEN:
+                    thread_load(rows, a_rows + k * 128)
+                else:
+                    thread_load(rows, a_rows + k * 128, mask=gl.expand_dims(cols < stride - k * 128, 0))
+            else:
+                bulk_load(a, [row + (k - j) // steps * N, j * 128], arrived, a_bufs.index(s))
+            bulk_load(b, [m0, n0, j * 128], arrived, b_bufs.index(NB * s))
+            if NB == 2:
+                bulk_load(b, [m1, n1, j * 128], arrived, b_bufs.index(NB * s + 1))
+            if GATHER:
+                async_copy.mbarrier_arrive(arrived, increment_count=False)
+            it += 1
+        if KIND == "dh":
+            gates = reinterpret(a_bufs, gl.bfloat16, [S] + BOX, SHARED)
+            ups = reinterpret(b_bufs, gl.bfloat16, [NB * S] + BOX, SHARED)
+            for i in range(2 * NB):
+                s = it % S
+                mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+                arrived = full.index(s)
+                mbarrier.expect(arrived, (1 if h_up is None else 2) * 128 * 128)
+                at = [RAGGED, hi, RAGGED - (hi - row), pn * NB * 128 + i * 64]
+                bulk_load(h_gate, at, arrived, gates.index(s))
+                if h_up is not None:
+                    bulk_load(h_up, at, arrived, ups.index(NB * s))
+                if GATHER:
+                    async_copy.mbarrier_arrive(arrived, increment_count=False)
+                it += 1
+
+
+@gluon.jit
+def multiply(
+    sa, sb, a_at, a_step, b0_at, b1_at, b_step, steps, it, a_bufs, b_bufs, full, empty,
+    S: gl.constexpr, NB: gl.constexpr, TILES: gl.constexpr, GATHER: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """The sums of this consumer's rows, for NB blocks of 128 columns, over `steps` blocks; `it` after them.
+
+    TILES: A has a scale for each of its tiles, at sa + a_at + k * a_step in step k; else none here. The
+    blocks of B have theirs at sb + b0_at + k * b_step and sb + b1_at + k * b_step.
+    """
+    acc0 = gl.zeros((64, 128), gl.float32, layout=BLOCKS)
+    acc1 = acc0
+    part = acc0
+    a_next = 1.0
+    if TILES:
+        a_next = gl.load(sa + a_at)
+    b0_next = gl.load(sb + b0_at)
+    b1_next = 1.0
+    if NB == 2:
+        b1_next = gl.load(sb + b1_at)
+    for k in range(steps):
+        s = it % S
+        by0 = b0_next
+        by1 = b1_next
+        if TILES:
+            by0 = a_next * b0_next
+            by1 = a_next * b1_next
+        mbarrier.wait(full.index(s), it // S & 1)
+        if GATHER:
+            # cp.async writes through the generic proxy, wgmma reads through the async proxy
+            fence_async_shared()
+        a_tile = a_bufs.index(s).slice(WHO * 64, 64, dim=0)
+        b0 = b_bufs.index(NB * s).reshape([128, 128]).permute((1, 0))
+        token = warpgroup_mma(a_tile, b0, warpgroup_mma_init(part), use_acc=False, is_async=True)
+        if NB == 2:
+            part = warpgroup_mma_wait(num_outstanding=0, deps=(token,))
+            acc0 += part * by0
+            b1 = b_bufs.index(NB * s + 1).reshape([128, 128]).permute((1, 0))
+            token = warpgroup_mma(a_tile, b1, warpgroup_mma_init(part), use_acc=False, is_async=True)
+        ahead = gl.minimum(k + 1, steps - 1)  # the scales of the next step arrive during this product
+        if TILES:
+            a_next = gl.load(sa + a_at + ahead * a_step)
+        b0_next = gl.load(sb + b0_at + ahead * b_step)
+        if NB == 2:
+            b1_next = gl.load(sb + b1_at + ahead * b_step)
+        part = warpgroup_mma_wait(num_outstanding=0, deps=(token,))
+        mbarrier.arrive(empty.index(s), count=1)
+        if NB == 2:
+            acc1 += part * by1
+        else:
+            acc0 += part * by0
+        it += 1
+    return acc0, acc1, it
+
+
+@gluon.constexpr_function
+def puts(KIND, HALVES, KEEP):
+    """How many times the epilogue of a block of 128 columns calls `put`."""
+    return 2 + 3 * HALVES if KIND == "dh" else 1 + 2 * HALVES * KEEP
+
+
+@gluon.jit
+def put(c, buf, values, hi, row, col, OUTS: gl.constexpr):
+    """Store values at (row, col) of c through `buf`, which the store before the last OUTS - 1 has read."""
+    tma.store_wait(pendings=OUTS - 1)
+    buf.store(values.to(buf.dtype))
+    fence_async_shared()
+    bulk_store(c, [RAGGED, hi, RAGGED - (hi - row), col], buf.reshape([1, 1] + buf.shape))
+
+
+@gluon.jit
+def put_slice(c, out, values, hi, row, col, n: gl.constexpr, OUTS: gl.constexpr, WHO: gl.constexpr):
+    """`put` of 64 columns in c's type, the n-th of a tile."""
+    put(c, out.index(WHO * OUTS + n % OUTS), gl.convert_layout(values, SLICE), hi, row, col, OUTS)
+
+
+@gluon.jit
+def whole(parts):
+    """Two column slices as one; the inverse of `slices`."""
+    M: gl.constexpr = parts[0].shape[0]
+    return gl.reshape(gl.permute(gl.join(parts[0], parts[1]), (0, 2, 1)), (M, 2 * parts[0].shape[1]))
+
+
+@gluon.jit
+def bf16(values):
+    """In bfloat16, two numbers an instruction: the compiler converts single ones, at a quarter of the speed."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [values], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def put_codes(
+    c, scales, out, parts, most, live, hi, row, part, capacity, tile, F,
+    n: gl.constexpr, OUTS: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """The codes of two slices, the n-th `put` of a tile, and the scale of tile number `tile`.
+
+    most: the largest magnitude of each row. part: the block of 128 columns.
+    """
+    scale, inverse = po2(gl.max(gl.where(live, most, 0.0), 0))
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float8e4nv)
+    bufs = reinterpret(out, gl.float8e4nv, [2 * OUTS, 64, 128], SHARED)
+    codes = gl.convert_layout(whole(parts).to(gl.float32) * inverse, BLOCKS)
+    put(c, bufs.index(WHO * OUTS + n % OUTS), codes, hi, row, part * 128, OUTS)
+    gl.store(scales + part * 2 * capacity + tile, scale, mask=part * 128 < F)
+
+
+@gluon.jit
+def finish_up(
+    gate_acc, up_acc, c, h_gate, h_up, sc, bias, e, live, s, hi, row, part, capacity, tile, F, out,
+    n: gl.constexpr, OUTS: gl.constexpr, ACT: gl.constexpr, KEEP: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """The epilogue of "up" for a block of 128 columns: H, and the codes of the activation.
+
+    s: scales of rows. Columns from F on are zeros: matrices have zeros there, and no activation makes any
+    other number of zeros.
+    """
+    HALVES: gl.constexpr = halves_of(ACT)
+    gates = slices(gate_acc, 2)
+    ups = slices(up_acc, 2)
+    most = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, SLICE))
+    acts = ()
+    for j in gl.static_range(2):
+        col = part * 128 + j * 64
+        u = gl.convert_layout(ups[j], SLICE) * gl.expand_dims(s, 1)
+        g = u
+        if HALVES == 2:
+            g = gl.convert_layout(gates[j], SLICE) * gl.expand_dims(s, 1)
+        if bias is not None:
+            cols = col + gl.arange(0, 64, layout=gl.SliceLayout(0, SLICE))
+            at = bias + e.to(gl.int64) * HALVES * F + cols
+            of_up = gl.load(at + (HALVES - 1) * F, mask=cols < F, other=0.0)
+            u += gl.expand_dims(of_up.to(gl.float32), 0)
+            if HALVES == 2:
+                g += gl.expand_dims(gl.load(at, mask=cols < F, other=0.0).to(gl.float32), 0)
+            else:
+                g = u
+        if KEEP:
+            put_slice(h_gate, out, g, hi, row, col, n + HALVES * j, OUTS, WHO)
+            if HALVES == 2:
+                put_slice(h_up, out, u, hi, row, col, n + HALVES * j + 1, OUTS, WHO)
+        y = activate(g, u, True, ACT)
+        most = gl.maximum(most, gl.max(gl.abs(y), 1))
+        acts = acts + (y,)
+    last: gl.constexpr = n + 2 * HALVES if KEEP else n
+    put_codes(c, sc, out, acts, most, live, hi, row, part, capacity, tile, F, last, OUTS, WHO)
+
+
+@gluon.jit
+def finish_dh(
+    acc, act, dh_gate, dh_up, gate_codes, up_codes, sc, total, it, live, s, w, hi, row, part, capacity, tile,
+    F, a_bufs, b_bufs, out, full, empty,
+    n: gl.constexpr, S: gl.constexpr, NB: gl.constexpr, OUTS: gl.constexpr, ACT: gl.constexpr,
+    WHO: gl.constexpr,
+):  # fmt: skip
+    """The epilogue of "dh" for a block of 128 columns; returns this block's part of ds, and `it` after it.
+
+    s, w: scales and routing weights of rows. H comes through the ring.
+    """
+    HALVES: gl.constexpr = halves_of(ACT)
+    BOX: gl.constexpr = [1, 1, 128, 64]
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, gl.bfloat16)
+    h_gates = reinterpret(a_bufs, gl.bfloat16, [S] + BOX, SHARED)
+    h_ups = reinterpret(b_bufs, gl.bfloat16, [NB * S] + BOX, SHARED)
+    most_gate = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
+    most_up = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
+    parts = slices(acc, 2)
+    gates = ()
+    ups = ()
+    for j in gl.static_range(2):
+        col = part * 128 + j * 64
+        b = it % S
+        mbarrier.wait(full.index(b), it // S & 1)
+        gate = h_gates.index(b).reshape([128, 64]).slice(WHO * 64, 64, dim=0).load(SLICE)
+        up = gate
+        if HALVES == 2:
+            up = h_ups.index(NB * b).reshape([128, 64]).slice(WHO * 64, 64, dim=0).load(SLICE)
+        mbarrier.arrive(empty.index(b), count=1)
+        it += 1
+        gs = slices(gate, 2)
+        us = slices(up, 2)
+        ds = slices(gl.convert_layout(parts[j], SLICE), 2)
+        ys = ()
+        d_gates = ()
+        d_ups = ()
+        for i in gl.static_range(2):  # halves of a slice need fewer registers
+            g = gl.convert_layout(gs[i], QUARTER).to(gl.float32)
+            u = gl.convert_layout(us[i], QUARTER).to(gl.float32)
+            d = gl.convert_layout(ds[i], QUARTER) * gl.expand_dims(s, 1)
+            y, d_gate, d_up, d_weight = activate_backward(g, u, d, gl.expand_dims(w, 1), True, ACT)
+            total += gl.sum(d_weight, 1)
+            ys = ys + (bf16(y),)
+            most_gate = gl.maximum(most_gate, gl.max(gl.abs(d_gate), 1))
+            d_gates = d_gates + (bf16(d_gate),)
+            if HALVES == 2:
+                most_up = gl.maximum(most_up, gl.max(gl.abs(d_up), 1))
+                d_ups = d_ups + (bf16(d_up),)
+        put_slice(act, out, whole(ys), hi, row, col, n + (1 + HALVES) * j, OUTS, WHO)
+        gates = gates + (whole(d_gates),)
+        put_slice(dh_gate, out, gates[j], hi, row, col, n + (1 + HALVES) * j + 1, OUTS, WHO)
+        if HALVES == 2:
+            ups = ups + (whole(d_ups),)
+            put_slice(dh_up, out, ups[j], hi, row, col, n + (1 + HALVES) * j + 2, OUTS, WHO)
+    last: gl.constexpr = n + 2 * (1 + HALVES)
+    put_codes(
+        gate_codes,
+        sc,
+        out,
+        gates,
+        most_gate.to(out.dtype).to(gl.float32),
+        live,
+        hi,
+        row,
+        part,
+        capacity,
+        tile,
+        F,
+        last,
+        OUTS,
+        WHO,
+    )
+    if HALVES == 2:
+        of_up = sc + gl.cdiv(F, 128) * 2 * capacity
+        put_codes(
+            up_codes,
+            of_up,
+            out,
+            ups,
+            most_up.to(out.dtype).to(gl.float32),
+            live,
+            hi,
+            row,
+            part,
+            capacity,
+            tile,
+            F,
+            last + 1,
+            OUTS,
+            WHO,
+        )
+    return total, it
+
+
+@gluon.jit
+def consume_tiles(
+    c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles, capacity, offsets, N,
+    F, num_n, steps, s_n, s_k, GROUP, a_bufs, b_bufs, out, full, empty,
+    S: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr,
+    KEEP: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr, NB: gl.constexpr, GATHER: gl.constexpr,
+    WHO: gl.constexpr,
+):  # fmt: skip
+    """A consumer: rows WHO * 64 to WHO * 64 + 64 of every tile of this program."""
+    ROWS: gl.constexpr = QUARTER if KIND == "dh" else SLICE
+    PUTS: gl.constexpr = puts(KIND, halves_of(ACT), KEEP)
+    blocks = gl.cdiv(F, 128)
+    it = 0
+    for t in range(gl.program_id(0), gl.load(tiles) * num_n, gl.num_programs(0)):
+        pm, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+        tile = 2 * pm + WHO
+        mine = row + WHO * 64
+        r = mine + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+        live = r < hi
+        if KIND != "rows":
+            slots = gl.load(order + gl.minimum(r, hi - 1))
+        of_b = e * (2 if PAIR else PARTS) * blocks * steps
+        if PAIR:
+            of_b0 = of_b + pn * s_n
+            of_b1 = of_b0 + blocks * steps
+        else:
+            of_b0 = of_b + NB * pn * s_n
+            of_b1 = of_b + gl.minimum(NB * pn + 1, blocks - 1) * s_n
+        acc0, acc1, it = multiply(
+            sa, sb, tile, 2 * capacity, of_b0, of_b1, s_k, PARTS * steps, it, a_bufs, b_bufs, full, empty,
+            S, NB, KIND == "rows", GATHER, WHO,
+        )  # fmt: skip
+        accs = (acc0, acc1)
+        tma.store_wait(pendings=0)  # the last tile's stores have read `out`
+        if KIND == "rows":
+            for i in gl.static_range(NB):
+                parts = slices(accs[i], 2)
+                for j in gl.static_range(2):
+                    put_slice(c, out, parts[j], hi, mine, (pn * NB + i) * 128 + j * 64, 2 * i + j, OUTS, WHO)
+        else:
+            s = gl.load(sa + slots // K)
+            if PAIR:
+                finish_up(acc0, acc1, c, c_gate, c_up, sc, bias, e, live, s, hi, mine, pn, capacity, tile, F,
+                          out, 0, OUTS, ACT, KEEP, WHO)  # fmt: skip
+            elif KIND == "up":
+                for i in gl.static_range(NB):
+                    finish_up(accs[i], accs[i], c, c_gate, c_up, sc, bias, e, live, s, hi, mine, pn * NB + i,
+                              capacity, tile, F, out, PUTS * i, OUTS, ACT, KEEP, WHO)  # fmt: skip
+            else:
+                w = gl.where(live, gl.load(weights + slots).to(gl.float32), 0.0)
+                total = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, ROWS))
+                for i in gl.static_range(NB):
+                    total, it = finish_dh(
+                        accs[i], c, c_gate, c_up, gate_codes, up_codes, sc, total, it, live, s, w, hi, mine,
+                        pn * NB + i, capacity, tile, F, a_bufs, b_bufs, out, full, empty,
+                        PUTS * i, S, NB, OUTS, ACT, WHO,
+                    )  # fmt: skip
+                gl.store(ds + pn.to(gl.int64) * N + r, total, mask=live)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["capacity", "N", "F", "num_n", "steps", "s_n", "s_k", "GROUP"])
+def fp8_specialised(
+    a, sa, b, sb, bias, h_gate, h_up, c, c_gate, c_up, gate_codes, up_codes, sc, weights, ds, order, tiles,
+    capacity, offsets, N, F, num_n, steps, s_n, s_k, GROUP, stride,
+    BN: gl.constexpr, S: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr,
+    ACT: gl.constexpr, KEEP: gl.constexpr, PARTS: gl.constexpr, GATHER: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """One of the products, by KIND; F: columns of its result, or of one half of it.
+
+        "up"    `up_fp8_kernel`: c, sc: codes and scales of the activation; c_gate, c_up: H, if KEEP
+        "rows"  `rows_fp8_kernel`: c, with PARTS halves of A and B
+        "dh"    `dh_fp8_kernel`: c = s * act; c_gate, c_up: dH; gate_codes, up_codes, sc: its codes and scales
+
+    a: [T, D] with row stride `stride` and GATHER, else a descriptor of sorted rows; sa: its scales.
+    b: a descriptor of matrices [M, F, L] whose rows are multiplied; sb: its scales, where the block i of rows
+    and the block k of columns have theirs at i s_n + k s_k, from the matrix's first scale on.
+    ds: [ceil(F / BN), N].
+    BN: columns of a tile, 128 or 256; 256 for "up" with a gate: 128 of each half.
+    S: stages of the ring. OUTS: staging buffers of a consumer. EVEN: `stride` is a multiple of 128.
+    """
+    FP8: gl.constexpr = gl.float8e4nv
+    PAIR: gl.constexpr = KIND == "up" and halves_of(ACT) == 2
+    NB: gl.constexpr = BN // 128
+    A_BOX: gl.constexpr = [128, 128]
+    B_BOX: gl.constexpr = [1, 128, 128]
+    OUT_BOX: gl.constexpr = [64, 64]
+    a_bufs = gl.allocate_shared_memory(FP8, [S] + A_BOX, gl.NVMMASharedLayout.get_default_for(A_BOX, FP8))
+    b_bufs = gl.allocate_shared_memory(
+        FP8, [NB * S] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, FP8)
+    )
+    out = gl.allocate_shared_memory(
+        gl.bfloat16, [2 * OUTS] + OUT_BOX, gl.NVMMASharedLayout.get_default_for(OUT_BOX, gl.bfloat16)
+    )
+    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(S):
+        mbarrier.init(full.index(i), count=129 if GATHER else 1)  # one arrival of each cp.async thread
+        mbarrier.init(empty.index(i), count=2)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    gl.warp_specialize([
+        (consume_tiles, (c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles,
+                         capacity, offsets, N, F, num_n, steps, s_n, s_k, GROUP, a_bufs, b_bufs, out, full,
+                         empty, S, OUTS, K, KIND, ACT, KEEP, PAIR, PARTS, NB, GATHER, 0)),
+        (consume_tiles, (c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles,
+                         capacity, offsets, N, F, num_n, steps, s_n, s_k, GROUP, a_bufs, b_bufs, out, full,
+                         empty, S, OUTS, K, KIND, ACT, KEEP, PAIR, PARTS, NB, GATHER, 1)),
+        (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, N, num_n, steps, GROUP, stride,
+                      a_bufs, b_bufs, full, empty, S, K, KIND, PAIR, PARTS, NB, GATHER, EVEN, LAYOUT)),
+    ], [4, 4 if GATHER else 1], [232, 40] if GATHER else [240, 24])  # fmt: skip
