@@ -8,7 +8,7 @@ next: ops/experts/fp8_kernels.py
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,23 @@ def halves_of_rows(t: Tensor, N: int, box: list[int]) -> tuple[Operand, Operand 
     return describe_ragged(t[:N], box), describe_ragged(t[N:], box) if len(t) > N else None
 
 
+class Product8(NamedTuple):
+    """A product for fp8_hopper.fp8_specialised, which documents the other fields."""
+
+    kind: str
+    cfg: KernelConfig
+    a: tuple[Operand, Tensor]  # a, sa
+    b: tuple[Operand, Tensor]  # b, sb
+    width: int  # columns of the result, or of one half of it
+    length: int  # of the sum, or of one half of it
+    strides: tuple[int, int]  # s_n, s_k
+    outs: tuple[Any, ...]  # c, c_gate, c_up, gate_codes, up_codes, sc
+    parts: int = 1
+    bias: Tensor | None = None
+    h: tuple[Operand | None, Operand | None] = (None, None)
+    ds: Tensor | None = None
+
+
 class Fp8Launches(LayerLaunches):
     """One call's launches with fp8 products. Rows of x and dy are cast once for all windows of a call."""
 
@@ -80,34 +97,20 @@ class Fp8Launches(LayerLaunches):
             return CONFIGS[kernel]
         return fastest(kernel, self.arch, self.D, self.F, self.N / self.E) or HOPPER[kernel]
 
-    def warp_specialised(
-        self,
-        kind: str,
-        cfg: KernelConfig,
-        a: tuple[Operand, Tensor],
-        b: tuple[Operand, Tensor],
-        sizes: tuple[int, int],
-        block_strides: tuple[int, int],
-        outs: tuple[Any, ...],
-        halves_of_sum: int = 1,
-        bias: Tensor | None = None,
-        h: tuple[Any, Any] = (None, None),
-        ds: Tensor | None = None,
-    ) -> None:
-        """Launch fp8_hopper.fp8_specialised, which documents the arguments.
-
-        sizes: columns of the result (of a half), length of the sum (of a half).
-        block_strides: s_n, s_k. outs: c, c_gate, c_up, gate_codes, up_codes, sc.
-        """
-        W, L = sizes
-        columns = 128 if kind == "up" and self.halves == 2 else cfg.BN
-        gather = cfg.gather and kind != "rows"
+    def warp_specialised(self, product: Product8) -> None:
+        """Launch fp8_hopper.fp8_specialised."""
+        p, cfg = product, product.cfg
+        columns = 128 if p.kind == "up" and self.halves == 2 else cfg.BN
+        # "rows" depends on none of these, and needs fewer binaries if they are constant
+        K, activation, gather, even = 1, "swiglu", False, True
+        if p.kind != "rows":
+            K, activation, gather, even = self.K, self.activation, cfg.gather, self.D % BLOCK == 0
         launch(
-            fp8_hopper.fp8_specialised, self.grid(cfg, self.row_tiles(cfg, W, columns)),
-            *a, *b, bias, *h, *outs, None if ds is None else self.weights, ds, self.meta.order,
-            *self.tile_args(cfg), self.N, W, cdiv(W, columns), cdiv(L, BLOCK), *block_strides, cfg.GROUP,
-            self.D, cfg.BN, cfg.stages, cfg.outs, self.K, kind, self.activation, outs[1] is not None,
-            halves_of_sum, gather, self.D % BLOCK == 0, num_warps=cfg.warps,
+            fp8_hopper.fp8_specialised, self.grid(cfg, self.row_tiles(cfg, p.width, columns)),
+            *p.a, *p.b, p.bias, *p.h, *p.outs, None if p.ds is None else self.weights, p.ds, self.meta.order,
+            *self.tile_args(cfg), self.N, p.width, cdiv(p.width, columns), cdiv(p.length, BLOCK), *p.strides,
+            cfg.GROUP, self.D, cfg.BN, cfg.stages, cfg.outs, K, p.kind, activation, p.outs[1] is not None,
+            p.parts, gather, even, num_warps=cfg.warps,
         )  # fmt: skip
 
     def cast(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,11 +149,12 @@ class Fp8Launches(LayerLaunches):
         act, s_act = self.empty(self.N, self.F, dtype=E4M3), self.tile_scales(parts)
         if cfg.outs:
             h = (None, None) if h_N2F is None else halves(h_N2F, self.F, STAGED, True)
-            self.warp_specialised(
-                "up", cfg, (self.operand(codes, cfg), scales), self.matrices(self.up_codes, False),
-                (self.F, self.D), (cdiv(self.D, BLOCK), 1),
+            product = Product8(
+                "up", cfg, (self.operand(codes, cfg), scales), self.matrices(self.up_codes, False), self.F,
+                self.D, (cdiv(self.D, BLOCK), 1),
                 (describe_ragged(act, [64, BLOCK]), *h, None, None, s_act), bias=bias,
             )  # fmt: skip
+            self.warp_specialised(product)
             return act, s_act
         box = [BM, BLOCK // cfg.SUB]
         h_gate, h_up = (None, None) if h_N2F is None else halves(h_N2F, self.F, box, True)
@@ -174,10 +178,12 @@ class Fp8Launches(LayerLaunches):
         blocks = b.scales.stride()[1:]
         s_n, s_k = blocks[::-1] if turned else blocks
         if cfg.outs:
-            self.warp_specialised(
-                "rows", cfg, (describe(a[0], [BM, BLOCK]), a[1]), self.matrices(b, turned), (W, L),
-                (s_n, s_k), (describe_ragged(c, STAGED), None, None, None, None, None), M // self.E,
+            out = describe_ragged(c, STAGED), *[None] * 5
+            product = Product8(
+                "rows", cfg, (describe(a[0], [BM, BLOCK]), a[1]), self.matrices(b, turned), W, L, (s_n, s_k),
+                out, M // self.E,
             )  # fmt: skip
+            self.warp_specialised(product)
             return c
         launch(
             fp8_kernels.rows_fp8_kernel, self.grid(cfg, self.row_tiles(cfg, W, BLOCK)),
@@ -209,12 +215,13 @@ class Fp8Launches(LayerLaunches):
         self.dh_codes = dh8, s_dh
         if cfg.outs:
             gate_codes, up_codes = halves_of_rows(dh8, self.N, [64, BLOCK])
-            self.warp_specialised(
-                "dh", cfg, (self.operand(codes, cfg), scales), self.matrices(self.down_codes, True),
-                (self.F, self.D), (1, parts),
+            product = Product8(
+                "dh", cfg, (self.operand(codes, cfg), scales), self.matrices(self.down_codes, True), self.F,
+                self.D, (1, parts),
                 (describe_ragged(act, STAGED), *halves(dh, self.F, STAGED, True), gate_codes, up_codes, s_dh),
                 h=halves(h_N2F, self.F, [BM, 64], True), ds=ds,
             )  # fmt: skip
+            self.warp_specialised(product)
             return dh, act, ds
         box = [BM, BLOCK // cfg.SUB]
         gate_codes, up_codes = halves_of_rows(dh8, self.N, box)

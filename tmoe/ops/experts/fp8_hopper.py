@@ -42,7 +42,7 @@ BLOCKS = gl.constexpr(
 
 @gluon.jit
 def columns(e, pn, k, steps, PAIR: gl.constexpr, PARTS: gl.constexpr, NB: gl.constexpr):
-    """Of step k: the matrices of a tile's two blocks, their first rows in them, and the block of the sum."""
+    """Step k's matrices of a tile's two blocks, the blocks' first rows in them, and its block of the sum."""
     if PAIR:
         return 2 * e, 2 * e + 1, pn * 128, pn * 128, k
     else:
@@ -191,7 +191,7 @@ def whole(parts):
 
 @gluon.jit
 def bf16(values):
-    """In bfloat16, two numbers an instruction: the compiler converts single ones, at a quarter of the speed."""
+    """In bfloat16, two numbers an instruction. The compiler converts single ones, at 1/4 of the speed."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [values], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -204,8 +204,10 @@ def put_codes(
 ):  # fmt: skip
     """The codes of two slices, the n-th `put` of a tile, and the scale of tile number `tile`.
 
-    most: the largest magnitude of each row. part: the block of 128 columns.
+    most: the largest magnitude of each row, before it was rounded to the slices' type; NaN does not count,
+    since max.f32 leaves it out. part: the block of 128 columns.
     """
+    most = most.to(parts[0].dtype).to(gl.float32)
     scale, inverse = po2(gl.max(gl.where(live, most, 0.0), 0))
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float8e4nv)
     bufs = reinterpret(out, gl.float8e4nv, [2 * OUTS, 64, 128], SHARED)
@@ -256,6 +258,33 @@ def finish_up(
 
 
 @gluon.jit
+def backward_slice(gate, up, d_act, s, w, total, most_gate, most_up, ACT: gl.constexpr):
+    """s * act, dH's gate and up, each in halves of the slice, which need fewer registers; and sums of rows.
+
+    d_act is still to be multiplied by s. The sums: ds, and the largest magnitudes of both halves of dH.
+    """
+    gates = slices(gate, 2)
+    ups = slices(up, 2)
+    d_acts = slices(d_act, 2)
+    ys = ()
+    d_gates = ()
+    d_ups = ()
+    for i in gl.static_range(2):
+        g = gl.convert_layout(gates[i], QUARTER).to(gl.float32)
+        u = gl.convert_layout(ups[i], QUARTER).to(gl.float32)
+        d = gl.convert_layout(d_acts[i], QUARTER) * gl.expand_dims(s, 1)
+        y, d_gate, d_up, d_weight = activate_backward(g, u, d, gl.expand_dims(w, 1), True, ACT)
+        total += gl.sum(d_weight, 1)
+        most_gate = gl.maximum(most_gate, gl.max(gl.abs(d_gate), 1))
+        ys = ys + (bf16(y),)
+        d_gates = d_gates + (bf16(d_gate),)
+        if halves_of(ACT) == 2:
+            most_up = gl.maximum(most_up, gl.max(gl.abs(d_up), 1))
+            d_ups = d_ups + (bf16(d_up),)
+    return ys, d_gates, d_ups, total, most_gate, most_up
+
+
+@gluon.jit
 def finish_dh(
     acc, act, dh_gate, dh_up, gate_codes, up_codes, sc, total, it, live, s, w, hi, row, part, capacity, tile,
     F, a_bufs, b_bufs, out, full, empty,
@@ -286,24 +315,10 @@ def finish_dh(
             up = h_ups.index(NB * b).reshape([128, 64]).slice(WHO * 64, 64, dim=0).load(SLICE)
         mbarrier.arrive(empty.index(b), count=1)
         it += 1
-        gs = slices(gate, 2)
-        us = slices(up, 2)
-        ds = slices(gl.convert_layout(parts[j], SLICE), 2)
-        ys = ()
-        d_gates = ()
-        d_ups = ()
-        for i in gl.static_range(2):  # halves of a slice need fewer registers
-            g = gl.convert_layout(gs[i], QUARTER).to(gl.float32)
-            u = gl.convert_layout(us[i], QUARTER).to(gl.float32)
-            d = gl.convert_layout(ds[i], QUARTER) * gl.expand_dims(s, 1)
-            y, d_gate, d_up, d_weight = activate_backward(g, u, d, gl.expand_dims(w, 1), True, ACT)
-            total += gl.sum(d_weight, 1)
-            ys = ys + (bf16(y),)
-            most_gate = gl.maximum(most_gate, gl.max(gl.abs(d_gate), 1))
-            d_gates = d_gates + (bf16(d_gate),)
-            if HALVES == 2:
-                most_up = gl.maximum(most_up, gl.max(gl.abs(d_up), 1))
-                d_ups = d_ups + (bf16(d_up),)
+        d_act = gl.convert_layout(parts[j], SLICE)
+        ys, d_gates, d_ups, total, most_gate, most_up = backward_slice(
+            gate, up, d_act, s, w, total, most_gate, most_up, ACT
+        )
         put_slice(act, out, whole(ys), hi, row, col, n + (1 + HALVES) * j, OUTS, WHO)
         gates = gates + (whole(d_gates),)
         put_slice(dh_gate, out, gates[j], hi, row, col, n + (1 + HALVES) * j + 1, OUTS, WHO)
@@ -312,41 +327,13 @@ def finish_dh(
             put_slice(dh_up, out, ups[j], hi, row, col, n + (1 + HALVES) * j + 2, OUTS, WHO)
     last: gl.constexpr = n + 2 * (1 + HALVES)
     put_codes(
-        gate_codes,
-        sc,
-        out,
-        gates,
-        most_gate.to(out.dtype).to(gl.float32),
-        live,
-        hi,
-        row,
-        part,
-        capacity,
-        tile,
-        F,
-        last,
-        OUTS,
-        WHO,
-    )
+        gate_codes, sc, out, gates, most_gate, live, hi, row, part, capacity, tile, F, last, OUTS, WHO
+    )  # fmt: skip
     if HALVES == 2:
         of_up = sc + gl.cdiv(F, 128) * 2 * capacity
         put_codes(
-            up_codes,
-            of_up,
-            out,
-            ups,
-            most_up.to(out.dtype).to(gl.float32),
-            live,
-            hi,
-            row,
-            part,
-            capacity,
-            tile,
-            F,
-            last + 1,
-            OUTS,
-            WHO,
-        )
+            up_codes, of_up, out, ups, most_up, live, hi, row, part, capacity, tile, F, last + 1, OUTS, WHO
+        )  # fmt: skip
     return total, it
 
 
