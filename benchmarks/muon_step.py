@@ -1,19 +1,23 @@
 """Times Newton-Schulz on a stack of experts, and a step of Muon and of AdamW, on one GPU.
 
     python -m benchmarks.muon_step
-    python -m benchmarks.muon_step --layers 2 --json muon.jsonl
+    python -m benchmarks.muon_step --layers 2 --tiles --json muon.jsonl
 
-The first table has five iterations in bf16 of stacks [E, out, in], by batched products and by products that
-compute half of a symmetric result: milliseconds, TFLOP/s of the whole products, and the distance of the
-result from an iteration in fp32. Expected on an H200 for [512, 768, 2048]: 21 ms, and 16 by halves.
+The first table has five iterations in bf16 of stacks [E, out, in]: by torch's products, by the portable
+kernel that computes half of a symmetric result, and by the kernels for Hopper. It has milliseconds, TFLOP/s
+of the whole products, and the distance of the result from an iteration in fp32. On an H200 torch's products
+take 34.2 ms for [512, 768, 2048]; at most 21 are wanted, and 16 aimed at.
 
-The second has a step of `--layers` layers of Qwen3-30B-A3B (bf16 gradients and copies): AdamW's, Muon's, and
+The second, with --tiles, has each product of an iteration for each tile that a kernel can have.
+
+The third has a step of `--layers` layers of Qwen3-30B-A3B (bf16 gradients and copies): AdamW's, Muon's, and
 Muon's without the products, which should be at most 1.3 times AdamW's.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +28,25 @@ from benchmarks.moe_layer import require_gpu
 from benchmarks.optimizer_step import LAYER, milliseconds
 from benchmarks.train import at_least_one
 from tmoe.config.run import OptimConfig
-from tmoe.ops import newton_schulz
+from tmoe.ops import newton_schulz, symmetric
 from tmoe.ops.newton_schulz import flops, orthogonal
+from tmoe.ops.symmetric import Terms, Tile, stacked_product, symmetric_product
 from tmoe.optim.adamw import AdamW, build_optimizer, init_state
 from tmoe.optim.matrices import Rows
 from tmoe.parallel.copies import WorkingCopy
 
 STACKS = [(512, 768, 2048), (512, 2048, 768), (192, 1024, 2048), (128, 1408, 2048), (16, 4096, 14336)]
 STACKS += [(96, 2880, 2880), (8, 2048, 4096)]
+# Tiles of ops/muon_hopper.py that the second table compares; none is the portable kernel, or the library.
+HALVES = [
+    Tile(256, 3, 64, 2),
+    Tile(256, 4, 32, 2),
+    Tile(256, 3, 32, 4),
+    Tile(128, 5, 32, 2),
+    Tile(128, 4, 64, 2),
+]
+WHOLE = [Tile(256, 3, 128, 2), Tile(256, 4, 64, 2), Tile(256, 4, 128, 1), Tile(128, 5, 64, 2)]
+CANDIDATES = dict(gram=[*HALVES, None], mix=[*HALVES[1:], None], update=[*WHOLE, None])
 
 
 def timed(run: Callable[[], object], rounds: int) -> float:
@@ -47,16 +62,61 @@ def timed(run: Callable[[], object], rounds: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def of_stack(shape: tuple[int, int, int], halves: bool, rounds: int) -> dict:
-    """A row of the first table."""
-    newton_schulz.SYMMETRIC = 1 if halves else None
+def of_stack(shape: tuple[int, int, int], way: str, rounds: int) -> dict:
+    """A row of the first table. way: "torch", "portable" or "Hopper"."""
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     some = x[:2].float()
     want = orthogonal(some)
-    far = ((orthogonal(x)[:2].float() - want).norm() / want.norm()).item()
-    ms = timed(lambda: orthogonal(x), rounds)
+    with replaced(**WAYS[way]):
+        far = ((orthogonal(x)[:2].float() - want).norm() / want.norm()).item()
+        ms = timed(lambda: orthogonal(x), rounds)
     rate = shape[0] * flops(*shape[1:]) / ms / 1e9
-    return dict(stack=list(shape), products="halves" if halves else "batched", ms=ms, tflops=rate, far=far)
+    return dict(stack=list(shape), products=way, ms=ms, tflops=rate, far=far)
+
+
+@contextmanager
+def replaced(**functions: Any) -> Iterator[None]:
+    """Inside this context Newton-Schulz has other functions, by their names in ops/."""
+    modules = (newton_schulz, symmetric)
+    owners = [(next(m for m in modules if hasattr(m, name)), name) for name in functions]
+    before = [getattr(owner, name) for owner, name in owners]
+    for owner, name in owners:
+        setattr(owner, name, functions[name])
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(owners, before, strict=True):
+            setattr(owner, name, function)
+
+
+WAYS = dict(
+    torch=dict(by_three_launches=newton_schulz.by_torch), portable=dict(on_hopper=lambda *_: False), Hopper={}
+)
+
+
+def of_tiles(shape: tuple[int, int, int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Rows of the second table: each product of an iteration, with each tile of CANDIDATES."""
+    E, m, n = shape
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / n**0.5
+    scales = torch.ones(E, device="cuda")
+    gram, room = symmetric_product(x, scales, Terms(1.0)), torch.empty_like(x)
+    turned = x.mT.contiguous()
+    ways: dict[str, tuple[Callable[[], object], float]] = {
+        "gram": (lambda: symmetric_product(x, scales, Terms(1.0)), E * m * (m + 128) * n),
+        "gram, tall": (lambda: symmetric_product(turned, scales, Terms(1.0), True), E * m * (m + 128) * n),
+        "mix": (lambda: symmetric_product(gram, scales, Terms(0.5, -2.0, 3.0)), E * m * (m + 128) * m),
+        "update": (lambda: stacked_product(gram, x, room), E * 2 * m * m * n),
+        "update, tall": (lambda: stacked_product(turned, gram, room.view(turned.shape)), E * 2 * m * m * n),
+    }
+    for name, (run, work) in ways.items():
+        kind = name.partition(",")[0]
+        chosen = symmetric.TILES[kind]
+        for tile in CANDIDATES[kind]:
+            symmetric.TILES[kind] = tile
+            ms = timed(run, rounds)
+            how = "none" if tile is None else " ".join(map(str, tile))
+            yield dict(product=name, stack=list(shape), tile=how, ms=ms, tflops=work / ms / 1e9)
+        symmetric.TILES[kind] = chosen
 
 
 def prepared(layers: int, muon: bool) -> AdamW:
@@ -80,17 +140,11 @@ def prepared(layers: int, muon: bool) -> AdamW:
 
 def of_steps(layers: int, rounds: int) -> list[dict[str, Any]]:
     """The rows of the second table."""
-    newton_schulz.SYMMETRIC = None
     rows: list[dict[str, Any]] = []
     for name, muon, products in (("AdamW", False, True), ("Muon", True, True), ("Muon, passes", True, False)):
         optimizer = prepared(layers, muon)
-        real = newton_schulz._iterated
-        if not products:
-            newton_schulz._iterated = lambda stack, iterations: stack
-        try:
+        with replaced(**({} if products else dict(_iterated=lambda *_: None))):
             rows.append(dict(step=name, layers=layers, ms=milliseconds(optimizer, rounds)))
-        finally:
-            newton_schulz._iterated = real
         del optimizer
         torch.cuda.empty_cache()
     return [row | dict(of_adamw=row["ms"] / rows[0]["ms"]) for row in rows]
@@ -102,17 +156,24 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=at_least_one, default=1)
     parser.add_argument("--rounds", type=at_least_one, default=10)
+    parser.add_argument("--tiles", action="store_true", help="also time each product with each tile")
     parser.add_argument("--json", type=Path, help="append a line for every row to this file")
     args = parser.parse_args()
     require_gpu(parser)
     found = []
     print("| stack | products | ms | TFLOP/s | distance |\n| --- | --- | --- | --- | --- |")
     for shape in STACKS:
-        for halves in (False, True):
-            row = of_stack(shape, halves, args.rounds)
+        for way in WAYS:
+            row = of_stack(shape, way, args.rounds)
             found.append(row)
             values = f"{row['ms']:.2f} | {row['tflops']:.0f} | {row['far']:.4f}"
             print(f"| {row['stack']} | {row['products']} | {values} |", flush=True)
+    print("\n| product | stack | tile | ms | TFLOP/s of the tiles |\n| --- | --- | --- | --- | --- |")
+    for shape in STACKS if args.tiles else ():
+        for row in of_tiles(shape, args.rounds):
+            found.append(row)
+            values = f"{row['ms']:.3f} | {row['tflops']:.0f}"
+            print(f"| {row['product']} | {row['stack']} | {row['tile']} | {values} |", flush=True)
     print("\n| step | ms | of AdamW's time |\n| --- | --- | --- |")
     for row in of_steps(args.layers, args.rounds):
         found.append(row)

@@ -1,4 +1,4 @@
-"""Muon on a GPU: a step by kernels and in plain torch, symmetric products, a skipped step without the host.
+"""Muon on a GPU: a step by kernels and in plain torch, the products, a skipped step without the host.
 
 next: tests/ops/test_muon_kernels.py
 """
@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.muon_step import CANDIDATES
 from tmoe.config.run import OptimConfig
-from tmoe.ops import newton_schulz
+from tmoe.ops import symmetric
 from tmoe.ops.newton_schulz import orthogonal
+from tmoe.ops.symmetric import Terms, stacked_product, symmetric_product
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
 from tmoe.optim.matrices import Rows
 
@@ -66,15 +68,52 @@ def test_bf16_products_stay_near():
         assert torch.equal(found[f"momentum.{name}"], want[f"momentum.{name}"])
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(768, 2048), (2048, 768), (1408, 2048), (200, 136)])
-def test_symmetric_products_are_the_same_iteration(rows, columns, monkeypatch):
-    """Within 2e-2 of the fp32 iteration, as the plain products in bf16 are."""
-    x = torch.randn(4, rows, columns, device=CUDA)
-    want = orthogonal(x)
-    for least in (None, 1):
-        monkeypatch.setattr(newton_schulz, "SYMMETRIC", least)
-        found = orthogonal(x.to(BF16)).float()
-        assert (found - want).norm() < 2e-2 * want.norm(), (least, (found - want).norm() / want.norm())
+SHORT = [(768, 2048), (2048, 768), (1408, 2048), (200, 136), (136, 1000), (64, 64), (100, 60)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHORT)
+@pytest.mark.parametrize("portable", [False, True])
+def test_products_by_kernels_are_the_same_iteration(rows, columns, portable, monkeypatch):
+    """Within 2e-2 of the fp32 iteration, as torch's products in bf16 are; also of rows of larger matrices."""
+    if portable:
+        monkeypatch.setattr(symmetric, "on_hopper", lambda *stacks: False)
+    fused = torch.randn(5, 2 * rows, columns, device=CUDA, generator=torch.Generator(CUDA).manual_seed(0))
+    fused[1] = 0
+    x, results = fused.to(BF16)[:, rows:], torch.full_like(fused, 7.0, dtype=BF16)
+    want = orthogonal(x.float())
+    squares = x.float().square().sum((-2, -1))
+    for found in (orthogonal(x), orthogonal(x, 5, squares, results[:, :rows]), results[:, :rows]):
+        assert (found.float() - want).norm() < 2e-2 * want.norm(), (found.float() - want).norm() / want.norm()
+        assert found[1].eq(0).all()
+    assert results[:, rows:].eq(7).all()
+
+
+@pytest.mark.parametrize("kind", ["gram", "mix", "update"])
+@pytest.mark.parametrize(("m", "n"), [(768, 2048), (1408, 712), (128, 128), (200, 136), (2880, 2880)])
+@pytest.mark.parametrize("tall", [False, True])
+def test_each_product_of_hoppers_kernel(kind, m, n, tall, monkeypatch):
+    """Each tile of the benchmark's choice, against fp32 products of the same numbers, to bf16's rounding."""
+    draw = torch.Generator(CUDA).manual_seed(0)
+    x = torch.randn(5, m, n, device=CUDA, generator=draw).to(BF16) / n**0.5
+    scales = torch.rand(5, device=CUDA, generator=draw) + 0.5
+    gram = symmetric_product(x, scales, Terms(1.0))
+    wide, s, stored = x.float(), scales[:, None, None], x.mT.contiguous() if tall else x
+    one = torch.eye(m, device=CUDA)
+    for tile in CANDIDATES[kind]:
+        monkeypatch.setitem(symmetric.TILES, kind, tile)
+        if kind == "gram":
+            found, want = symmetric_product(stored, scales, Terms(2.0), tall), 2 * s * (wide @ wide.mT)
+        elif kind == "mix":
+            found = symmetric_product(gram, scales, Terms(0.5, -2.0, 3.0))
+            g = gram.float()
+            want = s * (0.5 * g @ g - 2.0 * g + 3.0 * one)
+        elif tall:
+            found, want = stacked_product(stored, gram, torch.empty_like(stored)), wide.mT @ gram.float()
+        else:
+            found, want = stacked_product(gram, x, torch.empty_like(x)), gram.float() @ wide
+        if kind != "update":
+            assert torch.equal(found, found.mT), tile
+        torch.testing.assert_close(found.float(), want, rtol=2**-7, atol=2e-3, msg=str(tile))
 
 
 def test_the_host_does_not_wait():

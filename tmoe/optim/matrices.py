@@ -69,6 +69,20 @@ def whole(rows: int) -> Parts:
     return (Rows(0, rows),)
 
 
+def merged(parts: Parts) -> Parts:
+    """The same matrices; consecutive ones of equal height are one part, so that a view is their batch."""
+    found: list[Rows] = []
+    for part in parts:
+        if part.tall == part.step and (part.apart or part.runs == 1):
+            part = part._replace(height=None, apart=True)
+            last = found[-1] if found else None
+            if last and last == (part.first - last.runs * part.step, part.step, last.runs, 0, None, True):
+                found[-1] = last._replace(runs=last.runs + part.runs)
+                continue
+        found.append(part)
+    return found
+
+
 def fits_muon(name: str, shape: Sequence[int]) -> bool:
     """Whether a parameter is a matrix, or a stack of matrices, that Muon can train."""
     return len(shape) >= 2 and min(shape[-2:]) > 1 and NEVER.search(name) is None

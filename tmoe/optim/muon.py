@@ -29,11 +29,13 @@ from tmoe.ops.dynamic_map import dequantise, quantise
 from tmoe.ops.muon_op import look_ahead_, write_
 from tmoe.ops.newton_schulz import CHUNK, orthogonal
 from tmoe.ops.stochastic import random_bits, rounded
-from tmoe.optim.matrices import Parts, Rows
+from tmoe.optim.matrices import Parts, Rows, merged
 from tmoe.optim.owners import at_owners, rows_group, waves
 from tmoe.optim.states import MOMENTUM, SCALES
 from tmoe.parallel.copies import WorkingCopy, make_stale, version, working_copy
 from tmoe.parallel.mesh import local_part, local_slices
+
+LARGE = 2**24  # elements of a stack whose products fill a GPU
 
 
 class Piece(NamedTuple):
@@ -53,6 +55,27 @@ class Piece(NamedTuple):
     def of(self, t: Tensor) -> Tensor:
         """These entries of this rank's part of a tensor that lies as the parameter does."""
         return t[self.begin : self.end]
+
+
+class Stack(NamedTuple):
+    """The matrices of some rows of a weight, or of a stack of weights."""
+
+    rows: Rows
+    result: Tensor  # the update of the whole weight
+    given: Tensor  # [n, out, in]
+    into: Tensor | None  # the same matrices of the update; None: no view has this shape
+    squares: Tensor | None  # the sum of the squares of each matrix [n]; None: not known
+
+    @classmethod
+    def of(cls, rows: Rows, ahead: Tensor, result: Tensor, sums: Tensor | None) -> Stack:
+        """These rows of Nesterov's look ahead, of the update and of the sums of squares of rows."""
+        found = rows.matrices(ahead)
+        given = found.reshape(-1, *found.shape[-2:])
+        into = rows.matrices(result).reshape(given.shape)
+        if into.untyped_storage().data_ptr() != result.untyped_storage().data_ptr():
+            into = None
+        squares = None if sums is None else rows.matrices(sums[..., None]).sum((-2, -1)).reshape(-1)
+        return cls(rows, result, given, into, squares)
 
 
 class Muon:
@@ -75,7 +98,7 @@ class Muon:
         momentum: decay of the momentum. iterations: of Newton-Schulz. products: type of its products.
         ValueError for a matrix that the layout cuts otherwise than by rows.
         """
-        self.matrices = dict(matrices)
+        self.matrices = {p: merged(parts) for p, parts in matrices.items()}
         self.momentum = momentum
         self.iterations = iterations
         self.products = products
@@ -124,16 +147,20 @@ class Muon:
         """A step of some pieces; a collective of `ranks`, unless they are None."""
 
         def compute(numbers: list[int], full: list[Tensor]) -> list[Tensor]:
-            return self._orthogonal([pieces[i].p for i in numbers], full)
+            known = [None if ranks is not None else squares[i] for i in numbers]
+            return self._orthogonal([pieces[i].p for i in numbers], full, known)
 
-        ahead = [self._ahead(piece, finite) for piece in pieces]
+        ahead, squares = zip(*[self._ahead(piece, finite) for piece in pieces], strict=True)
         shapes = [(piece.p.shape[-2], piece.p.shape[-1]) for piece in pieces]
         for piece, update in zip(pieces, at_owners(ahead, shapes, compute, ranks), strict=True):
             if copy := self._write(piece, update, finite):
                 self._written.add(copy)
 
-    def _ahead(self, piece: Piece, finite: Tensor | None) -> Tensor:
-        """Writes a piece's new momentum; returns Nesterov's look ahead, in the type of the products."""
+    def _ahead(self, piece: Piece, finite: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Writes a piece's new momentum; returns Nesterov's look ahead, in the type of the products.
+
+        The second result is the sum of the squares of each row, where a kernel computes it.
+        """
         p, state = piece.p, self.optimizer.state[piece.p]
         assert p.grad is not None
         raw = piece.of(local_part(p.grad.detach())).contiguous()
@@ -142,10 +169,10 @@ class Muon:
         scale = None if scale is None else piece.of(local_part(scale))
         if self.on_gpu and scale is None and stored.dtype == torch.float32:
             there = stored.to(raw.device, non_blocking=True)
-            ahead = look_ahead_(raw, there, *self._numbers(finite), self.momentum, self.products)
+            found = look_ahead_(raw, there, *self._numbers(finite), self.momentum, self.products)
             if there is not stored:
                 stored.copy_(there, non_blocking=True)
-            return ahead
+            return found
         grad = raw.float()
         if self.optimizer.factor is not None:
             grad = grad * self.optimizer.factor
@@ -160,29 +187,31 @@ class Muon:
             self._store(stored, codes, finite)
         else:
             self._store(stored, self._narrowed(piece, new, stored.dtype, 0), finite)
-        return ahead
+        return ahead, None
 
-    def _orthogonal(self, parameters: Sequence[Tensor], full: Sequence[Tensor]) -> list[Tensor]:
-        """The update of each weight from Nesterov's look ahead. Matrices of one shape are one batch."""
-        found = [
-            u if len(self.matrices[p]) == 1 else torch.empty_like(u)
-            for p, u in zip(parameters, full, strict=True)
-        ]
-        batches: dict[tuple[int, int], list[tuple[int, Rows, Tensor]]] = defaultdict(list)
-        for i, (p, u) in enumerate(zip(parameters, full, strict=True)):
+    def _orthogonal(
+        self, parameters: Sequence[Tensor], full: Sequence[Tensor], squares: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The update of each weight from Nesterov's look ahead.
+
+        A large stack is computed where it lies. Small ones of one shape are copied into one batch.
+
+        squares: the sum of the squares of each row; None: not known.
+        """
+        found = [torch.empty_like(u) for u in full]
+        batches: dict[tuple[int, int], list[Stack]] = defaultdict(list)
+        for p, u, result, sums in zip(parameters, full, found, squares, strict=True):
             for rows in self.matrices[p]:
-                given = rows.matrices(u)
-                batches[given.shape[-2], given.shape[-1]].append((i, rows, given))
-        for (out, inner), some in batches.items():
-            stacks = [given.reshape(-1, out, inner) for *_, given in some]
-            stack = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
-            done = orthogonal(stack, self.iterations).split([len(one) for one in stacks])
-            for (i, rows, _), o in zip(some, done, strict=True):
-                if found[i] is full[i]:  # its only part is the whole weight
-                    found[i] = o.view(full[i].shape)
+                stack = Stack.of(rows, u, result, sums)
+                if stack.given.numel() < LARGE or stack.into is None:
+                    batches[stack.given.shape[-2], stack.given.shape[-1]].append(stack)
                 else:
-                    into = rows.of(found[i])
-                    into.copy_(o.view(into.shape))
+                    orthogonal(stack.given, self.iterations, stack.squares, stack.into)
+        for some in batches.values():
+            done = orthogonal(_joined([one.given for one in some]), self.iterations)
+            for one, o in zip(some, done.split([len(one.given) for one in some]), strict=True):
+                part = one.rows.of(one.result)
+                part.copy_(o.view(part.shape))
         return found
 
     def _write(self, piece: Piece, update: Tensor, finite: Tensor | None) -> WorkingCopy | None:
@@ -238,6 +267,10 @@ class Muon:
         if finite is not None:
             new = torch.where(finite.bool(), new.to(into.dtype), into.to(new.device, non_blocking=True))
         into.copy_(new, non_blocking=True)
+
+
+def _joined(stacks: Sequence[Tensor]) -> Tensor:
+    return stacks[0] if len(stacks) == 1 else torch.cat(list(stacks))
 
 
 def _spans(p: Tensor) -> Iterator[tuple[int, int]]:

@@ -165,7 +165,8 @@ def gluon_lacks() -> str:
     """
     missing = set()
     try:
-        modules = [importlib.import_module(f"tmoe.ops.experts.{name}") for name in ("few_rows", "hopper")]
+        names = "experts.few_rows", "experts.hopper", "muon_hopper"
+        modules = [importlib.import_module(f"tmoe.ops.{name}") for name in names]
         renamed = importlib.import_module("tmoe.ops.experts.gluon_names")
     except ImportError as error:
         return str(error)
