@@ -177,9 +177,13 @@ def tiles_of_half(side: int, ratio: int) -> int:
 
 
 def on_hopper(*stacks: Tensor) -> bool:
-    """Whether the kernels of muon_hopper.py multiply these stacks: 16-bit numbers in rows of 16 bytes."""
-    if stacks[0].device.type == "cpu" or not device_facts(stacks[0].device)[2]:  # cpu: triton's interpreter
-        return False
+    """Whether the kernels of muon_hopper.py multiply these stacks."""
+    device = stacks[0].device
+    return device.type != "cpu" and device_facts(device)[2] and describable(*stacks)  # cpu: interpreted
+
+
+def describable(*stacks: Tensor) -> bool:
+    """Whether descriptors can describe these stacks: 16-bit numbers in rows of a multiple of 16 bytes."""
     return all(
         t.element_size() == 2
         and t.data_ptr() % 16 == 0
