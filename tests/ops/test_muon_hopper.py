@@ -79,7 +79,7 @@ class Barrier:
 
 
 class Described:
-    """A tensor behind a descriptor."""
+    """The tensor of a descriptor, and its boxes."""
 
     def __init__(self, descriptor) -> None:
         base, shape, strides, self.box = descriptor[:4]

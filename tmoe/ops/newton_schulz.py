@@ -9,7 +9,7 @@ On a GPU an iteration of 16-bit matrices is three launches without a pass over m
 
     A = s^2 X X^T          M = s (a I + b A + c A^2)          X <- M X
 
-s divides by the norm in the first iteration, and is 1 in the others.
+The factor s divides by the norm in the first iteration; later it is 1.
 
 next: optim/muon.py
 """

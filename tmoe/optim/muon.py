@@ -129,6 +129,8 @@ class Muon:
             rule = group["lr"], group["weight_decay"]
             by_ranks[rows_group(p)] += [Piece(p, *span, *rule) for span in _spans(p)]
         for ranks, pieces in by_ranks.items():
+            # Small matrices of all layers are in the same waves, so that they fill a GPU together.
+            pieces.sort(key=lambda piece: piece.elements)
             sizes = [piece.elements for piece in pieces]
             for wave in waves(sizes, 1 if ranks is None else ranks.size()):
                 self._step_of_wave([pieces[i] for i in wave], finite, ranks)
