@@ -36,7 +36,10 @@ def rows_of(name: str, cfg: ModelConfig, by_head: bool, layer: int) -> list[Tens
         n = cfg.linear
         keys, values = (n.key_heads, n.key_dim), (n.value_heads, n.value_dim)
         heads = (keys, keys, values, values)
-        return take(*(width for count, width in heads for _ in range(count)))
+        steps = [n.value_heads] * (n.kind == "mamba2")
+        if not by_head:
+            return take(*(width * count for count, width in heads), *steps)
+        return take(*(width for count, width in heads for _ in range(count)), *steps)
     if name.endswith("ba.weight"):
         return take(cfg.linear.value_heads, cfg.linear.value_heads)
     if name.endswith("qkv_a.weight"):
@@ -51,7 +54,7 @@ def rows_of(name: str, cfg: ModelConfig, by_head: bool, layer: int) -> list[Tens
         return [r for part in parts for r in part] if by_head else [part.flatten() for part in parts]
     if name.endswith(("ffn.gate_up.weight", "shared.gate_up.weight")):
         half = cfg.moe.shared_dim if "shared" in name else cfg.ffn_dim
-        return take(half, half)
+        return take(*[half] * cfg.moe.shared_halves)
     if name.endswith("experts.gate_up"):
         return take(*[cfg.moe.ffn_dim] * cfg.moe.halves)
     return None

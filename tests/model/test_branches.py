@@ -13,8 +13,10 @@ from tmoe.config.compare import build_config, differences
 from tmoe.config.run import Config, TrainConfig
 from tmoe.generate.cache import bytes_a_token
 from tmoe.model.count import block_shapes, count_parameters, flops_per_token, rule_flops
+from tmoe.model.muon import parts_of
 from tmoe.model.stage_times import kinds_of
 from tmoe.moe.layer import SquaredRelu
+from tmoe.optim.matrices import Rows
 from tmoe.plan.block_memory import layer_bytes
 
 KINDS = ("linear", "moe", "full", "moe", "linear", "dense")
@@ -46,6 +48,9 @@ def test_relu_squared_has_no_gate():
     want = torch.clamp(x @ layer.gate_up.weight.T, min=0) ** 2 @ layer.down.weight.T
     torch.testing.assert_close(layer(x), want)
     assert layer.gate_up.weight.shape == (BRANCHES.ffn_dim, BRANCHES.dim)
+    found = parts_of(model)  # Muon's matrices: up is one
+    assert found["blocks.5.ffn.gate_up.weight"] == [Rows(0, BRANCHES.ffn_dim)]
+    assert found["blocks.1.moe.shared.gate_up.weight"] == [Rows(0, BRANCHES.moe.shared_dim)]
 
 
 def test_a_block_is_counted_as_a_half():

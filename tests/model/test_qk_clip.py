@@ -169,8 +169,11 @@ def test_a_normed_model_says_that_the_clip_is_off():
     assert line.startswith("--optim.qk-clip=100 is off: --model.qk-norm=head norms queries and keys"), line
     words = ["tiny", "--optim.qk-clip", "100", "--model.qk-norm", "none"]
     assert describe(parse(words, "")) == []
-    linear = "--model.linear.kind deltanet --model.layer-types linear".split()
-    assert describe(parse([*words, *linear], "")) == ["--optim.qk-clip=100 is off: no block has attention"]
+    for kinds in ("linear", "linear moe"):
+        linear = f"--model.linear.kind deltanet --model.layer-types {kinds}".split()
+        assert describe(parse([*words, *linear], "")) == [
+            "--optim.qk-clip=100 is off: no block has attention"
+        ]
 
 
 @pytest.mark.parametrize(

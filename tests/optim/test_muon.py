@@ -43,6 +43,7 @@ LAYOUTS = [  # processes, axes, model, by head, forwards whole
     (2, dict(dp=2, cp=2), "gpt_oss", False, False),
     (2, dict(etp=2), "gqa", False, True),
     (2, dict(dp=2, tp=2), "linear", True, True),
+    (1, {}, "branches", False, True),
     (4, dict(pp=2, dp=2), "tied_1", False, True),
     (4, dict(dp=2, replicate=2), "latent", False, True),
 ]

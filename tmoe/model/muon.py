@@ -121,9 +121,9 @@ def of_latent(module: LatentAttention, by_head: bool) -> dict[str, Parts]:
 
 
 def of_dense(module: SwiGLU, by_head: bool) -> dict[str, Parts]:
-    """Gate and up of a dense feed-forward or a shared expert."""
-    rows = module.gate_up.weight.shape[0] // 2
-    return {"gate_up.weight": [Rows(0, rows), Rows(rows, rows)]}
+    """Gate and up of a dense feed-forward or a shared expert; relu squared has up alone."""
+    rows = module.gate_up.weight.shape[0] // module.halves
+    return {"gate_up.weight": [Rows(i * rows, rows) for i in range(module.halves)]}
 
 
 def of_experts(module: Experts, by_head: bool) -> dict[str, Parts]:

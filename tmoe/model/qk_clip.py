@@ -32,7 +32,7 @@ Watched = Attention | LatentAttention
 
 def why_not(cfg: Config) -> str:
     """Why the logits of this model are not clipped; "" if they are."""
-    if all(map(cfg.model.is_linear, cfg.model.numbered)):
+    if not any(map(cfg.model.attends, cfg.model.numbered)):
         return "no block has attention"
     if cfg.model.attention == "mla" or cfg.model.qk_norm == "none":
         return ""
