@@ -28,6 +28,7 @@ from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.command_line import main
 from tmoe.hf.config import architecture, read_config, write_config
 from tmoe.hf.files import Folder
+from tmoe.hf.load_weights import carried_blocks
 from tmoe.hf.rules import divide, their_shapes
 from tmoe.model.transformer import Transformer
 
@@ -149,6 +150,11 @@ def test_what_a_folder_lacks_is_named(tmp_path):
     import_hf(tmp_path / "hf", tmp_path / "step")  # carried where it is not trained
     export_hf(tmp_path / "step", tmp_path / "back")
     assert_bits(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
+    plain = read_config(Folder(tmp_path / "hf").config)
+    assert carried_blocks(tmp_path / "hf", plain).endswith("trains them: 1")
+    left = {n: t for n, t in tensors.items() if not n.startswith(f"model.layers.{plain.layers}.")}
+    save_file(left, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    assert carried_blocks(tmp_path / "hf", plain) == ""  # config.json names a block, but it is not there
     saved(tmp_path / "other", "qwen3_moe")
     with pytest.raises(ConfigError, match="a qwen3_moe that predict further tokens have no names"):
         import_hf(tmp_path / "other", tmp_path / "step 2", mtp=1)
@@ -190,6 +196,8 @@ def test_qwen_has_one_block_of_other_names(tmp_path, name):
         export_hf(tmp_path / f"step {i}", tmp_path / f"back {i}")
         assert_bits(tensors_of(tmp_path / f"back {i}"), kept | more)
     assert_bits(*states)
+    assert carried_blocks(tmp_path / "hf", replace(cfg, mtp=MTPConfig())).endswith("trains them: 1")
+    assert carried_blocks(tmp_path / "hf", cfg) == ""
 
     main = make(name)
     main.config.num_mtp_layers, main.config.mtp_layer_types = 1, ["full_attention"]

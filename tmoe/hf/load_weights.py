@@ -25,11 +25,11 @@ from tmoe.checkpoint.rewrite import read_boxes
 from tmoe.config.check import ConfigError, require
 from tmoe.config.compare import as_flags, build_config, differences
 from tmoe.config.model import ModelConfig
-from tmoe.hf.config import architecture, read_config, text_settings
+from tmoe.hf.config import architecture, read_config
 from tmoe.hf.files import MODEL, Folder, fill, settings_of, untied
 from tmoe.hf.foreign import CONFIG, hint, is_folder
-from tmoe.hf.rules import TensorPiece, ahead, has_further, require_names
-from tmoe.hf.tensor_plan import plan_folder
+from tmoe.hf.rules import TensorPiece, has_further, require_names
+from tmoe.hf.tensor_plan import blocks_said, blocks_there, plan_folder
 from tmoe.model.shapes import model_shapes
 from tmoe.moe.layer import warn_if_untrained
 from tmoe.parallel.agree import attempt, gathered
@@ -180,8 +180,7 @@ def require_model(path: Path, model_cfg: ModelConfig) -> None:
     config = settings_of(path)
     arch, theirs = architecture(config), replace(read_config(config), mtp=model_cfg.mtp, tied=model_cfg.tied)
     names = Folder(path).shapes if any(path.glob("*.safetensors")) else ("mtp.",)  # unknown without weights
-    there = ahead(text_settings(arch, config)) or int(any(name.startswith("mtp.") for name in names))
-    require_names(arch, model_cfg, there)
+    require_names(arch, model_cfg, blocks_said(config, names))
     refuse(
         f"{path / CONFIG} is not this model's", differences(model_cfg, theirs), as_flags(model_cfg, theirs)
     )
@@ -193,9 +192,8 @@ def carried_blocks(path: Path, model: ModelConfig) -> str:
     if not is_folder(path):
         return ""
     config = settings_of(path)
-    arch = architecture(config)
-    left = ahead(text_settings(arch, config)) - model.mtp.depth
-    trained = ", --model.mtp.depth trains them" if has_further(arch) else ""
+    left = blocks_there(config, Folder(path).shapes) - model.mtp.depth
+    trained = ", --model.mtp.depth trains them" if has_further(architecture(config)) else ""
     return (
         f"; blocks that predict further tokens and are kept for an export{trained}: {left}"
         if left > 0

@@ -8,7 +8,7 @@ next: hf/files.py
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from tmoe.hf.config import architecture, read_config, text_settings
 from tmoe.hf.files import DTYPES, Folder
 from tmoe.hf.rules import (
     HF,
+    LAYER,
     Architecture,
     TensorPiece,
     ahead,
@@ -97,10 +98,25 @@ def plan_layout(config: HF, types: dict[str, str], held: Collection[str], mtp: M
     return plan._replace(problems=problems)
 
 
+def blocks_said(config: HF, names: Iterable[str]) -> int:
+    """Number of blocks that predict further tokens, by config.json, or one by names that begin with mtp."""
+    said = ahead(text_settings(architecture(config), config))
+    return said or int(any(name.startswith("mtp.") for name in names))
+
+
+def blocks_there(config: HF, names: Collection[str]) -> int:
+    """Number of blocks that predict further tokens of which a folder with these tensors has any."""
+    said, layers = blocks_said(config, names), read_config(config).layers
+    if any(name.startswith("mtp.") for name in names):
+        return said
+    places = tuple(f"{LAYER.format(layer=layers + i)}." for i in range(said))
+    return sum(any(name.startswith(place) for name in names) for place in places)
+
+
 def _plan(config: HF, present: dict, held: set[str], mtp: MTPConfig) -> Reading:
     arch = architecture(config)
     cfg = replace(read_config(config), mtp=mtp)
-    there = ahead(text_settings(arch, config)) or int(any(name.startswith("mtp.") for name in present))
+    there = blocks_said(config, present)
     require_names(arch, cfg, there)
     pieces, extra = divide(arch, cfg, present, there, held)
     return Reading(arch, cfg, pieces, copies(cfg, present), extra, [], held)
