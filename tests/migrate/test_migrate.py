@@ -320,14 +320,30 @@ def test_megatron_linear_layers():
             translate("megatron", [*SMALL, *words])
 
 
+def test_megatron_squared_relu():
+    """Experts, shared experts and dense feed-forwards without a gate; their default width is 4 D."""
+    widths = "--ffn-hidden-size", "--moe-ffn-hidden-size", "--num-experts", "--moe-router-topk"
+    plain = [word for word in SMALL if word != "--swiglu"] + ["--squared-relu"]
+    assert parse(translate("megatron", plain).words, "").model.moe.activation == "relu2"
+    for more in ("--moe-layer-freq 2", "--moe-shared-expert-intermediate-size 48"):
+        model = parse(translate("megatron", [*plain, *more.split()]).words, "").model
+        assert model.moe.activation == model.moe.shared_activation == "relu2"
+    bare = [word for i, word in enumerate(plain) if not {word, plain[i - 1]} & {*widths}]
+    dense = parse(translate("megatron", bare).words, "").model
+    assert dense.dense_layers == dense.layers and dense.ffn_dim == 4 * dense.dim
+    assert dense.moe.shared_activation == "relu2"
+    with pytest.raises(ConfigError, match="--squared-relu: not with --swiglu"):
+        translate("megatron", [*SMALL, "--squared-relu"])
+
+
 def test_megatron_refusals(capsys):
     """No half command on stdout; each flag with its reason on stderr."""
     with pytest.raises(SystemExit) as end:
-        main(["megatron", "--", *SMALL, "--fp4-format", "e2m1", "--squared-relu", "--not-a-flag", "3"])
+        main(["megatron", "--", *SMALL, *"--fp4-format e2m1 --mamba-state-dim 64 --not-a-flag 3".split()])
     said = capsys.readouterr()
     assert end.value.code == 2 and said.out == ""
     assert "--fp4-format=e2m1: tmoe has no fp4 products" in said.err
-    assert "--squared-relu: tmoe's dense feed-forwards are SwiGLU" in said.err
+    assert "--mamba-state-dim=64: give its blocks as" in said.err
     assert "error: --not-a-flag: not in the table" in said.err
     assert "note: without these flags it is: python train.py tiny" in said.err
     bare = [word for word in SMALL if word not in ("--swiglu", "--disable-bias-linear")]

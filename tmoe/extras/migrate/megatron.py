@@ -55,12 +55,15 @@ def translate(launch: Launch, world: int | None = None) -> TranslatedCommand:
     for flag in REQUIRED:
         if not given.has(flag):
             out.reject(flag, "missing; Megatron needs it as well")
+    instead = {"--position-embedding-type": "--rotary-base", "--swiglu": "--squared-relu"}
     for flag, why in NEEDED.items():
-        if not given.has(flag) and not (flag == "--position-embedding-type" and given.has("--rotary-base")):
+        if not given.has(flag) and not given.has(instead.get(flag, flag)):
             out.refuse(f"{flag} is left out", why)
     _lay_out(given, out, world)
     _model(given, out)
     _experts(given, out)
+    if given.has("--squared-relu"):
+        _squared_relu(given, out)
     _data(given, out)
     _train(given, out)
     _files(given, out)
@@ -69,8 +72,7 @@ def translate(launch: Launch, world: int | None = None) -> TranslatedCommand:
 
 def _model(given: GivenFlags, out: TranslatedCommand) -> None:
     dim, heads = given.whole("--hidden-size", 1, 1), given.whole("--num-attention-heads", 1, 1)
-    width = given.whole("--ffn-hidden-size", _default_width(dim))
-    out.set("--model.ffn-dim", width)
+    out.set("--model.ffn-dim", given.whole("--ffn-hidden-size", _default_width(given)))
     groups = given.whole("--num-query-groups", 1) if given.has("--group-query-attention") else heads
     out.set("--model.kv-heads", groups)
     out.set("--model.head-dim", given.whole("--kv-channels", dim // max(heads, 1)))
@@ -139,9 +141,10 @@ def _stretch(given: GivenFlags, out: TranslatedCommand, latent: bool) -> None:
     out.set("--model.rope.mscale-all-dim", given.number("--mscale-all-dim", 0.0))
 
 
-def _default_width(dim: int) -> int:
-    """Default width of a feed-forward: two thirds (for SwiGLU) of 4 x hidden size, rounded as in Megatron."""
-    return int((4 * dim * 2 / 3) / 64) * 64
+def _default_width(given: GivenFlags) -> int:
+    """Default width of a feed-forward: 4 x hidden size; with a gate two thirds of it, rounded as Megatron."""
+    dim = given.whole("--hidden-size", 0)
+    return int((4 * dim * 2 / 3) / 64) * 64 if given.has("--swiglu") else 4 * dim
 
 
 def _experts(given: GivenFlags, out: TranslatedCommand) -> None:
@@ -150,8 +153,7 @@ def _experts(given: GivenFlags, out: TranslatedCommand) -> None:
         out.set("--model.dense-layers", layers)
         return
     if not given.has("--moe-ffn-hidden-size"):
-        dim = given.whole("--hidden-size", 0)
-        out.set("--model.moe.ffn-dim", given.whole("--ffn-hidden-size", _default_width(dim)))
+        out.set("--model.moe.ffn-dim", given.whole("--ffn-hidden-size", _default_width(given)))
     if given.has("--moe-layer-freq"):
         _frequency(given.text("--moe-layer-freq"), layers, out)
     if given.has("--moe-shared-expert-gate"):
@@ -160,6 +162,18 @@ def _experts(given: GivenFlags, out: TranslatedCommand) -> None:
     _router(given, out)
     _balance(given, out)
     _capacity(given, out)
+
+
+def _squared_relu(given: GivenFlags, out: TranslatedCommand) -> None:
+    """Sets relu squared for the kinds of feed-forwards that the model has."""
+    if given.has("--swiglu"):
+        out.reject("--squared-relu", "not with --swiglu; Megatron refuses both as well")
+    if given.has("--num-experts"):
+        out.set("--model.moe.activation", "relu2")
+    dense = ("--model.dense-layers", ["0"]), ("--model.dense-blocks", []), ("--model.moe-every", ["1"])
+    some = any(out.flags.get(flag, none) != none for flag, none in dense)
+    if some or given.whole("--moe-shared-expert-intermediate-size", 0):
+        out.set("--model.moe.shared-activation", "relu2")
 
 
 def _frequency(text: str, layers: int, out: TranslatedCommand) -> None:

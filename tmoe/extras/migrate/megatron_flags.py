@@ -60,12 +60,8 @@ ROWS: tuple[FlagRow, ...] = (
     refused("--rotary-seq-len-interpolation-factor", "`--model.rope.scaling linear --model.rope.factor`"),
     switch("--use-rope-scaling", "`--model.rope.scaling llama3`"),
     worked("--rope-scaling-factor", "`--model.rope.factor`"),
-    switch("--swiglu", "needed: tmoe's feed-forwards are SwiGLU"),
-    refused(
-        "--squared-relu",
-        "tmoe's dense feed-forwards are SwiGLU; of experts alone it is --model.moe.activation relu2",
-        "nothing",
-    ),
+    switch("--swiglu", "needed, unless `--squared-relu` is there: tmoe's feed-forwards are SwiGLU"),
+    switch("--squared-relu", "`--model.moe.activation relu2 --model.moe.shared-activation relu2`"),
     switch("--untie-embeddings-and-output-weights", "`--model.tied False`; without it `--model.tied True`"),
     nothing("--no-masked-softmax-fusion", KERNELS, "nothing"),
     nothing("--no-bias-swiglu-fusion", KERNELS, "nothing"),
@@ -118,6 +114,8 @@ ROWS: tuple[FlagRow, ...] = (
     refused("--hybrid-override-pattern", HYBRID),
     refused("--mamba-num-heads", HYBRID),
     refused("--mamba-head-dim", HYBRID),
+    refused("--mamba-state-dim", HYBRID),
+    refused("--mamba-num-groups", HYBRID),
     refused("--use-checkpoint-args", "the command says what the model is: give its flags", "nothing"),
     # experts and routing
     same("--num-experts", "--model.moe.experts"),
