@@ -146,6 +146,9 @@ def test_config_json_of_a_new_model(name):
     cfg = read_config(make(name).config.to_dict())
     written = write_config(cfg, "bfloat16")
     assert written["model_type"] == NAME and differences(cfg, read_config(written)) == []
+    dense = replace(cfg, layer_types=("linear", "dense", "full"), layers=6)
+    written = write_config(dense, "bfloat16")
+    assert written["model_type"] == NAME and differences(dense, read_config(written)) == []
     with pytest.raises(ConfigError, match="computes this model"):
         write_config(replace(cfg, moe=replace(cfg.moe, shared_activation="swiglu")), "bfloat16")
 

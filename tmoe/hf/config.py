@@ -275,7 +275,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     mtp, cfg = cfg.mtp, replace(cfg, mtp=MTPConfig())
     flat = flattened(cfg) | dict(attention_multiplier=softmax_scale(cfg))
     if not any(map(cfg.is_moe, range(cfg.layers))):
-        flat["moe.activation"] = "swiglu"  # the activation of dense blocks
+        flat["moe.activation"] = cfg.moe.shared_activation  # of dense blocks
     unnamed: list[Architecture] = []
     for arch in (arch for arch in ARCHITECTURES if not arch.nested):
         hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
