@@ -167,6 +167,10 @@ def test_config_of_a_model_trained_from_the_start():
         ConfigError, match=r"mtp.depth=1: the blocks of a qwen3_moe that predict further tokens have no names"
     ):
         write_config(replace(presets()["qwen3-30b-a3b"].model, mtp=MTPConfig(1)), "float32")
+    qwen = presets()["qwen3-next-80b-a3b"].model  # `mtp.fc.weight` has no number
+    assert write_config(replace(qwen, mtp=MTPConfig(1)), "float32")["num_nextn_predict_layers"] == 1
+    with pytest.raises(ConfigError, match=r"mtp.depth=2: a qwen3_next has names for one block .*valid: 0 or"):
+        write_config(replace(qwen, mtp=MTPConfig(2)), "float32")
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe_text"])

@@ -33,8 +33,8 @@ from tmoe.hf.rules import (
     Architecture,
     Field,
     Windows,
-    has_further,
     kinds_of_layers,
+    most_further,
     require_names,
 )
 from tmoe.model.count import qk_width
@@ -289,7 +289,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
             same = not differences(cfg, read_config(hf))
         except ConfigError:
             continue
-        if same and (not mtp.depth or has_further(arch)):
+        if same and mtp.depth <= most_further(arch):
             return {key: value for key, value in hf.items() if key != "quantization_config"}
         unnamed += [arch] * same
     if unnamed:

@@ -28,7 +28,7 @@ from tmoe.config.model import ModelConfig
 from tmoe.hf.config import architecture, read_config
 from tmoe.hf.files import MODEL, Folder, fill, settings_of, untied
 from tmoe.hf.foreign import CONFIG, hint, is_folder
-from tmoe.hf.rules import TensorPiece, has_further, require_names
+from tmoe.hf.rules import TensorPiece, most_further, require_names
 from tmoe.hf.tensor_plan import blocks_said, blocks_there, plan_folder
 from tmoe.model.shapes import model_shapes
 from tmoe.moe.layer import warn_if_untrained
@@ -193,7 +193,7 @@ def carried_blocks(path: Path, model: ModelConfig) -> str:
         return ""
     config = settings_of(path)
     left = blocks_there(config, Folder(path).shapes) - model.mtp.depth
-    trained = ", --model.mtp.depth trains them" if has_further(architecture(config)) else ""
+    trained = ", --model.mtp.depth trains them" if most_further(architecture(config)) else ""
     return (
         f"; blocks that predict further tokens and are kept for an export{trained}: {left}"
         if left > 0

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tmoe.base.listing import listed
 from tmoe.checkpoint.errors import MismatchError
-from tmoe.config.check import require
+from tmoe.config.check import MOST, require
 from tmoe.config.linear_settings import LayerType
 from tmoe.config.model import ModelConfig
 from tmoe.model.shapes import model_shapes
@@ -485,9 +485,14 @@ def ahead(hf: HF) -> int:
     return hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0
 
 
-def has_further(arch: Architecture) -> bool:
-    """Whether the architecture has names for trained blocks that predict further tokens."""
-    return any(rule.ours.startswith(FURTHER) for rule in arch.rules)
+def most_further(arch: Architecture) -> int:
+    """The most trained blocks that predict further tokens for which the architecture has names.
+
+    It is 1 if a name has no number of the block, as `mtp.fc.weight` of Qwen3-Next.
+    """
+    names = [part.name for rule in arch.rules if rule.ours.startswith(FURTHER) for part in rule.parts]
+    numbered = all("{layer}" in name or "{ahead}" in name for name in names)
+    return (MOST["layers"] if numbered else 1) if names else 0
 
 
 def require_names(arch: Architecture, cfg: ModelConfig, ahead: int) -> None:
@@ -496,8 +501,11 @@ def require_names(arch: Architecture, cfg: ModelConfig, ahead: int) -> None:
     ahead: the number of such blocks in config.json.
     """
     depth = cfg.mtp.depth
+    most = most_further(arch)
     wrong = f"the blocks of a {arch.model_type} that predict further tokens have no names here"
-    require(not depth or has_further(arch), "model.mtp.depth", depth, wrong, 0)
+    require(not depth or most > 0, "model.mtp.depth", depth, wrong, 0)
+    wrong = f"a {arch.model_type} has names for one block that predicts further tokens"
+    require(depth <= most, "model.mtp.depth", depth, wrong, "0 or 1")
     wrong = f"config.json has {ahead} such blocks (num_nextn_predict_layers)"
     require(depth <= ahead, "model.mtp.depth", depth, wrong, f"0 to {ahead}" if ahead else 0)
 
