@@ -21,13 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tmoe.base.activations import activation
 from tmoe.config.check import ConfigError
+from tmoe.config.float8_settings import MULTIPLE
 from tmoe.hf.experts_module import Marks, is_marked, read_marks
 from tmoe.moe.exchange.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from tmoe.moe.exchange.two_level import over_nodes
 from tmoe.moe.experts import Experts, LocalExperts
+from tmoe.moe.fp8_choice import KERNELS
 from tmoe.moe.router import Routing
 from tmoe.ops.experts.adapted import Adapters
+from tmoe.ops.experts.fp8_codes import encode
+from tmoe.ops.launch.kernel_launch import device_facts
 from tmoe.parallel.mesh import Mesh, local_part
 
 SWAP_FIRST = "swap first, then wrap (PEFT's adapters, torch.compile, checkpointing) what swap_experts returns"
@@ -44,7 +49,7 @@ class SwappedExperts(Experts):
 
     down_proj: nn.Parameter
 
-    def __init__(self, theirs: Any, marks: Marks, mesh: Mesh | None):
+    def __init__(self, theirs: Any, marks: Marks, mesh: Mesh | None, fp8: bool = False):
         nn.Module.__init__(self)  # not Experts.__init__: the parameters exist already and keep their names
         # Keep the attributes that other code reads: sizes, marks, and whether the weights are initialised.
         attributes = {
@@ -58,6 +63,7 @@ class SwappedExperts(Experts):
         self.marks = marks
         self.scales: dict[str, float] = {}  # of the adapters that tmoe.lora.add has added
         self.adapters_on = True
+        self.fp8 = fp8
         self.dispatcher: Dispatcher = LocalDispatcher()
         if mesh is not None:
             self._spread(mesh)
@@ -113,7 +119,11 @@ class SwappedExperts(Experts):
         if adapters is not None:
             adapters = Adapters(*(t if t is None else t.to(dtype) for t in adapters))
         gate_up, down, *bias, kind = *tensors, self.marks.activation
-        return LocalExperts(gate_up, down, bias[0], bias[1], kind, adapters=adapters, scales=scales)
+        codes = None
+        if self.fp8 and self.training:  # of the present weights, which any optimizer may have written
+            codes = encode(gate_up, activation(kind).halves), encode(down)
+        how: dict[str, Any] = dict(adapters=adapters, scales=scales, codes=codes)
+        return LocalExperts(gate_up, down, bias[0], bias[1], kind, **how)
 
     def sizes(self, matrix: str) -> tuple[int, int, int]:
         """Experts, rows and columns of a matrix in the op's layout. matrix: gate_up or down."""
@@ -160,18 +170,22 @@ def _without_init(theirs: type | None) -> SwappedExperts:
     return made.__new__(made)
 
 
-def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
+def swap_experts(model: Any, mesh: Mesh | None = None, fp8: bool = False) -> Any:
     """Replace the experts of every MoE block of a transformers model by tmoe's, in place; returns the model.
 
     mesh: spread the experts over its ep axis. Every rank must hold the same weights, and every rank must take
         part in every forward and backward, each with its own batch. Afterwards
         `tmoe.parallel.parallelize(model, mesh)` shards the other parameters and sums gradients over the
         ranks, so divide each rank's loss by the global count.
+    fp8: products of the experts are in float8 e4m3 while they train (`model.train()`), but for the gradients
+        of their matrices: docs/fp8.md. The matrices are cast in every forward. No table of measurements is
+        asked. On a GPU it must be a Hopper, both widths multiples of 64, and the weights, or autocast, bf16;
+        on a CPU the widths are multiples of 16 and the type may be fp32.
 
     Raises ConfigError, and leaves the model unchanged, if the model has no experts that transformers has
     marked (further experts without marks are kept unchanged); if the op does not compute them; if they are
     already sharded, wrapped or offloaded, or have no weights yet; if mesh is not a Mesh, or ep does not
-    divide the number of experts.
+    divide the number of experts; if fp8 products do not support their widths, type or GPU.
     Forward hooks on transformers' own experts modules are lost with these modules. accelerate's hooks that
     move inputs to the modules' device are kept.
     """
@@ -193,12 +207,14 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
             marks[name] = read_marks(theirs)
         except ConfigError as error:
             raise ConfigError(f"swap_experts: {name} {error.wrong}") from None
+        if fp8 and (reason := _no_fp8(theirs, marks[name])):
+            raise ConfigError(f"swap_experts: fp8=True: {name} {reason}")
     if not marked:
         raise ConfigError(f"swap_experts: {_none_found(kind, modules)}")
     made: dict[nn.Module, SwappedExperts] = {}
     for name, theirs in marked.items():  # a module with two names is replaced by one module
         if theirs not in made:
-            made[theirs] = swapped_class(type(theirs))(theirs, marks[name], mesh)
+            made[theirs] = swapped_class(type(theirs))(theirs, marks[name], mesh, fp8)
     for name, theirs in marked.items():
         ours = made[theirs]
         model.set_submodule(name, ours)
@@ -207,6 +223,22 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
 
             add_hook_to_module(ours, hook)
     return model
+
+
+def _no_fp8(theirs: Any, marks: Marks) -> str:
+    """The reason why these experts have no fp8 products; "" if they have them."""
+    down: Tensor = getattr(theirs, marks.names[1])
+    step, arch = MULTIPLE, "cpu"
+    if down.is_cuda:
+        step, arch = 64, device_facts(down.device)[0]
+    if arch not in KERNELS:
+        return f"is on {arch}, which has no kernels of experts in fp8; valid is Hopper"
+    if down.dtype not in (torch.float32, torch.bfloat16):
+        return f"has weights in {down.dtype}; valid are torch.float32, under autocast to bf16, and torch.bfloat16"
+    widths = tuple(down.shape[1:])
+    return (
+        f"has the widths {widths}; both must be multiples of {step}" if any(w % step for w in widths) else ""
+    )
 
 
 def _none_found(kind: str, modules: dict[str, nn.Module]) -> str:

@@ -56,13 +56,14 @@ class ExpertParallel(TrainerCallback):
         weights.
     ep: number of ranks among which the experts of a layer are divided; it must divide the number of experts
         and of ranks.
+    fp8: as for swap_experts.
 
     Raises ConfigError for a Trainer that would fail: one with a model_init, an existing optimizer, fp16 (its
     gradient scaler detects an overflow on one rank only), DeepSpeed or FSDP of the Trainer, an adapter of
     PEFT, or a reference model; and for a model that swap_experts refuses.
     """
 
-    def __init__(self, trainer: Any, ep: int = 1):
+    def __init__(self, trainer: Any, ep: int = 1, fp8: bool = False):
         self.trainer = trainer
         self._refuse()
         accelerator = trainer.accelerator
@@ -70,7 +71,7 @@ class ExpertParallel(TrainerCallback):
         self._create_optimizer = trainer.create_optimizer
         mesh = build_mesh(ep=ep)
         self.world = mesh.world.size()
-        parallelize(swap_experts(trainer.model, mesh), mesh)
+        parallelize(swap_experts(trainer.model, mesh, fp8), mesh)
 
         accelerator.prepare_model = self._prepare_model
         accelerator.backward = self._mean_backward
