@@ -36,11 +36,11 @@ SHARED = 96  # width of the shared expert; it differs from the width of the rout
 def operands(shared: bool = True) -> tuple[Tensor | None, ...]:
     """Zeros for one call of the op.
 
-    x, weights, ids, up, down, no bias, and with `shared` the two matrices of a shared expert.
+    x, weights, ids, up, down, no bias, with `shared` the two matrices of a shared expert, and no codes.
     """
     x, w, ids = torch.zeros(4, D), torch.zeros(4, K), torch.zeros(4, K, dtype=torch.int32)
     matrices = (torch.zeros(2 * 6, D), torch.zeros(D, 6)) if shared else (None, None)
-    return x, w, ids, torch.zeros(2, 8, D), torch.zeros(2, D, 4), None, *matrices
+    return x, w, ids, torch.zeros(2, 8, D), torch.zeros(2, D, 4), None, *matrices, None, None
 
 
 def routes(kind: str, tokens: int, E: int, K: int, draw: torch.Generator) -> Tensor:

@@ -92,14 +92,6 @@ REFUSED = [
         "--train.fp8=experts: not with --parallel.adaptive-r=0",
     ),
     (
-        dict(parallel=ParallelConfig(ep=2, dispatch="symm")),
-        "--train.fp8=experts: not with --parallel.dispatch=symm",
-    ),
-    (
-        dict(parallel=ParallelConfig(ep=2, dispatch_dtype="fp8")),
-        "--train.fp8=experts: not with --parallel.dispatch-dtype=fp8",
-    ),
-    (
         dict(model=replace(MODEL, moe=replace(MOE, ffn_dim=72))),
         "--train.fp8=experts: experts of 256 x 72: both must be multiples of 16",
     ),

@@ -18,6 +18,7 @@ from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE
 from tmoe.ops import grouped_mm
 from tmoe.ops.experts import cpu
+from tmoe.ops.experts.fp8_codes import Codes
 from tmoe.parallel import build_mesh, parallelize
 from tmoe.parallel.copies import make_stale
 
@@ -121,6 +122,13 @@ def test_symm_gets_what_is_frozen(trained):
         y.sum().backward()
     ((*_, frozen, group, summed),) = calls.found
     assert summed and not frozen and local.gate_up.grad is None and local.down.grad is None
+    sizes = Codes.size((2, 16, D), 2), Codes.size((2, D, 8), 1)
+    codes = tuple(torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes)
+    y, _ = symm.moe(x, weights, ids, own._replace(codes=codes), symm.SymmOptions(5, 128, True, "g"))
+    with Calls("tmoe::symm_moe_backward") as calls:
+        y.sum().backward()
+    ((*args,),) = calls.found
+    assert args[10] is codes[0] and args[11] is codes[1] and args[5].shape == local.gate_up.shape
 
 
 def test_grouped_mm_of_a_frozen_matrix(monkeypatch):

@@ -309,6 +309,98 @@ def check_experts(tokens, kind, pairs, activation="swiglu", K=2, L=2, D=64, F=32
         )
 
 
+def check_fp8(tokens, pairs, packed, activation="swiglu", K=2, L=2, D=128, F=64):
+    """Experts in fp8, forward and backward, against the twin with all experts in one process.
+
+    packed: rows arrive as codes, their sections of values stay NaN until the matrices' gradients, and with
+    frozen matrices for ever.
+    """
+    from tmoe.moe.exchange import symm
+    from tmoe.ops import exchange, moe_mlp
+    from tmoe.ops.experts import fp8_codes
+
+    world, capacity = len(tokens), max(tokens)
+    draw = torch.Generator().manual_seed(7)
+    ranks = Ranks(world, capacity, D, K, torch.float32)
+    at, ex = ranks.at, [ranks.exchange(p) for p in range(world)]
+    xs, dys = ([torch.randn(n, D, generator=draw) for n in tokens] for _ in range(2))
+    ws = [torch.rand(n, K, generator=draw) for n in tokens]
+    ids = [routes("random", n, world * L, K, draw) for n in tokens]
+    n = named(activation).halves
+    gate_up = torch.randn(world * L, n * F, D, generator=draw) / 11
+    down = torch.randn(world * L, D, F, generator=draw) / 8
+    codes = [
+        [fp8_codes._encode_plain(t[p * L :][:L], h) for t, h in ((gate_up, n), (down, 1))]
+        for p in range(world)
+    ]
+    sections = {
+        name: [
+            (torch.zeros(world * capacity, D, dtype=torch.float8_e4m3fn), torch.zeros(world * capacity))
+            for _ in ex
+        ]
+        for name in ("x", "dy")
+    }
+    for p, one in enumerate(ex):
+        one.packed = lambda name, D, p=p: sections[name][p]
+
+    def experts(p):
+        own = slice(p * L, (p + 1) * L)
+        how = activation, K, torch.float32, pairs, tuple(codes[p]), packed
+        return symm.ReceivedExperts(ex[p], gate_up[own], down[own], None, *how)
+
+    def push(name, rows, weights):
+        for p in range(world):
+            where = at["ids"], at["weights"], at["state"], p, capacity, L, 2, False
+            w = weights and weights[p]
+            if not packed:
+                exchange.push(rows[p], ids[p], w, at[name], *where)
+                continue
+            mine, scales = torch.zeros(len(rows[p]), D, dtype=torch.float8_e4m3fn), torch.zeros(len(rows[p]))
+            exchange.pack(rows[p], None, mine, scales)
+            to, to_scales = (torch.tensor([t[i].data_ptr() for t in sections[name]]) for i in range(2))
+            exchange.push(mine, ids[p], w, to, *where, scales, to_scales)
+
+    def unpack(p, name):
+        if packed:
+            exchange.unpack(ranks.of[name][p], ranks.of["ids"][p], *sections[name][p])
+
+    def pull(d_weights):
+        ys = [torch.full_like(x, float("nan")) for x in xs]
+        for p in range(world):
+            where = ids[p], at["y"], at["d_weights"], at["state"], p, capacity, L, 2
+            exchange.pull(ys[p], d_weights and d_weights[p], *where, meet=False)
+        return torch.cat(ys)
+
+    push("x", xs, ws)
+    hs = [torch.full((pairs, gate_up.shape[1]), float("nan")) for _ in tokens]
+    for p in range(world):
+        experts(p).forward(hs[p])
+    got = [pull(None)]
+    push("dy", dys, None)
+    for p in range(world):
+        frozen = experts(p).backward(hs[p], lambda: None, lambda: None, True)
+        assert frozen == (None, None, None) and (not packed or ranks.of["x"][p].isnan().all())
+    d_ws = [torch.full_like(w, float("nan")) for w in ws]
+    got += [pull(d_ws), torch.cat(d_ws)]
+    for p in range(world):
+        unpack(p, "dy")
+    grads = [experts(p).backward(hs[p], lambda p=p: unpack(p, "x"), lambda: None) for p in range(world)]
+    got += [torch.cat([grad[i] for grad in grads]) for i in range(2)]
+    assert torch.equal(pull(d_ws), got[1]), "frozen, another dx"
+
+    # matrices' gradients are those of the values that were sent
+    sent = fp8_codes.rounded_rows if packed else lambda rows: rows
+    leaves = [torch.cat(t).requires_grad_() for t in ([sent(x) for x in xs], ws)]
+    leaves += [t.clone().requires_grad_() for t in (gate_up, down)]
+    every = fp8_codes._encode_plain(gate_up, n), fp8_codes._encode_plain(down, 1)
+    want = moe_mlp(leaves[0], *leaves[2:], leaves[1], torch.cat(ids), activation=activation, codes=every)
+    want.backward(torch.cat([sent(dy) for dy in dys]))
+    wanted = want, *(t.grad for t in leaves)
+    for name, ours, theirs in zip(("y", "dx", "dw", "gate_up", "down"), got, wanted, strict=True):
+        error = float((ours - theirs).detach().norm() / theirs.detach().norm())
+        assert error < (5e-2 if pairs < max(tokens) * K else 1e-3), (name, packed, error)
+
+
 def check_frozen(tokens, pairs, K=2, L=2, D=64, F=32):
     """Frozen matrices: all other gradients as before, bit for bit, and no product for dW."""
     from tmoe.moe.exchange import symm
@@ -359,7 +451,7 @@ def check_sums(experts, h, matrices, others, ranks):
 
 
 def in_the_interpreter():
-    from interpreter import poison, repair_interpreter, small_tiles
+    from interpreter import poison, repair_interpreter, rounds_to_nearest, small_tiles
 
     from tmoe.moe.exchange import symm
     from tmoe.ops.experts import gpu
@@ -372,6 +464,9 @@ def in_the_interpreter():
     check_experts([80, 50], "first rank", 128, "relu2")
     check_experts([0, 3, 1], "holes", 128)
     check_frozen([150], 128)
+    rounds_to_nearest()
+    check_fp8([21, 0, 30], 128, False)
+    check_fp8([80, 90], 128, True, "relu2")
     check_exchange("random", [13, 13], 72, 3, 4, torch.bfloat16)
     check_exchange("holes", [9, 0, 21], 40, 4, 3, torch.float32)
     check_exchange("one expert", [5, 8, 1, 2], 32, 2, 2, torch.float16)

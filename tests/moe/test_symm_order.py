@@ -90,7 +90,7 @@ def test_backward_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch
     """
     at = Calls(monkeypatch, True)
     x, w, ids, gate_up, down, *_ = operands(False)
-    without = (None,) * 5  # bias, shared expert, H
+    without = (None,) * 7  # bias, shared expert, codes, H
     how = "swiglu", 4, 128, False, False, "group"
     symm._backward(symm.SymmBackward(x, None, x, w, ids, gate_up, down, *without, *how))
     assert at.log == [

@@ -161,7 +161,7 @@ def test_a_shared_expert_that_is_cast_runs_itself():
 
 
 def test_what_does_not_fit_is_said_before_anything_is_pushed():
-    x, w, ids, up, down, bias, shared_up, shared_down = operands()
+    x, w, ids, up, down, bias, shared_up, shared_down, *codes = operands()
     for fp8, shared, message in (
         (True, (shared_up, shared_down), "fp8"),
         (False, (shared_up[:-1], shared_down), "shared_gate_up"),
@@ -170,7 +170,8 @@ def test_what_does_not_fit_is_said_before_anything_is_pushed():
         (False, (shared_up, shared_down[:-1]), "shared_down"),
     ):
         with pytest.raises(ValueError, match=message):
-            layer = symm.SymmCall(x, w, ids, up, down, bias, *shared, "swiglu", 4, 128, fp8, True, "nobody")
+            tensors = x, w, ids, up, down, bias, *shared, *codes
+            layer = symm.SymmCall(*tensors, "swiglu", 4, 128, fp8, True, "nobody")
             symm._forward(layer)
 
 
@@ -457,7 +458,7 @@ def keeps_nothing(rank, net, dispatcher, tokens):
     """Without gradients the values are the same, without pre-activations; x of an inference is copied too."""
     x, w, [(up, down, [(shared_up, shared_down)]), _] = net.leaves(rank)
     symm.hides = rule(True, True)
-    tensors = x, w, net.ids[rank], up, down, None, shared_up, shared_down
+    tensors = x, w, net.ids[rank], up, down, None, shared_up, shared_down, None, None
     op = functools.partial(torch.ops.tmoe.symm_moe, *tensors, "swiglu", max(tokens), 128, False)
     y, h, shared_y, shared_h = op(True, "g", False)
     assert len(h) == 128 and shared_h.shape == (len(x), 2 * SHARED)

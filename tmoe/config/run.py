@@ -889,9 +889,6 @@ def require_fp8(cfg: Config) -> None:
     for other in ("parallel.etp", "parallel.adaptive_r"):
         cut = f"not with {run.said(other)}, which multiplies by parts or gathered experts without codes"
         run.require(run.value(other) in (None, 1), name, cut, "none")
-    for other, value in (("parallel.dispatch", "symm"), ("parallel.dispatch_dtype", "fp8")):
-        wire = f"not with {run.said(other)}: symm's op has no fp8 products yet"
-        run.require(run.value(other) != value, name, wire, "none")
     widths = cfg.model.expert_dim, cfg.model.moe.ffn_dim
     sizes = f"experts of {widths[0]} x {widths[1]}: both must be multiples of {MULTIPLE}"
     run.require(not any(width % MULTIPLE for width in widths), name, sizes, "none")

@@ -234,11 +234,10 @@ def _no_fp8(theirs: Any, marks: Marks) -> str:
     if arch not in KERNELS:
         return f"is on {arch}, which has no kernels of experts in fp8; valid is Hopper"
     if down.dtype not in (torch.float32, torch.bfloat16):
-        return f"has weights in {down.dtype}; valid are torch.float32, under autocast to bf16, and torch.bfloat16"
+        return f"has weights in {down.dtype}; valid are torch.float32 and torch.bfloat16"
     widths = tuple(down.shape[1:])
-    return (
-        f"has the widths {widths}; both must be multiples of {step}" if any(w % step for w in widths) else ""
-    )
+    odd = any(width % step for width in widths)
+    return f"has the widths {widths}; both must be multiples of {step}" if odd else ""
 
 
 def _none_found(kind: str, modules: dict[str, nn.Module]) -> str:

@@ -192,10 +192,7 @@ def apply_spread(model: Transformer, mesh: Mesh, cfg: Config) -> None:
 
 
 def apply_fp8(layers: Sequence[MoE], mesh: Mesh, cfg: Config) -> None:
-    """Lets the experts of these layers multiply in fp8, if --train.fp8 asks for it and the table agrees.
-
-    Call it before `apply_ep`, because symm has no fp8 products.
-    """
+    """Lets the experts of these layers multiply in fp8, if --train.fp8 asks for it and the table agrees."""
     if not choose(cfg, mesh.axes, arch_of(mesh.world.device_type)).on:
         return
     for moe in layers:

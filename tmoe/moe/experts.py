@@ -223,8 +223,6 @@ class Experts(nn.Module):
         """The feature of these experts that the symm dispatcher does not support; "" if it supports all."""
         if self.weigh != "activation":
             return f"--model.moe.weigh={self.weigh}"
-        if self.fp8:
-            return "--train.fp8"
         if self.scales:
             return "adapters on experts"
         return "experts whose down projection has a bias" if self.down_bias is not None else ""

@@ -14,7 +14,6 @@ from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, INT32, compute_bytes, local_tokens
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.exchange.symm import hides
-from tmoe.moe.fp8_choice import planned
 from tmoe.moe.select.capacity import capacity
 
 
@@ -111,7 +110,7 @@ def uses_symm(cfg: Config, axes: Axes) -> bool:
     near = 1 < axes.ep <= (cfg.node or NODE) and axes.etp == 1
     moe = cfg.model.moe
     by_tokens = cfg.parallel.adaptive_r != 0 and cfg.parallel.dispatch != "nccl"
-    plain = not moe.bias and not moe.pad and moe.weigh == "activation" and not planned(cfg, axes)
+    plain = not moe.bias and not moe.pad and moe.weigh == "activation"
     return near and by_tokens and plain and not cfg.lora.rank
 
 

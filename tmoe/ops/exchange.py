@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from tmoe.ops.experts.fp8_kernels import po2, size
 from tmoe.ops.experts.pair_order import power_of_2
 from tmoe.ops.launch.kernel_launch import cdiv, launch
 from tmoe.ops.launch.shapes import LayerShapes
@@ -234,7 +235,8 @@ def pack_kernel(
 ):  # fmt: skip
     """Pack rows: x [n, D] = packed * scales, with packed in float8 e4m3.
 
-    A scale is the row's largest magnitude divided by 448, the largest float8 e4m3.
+    A scale is the power of two from the row's largest magnitude / 448 upwards: packed times scale is exact in
+    bfloat16, and experts in fp8 multiply by packed rows (ops/experts/fp8_codes.py).
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     there = filled(ids, t, n, K, KP)
@@ -243,14 +245,16 @@ def pack_kernel(
     for col in range(0, D, BD):
         cols = col + tl.arange(0, BD)[None, :]
         tile = tl.load(x + rows + cols, mask=there[:, None] & (cols < D), other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.max(tl.abs(tile), 1))
-    scale = tl.where(top > 0, top / 448.0, 1.0)
+        top = tl.maximum(top, tl.max(size(tile), 1))
+    scale, inverse = po2(top)
     tl.store(scales + t, scale, mask=there)
     for col in range(0, D, BD):
         cols = col + tl.arange(0, BD)[None, :]
         tile = tl.load(x + rows + cols, mask=there[:, None] & (cols < D), other=0.0).to(tl.float32)
         tl.store(
-            packed + rows + cols, (tile / scale[:, None]).to(tl.float8e4nv), mask=there[:, None] & (cols < D)
+            packed + rows + cols,
+            (tile * inverse[:, None]).to(tl.float8e4nv),
+            mask=there[:, None] & (cols < D),
         )
 
 

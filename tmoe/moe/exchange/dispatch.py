@@ -190,7 +190,8 @@ class SymmDispatcher(Dispatcher):
         K = self.mean_K or routing.ids_TK.shape[1]
         pairs = pairs_bound(tokens, K, self.ranks, self.local_experts)
         summed = experts.sums_for(x_TD)
-        local = symm.Local(experts.gate_up, experts.down, experts.gate_up_bias, experts.activation, summed)
+        matrices = experts.gate_up, experts.down, experts.gate_up_bias
+        local = symm.Local(*matrices, experts.activation, summed, experts.codes)
         options = symm.SymmOptions(tokens, pairs, self.fp8, self.group)
         return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, local, options, shared)
 

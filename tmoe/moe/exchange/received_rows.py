@@ -8,12 +8,14 @@ next: moe/exchange/symm.py
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tmoe.ops.experts import gpu
+from tmoe.ops.experts import fp8_gpu, gpu
+from tmoe.ops.experts.op import packed_codes
 from tmoe.ops.experts.pair_order import Metadata, route
 from tmoe.ops.gradient_sums import NEW, GradientSum
 from tmoe.ops.launch.replay import remembered
@@ -37,12 +39,21 @@ class ReceivedExperts:
         K: int,
         dtype: torch.dtype,
         pairs: int,
+        codes: tuple[Tensor, Tensor] | None = None,
+        packed: bool = False,
     ):
+        """codes: of gate_up and down, for products in fp8.
+
+        packed: x and dy have arrived as codes and scales, by which these products multiply. Their sections of
+            rows then need values only before the gradients of the matrices.
+        """
         D = down.shape[1]
         x, dy, y = (ex.rows(name, D, dtype) for name in ("x", "dy", "y"))
         weights, d_weights = (ex.routes(name, K, torch.float32) for name in ("weights", "d_weights"))
         bias = None if bias is None else bias.contiguous()
-        self.operands = (x, dy, y, weights, d_weights, gate_up.contiguous(), down.contiguous(), bias)
+        rows = [t for name in ("x", "dy") for t in ex.packed(name, D)] if packed and codes else [None] * 4
+        self.matrices = gate_up.contiguous(), down.contiguous()
+        self.operands = (x, dy, y, weights, d_weights, *self.matrices, *(codes or (None, None)), *rows, bias)
         self.ids = ex.routes("ids", K, torch.int32)
         self.how = (activation, pairs)
 
@@ -82,8 +93,8 @@ class ReceivedExperts:
         if frozen:
             del act
             return None, None, self.gradient_of_bias(dh, packed)
-        matrices = self.operands[5:7]
-        into = [total.open().allocated(t) for total, t in zip(sums, matrices, strict=False)] or [NEW, NEW]
+        opened = zip(sums, self.matrices, strict=False)
+        into = [total.open().allocated(t) for total, t in opened] or [NEW, NEW]
         how = tuple("add" if target.add else "write" for target in into)
         given = [target.tensor for target in into]
         *made, d_bias = self.do(gradients_of_experts, dh, act, packed[0], *given, how=how)
@@ -108,7 +119,10 @@ class ReceivedExperts:
 
 
 class Work(NamedTuple):
-    """The operands of a call, and the steps that several parts share."""
+    """The operands of a call, and the steps that several parts share.
+
+    The codes of matrices are None without products in fp8, those of rows unless x and dy have arrived packed.
+    """
 
     x: Tensor
     dy: Tensor
@@ -117,6 +131,12 @@ class Work(NamedTuple):
     d_weights: Tensor
     gate_up: Tensor
     down: Tensor
+    up_codes: Tensor | None
+    down_codes: Tensor | None
+    x_codes: Tensor | None
+    x_scales: Tensor | None
+    dy_codes: Tensor | None
+    dy_scales: Tensor | None
     bias: Tensor | None
     activation: str
     pairs: int
@@ -130,33 +150,49 @@ class Work(NamedTuple):
         first = Metadata(packed[0], self.weights.numel(), self.down.shape[0], self.pairs)
         return [first, *(first.over(i * self.pairs, more) for i, more in enumerate(packed[1:], 1))]
 
-    def layer(self, window: Metadata) -> gpu.LayerLaunches:
-        """The kernels of moe_mlp for a window."""
-        operands = (self.gate_up, self.down, self.dy)
-        K = self.weights.shape[1]
-        return gpu.LayerLaunches(self.x, self.down.shape, K, window, self.weights, operands, self.activation)
+    def layers(self) -> Callable[[Metadata], gpu.LayerLaunches]:
+        """A function that makes the launches of moe_mlp for a window of one part.
 
-    def gradient_of_h(self, window: Metadata, h: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        In fp8 windows share the casts of x and dy, which are received codes if these arrived packed.
+        """
+        operands = (self.gate_up, self.down, self.dy)
+        K, kind = self.weights.shape[1], gpu.LayerLaunches
+        if (matrices := packed_codes(self)) is not None:
+            casts = {
+                rows.data_ptr(): (codes, scales)
+                for rows, codes, scales in (
+                    (self.x, self.x_codes, self.x_scales),
+                    (self.dy, self.dy_codes, self.dy_scales),
+                )
+                if codes is not None
+            }
+            kind = partial(fp8_gpu.Fp8Launches, codes=matrices, casts=casts)
+        return lambda window: kind(
+            self.x, self.down.shape, K, window, self.weights, operands, self.activation
+        )
+
+    def gradient_of_h(self, layer: gpu.LayerLaunches, h: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """dH, the weighted activation, and the parts of the routing weights' gradient.
 
         H is computed again where h is None.
         """
-        layer = self.layer(window)
         if h is None:
             h = layer.empty(layer.N, layer.H)
             layer.up(self.gate_up, self.bias, h)
         dy = self.dy if layer.config("dh").gather else layer.gathered(self.dy)
         return layer.dh(dy, self.down, h)
 
-    def gradient_of_x(self, window: Metadata, dh: Tensor, ds: Tensor, add: bool) -> None:
-        """Writes dx into y, and d_weights; add: adds them to the present values."""
-        layer = self.layer(window)
+    def gradient_of_x(self, layer: gpu.LayerLaunches, dh: Tensor, ds: Tensor, add: bool) -> None:
+        """Writes dx into y, and d_weights; add: adds them to the present values.
+
+        layer: the launches with which `gradient_of_h` has computed dH.
+        """
         rows = layer.rows("dx", dh, self.gate_up, False)
         layer.combine(rows, None, self.y, ds, self.d_weights, add, fill=False)
 
     def gradients_of_experts(
         self,
-        window: Metadata,
+        layer: gpu.LayerLaunches,
         dh: Tensor,
         act: Tensor,
         sums: Sequence[Tensor | None] = (None, None, None),
@@ -166,7 +202,6 @@ class Work(NamedTuple):
 
         how: of gate_up's and down's sums, as in `gpu.LayerLaunches.dw`.
         """
-        layer = self.layer(window)
         gather_down = layer.config("dw_down").gather
         gather_up = layer.config("dw_up").gather
 
@@ -186,14 +221,15 @@ class Work(NamedTuple):
 
 def taken(args: tuple[Any, ...]) -> tuple[Work, tuple[Any, ...]]:
     """Splits a part's arguments into its Work and its own tensors."""
-    return Work(*args[:8], *args[-2:]), args[8:-2]
+    return Work(*args[:14], *args[-2:]), args[14:-2]
 
 
 def outputs(*args: Any) -> tuple[()]:
     """ids, h (or None): y of all windows; H of the first window, written into h."""
     work, (ids, h) = taken(args)
+    layer_of = work.layers()
     for i, window in enumerate(work.windows(ids)):
-        layer = work.layer(window)
+        layer = layer_of(window)
         rows = layer.products(work.gate_up, work.bias, None if i else h, work.down)
         layer.combine(rows, work.weights, work.y, add=i > 0, fill=False)
     return ()
@@ -206,17 +242,20 @@ def gradient_of_x(*args: Any) -> tuple[Tensor, ...]:
     """
     work, (ids, h) = taken(args)
     first, *rest = work.windows(ids)
-    dh, act, ds = work.gradient_of_h(first, h)
-    work.gradient_of_x(first, dh, ds, False)
+    layer = work.layers()(first)
+    dh, act, ds = work.gradient_of_h(layer, h)
+    work.gradient_of_x(layer, dh, ds, False)
     return dh, act, first.packed, *(window.packed for window in rest)
 
 
 def add_to_gradient_of_x(*args: Any) -> tuple[()]:
     """Packed metadata: dx and d_weights of the windows after the first, added to those of the first."""
     work, packed = taken(args)
+    layer_of = work.layers()
     for window in work.windows_in(packed)[1:]:
-        dh, _, ds = work.gradient_of_h(window, None)
-        work.gradient_of_x(window, dh, ds, True)
+        layer = layer_of(window)
+        dh, _, ds = work.gradient_of_h(layer, None)
+        work.gradient_of_x(layer, dh, ds, True)
         del dh, ds
     return ()
 
@@ -229,7 +268,8 @@ def gradients_of_experts(*args: Any) -> tuple[Tensor | None, Tensor | None, Tens
     """
     work, (dh, act, packed, up_sum, down_sum, *how) = taken(args)
     given = up_sum, down_sum, None
-    *made, d_bias = work.gradients_of_experts(work.windows_in([packed])[0], dh, act, given, how)
+    layer = work.layers()(work.windows_in([packed])[0])
+    *made, d_bias = work.gradients_of_experts(layer, dh, act, given, how)
     d_gate_up, d_down = (one if there is None else None for one, there in zip(made, given, strict=False))
     return d_gate_up, d_down, d_bias
 
@@ -237,9 +277,11 @@ def gradients_of_experts(*args: Any) -> tuple[Tensor | None, Tensor | None, Tens
 def add_to_gradients_of_experts(*args: Any) -> tuple[()]:
     """Sums, packed metadata: the experts' gradients of the windows after the first, added to the sums."""
     work, (d_gate_up, d_down, d_bias, *packed) = taken(args)
+    layer_of = work.layers()
     for window in work.windows_in(packed)[1:]:
-        dh, act, _ = work.gradient_of_h(window, None)
-        work.gradients_of_experts(window, dh, act, (d_gate_up, d_down, d_bias))
+        layer = layer_of(window)
+        dh, act, _ = work.gradient_of_h(layer, None)
+        work.gradients_of_experts(layer, dh, act, (d_gate_up, d_down, d_bias))
         del dh, act
     return ()
 
@@ -247,14 +289,16 @@ def add_to_gradients_of_experts(*args: Any) -> tuple[()]:
 def gradient_of_bias(*args: Any) -> tuple[Tensor]:
     """dH, packed metadata, both of the first window: its gradient of the bias."""
     work, (dh, *packed) = taken(args)
-    return (work.layer(work.windows_in(packed)[0]).bias_gradient(dh),)
+    return (work.layers()(work.windows_in(packed)[0]).bias_gradient(dh),)
 
 
 def add_to_gradient_of_bias(*args: Any) -> tuple[()]:
     """Sum, packed metadata: the bias's gradient of the windows after the first, added to the sum."""
     work, (d_bias, *packed) = taken(args)
+    layer_of = work.layers()
     for window in work.windows_in(packed)[1:]:
-        dh, _, _ = work.gradient_of_h(window, None)
-        work.layer(window).bias_gradient(dh, d_bias)
+        layer = layer_of(window)
+        dh, _, _ = work.gradient_of_h(layer, None)
+        layer.bias_gradient(dh, d_bias)
         del dh
     return ()

@@ -41,7 +41,8 @@ as well.
 
 **fp8** on the wire: rows are packed to float8 e4m3, with one scale per row, before they are sent. The
 receiver unpacks them, so experts and sums read the dtype of x. This halves the bytes. Each movement adds
-rounding of about 2.6% of a row's norm, in forward and in backward.
+rounding of about 2.6% of a row's norm, in forward and in backward. Experts in fp8 (`codes`) multiply by the
+packed x and dy as they came, without a second cast; only the gradients of their matrices read values.
 
 next: moe/exchange/dispatch.py
 """
@@ -61,8 +62,9 @@ from torch import Tensor
 from tmoe.base.private_torch import find
 from tmoe.moe.exchange.received_rows import ReceivedExperts
 from tmoe.ops import exchange
-from tmoe.ops.argument_checks import check_moe_mlp, check_shared
+from tmoe.ops.argument_checks import check_shared
 from tmoe.ops.experts import swiglu
+from tmoe.ops.experts.op import NO_CODES, check_arguments, packed_codes
 from tmoe.ops.gradient_sums import sum_of
 from tmoe.ops.launch.kernel_launch import cdiv, device_facts
 from tmoe.ops.register import register
@@ -392,6 +394,8 @@ class Local(NamedTuple):
     activation: str
     summed: bool = False
     """the op adds the gradients of both matrices to their sums (tmoe/ops/gradient_sums.py)"""
+    codes: tuple[Tensor, Tensor] | None = None
+    """of gate_up and down, for products in fp8 (tmoe/ops/experts/fp8_codes.py)"""
 
 
 class SymmOptions(NamedTuple):
@@ -434,10 +438,11 @@ def moe(
     differentiable in all tensors except ids; every rank of the group must then call backward.
     """
     shared_gate_up, shared_down = (None, None) if shared is None else shared
-    gate_up, down, bias, activation, summed = local
+    gate_up, down, bias, activation, summed, codes = local
     if summed:
         gate_up, down = gate_up.detach(), down.detach()
-    matrices = gate_up, down, bias, shared_gate_up, shared_down
+    up_codes, down_codes = codes or NO_CODES
+    matrices = gate_up, down, bias, shared_gate_up, shared_down, up_codes, down_codes
     tensors = (x_TD, weights_TK, ids_TK, *matrices)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     tokens, pairs, fp8, group = way
@@ -459,6 +464,8 @@ class SymmCall(NamedTuple):
     bias: Tensor | None
     shared_gate_up: Tensor | None
     shared_down: Tensor | None
+    up_codes: Tensor | None
+    down_codes: Tensor | None
     activation: str
     tokens: int
     pairs: int
@@ -481,6 +488,8 @@ class SymmBackward(NamedTuple):
     bias: Tensor | None
     shared_gate_up: Tensor | None
     shared_down: Tensor | None
+    up_codes: Tensor | None
+    down_codes: Tensor | None
     h: Tensor
     shared_h: Tensor
     activation: str
@@ -499,8 +508,8 @@ def _forward(layer: SymmCall) -> Tensors:
     shared expert (empty without it).
     """
     x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, *_ = layer
-    activation, fp8, keep = layer.activation, layer.fp8, layer.keep
-    check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
+    activation, fp8, keep, codes = layer.activation, layer.fp8, layer.keep, packed_codes(layer)
+    check_arguments(layer)
     if shared_gate_up is not None and shared_down is not None:
         check_shared(x, shared_gate_up, shared_down, fp8)
     with torch.cuda.device(x.device):
@@ -513,7 +522,7 @@ def _forward(layer: SymmCall) -> Tensors:
             shared_y = x.new_empty(0)
             shared_h = x.new_empty(0)
             ex.push("x", x, ids, weights, L, fp8)
-            if fp8:
+            if fp8 and codes is None:
                 ex.unpack("x", D, x.dtype, K)
         else:
             _push_beside(ex, {"x": x}, ids, weights, L)
@@ -521,7 +530,8 @@ def _forward(layer: SymmCall) -> Tensors:
             shared_h = shared_h if keep else x.new_empty(0)
             ex.arrived()
         h = x.new_empty(layer.pairs if keep else 0, gate_up.shape[1])
-        experts = ReceivedExperts(ex, gate_up, down, bias, activation, K, x.dtype, layer.pairs)
+        how = K, x.dtype, layer.pairs, codes, fp8
+        experts = ReceivedExperts(ex, gate_up, down, bias, activation, *how)
         experts.forward(h if keep else None)
         y = torch.empty_like(x)
         ex.pull(y, None, ids, L, fp8)
@@ -553,8 +563,9 @@ def _backward(layer: SymmBackward) -> Tensors:
     the bias (empty without one). Then the gradients that the shared expert gives: of x and of its two
     matrices (empty without it).
     """
-    gate_up, down, bias, shared_gate_up, shared_down, h, shared_h = layer[5:12]
-    fp8 = layer.fp8
+    gate_up, down, bias, shared_gate_up, shared_down = layer[5:10]
+    h, shared_h, fp8, codes = layer.h, layer.shared_h, layer.fp8, packed_codes(layer)
+    values = codes is None or not layer.frozen  # of packed rows: are read
     with torch.cuda.device(layer.x.device):
         dy, x, weights, ids = (t.contiguous() for t in (layer.dy, layer.x, layer.weights, layer.ids))
         ex = exchange_of(layer.group)
@@ -580,16 +591,17 @@ def _backward(layer: SymmBackward) -> Tensors:
                 copied.append(ex.copy_async(ex.copy_x, ex.wire_x("x", x, fp8)))
             else:
                 ex.push("x", x, ids, None, L, fp8)
-            if fp8:
+            if fp8 and values:
                 ex.unpack("dy", D, x.dtype, K)
 
         # The experts' gradients, and the rows that are sent during them.
-        experts = ReceivedExperts(ex, gate_up, down, bias, layer.activation, K, x.dtype, layer.pairs)
+        how = K, x.dtype, layer.pairs, codes, fp8
+        experts = ReceivedExperts(ex, gate_up, down, bias, layer.activation, *how)
 
         def x_is_here() -> None:
             if hidden and not shared:
                 ex.arrived()
-            if fp8:
+            if fp8 and values:
                 ex.unpack("x", D, x.dtype, K)
 
         def dx_is_there() -> None:
@@ -646,7 +658,7 @@ def _differentiate(
     if not any(ctx.needs_input_grad[3:5]):
         d_gate_up = d_down = None
     d_bias = None if bias is None else d_bias
-    return dx, d_weights, None, d_gate_up, d_down, d_bias, d_shared_gate_up, d_shared_down, *(None,) * 7
+    return dx, d_weights, None, d_gate_up, d_down, d_bias, d_shared_gate_up, d_shared_down, *(None,) * 9
 
 
 register(

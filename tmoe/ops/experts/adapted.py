@@ -17,7 +17,7 @@ from tmoe.ops.argument_checks import check_device, check_tensors, require
 from tmoe.ops.experts import adapted_cpu, adapted_fp8_cpu, adapted_fp8_gpu, adapted_gpu, cpu
 from tmoe.ops.experts.adapted_cpu import Adapters, Kept
 from tmoe.ops.experts.cpu import ExpertWeights
-from tmoe.ops.experts.op import NO_CODES, _check, _rows, packed_codes
+from tmoe.ops.experts.op import NO_CODES, _rows, check_arguments, packed_codes
 from tmoe.ops.experts.pair_order import Metadata
 from tmoe.ops.launch.eager import unwatched
 from tmoe.ops.launch.replay import remembered
@@ -158,7 +158,7 @@ class AdaptedBackward(NamedTuple):
 def _forward_cpu(call: AdaptedCall) -> tuple[Tensor, ...]:
     """y, the tensors of `Kept` (empty unless keep) and the packed metadata."""
     x, ids = call.x, call.ids
-    _check(call)
+    check_arguments(call)
     N, E = ids.numel(), call.gate_up.shape[0]
     rows = adapted_cpu.AdaptedRows(*cpu.route(ids, E))
     kept = Kept(*(x.new_empty(N, width) for width in (call.gate_up.shape[1], *call.adapters.ranks)))
@@ -176,7 +176,7 @@ def _forward_cpu(call: AdaptedCall) -> tuple[Tensor, ...]:
 
 
 def _forward_gpu(call: AdaptedCall) -> tuple[Tensor, ...]:
-    _check(call)
+    check_arguments(call)
     if packed_codes(call) is None:
         return remembered(adapted_gpu.forward, call[:10], *call[12:])
     return remembered(adapted_fp8_gpu.forward, call[:12], *call[12:])

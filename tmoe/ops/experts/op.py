@@ -233,10 +233,10 @@ def _rows(x: Tensor, ids: Tensor, pairs: int) -> int:
     return ids.numel() if x.device.type == "cpu" else pairs
 
 
-def _check(call: Any) -> None:
+def check_arguments(call: Any) -> None:
     """Raises ValueError for arguments that do not fit the contract of moe_mlp.
 
-    call: the arguments of moe_mlp or of moe_mlp_adapted.
+    call: the arguments of an op that has those of moe_mlp.
     """
     tensors = call.x, call.gate_up, call.down, call.weights, call.ids, call.bias
     check_moe_mlp(*tensors, call.activation)
@@ -248,7 +248,7 @@ def _check(call: Any) -> None:
 def _forward_cpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
     """y, H (empty unless keep) and the packed metadata."""
     x, weights, ids, gate_up, keep = call.x, call.weights, call.ids, call.gate_up, call.keep
-    _check(call)
+    check_arguments(call)
     N = ids.numel()
     E, F2, _ = gate_up.shape
     order, ends = cpu.route(ids, E)
@@ -266,7 +266,7 @@ def _forward_cpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_gpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
-    _check(call)
+    check_arguments(call)
     how = call.activation, call.pairs, call.keep
     if call.up_codes is None:
         return remembered(gpu.forward, call[:6], *how)
