@@ -128,13 +128,16 @@ class Carried(NamedTuple):
     generation: dict[str, Any] = {}  # noqa: RUF012
     """generation_config.json of the published folder from which the weights were first read"""
 
-    def load(self) -> Tokenizer:
-        """The tokenizer, with the weights' `chat`. `files` must be given; DataError if it is no tokenizer."""
+    def load(self, flag: str = "--data.tokenizer") -> Tokenizer:
+        """The tokenizer, with the weights' `chat`. `files` must be given.
+
+        Raises DataError if it is no tokenizer, which names the flag for another copy.
+        """
         assert self.files
         try:
             tokenizer = of_files(self.files)
         except DataError as error:
-            raise DataError(f"{error}; or name another copy of it with --data.tokenizer") from error
+            raise DataError(f"{error}; or name another copy of it with {flag}") from error
         tokenizer.chat = self.chat
         return tokenizer
 

@@ -324,7 +324,7 @@ def tokenizer_of(path: Path, carried: Carried | None, spec: str | None) -> Token
         found.chat = carried.chat if carried and carried.chat else found.chat
         return found
     if carried is not None and carried.files is not None:
-        return carried.load()
+        return carried.load("--tokenizer")
     if carried is not None and carried.fingerprint == ByteTokenizer.fingerprint:
         found = ByteTokenizer()
         found.chat = carried.chat
