@@ -452,6 +452,7 @@ def test_375_pixels_without_scrolling_sideways(view):
     view.set_viewport_size(dict(width=375, height=700))
     wide = """() => [document.documentElement, ...document.querySelectorAll("#talk, #side, #ask, #run")].map(
         e => e.scrollWidth - e.clientWidth)"""
+    view.evaluate("() => document.getElementById('name').prepend('long-name_of_a_model'.repeat(4))")
     ask(view, "x" * 200, **HOW)
     view.locator("summary").click()
     view.focus("#card")
