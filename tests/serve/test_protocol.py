@@ -109,9 +109,9 @@ def test_a_long_conversation_is_refused_in_time_that_grows_with_its_length(monke
     searched = []
 
     class Text(str):
-        def find(self, string, start=0):
-            found = str.find(self, string, start)
-            searched.append((len(self) if found < 0 else found) - start)
+        def find(self, string, start, end):
+            found = str.find(self, string, start, end)
+            searched.append((min(end, len(self)) if found < 0 else found) - start)
             return found
 
     monkeypatch.setattr(encoding, "squeezed", lambda text: Text("".join(text.split())))
@@ -120,6 +120,21 @@ def test_a_long_conversation_is_refused_in_time_that_grows_with_its_length(monke
     with pytest.raises(Refused, match=r"messages: more than --max-len=4096"):
         protocol_of(call_tokenizer("hermes")).chat(dict(messages=messages))
     assert len(searched) >= 4001 and sum(searched) < 2 * 200_000
+    searched.clear()  # the template leaves out the ids of calls: the whole text is searched for one of them
+    calls = [
+        dict(id=f"c{i:08}", type="function", function=dict(name="f", arguments=f'{{"a": "é{i}"}}'))
+        for i in range(4000)
+    ]
+    asked = [*ASKED["messages"], dict(role="assistant", content=None, tool_calls=calls)]
+    asked += [dict(role="tool", tool_call_id=call["id"], content=f"r{i}") for i, call in enumerate(calls)]
+    with pytest.raises(Refused, match=r"messages: more than --max-len=4096"):
+        protocol_of(call_tokenizer("hermes")).chat(dict(messages=asked))
+    assert len(searched) >= 12_000 and sum(searched) < 20 * 400_000
+    with pytest.raises(Refused, match="messages: 4097; at most 4096"):
+        protocol_of(call_tokenizer("hermes")).chat(dict(messages=messages + messages[:96]))
+    named = [ASKED["messages"][0] | {f"field{i}": "xq-z" for i in range(65)}]
+    with pytest.raises(Refused, match="leaves out more than 64 fields"):
+        protocol_of(call_tokenizer("hermes")).chat(dict(messages=named))
 
 
 def test_bytes_of_the_tokens_of_a_text():

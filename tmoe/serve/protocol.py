@@ -31,6 +31,7 @@ from tmoe.serve.messages import Ready
 from tmoe.serve.parse_tools import text_of, thought_tags
 
 MOST_N, MOST_STOPS, MOST_PROMPTS, MOST_TOOLS = 128, 4, 128, 128
+MOST_MESSAGES = 4096  # gpt-oss's template, for example, needs time that grows with the square of their number
 CHAT_TOKENS, TEXT_TOKENS = 1024, 16  # most tokens of an answer, unless the request says otherwise
 SEEDS = 2**31  # seeds are taken modulo this
 START = 16  # characters for each token of --max-len: texts with more are looked at before they are encoded
@@ -305,6 +306,8 @@ class Protocol:
         messages = fields.body.get("messages")
         if not (isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)):
             fields.refuse("messages", "must be a list of one or more objects")
+        if len(messages) > MOST_MESSAGES:
+            raise Refused(400, f"messages: {len(messages)}; at most {MOST_MESSAGES}", "messages")
         found = []
         for i, message in enumerate(messages):
             content = message.get("content")

@@ -315,7 +315,7 @@ def prompt_text(
     text = template.render(speller_of(template)(messages, tools), tools, prompt=True, **more)
     shown = squeezed(text)
     items = walk(messages, tools)[2]
-    missing = absent(shown, items)
+    missing = absent(shown, items, lambda item: (item.field, messages[item.message]["role"]))
     asked = any(message["role"] == "user" for message in messages)
     for item in missing if asked else ():  # some templates render the system's text in the first question
         require_asked(item, messages, f"the chat template ({template.source})")

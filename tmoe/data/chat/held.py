@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tmoe.data.tokenizer import DataError
@@ -27,6 +27,8 @@ SAME_THOUGHT = ("thinking", "reasoning")
 PASSED = ("role", "weight", *SAME_THOUGHT)
 NUMBER = 7070707
 NAMED = 10  # most fields that one sentence names
+NEAR = 2**15  # characters around the last string, in which the next one is searched for first
+MOST_ABSENT = 64  # kinds of strings of a conversation that a template may leave out
 Replace = Callable[[str], str]
 
 
@@ -166,29 +168,45 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
+def forms(string: str) -> Iterator[str]:
+    """A string without blanks as it is, and as JSON escapes it."""
+    yield squeezed(string)
+    for ascii_only in (False, True):
+        yield squeezed(json.dumps(string.strip(), ensure_ascii=ascii_only)[1:-1])
+
+
 def holds(text: str, string: str) -> bool:
     """Whether a text without blanks holds a string, as it is or as JSON escapes it."""
-    if squeezed(string) in text:
-        return True
-    escaped = (json.dumps(string.strip(), ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
-    return any(squeezed(form) in text for form in escaped)
+    return any(form in text for form in forms(string))
 
 
-def absent(text: str, items: Iterable[Item]) -> list[Item]:
-    """The items whose strings a text without blanks does not hold.
+def absent(text: str, items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[Item]:
+    """The first item of each kind whose strings a text without blanks does not hold.
 
-    A template writes most strings in their order. A search begins where the last one ended, because the time
-    of searches from the beginning grows with the square of a conversation's length.
+    A template writes most strings in their order, so a string is first searched for near the last one. No
+    string is searched for of a kind of which one is absent: the time of searches in the whole text grows with
+    the square of a conversation's length. DataError for more than MOST_ABSENT kinds.
     """
-    place, lacking, found = 0, set[str](), list[Item]()
+    place, lacking = 0, dict[Hashable, Item]()
     for item in items:
-        string = squeezed(item.text)
-        if (at := text.find(string, place)) >= 0 or (at := text.find(string)) >= 0:
-            place = at
-        elif string in lacking or not holds(text, item.text):
-            lacking.add(string)
-            found.append(item)
-    return found
+        if (of := kind(item)) not in lacking:
+            if (at := _find(text, item.text, place)) >= 0:
+                place = at
+            else:
+                lacking[of] = item
+        if len(lacking) > MOST_ABSENT:
+            raise DataError(f"the chat template leaves out more than {MOST_ABSENT} fields of the messages")
+    return [*lacking.values()]
+
+
+def _find(text: str, string: str, place: int) -> int:
+    """The place of a string, as `holds` reads it: after `place`, near it, or anywhere; -1: none."""
+    near = NEAR + 6 * len(string)  # JSON may write 6 characters for one
+    for start, end in ((place, place + near), (max(place - near, 0), place + near), (0, len(text))):
+        for form in forms(string):
+            if (at := text.find(form, start, end)) >= 0:
+                return at
+    return -1
 
 
 def as_python(value: Any, text: str) -> Any:
