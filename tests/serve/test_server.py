@@ -80,8 +80,10 @@ def test_echo_with_logprobs_of_the_prompt(port, engine):
     for top, text, logprob in zip(tops[1:3], "bc", own[1:3], strict=True):  # the token itself is the last one
         assert [*top.items()][-1] == (text, logprob) and len(top) <= 2
     assert any(len(top) == 2 for top in tops[1:3])
-    short = served.post(port, TEXT, asked | dict(prompt=["a", "ab"])).json["choices"]
-    assert [choice["logprobs"]["text_offset"] for choice in short] == [[0, 1], [0, 1, 2]]
+    short = served.post(port, TEXT, asked | dict(prompt=["a", "ab", "é漢a"])).json["choices"]
+    offsets = [choice["logprobs"]["text_offset"] for choice in short]
+    # the bytes of a character have its place
+    assert offsets == [[0, 1], [0, 1, 2], [0, 0, 1, 1, 1, 2, 3]]
     assert short[0]["logprobs"]["tokens"][0] == "a" and short[0]["logprobs"]["token_logprobs"][0] is None
     silent = served.post(port, TEXT, asked | dict(max_tokens=0)).json
     assert silent["choices"][0]["logprobs"]["token_logprobs"] == own[:3]

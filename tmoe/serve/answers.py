@@ -5,6 +5,7 @@ next: serve/front.py
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import time
@@ -41,6 +42,7 @@ class Choice:
         self.prompt_routes: list = []
         self.prompt_weights: list = []
         self.tokens = self.cached = self.offset = 0
+        self.characters = codecs.getincrementaldecoder("utf-8")("replace")  # of the tokens up to `offset`
         self.begun = False  # whether a chunk of it was sent
         self.frame: tuple[bytes, bytes] | None = None  # the bytes around the content in events of text alone
 
@@ -112,14 +114,27 @@ class Choice:
         tokens = [self.token(i)[0] for i, _, _ in tops]
         hidden = self.tokenizer.special if self.asked.details.skip_special else ()
         offsets = []
-        for place, (token, (i, _, _)) in enumerate(zip(tokens, tops, strict=True)):
-            offsets.append(self.offset)
+        for place, (i, _, _) in enumerate(tops):
+            if place == len(self.prompt_tops) > 0:  # the answer's text is decoded apart from the prompt's
+                self.offset += len(self.characters.decode(b"", final=True))
             # an echo shows the whole prompt
             shown = i not in hidden or place < len(self.prompt_tops)
-            self.offset += len(token) * shown
+            offsets.append(self._advance(i) if shown else self.offset)
         others = [self._by_text(*top) for top in tops]
         own = [finite(p) for _, p, _ in tops]
         return dict(tokens=tokens, token_logprobs=own, top_logprobs=others, text_offset=offsets)
+
+    def _advance(self, i: int) -> int:
+        """The next token's place in the text, in characters; a part of a character has its place."""
+        text, raw = token_text(self.tokenizer, i)
+        goes_on = raw is not None and raw[:1] and raw[0] & 0xC0 == 0x80
+        place = self.offset + (not goes_on and bool(self.characters.getstate()[0]))
+        if raw is not None:
+            self.offset += len(self.characters.decode(raw))
+        else:
+            self.characters.reset()
+            self.offset = place + len(text)
+        return place
 
     def _by_text(self, i: int, own: float | None, found: list) -> dict[str, float | None] | None:
         """The most probable tokens and the token itself, as OpenAI has them; of equal texts the first one."""
