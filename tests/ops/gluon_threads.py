@@ -10,6 +10,7 @@ Layouts, swizzles, registers and proxies are not modelled.
 
 import ast
 import builtins
+import inspect
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -291,6 +292,7 @@ LANGUAGE = SimpleNamespace(
     expand_dims=lambda a, axis: Block(a.t.unsqueeze(axis)),
     convert_layout=lambda a, layout: a, where=select, abs=lambda a: Block(a.t.abs()),
     maximum=compare(torch.maximum, torch.fmax), minimum=compare(torch.minimum, torch.fmin), max=largest,
+    zeros_like=lambda a: Block(torch.zeros_like(a.t)),
     sum=lambda a, axis: Block(a.t.sum(axis)), exp2=lambda a: Block(a.t.exp2()),
     exp=lambda a: Block(a.t.exp()), cdiv=lambda a, b: (a + (b - 1)) // b, load=load, store=store, join=join,
     split=split, permute=lambda a, order: Block(a.t.permute(order)),
@@ -326,10 +328,9 @@ def kernel_of(*files, name):
 def run(kernel, grid, *args):
     """The kernel's programs, one after the other."""
     args = [Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-    args = [Block(arg) if type(arg) is int and i < INTEGERS else arg for i, arg in enumerate(args)]
+    for i, parameter in enumerate(inspect.signature(kernel).parameters.values()):
+        if type(args[i]) is int and parameter.annotation is parameter.empty:  # no constant
+            args[i] = Block(args[i])
     for program in builtins.range(grid[0]):
         _here.program, _here.programs = program, grid[0]
         kernel(*args)
-
-
-INTEGERS = 27  # arguments of fp8_specialised before its constants

@@ -71,7 +71,7 @@ def hopper_in_threads():
     from tmoe.ops.experts import kernels
 
     folder, in_interpreter = Path(kernels.__file__).parent, fp8_gpu.launch
-    files = [folder / f"{name}.py" for name in ("kernels", "fp8_kernels", "fp8_hopper")]
+    files = [folder / f"{name}.py" for name in ("kernels", "fp8_kernels", "hopper", "fp8_hopper")]
     kernel = kernel_of(*files, name="fp8_specialised")
 
     def launch(which, grid, *args, **options):
@@ -82,6 +82,7 @@ def hopper_in_threads():
 
     fp8_gpu.launch, fp8_gpu.fp8_hopper = launch, SimpleNamespace(fp8_specialised=kernel)
     fp8_gpu.Fp8Launches.own = lambda self, kernel: fp8_table.forced[kernel]
+    fp8_gpu.Fp8Launches.weights_config = lambda self, kernel: fp8_table.forced.get(kernel)
 
 
 def check_layer(

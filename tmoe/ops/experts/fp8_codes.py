@@ -4,6 +4,8 @@
     act, dH        one scale for a tile: 64 rows of an expert, from its first row on, and 128 columns; dH is
                    rounded to its own type first
     matrices       one scale for a block of 128 x 128; gate and up are two matrices
+    x, dy, act, dH in gradients of matrices, where these are in fp8: one scale for 128 rows of an expert, from
+                   its first row on, and 128 columns
 
 A code times its scale is exact in bfloat16. The transposed copy of a matrix, which the products of the
 backward read, has the same codes: a scale holds for a block in both directions.
@@ -71,6 +73,11 @@ def rounded_rows(x_TD: Tensor) -> Tensor:
 def rounded_tiles(t_NF: Tensor) -> Tensor:
     """Rows of one expert, with one scale a tile, as products read them: float32 [N, F]."""
     return decoded(*coded(t_NF, TILE, BLOCK), TILE, BLOCK)
+
+
+def rounded_blocks(t_NC: Tensor) -> Tensor:
+    """Rows of one expert as fp8 gradients of matrices read them: float32 [N, C], one scale a block."""
+    return decoded(*coded(t_NC, BLOCK, BLOCK), BLOCK, BLOCK)
 
 
 class Codes(NamedTuple):

@@ -43,6 +43,8 @@ HOPPER = {
     "dh": KernelConfig(BM, 128, BLOCK, 8, 2, 4, 6, 1, True, 2),
     "dx": KernelConfig(BM, 256, BLOCK, 8, 2, 4, 4, 1, False, 2),
 }
+# The same for gradients of matrices. They are in bf16 unless the table has such a configuration.
+WEIGHTS = {name: KernelConfig(BM, 256, BLOCK, 8, 2, 4, 4, 1, True, 2) for name in ("dw_down", "dw_up")}
 STAGED = [64, 64]  # box of a staging buffer
 
 
@@ -73,6 +75,9 @@ class Product8(NamedTuple):
     bias: Tensor | None = None
     h: tuple[Operand | None, Operand | None] = (None, None)
     ds: Tensor | None = None
+    P: int = 0  # rows of a gradient of a matrix
+    first: Tensor | None = None
+    sums: str = ""
 
 
 class Fp8Launches(LayerLaunches):
@@ -89,7 +94,10 @@ class Fp8Launches(LayerLaunches):
 
     def config(self, kernel: str) -> KernelConfig:
         """As in gpu.py. Its functions hand over dy as it is: `operand` gathers its codes."""
-        return self.own(kernel)._replace(gather=True) if kernel in CONFIGS else super().config(kernel)
+        if kernel in CONFIGS:
+            return self.own(kernel)._replace(gather=True)
+        cfg = super().config(kernel)
+        return cfg._replace(gather=True) if kernel in WEIGHTS and self.weights_config(kernel) else cfg
 
     def own(self, kernel: str) -> KernelConfig:
         """The configuration of an fp8 product; with `outs` for the kernels of fp8_hopper.py."""
@@ -97,20 +105,32 @@ class Fp8Launches(LayerLaunches):
             return CONFIGS[kernel]
         return fastest(kernel, self.arch, self.D, self.F, self.N / self.E) or HOPPER[kernel]
 
+    def weights_config(self, kernel: str) -> KernelConfig | None:
+        """The configuration of a gradient of matrices in fp8; None: it is in bf16."""
+        if not self.tma or self.x.device.type == "cpu" or fp8_hopper is None:
+            return None
+        cfg = fastest(kernel, self.arch, self.D, self.F, self.N / self.E)
+        return cfg if cfg and cfg.outs and cfg.BL == BLOCK else None
+
     def warp_specialised(self, product: Product8) -> None:
         """Launch fp8_hopper.fp8_specialised."""
         p, cfg = product, product.cfg
         columns = 128 if p.kind == "up" and self.halves == 2 else cfg.BN
-        # "rows" depends on none of these, and needs fewer binaries if they are constant
+        # the others depend on none of these, and need fewer binaries if they are constant
         K, activation, gather, even = 1, "swiglu", False, True
-        if p.kind != "rows":
+        if p.kind in ("up", "dh"):
             K, activation, gather, even = self.K, self.activation, cfg.gather, self.D % BLOCK == 0
+        num_m, num_n, (tiles, capacity, offsets) = cdiv(p.P, BM), cdiv(p.width, columns), self.tile_args(cfg)
+        bound = self.row_tiles(cfg, p.width, columns)
+        if p.kind == "dw":
+            tiles, bound = self.meta.by_size, self.E * num_m * num_n
         launch(
-            fp8_hopper.fp8_specialised, self.grid(cfg, self.row_tiles(cfg, p.width, columns)),
+            fp8_hopper.fp8_specialised, self.grid(cfg, bound),
             *p.a, *p.b, p.bias, *p.h, *p.outs, None if p.ds is None else self.weights, p.ds, self.meta.order,
-            *self.tile_args(cfg), self.N, p.width, cdiv(p.width, columns), cdiv(p.length, BLOCK), *p.strides,
-            cfg.GROUP, self.D, cfg.BN, cfg.stages, cfg.outs, K, p.kind, activation, p.outs[1] is not None,
-            p.parts, gather, even, num_warps=cfg.warps,
+            tiles, capacity, offsets, p.first, self.N, self.E, p.P, p.width, num_m, num_n,
+            cdiv(p.length, BLOCK), *p.strides, cfg.GROUP, self.D,
+            cfg.BN, cfg.stages, cfg.outs, K, p.kind, activation, p.outs[1] is not None, p.parts, gather, even,
+            p.sums, num_warps=cfg.warps,
         )  # fmt: skip
 
     def cast(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,6 +254,39 @@ class Fp8Launches(LayerLaunches):
             cfg.gather, self.D % BLOCK == 0, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return dh, act, ds
+
+    def turned(self, t: Tensor, gather: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Transposed codes of sorted rows, or with `gather` of [T, C]; their scales, and `first`."""
+        capacity, C = Metadata.capacity(self.N, self.E, BM), t.shape[1]
+        codes = self.empty(C, BM * capacity, dtype=E4M3)
+        scales = self.empty(cdiv(C, BLOCK), capacity, dtype=torch.float32)
+        first = self.empty(self.E, dtype=torch.int32)
+        launch(
+            fp8_kernels.turned_kernel, (capacity, cdiv(C, BLOCK)), t, codes, scales, first, self.meta.order,
+            self.meta.tiles[BM], capacity, self.meta.offsets, C, self.K, gather, num_warps=8,
+        )  # fmt: skip
+        return codes, scales, first
+
+    def dw(
+        self, kernel: str, a: Tensor, b: Tensor, gather: str, c: Tensor | None = None, how: str = "again"
+    ) -> Tensor:
+        """As in bf16, or of codes of the rows. A window after the first has few rows, and is in bf16."""
+        cfg = self.weights_config(kernel)
+        if cfg is None or (c is not None and how == "again") or (c is not None and c.dtype != torch.float32):
+            return super().dw(kernel, a, b, gather, c, how)
+        P, Q = a.shape[1], b.shape[1]
+        sums = "" if c is None else how
+        c = self.empty(self.E, P, Q) if c is None else c
+        codes_a, s_a, first = self.turned(a, gather == "a")
+        codes_b, s_b, _ = self.turned(b, gather == "b")
+        matrix = describe(codes_b.view(1, *codes_b.shape), [1, BLOCK, BLOCK])
+        out = c if sums else describe(c, [1, *STAGED])
+        product = Product8(
+            "dw", cfg, (describe(codes_a, [BM, BLOCK]), s_a), (matrix, s_b), Q, BLOCK, (s_b.shape[1], 1),
+            (out, *[None] * 5), P=P, first=first, sums=sums,
+        )  # fmt: skip
+        self.warp_specialised(product)
+        return c
 
 
 def in_fp8(run: Callable[..., tuple], *args: Any) -> tuple:

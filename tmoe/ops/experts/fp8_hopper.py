@@ -26,7 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tmoe.ops.experts.fp8_kernels import po2, tile_with_number
 from tmoe.ops.experts.gluon_names import bulk_load, bulk_store, reinterpret, thread_load
-from tmoe.ops.experts.kernels import RAGGED, activate, activate_backward, halves_of, slices
+from tmoe.ops.experts.hopper import into_sum, tile_count
+from tmoe.ops.experts.kernels import (
+    RAGGED,
+    activate,
+    activate_backward,
+    halves_of,
+    slices,
+    weight_tile_at,
+)
 
 # A slice of 64 columns of a consumer's rows: 16-bit numbers in boxes of 128 bytes.
 SLICE = gl.constexpr(
@@ -38,6 +46,25 @@ QUARTER = gl.constexpr(
 BLOCKS = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
 )
+
+
+@gluon.jit
+def locate(
+    t, tiles, capacity, offsets, first, num_m, num_n, steps, GROUP, KIND: gl.constexpr, PARTS: gl.constexpr
+):
+    """Tile t's number among row tiles, expert, end of the expert's rows, first row, column tile, and steps.
+
+    Also the first block of the sum, which is 0 but for "dw". There rows are those of the result, and `tiles`
+    is by_size.
+    """
+    if KIND == "dw":
+        e, lo, hi, pm, pn = weight_tile_at(t, tiles, offsets, num_m, num_n, GROUP)
+        n_steps = gl.cdiv(hi - lo, 128)
+        start = gl.load(first + e, mask=n_steps > 0, other=0)
+        return pm, e, hi, pm * 128, pn, n_steps, start
+    else:
+        pm, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+        return pm, e, hi, row, pn, PARTS * steps, 0
 
 
 @gluon.jit
@@ -53,8 +80,8 @@ def columns(e, pn, k, steps, PAIR: gl.constexpr, PARTS: gl.constexpr, NB: gl.con
 
 @gluon.jit
 def load_tiles(
-    a, b, h_gate, h_up, order, tiles, capacity, offsets, N, num_n, steps, GROUP, stride, a_bufs, b_bufs, full,
-    empty,
+    a, b, h_gate, h_up, order, tiles, capacity, offsets, first, N, E, num_m, num_n, steps, GROUP, stride,
+    a_bufs, b_bufs, full, empty,
     S: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr,
     NB: gl.constexpr, GATHER: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -62,16 +89,18 @@ def load_tiles(
     BOX: gl.constexpr = [1, 1, 128, 64]
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, gl.bfloat16)
     it = 0
-    for t in range(gl.program_id(0), gl.load(tiles) * num_n, gl.num_programs(0)):
-        _, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+    for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
+        _, e, hi, row, pn, n_steps, start = locate(
+            t, tiles, capacity, offsets, first, num_m, num_n, steps, GROUP, KIND, PARTS
+        )
         if GATHER:
             r = row + gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
             tok = gl.load(order + gl.minimum(r, hi - 1)) // K  # rows past the end are never stored
             cols = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
             a_rows = a + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
-        for k in range(PARTS * steps):
+        for k in range(n_steps):
             s = it % S
-            m0, m1, n0, n1, j = columns(e, pn, k, steps, PAIR, PARTS, NB)
+            m0, m1, n0, n1, j = columns(0 if KIND == "dw" else e, pn, k, steps, PAIR, PARTS, NB)
             mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
             arrived = full.index(s)
             mbarrier.expect(arrived, (NB if GATHER else NB + 1) * 128 * 128)
@@ -81,11 +110,13 @@ def load_tiles(
                     thread_load(rows, a_rows + k * 128)
                 else:
                     thread_load(rows, a_rows + k * 128, mask=gl.expand_dims(cols < stride - k * 128, 0))
-            else:
+            elif PARTS == 2:
                 bulk_load(a, [row + (k - j) // steps * N, j * 128], arrived, a_bufs.index(s))
-            bulk_load(b, [m0, n0, j * 128], arrived, b_bufs.index(NB * s))
+            else:
+                bulk_load(a, [row, (start + j) * 128], arrived, a_bufs.index(s))
+            bulk_load(b, [m0, n0, (start + j) * 128], arrived, b_bufs.index(NB * s))
             if NB == 2:
-                bulk_load(b, [m1, n1, j * 128], arrived, b_bufs.index(NB * s + 1))
+                bulk_load(b, [m1, n1, (start + j) * 128], arrived, b_bufs.index(NB * s + 1))
             if GATHER:
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             it += 1
@@ -180,6 +211,17 @@ def put(c, buf, values, hi, row, col, OUTS: gl.constexpr):
 def put_slice(c, out, values, hi, row, col, n: gl.constexpr, OUTS: gl.constexpr, WHO: gl.constexpr):
     """`put` of 64 columns in c's type, the n-th of a tile."""
     put(c, out.index(WHO * OUTS + n % OUTS), gl.convert_layout(values, SLICE), hi, row, col, OUTS)
+
+
+@gluon.jit
+def put_gradient(c, out, parts, e, row, col, n: gl.constexpr, OUTS: gl.constexpr, WHO: gl.constexpr):
+    """Store two slices in c [E, P, Q], the n-th and the next of a tile."""
+    for j in gl.static_range(2):
+        tma.store_wait(pendings=OUTS - 1)
+        buf = out.index(WHO * OUTS + (n + j) % OUTS)
+        buf.store(gl.convert_layout(parts[j], SLICE).to(out.dtype))
+        fence_async_shared()
+        bulk_store(c, [e, row, col + j * 64], buf.reshape([1] + buf.shape))
 
 
 @gluon.jit
@@ -339,26 +381,35 @@ def finish_dh(
 
 @gluon.jit
 def consume_tiles(
-    c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles, capacity, offsets, N,
-    F, num_n, steps, s_n, s_k, GROUP, a_bufs, b_bufs, out, full, empty,
+    c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles, capacity, offsets,
+    first, N, E, P, F, num_m, num_n, steps, s_n, s_k, GROUP, a_bufs, b_bufs, out, full, empty,
     S: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr,
     KEEP: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr, NB: gl.constexpr, GATHER: gl.constexpr,
-    WHO: gl.constexpr,
+    SUMS: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """A consumer: rows WHO * 64 to WHO * 64 + 64 of every tile of this program."""
     ROWS: gl.constexpr = QUARTER if KIND == "dh" else SLICE
     PUTS: gl.constexpr = puts(KIND, halves_of(ACT), KEEP)
     blocks = gl.cdiv(F, 128)
     it = 0
-    for t in range(gl.program_id(0), gl.load(tiles) * num_n, gl.num_programs(0)):
-        pm, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+    for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
+        pm, e, hi, row, pn, n_steps, start = locate(
+            t, tiles, capacity, offsets, first, num_m, num_n, steps, GROUP, KIND, PARTS
+        )
         tile = 2 * pm + WHO
         mine = row + WHO * 64
         r = mine + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
         live = r < hi
-        if KIND != "rows":
+        if KIND == "up" or KIND == "dh":
             slots = gl.load(order + gl.minimum(r, hi - 1))
-        of_b = e * (2 if PAIR else PARTS) * blocks * steps
+        of_a = tile
+        a_step = 2 * capacity
+        of_b = start
+        if KIND == "dw":
+            of_a = pm * capacity + start
+            a_step = 1
+        else:
+            of_b = e * (2 if PAIR else PARTS) * blocks * steps
         if PAIR:
             of_b0 = of_b + pn * s_n
             of_b1 = of_b0 + blocks * steps
@@ -366,8 +417,8 @@ def consume_tiles(
             of_b0 = of_b + NB * pn * s_n
             of_b1 = of_b + gl.minimum(NB * pn + 1, blocks - 1) * s_n
         acc0, acc1, it = multiply(
-            sa, sb, tile, 2 * capacity, of_b0, of_b1, s_k, PARTS * steps, it, a_bufs, b_bufs, full, empty,
-            S, NB, KIND == "rows", GATHER, WHO,
+            sa, sb, of_a, a_step, of_b0, of_b1, s_k, n_steps, it, a_bufs, b_bufs, full, empty,
+            S, NB, KIND == "rows" or KIND == "dw", GATHER, WHO,
         )  # fmt: skip
         accs = (acc0, acc1)
         tma.store_wait(pendings=0)  # the last tile's stores have read `out`
@@ -376,6 +427,13 @@ def consume_tiles(
                 parts = slices(accs[i], 2)
                 for j in gl.static_range(2):
                     put_slice(c, out, parts[j], hi, mine, (pn * NB + i) * 128 + j * 64, 2 * i + j, OUTS, WHO)
+        elif KIND == "dw":
+            for i in gl.static_range(NB):
+                col = (pn * NB + i) * 128
+                if SUMS == "":
+                    put_gradient(c, out, slices(accs[i], 2), e, mine, col, 2 * i, OUTS, WHO)
+                elif SUMS == "write" or n_steps > 0:
+                    into_sum(c, slices(accs[i], 4), e, mine, col, P, F, 64, 32, 4, SUMS)
         else:
             s = gl.load(sa + slots // K)
             if PAIR:
@@ -398,24 +456,29 @@ def consume_tiles(
     tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["capacity", "N", "F", "num_n", "steps", "s_n", "s_k", "GROUP"])
+@gluon.jit(
+    do_not_specialize=["capacity", "N", "E", "P", "F", "num_m", "num_n", "steps", "s_n", "s_k", "GROUP"]
+)
 def fp8_specialised(
     a, sa, b, sb, bias, h_gate, h_up, c, c_gate, c_up, gate_codes, up_codes, sc, weights, ds, order, tiles,
-    capacity, offsets, N, F, num_n, steps, s_n, s_k, GROUP, stride,
+    capacity, offsets, first, N, E, P, F, num_m, num_n, steps, s_n, s_k, GROUP, stride,
     BN: gl.constexpr, S: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr,
     ACT: gl.constexpr, KEEP: gl.constexpr, PARTS: gl.constexpr, GATHER: gl.constexpr, EVEN: gl.constexpr,
+    SUMS: gl.constexpr,
 ):  # fmt: skip
     """One of the products, by KIND; F: columns of its result, or of one half of it.
 
         "up"    `up_fp8_kernel`: c, sc: codes and scales of the activation; c_gate, c_up: H, if KEEP
         "rows"  `rows_fp8_kernel`: c, with PARTS halves of A and B
         "dh"    `dh_fp8_kernel`: c = s * act; c_gate, c_up: dH; gate_codes, up_codes, sc: its codes and scales
+        "dw"    c [E, P, F] = A[columns of e] @ B[columns of e]^T, of `turned_kernel`'s copies a, sa and b, sb
 
     a: [T, D] with row stride `stride` and GATHER, else a descriptor of sorted rows; sa: its scales.
     b: a descriptor of matrices [M, F, L] whose rows are multiplied; sb: its scales, where the block i of rows
     and the block k of columns have theirs at i s_n + k s_k, from the matrix's first scale on.
     ds: [ceil(F / BN), N].
     BN: columns of a tile, 128 or 256; 256 for "up" with a gate: 128 of each half.
+    SUMS: of a "dw" whose c is a sum in fp32, as in hopper.py; else "".
     S: stages of the ring. OUTS: staging buffers of a consumer. EVEN: `stride` is a multiple of 128.
     """
     FP8: gl.constexpr = gl.float8e4nv
@@ -439,11 +502,14 @@ def fp8_specialised(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     gl.warp_specialize([
         (consume_tiles, (c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles,
-                         capacity, offsets, N, F, num_n, steps, s_n, s_k, GROUP, a_bufs, b_bufs, out, full,
-                         empty, S, OUTS, K, KIND, ACT, KEEP, PAIR, PARTS, NB, GATHER, 0)),
+                         capacity, offsets, first, N, E, P, F, num_m, num_n, steps, s_n, s_k, GROUP, a_bufs,
+                         b_bufs, out, full, empty, S, OUTS, K, KIND, ACT, KEEP, PAIR, PARTS, NB, GATHER, SUMS,
+                         0)),
         (consume_tiles, (c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles,
-                         capacity, offsets, N, F, num_n, steps, s_n, s_k, GROUP, a_bufs, b_bufs, out, full,
-                         empty, S, OUTS, K, KIND, ACT, KEEP, PAIR, PARTS, NB, GATHER, 1)),
-        (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, N, num_n, steps, GROUP, stride,
-                      a_bufs, b_bufs, full, empty, S, K, KIND, PAIR, PARTS, NB, GATHER, EVEN, LAYOUT)),
+                         capacity, offsets, first, N, E, P, F, num_m, num_n, steps, s_n, s_k, GROUP, a_bufs,
+                         b_bufs, out, full, empty, S, OUTS, K, KIND, ACT, KEEP, PAIR, PARTS, NB, GATHER, SUMS,
+                         1)),
+        (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, first, N, E, num_m, num_n, steps,
+                      GROUP, stride, a_bufs, b_bufs, full, empty, S, K, KIND, PAIR, PARTS, NB, GATHER, EVEN,
+                      LAYOUT)),
     ], [4, 4 if GATHER else 1], [232, 40] if GATHER else [240, 24])  # fmt: skip

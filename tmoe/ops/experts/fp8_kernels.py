@@ -70,6 +70,36 @@ def encode_kernel(w, codes, turned, scales, R, C, BLOCK: tl.constexpr):
     tl.store(scales + part, scale)
 
 
+@triton.jit(do_not_specialize=["capacity"])
+def turned_kernel(
+    x, codes, scales, first, order, tiles, capacity, offsets, C, K: tl.constexpr, GATHER: tl.constexpr
+):
+    """A block of the transposed codes of rows in each program, from 128 rows of an expert and 128 columns.
+
+    x: [T, C] with GATHER, else sorted rows [N, C]. codes [C, 128 capacity]: an expert's rows begin at block
+    first[e], and are filled up to whole blocks with zeros. scales [ceil(C / 128), capacity].
+    grid: capacity, ceil(C / 128).
+    """
+    p = tl.program_id(0)
+    j = tl.program_id(1)
+    if p < tl.load(tiles):
+        e = tl.load(tiles + 4 + p)
+        row = tl.load(tiles + 4 + capacity + p)
+        r = row + tl.arange(0, 128)
+        here = r < tl.load(offsets + e + 1)
+        source = tl.load(order + r, mask=here, other=0) // K if GATHER else r
+        c = j * 128 + tl.arange(0, 128)
+        at = x + source.to(tl.int64)[:, None] * C + c[None, :]
+        t = tl.load(at, mask=here[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+        scale, inverse = po2(tl.max(tl.max(size(t), 1), 0))
+        coded = tl.trans((t * inverse).to(codes.dtype.element_ty))
+        to = codes + c.to(tl.int64)[:, None] * (128 * capacity) + p * 128 + tl.arange(0, 128)[None, :]
+        tl.store(to, coded, mask=(c < C)[:, None])
+        tl.store(scales + j * capacity + p, scale)
+        if (j == 0) & (row == tl.load(offsets + e)):
+            tl.store(first + e, p)
+
+
 @triton.jit
 def tile_with_number(t, tiles, capacity, offsets, num_n, GROUP):
     """Tile t's number among row tiles, and `tile_at` of kernels.py: expert, its rows lo..hi, row, column."""
