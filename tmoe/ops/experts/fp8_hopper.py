@@ -138,6 +138,23 @@ def load_tiles(
 
 
 @gluon.jit
+def scale_places(
+    e, pm, pn, tile, start, blocks, steps, capacity, s_n,
+    KIND: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr, NB: gl.constexpr,
+):  # fmt: skip
+    """Where a tile's scales begin: those of A, their distance, and those of both blocks of B."""
+    if KIND == "dw":
+        of_b = start + NB * pn * s_n
+        return pm * capacity + start, 1, of_b, start + gl.minimum(NB * pn + 1, blocks - 1) * s_n
+    elif PAIR:
+        of_b = 2 * e * blocks * steps + pn * s_n
+        return tile, 2 * capacity, of_b, of_b + blocks * steps
+    else:
+        of_b = e * PARTS * blocks * steps
+        return tile, 2 * capacity, of_b + NB * pn * s_n, of_b + gl.minimum(NB * pn + 1, blocks - 1) * s_n
+
+
+@gluon.jit
 def multiply(
     sa, sb, a_at, a_step, b0_at, b1_at, b_step, steps, it, a_bufs, b_bufs, full, empty,
     S: gl.constexpr, NB: gl.constexpr, TILES: gl.constexpr, GATHER: gl.constexpr, WHO: gl.constexpr,
@@ -402,20 +419,9 @@ def consume_tiles(
         live = r < hi
         if KIND == "up" or KIND == "dh":
             slots = gl.load(order + gl.minimum(r, hi - 1))
-        of_a = tile
-        a_step = 2 * capacity
-        of_b = start
-        if KIND == "dw":
-            of_a = pm * capacity + start
-            a_step = 1
-        else:
-            of_b = e * (2 if PAIR else PARTS) * blocks * steps
-        if PAIR:
-            of_b0 = of_b + pn * s_n
-            of_b1 = of_b0 + blocks * steps
-        else:
-            of_b0 = of_b + NB * pn * s_n
-            of_b1 = of_b + gl.minimum(NB * pn + 1, blocks - 1) * s_n
+        of_a, a_step, of_b0, of_b1 = scale_places(
+            e, pm, pn, tile, start, blocks, steps, capacity, s_n, KIND, PAIR, PARTS, NB
+        )
         acc0, acc1, it = multiply(
             sa, sb, of_a, a_step, of_b0, of_b1, s_k, n_steps, it, a_bufs, b_bufs, full, empty,
             S, NB, KIND == "rows" or KIND == "dw", GATHER, WHO,
