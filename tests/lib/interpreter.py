@@ -69,6 +69,23 @@ def rounds_to_nearest() -> None:
     interpreter._convert_float = rounded
 
 
+def round_to_bf16() -> None:
+    """Makes the interpreter round fp32 to the nearest bf16, as a GPU does; triton 3.6.0's cuts off bits."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self, src, dst_type):
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, src, dst_type)
+        near = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.int16).numpy()
+        return interpreter.TensorHandle(near.view(np.uint16).reshape(src.data.shape), tl.bfloat16)
+
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
+
+
 def save_repeated_work() -> None:
     """Leaves out what triton 3.6.0's interpreter computes in vain: half of its time. forked.py calls this.
 

@@ -181,7 +181,8 @@ def test_a_block_is_one_graph_and_keeps_what_is_counted(kind):
 def test_temporaries(monkeypatch):
     """The plain form's, against what is alive; the kernels' by hand.
 
-    A token of Qwen3-Next: 32 heads of 8 x 128 numbers and 2 x 128 x 128 / 64 of states; q, k, v.
+    A token of Qwen3-Next in bf16: 32 heads of 6 x 128 numbers, 2 x 64 of pairs of tokens, 2 x 128 x 128 / 64
+    of states and 5 of decays, in fp32; q, k.
     """
     cfg = Config(model=presets()["qwen3-next-80b-a3b"].model, train=TrainConfig(batch=1, seq=4096))
     assert rule_bytes(cfg, Axes(), 3) == 0
@@ -191,7 +192,7 @@ def test_temporaries(monkeypatch):
         plain_back(v, (q, q, v, g, g), None)
     assert rule_bytes(cfg, Axes(), 0) == pytest.approx(held.bytes / 512 / 2 * 32 * 4096, rel=0.05)
     monkeypatch.setattr(gpu, "MEASURED", {"cuda:90"})
-    assert rule_bytes(cfg, Axes(), 0) == 4096 * (4 * 32 * (8 * 128 + 512) + 2 * 8192)
+    assert rule_bytes(cfg, Axes(), 0) == 4096 * (2 * 32 * (6 * 128 + 128 + 512) + 4 * 32 * 5 + 2 * 4096)
 
 
 def test_padding_and_documents_one_by_one():

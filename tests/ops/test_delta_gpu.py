@@ -3,9 +3,12 @@
 next: tests/ops/test_delta_kernels.py
 """
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+from rounded_products import RoundedProducts
 
 from tmoe.ops import reference
 from tmoe.ops.delta import gpu
@@ -50,7 +53,11 @@ def far(a, b) -> float:
 @pytest.mark.parametrize("correct", [True, False], ids=["delta", "mamba2"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_errors_are_within_twice_those_of_the_plain_form(case, correct, monkeypatch):
-    """Outputs and all gradients, 50 times with the same bits; every buffer begins as NaN."""
+    """Outputs and all gradients, 50 times with the same bits; every buffer begins as NaN.
+
+    For bf16 the plain form's products take operands of bf16, as the kernels' do; its errors are then 2e-3 to
+    5e-3, so the bar finds a product with one operand of less precision, or a missing term.
+    """
     lengths, *_, dtype, _ = case
     given, run = inputs(*case)
     exact = [t.double().requires_grad_() for t in given]
@@ -58,7 +65,8 @@ def test_errors_are_within_twice_those_of_the_plain_form(case, correct, monkeypa
     want = torch.cat([reference.delta_rule(*part, correct) for part in parts], 1)
     weight = torch.randn(want.shape, device="cuda").to(dtype)
     want_g = torch.autograd.grad(want, exact, weight.double())
-    twin = plain(*given, run, correct), *plain_back(weight, tuple(given), run, correct)
+    with torch.no_grad(), RoundedProducts() if dtype == bf16 else contextlib.nullcontext():
+        twin = plain(*given, run, correct), *plain_back(weight, tuple(given), run, correct)
     empty = gpu.empty
     monkeypatch.setattr(gpu, "empty", lambda *args: empty(*args).fill_(float("nan")))
     leaves = [t.requires_grad_() for t in given]
@@ -72,7 +80,8 @@ def test_errors_are_within_twice_those_of_the_plain_form(case, correct, monkeypa
     for name, got, plain_one, exactly in zip(
         ("o", "q", "k", "v", "g", "beta"), first, twin, (want.detach(), *want_g), strict=True
     ):
-        assert far(got, exactly) <= max(2 * far(plain_one, exactly), least), name
+        error, bar = far(got, exactly), far(plain_one, exactly)
+        assert error <= max(2 * bar, least) and bar < 8e-3, (name, error, bar)
 
 
 def test_what_is_not_finite_stays_in_its_document():

@@ -53,16 +53,16 @@ def linear_elements(cfg: Config, axes: Axes) -> int:
 def rule_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     """Bytes of temporaries in the backward of a linear layer's rule; 0 for another layer.
 
-    They are those of the plain form, or where kernels are used those of the kernels, and copies of queries,
-    keys and values without values that are not finite.
+    They are those of the kernels where kernels are used, else those of the plain form.
     """
     if not cfg.model.is_linear(layer):
         return 0
-    n = cfg.model.linear
-    form = gpu if gpu.MEASURED else chunks
-    numbers = form.temporaries(n.value_heads, n.key_dim, n.value_dim, n.kind != "mamba2")
-    copies = compute_bytes(cfg) * n.mixed if gpu.MEASURED else 0
-    return local_tokens(cfg, axes) * (FP32 * numbers + copies)
+    n, correct = cfg.model.linear, cfg.model.linear.kind != "mamba2"
+    if not gpu.MEASURED:
+        numbers = FP32 * chunks.temporaries(n.value_heads, n.key_dim, n.value_dim, correct)
+        return local_tokens(cfg, axes) * numbers
+    heads = n.value_heads, n.key_heads, n.key_dim, n.value_dim
+    return local_tokens(cfg, axes) * gpu.temporaries(heads, compute_bytes(cfg) == 2, correct)
 
 
 def statistics(cfg: Config, axes: Axes, layer: int) -> int:

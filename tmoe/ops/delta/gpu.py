@@ -1,7 +1,7 @@
-"""The gated delta rule on a GPU: the launches of ops/delta/kernels.py, forward and backward.
+"""The gated delta rule on a GPU: the launches of ops/delta/kernels.py and kernels_back.py.
 
-Kept for backward: q, k, v, g, beta, sums of g, and T. States, U, W and F are computed again. Without the
-correction the inputs alone are kept.
+Kept for backward: q, k, v, g, beta, T, and which outputs are NaN. States, U, W and F are computed again.
+Without the correction there is no T.
 
 next: ops/delta/rule.py
 """
@@ -14,18 +14,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.ops.delta import kernels
+from tmoe.ops.delta import kernels, kernels_back
 from tmoe.ops.experts.pair_order import power_of_2
 from tmoe.ops.launch.kernel_launch import cdiv, device_facts, empty, launch, tf32
 from tmoe.ops.launch.shapes import LinearShapes
 
 LENGTH = 64  # tokens of a chunk, L of the kernels
 WIDEST = 256  # most channels of a key or value head
+ROWS = 5  # rows of the kernels' buffer `tokens`
 
 # Architectures on which tests/ops/test_delta_gpu.py has passed, such as "cuda:90". On other GPUs the plain
 # form computes the rule and the convolution: a kernel that a compiler gets wrong raises no error.
 MEASURED: frozenset[str] = frozenset()
 
+
+class Way(NamedTuple):
+    """How a kernel is launched."""
+
+    channels: int  # of values (inner_back: of keys) that a program handles at a time, at most
+    warps: int
+    stages: int
+
+
+# by the kernel's name: for heads of at most 128 channels in bf16, and for all others
+WAYS = {
+    "prepare": (Way(256, 8, 1), Way(256, 8, 1)),
+    "scan": (Way(32, 4, 3), Way(32, 8, 1)),
+    "outputs": (Way(128, 8, 1), Way(32, 8, 1)),
+    "local_back": (Way(256, 4, 1), Way(256, 8, 1)),
+    "scan_back": (Way(32, 4, 2), Way(32, 8, 1)),
+    "states_back": (Way(32, 8, 1), Way(32, 8, 1)),
+    "inner_back": (Way(64, 4, 1), Way(64, 8, 1)),
+}
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
 
@@ -55,15 +75,18 @@ class Sizes(NamedTuple):
         return self.H, self.G, self.K, self.V
 
 
-def temporaries(H: int, K: int, V: int, correct: bool = True) -> int:
-    """Numbers in fp32 that a backward holds at one time for each token.
+def temporaries(heads: tuple[int, int, int, int], bf16: bool, correct: bool = True) -> int:
+    """Bytes that a backward holds at one time for each token, without the gradients.
 
-    U, F, dF and d(beta v); W, d(beta head k), dq and dk of each head; two states for each chunk. Without the
-    correction U and dF, dq and dk, and two states.
+    heads: H, G, K, V. bf16: the inputs' type; for others intermediate results are fp32.
+
+    q and k in chunks; U, dO, P^T dO; shares of dq and dk; two states for each chunk; the gradient of q k^T;
+    decays. With the correction W and the gradient of k k^T too.
     """
-    if not correct:
-        return H * (2 * V + 2 * K + 2 * cdiv(K * V, LENGTH))
-    return H * (4 * V + 4 * K + 2 * cdiv(K * V, LENGTH))
+    H, G, K, V = heads
+    more = K + LENGTH if correct else 0
+    numbers = H * (3 * V + 2 * K + LENGTH + more + 2 * cdiv(K * V, LENGTH)) + 2 * G * K
+    return (2 if bf16 else 4) * numbers + 4 * H * ROWS
 
 
 def fits(K: int, V: int) -> bool:
@@ -83,7 +106,7 @@ def padded(width: int) -> int:
 
 def precision(dtype: torch.dtype) -> str:
     """How products of fp32 are computed: exactly, unless torch allows TF32."""
-    return "tf32" if dtype != torch.float32 or tf32() else "ieee"
+    return "tf32" if dtype != torch.float32 or tf32() else "tf32x3"
 
 
 def _arch(device: torch.device) -> str:
@@ -96,190 +119,132 @@ def measured(device: torch.device) -> bool:
     return device.type == "cuda" and bool(MEASURED) and _arch(device) in MEASURED
 
 
+def between(dtype: torch.dtype) -> torch.dtype:
+    """The type of intermediate results. Gradients of fp16 may exceed its range."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
+
+
 class Call:
-    """The arguments that the kernels of a call share."""
+    """The arguments that the kernels of a call share, and its buffers of chunks."""
 
     def __init__(self, sizes: Sizes, run: Tensor | None, dtype: torch.dtype, device: torch.device):
-        self.sizes = sizes
+        self.sizes = n = sizes
         self.run = run
-        # intermediate results, and the operands of products with them, are fp32 (TF32) where registers and
-        # shared memory suffice, on Hopper and later; else of the inputs' type
-        wide = _arch(device) in ("", "cuda:90", "cuda:100", "cuda:120")
-        self.dtype, self.device = torch.float32 if wide else dtype, device
-        self.KP, self.VP = padded(sizes.K), padded(sizes.V)
-        self.BV = min(32, self.VP)  # channels of values that a program handles
-        self.parts = cdiv(sizes.V, self.BV)
-        self.of_chunk = (sizes.N, sizes.B * sizes.H)
-        self.of_head = (self.parts, sizes.B * sizes.H)
-        self.warps = 8 if _arch(device).startswith("hip") else 4  # 4 waves would need 264 registers and more
-        self.how = (self.run is not None, precision(dtype))
+        self.given, self.dtype, self.device = dtype, between(dtype), device
+        self.KP, self.VP = padded(n.K), padded(n.V)
+        self.arch = _arch(device)
+        self.narrow = self.dtype == torch.bfloat16 and max(self.KP, self.VP) <= 128
+        self.precision = precision(dtype)
+        self.queries, self.keys = (empty((n.B, n.G, n.N, LENGTH, n.K), dtype, device) for _ in range(2))
+        self.tokens = self.room(ROWS, LENGTH, wide=True)
+        self.marks, self.lost = (empty((n.chunks,), torch.int32, device) for _ in range(2))
 
     def room(self, *shape: int, wide: bool = False) -> Tensor:
-        """An empty tensor in the type of intermediate results; wide: in fp32."""
-        return empty(shape, torch.float32 if wide else self.dtype, self.device)
+        """An empty tensor for each chunk in the type of intermediate results; wide: in fp32."""
+        return empty((self.sizes.chunks, *shape), torch.float32 if wide else self.dtype, self.device)
 
-    def runs(self, other: Tensor) -> Tensor:
+    def runs(self) -> Tensor:
         """The runs, or any tensor in their place."""
-        return other if self.run is None else self.run
+        return self.tokens if self.run is None else self.run
+
+    def way(self, name: str) -> tuple[int, dict[str, int]]:
+        """Channels that a program of a kernel handles at a time, and options of the launch."""
+        way = WAYS[name][0 if self.narrow else 1]
+        widest = self.KP if name == "inner_back" else self.VP
+        stages = 1 if self.arch.startswith("hip") else way.stages
+        return min(way.channels, widest), dict(num_warps=way.warps, num_stages=stages)
+
+    def prepare(self, inputs: Inputs, t: Tensor, correct: bool, solve: bool) -> tuple[Tensor, Tensor]:
+        """U and W; fills the buffers of q, k and decays, and T if `solve`. Without correction W is U."""
+        n = self.sizes
+        u = self.room(LENGTH, n.V)
+        w = self.room(LENGTH, n.K) if correct else u
+        _, options = self.way("prepare")
+        accurate = "bf16x3" if self.dtype == torch.bfloat16 and self.arch.startswith("cuda") else "ieee"
+        launch(
+            kernels.prepare, (n.B * n.H, n.N), *inputs, self.runs(), self.queries, self.keys, self.tokens,
+            self.marks, t, u, w, n.S, n.N, *n.heads, self.KP, self.VP, self.run is not None, self.precision,
+            correct, solve, accurate, **options,
+        )  # fmt: skip
+        return u, w
+
+    def scan(self, u: Tensor, w: Tensor, correct: bool) -> Tensor:
+        """The transposes of the states before each chunk."""
+        n = self.sizes
+        states = self.room(n.V, n.K)
+        BV, options = self.way("scan")
+        launch(
+            kernels.scan, (cdiv(n.V, BV), n.B * n.H), self.keys, self.tokens, self.marks, u, w, states,
+            self.lost, n.N, *n.heads, self.KP, BV, self.precision, correct, **options,
+        )  # fmt: skip
+        return states
 
 
-def prepared(
-    call: Call, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, known: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, ...]:
-    """Sums of g, T, U and W. known: sums and T, if they are known."""
-    n = call.sizes
-    sums, t = known or (call.room(n.chunks, LENGTH, wide=True), call.room(n.chunks, LENGTH, LENGTH))
-    u, w = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, LENGTH, n.K)
-    launch(
-        kernels.prepare, call.of_chunk, k, v, g, beta, call.runs(g), sums, t, u, w, n.S, n.N, *n.heads,
-        call.KP, call.VP, call.how[0], known is None, call.how[1], num_warps=8,
-    )  # fmt: skip
-    return sums, t, u, w
-
-
-def weighed(call: Call, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of g, and F without the correction."""
-    n = call.sizes
-    sums, fresh = call.room(n.chunks, LENGTH, wide=True), call.room(n.chunks, LENGTH, n.V)
-    launch(kernels.weigh, call.of_chunk, v, g, beta, sums, fresh, n.S, n.N, n.H, n.V, call.VP, num_warps=4)
-    return sums, fresh
-
-
-def scanned(call: Call, k: Tensor, sums: Tensor, u: Tensor, w: Tensor | None) -> Tensor:
-    """The states before each chunk; F is written over u. w: None without the correction."""
-    n = call.sizes
-    states = call.room(n.chunks, n.K, n.V)
-    launch(
-        kernels.scan, call.of_head, k, call.runs(sums), sums, u, u if w is None else w, states, n.S, n.N,
-        *n.heads, call.KP, call.BV, *call.how, w is not None, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    return states
-
-
-def kept_shapes(q: Tensor, v: Tensor, correct: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the sums of g and of T, which a forward keeps for its backward; empty without correction."""
+def kept(q: Tensor, v: Tensor, correct: bool) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shapes and types of T, and of which outputs are NaN, which a forward keeps for its backward."""
     n = sizes_of(q, v)
-    return ((n.chunks, LENGTH), (n.chunks, LENGTH, LENGTH)) if correct else ((0,), (0,))
+    t = (n.chunks, LENGTH, LENGTH) if correct else (0,)
+    return (t, between(v.dtype)), (tuple(v.shape[:3]), torch.uint8)
 
 
 def forward(inputs: Inputs, run: Tensor | None, correct: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """o, the sums of g in chunks, and T; the latter two are empty without the correction.
+    """o, T, and 1 for each output that is NaN [B, S, H]; T is empty without the correction.
 
     inputs: q, k, v of one type, g and beta in fp32, all contiguous.
-    """
-    q, k, v, g, beta = inputs
-    n = sizes_of(q, v)
-    call = Call(n, run, v.dtype, v.device)
-    if correct:
-        sums, t, u, w = prepared(call, k, v, g, beta, None)
-        kept = sums, t
-    else:
-        (sums, u), w = weighed(call, v, g, beta), None
-        kept = call.room(0, wide=True), call.room(0, wide=True)
-    states = scanned(call, k, sums, u, w)
-    o = empty(v.shape, v.dtype, v.device)
-    launch(
-        kernels.outputs, (*call.of_chunk, call.parts), q, k, call.runs(g), sums, u, states, o, n.S, n.N,
-        *n.heads, call.KP, call.BV, *call.how, num_warps=call.warps,
-    )  # fmt: skip
-    return o, *kept
-
-
-def backward(
-    do: Tensor, inputs: Inputs, run: Tensor | None, sums: Tensor, t: Tensor, correct: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k (fp32, summed over the heads that share them), v, g and beta. do: v's type.
-
-    sums, t, correct: as of `forward`.
     """
     q, _, v, *_ = inputs
     n = sizes_of(q, v)
     call = Call(n, run, v.dtype, v.device)
-    found = back_corrected(call, do, inputs, sums, t) if correct else back_weighed(call, do, inputs)
-    dq, dk, dv, dg, db = found
-    if n.H > n.G:
-        dq, dk = (t.unflatten(2, (n.G, -1)).sum(3) for t in (dq, dk))
-    return dq, dk, dv, dg, db
+    t, lost = (empty(shape, dtype, v.device) for shape, dtype in kept(q, v, correct))
+    u, w = call.prepare(inputs, t, correct, solve=True)
+    states = call.scan(u, w, correct)
+    o = empty(v.shape, v.dtype, v.device)
+    BV, options = call.way("outputs")
+    launch(
+        kernels.outputs, (n.B * n.H, n.N, cdiv(n.V, BV)), call.queries, call.keys, call.runs(), call.tokens,
+        u, w, states, call.lost, o, lost, n.S, n.N, *n.heads, call.KP, BV, run is not None, call.precision,
+        correct, **options,
+    )  # fmt: skip
+    return o, t, lost
 
 
-def back_weighed(call: Call, do: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
-    """`backward` without the correction; gradients of q and k for each head of values."""
-    q, k, v, g, beta = inputs
-    n = call.sizes
-    sums, fresh = weighed(call, v, g, beta)
-    states = scanned(call, k, sums, fresh, None)
-    df, after = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, n.K, n.V)
-    shared = (call.runs(g), sums)
-    sized = (n.S, n.N, *n.heads, call.KP, call.BV, *call.how)
-    launch(
-        kernels.local_back, (*call.of_chunk, call.parts), q, k, do, *shared, df, *sized, num_warps=call.warps
-    )
-    launch(
-        kernels.scan_back, call.of_head, q, k, do, *shared, df, df, after, *sized, False, num_warps=8,
-        num_stages=1,
-    )  # fmt: skip
-    dv, d_sums = empty(v.shape, v.dtype, v.device), call.room(n.chunks, LENGTH, wide=True)
-    dg, db = (empty(g.shape, torch.float32, g.device) for _ in range(2))
-    launch(
-        kernels.values_back, call.of_chunk, v, beta, df, df, df, dv, db, n.S, n.N, n.H, n.V, call.VP,
-        call.how[1], False, num_warps=4,
-    )  # fmt: skip
-    dq, dk = (call.room(n.B, n.S, n.H, n.K, wide=True) for _ in range(2))
-    launch(
-        kernels.states_back, call.of_chunk, q, k, do, *shared, fresh, states, after, dq, dk, d_sums, *sized,
-        False, num_warps=8, num_stages=1,
-    )  # fmt: skip
-    launch(
-        kernels.scores_back, call.of_chunk, q, k, do, *shared, fresh, dq, dk, d_sums, dg, *sized,
-        num_warps=8, num_stages=1,
-    )  # fmt: skip
-    return dq, dk, dv, dg, db
+def backward(
+    do: Tensor, inputs: Inputs, run: Tensor | None, t: Tensor, lost: Tensor, correct: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, g and beta. do: v's type, contiguous, of any values where o is NaN.
 
-
-def back_corrected(call: Call, do: Tensor, inputs: Inputs, sums: Tensor, t: Tensor) -> tuple[Tensor, ...]:
-    """`backward` with the correction; gradients of q and k for each head of values."""
-    q, k, v, g, beta = inputs
-    n = call.sizes
-    _, _, u, w = prepared(call, k, v, g, beta, (sums, t))
-    fresh = u.clone()
-    states = scanned(call, k, sums, fresh, w)
-    df, after = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, n.K, n.V)
-    shared = (call.runs(g), sums)
-    sized = (n.S, n.N, *n.heads, call.KP, call.BV, *call.how)
-    grid = (*call.of_chunk, call.parts)
-    launch(kernels.local_back, grid, q, k, do, *shared, df, *sized, num_warps=call.warps)
+    t, lost, correct: as of `forward`.
+    """
+    q, _, v, *_ = inputs
+    n = sizes_of(q, v)
+    call = Call(n, run, v.dtype, v.device)
+    u, w = call.prepare(inputs, t, correct, solve=False)
+    states = call.scan(u, w, correct)
+    d, df, after = call.room(LENGTH, n.V), call.room(LENGTH, n.V), call.room(n.V, n.K)
+    of_chunk, ended = (n.B * n.H, n.N), (call.precision, correct)
+    _, options = call.way("local_back")
     launch(
-        kernels.scan_back, call.of_head, q, k, do, *shared, w, df, after, *sized, True, num_warps=8,
-        num_stages=1,
+        kernels_back.local_back, of_chunk, call.queries, call.keys, do, call.runs(), call.tokens, lost, d, df,
+        n.S, n.N, *n.heads, call.KP, call.VP, run is not None, call.precision, **options,
     )  # fmt: skip
-    d_bv, d_bk = call.room(n.chunks, LENGTH, n.V), call.room(n.chunks, LENGTH, n.K)
-    d_beta, d_sums = (call.room(n.chunks, LENGTH, wide=True) for _ in range(2))
-    dv = empty(v.shape, v.dtype, v.device)
+    BV, options = call.way("scan_back")
     launch(
-        kernels.values_back, call.of_chunk, v, beta, t, df, d_bv, dv, d_beta, n.S, n.N, n.H, n.V, call.VP,
-        call.how[1], True, num_warps=4,
+        kernels_back.scan_back, (cdiv(n.V, BV), n.B * n.H), call.queries, call.keys, call.tokens, d, df, w,
+        after, n.N, *n.heads, call.KP, BV, *ended, **options,
     )  # fmt: skip
-    dq, dk = (call.room(n.B, n.S, n.H, n.K, wide=True) for _ in range(2))
-    dg, db = (empty(g.shape, torch.float32, g.device) for _ in range(2))
+    new_q, new_k, pairs = call.room(LENGTH, n.K), call.room(LENGTH, n.K), call.room(LENGTH, LENGTH)
+    lower = call.room(LENGTH, LENGTH) if correct else pairs
+    dq, dk, dv, dg, db = (empty(x.shape, x.dtype, x.device) for x in inputs)
+    BV, options = call.way("states_back")
     launch(
-        kernels.keys_back, call.of_chunk, k, *shared, beta, t, states, df, after, dk, d_bk, d_beta, d_sums,
-        *sized, num_warps=8, num_stages=1,
+        kernels_back.states_back, of_chunk, call.queries, call.keys, v, call.runs(), call.tokens, d, df, t, u,
+        w, states, after, pairs, lower, new_q, new_k, dv, dg, db, n.S, n.N, *n.heads, call.KP, BV,
+        run is not None, *ended, **options,
     )  # fmt: skip
+    BK, options = call.way("inner_back")
     launch(
-        kernels.states_back, call.of_chunk, q, k, do, *shared, fresh, states, after, dq, dk, d_sums, *sized,
-        True, num_warps=8, num_stages=1,
-    )  # fmt: skip
-    launch(
-        kernels.lower_back, call.of_chunk, k, *shared, beta, u, w, d_bv, d_bk, dk, d_beta, d_sums, db,
-        *sized, num_warps=8, num_stages=1,
-    )  # fmt: skip
-    launch(
-        kernels.upper_back, call.of_chunk, k, *shared, beta, u, w, d_bv, d_bk, dk, *sized, num_warps=8,
-        num_stages=1,
-    )  # fmt: skip
-    launch(
-        kernels.scores_back, call.of_chunk, q, k, do, *shared, fresh, dq, dk, d_sums, dg, *sized,
-        num_warps=8, num_stages=1,
+        kernels_back.inner_back, (n.B * n.G, n.N, cdiv(n.K, BK)), call.queries, call.keys, pairs, lower,
+        new_q, new_k, dq, dk, n.S, n.N, n.H, n.G, n.K, BK, *ended, **options,
     )  # fmt: skip
     return dq, dk, dv, dg, db
 
@@ -319,9 +284,9 @@ def trace(n: LinearShapes, runs: bool) -> None:
     g = made(n.value_heads)
     run = made(dtype=torch.int64) if runs else None
     inputs = q, q, v, g, g
-    _, sums, t = forward(inputs, run, n.correct)
+    _, t, lost = forward(inputs, run, n.correct)
     if n.trained:
-        backward(v, inputs, run, sums, t, n.correct)
+        backward(v, inputs, run, t, lost, n.correct)
 
 
 def of_linear(n: LinearShapes) -> Iterable[tuple]:

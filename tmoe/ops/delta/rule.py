@@ -154,7 +154,7 @@ def on_gpu(q: Tensor, v: Tensor) -> bool:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o, and what kernels keep for backward: sums of g in chunks, and T. Without kernels both are empty."""
+    """o, and what kernels keep for backward: T, and which outputs are NaN. Without kernels both are empty."""
     if on_gpu(q, v):
         return with_kernels(q, k, v, g, beta, run, correct)
     return plain(q, k, v, g, beta, run, correct), g.new_empty(0), g.new_empty(0)
@@ -164,9 +164,7 @@ def with_kernels(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`forward` by kernels."""
-    inputs, lost = _cleaned(q, k, v, g, beta, run)
-    o, sums, t = gpu.forward(_contiguous(inputs), run, correct)
-    return o.masked_fill_(lost[..., None], float("nan")), sums, t
+    return gpu.forward(_contiguous((q, k, v, g, beta)), run, correct)
 
 
 def plain(
@@ -190,8 +188,8 @@ class Kept(NamedTuple):
     v: Tensor
     g: Tensor
     beta: Tensor
-    sums: Tensor
     t: Tensor
+    lost: Tensor
     run: Tensor | None
     correct: bool
 
@@ -200,7 +198,7 @@ def backward(kept: Kept) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g and beta; 0 where an output is NaN."""
     given = kept.q, kept.k, kept.v, kept.g, kept.beta
     if on_gpu(kept.q, kept.v):
-        return back_with_kernels(kept.dy, given, (kept.sums, kept.t), kept.run, kept.correct)
+        return back_with_kernels(kept.dy, given, (kept.t, kept.lost), kept.run, kept.correct)
     return plain_back(kept.dy, given, kept.run, kept.correct)
 
 
@@ -208,10 +206,7 @@ def back_with_kernels(
     dy: Tensor, given: Inputs, known: tuple[Tensor, Tensor], run: Tensor | None, correct: bool = True
 ) -> tuple[Tensor, ...]:
     """`backward` by kernels. known: what the forward kept."""
-    inputs, lost = _cleaned(*given, run)
-    dy = dy.masked_fill(lost[..., None], 0.0).contiguous()
-    found = gpu.backward(dy, _contiguous(inputs), run, *known, correct)
-    return tuple(one.to(like.dtype).contiguous() for one, like in zip(found, given, strict=True))
+    return gpu.backward(dy.contiguous(), _contiguous(given), run, *known, correct)
 
 
 def plain_back(dy: Tensor, given: Inputs, run: Tensor | None, correct: bool = True) -> tuple[Tensor, ...]:
@@ -232,8 +227,10 @@ def plain_back(dy: Tensor, given: Inputs, run: Tensor | None, correct: bool = Tr
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kept = gpu.kept_shapes(q, v, correct) if on_gpu(q, v) else ((0,), (0,))
-    return v.new_empty(v.shape), g.new_empty(kept[0]), g.new_empty(kept[1])
+    if not on_gpu(q, v):
+        return v.new_empty(v.shape), g.new_empty(0), g.new_empty(0)
+    t, lost = (v.new_empty(shape, dtype=dtype) for shape, dtype in gpu.kept(q, v, correct))
+    return v.new_empty(v.shape), t, lost
 
 
 register_differentiable(
@@ -241,7 +238,7 @@ register_differentiable(
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? run, bool correct)"
     " -> (Tensor, Tensor, Tensor)",
     returns="o",
-    keeps="sums t",
+    keeps="t lost",
     cpu=forward,
     cuda=forward,
     fake=_fake,
