@@ -211,7 +211,12 @@ def choose(place: int) -> None:
 def compiled(arch: str, place: int) -> None:
     """Fills triton's cache with the kernels of one place of CHOICES; a process of its own runs this."""
     choose(place)
-    with contextlib.suppress(Exception), compile_only(arch, lambda name, key, compile: compile()):
+
+    def visit(name: str, key: str, compile: Callable) -> None:
+        with contextlib.suppress(Exception):  # `show_choices` names it
+            compile()
+
+    with compile_only(arch, visit):
         gpu.trace(LinearShapes(G, H, K, V, 4, torch.bfloat16, True), runs=False)
 
 
@@ -240,9 +245,9 @@ def show_choices(tokens: int, seconds: float) -> None:
 
 def show_step(seconds: float) -> None:
     """Times the kernel of one token."""
-    given = [t.detach().transpose(0, 1).contiguous() for t in inputs(1, SLOTS)]
+    q, k, v, g, beta = (t.detach().transpose(0, 1).contiguous() for t in inputs(1, SLOTS))
     state = torch.randn(SLOTS, H, K, V, device="cuda")
-    ms = milliseconds(partial(delta_rule_step, tuple(given), state), seconds)
+    ms = milliseconds(partial(delta_rule_step, (q, k, v, g, beta), state), seconds)
     size = 2 * state.nbytes
     print(
         f"one token of {SLOTS} sequences: {ms:.3f} ms, states read and written at {size / ms / 1e9:.2f} TB/s"

@@ -36,7 +36,7 @@ class Way(NamedTuple):
     stages: int
 
 
-# by the kernel's name: for heads of at most 128 channels in bf16, and for all others
+# by the kernel's name: for heads of at most 128 channels in bf16 on Hopper, and for all others
 WAYS = {
     "prepare": (Way(256, 8, 1), Way(256, 8, 1)),
     "scan": (Way(32, 4, 3), Way(32, 8, 1)),
@@ -134,6 +134,7 @@ class Call:
         self.KP, self.VP = padded(n.K), padded(n.V)
         self.arch = _arch(device)
         self.narrow = self.dtype == torch.bfloat16 and max(self.KP, self.VP) <= 128
+        self.narrow = self.narrow and self.arch in ("", "cuda:90")
         self.precision = precision(dtype)
         self.queries, self.keys = (empty((n.B, n.G, n.N, LENGTH, n.K), dtype, device) for _ in range(2))
         self.tokens = self.room(ROWS, LENGTH, wide=True)

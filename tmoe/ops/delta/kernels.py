@@ -200,6 +200,7 @@ def prepare(
     broken = tl.max(tl.where(own == last, bad, 0.0), 0) > 0
     tl.store(marks + chunk, broken.to(tl.int32) + 2 * (last == before))
 
+    t = tl.zeros([L, L], DTYPE)
     if CORRECT:
         t_at = t_of + chunk * (L * L) + rows[:, None] * L + rows[None, :]
         if SOLVE:

@@ -91,9 +91,10 @@ def scan_back(
             tl.store(at, ds.to(after.dtype.element_ty))
         else:
             tl.store(at, ds.to(after.dtype.element_ty), (vc < V)[:, None] & (kc < K)[None, :])
+        d = tl.zeros([BV, L], tl.float32)
         if CORRECT:
             key = turned(keys + (group + n) * (L * K), rows, K, kc, K)
-            d = -tail[None, :] * product(ds, key, DTYPE, PRECISION)
+            d -= tail[None, :] * product(ds, key, DTYPE, PRECISION)
             d -= turned(df_of + (chunk + n) * (L * V), rows, V, vc, V).to(tl.float32)
         incoming = turned(do_of + (chunk + n) * (L * V), rows, V, vc, V).to(tl.float32)
         query = tile(queries + (group + n) * (L * K), rows, K, kc, K)
@@ -146,6 +147,7 @@ def states_back(
     of_beta = tl.zeros([L], tl.float32)
     new_k = tl.zeros([L, KP], tl.float32)
     into = tl.zeros([L, KP], tl.float32)
+    by_head = tl.zeros([L], tl.float32)
     lower = tl.zeros([L, L], tl.float32)
     for part in range(0, tl.cdiv(V, BV)):
         vc = part * BV + tl.arange(0, BV)
@@ -167,7 +169,7 @@ def states_back(
         right = product(solve, into, DTYPE, PRECISION)
         lower += product(right, tl.trans(tile(w_of + chunk * L * K, rows, K, kc, K)), DTYPE, PRECISION)
         key = tile(keys + group * L * K, rows, K, kc, K)
-        by_head = head * tl.sum(right * key.to(tl.float32), 1)
+        by_head += head * tl.sum(right * key.to(tl.float32), 1)
         of_beta += by_head
         by_head *= rate
         of_sums += by_head
@@ -207,8 +209,7 @@ def states_back(
     of_sums += head * tl.sum(reads * query.to(tl.float32), 1)
     put(dk_of + chunk * L * K, rows, K, kc, K, new_k)
     of_tail = tl.sum(new_k * key.to(tl.float32), 1)
-    if CORRECT:
-        of_tail -= by_head
+    of_tail -= by_head
     whole = tl.sum(tl.where(rows == L - 1, head, 0.0), 0)
     at_end = tl.sum(of_tail, 0) + whole * tl.sum(of_whole, 0)
     of_sums += tl.where(rows == L - 1, at_end, 0.0) - of_tail
