@@ -27,7 +27,7 @@ from tmoe.ops.dynamic_map import dequantise
 from tmoe.ops.newton_schulz import flops, orthogonal
 from tmoe.ops.reference import MuonRule, muon, newton_schulz
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
-from tmoe.optim.matrices import Rows, chosen, fits_muon, work
+from tmoe.optim.matrices import Rows, chosen, fits_muon, merged, work
 from tmoe.optim.owners import at_owners, height, owners_of, waves
 from tmoe.parallel.layout import lay_out
 from tmoe.parallel.mesh import local_part, shard_dim
@@ -224,6 +224,26 @@ def test_a_step_is_the_rule_on_each_matrix():
                     torch.testing.assert_close(after[key][e][r], value, rtol=1e-5, atol=1e-6)
         assert f"exp_avg.{name}" not in after and after[f"step.{name}"] == 3
     assert "exp_avg.embedding" in after and "momentum.embedding" not in after
+
+
+def test_a_large_stack_is_computed_where_it_lies(monkeypatch):
+    """The same bits as from a copy of all stacks of a shape; parts of equal height are one stack."""
+    parts = [Rows(0, 10), Rows(10, 10), Rows(20, 4), Rows(24, 12, 2, 0, 8), Rows(24, 12, 2, 8, 4, True)]
+    together = [Rows(0, 10, 2, apart=True), Rows(20, 4, apart=True), *parts[3:]]
+    assert merged(parts) == together and merged(together) == together
+    found = []
+    for large in (2**24, 0):
+        monkeypatch.setattr("tmoe.optim.muon.LARGE", large)
+        weight = nn.Parameter(torch.zeros(3, 48, 16))
+        optimizer = build_optimizer([("w", weight)], OptimConfig(muon="."), CPU, parts=dict(w=parts))
+        weight.grad = torch.randn(3, 48, 16, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        found.append(weight.detach())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
+    for rows, (first, last) in zip(parts[:2], ((0, 10), (10, 20)), strict=True):
+        want = orthogonal(weight.grad[:, first:last])
+        scale = -0.2 * max(rows.shape(16)[1:]) ** 0.5 * OptimConfig().lr
+        torch.testing.assert_close(found[1][:, first:last], want * scale, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
