@@ -289,7 +289,7 @@ def add_config(path: Path | None, entry: Entry) -> None:
         return
     table = json.loads(path.read_text()) if path.exists() else {}
     where = dict(kernel=entry.kernel, D=entry.D, F=entry.F, rows=entry.rows)
-    old = [one for one in table.get("cuda:90", []) if where.items() - one.items()]
+    old = [one for one in table.get("cuda:90", []) if any(one[name] != of for name, of in where.items())]
     table["cuda:90"] = [*old, where | dict(config=list(entry.config))]
     path.write_text(json.dumps(table, indent=1) + "\n")
 

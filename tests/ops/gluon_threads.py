@@ -3,7 +3,8 @@
 Gluon has no interpreter. This module executes the files of kernels with stand-ins for Gluon's and Triton's
 functions: blocks are torch tensors, shared memory is a tensor of bytes, barriers count arrivals and bytes as
 the hardware does. An arrival or a byte too many, an address outside of a tensor and a partition that waits
-for ever raise errors. Stores of the copy engine read shared memory as late as the kernel's waits allow.
+for ever raise errors. Products and stores of the copy engine read shared memory as late as the kernel's waits
+allow.
 
 Layouts, swizzles, registers and proxies are not modelled.
 """
@@ -18,10 +19,11 @@ from types import SimpleNamespace
 import torch
 
 from tmoe.base import activations
+from tmoe.ops.launch.kernel_launch import Descriptor
 
 PATIENCE = 60  # seconds, after which a barrier is never reached
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_here = threading.local()  # .program, .programs; .stores: of the copy engine, not executed yet
+_here = threading.local()  # .program, .programs; .products, .stores: those that are not executed yet
 
 
 def raw(value):
@@ -45,6 +47,9 @@ class Block:
 
     def __int__(self):
         return int(self.t)
+
+    def __bool__(self):
+        return bool(self.t)
 
 
 def _operator(name):
@@ -211,8 +216,22 @@ def thread_load(shared, pointer, mask=None):
 
 
 def multiply(a, b, acc, use_acc=True, is_async=False):
-    product = a.t.float() @ b.t.float()
-    return Block(product + acc.t if use_acc else product)
+    result = Block(torch.full_like(acc.t, torch.nan))
+
+    def execute():
+        product = a.t.float() @ b.t.float()
+        result.t.copy_(product + acc.t if use_acc else product)
+
+    _here.products.append(execute)
+    if not is_async:
+        wait_for_products(0, ())
+    return result
+
+
+def wait_for_products(num_outstanding, deps):
+    while len(_here.products) > num_outstanding:
+        _here.products.pop(0)()
+    return deps[0] if len(deps) == 1 else deps
 
 
 def assembly(text, constraints, args, dtype, is_pure, pack):
@@ -229,10 +248,10 @@ def specialise(partitions, warps, registers):
 
     def run(function, args):
         _here.program, _here.programs = place
-        _here.stores = []
+        _here.stores, _here.products = [], []
         try:
             function(*args)
-            assert not _here.stores, "a store that no wait has ended"
+            assert not _here.stores and not _here.products, "a store or product that no wait has ended"
         except BaseException as error:
             errors.append(error)
 
@@ -304,14 +323,15 @@ NAMES = dict(
     gluon=SimpleNamespace(jit=_same, constexpr_function=_same), activations=activations,
     mbarrier=SimpleNamespace(
         MBarrierLayout=lambda: "barriers", init=lambda bar, count: bar.init(count),
-        wait=lambda bar, phase: bar.wait(phase), arrive=lambda bar, count: bar.come(count, 0),
+        wait=lambda bar, phase: bar.wait(phase),
+        arrive=lambda bar, count, pred=True: bar.come(count, 0) if pred else None,
         expect=lambda bar, size: bar.come(1, size),
     ),
     tma=SimpleNamespace(store_wait=store_wait), fence_async_shared=lambda: None,
     async_copy=SimpleNamespace(mbarrier_arrive=lambda bar, increment_count: bar.come(128, 0)),
     bulk_load=bulk_load, bulk_store=bulk_store, thread_load=thread_load, reinterpret=reinterpret,
     warpgroup_mma=multiply, warpgroup_mma_init=lambda acc: acc,
-    warpgroup_mma_wait=lambda num_outstanding, deps: deps[0] if len(deps) == 1 else deps,
+    warpgroup_mma_wait=wait_for_products,
 )  # fmt: skip
 
 
@@ -326,11 +346,17 @@ def kernel_of(*files, name):
 
 
 def run(kernel, grid, *args):
-    """The kernel's programs, one after the other."""
+    """The kernel's programs, one after the other. Parameters with an annotation are constants."""
     args = [Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-    for i, parameter in enumerate(inspect.signature(kernel).parameters.values()):
-        if type(args[i]) is int and parameter.annotation is parameter.empty:  # no constant
-            args[i] = Block(args[i])
+    args = [
+        SimpleNamespace(**arg._asdict(), dtype=arg.base.dtype) if isinstance(arg, Descriptor) else arg
+        for arg in args
+    ]
+    constants = [p.annotation is not p.empty for p in inspect.signature(kernel).parameters.values()]
+    args = [
+        Block(arg) if type(arg) in (int, float) and not constant else arg
+        for arg, constant in zip(args, constants, strict=True)
+    ]
     for program in builtins.range(grid[0]):
         _here.program, _here.programs = program, grid[0]
         kernel(*args)
