@@ -8,7 +8,8 @@ A step is the sum of these parts, on the busiest rank:
     attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are recomputed), at rates that
                           depend on the heads' width
     experts               six products over the T*K routed pairs of the busiest rank, two sums over a token's
-                          rows
+                          rows; with --train.fp8 they take the share of bf16's time that the nearest measured
+                          layer took (ops/experts/fp8_table.json), without a measurement all of it
     loss                  the head's three products, and each logit's traffic
     exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for
                           other ranks; two transfers fewer where a shared expert hides them; across nodes a
@@ -18,6 +19,7 @@ A step is the sum of these parts, on the busiest rank:
     etp exchange          rows of the ranks that divide experts, their sums, and copies of the slices
     glue                  everything else in a block: passes over [T, D], and activations between a dense
                           feed-forward's or shared expert's products
+    codes                 casts of the experts' matrices to fp8 (--train.fp8), as measured
     recomputed            forwards that activation checkpointing runs again
     copies                traffic around FSDP2's collectives, and sums of gradients
     optimizer             traffic of AdamW and the gradient norm
@@ -68,6 +70,7 @@ from tmoe.model.block_time import (
     Kernels,
     Parts,
     block_seconds,
+    code_seconds,
     expert_kernels,
     head_seconds,
     kernel,
@@ -232,11 +235,12 @@ def chunk_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busi
     exposed, beside = collective_seconds(cfg, axes, span, m, hiding_forward, hiding_backward)
 
     parts = {part: again * (forward[part] + backward[part]) for part in forward}
+    sparse = sum(map(cfg.model.is_moe, span))
+    parts["codes"] = sparse * code_seconds(cfg, axes, m)
     parts["recomputed"] = again * recomputed
     parts["copies"] = copy_seconds(cfg, axes, span, m)
     parts["exposed all-gathers"] = exposed
     parts["slowed"] = m.slowed * beside
-    sparse = sum(map(cfg.model.is_moe, span))
     products = expert_kernels(cfg, axes, m, busiest) if sparse else Kernels(0.0, 0.0, 0.0, 0.0)
     runs_again = products.forward * ("experts" in RECOMPUTED[cfg.parallel.checkpoint])
     waves = WAVES if axes.sharers > 1 and kept_whole(cfg, axes, span) else 1

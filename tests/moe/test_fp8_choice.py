@@ -119,13 +119,16 @@ def test_all_is_experts_with_dense_layers():
 
 
 def test_memory_counts_the_codes():
-    """Two bytes an element and four for each 128 x 128, in both MoE blocks; nothing without a measurement."""
+    """Two bytes an element and four for each 128 x 128, in both MoE blocks; nothing without a measurement.
+
+    In the backward also those of dH and dy, if it is not the loss that takes most.
+    """
     codes = 2 * (2 * 8 * 3 * 256 * 128 + 8 * 3 * 2 * 4)
     plain, off, on = (memory_per_rank(config(train), ONE) for train in (TrainConfig(2, 512), FP8, EVERYWHERE))
     assert off == plain and on["gathered"] - plain["gathered"] == codes
-    assert {name: size for name, size in on.items() if name != "gathered"} == {
-        name: size for name, size in plain.items() if name != "gathered"
-    }
+    rows = 2 * 512 * (2 * 2 * 128 + 256 + 4)
+    assert 0 <= on["working"] - plain["working"] <= rows
+    assert all(on[name] == plain[name] for name in on if name not in ("gathered", "working"))
     halves = Codes.size((8, 256, 256), 2) + Codes.size((8, 256, 128), 1)
     assert halves == encode(torch.zeros(8, 256, 256), 2).numel() + encode(torch.zeros(8, 256, 128)).numel()
 

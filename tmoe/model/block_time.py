@@ -5,6 +5,7 @@ The planner (benchmarks/cost) adds up a step of these seconds, and stages of a p
 next: link_time.py
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from tmoe.model.count import attention_shapes, block_shapes, qk_width, rule_flop
 from tmoe.model.link_time import all_to_all, ring, times
 from tmoe.model.reach import reached
 from tmoe.model.reach import rows as rows_of
+from tmoe.moe.fp8_choice import casts_of_a_step, gain
 from tmoe.moe.moe_bytes import runs_beside, slice_bytes
 
 # FLOPs of flash attention over the FLOPs that MFU counts: the backward has five products, not four.
@@ -265,7 +267,21 @@ def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     dw_down = kernel(flops, width * (a + x + w), m)
     dw_up = kernel(n * flops, width * (h + x + n * w), m)
     slower = 1.0 if ep == 1 else exchange_of(cfg, axes, m)["experts"]
-    return Kernels(*(slower * t for t in (up + down, dh + dx, dw_down + dw_up, sum_rows)))
+    in_fp8, others = up + down + dh + dx, dw_down + dw_up + 2 * sum_rows
+    # a measured layer in fp8 saves its time in these products; the others are the same kernels
+    share = max(0.0, 1 - (1 - gain(cfg, axes).layer) * (1 + others / in_fp8))
+    times = share * (up + down), share * (dh + dx), dw_down + dw_up, sum_rows
+    return Kernels(*(slower * t for t in times))
+
+
+def code_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
+    """Seconds of a step for the casts of one layer's matrices to fp8 (--train.fp8), by the measured layer."""
+    share = gain(cfg, axes)
+    if not share.cast:
+        return 0.0
+    plain = replace(cfg, train=replace(cfg.train, fp8="none", fp8_everywhere=False))
+    layer = sum(expert_seconds(plain, axes, m, 1.0))
+    return casts_of_a_step(cfg, axes) * share.cast * layer
 
 
 def exchange_of(cfg: Config, axes: Axes, m: SimpleNamespace) -> dict:

@@ -15,7 +15,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.config.sizes import compute_bytes, local_tokens
 from tmoe.ops.experts.fp8_codes import Codes
-from tmoe.ops.experts.fp8_table import entries, nearest, pays
+from tmoe.ops.experts.fp8_table import Measured, entries, nearest, pays
 from tmoe.ops.launch.kernel_launch import device_facts
 from tmoe.parallel.mesh import keeps_whole
 
@@ -40,16 +40,45 @@ def choose(cfg: Config, axes: Axes, arch: str) -> Choice:
         return Choice(False, f"on {arch} both widths must be multiples of 64, and --train.dtype bf16")
     if cfg.train.fp8_everywhere:
         return Choice(True)
-    rows = local_tokens(cfg, axes) * axes.ep * moe.top_k / moe.experts
+    entry, rows = measured(cfg, axes, arch)
     shape = f"experts of {D} x {moe.ffn_dim} with {rows:.0f} rows each"
-    entry = nearest(entries(arch), D, moe.ffn_dim, rows)
     if entry is None:
         return Choice(False, f"no measurement on {arch} of {shape}; --train.fp8-everywhere needs none")
-    passes = cfg.train.accumulate
-    again = cfg.parallel.checkpoint in ("moe", "block")
-    casts = 1 if casts_once(cfg, axes) else passes * (1 + again)
     slower = f"a step with {shape} is slower in fp8 on {arch}"
-    return Choice(True) if pays(entry, passes, casts) else Choice(False, slower)
+    gains = pays(entry, cfg.train.accumulate, casts_of_a_step(cfg, axes))
+    return Choice(True) if gains else Choice(False, slower)
+
+
+def measured(cfg: Config, axes: Axes, arch: str) -> tuple[Measured | None, float]:
+    """The measurement nearest to a run's layers, if there is one, and the rows of an expert in the run."""
+    moe = cfg.model.moe
+    rows = local_tokens(cfg, axes) * axes.ep * moe.top_k / moe.experts
+    return nearest(entries(arch), cfg.model.expert_dim, moe.ffn_dim, rows), rows
+
+
+def casts_of_a_step(cfg: Config, axes: Axes) -> int:
+    """How often a step casts each matrix of experts."""
+    again = cfg.parallel.checkpoint in ("moe", "block")
+    return 1 if casts_once(cfg, axes) else cfg.train.accumulate * (1 + again)
+
+
+class Gain(NamedTuple):
+    """The time of experts in fp8, as a share of a layer's forward and backward in --train.dtype."""
+
+    layer: float = 1.0
+    """of a micro-batch, with casts of rows"""
+    cast: float = 0.0
+    """of one cast of the matrices"""
+
+
+def gain(cfg: Config, axes: Axes) -> Gain:
+    """The measured gain of a planned run; that of no fp8 if there is none, or no measurement."""
+    if cfg.train.fp8 == "none" or not planned(cfg, axes):
+        return Gain()
+    entry, rows = measured(cfg, axes, planned_arch(cfg))
+    if entry is None:
+        return Gain()
+    return Gain(entry.fp8 / entry.bf16, entry.cast / entry.bf16 * entry.rows / rows)
 
 
 def casts_once(cfg: Config, axes: Axes) -> bool:

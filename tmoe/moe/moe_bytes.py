@@ -14,6 +14,7 @@ from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, INT32, compute_bytes, local_tokens
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.exchange.symm import hides
+from tmoe.moe.fp8_choice import planned
 from tmoe.moe.select.capacity import capacity
 
 
@@ -112,6 +113,24 @@ def uses_symm(cfg: Config, axes: Axes) -> bool:
     by_tokens = cfg.parallel.adaptive_r != 0 and cfg.parallel.dispatch != "nccl"
     plain = not moe.bias and not moe.pad and moe.weigh == "activation"
     return near and by_tokens and plain and not cfg.lora.rank
+
+
+def coded_row_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes of codes in one MoE layer's backward with --train.fp8: of dH, and of the rows of dy with scales.
+
+    Rows that came packed over symm's wire are in its buffers.
+    """
+    if not planned(cfg, axes):
+        return 0
+    moe, T, K = cfg.model.moe, local_tokens(cfg, axes), cfg.model.moe.top_k
+    pairs = pairs_bound(T, K, axes.ep, moe.experts // axes.ep) or T * K
+    if uses_symm(cfg, axes):
+        rows = 0 if cfg.parallel.dispatch_dtype == "fp8" else axes.ep * T
+    elif moe.pad:
+        rows = moe.experts * capacity(T, moe.slots, moe)
+    else:
+        rows = rows_received(T, K, axes.ep)
+    return pairs * moe.halves * moe.ffn_dim + rows * (cfg.model.expert_dim + FP32)
 
 
 def runs_beside(cfg: Config, axes: Axes) -> bool:

@@ -18,7 +18,13 @@ from tmoe.model import block_bytes as of_model
 from tmoe.model.block_bytes import attention_elements, rule_bytes, statistics
 from tmoe.model.count import block_shapes
 from tmoe.moe import moe_bytes as of_moe
-from tmoe.moe.moe_bytes import gathered_expert_bytes, moe_bytes, slice_bytes, window_bytes
+from tmoe.moe.moe_bytes import (
+    coded_row_bytes,
+    gathered_expert_bytes,
+    moe_bytes,
+    slice_bytes,
+    window_bytes,
+)
 
 
 def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -> int:
@@ -68,7 +74,9 @@ def backward_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     whole = layer_bytes(cfg, axes, layer)
     again = 2 * whole - layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint)
     gathered = 2 * (axes.tp - 1) * local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
-    experts = gathered_expert_bytes(cfg, axes) if cfg.model.is_moe(layer) else 0
+    experts = 0
+    if cfg.model.is_moe(layer):
+        experts = gathered_expert_bytes(cfg, axes) + coded_row_bytes(cfg, axes)
     rest = window_bytes(cfg, axes, layer) + cast_bytes(cfg, axes, layer) + rule_bytes(cfg, axes, layer)
     return again + gathered + experts + rest
 

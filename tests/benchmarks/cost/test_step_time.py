@@ -37,7 +37,9 @@ from tmoe.model.block_time import (
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
+from tmoe.moe import fp8_choice
 from tmoe.moe.moe_bytes import rows_received
+from tmoe.ops.experts.fp8_table import Measured
 from tmoe.parallel.mesh import build_mesh
 from tmoe.plan.fitting import verdict
 from tmoe.plan.memory import memory_per_rank, peak_bytes
@@ -632,3 +634,27 @@ def test_one_bound_and_one_sum(name):
             step = step_time.predict(cfg, axes, m)
             assert (step.peak_bytes <= m.room) == said.startswith("verdict: fits."), (words, axes)
             assert f" {step.peak_bytes / 2**30:.1f} GiB at most" in said
+
+
+def test_experts_in_fp8_take_the_measured_share(monkeypatch):
+    """A layer measured at 10 ms in bf16 and 7 in fp8, with casts of 1 ms: once a step, or in each pass."""
+    rows = 16384 * 8 / 64
+    entry = Measured(OLMOE.model.dim, OLMOE.model.moe.ffn_dim, int(rows), bf16=10.0, fp8=7.0, cast=1.0)
+    m = free()
+    on = replace(
+        OLMOE, gpu="h200", train=replace(OLMOE.train, batch=4, seq=4096, accumulate=3, fp8="experts")
+    )
+    off = replace(on, train=replace(on.train, fp8="none"))
+    plain, without = (step_time.predict(cfg, ALONE, m).parts for cfg in (off, on))
+    assert plain == without and plain["codes"] == 0  # no measurement: bf16
+    monkeypatch.setattr(fp8_choice, "entries", lambda arch: [entry] if arch == "cuda:90" else [])
+    coded = step_time.predict(on, ALONE, m).parts
+    assert coded["experts"] == pytest.approx(0.7 * plain["experts"])
+    assert coded["codes"] == pytest.approx(0.1 * plain["experts"] / 3)
+    same = {name for name in plain if coded[name] == plain[name]}
+    assert plain.keys() - same == {"experts", "codes"}
+    everywhere = replace(on, train=replace(on.train, fp8_everywhere=True))
+    moved = replace(everywhere, parallel=replace(on.parallel, dp=2, gathered_gib=0, checkpoint="moe"))
+    each = step_time.predict(moved, Axes(dp=2), m).parts
+    assert each["codes"] == pytest.approx(6 * coded["codes"])
+    assert step_time.predict(replace(on, gpu="a100"), ALONE, m).parts == plain
