@@ -72,6 +72,33 @@ def test_chunks_are_the_recurrence(S, H, G, decay, correct):
     assert worst([rule(*single)], [want]) < 2e-6
 
 
+def dual_form(C, B, x, a, dt):
+    """Mamba-2's dual form (Dao & Gu 2024, section 3.2): y = (L * C B^T) (dt x), L_ij = exp(a_{j+1} + .. a_i).
+
+    It has neither states nor chunks. The sums of decays are added up one by one, not subtracted.
+    """
+    H, S = x.shape[2], x.shape[1]
+    C, B = (t.repeat_interleave(H // t.shape[2], 2) for t in (C, B))
+    inside = torch.ones(S, S).tril().bool()
+    later = a.transpose(1, 2)[..., None].expand(-1, -1, -1, S).masked_fill(~inside.tril(-1), 0)  # i, j: j < i
+    L = later.cumsum(-2).masked_fill(~inside, -torch.inf).exp()
+    return torch.einsum("bihk,bjhk,bhij,bjh,bjhv->bihv", C, B, L, dt, x)
+
+
+@pytest.mark.parametrize("decay", [1e-4, 1.0, 20.0])
+def test_mamba2_is_its_dual_form(decay):
+    """Outputs and gradients; the state after a row is the sum of its tokens' shares."""
+    given = of_any_length(inputs(131, decay=decay))
+    got, got_g = gradients(partial(delta_rule, run_BS=None, correct=False), given)
+    want, want_g = gradients(dual_form, given)
+    assert worst([got, *got_g], [want, *want_g]) < 1e-12
+    C, B, x, a, dt = (t.detach() for t in given)
+    _, state = delta_rule_from((C, B, x, a, dt), torch.zeros(1, 4, 8, 12, dtype=x.dtype), correct=False)
+    rest = F.pad(a[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1).exp()  # of the tokens after each
+    shares = torch.einsum("bshk,bsh,bshv->bhkv", B.repeat_interleave(2, 2), rest * dt, x)
+    assert worst([state], [shares]) < 1e-12
+
+
 def test_gradients_by_finite_differences():
     given = inputs(19, 2, 1, K=3, V=2)
     run = runs_of(documents([4, 9, 6]), None, 0).number_BS
