@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hf_tiny import saved
+from layouts import BRANCHES, MAMBA2
 from tiers import slow_but
 from tiny_models import MODEL
 
@@ -111,6 +112,18 @@ def test_weights_before_and_after_experts_and_a_latent_space(moe):
     cfg = replace(MODEL, rope=replace(MODEL.rope, max_seq=64), moe=replace(MODEL.moe, **moe))
     model = drawn(cfg)
     assert_same(quantised_copy(model, "int4"), rounded(model, "int4"))
+
+
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+@pytest.mark.parametrize("cfg", [MAMBA2, BRANCHES], ids=["mamba2", "branches"])
+def test_mamba2_and_blocks_of_one_branch(cfg, kind):
+    """Granite-4's and Nemotron-H's blocks; feed-forwards of relu squared without a gate."""
+    cfg = replace(cfg, rope=replace(cfg.rope, max_seq=64))
+    with torch.device("meta"):
+        slots = make_room(Transformer(cfg), kind)
+    assert {f"blocks.0.attention.{name}.weight" for name in ("qkvz", "out")} <= set(slots)
+    model = drawn(cfg)
+    assert_same(quantised_copy(model, kind), rounded(model, kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
