@@ -6,6 +6,7 @@ next: tmoe/hf/architectures/common.py
 """
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -160,7 +161,79 @@ def test_what_a_folder_lacks_is_named(tmp_path):
         import_hf(tmp_path / "other", tmp_path / "step 2", mtp=1)
 
 
+def nemotrons(folder: Path, name: str):
+    """A folder with mtp's two blocks, and transformers' model and its layers of the same weights.
+
+    transformers has no class for these blocks. A model of one block of attention and one of experts computes
+    them: its final norm is that of mtp, and its input is the projection.
+    """
+    saved(folder, name)
+    main = make(name)
+    config = deepcopy(main.config)
+    config.layers_block_type = ["full_attention", "moe"]
+    torch.manual_seed(7)
+    layers = type(main.model)(config).eval()
+    with torch.no_grad():
+        for p in [*layers.parameters(), *layers.buffers()]:
+            p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
+    D = config.hidden_size
+    own = dict(enorm=torch.randn(D), hnorm=torch.randn(D), eh_proj=0.3 * torch.randn(D, 2 * D))
+    found = {f"mtp.layers.0.{n}.weight": t for n, t in own.items()}
+    for theirs, t in layers.state_dict().items():
+        theirs = theirs.replace("norm_f.", "layers.1.final_layernorm.")
+        if ".experts." in theirs:  # published one by one
+            base, kind = theirs.rsplit(".", 1)
+            found |= {f"mtp.{base}.{e}.{kind}.weight": w.clone() for e, w in enumerate(t)}
+        elif theirs.startswith("layers."):
+            found[f"mtp.{theirs}"] = t.clone()
+    tensors = tensors_of(folder) | found
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E")
+    return main, layers, own
+
+
+@pytest.mark.parametrize(
+    "name", ["nemotron_h", "nemotron_h, latent experts, groups, no bias of the convolution"]
+)
+def test_nemotrons_two_blocks_are_one(tmp_path, name):
+    """mtp.layers.0 is attention, mtp.layers.1 experts; every byte returns, and the loss is transformers'."""
+    main, layers, own = nemotrons(tmp_path / "hf", name)
+    import_hf(tmp_path / "hf", tmp_path / "step", mtp=1)
+    model = load_step(tmp_path / "step").eval()
+    tokens = torch.randint(main.config.vocab_size, (1, 14), generator=torch.Generator().manual_seed(0))
+    model(tokens, F.pad(tokens[:, 1:], (0, 1), value=-100))
+    with torch.no_grad():
+        h, e = main.model(tokens).last_hidden_state[:, :-1], main.get_input_embeddings()(tokens[:, 1:])
+        eps = main.config.layer_norm_epsilon
+        parts = [F.rms_norm(t, t.shape[-1:], own[n], eps) for t, n in ((e, "enorm"), (h, "hnorm"))]
+        x = torch.cat(parts, -1) @ own["eh_proj"].T
+        logits = main.lm_head(layers(inputs_embeds=x).last_hidden_state)[0, :-1]
+        want = F.cross_entropy(logits, tokens[0, 2:])
+    assert model.mtp.measured[0].item() == pytest.approx(want.item(), abs=1e-5)
+    export_hf(tmp_path / "step", tmp_path / "back")
+    assert_bits(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
+
+
+def test_other_blocks_of_nemotron_are_kept_and_not_trained(tmp_path):
+    nemotrons(tmp_path / "hf", "nemotron_h")
+    edit(tmp_path / "hf", mtp_hybrid_override_pattern="*M")
+    with pytest.raises(
+        ConfigError, match=r"model.mtp.depth=1: mtp_layers_block_type=.*only full_attention and"
+    ):
+        import_hf(tmp_path / "hf", tmp_path / "step", mtp=1)
+    edit(tmp_path / "hf", num_nextn_predict_layers=2, mtp_hybrid_override_pattern="*E")
+    with pytest.raises(ConfigError, match=r"depth=2: a nemotron_h has names for one block .*valid: 0 or 1"):
+        import_hf(tmp_path / "hf", tmp_path / "step", mtp=2)
+    import_hf(tmp_path / "hf", tmp_path / "step")
+    export_hf(tmp_path / "step", tmp_path / "back")
+    assert_bits(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
+
+
 def test_config_of_a_model_trained_from_the_start():
+    nano = replace(presets()["nemotron-3-nano-30b-a3b"].model, mtp=MTPConfig(1))
+    assert write_config(nano, "float32")["num_nextn_predict_layers"] == 1
+    with pytest.raises(ConfigError, match="depth=2: a nemotron_h has names for one block"):
+        write_config(replace(nano, mtp=MTPConfig(2)), "float32")
     cfg = replace(presets()["deepseek-v3"].model, mtp=MTPConfig(1))
     assert write_config(cfg, "float32")["num_nextn_predict_layers"] == 1
     with pytest.raises(

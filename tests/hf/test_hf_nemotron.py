@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tmoe.config.check import ConfigError
 from tmoe.config.compare import differences
+from tmoe.config.model import MTPConfig
 from tmoe.config.presets import presets
 from tmoe.hf import export_hf, import_hf, swap_experts
 from tmoe.hf.config import read_config, write_config
@@ -128,7 +129,10 @@ NANO = dict(  # config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
 
 
 def test_the_published_config_is_the_preset():
-    """23 blocks of Mamba-2, 23 of experts, 6 of attention; the parameters by hand."""
+    """23 blocks of Mamba-2, 23 of experts, 6 of attention; the parameters by hand, without choice biases.
+
+    With mtp there are as many as in the folder, in bf16.
+    """
     cfg = presets()["nemotron-3-nano-30b-a3b"].model
     assert differences(cfg, read_config(NANO)) == []
     D = 2688
@@ -138,6 +142,8 @@ def test_the_published_config_is_the_preset():
     counts = count_parameters(cfg)
     assert counts.total == whole == 31_577_937_344
     assert round(counts.active / 1e9, 1) == 3.6
+    further = attention + experts + 2 * D * D + 5 * D
+    assert count_parameters(replace(cfg, mtp=MTPConfig(1))).total == whole + further == 32_913_263_168
 
 
 @pytest.mark.parametrize("name", [NAME, LATENT])

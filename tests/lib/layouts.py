@@ -144,7 +144,7 @@ MODELS = dict(
     wide=WIDE,
     linear=LINEAR,
     mamba2=MAMBA2,
-    branches=BRANCHES,
+    branches=replace(BRANCHES, mtp=MTPConfig(depth=1)),
     kinds=KINDS,
     mimo=MIMO,
     narrow=NARROW,

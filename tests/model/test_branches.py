@@ -95,7 +95,10 @@ def test_models_are_compared():
     ("change", "says"),
     [
         (dict(norms="sandwich"), r"--model\.norms=sandwich: not with --model\.layer-types=.*one branch"),
-        (dict(mtp=replace(GQA.mtp, depth=1)), r"--model\.mtp\.depth=1: not with --model\.layer-types"),
+        (
+            dict(mtp=replace(GQA.mtp, depth=1), layer_types=("linear", "dense")),
+            r"--model\.mtp\.depth=1: needs moe in --model\.layer-types",
+        ),
         (dict(dense_layers=1), r"--model\.dense-layers=1: not with"),
         (dict(dense_blocks=(3,)), r"--model\.dense-blocks=.*: not with"),
     ],

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import BRANCHES
 from torch import Tensor
 
 import tmoe
@@ -81,9 +82,13 @@ def reference(model: tmoe.Transformer, tokens: Tensor, targets: Tensor, document
     return sums, places, equal
 
 
-@pytest.mark.parametrize("isolated", [True, False])
-def test_the_loss_is_the_formula(isolated):
-    model = model_of()
+ONE_BRANCH = replace(BRANCHES, mtp=CFG.mtp, moe=replace(BRANCHES.moe, balance="none", z_coeff=0.0))
+
+
+@pytest.mark.parametrize(("isolated", "cfg"), [(True, CFG), (False, CFG), (True, ONE_BRANCH)])
+def test_the_loss_is_the_formula(isolated, cfg):
+    """Also of a model whose blocks have one branch; those of further tokens have two."""
+    model = model_of(cfg)
     tokens, targets, documents = rows_of()
     documents = documents if isolated else None
     sums, places, equal = reference(model, tokens, targets, documents)

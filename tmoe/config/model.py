@@ -592,7 +592,8 @@ class ModelConfig:
         if self.one_branch:
             alone = f"not with {model.said('layer_types')}, where a block has one branch"
             model.require(self.norms == "pre", "norms", alone, "pre")
-            model.require(not self.mtp.depth, "mtp.depth", alone, 0)
+            sparse = not self.mtp.depth or "moe" in self.layer_types
+            model.require(sparse, "mtp.depth", f"needs moe in {model.said('layer_types')}", 0)
             model.require(not self.dense_blocks, "dense_blocks", alone)
             model.require(not self.dense_layers, "dense_layers", alone, 0)
 
@@ -602,8 +603,9 @@ class ModelConfig:
         return not {"moe", "dense"}.isdisjoint(self.layer_types)
 
     def branch_of(self, layer: int) -> LayerType | None:
-        """The branch of this block; None if blocks have two branches."""
-        return self.layer_types[layer % len(self.layer_types)] if self.one_branch else None
+        """The branch of this block; None if it has two, as blocks that predict further tokens have."""
+        alone = self.one_branch and layer < self.layers
+        return self.layer_types[layer % len(self.layer_types)] if alone else None
 
     def mixes(self, layer: int) -> bool:
         """Whether this block has attention or a linear layer."""
@@ -656,7 +658,7 @@ class ModelConfig:
 
     def is_moe(self, layer: int) -> bool:
         if self.one_branch:
-            return self.branch_of(layer) == "moe"
+            return self.branch_of(layer) in ("moe", None)
         layer = min(layer, self.layers - 1)
         regular = layer >= self.dense_layers and (layer - self.dense_layers) % self.moe_every == 0
         return regular and layer not in self.dense_blocks
@@ -701,7 +703,7 @@ class ModelConfig:
 
     def norms_of(self, layer: int) -> tuple[int, int]:
         """Numbers of RMSNorms of the model's width around this block's attention and its feed-forward."""
-        if self.one_branch:
+        if self.branch_of(layer) is not None:
             return int(self.mixes(layer)), int(self.feeds(layer))
         more = self.norms == "moe" and self.is_moe(layer)
         around = 2 if self.norms == "sandwich" else 1

@@ -25,7 +25,7 @@ from tmoe.checkpoint.rewrite import read_boxes
 from tmoe.config.check import ConfigError, require
 from tmoe.config.compare import as_flags, build_config, differences
 from tmoe.config.model import ModelConfig
-from tmoe.hf.config import architecture, read_config
+from tmoe.hf.config import architecture, read_config, text_settings
 from tmoe.hf.files import MODEL, Folder, fill, settings_of, untied
 from tmoe.hf.foreign import CONFIG, hint, is_folder
 from tmoe.hf.rules import TensorPiece, most_further, require_names
@@ -180,7 +180,7 @@ def require_model(path: Path, model_cfg: ModelConfig) -> None:
     config = settings_of(path)
     arch, theirs = architecture(config), replace(read_config(config), mtp=model_cfg.mtp, tied=model_cfg.tied)
     names = Folder(path).shapes if any(path.glob("*.safetensors")) else ("mtp.",)  # unknown without weights
-    require_names(arch, model_cfg, blocks_said(config, names))
+    require_names(arch, model_cfg, blocks_said(config, names), text_settings(arch, config))
     refuse(
         f"{path / CONFIG} is not this model's", differences(model_cfg, theirs), as_flags(model_cfg, theirs)
     )

@@ -236,6 +236,8 @@ class Architecture:
     """ends of the names of tensors that stay fp32 in an export to bf16, as in transformers"""
     extra: tuple[str, ...] = INV_FREQ
     """patterns of tensors without effect on the result: kept for an export, read only if a rule names them"""
+    ahead: Callable[[HF], str] = lambda said: ""
+    """why a config.json's blocks that predict further tokens cannot be trained; "": they can"""
 
 
 class TensorPiece(NamedTuple):
@@ -495,10 +497,10 @@ def most_further(arch: Architecture) -> int:
     return (MOST["layers"] if numbered else 1) if names else 0
 
 
-def require_names(arch: Architecture, cfg: ModelConfig, ahead: int) -> None:
+def require_names(arch: Architecture, cfg: ModelConfig, ahead: int, said: HF | None = None) -> None:
     """ConfigError unless the architecture has names for the model's blocks that predict further tokens.
 
-    ahead: the number of such blocks in config.json.
+    ahead: the number of such blocks in config.json. said: its settings; None: of a new model.
     """
     depth = cfg.mtp.depth
     most = most_further(arch)
@@ -506,6 +508,8 @@ def require_names(arch: Architecture, cfg: ModelConfig, ahead: int) -> None:
     require(not depth or most > 0, "model.mtp.depth", depth, wrong, 0)
     wrong = f"a {arch.model_type} has names for one block that predicts further tokens"
     require(depth <= most, "model.mtp.depth", depth, wrong, "0 or 1")
+    wrong = arch.ahead(said or {}) if depth else ""
+    require(not wrong, "model.mtp.depth", depth, wrong, 0)
     wrong = f"config.json has {ahead} such blocks (num_nextn_predict_layers)"
     require(depth <= ahead, "model.mtp.depth", depth, wrong, f"0 to {ahead}" if ahead else 0)
 

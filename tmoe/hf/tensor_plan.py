@@ -117,6 +117,6 @@ def _plan(config: HF, present: dict, held: set[str], mtp: MTPConfig) -> Reading:
     arch = architecture(config)
     cfg = replace(read_config(config), mtp=mtp)
     there = blocks_said(config, present)
-    require_names(arch, cfg, there)
+    require_names(arch, cfg, there, text_settings(arch, config))
     pieces, extra = divide(arch, cfg, present, there, held)
     return Reading(arch, cfg, pieces, copies(cfg, present), extra, [], held)

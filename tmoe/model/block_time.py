@@ -66,7 +66,7 @@ def block_seconds(
     wide = model.moe.shared_dim if sparse else model.ffn_dim * model.is_dense(layer)
     # The forward reads gate and up and writes their product. The backward reads gate, up and the product's
     # gradient, and writes the recomputed product and both gradients.
-    passes = m.glue_passes / (2 if model.one_branch else 1)
+    passes = m.glue_passes / (1 if model.branch_of(layer) is None else 2)
     glue = (passes * model.dim + 9 * wide) * T * width / m.memory_rate
     forward = {
         "projections": projections,

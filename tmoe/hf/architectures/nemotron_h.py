@@ -1,19 +1,22 @@
 """Nemotron-H's and Nemotron-3's entry: a block is Mamba-2, attention, experts or a dense feed-forward.
 
 Experts, shared experts and dense feed-forwards are relu squared, without a gate. Experts may work on a
-latent. Attention has no positions.
+latent. Attention has no positions. The block that predicts a further token (mtp) has attention and experts,
+as two blocks of one branch; it is trained or kept for an export.
 
 next: hf/architectures/granite4.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tmoe.config.linear_settings import LayerType
 from tmoe.hf.architectures import common as c
 from tmoe.hf.architectures.deepseek import CHOICE_BIAS, GROUPED, ROUTED
 from tmoe.hf.architectures.granite4 import LIMITS, TYPES, mamba
 from tmoe.hf.architectures.granite4 import listed as listed_kinds
-from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Linear, MoELayers, under
+from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Linear, MoELayers, TensorRule, under
 
 BLOCK, MIXER = "backbone.layers.{layer}", "backbone.layers.{layer}.mixer"
 PATTERN, LIST = Key("hybrid_override_pattern", str), "layers_block_type"
@@ -50,6 +53,36 @@ def read_branches(said: HF, found: dict) -> list[str]:
     return []
 
 
+# the kinds of mtp's blocks in transformers' configuration, and in letters
+AHEAD = Key("mtp_layers_block_type", tuple[str, ...])
+AHEAD_LETTERS = Key("mtp_hybrid_override_pattern", str, null=False)
+# the first names of our tensors in mtp.layers.0 and in mtp.layers.1
+AHEAD_PARTS = ("attention_norm.", "attention.qkv.", "attention.o."), ("ffn_norm.", "moe.")
+
+
+def other_ahead(said: HF) -> str:
+    """The reason why mtp's blocks are not trained: other kinds than attention, then experts."""
+    known = ["full_attention", "moe"]
+    kinds = [dict(OLDER).get(kind, kind) for kind in said.get(AHEAD.name) or known]
+    if kinds == known:  # the default of transformers, which letters replace
+        kinds = [LETTERS.get(letter, letter) for letter in said.get(AHEAD_LETTERS.name) or "*E"]
+    if kinds == known:
+        return ""
+    return f"{AHEAD.name}={kinds!r}: only full_attention and moe (*E) are computed"
+
+
+def further(rules: tuple[TensorRule, ...]) -> Iterator[TensorRule]:
+    """The rules of mtp, whose two blocks of one branch are one block in tmoe."""
+    for name in ("enorm", "hnorm", "eh_proj"):
+        yield c.one(f"{c.FURTHER}.{name}.weight", f"mtp.layers.0.{name}.weight")
+    yield c.one(f"{c.FURTHER}.norm.weight", "mtp.layers.1.final_layernorm.weight")
+    for place, kinds in enumerate(AHEAD_PARTS):
+        for rule in under(rules, BLOCK, f"mtp.layers.{place}"):
+            ours = rule.ours.removeprefix(f"{c.BLOCK}.")
+            if ours.startswith(kinds):
+                yield rule._replace(ours=f"{c.FURTHER}.{ours}")
+
+
 RULES = (
     c.one("embedding.weight", "backbone.embeddings.weight"),
     c.one("norm.weight", "backbone.norm_f.weight"),
@@ -74,7 +107,7 @@ RULES = (
 NEMOTRON_H = Architecture(
     "nemotron_h",
     "NemotronHForCausalLM",
-    RULES,
+    (*RULES, *further(RULES)),
     (
         Field("vocab", ("vocab_size",), 131072),
         Field("dim", ("hidden_size",), 4096),
@@ -111,6 +144,8 @@ NEMOTRON_H = Architecture(
     keys=(
         *TYPES,
         PATTERN,
+        AHEAD,
+        AHEAD_LETTERS,
         LIMITS,
         Key("num_nextn_predict_layers", null=False),
         *(Key(name, kind, null=False) for kind, names in IDLE.items() for name in names),
@@ -118,4 +153,5 @@ NEMOTRON_H = Architecture(
     linear=Linear(older=OLDER, words=WORDS, key=LIST, listed=listed),
     fp32=(CHOICE_BIAS, "A_log", "dt_bias", ".D"),
     extra=(*INV_FREQ, r"mtp\..*"),
+    ahead=other_ahead,
 )
