@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from tiers import slow_but
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -141,6 +142,28 @@ def test_of_transformers(tmp_path, request, name, model):
     found = hf_tiny.tensors_of(tmp_path / "out")
     assert {t.dtype for t in found.values()} == {torch.float32}
     hf_tiny.assert_bits({n: t.bfloat16() for n, t in found.items()}, hf_tiny.tensors_of(original))
+
+
+def test_a_renamed_root_and_experts_without_a_gate(tmp_path):
+    """Nemotron-H in transformers' names."""
+    original = hf_tiny.saved(tmp_path / "hf", "nemotron_h")
+    state = hf_tiny.make("nemotron_h").state_dict()
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    recover(tmp_path / "dcp", tmp_path / "out", original)
+    hf_tiny.assert_bits(hf_tiny.tensors_of(tmp_path / "out"), hf_tiny.tensors_of(original))
+
+
+def test_blocks_of_further_tokens_are_the_originals(tmp_path, mixtral):
+    """transformers does not load them: mtp of Qwen3-Next, and the blocks after the last of DeepSeek-V3."""
+    original = shutil.copytree(mixtral, tmp_path / "hf")
+    more = {"mtp.fc.weight": torch.randn(3, 2).bfloat16(), "model.layers.2.eh_proj.weight": torch.randn(2, 4)}
+    save_file(more, original / "further.safetensors", {"format": "pt"})
+    index = json.loads((original / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(more, "further.safetensors")
+    (original / "model.safetensors.index.json").write_text(json.dumps(index))
+    dcp.save({"model": hf_tiny.tensors_of(mixtral)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    recover(tmp_path / "dcp", tmp_path / "out", original)
+    hf_tiny.assert_bits(hf_tiny.tensors_of(tmp_path / "out"), hf_tiny.tensors_of(original))
 
 
 def test_what_is_missing_or_another_is_named(tmp_path, granite):

@@ -5,10 +5,12 @@ Names, config and tokenizer are those of ORIGINAL, the folder from which trainin
 under its own name, under its name after a prefix that all names have (`model.`), or in one of these stacks:
 
     fms's ScatterMoE    MODULE.w1.weight, w2, w3 [E, in, out] and MODULE.router.weight
-    transformers 5      MODULE.experts.gate_up_proj [E, 2F, D], MODULE.experts.down_proj [E, D, F]
+    transformers 5      MODULE.experts.gate_up_proj [E, 2F, D], MODULE.experts.down_proj [E, D, F];
+                        without a gate MODULE.experts.up_proj [E, F, D]
 
-Its type is that of the DCP folder. A tensor that is missing, unknown or of another shape is an error that
-names it.
+transformers also renames the root of Nemotron-H. Its type is that of the DCP folder. Tensors of blocks that
+predict further tokens, which transformers does not load, are copied from ORIGINAL if the DCP folder lacks
+them. Any other tensor that is missing, unknown or of another shape is an error that names it.
 
 next: hf/write.py
 """
@@ -34,7 +36,9 @@ from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import keeping
 from tmoe.checkpoint.stock import StockFolder, backend_of
+from tmoe.config.check import MOST
 from tmoe.hf.files import INDEX, TIED, Folder
+from tmoe.hf.quantise import RENAMED
 from tmoe.hf.write import Export, check_room, write_folder
 
 SAFETENSORS = {
@@ -51,6 +55,8 @@ SAFETENSORS = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+KINDS = {kind: dtype for dtype, kind in SAFETENSORS.items()}
+BLOCK = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 # Parts that wrappers of modules insert into a name.
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Beginnings of the names of entries of a checkpoint other than the model.
@@ -102,22 +108,20 @@ def plan_recovery(dcp_dir: Path, original: Path) -> Export:
     stock = StockFolder(find_folder(Path(dcp_dir)))
     folder = Folder(Path(original))
     held, prefix = model_names(stock, set(folder.shapes))
-    sources, problems = {}, []
-    for name in folder.shapes:
-        source = source_of(name, held, bool(folder.config.get(TIED)))
-        if source is None:
-            problems.append(f"{name}: missing in {stock.path}")
-        else:
-            sources[name] = source
+    tied = bool(folder.config.get(TIED))
+    found = {name: source_of(name, held, tied) for name in folder.shapes}
+    sources = {name: source for name, source in found.items() if source}
+    kept = [name for name in found.keys() - sources.keys() if is_kept(name, folder)]
+    missing = [name for name in found if name not in sources and name not in kept]
+    problems = [f"{name}: missing in {stock.path}" for name in missing]
     used = {name for source in sources.values() for name in source.names}
     problems += [f"{name}: {original} has no such tensor" for name in sorted(held.keys() - used)]
     metas = {name: _meta(stock, held, source) for name, source in sources.items()}
-    for name, meta in metas.items():
-        if meta is None or tuple(meta.shape) != folder.shapes[name]:
-            got = "parts that do not fit together" if meta is None else f"shape {tuple(meta.shape)}"
-            problems.append(f"{name}: {got}, {original} has {folder.shapes[name]}")
-        elif meta.dtype not in SAFETENSORS:
-            problems.append(f"{name}: {meta.dtype}, which safetensors does not have")
+    metas |= {
+        name: torch.empty(folder.shapes[name], dtype=KINDS[folder.dtype(name)], device="meta")
+        for name in kept
+    }
+    problems += [line for name, meta in metas.items() for line in _unfit(folder, name, meta)]
     refuse(f"{stock.path} is no whole {original} (prefix {prefix!r})", problems)
 
     shapes = {name: tuple(meta.shape) for name, meta in metas.items() if meta is not None}
@@ -126,11 +130,10 @@ def plan_recovery(dcp_dir: Path, original: Path) -> Export:
         file: {name: SAFETENSORS[types[name]] for name in names} for file, names in folder.layout.items()
     }
     sizes = {name: meta.nbytes for name, meta in metas.items() if meta is not None}
-    others = {name: partial(folder.content, name) for name in folder.others() if name != INDEX}
-    if folder.indexed:
-        index = dict(metadata=dict(total_size=sum(sizes.values())), weight_map=folder.file_of)
-        others[INDEX] = lambda: (json.dumps(index, indent=2) + "\n").encode()
-    return Export(layout, shapes, sizes, partial(_produce, stock, held, sources), others, stock.stamps())
+    if kept:
+        print(f"{len(kept)} tensors of blocks that predict further tokens are those of {original}")
+    produce = partial(_produce, stock, held, sources, folder)
+    return Export(layout, shapes, sizes, produce, _others(folder, sum(sizes.values())), stock.stamps())
 
 
 def find_folder(path: Path) -> Path:
@@ -182,12 +185,49 @@ def model_names(stock: StockFolder, wanted: set[str]) -> tuple[dict[str, str], s
     return own, prefix
 
 
+def _others(original: Folder, size: int) -> dict[str, Callable[[], bytes]]:
+    """The files besides the tensors. size: bytes of all tensors."""
+    others: dict[str, Callable[[], bytes]] = {
+        name: partial(original.content, name) for name in original.others() if name != INDEX
+    }
+    if original.indexed:
+        index = dict(metadata=dict(total_size=size), weight_map=original.file_of)
+        others[INDEX] = lambda: (json.dumps(index, indent=2) + "\n").encode()
+    return others
+
+
+def is_kept(name: str, original: Folder) -> bool:
+    """Whether a tensor is the original's: it belongs to a block that predicts further tokens."""
+    text = original.config.get("text_config", original.config)
+    number = BLOCK.match(name)
+    beyond = number is not None and int(number[1]) >= text.get("num_hidden_layers", MOST["layers"])
+    return (name.startswith("mtp.") or beyond) and original.dtype(name) in KINDS
+
+
+def _unfit(original: Folder, name: str, meta: Tensor | None) -> list[str]:
+    """Faults of a tensor. meta: its shape and type; None if its parts do not fit together."""
+    if meta is None or tuple(meta.shape) != original.shapes[name]:
+        got = "parts that do not fit together" if meta is None else f"shape {tuple(meta.shape)}"
+        return [f"{name}: {got}, {original.path} has {original.shapes[name]}"]
+    if meta.dtype not in SAFETENSORS:
+        return [f"{name}: {meta.dtype}, which safetensors does not have"]
+    return []
+
+
 def source_of(name: str, held: dict[str, str], tied: bool) -> TensorSource | None:
     """The source of one of the original's tensors; None if the folder does not hold it.
 
     held: the folder's names of the model's tensors, by the model's own names.
     tied: whether the head may be read from the embedding.
     """
+    found = _source_of(name, held, tied)
+    if found is None and name.startswith(RENAMED):
+        return _source_of("model." + name.removeprefix(RENAMED), held, tied)
+    return found
+
+
+def _source_of(name: str, held: dict[str, str], tied: bool) -> TensorSource | None:
+    """`source_of` under this name."""
     if name in held:
         return TensorSource((name,), lambda whole: whole)
     candidates: list[TensorSource] = []
@@ -197,6 +237,8 @@ def source_of(name: str, held: dict[str, str], tied: bool) -> TensorSource | Non
             candidates.append(TensorSource((f"{at}.{part}.weight",), partial(_scattered, number)))
             fused = f"{at}.experts.{'down_proj' if part == 'w2' else 'gate_up_proj'}"
             candidates.append(TensorSource((fused,), partial(_fused, number, part)))
+            if part == "w3":  # without a gate
+                candidates.append(TensorSource((f"{at}.experts.up_proj",), partial(_one, number)))
     elif match := STACKED.fullmatch(name):
         parts = ("w1", "w3") if match[2] == "input_linear" else ("w2",)
         names = tuple(f"{match[1]}.{part}.weight" for part in parts)
@@ -238,6 +280,10 @@ def _fused(number: int, part: str, stacked: Tensor) -> Tensor:
     return expert[:half] if part == "w1" else expert[half:]
 
 
+def _one(number: int, stacked: Tensor) -> Tensor:
+    return stacked[number]
+
+
 def _side_by_side(*stacked_EIO: Tensor) -> Tensor:
     return torch.cat([stacked.transpose(1, 2) for stacked in stacked_EIO], dim=1)
 
@@ -252,9 +298,18 @@ def _meta(stock: StockFolder, held: dict[str, str], source: TensorSource) -> Ten
 
 
 def _produce(
-    stock: StockFolder, held: dict[str, str], sources: dict[str, TensorSource], names: set[str]
+    stock: StockFolder,
+    held: dict[str, str],
+    sources: dict[str, TensorSource],
+    folder: Folder,
+    names: set[str],
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file. Three tensors of the DCP folder are cached, since one may be used many times."""
+    """The tensors of a file. Three tensors of the DCP folder are cached, since one may be used many times.
+
+    folder: the original, which has the tensors without a source.
+    """
     read = functools.lru_cache(maxsize=3)(lambda name: stock.read(held[name]))
-    for name in sorted(names, key=lambda name: sources[name].names):
+    for name in sorted(names - sources.keys()):
+        yield name, folder.whole(name).to(KINDS[folder.dtype(name)])
+    for name in sorted(names & sources.keys(), key=lambda name: sources[name].names):
         yield name, sources[name].make(*map(read, sources[name].names)).contiguous()
