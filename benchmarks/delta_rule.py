@@ -12,7 +12,7 @@ form runs on eight rows only, within a time limit, and one row runs it eagerly. 
 against the definition in fp64 on 300 tokens before it is timed. A contestant that is missing or fails is
 named with the reason; if only its backward fails, its forward is timed.
 
-The kernel of one token is timed for 256 sequences, beside the time to read and write their states.
+The kernel of one token is timed for 256 sequences, with the time to read and write their states.
 
 --parts times each kernel first. --choices times each kernel with other tiles, warps and stages, and nothing
 else.
@@ -209,7 +209,7 @@ def choose(place: int) -> None:
 
 
 def compiled(arch: str, place: int) -> None:
-    """Fills triton's cache with the kernels of one place of CHOICES; a process of its own runs this."""
+    """Fills triton's cache with the kernels of one place of CHOICES. Each runs in a separate process."""
     choose(place)
 
     def visit(name: str, key: str, compile: Callable) -> None:

@@ -116,7 +116,7 @@ class Fp8Launches(LayerLaunches):
         """Launch fp8_hopper.fp8_specialised."""
         p, cfg = product, product.cfg
         columns = 128 if p.kind == "up" and self.halves == 2 else cfg.BN
-        # the others depend on none of these, and need fewer binaries if they are constant
+        # other products depend on none of these, and need fewer binaries if they are constant
         K, activation, gather, even = 1, "swiglu", False, True
         if p.kind in ("up", "dh"):
             K, activation, gather, even = self.K, self.activation, cfg.gather, self.D % BLOCK == 0
