@@ -1,4 +1,4 @@
-"""Runs a warp-specialised Gluon kernel on the CPU: its source as plain Python, each partition in a thread.
+"""Runs kernels of Gluon and Triton on the CPU as plain Python, each partition of a kernel in a thread.
 
 Gluon has no interpreter. This module executes the files of kernels with stand-ins for Gluon's and Triton's
 functions: blocks are torch tensors, shared memory is a tensor of bytes, barriers count arrivals and bytes as
@@ -12,6 +12,7 @@ Layouts, swizzles, registers and proxies are not modelled.
 import ast
 import builtins
 import inspect
+import itertools
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,12 @@ class Block:
 
     def to(self, dtype, bitcast=False):
         return Block(self.t.view(dtype) if bitcast else self.t.to(dtype))
+
+    def __getitem__(self, key):
+        return Block(self.t[key])
+
+    def __bool__(self):
+        return bool(self.t)
 
     def __index__(self):
         return int(self.t)
@@ -77,6 +84,7 @@ class Pointer:
 
     def __init__(self, tensor, offset=0):
         self.tensor, self.offset = tensor, Block(raw(offset))
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
 
     def __add__(self, other):
         return Pointer(self.tensor, self.offset + other)
@@ -276,8 +284,8 @@ def steps(*bounds):
     return [Block(i) for i in builtins.range(*map(int, bounds))]
 
 
-def largest(a, axis):
-    return Block(torch.where(a.t.isnan(), -torch.inf, a.t).amax(axis))  # as max.f32, without NaN
+def largest(a, axis=None):
+    return Block(torch.where(a.t.isnan(), -torch.inf, a.t).amax(axis))  # max.f32 leaves NaN out
 
 
 def select(condition, a, b):
@@ -305,7 +313,8 @@ LANGUAGE = SimpleNamespace(
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
     PropagateNan=SimpleNamespace(ALL=True), static_range=builtins.range,
     static_assert=lambda condition: None,
-    program_id=lambda axis: Block(_here.program), num_programs=lambda axis: Block(_here.programs),
+    program_id=lambda axis: Block(_here.program[axis]),
+    num_programs=lambda axis: Block(_here.programs[axis]), trans=lambda a: Block(a.t.mT),
     arange=lambda a, b, layout=None: Block(torch.arange(a, b)),
     zeros=lambda shape, dtype, layout=None: Block(torch.zeros(shape, dtype=dtype)),
     expand_dims=lambda a, axis: Block(a.t.unsqueeze(axis)),
@@ -335,14 +344,18 @@ NAMES = dict(
 )  # fmt: skip
 
 
-def kernel_of(*files, name):
-    """The function `name` of these files, of which each may call functions of the ones before it."""
+def kernels_of(*files, change=("", "")):
+    """The functions of these files by name; each may call functions of the files before its own.
+
+    change: text, and what replaces it.
+    """
     space = dict(NAMES)
     for file in files:
-        tree = ast.parse(Path(file).read_text())
+        source = Path(file).read_text()
+        tree = ast.parse(source.replace(*change) if change[0] else source)
         tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
         exec(builtins.compile(tree, str(file), "exec"), space)
-    return space[name]
+    return space
 
 
 def run(kernel, grid, *args):
@@ -357,6 +370,7 @@ def run(kernel, grid, *args):
         Block(arg) if type(arg) in (int, float) and not constant else arg
         for arg, constant in zip(args, constants, strict=True)
     ]
-    for program in builtins.range(grid[0]):
-        _here.program, _here.programs = program, grid[0]
+    _here.programs = (*grid, 1, 1)[:3]
+    for program in itertools.product(*map(builtins.range, _here.programs)):
+        _here.program = program
         kernel(*args)

@@ -31,12 +31,19 @@ def hopper():
         pytest.skip(f"{arch} has no fp8 kernels of experts")
 
 
-@pytest.fixture(autouse=True, params=["CONFIGS", "HOPPER"])
+FORMS = dict(
+    plain=fp8_gpu.CONFIGS | {name: cfg._replace(outs=0) for name, cfg in fp8_gpu.WEIGHTS.items()},
+    hopper=fp8_gpu.HOPPER | {name: cfg._replace(outs=0) for name, cfg in fp8_gpu.WEIGHTS.items()},
+    weights=fp8_gpu.HOPPER | fp8_gpu.WEIGHTS,
+)
+
+
+@pytest.fixture(autouse=True, params=FORMS)
 def form(request, monkeypatch):
-    """Plain Triton's kernels, and those of fp8_hopper.py."""
-    monkeypatch.setattr(fp8_table, "forced", getattr(fp8_gpu, request.param))
+    """Plain Triton's kernels, those of fp8_hopper.py, and these with gradients of matrices in fp8."""
+    monkeypatch.setattr(fp8_table, "forced", FORMS[request.param])
     replay._programs.clear()
-    yield
+    yield request.param
     replay._programs.clear()
 
 
@@ -65,7 +72,7 @@ def on_gpu(tensors):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_are_the_twin(case):
+def test_kernels_are_the_twin(case, form):
     *sizes, activation, biased, pairs = case
     tensors, dy = layer(*sizes, activation, biased)
     want = gradients(tensors, dy, activation)
@@ -74,7 +81,8 @@ def test_kernels_are_the_twin(case):
     bar = 3e-2 if pairs is None else 6e-2
     for name, ours, theirs in zip("y dx d_gate_up d_down d_weights".split(), got, want, strict=True):
         error = float((ours.cpu().double() - theirs.double()).norm() / theirs.double().norm())
-        assert ours.isfinite().all() and error < bar, (name, error)
+        coded = form == "weights" and name in ("d_gate_up", "d_down")  # in bf16 in the twin
+        assert ours.isfinite().all() and error < (8e-2 if coded else bar), (name, error)
 
 
 def test_casts_have_the_bits_of_plain_torch():

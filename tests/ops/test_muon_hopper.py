@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gluon_threads import kernel_of, run
+from gluon_threads import kernels_of, run
 from tiers import slow_but
 
 from tmoe.ops import symmetric
@@ -24,7 +24,7 @@ FILES = [
 @pytest.fixture
 def hopper(monkeypatch):
     """Launches of a GPU with three multiprocessors run in threads."""
-    kernel = kernel_of(*FILES, name="stacked_kernel")
+    kernel = kernels_of(*FILES)["stacked_kernel"]
 
     def launch(which, grid, *args, **options) -> None:
         assert which is kernel
