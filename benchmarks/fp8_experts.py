@@ -209,30 +209,42 @@ def kernels(args: argparse.Namespace) -> Iterator[Figure]:
     context, bad = multiprocessing.get_context("spawn"), set()
     while True:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=time_kernels, args=(args, bad, sender), daemon=True)
+        process = context.Process(target=send_kernels, args=(args, bad, sender), daemon=True)
         process.start()
         sender.close()
-        now: tuple[str, str] | None = None
+        now, why = None, f"silent for {SILENT} s"
         try:
             while receiver.poll(SILENT):
                 word = receiver.recv()
                 if isinstance(word, Figure):
                     yield word
+                elif isinstance(word, str):
+                    why = word
                 else:
                     now = word
         except EOFError:  # it has ended
             process.join()
             if process.exitcode == 0:
                 return
+            why = why if process.exitcode == 1 else f"ended with code {process.exitcode}"
         process.kill()
         process.join()
         if now is None or now in bad:
-            raise RuntimeError(f"the process of kernels ended at {now}")
+            raise RuntimeError(f"the process of kernels ended at {now}: {why}")
         bad.add(now)
-        yield Figure("kernels", " ".join(now), "hangs or fails", "runs", False)
+        yield Figure("kernels", " ".join(now), why, "runs", False)
 
 
-def time_kernels(args: argparse.Namespace, bad: set[tuple[str, str]], sender: Any) -> None:
+def send_kernels(args: argparse.Namespace, bad: set[tuple[str, str]], sender: Any) -> None:
+    """`time_kernels` in a process, which also sends the error that ends it."""
+    try:
+        time_kernels(args, bad, sender.send)
+    except Exception as error:
+        sender.send(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}")
+        raise
+
+
+def time_kernels(args: argparse.Namespace, bad: set[tuple[str, str]], send: Callable[[Any], None]) -> None:
     """Sends each kernel's name when it begins, and figures. bad: pairs of product and variant left out."""
     tried = {kernel: variants(kernel) for kernel in PRODUCTS}
     for kernel, name in bad:
@@ -247,7 +259,7 @@ def time_kernels(args: argparse.Namespace, bad: set[tuple[str, str]], sender: An
         layers.append((layer, layer.codes, results(moe_mlp, cpu, codes=cpu.codes)))
     for kernel, configs in tried.items():
         for name, config in list(configs.items()):
-            sender.send((kernel, name))
+            send((kernel, name))
             fp8_table.forced[kernel] = config
             worst = 0.0
             for layer, codes, twin in layers:
@@ -255,7 +267,7 @@ def time_kernels(args: argparse.Namespace, bad: set[tuple[str, str]], sender: An
                 got = results(moe_mlp, layer, codes=codes)
                 worst = max(worst, *(error(ours, theirs) for ours, theirs in zip(got, twin, strict=True)))
             bar = 8e-2 if kernel in fp8_gpu.WEIGHTS else 3e-2  # the twin's gradients of matrices are in bf16
-            sender.send(at_most("kernels", f"{kernel}: {name}, error to the twin", worst, bar))
+            send(at_most("kernels", f"{kernel}: {name}, error to the twin", worst, bar))
             if not worst <= bar:
                 del configs[name]
         fp8_table.forced[kernel] = next(iter(variants(kernel).values()))
@@ -265,7 +277,7 @@ def time_kernels(args: argparse.Namespace, bad: set[tuple[str, str]], sender: An
         torch.manual_seed(0)
         run = launches_of(layer_of(shape_name, shape, "cuda"))
         for kernel, configs in tried.items():
-            sender.send((kernel, next(iter(configs))))
+            send((kernel, next(iter(configs))))
             calls = [partial(with_config, kernel, config, run[kernel]) for config in configs.values()]
             ms = dict(zip(configs, timed(calls, args), strict=True))
             best = min(ms, key=ms.__getitem__)
@@ -273,7 +285,7 @@ def time_kernels(args: argparse.Namespace, bad: set[tuple[str, str]], sender: An
             flops = 2 * T * K * D * ffn * (n if kernel in ("up", "dx", "dw_up") else 1)
             words = ", ".join(f"{name} {t:.3f} ({flops / t / 1e9:.0f})" for name, t in ms.items())
             figures.keep(args, "fp8_experts", "kernels", dict(shape=shape_name, kernel=kernel, ms=ms))
-            sender.send(Figure("kernels", f"{shape_name}: {kernel}, ms (TFLOP/s)", f"{words}; {best}"))
+            send(Figure("kernels", f"{shape_name}: {kernel}, ms (TFLOP/s)", f"{words}; {best}"))
             if kernel in fp8_gpu.HOPPER:
                 add_config(args.configs, Entry(kernel, D, ffn, T * K // E, configs[best]))
 
