@@ -46,9 +46,6 @@ class Block:
     def __getitem__(self, key):
         return Block(self.t[key])
 
-    def __bool__(self):
-        return bool(self.t)
-
     def __index__(self):
         return int(self.t)
 
