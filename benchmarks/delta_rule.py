@@ -12,7 +12,7 @@ form runs on eight rows only, within a time limit, and one row runs it eagerly. 
 against the definition in fp64 on 300 tokens before it is timed. A contestant that is missing or fails is
 named with the reason; if only its backward fails, its forward is timed.
 
-The kernel of one token is timed for 256 sequences, with the time to read and write their states.
+The kernel of one token is timed for 256 sequences, with the rate at which it reads and writes states.
 
 --parts times each kernel first. --choices times each kernel with other tiles, warps and stages, and nothing
 else.
@@ -54,7 +54,8 @@ CHOICES = {  # channels, warps, stages (gpu.Way); the first are those in use
     "outputs": [(128, 8, 1), (64, 4, 1), (64, 8, 1), (128, 4, 1)],
     "local_back": [(256, 4, 1), (256, 8, 1)],
     "scan_back": [(32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2), (32, 4, 1), (16, 4, 2)],
-    "states_back": [(32, 8, 1), (64, 8, 1), (32, 8, 2), (64, 8, 2)],
+    "solve_back": [(32, 8, 1), (64, 8, 1), (32, 8, 2), (64, 8, 2)],
+    "states_back": [(32, 8, 1), (64, 8, 1), (16, 8, 1), (32, 8, 2), (64, 8, 2)],
     "inner_back": [(64, 4, 1), (128, 4, 1), (128, 4, 2), (128, 8, 1), (64, 4, 2), (64, 8, 1)],
 }
 
@@ -205,11 +206,11 @@ def show_parts(tokens: int, seconds: float) -> None:
 def choose(place: int) -> None:
     """Each kernel's way is its choice at this place, if there are as many."""
     for name, ways in CHOICES.items():
-        gpu.WAYS[name] = (gpu.Way(*ways[place if place < len(ways) else 0]), gpu.WAYS[name][1])
+        gpu.WAYS[name] = gpu.Way(*ways[place if place < len(ways) else 0])
 
 
 def compiled(arch: str, place: int) -> None:
-    """Fills triton's cache with the kernels of one place of CHOICES. Each runs in a separate process."""
+    """Fills triton's cache with the kernels of one place of CHOICES; each runs in another process."""
     choose(place)
 
     def visit(name: str, key: str, compile: Callable) -> None:

@@ -166,13 +166,13 @@ def test_the_kernels_fit(arch):
         gpu.trace(LinearShapes(4, 4, 64, 64, 4, bf16, True), runs=False)
         conv_kernels.trace(8192, 4, bf16, runs=True, trained=True)
         gpu.trace_step(LinearShapes(16, 32, 128, 128, 4, bf16, False))
-    assert len(found) == 22
+    assert len(found) == 24
     mamba2 = LinearShapes(1, 48, 128, 64, 4, bf16, True, correct=False, conv_bias=True)  # Granite-4-H-Tiny's
     with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile))):
         gpu.trace(mamba2, runs=True)
         gpu.trace_step(mamba2)
         conv_kernels.trace(3328, 4, bf16, runs=True, trained=True, biased=True)
-    assert len(found) == 22 + 13
+    assert len(found) == 24 + 14
     for binary in found:
         assert_fits(binary, CHIPS[arch])
 

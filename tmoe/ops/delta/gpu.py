@@ -36,15 +36,27 @@ class Way(NamedTuple):
     stages: int
 
 
-# by the kernel's name: for heads of at most 128 channels in bf16 on Hopper, and for all others
+# by the kernel's name: on Hopper, for heads of at most 128 channels in bf16
 WAYS = {
-    "prepare": (Way(256, 8, 1), Way(256, 8, 1)),
-    "scan": (Way(32, 4, 3), Way(32, 8, 1)),
-    "outputs": (Way(128, 8, 1), Way(32, 8, 1)),
-    "local_back": (Way(256, 4, 1), Way(256, 8, 1)),
-    "scan_back": (Way(32, 4, 2), Way(32, 8, 1)),
-    "states_back": (Way(32, 8, 1), Way(32, 8, 1)),
-    "inner_back": (Way(64, 4, 1), Way(64, 8, 1)),
+    "prepare": Way(256, 8, 1),
+    "scan": Way(32, 4, 3),
+    "outputs": Way(128, 8, 1),
+    "local_back": Way(256, 4, 1),
+    "scan_back": Way(32, 4, 2),
+    "solve_back": Way(32, 8, 1),
+    "states_back": Way(32, 8, 1),
+    "inner_back": Way(64, 4, 1),
+}
+# on other GPUs, and for other types and wider heads: small enough for registers and shared memory
+OTHERS = {
+    "prepare": Way(256, 8, 1),
+    "scan": Way(32, 8, 1),
+    "outputs": Way(16, 8, 1),
+    "local_back": Way(256, 8, 1),
+    "scan_back": Way(16, 8, 1),
+    "solve_back": Way(32, 8, 1),
+    "states_back": Way(16, 8, 1),
+    "inner_back": Way(64, 8, 1),
 }
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
@@ -133,8 +145,6 @@ class Call:
         self.given, self.dtype, self.device = dtype, between(dtype), device
         self.KP, self.VP = padded(n.K), padded(n.V)
         self.arch = _arch(device)
-        self.narrow = self.dtype == torch.bfloat16 and max(self.KP, self.VP) <= 128
-        self.narrow = self.narrow and self.arch in ("", "cuda:90")
         self.precision = precision(dtype)
         self.queries, self.keys = (empty((n.B, n.G, n.N, LENGTH, n.K), dtype, device) for _ in range(2))
         self.tokens = self.room(ROWS, LENGTH, wide=True)
@@ -150,10 +160,17 @@ class Call:
 
     def way(self, name: str) -> tuple[int, dict[str, int]]:
         """Channels that a program of a kernel handles at a time, and options of the launch."""
-        way = WAYS[name][0 if self.narrow else 1]
-        widest = self.KP if name == "inner_back" else self.VP
-        stages = 1 if self.arch.startswith("hip") else way.stages
-        return min(way.channels, widest), dict(num_warps=way.warps, num_stages=stages)
+        width = max(self.KP, self.VP)
+        if self.arch in ("", "cuda:90") and self.dtype == torch.bfloat16 and width <= 128:
+            way = WAYS[name]
+        elif name == "outputs" and self.arch.startswith("hip"):
+            way = Way(64, 8, 1)
+        elif name == "prepare" and width <= 64:
+            way = Way(64, 4, 1)
+        else:
+            way = OTHERS[name]
+        most = self.KP if name == "inner_back" else self.VP
+        return min(way.channels, most), dict(num_warps=way.warps, num_stages=way.stages)
 
     def prepare(self, inputs: Inputs, t: Tensor, correct: bool, solve: bool) -> tuple[Tensor, Tensor]:
         """U and W; fills the buffers of q, k and decays, and T if `solve`. Without correction W is U."""
@@ -234,12 +251,17 @@ def backward(
         after, n.N, *n.heads, call.KP, BV, *ended, **options,
     )  # fmt: skip
     new_q, new_k, pairs = call.room(LENGTH, n.K), call.room(LENGTH, n.K), call.room(LENGTH, LENGTH)
-    lower = call.room(LENGTH, LENGTH) if correct else pairs
+    lower, shares = call.room(LENGTH, LENGTH) if correct else pairs, call.room(2, LENGTH, wide=True)
     dq, dk, dv, dg, db = (empty(x.shape, x.dtype, x.device) for x in inputs)
+    BV, options = call.way("solve_back")
+    launch(
+        kernels_back.solve_back, of_chunk, call.keys, v, call.runs(), call.tokens, df, t, u, w, states, after,
+        lower, new_k, dv, shares, n.S, n.N, *n.heads, call.KP, BV, run is not None, *ended, **options,
+    )  # fmt: skip
     BV, options = call.way("states_back")
     launch(
-        kernels_back.states_back, of_chunk, call.queries, call.keys, v, call.runs(), call.tokens, d, df, t, u,
-        w, states, after, pairs, lower, new_q, new_k, dv, dg, db, n.S, n.N, *n.heads, call.KP, BV,
+        kernels_back.states_back, of_chunk, call.queries, call.keys, call.runs(), call.tokens, d, u, w,
+        states, after, pairs, new_k, new_q, new_k, shares, dg, db, n.S, n.N, *n.heads, call.KP, BV,
         run is not None, *ended, **options,
     )  # fmt: skip
     BK, options = call.way("inner_back")

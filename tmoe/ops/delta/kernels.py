@@ -201,7 +201,7 @@ def prepare(
     tl.store(marks + chunk, broken.to(tl.int32) + 2 * (last == before))
 
     t = tl.zeros([L, L], DTYPE)
-    if CORRECT:
+    if CORRECT:  # keys and values are read again, since registers are short
         t_at = t_of + chunk * (L * L) + rows[:, None] * L + rows[None, :]
         if SOLVE:
             kk = tl.dot(key, tl.trans(key), input_precision=PRECISION)
@@ -210,9 +210,9 @@ def prepare(
             tl.store(t_at, t)
         else:
             t = tl.load(t_at)
-        into = product(t, (rate * head)[:, None] * key.to(tl.float32), DTYPE, PRECISION)
+        key = tokens_of(k + of_group, rows, G * K, kc, K, live & good).to(tl.float32)
+        into = product(t, (rate * head)[:, None] * key, DTYPE, PRECISION)
         put(w_of + chunk * L * K, rows, K, kc, K, into)
-    # read again, since registers are short
     fresh = rate[:, None] * tokens_of(values, rows, H * V, vc, V, live & good).to(tl.float32)
     if CORRECT:
         fresh = product(t, fresh, DTYPE, PRECISION)

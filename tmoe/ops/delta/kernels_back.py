@@ -1,12 +1,12 @@
 """Kernels of the gated delta rule in chunks (formulas: ops/delta/chunks.py): the backward.
 
 After `prepare` with the known T, and `scan`: `local_back` (P^T dO), `scan_back` (gradients of all states),
-`states_back` (products with states, and through T), `inner_back` (dq and dk, summed over the heads that share
-q and k).
+`solve_back` (through T, dv), `states_back` (products with states), `inner_back` (dq and dk, summed over the
+heads that share q and k).
 
-No product has a transposed accumulator as an operand (ops/delta/kernels.py): gradients of pairs of tokens are
-written by `states_back`, and `inner_back` reads them in both orders. F is computed again from U, W and the
-state, and dF from P^T dO and the state's gradient, so a scan writes nothing but states.
+No product has a transposed accumulator as an operand (ops/delta/kernels.py): gradients of pairs of tokens
+are written by `solve_back` and `states_back`, and `inner_back` reads them in both orders. F is computed again
+from U, W and the state, and dF from P^T dO and the state's gradient, so a scan writes nothing but states.
 
 next: ops/delta/gpu.py
 """
@@ -115,39 +115,34 @@ def transposed_state(base, kc, K: tl.constexpr, vc, V: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["S", "N"])
-def states_back(
-    queries, keys, v, run, tokens, do_of, df_of, t_of, u_of, w_of, states, after, pairs_of, lower_of, dq_of,
-    dk_of, dv, dg, db, S, N, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KP: tl.constexpr, BV: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr, CORRECT: tl.constexpr,
+def solve_back(
+    keys, v, run, tokens, df_of, t_of, u_of, w_of, states, after, lower_of, bk_of, dv, shares, S, N,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    RUNS: tl.constexpr, PRECISION: tl.constexpr, CORRECT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of v, g and beta, and the states' shares of dq and dk, of one chunk of one head.
+    """dv, and what passes through the solve, of one chunk of one head.
 
-    dF = P^T dO + (k tail) dS; d(beta v) = T^T dF; d(beta head k) = -T^T dF S^T. Also the transposed gradient
-    of q k^T, F dO^T, and the gradient of k k^T, from that of A, -(d(beta v) U^T + d(beta head k) W^T).
-    Without the correction F is U and d(beta v) is dF.
+    dF = P^T dO + (k tail) dS; d(beta v) = T^T dF; bk = d(beta head k) = -T^T dF S^T; the gradient of k k^T is
+    that of A, -(d(beta v) U^T + bk W^T), with factors. shares [2, L]: of the gradients of g's sums, and of
+    beta. Without the correction d(beta v) is dF.
     """
     DTYPE: tl.constexpr = df_of.dtype.element_ty
     bh, n = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     chunk = bh.to(tl.int64) * N + n
     group = (b * G + h // (H // G)) * N + n
-    own, _, _ = runs_of_chunk(run + b * S, n, S, RUNS)
     rows = tl.arange(0, L)
     i = rows[:, None]
     j = rows[None, :]
     kc = tl.arange(0, KP)
     of_token = tokens + chunk * (ROWS * L) + rows
-    head = tl.load(of_token + HEAD)
     tail = tl.load(of_token + TAIL)
     rate = tl.load(of_token + RATE)
     live = n * L + rows < S
     good = live & (tl.load(of_token + BAD) == 0)
     of_v = ((b * S + n * L) * H + h) * V
-    of_sums = tl.zeros([L], tl.float32)
     of_beta = tl.zeros([L], tl.float32)
-    new_k = tl.zeros([L, KP], tl.float32)
     into = tl.zeros([L, KP], tl.float32)
-    by_head = tl.zeros([L], tl.float32)
     lower = tl.zeros([L, L], tl.float32)
     for part in range(0, tl.cdiv(V, BV)):
         vc = part * BV + tl.arange(0, BV)
@@ -164,27 +159,51 @@ def states_back(
         put_tokens(dv + of_v, rows, H * V, vc, V, live, rate[:, None] * made)
         value = tokens_of(v + of_v, rows, H * V, vc, V, good)
         of_beta += tl.sum(made * value.to(tl.float32), 1)
+    of_sums = tl.zeros([L], tl.float32)
     if CORRECT:
         solve = turned(t_of + chunk * L * L, rows, L, rows, L)
-        right = product(solve, into, DTYPE, PRECISION)
+        right = product(solve, into, DTYPE, PRECISION).to(DTYPE)
+        put(bk_of + chunk * L * K, rows, K, kc, K, right)
         lower += product(right, tl.trans(tile(w_of + chunk * L * K, rows, K, kc, K)), DTYPE, PRECISION)
-        key = tile(keys + group * L * K, rows, K, kc, K)
-        by_head += head * tl.sum(right * key.to(tl.float32), 1)
-        of_beta += by_head
-        by_head *= rate
-        of_sums += by_head
-        new_k += (rate * head)[:, None] * right
+        own, _, _ = runs_of_chunk(run + b * S, n, S, RUNS)
         lower = tl.where(i > j, -lower * reach(tl.load(of_token), own), 0.0)
         put(lower_of + chunk * L * L, rows, L, rows, L, rate[:, None] * lower)
+        key = tile(keys + group * L * K, rows, K, kc, K)
         lower *= tl.dot(key, tl.trans(key), input_precision=PRECISION)
         of_beta += tl.sum(lower, 1)
         lower *= rate[:, None]
         of_sums += tl.sum(lower, 1) - tl.sum(lower, 0)
-    at = (b * S + n * L) * H + h
-    tl.store(db + at + rows * H, of_beta, live)
+    at = shares + chunk * (2 * L) + rows
+    tl.store(at, of_sums)
+    tl.store(at + L, of_beta)
 
-    of_whole = tl.zeros([BV], tl.float32)
+
+@triton.jit(do_not_specialize=["S", "N"])
+def states_back(
+    queries, keys, run, tokens, do_of, u_of, w_of, states, after, pairs_of, bk_of, dq_of, dk_of, shares, dg,
+    db, S, N, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
+    BV: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr, CORRECT: tl.constexpr,
+):  # fmt: skip
+    """The states' shares of dq and dk, and the gradients of g and beta, of one chunk of one head.
+
+    Also the transposed gradient of q k^T, F dO^T. Without the correction F is U.
+    """
+    DTYPE: tl.constexpr = u_of.dtype.element_ty
+    bh, n = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    chunk = bh.to(tl.int64) * N + n
+    group = (b * G + h // (H // G)) * N + n
+    own, _, _ = runs_of_chunk(run + b * S, n, S, RUNS)
+    rows = tl.arange(0, L)
+    i = rows[:, None]
+    j = rows[None, :]
+    kc = tl.arange(0, KP)
+    of_token = tokens + chunk * (ROWS * L) + rows
+    head = tl.load(of_token + HEAD)
+    tail = tl.load(of_token + TAIL)
+    of_whole = 0.0
     reads = tl.zeros([L, KP], tl.float32)
+    writes = tl.zeros([L, KP], tl.float32)
     pairs = tl.zeros([L, L], tl.float32)
     for part in range(0, tl.cdiv(V, BV)):
         vc = part * BV + tl.arange(0, BV)
@@ -197,24 +216,38 @@ def states_back(
         reads += product(incoming, state, DTYPE, PRECISION)
         pairs += product(fresh, tl.trans(incoming), DTYPE, PRECISION)
         ds = transposed_state(after + chunk * (K * V), kc, K, vc, V)
-        new_k += product(tail[:, None] * fresh.to(tl.float32), ds, DTYPE, PRECISION)
-        of_whole += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 1)
-    key = tile(keys + group * L * K, rows, K, kc, K)
+        writes += product(fresh, ds, DTYPE, PRECISION)
+        of_whole += tl.sum(tl.sum(state.to(tl.float32) * ds.to(tl.float32), 1), 0)
+
+    of_share = shares + chunk * (2 * L) + rows
+    of_sums = tl.load(of_share)
+    of_beta = tl.load(of_share + L)
     query = tile(queries + group * L * K, rows, K, kc, K)
+    put(dq_of + chunk * L * K, rows, K, kc, K, head[:, None] * reads)
+    of_sums += head * tl.sum(reads * query.to(tl.float32), 1)
+    key = tile(keys + group * L * K, rows, K, kc, K)
+    writes *= tail[:, None]
+    of_tail = tl.sum(writes * key.to(tl.float32), 1)
+    if CORRECT:
+        right = tile(bk_of + chunk * L * K, rows, K, kc, K).to(tl.float32)
+        rate = tl.load(of_token + RATE)
+        by_head = head * tl.sum(right * key.to(tl.float32), 1)
+        of_beta += by_head
+        of_sums += rate * by_head
+        writes += (rate * head)[:, None] * right
+    put(dk_of + chunk * L * K, rows, K, kc, K, writes)
     pairs = tl.where(i <= j, pairs * reach(tl.load(of_token), own), 0.0)
     put(pairs_of + chunk * L * L, rows, L, rows, L, pairs)
     pairs *= tl.dot(key, tl.trans(query), input_precision=PRECISION)
     of_sums += tl.sum(pairs, 0) - tl.sum(pairs, 1)
-    put(dq_of + chunk * L * K, rows, K, kc, K, head[:, None] * reads)
-    of_sums += head * tl.sum(reads * query.to(tl.float32), 1)
-    put(dk_of + chunk * L * K, rows, K, kc, K, new_k)
-    of_tail = tl.sum(new_k * key.to(tl.float32), 1)
-    of_tail -= by_head
     whole = tl.sum(tl.where(rows == L - 1, head, 0.0), 0)
-    at_end = tl.sum(of_tail, 0) + whole * tl.sum(of_whole, 0)
+    at_end = tl.sum(of_tail, 0) + whole * of_whole
     of_sums += tl.where(rows == L - 1, at_end, 0.0) - of_tail
     later = tl.where(i <= j, of_sums[None, :], 0.0)
-    tl.store(dg + at + rows * H, tl.sum(later, 1), live)
+    at = (b * S + n * L) * H + h + rows * H
+    live = n * L + rows < S
+    tl.store(dg + at, tl.sum(later, 1), live)
+    tl.store(db + at, of_beta, live)
 
 
 @triton.jit(do_not_specialize=["S", "N"])
