@@ -3,6 +3,8 @@
 next: test_logprobs_rivals.py
 """
 
+import argparse
+
 import torch
 
 from benchmarks import decode
@@ -39,3 +41,13 @@ def test_what_is_wrong_or_absent_is_named():
     assert missing["absent"] == "ImportError: No module named 'rival'"
     words = decode.table("x", {"right": 2.0}, missing, 2.9e6, 2.9)
     assert "| right | 2.0 | 50% |" in words and "| absent | ImportError" in words
+
+
+def test_parts():
+    given = argparse.Namespace(tiny=True)
+    every = {}
+    for part in decode.PARTS:
+        given.parts = [part]
+        every[part] = [title for title, _ in decode.jobs(given)]
+    assert every["attention"] == list(decode.ATTENTION)
+    assert every["sampler"] == [*decode.SAMPLER, "rows with different settings"]

@@ -7,7 +7,9 @@ One program a row reads the logits once, and keeps the greatest logit and the su
 64 tokens. Without filters these sums determine the group that contains the drawn token. With filters they
 first give a lower bound of the filters' threshold: if k groups have a greatest logit of at least t, at least
 k tokens have a logit of at least t. Tokens above the bound are listed. The threshold is then found by
-bisection over that list, on integers that have the order of the logits, in registers.
+bisection over that list, on integers that have the order of the logits, in registers. If there are too many
+tokens (top_p of a flat row), a sample of the row gives an interval of the threshold. A second read of the row
+lists only the tokens in the interval, and sums the weights of all others.
 
 next: tmoe/generate/sampler.py
 """
@@ -29,8 +31,9 @@ from tmoe.ops.register import collect
 
 GROUP = 64  # neighbouring tokens of which the greatest logit is kept
 BLOCK = 4096  # tokens that are read at once
-HELD = 2048  # tokens of the list that are kept in registers
-LISTED = 8192  # room of the list in tokens; with more tokens, each step of a search reads the row
+HELD = 2048  # room of the list of tokens that the filters may keep, all in registers
+LISTED = 8192  # room of the list of tokens near a threshold; at least HELD
+SAMPLED = 4096  # tokens of a row from which its threshold is estimated
 
 
 class Filters(Protocol):
@@ -252,7 +255,7 @@ def forward(logits: Tensor, keys: Keys, filters: Filters | RowFilters, barred: T
     NGP = max(16, power_of_2(NG))
     BG = min(BLOCK // GROUP, NGP)
     greatest, sums = (empty((B, NGP), torch.float32, device) for _ in range(2))
-    groups = empty((B, NGP), torch.int32, device)
+    groups, words = (empty((B, 2 * NGP), torch.int32, device) for _ in range(2))
     ids = empty((B, LISTED), torch.int32, device)
     settings, flags = _rows(keys, filters) if isinstance(filters, RowFilters) else _numbers(V, keys, filters)
     # Blocks loaded at a time: as many as the registers of two programs on a multiprocessor allow.
@@ -261,9 +264,9 @@ def forward(logits: Tensor, keys: Keys, filters: Filters | RowFilters, barred: T
     options = {"maxnreg": 128} if on_cuda else {}
     launch(
         sample_kernel, (B,), logits, logits if barred is None else barred, *keys[1:], tokens, logprobs,
-        own_logprobs, greatest, sums, groups, ids, *settings, logits.stride(0),
+        own_logprobs, greatest, sums, groups, words, ids, *settings, logits.stride(0),
         barred.stride(0) if barred is not None and barred.dim() == 2 else 0,
-        V, NG, NGP, GROUP, BG, HELD, LISTED, stages, flags.greedy, flags.divide, barred is not None,
+        V, NG, NGP, GROUP, BG, HELD, LISTED, SAMPLED, stages, flags.greedy, flags.divide, barred is not None,
         *flags[2:], num_warps=8, **options,
     )  # fmt: skip
     return Drawn(tokens, logprobs, own_logprobs)
