@@ -209,7 +209,7 @@ SEEDS = [0, 7, 2**63 + 5, 2**64 - 3]
 def test_rows_with_settings_of_their_own_mixed(barred):
     """Each row has the token and the bits that a launch with its setting alone gives it."""
     own = SETTINGS + [dict(top_k=300), dict(top_k=7, min_p=0.1)]  # 300: as many as there are, which is all
-    x = logits(ties=False)[[0, 1, 2] * 5][: len(own)]
+    x = logits(ties=False)[[0, 1, 2] * 6][: len(own)]
     seeds = [SEEDS[i % 4] for i in range(len(own))]
     left = torch.zeros(300, dtype=torch.bool)
     left[x.argmax(-1)] = True
@@ -236,7 +236,7 @@ def assert_probable(row: torch.Tensor, how: Sampling, tokens: torch.Tensor) -> N
 def test_rows_of_the_twin():
     """The same on a CPU. Rows of one batch have the probabilities of their settings."""
     own = SETTINGS[:-1]
-    x = logits(ties=False)[[0, 1, 2] * 4][: len(own)]
+    x = logits(ties=False)[[0, 1, 2] * 5][: len(own)]
     barred = torch.zeros(len(own), 300, dtype=torch.bool)
     barred[::2, x[0].argmax()] = True
     seed_B, filters = rows_of(own, [SEEDS[i % 4] for i in range(len(own))])

@@ -245,13 +245,12 @@ def sample_kernel(
     GREEDY: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Draws one row's token. `cut`: 1 - top_p.
+    """Draws one row's token. Scratch of a row: greatest, sums [NGP], groups, words [2, NGP], ids [LISTED].
 
-    Scratch of a row: greatest, sums [NGP], groups, words [2, NGP], ids [LISTED].
-
-    Weights are e^(z - top), where top is the greatest score of a token that is not barred. ROWS: seed,
-    temperature, top_k, cut and min_p are pointers to a value for each row, and the program's row decides
-    which filters it has; GREEDY is then False, and DIVIDE, TOP_K, TOP_P and MIN_P are True.
+    Weights are e^(z - top), where top is the greatest score of a token that is not barred; `cut` is
+    1 - top_p. ROWS: seed, temperature, top_k, cut and min_p are pointers to a value for each row, and the
+    program's row decides which filters it has; GREEDY is then False, and DIVIDE, TOP_K, TOP_P and MIN_P are
+    True.
     """
     b = tl.program_id(0).to(tl.int64)
     logits += b * row
@@ -292,10 +291,7 @@ def sample_kernel(
     mass = tl.load(sums + group, group < NG, 0.0) * tl.exp(most - top)
     mass = tl.where(most > float("-inf"), mass, 0.0)
     whole = tl.sum(mass)
-    if not BARRED:
-        of_all = top
-        total_of_all = whole
-    full = of_all + tl.log(total_of_all)
+    full = of_all + tl.log(total_of_all) if BARRED else top + tl.log(whole)
 
     kept = whole.to(tl.float64)  # total weight of the tokens that the draw chooses from
     if greedy:
