@@ -14,8 +14,7 @@ named with the reason; if only its backward fails, its forward is timed.
 
 The kernel of one token is timed for 256 sequences, with the rate at which it reads and writes states.
 
---parts times each kernel first. --choices times each kernel with other tiles, warps and stages, and nothing
-else.
+--choices times each kernel with other tiles, warps and stages, and --parts each kernel, before the rest.
 """
 
 import argparse
@@ -209,27 +208,33 @@ def choose(place: int) -> None:
         gpu.WAYS[name] = gpu.Way(*ways[place if place < len(ways) else 0])
 
 
-def compiled(arch: str, place: int) -> None:
-    """Fills triton's cache with the kernels of one place of CHOICES; each runs in another process."""
+def compiled(arch: str, runs: bool, kernel: str, place: int) -> None:
+    """Fills triton's cache with a kernel of a place of CHOICES."""
     choose(place)
 
     def visit(name: str, key: str, compile: Callable) -> None:
-        with contextlib.suppress(Exception):  # `show_choices` names it
-            compile()
+        if name == kernel:
+            with contextlib.suppress(Exception):  # its launch names it
+                compile()
 
     with compile_only(arch, visit):
-        gpu.trace(LinearShapes(G, H, K, V, 4, torch.bfloat16, True), runs=False)
+        gpu.trace(LinearShapes(G, H, K, V, 4, torch.bfloat16, True), runs)
+
+
+def compile_all(places: int) -> None:
+    """Compiles the first places of CHOICES, each kernel in another process."""
+    arch = gpu._arch(torch.device("cuda", 0))
+    jobs = [(arch, runs, name, at) for runs in (False, True) for name in CHOICES for at in range(places)]
+    jobs = [job for job in jobs if job[3] < len(CHOICES[job[2]]) and (job[3] == 0 or not job[1])]
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), get_context("spawn")) as pool:
+        list(pool.map(compiled, *zip(*jobs, strict=True)))
 
 
 def show_choices(tokens: int, seconds: float) -> None:
     """Times all choices, and checks them on 300 tokens."""
-    places = range(max(map(len, CHOICES.values())))
-    arch = gpu._arch(torch.device("cuda", 0))
-    with ProcessPoolExecutor(min(len(places), os.cpu_count() or 1), get_context("spawn")) as pool:
-        list(pool.map(partial(compiled, arch), places))
     print("| kernel | channels, warps, stages | ms |")
     print("| --- | --- | --- |")
-    for place in places:
+    for place in range(max(map(len, CHOICES.values()))):
         choose(place)
         try:
             worst = max(errors(ours, False) + errors(ours, True))
@@ -263,13 +268,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each timing")
     parser.add_argument("--parts", action="store_true", help="time each kernel first")
     parser.add_argument("--choices", action="store_true", help="time each kernel launched in other ways")
+    parser.add_argument("--only", nargs="*", help="contestants whose names begin so, in place of all")
     parser.add_argument("--json", type=Path, help="append a line for every row to this file")
     args = parser.parse_args()
     require_gpu(parser)
     gpu.MEASURED = frozenset([gpu._arch(torch.device("cuda"))])  # kernels, wherever they run
     T = args.tokens
+    compile_all(max(map(len, CHOICES.values())) if args.choices else 1)
     if args.choices:
-        return show_choices(T, args.seconds)
+        show_choices(T, args.seconds)
     if args.parts:
         show_parts(T, args.seconds)
     show_step(args.seconds)
@@ -286,6 +293,8 @@ def main() -> None:
         ("transformers, eager", partial(transformers_rule, False), ["one row"]),
         ("tmoe, plain", plain_rule, list(kinds)),
     ):
+        if args.only is not None and not name.startswith(tuple(args.only)):
+            continue
         lacks = ""
         try:
             rule = made()

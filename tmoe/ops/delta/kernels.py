@@ -239,11 +239,16 @@ def scan(
     group = (b * G + h // (H // G)) * N
     state = tl.zeros([BV, KP], tl.float32)
     lost = 0
+    wholes = tokens + chunk * (ROWS * L) + HEAD + L - 1
+    whole = tl.load(wholes)
+    mark = tl.load(marks + chunk)
     for n in range(0, N):
-        of_token = tokens + (chunk + n) * (ROWS * L)
-        tail = tl.load(of_token + TAIL + rows)
-        whole = tl.load(of_token + HEAD + L - 1)
-        mark = tl.load(marks + chunk + n)
+        ahead = tl.minimum(
+            n + 1, N - 1
+        )  # single numbers are loaded a chunk ahead: triton does so for tiles alone
+        next_whole = tl.load(wholes + ahead * (ROWS * L))
+        next_mark = tl.load(marks + chunk + ahead)
+        tail = tl.load(tokens + (chunk + n) * (ROWS * L) + TAIL + rows)
         at = states + (chunk + n) * (K * V) + vc[:, None] * K + kc[None, :]
         if K == KP and V % BV == 0:
             tl.store(at, state.to(states.dtype.element_ty))
@@ -257,6 +262,8 @@ def scan(
             fresh -= product(state, into, DTYPE, PRECISION)
         key = tile(keys + (group + n) * (L * K), rows, K, kc, K)
         state = whole * state + product(tail[None, :] * fresh, key, DTYPE, PRECISION)
+        whole = next_whole
+        mark = next_mark
 
 
 @triton.jit(do_not_specialize=["S", "N"])

@@ -80,12 +80,14 @@ def scan_back(
     chunk = bh.to(tl.int64) * N
     group = (b * G + h // (H // G)) * N
     ds = tl.zeros([BV, KP], tl.float32)
+    wholes = tokens + chunk * (ROWS * L) + HEAD + L - 1
+    whole = tl.load(wholes + (N - 1) * (ROWS * L))
     for back in range(0, N):
         n = N - 1 - back
+        next_whole = tl.load(wholes + tl.maximum(n - 1, 0) * (ROWS * L))
         of_token = tokens + (chunk + n) * (ROWS * L)
         head = tl.load(of_token + HEAD + rows)
         tail = tl.load(of_token + TAIL + rows)
-        whole = tl.load(of_token + HEAD + L - 1)
         at = after + (chunk + n) * (K * V) + vc[:, None] * K + kc[None, :]
         if K == KP and V % BV == 0:
             tl.store(at, ds.to(after.dtype.element_ty))
@@ -101,6 +103,7 @@ def scan_back(
         ds = whole * ds + product(head[None, :] * incoming, query, DTYPE, PRECISION)
         if CORRECT:
             ds += product(d, tile(w_of + (chunk + n) * (L * K), rows, K, kc, K), DTYPE, PRECISION)
+        whole = next_whole
 
 
 @triton.jit
