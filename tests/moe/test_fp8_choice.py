@@ -34,9 +34,11 @@ def config(train=FP8, model=MODEL, **more):
     return Config(model=model, train=train, compile=False, **more)
 
 
-def test_no_chip_is_measured_yet():
-    """The table ships empty: an entry comes from `benchmarks.fp8_experts` on a GPU."""
-    assert fp8_table.entries("cuda:90") == []
+def test_a_shape_without_a_measurement_keeps_bf16():
+    """The table that ships has three widths on Hopper, of `benchmarks.fp8_experts` on one H200."""
+    shipped = {(one.D, one.F) for one in fp8_table.entries("cuda:90")}
+    assert shipped == {(2048, 768), (2048, 1408), (4096, 14336)} and not fp8_table.entries("cuda:80")
+    assert all(one.fp8 + one.cast < one.bf16 for one in fp8_table.entries("cuda:90"))
     choice = fp8_choice.choose(config(), ONE, "cuda:90")
     assert not choice.on and choice.why.startswith(
         "no measurement on cuda:90 of experts of 256 x 128 with 256 rows"
