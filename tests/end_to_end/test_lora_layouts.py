@@ -59,8 +59,9 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
 FAST = [LAYOUTS[i] for i in (0, 4, 18)]
 
 
-def merged(x, matrices, adapters, weights, ids, pairs=None, scales=(1, 1)):
+def merged(x, matrices, adapters, weights, ids, pairs=None, scales=(1, 1), codes=None):
     """moe_mlp_adapted, slowly."""
+    assert codes is None
     gate_up, down, *how = matrices
     up_a, up_b, down_a, down_b = adapters
     gate_up, down = gate_up + scales[0] * up_b @ up_a, down + scales[1] * down_b @ down_a
