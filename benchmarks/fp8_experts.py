@@ -21,11 +21,12 @@ accuracy: y and all gradients of each shape, cut to 4 experts, with normal data 
 against fp32 are at most 8e-2 and 1e-1, and at most 1.1 times those of the twin on the CPU. The gradients of x
 and gate_up miss 1e-1 for activations with a limit and outliers, in the twin too (docs/fp8.md).
 
-layer: forward, and forward with backward, of whole layers in bf16 and in fp8 in the same rounds, the cast of
-all matrices, memory kept for backward, and each kernel's microseconds. Bars are forward and backward of bf16
-divided by fp8's, without the casts of matrices. "a step" includes one cast. --table writes these times into
-the table that decides where --train.fp8 is used. Rivals where they can be imported: torchao's rowwise MoE
-training (casts of matrices included), and torch's grouped products in bf16.
+layer: forward, and forward with backward, of whole layers in bf16, in fp8 and with gradients of matrices in
+fp8 too, in the same rounds; the cast of all matrices, memory kept for backward, and each kernel's
+microseconds. Bars are forward and backward of bf16 divided by fp8's, without the casts of matrices. "a step"
+includes one cast. --table writes these times into the table that decides where --train.fp8 is used, and
+--configs gets whether gradients of matrices are in fp8 as well. Rivals where they can be imported: torchao's
+rowwise MoE training (casts of matrices included), and torch's grouped products in bf16.
 
 products: each fp8 product's TFLOP/s next to torch._scaled_grouped_mm (rowwise, fast accumulation) of the same
 sizes, whose operands are given as codes.
@@ -36,6 +37,7 @@ Each part is a process with its own time limit; a part that fails is named, and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -66,37 +68,31 @@ from tmoe.ops.launch.precompile import precompile
 # seconds
 LIMITS = {"casts": 60, "compile": 150, "kernels": 200, "accuracy": 150, "layer": 240, "products": 120}
 SHAPES = ["qwen3", "deepseek", "mixtral", "olmoe", "gpt-oss-20b", "qwen3-4096", "olmoe-4096", "mixtral-1024"]
-BARS = {"qwen3": 1.24, "deepseek": 1.28, "mixtral": 1.27}
+ALL_SIX = "fp8, all products"
+BARS = {"qwen3": (1.24, 1.30), "deepseek": (1.28, 1.38), "mixtral": (1.27, 1.48)}  # four products, all six
 ACTIVATIONS = {"gpt-oss-20b": "clamped:alpha=1.702,limit=7"}
 TINY: Shape = (96, 64, 128, 4, 2)
 SMALL: list[Shape] = [(700, 384, 192, 5, 2), (300, 128, 64, 4, 2)]  # layers that check a kernel
 SILENT = 40  # seconds after which a process that sends nothing hangs, in the part `kernels`
 
 
+IN_BF16 = fp8_gpu.WEIGHTS["dw_up"]._replace(outs=0)  # says of a gradient of matrices that it is in bf16
 PRODUCTS = (*fp8_gpu.HOPPER, *fp8_gpu.WEIGHTS)
 
 
 def variants(kernel: str) -> dict[str, KernelConfig]:
     """The configurations of a product that are timed, by name; the first is plain Triton's, or bf16's."""
     if kernel in fp8_gpu.WEIGHTS:
-        own = fp8_gpu.WEIGHTS[kernel]
-        return {
-            "bf16": own._replace(outs=0),
-            "256 columns": own,
-            "128 columns": own._replace(BN=128, stages=6),
-        }
+        return {"bf16": IN_BF16, "256 columns": fp8_gpu.WEIGHTS[kernel]}
     own = fp8_gpu.HOPPER[kernel]
     found = {"plain": fp8_gpu.CONFIGS[kernel], "256 columns": own._replace(BN=256, stages=4)}
-    if kernel != "up":
-        found["128 columns"] = own._replace(BN=128, stages=6)
-    if kernel in ("up", "dh"):
-        for name, config in list(found.items())[1:]:
-            found[f"{name}, sorted rows"] = config._replace(gather=False)
     if kernel == "dh":  # with 256 columns epilogues spill, and more so with the loader of a gather
-        del found["256 columns"]
-        found["128 columns, sorted rows, 4 buffers"] = own._replace(BN=128, stages=5, outs=4, gather=False)
+        narrow = own._replace(BN=128, stages=6)
+        found["256 columns"] = found["256 columns"]._replace(gather=False)
+        found["128 columns"], found["128 columns, sorted rows"] = narrow, narrow._replace(gather=False)
+        found["128 columns, sorted rows, 4 buffers"] = narrow._replace(gather=False, stages=5, outs=4)
     else:
-        found["256 columns, 4 buffers"] = own._replace(BN=256, stages=3, outs=4)
+        found["256 columns, groups of 16"] = found["256 columns"]._replace(GROUP=16)
     return found
 
 
@@ -266,7 +262,7 @@ def time_kernels(args: argparse.Namespace, bad: set[tuple[str, str]], send: Call
                 replay._programs.clear()
                 got = results(moe_mlp, layer, codes=codes)
                 worst = max(worst, *(error(ours, theirs) for ours, theirs in zip(got, twin, strict=True)))
-            bar = 8e-2 if kernel in fp8_gpu.WEIGHTS else 3e-2  # the twin's gradients of matrices are in bf16
+            bar = 8e-2 if kernel in fp8_gpu.WEIGHTS else 3e-2  # the twin has both gradients in bf16
             send(at_most("kernels", f"{kernel}: {name}, error to the twin", worst, bar))
             if not worst <= bar:
                 del configs[name]
@@ -340,23 +336,39 @@ def accuracy(args: argparse.Namespace) -> Iterator[Figure]:
     for name in reversed(widths.values()):
         T, D, ffn, E, K = TINY if args.tiny else ALL[name]
         shape = min(T, 512), D, min(ffn, 2880), min(E, 4), min(K, 2)
-        for outliers in (False, True):
+        for outliers, products in itertools.product((False, True), (4, 6)):
             torch.manual_seed(0)
             layer = layer_of(name, shape, args.device, outliers)
-            got = results(moe_mlp, layer, codes=layer.codes)
+            got = with_products(products, partial(results, moe_mlp, layer, codes=layer.codes))()
             exact = results(reference.moe_mlp, on(layer, args.device, torch.float32))
             cpu = on(layer, "cpu")
-            twin = results(moe_mlp, cpu, codes=cpu.codes)
+            twin = with_products(products, partial(results, moe_mlp, cpu, codes=cpu.codes))()
             bar = 1e-1 if outliers else 8e-2
             found = {}
             for what, ours, theirs, plain in zip(names, got, twin, exact, strict=True):
                 own, other = error(ours, plain), error(theirs, plain.cpu())
                 found[what] = own, other
-                title = f"{name}, {'outliers' if outliers else 'normal'}: {what}"
+                title = f"{name}, {'outliers' if outliers else 'normal'}, {products} products: {what}"
                 limited = "limit" in layer.activation and outliers and what in ("dx", "d_gate_up")
                 yield at_most("accuracy", title, own, None if limited else bar)
                 yield at_most("accuracy", f"{title}, of the twin's", own / other, 1.1)
-            figures.keep(args, "fp8_experts", "accuracy", dict(shape=name, outliers=outliers, errors=found))
+            how = dict(shape=name, outliers=outliers, products=products)
+            figures.keep(args, "fp8_experts", "accuracy", how | dict(errors=found))
+
+
+def with_products(products: int, run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run` with 4 products in fp8, or with all 6: gradients of matrices too."""
+
+    def call() -> Any:
+        chosen = fp8_gpu.WEIGHTS if products == 6 else dict.fromkeys(fp8_gpu.WEIGHTS, IN_BF16)
+        fp8_table.forced |= chosen
+        replay._programs = _programs[products]
+        return run()
+
+    return call
+
+
+_programs: dict[int, dict] = {4: {}, 6: {}}  # records of launches depend on the choice
 
 
 def contestants(layer: Layer) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
@@ -367,6 +379,7 @@ def contestants(layer: Layer) -> dict[str, tuple[Callable[[], Tensor], list[Tens
     found = {
         "bf16": partial(moe_mlp, x, gate_up, down, weights, *how),
         "fp8": partial(moe_mlp, x, gate_up, down, weights, *how, codes=codes),
+        ALL_SIX: partial(moe_mlp, x, gate_up, down, weights, *how, codes=codes),
     }
     if layer.x.is_cuda and layer.activation == "swiglu":
         found["torch._grouped_mm"] = partial(by_groups, torch._grouped_mm, layer, wanted)
@@ -400,7 +413,8 @@ def layer(args: argparse.Namespace) -> Iterator[Figure]:
         runs: dict[str, Callable[[], Any]] = {"cast": lambda own=own: own.codes}
         missing, memory = {}, {}
         for kind, (call, wanted) in contestants(own).items():
-            both = passes(call, wanted, own.dy)
+            call = with_products(6 if kind == ALL_SIX else 4, call)
+            both = with_products(6 if kind == ALL_SIX else 4, passes(call, wanted, own.dy))
             try:
                 both()  # a rival may fail, and another may run out of memory
                 memory[kind] = kept(call) if own.x.is_cuda else 0
@@ -409,22 +423,37 @@ def layer(args: argparse.Namespace) -> Iterator[Figure]:
                 continue
             runs |= {f"{kind} forward": call, kind: both}
         ms = dict(zip(runs, timed(list(runs.values()), args), strict=True))
-        kernels = {kind: kernel_times(runs[kind]) for kind in ("bf16", "fp8")} if own.x.is_cuda else {}
+        kernels = (
+            {kind: kernel_times(runs[kind]) for kind in ("bf16", "fp8", ALL_SIX)} if own.x.is_cuda else {}
+        )
         found = dict(shape=name, ms=ms, kept=memory, kernels=kernels, missing=missing)
         figures.keep(args, "fp8_experts", "layer", found)
-        add_to_table(args.table, args.device, shape, ms)
-        bar = BARS.get(name) if own.x.is_cuda else None
-        yield at_least("layer", f"{name}: bf16 / fp8", ms["bf16"] / ms["fp8"], bar, "x")
+        bars = BARS.get(name, (None, None)) if own.x.is_cuda else (None, None)
+        for kind, bar in zip(("fp8", ALL_SIX), bars, strict=True):
+            what = f"{name}: bf16 ({ms['bf16']:.2f} ms) / {kind} ({ms[kind]:.2f} ms)"
+            yield at_least("layer", what, ms["bf16"] / ms[kind], bar, "x")
+        ms["fp8"] = write_choice(args, shape, ms)
         step = ms["bf16"] / (ms["fp8"] + ms["cast"])
         yield at_least("layer", f"{name}: a step, with one cast ({ms['cast']:.2f} ms)", step, None, "x")
         forward = ms["bf16 forward"] / ms["fp8 forward"]
-        bar = 1.35 if bar else None
+        bar = 1.35 if bars[0] else None
         yield at_least("layer", f"{name}: forward ({ms['fp8 forward']:.2f} ms)", forward, bar, "x")
         for kind in runs:
             if kind in ("torchao rowwise", "torch._grouped_mm"):
                 yield at_least("layer", f"{name}: {kind} / fp8", ms[kind] / ms["fp8"], 1, "x")
         for kind, why in missing.items():
             yield Figure("layer", f"{name}: {kind}", why, "runs", False)
+
+
+def write_choice(args: argparse.Namespace, shape: Shape, ms: dict[str, float]) -> float:
+    """Writes a shape's times, and how many products are in fp8, into the tables; returns fp8's time."""
+    T, D, ffn, E, K = shape
+    for kernel, config in fp8_gpu.WEIGHTS.items():
+        chosen = config if ms[ALL_SIX] < ms["fp8"] else IN_BF16
+        add_config(args.configs, Entry(kernel, D, ffn, T * K // E, chosen))
+    fp8 = min(ms["fp8"], ms[ALL_SIX])
+    add_to_table(args.table, args.device, shape, ms | dict(fp8=fp8))
+    return fp8
 
 
 def add_to_table(path: Path | None, device: str, shape: Shape, ms: dict[str, float]) -> None:

@@ -9,9 +9,17 @@ from gradient_sum import Sum
 
 from tmoe.base.activations import activation as named
 from tmoe.ops import gradient_sums, reference
-from tmoe.ops.experts import fp8_codes
+from tmoe.ops.experts import cpu, fp8_codes, fp8_gpu, fp8_table
 from tmoe.ops.experts.deferred import collecting
-from tmoe.ops.experts.fp8_codes import Codes, coded, decoded, encode, rounded_rows, rounded_tiles
+from tmoe.ops.experts.fp8_codes import (
+    Codes,
+    coded,
+    decoded,
+    encode,
+    rounded_blocks,
+    rounded_rows,
+    rounded_tiles,
+)
 from tmoe.ops.experts.op import moe_mlp, moe_mlp_deferred, moe_mlp_summed
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -111,13 +119,17 @@ def codes_of(tensors, activation="swiglu"):
 NAMES = "y", "dx", "d_gate_up", "d_down", "d_weights"
 
 
+@pytest.mark.parametrize("products", [4, 6])
 @pytest.mark.parametrize("outliers", [False, True], ids=["normal", "outliers"])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2", "geglu"])
-def test_accuracy(activation, outliers):
+def test_accuracy(activation, outliers, products, monkeypatch):
     """The bars: 8e-2 on normal data, 1e-1 with outliers, against fp64 of the same operands.
 
-    bf16 has 4e-3 here. relu2 squares the error of H, and has twice its slope.
+    bf16 has 4e-3 here. relu2 squares the error of H, and has twice its slope. Six products: gradients of
+    matrices too.
     """
+    if products == 6:
+        monkeypatch.setattr(fp8_table, "forced", fp8_gpu.WEIGHTS)
     tensors, dy = layer(outliers, activation)
     got = gradients(moe_mlp, tensors, dy, activation, codes=codes_of(tensors, activation))
     exact = [None if t is None else t.double() for t in tensors]
@@ -126,6 +138,30 @@ def test_accuracy(activation, outliers):
     bar = 1e-1 if outliers else 8e-2
     for name, ours, theirs in zip(NAMES, got, want, strict=True):
         assert 1e-2 < error(ours, theirs) < bar, (name, error(ours, theirs))
+
+
+def test_gradients_of_matrices_are_of_rounded_blocks(monkeypatch):
+    """Each expert's rows have blocks of 128 x 128, from the expert's first row on."""
+    tensors, dy = layer(True, dtype=fp32, T=300, D=144, F=80, E=2)
+    codes = codes_of(tensors)
+    seen = {}
+    product = cpu.gradients_of_matrices
+
+    def look(gate_up, down, *operands, **more):
+        seen[len(seen)] = [t.detach() for t in operands]
+        return product(gate_up, down, *operands, **more)
+
+    monkeypatch.setattr(cpu, "gradients_of_matrices", look)
+    gradients(moe_mlp, tensors, dy, codes=codes)
+    monkeypatch.setattr(fp8_table, "forced", fp8_gpu.WEIGHTS)
+    gradients(moe_mlp, tensors, dy, codes=codes)
+    (dy_TD, x_TD, tokens, dh, act), (*rows, numbers, dh8, act8) = seen[0], seen[1]
+    assert torch.equal(numbers, torch.arange(len(tokens)))
+    ends = torch.bincount(tensors[4].flatten(), minlength=2).cumsum(0).tolist()
+    for lo, hi in zip([0, *ends], ends, strict=False):
+        for plain, got in zip((dy_TD[tokens], x_TD[tokens], dh, act), (*rows, dh8, act8), strict=True):
+            assert torch.equal(got[lo:hi], rounded_blocks(plain[lo:hi]))
+            assert 1e-2 < error(got[lo:hi], plain[lo:hi]) < 4e-2
 
 
 def test_clamps_near_outliers_miss_the_bar_in_dx():

@@ -1,7 +1,7 @@
 """A layer of experts with fp8 products on the CPU: the twin of the kernels, with the same rounding points.
 
 x and dy, act and dH, and the matrices are rounded to codes times scales; all products are computed in fp32.
-Weight gradients are those of ops/experts/cpu.py, of operands that are not in fp8.
+Weight gradients are those of ops/experts/cpu.py. fp8_table.py decides whether their operands are in fp8.
 
 next: ops/experts/op.py
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tmoe.base.activations import activation as named
 from tmoe.ops.experts.cpu import ExpertWeights, combine, spans
-from tmoe.ops.experts.fp8_codes import Codes, rounded_rows, rounded_tiles
+from tmoe.ops.experts.fp8_codes import Codes, rounded_blocks, rounded_rows, rounded_tiles
 
 
 class Matrices:
@@ -96,3 +96,20 @@ def gradient_of_x(
             d_bias[e] = dh_N2F[lo:hi].sum(0, dtype=torch.float32)
     ds = weights_TK.new_zeros(T * K).index_copy_(0, order, ds_N).view(T, K)
     return combine(dx_ND, order, None, T, K), ds, d_bias, dh_N2F, act_NF
+
+
+def operands_of_matrices(
+    dy_TD: Tensor, x_TD: Tensor, tokens: Tensor, dh_N2F: Tensor, act_NF: Tensor, ends: list[int]
+) -> tuple[Tensor, ...]:
+    """These arguments of `cpu.gradients_of_matrices`, rounded as products in fp8 read them.
+
+    dy and x become rows [N, D] in expert order, and tokens their numbers.
+    """
+
+    def rounded(rows: Tensor) -> Tensor:
+        for _, lo, hi in spans(ends):
+            rows[lo:hi] = rounded_blocks(rows[lo:hi].float())  # exact in bf16
+        return rows
+
+    rows = [rounded(t) for t in (dy_TD[tokens], x_TD[tokens], dh_N2F.clone(), act_NF.clone())]
+    return rows[0], rows[1], torch.arange(len(tokens), device=tokens.device), rows[2], rows[3]

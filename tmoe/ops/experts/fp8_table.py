@@ -78,3 +78,8 @@ def fastest(kernel: str, arch: str, D: int, F: int, rows: float) -> KernelConfig
 
     measured = [e for e in configurations(arch) if e.kernel == kernel]
     return min(measured, key=apart).config if measured else None
+
+
+def codes_of_gradients() -> bool:
+    """Whether `forced` has gradients of matrices in fp8: the table of a CPU, which has no measurements."""
+    return all(kernel in forced and forced[kernel].outs > 0 for kernel in ("dw_down", "dw_up"))

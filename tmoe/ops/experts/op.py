@@ -15,7 +15,7 @@ from torch import Tensor
 from tmoe.base.activations import ACTIVATIONS
 from tmoe.base.activations import activation as named
 from tmoe.ops.argument_checks import check_device, check_moe_mlp, check_tensors, require
-from tmoe.ops.experts import cpu, fp8_cpu, fp8_gpu, gpu
+from tmoe.ops.experts import cpu, fp8_cpu, fp8_gpu, fp8_table, gpu
 from tmoe.ops.experts.deferred import DeferredGradients, leave, require_collecting
 from tmoe.ops.experts.fp8_codes import check_codes
 from tmoe.ops.experts.pair_order import Metadata
@@ -363,7 +363,10 @@ def _of_x_cpu(call: MlpBackward) -> tuple[tuple[Any, ...], tuple[Tensor, ...], l
         else:
             results = fp8_cpu.gradient_of_x(dy, x, call.experts, codes, weights, call.h, order, ends)
     *rows, dh, act = results
-    return tuple(rows), (dy, x, order // max(weights.shape[1], 1), dh, act), ends
+    kept = dy, x, order // max(weights.shape[1], 1), dh, act
+    if codes is not None and fp8_table.codes_of_gradients():
+        kept = fp8_cpu.operands_of_matrices(*kept, ends)
+    return tuple(rows), kept, ends
 
 
 def _backward_frozen_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
