@@ -48,13 +48,13 @@ Rule = Callable[..., Tensor]
 LIMIT = 90  # seconds that a contestant may take to compile and run once
 SLOTS = 256  # sequences of the kernel of one token
 CHOICES = {  # channels, warps, stages (gpu.Way); the first are those in use
-    "prepare": [(256, 8, 1), (256, 4, 1)],
+    "prepare": [(256, 4, 1), (256, 8, 1)],
     "scan": [(32, 4, 3), (32, 4, 2), (64, 4, 3), (64, 4, 2), (64, 8, 2), (32, 4, 4)],
     "outputs": [(128, 8, 1), (64, 4, 1), (64, 8, 1), (128, 4, 1)],
     "local_back": [(256, 4, 1), (256, 8, 1)],
     "scan_back": [(32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2), (32, 4, 1), (16, 4, 2)],
-    "solve_back": [(32, 8, 1), (64, 8, 1), (32, 8, 2), (64, 8, 2)],
-    "states_back": [(32, 8, 1), (64, 8, 1), (16, 8, 1), (32, 8, 2), (64, 8, 2)],
+    "solve_back": [(32, 8, 2), (32, 8, 1), (32, 4, 2), (64, 8, 2)],
+    "states_back": [(32, 8, 1), (64, 8, 1), (16, 8, 1), (64, 8, 2)],
     "inner_back": [(64, 4, 1), (128, 4, 1), (128, 4, 2), (128, 8, 1), (64, 4, 2), (64, 8, 1)],
 }
 

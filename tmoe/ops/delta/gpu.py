@@ -38,12 +38,12 @@ class Way(NamedTuple):
 
 # by the kernel's name: on Hopper, for heads of at most 128 channels in bf16
 WAYS = {
-    "prepare": Way(256, 8, 1),
+    "prepare": Way(256, 4, 1),  # a warp holds one of the inverse's four blocks
     "scan": Way(32, 4, 3),
     "outputs": Way(128, 8, 1),
     "local_back": Way(256, 4, 1),
     "scan_back": Way(32, 4, 2),
-    "solve_back": Way(32, 8, 1),
+    "solve_back": Way(32, 8, 2),
     "states_back": Way(32, 8, 1),
     "inner_back": Way(64, 4, 1),
 }

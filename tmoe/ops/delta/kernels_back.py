@@ -149,7 +149,7 @@ def solve_back(
     lower = tl.zeros([L, L], tl.float32)
     for part in range(0, tl.cdiv(V, BV)):
         vc = part * BV + tl.arange(0, BV)
-        key = tile(keys + group * L * K, rows, K, kc, K)
+        key = tile(keys + group * L * K, rows, K, kc, K)  # each time: it is kept nowhere, registers are short
         ds = transposed_state(after + chunk * (K * V), kc, K, vc, V)
         made = tail[:, None] * product(key, tl.trans(ds), DTYPE, PRECISION)
         made += tile(df_of + chunk * L * V, rows, V, vc, V).to(tl.float32)
@@ -208,12 +208,14 @@ def states_back(
     reads = tl.zeros([L, KP], tl.float32)
     writes = tl.zeros([L, KP], tl.float32)
     pairs = tl.zeros([L, L], tl.float32)
+    write = tl.zeros([L, KP], DTYPE)
+    if CORRECT:
+        write = tile(w_of + chunk * L * K, rows, K, kc, K)
     for part in range(0, tl.cdiv(V, BV)):
         vc = part * BV + tl.arange(0, BV)
         state = transposed_state(states + chunk * (K * V), kc, K, vc, V)
         fresh = tile(u_of + chunk * L * V, rows, V, vc, V)
         if CORRECT:
-            write = tile(w_of + chunk * L * K, rows, K, kc, K)
             fresh = (fresh.to(tl.float32) - product(write, tl.trans(state), DTYPE, PRECISION)).to(DTYPE)
         incoming = tile(do_of + chunk * L * V, rows, V, vc, V)
         reads += product(incoming, state, DTYPE, PRECISION)
