@@ -362,8 +362,9 @@ def version(parameter: Tensor) -> int:
     """
     if parameter.is_inference():
         return 0
-    local = 0 if parameter.requires_grad else local_part(parameter)._version
-    return parameter._version + local
+    if parameter.requires_grad:
+        return parameter._version  # alone: a compiled forward reads a sum of counts wrongly
+    return parameter._version + local_part(parameter)._version
 
 
 def working_copy(parameter: Tensor) -> WorkingCopy | None:
