@@ -83,16 +83,15 @@ PRODUCTS = (*fp8_gpu.HOPPER, *fp8_gpu.WEIGHTS)
 def variants(kernel: str) -> dict[str, KernelConfig]:
     """The configurations of a product that are timed, by name; the first is plain Triton's, or bf16's."""
     if kernel in fp8_gpu.WEIGHTS:
-        return {"bf16": IN_BF16, "256 columns": fp8_gpu.WEIGHTS[kernel]}
+        return {"bf16": IN_BF16, "Hopper": fp8_gpu.WEIGHTS[kernel]}
     own = fp8_gpu.HOPPER[kernel]
-    found = {"plain": fp8_gpu.CONFIGS[kernel], "256 columns": own._replace(BN=256, stages=4)}
-    if kernel == "dh":  # with 256 columns epilogues spill, and more so with the loader of a gather
-        narrow = own._replace(BN=128, stages=6)
-        found["256 columns"] = found["256 columns"]._replace(gather=False)
-        found["128 columns"], found["128 columns, sorted rows"] = narrow, narrow._replace(gather=False)
-        found["128 columns, sorted rows, 4 buffers"] = narrow._replace(gather=False, stages=5, outs=4)
+    found = {"plain": fp8_gpu.CONFIGS[kernel], "Hopper": own}
+    if kernel == "dh":
+        found["Hopper, own tiles"] = fp8_gpu.OWN_TILES
+        for name, config in list(found.items())[1:]:
+            found[f"{name}, sorted rows"] = config._replace(gather=False)
     else:
-        found["256 columns, groups of 16"] = found["256 columns"]._replace(GROUP=16)
+        found["Hopper, groups of 16"] = own._replace(GROUP=16)
     return found
 
 

@@ -24,7 +24,9 @@ from tmoe.ops.launch.kernel_launch import Descriptor
 
 PATIENCE = 60  # seconds, after which a barrier is never reached
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_here = threading.local()  # .program, .programs; .products, .stores: those that are not executed yet
+_here = (
+    threading.local()
+)  # .program, .programs; .warps of a partition; .products, .stores: those that are not executed yet
 
 
 def raw(value):
@@ -251,8 +253,9 @@ def specialise(partitions, warps, registers):
     errors = []
     place = _here.program, _here.programs
 
-    def run(function, args):
+    def run(function, args, count):
         _here.program, _here.programs = place
+        _here.warps = count
         _here.stores, _here.products = [], []
         try:
             function(*args)
@@ -260,7 +263,10 @@ def specialise(partitions, warps, registers):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=part, daemon=True) for part in partitions]
+    threads = [
+        threading.Thread(target=run, args=(*part, count), daemon=True)
+        for part, count in zip(partitions, [4, *warps], strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -334,7 +340,7 @@ NAMES = dict(
         expect=lambda bar, size: bar.come(1, size),
     ),
     tma=SimpleNamespace(store_wait=store_wait), fence_async_shared=lambda: None,
-    async_copy=SimpleNamespace(mbarrier_arrive=lambda bar, increment_count: bar.come(128, 0)),
+    async_copy=SimpleNamespace(mbarrier_arrive=lambda bar, increment_count: bar.come(32 * _here.warps, 0)),
     bulk_load=bulk_load, bulk_store=bulk_store, thread_load=thread_load, reinterpret=reinterpret,
     warpgroup_mma=multiply, warpgroup_mma_init=lambda acc: acc,
     warpgroup_mma_wait=wait_for_products,

@@ -4,6 +4,7 @@ next: test_fp8_kernels.py
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import gluon_threads
 import pytest
@@ -16,7 +17,9 @@ from tmoe.ops.experts.fp8_codes import encode, rounded_blocks, rounded_rows, rou
 from tmoe.ops.experts.pair_order import Metadata
 
 FOLDER = Path(first_file.__file__).parent
-FILES = [FOLDER / f"{name}.py" for name in ("kernels", "fp8_kernels", "hopper", "fp8_hopper")]
+FILES = [
+    FOLDER / f"{name}.py" for name in ("kernels", "fp8_kernels", "hopper", "fp8_hopper", "fp8_hopper_dh")
+]
 BF16 = 3e-3  # bound of the error of numbers in bf16
 
 
@@ -33,10 +36,9 @@ def threads(monkeypatch):
 
         monkeypatch.setattr(fp8_gpu, "launch", launch)
 
-    class Hopper:
-        fp8_specialised = "fp8_specialised"
-
-    monkeypatch.setattr(fp8_gpu, "fp8_hopper", Hopper)
+    names = SimpleNamespace(fp8_specialised="fp8_specialised", dh_fp8_specialised="dh_fp8_specialised")
+    monkeypatch.setattr(fp8_gpu, "fp8_hopper", names)
+    monkeypatch.setattr(fp8_gpu, "fp8_hopper_dh", names)
     monkeypatch.setattr(gpu, "device_facts", lambda device: ("cuda:90", 3, True))
     monkeypatch.setattr(gpu, "has_tma", lambda *args: True)
     use()
@@ -91,13 +93,17 @@ def check(name, got, want, bar):
 
 
 CLAMPED = "clamped:alpha=1.702,limit=7.0"
-CASES = [  # T, D, F, E, K, activation, bias; gather, columns, stages, buffers
+CASES = [  # T, D, F, E, K, activation, bias; gather, columns (0: dh has own tiles), stages, buffers
     ((140, 192, 160, 3, 2), True, 256, 4, 2),  # D and F end in parts of blocks
     ((140, 192, 160, 3, 2), False, 256, 3, 4),
     ((300, 64, 64, 4, 2, "geglu"), True, 128, 6, 2),  # a sum of one block, six stages
     ((200, 320, 320, 3, 2, CLAMPED, True), False, 256, 4, 2),
     ((200, 320, 448, 3, 2, "relu2"), True, 256, 4, 2),
     ((200, 320, 448, 3, 2, "relu2"), True, 128, 5, 4),
+    ((140, 192, 160, 3, 2), True, 0, 3, 2),
+    ((200, 320, 320, 3, 2, CLAMPED, True), False, 0, 3, 2),
+    ((300, 64, 64, 4, 2, "geglu"), True, 0, 2, 2),
+    ((200, 320, 448, 3, 2, "relu2"), False, 0, 3, 2),
 ]
 
 
@@ -107,6 +113,9 @@ def test_products(threads, monkeypatch, shape, gather, columns, stages, buffers)
     run = layer.launches
 
     def own(self, kernel):
+        if columns == 0:
+            cfg = fp8_gpu.OWN_TILES if kernel == "dh" else fp8_gpu.HOPPER[kernel]
+            return cfg._replace(gather=gather, stages=stages, outs=buffers)
         cfg = fp8_gpu.HOPPER[kernel]._replace(gather=gather, stages=stages, outs=buffers, BN=columns)
         paired = kernel == "up" and layer.n == 2  # 128 columns of each half
         return cfg._replace(BN=256, stages=3) if paired else cfg
@@ -174,7 +183,7 @@ def test_faults_are_seen(threads, monkeypatch, what, instead, said):
     """Threads notice an arrival that lacks or is one too many, wrong bytes, and a store that nothing ends."""
     monkeypatch.setattr(gluon_threads, "PATIENCE", 0.5)
     monkeypatch.setattr(fp8_gpu.Fp8Launches, "own", lambda self, kernel: fp8_gpu.HOPPER[kernel])
-    assert what in FILES[-1].read_text()
+    assert what in FILES[3].read_text()
     threads((what, instead))
     layer = Layer(140, 640, 160, 3, 2)
     with pytest.raises(AssertionError, match=said):

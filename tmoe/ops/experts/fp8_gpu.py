@@ -20,12 +20,12 @@ from tmoe.ops.experts.fp8_table import fastest
 from tmoe.ops.experts.gpu import LayerLaunches, Operand, halves
 from tmoe.ops.experts.pair_order import Metadata, power_of_2
 from tmoe.ops.experts.table import KernelConfig
-from tmoe.ops.launch.kernel_launch import cdiv, describe, describe_ragged, device_facts, launch
+from tmoe.ops.launch.kernel_launch import cdiv, describe, describe_ragged, device_facts, gluon_lacks, launch
 
 try:
-    from tmoe.ops.experts import fp8_hopper
+    from tmoe.ops.experts import fp8_hopper, fp8_hopper_dh
 except ImportError:  # as in gpu.py
-    fp8_hopper = None
+    fp8_hopper = fp8_hopper_dh = None
 
 BM = 128  # rows of a row tile: two tiles of fp8_codes.py
 # Plain Triton has tiles of 128 x 128: with 256 columns the sum of a block and the sum of all blocks do not
@@ -36,15 +36,17 @@ CONFIGS = {
     "dh": KernelConfig(BM, 128, BLOCK, 16, 8, 8, 4, 1, True),
     "dx": KernelConfig(BM, 128, BLOCK, 16, 1, 8, 4, 1, False),
 }
-# The kernels of fp8_hopper.py: `stages` of the ring, `outs` staging buffers of each consumer.
+# The kernels of fp8_hopper.py: `stages` of the ring, `outs` staging buffers of each consumer, `warps` that
+# share a tile. With four warps "dh" is the kernel of fp8_hopper_dh.py.
 HOPPER = {
-    "up": KernelConfig(BM, 256, BLOCK, 8, 2, 4, 4, 1, True, 2),
-    "down": KernelConfig(BM, 256, BLOCK, 8, 2, 4, 4, 1, False, 2),
-    "dh": KernelConfig(BM, 128, BLOCK, 8, 2, 4, 6, 1, True, 2),
-    "dx": KernelConfig(BM, 256, BLOCK, 8, 2, 4, 4, 1, False, 2),
+    "up": KernelConfig(BM, 256, BLOCK, 8, 2, 8, 4, 1, True, 2),
+    "down": KernelConfig(BM, 256, BLOCK, 8, 2, 8, 4, 1, False, 2),
+    "dh": KernelConfig(BM, 128, BLOCK, 8, 2, 8, 6, 1, True, 2),
+    "dx": KernelConfig(BM, 256, BLOCK, 8, 2, 8, 4, 1, False, 2),
 }
+OWN_TILES = KernelConfig(BM, 128, BLOCK, 8, 2, 4, 3, 1, True, 2)  # of "dh"
 # The same for gradients of matrices. They are in bf16 unless the table has such a configuration.
-WEIGHTS = {name: KernelConfig(BM, 256, BLOCK, 8, 2, 4, 4, 1, True, 2) for name in ("dw_down", "dw_up")}
+WEIGHTS = {name: KernelConfig(BM, 256, BLOCK, 8, 2, 8, 4, 1, True, 2) for name in ("dw_down", "dw_up")}
 STAGED = [64, 64]  # box of a staging buffer
 
 
@@ -99,15 +101,19 @@ class Fp8Launches(LayerLaunches):
         cfg = super().config(kernel)
         return cfg._replace(gather=True) if kernel in WEIGHTS and self.weights_config(kernel) else cfg
 
+    def in_gluon(self) -> bool:
+        """Whether the kernels of fp8_hopper.py can run."""
+        return self.tma and self.x.device.type != "cpu" and not gluon_lacks("fp8_hopper", "fp8_hopper_dh")
+
     def own(self, kernel: str) -> KernelConfig:
         """The configuration of an fp8 product; with `outs` for the kernels of fp8_hopper.py."""
-        if not self.tma or self.x.device.type == "cpu" or fp8_hopper is None:
+        if not self.in_gluon():
             return CONFIGS[kernel]
         return fastest(kernel, self.arch, self.D, self.F, self.N / self.E) or HOPPER[kernel]
 
     def weights_config(self, kernel: str) -> KernelConfig | None:
         """The configuration of a gradient of matrices in fp8; None: it is in bf16."""
-        if not self.tma or self.x.device.type == "cpu" or fp8_hopper is None:
+        if not self.in_gluon():
             return None
         cfg = fastest(kernel, self.arch, self.D, self.F, self.N / self.E)
         return cfg if cfg and cfg.outs and cfg.BL == BLOCK else None
@@ -130,7 +136,7 @@ class Fp8Launches(LayerLaunches):
             tiles, capacity, offsets, p.first, self.N, self.E, p.P, p.width, num_m, num_n,
             cdiv(p.length, BLOCK), *p.strides, cfg.GROUP, self.D,
             cfg.BN, cfg.stages, cfg.outs, K, p.kind, activation, p.outs[1] is not None, p.parts, gather, even,
-            p.sums, num_warps=cfg.warps,
+            p.sums, num_warps=4,
         )  # fmt: skip
 
     def cast(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,6 +241,17 @@ class Fp8Launches(LayerLaunches):
         self.dh_codes = dh8, s_dh
         if cfg.outs:
             gate_codes, up_codes = halves_of_rows(dh8, self.N, [64, BLOCK])
+            if cfg.warps == 4:
+                launch(
+                    fp8_hopper_dh.dh_fp8_specialised, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
+                    self.operand(codes, cfg), scales, *self.matrices(self.down_codes, True),
+                    *halves(h_N2F, self.F, STAGED, True), *halves(dh, self.F, STAGED, True),
+                    describe_ragged(act, STAGED), gate_codes, up_codes, s_dh, self.weights, ds,
+                    self.meta.order, *self.tile_args(cfg), self.N, self.F, parts, cdiv(self.D, BLOCK),
+                    cfg.GROUP, self.D, cfg.stages, self.K, self.activation, cfg.gather, self.D % BLOCK == 0,
+                    num_warps=4,
+                )  # fmt: skip
+                return dh, act, ds
             product = Product8(
                 "dh", cfg, (self.operand(codes, cfg), scales), self.matrices(self.down_codes, True), self.F,
                 self.D, (1, parts),

@@ -216,9 +216,9 @@ def puts(KIND, HALVES, KEEP):
 
 
 @gluon.jit
-def put(c, buf, values, hi, row, col, OUTS: gl.constexpr):
-    """Store values at (row, col) of c through `buf`, which the store before the last OUTS - 1 has read."""
-    tma.store_wait(pendings=OUTS - 1)
+def put(c, buf, values, hi, row, col, PENDING: gl.constexpr):
+    """Store values at (row, col) of c through `buf`, which all stores but the last PENDING have read."""
+    tma.store_wait(pendings=PENDING)
     buf.store(values.to(buf.dtype))
     fence_async_shared()
     bulk_store(c, [RAGGED, hi, RAGGED - (hi - row), col], buf.reshape([1, 1] + buf.shape))
@@ -227,7 +227,7 @@ def put(c, buf, values, hi, row, col, OUTS: gl.constexpr):
 @gluon.jit
 def put_slice(c, out, values, hi, row, col, n: gl.constexpr, OUTS: gl.constexpr, WHO: gl.constexpr):
     """`put` of 64 columns in c's type, the n-th of a tile."""
-    put(c, out.index(WHO * OUTS + n % OUTS), gl.convert_layout(values, SLICE), hi, row, col, OUTS)
+    put(c, out.index(WHO * OUTS + n % OUTS), gl.convert_layout(values, SLICE), hi, row, col, OUTS - 1)
 
 
 @gluon.jit
@@ -259,9 +259,9 @@ def bf16(values):
 @gluon.jit
 def put_codes(
     c, scales, out, parts, most, live, hi, row, part, capacity, tile, F,
-    n: gl.constexpr, OUTS: gl.constexpr, WHO: gl.constexpr,
+    BUF: gl.constexpr, PENDING: gl.constexpr,
 ):  # fmt: skip
-    """The codes of two slices, the n-th `put` of a tile, and the scale of tile number `tile`.
+    """The codes of two slices, through buffer number BUF, and the scale of tile number `tile`.
 
     most: the largest magnitude of each row, before it was rounded to the slices' type; NaN does not count,
     since max.f32 leaves it out. part: the block of 128 columns.
@@ -269,9 +269,9 @@ def put_codes(
     most = most.to(parts[0].dtype).to(gl.float32)
     scale, inverse = po2(gl.max(gl.where(live, most, 0.0), 0))
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float8e4nv)
-    bufs = reinterpret(out, gl.float8e4nv, [2 * OUTS, 64, 128], SHARED)
+    bufs = reinterpret(out, gl.float8e4nv, [out.shape[0], 64, 128], SHARED)
     codes = gl.convert_layout(whole(parts).to(gl.float32) * inverse, BLOCKS)
-    put(c, bufs.index(WHO * OUTS + n % OUTS), codes, hi, row, part * 128, OUTS)
+    put(c, bufs.index(BUF), codes, hi, row, part * 128, PENDING)
     gl.store(scales + part * 2 * capacity + tile, scale, mask=part * 128 < F)
 
 
@@ -313,7 +313,9 @@ def finish_up(
         most = gl.maximum(most, gl.max(gl.abs(y), 1))
         acts = acts + (y,)
     last: gl.constexpr = n + 2 * HALVES if KEEP else n
-    put_codes(c, sc, out, acts, most, live, hi, row, part, capacity, tile, F, last, OUTS, WHO)
+    put_codes(
+        c, sc, out, acts, most, live, hi, row, part, capacity, tile, F, WHO * OUTS + last % OUTS, OUTS - 1
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -386,12 +388,14 @@ def finish_dh(
             put_slice(dh_up, out, ups[j], hi, row, col, n + (1 + HALVES) * j + 2, OUTS, WHO)
     last: gl.constexpr = n + 2 * (1 + HALVES)
     put_codes(
-        gate_codes, sc, out, gates, most_gate, live, hi, row, part, capacity, tile, F, last, OUTS, WHO
+        gate_codes, sc, out, gates, most_gate, live, hi, row, part, capacity, tile, F,
+        WHO * OUTS + last % OUTS, OUTS - 1,
     )  # fmt: skip
     if HALVES == 2:
         of_up = sc + gl.cdiv(F, 128) * 2 * capacity
         put_codes(
-            up_codes, of_up, out, ups, most_up, live, hi, row, part, capacity, tile, F, last + 1, OUTS, WHO
+            up_codes, of_up, out, ups, most_up, live, hi, row, part, capacity, tile, F,
+            WHO * OUTS + (last + 1) % OUTS, OUTS - 1,
         )  # fmt: skip
     return total, it
 

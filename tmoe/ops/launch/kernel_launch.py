@@ -158,11 +158,13 @@ def _has_descriptors(arch: str) -> bool:
 
 
 @functools.cache
-def gluon_lacks() -> str:
-    """Names that the kernels for Hopper use and this triton's Gluon does not have; "" if there are none.
+def gluon_lacks(*files: str) -> str:
+    """Names that kernels for Hopper use and this triton's Gluon does not have; "" if there are none.
 
-    Gluon is experimental, so its names change.
+    files: of kernels in tmoe/ops/experts; none: those of experts in 16 bits. Gluon is experimental, so its
+    names change.
     """
+    files = files or ("few_rows", "hopper")
     missing = set()
     try:
         names = "experts.few_rows", "experts.hopper", "muon_hopper"
