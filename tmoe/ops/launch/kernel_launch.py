@@ -161,13 +161,12 @@ def _has_descriptors(arch: str) -> bool:
 def gluon_lacks(*files: str) -> str:
     """Names that kernels for Hopper use and this triton's Gluon does not have; "" if there are none.
 
-    files: of kernels in tmoe/ops/experts; none: those of experts in 16 bits. Gluon is experimental, so its
-    names change.
+    files: of kernels in tmoe/ops/experts; none: those of experts in 16 bits, and Muon's. Gluon is
+    experimental, so its names change.
     """
-    files = files or ("few_rows", "hopper")
     missing = set()
+    names = [f"experts.{file}" for file in files] or ["experts.few_rows", "experts.hopper", "muon_hopper"]
     try:
-        names = "experts.few_rows", "experts.hopper", "muon_hopper"
         modules = [importlib.import_module(f"tmoe.ops.{name}") for name in names]
         renamed = importlib.import_module("tmoe.ops.experts.gluon_names")
     except ImportError as error:
