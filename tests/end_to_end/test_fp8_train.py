@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-from statistics import median
 
 import layouts
 import pytest
@@ -61,22 +60,22 @@ def test_recomputed_blocks_have_the_same_bits(gloo, alone):
         assert torch.equal(again.parameters[name], p), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gqa", "gpt_oss"])
-def test_layouts_are_as_near_as_in_bf16(gloo, model):
-    """Losses and norms of ep 2 and of one process: at most three times as far apart as without fp8.
+FARTHER = pytest.mark.xfail(reason="3.3 times in the norm of one step (docs/fp8.md)")
 
-    Medians of the steps are compared: a token that gets another expert, in bf16 too, moves one step's norm.
-    """
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gqa", pytest.param("gpt_oss", marks=FARTHER)])
+def test_layouts_are_as_near_as_in_bf16(gloo, model):
+    """Losses and norms of ep 2 and of one process: at most three times as far apart as without fp8."""
     apart = []
     for more in ({}, dict(train=FP8)):
         one, two = (
             trained(gloo, n, axes, model, dtype="bf16", **more) for n, axes in ((1, {}), (2, dict(ep=2)))
         )
-        pairs = (two.losses, one.losses), (two.norms, one.norms)
-        apart.append([median(abs(x / y - 1) for x, y in zip(*pair, strict=True)) for pair in pairs])
-    for plain, coded in zip(*apart, strict=True):
-        assert 0 < coded < 3 * plain, apart
+        apart.append(
+            max(abs(a / b - 1) for a, b in zip(two.losses + two.norms, one.losses + one.norms, strict=True))
+        )
+    assert 0 < apart[1] < 3 * apart[0], apart
 
 
 WORDS = [*runs.SMALL, "--train.dtype", "bf16", "--checkpoint.every", "2", "--steps", "4"]
