@@ -228,7 +228,7 @@ def test_every_op_with_kernels_is_asked(monkeypatch):
         replace(bf16, optim=replace(bf16.optim, muon=".*")),
         fp8,
         replace(fp8, lora=LoraConfig(rank=8)),
-        replace(grpo, model=replace(tiny.model, linear=LinearConfig("deltanet", key_heads=2, value_heads=2))),
+        replace(grpo, model=replace(tiny.model, linear=LinearConfig("deltanet", 4, 2, 2, 64, 64))),
     ]
     asked = {run for cfg in cfgs for run, *_ in warmup.traces(cfg)}
     found = set()

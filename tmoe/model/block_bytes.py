@@ -58,11 +58,18 @@ def rule_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     if not cfg.model.is_linear(layer):
         return 0
     n, correct = cfg.model.linear, cfg.model.linear.kind != "mamba2"
-    if not gpu.MEASURED:
+    if not with_kernels(cfg):
         numbers = FP32 * chunks.temporaries(n.value_heads, n.key_dim, n.value_dim, correct)
         return local_tokens(cfg, axes) * numbers
     heads = n.value_heads, n.key_heads, n.key_dim, n.value_dim
-    return local_tokens(cfg, axes) * gpu.temporaries(heads, compute_bytes(cfg) == 2, correct)
+    return local_tokens(cfg, axes) * gpu.temporaries(heads, True, correct)
+
+
+def with_kernels(cfg: Config) -> bool:
+    """Whether kernels compute the rule of linear layers."""
+    n = cfg.model.linear
+    fits = gpu.fits(n.key_dim, n.value_dim, cfg.train.dtype == "bf16", n.kind != "mamba2")
+    return fits and bool(gpu.MEASURED)
 
 
 def statistics(cfg: Config, axes: Axes, layer: int) -> int:
@@ -80,7 +87,7 @@ def statistics(cfg: Config, axes: Axes, layer: int) -> int:
         if n.kind == "mamba2":
             return T * (n.value_width + 2 * n.value_heads + n.key_heads)
         # decays, beta, root mean squares; with kernels also the sums of decays and T (ops/delta/gpu.py)
-        kernels = 1 + gpu.LENGTH if gpu.MEASURED else 0
+        kernels = 1 + gpu.LENGTH if with_kernels(cfg) else 0
         return T * (n.value_heads * (3 + kernels) + 2 * n.key_heads)
     kept = T * model.heads  # 1/tp of the heads for tp times the tokens
     if model.attention == "mla":

@@ -75,7 +75,7 @@ def delta_rule_step(inputs: Inputs, state_BHKV: Tensor, correct: bool = True) ->
     inputs: q, k, v, g and beta. state_BHKV: fp32 or fp64, contiguous. correct: as in `delta_rule`.
     """
     _check(*inputs, None)
-    if on_gpu(inputs[0], inputs[2]) and state_BHKV.dtype == torch.float32:
+    if state_BHKV.dtype == torch.float32 and inputs[2].numel() and gpu.measured(state_BHKV.device):
         return gpu.step(_contiguous(inputs), state_BHKV, correct)
     o, after = _one_token(inputs, state_BHKV, correct)
     state_BHKV.copy_(after)
@@ -145,17 +145,17 @@ def _contiguous(inputs: Inputs) -> Inputs:
     return q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous()
 
 
-def on_gpu(q: Tensor, v: Tensor) -> bool:
+def on_gpu(q: Tensor, v: Tensor, correct: bool) -> bool:
     """Whether kernels compute the rule."""
-    fits = v.dtype != torch.float64 and gpu.fits(q.shape[-1], v.shape[-1]) and v.numel() > 0
-    return fits and gpu.measured(v.device)
+    fits = gpu.fits(q.shape[-1], v.shape[-1], v.dtype == torch.bfloat16, correct)
+    return fits and v.numel() > 0 and gpu.measured(v.device)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, and what kernels keep for backward: T, and which outputs are NaN. Without kernels both are empty."""
-    if on_gpu(q, v):
+    if on_gpu(q, v, correct):
         return with_kernels(q, k, v, g, beta, run, correct)
     return plain(q, k, v, g, beta, run, correct), g.new_empty(0), g.new_empty(0)
 
@@ -197,7 +197,7 @@ class Kept(NamedTuple):
 def backward(kept: Kept) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g and beta; 0 where an output is NaN."""
     given = kept.q, kept.k, kept.v, kept.g, kept.beta
-    if on_gpu(kept.q, kept.v):
+    if on_gpu(kept.q, kept.v, kept.correct):
         return back_with_kernels(kept.dy, given, (kept.t, kept.lost), kept.run, kept.correct)
     return plain_back(kept.dy, given, kept.run, kept.correct)
 
@@ -227,7 +227,7 @@ def plain_back(dy: Tensor, given: Inputs, run: Tensor | None, correct: bool = Tr
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, run: Tensor | None, correct: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not on_gpu(q, v):
+    if not on_gpu(q, v, correct):
         return v.new_empty(v.shape), g.new_empty(0), g.new_empty(0)
     t, lost = (v.new_empty(shape, dtype=dtype) for shape, dtype in gpu.kept(q, v, correct))
     return v.new_empty(v.shape), t, lost

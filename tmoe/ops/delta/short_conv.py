@@ -127,7 +127,7 @@ def backward(
 def of_linear(n: LinearShapes) -> Iterable[tuple]:
     """The traces of a linear layer: rows of one document, and of several."""
     X = 2 * n.key_heads * n.key_dim + n.value_heads * n.value_dim
-    for runs in (False, True) if gpu.MEASURED and n.dtype != torch.float64 else ():
+    for runs in (False, True) if n.dtype != torch.float64 else ():
         yield conv_kernels.trace, X, n.conv, n.dtype, runs, n.trained, n.conv_bias
 
 
