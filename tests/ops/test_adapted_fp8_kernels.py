@@ -80,7 +80,8 @@ def check(T, D, F, ranks, activation="swiglu", biased=False, pairs=None):
 
     rows, adapters = AdaptedRows(*cpu.route(ids, E)), Adapters(*factors)
     base = twin.Base(cpu.ExpertWeights(gate_up, down, bias, activation), codes)
-    room = Kept(*(torch.empty(len(rows.order), width) for width in (n * F, r, q)))
+    h = torch.empty(fp8_codes.KeptH.size(T * K, (E, D, F), activation), dtype=torch.uint8)
+    room = Kept(h, *(torch.empty(len(rows.order), rank) for rank in (r, q)))
     y = twin.forward(x, base, adapters, weights, rows, room, scales)
     want = y, *twin.backward(dy, x, base, adapters, weights, rows, room, scales)
     names = "y x weights bias up_a up_b down_a down_b".split()

@@ -13,7 +13,7 @@ import torch
 from tmoe.base.activations import activation as named
 from tmoe.ops.experts import cpu, fp8_cpu, fp8_gpu, gpu
 from tmoe.ops.experts import kernels as first_file
-from tmoe.ops.experts.fp8_codes import encode, rounded_blocks, rounded_rows, rounded_tiles
+from tmoe.ops.experts.fp8_codes import KeptH, encode, rounded_blocks, rounded_rows, rounded_tiles, sided
 from tmoe.ops.experts.pair_order import Metadata
 
 FOLDER = Path(first_file.__file__).parent
@@ -67,7 +67,7 @@ class Layer:
     def __init__(self, T, D, F, E, K, activation="swiglu", biased=False):
         draw = torch.Generator().manual_seed(T)
         randn = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
-        self.n, self.K, self.of = named(activation).halves, K, named(activation)
+        self.n, self.K, self.of, self.activation = named(activation).halves, K, named(activation), activation
         self.x = (randn(T, D) * randn(T, 1).exp()).bfloat16()
         self.x[1] = 0
         self.dy = (randn(T, D) * 1e-3).bfloat16()
@@ -121,20 +121,23 @@ def test_products(threads, monkeypatch, shape, gather, columns, stages, buffers)
         return cfg._replace(BN=256, stages=3) if paired else cfg
 
     monkeypatch.setattr(fp8_gpu.Fp8Launches, "own", own)
-    h = run.empty(run.N, run.H)
+    h = run.room_for_h()
+    of_h = KeptH.of(h, run.N, (run.E, run.D, run.F), layer.activation)
     y = run.products(layer.gate_up, layer.bias, h, layer.down)
     dh, act, ds = run.dh(layer.dy, layer.down, h)
     dx = run.rows("dx", dh, layer.gate_up, False)
 
     x8, dy8, m = rounded_rows(layer.x), rounded_rows(layer.dy), layer.matrices
-    for e, lo, hi in cpu.spans(layer.ends):
+    for e, lo, hi, tile in fp8_cpu.tiled(layer.ends):
         tokens, w = layer.order[lo:hi] // layer.K, layer.weights.view(-1)[layer.order[lo:hi], None]
         want = x8[tokens] @ m.gate_up_2FD(e).T
         if layer.bias is not None:
             want += layer.bias[e].float()
-        check("h", h[lo:hi], want, BF16)
+        kept = of_h.rows(lo, hi, tile)
+        halves = [rounded_tiles(sided(half, layer.activation)) for half in want.chunk(layer.n, 1)]
+        check("h", kept, torch.cat(halves, 1), BF16)
         check("y", y[lo:hi], rounded_tiles(layer.of.of(want)) @ m.down_DF(e).T, BF16)
-        kept, d_act = h[lo:hi].float(), dy8[tokens] @ m.down_DF(e)
+        d_act = dy8[tokens] @ m.down_DF(e)
         check("act", act[lo:hi], layer.of.of(kept) * w, BF16)
         check("ds", ds[:, lo:hi].sum(0), torch.linalg.vecdot(d_act, layer.of.of(kept)), 1e-5)
         want = torch.empty_like(kept)

@@ -98,7 +98,7 @@ def check_layer(T, D, F, E, K, activation="swiglu", biased=False, pairs=None, ga
 
     order, ends = cpu.route(ids, E)
     experts = cpu.ExpertWeights(gate_up, down, bias, activation)
-    h = torch.empty(len(order), n * F)
+    h = torch.empty(fp8_codes.KeptH.size(T * K, (E, D, F), activation), dtype=torch.uint8)
     y = fp8_cpu.forward(x, experts, codes, weights, order, ends, h)
     dx, dw, d_bias, dh, act = fp8_cpu.gradient_of_x(dy, x, experts, codes, weights, h, order, ends)
     matrices = cpu.gradients_of_matrices(gate_up, down, dy, x, order // K, dh, act, ends=ends)

@@ -177,7 +177,7 @@ class Work(NamedTuple):
         H is computed again where h is None.
         """
         if h is None:
-            h = layer.empty(layer.N, layer.H)
+            h = layer.room_for_h()
             layer.up(self.gate_up, self.bias, h)
         dy = self.dy if layer.config("dh").gather else layer.gathered(self.dy)
         return layer.dh(dy, self.down, h)

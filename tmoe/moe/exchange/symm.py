@@ -64,7 +64,7 @@ from tmoe.moe.exchange.received_rows import ReceivedExperts
 from tmoe.ops import exchange
 from tmoe.ops.argument_checks import check_shared
 from tmoe.ops.experts import swiglu
-from tmoe.ops.experts.op import NO_CODES, check_arguments, packed_codes
+from tmoe.ops.experts.op import NO_CODES, check_arguments, packed_codes, room_for_h
 from tmoe.ops.gradient_sums import sum_of
 from tmoe.ops.launch.kernel_launch import cdiv, device_facts
 from tmoe.ops.register import register
@@ -529,7 +529,7 @@ def _forward(layer: SymmCall) -> Tensors:
             shared_y, shared_h = swiglu.forward(x, shared_gate_up, shared_down)
             shared_h = shared_h if keep else x.new_empty(0)
             ex.arrived()
-        h = x.new_empty(layer.pairs if keep else 0, gate_up.shape[1])
+        h = room_for_h(layer, layer.pairs, keep)
         how = K, x.dtype, layer.pairs, codes, fp8
         experts = ReceivedExperts(ex, gate_up, down, bias, activation, *how)
         experts.forward(h if keep else None)
@@ -540,7 +540,7 @@ def _forward(layer: SymmCall) -> Tensors:
 
 def _forward_fake(layer: SymmCall) -> Tensors:
     x = layer.x
-    h = x.new_empty(layer.pairs if layer.keep else 0, layer.gate_up.shape[1])
+    h = room_for_h(layer, layer.pairs, layer.keep)
     if layer.shared_gate_up is None:
         return x.new_empty(x.shape), h, x.new_empty(0), x.new_empty(0)
     shared_h = x.new_empty(x.shape[0], layer.shared_gate_up.shape[0]) if layer.keep else x.new_empty(0)

@@ -17,7 +17,7 @@ from tmoe.ops.argument_checks import check_device, check_tensors, require
 from tmoe.ops.experts import adapted_cpu, adapted_fp8_cpu, adapted_fp8_gpu, adapted_gpu, cpu
 from tmoe.ops.experts.adapted_cpu import Adapters, Kept
 from tmoe.ops.experts.cpu import ExpertWeights
-from tmoe.ops.experts.op import NO_CODES, _rows, check_arguments, packed_codes
+from tmoe.ops.experts.op import NO_CODES, _rows, check_arguments, packed_codes, room_for_h
 from tmoe.ops.experts.pair_order import Metadata
 from tmoe.ops.launch.eager import unwatched
 from tmoe.ops.launch.replay import remembered
@@ -161,7 +161,7 @@ def _forward_cpu(call: AdaptedCall) -> tuple[Tensor, ...]:
     check_arguments(call)
     N, E = ids.numel(), call.gate_up.shape[0]
     rows = adapted_cpu.AdaptedRows(*cpu.route(ids, E))
-    kept = Kept(*(x.new_empty(N, width) for width in (call.gate_up.shape[1], *call.adapters.ranks)))
+    kept = Kept(room_for_h(call, N), *(x.new_empty(N, width) for width in call.adapters.ranks))
     how = call.adapters, call.weights, rows, kept, (call.up_scale, call.down_scale)
     codes = packed_codes(call)
     if codes is None:
@@ -172,7 +172,9 @@ def _forward_cpu(call: AdaptedCall) -> tuple[Tensor, ...]:
     meta = Metadata(ids.new_zeros(Metadata.size(N, E), dtype=torch.int32), N, E)
     meta.ends[:] = torch.tensor(rows.ends, dtype=torch.int32)
     meta.order[: rows.order.numel()] = rows.order
-    return y, *(t if call.keep else t.new_empty(0, t.shape[1]) for t in kept), meta.packed
+    if not call.keep:
+        kept = Kept(room_for_h(call, N, False), *(t.new_empty(0, t.shape[1]) for t in kept[1:]))
+    return y, *kept, meta.packed
 
 
 def _forward_gpu(call: AdaptedCall) -> tuple[Tensor, ...]:
@@ -189,9 +191,9 @@ def _forward_fake(call: AdaptedCall) -> tuple[Tensor, ...]:
     check_device(x, gate_up=call.gate_up, down=call.down, weights=call.weights, ids=ids, **given)
     rows = _rows(x, ids, call.pairs)
     ranks = (adapted_gpu.wide(r) if x.is_cuda else r for r in call.adapters.ranks)
-    widths = call.gate_up.shape[1], *ranks
-    kept = (x.new_empty(rows if call.keep else 0, width) for width in widths)
-    return x.new_empty(x.shape), *kept, Metadata.fake(ids.numel(), call.gate_up.shape[0], rows, x)
+    h = room_for_h(call, rows, call.keep)
+    kept = (x.new_empty(rows if call.keep else 0, rank) for rank in ranks)
+    return x.new_empty(x.shape), h, *kept, Metadata.fake(ids.numel(), call.gate_up.shape[0], rows, x)
 
 
 def _backward_cpu(call: AdaptedBackward) -> tuple[Tensor | None, ...]:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tmoe.base.activations import activation as named
 from tmoe.ops.experts.adapted_cpu import AdaptedRows, Adapters, Gradients, Kept
-from tmoe.ops.experts.cpu import ExpertWeights, combine, spans
+from tmoe.ops.experts.cpu import ExpertWeights, combine
 from tmoe.ops.experts.fp8_codes import rounded_rows, rounded_tiles
-from tmoe.ops.experts.fp8_cpu import Matrices
+from tmoe.ops.experts.fp8_cpu import Matrices, kept_h, tiled
 
 
 class Base(NamedTuple):
@@ -34,7 +34,7 @@ def forward(
     kept: Kept,
     scales: tuple[float, float],
 ) -> Tensor:
-    """y_TD, as `adapted_cpu.forward`."""
+    """y_TD, as `adapted_cpu.forward`; kept.h gets the codes of H."""
     experts, packed = base
     up_a, up_b, down_a, down_b = adapters
     order, ends = rows
@@ -44,14 +44,16 @@ def forward(
     matrices, x8_TD = Matrices(experts, packed), rounded_rows(x_TD)
     out_ND = x_TD.new_empty(order.numel() + 1, D)
     out_ND[-1] = 0
-    for e, lo, hi in spans(ends):
+    coded_h = kept_h(kept.h, weights_TK.numel(), experts)
+    coded_h.scales.zero_()  # no tile has most of them
+    for e, lo, hi, tile in tiled(ends):
         h = x8_TD[tokens[lo:hi]] @ matrices.gate_up_2FD(e).T
         if experts.bias_E2F is not None:
             h += experts.bias_E2F[e]
         if up_a is not None and up_b is not None:
             kept.u_up[lo:hi] = x_TD[tokens[lo:hi]] @ up_a[e].T * scales[0]
             h += kept.u_up[lo:hi].float() @ up_b[e].float().T
-        kept.h[lo:hi] = h
+        coded_h.keep(h, lo, tile, experts.activation)
         act = named(experts.activation).of(h)
         out = rounded_tiles(act) @ matrices.down_DF(e).T
         if down_a is not None and down_b is not None:
@@ -86,8 +88,9 @@ def backward(
     dw_N = torch.empty(N, dtype=weights_TK.dtype)
     dx_ND = x_TD.new_empty(N + 1, D)
     dx_ND[-1] = 0
-    for e, lo, hi in spans(ends):
-        w, h = w_N[lo:hi, None], kept.h[lo:hi].float()
+    coded_h = kept_h(kept.h, weights_TK.numel(), experts)
+    for e, lo, hi, tile in tiled(ends):
+        w, h = w_N[lo:hi, None], coded_h.rows(lo, hi, tile)
         dy, act = dy_TD[tokens[lo:hi]], act_of.of(h)
         d_act = dy8_TD[tokens[lo:hi]] @ matrices.down_DF(e)
         if down_a is not None and down_b is not None and d_down_a is not None and d_down_b is not None:

@@ -38,12 +38,12 @@ class AdaptedFp8Launches(Fp8Launches, AdaptedLaunches):
         act, s_act = self.empty(self.N, self.F, dtype=E4M3), self.tile_scales(cdiv(self.F, BLOCK))
         values = self.empty(self.N, self.F) if plain else None
         box = [BM, BLOCK // cfg.SUB]
-        h_gate, h_up = (None, None) if h is None else halves(h, self.F, box, True)
         launch(
             kernels.up_fp8_adapted, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
             self.operand(codes, cfg), scales, *self.matrices(self.up_codes, False), bias, u, b,
-            h_gate, h_up, describe_ragged(act, box), None if values is None else describe_ragged(values, box),
-            s_act, self.meta.order, *self.tile_args(cfg), self.D, self.F, R, 0 if u is None else u.shape[1],
+            *self.coded_h(h, box), describe_ragged(act, box),
+            None if values is None else describe_ragged(values, box), s_act, self.meta.order,
+            *self.tile_args(cfg), self.D, self.F, R, 0 if u is None else u.shape[1],
             BM, cfg.GROUP, cfg.SUB, self.K, min(steps(R), 32), self.activation, h is not None, cfg.gather,
             self.D % BLOCK == 0, self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
@@ -114,7 +114,7 @@ class AdaptedFp8Launches(Fp8Launches, AdaptedLaunches):
         launch(
             kernels.dh_fp8_adapted, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
             self.operand(codes, cfg), scales, *self.matrices(self.down_codes, True), u, v,
-            *halves(h, self.F, box, True), *halves(dh, self.F, box, True), describe_ragged(act, box),
+            *self.coded_h(h, box), *halves(dh, self.F, box, True), describe_ragged(act, box),
             describe_ragged(dh8[: self.N], box), describe_ragged(dh8[self.N :], box) if n == 2 else None,
             s_dh, self.weights, ds, self.meta.order, *self.tile_args(cfg), self.N, self.D, self.F, R,
             u.shape[1], BM, cfg.GROUP, cfg.SUB, self.K, steps(R), self.activation, cfg.gather,

@@ -10,12 +10,19 @@ import triton
 import triton.language as tl
 
 from tmoe.ops.experts.adapted_kernels import step
-from tmoe.ops.experts.fp8_kernels import matrix_block, rows_block, size, tile_scale, tile_with_number
+from tmoe.ops.experts.fp8_kernels import (
+    load_coded,
+    matrix_block,
+    rows_block,
+    size,
+    store_coded,
+    tile_scale,
+    tile_with_number,
+)
 from tmoe.ops.experts.kernels import (
     activate,
     activate_backward,
     halves_of,
-    load_rows,
     slices,
     store_rows,
 )
@@ -23,14 +30,14 @@ from tmoe.ops.experts.kernels import (
 
 @triton.jit(do_not_specialize=["capacity", "GROUP", "R"])  # R = 1 as a constant spills 552 bytes a thread
 def up_fp8_adapted(
-    x, sx, w, sw, bias, u, b, h_gate, h_up, act, plain, s_act, order, tiles, capacity, offsets, D, F, R,
+    x, sx, w, sw, bias, u, b, h_gate, h_up, s_h, act, plain, s_act, order, tiles, capacity, offsets, D, F, R,
     stride_u,
     BM: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, RB: tl.constexpr, ACT: tl.constexpr,
     KEEP: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """up_fp8_kernel with H += u b[e]^T, unless u is None; b [E, n F, R].
 
-    plain: None, or the activation in the type of H.
+    plain: None, or the activation in the type of x.
     """
     HALVES: tl.constexpr = halves_of(ACT)
     BS: tl.constexpr = 128 // SUB
@@ -61,6 +68,19 @@ def up_fp8_adapted(
                 gate = step(
                     gate, u, b, e, hi, row, pn, F, R, stride_u, b_e, R, 1, BM, 128, RB, False, PRECISION
                 )
+        if bias is not None:
+            cols = pn * 128 + tl.arange(0, 128)
+            at = bias + e.to(tl.int64) * HALVES * F + cols
+            up += tl.load(at + (HALVES - 1) * F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+            if HALVES == 2:
+                gate += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+        if HALVES == 1:
+            gate = up
+        if KEEP:
+            at = s_h + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64)
+            store_coded(h_gate, at, gate, lo, hi, row, pn, F, BM, SUB, ACT)
+            if HALVES == 2:
+                store_coded(h_up, at + num_n * 2 * capacity, up, lo, hi, row, pn, F, BM, SUB, ACT)
         most = tl.zeros((BM,), tl.float32)
         gates = slices(gate, SUB)
         ups = slices(up, SUB)
@@ -68,20 +88,7 @@ def up_fp8_adapted(
         for j in tl.static_range(SUB):
             col = pn * 128 + j * BS
             cols = col + tl.arange(0, BS)
-            h = ups[j]
-            g = gates[j]
-            if bias is not None:
-                at = bias + e.to(tl.int64) * HALVES * F + cols
-                h += tl.load(at + (HALVES - 1) * F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-                if HALVES == 2:
-                    g += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-            if HALVES == 1:
-                g = h
-            if KEEP:
-                store_rows(h_gate, g, lo, hi, row, col, F, HALVES * F, True)
-                if HALVES == 2:
-                    store_rows(h_up, h, lo, hi, row, col, F, HALVES * F, True)
-            y = tl.where((cols < F)[None, :], activate(g, h, False, ACT), 0.0)
+            y = tl.where((cols < F)[None, :], activate(gates[j], ups[j], False, ACT), 0.0)
             if plain is not None:
                 store_rows(plain, y, lo, hi, row, col, F, F, True)
             most = tl.maximum(most, tl.max(size(y), 1))
@@ -117,8 +124,8 @@ def rows_fp8_adapted(
 
 @triton.jit(do_not_specialize=["capacity", "GROUP", "N"])
 def dh_fp8_adapted(
-    dy, sdy, w, sw, u, v, h_gate, h_up, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds, order,
-    tiles, capacity, offsets, N, D, F, R, stride_u,
+    dy, sdy, w, sw, u, v, h_gate, h_up, s_h, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds,
+    order, tiles, capacity, offsets, N, D, F, R, stride_u,
     BM: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, RB: tl.constexpr, ACT: tl.constexpr,
     GATHER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -146,12 +153,18 @@ def dh_fp8_adapted(
         most_up = tl.zeros((BM,), tl.float32)
         gates = ()
         ups = ()
+        of_tiles = pn.to(tl.int64) * 2 * capacity + 2 * pm
+        of_rows = s_h + of_tiles + tl.arange(0, BM) // 64
+        of_gate = tl.load(of_rows)
+        of_up = of_gate
+        if HALVES == 2:
+            of_up = tl.load(of_rows + num_n * 2 * capacity)
         for j in tl.static_range(SUB):
             col = pn * 128 + j * BS
-            gate = load_rows(h_gate, lo, hi, row, col, F, HALVES * F, BM, BS, True).to(tl.float32)
+            gate = load_coded(h_gate, of_gate, lo, hi, row, col, F, BM, BS)
             up = gate
             if HALVES == 2:
-                up = load_rows(h_up, lo, hi, row, col, F, HALVES * F, BM, BS, True).to(tl.float32)
+                up = load_coded(h_up, of_up, lo, hi, row, col, F, BM, BS)
             y, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
             total += tl.sum(d_weight, 1)
             store_rows(act, y, lo, hi, row, col, F, F, True)
@@ -165,7 +178,7 @@ def dh_fp8_adapted(
                 most_up = tl.maximum(most_up, tl.max(size(d_up.to(tl.float32)), 1))
                 ups = ups + (d_up,)
         tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
-        at = s_dh + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64)
+        at = s_dh + of_tiles + tl.arange(0, BM // 64)
         scale, inverse = tile_scale(most_gate, r < hi, BM)
         tl.store(at, scale)
         for j in tl.static_range(SUB):

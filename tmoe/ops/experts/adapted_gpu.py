@@ -316,15 +316,19 @@ def forward(
     bias, *factors = (t if t is None else t.contiguous() for t in (bias, *factors))
     N = pairs if keep else 0
     ranks = (0 if a is None else wide(a.shape[1]) for a in (factors[0], factors[2]))
-    h, *none = (empty((N, width), x.dtype, x.device) for width in (gate_up.shape[1], *ranks))
+    h = empty((0, gate_up.shape[1]), x.dtype, x.device)
+    none = [empty((N, rank), x.dtype, x.device) for rank in ranks]
     meta = route(ids, down.shape[0], pairs)
     y: Any = None
     kept: list[Tensor] = none
+    layer_of = partial(kind, x, down.shape, ids.shape[1])
+    how = weights, tuple(t for t in (gate_up, down, *factors) if t is not None), activation
+    if keep:
+        h = layer_of(meta, *how).room_for_h()
     if ids.numel() == 0:
         return torch.zeros_like(x), h, *none, meta.packed
-    operands = tuple(t for t in (gate_up, down, *factors) if t is not None)
     for window in windows(meta, ids.numel()):
-        layer = kind(x, down.shape, ids.shape[1], window, weights, operands, activation)
+        layer = layer_of(window, *how)
         rows, u_up, u_down = layer.forward_products(
             x, gate_up, down, bias, factors, (up_scale, down_scale), h if keep and y is None else None
         )
@@ -361,7 +365,7 @@ def backward(
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = kind(x, down.shape, weights.shape[1], window, weights, operands, activation)
         if dx is not None:  # a later window: computed again
-            h = layer.empty(pairs, gate_up.shape[1])
+            h = layer.room_for_h()
             factors = up_a, up_b, down_a, down_b
             _, u_up, u_down = layer.forward_products(
                 x, gate_up, None, bias, factors, (up_scale, down_scale), h

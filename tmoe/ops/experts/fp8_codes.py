@@ -1,8 +1,8 @@
 """The fp8 format of the experts' products: float8 e4m3 codes with scales that are powers of two.
 
     x, dy          one scale a row
-    act, dH        one scale for a tile: 64 rows of an expert, from its first row on, and 128 columns; dH is
-                   rounded to its own type first
+    act, H, dH     one scale for a tile: 64 rows of an expert, from its first row on, and 128 columns; dH is
+                   rounded to its own type first; gate and up of H and of dH are two matrices
     matrices       one scale for a block of 128 x 128; gate and up are two matrices
     x, dy, act, dH in gradients of matrices, where these are in fp8: one scale for 128 rows of an expert, from
                    its first row on, and 128 columns
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from tmoe.base.activations import activation as named
+from tmoe.base.activations import full
 from tmoe.ops.argument_checks import FLOATS, check_device, check_tensors, require
-from tmoe.ops.experts.fp8_kernels import encode_kernel
+from tmoe.ops.experts.fp8_kernels import encode_kernel, over_limit, up_to_limit
+from tmoe.ops.experts.pair_order import Metadata
 from tmoe.ops.launch.kernel_launch import device_facts, launch
 from tmoe.ops.register import register
 
@@ -75,6 +77,20 @@ def rounded_tiles(t_NF: Tensor) -> Tensor:
     return decoded(*coded(t_NF, TILE, BLOCK), TILE, BLOCK)
 
 
+def sided(t: Tensor, activation: str) -> Tensor:
+    """t, of H, moved as little as needed for its code to be on t's side of the activation's limit.
+
+    The definition of `sided` in fp8_kernels.py. It holds where the limit divided by the scale is a normal
+    number of e4m3.
+    """
+    limit = named(activation).constants.get("limit")
+    if limit is None:
+        return t
+    near, spelled = t.abs(), full(activation)
+    over = near.clamp(min=over_limit(spelled))
+    return torch.where(near > limit, over, near.clamp(max=up_to_limit(spelled))).copysign(t)
+
+
 def rounded_blocks(t_NC: Tensor) -> Tensor:
     """Rows of one expert as fp8 gradients of matrices read them: float32 [N, C], one scale a block."""
     return decoded(*coded(t_NC, BLOCK, BLOCK), BLOCK, BLOCK)
@@ -104,6 +120,44 @@ class Codes(NamedTuple):
     def value(self, m: int) -> Tensor:
         """Matrix m, float32 [R, C]."""
         return decoded(self.codes[m], self.scales[m], BLOCK, BLOCK)
+
+
+class KeptH(NamedTuple):
+    """The codes of H [N, halves F], as a forward keeps them for its backward; views of one tensor.
+
+    Tiles are numbered as the 128-row tiles of Metadata, two for each.
+    """
+
+    codes: Tensor  # e4m3 [halves, N, F]
+    scales: Tensor  # float32 [halves, ceil(F / 128), tiles]
+
+    @staticmethod
+    def size(N: int, shape: tuple[int, ...], activation: str) -> int:
+        """Bytes for N rows of experts of this shape (E, D, F)."""
+        E, _, F = shape
+        return named(activation).halves * (N * F + 4 * _parts(F) * 2 * Metadata.capacity(N, E, 2 * TILE))
+
+    @staticmethod
+    def of(packed: Tensor, N: int, shape: tuple[int, ...], activation: str) -> "KeptH":
+        """The views of packed codes: uint8 [`KeptH.size`], codes first, then scales."""
+        F, halves = shape[2], named(activation).halves
+        codes, scales = packed.split([halves * N * F, len(packed) - halves * N * F])
+        return KeptH(
+            codes.view(E4M3).view(halves, N, F), scales.view(torch.float32).view(halves, _parts(F), -1)
+        )
+
+    def keep(self, h_nH: Tensor, row: int, tile: int, activation: str) -> None:
+        """Writes the codes of one expert's rows; row, tile: numbers of the first ones. Plain torch."""
+        for half, t in enumerate(h_nH.chunk(len(self.codes), 1)):
+            codes, scales = coded(sided(t, activation), TILE, BLOCK)
+            self.codes[half, row : row + len(t)] = codes
+            self.scales[half, :, tile : tile + len(scales)] = scales.T
+
+    def rows(self, row: int, end: int, tile: int) -> Tensor:
+        """The values of rows of one expert, float32 [end - row, halves F]; tile: the first one's number."""
+        tiles = slice(tile, tile + -(-(end - row) // TILE))
+        halves = zip(self.codes[:, row:end], self.scales[..., tiles], strict=True)
+        return torch.cat([decoded(codes, scales.T, TILE, BLOCK) for codes, scales in halves], 1)
 
 
 def encode(matrix: Tensor, halves: int = 1) -> Tensor:

@@ -1,17 +1,21 @@
 """A layer of experts with fp8 products on the CPU: the twin of the kernels, with the same rounding points.
 
-x and dy, act and dH, and the matrices are rounded to codes times scales; all products are computed in fp32.
+x and dy, act and dH, H for the backward, and the matrices are rounded to codes times scales; all products
+are computed in fp32.
 Weight gradients are those of ops/experts/cpu.py. fp8_table.py decides whether their operands are in fp8.
 
 next: ops/experts/op.py
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from tmoe.base.activations import activation as named
 from tmoe.ops.experts.cpu import ExpertWeights, combine, spans
-from tmoe.ops.experts.fp8_codes import Codes, rounded_blocks, rounded_rows, rounded_tiles
+from tmoe.ops.experts.fp8_codes import TILE, Codes, KeptH, rounded_blocks, rounded_rows, rounded_tiles
+from tmoe.ops.launch.kernel_launch import cdiv
 
 
 class Matrices:
@@ -32,6 +36,19 @@ class Matrices:
         return self.down.value(e)
 
 
+def kept_h(packed: Tensor, N: int, experts: ExpertWeights) -> KeptH:
+    """The codes of H in a packed tensor for N rows."""
+    return KeptH.of(packed, N, tuple(experts.down_EDF.shape), experts.activation)
+
+
+def tiled(ends: list[int]) -> Iterator[tuple[int, int, int, int]]:
+    """`spans`, each with the number of its first tile, as the kernels count them."""
+    tile = 0
+    for e, lo, hi in spans(ends):
+        yield e, lo, hi, tile
+        tile += 2 * cdiv(hi - lo, 2 * TILE)
+
+
 def forward(
     x_TD: Tensor,
     experts: ExpertWeights,
@@ -41,18 +58,20 @@ def forward(
     ends: list[int],
     h: Tensor,
 ) -> Tensor:
-    """y_TD, as `cpu.moe_mlp_forward`; packed: the codes of gate_up and down."""
+    """y_TD, as `cpu.moe_mlp_forward`; packed: the codes of gate_up and down. h gets the codes of H."""
     T, D = x_TD.shape
     K = weights_TK.shape[1]
     tokens = order // max(K, 1)
     matrices, x8_TD = Matrices(experts, packed), rounded_rows(x_TD)
     out_ND = x_TD.new_empty(order.numel() + 1, D)
     out_ND[-1] = 0
-    for e, lo, hi in spans(ends):
+    kept = kept_h(h, weights_TK.numel(), experts)
+    kept.scales.zero_()  # no tile has most of them
+    for e, lo, hi, tile in tiled(ends):
         h_n2F = x8_TD[tokens[lo:hi]] @ matrices.gate_up_2FD(e).T
         if experts.bias_E2F is not None:
             h_n2F += experts.bias_E2F[e]
-        h[lo:hi] = h_n2F
+        kept.keep(h_n2F, lo, tile, experts.activation)
         act_nF = rounded_tiles(named(experts.activation).of(h_n2F))
         out_ND[lo:hi] = act_nF @ matrices.down_DF(e).T
     return combine(out_ND, order, weights_TK, T, K)
@@ -68,7 +87,7 @@ def gradient_of_x(
     order: Tensor,
     ends: list[int],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """The results of `cpu.gradient_of_x`; packed: the codes of gate_up and down."""
+    """The results of `cpu.gradient_of_x`; packed: the codes of gate_up and down; h: those of H."""
     T, D = x_TD.shape
     K, N = weights_TK.shape[1], order.numel()
     tokens = order // max(K, 1)
@@ -76,12 +95,13 @@ def gradient_of_x(
     s_N = weights_TK.reshape(-1)[order].float()
     d_bias = None if experts.bias_E2F is None else torch.zeros_like(experts.bias_E2F)
     ds_N = torch.empty(N, dtype=weights_TK.dtype)
-    dh_N2F = h.new_empty(N, h.shape[1])
-    act_NF = h.new_empty(N, experts.down_EDF.shape[2])
+    dh_N2F = x_TD.new_empty(N, experts.gate_up_E2FD.shape[1])
+    act_NF = x_TD.new_empty(N, experts.down_EDF.shape[2])
+    kept = kept_h(h, weights_TK.numel(), experts)
     dx_ND = x_TD.new_empty(N + 1, D)
     dx_ND[-1] = 0
-    for e, lo, hi in spans(ends):
-        s, h_n2F = s_N[lo:hi, None], h[lo:hi].float()
+    for e, lo, hi, tile in tiled(ends):
+        s, h_n2F = s_N[lo:hi, None], kept.rows(lo, hi, tile)
         act_nF = act_of.of(h_n2F)
         d_act = dy8_TD[tokens[lo:hi]] @ matrices.down_DF(e)
         ds_N[lo:hi] = torch.linalg.vecdot(d_act, act_nF)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tmoe.base.activations import activation as named
 from tmoe.ops.experts import fp8_kernels, gpu, kernels
-from tmoe.ops.experts.fp8_codes import BLOCK, E4M3, Codes, encode_gpu
+from tmoe.ops.experts.fp8_codes import BLOCK, E4M3, Codes, KeptH, encode_gpu
 from tmoe.ops.experts.fp8_table import fastest
 from tmoe.ops.experts.gpu import LayerLaunches, Operand, halves
 from tmoe.ops.experts.pair_order import Metadata, power_of_2
@@ -75,7 +75,7 @@ class Product8(NamedTuple):
     outs: tuple[Any, ...]  # c, c_gate, c_up, gate_codes, up_codes, sc
     parts: int = 1
     bias: Tensor | None = None
-    h: tuple[Operand | None, Operand | None] = (None, None)
+    h: tuple[Operand | None, Operand | None, Tensor | None] = (None, None, None)  # h_gate, h_up, sh
     ds: Tensor | None = None
     P: int = 0  # rows of a gradient of a matrix
     first: Tensor | None = None
@@ -135,7 +135,7 @@ class Fp8Launches(LayerLaunches):
             *p.a, *p.b, p.bias, *p.h, *p.outs, None if p.ds is None else self.weights, p.ds, self.meta.order,
             tiles, capacity, offsets, p.first, self.N, self.E, p.P, p.width, num_m, num_n,
             cdiv(p.length, BLOCK), *p.strides, cfg.GROUP, self.D,
-            cfg.BN, cfg.stages, cfg.outs, K, p.kind, activation, p.outs[1] is not None, p.parts, gather, even,
+            cfg.BN, cfg.stages, cfg.outs, K, p.kind, activation, p.h[0] is not None, p.parts, gather, even,
             p.sums, num_warps=4,
         )  # fmt: skip
 
@@ -167,33 +167,46 @@ class Fp8Launches(LayerLaunches):
         """Room for the scales of tiles, for `parts` blocks of columns."""
         return self.empty(parts, 2 * Metadata.capacity(self.N, self.E, BM), dtype=torch.float32)
 
-    def up_cast(self, bias: Tensor | None, h_N2F: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Codes [N, F] and scales of the activation; writes H unless it is None."""
+    def room_for_h(self) -> Tensor:
+        """A new tensor for the codes of H of a window."""
+        return self.empty(KeptH.size(self.N, (self.E, self.D, self.F), self.activation), dtype=torch.uint8)
+
+    def coded_h(
+        self, h: Tensor | None, box: list[int]
+    ) -> tuple[Operand | None, Operand | None, Tensor | None]:
+        """Operands of a kernel: codes of gate and of up, if there is a gate, and scales. None without H."""
+        if h is None:
+            return None, None, None
+        codes, scales = KeptH.of(h, self.N, (self.E, self.D, self.F), self.activation)
+        return *halves_of_rows(codes.view(-1, self.F), self.N, box), scales
+
+    def up_cast(self, bias: Tensor | None, h: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Codes [N, F] and scales of the activation; writes the codes of H unless it is None."""
         cfg = self.own("up")
         codes, scales = self.cast(self.x)
         parts = cdiv(self.F, BLOCK)
         act, s_act = self.empty(self.N, self.F, dtype=E4M3), self.tile_scales(parts)
         if cfg.outs:
-            h = (None, None) if h_N2F is None else halves(h_N2F, self.F, STAGED, True)
             product = Product8(
                 "up", cfg, (self.operand(codes, cfg), scales), self.matrices(self.up_codes, False), self.F,
                 self.D, (cdiv(self.D, BLOCK), 1),
-                (describe_ragged(act, [64, BLOCK]), *h, None, None, s_act), bias=bias,
+                (describe_ragged(act, [64, BLOCK]), *[None] * 4, s_act), bias=bias,
+                h=self.coded_h(h, [64, BLOCK]),
             )  # fmt: skip
             self.warp_specialised(product)
             return act, s_act
         box = [BM, BLOCK // cfg.SUB]
-        h_gate, h_up = (None, None) if h_N2F is None else halves(h_N2F, self.F, box, True)
         launch(
             fp8_kernels.up_fp8_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
             self.operand(codes, cfg), scales, *self.matrices(self.up_codes, False), bias,
-            h_gate, h_up, describe_ragged(act, box), s_act, self.meta.order, *self.tile_args(cfg), self.D,
-            self.F, BM, cfg.GROUP, cfg.SUB, self.K, self.activation, h_N2F is not None, cfg.gather,
+            *self.coded_h(h, box), describe_ragged(act, box), s_act, self.meta.order, *self.tile_args(cfg),
+            self.D, self.F, BM, cfg.GROUP, cfg.SUB, self.K, self.activation, h is not None, cfg.gather,
             self.D % BLOCK == 0, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return act, s_act
 
     def up(self, gate_up: Tensor, bias: Tensor | None, h_N2F: Tensor | None) -> Tensor:
+        """Codes [N, F] of the activation; writes the codes of H unless it is None."""
         return self.up_cast(bias, h_N2F)[0]
 
     def summed_rows(self, kernel: str, a: tuple[Tensor, Tensor], b: Codes, turned: bool) -> Tensor:
@@ -228,7 +241,7 @@ class Fp8Launches(LayerLaunches):
         return self.summed_rows("down", self.up_cast(bias, h_N2F), self.down_codes, False)
 
     def dh(self, dy: Tensor, down: Tensor, h_N2F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As in bf16, and the codes of dH for `rows`. dy: [T, D]."""
+        """As in bf16, and the codes of dH for `rows`. dy: [T, D]; h_N2F: the codes of H."""
         cfg = self.own("dh")
         codes, scales = self.cast(dy)
         parts = cdiv(self.F, BLOCK)
@@ -245,7 +258,7 @@ class Fp8Launches(LayerLaunches):
                 launch(
                     fp8_hopper_dh.dh_fp8_specialised, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
                     self.operand(codes, cfg), scales, *self.matrices(self.down_codes, True),
-                    *halves(h_N2F, self.F, STAGED, True), *halves(dh, self.F, STAGED, True),
+                    *self.coded_h(h_N2F, [64, BLOCK]), *halves(dh, self.F, STAGED, True),
                     describe_ragged(act, STAGED), gate_codes, up_codes, s_dh, self.weights, ds,
                     self.meta.order, *self.tile_args(cfg), self.N, self.F, parts, cdiv(self.D, BLOCK),
                     cfg.GROUP, self.D, cfg.stages, self.K, self.activation, cfg.gather, self.D % BLOCK == 0,
@@ -256,7 +269,7 @@ class Fp8Launches(LayerLaunches):
                 "dh", cfg, (self.operand(codes, cfg), scales), self.matrices(self.down_codes, True), self.F,
                 self.D, (1, parts),
                 (describe_ragged(act, STAGED), *halves(dh, self.F, STAGED, True), gate_codes, up_codes, s_dh),
-                h=halves(h_N2F, self.F, [BM, 64], True), ds=ds,
+                h=self.coded_h(h_N2F, [BM, 64]), ds=ds,
             )  # fmt: skip
             self.warp_specialised(product)
             return dh, act, ds
@@ -265,7 +278,7 @@ class Fp8Launches(LayerLaunches):
         launch(
             fp8_kernels.dh_fp8_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
             self.operand(codes, cfg), scales, *self.matrices(self.down_codes, True),
-            *halves(h_N2F, self.F, box, True), *halves(dh, self.F, box, True), describe_ragged(act, box),
+            *self.coded_h(h_N2F, box), *halves(dh, self.F, box, True), describe_ragged(act, box),
             gate_codes, up_codes, s_dh, self.weights, ds, self.meta.order,
             *self.tile_args(cfg), self.N, self.D, self.F, BM, cfg.GROUP, cfg.SUB, self.K, self.activation,
             cfg.gather, self.D % BLOCK == 0, num_warps=cfg.warps, num_stages=cfg.stages,

@@ -7,7 +7,7 @@ ring of operand tiles.
 
 Each consumer also runs its epilogue, and the other one multiplies during that time until the ring is empty.
 The loader either gathers rows (GATHER: four warps of cp.async), or is one warp that issues bulk copies. For
-"dh" it also loads H through the ring, so no thread waits for memory in the epilogue.
+"dh" it also loads the codes of H through the ring, so no thread waits for memory in the epilogue.
 
 Operands, results, scales and tile order are those of fp8_kernels.py. Sums are stored in another order only.
 """
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tmoe.ops.experts.fp8_kernels import po2, tile_with_number
+from tmoe.ops.experts.fp8_kernels import po2, sided, tile_with_number
 from tmoe.ops.experts.gluon_names import bulk_load, bulk_store, reinterpret, thread_load
 from tmoe.ops.experts.hopper import into_sum, tile_count
 from tmoe.ops.experts.kernels import (
@@ -79,15 +79,23 @@ def columns(e, pn, k, steps, PAIR: gl.constexpr, PARTS: gl.constexpr, NB: gl.con
 
 
 @gluon.jit
+def slices_of_h(bufs, N: gl.constexpr):
+    """A ring of N tiles as 2 N slices [128, 64] of codes, two in each tile."""
+    BOX: gl.constexpr = [1, 1, 128, 64]
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, gl.float8e4nv)
+    return reinterpret(bufs, gl.float8e4nv, [2 * N] + BOX, SHARED)
+
+
+@gluon.jit
 def load_tiles(
     a, b, h_gate, h_up, order, tiles, capacity, offsets, first, N, E, num_m, num_n, steps, GROUP, stride,
     a_bufs, b_bufs, full, empty,
     S: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr,
     NB: gl.constexpr, GATHER: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The loader: A and B for every step of every tile of this program, and for "dh" the slices of H."""
-    BOX: gl.constexpr = [1, 1, 128, 64]
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, gl.bfloat16)
+    """The loader: A and B for every step of every tile of this program, and for "dh" the blocks of H."""
+    gates = slices_of_h(a_bufs, S)
+    ups = slices_of_h(b_bufs, NB * S)
     it = 0
     for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
         _, e, hi, row, pn, n_steps, start = locate(
@@ -121,17 +129,16 @@ def load_tiles(
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             it += 1
         if KIND == "dh":
-            gates = reinterpret(a_bufs, gl.bfloat16, [S] + BOX, SHARED)
-            ups = reinterpret(b_bufs, gl.bfloat16, [NB * S] + BOX, SHARED)
-            for i in range(2 * NB):
+            for i in range(NB):
                 s = it % S
                 mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
                 arrived = full.index(s)
                 mbarrier.expect(arrived, (1 if h_up is None else 2) * 128 * 128)
-                at = [RAGGED, hi, RAGGED - (hi - row), pn * NB * 128 + i * 64]
-                bulk_load(h_gate, at, arrived, gates.index(s))
-                if h_up is not None:
-                    bulk_load(h_up, at, arrived, ups.index(NB * s))
+                for j in gl.static_range(2):
+                    at = [RAGGED, hi, RAGGED - (hi - row), (pn * NB + i) * 128 + j * 64]
+                    bulk_load(h_gate, at, arrived, gates.index(2 * s + j))
+                    if h_up is not None:
+                        bulk_load(h_up, at, arrived, ups.index(2 * NB * s + j))
                 if GATHER:
                     async_copy.mbarrier_arrive(arrived, increment_count=False)
                 it += 1
@@ -212,7 +219,7 @@ def multiply(
 @gluon.constexpr_function
 def puts(KIND, HALVES, KEEP):
     """How many times the epilogue of a block of 128 columns calls `put`."""
-    return 2 + 3 * HALVES if KIND == "dh" else 1 + 2 * HALVES * KEEP
+    return 2 + 3 * HALVES if KIND == "dh" else 1 + HALVES * KEEP
 
 
 @gluon.jit
@@ -277,10 +284,10 @@ def put_codes(
 
 @gluon.jit
 def finish_up(
-    gate_acc, up_acc, c, h_gate, h_up, sc, bias, e, live, s, hi, row, part, capacity, tile, F, out,
+    gate_acc, up_acc, c, h_gate, h_up, sc, sh, bias, e, live, s, hi, row, part, capacity, tile, F, out,
     n: gl.constexpr, OUTS: gl.constexpr, ACT: gl.constexpr, KEEP: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of "up" for a block of 128 columns: H, and the codes of the activation.
+    """The epilogue of "up" for a block of 128 columns: the codes of H, and those of the activation.
 
     s: scales of rows. Columns from F on are zeros: matrices have zeros there, and no activation makes any
     other number of zeros.
@@ -289,7 +296,10 @@ def finish_up(
     gates = slices(gate_acc, 2)
     ups = slices(up_acc, 2)
     most = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, SLICE))
-    acts = ()
+    most_gate = most
+    most_up = most
+    all_g = ()
+    all_u = ()
     for j in gl.static_range(2):
         col = part * 128 + j * 64
         u = gl.convert_layout(ups[j], SLICE) * gl.expand_dims(s, 1)
@@ -306,23 +316,39 @@ def finish_up(
             else:
                 g = u
         if KEEP:
-            put_slice(h_gate, out, g, hi, row, col, n + HALVES * j, OUTS, WHO)
+            most_gate = gl.maximum(most_gate, gl.max(gl.abs(sided(g, ACT)), 1))
             if HALVES == 2:
-                put_slice(h_up, out, u, hi, row, col, n + HALVES * j + 1, OUTS, WHO)
-        y = activate(g, u, True, ACT)
+                most_up = gl.maximum(most_up, gl.max(gl.abs(sided(u, ACT)), 1))
+        all_g = all_g + (g,)
+        all_u = all_u + (u,)
+    if KEEP:
+        coded = (sided(all_g[0], ACT), sided(all_g[1], ACT))
+        put_codes(h_gate, sh, out, coded, most_gate, live, hi, row, part, capacity, tile, F,
+                  WHO * OUTS + n % OUTS, OUTS - 1)  # fmt: skip
+        if HALVES == 2:
+            coded = (sided(all_u[0], ACT), sided(all_u[1], ACT))
+            of_up = sh + gl.cdiv(F, 128) * 2 * capacity
+            put_codes(h_up, of_up, out, coded, most_up, live, hi, row, part, capacity, tile, F,
+                      WHO * OUTS + (n + 1) % OUTS, OUTS - 1)  # fmt: skip
+    acts = ()
+    for j in gl.static_range(2):
+        y = activate(all_g[j], all_u[j], True, ACT)
         most = gl.maximum(most, gl.max(gl.abs(y), 1))
         acts = acts + (y,)
-    last: gl.constexpr = n + 2 * HALVES if KEEP else n
+    last: gl.constexpr = n + HALVES * KEEP
     put_codes(
         c, sc, out, acts, most, live, hi, row, part, capacity, tile, F, WHO * OUTS + last % OUTS, OUTS - 1
     )  # fmt: skip
 
 
 @gluon.jit
-def backward_slice(gate, up, d_act, s, w, total, most_gate, most_up, ACT: gl.constexpr):
+def backward_slice(
+    gate, up, of_gate, of_up, d_act, s, w, total, most_gate, most_up, ACT: gl.constexpr
+):  # fmt: skip
     """s * act, dH's gate and up, each in halves of the slice, which need fewer registers; and sums of rows.
 
-    d_act is still to be multiplied by s. The sums: ds, and the largest magnitudes of both halves of dH.
+    gate, up: codes of H, with the scales of_gate, of_up. d_act is still to be multiplied by s. The sums: ds,
+    and the largest magnitudes of both halves of dH.
     """
     gates = slices(gate, 2)
     ups = slices(up, 2)
@@ -331,8 +357,10 @@ def backward_slice(gate, up, d_act, s, w, total, most_gate, most_up, ACT: gl.con
     d_gates = ()
     d_ups = ()
     for i in gl.static_range(2):
-        g = gl.convert_layout(gates[i], QUARTER).to(gl.float32)
-        u = gl.convert_layout(ups[i], QUARTER).to(gl.float32)
+        g = gl.convert_layout(gates[i], QUARTER).to(gl.float32) * of_gate
+        u = g
+        if halves_of(ACT) == 2:
+            u = gl.convert_layout(ups[i], QUARTER).to(gl.float32) * of_up
         d = gl.convert_layout(d_acts[i], QUARTER) * gl.expand_dims(s, 1)
         y, d_gate, d_up, d_weight = activate_backward(g, u, d, gl.expand_dims(w, 1), True, ACT)
         total += gl.sum(d_weight, 1)
@@ -347,38 +375,36 @@ def backward_slice(gate, up, d_act, s, w, total, most_gate, most_up, ACT: gl.con
 
 @gluon.jit
 def finish_dh(
-    acc, act, dh_gate, dh_up, gate_codes, up_codes, sc, total, it, live, s, w, hi, row, part, capacity, tile,
-    F, a_bufs, b_bufs, out, full, empty,
+    acc, act, dh_gate, dh_up, gate_codes, up_codes, sc, of_h, total, it, live, s, w, hi, row, part, capacity,
+    tile, F, a_bufs, b_bufs, out, full, empty,
     n: gl.constexpr, S: gl.constexpr, NB: gl.constexpr, OUTS: gl.constexpr, ACT: gl.constexpr,
     WHO: gl.constexpr,
 ):  # fmt: skip
     """The epilogue of "dh" for a block of 128 columns; returns this block's part of ds, and `it` after it.
 
-    s, w: scales and routing weights of rows. H comes through the ring.
+    s, w: scales and routing weights of rows. The codes of H come through the ring; of_h: their scales.
     """
     HALVES: gl.constexpr = halves_of(ACT)
-    BOX: gl.constexpr = [1, 1, 128, 64]
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, gl.bfloat16)
-    h_gates = reinterpret(a_bufs, gl.bfloat16, [S] + BOX, SHARED)
-    h_ups = reinterpret(b_bufs, gl.bfloat16, [NB * S] + BOX, SHARED)
     most_gate = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
     most_up = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
     parts = slices(acc, 2)
     gates = ()
     ups = ()
+    h_gates = slices_of_h(a_bufs, S)
+    h_ups = slices_of_h(b_bufs, NB * S)
+    b = it % S
+    mbarrier.wait(full.index(b), it // S & 1)
     for j in gl.static_range(2):
         col = part * 128 + j * 64
-        b = it % S
-        mbarrier.wait(full.index(b), it // S & 1)
-        gate = h_gates.index(b).reshape([128, 64]).slice(WHO * 64, 64, dim=0).load(SLICE)
+        gate = h_gates.index(2 * b + j).reshape([128, 64]).slice(WHO * 64, 64, dim=0).load(SLICE)
         up = gate
         if HALVES == 2:
-            up = h_ups.index(NB * b).reshape([128, 64]).slice(WHO * 64, 64, dim=0).load(SLICE)
-        mbarrier.arrive(empty.index(b), count=1)
-        it += 1
+            up = h_ups.index(2 * NB * b + j).reshape([128, 64]).slice(WHO * 64, 64, dim=0).load(SLICE)
+        if j == 1:
+            mbarrier.arrive(empty.index(b), count=1)
         d_act = gl.convert_layout(parts[j], SLICE)
         ys, d_gates, d_ups, total, most_gate, most_up = backward_slice(
-            gate, up, d_act, s, w, total, most_gate, most_up, ACT
+            gate, up, *of_h, d_act, s, w, total, most_gate, most_up, ACT
         )
         put_slice(act, out, whole(ys), hi, row, col, n + (1 + HALVES) * j, OUTS, WHO)
         gates = gates + (whole(d_gates),)
@@ -397,13 +423,14 @@ def finish_dh(
             up_codes, of_up, out, ups, most_up, live, hi, row, part, capacity, tile, F,
             WHO * OUTS + (last + 1) % OUTS, OUTS - 1,
         )  # fmt: skip
-    return total, it
+    return total, it + 1
 
 
 @gluon.jit
 def consume_tiles(
-    c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles, capacity, offsets,
-    first, N, E, P, F, num_m, num_n, steps, s_n, s_k, GROUP, a_bufs, b_bufs, out, full, empty,
+    h_gate, h_up, sh, c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles,
+    capacity, offsets, first, N, E, P, F, num_m, num_n, steps, s_n, s_k, GROUP, a_bufs, b_bufs, out, full,
+    empty,
     S: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr,
     KEEP: gl.constexpr, PAIR: gl.constexpr, PARTS: gl.constexpr, NB: gl.constexpr, GATHER: gl.constexpr,
     SUMS: gl.constexpr, WHO: gl.constexpr,
@@ -423,6 +450,15 @@ def consume_tiles(
         live = r < hi
         if KIND == "up" or KIND == "dh":
             slots = gl.load(order + gl.minimum(r, hi - 1))
+        of_h = ()
+        if KIND == "dh":
+            for i in gl.static_range(NB):
+                at = sh + gl.minimum(pn * NB + i, blocks - 1) * 2 * capacity + tile
+                of_gate = gl.load(at)
+                of_up = of_gate
+                if halves_of(ACT) == 2:
+                    of_up = gl.load(at + blocks * 2 * capacity)
+                of_h = of_h + ((of_gate, of_up),)
         of_a, a_step, of_b0, of_b1 = scale_places(
             e, pm, pn, tile, start, blocks, steps, capacity, s_n, KIND, PAIR, PARTS, NB
         )
@@ -447,19 +483,20 @@ def consume_tiles(
         else:
             s = gl.load(sa + slots // K)
             if PAIR:
-                finish_up(acc0, acc1, c, c_gate, c_up, sc, bias, e, live, s, hi, mine, pn, capacity, tile, F,
-                          out, 0, OUTS, ACT, KEEP, WHO)  # fmt: skip
+                finish_up(acc0, acc1, c, h_gate, h_up, sc, sh, bias, e, live, s, hi, mine, pn, capacity, tile,
+                          F, out, 0, OUTS, ACT, KEEP, WHO)  # fmt: skip
             elif KIND == "up":
                 for i in gl.static_range(NB):
-                    finish_up(accs[i], accs[i], c, c_gate, c_up, sc, bias, e, live, s, hi, mine, pn * NB + i,
-                              capacity, tile, F, out, PUTS * i, OUTS, ACT, KEEP, WHO)  # fmt: skip
+                    finish_up(accs[i], accs[i], c, h_gate, h_up, sc, sh, bias, e, live, s, hi, mine,
+                              pn * NB + i, capacity, tile, F, out, PUTS * i, OUTS, ACT, KEEP,
+                              WHO)  # fmt: skip
             else:
                 w = gl.where(live, gl.load(weights + slots).to(gl.float32), 0.0)
                 total = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, ROWS))
                 for i in gl.static_range(NB):
                     total, it = finish_dh(
-                        accs[i], c, c_gate, c_up, gate_codes, up_codes, sc, total, it, live, s, w, hi, mine,
-                        pn * NB + i, capacity, tile, F, a_bufs, b_bufs, out, full, empty,
+                        accs[i], c, c_gate, c_up, gate_codes, up_codes, sc, of_h[i], total, it, live, s, w,
+                        hi, mine, pn * NB + i, capacity, tile, F, a_bufs, b_bufs, out, full, empty,
                         PUTS * i, S, NB, OUTS, ACT, WHO,
                     )  # fmt: skip
                 gl.store(ds + pn.to(gl.int64) * N + r, total, mask=live)
@@ -470,15 +507,15 @@ def consume_tiles(
     do_not_specialize=["capacity", "N", "E", "P", "F", "num_m", "num_n", "steps", "s_n", "s_k", "GROUP"]
 )
 def fp8_specialised(
-    a, sa, b, sb, bias, h_gate, h_up, c, c_gate, c_up, gate_codes, up_codes, sc, weights, ds, order, tiles,
-    capacity, offsets, first, N, E, P, F, num_m, num_n, steps, s_n, s_k, GROUP, stride,
+    a, sa, b, sb, bias, h_gate, h_up, sh, c, c_gate, c_up, gate_codes, up_codes, sc, weights, ds, order,
+    tiles, capacity, offsets, first, N, E, P, F, num_m, num_n, steps, s_n, s_k, GROUP, stride,
     BN: gl.constexpr, S: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr,
     ACT: gl.constexpr, KEEP: gl.constexpr, PARTS: gl.constexpr, GATHER: gl.constexpr, EVEN: gl.constexpr,
     SUMS: gl.constexpr,
 ):  # fmt: skip
     """One of the products, by KIND; F: columns of its result, or of one half of it.
 
-        "up"    `up_fp8_kernel`: c, sc: codes and scales of the activation; c_gate, c_up: H, if KEEP
+        "up"    `up_fp8_kernel`: c, sc: codes and scales of the activation; with KEEP also those of H
         "rows"  `rows_fp8_kernel`: c, with PARTS halves of A and B
         "dh"    `dh_fp8_kernel`: c = s * act; c_gate, c_up: dH; gate_codes, up_codes, sc: its codes and scales
         "dw"    c [E, P, F] = A[columns of e] @ B[columns of e]^T, of `turned_kernel`'s copies a, sa and b, sb
@@ -486,7 +523,7 @@ def fp8_specialised(
     a: [T, D] with row stride `stride` and GATHER, else a descriptor of sorted rows; sa: its scales.
     b: a descriptor of matrices [M, F, L] whose rows are multiplied; sb: its scales, where the block i of rows
     and the block k of columns have theirs at i s_n + k s_k, from the matrix's first scale on.
-    ds: [ceil(F / BN), N].
+    h_gate, h_up, sh: codes and scales of H, which "dh" reads. ds: [ceil(F / BN), N].
     BN: columns of a tile, 128 or 256; 256 for "up" with a gate: 128 of each half.
     SUMS: of a "dw" whose c is a sum in fp32, as in hopper.py; else "".
     S: stages of the ring. OUTS: staging buffers of a consumer. EVEN: `stride` is a multiple of 128.
@@ -511,14 +548,14 @@ def fp8_specialised(
         mbarrier.init(empty.index(i), count=2)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     gl.warp_specialize([
-        (consume_tiles, (c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles,
-                         capacity, offsets, first, N, E, P, F, num_m, num_n, steps, s_n, s_k, GROUP, a_bufs,
-                         b_bufs, out, full, empty, S, OUTS, K, KIND, ACT, KEEP, PAIR, PARTS, NB, GATHER, SUMS,
-                         0)),
-        (consume_tiles, (c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa, sb, order, tiles,
-                         capacity, offsets, first, N, E, P, F, num_m, num_n, steps, s_n, s_k, GROUP, a_bufs,
-                         b_bufs, out, full, empty, S, OUTS, K, KIND, ACT, KEEP, PAIR, PARTS, NB, GATHER, SUMS,
-                         1)),
+        (consume_tiles, (h_gate, h_up, sh, c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa,
+                         sb, order, tiles, capacity, offsets, first, N, E, P, F, num_m, num_n, steps, s_n,
+                         s_k, GROUP, a_bufs, b_bufs, out, full, empty, S, OUTS, K, KIND, ACT, KEEP, PAIR,
+                         PARTS, NB, GATHER, SUMS, 0)),
+        (consume_tiles, (h_gate, h_up, sh, c, c_gate, c_up, gate_codes, up_codes, sc, bias, weights, ds, sa,
+                         sb, order, tiles, capacity, offsets, first, N, E, P, F, num_m, num_n, steps, s_n,
+                         s_k, GROUP, a_bufs, b_bufs, out, full, empty, S, OUTS, K, KIND, ACT, KEEP, PAIR,
+                         PARTS, NB, GATHER, SUMS, 1)),
         (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, first, N, E, num_m, num_n, steps,
                       GROUP, stride, a_bufs, b_bufs, full, empty, S, K, KIND, PAIR, PARTS, NB, GATHER, EVEN,
                       LAYOUT)),

@@ -5,8 +5,8 @@ after the other begins its epilogue, and the tensor cores with it (Qwen3: about 
 consumer multiplies a tile of 128 x 128 while the other one, at any place in another tile, runs its epilogue.
 No GPU has run this kernel yet, so fp8_table.py chooses it only where a table names it.
 
-The loader also loads H through the ring. The gradients of H are written over it, and from there the copy
-engine stores them and the codes are made, so they need no registers.
+The loader also loads the codes of H through the ring. The gradients of H are written over them, and from
+there the copy engine stores them and their codes are made, so they need no registers.
 
 Operands, results, scales and tile order are those of `dh_fp8_kernel`.
 """
@@ -44,9 +44,10 @@ def load_own_tiles(
     S: gl.constexpr, K: gl.constexpr, GATHER: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
     WHO: gl.constexpr,
 ):  # fmt: skip
-    """The loader of a consumer: dY and matrices for every step of its tiles, and then H, 64 rows a step."""
-    gates = slices_of(a_bufs, 2 * S)
-    ups = slices_of(b_bufs, 2 * S)
+    """The loader of a consumer: dY and matrices for every step of its tiles, and then H, 64 rows a step.
+
+    Codes of 64 rows are half of a tile of the ring, the first one.
+    """
     it = 0
     for t in range(2 * gl.program_id(0) + WHO, gl.load(tiles) * num_n, 2 * gl.num_programs(0)):
         _, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
@@ -76,12 +77,13 @@ def load_own_tiles(
             s = WHO * S + it % S
             mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
             arrived = full.index(s)
-            mbarrier.expect(arrived, (1 if h_up is None else 2) * 128 * 128)
-            for j in gl.static_range(2):
-                at = [RAGGED, hi, RAGGED - (hi - (row + i * 64)), pn * 128 + j * 64]
-                bulk_load(h_gate, at, arrived, gates.index(2 * s + j))
-                if h_up is not None:
-                    bulk_load(h_up, at, arrived, ups.index(2 * s + j))
+            mbarrier.expect(arrived, (1 if h_up is None else 2) * 64 * 128)
+            at = [RAGGED, hi, RAGGED - (hi - (row + i * 64)), pn * 128]
+            gate = a_bufs.index(s).slice(0, 64, dim=0)
+            bulk_load(h_gate, at, arrived, gate.reshape([1, 1, 64, 128]))
+            if h_up is not None:
+                up = b_bufs.index(s).reshape([128, 128]).slice(0, 64, dim=0)
+                bulk_load(h_up, at, arrived, up.reshape([1, 1, 64, 128]))
             if GATHER:
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             it += 1
@@ -124,8 +126,8 @@ def multiply_own(
 
 @gluon.jit
 def finish_rows(
-    acc, act, dh_gate, dh_up, gate_codes, up_codes, sc, it, slots, live, sdy, weights, hi, row, pn, capacity,
-    tile, F, a_bufs, b_bufs, out, full, empty,
+    acc, act, dh_gate, dh_up, gate_codes, up_codes, sc, sh, it, slots, live, sdy, weights, hi, row, pn,
+    capacity, tile, F, a_bufs, b_bufs, out, full, empty,
     S: gl.constexpr, K: gl.constexpr, ACT: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """The epilogue for 64 rows; returns their part of ds, and `it` after it. slots: of rows.
@@ -139,22 +141,29 @@ def finish_rows(
     b = WHO * S + it % S
     s = gl.load(sdy + slots // K)
     w = gl.where(live, gl.load(weights + slots).to(gl.float32), 0.0)
+    at_scale = sh + pn * 2 * capacity + tile
+    of_gate = gl.load(at_scale)
+    of_up = of_gate
+    if HALVES == 2:
+        of_up = gl.load(at_scale + gl.cdiv(F, 128) * 2 * capacity)
     total = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
     most_gate = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
     most_up = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
     parts = slices(acc, 2)
     mbarrier.wait(full.index(b), it // S & 1)
+    codes = a_bufs.index(b).slice(0, 64, dim=0).load(BLOCKS)
+    h_gates = slices(codes, 2)
+    h_ups = h_gates
+    if HALVES == 2:
+        codes = b_bufs.index(b).reshape([128, 128]).slice(0, 64, dim=0).load(BLOCKS)
+        h_ups = slices(codes, 2)
     for j in gl.static_range(2):
         gate = gates.index(2 * b + j)
         up = ups.index(2 * b + j)
-        g = gate.reshape([64, 64]).load(SLICE)
-        u = g
-        if HALVES == 2:
-            u = up.reshape([64, 64]).load(SLICE)
-        d_act = gl.convert_layout(parts[j], SLICE)
         ys, d_gates, d_ups, total, most_gate, most_up = backward_slice(
-            g, u, d_act, s, w, total, most_gate, most_up, ACT
-        )
+            gl.convert_layout(h_gates[j], SLICE), gl.convert_layout(h_ups[j], SLICE), of_gate, of_up,
+            gl.convert_layout(parts[j], SLICE), s, w, total, most_gate, most_up, ACT,
+        )  # fmt: skip
         tma.store_wait(pendings=HALVES - 1 if j == 0 else HALVES + 1)
         staged = out.index(2 * WHO + j)
         staged.store(gl.convert_layout(whole(ys), SLICE))
@@ -184,8 +193,8 @@ def finish_rows(
 
 @gluon.jit
 def consume_own_tiles(
-    act, dh_gate, dh_up, gate_codes, up_codes, sc, weights, ds, sdy, sw, order, tiles, capacity, offsets, N,
-    F, num_n, steps, GROUP, a_bufs, b_bufs, out, full, empty,
+    act, dh_gate, dh_up, gate_codes, up_codes, sc, sh, weights, ds, sdy, sw, order, tiles, capacity, offsets,
+    N, F, num_n, steps, GROUP, a_bufs, b_bufs, out, full, empty,
     S: gl.constexpr, K: gl.constexpr, ACT: gl.constexpr, GATHER: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """A consumer: every second tile of this program."""
@@ -207,8 +216,9 @@ def consume_own_tiles(
         for i in gl.static_range(2):
             live = rows[i] < hi
             total, it = finish_rows(
-                accs[i], act, dh_gate, dh_up, gate_codes, up_codes, sc, it, slots[i], live, sdy, weights, hi,
-                row + i * 64, pn, capacity, 2 * pm + i, F, a_bufs, b_bufs, out, full, empty, S, K, ACT, WHO,
+                accs[i], act, dh_gate, dh_up, gate_codes, up_codes, sc, sh, it, slots[i], live, sdy, weights,
+                hi, row + i * 64, pn, capacity, 2 * pm + i, F, a_bufs, b_bufs, out, full, empty, S, K, ACT,
+                WHO,
             )  # fmt: skip
             gl.store(ds + pn.to(gl.int64) * N + rows[i], total, mask=live)
     tma.store_wait(pendings=0)
@@ -216,8 +226,8 @@ def consume_own_tiles(
 
 @gluon.jit(do_not_specialize=["capacity", "N", "F", "num_n", "steps", "GROUP"])
 def dh_fp8_specialised(
-    dy, sdy, w, sw, h_gate, h_up, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds, order, tiles,
-    capacity, offsets, N, F, num_n, steps, GROUP, stride,
+    dy, sdy, w, sw, h_gate, h_up, s_h, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds, order,
+    tiles, capacity, offsets, N, F, num_n, steps, GROUP, stride,
     S: gl.constexpr, K: gl.constexpr, ACT: gl.constexpr, GATHER: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """`dh_fp8_kernel`. steps, num_n: blocks of D and of F.
@@ -242,12 +252,12 @@ def dh_fp8_specialised(
         mbarrier.init(empty.index(i), count=1)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     gl.warp_specialize([
-        (consume_own_tiles, (act, dh_gate, dh_up, gate_codes, up_codes, s_dh, weights, ds, sdy, sw, order,
-                             tiles, capacity, offsets, N, F, num_n, steps, GROUP, a_bufs, b_bufs, out, full,
-                             empty, S, K, ACT, GATHER, 0)),
-        (consume_own_tiles, (act, dh_gate, dh_up, gate_codes, up_codes, s_dh, weights, ds, sdy, sw, order,
-                             tiles, capacity, offsets, N, F, num_n, steps, GROUP, a_bufs, b_bufs, out, full,
-                             empty, S, K, ACT, GATHER, 1)),
+        (consume_own_tiles, (act, dh_gate, dh_up, gate_codes, up_codes, s_dh, s_h, weights, ds, sdy, sw,
+                             order, tiles, capacity, offsets, N, F, num_n, steps, GROUP, a_bufs, b_bufs, out,
+                             full, empty, S, K, ACT, GATHER, 0)),
+        (consume_own_tiles, (act, dh_gate, dh_up, gate_codes, up_codes, s_dh, s_h, weights, ds, sdy, sw,
+                             order, tiles, capacity, offsets, N, F, num_n, steps, GROUP, a_bufs, b_bufs, out,
+                             full, empty, S, K, ACT, GATHER, 1)),
         (load_own_tiles, (dy, w, h_gate, h_up, order, tiles, capacity, offsets, num_n, steps, GROUP, stride,
                           a_bufs, b_bufs, full, empty, S, K, GATHER, EVEN, LAYOUT, 0)),
         (load_own_tiles, (dy, w, h_gate, h_up, order, tiles, capacity, offsets, num_n, steps, GROUP, stride,

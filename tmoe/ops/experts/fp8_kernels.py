@@ -16,6 +16,7 @@ import triton.language as tl
 from tmoe.ops.experts.kernels import (
     activate,
     activate_backward,
+    constant,
     halves_of,
     load_rows,
     slices,
@@ -37,6 +38,54 @@ def po2(amax):
 def size(t):
     """|t|; 0 for NaN, which stays NaN as a code and must not choose a scale."""
     return tl.where(t == t, tl.abs(t), 0.0)
+
+
+@triton.constexpr_function
+def up_to_limit(ACT):
+    """The largest number of three mantissa bits up to the limit of the activation ACT; 0.0: it has no limit.
+
+    ACT is spelled with all its constants.
+    """
+    limit = float(ACT.partition("limit=")[2].partition(",")[0] or 0)
+    return limit // step_at(limit) * step_at(limit) if limit else 0.0
+
+
+@triton.constexpr_function
+def over_limit(ACT):
+    """The least number of three mantissa bits over the limit of ACT; 0.0: it has no limit."""
+    limit = float(ACT.partition("limit=")[2].partition(",")[0] or 0)
+    return (limit // step_at(limit) + 1) * step_at(limit) if limit else 0.0
+
+
+@triton.constexpr_function
+def step_at(number):
+    """The distance of numbers with three mantissa bits, where `number` > 0 is."""
+    step = 1.0
+    while number >= 16 * step:
+        step *= 2
+    while number < 8 * step:
+        step /= 2
+    return step
+
+
+@triton.jit
+def sided(t, ACT: tl.constexpr):
+    """t, of H, moved as little as needed for its code to be on t's side of the limit of ACT, and of -limit.
+
+    The gradient is 0 over a limit. The code of a number just over it, rounded to nearest, would be the limit.
+    """
+    LOW: tl.constexpr = up_to_limit(ACT)
+    HIGH: tl.constexpr = over_limit(ACT)
+    if HIGH == 0:
+        return t
+    else:
+        LIMIT: tl.constexpr = constant(ACT, "limit")
+        nan: tl.constexpr = tl.PropagateNan.ALL
+        near = tl.abs(t)
+        near = tl.where(
+            near > LIMIT, tl.maximum(near, HIGH, propagate_nan=nan), tl.minimum(near, LOW, propagate_nan=nan)
+        )
+        return tl.where(t < 0, -near, near)
 
 
 @triton.jit
@@ -144,16 +193,37 @@ def tile_scale(t, live, BM: tl.constexpr):
     return scale, tl.reshape(tl.broadcast_to(inverse[:, None], (BM // 64, 64)), (BM,))
 
 
+@triton.jit
+def store_coded(
+    c, scales, t, lo, hi, row, pn, F, BM: tl.constexpr, SUB: tl.constexpr, ACT: tl.constexpr
+):  # fmt: skip
+    """Codes of a tile of a half of H in c, in SUB column slices, and its scales at `scales`."""
+    BS: tl.constexpr = 128 // SUB
+    live = row + tl.arange(0, BM) < hi
+    scale, inverse = tile_scale(tl.max(size(sided(t, ACT)), 1), live, BM)
+    tl.store(scales, scale)
+    parts = slices(t, SUB)
+    for j in tl.static_range(SUB):
+        codes = sided(parts[j], ACT) * inverse[:, None]
+        store_rows(c, codes, lo, hi, row, pn * 128 + j * BS, F, F, True)
+
+
+@triton.jit
+def load_coded(c, scale, lo, hi, row, col, F, BM: tl.constexpr, BS: tl.constexpr):
+    """BS columns of a tile of a half of H, of its codes c and the scale of each row."""
+    return load_rows(c, lo, hi, row, col, F, F, BM, BS, True).to(tl.float32) * scale[:, None]
+
+
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
 def up_fp8_kernel(
-    x, sx, w, sw, bias, h_gate, h_up, act, s_act, order, tiles, capacity, offsets, D, F,
+    x, sx, w, sw, bias, h_gate, h_up, s_h, act, s_act, order, tiles, capacity, offsets, D, F,
     BM: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr,
     GATHER: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """H = X[tokens] @ gate_up[e]^T (+ bias[e]), and the codes and scales of the activation.
+    """H = X[tokens] @ gate_up[e]^T (+ bias[e]); codes and scales of H, if KEEP, and of its activation.
 
     x [T, D], sx [T]: codes and scales of rows. w, sw: codes and scales of matrices [n E, F, D], of which a
-    tile has 128 rows of each half. s_act [ceil(F / 128), 2 capacity]. KEEP: H is stored in its type.
+    tile has 128 rows of each half. s_act [ceil(F / 128), 2 capacity]. h_gate, h_up, s_h: as in dh_fp8_kernel.
     """
     HALVES: tl.constexpr = halves_of(ACT)
     BS: tl.constexpr = 128 // SUB
@@ -174,27 +244,28 @@ def up_fp8_kernel(
             if HALVES == 2:
                 gate += tl.dot(a, matrix_block(w, e * HALVES, pn * 128, k)) * tl.load(scales + k)
         s = tl.load(sx + tokens)[:, None]
+        gate *= s
+        up *= s
+        if bias is not None:
+            cols = pn * 128 + tl.arange(0, 128)
+            at = bias + e.to(tl.int64) * HALVES * F + cols
+            up += tl.load(at + (HALVES - 1) * F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+            if HALVES == 2:
+                gate += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+        if HALVES == 1:
+            gate = up
+        if KEEP:
+            at = s_h + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64)
+            store_coded(h_gate, at, gate, lo, hi, row, pn, F, BM, SUB, ACT)
+            if HALVES == 2:
+                store_coded(h_up, at + num_n * 2 * capacity, up, lo, hi, row, pn, F, BM, SUB, ACT)
         most = tl.zeros((BM,), tl.float32)
         gates = slices(gate, SUB)
         ups = slices(up, SUB)
         acts = ()
         for j in tl.static_range(SUB):
-            col = pn * 128 + j * BS
-            cols = col + tl.arange(0, BS)
-            u = ups[j] * s
-            g = gates[j] * s
-            if bias is not None:
-                at = bias + e.to(tl.int64) * HALVES * F + cols
-                u += tl.load(at + (HALVES - 1) * F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-                if HALVES == 2:
-                    g += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-            if HALVES == 1:
-                g = u
-            if KEEP:
-                store_rows(h_gate, g, lo, hi, row, col, F, HALVES * F, True)
-                if HALVES == 2:
-                    store_rows(h_up, u, lo, hi, row, col, F, HALVES * F, True)
-            y = tl.where((cols < F)[None, :], activate(g, u, False, ACT), 0.0)
+            cols = pn * 128 + j * BS + tl.arange(0, BS)
+            y = tl.where((cols < F)[None, :], activate(gates[j], ups[j], False, ACT), 0.0)
             most = tl.maximum(most, tl.max(size(y), 1))
             acts = acts + (y,)
         scale, inverse = tile_scale(most, r < hi, BM)
@@ -232,15 +303,16 @@ def rows_fp8_kernel(
 
 @triton.jit(do_not_specialize=["capacity", "GROUP", "N"])
 def dh_fp8_kernel(
-    dy, sdy, w, sw, h_gate, h_up, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds, order, tiles,
-    capacity, offsets, N, D, F,
+    dy, sdy, w, sw, h_gate, h_up, s_h, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds, order,
+    tiles, capacity, offsets, N, D, F,
     BM: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, ACT: tl.constexpr,
     GATHER: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """dH in its type, and in codes of that, s * act, and partial sums of ds, from dA = dY[tokens] @ down[e].
 
     dy [T, D], sdy [T]: codes and scales of rows. w: the transposed codes [E, F, D] of down; sw: its scales
-    [E, D blocks, F blocks]. s_dh [n ceil(F / 128), 2 capacity]. ds: as in dh_kernel of kernels.py.
+    [E, D blocks, F blocks]. h_gate, h_up: codes of the halves of H [N, F]; s_h, s_dh: scales of tiles [n
+    ceil(F / 128), 2 capacity]. ds: as in dh_kernel of kernels.py.
 
     An epilogue in slices keeps dH in registers, because a tile's scale is known after its last slice.
     """
@@ -266,12 +338,18 @@ def dh_fp8_kernel(
         most_up = tl.zeros((BM,), tl.float32)
         gates = ()
         ups = ()
+        of_tiles = pn.to(tl.int64) * 2 * capacity + 2 * pm
+        of_rows = s_h + of_tiles + tl.arange(0, BM) // 64
+        of_gate = tl.load(of_rows)
+        of_up = of_gate
+        if HALVES == 2:
+            of_up = tl.load(of_rows + num_n * 2 * capacity)
         for j in tl.static_range(SUB):
             col = pn * 128 + j * BS
-            gate = load_rows(h_gate, lo, hi, row, col, F, HALVES * F, BM, BS, True).to(tl.float32)
+            gate = load_coded(h_gate, of_gate, lo, hi, row, col, F, BM, BS)
             up = gate
             if HALVES == 2:
-                up = load_rows(h_up, lo, hi, row, col, F, HALVES * F, BM, BS, True).to(tl.float32)
+                up = load_coded(h_up, of_up, lo, hi, row, col, F, BM, BS)
             y, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
             total += tl.sum(d_weight, 1)
             store_rows(act, y, lo, hi, row, col, F, F, True)
@@ -285,7 +363,7 @@ def dh_fp8_kernel(
                 most_up = tl.maximum(most_up, tl.max(size(d_up.to(tl.float32)), 1))
                 ups = ups + (d_up,)
         tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
-        at = s_dh + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64)
+        at = s_dh + of_tiles + tl.arange(0, BM // 64)
         scale, inverse = tile_scale(most_gate, r < hi, BM)
         tl.store(at, scale)
         for j in tl.static_range(SUB):

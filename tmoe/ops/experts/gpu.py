@@ -10,6 +10,7 @@ share one copy.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -210,6 +211,10 @@ class LayerLaunches:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A new tensor on x's device. dtype: None: x's type."""
         return empty(shape, dtype or self.x.dtype, self.x.device)
+
+    def room_for_h(self) -> Tensor:
+        """A new tensor for H of a window."""
+        return self.empty(self.N, self.H)
 
     def gathered(self, t_TD: Tensor) -> Tensor:
         """The rows of a [T, D] tensor in expert order."""
@@ -498,16 +503,20 @@ def forward(
     """
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
     bias = None if bias is None else bias.contiguous()
-    h = empty((pairs if keep else 0, gate_up.shape[1]), x.dtype, x.device)
+    h = empty((0, gate_up.shape[1]), x.dtype, x.device)
     if len(x) == 1 and not keep and pairs == ids.numel() > 0:  # then the metadata is never read
         packed = empty((Metadata.size(pairs, down.shape[0]),), torch.int32, x.device)
         return one_token(x, gate_up, down, weights, ids, bias, activation), h, packed
     meta = route(ids, down.shape[0], pairs)
     y: Any = None
+    layer_of = partial(kind, x, down.shape, ids.shape[1])
+    how = weights, (gate_up, down), activation
+    if keep:
+        h = layer_of(meta, *how).room_for_h()
     if ids.numel() == 0:
         return torch.zeros_like(x), h, meta.packed
     for window in windows(meta, ids.numel()):
-        layer = kind(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
+        layer = layer_of(window, *how)
         rows = layer.products(gate_up, bias, h if keep and y is None else None, down)
         y, _ = layer.combine(rows, weights, y)
         del rows  # freed before the next window allocates its own
@@ -563,7 +572,7 @@ def backward_into(
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = kind(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
         if dx is not None:
-            h = layer.empty(pairs, gate_up.shape[1])  # recomputed for every window after the first
+            h = layer.room_for_h()  # recomputed for every window after the first
             layer.up(gate_up, bias, h)
             how = "again", "again"
 
@@ -623,7 +632,7 @@ def backward_of_x(
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = kind(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
         if kept:
-            h = layer.empty(pairs, gate_up.shape[1])  # recomputed for every window after the first
+            h = layer.room_for_h()  # recomputed for every window after the first
             layer.up(gate_up, bias, h)
         dh, act, ds = layer.dh(dy if layer.config("dh").gather else layer.gathered(dy), down, h)
         dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, dx, ds, d_weights)
@@ -671,7 +680,7 @@ def backward_of_matrices(
         fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
         dy_N: Any = None if fused[1] and (fused[0] or not again) else layer.gathered(dy)
         if again:
-            h = layer.empty(pairs, gate_up.shape[1])
+            h = layer.room_for_h()
             layer.up(gate_up, bias, h)
             dh, act, _ = layer.dh(dy if fused[0] else dy_N, down, h)
             how = "again", "again"

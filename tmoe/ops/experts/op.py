@@ -17,7 +17,7 @@ from tmoe.base.activations import activation as named
 from tmoe.ops.argument_checks import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.experts import cpu, fp8_cpu, fp8_gpu, fp8_table, gpu
 from tmoe.ops.experts.deferred import DeferredGradients, leave, require_collecting
-from tmoe.ops.experts.fp8_codes import check_codes
+from tmoe.ops.experts.fp8_codes import KeptH, check_codes
 from tmoe.ops.experts.pair_order import Metadata
 from tmoe.ops.gradient_sums import GradientSum, Target, sum_of
 from tmoe.ops.launch.eager import mapped, unwatched
@@ -66,8 +66,8 @@ def moe_mlp(
             each rank's tokens, but on average only one rank's share of their pairs.)
         codes: None, or the codes of gate_up and down (`fp8_codes.encode`, of gate_up with the activation's
             number of halves): the products of the forward, and those of the gradients of x and of the
-            activation, are then in fp8, and the gradients of the matrices are computed as without codes. x
-            is float32 or bfloat16.
+            activation, are then in fp8, and the gradients of the matrices are computed as without codes. H is
+            kept in fp8. x is float32 or bfloat16.
 
     Returns y_TD [T, D] in the dtype of x. Products accumulate in float32. A token's experts are added in
     float32 in slot order, so equal inputs give equal bits. (Between two rounds of `pairs` the sums of y and
@@ -211,6 +211,14 @@ class Coded(Protocol):
     """The arguments of an op that may have codes."""
 
     @property
+    def x(self) -> Tensor: ...
+    @property
+    def gate_up(self) -> Tensor: ...
+    @property
+    def down(self) -> Tensor: ...
+    @property
+    def activation(self) -> str: ...
+    @property
     def up_codes(self) -> Tensor | None: ...
     @property
     def down_codes(self) -> Tensor | None: ...
@@ -233,6 +241,14 @@ def _rows(x: Tensor, ids: Tensor, pairs: int) -> int:
     return ids.numel() if x.device.type == "cpu" else pairs
 
 
+def room_for_h(call: Coded, rows: int, keep: bool = True) -> Tensor:
+    """A new tensor for H: [rows, 2F] in x's type, or uint8 [`KeptH.size`] with codes; empty unless keep."""
+    if call.up_codes is None or not keep:
+        return call.x.new_empty(rows if keep else 0, call.gate_up.shape[1])
+    size = KeptH.size(rows, tuple(call.down.shape), call.activation)
+    return call.x.new_empty(size, dtype=torch.uint8)
+
+
 def check_arguments(call: Any) -> None:
     """Raises ValueError for arguments that do not fit the contract of moe_mlp.
 
@@ -250,9 +266,9 @@ def _forward_cpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
     x, weights, ids, gate_up, keep = call.x, call.weights, call.ids, call.gate_up, call.keep
     check_arguments(call)
     N = ids.numel()
-    E, F2, _ = gate_up.shape
+    E = len(gate_up)
     order, ends = cpu.route(ids, E)
-    h = x.new_empty(N, F2)
+    h = room_for_h(call, N)
     codes = packed_codes(call)
     if codes is None:
         y = cpu.moe_mlp_forward(x, call.experts, weights, order, ends, h)
@@ -262,7 +278,7 @@ def _forward_cpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
     meta = Metadata(ids.new_zeros(Metadata.size(N, E), dtype=torch.int32), N, E)
     meta.ends[:] = torch.tensor(ends, dtype=torch.int32)
     meta.order[: order.numel()] = order
-    return y, h if keep else h.new_empty(0, F2), meta.packed
+    return y, h if keep else room_for_h(call, N, False), meta.packed
 
 
 def _forward_gpu(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,10 +293,9 @@ def _forward_fake(call: MlpCall) -> tuple[Tensor, Tensor, Tensor]:
     x, gate_up, down, weights, ids, bias, *_, pairs, keep = call
     biased = {} if bias is None else {"gate_up_bias": bias}
     check_device(x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
-    N = ids.numel()
-    E, F2, _ = gate_up.shape
     rows = _rows(x, ids, pairs)
-    return x.new_empty(x.shape), x.new_empty(rows if keep else 0, F2), Metadata.fake(N, E, rows, x)
+    h = room_for_h(call, rows, keep)
+    return x.new_empty(x.shape), h, Metadata.fake(ids.numel(), len(gate_up), rows, x)
 
 
 def _backward_cpu(call: MlpBackward) -> tuple[Tensor | None, ...]:
