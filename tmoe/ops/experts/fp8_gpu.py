@@ -258,7 +258,7 @@ class Fp8Launches(LayerLaunches):
                 launch(
                     fp8_hopper_dh.dh_fp8_specialised, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
                     self.operand(codes, cfg), scales, *self.matrices(self.down_codes, True),
-                    *self.coded_h(h_N2F, [64, BLOCK]), *halves(dh, self.F, STAGED, True),
+                    *self.coded_h(h_N2F, STAGED), *halves(dh, self.F, STAGED, True),
                     describe_ragged(act, STAGED), gate_codes, up_codes, s_dh, self.weights, ds,
                     self.meta.order, *self.tile_args(cfg), self.N, self.F, parts, cdiv(self.D, BLOCK),
                     cfg.GROUP, self.D, cfg.stages, self.K, self.activation, cfg.gather, self.D % BLOCK == 0,

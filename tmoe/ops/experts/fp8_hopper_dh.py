@@ -38,16 +38,26 @@ def slices_of(bufs, N: gl.constexpr):
 
 
 @gluon.jit
+def slices_of_codes(bufs, N: gl.constexpr):
+    """A ring of N tiles as 4 N slices [64, 64] of codes, four in each tile.
+
+    H is in the last two. The gradient's first slice in bf16 has the memory of the first two, which is free.
+    """
+    BOX: gl.constexpr = [1, 1, 64, 64]
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, gl.float8e4nv)
+    return reinterpret(bufs, gl.float8e4nv, [4 * N] + BOX, SHARED)
+
+
+@gluon.jit
 def load_own_tiles(
     dy, w, h_gate, h_up, order, tiles, capacity, offsets, num_n, steps, GROUP, stride, a_bufs, b_bufs, full,
     empty,
     S: gl.constexpr, K: gl.constexpr, GATHER: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
     WHO: gl.constexpr,
 ):  # fmt: skip
-    """The loader of a consumer: dY and matrices for every step of its tiles, and then H, 64 rows a step.
-
-    Codes of 64 rows are half of a tile of the ring, the first one.
-    """
+    """The loader of a consumer: dY and matrices for every step of its tiles, and then H, 64 rows a step."""
+    gates = slices_of_codes(a_bufs, 2 * S)
+    ups = slices_of_codes(b_bufs, 2 * S)
     it = 0
     for t in range(2 * gl.program_id(0) + WHO, gl.load(tiles) * num_n, 2 * gl.num_programs(0)):
         _, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
@@ -78,12 +88,11 @@ def load_own_tiles(
             mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
             arrived = full.index(s)
             mbarrier.expect(arrived, (1 if h_up is None else 2) * 64 * 128)
-            at = [RAGGED, hi, RAGGED - (hi - (row + i * 64)), pn * 128]
-            gate = a_bufs.index(s).slice(0, 64, dim=0)
-            bulk_load(h_gate, at, arrived, gate.reshape([1, 1, 64, 128]))
-            if h_up is not None:
-                up = b_bufs.index(s).reshape([128, 128]).slice(0, 64, dim=0)
-                bulk_load(h_up, at, arrived, up.reshape([1, 1, 64, 128]))
+            for j in gl.static_range(2):
+                at = [RAGGED, hi, RAGGED - (hi - (row + i * 64)), pn * 128 + j * 64]
+                bulk_load(h_gate, at, arrived, gates.index(4 * s + 2 + j))
+                if h_up is not None:
+                    bulk_load(h_up, at, arrived, ups.index(4 * s + 2 + j))
             if GATHER:
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             it += 1
@@ -138,6 +147,8 @@ def finish_rows(
     HALVES: gl.constexpr = halves_of(ACT)
     gates = slices_of(a_bufs, 2 * S)
     ups = slices_of(b_bufs, 2 * S)
+    h_gates = slices_of_codes(a_bufs, 2 * S)
+    h_ups = slices_of_codes(b_bufs, 2 * S)
     b = WHO * S + it % S
     s = gl.load(sdy + slots // K)
     w = gl.where(live, gl.load(weights + slots).to(gl.float32), 0.0)
@@ -151,19 +162,17 @@ def finish_rows(
     most_up = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
     parts = slices(acc, 2)
     mbarrier.wait(full.index(b), it // S & 1)
-    codes = a_bufs.index(b).slice(0, 64, dim=0).load(BLOCKS)
-    h_gates = slices(codes, 2)
-    h_ups = h_gates
-    if HALVES == 2:
-        codes = b_bufs.index(b).reshape([128, 128]).slice(0, 64, dim=0).load(BLOCKS)
-        h_ups = slices(codes, 2)
     for j in gl.static_range(2):
         gate = gates.index(2 * b + j)
         up = ups.index(2 * b + j)
+        g = h_gates.index(4 * b + 2 + j).reshape([64, 64]).load(SLICE)
+        u = g
+        if HALVES == 2:
+            u = h_ups.index(4 * b + 2 + j).reshape([64, 64]).load(SLICE)
+        d_act = gl.convert_layout(parts[j], SLICE)
         ys, d_gates, d_ups, total, most_gate, most_up = backward_slice(
-            gl.convert_layout(h_gates[j], SLICE), gl.convert_layout(h_ups[j], SLICE), of_gate, of_up,
-            gl.convert_layout(parts[j], SLICE), s, w, total, most_gate, most_up, ACT,
-        )  # fmt: skip
+            g, u, of_gate, of_up, d_act, s, w, total, most_gate, most_up, ACT
+        )
         tma.store_wait(pendings=HALVES - 1 if j == 0 else HALVES + 1)
         staged = out.index(2 * WHO + j)
         staged.store(gl.convert_layout(whole(ys), SLICE))
