@@ -22,8 +22,8 @@ against fp32 are at most 8e-2 and 1e-1, and at most 1.1 times those of the twin 
 and gate_up miss 1e-1 for activations with a limit and outliers, in the twin too (docs/fp8.md).
 
 layer: forward, and forward with backward, of whole layers in bf16, in fp8 and with gradients of matrices in
-fp8 too, in the same rounds; the cast of all matrices, memory kept for backward, and each kernel's
-microseconds. Bars are forward and backward of bf16 divided by fp8's, without the casts of matrices. "a step"
+fp8 too, in the same rounds; the cast of all matrices, memory kept for backward (at most 0.62 of bf16's), and
+each kernel's microseconds. Bars are forward and backward of bf16 divided by fp8's, without the casts of matrices. "a step"
 includes one cast. --table writes these times into the table that decides where --train.fp8 is used, and
 --configs gets whether gradients of matrices are in fp8 as well. Rivals where they can be imported: torchao's
 rowwise MoE training (casts of matrices included), and torch's grouped products in bf16.
@@ -69,6 +69,7 @@ from tmoe.ops.launch.precompile import precompile
 LIMITS = {"casts": 60, "compile": 150, "kernels": 200, "accuracy": 150, "layer": 240, "products": 120}
 SHAPES = ["qwen3", "deepseek", "mixtral", "olmoe", "gpt-oss-20b", "qwen3-4096", "olmoe-4096", "mixtral-1024"]
 ALL_SIX = "fp8, all products"
+KEPT = 0.62  # bar of the memory that a forward keeps, as a share of bf16's
 BARS = {"qwen3": (1.24, 1.30), "deepseek": (1.28, 1.38), "mixtral": (1.27, 1.48)}  # four products, all six
 ACTIVATIONS = {"gpt-oss-20b": "clamped:alpha=1.702,limit=7"}
 TINY: Shape = (96, 64, 128, 4, 2)
@@ -314,8 +315,8 @@ def launches_of(own: Layer) -> dict[str, Callable[[], Any]]:
         )
 
     codes = own.codes
-    h = torch.empty(T * K, n * ffn, dtype=own.x.dtype, device="cuda")
     layer = fresh()
+    h = layer.room_for_h()
     act = layer.up_cast(own.bias, h)
     layer.cast(own.dy)
     dh, weighted, _ = layer.dh(own.dy, own.down, h)
@@ -440,6 +441,9 @@ def layer(args: argparse.Namespace) -> Iterator[Figure]:
         for kind in runs:
             if kind in ("torchao rowwise", "torch._grouped_mm"):
                 yield at_least("layer", f"{name}: {kind} / fp8", ms[kind] / ms["fp8"], 1, "x")
+        if memory.get("bf16") and memory.get("fp8"):
+            what = f"{name}: memory kept for backward ({memory['fp8'] / 2**20:.0f} MiB) / bf16's"
+            yield at_most("layer", what, memory["fp8"] / memory["bf16"], KEPT)
         for kind, why in missing.items():
             yield Figure("layer", f"{name}: {kind}", why, "runs", False)
 

@@ -9,16 +9,18 @@ from gradient_sum import Sum
 
 from tmoe.base.activations import activation as named
 from tmoe.ops import gradient_sums, reference
-from tmoe.ops.experts import cpu, fp8_codes, fp8_gpu, fp8_table
+from tmoe.ops.experts import cpu, fp8_codes, fp8_cpu, fp8_gpu, fp8_table
 from tmoe.ops.experts.deferred import collecting
 from tmoe.ops.experts.fp8_codes import (
     Codes,
+    KeptH,
     coded,
     decoded,
     encode,
     rounded_blocks,
     rounded_rows,
     rounded_tiles,
+    sided,
 )
 from tmoe.ops.experts.op import moe_mlp, moe_mlp_deferred, moe_mlp_summed
 
@@ -66,6 +68,37 @@ def test_nan_stays_nan_and_spoils_no_neighbour():
         assert rounded[1, 3].isnan() and rounded.isnan().sum() == 1
     t[1, 3] = float("inf")
     assert not rounded_rows(t)[1, 3].isfinite()
+
+
+@pytest.mark.parametrize("limit", [7.0, 5.3, 0.04, 1.0])
+def test_codes_of_h_stay_on_their_side_of_a_limit(limit):
+    """7 and 1 are numbers of e4m3, 5.3 and 0.04 are not: they lie between 5 and 5.5, 5/128 and 5.5/128."""
+    activation = f"clamped:limit={limit}"
+    t = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * limit * 0.2
+    t[:, :32] += limit
+    t[:, 32:64] -= limit
+    t[0, :3] = torch.tensor([limit, -limit, float("nan")])
+    back, plain = rounded_tiles(sided(t, activation)), rounded_tiles(t)
+    assert torch.equal(back.abs() > limit, t.abs() > limit) and back[0, 2].isnan()
+    assert not torch.equal(plain.abs() > limit, t.abs() > limit)
+    away = back.nan_to_num() != plain.nan_to_num()
+    assert 0 < away.sum() < 0.2 * t.numel() and ((back - t)[away].abs() <= limit / 8).all()
+    assert sided(t, "swiglu") is t
+
+
+def test_h_is_kept_in_half_of_the_bytes():
+    """Gate and up of each expert's rows in tiles from the expert's first row on."""
+    E, D, F, N = 3, 256, 192, 500
+    packed = torch.zeros(KeptH.size(N, (E, D, F), "swiglu"), dtype=torch.uint8)
+    assert 2 * N * F < len(packed) < 1.02 * 2 * N * F
+    h, at = torch.randn(N, 2 * F), KeptH.of(packed, N, (E, D, F), "swiglu")
+    ends = [130, 130, 500]
+    for _, lo, hi, tile in fp8_cpu.tiled(ends):
+        at.keep(h[lo:hi], lo, tile, "swiglu")
+    for (_, lo, hi, tile), first in zip(fp8_cpu.tiled(ends), (0, 4), strict=True):
+        assert tile == first  # 130 rows have two tiles of 128
+        want = [rounded_tiles(half) for half in h[lo:hi].chunk(2, 1)]
+        assert torch.equal(at.rows(lo, hi, tile), torch.cat(want, 1))
 
 
 @pytest.mark.parametrize("halves", [1, 2])
@@ -165,7 +198,10 @@ def test_gradients_of_matrices_are_of_rounded_blocks(monkeypatch):
 
 
 def test_clamps_near_outliers_miss_the_bar_in_dx():
-    """gpt-oss's clamps: H's error moves values over the limit, where the gradient is 0. y holds the bar."""
+    """gpt-oss's clamps: H's error moves values over the limit, where the gradient is 0. y holds the bar.
+
+    The cast of H moves none: with H in bf16 the error of dx is 0.110.
+    """
     activation = "clamped:alpha=1.702,limit=7"
     tensors, dy = layer(True, activation)
     got = gradients(moe_mlp, tensors, dy, activation, codes=codes_of(tensors, activation))
@@ -174,7 +210,7 @@ def test_clamps_near_outliers_miss_the_bar_in_dx():
     want = gradients(reference.moe_mlp, exact, dy.double(), activation)
     errors = dict(zip(NAMES, map(error, got, want), strict=True))
     assert errors["y"] < 1e-1 and errors["d_down"] < 1e-1
-    assert 1e-1 < errors["dx"] < 2e-1
+    assert 1e-1 < errors["dx"] < 1.2e-1
 
 
 def test_each_rounding_point():

@@ -15,7 +15,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.model import MoEConfig, RopeConfig
 from tmoe.config.run import Config, GrpoConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.moe.fp8_choice import describe
-from tmoe.moe.moe_bytes import coded_row_bytes
+from tmoe.moe.moe_bytes import coded_row_bytes, moe_bytes
 from tmoe.ops.experts import fp8_gpu, gpu
 from tmoe.ops.experts.fp8_codes import encode_gpu
 from tmoe.ops.launch.kernel_launch import compile_only
@@ -110,16 +110,20 @@ def test_rollouts_and_averages_keep_the_values():
 
 @pytest.mark.parametrize("pairs", [None, 32768])
 def test_codes_of_rows_are_those_that_a_backward_holds(pairs):
-    """Live storages of both kinds of launches on meta tensors: codes of dH and dy, to 1% of the whole."""
+    """Live storages of both kinds of launches on meta tensors: codes of dH and dy, to 1% of the whole.
+
+    And codes of H, which the forward keeps, to the byte.
+    """
     T, D, F, E, K = 8192, 2048, 768, 16, 8
     make = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
     x, dy, gate_up, down = make(T, D), make(T, D), make(E, 2 * F, D), make(E, D, F)
     tensors = x, gate_up, down, make(T, K, dtype=torch.float32)
-    ids, how, held = make(T, K, dtype=torch.int32), ("swiglu", pairs or T * K), []
+    ids, how, held, kept = make(T, K, dtype=torch.int32), ("swiglu", pairs or T * K), [], []
     with compile_only("cuda:90", lambda *launched: None):
         codes = encode_gpu(gate_up, 2), encode_gpu(down, 1)
         for ops, packed in ((gpu, ()), (fp8_gpu, codes)):
             _, h, meta = ops.forward(*tensors, ids, None, *packed, *how, True)
+            kept.append(h.nbytes)
             with MostHeld(dy, *tensors, ids, h, meta, *packed) as backward:
                 ops.backward(dy, *tensors, h, meta, None, *packed, *how)
             held.append(backward.bytes)
@@ -127,8 +131,11 @@ def test_codes_of_rows_are_those_that_a_backward_holds(pairs):
     model = replace(layouts.WIDE, dim=D, moe=moe, dense_layers=0, rope=RopeConfig(max_seq=T))
     cfg = Config(model=model, train=TrainConfig(batch=1, seq=T, **WIDE), compile=False)
     codes_of_dh, codes_of_dy = (pairs or T * K) * 2 * F, T * (D + 4)
+    assert 0.5 < kept[1] / kept[0] < 0.51
     if pairs is None:
-        assert coded_row_bytes(cfg, Axes()) == codes_of_dh + codes_of_dy
+        assert coded_row_bytes(cfg, Axes()) == codes_of_dh + codes_of_dy + kept[0] - kept[1]
         plain = replace(cfg, train=replace(cfg.train, fp8="none", fp8_everywhere=False))
+        assert moe_bytes(plain, Axes()) - moe_bytes(cfg, Axes()) == kept[0] - kept[1]
         assert backward_bytes(cfg, Axes(), 0) - backward_bytes(plain, Axes(), 0) == codes_of_dh + codes_of_dy
-    assert abs(held[1] - held[0] - codes_of_dh - codes_of_dy) < 0.01 * held[0]
+    h_again = kept[1] - kept[0] if pairs else 0  # of a later window
+    assert abs(held[1] - held[0] - codes_of_dh - codes_of_dy - h_again) < 0.01 * held[0]

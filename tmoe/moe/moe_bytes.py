@@ -16,6 +16,7 @@ from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.exchange.symm import hides
 from tmoe.moe.fp8_choice import planned
 from tmoe.moe.select.capacity import capacity
+from tmoe.ops.experts.fp8_codes import KeptH
 
 
 def moe_bytes(cfg: Config, axes: Axes) -> int:
@@ -32,9 +33,7 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
     # routed experts
     kept += (moe.shared_halves + (not runs_beside(cfg, axes))) * T * moe.shared_dim * width
     # H: under etp 1/etp of the width, for etp times the pairs
-    kept += (
-        (pairs_bound(T, moe.top_k, ep, moe.experts // ep) or T * moe.top_k) * moe.halves * moe.ffn_dim * width
-    )
+    kept += h_bytes(cfg, axes, pairs_bound(T, moe.top_k, ep, moe.experts // ep) or T * moe.top_k)
     if uses_symm(cfg, axes):
         # weights and ids; the backward sends x again, and sorts the slots again
         return kept + T * K * (FP32 + INT32)
@@ -47,6 +46,14 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
             return kept + sorted_bytes(cfg, axes, R)
         kept += R * W * width if ep * etp > 1 else 0  # received rows; without an exchange none
     return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
+
+
+def h_bytes(cfg: Config, axes: Axes, pairs: int) -> int:
+    """Bytes of H, gate and up of this many pairs of one layer: with --train.fp8 codes and scales."""
+    moe, ep = cfg.model.moe, travelling(cfg, axes)[0]
+    if planned(cfg, axes):
+        return KeptH.size(pairs, (moe.experts // ep, cfg.model.expert_dim, moe.ffn_dim), moe.activation)
+    return pairs * moe.halves * moe.ffn_dim * compute_bytes(cfg)
 
 
 def left_bytes(cfg: Config, axes: Axes) -> int:
@@ -116,9 +123,10 @@ def uses_symm(cfg: Config, axes: Axes) -> bool:
 
 
 def coded_row_bytes(cfg: Config, axes: Axes) -> int:
-    """Bytes of codes in one MoE layer's backward with --train.fp8: of dH, and of the rows of dy with scales.
+    """Bytes that --train.fp8 adds to one MoE layer's backward: codes of dH, and of rows of dy with scales.
 
-    Rows that came packed over symm's wire are in its buffers.
+    In addition dH has more bytes than the codes of H, which a forward keeps. Rows that came packed over
+    symm's wire are in its buffers.
     """
     if not planned(cfg, axes):
         return 0
@@ -130,7 +138,9 @@ def coded_row_bytes(cfg: Config, axes: Axes) -> int:
         rows = moe.experts * capacity(T, moe.slots, moe)
     else:
         rows = rows_received(T, K, axes.ep)
-    return pairs * moe.halves * moe.ffn_dim + rows * (cfg.model.expert_dim + FP32)
+    elements = pairs * moe.halves * moe.ffn_dim
+    more = elements * compute_bytes(cfg) - h_bytes(cfg, axes, pairs)
+    return elements + more + rows * (cfg.model.expert_dim + FP32)
 
 
 def runs_beside(cfg: Config, axes: Axes) -> bool:
@@ -180,5 +190,5 @@ def window_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     if pairs >= slots:  # one window
         return 0
     # under etp 1/etp of the width, for etp times the pairs
-    columns = 2 * moe.halves + 1 if symm else moe.halves
-    return columns * pairs * moe.ffn_dim * compute_bytes(cfg)
+    columns = moe.halves + 1 if symm else 0
+    return h_bytes(cfg, axes, pairs) + columns * pairs * moe.ffn_dim * compute_bytes(cfg)
