@@ -23,10 +23,10 @@ and gate_up miss 1e-1 for activations with a limit and outliers, in the twin too
 
 layer: forward, and forward with backward, of whole layers in bf16, in fp8 and with gradients of matrices in
 fp8 too, in the same rounds; the cast of all matrices, memory kept for backward (at most 0.62 of bf16's), and
-each kernel's microseconds. Bars are forward and backward of bf16 divided by fp8's, without the casts of matrices. "a step"
-includes one cast. --table writes these times into the table that decides where --train.fp8 is used, and
---configs gets whether gradients of matrices are in fp8 as well. Rivals where they can be imported: torchao's
-rowwise MoE training (casts of matrices included), and torch's grouped products in bf16.
+each kernel's microseconds. Bars are forward and backward of bf16 divided by fp8's, without the casts of
+matrices. "a step" includes one cast. --table writes these times into the table that decides where --train.fp8
+is used, and --configs gets whether gradients of matrices are in fp8 as well. Rivals where they can be
+imported: torchao's rowwise MoE training (casts of matrices included), and torch's grouped products in bf16.
 
 products: each fp8 product's TFLOP/s next to torch._scaled_grouped_mm (rowwise, fast accumulation) of the same
 sizes, whose operands are given as codes.
@@ -304,8 +304,7 @@ def add_config(path: Path | None, entry: Entry) -> None:
 
 def launches_of(own: Layer) -> dict[str, Callable[[], Any]]:
     """Functions that launch each of the four products of a layer."""
-    (T, K), (E, D, ffn) = own.ids.shape, own.down.shape
-    n = named(own.activation).halves
+    K, (E, D, ffn) = own.ids.shape[1], own.down.shape
     meta, casts = route(own.ids, E), {}
     matrices = own.gate_up, own.down
 
