@@ -162,6 +162,20 @@ def scale_places(
 
 
 @gluon.jit
+def scales_of_h(sh, pn, tile, blocks, capacity, NB: gl.constexpr, ACT: gl.constexpr):
+    """The scales of H's gate and up, of a row tile and NB blocks of columns, the first of which is NB pn."""
+    found = ()
+    for i in gl.static_range(NB):
+        at = sh + gl.minimum(pn * NB + i, blocks - 1) * 2 * capacity + tile
+        gate = gl.load(at)
+        up = gate
+        if halves_of(ACT) == 2:
+            up = gl.load(at + blocks * 2 * capacity)
+        found = found + ((gate, up),)
+    return found
+
+
+@gluon.jit
 def multiply(
     sa, sb, a_at, a_step, b0_at, b1_at, b_step, steps, it, a_bufs, b_bufs, full, empty,
     S: gl.constexpr, NB: gl.constexpr, TILES: gl.constexpr, GATHER: gl.constexpr, WHO: gl.constexpr,
@@ -450,15 +464,7 @@ def consume_tiles(
         live = r < hi
         if KIND == "up" or KIND == "dh":
             slots = gl.load(order + gl.minimum(r, hi - 1))
-        of_h = ()
-        if KIND == "dh":
-            for i in gl.static_range(NB):
-                at = sh + gl.minimum(pn * NB + i, blocks - 1) * 2 * capacity + tile
-                of_gate = gl.load(at)
-                of_up = of_gate
-                if halves_of(ACT) == 2:
-                    of_up = gl.load(at + blocks * 2 * capacity)
-                of_h = of_h + ((of_gate, of_up),)
+        of_h = scales_of_h(sh, pn, tile, blocks, capacity, NB if KIND == "dh" else 0, ACT)
         of_a, a_step, of_b0, of_b1 = scale_places(
             e, pm, pn, tile, start, blocks, steps, capacity, s_n, KIND, PAIR, PARTS, NB
         )
