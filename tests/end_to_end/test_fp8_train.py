@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from unittest.mock import patch
 
 import layouts
 import pytest
@@ -15,6 +16,7 @@ import torch
 from tiers import slow_but
 
 from tmoe.log.metrics_file import read_steps
+from tmoe.moe.router import Router
 
 FP8 = dict(fp8="experts", fp8_everywhere=True)
 LAYOUTS = [  # (processes, axes, model, what else differs)
@@ -60,22 +62,60 @@ def test_recomputed_blocks_have_the_same_bits(gloo, alone):
         assert torch.equal(again.parameters[name], p), name
 
 
-FARTHER = pytest.mark.xfail(reason="3.3 times in the norm of one step (docs/fp8.md)")
+def choices(rank, world, axes, seeds, given=None, **more):
+    """A training of each seed: its Curve, and the experts that this rank's tokens chose in each call.
+
+    given: what all ranks' tokens shall choose instead, by seed and call.
+    """
+    forward, found = Router.forward, []
+
+    def choose(router, *args):
+        if given is not None:
+            args = *args[:3], given[len(found)][len(seen)].chunk(world)[rank]
+        routing = forward(router, *args)
+        seen.append(routing.ids_TK)
+        return routing
+
+    with patch.object(Router, "forward", choose):
+        for seed in seeds:
+            seen = []
+            found.append((layouts.train(rank, world, axes, seed=seed, dtype="bf16", **more), seen))
+    return found
+
+
+def apart(gloo, seeds, replayed, **more):
+    """How far apart ep 2 and one process are: root mean squares of losses, of norms and of all parameters.
+
+    replayed: in both layouts, tokens choose the experts of the training in one process.
+    """
+    one = gloo(1, functools.partial(choices, seeds=seeds, **more), {})[0]
+    given = [seen for _, seen in one] if replayed else None
+    two = gloo(2, functools.partial(choices, seeds=seeds, given=given, **more), dict(ep=2))[0]
+    squares = []
+    for (a, _), (b, _) in zip(one, two, strict=True):
+        losses, norms = (
+            sum((x / y - 1) ** 2 for x, y in zip(*pair, strict=True))
+            for pair in ((b.losses, a.losses), (b.norms, a.norms))
+        )
+        weights = sum((b.parameters[name] - p).norm() ** 2 for name, p in a.parameters.items())
+        squares.append((losses, norms, float(weights)))
+    return [sum(column) ** 0.5 for column in zip(*squares, strict=True)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gqa", pytest.param("gpt_oss", marks=FARTHER)])
-def test_layouts_are_as_near_as_in_bf16(gloo, model):
-    """Losses and norms of ep 2 and of one process: at most three times as far apart as without fp8."""
-    apart = []
-    for more in ({}, dict(train=FP8)):
-        one, two = (
-            trained(gloo, n, axes, model, dtype="bf16", **more) for n, axes in ((1, {}), (2, dict(ep=2)))
-        )
-        apart.append(
-            max(abs(a / b - 1) for a, b in zip(two.losses + two.norms, one.losses + one.norms, strict=True))
-        )
-    assert 0 < apart[1] < 3 * apart[0], apart
+@pytest.mark.parametrize("model, replayed", [("gqa", False), ("gpt_oss", False), ("gpt_oss", True)])
+def test_layouts_are_as_near_as_in_bf16(gloo, model, replayed):
+    """ep 2 and one process: at most three times as far apart as without fp8.
+
+    One training says little: in bf16 rounding alone makes 3 to 50 of 2304 tokens choose other experts, and
+    the largest difference of a loss or norm is 0.08 to 46 times that of bf16 (16 seeds). With the same
+    experts the parameters of two seeds are 1.3 to 2.1 times as far apart; 6 times if codes of one rank are 1%
+    smaller.
+    """
+    seeds = range(3) if replayed else range(12)
+    plain, coded = (apart(gloo, seeds, replayed, model=model, train=train) for train in ({}, FP8))
+    ratios = [b / a for a, b in zip(plain, coded, strict=True)]
+    assert min(ratios) > 0 and max(ratios[2:] if replayed else ratios) < 3, ratios
 
 
 WORDS = [*runs.SMALL, "--train.dtype", "bf16", "--checkpoint.every", "2", "--steps", "4"]

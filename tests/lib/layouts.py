@@ -187,14 +187,14 @@ def config(parallel: ParallelConfig, model: str, micros: int, **changes: Any) ->
     )
 
 
-def batches(documents: bool):
+def batches(documents: bool, seed: int = 0):
     """Yields tokens, targets and documents of each step, [SEQUENCES, SEQ]; one target in four is ignored.
 
     Each token is 3 times the previous one plus 0 or 1: on random tokens a step would amplify rounding. The
     ignored targets are spread unevenly over sequences, so that a mean over a rank's own targets would be
     wrong.
     """
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(1 + seed)
     for _ in range(STEPS):
         tokens = torch.randint(VOCAB, (SEQUENCES, SEQ), generator=draw)
         more = torch.randint(2, tokens.shape, generator=draw)
@@ -217,12 +217,14 @@ def train(
     whole_forwards: bool = True,
     heavy_head: bool = False,
     inductor: bool = True,
+    seed: int = 0,
     **changes: Any,
 ) -> Curve:
     """Trains STEPS steps in the layout given by `axes`.
 
     heavy_head: cuts a pipeline as if the head took as long as eight blocks.
     inductor: compiles blocks with Inductor; otherwise PyTorch runs the graphs of Inductor's partition.
+    seed: of the weights and of the tokens.
     """
     if not inductor:
         partitioned()
@@ -232,13 +234,13 @@ def train(
     mesh = build_mesh(**axes)
     net = pipeline(cfg, mesh) if mesh.axes.pp > 1 else transformer(cfg, mesh, whole_forwards)
     net.to_empty(device="cpu")
-    net.init_weights(0)
+    net.init_weights(seed)
     parts = parts_of(net, cfg.optim.muon_heads)
     optimizer = build_optimizer(net.named_parameters(), cfg.optim, torch.device("cpu"), parts=parts)
     readers, reader = mesh.axes.readers, mesh.place.reader
     per = SEQUENCES // readers // micros
     losses, norms = [], []
-    for tokens, targets, marks in batches(documents):
+    for tokens, targets, marks in batches(documents, seed):
         counts = ((targets != -100).sum(), targets.numel(), SEQUENCES)
         further = count_further(cfg.model.mtp.depth, targets, marks) if cfg.model.mtp.depth else None
         totals = Totals(*(torch.as_tensor(float(count)) for count in counts), further)

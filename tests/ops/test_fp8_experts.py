@@ -197,20 +197,41 @@ def test_gradients_of_matrices_are_of_rounded_blocks(monkeypatch):
             assert 1e-2 < error(got[lo:hi], plain[lo:hi]) < 4e-2
 
 
-def test_clamps_near_outliers_miss_the_bar_in_dx():
+def test_clamps_near_outliers_miss_the_bar_by_their_mask_alone():
     """gpt-oss's clamps: H's error moves values over the limit, where the gradient is 0. y holds the bar.
 
-    The cast of H moves none: with H in bf16 the error of dx is 0.110.
+    dx and the gradient of gate_up hold it too, against fp64 that clamps the same elements as fp8's H.
     """
-    activation = "clamped:alpha=1.702,limit=7"
-    tensors, dy = layer(True, activation)
-    got = gradients(moe_mlp, tensors, dy, activation, codes=codes_of(tensors, activation))
-    exact = [None if t is None else t.double() for t in tensors]
-    exact[4] = tensors[4]
-    want = gradients(reference.moe_mlp, exact, dy.double(), activation)
-    errors = dict(zip(NAMES, map(error, got, want), strict=True))
+    tensors, dy = layer(True, "clamped:alpha=1.702,limit=7")
+    packed = codes_of(tensors, "clamped")
+    got = gradients(moe_mlp, tensors, dy, "clamped", codes=packed)
+    codes, x8_TD = Codes.of(packed[0], tuple(tensors[1].shape), 2), rounded_rows(tensors[0])
+
+    def clamped(x, gate_up, down, weights, ids, own_mask):
+        y = torch.zeros_like(x)
+        for e in range(2):
+            t, k = torch.where(ids == e)
+            halves = gate, up = (x[t] @ gate_up[e].T).chunk(2, 1)
+            if not own_mask:
+                halves = ((x8_TD[t] @ codes.value(2 * e + half).T).to(bf16) for half in range(2))
+            g8, u8 = halves
+            g = torch.where(g8 > 7, 7.0, gate)
+            u = torch.where(u8.abs() > 7, 7.0 * u8.sign(), up)
+            act = (u + 1) * g * torch.sigmoid(1.702 * g)
+            y = y.index_add(0, t, act @ down[e].T * weights[t, k, None])
+        return y
+
+    exact = [*(t.double() for t in tensors[:4]), tensors[4]]
+    errors, of_one_mask = (
+        dict(zip(NAMES, map(error, got, gradients(clamped, exact, dy.double(), own)), strict=True))
+        for own in (True, False)
+    )
+    assert max(of_one_mask.values()) < 1e-1, of_one_mask
     assert errors["y"] < 1e-1 and errors["d_down"] < 1e-1
-    assert 1e-1 < errors["dx"] < 1.2e-1
+    assert 1e-1 < errors["dx"] < 2e-1 and 1e-1 < errors["d_gate_up"] < 2e-1, errors
+    want = gradients(reference.moe_mlp, [*exact, None], dy.double(), "clamped")
+    for name, ours, theirs in zip(NAMES, gradients(clamped, exact, dy.double(), True), want, strict=True):
+        assert error(ours, theirs) < 1e-12, name
 
 
 def test_each_rounding_point():
