@@ -92,6 +92,8 @@ class Trainer(Start):
     def train(self) -> None:
         cfg, model, optimizer, run = self.cfg, self.model, self.optimizer, self.run
         self.prepare()
+        if self.rng is not None:
+            runtime.set_rng_states(self.rng, run.device)
         if cfg.eval_only:
             val_loss = self.validate()
             result = "stopped"

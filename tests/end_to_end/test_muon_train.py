@@ -22,7 +22,7 @@ MUON = "--optim.muon . --optim.qk-clip 0.05".split()
 AVERAGED = [*MUON, "--optim.ema", "0.9"]
 KINDS = [
     """--optim.states int8 --optim.ema 0.9 --optim.freeze router --optim.schedule wsd --optim.muon-heads
-        --optim.lr-factors experts:0.5""".split(),
+        --optim.lr-factors experts:0.5 --model.dropout 0.1 --model.moe.jitter 0.1""".split(),
     "--train.dtype bf16 --optim.states bf16 --optim.masters bf16 --optim.sums bf16".split(),
 ]
 
@@ -43,7 +43,10 @@ def step_of(out: Path, step: int) -> Path:
 
 @pytest.mark.parametrize("words", slow_but(KINDS[:1], KINDS))
 def test_a_resumed_run_goes_on_in_every_bit(gloo, tmp_path, words):
-    """On two ranks, with experts and dense matrices divided."""
+    """On two ranks, with experts and dense matrices divided, and with noise.
+
+    The line about Muon's matrices builds a model, which draws a number.
+    """
     words = [*MUON, *words, "--parallel.ep", 2]
     straight = trained(gloo, tmp_path / "a", *words, world=2)
     assert "optim.momentum.blocks.1.moe.experts.down" in straight

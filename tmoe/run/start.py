@@ -56,7 +56,6 @@ from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh, build_mesh
 from tmoe.plan.fitting import require_room
 from tmoe.plan.frozen_codes import describe_freed
-from tmoe.run import process as runtime
 from tmoe.run.process import Runtime
 
 
@@ -121,6 +120,8 @@ class Start:
         self.began = ""  # the source of the weights, if they were loaded by --init
         self.base: Base | None = None  # the frozen model of adapters, if it is in a folder
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
+        # Random states of the checkpoint, set before the first step: models that are built until then draw too.
+        self.rng: dict[str, Tensor] | None = None
         self.guard = SkipGuard(cfg.optim.max_skips, self.task.spikes)
         self.scale = LossScale(cfg.train, run.device) if cfg.train.dtype == "fp16" else None
         self.routes = Routes(cfg.log.routes, cfg.out, self.model, run.rank)
@@ -288,7 +289,8 @@ class Start:
         wanted = ("model.", "ema.") if weights_only else None
         tensors = self.tensors(("model", "ema")) if weights_only else self.tensors()
         draws = cfg.load_rng and not cfg.eval_only
-        state, rng = self.checkpoints.load(path, tensors, wanted, rng=draws)
+        # no random states with another number of ranks, which draw other numbers, or if they are not wanted
+        state, self.rng = self.checkpoints.load(path, tensors, wanted, rng=draws)
         if not weights_only:
             restate(self.optimizer)
         self.step = state["step"]
@@ -299,8 +301,6 @@ class Start:
         self.task.load_state(state.get("task", {}))
         self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init is now
         self.checkpoints.info["config"]["steps"] = cfg.steps
-        if rng is not None:  # None with another number of ranks, which draw other numbers, or if not wanted
-            runtime.set_rng_states(rng, run.device)
 
     def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, Tensor]:
         """Name to tensor of a checkpoint's contents; names begin with the part, for example "model.".
