@@ -32,7 +32,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.balance_settings import require_coefficient_read
 from tmoe.config.check import ConfigError, Section, Setting, divisors, require, spelt
 from tmoe.config.compare import as_flags, differences
-from tmoe.config.float8_settings import require_torchao
+from tmoe.config.float8_settings import Asked, require_torchao
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, with_global_batch
 from tmoe.parallel.launcher import launcher_world
@@ -219,7 +219,8 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         cfg = replace(cfg, data=pinned(cfg.data))
     if not (cfg.dry_run or cfg.eval_only):  # those write nothing
         require_places(cfg)
-    require_torchao("none" if cfg.dry_run else cfg.train.float8)
+    if not cfg.dry_run:
+        require_torchao(Asked.by(cfg.train.float8, cfg.train.fp8))
     if cfg.compile and not cfg.dry_run and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         cfg = replace(cfg, compile=False)
         source.notes.append("TORCH_COMPILE_DISABLE=1 in the environment: running eager (--no-compile)")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from typing import NamedTuple
 
 from tmoe.config.check import Setting, require
 
-NONE = f"or {Setting('train.float8')} none"
 # Weights of dense layers and shared experts. Head, router, shared gate, latents of experts and the experts
 # themselves are left out: their products are not nn.Linear's, or are narrow, or decide how tokens are routed.
 WEIGHTS = re.compile(
@@ -19,6 +19,27 @@ WEIGHTS = re.compile(
 )
 MULTIPLE = 16  # both widths and the number of tokens must be multiples of it, for the GPU's float8 products
 LEAST = 512  # smallest value of both widths: in narrower layers casts cost more than the product saves
+
+
+class Asked(NamedTuple):
+    """The setting by which a run asks for float8, as refusals name it."""
+
+    name: str
+    value: str
+    none: str
+    """the setting without float8"""
+
+    @classmethod
+    def by(cls, float8: str, fp8: str = "none") -> Asked:
+        """The setting, for values of --train.float8 and --train.fp8; `all` converts the same layers."""
+        if fp8 == "all":
+            return cls("train.fp8", fp8, f"{Setting('train.fp8')} experts")
+        return cls("train.float8", float8, f"{Setting('train.float8')} none")
+
+    def require(self, holds: bool, wrong: str, valid: str = "") -> None:
+        """ConfigError with this setting, the fault and the valid values, unless float8 is off or it holds."""
+        off = f"{valid}, or {self.none}" if valid else self.none
+        require(self.value == "none" or holds, self.name, self.value, wrong, off)
 
 
 def fits(rows: int, columns: int) -> bool:
@@ -35,21 +56,18 @@ def shared_in_float8(float8: str, dim: int, width: int) -> bool:
     return float8 != "none" and width > 0 and (fits(2 * width, dim) or fits(dim, width))
 
 
-def require_float8(float8: str, batch: int, seq: int, tp: int, cp: int) -> None:
-    """ConfigError where --train.float8 excludes the layout (tp, cp) or the sizes of a micro-batch."""
-    if float8 == "none":
-        return
+def require_float8(asked: Asked, batch: int, seq: int, tp: int, cp: int) -> None:
+    """ConfigError where float8 excludes the layout (tp, cp) or the sizes of a micro-batch."""
     divided = " ".join(Setting(f"parallel.{name}", n) for name, n in dict(tp=tp, cp=cp).items() if n > 1)
     wrong = f"not with {divided}: attention must multiply whole sequences by whole matrices"
-    require(not divided, "train.float8", float8, wrong, f"tp and cp of 1, {NONE}")
+    asked.require(not divided, wrong, "tp and cp of 1")
     tokens = batch * seq
     sizes = f"{Setting('train.batch', batch)} x {Setting('train.seq', seq)} = {tokens} tokens"
     wrong = f"{sizes} are no multiple of {MULTIPLE}"
-    require(tokens % MULTIPLE == 0, "train.float8", float8, wrong, f"multiples of {MULTIPLE}, {NONE}")
+    asked.require(tokens % MULTIPLE == 0, wrong, f"multiples of {MULTIPLE}")
 
 
-def require_torchao(float8: str) -> None:
-    """ConfigError where torchao is missing and a run needs it. float8: the value of --train.float8."""
-    usable = float8 == "none" or importlib.util.find_spec("torchao") is not None
+def require_torchao(asked: Asked) -> None:
+    """ConfigError where torchao is missing and a run needs it."""
     lacks = "needs the package torchao, which is not installed here"
-    require(usable, "train.float8", float8, lacks, f"pip install 'tmoe[float8]', {NONE}")
+    asked.require(importlib.util.find_spec("torchao") is not None, lacks, "pip install 'tmoe[float8]'")

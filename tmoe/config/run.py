@@ -25,7 +25,7 @@ from tmoe.config.check import (
     divisors,
     require,
 )
-from tmoe.config.float8_settings import MULTIPLE, require_float8
+from tmoe.config.float8_settings import MULTIPLE, Asked, require_float8
 from tmoe.config.gpus import GpuName
 from tmoe.config.model import ModelConfig, no_bits, require_reach
 from tmoe.config.renamed import former_names
@@ -795,7 +795,7 @@ class Config:
         if self.lora.rank:
             require_lora(self)
         t, p = self.train, self.parallel
-        require_float8(t.float8, t.batch, t.seq, p.tp, p.cp)
+        require_float8(Asked.by(t.float8, t.fp8), t.batch, t.seq, p.tp, p.cp)
         require_fp8(self)
         wide = f"not with {run.said('train.dtype')}: float8 products give bf16 or fp32"
         run.require(t.float8 == "none" or t.dtype != "fp16", "train.float8", wide, "none")
@@ -921,7 +921,7 @@ def require_lora(cfg: Config) -> None:
     still = f"not with {rank}: the weights of attention are frozen"
     run.require(not cfg.optim.qk_clip, "optim.qk_clip", still, "0")
     wrong = f"not with {rank}: products of frozen layers in float8 are not supported"
-    run.require(cfg.train.float8 == "none", "train.float8", wrong, "none")
+    Asked.by(cfg.train.float8, cfg.train.fp8).require(False, wrong)
     codes = f"not with {run.said('lora.base')}: a decoded token reads codes, and training their values"
     run.require(not cfg.grpo.bitwise or cfg.lora.base == "whole", "grpo.bitwise", codes, "False")
     based = cfg.lora.init is None or cfg.init is not None

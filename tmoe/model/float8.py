@@ -22,7 +22,7 @@ from torch import nn
 
 from tmoe.base.versions import package_version
 from tmoe.config.check import ConfigError, Setting, require
-from tmoe.config.float8_settings import LEAST, MULTIPLE, NONE, WEIGHTS, fits, require_torchao
+from tmoe.config.float8_settings import LEAST, MULTIPLE, WEIGHTS, Asked, fits, require_torchao
 from tmoe.config.gpus import GPUS
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
@@ -56,7 +56,7 @@ def require_layers(cfg: Config) -> None:
         return
     none = "no dense layer or shared expert of this model has two widths"
     fit = f"that are at least {LEAST} and multiples of {MULTIPLE}"
-    require(False, "train.float8", cfg.train.float8, f"{none} {fit}", f"a wider model, {NONE}")
+    asked_by(cfg).require(False, f"{none} {fit}", "a wider model")
 
 
 def describe(cfg: Config) -> str:
@@ -79,17 +79,17 @@ def require_device(cfg: Config, device: torch.device) -> None:
     """
     if cfg.train.float8 == "none":
         return
-    load_torchao(cfg.train.float8)
+    load_torchao(asked_by(cfg))
     if lack := lacking(device):
-        wrong, valid = f"{lack} has no float8 products", f"NVIDIA from sm_89 on, MI300, {NONE}"
-        require(False, "train.float8", cfg.train.float8, wrong, valid)
+        asked_by(cfg).require(False, f"{lack} has no float8 products", "NVIDIA from sm_89 on, MI300")
 
 
 def require_gpu(cfg: Config) -> None:
     """ConfigError if the GPU of a dry run has no float8 products."""
     fits = cfg.train.float8 == "none" or cfg.gpu is None or GPUS[cfg.gpu].float8
-    wrong = f"has no float8 products, for {Setting('train.float8', cfg.train.float8)}"
-    valid = f"{', '.join(name for name, gpu in GPUS.items() if gpu.float8)}, {NONE}"
+    asked = asked_by(cfg)
+    wrong = f"has no float8 products, for {Setting(asked.name, asked.value)}"
+    valid = f"{', '.join(name for name, gpu in GPUS.items() if gpu.float8)}, or {asked.none}"
     require(fits, "gpu", cfg.gpu, wrong, valid)
 
 
@@ -105,9 +105,14 @@ def lacking(device: torch.device) -> str:
     return "" if chip >= ADA else f"{facts.name} (sm_{chip[0]}{chip[1]})"
 
 
-def load_torchao(float8: str) -> Any:
+def asked_by(cfg: Config) -> Asked:
+    """The setting by which a run asks for float8."""
+    return Asked.by(cfg.train.float8, cfg.train.fp8)
+
+
+def load_torchao(asked: Asked) -> Any:
     """torchao.float8. ConfigError if torchao is missing, or cannot be imported with this torch."""
-    require_torchao(float8)
+    require_torchao(asked)
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # torchao logs a line for each kernel built for other GPUs
     try:
@@ -115,7 +120,8 @@ def load_torchao(float8: str) -> Any:
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         got = f"torchao {package_version('torchao')} cannot be imported with torch {torch.__version__}"
-        raise ConfigError.of("train.float8", float8, f"{got}: {why}", f"another torchao, {NONE}") from None
+        wrong, valid = f"{got}: {why}", f"another torchao, or {asked.none}"
+        raise ConfigError.of(asked.name, asked.value, wrong, valid) from None
     finally:
         logging.disable(level)
     return torchao.float8
@@ -130,7 +136,7 @@ def apply_float8(model: nn.Module, float8: Literal["none", "rowwise"]) -> None:
     """
     if float8 == "none":
         return
-    torchao = load_torchao(float8)
+    torchao = load_torchao(Asked.by(float8))
     torchao.convert_to_float8_training(
         model, config=torchao.Float8LinearConfig.from_recipe_name(float8), module_filter_fn=_is_converted
     )

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from tmoe.base.private_torch import find
 from tmoe.base.types import FLOATS
 from tmoe.config.check import ConfigError, Setting
-from tmoe.config.float8_settings import require_float8
+from tmoe.config.float8_settings import Asked, require_float8
 from tmoe.config.model import require_reach
 from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.config.sizes import compute_bytes
@@ -113,7 +113,7 @@ def parallelize(
     for moe in layers:
         require_divisible(moe, mesh)
     t = cfg.train
-    require_float8(t.float8, t.batch, t.seq, mesh.axes.tp, mesh.axes.cp)
+    require_float8(Asked.by(t.float8, t.fp8), t.batch, t.seq, mesh.axes.tp, mesh.axes.cp)
     tokens = cfg.train.batch * cfg.train.seq // mesh.axes.parts
     if isinstance(model, Transformer):
         apply_spread(model, mesh, cfg)

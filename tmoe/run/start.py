@@ -120,7 +120,7 @@ class Start:
         self.began = ""  # the source of the weights, if they were loaded by --init
         self.base: Base | None = None  # the frozen model of adapters, if it is in a folder
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
-        # Random states of the checkpoint, set before the first step: models that are built until then draw too.
+        # random states of the checkpoint, set before the first step: building a model for a note draws, too
         self.rng: dict[str, Tensor] | None = None
         self.guard = SkipGuard(cfg.optim.max_skips, self.task.spikes)
         self.scale = LossScale(cfg.train, run.device) if cfg.train.dtype == "fp16" else None
