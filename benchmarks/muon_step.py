@@ -3,10 +3,12 @@
     python -m benchmarks.muon_step
     python -m benchmarks.muon_step --layers 2 --tiles --json muon.jsonl
 
-The first table has five iterations in bf16 of stacks [E, out, in]: by torch's products, by the portable
-kernel that computes half of a symmetric result, and by the kernels for Hopper. It has milliseconds, TFLOP/s
-of the whole products, and the distance of the result from an iteration in fp32. On an H200 torch's products
-take 34.2 ms for [512, 768, 2048]; at most 21 are wanted, and 16 aimed at.
+The first table has five iterations of stacks [E, out, in] in bf16: by torch's products, by the portable
+kernel that computes half of a symmetric result, and by the kernels for Hopper. Kernels compute each iteration
+in bf16, each in fp16 between the first product and the last, or pairs of iterations in fp16. The table has
+milliseconds, TFLOP/s of the whole products of single iterations, and distances of the result from an
+iteration in fp32: of normal numbers, and of 32 directions with noise of a hundredth of their norm. On an H200
+torch's products take 34.2 ms for [512, 768, 2048]; at most 21 are wanted, and 16 aimed at.
 
 The second, with --tiles, has each product of an iteration for each tile that a kernel can have.
 
@@ -18,19 +20,20 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.moe_layer import require_gpu
 from benchmarks.optimizer_step import LAYER, milliseconds
 from benchmarks.train import at_least_one
 from tmoe.config.run import OptimConfig
 from tmoe.ops import newton_schulz, symmetric
-from tmoe.ops.newton_schulz import flops, orthogonal
-from tmoe.ops.symmetric import Terms, Tile, stacked_product, symmetric_product
+from tmoe.ops.newton_schulz import by_launches, by_torch, flops, orthogonal
+from tmoe.ops.symmetric import Terms, Tile, commuting_product, stacked_product, symmetric_product
 from tmoe.optim.adamw import AdamW, build_optimizer, init_state
 from tmoe.optim.matrices import Rows
 from tmoe.parallel.copies import WorkingCopy
@@ -47,7 +50,9 @@ HALVES = [
     Tile(128, 4, 64, 2),
 ]
 WHOLE = [Tile(256, 3, 128, 2), Tile(256, 4, 64, 2), Tile(256, 4, 128, 1), Tile(128, 5, 64, 2)]
-CANDIDATES = dict(gram=[*HALVES, None], mix=[*HALVES[1:], None], update=[*WHOLE, None])
+CANDIDATES = dict(
+    gram=[*HALVES, None], mix=[*HALVES[1:], None], commuting=[*HALVES[1:], None], update=[*WHOLE, None]
+)
 
 
 def timed(run: Callable[[], object], rounds: int) -> float:
@@ -64,15 +69,23 @@ def timed(run: Callable[[], object], rounds: int) -> float:
 
 
 def of_stack(shape: tuple[int, int, int], way: str, rounds: int) -> dict:
-    """A row of the first table. way: "torch", "portable" or "Hopper"."""
+    """A row of the first table. way: of WAYS."""
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    _, rows, columns = shape
     some = x[:2].float()
-    want = orthogonal(some)
+    few = torch.randn(2, rows, 32, device="cuda") @ torch.randn(2, 32, columns, device="cuda")
     with replaced(**WAYS[way]):
-        far = ((orthogonal(x)[:2].float() - want).norm() / want.norm()).item()
+        far = distance(x[:2])
+        far_few = distance((few / few.norm() + 0.01 * some / some.norm()).to(x.dtype))
         ms = timed(lambda: orthogonal(x), rounds)
     rate = shape[0] * flops(*shape[1:]) / ms / 1e9
-    return dict(stack=list(shape), products=way, ms=ms, tflops=rate, far=far)
+    return dict(stack=list(shape), products=way, ms=ms, tflops=rate, far=far, far_few=far_few)
+
+
+def distance(x: Tensor) -> float:
+    """The distance of `orthogonal` in x's type from an iteration of the same numbers in fp32."""
+    want = orthogonal(x.float())
+    return ((orthogonal(x).float() - want).norm() / want.norm()).item()
 
 
 @contextmanager
@@ -90,22 +103,30 @@ def replaced(**functions: Any) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-WAYS = dict(
-    torch=dict(by_three_launches=newton_schulz.by_torch), portable=dict(on_hopper=lambda *_: False), Hopper={}
-)
+# Functions of ops/ for each way, by their names
+FORMS: dict[str, dict[str, Any]] = {
+    "bf16": dict(by_launches=partial(by_launches, pairs=False, between=torch.bfloat16)),
+    "fp16": dict(by_launches=partial(by_launches, pairs=False)),
+    "pairs": dict(by_launches=partial(by_launches, pairs=True)),
+}
+WAYS: dict[str, dict[str, Any]] = {"torch": dict(by_launches=by_torch)}
+for form, functions in FORMS.items():
+    WAYS[f"portable, {form}"] = functions | dict(on_hopper=lambda *_: False)
+    WAYS[f"Hopper, {form}"] = functions
 
 
 def of_tiles(shape: tuple[int, int, int], rounds: int) -> Iterator[dict[str, Any]]:
     """Rows of the second table: each product of an iteration, with each tile of CANDIDATES."""
     E, m, n = shape
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / n**0.5
+    x = torch.randn(shape, device="cuda", dtype=newton_schulz.BETWEEN) / n**0.5
     scales = torch.ones(E, device="cuda")
     gram, room = symmetric_product(x, scales, Terms(1.0)), torch.empty_like(x)
-    turned = x.mT.contiguous()
+    turned, other = x.mT.contiguous(), gram.clone()
     ways: dict[str, tuple[Callable[[], object], float]] = {
         "gram": (lambda: symmetric_product(x, scales, Terms(1.0)), E * m * (m + 128) * n),
         "gram, tall": (lambda: symmetric_product(turned, scales, Terms(1.0), True), E * m * (m + 128) * n),
         "mix": (lambda: symmetric_product(gram, scales, Terms(0.5, -2.0, 3.0)), E * m * (m + 128) * m),
+        "commuting": (lambda: commuting_product(gram, other, scales), E * m * (m + 128) * m),
         "update": (lambda: stacked_product(gram, x, room), E * 2 * m * m * n),
         "update, tall": (lambda: stacked_product(turned, gram, room.view(turned.shape)), E * 2 * m * m * n),
     }
@@ -162,12 +183,13 @@ def main() -> None:
     args = parser.parse_args()
     require_gpu(parser)
     found = []
-    print("| stack | products | ms | TFLOP/s | distance |\n| --- | --- | --- | --- | --- |")
+    print("| stack | products | ms | TFLOP/s | distance | of few and noise |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for shape in STACKS:
         for way in WAYS:
             row = of_stack(shape, way, args.rounds)
             found.append(row)
-            values = f"{row['ms']:.2f} | {row['tflops']:.0f} | {row['far']:.4f}"
+            values = f"{row['ms']:.2f} | {row['tflops']:.0f} | {row['far']:.4f} | {row['far_few']:.4f}"
             print(f"| {row['stack']} | {row['products']} | {values} |", flush=True)
     print("\n| product | stack | tile | ms | TFLOP/s of the tiles |\n| --- | --- | --- | --- | --- |")
     for shape in SWEPT if args.tiles else ():

@@ -12,9 +12,9 @@ from gluon_threads import kernels_of, run
 from tiers import slow_but
 
 from tmoe.ops import symmetric
-from tmoe.ops.symmetric import Terms, Tile, stacked_product, symmetric_product
+from tmoe.ops.symmetric import Terms, Tile, commuting_product, stacked_product, symmetric_product
 
-BF16, FP64 = torch.bfloat16, torch.float64
+BF16, FP16, FP64 = torch.bfloat16, torch.float16, torch.float64
 FILES = [
     Path(symmetric.__file__).parent / f"{name}.py"
     for name in ("experts/kernels", "experts/hopper", "muon_hopper")
@@ -71,3 +71,38 @@ def test_updates(hopper, monkeypatch, number, m, k, n):
     found = stacked_product(a, b, results[:, :m])
     torch.testing.assert_close(found.to(FP64), a.to(FP64) @ b.to(FP64), **NEAR)
     assert results[:, m:].eq(7).all()
+
+
+@pytest.mark.parametrize("number", slow_but([0], [0, 1, 2]))
+@pytest.mark.parametrize("m", [64, 200, 456])
+def test_commuting_products(hopper, monkeypatch, number, m):
+    """Products of fp16 in fp16 and bf16: the half on and below the diagonal, and its transpose above."""
+    monkeypatch.setitem(symmetric.TILES, "commuting", TILES[number])
+    some, scales = drawn(3, m, m).float(), torch.tensor([1.0, 0.5, 2.0])
+    a, b = (t.to(FP16) for t in (some + some.mT, some * some.mT))  # they do not commute: the halves differ
+    wide = scales.to(FP64)[:, None, None] * (a.to(FP64) @ b.to(FP64))
+    tile = torch.arange(m) // 128
+    same = tile[:, None] == tile[None, :]  # tiles on the diagonal are whole
+    for dtype in (FP16, BF16):
+        found = commuting_product(a, b, scales, dtype)
+        want = torch.where(same, wide, wide.tril() + wide.tril(-1).mT)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.to(FP64), want, **NEAR)
+
+
+def test_results_of_another_type(hopper):
+    """A of bf16 into fp16, and the products with X that go from bf16 to fp16 and back."""
+    x, one = drawn(2, 136, 200), torch.ones(2)
+    gram = symmetric_product(x, one, Terms(1.0), dtype=FP16)
+    mix = symmetric_product(gram, one, Terms(0.5, -2.0, 3.0), dtype=BF16)
+    first = stacked_product(mix, x, torch.empty_like(x, dtype=FP16))
+    last = stacked_product(gram, first, torch.empty_like(x))
+    assert [t.dtype for t in (gram, mix, first, last)] == [FP16, BF16, FP16, BF16]
+    g = gram.to(FP64)
+    for found, want in (
+        (gram, x.to(FP64) @ x.mT.to(FP64)),
+        (mix, 0.5 * g @ g - 2.0 * g + 3.0 * torch.eye(136, dtype=FP64)),
+        (first, mix.to(FP64) @ x.to(FP64)),
+        (last, g @ first.to(FP64)),
+    ):
+        torch.testing.assert_close(found.to(FP64), want, **NEAR)

@@ -16,11 +16,11 @@ from tiers import slow_but
 from tmoe.commands.warmup import traces
 from tmoe.config.presets import presets
 from tmoe.config.run import OptimConfig
-from tmoe.ops import muon_op, symmetric
+from tmoe.ops import muon_op, newton_schulz, symmetric
 from tmoe.ops.launch.kernel_launch import compile_only
 from tmoe.ops.muon_op import look_ahead_, write_
-from tmoe.ops.newton_schulz import by_three_launches, orthogonal
-from tmoe.ops.symmetric import Terms, symmetric_product
+from tmoe.ops.newton_schulz import by_launches, orthogonal
+from tmoe.ops.symmetric import Terms, commuting_product, symmetric_product
 from tmoe.optim.adamw import build_optimizer
 from tmoe.optim.matrices import Rows
 from tmoe.parallel.copies import WorkingCopy
@@ -42,7 +42,7 @@ def _interpreter():
 def test_in_the_interpreter():
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
     ran = forked.run(command, env=os.environ | dict(TRITON_INTERPRET="1"))
-    assert ran.returncode == 0 and "22 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "23 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 
 def drawn(*shape: int, dtype=FP32, seed: int = 0):
@@ -101,12 +101,19 @@ def test_half_of_the_tiles_give_the_whole_product(tall, dtype, rows):
     found, wide = symmetric_product(gram, scales, Terms(0.5, -2.0, 3.0)), gram.double()
     want = s * (0.5 * wide @ wide.mT - 2.0 * wide + 3.0 * torch.eye(rows).double())
     torch.testing.assert_close(found.double(), want, **near)
+    other = drawn(3, rows, rows, dtype=dtype, seed=1)
+    other = other + other.mT  # does not commute with the first: the halves of the product differ
+    product, wide = commuting_product(gram, other, scales, FP32), s * wide @ other.double()
+    tile = torch.arange(rows) // 16
+    want = torch.where(tile[:, None] == tile[None, :], wide, wide.tril() + wide.tril(-1).mT)
+    torch.testing.assert_close(product.double(), want, rtol=1e-5, atol=1e-5)
     for t in (gram, found):
         torch.testing.assert_close(t, t.mT.contiguous())
 
 
 @interpreted
-def test_newton_schulz_in_three_launches():
+@pytest.mark.parametrize("pairs", [False, True])
+def test_newton_schulz_in_launches(pairs):
     """Five iterations of matrices [24, 40] and [40, 24]; the interpreter truncates to bf16, torch rounds."""
     for tall in (False, True):
         stack = drawn(2, 40, 24) if tall else drawn(2, 24, 40)
@@ -115,7 +122,7 @@ def test_newton_schulz_in_three_launches():
         scales = 1 / (torch.linalg.vector_norm(stack, dim=(-2, -1)) * 1.01 + 1e-7)
         for dtype, near in ((FP32, 1e-4), (BF16, 8e-2)):
             found = torch.empty(2, 80, stack.shape[-1], dtype=dtype)[:, : stack.shape[-2]]
-            by_three_launches(stack.to(dtype), scales, 5, found)
+            by_launches(stack.to(dtype), scales, 5, found, pairs)
             for got, right in zip(found.float(), want, strict=True):
                 assert (got - right).norm() < near * right.norm()
 
@@ -165,20 +172,30 @@ def test_other_tensors_are_refused():
     for x, scales in ((drawn(2, 6, 4).mT, torch.ones(2)), (drawn(2, 6, 4), torch.ones(3))):
         with pytest.raises(ValueError, match=r"symmetric_product: x, scales .* contiguous rows"):
             symmetric_product(x, scales, Terms(1.0))
+    x, scales = drawn(2, 4, 4), torch.ones(2)
+    for a, b, factors in ((x, x[:, :2], scales), (x, x.to(BF16), scales), (x, x.mT, scales), (x, x, one)):
+        with pytest.raises(ValueError, match=r"commuting_product: a, b, scales .* contiguous \[E, m, m\]"):
+            commuting_product(a, b, factors)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("arch", slow_but(["cuda:90"], CHIPS))
 def test_the_kernels_fit(arch):
-    found = []
-    with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile))):
+    kernels = {}
+
+    def visit(name, key, compile):
+        if (name, str(key)) not in kernels:
+            kernels[name, str(key)] = measure(arch, name, compile)
+
+    with compile_only(arch, visit):
         muon_op.trace(BF16)
-        symmetric.trace(BF16)
+        newton_schulz.trace(BF16)
+    found = list(kernels.values())
     names = [binary.name for binary in found]
     assert names.count("look_ahead_kernel") == names.count("write_kernel") == 4
     hopper = arch == "cuda:90"
-    assert names.count("stacked_kernel") == (6 if hopper else 0)
-    assert names.count("symmetric_kernel") == (0 if hopper else 4)
+    assert names.count("stacked_kernel") == (11 if hopper else 0)
+    assert names.count("symmetric_kernel") == (0 if hopper else 8)
     for binary in found:
         assert_fits(binary, CHIPS[arch])
 
@@ -192,7 +209,7 @@ def test_the_warm_up_compiles_them_with_muon_alone():
         found = set()
         with compile_only("cuda:90", lambda name, key, compile: found.add(name)):
             for trace, *args in traces(cfg):
-                if trace in (muon_op.trace, symmetric.trace):
+                if trace in (muon_op.trace, newton_schulz.trace):
                     trace(*args)
         return found
 

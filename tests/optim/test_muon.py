@@ -23,9 +23,11 @@ from tmoe.config.run import OptimConfig
 from tmoe.model.freeze import require_matches
 from tmoe.model.muon import describe, parts_of
 from tmoe.model.transformer import Transformer
+from tmoe.ops import newton_schulz as op
 from tmoe.ops.dynamic_map import dequantise
-from tmoe.ops.newton_schulz import flops, orthogonal
-from tmoe.ops.reference import MuonRule, muon, newton_schulz
+from tmoe.ops.newton_schulz import by_launches, flops, orthogonal
+from tmoe.ops.reference import MuonRule, muon, newton_schulz, newton_schulz_in_pairs
+from tmoe.ops.symmetric import Terms
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
 from tmoe.optim.matrices import Rows, chosen, fits_muon, merged, work
 from tmoe.optim.owners import at_owners, height, owners_of, waves
@@ -77,6 +79,67 @@ def test_bf16_is_near_and_singular_values_are_near_one():
         for dtype in (torch.float32, torch.bfloat16):
             values = torch.linalg.svdvals(orthogonal(stack.to(dtype), iterations).float())
             assert values.min() > low and values.max() < high, (iterations, dtype, values.aminmax())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 64), (64, 24)])
+def test_pairs_of_iterations_are_the_same_polynomials(rows, columns):
+    for iterations in range(1, 8):
+        for matrix in spectrum(2, rows, columns).double():
+            want = newton_schulz(matrix, iterations)
+            assert (newton_schulz_in_pairs(matrix, iterations) - want).norm() < 1e-9 * want.norm()
+
+
+@pytest.fixture
+def plain_products(monkeypatch):
+    """`by_launches` on a CPU: its products round as the kernels do."""
+
+    def lower(scales, product, dtype):
+        product = product * scales.view(-1, 1, 1)
+        return (product.tril() + product.tril(-1).mT).to(dtype)
+
+    def symmetric_product(x, scales, terms: Terms, tall=False, dtype=None):
+        wide, one = x.float().mT if tall else x.float(), torch.eye(x.shape[2 if tall else 1])
+        product = terms.square * wide @ wide.mT
+        product = product + terms.linear * wide + terms.one * one if terms.linear or terms.one else product
+        return lower(scales, product, dtype or x.dtype)
+
+    def commuting_product(a, b, scales, dtype=None):
+        return lower(scales, a.float() @ b.float(), dtype or a.dtype)
+
+    monkeypatch.setattr(op, "symmetric_product", symmetric_product)
+    monkeypatch.setattr(op, "commuting_product", commuting_product)
+    monkeypatch.setattr(op, "stacked_product", lambda a, b, out: out.copy_(a.float() @ b.float()))
+
+
+def of_kinds(rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """Matrices [rows, columns] such as gradients are: normal numbers, few directions and noise, decay."""
+    draw, m = torch.Generator().manual_seed(0), min(rows, columns)
+    normal = torch.randn(rows, columns, generator=draw)
+    few = torch.randn(rows, 4, generator=draw) @ torch.randn(4, columns, generator=draw)
+    low = {f"few + {part}": few / few.norm() + part * normal / normal.norm() for part in (0.1, 1e-2, 1e-3)}
+    decays = {f"decay {decay}": spectrum(1, rows, columns, decay)[0] for decay in (0.6, 1.2, 2.0, 4.0)}
+    U, V = (torch.linalg.qr(torch.randn(n, m, generator=draw))[0] for n in (rows, columns))
+    sizes = {
+        f"condition 1e{e}": U * 10 ** torch.linspace(0, -e, m) @ V.mT for e in range(1, 6)
+    }  # singular values at equal distances of their logarithms
+    return dict(normal=normal, one=few[:, :1] * normal[:1]) | low | decays | sizes
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(96, 256), (200, 120), (96, 96)])
+def test_fp16_between_is_not_farther_than_bf16(plain_products, rows, columns, pairs):
+    """From the iteration in fp64 of the same bf16 numbers, with five to seven iterations."""
+    for name, matrix in of_kinds(rows, columns).items():
+        stack = matrix.to(torch.bfloat16)[None]
+        for iterations in (5, 6, 7):
+            want = newton_schulz(stack[0].double(), iterations)
+            scales = 1 / (torch.linalg.vector_norm(stack, dim=(-2, -1), dtype=torch.float32) * 1.01 + 1e-7)
+            far = []
+            for options in (dict(pairs=False, between=torch.bfloat16), dict(pairs=pairs)):
+                found = torch.empty_like(stack)
+                by_launches(stack, scales, iterations, found, **options)
+                far.append(((found[0].double() - want).norm() / want.norm()).item())
+            assert far[1] <= 1.05 * far[0], (name, iterations, far)
 
 
 def test_zeros_stay_zero_and_nothing_is_empty_handed(monkeypatch):

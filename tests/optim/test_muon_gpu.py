@@ -12,15 +12,15 @@ from torch import nn
 from benchmarks.muon_step import CANDIDATES
 from tmoe.config.run import OptimConfig
 from tmoe.ops import symmetric
-from tmoe.ops.newton_schulz import orthogonal
-from tmoe.ops.symmetric import Terms, stacked_product, symmetric_product
+from tmoe.ops.newton_schulz import by_launches, orthogonal
+from tmoe.ops.symmetric import Terms, commuting_product, stacked_product, symmetric_product
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
 from tmoe.optim.matrices import Rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SHAPES = dict(embedding=(64, 32), qkv=(192, 128), experts=(6, 96, 200), tall=(3, 200, 96), norm=(32,))
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def drawn(seed: int) -> dict[str, torch.Tensor]:
@@ -74,7 +74,10 @@ SHORT = [(768, 2048), (2048, 768), (1408, 2048), (200, 136), (136, 1000), (64, 6
 @pytest.mark.parametrize(("rows", "columns"), SHORT)
 @pytest.mark.parametrize("portable", [False, True])
 def test_products_by_kernels_are_the_same_iteration(rows, columns, portable, monkeypatch):
-    """Within 2e-2 of the fp32 iteration, as torch's products in bf16 are; also of rows of larger matrices."""
+    """Within 2e-2 of the fp32 iteration, as torch's products in bf16 are; also of rows of larger matrices.
+
+    The shapes that are longer than wide have pairs of iterations.
+    """
     if portable:
         monkeypatch.setattr(symmetric, "on_hopper", lambda *stacks: False)
     fused = torch.randn(5, 2 * rows, columns, device=CUDA, generator=torch.Generator(CUDA).manual_seed(0))
@@ -88,7 +91,30 @@ def test_products_by_kernels_are_the_same_iteration(rows, columns, portable, mon
     assert results[:, rows:].eq(7).all()
 
 
-@pytest.mark.parametrize("kind", ["gram", "mix", "update"])
+@pytest.mark.parametrize("portable", [False, True])
+def test_fp16_between_is_not_farther_than_bf16(portable, monkeypatch):
+    """Matrices of few directions and noise: single iterations and pairs; bf16 is ten times as far."""
+    if portable:
+        monkeypatch.setattr(symmetric, "on_hopper", lambda *stacks: False)
+    draw = torch.Generator(CUDA).manual_seed(0)
+    few = torch.randn(2, 768, 24, device=CUDA, generator=draw) @ torch.randn(
+        2, 24, 2048, device=CUDA, generator=draw
+    )
+    noise = torch.randn(2, 768, 2048, device=CUDA, generator=draw)
+    x = (few / few.norm() + 0.01 * noise / noise.norm()).to(BF16)
+    want = orthogonal(x.float())
+    scales = 1 / (torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float32) * 1.01 + 1e-7)
+
+    def far(**options) -> float:
+        found = torch.empty_like(x)
+        by_launches(x, scales, 5, found, **options)
+        return ((found.float() - want).norm() / want.norm()).item()
+
+    before = far(pairs=False, between=BF16)
+    assert far(pairs=False) < 0.5 * before and far(pairs=True) < 0.5 * before
+
+
+@pytest.mark.parametrize("kind", ["gram", "mix", "commuting", "update"])
 @pytest.mark.parametrize(("m", "n"), [(768, 2048), (1408, 712), (128, 128), (200, 136), (2880, 2880)])
 @pytest.mark.parametrize("tall", [False, True])
 def test_each_product_of_hoppers_kernel(kind, m, n, tall, monkeypatch):
@@ -99,6 +125,9 @@ def test_each_product_of_hoppers_kernel(kind, m, n, tall, monkeypatch):
     gram = symmetric_product(x, scales, Terms(1.0))
     wide, s, stored = x.float(), scales[:, None, None], x.mT.contiguous() if tall else x
     one = torch.eye(m, device=CUDA)
+    half, other = symmetric_product(x, scales, Terms(1.0), dtype=FP16), (0.5 * gram + 1.0).to(FP16)
+    below = torch.arange(m, device=CUDA) // 128
+    below = below[:, None] >= below[None, :]
     for tile in CANDIDATES[kind]:
         monkeypatch.setitem(symmetric.TILES, kind, tile)
         if kind == "gram":
@@ -107,11 +136,15 @@ def test_each_product_of_hoppers_kernel(kind, m, n, tall, monkeypatch):
             found = symmetric_product(gram, scales, Terms(0.5, -2.0, 3.0))
             g = gram.float()
             want = s * (0.5 * g @ g - 2.0 * g + 3.0 * one)
+        elif kind == "commuting":
+            found = commuting_product(half, other, scales, BF16 if tall else FP16)
+            want = s * (half.float() @ other.float())
+            want = torch.where(below, want, want.mT)
         elif tall:
             found, want = stacked_product(stored, gram, torch.empty_like(stored)), wide.mT @ gram.float()
         else:
             found, want = stacked_product(gram, x, torch.empty_like(x)), gram.float() @ wide
-        if kind != "update":
+        if kind in ("gram", "mix"):
             assert torch.equal(found, found.mT), tile
         torch.testing.assert_close(found.float(), want, rtol=2**-7, atol=2e-3, msg=str(tile))
 

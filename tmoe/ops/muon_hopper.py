@@ -2,7 +2,10 @@
 
     gram, mix    C = s (alpha A A^T + beta D + gamma I), which is symmetric: the tiles on and below the
                  diagonal are computed, and each is stored twice
+    commuting    C = s A B of symmetric matrices that commute: C is symmetric, and half of it is computed
     update       C = A B
+
+C may have another 16-bit type than A and B.
 
 The loader keeps a ring of operand tiles full by bulk copies, during the epilogue too. The consumers, eight
 warps on a tile of 128 rows, round a finished tile into shared memory; the copy engine stores it from there.
@@ -58,9 +61,12 @@ def place(t, tiles, num_n, BM: gl.constexpr, BN: gl.constexpr, HALF: gl.constexp
 def load_tiles(
     a, b, total, tiles, num_n, steps, a_bufs, b_bufs, full, empty,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr,
-    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, HALF: gl.constexpr,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, HALF: gl.constexpr, SQUARE: gl.constexpr,
 ):  # fmt: skip
-    """The loader: loads A and B for every step of every tile of this program; on the diagonal only A."""
+    """The loader: loads A and B for every step of every tile of this program.
+
+    SQUARE: B is A, which alone is loaded on the diagonal.
+    """
     it = 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         e, i, j, narrow = place(t, tiles, num_n, BM, BN, HALF)
@@ -68,7 +74,7 @@ def load_tiles(
             s = it % S
             mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
             arrived = full.index(s)
-            if narrow:
+            if narrow and SQUARE:
                 mbarrier.expect(arrived, BM * BL * 2)
             else:
                 mbarrier.expect(arrived, (BM + BN) * BL * 2)
@@ -129,7 +135,11 @@ def compute_tile(
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, W: gl.constexpr,
     OUTS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, MIRRORED: gl.constexpr,
 ):  # fmt: skip
-    """Computes a tile and stores it in parts of W columns; with MIRRORED, its transpose as well."""
+    """Computes a tile and stores it in parts of W columns; with MIRRORED, those below the diagonal twice.
+
+    The second store of a part on the diagonal is outside of C, where nothing is written: its transpose would
+    be written to elements that the part itself contains.
+    """
     SUB: gl.constexpr = BN // W
     parts = slices(product(steps, it, a_bufs, b_bufs, full, empty, BM, BN, BL, S, A_ROWS, B_ROWS), SUB)
     if d is not None:
@@ -154,7 +164,7 @@ def compute_tile(
         fence_async_shared()
         bulk_store(c, [e, row, at], out.index(j % OUTS))
         if MIRRORED:
-            bulk_store(mirror, [e, at, row], turned.index(j % OUTS))
+            bulk_store(mirror, [e, gl.where(at < row, at, m), row], turned.index(j % OUTS))
 
 
 @gluon.jit
@@ -163,8 +173,12 @@ def consume_tiles(
     a_bufs, b_bufs, full, empty, out, turned,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, W: gl.constexpr,
     OUTS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, HALF: gl.constexpr,
+    SQUARE: gl.constexpr,
 ):  # fmt: skip
     """The consumers: compute every tile of this program and have the copy engine store it."""
+    second = b_bufs  # of operand B on the diagonal; its first BM rows are read
+    if SQUARE:
+        second = a_bufs
     it = 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         e, i, j, narrow = place(t, tiles, num_n, BM, BN, HALF)
@@ -173,7 +187,7 @@ def consume_tiles(
         if HALF:
             scale = gl.load(scales + e)
         if narrow:
-            compute_tile(c, mirror, d, scale, e, row, col, m, alpha, beta, gamma, steps, it, a_bufs, a_bufs,
+            compute_tile(c, mirror, d, scale, e, row, col, m, alpha, beta, gamma, steps, it, a_bufs, second,
                          full, empty, out, turned, BM, BM, BL, S, W, OUTS, A_ROWS, A_ROWS, False)  # fmt: skip
         else:
             compute_tile(c, mirror, d, scale, e, row, col, m, alpha, beta, gamma, steps, it, a_bufs, b_bufs,
@@ -187,13 +201,14 @@ def stacked_kernel(
     a, b, c, mirror, d, scales, total, tiles, num_n, steps, m, alpha, beta, gamma,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, W: gl.constexpr,
     OUTS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, HALF: gl.constexpr,
+    SQUARE: gl.constexpr,
 ):  # fmt: skip
     """C[e] of every matrix of a stack.
 
-    a, b: descriptors of the operands; A_ROWS, B_ROWS: the sum runs along their rows. With HALF, b is a with
-        another box.
+    a, b: descriptors of the operands; A_ROWS, B_ROWS: the sum runs along their rows. With SQUARE, which needs
+        HALF, b is a with another box.
     c, mirror: descriptors of C with boxes [BM, W] and [W, BM]; mirror with HALF alone.
-    d, scales: with HALF, D [E, m, m] or None, and s [E] in fp32.
+    d, scales: with HALF, D [E, m, m] of A's type or None, and s [E] in fp32.
     total: number of tiles. tiles: of a matrix. steps: of BL numbers of a sum.
     S, OUTS: buffers of the ring, and of the parts of W columns that are being stored.
     """
@@ -206,13 +221,14 @@ def stacked_kernel(
     b_bufs = gl.allocate_shared_memory(
         ELEMENT, [S] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, ELEMENT)
     )
+    RESULT: gl.constexpr = c.dtype
     out = gl.allocate_shared_memory(
-        ELEMENT, [OUTS, 1, BM, W], gl.NVMMASharedLayout.get_default_for([1, BM, W], ELEMENT)
+        RESULT, [OUTS, 1, BM, W], gl.NVMMASharedLayout.get_default_for([1, BM, W], RESULT)
     )
     turned = out
     if HALF:
         turned = gl.allocate_shared_memory(
-            ELEMENT, [OUTS, 1, W, BM], gl.NVMMASharedLayout.get_default_for([1, W, BM], ELEMENT)
+            RESULT, [OUTS, 1, W, BM], gl.NVMMASharedLayout.get_default_for([1, W, BM], RESULT)
         )
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
@@ -222,7 +238,7 @@ def stacked_kernel(
     gl.warp_specialize([
         (consume_tiles, (c, mirror, d, scales, total, tiles, num_n, steps, m, alpha, beta, gamma,
                          a_bufs, b_bufs, full, empty, out, turned,
-                         BM, BN, BL, S, W, OUTS, A_ROWS, B_ROWS, HALF)),
+                         BM, BN, BL, S, W, OUTS, A_ROWS, B_ROWS, HALF, SQUARE)),
         (load_tiles, (a, b, total, tiles, num_n, steps, a_bufs, b_bufs, full, empty,
-                      BM, BN, BL, S, A_ROWS, B_ROWS, HALF)),
+                      BM, BN, BL, S, A_ROWS, B_ROWS, HALF, SQUARE)),
     ], [1], [24])  # fmt: skip

@@ -226,6 +226,23 @@ def newton_schulz(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
     return x
 
 
+def newton_schulz_in_pairs(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
+    """`newton_schulz` of a matrix [out, in] with one product X X^T, and one with X, for two iterations.
+
+    The second iteration's X X^T is M A M, since M = a I + b A + c A^2 and A = X X^T commute.
+    """
+    x = matrix / (matrix.norm() * SLACK + TINY)
+    x = x if x.shape[0] <= x.shape[1] else x.T
+    table, one = polynomials(iterations), torch.eye(x.shape[0], dtype=x.dtype)
+    for begin in range(0, iterations, 2):
+        gram, mix = x @ x.T, one
+        for a, b, c in table[begin : begin + 2]:
+            m = a * one + b * gram + c * gram @ gram
+            gram, mix = m @ gram @ m, m @ mix
+        x = mix @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
 def muon(
     weight: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, rule: MuonRule
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,6 +63,15 @@ def b_box(BN, BL, KIND, B_ROWS):
     return [2, BN // 2, BL] if KIND == "up" else [1, BN, BL] if B_ROWS else dw
 
 
+@gluon.constexpr_function
+def per_buffer(shape, size):
+    """Number of tiles of `size` elements for which a buffer of a ring of this shape has room."""
+    buffer = 1
+    for length in shape[1:]:
+        buffer *= length
+    return buffer // size
+
+
 @gluon.jit
 def stage(bufs, s, BOX: gl.constexpr, PARTS: gl.constexpr):
     """The first 1 / PARTS of buffer s of a ring, as a tile of shape BOX."""
@@ -212,8 +221,10 @@ def multiply(
 ):  # fmt: skip
     """acc and `it` after `steps` further steps of L numbers; the last one may still run.
 
-    BL: numbers for which a buffer has room. AFTER: acc is the result of other steps, at least one.
+    BL: numbers for which a buffer of A has room. A buffer of B may have room for several tiles [BN, L].
+    AFTER: acc is the result of other steps, at least one.
     """
+    PARTS: gl.constexpr = per_buffer(b_bufs.shape, BN * L)
     for k in range(steps):
         s = it % S
         mbarrier.wait(full.index(s), it // S & 1)
@@ -222,10 +233,12 @@ def multiply(
             fence_async_shared()
         if L == BL:
             a_tile = a_bufs.index(s)
-            b_tile = b_bufs.index(s)
         else:
             a_tile = stage(a_bufs, s, [1, 1, BM, L], BL // L)
-            b_tile = stage(b_bufs, s, b_box(BN, L, KIND, B_ROWS), BL // L)
+        if PARTS == 1:
+            b_tile = b_bufs.index(s)
+        else:
+            b_tile = stage(b_bufs, s, b_box(BN, L, KIND, B_ROWS), PARTS)
         if KIND == "dw":
             a_tile = a_tile.reshape([L, BM]).permute((1, 0))
         else:
