@@ -284,16 +284,34 @@ def put_codes(
 ):  # fmt: skip
     """The codes of two slices, through buffer number BUF, and the scale of tile number `tile`.
 
-    most: the largest magnitude of each row, before it was rounded to the slices' type; NaN does not count,
-    since max.f32 leaves it out. part: the block of 128 columns.
+    most: `largest` of the rows, before they were rounded to the slices' type; NaN does not count, since
+    max.f32 leaves it out. live: of rows, in any layout. part: the block of 128 columns.
     """
-    most = most.to(parts[0].dtype).to(gl.float32)
+    most = gl.max(most, 1).to(parts[0].dtype).to(gl.float32)
+    live = gl.convert_layout(live, most.type.layout)
     scale, inverse = po2(gl.max(gl.where(live, most, 0.0), 0))
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float8e4nv)
     bufs = reinterpret(out, gl.float8e4nv, [out.shape[0], 64, 128], SHARED)
     codes = gl.convert_layout(whole(parts).to(gl.float32) * inverse, BLOCKS)
     put(c, bufs.index(BUF), codes, hi, row, part * 128, PENDING)
     gl.store(scales + part * 2 * capacity + tile, scale, mask=part * 128 < F)
+
+
+@gluon.jit
+def largest(t):
+    """The largest magnitudes of t's rows [64, 4], one for each thread that holds a part of the row.
+
+    Threads compare their numbers once a tile, not once a slice.
+    """
+    parts = gl.reshape(gl.abs(t), (t.shape[0], t.shape[1] // 8, 4, 2))
+    return gl.max(gl.max(parts, 3), 1)
+
+
+@gluon.jit
+def summed(t):
+    """The sums of t's rows [64, 4], one for each thread that holds a part of the row."""
+    parts = gl.reshape(t, (t.shape[0], t.shape[1] // 8, 4, 2))
+    return gl.sum(gl.sum(parts, 3), 1)
 
 
 @gluon.jit
@@ -309,7 +327,7 @@ def finish_up(
     HALVES: gl.constexpr = halves_of(ACT)
     gates = slices(gate_acc, 2)
     ups = slices(up_acc, 2)
-    most = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, SLICE))
+    most = largest(gl.zeros((64, 64), gl.float32, layout=SLICE))
     most_gate = most
     most_up = most
     all_g = ()
@@ -330,24 +348,24 @@ def finish_up(
             else:
                 g = u
         if KEEP:
-            most_gate = gl.maximum(most_gate, gl.max(gl.abs(sided(g, ACT)), 1))
+            most_gate = gl.maximum(most_gate, largest(g))
             if HALVES == 2:
-                most_up = gl.maximum(most_up, gl.max(gl.abs(sided(u, ACT)), 1))
+                most_up = gl.maximum(most_up, largest(u))
         all_g = all_g + (g,)
         all_u = all_u + (u,)
     if KEEP:
         coded = (sided(all_g[0], ACT), sided(all_g[1], ACT))
-        put_codes(h_gate, sh, out, coded, most_gate, live, hi, row, part, capacity, tile, F,
+        put_codes(h_gate, sh, out, coded, sided(most_gate, ACT), live, hi, row, part, capacity, tile, F,
                   WHO * OUTS + n % OUTS, OUTS - 1)  # fmt: skip
         if HALVES == 2:
             coded = (sided(all_u[0], ACT), sided(all_u[1], ACT))
             of_up = sh + gl.cdiv(F, 128) * 2 * capacity
-            put_codes(h_up, of_up, out, coded, most_up, live, hi, row, part, capacity, tile, F,
+            put_codes(h_up, of_up, out, coded, sided(most_up, ACT), live, hi, row, part, capacity, tile, F,
                       WHO * OUTS + (n + 1) % OUTS, OUTS - 1)  # fmt: skip
     acts = ()
     for j in gl.static_range(2):
         y = activate(all_g[j], all_u[j], True, ACT)
-        most = gl.maximum(most, gl.max(gl.abs(y), 1))
+        most = gl.maximum(most, largest(y))
         acts = acts + (y,)
     last: gl.constexpr = n + HALVES * KEEP
     put_codes(
@@ -361,8 +379,8 @@ def backward_slice(
 ):  # fmt: skip
     """s * act, dH's gate and up, each in halves of the slice, which need fewer registers; and sums of rows.
 
-    gate, up: codes of H, with the scales of_gate, of_up. d_act is still to be multiplied by s. The sums: ds,
-    and the largest magnitudes of both halves of dH.
+    gate, up: codes of H, with the scales of_gate, of_up. d_act is still to be multiplied by s. The sums: ds
+    (`summed`), and the largest magnitudes of both halves of dH (`largest`).
     """
     gates = slices(gate, 2)
     ups = slices(up, 2)
@@ -377,12 +395,12 @@ def backward_slice(
             u = gl.convert_layout(ups[i], QUARTER).to(gl.float32) * of_up
         d = gl.convert_layout(d_acts[i], QUARTER) * gl.expand_dims(s, 1)
         y, d_gate, d_up, d_weight = activate_backward(g, u, d, gl.expand_dims(w, 1), True, ACT)
-        total += gl.sum(d_weight, 1)
-        most_gate = gl.maximum(most_gate, gl.max(gl.abs(d_gate), 1))
+        total += summed(d_weight)
+        most_gate = gl.maximum(most_gate, largest(d_gate))
         ys = ys + (bf16(y),)
         d_gates = d_gates + (bf16(d_gate),)
         if halves_of(ACT) == 2:
-            most_up = gl.maximum(most_up, gl.max(gl.abs(d_up), 1))
+            most_up = gl.maximum(most_up, largest(d_up))
             d_ups = d_ups + (bf16(d_up),)
     return ys, d_gates, d_ups, total, most_gate, most_up
 
@@ -399,8 +417,8 @@ def finish_dh(
     s, w: scales and routing weights of rows. The codes of H come through the ring; of_h: their scales.
     """
     HALVES: gl.constexpr = halves_of(ACT)
-    most_gate = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
-    most_up = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
+    most_gate = largest(gl.zeros((64, 32), gl.float32, layout=QUARTER))
+    most_up = most_gate
     parts = slices(acc, 2)
     gates = ()
     ups = ()
@@ -498,13 +516,14 @@ def consume_tiles(
                               WHO)  # fmt: skip
             else:
                 w = gl.where(live, gl.load(weights + slots).to(gl.float32), 0.0)
-                total = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, ROWS))
+                total = summed(gl.zeros((64, 32), gl.float32, layout=QUARTER))
                 for i in gl.static_range(NB):
                     total, it = finish_dh(
                         accs[i], c, c_gate, c_up, gate_codes, up_codes, sc, of_h[i], total, it, live, s, w,
                         hi, mine, pn * NB + i, capacity, tile, F, a_bufs, b_bufs, out, full, empty,
                         PUTS * i, S, NB, OUTS, ACT, WHO,
                     )  # fmt: skip
+                total = gl.convert_layout(gl.sum(total, 1), r.type.layout)
                 gl.store(ds + pn.to(gl.int64) * N + r, total, mask=live)
     tma.store_wait(pendings=0)
 

@@ -23,7 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tmoe.ops.experts.fp8_hopper import BLOCKS, QUARTER, SLICE, backward_slice, put_codes, whole
+from tmoe.ops.experts.fp8_hopper import (
+    BLOCKS,
+    QUARTER,
+    SLICE,
+    backward_slice,
+    largest,
+    put_codes,
+    summed,
+    whole,
+)
 from tmoe.ops.experts.fp8_kernels import tile_with_number
 from tmoe.ops.experts.gluon_names import bulk_load, bulk_store, reinterpret, thread_load
 from tmoe.ops.experts.kernels import RAGGED, halves_of, slices
@@ -157,9 +166,9 @@ def finish_rows(
     of_up = of_gate
     if HALVES == 2:
         of_up = gl.load(at_scale + gl.cdiv(F, 128) * 2 * capacity)
-    total = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
-    most_gate = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
-    most_up = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(1, QUARTER))
+    total = summed(gl.zeros((64, 32), gl.float32, layout=QUARTER))
+    most_gate = largest(gl.zeros((64, 32), gl.float32, layout=QUARTER))
+    most_up = most_gate
     parts = slices(acc, 2)
     mbarrier.wait(full.index(b), it // S & 1)
     for j in gl.static_range(2):
@@ -197,7 +206,7 @@ def finish_rows(
                   2 * WHO + 1, HALVES + 1)  # fmt: skip
     tma.store_wait(pendings=HALVES)  # dH has been read
     mbarrier.arrive(empty.index(b), count=1)
-    return total, it + 1
+    return gl.convert_layout(gl.sum(total, 1), live.type.layout), it + 1
 
 
 @gluon.jit

@@ -73,6 +73,7 @@ def sided(t, ACT: tl.constexpr):
     """t, of H, moved as little as needed for its code to be on t's side of the limit of ACT, and of -limit.
 
     The gradient is 0 over a limit. The code of a number just over it, rounded to nearest, would be the limit.
+    The largest magnitude of many t's is that of the largest one.
     """
     LOW: tl.constexpr = up_to_limit(ACT)
     HIGH: tl.constexpr = over_limit(ACT)
@@ -80,12 +81,13 @@ def sided(t, ACT: tl.constexpr):
         return t
     else:
         LIMIT: tl.constexpr = constant(ACT, "limit")
-        nan: tl.constexpr = tl.PropagateNan.ALL
         near = tl.abs(t)
-        near = tl.where(
-            near > LIMIT, tl.maximum(near, HIGH, propagate_nan=nan), tl.minimum(near, LOW, propagate_nan=nan)
-        )
-        return tl.where(t < 0, -near, near)
+        between = (near > LOW) & (near < HIGH)
+        if LOW == LIMIT:
+            return tl.where(between, tl.where(t < 0, -HIGH, HIGH), t)
+        else:
+            side = tl.where(near > LIMIT, HIGH, LOW)
+            return tl.where(between, tl.where(t < 0, -side, side), t)
 
 
 @triton.jit
@@ -200,7 +202,7 @@ def store_coded(
     """Codes of a tile of a half of H in c, in SUB column slices, and its scales at `scales`."""
     BS: tl.constexpr = 128 // SUB
     live = row + tl.arange(0, BM) < hi
-    scale, inverse = tile_scale(tl.max(size(sided(t, ACT)), 1), live, BM)
+    scale, inverse = tile_scale(sided(tl.max(size(t), 1), ACT), live, BM)
     tl.store(scales, scale)
     parts = slices(t, SUB)
     for j in tl.static_range(SUB):
