@@ -129,14 +129,19 @@ def test_all_is_experts_with_dense_layers():
 def test_memory_counts_the_codes():
     """Two bytes an element and four for each 128 x 128, in both MoE blocks; nothing without a measurement.
 
-    In the backward also those of dH and dy, if it is not the loss that takes most.
+    In the backward also those of dH and dy, if it is not the loss that takes most. A forward keeps H in one
+    byte an element, with four for each 64 x 128: 24 tiles of 128 rows have room.
     """
     codes = 2 * (2 * 8 * 3 * 256 * 128 + 8 * 3 * 2 * 4)
     plain, off, on = (memory_per_rank(config(train), ONE) for train in (TrainConfig(2, 512), FP8, EVERYWHERE))
     assert off == plain and on["gathered"] - plain["gathered"] == codes
+    pairs, scales = 2 * 512 * 2, 2 * 48 * 4
+    saved = pairs * 2 * 128 - scales
+    assert plain["activations"] - on["activations"] == 2 * saved
     rows = 2 * 512 * (2 * 2 * 128 + 256 + 4)
     assert 0 <= on["working"] - plain["working"] <= rows
-    assert all(on[name] == plain[name] for name in on if name not in ("gathered", "working"))
+    others = on.keys() - {"gathered", "working", "activations"}
+    assert all(on[name] == plain[name] for name in others)
     halves = Codes.size((8, 256, 256), 2) + Codes.size((8, 256, 128), 1)
     assert halves == encode(torch.zeros(8, 256, 256), 2).numel() + encode(torch.zeros(8, 256, 128)).numel()
 

@@ -372,7 +372,8 @@ def check_fp8(tokens, pairs, packed, activation="swiglu", K=2, L=2, D=128, F=64)
         return torch.cat(ys)
 
     push("x", xs, ws)
-    hs = [torch.full((pairs, gate_up.shape[1]), float("nan")) for _ in tokens]
+    size = fp8_codes.KeptH.size(pairs, (L, D, F), activation)
+    hs = [torch.full((size,), 0xFF, dtype=torch.uint8) for _ in tokens]  # codes and scales that are NaN
     for p in range(world):
         experts(p).forward(hs[p])
     got = [pull(None)]
