@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from router_references import reference_loss
 from tiers import slow_but
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import tmoe
 from tmoe.cli.parse import parse
@@ -307,6 +309,28 @@ def test_no_part_of_a_load_is_a_view(packed):
     trained = {name for name, t in load._asdict().items() if t is not None and t.requires_grad}
     assert {name for name in trained if getattr(load, name)._base is not None} == set()
     assert ("probs_NE" in trained) == packed and {"probs_BE", "z_B", "smooth_BE"} <= trained
+
+
+class SumsWithoutOnes(torch.fx.Interpreter):
+    """Runs a graph with sums that lack their dimensions of size 1, as some kernels of torch 2.11 do."""
+
+    def call_function(self, target, args, kwargs):
+        result = super().call_function(target, args, kwargs)
+        return result.squeeze() if target is torch.ops.aten.sum.dim_IntList else result
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_compiled_load_keeps_its_shapes_where_sums_lose_ones(sequences):
+    """With torch 2.11 a load of 65,536 tokens in one sequence and 128 experts had the shape [128] on a GPU."""
+    names = sorted(set(LOSSES) - {"importance-tutel"})
+    cfg = config(*(f"{name}:1" for name in names), z_coeff=0.1)
+    routing = routed(torch.randn(12, 4, requires_grad=True), cfg)
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(SumsWithoutOnes(graph).run))
+    compiled = torch.compile(measure, backend=backend, fullgraph=True)(routing, sequences, None, cfg=cfg)
+    want = measure(routing, sequences, None, cfg=cfg)
+    for name, t in want._asdict().items():
+        if t is not None:
+            torch.testing.assert_close(getattr(compiled, name), t)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -64,6 +64,22 @@ def test_compiled_equals_eager(name):
                 assert (got.float() - want.float()).norm() <= 1e-2 * want.float().norm()
 
 
+def test_compiled_load_of_one_long_sequence():
+    """Inductor of torch 2.11 gave the sums of its experts without the dimension of the one sequence."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    moe = MoE(SIZES[1], MoEConfig(experts=128, top_k=2, ffn_dim=128)).cuda().bfloat16()
+    (x, dy) = inputs(65536)
+    x.requires_grad_()
+    found = []
+    for call in (moe, torch.compile(moe, fullgraph=True, dynamic=False)):
+        grads = step(moe, call, x, dy)
+        found.append([*grads, *(t for t in moe.load if t is not None)])
+    for want, got in zip(*found, strict=True):
+        assert got.shape == want.shape
+        assert (got.float() - want.float()).norm() <= 1e-2 * want.float().norm()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_graph_replays_with_new_routing(name):
     moe = build(name)

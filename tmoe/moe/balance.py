@@ -89,7 +89,14 @@ def measure(
 
 
 def _per_sequence(v_T: Tensor, sequences: int) -> Tensor:
-    """Sums over the tokens of each sequence."""
+    """Sums over the tokens of each sequence.
+
+    In a compiled graph the sum over a single sequence has one dimension less, and a view adds it. Inductor of
+    torch 2.11 leaves out a sum's dimensions of size 1 where it sums rows and columns of many numbers in one
+    kernel (pytorch/pytorch#177782). Then the load had another shape, and the backward was refused.
+    """
+    if sequences == 1 and torch.compiler.is_compiling():
+        return v_T.sum(0)[None].clone()  # a copy: a block returns it, and FSDP2 warns of a view
     length = v_T.shape[0] // max(sequences, 1)  # computed, because unflatten's -1 fails for 0 sequences
     return v_T.unflatten(0, (sequences, length)).sum(1)
 
