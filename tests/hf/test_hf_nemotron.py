@@ -7,6 +7,7 @@ import pytest
 import torch
 from hf_tiny import assert_bits, far, files_of, make, saved, tensors_of
 from linear_families import assert_starts_and_answers
+from peft_tiny import TOKENS, logits_of_step
 from safetensors.torch import load_file, save_file
 
 from tmoe.config.check import ConfigError
@@ -14,6 +15,7 @@ from tmoe.config.compare import differences
 from tmoe.config.model import MTPConfig
 from tmoe.config.presets import presets
 from tmoe.hf import export_hf, import_hf, swap_experts
+from tmoe.hf.adapters.commands import export_adapter, import_adapter
 from tmoe.hf.config import read_config, write_config
 from tmoe.model.count import count_parameters
 
@@ -44,6 +46,42 @@ def test_every_byte_comes_back_in_bf16(tmp_path):
     export_hf(tmp_path / "step", tmp_path / "back")
     assert_bits(tensors_of(tmp_path / "back"), tensors_of(hf_dir))
     assert files_of(tmp_path / "back") == files_of(hf_dir)
+
+
+def test_pefts_adapters_of_stacks_and_of_the_class_names(tmp_path, capsys):
+    """PEFT 0.20 saves `model.` for `backbone.`, and stacks of experts; an export has stacks too."""
+    hf_dir, theirs, adapter = saved(tmp_path / "hf", NAME), make(NAME), {}
+    state, r = theirs.state_dict(), 2
+    torch.manual_seed(5)
+    for name, w in state.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(("q_proj", "in_proj", "out_proj")):
+            key, (E, out, width) = module, (1, *w.shape)
+        elif name.endswith(("experts.up_proj", "experts.down_proj")):
+            key, (E, out, width) = name.rpartition(".")[0] + ".base_layer" * ("up" in name), w.shape
+        else:
+            continue
+        a, b = 0.1 * torch.randn(E, r, width), 0.1 * torch.randn(E, out, r)
+        state[name] = w + 2.0 * (b @ a).view_as(w)
+        adapter[f"base_model.model.{key}.lora_A.weight"] = a.flatten(0, 1)
+        adapter[f"base_model.model.{key}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
+    assert any(".experts.base_layer." in key for key in adapter)
+    (tmp_path / "adapter").mkdir()
+    save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors")
+    said = dict(peft_type="LORA", r=r, lora_alpha=2 * r, bias="none", task_type="CAUSAL_LM")
+    said |= dict(target_modules=["q_proj", "in_proj", "out_proj"], peft_version="0.20.0")
+    said |= dict(target_parameters=["experts.up_proj", "experts.down_proj"])
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+    import_adapter(tmp_path / "adapter", tmp_path / "step", base=hf_dir)
+    theirs.load_state_dict(state)
+    assert far(logits_of_step(tmp_path / "step")[None], theirs(TOKENS).logits) < 2e-5
+    export_adapter(tmp_path / "step", tmp_path / "back", layout="peft")
+    assert "PEFT refuses adapters of a nemotron_h's out_proj" in capsys.readouterr().out
+    names = load_file(tmp_path / "back" / "adapter_model.safetensors").keys()
+    assert {key.replace(".model.layers", ".backbone.layers") for key in adapter} <= names
+    assert not any(".experts.0." in key for key in names)
+    import_adapter(tmp_path / "back", tmp_path / "again")
+    torch.testing.assert_close(logits_of_step(tmp_path / "again"), logits_of_step(tmp_path / "step"))
 
 
 @pytest.mark.parametrize("name", [NAME, LATENT])

@@ -227,6 +227,9 @@ def _export_notes(
     if file.apart:
         left = "PEFT on transformers 5 leaves experts one by one of several families out, without an error"
         yield f"{out}: {left}; --layout peft is for PEFT"
+    if found.arch.model_type == "nemotron_h" and any(t.key.endswith(".out_proj") for t in file.targets):
+        left = r"--lora.targets '^(?!.*attention\.out)' trains none"
+        yield f"{out}: PEFT refuses adapters of a nemotron_h's out_proj; {left}, or merge them"
     if found.base is None:
         yield f"{out}: its base was drawn from a seed, and is in no folder; PEFT can only read a merged model"
     elif found.base.manifest is not None:

@@ -33,6 +33,7 @@ from tmoe.hf.adapters.peft_config import Order, read_peft_config
 from tmoe.hf.adapters.settings import Sizes, settings_of_sizes
 from tmoe.hf.files import DTYPES, opened
 from tmoe.hf.foreign import ADAPTER_WEIGHTS, require_folder, require_no_pointers
+from tmoe.hf.quantise import RENAMED
 
 PREFIX = "base_model.model."
 KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -109,18 +110,20 @@ class PeftFolder:
         """Files a pair under its matrices; returns its problems."""
         module = key.removeprefix(PREFIX)
         a, b = self.shapes[key]
-        if module in self.linears:
+        site = self._site(module)
+        if site in self.linears:
             as_parameter = module + WEIGHT
             named = _ends(as_parameter, self.config.parameters)
             if not named and not self.config.names(module):
                 return [f"{key}: target_modules does not name it, so PEFT does not use it"]
-            places = self.linears[module]
+            places = self.linears[site]
             want = (places[0].width, sum(place.rows for place in places))
             if (a[1], b[0]) != want or a[0] != b[1]:
                 return [f"{key}: lora_A {a}, lora_B {b}; the base's matrix has (in, out) {want}"]
             return self._file(key, as_parameter if named else module, places, False, a[0])
         experts = module.removesuffix(OUTER)
-        stacks = self.sites.held.stacks.get(experts) or self.sites.published.stacks.get(experts)
+        site = site.removesuffix(OUTER)
+        stacks = self.sites.held.stacks.get(site) or self.sites.published.stacks.get(site)
         if not stacks:
             return [f"{key}: {self._why_not(module)}"]
         leaf = self._leaf(key, experts, list(stacks))
@@ -134,6 +137,12 @@ class PeftFolder:
             return [f"{key}: lora_A {a}, lora_B {b}; the base has {E} experts with (in, out) {want}"]
         self.stacks[key] = want
         return self._file(key, f"{experts}.{leaf}", places, True, a[0] // E)
+
+    def _site(self, module: str) -> str:
+        """The name in folders of a module of the file; PEFT saves Nemotron-H's under `model`."""
+        other = RENAMED + module.removeprefix("model.")
+        known = other in self.linears or other.removesuffix(OUTER) in self.sites.held.stacks
+        return other if known else module
 
     def _leaf(self, key: str, experts: str, leaves: list[str]) -> str:
         """The parameter of a module of experts that a pair changes; "" if it cannot be known.

@@ -19,6 +19,7 @@ from tmoe.hf.architectures.granite4 import listed as listed_kinds
 from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Linear, MoELayers, TensorRule, under
 
 BLOCK, MIXER = "backbone.layers.{layer}", "backbone.layers.{layer}.mixer"
+EXPERTS = f"{MIXER}.experts"
 PATTERN, LIST = Key("hybrid_override_pattern", str), "layers_block_type"
 # keys that decide nothing in tmoe, and for which transformers accepts no null, by their types
 IDLE = {
@@ -96,8 +97,13 @@ RULES = (
     c.one(f"{c.BLOCK}.ffn.down.weight", f"{MIXER}.down_proj.weight"),
     c.one(f"{c.BLOCK}.moe.router.weight", f"{MIXER}.gate.weight"),
     c.one(f"{c.BLOCK}.moe.router.choice_bias", f"{MIXER}.gate.{CHOICE_BIAS}"),
-    c.one(f"{c.BLOCK}.moe.experts.gate_up", f"{MIXER}.experts.{{expert}}.up_proj.weight"),
-    c.one(f"{c.BLOCK}.moe.experts.down", f"{MIXER}.experts.{{expert}}.down_proj.weight"),
+    *(
+        c.also(
+            c.one(f"{c.BLOCK}.moe.experts.{ours}", f"{EXPERTS}.{{expert}}.{theirs}.weight"),
+            f"{EXPERTS}.{theirs}",
+        )
+        for ours, theirs in (("gate_up", "up_proj"), ("down", "down_proj"))
+    ),
     c.one(f"{c.BLOCK}.moe.shared.gate_up.weight", f"{MIXER}.shared_experts.up_proj.weight"),
     c.one(f"{c.BLOCK}.moe.shared.down.weight", f"{MIXER}.shared_experts.down_proj.weight"),
     c.one(f"{c.BLOCK}.moe.to_latent.weight", f"{MIXER}.fc1_latent_proj.weight"),
