@@ -232,8 +232,9 @@ def packed_codes(call: Coded) -> tuple[Tensor, Tensor] | None:
 
 
 # Compiled graphs on disk contain the shapes from fake implementations, but their cache keys do not. With the
-# tag, a graph of an older tmoe whose metadata had another layout is not used.
-torch.compiler.config.cache_key_tag += f" tmoe.moe_mlp {Metadata.sections(4000, 300, 2000)}"
+# tag, a graph of an older tmoe whose metadata or codes of H had another layout is not used.
+_SIZES = Metadata.sections(4000, 300, 2000), KeptH.size(4000, (300, 64, 64), "swiglu")
+torch.compiler.config.cache_key_tag += f" tmoe.moe_mlp {_SIZES}"
 
 
 def _rows(x: Tensor, ids: Tensor, pairs: int) -> int:
