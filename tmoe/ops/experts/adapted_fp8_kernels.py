@@ -10,22 +10,8 @@ import triton
 import triton.language as tl
 
 from tmoe.ops.experts.adapted_kernels import step
-from tmoe.ops.experts.fp8_kernels import (
-    load_coded,
-    matrix_block,
-    rows_block,
-    size,
-    store_coded,
-    tile_scale,
-    tile_with_number,
-)
-from tmoe.ops.experts.kernels import (
-    activate,
-    activate_backward,
-    halves_of,
-    slices,
-    store_rows,
-)
+from tmoe.ops.experts.fp8_kernels import finish_dh, finish_up, matrix_block, rows_block, tile_with_number
+from tmoe.ops.experts.kernels import halves_of, store_rows
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP", "R"])  # R = 1 as a constant spills 552 bytes a thread
@@ -40,7 +26,6 @@ def up_fp8_adapted(
     plain: None, or the activation in the type of x.
     """
     HALVES: tl.constexpr = halves_of(ACT)
-    BS: tl.constexpr = 128 // SUB
     num_n = tl.cdiv(F, 128)
     steps = tl.cdiv(D, 128)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
@@ -68,35 +53,10 @@ def up_fp8_adapted(
                 gate = step(
                     gate, u, b, e, hi, row, pn, F, R, stride_u, b_e, R, 1, BM, 128, RB, False, PRECISION
                 )
-        if bias is not None:
-            cols = pn * 128 + tl.arange(0, 128)
-            at = bias + e.to(tl.int64) * HALVES * F + cols
-            up += tl.load(at + (HALVES - 1) * F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-            if HALVES == 2:
-                gate += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-        if HALVES == 1:
-            gate = up
-        if KEEP:
-            at = s_h + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64)
-            store_coded(h_gate, at, gate, lo, hi, row, pn, F, BM, SUB, ACT)
-            if HALVES == 2:
-                store_coded(h_up, at + num_n * 2 * capacity, up, lo, hi, row, pn, F, BM, SUB, ACT)
-        most = tl.zeros((BM,), tl.float32)
-        gates = slices(gate, SUB)
-        ups = slices(up, SUB)
-        acts = ()
-        for j in tl.static_range(SUB):
-            col = pn * 128 + j * BS
-            cols = col + tl.arange(0, BS)
-            y = tl.where((cols < F)[None, :], activate(gates[j], ups[j], False, ACT), 0.0)
-            if plain is not None:
-                store_rows(plain, y, lo, hi, row, col, F, F, True)
-            most = tl.maximum(most, tl.max(size(y), 1))
-            acts = acts + (y,)
-        scale, inverse = tile_scale(most, r < hi, BM)
-        for j in tl.static_range(SUB):
-            store_rows(act, acts[j] * inverse[:, None], lo, hi, row, pn * 128 + j * BS, F, F, True)
-        tl.store(s_act + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64), scale)
+        finish_up(
+            gate, up, bias, h_gate, h_up, s_h, act, plain, s_act, pm, e, lo, hi, row, pn, num_n, capacity, F,
+            BM, SUB, ACT, KEEP,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP", "N"])
@@ -130,8 +90,6 @@ def dh_fp8_adapted(
     GATHER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dh_fp8_kernel with dA += u v[e]; v [E, R, F]. dH is rounded to its type before its cast."""
-    HALVES: tl.constexpr = halves_of(ACT)
-    BS: tl.constexpr = 128 // SUB
     num_n = tl.cdiv(F, 128)
     steps = tl.cdiv(D, 128)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
@@ -146,47 +104,7 @@ def dh_fp8_adapted(
             acc += tl.dot(a, matrix_block(w, e, pn * 128, k)) * tl.load(scales + k * num_n)
         acc *= tl.load(sdy + tokens)[:, None]
         acc = step(acc, u, v, e, hi, row, pn, F, R, stride_u, R * F, 1, F, BM, 128, RB, False, PRECISION)
-        s = tl.load(weights + slots, mask=r < hi, other=0.0).to(tl.float32)
-        parts = slices(acc, SUB)
-        total = tl.zeros((BM,), tl.float32)
-        most_gate = tl.zeros((BM,), tl.float32)
-        most_up = tl.zeros((BM,), tl.float32)
-        gates = ()
-        ups = ()
-        of_tiles = pn.to(tl.int64) * 2 * capacity + 2 * pm
-        of_rows = s_h + of_tiles + tl.arange(0, BM) // 64
-        of_gate = tl.load(of_rows)
-        of_up = of_gate
-        if HALVES == 2:
-            of_up = tl.load(of_rows + num_n * 2 * capacity)
-        for j in tl.static_range(SUB):
-            col = pn * 128 + j * BS
-            gate = load_coded(h_gate, of_gate, lo, hi, row, col, F, BM, BS)
-            up = gate
-            if HALVES == 2:
-                up = load_coded(h_up, of_up, lo, hi, row, col, F, BM, BS)
-            y, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
-            total += tl.sum(d_weight, 1)
-            store_rows(act, y, lo, hi, row, col, F, F, True)
-            d_gate = d_gate.to(dh_gate.dtype)
-            store_rows(dh_gate, d_gate, lo, hi, row, col, F, HALVES * F, True)
-            most_gate = tl.maximum(most_gate, tl.max(size(d_gate.to(tl.float32)), 1))
-            gates = gates + (d_gate,)
-            if HALVES == 2:
-                d_up = d_up.to(dh_up.dtype)
-                store_rows(dh_up, d_up, lo, hi, row, col, F, HALVES * F, True)
-                most_up = tl.maximum(most_up, tl.max(size(d_up.to(tl.float32)), 1))
-                ups = ups + (d_up,)
-        tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
-        at = s_dh + of_tiles + tl.arange(0, BM // 64)
-        scale, inverse = tile_scale(most_gate, r < hi, BM)
-        tl.store(at, scale)
-        for j in tl.static_range(SUB):
-            col = pn * 128 + j * BS
-            store_rows(gate_codes, gates[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
-        if HALVES == 2:
-            scale, inverse = tile_scale(most_up, r < hi, BM)
-            tl.store(at + num_n * 2 * capacity, scale)
-            for j in tl.static_range(SUB):
-                col = pn * 128 + j * BS
-                store_rows(up_codes, ups[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
+        finish_dh(
+            acc, slots, h_gate, h_up, s_h, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds,
+            pm, lo, hi, row, pn, num_n, capacity, N, F, BM, SUB, ACT,
+        )  # fmt: skip

@@ -216,6 +216,109 @@ def load_coded(c, scale, lo, hi, row, col, F, BM: tl.constexpr, BS: tl.constexpr
     return load_rows(c, lo, hi, row, col, F, F, BM, BS, True).to(tl.float32) * scale[:, None]
 
 
+@triton.jit
+def finish_up(
+    gate, up, bias, h_gate, h_up, s_h, act, plain, s_act, pm, e, lo, hi, row, pn, num_n, capacity, F,
+    BM: tl.constexpr, SUB: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Adds the bias to a tile of H, and writes codes and scales of H, if KEEP, and of its activation.
+
+    gate is not read if the activation has none. plain: None, or rows for the activation itself. The other
+    letters are those of up_fp8_kernel.
+    """
+    HALVES: tl.constexpr = halves_of(ACT)
+    BS: tl.constexpr = 128 // SUB
+    if bias is not None:
+        cols = pn * 128 + tl.arange(0, 128)
+        at = bias + e.to(tl.int64) * HALVES * F + cols
+        up += tl.load(at + (HALVES - 1) * F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+        if HALVES == 2:
+            gate += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+    if HALVES == 1:
+        gate = up
+    if KEEP:
+        at = s_h + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64)
+        store_coded(h_gate, at, gate, lo, hi, row, pn, F, BM, SUB, ACT)
+        if HALVES == 2:
+            store_coded(h_up, at + num_n * 2 * capacity, up, lo, hi, row, pn, F, BM, SUB, ACT)
+    most = tl.zeros((BM,), tl.float32)
+    gates = slices(gate, SUB)
+    ups = slices(up, SUB)
+    acts = ()
+    for j in tl.static_range(SUB):
+        col = pn * 128 + j * BS
+        cols = col + tl.arange(0, BS)
+        y = tl.where((cols < F)[None, :], activate(gates[j], ups[j], False, ACT), 0.0)
+        if plain is not None:
+            store_rows(plain, y, lo, hi, row, col, F, F, True)
+        most = tl.maximum(most, tl.max(size(y), 1))
+        acts = acts + (y,)
+    scale, inverse = tile_scale(most, row + tl.arange(0, BM) < hi, BM)
+    for j in tl.static_range(SUB):
+        store_rows(act, acts[j] * inverse[:, None], lo, hi, row, pn * 128 + j * BS, F, F, True)
+    tl.store(s_act + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64), scale)
+
+
+@triton.jit
+def finish_dh(
+    d_act, slots, h_gate, h_up, s_h, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds,
+    pm, lo, hi, row, pn, num_n, capacity, N, F, BM: tl.constexpr, SUB: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """From a tile of dA: dH in its type, codes and scales of that, s * act, and partial sums of ds.
+
+    slots: of the rows. The other letters are those of dh_fp8_kernel.
+    dH stays in registers, because a tile's scale is known after its last slice.
+    """
+    HALVES: tl.constexpr = halves_of(ACT)
+    BS: tl.constexpr = 128 // SUB
+    r = row + tl.arange(0, BM)
+    s = tl.load(weights + slots, mask=r < hi, other=0.0).to(tl.float32)
+    parts = slices(d_act, SUB)
+    total = tl.zeros((BM,), tl.float32)
+    most_gate = tl.zeros((BM,), tl.float32)
+    most_up = tl.zeros((BM,), tl.float32)
+    gates = ()
+    ups = ()
+    of_up_half = num_n * 2 * capacity
+    of_tiles = pn.to(tl.int64) * 2 * capacity + 2 * pm
+    of_rows = s_h + of_tiles + tl.arange(0, BM) // 64
+    of_gate = tl.load(of_rows)
+    of_up = of_gate
+    if HALVES == 2:
+        of_up = tl.load(of_rows + of_up_half)
+    for j in tl.static_range(SUB):
+        col = pn * 128 + j * BS
+        gate = load_coded(h_gate, of_gate, lo, hi, row, col, F, BM, BS)
+        up = gate
+        if HALVES == 2:
+            up = load_coded(h_up, of_up, lo, hi, row, col, F, BM, BS)
+        y, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
+        total += tl.sum(d_weight, 1)
+        store_rows(act, y, lo, hi, row, col, F, F, True)
+        d_gate = d_gate.to(dh_gate.dtype)
+        store_rows(dh_gate, d_gate, lo, hi, row, col, F, HALVES * F, True)
+        most_gate = tl.maximum(most_gate, tl.max(size(d_gate.to(tl.float32)), 1))
+        gates = gates + (d_gate,)
+        if HALVES == 2:
+            d_up = d_up.to(dh_up.dtype)
+            store_rows(dh_up, d_up, lo, hi, row, col, F, HALVES * F, True)
+            most_up = tl.maximum(most_up, tl.max(size(d_up.to(tl.float32)), 1))
+            ups = ups + (d_up,)
+    tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
+    at = s_dh + of_tiles + tl.arange(0, BM // 64)
+    scale, inverse = tile_scale(most_gate, r < hi, BM)
+    tl.store(at, scale)
+    for j in tl.static_range(SUB):
+        col = pn * 128 + j * BS
+        store_rows(gate_codes, gates[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
+    if HALVES == 2:
+        scale, inverse = tile_scale(most_up, r < hi, BM)
+        tl.store(at + of_up_half, scale)
+        for j in tl.static_range(SUB):
+            col = pn * 128 + j * BS
+            store_rows(up_codes, ups[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
+
+
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
 def up_fp8_kernel(
     x, sx, w, sw, bias, h_gate, h_up, s_h, act, s_act, order, tiles, capacity, offsets, D, F,
@@ -228,7 +331,6 @@ def up_fp8_kernel(
     tile has 128 rows of each half. s_act [ceil(F / 128), 2 capacity]. h_gate, h_up, s_h: as in dh_fp8_kernel.
     """
     HALVES: tl.constexpr = halves_of(ACT)
-    BS: tl.constexpr = 128 // SUB
     num_n = tl.cdiv(F, 128)
     steps = tl.cdiv(D, 128)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
@@ -248,32 +350,10 @@ def up_fp8_kernel(
         s = tl.load(sx + tokens)[:, None]
         gate *= s
         up *= s
-        if bias is not None:
-            cols = pn * 128 + tl.arange(0, 128)
-            at = bias + e.to(tl.int64) * HALVES * F + cols
-            up += tl.load(at + (HALVES - 1) * F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-            if HALVES == 2:
-                gate += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-        if HALVES == 1:
-            gate = up
-        if KEEP:
-            at = s_h + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64)
-            store_coded(h_gate, at, gate, lo, hi, row, pn, F, BM, SUB, ACT)
-            if HALVES == 2:
-                store_coded(h_up, at + num_n * 2 * capacity, up, lo, hi, row, pn, F, BM, SUB, ACT)
-        most = tl.zeros((BM,), tl.float32)
-        gates = slices(gate, SUB)
-        ups = slices(up, SUB)
-        acts = ()
-        for j in tl.static_range(SUB):
-            cols = pn * 128 + j * BS + tl.arange(0, BS)
-            y = tl.where((cols < F)[None, :], activate(gates[j], ups[j], False, ACT), 0.0)
-            most = tl.maximum(most, tl.max(size(y), 1))
-            acts = acts + (y,)
-        scale, inverse = tile_scale(most, r < hi, BM)
-        for j in tl.static_range(SUB):
-            store_rows(act, acts[j] * inverse[:, None], lo, hi, row, pn * 128 + j * BS, F, F, True)
-        tl.store(s_act + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64), scale)
+        finish_up(
+            gate, up, bias, h_gate, h_up, s_h, act, None, s_act, pm, e, lo, hi, row, pn, num_n, capacity, F,
+            BM, SUB, ACT, KEEP,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP", "N"])
@@ -315,11 +395,7 @@ def dh_fp8_kernel(
     dy [T, D], sdy [T]: codes and scales of rows. w: the transposed codes [E, F, D] of down; sw: its scales
     [E, D blocks, F blocks]. h_gate, h_up: codes of the halves of H [N, F]; s_h, s_dh: scales of tiles [n
     ceil(F / 128), 2 capacity]. ds: as in dh_kernel of kernels.py.
-
-    An epilogue in slices keeps dH in registers, because a tile's scale is known after its last slice.
     """
-    HALVES: tl.constexpr = halves_of(ACT)
-    BS: tl.constexpr = 128 // SUB
     num_n = tl.cdiv(F, 128)
     steps = tl.cdiv(D, 128)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
@@ -333,47 +409,7 @@ def dh_fp8_kernel(
             a = rows_block(dy, tokens, row, D, k, GATHER, EVEN)
             acc += tl.dot(a, matrix_block(w, e, pn * 128, k)) * tl.load(scales + k * num_n)
         acc *= tl.load(sdy + tokens)[:, None]
-        s = tl.load(weights + slots, mask=r < hi, other=0.0).to(tl.float32)
-        parts = slices(acc, SUB)
-        total = tl.zeros((BM,), tl.float32)
-        most_gate = tl.zeros((BM,), tl.float32)
-        most_up = tl.zeros((BM,), tl.float32)
-        gates = ()
-        ups = ()
-        of_tiles = pn.to(tl.int64) * 2 * capacity + 2 * pm
-        of_rows = s_h + of_tiles + tl.arange(0, BM) // 64
-        of_gate = tl.load(of_rows)
-        of_up = of_gate
-        if HALVES == 2:
-            of_up = tl.load(of_rows + num_n * 2 * capacity)
-        for j in tl.static_range(SUB):
-            col = pn * 128 + j * BS
-            gate = load_coded(h_gate, of_gate, lo, hi, row, col, F, BM, BS)
-            up = gate
-            if HALVES == 2:
-                up = load_coded(h_up, of_up, lo, hi, row, col, F, BM, BS)
-            y, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
-            total += tl.sum(d_weight, 1)
-            store_rows(act, y, lo, hi, row, col, F, F, True)
-            d_gate = d_gate.to(dh_gate.dtype)
-            store_rows(dh_gate, d_gate, lo, hi, row, col, F, HALVES * F, True)
-            most_gate = tl.maximum(most_gate, tl.max(size(d_gate.to(tl.float32)), 1))
-            gates = gates + (d_gate,)
-            if HALVES == 2:
-                d_up = d_up.to(dh_up.dtype)
-                store_rows(dh_up, d_up, lo, hi, row, col, F, HALVES * F, True)
-                most_up = tl.maximum(most_up, tl.max(size(d_up.to(tl.float32)), 1))
-                ups = ups + (d_up,)
-        tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
-        at = s_dh + of_tiles + tl.arange(0, BM // 64)
-        scale, inverse = tile_scale(most_gate, r < hi, BM)
-        tl.store(at, scale)
-        for j in tl.static_range(SUB):
-            col = pn * 128 + j * BS
-            store_rows(gate_codes, gates[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
-        if HALVES == 2:
-            scale, inverse = tile_scale(most_up, r < hi, BM)
-            tl.store(at + num_n * 2 * capacity, scale)
-            for j in tl.static_range(SUB):
-                col = pn * 128 + j * BS
-                store_rows(up_codes, ups[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
+        finish_dh(
+            acc, slots, h_gate, h_up, s_h, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds,
+            pm, lo, hi, row, pn, num_n, capacity, N, F, BM, SUB, ACT,
+        )  # fmt: skip
