@@ -11,7 +11,7 @@ from torch import nn
 
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
-from tmoe.config.model import ModelConfig, MoEConfig
+from tmoe.config.model import ModelConfig, MoEConfig, MTPConfig
 from tmoe.config.run import Config, GrpoConfig, LoraConfig, ParallelConfig, TrainConfig
 from tmoe.model.float8 import in_compute_type
 from tmoe.moe import fp8_choice
@@ -45,6 +45,8 @@ def test_a_shape_without_a_measurement_keeps_bf16():
     )
     (line,) = fp8_choice.describe(config(), ONE, "cuda:90")
     assert line.startswith("fp8 (experts): experts of 2 blocks multiply in bf16: no measurement on cuda:90")
+    further = config(model=replace(MODEL, mtp=MTPConfig(depth=1)))
+    assert "experts of 3 blocks" in fp8_choice.describe(further, ONE, "cuda:90")[0]
     assert fp8_choice.choose(config(EVERYWHERE), ONE, "cuda:90").on
     assert fp8_choice.describe(config(TrainConfig()), ONE, "cuda:90") == []
 

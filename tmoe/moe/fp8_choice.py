@@ -90,7 +90,7 @@ def casts_once(cfg: Config, axes: Axes) -> bool:
         return True
     moe = cfg.model.moe
     held = moe.experts // axes.ep
-    layers = sum(map(cfg.model.is_moe, range(cfg.model.layers))) / axes.pp
+    layers = sum(map(cfg.model.is_moe, cfg.model.numbered)) / axes.pp
     elements = layers * held * (moe.halves + 1) * moe.ffn_dim * cfg.model.expert_dim
     size = compute_bytes(cfg) * elements
     return axes.replicate == 1 and keeps_whole(axes.sharers, [held], size, cfg.parallel.gathered_gib)
@@ -143,7 +143,7 @@ def describe(cfg: Config, axes: Axes, arch: str) -> list[str]:
     if cfg.train.fp8 == "none":
         return []
     choice = choose(cfg, axes, arch)
-    layers = sum(map(cfg.model.is_moe, range(cfg.model.layers)))
+    layers = sum(map(cfg.model.is_moe, cfg.model.numbered))
     begin = f"fp8 ({cfg.train.fp8}): experts of {counted(layers, 'block')}"
     if not choice.on:
         return [f"{begin} multiply in {cfg.train.dtype}: {choice.why}"]
