@@ -200,7 +200,8 @@ def test_gradients_of_matrices_are_of_rounded_blocks(monkeypatch):
 def test_clamps_near_outliers_miss_the_bar_by_their_mask_alone():
     """gpt-oss's clamps: H's error moves values over the limit, where the gradient is 0. y holds the bar.
 
-    dx and the gradient of gate_up hold it too, against fp64 that clamps the same elements as fp8's H.
+    The cast of H moves none: with H in bf16 the error of dx is 0.110. dx and the gradient of gate_up hold the
+    bar against fp64 that clamps the same elements as fp8's H.
     """
     tensors, dy = layer(True, "clamped:alpha=1.702,limit=7")
     packed = codes_of(tensors, "clamped")
@@ -228,7 +229,7 @@ def test_clamps_near_outliers_miss_the_bar_by_their_mask_alone():
     )
     assert max(of_one_mask.values()) < 1e-1, of_one_mask
     assert errors["y"] < 1e-1 and errors["d_down"] < 1e-1
-    assert 1e-1 < errors["dx"] < 2e-1 and 1e-1 < errors["d_gate_up"] < 2e-1, errors
+    assert 1e-1 < errors["dx"] < 1.2e-1 and 1e-1 < errors["d_gate_up"] < 2e-1, errors
     want = gradients(reference.moe_mlp, [*exact, None], dy.double(), "clamped")
     for name, ours, theirs in zip(NAMES, gradients(clamped, exact, dy.double(), True), want, strict=True):
         assert error(ours, theirs) < 1e-12, name
