@@ -22,8 +22,10 @@ import hf_tiny
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf_graph import Graph
 from gguf_words import byte_level
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tmoe.checkpoint.manifest import read_manifest
 from tmoe.checkpoint.rewrite import read_whole
@@ -162,6 +164,24 @@ def test_value_heads_of_qwen35moe_are_tiled():
     ]
     keys = write_keys(family.keys, HYBRID)
     assert keys["rope.dimension_sections"] == ("array", [1, 1, 0, 0])
+
+
+def test_qwen35moe_is_the_model_by_llama_cpps_graph(tmp_path):
+    """A file of three value heads a key, computed in plain loops, has the logits of transformers' model."""
+    config = hf_tiny.MODELS["qwen3_5_moe_text"]()
+    config.linear_num_value_heads, config.linear_value_head_dim = 6, config.linear_key_head_dim
+    torch.manual_seed(7)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_(0.0, 0.3)
+    theirs.save_pretrained(tmp_path / "hf")
+    run("import", tmp_path / "hf", tmp_path / "step")
+    run("gguf", tmp_path / "step", tmp_path / "x.gguf", "--type", "f32")
+    ids = [i * 7 % 31 for i in range(24)]
+    with torch.no_grad():
+        want = theirs.double()(torch.tensor([ids]), use_cache=False).logits[0]
+    assert hf_tiny.far(Graph(tmp_path / "x.gguf").logits(ids), want) < 2e-5
 
 
 @pytest.mark.parametrize("name", ["granitehybrid", "nemotron_h_moe"])
