@@ -35,7 +35,8 @@ MODELS = {
 }
 TIMES = 2  # allowed multiple of the largest difference between seeds
 WINDOW = 20  # number of last steps whose mean loss is compared
-LOSS = """tiny --train.dtype bf16 --model.dim 512 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.head-dim 64
+LOSS = """tiny --train.dtype bf16 --model.dim 512 --model.layers 4 --model.heads 8 --model.kv-heads 4
+    --model.head-dim 64
     --model.ffn-dim 1024 --model.dense-layers 1 --model.moe.experts 8 --model.moe.ffn-dim 256
     --model.moe.shared-dim 512 --train.seq 256 --train.batch 16 --optim.lr 1e-3 --train.eval-every 0
     --train.eval-batches 1 --checkpoint.mode off --resume none --log.no-progress --log.no-report"""

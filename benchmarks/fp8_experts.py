@@ -88,9 +88,7 @@ def variants(kernel: str) -> dict[str, KernelConfig]:
     own = fp8_gpu.HOPPER[kernel]
     found = {"plain": fp8_gpu.CONFIGS[kernel], "Hopper": own}
     if kernel == "dh":
-        found["Hopper, own tiles"] = fp8_gpu.OWN_TILES
-        for name, config in list(found.items())[1:]:
-            found[f"{name}, sorted rows"] = config._replace(gather=False)
+        found["Hopper, sorted rows"] = own._replace(gather=False)
     else:
         found["Hopper, groups of 16"] = own._replace(GROUP=16)
     return found

@@ -321,7 +321,7 @@ class SumsWithoutOnes(torch.fx.Interpreter):
 
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_a_compiled_load_keeps_its_shapes_where_sums_lose_ones(sequences):
-    """With torch 2.11 a load of 65,536 tokens in one sequence and 128 experts had the shape [128] on a GPU."""
+    """Compiled by torch 2.11, a load of one sequence of 65,536 tokens and 128 experts had the shape [128]."""
     names = sorted(set(LOSSES) - {"importance-tutel"})
     cfg = config(*(f"{name}:1" for name in names), z_coeff=0.1)
     routing = routed(torch.randn(12, 4, requires_grad=True), cfg)

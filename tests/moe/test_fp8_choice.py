@@ -48,6 +48,9 @@ def test_a_shape_without_a_measurement_keeps_bf16():
     further = config(model=replace(MODEL, mtp=MTPConfig(depth=1)))
     assert "experts of 3 blocks" in fp8_choice.describe(further, ONE, "cuda:90")[0]
     assert fp8_choice.choose(config(EVERYWHERE), ONE, "cuda:90").on
+    for arch, gradients in (("cuda:90", "e4m3 too"), ("cpu", "bf16")):
+        (line,) = fp8_choice.describe(config(EVERYWHERE), ONE, arch)
+        assert line.endswith(f"; gradients of trained weights in {gradients}")
     assert fp8_choice.describe(config(TrainConfig()), ONE, "cuda:90") == []
 
 

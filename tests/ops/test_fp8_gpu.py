@@ -35,13 +35,12 @@ FORMS = dict(
     plain=fp8_gpu.CONFIGS | {name: cfg._replace(outs=0) for name, cfg in fp8_gpu.WEIGHTS.items()},
     hopper=fp8_gpu.HOPPER | {name: cfg._replace(outs=0) for name, cfg in fp8_gpu.WEIGHTS.items()},
     six=fp8_gpu.HOPPER | fp8_gpu.WEIGHTS,
-    own_tiles=fp8_gpu.HOPPER | dict(dh=fp8_gpu.OWN_TILES),
 )
 
 
 @pytest.fixture(autouse=True, params=FORMS)
 def form(request, monkeypatch):
-    """Plain Triton's kernels; those of fp8_hopper.py, with six products in fp8, and with another dh."""
+    """Plain Triton's kernels; those of fp8_hopper.py, and with six products in fp8."""
     monkeypatch.setattr(fp8_table, "forced", FORMS[request.param])
     replay._programs.clear()
     yield request.param

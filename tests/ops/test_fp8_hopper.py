@@ -17,9 +17,7 @@ from tmoe.ops.experts.fp8_codes import KeptH, encode, rounded_blocks, rounded_ro
 from tmoe.ops.experts.pair_order import Metadata
 
 FOLDER = Path(first_file.__file__).parent
-FILES = [
-    FOLDER / f"{name}.py" for name in ("kernels", "fp8_kernels", "hopper", "fp8_hopper", "fp8_hopper_dh")
-]
+FILES = [FOLDER / f"{name}.py" for name in ("kernels", "fp8_kernels", "hopper", "fp8_hopper")]
 BF16 = 3e-3  # bound of the error of numbers in bf16
 
 
@@ -36,9 +34,8 @@ def threads(monkeypatch):
 
         monkeypatch.setattr(fp8_gpu, "launch", launch)
 
-    names = SimpleNamespace(fp8_specialised="fp8_specialised", dh_fp8_specialised="dh_fp8_specialised")
+    names = SimpleNamespace(fp8_specialised="fp8_specialised")
     monkeypatch.setattr(fp8_gpu, "fp8_hopper", names)
-    monkeypatch.setattr(fp8_gpu, "fp8_hopper_dh", names)
     monkeypatch.setattr(gpu, "device_facts", lambda device: ("cuda:90", 3, True))
     monkeypatch.setattr(gpu, "has_tma", lambda *args: True)
     use()
@@ -93,17 +90,13 @@ def check(name, got, want, bar):
 
 
 CLAMPED = "clamped:alpha=1.702,limit=7.0"
-CASES = [  # T, D, F, E, K, activation, bias; gather, columns (0: dh has own tiles), stages, buffers
+CASES = [  # T, D, F, E, K, activation, bias; gather, columns, stages, buffers
     ((140, 192, 160, 3, 2), True, 256, 4, 2),  # D and F end in parts of blocks
     ((140, 192, 160, 3, 2), False, 256, 3, 4),
     ((300, 64, 64, 4, 2, "geglu"), True, 128, 6, 2),  # a sum of one block, six stages
     ((200, 320, 320, 3, 2, CLAMPED, True), False, 256, 4, 2),
     ((200, 320, 448, 3, 2, "relu2"), True, 256, 4, 2),
     ((200, 320, 448, 3, 2, "relu2"), True, 128, 5, 4),
-    ((140, 192, 160, 3, 2), True, 0, 3, 2),
-    ((200, 320, 320, 3, 2, CLAMPED, True), False, 0, 3, 2),
-    ((300, 64, 64, 4, 2, "geglu"), True, 0, 2, 2),
-    ((200, 320, 448, 3, 2, "relu2"), False, 0, 3, 2),
 ]
 
 
@@ -113,9 +106,6 @@ def test_products(threads, monkeypatch, shape, gather, columns, stages, buffers)
     run = layer.launches
 
     def own(self, kernel):
-        if columns == 0:
-            cfg = fp8_gpu.OWN_TILES if kernel == "dh" else fp8_gpu.HOPPER[kernel]
-            return cfg._replace(gather=gather, stages=stages, outs=buffers)
         cfg = fp8_gpu.HOPPER[kernel]._replace(gather=gather, stages=stages, outs=buffers, BN=columns)
         paired = kernel == "up" and layer.n == 2  # 128 columns of each half
         return cfg._replace(BN=256, stages=3) if paired else cfg

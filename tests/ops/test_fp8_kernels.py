@@ -23,17 +23,15 @@ from tmoe.ops.launch.kernel_launch import compile_only
 LIMITED = "clamped:alpha=1.702,limit=7.0"
 CASTS = "cast_rows_kernel", "encode_kernel"
 FORMS = dict(
-    plain=fp8_gpu.CONFIGS,
+    plain=fp8_gpu.CONFIGS | {name: cfg._replace(outs=0) for name, cfg in fp8_gpu.WEIGHTS.items()},
     hopper=fp8_gpu.HOPPER | fp8_gpu.WEIGHTS,
-    own_tiles=fp8_gpu.HOPPER | dict(dh=fp8_gpu.OWN_TILES),
 )
 PRODUCTS = dict(
     plain={"up_fp8_kernel", "dh_fp8_kernel", "rows_fp8_kernel"},
     hopper={"fp8_specialised", "turned_kernel"},
-    own_tiles={"fp8_specialised", "dh_fp8_specialised"},
 )
-# Bytes that epilogues may store and load, with 8 KB of sums in registers; for two consumers in the last two.
-SPILLED = dict(up_fp8_kernel=288, dh_fp8_kernel=96, fp8_specialised=1024, dh_fp8_specialised=2000)
+# Bytes that epilogues may store and load, with 8 KB of sums in registers; for two consumers in the last one.
+SPILLED = dict(up_fp8_kernel=288, dh_fp8_kernel=96, fp8_specialised=1024)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.config.sizes import compute_bytes, local_tokens
 from tmoe.ops.experts.fp8_codes import Codes
-from tmoe.ops.experts.fp8_table import Measured, entries, nearest, pays
+from tmoe.ops.experts.fp8_table import Measured, entries, fastest, nearest, pays
 from tmoe.ops.launch.kernel_launch import device_facts
 from tmoe.parallel.mesh import keeps_whole
 
@@ -138,6 +138,14 @@ def code_bytes(cfg: Config, axes: Axes, layers: Iterable[int]) -> int:
     return sparse * (Codes.size(up, moe.halves) + Codes.size(down, 1))
 
 
+def narrow_gradients(cfg: Config, axes: Axes, arch: str) -> bool:
+    """Whether gradients of trained matrices are in fp8 too, for experts that multiply in fp8."""
+    _, rows = measured(cfg, axes, arch)
+    D, F = cfg.model.expert_dim, cfg.model.moe.ffn_dim
+    chosen = [fastest(kernel, arch, D, F, rows) for kernel in ("dw_up", "dw_down")]
+    return all(kernel is not None and kernel.outs > 0 for kernel in chosen)
+
+
 def describe(cfg: Config, axes: Axes, arch: str) -> list[str]:
     """The line about --train.fp8; none without it."""
     if cfg.train.fp8 == "none":
@@ -148,4 +156,5 @@ def describe(cfg: Config, axes: Axes, arch: str) -> list[str]:
     if not choice.on:
         return [f"{begin} multiply in {cfg.train.dtype}: {choice.why}"]
     way = " (emulated, slow)" if arch == "cpu" else ""
-    return [f"{begin} multiply in e4m3{way}; gradients of their weights in {cfg.train.dtype}"]
+    gradients = "e4m3 too" if narrow_gradients(cfg, axes, arch) else cfg.train.dtype
+    return [f"{begin} multiply in e4m3{way}; gradients of trained weights in {gradients}"]

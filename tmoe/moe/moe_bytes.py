@@ -14,9 +14,10 @@ from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, INT32, compute_bytes, local_tokens
 from tmoe.moe.exchange.dispatch import pairs_bound
 from tmoe.moe.exchange.symm import hides
-from tmoe.moe.fp8_choice import planned
+from tmoe.moe.fp8_choice import narrow_gradients, planned, planned_arch
 from tmoe.moe.select.capacity import capacity
 from tmoe.ops.experts.fp8_codes import KeptH
+from tmoe.ops.experts.pair_order import Metadata
 
 
 def moe_bytes(cfg: Config, axes: Axes) -> int:
@@ -125,8 +126,8 @@ def uses_symm(cfg: Config, axes: Axes) -> bool:
 def coded_row_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes that --train.fp8 adds to one MoE layer's backward: codes of dH, and of rows of dy with scales.
 
-    In addition dH has more bytes than the codes of H, which a forward keeps. Rows that came packed over
-    symm's wire are in its buffers.
+    In addition dH has more bytes than the codes of H, which a forward keeps, and gradients of matrices in fp8
+    read transposed codes. Rows that came packed over symm's wire are in its buffers.
     """
     if not planned(cfg, axes):
         return 0
@@ -140,7 +141,21 @@ def coded_row_bytes(cfg: Config, axes: Axes) -> int:
         rows = rows_received(T, K, axes.ep)
     elements = pairs * moe.halves * moe.ffn_dim
     more = elements * compute_bytes(cfg) - h_bytes(cfg, axes, pairs)
-    return elements + more + rows * (cfg.model.expert_dim + FP32)
+    return elements + more + rows * (cfg.model.expert_dim + FP32) + turned_bytes(cfg, axes, pairs)
+
+
+def turned_bytes(cfg: Config, axes: Axes, pairs: int) -> int:
+    """Bytes of transposed codes that a backward of `pairs` rows holds beyond a backward in bf16.
+
+    The gradient of down has those of dy and of the activation next to the activation, that of gate_up those
+    of dH and x. Without them the widest moment is that of dx's rows. Experts have whole blocks of 128 rows.
+    """
+    if not narrow_gradients(cfg, axes, planned_arch(cfg)):
+        return 0
+    moe, D, width = cfg.model.moe, cfg.model.expert_dim, compute_bytes(cfg)
+    F, padded = moe.ffn_dim, 128 * Metadata.capacity(pairs, moe.experts // axes.ep, 128)
+    most = max(pairs * F * width + padded * (D + F), padded * (moe.halves * F + D))
+    return max(0, most - pairs * max(D, F) * width)
 
 
 def runs_beside(cfg: Config, axes: Axes) -> bool:

@@ -23,9 +23,9 @@ from tmoe.ops.experts.table import KernelConfig
 from tmoe.ops.launch.kernel_launch import cdiv, describe, describe_ragged, device_facts, gluon_lacks, launch
 
 try:
-    from tmoe.ops.experts import fp8_hopper, fp8_hopper_dh
+    from tmoe.ops.experts import fp8_hopper
 except ImportError:  # as in gpu.py
-    fp8_hopper = fp8_hopper_dh = None
+    fp8_hopper = None
 
 BM = 128  # rows of a row tile: two tiles of fp8_codes.py
 # Plain Triton has tiles of 128 x 128: with 256 columns the sum of a block and the sum of all blocks do not
@@ -37,14 +37,13 @@ CONFIGS = {
     "dx": KernelConfig(BM, 128, BLOCK, 16, 1, 8, 4, 1, False),
 }
 # The kernels of fp8_hopper.py: `stages` of the ring, `outs` staging buffers of each consumer, `warps` that
-# share a tile. With four warps "dh" is the kernel of fp8_hopper_dh.py.
+# share a tile.
 HOPPER = {
     "up": KernelConfig(BM, 256, BLOCK, 8, 2, 8, 4, 1, True, 2),
     "down": KernelConfig(BM, 256, BLOCK, 8, 2, 8, 4, 1, False, 2),
     "dh": KernelConfig(BM, 128, BLOCK, 8, 2, 8, 6, 1, True, 2),
     "dx": KernelConfig(BM, 256, BLOCK, 8, 2, 8, 4, 1, False, 2),
 }
-OWN_TILES = KernelConfig(BM, 128, BLOCK, 8, 2, 4, 3, 1, True, 2)  # of "dh"
 # The same for gradients of matrices. They are in bf16 unless the table has such a configuration.
 WEIGHTS = {name: KernelConfig(BM, 256, BLOCK, 8, 2, 8, 4, 1, True, 2) for name in ("dw_down", "dw_up")}
 STAGED = [64, 64]  # box of a staging buffer
@@ -103,7 +102,7 @@ class Fp8Launches(LayerLaunches):
 
     def in_gluon(self) -> bool:
         """Whether the kernels of fp8_hopper.py can run."""
-        return self.tma and self.x.device.type != "cpu" and not gluon_lacks("fp8_hopper", "fp8_hopper_dh")
+        return self.tma and self.x.device.type != "cpu" and not gluon_lacks("fp8_hopper")
 
     def own(self, kernel: str) -> KernelConfig:
         """The configuration of an fp8 product; with `outs` for the kernels of fp8_hopper.py."""
@@ -254,17 +253,6 @@ class Fp8Launches(LayerLaunches):
         self.dh_codes = dh8, s_dh
         if cfg.outs:
             gate_codes, up_codes = halves_of_rows(dh8, self.N, [64, BLOCK])
-            if cfg.warps == 4:
-                launch(
-                    fp8_hopper_dh.dh_fp8_specialised, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
-                    self.operand(codes, cfg), scales, *self.matrices(self.down_codes, True),
-                    *self.coded_h(h_N2F, STAGED), *halves(dh, self.F, STAGED, True),
-                    describe_ragged(act, STAGED), gate_codes, up_codes, s_dh, self.weights, ds,
-                    self.meta.order, *self.tile_args(cfg), self.N, self.F, parts, cdiv(self.D, BLOCK),
-                    cfg.GROUP, self.D, cfg.stages, self.K, self.activation, cfg.gather, self.D % BLOCK == 0,
-                    num_warps=4,
-                )  # fmt: skip
-                return dh, act, ds
             product = Product8(
                 "dh", cfg, (self.operand(codes, cfg), scales), self.matrices(self.down_codes, True), self.F,
                 self.D, (1, parts),
