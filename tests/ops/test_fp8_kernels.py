@@ -18,6 +18,7 @@ from tiers import slow_but
 
 from tmoe.base.activations import activation as named
 from tmoe.ops.experts import fp8_gpu, fp8_table
+from tmoe.ops.experts.fp8_codes import encode_gpu
 from tmoe.ops.launch.kernel_launch import compile_only
 
 LIMITED = "clamped:alpha=1.702,limit=7.0"
@@ -47,6 +48,21 @@ SHAPES = [
     (2048, 1408, "relu2", False),
     (4096, 14336, "geglu", False),
 ]
+
+
+def test_one_row_is_multiplied_by_codes(monkeypatch):
+    """The kernel of one token in bf16 reads values, which are freed where experts are frozen."""
+    found = set()
+    x, gate_up, down = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((1, 64), (4, 128, 64), (4, 64, 64))
+    )
+    weights, ids = torch.empty(1, 2, device="meta"), torch.empty(1, 2, dtype=torch.int32, device="meta")
+    monkeypatch.setattr(fp8_table, "forced", FORMS["plain"])
+    with compile_only("cuda:90", lambda name, key, compile: found.add(name)):
+        codes = encode_gpu(gate_up, 2), encode_gpu(down, 1)
+        fp8_gpu.forward(x, gate_up, down, weights, ids, None, *codes, "swiglu", 2, False)
+    assert {"up_fp8_kernel", "rows_fp8_kernel"} <= found and not any("token" in name for name in found), found
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -504,7 +504,8 @@ def forward(
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
     bias = None if bias is None else bias.contiguous()
     h = empty((0, gate_up.shape[1]), x.dtype, x.device)
-    if len(x) == 1 and not keep and pairs == ids.numel() > 0:  # then the metadata is never read
+    alone = len(x) == 1 and not keep and pairs == ids.numel() > 0
+    if alone and kind is LayerLaunches:  # the metadata is never read; codes may stand for freed values
         packed = empty((Metadata.size(pairs, down.shape[0]),), torch.int32, x.device)
         return one_token(x, gate_up, down, weights, ids, bias, activation), h, packed
     meta = route(ids, down.shape[0], pairs)
