@@ -64,6 +64,7 @@ WRONG = [
     ("train", "tiny --nosuch 3", "--nosuch: no such flag"),
     ("train", "tiny -x 3", "-x: no such flag"),
     ("generate", "RUN --temprature 1", "--temprature: no such flag; did you mean --temperature"),
+    ("generate", "RUN --prompt x", "--prompt: no such flag; give its value alone, as a word"),
     ("data", "a --out b --tokeniser x", "--tokeniser: no such flag; did you mean --tokenizer"),
     ("checkpoint", "inspect STEP --tensr x", "--tensr: no such flag; did you mean --tensor"),
     ("hf", "export A B --lik C", "--lik: no such flag; did you mean --like"),

@@ -270,6 +270,8 @@ def unexpected(
         if answer := wish(name):
             return f"{name}: no such flag; {answer}"
         near = get_close_matches(name.replace("_", "-"), flags, 1, 0.7)
+        if near and near[0] == name:  # an argument without a flag
+            return f"{name}: no such flag; give its value alone, as a word; {shows}"
         return f"{name}: no such flag; " + (f"did you mean {near[0]}?" if near else shows)
     word = tokens[0]
     if hint and (said := hint(word)):
