@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tmoe.config.axes import Axes
-from tmoe.config.gpus import GPUS, room
+from tmoe.config.gpus import GPUS, GpuName, room
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, LoraConfig
 from tmoe.plan.memory import held_at_most
 
 # Memory as nvidia-smi shows it, in bytes: GeForce RTX 4090, L40S, H100 and H200.
-CARDS = {24: 24_564 * 2**20, 48: 46_068 * 2**20, 80: GPUS["h100"].memory, 141: GPUS["h200"].memory}
+# GB -> bytes, and the card of --gpu that has the same kernels
+CARDS: dict[int, tuple[float, GpuName]] = {
+    24: (GPUS["rtx4090"].memory, "rtx4090"),
+    48: (46_068 * 2**20, "rtx4090"),
+    80: (GPUS["h100"].memory, "h100"),
+    141: (GPUS["h200"].memory, "h200"),
+}
 TASKS = ("sft", "preference", "grpo")
 MARKS = re.compile(r"(<!-- fits -->\n).*?(<!-- end -->)", re.S)
 NO = "–"
@@ -81,8 +87,9 @@ def axes_of(cfg: Config, ranks: int) -> Axes:
     return Axes(ep=ranks) if cfg.lora.base == "whole" else Axes(dp=ranks)
 
 
-def cell(cfg: Config, ranks: int, memory: float) -> str:
+def cell(cfg: Config, ranks: int, memory: float, gpu: GpuName) -> str:
     """The first of SAVING with which the run fits on this many GPUs of this memory; NO if none does."""
+    cfg = replace(cfg, gpu=gpu)
     for name, change in SAVING.items():
         if held_at_most(change(cfg), axes_of(cfg, ranks)) <= room(memory):
             return name
@@ -99,7 +106,7 @@ def rows(names: Iterable[str]) -> Iterator[list[str]]:
             cells = {}
             for task in TASKS:
                 cfg = settings(preset, task, way)
-                cells[task] = tuple(cell(cfg, ranks, memory) for ranks in (1, 8) for memory in CARDS.values())
+                cells[task] = tuple(cell(cfg, ranks, *card) for ranks in (1, 8) for card in CARDS.values())
             for same, tasks in groupby(TASKS, cells.__getitem__):
                 if {*same} != {NO}:
                     yield [preset, way.flags, ", ".join(tasks), *same]

@@ -194,6 +194,8 @@ def test_temporaries(monkeypatch):
     assert rule_bytes(cfg, Axes(), 0) == pytest.approx(held.bytes / 512 / 2 * 32 * 4096, rel=0.05)
     monkeypatch.setattr(gpu, "MEASURED", {"cuda:90"})
     assert rule_bytes(cfg, Axes(), 0) == 4096 * (2 * 32 * (6 * 128 + 128 + 512) + 4 * 32 * 5 + 2 * 4096)
+    for other in (replace(cfg, gpu="a100"), replace(cfg, train=replace(cfg.train, dtype="fp32"))):
+        assert rule_bytes(other, Axes(), 0) == pytest.approx(held.bytes / 512 / 2 * 32 * 4096, rel=0.05)
 
 
 def test_padding_and_documents_one_by_one():

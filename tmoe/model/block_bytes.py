@@ -14,6 +14,7 @@ from tmoe.config.run import Config
 from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.loss import chunk_rows
+from tmoe.moe.fp8_choice import planned_arch
 from tmoe.ops.delta import chunks, gpu
 from tmoe.ops.loss import logprob
 from tmoe.ops.loss.cross_entropy import aligned
@@ -66,10 +67,10 @@ def rule_bytes(cfg: Config, axes: Axes, layer: int) -> int:
 
 
 def with_kernels(cfg: Config) -> bool:
-    """Whether kernels compute the rule of linear layers."""
+    """Whether kernels compute the rule of linear layers on the GPU of a planned run."""
     n = cfg.model.linear
     fits = gpu.fits(n.key_dim, n.value_dim, cfg.train.dtype == "bf16", n.kind != "mamba2")
-    return fits and bool(gpu.MEASURED)
+    return fits and planned_arch(cfg) in gpu.MEASURED
 
 
 def statistics(cfg: Config, axes: Axes, layer: int) -> int:
