@@ -18,6 +18,7 @@ from tmoe.model.lora import adapt
 from tmoe.model.mamba2 import Mamba2
 from tmoe.model.muon import parts_of
 from tmoe.model.transformer import Transformer
+from tmoe.ops.delta import gpu
 from tmoe.ops.delta.rule import plain_back
 from tmoe.optim.adamw import parameter_groups
 
@@ -39,8 +40,9 @@ def test_counts_by_hand():
     assert flops_per_token(MAMBA2, seq) == whole + 6 * 4 * 2 * 8 * seq / 2
 
 
-def test_temporaries():
+def test_temporaries(monkeypatch):
     """The plain form's, against what is alive."""
+    monkeypatch.setattr(gpu, "MEASURED", frozenset())
     cfg = Config(model=TINY, train=TrainConfig(batch=1, seq=32))
     q, v, g = (
         torch.zeros(1, 512, 1, 128).bfloat16(),
