@@ -98,7 +98,7 @@ def test_adapters_and_whole_weights_are_not_mixed_up(gloo, made, tmp_path):
     out = ["--out", tmp_path / "b"]
     said = refused(gloo, *out, "--init", step)
     assert f"--init={step}: holds adapters on {base}" in said and f"--init={base} --lora.init={step}" in said
-    planned = forked.run(["train.py", *SMALL, "--init", str(step), "--dry-run"])
+    planned = forked.run(["train.py", *SMALL, *map(str, out), "--init", str(step), "--dry-run"])
     assert (planned.returncode, planned.stderr.splitlines()[-1]) == (2, said.splitlines()[-1])
     said = refused(gloo, *LORA, *out, "--resume", base)
     assert "--lora.rank=4: " in said and "holds no adapters; train them in a new run: --init" in said
