@@ -15,7 +15,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.model import MoEConfig, RopeConfig
 from tmoe.config.run import Config, GrpoConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.moe.fp8_choice import describe
-from tmoe.moe.moe_bytes import coded_row_bytes, moe_bytes
+from tmoe.moe.moe_bytes import coded_row_bytes, moe_bytes, turned_bytes
 from tmoe.ops.experts import fp8_gpu, gpu
 from tmoe.ops.experts.fp8_codes import encode_gpu
 from tmoe.ops.launch.kernel_launch import compile_only
@@ -137,11 +137,17 @@ def test_codes_of_rows_are_those_that_a_backward_holds(pairs):
     turned = padded * (2 * F + D), padded * (F + D) + 2 * rows * F
     assert 0.5 < kept[1] / kept[0] < 0.51
     if pairs is None:
-        more = codes_of_dh + codes_of_dy + max(turned) - 2 * rows * D
+        more = codes_of_dh + codes_of_dy
         assert coded_row_bytes(cfg, Axes()) == more + kept[0] - kept[1]
+        assert turned_bytes(cfg, Axes()) == max(turned) - 2 * rows * D
         plain = replace(cfg, train=replace(cfg.train, fp8="none", fp8_everywhere=False))
         assert moe_bytes(plain, Axes()) - moe_bytes(cfg, Axes()) == kept[0] - kept[1]
-        assert backward_bytes(cfg, Axes(), 0) - backward_bytes(plain, Axes(), 0) == more
+        assert backward_bytes(cfg, Axes(), 0) - backward_bytes(plain, Axes(), 0) == (
+            more + max(turned) - 2 * rows * D
+        )
+        frozen = [replace(one, optim=OptimConfig(freeze="experts")) for one in (cfg, plain)]
+        fp8, bf16 = (backward_bytes(one, Axes(), 0) for one in frozen)
+        assert fp8 - bf16 == more  # no gradients of matrices
     h_again = kept[1] - kept[0] if pairs else 0  # of a later window
     with_gradient = 0 if pairs else turned[0] + gate_up.nbytes - 2 * rows * D
     beyond = codes_of_dh + codes_of_dy + h_again + with_gradient

@@ -126,13 +126,13 @@ def uses_symm(cfg: Config, axes: Axes) -> bool:
 def coded_row_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes that --train.fp8 adds to one MoE layer's backward: codes of dH, and of rows of dy with scales.
 
-    In addition dH has more bytes than the codes of H, which a forward keeps, and gradients of matrices in fp8
-    read transposed codes. Rows that came packed over symm's wire are in its buffers.
+    In addition dH has more bytes than the codes of H, which a forward keeps. Rows that came packed over
+    symm's wire are in its buffers.
     """
     if not planned(cfg, axes):
         return 0
     moe, T, K = cfg.model.moe, local_tokens(cfg, axes), cfg.model.moe.top_k
-    pairs = pairs_bound(T, K, axes.ep, moe.experts // axes.ep) or T * K
+    pairs = rows_of_pairs(cfg, axes)
     if uses_symm(cfg, axes):
         rows = 0 if cfg.parallel.dispatch_dtype == "fp8" else axes.ep * T
     elif moe.pad:
@@ -141,17 +141,24 @@ def coded_row_bytes(cfg: Config, axes: Axes) -> int:
         rows = rows_received(T, K, axes.ep)
     elements = pairs * moe.halves * moe.ffn_dim
     more = elements * compute_bytes(cfg) - h_bytes(cfg, axes, pairs)
-    return elements + more + rows * (cfg.model.expert_dim + FP32) + turned_bytes(cfg, axes, pairs)
+    return elements + more + rows * (cfg.model.expert_dim + FP32)
 
 
-def turned_bytes(cfg: Config, axes: Axes, pairs: int) -> int:
-    """Bytes of transposed codes that a backward of `pairs` rows holds beyond a backward in bf16.
+def rows_of_pairs(cfg: Config, axes: Axes) -> int:
+    """Rows of one call of the experts: a row for each pair of a token and an expert."""
+    T, K = local_tokens(cfg, axes), cfg.model.moe.top_k
+    return pairs_bound(T, K, axes.ep, cfg.model.moe.experts // axes.ep) or T * K
+
+
+def turned_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes of transposed codes that the backward of trained experts holds beyond a backward in bf16.
 
     The gradient of down has those of dy and of the activation next to the activation, that of gate_up those
     of dH and x. Without them the widest moment is that of dx's rows. Experts have whole blocks of 128 rows.
     """
-    if not narrow_gradients(cfg, axes, planned_arch(cfg)):
+    if not planned(cfg, axes) or not narrow_gradients(cfg, axes, planned_arch(cfg)):
         return 0
+    pairs = rows_of_pairs(cfg, axes)
     moe, D, width = cfg.model.moe, cfg.model.expert_dim, compute_bytes(cfg)
     F, padded = moe.ffn_dim, 128 * Metadata.capacity(pairs, moe.experts // axes.ep, 128)
     most = max(pairs * F * width + padded * (D + F), padded * (moe.halves * F + D))

@@ -17,12 +17,14 @@ from tmoe.config.sizes import FP32, compute_bytes, local_tokens
 from tmoe.model import block_bytes as of_model
 from tmoe.model.block_bytes import attention_elements, rule_bytes, statistics
 from tmoe.model.count import block_shapes
+from tmoe.model.freeze import frozen_pattern, matching
 from tmoe.moe import moe_bytes as of_moe
 from tmoe.moe.moe_bytes import (
     coded_row_bytes,
     gathered_expert_bytes,
     moe_bytes,
     slice_bytes,
+    turned_bytes,
     window_bytes,
 )
 
@@ -77,8 +79,16 @@ def backward_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     experts = 0
     if cfg.model.is_moe(layer):
         experts = gathered_expert_bytes(cfg, axes) + coded_row_bytes(cfg, axes)
+        experts += turned_bytes(cfg, axes) if trains_experts(cfg, layer) else 0
     rest = window_bytes(cfg, axes, layer) + cast_bytes(cfg, axes, layer) + rule_bytes(cfg, axes, layer)
     return again + gathered + experts + rest
+
+
+def trains_experts(cfg: Config, layer: int) -> bool:
+    """Whether a matrix of a block's experts has a gradient."""
+    names = [f"blocks.{layer}.moe.experts.{matrix}" for matrix in ("gate_up", "down")]
+    pattern = frozen_pattern(cfg)
+    return not pattern or len(matching(pattern, names)) < len(names)
 
 
 def cast_bytes(cfg: Config, axes: Axes, layer: int) -> int:

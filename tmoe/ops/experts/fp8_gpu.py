@@ -1,7 +1,8 @@
-"""moe_mlp with fp8 products on Hopper: the launches of gpu.py with other kernels for four of the products.
+"""moe_mlp with fp8 products on Hopper: the launches of gpu.py with other kernels for its products.
 
-Forward: cast of x, up (with the activation and its cast), down, combine. Backward: cast of dy, dh (with dH's
-cast), down's gradient as in bf16, dx, gate_up's gradient as in bf16, combine.
+Forward: cast of x, up (with the casts of H and of the activation), down, combine. Backward: cast of dy, dh
+(with dH's cast), down's gradient, dx, gate_up's gradient, combine. Gradients of matrices are of transposed
+codes, or as in bf16.
 
 next: ops/experts/fp8_kernels.py
 """

@@ -67,7 +67,7 @@ def configurations(arch: str) -> list[Entry]:
 def fastest(kernel: str, arch: str, D: int, F: int, rows: float) -> KernelConfig | None:
     """The configuration that was fastest on the nearest measured shape; None if there is no measurement.
 
-    kernel: "up", "down", "dh" or "dx". rows: of an expert.
+    kernel: "up", "down", "dh", "dx", "dw_up" or "dw_down". rows: of an expert.
     """
     if kernel in forced:
         return forced[kernel]

@@ -66,8 +66,8 @@ def moe_mlp(
             each rank's tokens, but on average only one rank's share of their pairs.)
         codes: None, or the codes of gate_up and down (`fp8_codes.encode`, of gate_up with the activation's
             number of halves): the products of the forward, and those of the gradients of x and of the
-            activation, are then in fp8, and the gradients of the matrices are computed as without codes. H is
-            kept in fp8. x is float32 or bfloat16.
+            activation, are then in fp8. The gradients of the matrices are in fp8 where fp8_configs.json names
+            them, and computed as without codes elsewhere. H is kept in fp8. x is float32 or bfloat16.
 
     Returns y_TD [T, D] in the dtype of x. Products accumulate in float32. A token's experts are added in
     float32 in slot order, so equal inputs give equal bits. (Between two rounds of `pairs` the sums of y and
