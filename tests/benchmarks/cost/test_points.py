@@ -72,7 +72,8 @@ def test_no_file_with_a_step_is_left_out_but_those_with_a_reason():
     for path in RESULTS.rglob("*.json*"):
         for text in path.read_text().splitlines():
             try:
-                if "tokens_per_s_gpu" in json.loads(text):
+                record = json.loads(text)
+                if "tokens_per_s_gpu" in record and record["command"].split()[0] == "train.py":
                     found.add(path)
             except (ValueError, TypeError):
                 continue  # a file that is no JSON lines
@@ -87,6 +88,8 @@ def test_a_new_file_is_checked_wherever_it_lies(tmp_path, monkeypatch):
     other = tmp_path / "metrics.jsonl"
     new.write_text(ONE_GPU.read_text())
     other.write_text('{"step": 1, "tokens_per_s": 3}\n')
+    loop = tmp_path / "new/loop.jsonl"
+    loop.write_text('{"tokens_per_s_gpu": 3, "command": "python -m benchmarks.linear_step --parts short"}\n')
     monkeypatch.setattr(points, "RESULTS", tmp_path)
     assert points.held() == [new]
 
