@@ -1,8 +1,8 @@
 """Reads the measured steps in results/, sorts them by layout, and names the files that are not compared.
 
 The cost model (step_time.py) is compared with these steps. A record is a line of `python -m benchmarks.train
---json`, whose command is one of train.py. Every file below results/ that has such a line is used. A file is left
-out only by UNHELD, with the reason. Other benchmarks record the tokens a second of their own loops.
+--json`, whose command is one of train.py. Every file below results/ that has such a line is used. A file is
+left out only by UNHELD, with the reason. Other benchmarks record the tokens a second of their loops.
 """
 
 import functools
@@ -75,7 +75,8 @@ def layout(cfg: Config, axes: Axes) -> tuple:
 
 def step_files() -> list[Path]:
     """All files below results/ that contain a step of train.py."""
-    return [path for path in sorted(RESULTS.rglob("*.jsonl")) if any(map(is_step, path.read_text().splitlines()))]
+    files = sorted(RESULTS.rglob("*.jsonl"))
+    return [path for path in files if any(is_step(line) for line in path.read_text().splitlines())]
 
 
 def is_step(line: str) -> bool:
