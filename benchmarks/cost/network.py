@@ -62,25 +62,13 @@ def moving_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> 
     return [gather + experts + spread, gather + experts, regather + experts, regather + experts + last]
 
 
-def fsdp_seconds(
-    cfg: Config, axes: Axes, m: SimpleNamespace, span: range | None = None
-) -> tuple[float, float, float]:
-    """Seconds of FSDP2's all-gathers in a forward and in a backward, and of its reduce-scatters.
-
-    All-gathers are counted for a micro-batch, reduce-scatters for a step. span: the blocks of one chunk;
-    None: all.
-    """
-    gather, regather, reduce = dense_seconds(cfg, axes, m, span)
-    experts, reduce_experts = expert_seconds(cfg, axes, m, span)
-    return gather + experts, regather + experts, reduce + reduce_experts
-
-
 def dense_seconds(
     cfg: Config, axes: Axes, m: SimpleNamespace, span: range | None = None
 ) -> tuple[float, float, float]:
-    """The part of `fsdp_seconds` for weights other than experts.
+    """Seconds of FSDP2 for weights other than experts: all-gathers of forward and backward, reduce-scatters.
 
-    In the backward the root is still gathered. Reduce-scatters are in fp32.
+    All-gathers are counted for a micro-batch, reduce-scatters for a step. span: the blocks of one chunk;
+    None: all. In the backward the root is still gathered. Reduce-scatters are in fp32.
     """
     model = cfg.model
     span = range(model.layers) if span is None else span
@@ -102,7 +90,7 @@ def dense_seconds(
 def expert_seconds(
     cfg: Config, axes: Axes, m: SimpleNamespace, span: range | None = None
 ) -> tuple[float, float]:
-    """The part of `fsdp_seconds` for experts: an all-gather of a pass, and the reduce-scatters; 0 if kept."""
+    """The seconds of `dense_seconds` for experts: all-gathers of a pass, reduce-scatters; 0 if kept."""
     span = range(cfg.model.layers) if span is None else span
     blocks = [] if kept_whole(cfg, axes, span) else padded_units(cfg, axes, span)[1:]
     sizes = Counter(n for _, n in blocks if n)

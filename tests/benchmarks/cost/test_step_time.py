@@ -347,7 +347,10 @@ def test_a_layer_without_experts_pays_no_collective_for_them():
     words = [
         f"deepseek-v2-lite --model.layers {layers} --parallel.gathered-gib 0".split() for layers in (1, 2)
     ]
-    seconds = [sum(network.fsdp_seconds(parse(w, "", world=64), Axes(dp=64), m)) for w in words]
+    models = [parse(w, "", world=64) for w in words]
+    dense = [sum(network.dense_seconds(cfg, Axes(dp=64), m)) for cfg in models]
+    experts = [network.expert_seconds(cfg, Axes(dp=64), m) for cfg in models]
+    seconds = [d + 2 * gather + reduce for d, (gather, reduce) in zip(dense, experts, strict=True)]
     assert seconds == [7 * (2 + 1 + 2), 7 * (4 + 3 + 4)], "seven hops from node to node"
 
 
