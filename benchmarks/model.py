@@ -33,6 +33,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from rich.console import Console
 
@@ -61,6 +62,27 @@ WORLDS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 
 
 def main() -> None:
+    parser = command()
+    args = parser.parse_args(marked(sys.argv[1:]))
+    constants = constants_of(args, parser)
+    console = Console(width=170)
+    if args.published:
+        show_published(constants, console)
+        return
+    constants = of_gpu(constants, args.gpu)
+    if args.check is not None:
+        raise SystemExit(not show_check(args, constants, console))
+    words = words_of(args, parser)
+    m = values(constants)
+    require_layouts(args, words, m, parser)
+    if args.parts:
+        show_parts(args.gpus, words, m, console)
+    else:
+        show_layouts(args, words, constants, console)
+
+
+def command() -> argparse.ArgumentParser:
+    """The parser of this program's words."""
     parser = front.Parser(__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--tokens", type=float, default=1e12, help="tokens to train, for days and GPU-hours")
@@ -98,7 +120,11 @@ def main() -> None:
         help="a file like tmoe/model/h200.json, for your own GPU",
     )
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
-    args = parser.parse_args(marked(sys.argv[1:]))
+    return parser
+
+
+def constants_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, dict]:
+    """The constants of --constants, once the flags are found to agree with them and with each other."""
     try:
         constants = json.loads(args.constants.read_text())
         shipped = json.loads(CONSTANTS.read_text())
@@ -109,59 +135,82 @@ def main() -> None:
         numbers = [name for name, c in constants.items() if isinstance(c["value"], (int, float))]
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         parser.error(f"--constants={args.constants}: {error}")
-    console = Console(width=170)
     if unknown := set(args.fit) - set(numbers):
         raise SystemExit(f"--fit {' '.join(unknown)}: must be among {', '.join(numbers)}")
     if args.fit and args.check is None:
         parser.error("--fit: needs --check, the points to fit")
-    own_constants = args.constants != CONSTANTS
-    if own_constants and args.gpu != "h200":
+    if args.constants != CONSTANTS and args.gpu != "h200":
         parser.error(f"--gpu={args.gpu}: --constants are of one GPU already; leave one of the two out")
-    if args.published:
-        if args.check is None or args.check or args.fit or args.gpu != "h200":
-            parser.error("--published: needs --check, without files, --fit and --gpu: each row names its GPU")
-        found = compared(constants)
-        console.print(published_table(found))
-        console.print("\n".join([*not_expressed(found), published_summary(found)]), soft_wrap=True)
-        return
-    constants = of_gpu(constants, args.gpu)
-    if args.check is not None:
-        points = read_points(args.check or held())
-        for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
-            console.print(f"{name}: {constants[name]['value']:.4g} -> {value:.4g}")
-            runs = [dict(gpus=p.axes.world, command=p.command) for p in points]
-            constants[name] |= dict(value=value, points=runs)
-        table, good = check(points, constants)
-        console.print(table)
-        m = values(constants)
-        console.print(summary(points, [ratio(p, m) - 1 for p in points], fitted_layouts(constants)))
-        console.print("\n".join([] if args.check else unheld(m)), soft_wrap=True)
-        raise SystemExit(not good)
+    if args.published and (args.check is None or args.check or args.fit or args.gpu != "h200"):
+        parser.error("--published: needs --check, without files, --fit and --gpu: each row names its GPU")
+    return constants
+
+
+def show_published(constants: dict[str, dict], console: Console) -> None:
+    """--check --published: predicted over published speeds."""
+    found = compared(constants)
+    console.print(published_table(found))
+    console.print("\n".join([*not_expressed(found), published_summary(found)]), soft_wrap=True)
+
+
+def show_check(args: argparse.Namespace, constants: dict[str, dict], console: Console) -> bool:
+    """--check: predicted against measured steps, after --fit; returns whether all are within 10%."""
+    points = read_points(args.check or held())
+    fitted = fit(points, args.fit, values(constants)) if args.fit else {}
+    for name, value in fitted.items():
+        console.print(f"{name}: {constants[name]['value']:.4g} -> {value:.4g}")
+        runs = [dict(gpus=p.axes.world, command=p.command) for p in points]
+        constants[name] |= dict(value=value, points=runs)
+    table, good = check(points, constants)
+    console.print(table)
+    m = values(constants)
+    console.print(summary(points, [ratio(p, m) - 1 for p in points], fitted_layouts(constants)))
+    console.print("\n".join([] if args.check else unheld(m)), soft_wrap=True)
+    return good
+
+
+def words_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """The words of train.py. A layout among them is refused, except with --parts."""
     words = [w for w in args.train if w != "--"]
     if late := [w for w in words if w.split("=")[0] in OURS]:
         parser.error(f"{late[0]}: must come before train.py's words: {late[0]} ... -- {words[0]}")
     taken = [w for w in words if w.split("=")[0] in AXES]
     if taken and not args.parts:
         parser.error(f"{taken[0]}: leave it out: the page compares every layout; --parts takes one")
-    m = values(constants)
+    return words
+
+
+def require_layouts(
+    args: argparse.Namespace, words: list[str], m: SimpleNamespace, parser: argparse.ArgumentParser
+) -> None:
+    """End the program with one line if a number of GPUs or the words of train.py cannot be predicted."""
     # Checked before `parse`, whose message would call the number a world size.
     if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:
         parser.error(f"--gpus {wrong[0]}: must be 1 or more, at most {MOST['world']}")
     for world in args.gpus if args.parts else (1,):
         if no := refused(parse(words, "", world=world), args.gpus, args.tokens, m, args.parts):
             parser.error(no)
-    if args.parts:
-        for world in args.gpus:
-            cfg = parse(words, "", world=world)
-            axes = Axes.of(cfg.parallel, world)
-            step = predict(cfg, axes, m)
-            console.print(parts_table(step))
-            console.print(memory_table(cfg, axes, step, m))
-        return
-    if not 1 <= args.batch_tokens < 2**62:
+    if not (args.parts or 1 <= args.batch_tokens < 2**62):
         parser.error(f"--batch-tokens {args.batch_tokens}: must be 1 or more and finite")
+
+
+def show_parts(worlds: list[int], words: list[str], m: SimpleNamespace, console: Console) -> None:
+    """--parts: where the time and the memory of one layout go, for each number of GPUs."""
+    for world in worlds:
+        cfg = parse(words, "", world=world)
+        axes = Axes.of(cfg.parallel, world)
+        step = predict(cfg, axes, m)
+        console.print(parts_table(step))
+        console.print(memory_table(cfg, axes, step, m))
+
+
+def show_layouts(
+    args: argparse.Namespace, words: list[str], constants: dict[str, dict], console: Console
+) -> None:
+    """The page of dp x ep, then the ten best of all axes for each number of GPUs."""
     cfg = parse(words, "")
-    console.print(page(cfg, args.gpus, args.tokens, m, title(args.gpu, m, own_constants)))
+    m = values(constants)
+    console.print(page(cfg, args.gpus, args.tokens, m, title(args.gpu, m, args.constants != CONSTANTS)))
     search = Search(cfg, m, int(args.batch_tokens))
     for world in args.gpus:
         console.print(best_table(search.best(world), world, search.batch_tokens, m))

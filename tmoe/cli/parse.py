@@ -194,14 +194,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         config=(tyro.conf.HelptextFromCommentsOff,),  # a third of the time: tyro would read the source
     )
     source.notes.extend(_require_read(cfg, source, words, typed))
-    run, planned = Section(cfg), f"only for {Setting('dry_run')}"
-    real = "torchrun --nproc-per-node sets the real one"
-    run.require(cfg.world is None or cfg.dry_run, "world", f"{planned}; {real}")
-    run.require(cfg.gpu is None or cfg.dry_run, "gpu", f"{planned}; a run has the GPUs that it finds")
-    run.require(cfg.node is None or cfg.dry_run, "node", f"{planned}; a run has the nodes of its launcher")
-    works = bool(cfg.steps or cfg.epochs or cfg.eval_only or cfg.dry_run)
-    valid = f"1 or more, or {Setting('eval_only')} to validate alone"
-    run.require(works, "steps", "nothing to do", valid)
+    require_work(cfg)
     experts = cfg.model.moe.experts if trains_routers(replace(cfg, eval_only=False)) else 0
     axes = Axes.of(cfg.parallel, planned_world(cfg, world), experts)
     cfg = with_global_batch(cfg, axes.readers)
@@ -210,21 +203,42 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         require_a_group_per_node(axes)
     if trains_routers(cfg) and begins_anew(cfg):
         cfg.model.moe.require_trained()
+    return _settled(cfg, source.notes), source.notes
+
+
+def _settled(cfg: Config, notes: list[str]) -> Config:
+    """The settings with the folder, the data and the compiler that this run will use; notes gets a line each.
+
+    Raises ConfigError for a folder that cannot be read or written, and for torchao that is asked for and
+    missing.
+    """
     if cfg.init:
         # Absolute: an export reads this path from a step, and may run in another folder.
         start = start_of(cfg.init, weights=not cfg.dry_run)
-        source.notes.extend(chosen_step(cfg.init, start))
+        notes.extend(chosen_step(cfg.init, start))
         cfg = replace(cfg, init=str(start.absolute()))
-    if not cfg.dry_run:
-        cfg = replace(cfg, data=pinned(cfg.data))
-    if not (cfg.dry_run or cfg.eval_only):  # those write nothing
+    if cfg.dry_run:
+        return cfg
+    cfg = replace(cfg, data=pinned(cfg.data))
+    if not cfg.eval_only:  # a validation writes nothing
         require_places(cfg)
-    if not cfg.dry_run:
-        require_torchao(Asked.by(cfg.train.float8, cfg.train.fp8))
-    if cfg.compile and not cfg.dry_run and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+    require_torchao(Asked.by(cfg.train.float8, cfg.train.fp8))
+    if cfg.compile and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         cfg = replace(cfg, compile=False)
-        source.notes.append("TORCH_COMPILE_DISABLE=1 in the environment: running eager (--no-compile)")
-    return cfg, source.notes
+        notes.append("TORCH_COMPILE_DISABLE=1 in the environment: running eager (--no-compile)")
+    return cfg
+
+
+def require_work(cfg: Config) -> None:
+    """Raise ConfigError for a run without a step to do, and for a planned world that is no dry run's."""
+    run, planned = Section(cfg), f"only for {Setting('dry_run')}"
+    real = "torchrun --nproc-per-node sets the real one"
+    run.require(cfg.world is None or cfg.dry_run, "world", f"{planned}; {real}")
+    run.require(cfg.gpu is None or cfg.dry_run, "gpu", f"{planned}; a run has the GPUs that it finds")
+    run.require(cfg.node is None or cfg.dry_run, "node", f"{planned}; a run has the nodes of its launcher")
+    works = bool(cfg.steps or cfg.epochs or cfg.eval_only or cfg.dry_run)
+    valid = f"1 or more, or {Setting('eval_only')} to validate alone"
+    run.require(works, "steps", "nothing to do", valid)
 
 
 def require_reward_files(rewards: Sequence[str]) -> None:
